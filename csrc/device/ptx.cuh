@@ -1,0 +1,43 @@
+// PTX instructions as functions of one line.
+#pragma once
+#include <cstdint>
+
+namespace llmk {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 1 / x to about one unit in the last place; subnormals count as zero.
+__device__ inline float reciprocal_approximate(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Asynchronous copy of 16 bytes from global to shared memory, past L1.
+__device__ inline void cp_async_16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most kPending of this thread's newest groups are still under way.
+template <int kPending>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Programmatic dependent launch (sm_90 and later; nothing before). A kernel that kernels::launch() starts may begin
+// while its predecessor in the stream still runs: it must call pdl_wait() in every thread before it touches global
+// memory. pdl_launch_dependents() lets the successor begin; what the successor reads is safe behind its own wait.
+__device__ inline void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ inline void pdl_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace llmk

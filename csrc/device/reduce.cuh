@@ -1,0 +1,89 @@
+// Sums over the threads that share a row.
+#pragma once
+
+namespace llmk {
+
+// A group is a power of two of at most 32 neighbouring lanes, or `threads / 32` whole warps.
+struct Group {
+  int threads;  // in the group
+  int rank;     // of this thread in its group
+  int index;    // of the group in its block
+};
+
+// Sums over the part of a group that lies within one warp; every lane gets the total.
+template <int kValues>
+__device__ inline void warp_sum(float (&values)[kValues], int threads) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    if (offset < threads) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) values[i] += __shfl_xor_sync(0xffffffffu, values[i], offset);
+    }
+  }
+}
+
+// Sums over a group; every thread gets the total. `shared` holds kValues floats per warp of the block. Every thread
+// of the block must call it. Successive calls must alternate between two `shared` buffers: a fast warp may already be
+// writing the next sums while a slow one still reads these, but it can't pass the barrier in between.
+template <int kValues>
+__device__ inline void group_sum(float (&values)[kValues], const Group& group, float* shared) {
+  warp_sum(values, group.threads);
+  if (group.threads <= 32) return;
+  const int warps = group.threads / 32;
+  float* sums = shared + group.index * warps * kValues;
+  if (group.rank % 32 == 0) {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) sums[group.rank / 32 * kValues + i] = values[i];
+  }
+  __syncthreads();
+  // Every warp adds the warps' sums up by itself, in as few steps as hold them: one barrier, and no broadcast.
+  const int width = warps <= 4 ? 4 : warps <= 8 ? 8 : warps <= 16 ? 16 : 32;
+  const int from = threadIdx.x % width;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) values[i] = from < warps ? sums[from * kValues + i] : 0.f;
+  warp_sum(values, width);
+}
+
+// The sum over a row whose vectors are dealt out to whole warps, in an order that depends on the row alone: however
+// many vectors a thread has, vector i counts as lane i % 32 of slot i / 32; the lanes of a slot are added up as a
+// tree, then the slots. So launches may differ in threads per row and still agree to the bit.
+constexpr int kMaxSlots = 64;
+
+// Sums each of the values over the warp; lane l gets the sum of value l / (32 / kCount).
+template <int kCount>
+__device__ inline float warp_sum_each(const float (&values)[kCount]) {
+  static_assert(kCount == 1 || kCount == 2);
+  const bool second = kCount == 2 && threadIdx.x & 16;  // each half of the warp goes on with one of the two
+  const float kept = values[second], given = values[kCount - 1 - second];
+  float sum[1] = {kept + __shfl_xor_sync(0xffffffffu, given, 16)};
+  warp_sum(sum, 16);
+  return sum[0];
+}
+
+// values[v]: of this thread's v-th vector, number rank + v * threads of the row; 0 where there is none. A group of up
+// to 32 lanes must have one vector each. `shared` holds kMaxSlots floats per group; see group_sum() on alternating.
+template <int kVectors>
+__device__ inline float row_sum(const float (&values)[kVectors], const Group& group, float* shared) {
+  if constexpr (kVectors == 1) {
+    if (group.threads <= 32) {
+      float sum[1] = {values[0]};
+      warp_sum(sum, group.threads);
+      return sum[0];
+    }
+  }
+  const int lane = group.rank % 32, warps = group.threads / 32;
+  float* const slots = shared + group.index * kMaxSlots;
+  const float sum = warp_sum_each(values);
+  constexpr int kLanes = 32 / kVectors;
+  if (lane % kLanes == 0) slots[lane / kLanes * warps + group.rank / 32] = sum;
+  __syncthreads();
+  const int count = kVectors * warps;
+  const int width = count <= 4 ? 4 : count <= 8 ? 8 : count <= 16 ? 16 : 32;
+  const int slot = lane % width;
+  float total[1] = {slot < count ? slots[slot] : 0.f};
+  if (slot + 32 < count) total[0] += slots[slot + 32];
+  warp_sum(total, width);
+  return total[0];
+}
+
+}  // namespace llmk

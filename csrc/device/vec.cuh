@@ -1,0 +1,130 @@
+// Vec<T, N>: N elements moved by one load or store instruction (16 bytes at most), computed on as floats.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace llmk {
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ T from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ inline __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// The machine word of so many bytes: what a vector is loaded and stored as.
+template <int kBytes>
+struct Word;
+template <>
+struct Word<2> {
+  using type = unsigned short;
+};
+template <>
+struct Word<4> {
+  using type = unsigned int;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+
+// Two neighbours of a 16-bit type, which the hardware computes on and converts together.
+template <typename T>
+struct Pair;
+template <>
+struct Pair<__half> {
+  using type = __half2;
+  __device__ static __half2 from_floats(float a, float b) { return __floats2half2_rn(a, b); }
+};
+template <>
+struct Pair<__nv_bfloat16> {
+  using type = __nv_bfloat162;
+  __device__ static __nv_bfloat162 from_floats(float a, float b) { return __floats2bfloat162_rn(a, b); }
+};
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  using Raw = typename Word<sizeof(T) * N>::type;
+  static constexpr bool kPaired = sizeof(T) == 2 && N % 2 == 0;
+
+  T data[N];
+
+  __device__ float operator[](int i) const { return to_float(data[i]); }
+
+  // The vector of value(0), value(1), ..., each rounded to T.
+  template <typename Value>
+  __device__ static Vec of(const Value& value) {
+    Vec result;
+    if constexpr (kPaired) {
+#pragma unroll
+      for (int i = 0; i < N; i += 2) result.pair(i) = Pair<T>::from_floats(value(i), value(i + 1));
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) result.data[i] = from_float<T>(value(i));
+    }
+    return result;
+  }
+
+  // Elements i and i + 1, i even.
+  __device__ auto& pair(int i) { return *reinterpret_cast<typename Pair<T>::type*>(&data[i]); }
+  __device__ const auto& pair(int i) const { return *reinterpret_cast<const typename Pair<T>::type*>(&data[i]); }
+
+  __device__ static Vec load(const T* source) { return from_raw(*reinterpret_cast<const Raw*>(source)); }
+  // An intrinsic, since the compiler takes a plain assignment apart again into stores of one or two halves.
+  __device__ void store(T* target) const {
+    __stwb(reinterpret_cast<Raw*>(target), *reinterpret_cast<const Raw*>(this));
+  }
+
+ private:
+  __device__ static Vec from_raw(const Raw& raw) { return *reinterpret_cast<const Vec*>(&raw); }
+};
+
+// Products and sums, each rounded to T: what eager PyTorch computes in one kernel each. The packed instructions round
+// once, as float arithmetic followed by a conversion does, and are never contracted.
+template <typename T, int N>
+__device__ Vec<T, N> mul(const Vec<T, N>& a, const Vec<T, N>& b) {
+  if constexpr (Vec<T, N>::kPaired) {
+    Vec<T, N> product;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) product.pair(i) = __hmul2_rn(a.pair(i), b.pair(i));
+    return product;
+  } else {
+    return Vec<T, N>::of([&](int i) { return __fmul_rn(a[i], b[i]); });
+  }
+}
+
+template <typename T, int N>
+__device__ Vec<T, N> add(const Vec<T, N>& a, const Vec<T, N>& b) {
+  if constexpr (Vec<T, N>::kPaired) {
+    Vec<T, N> sum;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) sum.pair(i) = __hadd2_rn(a.pair(i), b.pair(i));
+    return sum;
+  } else {
+    return Vec<T, N>::of([&](int i) { return __fadd_rn(a[i], b[i]); });
+  }
+}
+
+// The widest vector of T: one 16-byte access.
+template <typename T>
+constexpr int kVecWidth = 16 / sizeof(T);
+
+}  // namespace llmk

@@ -1,0 +1,174 @@
+// Gated activations (Shazeer 2020): SwiGLU and GEGLU, forward and backward. With r = rounding to the dtype:
+//
+//   y = r(r(act(gate)) up)      grad_gate = r(grad_y up act'(gate))      grad_up = r(grad_y act(gate))
+//
+//   silu(x) = x / (1 + e^-x)    gelu(x) = x (1 + erf(x / sqrt 2)) / 2    or its tanh form
+//
+// gate and up are [rows, cols] with rows any distance apart, so a packed [gate | up] is the same kernel. fp32
+// arithmetic; the forward rounds where eager PyTorch rounds and uses its formulas, and equals it bit for bit.
+// Moves 3 elements per element forward, 5 backward: memory is the limit, so 16-byte accesses, one of each operand per
+// thread and many threads (more per thread was slower), and no branches in the arithmetic. Contiguous operands are
+// treated as one long row.
+#include "glu.h"
+
+#include <algorithm>
+
+#include "device/ptx.cuh"
+#include "device/vec.cuh"
+#include "kernels/dispatch.cuh"
+#include "kernels/launch.h"
+
+namespace llmk::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+// x / d, d >= 1, rounded as the division operator rounds it (but for subnormal quotients), and without its branch for
+// special operands, which keeps the compiler from interleaving the elements of a vector.
+__device__ inline float divide(float x, float d) {
+  const float quarter = 0.25f * d;  // so that the reciprocal of no finite d is subnormal
+  const float r0 = reciprocal_approximate(quarter);
+  const float r = __fmaf_rn(__fmaf_rn(-quarter, r0, 1.f), r0, r0);
+  const float q0 = __fmul_rn(x, r);
+  const float q = 0.25f * __fmaf_rn(__fmaf_rn(-quarter, q0, x), r, q0);
+  return d == 1.f ? x : isinf(d) ? 0.f * x : q;
+}
+
+struct Silu {
+  __device__ static float value(float x) { return divide(x, 1.f + expf(-x)); }
+  __device__ static void value_and_slope(float x, float& value, float& slope) {
+    const float sigmoid = 1.f / (1.f + expf(-x));
+    value = x * sigmoid;
+    slope = sigmoid * (1.f + x * (1.f - sigmoid));
+  }
+};
+
+struct GeluTanh {
+  static constexpr float kBeta = 0.7978845608028654f, kKappa = 0.044715f;  // sqrt(2 / pi), and its cubic term
+  __device__ static float value(float x) { return 0.5f * x * (1.f + tanhf(kBeta * (x + kKappa * x * x * x))); }
+  __device__ static void value_and_slope(float x, float& value, float& slope) {
+    const float t = tanhf(kBeta * (x + kKappa * x * x * x));
+    value = 0.5f * x * (1.f + t);
+    slope = 0.5f * (1.f + t) + 0.5f * x * (1.f - t * t) * kBeta * (1.f + 3.f * kKappa * x * x);
+  }
+};
+
+struct GeluErf {
+  static constexpr float kRsqrt2 = 0.7071067811865476f, kDensity = 0.3989422804014327f;  // 1 / sqrt(2 pi)
+  __device__ static float value(float x) { return x * 0.5f * (1.f + erff(x * kRsqrt2)); }
+  __device__ static void value_and_slope(float x, float& value, float& slope) {
+    const float cdf = 0.5f * (1.f + erff(x * kRsqrt2));
+    value = x * cdf;
+    slope = cdf + x * kDensity * expf(-0.5f * x * x);
+  }
+};
+
+// Where this thread's vector lies; a block covers kThreads vectors of one row.
+struct Place {
+  int64_t row, col;
+};
+
+template <int N>
+__device__ Place place(unsigned blocks_per_row) {  // 32 bits: a 64-bit division would take longer than the activation
+  const unsigned row = blockIdx.x / blocks_per_row, block = blockIdx.x - row * blocks_per_row;
+  return {row, (static_cast<int64_t>(block) * kThreads + threadIdx.x) * N};
+}
+
+template <typename Act, typename T, int N>
+__global__ void __launch_bounds__(kThreads) glu_kernel(const GluParams params, unsigned blocks_per_row) {
+  using V = Vec<T, N>;
+  pdl_wait();
+  pdl_launch_dependents();
+  const auto [row, col] = place<N>(blocks_per_row);
+  if (col >= params.cols) return;
+  const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col);
+  const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col);
+  const V activated = V::of([&](int i) { return Act::value(gate[i]); });
+  mul(activated, up).store(static_cast<T*>(params.y) + row * params.cols + col);
+}
+
+template <typename Act, typename T, int N>
+__global__ void __launch_bounds__(kThreads) glu_backward_kernel(const GluBackwardParams params,
+                                                                unsigned blocks_per_row) {
+  using V = Vec<T, N>;
+  pdl_wait();
+  pdl_launch_dependents();
+  const auto [row, col] = place<N>(blocks_per_row);
+  if (col >= params.cols) return;
+  const V grad_y = V::load(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride + col);
+  const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col);
+  const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col);
+  float value[N], slope[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) Act::value_and_slope(gate[i], value[i], slope[i]);
+  const int64_t out = row * params.grad_stride + col;
+  V::of([&](int i) { return grad_y[i] * up[i] * slope[i]; }).store(static_cast<T*>(params.grad_gate) + out);
+  V::of([&](int i) { return grad_y[i] * value[i]; }).store(static_cast<T*>(params.grad_up) + out);
+}
+
+template <typename Body>
+cudaError_t dispatch_activation(Activation activation, Body&& body) {
+  switch (activation) {
+    case Activation::kSilu: return body(Silu{});
+    case Activation::kGeluTanh: return body(GeluTanh{});
+    case Activation::kGeluErf: return body(GeluErf{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Launches `kernel` over rows x cols, `width` elements per access.
+template <typename Params>
+cudaError_t run(void (*kernel)(Params, unsigned), const Params& params, int width, cudaStream_t stream) {
+  const int64_t per_block = static_cast<int64_t>(kThreads) * width;
+  const int64_t blocks_per_row = (params.cols + per_block - 1) / per_block;
+  return launch(kernel, {blocks_per_row * params.rows, dim3(kThreads)}, stream, params,
+                static_cast<unsigned>(blocks_per_row));
+}
+
+}  // namespace
+
+cudaError_t glu(const GluParams& given, Activation activation, Dtype dtype, cudaStream_t stream) {
+  GluParams params = given;
+  if (params.rows == 0 || params.cols == 0) return cudaSuccess;
+  if (params.gate_stride == params.cols && params.up_stride == params.cols) {
+    params.cols *= params.rows;
+    params.rows = 1;
+  }
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int N = kVecWidth<T>;
+    const bool vector = params.cols % N == 0 && rows_aligned(params.gate, params.gate_stride, params.rows, sizeof(T)) &&
+                        rows_aligned(params.up, params.up_stride, params.rows, sizeof(T)) && is_aligned(params.y, 16);
+    return dispatch_activation(activation, [&](auto act) {
+      using Act = decltype(act);
+      return vector ? run(glu_kernel<Act, T, N>, params, N, stream) : run(glu_kernel<Act, T, 1>, params, 1, stream);
+    });
+  });
+}
+
+cudaError_t glu_backward(const GluBackwardParams& given, Activation activation, Dtype dtype, cudaStream_t stream) {
+  GluBackwardParams params = given;
+  if (params.rows == 0 || params.cols == 0) return cudaSuccess;
+  if (params.grad_y_stride == params.cols && params.gate_stride == params.cols && params.up_stride == params.cols &&
+      params.grad_stride == params.cols) {
+    params.cols *= params.rows;
+    params.rows = 1;
+  }
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int N = kVecWidth<T>;
+    const auto aligned = [&](const void* pointer, int64_t stride) {
+      return rows_aligned(pointer, stride, params.rows, sizeof(T));
+    };
+    const bool vector = params.cols % N == 0 && aligned(params.grad_y, params.grad_y_stride) &&
+                        aligned(params.gate, params.gate_stride) && aligned(params.up, params.up_stride) &&
+                        aligned(params.grad_gate, params.grad_stride) && aligned(params.grad_up, params.grad_stride);
+    return dispatch_activation(activation, [&](auto act) {
+      using Act = decltype(act);
+      return vector ? run(glu_backward_kernel<Act, T, N>, params, N, stream)
+                    : run(glu_backward_kernel<Act, T, 1>, params, 1, stream);
+    });
+  });
+}
+
+}  // namespace llmk::kernels

@@ -1,0 +1,58 @@
+// How a launcher starts a kernel, and what it may ask of the device.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace llmk::kernels {
+
+struct DeviceInfo {
+  int sm_count;
+  int compute_capability;  // 90 for sm_90
+};
+
+// Of the current device; asked once per device.
+cudaError_t device_info(DeviceInfo& info);
+
+struct LaunchShape {
+  int64_t blocks;  // blocks are made large enough that the memory of a GPU ends before their number does
+  dim3 threads;
+  size_t shared_bytes = 0;
+};
+
+// Starts `kernel` with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
+// it touches global memory.
+template <typename... Params, typename... Args>
+cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream, Args&&... args) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  if (shape.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (shape.shared_bytes > 48 * 1024) {
+    const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             static_cast<int>(shape.shared_bytes));
+    if (status != cudaSuccess) return status;
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = device.compute_capability >= 90 ? 1 : 0;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  return status == cudaSuccess ? cudaGetLastError() : status;
+}
+
+inline bool is_aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// Whether rows that start at `pointer` and lie `stride` elements apart can all be moved by 16-byte accesses.
+inline bool rows_aligned(const void* pointer, int64_t stride, int64_t rows, size_t element_bytes) {
+  return is_aligned(pointer, 16) && (rows <= 1 || stride * element_bytes % 16 == 0);
+}
+
+}  // namespace llmk::kernels
