@@ -1,0 +1,185 @@
+// What every CPU kernel needs: elements to and from the type computed in, branch-free so that the compiler vectorises
+// the loops around them; the dtype dispatch; one compilation per instruction set.
+//
+// A kernel walks over blocks of elements:
+//   const Stage<T>* x = load(source, count, buffer);   // `source` itself, but for float16
+//   Stage<T>* y = staging(target, other_buffer);       // `target` itself, but for float16
+//   for (int64_t i = 0; i < count; ++i) y[i] = narrow<T>(f(widen(x[i])));
+//   store(y, count, target);                           // nothing, but for float16
+// float16 makes the detour since its conversion is one instruction that compilers do not find in such a loop, and a
+// dozen without it. The arithmetic is the same on every instruction set (build with -ffp-contract=off), and so are the
+// results.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "dtype.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+// A function so marked is compiled once per instruction set, with what it calls inlined; the loader picks the best one.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define LLMK_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), flatten))
+#else
+#define LLMK_MULTIVERSION
+#endif
+
+namespace llmk::cpu {
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// The type that T is computed in, and the type that loops read and write for T.
+template <typename T>
+using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+template <typename T>
+using Stage = std::conditional_t<std::is_same_v<T, Half>, float, T>;
+
+template <typename To, typename From>
+inline To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+inline float widen(float x) { return x; }
+inline double widen(double x) { return x; }
+inline float widen(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+// Rounds to nearest even; for float16, store does so.
+template <typename T>
+inline Stage<T> narrow(Wide<T> x) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    // A NaN passes, since its low half is 0: it comes from another bfloat16 or from an invalid operation.
+    const uint32_t bits = bit_cast<uint32_t>(x);
+    return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+  } else {
+    return x;
+  }
+}
+
+// x as it would come back from memory.
+template <typename T>
+inline Wide<T> rounded(Wide<T> x) {
+  if constexpr (std::is_same_v<T, Half>) {
+    // Adding 1.5 * 2^(e + 13) to a number of exponent e shifts out the bits that float16 lacks: those below 2^(e - 10),
+    // or 2^-24 for subnormals. The multiplications turn 65536 and more into infinity.
+    const int32_t bits = bit_cast<int32_t>(x);
+    const int32_t exponent = std::min(std::max(bits & 0x7f800000, 0x38800000), 0x47800000);  // from 2^-14 to 2^16
+    const float shifter = bit_cast<float>(exponent + 0x06c00000);
+    const float nearest = ((x + shifter) - shifter) * 0x1p112f * 0x1p-112f;
+    return bit_cast<float>(bit_cast<int32_t>(nearest) | (bits & INT32_MIN));  // keeps the sign of zero
+  } else {
+    return widen(narrow<T>(x));
+  }
+}
+
+inline float half_to_float(Half x) {
+  // The exponent is rebiased by an addition, twice over for inf and NaN. A subnormal is written behind the leading one
+  // of 2^-14, which is then subtracted: so no step sees a float32 subnormal, which is slow and may be flushed to zero.
+  const uint32_t magnitude = (x.bits & 0x7fffu) << 13;
+  const uint32_t bias = magnitude >= 0x0f800000u ? 0x70000000u : 0x38000000u;
+  const float normal = bit_cast<float>(magnitude + bias);
+  const float subnormal = bit_cast<float>(magnitude + 0x38800000u) - 0x1p-14f;
+  const float value = magnitude < 0x00800000u ? subnormal : normal;
+  return bit_cast<float>(bit_cast<uint32_t>(value) | (static_cast<uint32_t>(x.bits & 0x8000u) << 16));
+}
+
+inline Half float_to_half(float x) {
+  // Once rounded, a normal result needs its exponent rebiased; adding 0.5 aligns a subnormal one.
+  const uint32_t bits = bit_cast<uint32_t>(rounded<Half>(x)), magnitude = bits & 0x7fffffffu;
+  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+  uint32_t half = magnitude < 0x38800000u ? subnormal : (magnitude - 0x38000000u) >> 13;
+  half = magnitude >= 0x7f800000u ? 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  return {static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u))};
+}
+
+// The first elements, eight at a time, by the instruction for it; returns how many.
+#if defined(__x86_64__)
+inline bool has_f16c() { return __builtin_cpu_supports("avx2"); }  // which no processor has without F16C
+
+__attribute__((target("avx,f16c"))) inline int64_t widen_f16c(const Half* source, int64_t count, float* target) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    _mm256_storeu_ps(target + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i))));
+  }
+  return i;
+}
+__attribute__((target("avx,f16c"))) inline int64_t narrow_f16c(const float* source, int64_t count, Half* target) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(source + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + i), halves);
+  }
+  return i;
+}
+#else
+inline bool has_f16c() { return false; }
+inline int64_t widen_f16c(const Half*, int64_t, float*) { return 0; }
+inline int64_t narrow_f16c(const float*, int64_t, Half*) { return 0; }
+#endif
+
+// Not inlined, which would put a copy into every loop of every version.
+__attribute__((noinline)) inline void widen_halves(const Half* source, int64_t count, float* target) {
+  int64_t i = has_f16c() ? widen_f16c(source, count, target) : 0;
+  for (; i < count; ++i) target[i] = half_to_float(source[i]);
+}
+__attribute__((noinline)) inline void narrow_halves(const float* source, int64_t count, Half* target) {
+  int64_t i = has_f16c() ? narrow_f16c(source, count, target) : 0;
+  for (; i < count; ++i) target[i] = float_to_half(source[i]);
+}
+
+// `count` elements to read: where they are, or converted into the buffer.
+template <typename T>
+inline const Stage<T>* load(const T* source, int64_t count, [[maybe_unused]] Stage<T>* buffer) {
+  if constexpr (std::is_same_v<T, Half>) {
+    widen_halves(source, count, buffer);
+    return buffer;
+  } else {
+    return source;
+  }
+}
+
+// Where to write the elements that `store` will bring to the target.
+template <typename T>
+inline Stage<T>* staging([[maybe_unused]] T* target, [[maybe_unused]] Stage<T>* buffer) {
+  if constexpr (std::is_same_v<T, Half>) {
+    return buffer;
+  } else {
+    return target;
+  }
+}
+
+template <typename T>
+inline void store([[maybe_unused]] const Stage<T>* staged, [[maybe_unused]] int64_t count, [[maybe_unused]] T* target) {
+  if constexpr (std::is_same_v<T, Half>) narrow_halves(staged, count, target);
+}
+
+// Calls body(begin, count) for the blocks of [0, size).
+template <int64_t kBlock, typename Body>
+inline void for_blocks(int64_t size, Body&& body) {
+  for (int64_t begin = 0; begin < size; begin += kBlock) body(begin, std::min(kBlock, size - begin));
+}
+
+// Calls body(TypeTag<T>{}) with the CPU type of `dtype`.
+template <typename Body>
+inline void dispatch_dtype(Dtype dtype, Body&& body) {
+  switch (dtype) {
+    case Dtype::kFloat32: return body(TypeTag<float>{});
+    case Dtype::kFloat16: return body(TypeTag<Half>{});
+    case Dtype::kBFloat16: return body(TypeTag<BFloat16>{});
+    case Dtype::kFloat64: return body(TypeTag<double>{});
+  }
+}
+
+}  // namespace llmk::cpu

@@ -1,0 +1,194 @@
+// Gated activations on the CPU: y = act(gate) * up, with act(gate) rounded to the dtype before the product, as eager
+// PyTorch does. Backward in float32 (float64 for float64) with one rounding:
+//   grad_up = grad_y * act(gate), grad_gate = grad_y * up * act'(gate).
+#include "cpu/glu.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/convert.h"
+
+namespace llmk::cpu {
+namespace {
+
+inline double exponential(double x) { return std::exp(x); }
+
+// e^x to about 1 unit in the last place, 0 below e^-87; any number for NaN, as all results here are multiplied by x.
+// With n = round(x / ln 2) and r the rest, at most ln(2) / 2: e^x = 2^n e^r.
+inline float exponential(float x) {
+  // Clamps x to [-87, 89]: as integers, positive floats are ordered, and negative ones are larger unsigned numbers.
+  // (The compiler would make branches of comparisons of floats, and then compute both sides.)
+  const int32_t not_above = std::min(bit_cast<int32_t>(x), bit_cast<int32_t>(89.f));
+  x = bit_cast<float>(std::min(static_cast<uint32_t>(not_above), bit_cast<uint32_t>(-87.f)));
+  // Adding 1.5 * 2^23 rounds to an integer; adding 126 leaves the exponent of 2^(n - 1) in the low bits.
+  constexpr float kShifter = 12582912.f + 126.f;
+  const float shifted = x * 1.44269504f + kShifter;
+  const float n = shifted - kShifter;
+  const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts: the first product is exact
+  const float r2 = r * r;
+  // 2 e^r by a minimax polynomial, added up as a tree.
+  const float high = (0.0833365321f + 0.0167373549f * r) + 0.002764147f * r2;
+  const float low = (2.f + 2.f * r) + r2 * ((0.999999881f + 0.333330423f * r) + r2 * high);
+  return low * bit_cast<float>(bit_cast<uint32_t>(shifted) << 23);  // infinite above e^88.72
+}
+
+// An activation is made of e = exponential(argument(x)).
+struct Silu {
+  template <typename A>
+  static A argument(A x) {
+    return -x;
+  }
+  template <typename A>
+  static A value(A x, A e) {
+    return x / (A(1) + e);
+  }
+  template <typename A>
+  static A slope(A x, A e) {
+    const A sigmoid = A(1) / (A(1) + e);
+    return sigmoid * (A(1) + x * (A(1) - sigmoid));
+  }
+};
+
+// 0.5 x (1 + tanh(z / 2)) = x / (1 + e^-z), which loses nothing to cancellation where x is negative.
+struct GeluTanh {
+  static constexpr double kScale = 1.5957691216057308, kCubic = 0.044715;  // 2 sqrt(2 / pi)
+  template <typename A>
+  static A argument(A x) {
+    return A(-kScale) * (x + A(kCubic) * (x * x * x));
+  }
+  template <typename A>
+  static A value(A x, A e) {
+    return x / (A(1) + e);
+  }
+  template <typename A>
+  static A slope(A x, A e) {
+    const A sigmoid = A(1) / (A(1) + e), slope_of_z = A(kScale) + A(3 * kScale * kCubic) * (x * x);
+    return sigmoid + x * (sigmoid * (A(1) - sigmoid)) * slope_of_z;
+  }
+};
+
+// x times the normal distribution function; e is the density but for its constant.
+struct GeluErf {
+  template <typename A>
+  static A argument(A x) {
+    return A(-0.5) * x * x;
+  }
+  static double distribution(double x, double) { return 0.5 * std::erfc(-0.7071067811865476 * x); }
+  static float distribution(float x, float e) {
+    // At -a it is e p(a) / q(a), a minimax fit; from a = 16 on, e is 0.
+    const float a = bit_cast<float>(std::min(bit_cast<int32_t>(std::abs(x)), bit_cast<int32_t>(16.f))), a2 = a * a;
+    const float p = (0.5f + 0.333630532f * a) + a2 * (0.103956588f + 0.0135161234f * a);
+    const float q = (1.f + 1.46514273f * a) + a2 * ((0.876959085f + 0.260014653f * a) + 0.0339010507f * a2);
+    const float tail = e * p / q;
+    return x > 0.f ? 1.f - tail : tail;
+  }
+  template <typename A>
+  static A value(A x, A e) {
+    return x * distribution(x, e);
+  }
+  template <typename A>
+  static A slope(A x, A e) {
+    return distribution(x, e) + A(0.3989422804014327) * x * e;
+  }
+};
+
+constexpr int64_t kBlock = 512;
+
+// The exponentials have their own loop: in one loop, so many instructions would wait for each other that the processor
+// could not overlap enough iterations.
+template <typename Act, typename S, typename A>
+inline void exponentials(const S* x, int64_t count, A* e) {
+  for (int64_t i = 0; i < count; ++i) e[i] = exponential(Act::argument(widen(x[i])));
+}
+
+template <typename T, typename Act>
+inline void forward(const T* gate, const T* up, T* y, int64_t size) {
+  Stage<T> gate_buffer[kBlock], up_buffer[kBlock], y_buffer[kBlock];
+  Wide<T> e[kBlock];
+  for_blocks<kBlock>(size, [&](int64_t begin, int64_t count) {
+    const Stage<T>* g = load(gate + begin, count, gate_buffer);
+    const Stage<T>* u = load(up + begin, count, up_buffer);
+    Stage<T>* out = staging(y + begin, y_buffer);
+    exponentials<Act>(g, count, e);
+    for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(rounded<T>(Act::value(widen(g[i]), e[i])) * widen(u[i]));
+    store(out, count, y + begin);
+  });
+}
+
+template <typename T, typename Act>
+inline void backward(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t size) {
+  Stage<T> grad_y_buffer[kBlock], gate_buffer[kBlock], up_buffer[kBlock], out_buffer[2 * kBlock];
+  Wide<T> e[kBlock];
+  for_blocks<kBlock>(size, [&](int64_t begin, int64_t count) {
+    const Stage<T>* dy = load(grad_y + begin, count, grad_y_buffer);
+    const Stage<T>* g = load(gate + begin, count, gate_buffer);
+    const Stage<T>* u = load(up + begin, count, up_buffer);
+    Stage<T>* dg = staging(grad_gate + begin, out_buffer);
+    Stage<T>* du = staging(grad_up + begin, out_buffer + kBlock);
+    exponentials<Act>(g, count, e);
+    for (int64_t i = 0; i < count; ++i) {
+      // All is read before anything is written, which could be the same memory for all that the compiler knows.
+      const Wide<T> x = widen(g[i]), upstream = widen(dy[i]), factor = widen(u[i]);
+      const Wide<T> value = Act::value(x, e[i]), slope = Act::slope(x, e[i]);
+      du[i] = narrow<T>(upstream * value);
+      dg[i] = narrow<T>(upstream * factor * slope);
+    }
+    store(dg, count, grad_gate + begin);
+    store(du, count, grad_up + begin);
+  });
+}
+
+// Calls body(TypeTag<Act>{}).
+template <typename Body>
+inline void dispatch_activation(Activation activation, Body&& body) {
+  switch (activation) {
+    case Activation::kSilu: return body(TypeTag<Silu>{});
+    case Activation::kGeluTanh: return body(TypeTag<GeluTanh>{});
+    case Activation::kGeluErf: return body(TypeTag<GeluErf>{});
+  }
+}
+
+// Calls body(row, col, count) for each piece of a row in the flat range [begin, end).
+template <typename Body>
+inline void for_row_pieces(int64_t cols, int64_t begin, int64_t end, Body&& body) {
+  while (begin < end) {
+    const int64_t row = begin / cols, col = begin % cols, count = std::min(cols - col, end - begin);
+    body(row, col, count);
+    begin += count;
+  }
+}
+
+}  // namespace
+
+LLMK_MULTIVERSION void glu(const GluParams& p, Activation activation, Dtype dtype, int64_t begin, int64_t end) {
+  dispatch_dtype(dtype, [&](auto dtype_tag) {
+    using T = typename decltype(dtype_tag)::type;
+    dispatch_activation(activation, [&](auto activation_tag) {
+      using Act = typename decltype(activation_tag)::type;
+      for_row_pieces(p.cols, begin, end, [&](int64_t row, int64_t col, int64_t count) {
+        forward<T, Act>(static_cast<const T*>(p.gate) + row * p.gate_stride + col,
+                        static_cast<const T*>(p.up) + row * p.up_stride + col,
+                        static_cast<T*>(p.y) + row * p.cols + col, count);
+      });
+    });
+  });
+}
+
+LLMK_MULTIVERSION void glu_backward(const GluBackwardParams& p, Activation activation, Dtype dtype, int64_t begin,
+                                    int64_t end) {
+  dispatch_dtype(dtype, [&](auto dtype_tag) {
+    using T = typename decltype(dtype_tag)::type;
+    dispatch_activation(activation, [&](auto activation_tag) {
+      using Act = typename decltype(activation_tag)::type;
+      for_row_pieces(p.cols, begin, end, [&](int64_t row, int64_t col, int64_t count) {
+        backward<T, Act>(static_cast<const T*>(p.grad_y) + row * p.grad_y_stride + col,
+                         static_cast<const T*>(p.gate) + row * p.gate_stride + col,
+                         static_cast<const T*>(p.up) + row * p.up_stride + col,
+                         static_cast<T*>(p.grad_gate) + row * p.grad_stride + col,
+                         static_cast<T*>(p.grad_up) + row * p.grad_stride + col, count);
+      });
+    });
+  });
+}
+
+}  // namespace llmk::cpu

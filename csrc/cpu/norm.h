@@ -1,0 +1,22 @@
+// RMSNorm on the CPU. Every function works on a part of the whole, so that the caller can split it over threads; the
+// result does not depend on the split.
+#pragma once
+#include <cstdint>
+
+#include "dtype.h"
+#include "params/norm.h"
+
+namespace llmk::cpu {
+
+// Rows [row_begin, row_end) of y and, with a residual, of sum.
+void rms_norm(const RmsNormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end);
+
+// The rows are cut into params.partial_rows chunks, chunk i being rows [rows * i / partial_rows,
+// rows * (i + 1) / partial_rows). For chunks [partial_begin, partial_end): grad_x of their rows and, when grad_weight
+// is wanted, their sums over rows into partials[i, :]. partial_rows >= 1 also when grad_weight is not wanted.
+void rms_norm_backward(const RmsNormBackwardParams& params, Dtype dtype, int64_t partial_begin, int64_t partial_end);
+
+// Columns [col_begin, col_end) of grad_weight: the sum of all partials, to be called when these are complete.
+void rms_norm_grad_weight(const RmsNormBackwardParams& params, Dtype dtype, int64_t col_begin, int64_t col_end);
+
+}  // namespace llmk::cpu
