@@ -1,0 +1,29 @@
+// The Python module _C: what Python wants to know that is not an op. No torch header.
+#include <pybind11/pybind11.h>
+
+#include "kernels/norm/plan.h"
+
+namespace py = pybind11;
+
+extern "C" const char llmkernels_build_info[];
+
+namespace {
+
+py::dict build_info() { return py::module_::import("json").attr("loads")(&llmkernels_build_info[0]); }
+
+py::dict rms_norm_plan(int64_t cols, size_t element_bytes, bool vector, bool residual, bool few_rows) {
+  const auto plan = llmk::kernels::plan_rms_norm(cols, element_bytes, vector, residual, few_rows);
+  return py::dict(py::arg("width") = plan.width, py::arg("vectors") = plan.vectors,
+                  py::arg("threads_per_row") = plan.threads_per_row, py::arg("rows_per_block") = plan.rows_per_block);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Build information and launch plans of llmkernels.";
+  module.def("build_info", &build_info, "What the library beside this module was built from and for.");
+  module.def("rms_norm_plan", &rms_norm_plan, py::arg("cols"), py::arg("element_bytes"), py::arg("vector") = true,
+             py::arg("residual") = false, py::arg("few_rows") = false,
+             "How one row of an RMSNorm is spread over threads: elements per access, vectors per thread (0: the row is "
+             "read twice), threads per row, rows per block. See csrc/kernels/norm/plan.h.");
+}

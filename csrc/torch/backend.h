@@ -1,0 +1,71 @@
+// Runs an op on the device of its tensors.
+#pragma once
+#include <algorithm>
+
+#include "binding.h"
+
+#if LLMK_CUDA
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/accelerator.h>
+
+// Defined in libtorch_cuda; weak, so that the library loads under a CPU-only torch too.
+extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) __attribute__((weak));
+#endif
+
+namespace llmk {
+
+// Elements that are worth a thread of their own on the CPU.
+constexpr int64_t kGrain = 32768;
+
+// Calls body(begin, end) on parts of [0, count), each at least kGrain elements of work; one item is `size` elements.
+template <typename Body>
+void parallel_for(int64_t count, int64_t size, const Body& body) {
+  torch::stable::parallel_for(0, count, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, size)), body);
+}
+
+#if LLMK_CUDA
+inline void check_cuda(const char* op, cudaError_t status) {
+  LLMK_CHECK(status != cudaErrorNoKernelImageForDevice, op,
+             "this build has no kernels for this GPU: see `python -m llmkernels info`, rebuild with its architecture "
+             "in TORCH_CUDA_ARCH_LIST (sm_80 or later)");
+  LLMK_CHECK(status == cudaSuccess, op, "CUDA launch failed: ", cudaGetErrorString(status));
+}
+#endif
+
+// Calls cuda(stream) with the device of `tensor` current, or cpu().
+template <typename Cuda, typename Cpu>
+void on_device(const char* op, const Tensor& tensor, const Cuda& cuda, const Cpu& cpu) {
+#if LLMK_CUDA
+  if (tensor.is_cuda()) {
+    const int32_t device = tensor.get_device_index();
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    void* stream = nullptr;
+    LLMK_CHECK(aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device, &stream) == 0, op,
+               "this torch has no CUDA support");
+    check_cuda(op, cuda(static_cast<cudaStream_t>(stream)));
+    return;
+  }
+#else
+  (void)op, (void)tensor, (void)cuda;  // registered for the CPU only
+#endif
+  cpu();
+}
+
+}  // namespace llmk
+
+// Code that names CUDA kernels: nothing in a build without them.
+#if LLMK_CUDA
+#define LLMK_CUDA_ONLY(...) __VA_ARGS__
+#else
+#define LLMK_CUDA_ONLY(...) nullptr
+#endif
+
+// Registers register_ops(ops) for every device that this build has kernels for.
+#if LLMK_CUDA
+#define LLMK_IMPLEMENT(register_ops)                             \
+  STABLE_TORCH_LIBRARY_IMPL(llmkernels, CPU, ops) { register_ops(ops); } \
+  STABLE_TORCH_LIBRARY_IMPL(llmkernels, CUDA, ops) { register_ops(ops); }
+#else
+#define LLMK_IMPLEMENT(register_ops) \
+  STABLE_TORCH_LIBRARY_IMPL(llmkernels, CPU, ops) { register_ops(ops); }
+#endif

@@ -1,0 +1,150 @@
+// swiglu and geglu, separate and packed, and their backward.
+#include "backend.h"
+#include "cpu/glu.h"
+#if LLMK_CUDA
+#include "kernels/activation/glu.h"
+#endif
+
+namespace llmk {
+namespace {
+
+using torch::stable::detail::StableLibrary;
+
+void run(const char* op, const GluParams& params, Activation activation, Dtype dtype, const Tensor& like) {
+  on_device(
+      op, like, LLMK_CUDA_ONLY([&](auto stream) { return kernels::glu(params, activation, dtype, stream); }), [&] {
+        parallel_for(params.rows * params.cols, 1,
+                     [&](int64_t begin, int64_t end) { cpu::glu(params, activation, dtype, begin, end); });
+      });
+}
+
+void run(const char* op, const GluBackwardParams& params, Activation activation, Dtype dtype, const Tensor& like) {
+  on_device(
+      op, like, LLMK_CUDA_ONLY([&](auto stream) { return kernels::glu_backward(params, activation, dtype, stream); }),
+      [&] {
+        parallel_for(params.rows * params.cols, 1,
+                     [&](int64_t begin, int64_t end) { cpu::glu_backward(params, activation, dtype, begin, end); });
+      });
+}
+
+Tensor forward(const char* op, const Tensor& gate, const Tensor& up, Activation activation) {
+  const Dtype dtype = to_dtype(op, {"gate", gate});
+  LLMK_CHECK(gate.dim() >= 1, op, "gate must have at least one dimension, got a scalar");
+  check_like(op, {"up", up}, {"gate", gate});
+  Tensor y = empty_rows(gate);
+  if (gate.numel() == 0) return y;
+  const Rows gate_rows = as_rows(gate), up_rows = as_rows(up);
+  run(op,
+      GluParams{gate_rows.data(), up_rows.data(), y.mutable_data_ptr(), gate_rows.rows, gate_rows.cols,
+                gate_rows.stride, up_rows.stride},
+      activation, dtype, gate);
+  return y;
+}
+
+std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y, const Tensor& gate, const Tensor& up,
+                                    Activation activation) {
+  const Dtype dtype = to_dtype(op, {"gate", gate});
+  LLMK_CHECK(gate.dim() >= 1, op, "gate must have at least one dimension, got a scalar");
+  check_like(op, {"up", up}, {"gate", gate});
+  check_like(op, {"grad_y", grad_y}, {"gate", gate});
+  Tensor grad_gate = empty_rows(gate), grad_up = empty_rows(gate);
+  if (gate.numel() == 0) return {grad_gate, grad_up};
+  const Rows grad_rows = as_rows(grad_y), gate_rows = as_rows(gate), up_rows = as_rows(up);
+  run(op,
+      GluBackwardParams{grad_rows.data(), gate_rows.data(), up_rows.data(), grad_gate.mutable_data_ptr(),
+                        grad_up.mutable_data_ptr(), gate_rows.rows, gate_rows.cols, grad_rows.stride, gate_rows.stride,
+                        up_rows.stride, gate_rows.cols},
+      activation, dtype, gate);
+  return {grad_gate, grad_up};
+}
+
+// The second half of a packed row.
+const void* up_half(const void* gate, int64_t cols, const Tensor& tensor) {
+  return static_cast<const char*>(gate) + cols * tensor.element_size();
+}
+
+// The shape of y, from a packed input.
+std::vector<int64_t> unpacked_shape(const char* op, const Tensor& gate_up) {
+  LLMK_CHECK(gate_up.dim() >= 1 && gate_up.size(gate_up.dim() - 1) % 2 == 0, op,
+             "gate_up must have an even last dimension, [gate | up], got shape ", shape(gate_up));
+  std::vector<int64_t> sizes(gate_up.sizes().begin(), gate_up.sizes().end());
+  sizes.back() /= 2;
+  return sizes;
+}
+
+Tensor packed_forward(const char* op, const Tensor& gate_up, Activation activation) {
+  const Dtype dtype = to_dtype(op, {"gate_up", gate_up});
+  Tensor y = empty(unpacked_shape(op, gate_up), gate_up.scalar_type(), gate_up);
+  if (gate_up.numel() == 0) return y;
+  const Rows packed = as_rows(gate_up);
+  const int64_t cols = packed.cols / 2;
+  run(op,
+      GluParams{packed.data(), up_half(packed.data(), cols, gate_up), y.mutable_data_ptr(), packed.rows, cols,
+                packed.stride, packed.stride},
+      activation, dtype, gate_up);
+  return y;
+}
+
+Tensor packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_up, Activation activation) {
+  const Dtype dtype = to_dtype(op, {"gate_up", gate_up});
+  const auto sizes = unpacked_shape(op, gate_up);
+  check_same_dtype_and_device(op, {"grad_y", grad_y}, {"gate_up", gate_up});
+  LLMK_CHECK(grad_y.sizes().equals(sizes), op, "grad_y must have shape ", text(sizes), ", got ", shape(grad_y));
+  Tensor grad = empty_rows(gate_up);
+  if (gate_up.numel() == 0) return grad;
+  const Rows packed = as_rows(gate_up), grad_rows = as_rows(grad_y);
+  const int64_t cols = packed.cols / 2;
+  void* const grad_gate = grad.mutable_data_ptr();
+  run(op,
+      GluBackwardParams{grad_rows.data(), packed.data(), up_half(packed.data(), cols, gate_up), grad_gate,
+                        const_cast<void*>(up_half(grad_gate, cols, gate_up)), packed.rows, cols, grad_rows.stride,
+                        packed.stride, packed.stride, packed.cols},
+      activation, dtype, gate_up);
+  return grad;
+}
+
+Activation gelu(const char* op, const std::string& approximate) {
+  LLMK_CHECK(approximate == "tanh" || approximate == "none", op,
+             "approximate must be 'tanh' or 'none' (erf), got '", approximate, "'");
+  return approximate == "tanh" ? Activation::kGeluTanh : Activation::kGeluErf;
+}
+
+Tensor swiglu(const Tensor& gate, const Tensor& up) { return forward("swiglu", gate, up, Activation::kSilu); }
+std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
+  return backward("swiglu_backward", grad_y, gate, up, Activation::kSilu);
+}
+Tensor swiglu_packed(const Tensor& gate_up) { return packed_forward("swiglu_packed", gate_up, Activation::kSilu); }
+Tensor swiglu_packed_backward(const Tensor& grad_y, const Tensor& gate_up) {
+  return packed_backward("swiglu_packed_backward", grad_y, gate_up, Activation::kSilu);
+}
+
+Tensor geglu(const Tensor& gate, const Tensor& up, std::string approximate) {
+  return forward("geglu", gate, up, gelu("geglu", approximate));
+}
+std::tuple<Tensor, Tensor> geglu_backward(const Tensor& grad_y, const Tensor& gate, const Tensor& up,
+                                          std::string approximate) {
+  return backward("geglu_backward", grad_y, gate, up, gelu("geglu_backward", approximate));
+}
+Tensor geglu_packed(const Tensor& gate_up, std::string approximate) {
+  return packed_forward("geglu_packed", gate_up, gelu("geglu_packed", approximate));
+}
+Tensor geglu_packed_backward(const Tensor& grad_y, const Tensor& gate_up, std::string approximate) {
+  return packed_backward("geglu_packed_backward", grad_y, gate_up, gelu("geglu_packed_backward", approximate));
+}
+
+void register_ops(StableLibrary& ops) {
+  ops.impl("swiglu", TORCH_BOX(&swiglu));
+  ops.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
+  ops.impl("swiglu_packed", TORCH_BOX(&swiglu_packed));
+  ops.impl("swiglu_packed_backward", TORCH_BOX(&swiglu_packed_backward));
+  ops.impl("geglu", TORCH_BOX(&geglu));
+  ops.impl("geglu_backward", TORCH_BOX(&geglu_backward));
+  ops.impl("geglu_packed", TORCH_BOX(&geglu_packed));
+  ops.impl("geglu_packed_backward", TORCH_BOX(&geglu_packed_backward));
+}
+
+}  // namespace
+
+LLMK_IMPLEMENT(register_ops)
+
+}  // namespace llmk

@@ -1,0 +1,37 @@
+// Every op of the package: the table of contents. The bindings are beside this file, one file per family, for both
+// devices; the public functions, with gradients and shape inference, are in llmkernels/ops.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(llmkernels, ops) {
+  // norm.cpp
+  ops.def(
+      "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0, "
+      "bool cast_before_weight=True) -> Tensor");
+  ops.def(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0, "
+      "bool cast_before_weight=True) -> (Tensor y, Tensor sum)");
+  ops.def(
+      "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, "
+      "bool cast_before_weight, bool needs_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
+
+  // rope.cpp
+  ops.def(
+      "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=True, "
+      "bool interleaved=False, int? rotary_dim=None) -> (Tensor, Tensor)");
+  ops.def(
+      "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=True, "
+      "bool interleaved=False, int? rotary_dim=None) -> ()");
+  ops.def(
+      "rope_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, Tensor? position_ids, bool heads_first, "
+      "bool interleaved, int? rotary_dim) -> (Tensor, Tensor)");
+
+  // glu.cpp; a packed input is [gate | up] along its last dimension
+  ops.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  ops.def("swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+  ops.def("swiglu_packed(Tensor gate_up) -> Tensor");
+  ops.def("swiglu_packed_backward(Tensor grad_y, Tensor gate_up) -> Tensor");
+  ops.def("geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor");
+  ops.def("geglu_backward(Tensor grad_y, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
+  ops.def("geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor");
+  ops.def("geglu_packed_backward(Tensor grad_y, Tensor gate_up, str approximate) -> Tensor");
+}

@@ -1,0 +1,218 @@
+// rope, rope_ and rope_backward.
+#include <algorithm>
+
+#include "backend.h"
+#include "cpu/rope.h"
+#if LLMK_CUDA
+#include "kernels/rope/rope.h"
+#endif
+
+namespace llmk {
+namespace {
+
+using torch::stable::detail::StableLibrary;
+
+// Which axes are which in q and k.
+struct Layout {
+  int64_t tokens, heads;
+  explicit Layout(bool heads_first) : tokens(heads_first ? 2 : 1), heads(heads_first ? 1 : 2) {}
+};
+
+// Everything but q's and k's memory.
+struct Call {
+  const char* op;
+  const Tensor& cos;
+  const Tensor& sin;
+  const std::optional<Tensor>& position_ids;
+  bool heads_first, interleaved;
+  std::optional<int64_t> rotary_dim;
+  bool transposed = false;
+};
+
+void check_q_and_k(const Call& call, const Tensor& q, const Tensor& k) {
+  const Layout layout(call.heads_first);
+  const char* shape_text = call.heads_first ? "(batch, heads, tokens, head_dim)" : "(batch, tokens, heads, head_dim)";
+  LLMK_CHECK(q.dim() == 4, call.op, "q must have shape ", shape_text, ", got ", shape(q));
+  LLMK_CHECK(k.dim() == 4, call.op, "k must have shape ", shape_text, ", got ", shape(k));
+  check_same_dtype_and_device(call.op, {"k", k}, {"q", q});
+  LLMK_CHECK(k.size(0) == q.size(0) && k.size(layout.tokens) == q.size(layout.tokens) && k.size(3) == q.size(3), call.op,
+             "k must have the batch, tokens and head_dim of q, ", shape(q), ", got ", shape(k));
+}
+
+// cos or sin, with unit stride along its last dimension: (tokens, width), (1 or batch, tokens, width), or a table
+// (positions, width) when there are position_ids.
+Tensor check_angles(const Call& call, const Argument& angles, const Tensor& q, int64_t rotary_dim) {
+  const Tensor& tensor = angles.tensor;
+  check_same_dtype_and_device(call.op, angles, {"q", q});
+  const int64_t width = tensor.dim() > 0 ? tensor.size(tensor.dim() - 1) : 0;
+  LLMK_CHECK(width == rotary_dim || width * 2 == rotary_dim, call.op, angles.name,
+             " must have rotary_dim or rotary_dim / 2 columns (rotary_dim is ", rotary_dim, "), got shape ",
+             shape(tensor));
+  const int64_t batch = q.size(0), tokens = q.size(Layout(call.heads_first).tokens);
+  if (call.position_ids) {
+    LLMK_CHECK(tensor.dim() == 2 && (tensor.size(0) > 0 || batch * tokens == 0), call.op, angles.name,
+               " must be a table of shape (positions, ", width, ") when position_ids are given, got ", shape(tensor));
+  } else {
+    const bool fits = (tensor.dim() == 2 && tensor.size(0) == tokens) ||
+                      (tensor.dim() == 3 && (tensor.size(0) == 1 || tensor.size(0) == batch) && tensor.size(1) == tokens);
+    LLMK_CHECK(fits, call.op, angles.name, " must have shape [", tokens, ", ", width, "], [1, ", tokens, ", ", width,
+               "] or [", batch, ", ", tokens, ", ", width, "], got ", shape(tensor));
+  }
+  return has_unit_last_stride(tensor) ? tensor : torch::stable::contiguous(tensor);
+}
+
+// Strides over (batch, tokens) of a tensor of shape (tokens, ...), (1, tokens, ...) or (batch, tokens, ...) that has
+// `inner` dimensions behind the tokens.
+std::pair<int64_t, int64_t> batch_and_token_strides(const Tensor& tensor, int64_t inner) {
+  const bool has_batch = tensor.dim() == 2 + inner;
+  const int64_t token = tensor.stride(has_batch ? 1 : 0);
+  return {has_batch && tensor.size(0) > 1 ? tensor.stride(0) : 0, token};
+}
+
+void check_position_ids(const Call& call, const Tensor& position_ids, const Tensor& q) {
+  check_same_device(call.op, {"position_ids", position_ids}, {"q", q});
+  const ScalarType type = position_ids.scalar_type();
+  LLMK_CHECK(type == ScalarType::Int || type == ScalarType::Long, call.op,
+             "position_ids must be int32 or int64, got ", name(type));
+  const int64_t batch = q.size(0), tokens = q.size(Layout(call.heads_first).tokens);
+  const bool fits = (position_ids.dim() == 1 && position_ids.size(0) == tokens) ||
+                    (position_ids.dim() == 2 && (position_ids.size(0) == 1 || position_ids.size(0) == batch) &&
+                     position_ids.size(1) == tokens);
+  LLMK_CHECK(fits, call.op, "position_ids must have shape [", tokens, "], [1, ", tokens, "] or [", batch, ", ", tokens,
+             "], got ", shape(position_ids));
+}
+
+RopeTensor rope_tensor(const Tensor& in, const Tensor& out, const Layout& layout) {
+  return {in.const_data_ptr(),       out.mutable_data_ptr(),     in.size(layout.heads),
+          in.stride(0),              in.stride(layout.tokens),   in.stride(layout.heads),
+          out.stride(0),             out.stride(layout.tokens),  out.stride(layout.heads)};
+}
+
+void run(const Call& call, const Tensor& q, const Tensor& k, const Tensor& q_out, const Tensor& k_out) {
+  const Dtype dtype = to_dtype(call.op, {"q", q});
+  const int64_t width = call.cos.dim() > 0 ? call.cos.size(call.cos.dim() - 1) : 0;
+  const int64_t rotary_dim = call.rotary_dim.value_or(width), head_dim = q.size(3);
+  LLMK_CHECK(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= head_dim, call.op,
+             "rotary_dim must be even, positive and at most head_dim, ", head_dim, ", got ", rotary_dim);
+  const Tensor cos = check_angles(call, {"cos", call.cos}, q, rotary_dim);
+  const Tensor sin = check_angles(call, {"sin", call.sin}, q, rotary_dim);
+  LLMK_CHECK(cos.sizes().equals(sin.sizes()), call.op, "sin must have the shape of cos, ", shape(cos), ", got ",
+             shape(sin));
+  if (call.position_ids) check_position_ids(call, *call.position_ids, q);
+  if (q.numel() == 0 && k.numel() == 0) return;
+
+  const Layout layout(call.heads_first);
+  RopeParams params{};
+  params.q = rope_tensor(q, q_out, layout);
+  params.k = rope_tensor(k, k_out, layout);
+  params.cos = cos.const_data_ptr();
+  params.sin = sin.const_data_ptr();
+  if (call.position_ids) {
+    const Tensor& position_ids = *call.position_ids;
+    params.position_ids = position_ids.const_data_ptr();
+    params.position_ids_int64 = position_ids.scalar_type() == ScalarType::Long;
+    std::tie(params.positions_batch, params.positions_token) = batch_and_token_strides(position_ids, 0);
+    params.cos_row = cos.stride(0);
+    params.sin_row = sin.stride(0);
+    params.table_rows = cos.size(0);
+  } else {
+    std::tie(params.cos_batch, params.cos_token) = batch_and_token_strides(cos, 1);
+    std::tie(params.sin_batch, params.sin_token) = batch_and_token_strides(sin, 1);
+  }
+  params.batch = q.size(0);
+  params.tokens = q.size(layout.tokens);
+  params.head_dim = head_dim;
+  params.rotary_dim = rotary_dim;
+  params.half_width = cos.size(cos.dim() - 1) != rotary_dim;
+  params.interleaved = call.interleaved;
+  params.transposed = call.transposed;
+
+  on_device(
+      call.op, q, LLMK_CUDA_ONLY([&](auto stream) {
+        LLMK_CHECK(params.batch * params.tokens <= kernels::kMaxRopeTokens, call.op,
+                   "q must have fewer than 2^31 tokens (batch * tokens) on a GPU, got ", params.batch * params.tokens);
+        return kernels::rope(params, dtype, stream);
+      }),
+      [&] {
+        if (params.position_ids) {
+          const int64_t bad = cpu::first_bad_position(params);
+          LLMK_CHECK(bad < 0, call.op, "position_ids must lie in [0, ", params.table_rows, "), the rows of cos, but [",
+                     bad / params.tokens, ", ", bad % params.tokens, "] does not");
+        }
+        parallel_for(params.batch * params.tokens, (params.q.heads + params.k.heads) * head_dim,
+                     [&](int64_t begin, int64_t end) { cpu::rope(params, dtype, begin, end); });
+      });
+}
+
+// A head must be contiguous for the kernels; other layouts are copied.
+Tensor with_contiguous_heads(const Tensor& tensor) {
+  return has_unit_last_stride(tensor) ? tensor : torch::stable::contiguous(tensor);
+}
+
+// In the memory order of `tensor`, as eager elementwise arithmetic would return it, if that keeps heads contiguous.
+Tensor output_like(const Tensor& tensor) {
+  Tensor out = torch::stable::empty_like(tensor);
+  return has_unit_last_stride(out) ? out : empty_rows(tensor);
+}
+
+std::tuple<Tensor, Tensor> out_of_place(const Call& call, const Tensor& q, const Tensor& k) {
+  check_q_and_k(call, q, k);
+  Tensor q_out = output_like(q), k_out = output_like(k);
+  run(call, with_contiguous_heads(q), with_contiguous_heads(k), q_out, k_out);
+  return {q_out, k_out};
+}
+
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                                std::optional<Tensor> position_ids, bool heads_first, bool interleaved,
+                                std::optional<int64_t> rotary_dim) {
+  return out_of_place({"rope", cos, sin, position_ids, heads_first, interleaved, rotary_dim}, q, k);
+}
+
+std::tuple<Tensor, Tensor> rope_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& cos,
+                                         const Tensor& sin, std::optional<Tensor> position_ids, bool heads_first,
+                                         bool interleaved, std::optional<int64_t> rotary_dim) {
+  return out_of_place({"rope_backward", cos, sin, position_ids, heads_first, interleaved, rotary_dim, true}, grad_q,
+                      grad_k);
+}
+
+// Whether two elements of the tensor share memory. May say yes where strides interlock in an unusual way.
+bool overlaps_itself(const Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) > 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;  // how far the dimensions so far extend
+  for (const auto& [stride, size] : dims) {
+    if (stride <= reach) return true;
+    reach += stride * (size - 1);
+  }
+  return false;
+}
+
+void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, std::optional<Tensor> position_ids,
+           bool heads_first, bool interleaved, std::optional<int64_t> rotary_dim) {
+  const Call call{"rope_", cos, sin, position_ids, heads_first, interleaved, rotary_dim};
+  check_q_and_k(call, q, k);
+  for (const Argument& argument : {Argument{"q", q}, Argument{"k", k}}) {
+    LLMK_CHECK(has_unit_last_stride(argument.tensor), call.op, argument.name,
+               " must be contiguous along head_dim to be rotated in place, got strides ",
+               text(argument.tensor.strides()));
+    LLMK_CHECK(argument.tensor.numel() == 0 || !overlaps_itself(argument.tensor), call.op, argument.name,
+               " must not overlap itself to be rotated in place, got shape ", shape(argument.tensor), " with strides ",
+               text(argument.tensor.strides()));
+  }
+  run(call, q, k, q, k);
+}
+
+void register_ops(StableLibrary& ops) {
+  ops.impl("rope", TORCH_BOX(&rope));
+  ops.impl("rope_", TORCH_BOX(&rope_));
+  ops.impl("rope_backward", TORCH_BOX(&rope_backward));
+}
+
+}  // namespace
+
+LLMK_IMPLEMENT(register_ops)
+
+}  // namespace llmk
