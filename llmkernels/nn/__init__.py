@@ -1,0 +1,7 @@
+"""The ops as drop-in modules."""
+
+from llmkernels.nn.glu import GEGLU, GatedMLP, SwiGLU
+from llmkernels.nn.norm import AddRMSNorm, RMSNorm
+from llmkernels.nn.rope import RotaryEmbedding
+
+__all__ = ["GEGLU", "AddRMSNorm", "GatedMLP", "RMSNorm", "RotaryEmbedding", "SwiGLU"]

@@ -1,0 +1,65 @@
+"""RMSNorm as modules."""
+
+import torch
+from torch import Tensor, nn
+
+from llmkernels.ops import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    """:func:`llmkernels.rms_norm` with a weight of its own; takes the place of ``LlamaRMSNorm`` and its like.
+
+    Args:
+        hidden_size: size of the last dimension.
+        eps: added to the mean of the squares.
+        weight_offset: 1 for Gemma's (1 + w), whose weight starts at 0; else 0 with a weight that starts at 1.
+        cast_before_weight: rounding order, see :func:`llmkernels.rms_norm`.
+
+    Shape: (..., hidden_size) to the same.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        weight_offset: float = 0.0,
+        cast_before_weight: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.eps = eps
+        self.weight_offset = weight_offset
+        self.cast_before_weight = cast_before_weight
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the scale (weight_offset + weight) one."""
+        nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(
+            x, self.weight, self.eps, weight_offset=self.weight_offset, cast_before_weight=self.cast_before_weight
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{tuple(self.weight.shape)}, eps={self.eps}, weight_offset={self.weight_offset}, "
+            f"cast_before_weight={self.cast_before_weight}"
+        )
+
+
+class AddRMSNorm(RMSNorm):
+    """:func:`llmkernels.add_rms_norm` with a weight of its own: (x, residual) to (y, x + residual)."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(
+            x,
+            residual,
+            self.weight,
+            self.eps,
+            weight_offset=self.weight_offset,
+            cast_before_weight=self.cast_before_weight,
+        )

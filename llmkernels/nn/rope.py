@@ -1,0 +1,60 @@
+"""Rotary position embedding as a module."""
+
+import torch
+from torch import Tensor, nn
+
+from llmkernels.ops import rope
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys by their positions: frequencies :math:`base^{-2i/R}`, then :func:`llmkernels.rope`.
+
+    Args:
+        head_dim: size of a head.
+        rotary_dim: how many of its elements are rotated, R; default all.
+        base: of the frequencies; rope_theta in transformers' configurations.
+        interleaved, layout: see :func:`llmkernels.rope`.
+
+    Shape: q (B, H, T, D), k (B, Hk, T, D), position_ids (T,), (1, T) or (B, T) to (q', k'). Any position is valid: cos
+    and sin are computed from it in float32, then rounded to the dtype of ``q``, as transformers does.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        rotary_dim: int | None = None,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        layout: str = "bhtd",
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        self.head_dim = head_dim
+        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= head_dim:
+            raise ValueError(
+                f"RotaryEmbedding: rotary_dim must be even, positive and at most head_dim, {head_dim}, "
+                f"got {self.rotary_dim}"
+            )
+        self.base = base
+        self.interleaved = interleaved
+        self.layout = layout
+        exponents = torch.arange(0, self.rotary_dim, 2, device=device, dtype=torch.float32) / self.rotary_dim
+        self.register_buffer("inv_freq", base**-exponents, persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            angles = position_ids[..., None].float() * self.inv_freq.float()
+            cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+        return rope(
+            q, k, cos, sin, layout=self.layout, interleaved=self.interleaved, rotary_dim=self.rotary_dim
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"head_dim={self.head_dim}, rotary_dim={self.rotary_dim}, base={self.base}, "
+            f"interleaved={self.interleaved}, layout={self.layout!r}"
+        )

@@ -1,0 +1,102 @@
+"""Gated activations, SwiGLU and GEGLU: public functions, fakes, autograd.
+
+Kernels: csrc/kernels/activation/glu.cu, csrc/cpu/glu.cpp.
+"""
+
+import torch
+from torch import Tensor
+
+from llmkernels.ops._common import call, contiguous_like
+
+_ops = torch.ops.llmkernels
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    r"""SiLU-gated product, :math:`y = \mathrm{silu}(g) \cdot u` with :math:`\mathrm{silu}(g) = g / (1 + e^{-g})`.
+
+    Args:
+        gate: (..., F); float32, float16 or bfloat16, on the CPU also float64. Without ``up``: (..., 2F), packed as
+            [gate | up].
+        up: (..., F), of the shape of ``gate``; a different dtype is promoted, as in eager PyTorch.
+
+    Returns:
+        y, (..., F), contiguous.
+
+    Layout: rows any constant distance apart are read in place; any other layout is copied first.
+    Arithmetic: float32 (float64 for float64); silu(g) is rounded to the dtype before the product, as in eager PyTorch.
+    Differentiable: once, in both inputs.
+    Deterministic: yes, each element independent of the others.
+    Matches: ``torch.nn.functional.silu(gate) * up``, on a GPU bit for bit.
+    Raises: RuntimeError for other dtypes, different shapes or devices, an odd packed dimension.
+    Source: Shazeer 2020, "GLU Variants Improve Transformer".
+
+    >>> swiglu(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0]))
+    tensor([0.0000, 1.7616])
+    """
+    if up is None:
+        return call(_ops.swiglu_packed.default, gate)
+    return call(_ops.swiglu.default, *_promoted(gate, up))
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    r"""GELU-gated product, :math:`y = \mathrm{gelu}(g) \cdot u`.
+
+    Args:
+        gate, up: as in :func:`swiglu`.
+        approximate: "tanh" for :math:`g (1 + \tanh(\sqrt{2/\pi} (g + 0.044715 g^3))) / 2`, "none" for
+            :math:`g (1 + \mathrm{erf}(g / \sqrt 2)) / 2`.
+
+    Matches: ``torch.nn.functional.gelu(gate, approximate=approximate) * up``, on a GPU bit for bit.
+    Everything else as in :func:`swiglu`.
+
+    >>> geglu(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0]), approximate="none")
+    tensor([0.0000, 1.9545])
+    """
+    if up is None:
+        return call(_ops.geglu_packed.default, gate, approximate)
+    return call(_ops.geglu.default, *_promoted(gate, up), approximate)
+
+
+def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    if gate.dtype == up.dtype:
+        return gate, up
+    common = torch.promote_types(gate.dtype, up.dtype)
+    return gate.to(common), up.to(common)
+
+
+def _empty_half(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+def _register(name: str) -> None:
+    """Fakes and autograd of op `name` and of its packed form; what follows the tensors are options of the op."""
+    separate, packed = f"llmkernels::{name}", f"llmkernels::{name}_packed"
+    separate_backward, packed_backward = getattr(_ops, f"{name}_backward"), getattr(_ops, f"{name}_packed_backward")
+
+    torch.library.register_fake(separate, lambda gate, up, *options: contiguous_like(gate))
+    torch.library.register_fake(packed, lambda gate_up, *options: _empty_half(gate_up))
+    torch.library.register_fake(
+        f"{separate}_backward", lambda grad_y, gate, up, *options: (contiguous_like(gate), contiguous_like(gate))
+    )
+    torch.library.register_fake(f"{packed}_backward", lambda grad_y, gate_up, *options: contiguous_like(gate_up))
+
+    def setup_separate(ctx, inputs, output):
+        gate, up, *ctx.options = inputs
+        ctx.save_for_backward(gate, up)
+
+    def backward_separate(ctx, grad_y):
+        return *separate_backward(grad_y, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
+
+    def setup_packed(ctx, inputs, output):
+        gate_up, *ctx.options = inputs
+        ctx.save_for_backward(gate_up)
+
+    def backward_packed(ctx, grad_y):
+        return packed_backward(grad_y, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
+
+    torch.library.register_autograd(separate, backward_separate, setup_context=setup_separate)
+    torch.library.register_autograd(packed, backward_packed, setup_context=setup_packed)
+
+
+_register("swiglu")
+_register("geglu")

@@ -1,0 +1,110 @@
+"""Rotary position embedding: public function, fakes, autograd. Kernels: csrc/kernels/rope, csrc/cpu/rope.cpp."""
+
+import torch
+from torch import Tensor
+
+from llmkernels.ops._common import call, needs_grad
+
+_ops = torch.ops.llmkernels
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None = None,
+    *,
+    layout: str = "bhtd",
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Rotate queries and keys by their positions, both in one launch.
+
+    For each pair (a, b) of the first R = ``rotary_dim`` elements of a head, i.e. (i, i + R/2), or (2i, 2i + 1) when
+    ``interleaved``:
+
+    .. math:: a' = a \cos_a - b \sin_a, \qquad b' = b \cos_b + a \sin_b
+
+    The other elements of the head are copied.
+
+    Args:
+        q: (B, H, T, D) for layout "bhtd", (B, T, H, D) for "bthd"; float32, float16 or bfloat16, on the CPU also
+            float64.
+        k: likewise, with any number of heads of its own.
+        cos, sin: (T, W), (1, T, W) or (B, T, W), where W is R (one angle per element, as transformers has it) or R/2
+            (one per pair, as flash-attn has it). With ``position_ids`` a table (P, W).
+        position_ids: (T,), (1, T) or (B, T), int32 or int64: rows of the table. A position outside [0, P) raises on
+            the CPU; on a GPU it makes that token NaN, since finding out would stop the stream.
+        layout: order of the axes of ``q`` and ``k``.
+        interleaved: which elements form a pair.
+        rotary_dim: R, even; default W.
+        in_place: write into ``q`` and ``k``, which must not need a gradient nor overlap themselves.
+
+    Returns:
+        (q', k') in the memory order of ``q`` and ``k``, or these tensors themselves when ``in_place``. A ``cos`` of
+        another dtype promotes the result, as in eager PyTorch (not possible in place).
+
+    Layout: any strides with contiguous heads, so transposed views and slices of a packed q|k|v are read in place.
+    Arithmetic: each product and the sum rounded to the dtype.
+    Differentiable: once, in ``q`` and ``k`` (not in ``cos`` and ``sin``), when not in place.
+    Deterministic: yes, each token independent of the others.
+    Matches: ``apply_rotary_pos_emb`` of transformers' Llama and Qwen2, bit for bit.
+    Raises: ValueError for an unknown layout; RuntimeError for shapes, dtypes and devices that do not fit, each by name.
+    Source: Su et al. 2021, "RoFormer".
+
+    >>> q = k = torch.ones(1, 1, 1, 2)
+    >>> rope(q, k, cos=torch.zeros(1, 2), sin=torch.ones(1, 2))[0]
+    tensor([[[[-1.,  1.]]]])
+    """
+    if layout not in ("bhtd", "bthd"):
+        raise ValueError(f"rope: layout must be 'bhtd' or 'bthd', got {layout!r}")
+    if needs_grad(cos, sin):
+        raise RuntimeError("rope: cos and sin must not require a gradient, there is none for them; detach() them")
+    options = position_ids, layout == "bhtd", interleaved, rotary_dim
+    if in_place:
+        if needs_grad(q, k):
+            raise RuntimeError("rope: in_place must be False where q or k requires a gradient, got True")
+        call(_ops.rope_.default, q, k, cos, sin, *options)
+        if not torch.compiler.is_compiling():  # below autograd nobody else tells it of the write
+            torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])
+        return q, k
+    if cos.dtype != q.dtype and cos.is_floating_point():
+        common = torch.promote_types(q.dtype, cos.dtype)
+        q, k, cos, sin = q.to(common), k.to(common), cos.to(common), sin.to(common)
+    return call(_ops.rope.default, q, k, cos, sin, *options)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """In the memory order of x if that keeps the heads contiguous: see output_like() in csrc/torch/rope.cpp."""
+    out = torch.empty_like(x)
+    return out if out.shape[-1] <= 1 or out.stride(-1) == 1 else out.contiguous()
+
+
+@torch.library.register_fake("llmkernels::rope")
+def _(q, k, cos, sin, position_ids=None, heads_first=True, interleaved=False, rotary_dim=None):
+    return _empty_like(q), _empty_like(k)
+
+
+@torch.library.register_fake("llmkernels::rope_")
+def _(q, k, cos, sin, position_ids=None, heads_first=True, interleaved=False, rotary_dim=None):
+    return None
+
+
+@torch.library.register_fake("llmkernels::rope_backward")
+def _(grad_q, grad_k, cos, sin, position_ids, heads_first, interleaved, rotary_dim):
+    return _empty_like(grad_q), _empty_like(grad_k)
+
+
+def _setup_context(ctx, inputs, output):
+    _q, _k, cos, sin, position_ids, *ctx.options = inputs
+    ctx.save_for_backward(cos, sin, position_ids)
+
+
+def _backward(ctx, grad_q, grad_k):
+    grad_q, grad_k = _ops.rope_backward(grad_q, grad_k, *ctx.saved_tensors, *ctx.options)
+    return grad_q, grad_k, None, None, None, None, None, None
+
+
+torch.library.register_autograd("llmkernels::rope", _backward, setup_context=_setup_context)
