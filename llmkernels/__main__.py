@@ -1,0 +1,19 @@
+"""python -m llmkernels COMMAND"""
+
+import argparse
+import sys
+
+from llmkernels import __version__, _info
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m llmkernels", description="Kernels for large language models.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _info.add_command(commands)  # a command is a module that adds its parser, with the function to `run`
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+#!/usr/bin/env python3
+"""One hash over the sources that decide what is computed and how fast: csrc/, llmkernels/ and setup.py.
+
+    python3 scripts/fingerprint.py
+
+Results name it, so that one can tell whether they still hold; the library carries the hash of its own part. It needs
+no git: it takes every file with a source suffix, which are the tracked ones (tests/test_package.py checks that).
+"""
+
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("csrc", "llmkernels", "setup.py")
+LIBRARY_SOURCES = ("csrc", "setup.py")
+SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".py", ".typed"}
+
+
+def source_files(parts=SOURCES, root: Path = ROOT) -> list[str]:
+    """The paths, relative to `root` and sorted."""
+    files = []
+    for part in parts:
+        path = root / part
+        files += [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in SUFFIXES]
+    return sorted(file.relative_to(root).as_posix() for file in files)
+
+
+def fingerprint(parts=SOURCES, root: Path = ROOT) -> str:
+    digest = hashlib.sha256()
+    for name in source_files(parts, root):
+        digest.update(f"{name}\0{hashlib.sha256((root / name).read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    print(fingerprint())

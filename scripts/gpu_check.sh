@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# All tests of the GPU on this machine, and compute-sanitizer on a short selection of them; writes results/gpu_tests.json.
+#
+#   bash scripts/gpu_check.sh [--sanitizer] [--no-tests] [--output FILE] [-n WORKERS] [-- pytest arguments]
+#
+# Needs no installed package: it takes the library that lies in llmkernels/ if that is of these sources, else builds it.
+# Parts of a report on the same sources that are not run again are kept.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${LLMKERNELS_VENV:-.venv}/bin/python
+[ -x "$python" ] || python=${PYTHON:-python3}
+output=results/gpu_tests.json
+tests=yes
+tools=()
+workers=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --sanitizer) tools=(memcheck racecheck synccheck initcheck); shift ;;
+    --no-tests) tests=; shift ;;
+    --output) output=$2; shift 2 ;;
+    -n) workers=(-n "$2"); shift 2 ;;
+    --) shift; break ;;
+    *) echo "gpu_check.sh: unknown argument $1" >&2; exit 2 ;;
+  esac
+done
+
+work=build/gpu_check
+rm -rf "$work"
+mkdir -p "$work"
+build=("$python" -W ignore setup.py -q build_ext --inplace)
+LLMKERNELS_REUSE_LIBRARY=1 "${build[@]}" || "${build[@]}"
+export PYTHONPATH=$PWD
+"$python" -m llmkernels info
+"$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu_check.sh: torch finds no GPU")'
+
+if [ -n "$tests" ]; then
+  "$python" -m pytest -q "${workers[@]}" -k "cuda or gpu or large" --junitxml="$work/tests.xml" "$@" tests || true
+fi
+
+# Only our kernels are looked at, except by initcheck, which has to see who wrote the inputs. Without torch's caching
+# allocator every tensor is an allocation of its own, so that its end is the end of what may be touched.
+for tool in "${tools[@]}"; do
+  options=(--tool "$tool" --log-file "$work/$tool.log")
+  [ "$tool" = initcheck ] || options+=(--kernel-name kns=llmk)
+  [ "$tool" != memcheck ] || options+=(--padding 64 --report-api-errors no)
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" \
+    "$python" -m pytest -q -m sanitizer -k "cuda or gpu" --junitxml="$work/$tool.xml" "$@" tests || true
+  tail -n 20 "$work/$tool.log" || true
+done
+
+"$python" scripts/gpu_report.py "$work" "$output"

@@ -1,0 +1,71 @@
+"""The end of gpu_check.sh: from what the runs left in a folder to results/gpu_tests.json.
+
+python3 scripts/gpu_report.py FOLDER OUTPUT
+"""
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+
+
+def read_tests(path: Path) -> tuple[dict, list[str]]:
+    """What pytest counted, and the names of what failed."""
+    counts, failures = {"passed": 0, "failed": 0, "skipped": 0}, []
+    for case in ElementTree.parse(path).iter("testcase"):
+        outcomes = {child.tag for child in case}
+        if outcomes & {"failure", "error"}:
+            counts["failed"] += 1
+            failures.append(f"{case.get('classname')}::{case.get('name')}")
+        else:
+            counts["skipped" if "skipped" in outcomes else "passed"] += 1
+    return counts, failures
+
+
+def read_sanitizer(log: Path, tests: Path) -> tuple[dict, list[str]]:
+    """Errors (racecheck: hazards of every kind) over all processes that the tool looked at."""
+    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", log.read_text()) if log.exists() else []
+    if not summaries or not tests.exists():
+        return {"errors": None, "tests": 0}, [f"{log.stem}: did not run to its end"]
+    counts, failures = read_tests(tests)
+    errors = sum(map(int, summaries))
+    failures = [f"{log.stem}: {name}" for name in failures] + ([f"{log.stem}: {errors} errors"] if errors else [])
+    return {"errors": errors, "tests": counts["passed"] + counts["failed"]}, failures
+
+
+def main(folder: Path, output: Path) -> int:
+    import torch
+
+    from benchmarks import machine
+
+    meta = machine.describe(torch.device("cuda"))
+    report = {"meta": meta, "tests": {}, "sanitizer": {}, "failures": []}
+    if output.exists():
+        before = json.loads(output.read_text())
+        if all(before["meta"].get(key) == meta[key] for key in ("sources", "gpu", "torch")):
+            report |= {key: before[key] for key in ("tests", "sanitizer", "failures")}
+
+    def replace_failures(failures: list[str], belongs):
+        report["failures"] = [name for name in report["failures"] if not belongs(name)] + failures
+
+    if (folder / "tests.xml").exists():
+        report["tests"], failures = read_tests(folder / "tests.xml")
+        replace_failures(failures, lambda name: not name.startswith(TOOLS))
+    for tool in TOOLS:
+        log = folder / f"{tool}.log"
+        if log.exists():
+            report["sanitizer"][tool], failures = read_sanitizer(log, folder / f"{tool}.xml")
+            replace_failures(failures, lambda name, tool=tool: name.startswith(tool))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{output}: tests {report['tests']}, sanitizer {report['sanitizer']}", *report["failures"][:20], sep="\n")
+    return 1 if report["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

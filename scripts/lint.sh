@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# ruff and clang-format in the versions of the `dev` extra. `bash scripts/lint.sh --fix` changes what it can.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bin=$(realpath -s "${LLMKERNELS_VENV:-.venv}")/bin
+[ -x "$bin/ruff" ] && PATH=$bin:$PATH
+
+mapfile -t sources < <(find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' | sort)
+if [ "${1:-}" = --fix ]; then
+  ruff check --fix .
+  ruff format .
+  clang-format -i "${sources[@]}"
+else
+  ruff check .
+  ruff format --check .
+  clang-format --dry-run -Werror "${sources[@]}"
+  bash -n scripts/*.sh .ci/run
+fi

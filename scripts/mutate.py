@@ -1,0 +1,221 @@
+"""Breaks the sources on purpose, one way at a time (scripts/mutations.py), and sees whether a test notices.
+
+    python scripts/mutate.py --list                  the mutations, and whether each still fits the sources
+    python scripts/mutate.py --apply NAME DIR        a copy of the tree with one mutation in it, to look at
+    python scripts/mutate.py --run [NAME ...]        build and test each mutant that this machine can run
+    python scripts/mutate.py --build DIR [NAME ...]  where nvcc is: a library per CUDA mutant, DIR/NAME.so
+    python scripts/mutate.py --run-built DIR         where the GPU is: test these libraries
+
+Mutants live in copies, never in this tree. Tests must pass on the unchanged sources first. A mutant is caught when a
+test fails, crashes or hangs. Options: --work DIR keeps the copy (and what is compiled in it) from one call to the next,
+--output FILE takes the outcome as JSON.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from fingerprint import LIBRARY_SOURCES, fingerprint
+from mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).resolve().parent.parent
+TREE = ["csrc", "llmkernels", "scripts", "tests", "setup.py", "pyproject.toml", "README.md", "MANIFEST.in"]
+LIBRARY = Path("llmkernels") / "libllmkernels.so"
+BASELINE = "unchanged"
+LIMIT_S = 300
+
+
+def copy_tree(target: Path) -> Path:
+    for name in TREE:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(
+                source, target / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+            )
+        elif source.exists():
+            target.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target / name)
+    return target
+
+
+def fits(mutation: Mutation) -> bool:
+    return (ROOT / mutation.file).read_text().count(mutation.old) == 1
+
+
+class Mutant:
+    """`with Mutant(tree, mutation)`: the mutation is in `tree` inside, and out of it again after."""
+
+    def __init__(self, tree: Path, mutation: Mutation):
+        self.path, self.mutation = tree / mutation.file, mutation
+
+    def __enter__(self):
+        self.text = self.path.read_text()
+        if self.text.count(self.mutation.old) != 1:
+            sys.exit(f"mutate.py: {self.mutation.name} must fit {self.mutation.file} once: bring it up to date")
+        self.path.write_text(self.text.replace(self.mutation.old, self.mutation.new))
+
+    def __exit__(self, *_):
+        self.path.write_text(self.text)
+
+
+def build(tree: Path, cuda: bool) -> None:
+    """Compiles what has changed in `tree`; one architecture is enough for a mutant."""
+    environment = {"TORCH_CUDA_ARCH_LIST": "9.0a", **os.environ, "LLMKERNELS_CUDA": str(int(cuda))}
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"mutate.py: a mutant does not compile:\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def test(tree: Path, mutation: Mutation) -> tuple[str, str]:
+    """(outcome, by which test) of the tests named for the mutation, in a tree that is built."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(mutation.tests)]
+    if mutation.tool:
+        if not shutil.which("compute-sanitizer"):
+            return "not run", "no compute-sanitizer"
+        tool = ["--tool", mutation.tool, "--kernel-name", "kns=llmk", "--error-exitcode", "1"]
+        command = ["compute-sanitizer", *tool, *command]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return "caught", "hung"
+    if done.returncode == 0:
+        return "survived", ""
+    failed = [line.split(" - ")[0].removeprefix("FAILED ") for line in done.stdout.splitlines() if "FAILED " in line]
+    if failed or (mutation.tool and " SUMMARY: " in done.stdout):
+        return "caught", failed[0] if failed else mutation.tool
+    if done.returncode < 0 or done.returncode > 100:
+        return "caught", f"crash, exit status {done.returncode}"
+    return "error", (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def run(mutations: list[Mutation], tree: Path, cuda: bool) -> list[dict]:
+    """Builds and tests every mutant in `tree`."""
+    say("building the unchanged sources")
+    build(tree, cuda)
+    check_baseline(mutations, tree)
+    rows = []
+    for mutation in mutations:
+        start = time.time()
+        with Mutant(tree, mutation):
+            if mutation.compiled:
+                build(tree, cuda)
+            rows.append(row(mutation, *test(tree, mutation), start))
+    return rows
+
+
+def run_built(mutations: list[Mutation], folder: Path, tree: Path) -> list[dict]:
+    """Tests the libraries that `--build` left in `folder`."""
+    shutil.copy2(folder / f"{BASELINE}.so", tree / LIBRARY)
+    check_baseline(mutations, tree)
+    rows = []
+    for mutation in mutations:
+        start = time.time()
+        shutil.copy2(folder / f"{mutation.name}.so", tree / LIBRARY)
+        rows.append(row(mutation, *test(tree, mutation), start))
+    return rows
+
+
+def check_baseline(mutations: list[Mutation], tree: Path) -> None:
+    for tests, mutation in {m.tests: m for m in mutations}.items():
+        outcome, by = test(tree, mutation)
+        if outcome not in ("survived", "not run"):
+            sys.exit(f"mutate.py: the unchanged sources must pass {tests}, but: {outcome}, {by}")
+
+
+def row(mutation: Mutation, outcome: str, by: str, start: float) -> dict:
+    say(f"{mutation.name:34} {outcome:9} {by}")
+    return {
+        "mutation": mutation.name,
+        "file": mutation.file,
+        "what": mutation.what,
+        "outcome": outcome,
+        "by": by,
+        "seconds": round(time.time() - start, 1),
+    }
+
+
+def build_all(mutations: list[Mutation], folder: Path, tree: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    say("building the unchanged sources")
+    build(tree, cuda=True)
+    shutil.copy2(tree / LIBRARY, folder / f"{BASELINE}.so")
+    for mutation in mutations:
+        start = time.time()
+        with Mutant(tree, mutation):
+            build(tree, cuda=True)
+        shutil.copy2(tree / LIBRARY, folder / f"{mutation.name}.so")
+        say(f"{mutation.name:34} built in {time.time() - start:.0f} s")
+
+
+def report(rows: list[dict], output: Path | None) -> int:
+    counts = {
+        outcome: sum(r["outcome"] == outcome for r in rows) for outcome in ("caught", "survived", "error", "not run")
+    }
+    say(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    if output:
+        import torch
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        meta = {"gpu": gpu, "torch": torch.__version__, "sources": fingerprint(LIBRARY_SOURCES)}
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"meta": meta, "counts": counts, "rows": rows}, indent=1) + "\n")
+    return int(counts["survived"] + counts["error"] > 0)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def show_list() -> int:
+    for mutation in MUTATIONS:
+        say(f"{mutation.name:34} {mutation.device:5} {'' if fits(mutation) else 'STALE '}{mutation.what}")
+    return int(not all(map(fits, MUTATIONS)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--list", action="store_true")
+    action.add_argument("--apply", nargs=2, metavar=("NAME", "DIR"))
+    action.add_argument("--run", nargs="*", metavar="NAME")
+    action.add_argument("--build", nargs="+", metavar=("DIR", "NAME"))
+    action.add_argument("--run-built", type=Path, metavar="DIR")
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+
+    if arguments.list:
+        return show_list()
+    by_name = {mutation.name: mutation for mutation in MUTATIONS}
+    if arguments.apply:
+        name, folder = arguments.apply
+        tree = copy_tree(Path(folder))
+        Mutant(tree, by_name[name]).__enter__()
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        tree = copy_tree((arguments.work or Path(temporary)).resolve())
+        if arguments.build:
+            folder, *names = arguments.build
+            build_all([m for m in MUTATIONS if m.device == "cuda" and m.name in (names or by_name)], Path(folder), tree)
+            return 0
+        if arguments.run_built:
+            built = [m for m in MUTATIONS if (arguments.run_built / f"{m.name}.so").exists()]
+            return report(run_built(built, arguments.run_built, tree), arguments.output)
+        import torch
+
+        cuda = torch.cuda.is_available() and bool(shutil.which("nvcc"))
+        names = arguments.run or [m.name for m in MUTATIONS if m.device == "cpu" or cuda]
+        return report(run([by_name[name] for name in names], tree, cuda), arguments.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""Builds the two artefacts of the package with ninja, so that only what has changed is compiled again:
+
+    llmkernels/libllmkernels.so   every op; no Python in it; runs under torch 2.10 and newer
+    llmkernels/_C.*.so            a pybind11 module with build information and launch plans; no torch in it
+
+Switches, all from the environment:
+
+    LLMKERNELS_CUDA=0|1           CPU only | with CUDA, or an error; unset: with CUDA where nvcc is found
+    LLMKERNELS_REUSE_LIBRARY=1    take the llmkernels/libllmkernels.so that is there and build _C alone
+    TORCH_CUDA_ARCH_LIST          "8.0;9.0a;9.0+PTX"; unset: the GPU present, else what is written here
+    CUDA_HOME, CXX, MAX_JOBS      the CUDA toolkit, the C++ compiler, how many compile at once
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from fingerprint import LIBRARY_SOURCES, fingerprint  # noqa: E402
+
+CSRC = ROOT / "csrc"
+BUILD = ROOT / "build" / "ninja"  # objects; setuptools' own folder is another one on every editable build
+LIBRARY = "libllmkernels.so"
+DEFAULT_ARCHITECTURES = ["sm_80", "sm_90a", "compute_90"]
+OLDEST_CUDA = (12, 0)  # the first with C++20 and sm_90a
+OLDEST_TORCH = "2.10"
+
+CXX_FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra"
+NVCC_FLAGS = "-std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden"
+# The CPU kernels promise which operations round, so nothing may be contracted; errno and traps only stop vectorisation.
+CPU_FLAGS = "-O3 -ffp-contract=off -fno-math-errno -fno-trapping-math"
+# All symbols must be found at link time, or the library would fail to load on another machine; what comes in statically
+# (cudart) stays inside, or its calls would end in the copy that torch has loaded.
+LINK_FLAGS = "-shared -Wl,-z,defs -Wl,--as-needed -Wl,--exclude-libs,ALL"
+
+
+def say(*parts):
+    print("llmkernels:", *parts, flush=True)
+
+
+def switch(name: str):
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        sys.exit(f"llmkernels: {name} must be 0, 1 or unset, got {value!r}")
+    return None if value == "" else value == "1"
+
+
+def output_of(*command) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+# ---- CUDA: which toolkit, for which architectures
+
+
+class Toolkit:
+    """A folder with nvcc in it."""
+
+    def __init__(self, home: Path):
+        self.home = home
+        self.nvcc = home / "bin" / "nvcc"
+        self.release = re.search(r"release [\d.]+, V([\d.]+)", output_of(self.nvcc, "--version")).group(1)
+        self.version = tuple(int(part) for part in self.release.split(".")[:2])
+
+    @property
+    def cudart(self) -> Path:
+        found = [path for lib in ("lib64", "lib") for path in [self.home / lib / "libcudart_static.a"] if path.exists()]
+        if not found:
+            sys.exit(f"llmkernels: {self.home} has nvcc, but no libcudart_static.a")
+        return found[0]
+
+
+def find_toolkit() -> Toolkit | None:
+    on_path = shutil.which("nvcc")
+    homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    homes += [Path(on_path).resolve().parent.parent] if on_path else []
+    homes += [Path("/usr/local/cuda")]
+    # The PyPI packages nvidia-cuda-*; an isolated build sees the environment it is started from only by this path.
+    homes += [Path(path) / "nvidia" / "cu13" for path in [sysconfig.get_path("purelib"), *sys.path]]
+    for home in homes:
+        if (home / "bin" / "nvcc").exists():
+            toolkit = Toolkit(home)
+            if toolkit.version >= OLDEST_CUDA:
+                return toolkit
+            say(f"passing over CUDA {toolkit.release} in {home}: {'.'.join(map(str, OLDEST_CUDA))} or newer is needed")
+    return None
+
+
+def choose_toolkit() -> Toolkit | None:
+    wanted = switch("LLMKERNELS_CUDA")
+    if wanted is False:
+        say("CPU only, because of LLMKERNELS_CUDA=0")
+        return None
+    toolkit = find_toolkit()
+    if toolkit:
+        say(f"CPU and CUDA, with nvcc {toolkit.release} in {toolkit.home}")
+        return toolkit
+    if wanted:
+        sys.exit(
+            "llmkernels: LLMKERNELS_CUDA=1, but no nvcc in CUDA_HOME, on the PATH, in /usr/local/cuda or from PyPI "
+            "(site-packages/nvidia/cu13); scripts/setup.sh installs one from PyPI"
+        )
+    say("no nvcc found, so this build is for the CPU ONLY; LLMKERNELS_CUDA=1 makes that an error")
+    return None
+
+
+def parse_architectures(text: str) -> list[str]:
+    """torch's list, "8.0;9.0a;9.0+PTX", as ["sm_80", "sm_90a", "sm_90", "compute_90"]."""
+    names = []
+    for item in re.split(r"[;,\s]+", text.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", item)
+        if not match:
+            sys.exit(f"llmkernels: TORCH_CUDA_ARCH_LIST must look like '8.0;9.0a;9.0+PTX', got {text!r}")
+        major, minor, ptx = match.groups()
+        if int(major) < 8:
+            sys.exit(f"llmkernels: TORCH_CUDA_ARCH_LIST asks for {item}; the oldest supported architecture is 8.0")
+        names += [f"sm_{major}{minor}"] + ([f"compute_{major}{minor}"] if ptx else [])
+    return list(dict.fromkeys(names))
+
+
+def present_architectures(toolkit: Toolkit) -> list[str]:
+    """Of the GPUs in this machine, as far as they and the toolkit are new enough."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True).stdout
+    codes = {f"sm_{major}{minor}" for major, minor in re.findall(r"^(\d+)\.(\d+)$", answer, re.M) if int(major) >= 8}
+    known = output_of(toolkit.nvcc, "--list-gpu-code").split()
+    # From Hopper on the best instructions are in the "a" variant alone.
+    return sorted(code + "a" if int(code[3:]) >= 90 else code for code in codes if code in known)
+
+
+def choose_architectures(toolkit: Toolkit) -> list[str]:
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    names = parse_architectures(listed) if listed else present_architectures(toolkit) or DEFAULT_ARCHITECTURES
+    say("architectures", ", ".join(names))
+    return names
+
+
+def gencode(name: str) -> str:
+    return f"-gencode arch={name.replace('sm_', 'compute_')},code={name}"
+
+
+# ---- what is built, and how
+
+
+def build_info(version: str, cxx: str, toolkit: Toolkit | None) -> dict:
+    return {
+        "llmkernels": version,  # first: reused_info() looks for it
+        "sources": fingerprint(LIBRARY_SOURCES),
+        "cuda": ".".join(map(str, toolkit.version)) if toolkit else None,
+        "architectures": choose_architectures(toolkit) if toolkit else [],
+        "nvcc": toolkit.release if toolkit else None,
+        "cxx": output_of(cxx, "--version").splitlines()[0],
+        "platform": platform.machine(),
+        "torch": importlib.metadata.version("torch"),
+        "oldest_torch": OLDEST_TORCH,
+    }
+
+
+def reused_info() -> dict:
+    """The build information inside the library that is already there, if it is one of these sources."""
+    path = ROOT / "llmkernels" / LIBRARY
+    if not path.exists():
+        sys.exit(f"llmkernels: LLMKERNELS_REUSE_LIBRARY=1, but there is no {path}")
+    match = re.search(rb'\{"llmkernels": [^\0]+\}(?=\0)', path.read_bytes())
+    info = json.loads(match.group()) if match else {}
+    now = fingerprint(LIBRARY_SOURCES)
+    if info.get("sources") != now:
+        sys.exit(
+            f"llmkernels: LLMKERNELS_REUSE_LIBRARY=1, but {path} is stale: it was built from sources "
+            f"{info.get('sources', 'unknown')[:12]}, and these are {now[:12]}; build it again"
+        )
+    say(f"reusing {path}, built with {info['cxx']} and {'CUDA ' + info['cuda'] if info['cuda'] else 'without CUDA'}")
+    return info
+
+
+def words(parts) -> str:
+    """A command line; paths are quoted for the shell and for ninja."""
+    return " ".join(shlex.quote(str(p)).replace("$", "$$") if isinstance(p, Path) else str(p) for p in parts)
+
+
+def write_if_changed(path: Path, text: str):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+class Ninja:
+    """A build.ninja in the making: which object comes from which source by which rule."""
+
+    def __init__(self, cxx: str, nvcc: Path | None, defines: list[str]):
+        ccache = shutil.which("ccache") or ""
+        common = words([*defines, "-I", CSRC, "-I", BUILD, "$flags -MD -MF $out.d -c $in -o $out"])
+        self.lines = []
+        self.rule("cxx", f"{ccache} {cxx} {CXX_FLAGS} {common}", "compiling $in")
+        self.rule("nvcc", f"{ccache} {words([nvcc or 'nvcc'])} {NVCC_FLAGS} {common}", "compiling $in")
+        self.rule("link", f"{cxx} {LINK_FLAGS} $in $flags -o $out", "linking $out")
+
+    def rule(self, name: str, command: str, description: str):
+        self.lines += [f"rule {name}", f"  command = {command}", f"  description = {description}"]
+        self.lines += [] if name == "link" else ["  depfile = $out.d", "  deps = gcc"]
+
+    def edge(self, rule: str, output: Path, inputs, flags) -> Path:
+        paths = [re.sub(r"([ :$])", r"$\1", str(path)) for path in (output, *inputs)]
+        self.lines += [f"build {paths[0]}: {rule} {' '.join(paths[1:])}", f"  flags = {words(flags)}"]
+        return output
+
+    def objects(self, rule: str, pattern: str, flags=(), folder: str = "library") -> list[Path]:
+        """One object for each source that fits the pattern, so that a new op needs no change here."""
+        return [
+            self.edge(rule, BUILD / folder / source.relative_to(CSRC).with_suffix(".o"), [source], flags)
+            for source in sorted(CSRC.glob(pattern))
+        ]
+
+    def run(self, targets):
+        write_if_changed(BUILD / "build.ninja", "\n".join(self.lines) + "\n")
+        try:
+            from ninja import BIN_DIR
+
+            ninja = Path(BIN_DIR) / "ninja"
+        except ImportError:
+            ninja = shutil.which("ninja") or sys.exit("llmkernels: the build needs ninja: pip install ninja")
+        jobs = os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))
+        if subprocess.run([ninja, "-C", BUILD, "-j", str(jobs), *targets]).returncode != 0:
+            sys.exit("llmkernels: the build failed, see above")
+
+
+def add_library(ninja: Ninja, toolkit: Toolkit | None, info: dict) -> Path:
+    # Found without the seconds that importing it takes.
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    torch_flags = ["-O2", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-isystem", torch / "include"]
+    # libtorch.so brings libtorch_cuda, where there is one, into the scope of the library's weak symbols.
+    link_flags = ["-L", torch / "lib", "-ltorch_cpu", "-lc10 -Wl,--no-as-needed -ltorch -Wl,--as-needed"]
+    if toolkit:
+        torch_flags += ["-isystem", toolkit.home / "include"]
+        link_flags += [toolkit.cudart, "-lrt", "-lpthread", "-ldl"]
+    objects = ninja.objects("cxx", "build_info.cpp")
+    objects += ninja.objects("cxx", "cpu/**/*.cpp", [CPU_FLAGS])
+    objects += ninja.objects("cxx", "torch/**/*.cpp", torch_flags)
+    if toolkit:
+        objects += ninja.objects("nvcc", "kernels/**/*.cu", [gencode(name) for name in info["architectures"]])
+    return ninja.edge("link", BUILD / LIBRARY, objects, link_flags)
+
+
+def add_module(ninja: Ninja) -> Path:
+    import pybind11
+
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    flags = ["-O2", "-isystem", Path(pybind11.get_include()), "-isystem", Path(sysconfig.get_path("include"))]
+    folder = f"module{suffix}"  # one for each Python version
+    objects = ninja.objects("cxx", "build_info.cpp", (), folder) + ninja.objects("cxx", "module.cpp", flags, folder)
+    return ninja.edge("link", BUILD / f"_C{suffix}", objects, ["-Wl,-z,undefs"])  # the interpreter brings the rest
+
+
+class Build(build_ext):
+    """Both artefacts are extensions to setuptools, which puts them where they belong."""
+
+    def get_ext_filename(self, name: str) -> str:
+        filename = super().get_ext_filename(name)
+        return str(Path(filename).with_name(LIBRARY)) if name.endswith(Path(LIBRARY).stem) else filename
+
+    def build_extensions(self):
+        cxx = os.environ.get("CXX") or "g++"
+        reuse = switch("LLMKERNELS_REUSE_LIBRARY")
+        toolkit = None if reuse else choose_toolkit()
+        info = reused_info() if reuse else build_info(self.distribution.get_version(), cxx, toolkit)
+        text = json.dumps(json.dumps(info))  # a JSON string is a C string
+        write_if_changed(BUILD / "build_info.h", f"#define LLMK_BUILD_INFO {text}\n")
+
+        ninja = Ninja(cxx, toolkit and toolkit.nvcc, ["-DLLMK_CUDA=1"] if info["cuda"] else [])
+        module = add_module(ninja)
+        library = ROOT / "llmkernels" / LIBRARY if reuse else add_library(ninja, toolkit, info)
+        ninja.run([module] if reuse else [module, library])
+        for extension, built in zip(self.extensions, (module, library), strict=True):
+            target = self.get_ext_fullpath(extension.name)
+            self.mkpath(str(Path(target).parent))
+            self.copy_file(str(built), target)
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("llmkernels._C", []), Extension("llmkernels.libllmkernels", [])],
+        cmdclass={"build_ext": Build},
+    )
