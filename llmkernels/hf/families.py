@@ -1,0 +1,40 @@
+"""The model families that `patch` knows. A new family is one entry in FAMILIES, and a test."""
+
+from dataclasses import dataclass
+
+# What a class replaces, by the end of its name. The order is that of the report.
+KINDS = {"RMSNorm": "rms_norm", "Attention": "rope", "MLP": "gated_mlp", "DecoderLayer": "add_rms_norm"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A transformers modeling module, its class prefix, and the options of its RMSNorm.
+
+    The classes are `<prefix>RMSNorm`, `<prefix>Attention`, `<prefix>MLP` and `<prefix>DecoderLayer`.
+    `eps` names the norm's attribute; `weight_offset` and `cast_before_weight` are those of `llmkernels.rms_norm`.
+    """
+
+    model_type: str
+    prefix: str
+    eps: str = "variance_epsilon"
+    weight_offset: float = 0.0
+    cast_before_weight: bool = True
+
+    @property
+    def module(self) -> str:
+        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+
+
+FAMILIES = [
+    Family("llama", "Llama"),
+    Family("qwen2", "Qwen2"),
+]
+
+
+def find(cls: type) -> tuple[Family, str] | None:
+    """The family and kind of a module class, or of the known class that it derives from."""
+    known = {(family.module, family.prefix + end): (family, kind) for family in FAMILIES for end, kind in KINDS.items()}
+    for base in cls.__mro__:
+        if (match := known.get((base.__module__, base.__name__))) is not None:
+            return match
+    return None

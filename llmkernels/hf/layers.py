@@ -1,0 +1,194 @@
+"""The forwards that replace transformers' own, and the subclasses that carry them.
+
+A patched module has its class changed to a subclass of it that differs in `forward` only. So isinstance, parameters,
+state dict, submodules, hooks, `copy.deepcopy` and attribute access stay what they were, and changing the class back
+is all there is to undo. Submodules are always called, never read through: a Linear with a LoRA adapter, a hook or a
+collective works.
+"""
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from llmkernels.ops import add_rms_norm, geglu, rms_norm, rope, swiglu
+
+from .families import Family, find
+from .layout import UnknownLayout, bind_global, check_rms_norm, check_rope, check_symbolically
+
+
+class Patched:
+    """Base of every patched class.
+
+    `original` is the class it was made from, `family` the entry of FAMILIES.
+    """
+
+    original: type[nn.Module]
+    family: Family
+
+    def __reduce_ex__(self, protocol):
+        # The class is made at run time, so a pickle names the one it was made from, and loading makes it again.
+        _, _, *state = super().__reduce_ex__(max(protocol, 2))
+        return (_unpickle, (self.original,), *state)
+
+
+def _unpickle(original: type[nn.Module]) -> nn.Module:
+    try:
+        cls = patched_class(original)
+    except UnknownLayout:  # another transformers than the one that wrote the pickle: what it computes is the same
+        cls = original
+    return cls.__new__(cls)
+
+
+class RMSNorm(Patched):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        family = self.family
+        return rms_norm(
+            hidden_states,
+            self.weight,
+            getattr(self, family.eps),
+            weight_offset=family.weight_offset,
+            cast_before_weight=family.cast_before_weight,
+        )
+
+    def add(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of the sum, and the sum."""
+        family = self.family
+        return add_rms_norm(
+            hidden_states,
+            residual,
+            self.weight,
+            getattr(self, family.eps),
+            weight_offset=family.weight_offset,
+            cast_before_weight=family.cast_before_weight,
+        )
+
+
+class MLP(Patched):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Looked up per call, since both a hook on the activation and another activation may come after patch().
+        act_fn = self.act_fn
+        glu = gated_unit(act_fn)
+        if glu is None or not runs_only_forward(act_fn):
+            return self.down_proj(act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Attention(Patched):
+    """Its forward is the original's with `apply_rotary_pos_emb` below in place of the module's."""
+
+
+class DecoderLayer(Patched):
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values=None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(
+            hidden_states=hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        norm = self.post_attention_layernorm
+        # Checked per call: the norm may get a hook or be replaced after patch().
+        if fuses_add(norm):
+            hidden_states, residual = norm.add(hidden_states, residual)
+        else:
+            residual = residual + hidden_states
+            hidden_states = norm(residual)
+        hidden_states = self.mlp(hidden_states)
+        # Neither deferred to the next layer nor in place: hooks see the layer's real output, autograd its input.
+        return residual + hidden_states
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    """What transformers' function of this name does: `unsqueeze_dim` is the dim of the heads in q and k."""
+    return rope(q, k, cos, sin, layout="bhtd" if unsqueeze_dim == 1 else "bthd")
+
+
+def geglu_erf(gate, up):
+    return geglu(gate, up, approximate="none")
+
+
+def geglu_tanh(gate, up):
+    return geglu(gate, up, approximate="tanh")
+
+
+# By name, as the families are: nothing of transformers is imported here.
+_GATED_UNITS = {
+    ("transformers.activations", "SiLUActivation"): swiglu,
+    ("torch.nn.modules.activation", "SiLU"): swiglu,
+    ("transformers.activations", "GELUActivation"): geglu_erf,
+    ("transformers.activations", "GELUTanh"): geglu_tanh,
+}
+
+
+def gated_unit(activation: nn.Module):
+    """The function for activation(gate) * up, or None."""
+    cls = type(activation)
+    return _GATED_UNITS.get((cls.__module__, cls.__name__))
+
+
+def runs_only_forward(module: nn.Module) -> bool:
+    """Whether module(x) is the forward of its class and nothing else: no hooks, no forward of the instance."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or _has_any_global_hook()
+    )
+
+
+def fuses_add(norm: nn.Module) -> bool:
+    return isinstance(norm, RMSNorm) and type(norm).forward is RMSNorm.forward and runs_only_forward(norm)
+
+
+_ROTATION = "apply_rotary_pos_emb"
+_REPLACEMENTS = {"rms_norm": RMSNorm, "gated_mlp": MLP, "rope": Attention, "add_rms_norm": DecoderLayer}
+
+
+def patched_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The patched subclass of a transformers class.
+
+    The same one every time, so that compiled graphs of a model stay valid when it is patched again.
+    Raises UnknownLayout when cls does not compute what the replacement does.
+    """
+    # Keyed by the functions it is made from too, which somebody may have replaced since the last call.
+    rotation = getattr(cls.forward, "__globals__", {}).get(_ROTATION)
+    return _patched_class(cls, cls.forward, rotation)
+
+
+@functools.cache
+def _patched_class(cls, forward, rotation):
+    if (match := find(cls)) is None:
+        raise UnknownLayout(f"{cls.__name__} belongs to no known family")
+    family, kind = match
+    replacement = _REPLACEMENTS[kind]
+    # transformers, accelerate and PEFT look at __name__; __module__ says the truth about where forward is from.
+    members = {"original": cls, "family": family, "__module__": __name__, "__doc__": cls.__doc__}
+    if kind == "rope":
+        members["forward"] = bind_global(forward, _ROTATION, apply_rotary_pos_emb)
+        check_rope(rotation, apply_rotary_pos_emb)
+    elif kind == "gated_mlp":
+        check_symbolically(forward, MLP.forward, dict.fromkeys(("gate_proj", "up_proj", "down_proj", "act_fn"), False))
+    elif kind == "add_rms_norm":
+        submodules = dict.fromkeys(("input_layernorm", "post_attention_layernorm", "mlp"), False)
+        check_symbolically(forward, DecoderLayer.forward, submodules | {"self_attn": True})
+    patched = type(cls.__name__, (replacement, cls), members)
+    if kind == "rms_norm":
+        check_rms_norm(cls, patched, family.eps)
+    return patched

@@ -1,0 +1,197 @@
+"""patch, unpatch and the handle between them."""
+
+import torch
+from torch import nn
+
+from .families import FAMILIES, KINDS, find
+from .layers import Patched, fuses_add, gated_unit, patched_class, runs_only_forward
+from .layout import UnknownLayout
+from .report import Report, Row
+
+
+def patch(
+    model: nn.Module,
+    *,
+    rms_norm: bool = True,
+    rope: bool = True,
+    gated_mlp: bool = True,
+    add_rms_norm: bool = True,
+) -> "PatchHandle":
+    """Run the layers of a Hugging Face model on llmkernels' ops, in place and reversibly.
+
+    Args:
+        model: a model of a supported family (Llama, Qwen2), with any head or none, alone or inside another module
+            such as a PEFT model.
+        rms_norm: patch the RMSNorm modules.
+        rope: patch the rotary embedding of q and k in the attention modules.
+        gated_mlp: patch the gated MLPs, with silu, gelu or gelu_pytorch_tanh.
+        add_rms_norm: fuse the residual add after attention into the norm behind it, in each decoder layer.
+
+    Returns:
+        a PatchHandle. Its `report()` says what runs on which kernel, and why anything was left alone.
+
+    Only this instance changes: modules get a subclass of their class, parameters and state dict stay as they are.
+    A module that cannot be replaced faithfully is left alone: one with a forward of its own on the instance, with
+    an activation without a kernel, on a device without one, or whose class computes something else than expected.
+    Layers look at their hooks on every call and run unfused where a hook has to see the unfused value.
+    Survives: train/eval, `.to()`, load_state_dict, copy.deepcopy and torch.save (the copy is patched too and
+    undone by `llmkernels.hf.unpatch(copy)`), gradient checkpointing, torch.compile(fullgraph=True), adapters
+    and hooks added before or after.
+    Raises: TypeError when model is no module; RuntimeError when it is patched already; ValueError when there is
+    nothing to patch.
+
+    >>> handle = patch(model)
+    >>> print(handle.report())
+    >>> handle.unpatch()
+    >>> with patch(model):
+    ...     model.generate(**inputs)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
+    asked = {"rms_norm": rms_norm, "rope": rope, "gated_mlp": gated_mlp, "add_rms_norm": add_rms_norm}
+    if not any(find(type(module)) for module in model.modules()):
+        families = ", ".join(family.prefix for family in FAMILIES)
+        raise ValueError(f"patch: model must contain layers of a supported family ({families}), got {type(model)}")
+    if count := sum(isinstance(module, Patched) for module in model.modules()):
+        raise RuntimeError(
+            f"patch: model must not be patched already, got one with {count} patched modules; call unpatch() on its "
+            "handle, or llmkernels.hf.unpatch(model) if it is a copy or was loaded"
+        )
+    plan = {}
+    for module in model.modules():
+        kind = _kind(module)
+        if kind is None or not asked[kind] or _obstacle(module):
+            continue
+        plan[module] = patched_class(type(module))
+        if kind == "add_rms_norm":  # it reads weight and eps of this norm
+            plan[module.post_attention_layernorm] = patched_class(type(module.post_attention_layernorm))
+    handle = PatchHandle(model, {kind for kind, wanted in asked.items() if wanted})
+    if not plan:
+        raise ValueError(f"patch: nothing to patch\n{handle.report()}")
+    for module, cls in plan.items():
+        module.__class__ = cls
+    return handle
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch` in every module of `model`, which may be a copy of a patched model. No-op where there is none.
+
+    Raises: RuntimeError when something was put on top of a patched module that has to go first: another class (as
+    fully_shard and parametrize do) or a forward of the instance (as accelerate's hooks do). Nothing is changed then.
+    """
+    patched = {name: module for name, module in model.named_modules() if isinstance(module, Patched)}
+    for name, module in patched.items():
+        if "original" not in vars(type(module)):
+            raise RuntimeError(f"unpatch: the class of {name} must be the patched one, got {type(module)} made later")
+        if "forward" in vars(module) and not _is_class_forward(module):
+            raise RuntimeError(f"unpatch: {name} must not have a forward of its own, got one set after patch()")
+    for module in patched.values():
+        vars(module).pop("forward", None)
+        module.__class__ = type(module).original
+
+
+class PatchHandle:
+    """A patched model: `report()`, `unpatch()`, or a `with` block that ends in `unpatch()`."""
+
+    def __init__(self, model: nn.Module, kinds: set[str]):
+        self._model = model
+        self._kinds = kinds
+
+    def unpatch(self) -> None:
+        """Restore the model; its results are again bit for bit those before `patch`. A second call does nothing.
+
+        Raises as `llmkernels.hf.unpatch` does.
+        """
+        unpatch(self._model)
+
+    def report(self) -> Report:
+        """What runs on which kernel now, and why the rest does not.
+
+        Reads the model as it is at this moment, so hooks, new activations and moves since `patch` show.
+        """
+        rows = {kind: Row(kind) for kind in KINDS.values()}
+        run_by_layer = set()
+        for name, module in self._model.named_modules():
+            if (kind := _kind(module)) is None:
+                continue
+            row = rows[kind]
+            if kind not in self._kinds:
+                row.left_alone[name] = "not asked for"
+            elif not isinstance(module, Patched):
+                row.left_alone[name] = _obstacle(module) or "not patched"
+            elif reason := _fallback(module, kind):
+                row.left_alone[name] = reason
+            else:
+                if kind == "add_rms_norm":
+                    run_by_layer.add(module.post_attention_layernorm)
+                row.patched.append(name)
+                row.kernels["llmkernels::" + _op(module, "add_rms_norm" if module in run_by_layer else kind)] += 1
+                row.backends[_device_type(module)] += 1
+        return Report(f"llmkernels in {type(self._model).__name__}", rows)
+
+    def __enter__(self) -> "PatchHandle":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.unpatch()
+
+    def __repr__(self) -> str:
+        return f"PatchHandle({type(self._model).__name__})"
+
+
+def _is_class_forward(module: nn.Module) -> bool:
+    """Whether a forward of the instance is just that of its class, as accelerate leaves it when its hooks go."""
+    forward = vars(module)["forward"]
+    return getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
+
+
+def _kind(module: nn.Module) -> str | None:
+    match = find(type(module))
+    return None if match is None else match[1]
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((parameter.device.type for parameter in module.parameters()), "cpu")
+
+
+def _op(module: nn.Module, kind: str) -> str:
+    """The name of the op that a module of this kind runs."""
+    if kind == "gated_mlp":
+        return gated_unit(module.act_fn).__name__.partition("_")[0]  # geglu for geglu_tanh
+    return kind
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why a module of a known kind cannot be patched, or None."""
+    kind = _kind(module)
+    if "forward" in vars(module):
+        return "it has a forward of its own, set on the instance"
+    try:
+        patched_class(type(module))
+    except UnknownLayout as reason:
+        return str(reason)
+    if kind == "gated_mlp" and gated_unit(module.act_fn) is None:
+        return f"no kernel for its activation, {type(module.act_fn).__name__}"
+    if kind == "add_rms_norm":
+        norm = module.post_attention_layernorm
+        if _kind(norm) != "rms_norm":
+            return f"no kernel for its post_attention_layernorm, {type(norm).__name__}"
+        if reason := _obstacle(norm):
+            return f"post_attention_layernorm: {reason}"
+    device = _device_type(module)
+    op = f"llmkernels::{_op(module, kind)}"
+    if device != "meta" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, device.upper()):
+        return f"this build of llmkernels has no {op} for {device}"
+    return None
+
+
+def _fallback(module: nn.Module, kind: str) -> str | None:
+    """Why a patched module does without its kernel for now, or None."""
+    if kind == "gated_mlp":
+        if not runs_only_forward(module.act_fn):
+            return "hooks on its activation have to see it"
+        if gated_unit(module.act_fn) is None:
+            return f"no kernel for its activation, {type(module.act_fn).__name__}"
+    if kind == "add_rms_norm" and not fuses_add(module.post_attention_layernorm):
+        return "post_attention_layernorm has hooks or was replaced"
+    return None

@@ -1,0 +1,84 @@
+"""What `patch` found in a model, and what runs now."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of replacement.
+
+    Attributes:
+        kind: the keyword of `patch`.
+        patched: names of the modules that run on a kernel.
+        left_alone: why each other module of this kind does not, by name.
+        kernels: the ops that run, as `llmkernels::swiglu`, with the number of modules.
+        backends: the device types that the patched modules are on, with their number.
+    """
+
+    kind: str
+    patched: list[str] = field(default_factory=list)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    kernels: Counter = field(default_factory=Counter)
+    backends: Counter = field(default_factory=Counter)
+
+    @property
+    def found(self) -> int:
+        return len(self.patched) + len(self.left_alone)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Printable; `report["rms_norm"]` is the row of one kind."""
+
+    title: str
+    rows: dict[str, Row]
+
+    def __getitem__(self, kind: str) -> Row:
+        return self.rows[kind]
+
+    def __str__(self) -> str:
+        cells = [("kind", "patched", "kernel", "backend")]
+        for row in self.rows.values():
+            counts = f"{len(row.patched)} of {row.found}"
+            cells.append((row.kind, counts, _counted(row.kernels), _counted(row.backends)))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [self.title, *("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)]
+        for row in self.rows.values():
+            for reason in dict.fromkeys(row.left_alone.values()):
+                names = [name for name, why in row.left_alone.items() if why == reason]
+                lines.append(f"{row.kind} left alone, {len(names)}: {reason}: {abbreviate(names)}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _counted(counter: Counter) -> str:
+    if len(counter) < 2:
+        return next(iter(counter), "-")
+    return ", ".join(f"{name} ({count})" for name, count in counter.items())
+
+
+def abbreviate(names: list[str]) -> str:
+    """Module names with their runs of numbers folded.
+
+    >>> abbreviate(["layers.0.mlp", "layers.1.mlp", "layers.3.mlp", "norm"])
+    'layers.{0-1,3}.mlp, norm'
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, number, after = re.fullmatch(r"(?:(.*?\.|)(\d+)(?=\.|$))?(.*)", name).groups()
+        groups.setdefault((before or "", after), []).extend([int(number)] if number else [])
+    return ", ".join(f"{before}{_ranges(numbers)}{after}" for (before, after), numbers in groups.items())
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return "{" + text + "}" if len(numbers) > 1 else text

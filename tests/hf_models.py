@@ -1,0 +1,106 @@
+"""Tiny Qwen2 and Llama models, and what the test_hf_* files share."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+FAMILIES = ["qwen2", "llama"]
+LAYERS = 2
+VOCAB = 97
+# One forward of LAYERS layers, everything patched.
+OPS = {"rms_norm": LAYERS + 1, "add_rms_norm": LAYERS, "rope": LAYERS, "swiglu": LAYERS}
+
+_CLASSES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+
+
+def tiny_config(family="qwen2", **changes):
+    """7 query heads per key head, as Qwen2.5-7B has it; silu, so that SwiGLU really runs."""
+    options = {
+        "hidden_size": 112,
+        "intermediate_size": 88,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    }
+    return _CLASSES[family][0](**options | changes)
+
+
+def tiny_model(family="qwen2", device="cpu", dtype=torch.float32, head=None, seed=0, **changes):
+    """A model in eval mode whose every parameter matters: no norm weight is 1, no bias is 0."""
+    config = changes.pop("config", None) or tiny_config(family, **changes)
+    torch.manual_seed(seed)
+    model = (head or _CLASSES[family][1])(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif parameter.ndim == 1:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, 1.4 * parameter.shape[-1] ** -0.5)
+    return model.to(device=device, dtype=dtype).eval()
+
+
+def tiny_inputs(device="cpu", batch=2, tokens=11, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB, (batch, tokens), generator=generator).to(device)
+
+
+class CountOps(TorchDispatchMode):
+    """Counts the calls of llmkernels' ops, by name, in `counts`."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "llmkernels":
+            self.counts[function._opname] += 1
+        return function(*args, **kwargs or {})
+
+
+def count_ops(function, *args, **kwargs):
+    """The counted ops of one call."""
+    with torch.no_grad(), CountOps() as counter:
+        function(*args, **kwargs)
+    return dict(counter.counts)
+
+
+@torch.no_grad()
+def logits_of(model, ids, **kwargs):
+    return model(ids, **kwargs).logits.float()
+
+
+def rounding(dtype):
+    """How far two ways to compute the logits may be apart at this dtype. Measured: 9 eps in float32, else under 1."""
+    return 4 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5  # transformers' norm is float32 in float64 too
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    """Equal up to `tolerance` (default: rounding in float32) of the largest value; NaN is never equal."""
+    assert found.shape == expected.shape
+    error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error <= tolerance, f"relative error {error:.1e}"
+
+
+def lora(model):
+    """The model with LoRA adapters that do something, on attention and MLP, and a trained lm_head."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=3,
+        target_modules=["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        modules_to_save=["lm_head"],
+        init_lora_weights=False,
+    )
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, config).eval()

@@ -1,0 +1,157 @@
+"""Training a patched model: the gradient of every parameter, checkpointing, mixed precision, loss curves."""
+
+import copy
+
+import pytest
+import torch
+
+import llmkernels
+from hf_models import FAMILIES, OPS, CountOps, assert_close, lora, rounding, tiny_inputs, tiny_model
+from llmkernels.hf import unpatch
+
+
+def gradients(model, ids):
+    """Loss and gradients by name of one step."""
+    model.zero_grad(set_to_none=True)
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_gradients(model, ids, tolerance=1e-4, norms=OPS["rms_norm"] + OPS["add_rms_norm"]):
+    """Patched and unpatched give the same gradients, for the same parameters. Leaves the model unpatched.
+
+    `norms` is how many of them have a gradient to pass on.
+    """
+    with CountOps() as counter:
+        loss, found = gradients(model, ids)
+    assert counter.counts["rms_norm_backward"] == norms
+    assert counter.counts["rope_backward"] == OPS["rope"]
+    assert counter.counts["swiglu_backward"] == OPS["swiglu"]
+    unpatch(model)
+    expected_loss, expected = gradients(model, ids)
+    assert_close(loss, expected_loss, tolerance)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        assert_close(found[name], gradient, tolerance)
+    return counter.counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_of_every_parameter(family, device):
+    model = tiny_model(family, device).train()
+    llmkernels.patch(model)
+    check_gradients(model, tiny_inputs(device))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_low_precision(dtype, device):
+    """Against float32: as close as unpatched, or twice as far at most."""
+    model, ids = tiny_model(device=device, dtype=dtype).train(), tiny_inputs(device)
+    _, oracle = gradients(copy.deepcopy(model).float(), ids)
+    _, unpatched = gradients(model, ids)
+    llmkernels.patch(model)
+    _, patched = gradients(model, ids)
+    for name, expected in oracle.items():
+        error, allowed = ((g[name].float() - expected).norm() / expected.norm() for g in (patched, unpatched))
+        assert error <= 2 * allowed + torch.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing(family, reentrant, device):
+    model = tiny_model(family, device).train()
+    llmkernels.patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    counts = check_gradients(model, tiny_inputs(device))
+    assert counts["swiglu"] == 2 * OPS["swiglu"]  # once more in the backward pass
+
+
+def test_frozen_parameters_get_no_gradient(device):
+    model = tiny_model(device=device).train()
+    llmkernels.patch(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" not in name and "norm" not in name)
+    check_gradients(model, tiny_inputs(device))
+
+
+def test_lora_gradients(device):
+    model = lora(tiny_model(device=device)).train()
+    llmkernels.patch(model)
+    check_gradients(model, tiny_inputs(device), norms=4)  # before the first norm there is nothing to train
+    trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert trained
+    assert all("lora" in name or "lm_head" in name for name in trained)
+
+
+def test_gradient_of_inputs_embeds(device):
+    model, ids = tiny_model(device=device), tiny_inputs(device)
+    results = []
+    for patched in (False, True):
+        embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+        handle = llmkernels.patch(model) if patched else None
+        model(inputs_embeds=embeds).logits.square().sum().backward()
+        results.append(embeds.grad)
+    assert handle.report()["rope"].patched
+    assert_close(*reversed(results), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast(family, dtype, device):
+    """float32 weights under autocast: the types of every module's output and the gradients are those of eager."""
+    model, ids = tiny_model(family, device).train(), tiny_inputs(device)
+
+    def step():
+        types = {}
+        hooks = []
+        for name, module in model.named_modules():
+            if name.endswith(("proj", "mlp", "self_attn", "input_layernorm", "model.norm")) or name[-1:].isdigit():
+
+                def record(module, args, output, name=name):
+                    types[name] = (output[0] if isinstance(output, tuple) else output).dtype
+
+                hooks.append(module.register_forward_hook(record))
+        with torch.autocast(device, dtype):
+            loss, grads = gradients(model, ids)
+        for hook in hooks:
+            hook.remove()
+        return types, loss, grads
+
+    types, loss, expected = step()
+    handle = llmkernels.patch(model)
+    patched_types, patched_loss, found = step()
+    assert len(handle.report()["add_rms_norm"].patched) == 2
+    assert patched_types == types
+    assert dtype in types.values()
+    tolerance = 2 * rounding(dtype)
+    assert_close(patched_loss, loss, tolerance)
+    for name, gradient in expected.items():
+        assert found[name].dtype == gradient.dtype
+        assert_close(found[name], gradient, tolerance)
+
+
+def loss_curve(model, steps=20):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    device = next(model.parameters()).device
+    losses = []
+    for step in range(steps):
+        loss, _ = gradients(model, tiny_inputs(device, seed=step % 4))
+        optimizer.step()
+        losses.append(loss)
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_curve_of_20_steps(family, device):
+    model = tiny_model(family, device).train()
+    twin = copy.deepcopy(model)
+    llmkernels.patch(model)
+    found, expected = loss_curve(model), loss_curve(twin)
+    assert expected[-4:].mean() < 0.8 * expected[:4].mean()  # it learns
+    assert_close(found, expected, 1e-3)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(ours, theirs, 5e-3)
