@@ -1,0 +1,69 @@
+"""The CPU cost of one Python call without a gradient, not waiting for the device, at the sizes of one decoded token.
+
+The provider `empty` is the floor: an op with the schema of ours, defined through `torch.library.Library`, whose kernel
+is a Python function that returns tensors made beforehand. It is called as torch.ops.<library>.<op>(...) with every
+argument and so pays for parsing, dispatch and boxing, and for nothing else: no allocation, no check, no launch. (An op
+of the same kind in C++ costs the same within 0.2 us; `torch.library.custom_op` costs eight times that.)
+"""
+
+from functools import partial
+
+import torch
+
+from benchmarks import report, timing
+from benchmarks.cases import Case, as_tuple
+from benchmarks.ops import OPS
+
+OP = "call_overhead"
+DTYPE = torch.bfloat16
+CASES = {
+    "rms_norm": {"rows": 1, "cols": 3584},
+    "add_rms_norm": {"rows": 1, "cols": 3584},
+    "rope": {"batch": 1, "tokens": 1, "heads": 28, "kv_heads": 4, "head_dim": 128, "in_place": False},
+    "swiglu": {"rows": 1, "cols": 18944, "packed": False},
+}
+SCHEMAS = {  # of the ops in csrc/torch/ops.cpp, and the arguments that follow the tensors
+    "rms_norm": ("(Tensor x, Tensor? weight, float eps, float weight_offset, bool cast) -> Tensor", (1e-6, 0.0, True)),
+    "add_rms_norm": (
+        "(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, bool cast) -> (Tensor, Tensor)",
+        (1e-6, 0.0, True),
+    ),
+    "rope": (
+        "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids, bool heads_first, bool interleaved, "
+        "int? rotary_dim) -> (Tensor, Tensor)",
+        (None, True, False, None),
+    ),
+    "swiglu": ("(Tensor gate, Tensor up) -> Tensor", ()),
+}
+
+
+def measure(providers, device, effort):
+    library = torch.library.Library("llmkernels_empty", "FRAGMENT")
+    rows = []
+    for name, keys in CASES.items():
+        op, case = OPS[name], Case(name, keys, DTYPE, bytes=0)
+        inputs = (*op.inputs(case, device), *op.shared(case, device))
+        with torch.no_grad():
+            functions = {"empty": empty(library, name, inputs, as_tuple(op.eager(*inputs)))}
+            for provider, entry in op.providers(case).items():
+                if provider not in providers:
+                    continue
+                try:
+                    function = partial(entry.forward(), *inputs)
+                    function()
+                    functions[provider] = function
+                except Exception as problem:
+                    report.warn(provider, problem)
+            times = timing.time_calls(functions, device, effort)
+        moved = sum(tensor.nbytes for tensor in (*inputs, *as_tuple(op.eager(*inputs))))
+        common = {"op": OP, "function": name, "dtype": "bfloat16", "pass": "fwd", "timing": "wall", "bytes": moved}
+        rows += [{**common, "provider": provider, **timing.summary(samples)} for provider, samples in times.items()]
+    return rows
+
+
+def empty(library, name, inputs, outputs):
+    schema, options = SCHEMAS[name]
+    library.define(name + schema)
+    result = outputs[0] if len(outputs) == 1 else outputs
+    library.impl(name, lambda *arguments: result, inputs[0].device.type.upper())
+    return partial(getattr(torch.ops.llmkernels_empty, name), *inputs, *options)

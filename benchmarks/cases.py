@@ -1,0 +1,86 @@
+"""What the benchmark of one op consists of: cases, inputs and the implementations to compare."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch._functorch.config
+from torch import Tensor
+
+# The columns of every table and picture, in this order.
+PROVIDERS = ("eager", "torch", "compile", "triton", "liger", "llmkernels")
+OURS = "llmkernels"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a table. `keys` are the case keys of the results format, `bytes` what an ideal kernel moves."""
+
+    op: str
+    keys: Mapping[str, int | bool]
+    dtype: torch.dtype
+    bytes: int
+    direction: str = "fwd"
+    quick: bool = False
+
+    @property
+    def title(self) -> str:
+        keys = self.keys
+        if "tokens" in keys:
+            shape = f"{keys['tokens']} tokens {keys['heads']}+{keys['kv_heads']} heads" + " in place" * keys["in_place"]
+        else:
+            shape = f"{keys['rows']}x{keys['cols']}" + " packed" * keys.get("packed", False)
+        return f"{self.op} {shape} {str(self.dtype).removeprefix('torch.')} {self.direction}"
+
+    @property
+    def row(self) -> dict:
+        """The keys that every row of this case has."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"op": self.op, **self.keys, "dtype": dtype, "pass": self.direction, "bytes": self.bytes}
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One implementation of an op.
+
+    `forward()` imports what it needs and returns the function to time; `backward()` likewise a function of
+    (gradients, outputs, *inputs), where the implementation has no autograd of its own. `mutates` names the passes in
+    which it writes into what it was given: these are timed on copies, restored before every replay.
+    """
+
+    forward: Callable[[], Callable]
+    backward: Callable[[], Callable] | None = None
+    mutates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op's entry: `inputs` are drawn afresh for every call that is timed, `shared` (weights, cos/sin) only once.
+
+    `eager` is the plain PyTorch formula: it is the reference for what everybody computes, in float32.
+    """
+
+    name: str
+    cases: tuple[Case, ...]
+    inputs: Callable[[Case, torch.device], tuple[Tensor, ...]]
+    eager: Callable
+    providers: Callable[[Case], dict[str, Provider]]
+    differentiable: int  # the first so many of (*inputs, *shared) get gradients
+    shared: Callable[[Case, torch.device], tuple[Tensor, ...]] = lambda case, device: ()
+
+
+def plain(function: Callable, **options) -> Provider:
+    """A provider that needs no import."""
+    return Provider(lambda: function, **options)
+
+
+def compiled(function: Callable) -> Provider:
+    def build():
+        torch._functorch.config.donated_buffer = False  # a timed backward pass keeps its graph and runs many times
+        return torch.compile(function, dynamic=False)
+
+    return Provider(build)
+
+
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)

@@ -1,0 +1,136 @@
+"""Results files, tables and progress."""
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.cases import OURS, PROVIDERS
+
+# A log file has no width of its own.
+console = Console(width=None if os.isatty(1) else 170, highlight=False)
+
+MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
+CASE_KEYS = (
+    "op", "function", "model", "rows", "cols", "packed", "batch", "tokens", "heads", "kv_heads", "head_dim", "in_place",
+    "context", "logits", "attention", "dtype", "pass", "timing",
+)  # fmt: skip
+
+
+def save(path: Path, meta: dict, rows: Sequence[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    path.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+
+
+def load(path: Path) -> tuple[dict, list[dict]]:
+    content = json.loads(path.read_text())
+    return content["meta"], content["rows"]
+
+
+def cases(rows: Iterable[dict]) -> list[tuple[dict, dict[str, dict]]]:
+    """Rows that differ in nothing but the provider, together: [(case keys, {provider: row}), ...]."""
+    groups: dict[tuple, tuple[dict, dict[str, dict]]] = {}
+    for row in rows:
+        keys = {key: row[key] for key in CASE_KEYS if key in row}
+        groups.setdefault(tuple(keys.items()), (keys, {}))[1][row["provider"]] = row
+    return list(groups.values())
+
+
+def shape(keys: dict) -> str:
+    """The case in a few words, for a table's first column or a picture's axis."""
+    if keys["op"] == "rope":
+        words = [f"{keys['tokens']} tokens, {keys['heads']}+{keys['kv_heads']} heads", "in place" * keys["in_place"]]
+    elif "rows" in keys:
+        words = [f"{keys['rows']}x{keys['cols']}", "packed" * keys.get("packed", False)]
+    elif keys["op"] == "prefill":
+        words = [f"{keys['tokens']} tokens, {keys['logits']} logits"]
+    elif keys["op"] == "decode":
+        words = [f"batch {keys['batch']}, context {keys['context']}, {keys['attention']} attention"]
+    else:
+        words = [keys["function"]]
+    return " ".join(word for word in words if word)
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    known = ("empty", *PROVIDERS)
+    return sorted(names, key=lambda name: known.index(name) if name in known else len(known))
+
+
+def number(time_us: float) -> str:
+    return f"{time_us:.2f}" if time_us < 100 else f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
+
+
+def print_table(title: str, rows: Sequence[dict], copy_gb_s: float = 0, unit_us: float = 1) -> None:
+    """One line per case, one column per provider; with `copy_gb_s` also our bandwidth and its share of that limit."""
+    groups = cases(rows)
+    if not groups:
+        return
+    providers = ordered({row["provider"] for row in rows})
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, title_style="bold")
+    table.add_column("case", no_wrap=True)
+    for provider in providers:
+        table.add_column(provider, justify="right")
+    unit, gb_s = ("TB/s", 1e3) if copy_gb_s > 1e3 else ("GB/s", 1)
+    bandwidth = (unit, "of copy") if copy_gb_s else ()
+    for name in (*bandwidth, "vs eager", "vs best peer"):
+        table.add_column(name, justify="right")
+    for keys, found in groups:
+        cells = [f"{keys['op']} {shape(keys)}" + f" {keys.get('pass', '')} {keys['dtype']}"]
+        best = min(row["time_us"] for row in found.values())
+        for provider in providers:
+            time_us = found[provider]["time_us"] if provider in found else None
+            style = "bold green" if time_us == best else ""
+            cells.append(Text(number(time_us / unit_us), style) if time_us else "-")
+        ours = found.get(OURS)
+        peers = [row["time_us"] for name, row in found.items() if name not in (OURS, "empty")]
+        if bandwidth:
+            rate = ours["bytes"] / ours["time_us"] / 1e3 if ours else 0
+            cells += [f"{rate / gb_s:.2f}", f"{rate / copy_gb_s:.0%}"] if ours else ["", ""]
+        cells.append(f"{found['eager']['time_us'] / ours['time_us']:.2f}x" if ours and "eager" in found else "")
+        cells.append(f"{min(peers) / ours['time_us']:.2f}x" if ours and peers else "")
+        table.add_row(*cells)
+    console.print()
+    console.print(table)
+
+
+@functools.cache  # the same error for one case after the other is said once
+def _say_left_out(provider: str, error: str) -> None:
+    console.print(Text(f"  {provider} left out: {error}", "yellow"))
+
+
+def warn(provider: str, error: BaseException) -> None:
+    """A provider that does not run is left out, by name."""
+    lines = str(error).strip().splitlines() or [""]
+    _say_left_out(provider, f"{type(error).__name__}: {lines[0][:300]}")
+
+
+@contextmanager
+def progress(total: int):
+    """Yields a function that says what begins now; a bar on a terminal, one line per case in a log."""
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        begun = 0
+
+        def begin(what: str) -> None:
+            nonlocal begun
+            if not console.is_terminal:
+                console.print(f"[{begun + 1}/{total}] {what}")
+            bar.update(task, completed=begun, description=what)
+            begun += 1
+
+        yield begin

@@ -1,0 +1,87 @@
+"""The same model as it is, patched by llmkernels, patched by Liger-Kernel, and compiled: one context manager each.
+
+Each yields (forward, facts): what to call, and what the rows of this provider say beside their times. All work on one
+instance, one after the other, and each leaves the model as it found it, which `assert_untouched` checks.
+"""
+
+import copy
+import sys
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def eager(model: nn.Module):
+    assert_untouched(model)
+    yield model, {}
+
+
+@contextmanager
+def llmkernels(model: nn.Module):
+    import llmkernels
+
+    handle = llmkernels.patch(model)
+    try:
+        report = handle.report()
+        yield model, {f"patched_{row.kind}": len(row.patched) for row in report.rows.values()}
+    finally:
+        handle.unpatch()
+    assert_untouched(model)
+
+
+@contextmanager
+def liger(model: nn.Module):
+    """Liger's own patch of an instance, without its loss. It also writes into the model's Python module: undone."""
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+
+    source = source_module(model)
+    global_names = dict(vars(source))
+    attributes = {module: dict(vars(module)) for module in model.modules()}
+    try:
+        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+        changed = [module for module in model.modules() if "forward" in vars(module)]
+        swapped = [name for name, value in vars(source).items() if global_names.get(name) is not value]
+        if not changed or "apply_rotary_pos_emb" not in swapped:
+            raise RuntimeError(f"Liger patched {len(changed)} modules and the names {swapped}")
+        yield model, {"patched_modules": len(changed)}
+    finally:
+        vars(source).update(global_names)
+        for module, before in attributes.items():
+            vars(module).clear()
+            vars(module).update(before)
+    assert_untouched(model)
+
+
+@contextmanager
+def compile(model: nn.Module):
+    assert_untouched(model)
+    torch._dynamo.reset()
+    yield torch.compile(model, dynamic=False), {}
+    torch._dynamo.reset()
+
+
+def source_module(model: nn.Module) -> ModuleType:
+    return sys.modules[type(model).__module__]
+
+
+def assert_untouched(model: nn.Module) -> None:
+    """That 'eager' is nobody else: no forward on an instance, no class or rope of another provider."""
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            raise RuntimeError(f"{name} still has a forward of another provider")
+        package = type(module).__module__.partition(".")[0]
+        if package in ("llmkernels", "liger_kernel"):
+            raise RuntimeError(f"{name} is still a {type(module).__name__} of {package}")
+    rotate = getattr(source_module(model), "apply_rotary_pos_emb", None)
+    if rotate is not None and rotate.__module__.partition(".")[0] in ("llmkernels", "liger_kernel"):
+        raise RuntimeError(f"apply_rotary_pos_emb is still that of {rotate.__module__}")
+
+
+VARIANTS = {"eager": eager, "llmkernels": llmkernels, "liger": liger, "compile": compile}
+
+
+def float32_copy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).float()

@@ -1,0 +1,98 @@
+"""The benchmarks: a short run on the CPU writes what the results format asks for, and the cases can be compared."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+from benchmarks import call_overhead, report, timing
+from benchmarks.cases import OURS, PROVIDERS
+from benchmarks.ops import OPS
+
+ROOT = Path(__file__).parent.parent
+META = {
+    "gpu", "gpu_count", "driver", "cuda", "torch", "transformers", "triton", "python", "sm_clock_mhz", "copy_gb_s",
+    "read_gb_s", "sources", "command", "date",
+}  # fmt: skip
+ROW = {"op", "provider", "dtype", "time_us", "time_us_p10", "time_us_p90", "timing"}
+
+
+def run(folder, *arguments):
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--device", "cpu", "--quick", "--output", str(folder)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_a_short_run_writes_the_format(tmp_path):
+    out = run(tmp_path, "ops", "--only", "rms_norm", "call_overhead", "--providers", "eager", OURS)
+    content = json.loads((tmp_path / "ops.json").read_text())
+    meta, rows = content["meta"], content["rows"]
+    assert set(meta) >= META and meta["sources"] and str(tmp_path) not in meta["command"]
+    assert "left out" not in out
+    for row in rows:
+        assert set(row) >= ROW and ("bytes" in row or "flops" in row) and row["pass"] in ("fwd", "bwd")
+        assert 0 < row["time_us_p10"] <= row["time_us"] <= row["time_us_p90"]
+    for keys, found in report.cases(rows):
+        assert set(found) == {"eager", OURS} | ({"empty"} if keys["op"] == "call_overhead" else set())
+    assert {row["function"] for row in rows if row["op"] == "call_overhead"} == set(call_overhead.CASES)
+
+
+def test_every_case_compares_like_with_like():
+    for op in OPS.values():
+        dtypes = {}
+        for case in op.cases:
+            assert {"eager", OURS} <= set(op.providers(case)) <= set(PROVIDERS) or case.keys.get("in_place")
+            size = (*case.keys.values(), case.direction)
+            assert dtypes.setdefault(size, case.dtype) == case.dtype, f"{case.title}: two dtypes in one group"
+        assert len(dtypes) == len(op.cases), f"{op.name}: a case is listed twice"
+
+
+def test_cases_have_the_keys_of_the_format():
+    rows_cols = {"rows", "cols"}
+    keys = {
+        "rms_norm": rows_cols,
+        "add_rms_norm": rows_cols,
+        "rope": {"batch", "tokens", "heads", "kv_heads", "head_dim", "in_place"},
+        "swiglu": rows_cols | {"packed"},
+        "geglu": rows_cols | {"packed"},
+    }
+    assert all(set(case.keys) == keys[op.name] for op in OPS.values() for case in op.cases)
+
+
+@pytest.mark.parametrize("name", call_overhead.CASES)
+def test_the_empty_op_has_our_signature(name):
+    import llmkernels  # noqa: F401
+
+    schema, options = call_overhead.SCHEMAS[name]
+    empty = torch._C.parse_schema(name + schema)
+    ours = getattr(torch.ops.llmkernels, name).default._schema
+    for these, those in ((empty.arguments, ours.arguments), (empty.returns, ours.returns)):
+        assert [str(one.type) for one in these] == [str(one.type) for one in those]
+    tensors = sum(str(argument.type) == "Tensor" for argument in ours.arguments)
+    optional_weight = any(argument.name == "weight" for argument in ours.arguments)
+    assert tensors + optional_weight + len(options) == len(ours.arguments)
+
+
+@pytest.mark.parametrize("case", [case for op in OPS.values() for case in op.cases], ids=lambda case: case.title)
+def test_a_replay_touches_more_than_the_cache(case):
+    itemsize = case.dtype.itemsize
+    if case.op == "rope":
+        size = case.keys["tokens"] * (case.keys["heads"] + case.keys["kv_heads"]) * case.keys["head_dim"] * itemsize
+    else:
+        tensors = 1 if case.op == "rms_norm" else 2
+        size = tensors * case.keys["rows"] * case.keys["cols"] * itemsize
+    plan = timing.plan(size, case.bytes, timing.FULL)
+    assert plan.sets * case.bytes >= timing.TOUCHED_BYTES
+    ideal_us = plan.sets * plan.laps * max(case.bytes / timing.PEAK_BYTES_PER_US, 1)
+    assert ideal_us >= timing.REPLAY_US
+
+
+def test_nobody_always_goes_first():
+    turns = list(timing.in_turn("abc", 3))
+    assert turns == list("abcbcacab")
