@@ -1,0 +1,139 @@
+"""One entry per op and variant, for the tests that ask the same of every op: determinism, streams, graphs, memory,
+compilation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+import llmkernels
+import oracles
+from oracles import angles, scaled_rows, tensors
+
+
+@dataclass(frozen=True)
+class Case:
+    """`ours` and `eager` on the tensors that `make(rows, cols, dtype, device)` returns."""
+
+    name: str
+    ours: Callable
+    eager: Callable
+    make: Callable
+    row_dims: tuple  # which dimension of each input counts rows; None: none, all rows share this input
+    out_row_dim: int = 0
+    differentiable: int = 2  # the first so many inputs take gradients
+
+    def inputs(self, rows=7, cols=64, dtype=torch.float32, device="cpu") -> tuple:
+        return self.make(rows, cols, dtype, device)
+
+    def grad_outputs(self, inputs) -> tuple:
+        return tuple(torch.randn_like(t) for t in tensors(self.eager(*inputs)))
+
+    def differentiate(self, inputs, grad_outputs) -> tuple:
+        """Outputs, then gradients."""
+        return oracles.differentiate(self.ours, inputs, grad_outputs, self.differentiable)
+
+    def one_row(self, inputs, index) -> tuple:
+        return tuple(
+            t if dim is None else t.narrow(dim, index, 1).clone() for t, dim in zip(inputs, self.row_dims, strict=True)
+        )
+
+
+def _norm_inputs(rows, cols, dtype, device):
+    return scaled_rows(rows, cols, dtype=dtype, device=device), torch.randn(cols, device=device).to(dtype)
+
+
+def _unweighted_inputs(rows, cols, dtype, device):
+    return (scaled_rows(rows, cols, dtype=dtype, device=device),)
+
+
+def _add_norm_inputs(rows, cols, dtype, device):
+    x, weight = _norm_inputs(rows, cols, dtype, device)
+    return x, scaled_rows(rows, cols, dtype=dtype, device=device), weight
+
+
+def _glu_inputs(rows, cols, dtype, device):
+    return tuple(torch.randn(rows, cols, device=device).mul_(2).to(dtype) for _ in range(2))
+
+
+def _packed_inputs(rows, cols, dtype, device):
+    return (torch.randn(rows, 2 * cols, device=device).mul_(2).to(dtype),)
+
+
+def _rope_inputs(rows, cols, dtype, device, with_positions=False):
+    """q with 4 heads, k with 1, as views of one packed projection; `cols` is head_dim, made even, up to 128."""
+    dim = min(max(cols // 2 * 2, 2), 128)
+    packed = torch.randn(2, rows, 5, dim, device=device).to(dtype).transpose(1, 2)
+    if not with_positions:
+        return packed[:, :4], packed[:, 4:], *angles(rows, dim, dtype=dtype, device=device)
+    table = angles(512, dim, dtype=dtype, device=device)
+    return packed[:, :4], packed[:, 4:], *table, torch.randint(512, (rows,), device=device)
+
+
+def _rope_case(name, with_positions=False, **options):
+    return Case(
+        name,
+        partial(llmkernels.rope, **options),
+        partial(oracles.rope, **options),
+        partial(_rope_inputs, with_positions=with_positions),
+        row_dims=(2, 2, None, None, 0) if with_positions else (2, 2, 0, 0),
+        out_row_dim=2,
+    )
+
+
+def _norm_case(name, **options):
+    return Case(
+        name,
+        partial(llmkernels.rms_norm, **options),
+        partial(oracles.rms_norm, **options),
+        _norm_inputs,
+        row_dims=(0, None),
+    )
+
+
+def _glu_case(name, function, packed=False, **options):
+    return Case(
+        name,
+        partial(getattr(llmkernels, function), **options),
+        partial(getattr(oracles, function), **options),
+        _packed_inputs if packed else _glu_inputs,
+        row_dims=(0,) if packed else (0, 0),
+        differentiable=1 if packed else 2,
+    )
+
+
+CASES = [
+    _norm_case("rms_norm"),
+    _norm_case("rms_norm_gemma", weight_offset=1.0, cast_before_weight=False),
+    Case(
+        "rms_norm_unweighted",
+        llmkernels.rms_norm,
+        oracles.rms_norm,
+        _unweighted_inputs,
+        row_dims=(0,),
+        differentiable=1,
+    ),
+    Case(
+        "add_rms_norm",
+        llmkernels.add_rms_norm,
+        oracles.add_rms_norm,
+        _add_norm_inputs,
+        row_dims=(0, 0, None),
+        differentiable=3,
+    ),
+    _rope_case("rope"),
+    _rope_case("rope_interleaved", interleaved=True),
+    _rope_case("rope_positions", with_positions=True),
+    _glu_case("swiglu", "swiglu"),
+    _glu_case("swiglu_packed", "swiglu", packed=True),
+    _glu_case("geglu_tanh", "geglu"),
+    _glu_case("geglu_erf_packed", "geglu", packed=True, approximate="none"),
+]
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def case_named(name) -> Case:
+    return next(case for case in CASES if case.name == name)

@@ -1,0 +1,57 @@
+"""Devices, markers and options of the test suite.
+
+Every test that takes `device` runs on the CPU and, where there is one, on the GPU. Markers:
+  gpu        needs a GPU
+  large(gib) needs a GPU with that much free memory
+  sanitizer  the short selection that runs under compute-sanitizer: every kernel path once, tiny sizes
+"""
+
+import gc
+
+import pytest
+import torch
+
+from oracles import DEVICES
+
+CUDA = "cuda" in DEVICES
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fuzz-seeds", metavar="FIRST:END", help="fuzz exactly these seeds, one test each")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU")
+    config.addinivalue_line("markers", "large(gib): needs a GPU with this much free memory")
+    config.addinivalue_line("markers", "sanitizer: short selection for compute-sanitizer")
+
+
+def pytest_runtest_setup(item):
+    large = item.get_closest_marker("large")
+    if not CUDA and (large or item.get_closest_marker("gpu")):
+        pytest.skip("no GPU")
+    if large:
+        _release_memory()
+        free_gib = torch.cuda.mem_get_info()[0] / 2**30
+        if free_gib < large.args[0]:
+            pytest.skip(f"needs {large.args[0]} GiB of GPU memory, {free_gib:.0f} are free")
+
+
+def pytest_runtest_teardown(item):
+    if item.get_closest_marker("large"):
+        _release_memory()
+
+
+def _release_memory():
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_run():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param

@@ -1,0 +1,238 @@
+"""What the ops are measured against: the formulas in eager PyTorch, run in float64 for the exact answer and in the
+dtype under test for the error that eager itself makes; the inputs; the comparisons."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+ROWS = [0, 1, 2, 7, 255, 256, 257]
+COLS = [1, 7, 8, 127, 3584, 18944]
+# (device, rows, cols): the whole product on a GPU, a cross through it on the CPU.
+SHAPES = [("cpu", rows, cols) for rows in ROWS for cols in COLS if rows == 7 or cols == 127]
+SHAPES += [("cuda", rows, cols) for rows in ROWS for cols in COLS if "cuda" in DEVICES]
+
+
+# Formulas, as Hugging Face writes them.
+
+
+def rms_norm(x, weight=None, eps=1e-6, *, weight_offset=0.0, cast_before_weight=True):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    if cast_before_weight:  # LlamaRMSNorm, Qwen2RMSNorm
+        return normed.to(x.dtype) * (weight + weight_offset if weight_offset else weight)
+    return (normed * (weight_offset + weight.to(wide.dtype))).to(x.dtype)  # GemmaRMSNorm
+
+
+def add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
+    total = x + residual
+    return rms_norm(total, weight, eps, **options), total
+
+
+def swiglu(gate, up=None):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return F.silu(gate) * up
+
+
+def geglu(gate, up=None, *, approximate="tanh"):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def rope(q, k, cos, sin, position_ids=None, *, layout="bhtd", interleaved=False, rotary_dim=None):
+    rotary_dim = rotary_dim or cos.size(-1)
+    if position_ids is not None:
+        cos, sin = cos[position_ids.long()], sin[position_ids.long()]
+    if cos.size(-1) < rotary_dim:  # one angle per pair
+        cos, sin = ((t.repeat_interleave(2, -1) if interleaved else torch.cat((t, t), -1)) for t in (cos, sin))
+    cos, sin = (t.unsqueeze(-3 if layout == "bhtd" else -2) for t in (cos, sin))
+
+    def rotate(x):
+        if interleaved:
+            return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+
+    def apply(x):
+        turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]
+        return torch.cat((turned * cos + rotate(turned) * sin, passed), -1)
+
+    return apply(q), apply(k)
+
+
+# Inputs.
+
+
+def scaled_rows(*shape, dtype=torch.float32, device="cpu") -> Tensor:
+    """Normal numbers, every row on a scale of its own in [1/4, 8): far above eps, and wrong without the reduction."""
+    scale = torch.exp2(torch.rand(*shape[:-1], 1, device=device) * 5 - 2)
+    return (torch.randn(shape, device=device) * scale).to(dtype)
+
+
+def angles(*shape, dtype=torch.float32, device="cpu") -> tuple[Tensor, Tensor]:
+    """cos and sin of unrelated angles: the two halves differ, so the backward has to be the true transpose."""
+    angle = torch.randn(shape, device=device) * 3
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+LAYOUTS = ["row_strided", "row_strided_aligned", "transposed", "offset", "expanded", "every_other", "size_one"]
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The values of the (rows, cols) tensor `x` (of its first row, for some layouts) in memory laid out otherwise."""
+    rows, cols = x.shape
+    if layout == "row_strided":
+        return x.new_zeros(rows, cols + 3)[:, :cols].copy_(x)
+    if layout == "row_strided_aligned":
+        return x.new_zeros(rows, cols + 32)[:, :cols].copy_(x)
+    if layout == "transposed":
+        return x.new_zeros(cols, rows).t().copy_(x)
+    if layout == "offset":  # by one element: no vector load is aligned
+        return x.new_zeros(rows * cols + 1)[1:].view(rows, cols).copy_(x)
+    if layout == "expanded":
+        return x[:1].clone().expand(rows, cols)
+    if layout == "every_other":
+        return x.new_zeros(rows, 2 * cols)[:, ::2].copy_(x)
+    if layout == "size_one":
+        return x[:1].clone().as_strided((1, cols), (2**40 + 3, 1))
+    raise ValueError(layout)
+
+
+# Comparisons.
+
+
+def tensors(value) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def differentiate(function, inputs, grad_outputs, count=None) -> tuple:
+    """The outputs of `function` and the gradients of its first `count` inputs, whose memory layout is kept."""
+    count = len(inputs) if count is None else count
+    leaves = [t.detach().requires_grad_() for t in inputs[:count]]
+    outputs = tensors(function(*leaves, *inputs[count:]))
+    grads = torch.autograd.grad(outputs, leaves, grad_outputs)
+    return (*(t.detach() for t in outputs), *grads)
+
+
+def in_double(values) -> list:
+    return [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in values]
+
+
+def check(ours, eager, inputs, count=None, scales=None, grad_outputs=None):
+    """Outputs and gradients of `ours` are within twice the error of `eager`, both measured against float64.
+
+    `scales`, one per output and per gradient, say what an error is relative to (see `assert_accurate`).
+    """
+    if grad_outputs is None:
+        grad_outputs = [torch.randn_like(t) for t in tensors(eager(*inputs))]
+    results = differentiate(ours, inputs, grad_outputs, count)
+    rounded = differentiate(eager, inputs, grad_outputs, count)
+    exact = differentiate(eager, in_double(inputs), in_double(grad_outputs), count)
+    scales = scales or [None] * len(results)
+    for index, (a, b, c, scale) in enumerate(zip(results, rounded, exact, scales, strict=True)):
+        name = f"output {index}" if index < len(grad_outputs) else f"gradient {index - len(grad_outputs)}"
+        assert_accurate(a, b, c, scale, name)
+
+
+def check_norm(ours, eager, inputs, grad_layout=None, **options):
+    """`check` for rms_norm and add_rms_norm, with errors relative to the size of what is summed up.
+
+    A gradient can cancel to nothing (a row of one element has none), so its own size says little.
+    """
+    *rows, weight = inputs if inputs[-1].dim() == 1 else (*inputs, None)
+    ours, eager = partial(ours, **options), partial(eager, **options)
+    grad_outputs = [torch.randn_like(t) for t in tensors(eager(*inputs))]
+    if grad_layout:
+        grad_outputs = [laid_out(t, grad_layout) for t in grad_outputs]
+    total = sum(in_double(rows))
+    normed = rms_norm(total, eps=options.get("eps", 1e-6))
+    rstd = torch.rsqrt(total.square().mean(-1, keepdim=True) + options.get("eps", 1e-6))
+    grad_y = grad_outputs[0].double()
+    weighted = grad_y if weight is None else grad_y * (options.get("weight_offset", 0.0) + weight.double())
+    scales = [None] * len(grad_outputs)
+    scales += [(weighted.abs() * rstd + sum(in_double(grad_outputs[1:]), torch.zeros_like(total)).abs())] * len(rows)
+    scales = [s if s is None else s.amax(-1, keepdim=True) for s in scales]
+    if weight is not None:
+        scales.append((grad_y * normed).square().sum(0).sqrt().max())
+    check(ours, eager, inputs, scales=scales, grad_outputs=grad_outputs)
+
+
+def check_glu(ours, eager, inputs, grad_layout=None):
+    """`check` for swiglu and geglu, with errors relative to the size of the product: the activation's zeros cancel."""
+    gate, up = inputs if len(inputs) == 2 else inputs[0].chunk(2, -1)
+    grad_y = torch.randn_like(eager(*inputs))
+    if grad_layout:
+        grad_y = laid_out(grad_y, grad_layout)
+    pairs = [(gate, up), (grad_y, up), (grad_y, gate)]
+    y, grad_gate, grad_up = ((a.double() * b.double()).abs().amax(-1, keepdim=True) for a, b in pairs)
+    grads = [grad_gate, grad_up] if len(inputs) == 2 else [torch.maximum(grad_gate, grad_up)]
+    check(ours, eager, inputs, scales=[y, *grads], grad_outputs=[grad_y])
+
+
+# Scalars of a (rows, cols) output whose gradient reaches the op with other strides: none at all, none between rows,
+# zeros around a slice, rows of a wider tensor, columns before rows. opcheck and gradcheck pass none of these.
+SCALARS = {
+    "expanded": lambda y: y.sum(),
+    "broadcast": lambda y: (y.sum(0) * torch.arange(y.size(1), device=y.device)).sum(),
+    "sliced": lambda y: y[:, 1:5].square().sum(),
+    "concatenated": lambda y: torch.cat((y, torch.ones_like(y)), -1).square().sum(),
+    "transposed": lambda y: (y.t() * torch.arange(len(y), device=y.device)).sum(),
+}
+
+
+def check_scalar_gradients(ours, eager, inputs, scalar):
+    """The gradients of scalar(ours(...)), against float64, to a few roundings of the largest of them."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    exact = [t.double().requires_grad_() for t in inputs]
+    grads = torch.autograd.grad(scalar(ours(*leaves)), leaves)
+    for a, b in zip(grads, torch.autograd.grad(scalar(eager(*exact)), exact), strict=True):
+        tolerance = 6 * torch.finfo(a.dtype).eps * b.abs().max().item()
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance)
+
+
+def assert_accurate(ours: Tensor, eager: Tensor, exact: Tensor, scale=None, name="output"):
+    """Largest and root-mean-square error of `ours` are at most twice those of `eager`, plus about one rounding.
+
+    Errors are relative to `scale`; by default to the largest exact value in the row.
+    """
+    assert (ours.shape, ours.dtype, ours.device) == (eager.shape, eager.dtype, eager.device), name
+    if ours.numel() == 0:
+        return
+    scale = exact.abs().amax(-1, keepdim=True) if scale is None else scale
+    errors = [(t.double() - exact) / scale.clamp_min(1e-30) for t in (ours, eager)]
+    measured = torch.stack(
+        [f(e) for f in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()) for e in errors]
+    )
+    ours_max, eager_max, ours_l2, eager_l2 = measured.tolist()
+    rounding = torch.finfo(ours.dtype).eps
+    assert ours_max <= 2 * eager_max + rounding, f"{name}: largest error {ours_max:.3g}, eager {eager_max:.3g}"
+    assert ours_l2 <= 2 * eager_l2 + rounding / 2, f"{name}: L2 error {ours_l2:.3g}, eager {eager_l2:.3g}"
+
+
+def assert_same(ours, expected, name="output"):
+    """Equal bit for bit, but any NaN equals any other and -0 equals 0."""
+    for index, (a, b) in enumerate(zip(tensors(ours), tensors(expected), strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name} {index}: {m}")  # noqa: B023
+
+
+def assert_within_ulps(ours: Tensor, expected: Tensor, ulps: int, share=1.0):
+    """No element is further than `ulps` representable numbers away, and at least `share` of them are equal."""
+    assert ours.shape == expected.shape and ours.dtype == expected.dtype
+    distance = (_ordinal(ours) - _ordinal(expected)).abs()
+    distance[ours.isnan() & expected.isnan()] = 0
+    equal = (distance == 0).double().mean().item()
+    assert distance.max().item() <= ulps, f"{distance.max().item()} ulps apart"
+    assert equal >= share or share == 1.0, f"only {equal:.2%} of the elements are equal"
+
+
+def _ordinal(x: Tensor) -> Tensor:
+    """Numbers the representable values in order, so that neighbours are 1 apart."""
+    integer, sign = {2: (torch.int16, 1 << 15), 4: (torch.int32, 1 << 31)}[x.element_size()]
+    bits = x.contiguous().view(integer).long()
+    return torch.where(bits < 0, -(bits + sign), bits)

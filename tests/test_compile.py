@@ -1,0 +1,259 @@
+"""How the rest of PyTorch sees the ops: registration, torch.compile, torch.export, autocast."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import llmkernels
+from cases import every_case
+from oracles import DEVICES, angles, assert_same, scaled_rows, tensors
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    torch._dynamo.reset()
+
+
+every_dynamic = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+
+
+# Registration: schema, fake, autograd and dynamic shapes of every op, as opcheck tests them.
+
+
+def norm_calls(device):
+    x, weight = scaled_rows(3, 4, 16, device=device), torch.randn(16, device=device)
+    strided = scaled_rows(3, 4, 32, device=device)[..., :16]
+    yield "rms_norm", (x,)
+    yield "rms_norm", (x, weight)
+    yield "rms_norm", (strided.transpose(0, 1), weight, 1e-5, 1.0, False)
+    yield "rms_norm", (x[:0], weight)
+    yield "add_rms_norm", (x, strided)
+    yield "add_rms_norm", (x, strided, weight, 1e-5, 1.0, False)
+
+
+def norm_backward_calls(device):
+    x, weight = scaled_rows(3, 4, 16, device=device), torch.randn(16, device=device)
+    for given_weight in (weight, None):
+        for grad_sum in (x, None):
+            for needs_grad_weight in (True, False):
+                yield "rms_norm_backward", (x, x, given_weight, grad_sum, 1e-6, 0.0, True, needs_grad_weight)
+
+
+def rope_arguments(device):
+    q, k = torch.randn(2, 4, 5, 16, device=device), torch.randn(2, 5, 1, 16, device=device).transpose(1, 2)
+    ids = torch.arange(10, device=device).view(2, 5)
+    yield q, k, *angles(5, 16, device=device), None, True, False, None
+    yield q, k, *angles(2, 5, 4, device=device), None, True, True, 8
+    yield q, k, *angles(10, 16, device=device), ids, True, False, None
+    yield q.transpose(1, 2), k.transpose(1, 2), *angles(5, 16, device=device), ids[0].int(), False, False, None
+    yield q, k.transpose(2, 3).contiguous().transpose(2, 3), *angles(5, 16, device=device), None, True, False, None
+
+
+def glu_calls(device):
+    gate, up = torch.randn(2, 3, 4, 16, device=device)
+    yield "swiglu", (gate, up)
+    yield "swiglu", (gate.transpose(0, 1), up.transpose(0, 1))
+    yield "swiglu_packed", (gate,)
+    for approximate in ("tanh", "none"):
+        yield "geglu", (gate, up, approximate)
+        yield "geglu_packed", (gate, approximate)
+
+
+def glu_backward_calls(device):
+    gate, up = torch.randn(2, 3, 4, 16, device=device)
+    yield "swiglu_backward", (up, gate, up)
+    yield "swiglu_packed_backward", (up[..., :8], gate)
+    yield "geglu_backward", (up, gate, up, "tanh")
+    yield "geglu_packed_backward", (up[..., :8], gate, "none")
+
+
+def differentiable_calls(device):
+    yield from norm_calls(device)
+    yield from (("rope", arguments) for arguments in rope_arguments(device))
+    yield from glu_calls(device)
+
+
+def other_calls(device):
+    yield from norm_backward_calls(device)
+    for arguments in rope_arguments(device):
+        yield "rope_backward", arguments
+        if arguments[1].stride(-1) == 1:
+            yield "rope_", arguments
+    yield from glu_backward_calls(device)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("index", range(len(list(differentiable_calls("cpu")))))
+def test_opcheck(device, index, requires_grad):
+    name, arguments = list(differentiable_calls(device))[index]
+    takes_gradient = 2 if name == "rope" else 3  # cos and sin do not
+    arguments = [
+        a.detach().requires_grad_(requires_grad and i < takes_gradient) if isinstance(a, torch.Tensor) else a
+        for i, a in enumerate(arguments)
+    ]
+    opcheck(getattr(torch.ops.llmkernels, name).default, tuple(arguments))
+
+
+@pytest.mark.parametrize("index", range(len(list(other_calls("cpu")))))
+def test_opcheck_of_ops_without_a_gradient(device, index):
+    name, arguments = list(other_calls(device))[index]
+    opcheck(getattr(torch.ops.llmkernels, name).default, arguments)
+
+
+def test_every_op_is_checked():
+    checked = {name for name, _ in (*differentiable_calls("cpu"), *other_calls("cpu"))}
+    every = {name.removeprefix("llmkernels::") for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("llmkernels::")}  # fmt: skip
+    assert checked == every
+
+
+@every_case
+def test_no_graph_is_recorded_without_need(case, device):
+    inputs = case.inputs(device=device)
+    with torch.inference_mode():
+        assert_same(case.ours(*inputs), case.ours(*(t.clone() for t in inputs)))
+    leaves = [t.requires_grad_() if t.is_floating_point() and i < case.differentiable else t
+              for i, t in enumerate(inputs)]  # fmt: skip
+    with torch.no_grad():
+        assert not any(t.requires_grad for t in tensors(case.ours(*leaves)))
+    assert all(t.requires_grad for t in tensors(case.ours(*leaves)))
+
+
+@every_case
+def test_meta_tensors(case):
+    inputs = case.inputs()
+    for ours, meta in zip(
+        tensors(case.ours(*inputs)), tensors(case.ours(*(t.to("meta") for t in inputs))), strict=True
+    ):
+        assert (ours.shape, ours.dtype, ours.stride()) == (meta.shape, meta.dtype, meta.stride())
+
+
+# torch.compile
+
+
+@every_case
+@every_dynamic
+def test_fullgraph(case, device, dynamic):
+    """Forward and backward without a graph break, the same bits as without compilation."""
+    compiled = torch.compile(case.ours, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for rows in (5, 9):
+        inputs = case.inputs(rows, device=device)
+        assert_same(compiled(*inputs), case.ours(*inputs))
+        grad_outputs = case.grad_outputs(inputs)
+        expected = case.differentiate(inputs, grad_outputs)
+        leaves = [t.detach().requires_grad_() for t in inputs[: case.differentiable]]
+        outputs = tensors(compiled(*leaves, *inputs[case.differentiable :]))
+        assert_same((*outputs, *torch.autograd.grad(outputs, leaves, grad_outputs)), expected)
+
+
+def test_in_place_rope_compiles(device):
+    def rotate(q, k, cos, sin):
+        q, k = q * 2, k * 2
+        llmkernels.rope(q, k, cos, sin, in_place=True)
+        return q, k
+
+    inputs = *torch.randn(2, 1, 4, 5, 16, device=device), *angles(5, 16, device=device)
+    compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*inputs), rotate(*inputs))
+    graph_input = torch.compile(lambda *t: llmkernels.rope(*t, in_place=True), fullgraph=True, backend="aot_eager")
+    expected = llmkernels.rope(*inputs)
+    graph_input(*inputs)
+    assert_same(inputs[:2], expected)
+
+
+@every_case
+def test_no_recompile_storm(case, device):
+    """One graph for the first number of rows, one for any: sizes 0 and 1 apart, which PyTorch specialises on."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(case.ours, fullgraph=True, backend=counter)
+    for rows in (4, 5, 8, 13, 64, 100, 257):
+        inputs = case.inputs(rows, device=device)
+        assert_same(compiled(*inputs), case.ours(*inputs))
+    assert counter.frame_count <= 2
+
+
+def block(x, residual, weight, q, k, cos, sin, gate, up):
+    """Every op between arithmetic that the compiler may fuse among itself, but not with them."""
+    y, total = llmkernels.add_rms_norm(x * 2, residual, weight)
+    z = llmkernels.rms_norm(y + total, weight, weight_offset=1.0, cast_before_weight=False)
+    q, k = llmkernels.rope(q + 1, k, cos, sin)
+    h = llmkernels.swiglu(gate * 0.5, up) + llmkernels.geglu(torch.cat((gate, up), -1))
+    return z.float(), q * 2, k, h
+
+
+def block_inputs(device, rows=12, dtype=torch.float32):
+    x, residual, gate, up = (scaled_rows(rows, 64, dtype=dtype, device=device) for _ in range(4))
+    q, k = torch.randn(2, 1, rows, 4, 32, device=device).to(dtype).transpose(2, 3)
+    return (
+        x,
+        residual,
+        torch.randn(64, device=device).to(dtype),
+        q,
+        k,
+        *angles(rows, 32, device=device, dtype=dtype),
+        gate,
+        up,
+    )
+
+
+def run_block(function, inputs):
+    """Outputs and gradients (none of cos and sin)."""
+    leaves = [t.detach().requires_grad_(i not in (5, 6)) for i, t in enumerate(inputs)]
+    outputs = function(*leaves)
+    grads = torch.autograd.grad(sum(t.square().sum() for t in outputs), [t for t in leaves if t.requires_grad])
+    return *outputs, *grads
+
+
+# Compiling C++ takes long: once on the CPU, for shapes of any size.
+@pytest.mark.parametrize(
+    "device, dynamic", [("cpu", True)] + [("cuda", dynamic) for dynamic in (False, True) if "cuda" in DEVICES]
+)
+def test_inductor(device, dynamic):
+    compiled = torch.compile(block, fullgraph=True, dynamic=dynamic)
+    for rows in (12, 20) if dynamic else (12,):
+        inputs = block_inputs(device, rows)
+        for ours, expected in zip(run_block(compiled, inputs), run_block(block, inputs), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_reduce_overhead():
+    """Under CUDA graphs, with other numbers in every call."""
+    compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+    for _ in range(5):  # warm-up, recording, then replays
+        inputs = block_inputs("cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        results = [t.clone() for t in run_block(compiled, inputs)]
+        for ours, expected in zip(results, run_block(block, inputs), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@every_case
+def test_export(case, device):
+    class Module(torch.nn.Module):
+        def forward(self, *inputs):
+            return case.ours(*inputs)
+
+    rows = torch.export.Dim("rows", min=2, max=1024)
+    shapes = tuple(None if dim is None else {dim: rows} for dim in case.row_dims)
+    exported = torch.export.export(Module(), case.inputs(6, device=device), dynamic_shapes=(shapes,))
+    assert any("llmkernels" in str(node.target) for node in exported.graph.nodes)
+    for rows in (6, 31):
+        inputs = case.inputs(rows, device=device)
+        assert_same(exported.module()(*inputs), case.ours(*inputs))
+
+
+@every_case
+@pytest.mark.parametrize("dtypes", ["float32", "bfloat16", "mixed"])
+def test_autocast_does_what_eager_does(case, device, dtypes):
+    """The result has the dtype that the eager formula has under autocast, and its numbers."""
+    inputs = case.inputs(dtype=torch.bfloat16 if dtypes == "bfloat16" else torch.float32, device=device)
+    if dtypes == "mixed":
+        inputs = (inputs[0].bfloat16(), *inputs[1:])
+    with torch.autocast(device, dtype=torch.bfloat16):
+        ours, eager = tensors(case.ours(*inputs)), tensors(case.eager(*inputs))
+    for a, b in zip(ours, eager, strict=True):
+        assert a.dtype == b.dtype
+        # Of mixed types eager rounds the activation to the narrow one, the op does not.
+        eps = torch.finfo(torch.bfloat16 if dtypes == "mixed" else a.dtype).eps
+        torch.testing.assert_close(a, b, rtol=2 * eps, atol=1e-5)

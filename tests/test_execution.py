@@ -1,0 +1,176 @@
+"""Where and when the ops run, and that they give the same bits each time: determinism, batch invariance, streams,
+devices, CUDA graphs, launches that overlap."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import llmkernels
+from cases import CASES, every_case
+from oracles import angles, assert_same, scaled_rows, tensors
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@every_case
+@every_dtype
+def test_250_equal_reruns(case, device, dtype):
+    """Outputs and all gradients, those of weights included, with enough rows for many partial sums."""
+    rows = 1000 if device == "cuda" else 66 if "norm" in case.name else 4
+    inputs = case.inputs(rows, 136, dtype, device)
+    grad_outputs = case.grad_outputs(inputs)
+    first = case.differentiate(inputs, grad_outputs)
+    same = torch.ones((), dtype=torch.bool, device=device)
+    for _ in range(249):
+        for a, b in zip(case.differentiate(inputs, grad_outputs), first, strict=True):
+            same &= (a == b).all()
+    assert same
+
+
+@every_case
+@every_dtype
+@pytest.mark.parametrize("cols", [136, 3584, 1037])
+def test_a_row_alone_is_the_same_row_in_a_batch_of_300(case, device, dtype, cols):
+    inputs = case.inputs(300, cols, dtype, device)
+    grad_outputs = case.grad_outputs(inputs)
+    row_dims = [d for d in case.row_dims[: case.differentiable] if d is not None]
+    count = len(grad_outputs) + len(row_dims)  # not the gradients that sum over rows
+    dims = [case.out_row_dim] * len(grad_outputs) + row_dims
+    batch = case.differentiate(inputs, grad_outputs)[:count]
+    for index in (0, 1, 150, 299):
+        one = case.one_row(inputs, index), tuple(t.narrow(case.out_row_dim, index, 1) for t in grad_outputs)
+        alone = case.differentiate(*one)[:count]
+        assert_same(alone, tuple(t.narrow(dim, index, 1) for t, dim in zip(batch, dims, strict=True)))
+
+
+@pytest.mark.gpu
+@every_case
+def test_side_stream(case):
+    """The inputs are written late on a side stream: an op on any other stream would read zeros."""
+    inputs = case.inputs(64, 256, torch.bfloat16, "cuda")
+    grad_outputs = case.grad_outputs(inputs)
+    expected = case.differentiate(inputs, grad_outputs)
+    late = [torch.zeros_like(t) for t in inputs]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # about 10 ms
+        for target, source in zip(late, inputs, strict=True):
+            target.copy_(source)
+        results = case.differentiate(late, grad_outputs)
+    stream.synchronize()
+    assert_same(results, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@every_case
+def test_second_device_while_the_first_is_current(case):
+    inputs = case.inputs(64, 256, torch.bfloat16, "cuda:0")
+    grad_outputs = case.grad_outputs(inputs)
+    expected = case.differentiate(inputs, grad_outputs)
+    assert torch.cuda.current_device() == 0
+    results = case.differentiate([t.to("cuda:1") for t in inputs], [t.to("cuda:1") for t in grad_outputs])
+    assert all(t.device == torch.device("cuda:1") for t in results)
+    assert torch.cuda.current_device() == 0
+    assert_same(tuple(t.to("cuda:0") for t in results), expected)
+
+
+@pytest.mark.gpu
+@every_case
+@pytest.mark.parametrize("cols", [256, 255])
+def test_cuda_graph(case, cols):
+    """Capture forward and backward, change the inputs, replay."""
+    static = [t.clone() for t in case.inputs(64, cols, torch.bfloat16, "cuda")]
+    static_grads = case.grad_outputs(static)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        case.differentiate(static, static_grads)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = case.differentiate(static, static_grads)
+    for _ in range(3):
+        inputs = case.inputs(64, cols, torch.bfloat16, "cuda")
+        grad_outputs = case.grad_outputs(inputs)
+        for target, source in zip((*static, *static_grads), (*inputs, *grad_outputs), strict=True):
+            target.copy_(source)
+        graph.replay()
+        assert_same(results, case.differentiate(inputs, grad_outputs))
+
+
+PRODUCERS = {
+    "rms_norm": lambda x: llmkernels.rms_norm(x),
+    "rms_norm of unaligned rows": lambda x: llmkernels.rms_norm(x[:, 1:]),
+    "add_rms_norm": lambda x: llmkernels.add_rms_norm(x, x)[1],
+    "swiglu": lambda x: llmkernels.swiglu(x, x),
+    "rope": lambda x: llmkernels.rope(x[None, None], x[None, None], x, x)[0][0, 0],
+    "rms_norm_backward": lambda x: torch.ops.llmkernels.rms_norm_backward(x, x, x[0], None, 1e-6, 0.0, True, True)[0],
+    "swiglu_backward": lambda x: torch.ops.llmkernels.swiglu_backward(x, x, x)[1],
+}
+CONSUMERS = {
+    "rms_norm": lambda x: llmkernels.rms_norm(x),
+    "rms_norm of unaligned rows": lambda x: llmkernels.rms_norm(x[:, 1:]),
+    "swiglu": lambda x: llmkernels.swiglu(x, x),
+    "rope": lambda x: llmkernels.rope(x[None, None], x[None, None], x, x)[0],
+    "rms_norm_backward": lambda x: torch.ops.llmkernels.rms_norm_backward(x, x, x[0], None, 1e-6, 0.0, True, True),
+    "rms_norm_backward of unaligned rows": lambda x: torch.ops.llmkernels.rms_norm_backward(
+        x[:, 1:], x[:, 1:], x[0, 1:], None, 1e-6, 0.0, True, True
+    ),
+    "swiglu_backward": lambda x: torch.ops.llmkernels.swiglu_backward(x, x, x),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("producer", PRODUCERS.values(), ids=PRODUCERS.keys())
+@pytest.mark.parametrize("consumer", CONSUMERS.values(), ids=CONSUMERS.keys())
+def test_overlapping_launches(producer, consumer):
+    """A small kernel right behind a large one, on the rows that this writes last. Programmatic dependent launch lets it
+    begin early; it must not read early, which would show it the results of the round before."""
+    rounds = [scaled_rows(8192, 2048, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    expected = []
+    for x in rounds:
+        y = producer(x)
+        torch.cuda.synchronize()
+        expected.append(tensors(consumer(y[-2:])))
+        torch.cuda.synchronize()
+        del y
+    results = []
+    for i in range(12):
+        torch.cuda._sleep(200_000)  # so that both are queued before the first begins
+        results.append(tensors(consumer(producer(rounds[i % 2])[-2:])))
+    for i, result in enumerate(results):
+        assert_same(result, expected[i % 2], f"round {i}, output")
+
+
+@pytest.mark.gpu
+def test_a_write_behind_a_read():
+    """The other order: a large kernel still reads x while the next in the stream begins to overwrite it."""
+    x = scaled_rows(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda")
+    cos, sin = angles(8192, 128, dtype=torch.bfloat16, device="cuda")
+    expected = llmkernels.rms_norm(x)
+    for _ in range(10):
+        source = x.clone()
+        y = llmkernels.rms_norm(source)
+        llmkernels.rope(source[:, :4], source[:, 4:], cos, sin, in_place=True)
+        assert_same(y, expected)
+
+
+@pytest.mark.gpu
+def test_many_threads_on_streams_of_their_own():
+    """One process, several Python threads: no state is shared between launches."""
+
+    def work(case):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            inputs = case.inputs(64, 256, torch.bfloat16, "cuda")
+            grad_outputs = case.grad_outputs(inputs)
+            results = [case.differentiate(inputs, grad_outputs) for _ in range(20)]
+            torch.cuda.current_stream().synchronize()
+            return results
+
+    with ThreadPoolExecutor(8) as pool:
+        for results in pool.map(work, CASES * 2):
+            for result in results:
+                assert_same(result, results[0])

@@ -1,0 +1,148 @@
+"""Random shapes, layouts, dtypes and options. A seed is a case; a failing one prints the line that runs it alone.
+
+200 seeds on the CPU, 2,000 on a GPU; `--fuzz-seeds 200:5000` runs others.
+"""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+import llmkernels
+import oracles
+from oracles import DEVICES, DTYPES, LAYOUTS, angles, assert_same, check, check_glu, check_norm, laid_out, scaled_rows
+
+SEEDS = {"cpu": 200, "cuda": 2000}
+SEEDS_PER_TEST = 50
+
+
+def pytest_generate_tests(metafunc):
+    chosen = metafunc.config.getoption("--fuzz-seeds")
+    first, end = map(int, chosen.split(":")) if chosen else (0, None)
+    parameters = [
+        pytest.param(device, range(seed, min(seed + SEEDS_PER_TEST, last)), id=f"{device}-{seed}")
+        for device in DEVICES
+        for last in [end or SEEDS[device]]
+        for seed in range(first, last, SEEDS_PER_TEST)
+    ]
+    metafunc.parametrize("device, seeds", parameters)
+
+
+def test_random_cases(device, seeds):
+    failures = []
+    for seed in seeds:
+        try:
+            run(seed, device)
+        except Exception as error:
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            again = f"python -m pytest tests/test_fuzz.py -k {device} --fuzz-seeds {seed}:{seed + 1}"
+            failures.append(f"{again}   # {describe(seed)}: {reason}")
+    assert not failures, "\n" + "\n".join(failures)
+
+
+def run(seed, device):
+    torch.manual_seed(seed)
+    generator = random.Random(seed)
+    kind = generator.choice(list(KINDS))
+    KINDS[kind](generator, device)
+
+
+def describe(seed):
+    return random.Random(seed).choice(list(KINDS))
+
+
+def size(generator, largest):
+    """Small ones, powers of two and their neighbours, multiples of a vector, anything: each as often."""
+    near = 2 ** generator.randint(0, largest.bit_length() - 1) + generator.randint(-1, 1)
+    choices = (generator.randint(1, 9), near, 8 * generator.randint(1, largest // 8), generator.randint(1, largest))
+    return min(max(generator.choice(choices), 1), largest)
+
+
+def rows_and_cols(generator, device):
+    """At most so many elements that 2,000 of these take a minute."""
+    cols = size(generator, 40000 if device == "cuda" else 5000)
+    most = (2_000_000 if device == "cuda" else 60_000) // cols
+    return size(generator, max(8, min(most, 3000))) % (most + 1), cols
+
+
+def maybe_laid_out(generator, x):
+    layout = generator.choice([None, None, *(name for name in LAYOUTS if name not in ("expanded", "size_one"))])
+    return laid_out(x, layout) if layout else x
+
+
+def fuzz_norm(generator, device, added=False):
+    rows, cols = rows_and_cols(generator, device)
+    dtype = generator.choice(DTYPES)
+    inputs = [maybe_laid_out(generator, scaled_rows(rows, cols, dtype=dtype, device=device)) for _ in range(1 + added)]
+    if generator.random() < 0.8:
+        weight = torch.randn(1, cols, device=device).to(dtype)
+        inputs.append(laid_out(weight, generator.choice(["offset", "every_other", "row_strided"]))[0])
+    check_norm(
+        llmkernels.add_rms_norm if added else llmkernels.rms_norm,
+        oracles.add_rms_norm if added else oracles.rms_norm,
+        inputs,
+        grad_layout=generator.choice([None, "row_strided", "transposed", "offset"]),
+        eps=10 ** generator.uniform(-8, -1),
+        weight_offset=generator.choice([0.0, 1.0]),
+        cast_before_weight=generator.random() < 0.5,
+    )
+
+
+def fuzz_glu(generator, device):
+    rows, cols = rows_and_cols(generator, device)
+    dtype = generator.choice(DTYPES)
+    name, options = generator.choice([("swiglu", {}), ("geglu", {}), ("geglu", {"approximate": "none"})])
+    packed = generator.random() < 0.5
+    shape = (rows, 2 * cols) if packed else (rows, cols)
+    inputs = [maybe_laid_out(generator, torch.randn(shape, device=device).mul_(3).to(dtype)) for _ in range(2 - packed)]
+    grad_layout = generator.choice([None, "row_strided", "transposed", "offset"])
+    ours, eager = (partial(getattr(module, name), **options) for module in (llmkernels, oracles))
+    check_glu(ours, eager, inputs, grad_layout)
+
+
+def fuzz_rope(generator, device):
+    dtype = generator.choice(DTYPES)
+    batch, tokens = generator.randint(1, 3), size(generator, 300 if device == "cuda" else 30)
+    heads, kv_heads = (generator.choice([1, 2, 3, 4, 7, 8, 17, 28, 33]) for _ in range(2))
+    head_dim = generator.choice([2, 16, 60, 62, 64, 80, 96, 128, 256, generator.randint(2, 300)])
+    rotary_dim = generator.choice([head_dim // 2 * 2, 2 * generator.randint(1, head_dim // 2)])
+    layout = generator.choice(["bhtd", "bthd"])
+    options = {"layout": layout, "interleaved": generator.random() < 0.5, "rotary_dim": rotary_dim}
+
+    packed = torch.randn(batch, tokens, heads + kv_heads + 1, head_dim, device=device).to(dtype)
+    if generator.random() < 0.2:  # misaligned
+        packed = torch.cat((packed.new_zeros(1), packed.flatten()))[1:].view(packed.shape)
+    q, k, _ = packed.split((heads, kv_heads, 1), 2)
+    if generator.random() < 0.3:
+        q, k = q.contiguous(), k.contiguous()
+    if layout == "bhtd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+
+    width = rotary_dim // 2 if generator.random() < 0.5 else rotary_dim
+    position_ids = None
+    if generator.random() < 0.4:
+        table = size(generator, 500)
+        ids = torch.randint(table, generator.choice([(tokens,), (1, tokens), (batch, tokens)]), device=device)
+        position_ids = ids.to(generator.choice([torch.int32, torch.int64]))
+        cos, sin = angles(table, width, dtype=dtype, device=device)
+    else:
+        leading = generator.choice([(), (1,), (batch,)])
+        cos, sin = angles(*leading, tokens, width, dtype=dtype, device=device)
+    if generator.random() < 0.3:
+        cos, sin = torch.cat((cos, sin), -1).split(width, -1)
+
+    inputs = q, k, cos, sin, position_ids
+    ours, eager = (partial(module.rope, **options) for module in (llmkernels, oracles))
+    rotated = ours(*inputs)
+    assert_same(rotated, eager(*inputs))
+    check(ours, eager, inputs, count=2, scales=[t.double().abs().max().clamp_min(1) for t in (*rotated, *rotated)])
+    assert_same(ours(*inputs, in_place=True), rotated, "in place")
+
+
+KINDS = {
+    "rms_norm": fuzz_norm,
+    "add_rms_norm": lambda generator, device: fuzz_norm(generator, device, added=True),
+    "glu": fuzz_glu,
+    "rope": fuzz_rope,
+}

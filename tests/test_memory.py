@@ -1,0 +1,325 @@
+"""What the ops read and write: every output element, nothing beside it, at any 64-bit offset. And the short selection
+for compute-sanitizer."""
+
+import ctypes.util
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import llmkernels
+from cases import CASES, case_named, every_case
+from oracles import DTYPES, angles, assert_same, laid_out, scaled_rows, tensors
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+_backward = torch.ops.llmkernels.rms_norm_backward
+
+
+@contextmanager
+def poisoned_memory():
+    """Whatever torch allocates without a value is full of NaN: outputs, workspaces."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@every_case
+@every_dtype
+@pytest.mark.parametrize("cols", [1, 64, 129, 2056])
+def test_every_output_element_is_written(case, device, cols, dtype):
+    inputs = case.inputs(70, cols, dtype, device)
+    grad_outputs = case.grad_outputs(inputs)
+    expected = case.differentiate(inputs, grad_outputs)
+    with poisoned_memory():
+        assert torch.empty(3, device=device, dtype=dtype).isnan().all(), "torch no longer poisons memory"
+        results = case.differentiate(inputs, grad_outputs)
+    assert not any(t.isnan().any() for t in results)
+    assert_same(results, expected)
+
+
+@every_case
+def test_no_rows(case, device):
+    """The gradient of a weight that nothing was multiplied by is zero, not what was in memory."""
+    inputs = case.inputs(0, 64, torch.float32, device)
+    with poisoned_memory():
+        results = case.differentiate(inputs, case.grad_outputs(inputs))
+    for result in results:
+        assert result.numel() == 0 or (result == 0).all()
+
+
+@pytest.mark.gpu
+@every_case
+@every_dtype
+@pytest.mark.parametrize("cols", [126, 128])
+def test_neighbours_of_the_outputs_stay(case, cols, dtype):
+    """Outputs land in freed blocks between blocks full of a pattern. 256 rows make their size a multiple of the
+    allocator's 512 bytes, so that the neighbour begins right behind the last element."""
+    inputs = case.inputs(256, cols, dtype, "cuda")
+    grad_outputs = case.grad_outputs(inputs)
+    with torch.no_grad():
+        sizes = {t.numel() * t.element_size() for t in tensors(case.ours(*inputs))}
+    sizes |= {t.numel() * t.element_size() for t in inputs}
+    assert all(size % 512 == 0 for size in sizes if size > 2048)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    for size in sizes:
+        blocks = [torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(24)]
+        free = {block.data_ptr() for block in blocks[1::2]}
+        guards = blocks[::2]
+        del blocks
+        results = case.differentiate(inputs, grad_outputs)
+        landed = [t for t in results if t.numel() * t.element_size() == size]
+        assert not landed or any(t.data_ptr() in free for t in landed), "no output lies between the guards"
+        assert all((guard == 0x5A).all() for guard in guards)
+        del results, landed, guards
+
+
+OVERRUN = """
+import torch
+from cases import CASES
+for case in CASES:
+    for cols in (1, 7, 64, 129):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            inputs = case.inputs(5, cols, dtype)
+            case.differentiate(inputs, case.grad_outputs(inputs))
+"""
+
+
+def test_nothing_behind_cpu_outputs_is_written(pytestconfig):
+    """glibc's checking allocator ends the process when the byte behind a freed block has changed."""
+    debug = ctypes.util.find_library("c_malloc_debug") or "libc_malloc_debug.so.0"
+    environment = {"LD_PRELOAD": debug, "GLIBC_TUNABLES": "glibc.malloc.check=3", "OMP_NUM_THREADS": "2"}
+    paths = [str(pytestconfig.rootpath / "tests"), *sys.path]
+
+    def run(code):
+        code = f"import sys; sys.path[:0] = {paths!r}\n{code}"
+        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+    overrun = "import ctypes, torch; x = torch.ones(100, dtype=torch.uint8); ctypes.memset(x.data_ptr(), 1, 101); del x"
+    if run(overrun).returncode == 0:
+        pytest.skip("no checking allocator here")
+    result = run(OVERRUN)
+    assert result.returncode == 0, result.stderr
+
+
+# 64-bit offsets.
+
+FAR = 2**31
+
+
+def far_rows(rows, cols, device, dtype=torch.bfloat16):
+    """Rows 2^31 elements apart. On the CPU, pages that nobody touches cost nothing."""
+    rows_apart = torch.empty((rows - 1) * FAR + cols, dtype=dtype, device=device).as_strided((rows, cols), (FAR, 1))
+    return rows_apart.copy_(scaled_rows(rows, cols, dtype=dtype, device=device))
+
+
+def test_row_stride_of_2_31_on_the_cpu():
+    assert_far_rows("cpu")
+
+
+@pytest.mark.large(40)
+def test_row_stride_of_2_31():
+    assert_far_rows("cuda")
+
+
+def assert_far_rows(device):
+    for cols in (96, 97):
+        x = far_rows(3, cols, device)
+        near = x.contiguous()
+        weight = near[0].clone()
+        assert_same(llmkernels.rms_norm(x), llmkernels.rms_norm(near))
+        assert_same(llmkernels.add_rms_norm(near, x), llmkernels.add_rms_norm(near, near))
+        far, close = (_backward(t, t, weight, t, 1e-6, 0.0, True, True) for t in (x, near))
+        assert_same(far, close)
+        assert_same(llmkernels.swiglu(x, near), llmkernels.swiglu(near, near))
+        assert_same(
+            torch.ops.llmkernels.swiglu_backward(x, x, x), torch.ops.llmkernels.swiglu_backward(near, near, near)
+        )
+    x = far_rows(3, 64, device)
+    cos, sin = angles(3, 64, dtype=x.dtype, device=device)
+    near = x.contiguous()
+    expected = llmkernels.rope(near[None, None], near[None, None], cos, sin)
+    assert_same(llmkernels.rope(x[None, None], near[None, None], cos, sin), expected)
+    assert_same(
+        llmkernels.rope(x[None, None], x[None, None], x, near),
+        llmkernels.rope(near[None, None], near[None, None], near, near),
+    )
+    assert_same(llmkernels.rope(x[None, None], near[None, None], cos, sin, in_place=True)[0], expected[0])
+
+
+def interesting(rows, cols):
+    """Rows around the elements 2^31 and 2^32, the first and the last."""
+    return sorted(
+        {0, 1, *(2**p // cols + d for p in (31, 32) for d in (-1, 0, 1)), rows - 2, rows - 1} & set(range(rows))
+    )
+
+
+COLS = 3584
+MANY_ROWS = 2 * (2**31 // COLS + 2)  # more than 2^32 elements
+
+
+def huge():
+    return torch.empty(MANY_ROWS, COLS, dtype=torch.bfloat16, device="cuda").normal_()
+
+
+def assert_rows_alone(function, results, inputs):
+    """The rows of interest, computed alone, have the bits that they have in the whole."""
+    for i in interesting(*inputs[0].shape):
+        alone = tensors(function(*(t[i : i + 1] for t in inputs)))
+        assert_same(alone, tuple(t[i : i + 1] for t in results), f"row {i}, output")
+
+
+def chunks(*whole):
+    yield from zip(*(t.split(2**17) for t in whole), strict=True)
+
+
+@pytest.mark.large(60)
+def test_more_than_2_32_elements_rms_norm():
+    x = huge()
+    y = llmkernels.rms_norm(x)
+    assert_rows_alone(llmkernels.rms_norm, (y,), (x,))
+    norms = torch.linalg.vector_norm(y, dim=1, dtype=torch.float32)
+    torch.testing.assert_close(norms, torch.full_like(norms, COLS**0.5), rtol=1e-2, atol=0)
+
+    grad_y, weight = huge(), torch.ones(COLS, dtype=x.dtype, device="cuda")
+
+    def backward(grad_y, x):
+        return _backward(grad_y, x, weight, None, 1e-6, 0.0, True, True)
+
+    grad_x, grad_weight = backward(grad_y, x)
+    assert_rows_alone(lambda *t: backward(*t)[0], (grad_x,), (grad_y, x))
+    expected = sum((g.float() * n).sum(0, dtype=torch.float64) for g, n in chunks(grad_y, y))
+    torch.testing.assert_close(
+        grad_weight.double() / expected.abs().max(), expected / expected.abs().max(), rtol=0, atol=5e-3
+    )
+
+
+@pytest.mark.large(60)
+def test_more_than_2_32_elements_rms_norm_unaligned():
+    x = huge()[:, 1:]
+    y = llmkernels.rms_norm(x)
+    assert_rows_alone(llmkernels.rms_norm, (y,), (x,))
+    grad_x, _ = _backward(x, x, None, None, 1e-6, 0.0, True, False)
+    assert_rows_alone(lambda x: _backward(x, x, None, None, 1e-6, 0.0, True, False)[0], (grad_x,), (x,))
+
+
+@pytest.mark.large(60)
+def test_more_than_2_32_elements_add_rms_norm():
+    x, residual = huge(), huge()
+    y, total = llmkernels.add_rms_norm(x, residual)
+    assert_rows_alone(llmkernels.add_rms_norm, (y, total), (x, residual))
+    for a, b, c in chunks(x, residual, total):
+        assert torch.equal(a + b, c)
+
+
+@pytest.mark.large(80)
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_more_than_2_32_elements_swiglu(packed):
+    case = case_named("swiglu_packed" if packed else "swiglu")
+    inputs = (huge().view(MANY_ROWS // 2, 2 * COLS),) if packed else (huge(), huge())
+    y = case.ours(*inputs)
+    for *some, ours in chunks(*inputs, y):
+        assert torch.equal(case.eager(*some), ours)
+    backward = torch.ops.llmkernels.swiglu_packed_backward if packed else torch.ops.llmkernels.swiglu_backward
+    grads = tensors(backward(y, *inputs))
+    assert_rows_alone(backward, grads, (y, *inputs))
+
+
+@pytest.mark.large(40)
+@pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+def test_more_than_2_32_elements_rope(layout):
+    tokens, heads, dim = 2**20 + 1, 32, 128
+    shape = (1, heads, tokens, dim) if layout == "bhtd" else (1, tokens, heads, dim)
+    q = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+    k = q[:, :1].clone() if layout == "bhtd" else q[:, :, :1].clone()
+    cos, sin = angles(tokens, dim, dtype=q.dtype, device="cuda")
+    rotated, _ = llmkernels.rope(q, k, cos, sin, layout=layout)
+    head_axis = 1 if layout == "bhtd" else 2
+    for head in range(heads):
+        one = q.narrow(head_axis, head, 1)
+        expected, _ = case_named("rope").eager(one, k, cos, sin, layout=layout)
+        assert torch.equal(rotated.narrow(head_axis, head, 1), expected)
+    llmkernels.rope(q, k, cos, sin, layout=layout, in_place=True)
+    assert torch.equal(q, rotated)
+
+
+@pytest.mark.large(60)
+def test_more_than_2_31_rows():
+    x = torch.ones(2**31 + 5, 1, dtype=torch.bfloat16, device="cuda")
+    x[1::2] = -1
+    y = llmkernels.rms_norm(x)
+    assert torch.equal(y, x)
+    del y
+    weight = torch.ones(1, dtype=x.dtype, device="cuda")
+    grad_x, grad_weight = _backward(x, x, weight, None, 1.0, 0.0, True, True)
+    # n = x / sqrt(2), and a row of one element has the gradient (1 - n^2) / sqrt(2).
+    assert torch.equal(grad_x, x * (0.5 * 0.5**0.5))
+    torch.testing.assert_close(grad_weight.double().item(), len(x) * 0.5**0.5, rtol=1e-2, atol=0)
+    del grad_x
+    assert torch.equal(llmkernels.swiglu(x, x)[-3:], case_named("swiglu").eager(x[-3:], x[-3:]))
+
+
+# The short selection for compute-sanitizer: every kernel path once. What reaches the GPU is copied there, so that few
+# kernels but ours run.
+
+
+def every_path():
+    for case in CASES:
+        for cols in (64, 63):  # vectors, single elements
+            yield case, torch.bfloat16, cols, 5
+    for name in ("rms_norm", "add_rms_norm"):
+        case = case_named(name)
+        for cols in (8, 2048, 10000, 36864, 4099):  # rows of one lane, of 1 and 2 vectors per thread, read twice
+            yield case, torch.bfloat16, cols, 3
+        yield case, torch.bfloat16, 10000, 300  # of 4 vectors per thread
+        yield case, torch.float32, 16384, 2
+        yield case, torch.float16, 256, 600  # the persistent backward comes round again
+        yield case, torch.float32, 33, 70  # more rows than partial sums
+    for name in ("rope", "swiglu_packed"):
+        yield case_named(name), torch.float32, 256, 4
+
+
+@pytest.mark.sanitizer
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case, dtype, cols, rows",
+    [pytest.param(*path, id=f"{path[0].name}-{path[1]}-{path[2]}".replace("torch.", "")) for path in every_path()],
+)
+def test_every_kernel_path(case, dtype, cols, rows):
+    inputs = case.inputs(rows, cols, dtype)
+    grad_outputs = case.grad_outputs(inputs)
+    expected = case.differentiate(inputs, grad_outputs)
+    results = case.differentiate([t.cuda() for t in inputs], [t.cuda() for t in grad_outputs])
+    for ours, cpu in zip(results, expected, strict=True):
+        scale = cpu.abs().max().item()
+        torch.testing.assert_close(ours.cpu(), cpu, rtol=0, atol=scale * 8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["row_strided_aligned", "offset", "expanded"])
+def test_every_kernel_path_strided(layout):
+    for name in ("rms_norm", "add_rms_norm", "swiglu"):
+        case = case_named(name)
+        *rows, last = case.inputs(4, 64, torch.float16)
+        inputs = *(laid_out(t, layout) for t in rows), last
+        ours = tensors(case.ours(*(laid_out(t.cuda(), layout) for t in rows), last.cuda()))
+        for a, b in zip(ours, tensors(case.ours(*inputs)), strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_kernel_path_rope_positions(in_place):
+    q, k, cos, sin, ids = case_named("rope_positions").inputs(6, 64, torch.bfloat16)
+    half = cos[:, :16].contiguous(), sin[:, :16].contiguous()
+    options = {"rotary_dim": 32, "interleaved": True, "in_place": in_place}
+    expected = llmkernels.rope(q.clone(), k.clone(), *half, ids, **options)
+    ours = llmkernels.rope(*(t.cuda() for t in (q, k, *half, ids)), **options)
+    assert_same(tuple(t.cpu() for t in ours), expected)

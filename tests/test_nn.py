@@ -1,0 +1,193 @@
+"""The modules, against the functions they wrap and against the modules of transformers whose place they take."""
+
+import io
+
+import pytest
+import torch
+from torch import nn as torch_nn
+from torch.nn import functional as F
+
+import llmkernels
+from llmkernels import nn
+from oracles import assert_same, scaled_rows
+
+
+def copy_of(module, example):
+    """`module` with the weights of `example`, on its device and in its dtype: the names must be the same."""
+    parameter = next(example.parameters())
+    module.load_state_dict(example.state_dict())
+    return module.to(parameter)
+
+
+def forward_and_gradients(module, *inputs):
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = module(*leaves)
+    return y, *torch.autograd.grad(y.square().sum(), [*leaves, *module.parameters()])
+
+
+def assert_close(ours, expected):
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(b.abs().max().item(), 1))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma"])
+def test_rms_norm_takes_the_place_of_the_one_in_transformers(device, family):
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    theirs = getattr(modeling, f"{family.capitalize()}RMSNorm")(48, 1e-5).to(device)
+    torch_nn.init.normal_(theirs.weight)
+    options = {"weight_offset": 1.0, "cast_before_weight": False} if family == "gemma" else {}
+    ours = copy_of(nn.RMSNorm(48, 1e-5, **options), theirs)
+    x = scaled_rows(3, 5, 48, device=device)
+    assert_close(forward_and_gradients(ours, x), forward_and_gradients(theirs, x))
+    for dtype in (torch.bfloat16, torch.float16):
+        y, expected = (module.to(dtype)(x.to(dtype)) for module in (ours, theirs))
+        assert (y == expected).double().mean() > 0.99 and y.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_rope_equals_the_one_in_transformers_bit_for_bit(device, family, dtype):
+    modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    q, k = (torch.randn(2, 5, h, 32, device=device).to(dtype).transpose(1, 2) for h in (4, 2))
+    angle = torch.randn(2, 5, 16, device=device).repeat(1, 1, 2) * 3
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    assert_same(llmkernels.rope(q, k, cos, sin), modeling.apply_rotary_pos_emb(q, k, cos, sin))
+
+
+@pytest.mark.parametrize("base", [10000.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotary_embedding_takes_the_place_of_the_one_in_transformers(device, dtype, base):
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip("transformers.models.qwen2.modeling_qwen2")
+    config = transformers.Qwen2Config(
+        hidden_size=128,
+        num_attention_heads=4,
+        rope_parameters={"rope_type": "default", "rope_theta": base},
+    )
+    ids = torch.stack((torch.arange(40), torch.arange(40) + 1000)).to(device)
+    q, k = (torch.randn(2, h, 40, 32, device=device).to(dtype) for h in (4, 1))
+    cos, sin = modeling.Qwen2RotaryEmbedding(config).to(device)(q, ids)
+    expected = modeling.apply_rotary_pos_emb(q, k, cos, sin)
+    ours = nn.RotaryEmbedding(32, base=base).to(device)
+    for a, b in zip(ours(q, k, ids), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-3 if dtype == torch.float32 else 4e-2)
+    assert_same(ours(q, k, ids[0]), ours(q, k, ids[:1].expand(2, 40)))
+
+
+def test_rotary_embedding_variants(device):
+    ids = torch.arange(7, device=device)
+    q, k = (torch.randn(2, 7, h, 32, device=device) for h in (4, 1))
+    for options in ({}, {"rotary_dim": 16}, {"interleaved": True}, {"rotary_dim": 8, "interleaved": True}):
+        module = nn.RotaryEmbedding(32, layout="bthd", **options).to(device)
+        turned, _ = module(q, k, ids)
+        assert_same(turned[:, 0], q[:, 0])  # position 0 turns nothing
+        rotary_dim = options.get("rotary_dim", 32)
+        torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
+        assert_same(turned[..., rotary_dim:], q[..., rotary_dim:])
+        # Attention sees only how far two positions are apart.
+        later, later_k = module(q, k, ids + 3)
+        scores, later_scores = ((a * b).sum(-1) for a, b in ((turned, module(q, k, ids)[1]), (later, later_k)))
+        torch.testing.assert_close(scores, later_scores, rtol=1e-4, atol=1e-4)
+        bhtd = nn.RotaryEmbedding(32, **options).to(device)
+        assert_same(bhtd(q.transpose(1, 2), k.transpose(1, 2), ids)[0].transpose(1, 2), turned)
+    with pytest.raises(ValueError, match=r"RotaryEmbedding: rotary_dim must be even, .* got 7"):
+        nn.RotaryEmbedding(32, rotary_dim=7)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu"])
+def test_gated_mlp_takes_the_place_of_the_one_in_transformers(device, activation):
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = modeling.LlamaConfig(hidden_size=24, intermediate_size=56, num_attention_heads=2, hidden_act=activation)
+    theirs = modeling.LlamaMLP(config).to(device)
+    ours = copy_of(nn.GatedMLP(24, 56, activation), theirs)
+    x = torch.randn(3, 5, 24, device=device)
+    assert_close(forward_and_gradients(ours, x), forward_and_gradients(theirs, x))
+
+
+def test_gated_mlp_with_bias():
+    assert {name for name, _ in nn.GatedMLP(8, 16, bias=True, dtype=torch.bfloat16).named_parameters()} == {
+        f"{projection}_proj.{kind}" for projection in ("gate", "up", "down") for kind in ("weight", "bias")
+    }
+    with pytest.raises(ValueError, match=r"GatedMLP: activation must be one of silu, .* got 'relu'"):
+        nn.GatedMLP(8, 16, "relu")
+
+
+def test_activations(device):
+    gate, up = torch.randn(2, 5, 32, device=device)
+    packed = torch.cat((gate, up), -1)
+    for module, expected in (
+        (nn.SwiGLU(), F.silu(gate) * up),
+        (nn.GEGLU(), F.gelu(gate, approximate="tanh") * up),
+        (nn.GEGLU("none"), F.gelu(gate) * up),
+    ):
+        torch.testing.assert_close(module(gate, up), expected)
+        assert_same(module(packed), module(gate, up))
+
+
+def test_add_rms_norm(device):
+    module = nn.AddRMSNorm(32, 1e-5).to(device)
+    torch_nn.init.normal_(module.weight)
+    x, residual = scaled_rows(2, 5, 32, device=device)
+    assert_same(module(x, residual), llmkernels.add_rms_norm(x, residual, module.weight, 1e-5))
+
+
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.AddRMSNorm])
+def test_a_new_norm_only_normalizes(kind):
+    x = scaled_rows(5, 32)
+    inputs = (x,) if kind is nn.RMSNorm else (x, torch.zeros_like(x))
+    for options in ({}, {"weight_offset": 1.0}):
+        y = kind(32, **options)(*inputs)
+        torch.testing.assert_close(y if kind is nn.RMSNorm else y[0], F.rms_norm(x, (32,), eps=1e-6))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.RMSNorm(16), nn.AddRMSNorm(16, 1e-5), nn.GatedMLP(16, 32), nn.RotaryEmbedding(16), nn.GEGLU()],
+    ids=repr,
+)
+def test_modules_can_be_saved_and_printed(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert repr(loaded) == repr(module)
+    assert loaded.state_dict().keys() == module.state_dict().keys()
+    assert "inv_freq" not in module.state_dict()  # as in transformers: computed, not stored
+
+
+def test_modules_on_meta_and_in_other_dtypes():
+    assert nn.RMSNorm(16, device="meta").weight.is_meta
+    assert nn.GatedMLP(16, 32, device="meta", dtype=torch.bfloat16).up_proj.weight.dtype == torch.bfloat16
+    assert nn.RMSNorm(16, dtype=torch.float16).weight.dtype == torch.float16
+    assert nn.RMSNorm(16).half()(torch.ones(2, 16).half()).dtype == torch.float16
+
+
+def test_training_lowers_the_loss(device):
+    """A small network of all modules, each parameter with a gradient, learns."""
+
+    class Network(torch_nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.RMSNorm(32), nn.AddRMSNorm(32)
+            self.qk, self.rotary = torch_nn.Linear(32, 48), nn.RotaryEmbedding(16)
+            self.mlp = nn.GatedMLP(32, 64)
+
+        def forward(self, x):
+            q, k = self.qk(self.first(x)).view(2, 6, 3, 16).transpose(1, 2).split((2, 1), 1)
+            q, k = self.rotary(q, k, torch.arange(6, device=x.device))
+            mixed = F.scaled_dot_product_attention(q, k.expand_as(q), k.expand_as(q)).transpose(1, 2).flatten(2)
+            y, total = self.second(mixed, x)
+            return total + self.mlp(y)
+
+    network = Network().to(device)
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    x, target = torch.randn(2, 2, 6, 32, device=device)
+    losses = []
+    for _ in range(60):
+        loss = F.mse_loss(network(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.any() for p in network.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]

@@ -1,0 +1,258 @@
+"""The package as it is installed: import errors that say what to do, the build's switches, the sources' fingerprint."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llmkernels
+from llmkernels import _library
+
+ROOT = Path(__file__).resolve().parent.parent
+in_source_tree = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
+
+
+def python(*arguments, folder: Path) -> subprocess.CompletedProcess:
+    """Another Python, which finds llmkernels in `folder` first."""
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment)
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A folder with a copy of the installed package in it, to be broken."""
+    shutil.copytree(_library.PATH.parent, tmp_path / "llmkernels")
+    return tmp_path
+
+
+def replace_in_library(copy: Path, old: bytes, new: bytes):
+    library = copy / "llmkernels" / _library.PATH.name
+    content = library.read_bytes()
+    assert len(old) == len(new)
+    assert old in content
+    library.write_bytes(content.replace(old, new))
+
+
+def import_error(copy: Path, before: str = "") -> str:
+    result = python("-c", f"{before}\nimport llmkernels", folder=copy)
+    assert result.returncode == 1
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: llmkernels")
+    return last
+
+
+def test_without_torch(copy):
+    assert "pip install torch" in import_error(copy, "import sys; sys.modules['torch'] = None")
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.1+cu128"])
+def test_old_torch(copy, version):
+    error = import_error(copy, f"import torch; torch.__version__ = '{version}'")
+    assert f"needs torch 2.10 or newer, and this is {version}: pip install --upgrade torch" in error
+
+
+def test_missing_library(copy):
+    (copy / "llmkernels" / _library.PATH.name).unlink()
+    assert "libllmkernels.so is missing. The installation is incomplete: pip install" in import_error(copy)
+
+
+def test_source_tree_that_is_not_built(copy):
+    (copy / "llmkernels" / _library.PATH.name).unlink()
+    (copy / "csrc").mkdir()
+    assert "This is the source tree, not built yet: run `pip install -e ." in import_error(copy)
+
+
+def test_damaged_library(copy):
+    (copy / "llmkernels" / _library.PATH.name).write_bytes(b"no library")
+    assert "The file is damaged or not a library of this package" in import_error(copy)
+
+
+def test_library_for_another_platform(copy):
+    other = "armv7l"
+    replace_in_library(copy, f'"platform": "{platform.machine()}"'.encode(), f'"platform": "{other}"'.encode())
+    assert f"was built for Linux on {other}, and this is linux on {platform.machine()}" in import_error(copy)
+
+
+def test_torch_that_lacks_a_symbol(copy):
+    replace_in_library(copy, b"torch_call_dispatcher", b"torch_call_dispatchex")
+    error = import_error(copy)
+    assert "undefined symbol: torch_call_dispatchex" in error
+    assert "build it here with `pip install . --no-build-isolation`" in error
+
+
+def test_ops_work_without_the_module(copy):
+    for path in (copy / "llmkernels").glob("_C.*"):
+        path.rename(path.with_name("_C.cpython-27-other.so"))
+    code = "import torch, llmkernels; print(llmkernels.swiglu(torch.zeros(2), torch.ones(2)).tolist())"
+    result = python("-c", code, folder=copy)
+    assert result.stdout.strip() == "[0.0, 0.0]", result.stderr
+    info = python("-m", "llmkernels", "info", folder=copy)
+    assert info.returncode == 1
+    assert "there is _C.cpython-27-other.so, but none for Python" in info.stdout
+
+
+def test_one_version():
+    versions = {llmkernels.__version__, _library.build_info()["llmkernels"]}
+    if importlib.util.find_spec("llmkernels").origin.startswith(sys.prefix):  # else the tree need not be installed
+        versions.add(importlib.metadata.version("llmkernels"))
+    assert len(versions) == 1
+
+
+def test_module_and_library_are_of_one_build():
+    module = pytest.importorskip("llmkernels._C")
+    assert module.build_info() == _library.build_info()
+    plan = module.rms_norm_plan(3584, 2)
+    assert plan["width"] * plan["vectors"] * plan["threads_per_row"] >= 3584
+
+
+def test_public_names():
+    for name in llmkernels.__all__:
+        assert getattr(llmkernels, name) is not None
+
+
+@pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
+def test_library_needs_torch_and_nothing_of_cuda():
+    """One library for every torch: CUDA is inside or looked up at run time, and there is no search path to mislead."""
+    text = subprocess.run(["readelf", "-d", _library.PATH], capture_output=True, text=True, check=True).stdout
+    needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", text))
+    assert {"libtorch.so", "libtorch_cpu.so"} <= needed  # libtorch.so brings libtorch_cuda into scope where it exists
+    assert not any("cuda" in name or "python" in name for name in needed)
+    assert "PATH" not in text
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs the README")
+def test_first_example_of_the_readme(tmp_path):
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    (tmp_path / "example.py").write_text(example)
+    result = python(tmp_path / "example.py", folder=_library.PATH.parent.parent)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+# ---- the fingerprint
+
+
+def fingerprint_tools() -> dict:
+    return runpy.run_path(str(ROOT / "scripts" / "fingerprint.py"))
+
+
+def test_fingerprint_is_of_contents_and_names(tmp_path):
+    fingerprint = fingerprint_tools()["fingerprint"]
+    hashes = set()
+
+    def distinct() -> bool:
+        known = len(hashes)
+        hashes.add(fingerprint(root=tmp_path))
+        return len(hashes) > known
+
+    (tmp_path / "csrc").mkdir()
+    (tmp_path / "llmkernels").mkdir()
+    (tmp_path / "setup.py").write_text("1")
+    assert distinct()
+    (tmp_path / "csrc" / "a.cu").write_text("1")
+    assert distinct()
+    (tmp_path / "csrc" / "a.cu").rename(tmp_path / "csrc" / "b.cu")
+    assert distinct()
+    (tmp_path / "llmkernels" / "__pycache__").mkdir()
+    (tmp_path / "llmkernels" / "__pycache__" / "a.pyc").write_text("1")
+    (tmp_path / "llmkernels" / "libllmkernels.so").write_text("1")
+    (tmp_path / "README.md").write_text("1")
+    assert not distinct()
+
+
+def test_fingerprint_takes_the_tracked_files():
+    def git(*arguments) -> str:
+        result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+        return result.stdout.strip() if result.returncode == 0 else ""
+
+    clone = git("rev-parse", "--show-toplevel")  # a wheel is tested in a folder inside its clone
+    if not (clone and (Path(clone) / "csrc").exists()):
+        pytest.skip("needs a clone")
+    tools = fingerprint_tools()
+    patterns = [f":(top){part}" for part in tools["SOURCES"]]
+    listed = git("ls-files", "--full-name", "--cached", "--others", "--exclude-standard", "--", *patterns).splitlines()
+    found = tools["source_files"](root=Path(clone))
+    assert found == sorted(name for name in listed if (Path(clone) / name).exists())
+
+
+# ---- the build
+
+
+@pytest.fixture
+def build(monkeypatch) -> dict:
+    """What setup.py defines, in an environment without its switches."""
+    for name in ("LLMKERNELS_CUDA", "LLMKERNELS_REUSE_LIBRARY", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+@in_source_tree
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ("8.0", ["sm_80"]),
+        ("8.0;9.0a;9.0+PTX", ["sm_80", "sm_90a", "sm_90", "compute_90"]),
+        ("8.6 9.0a+PTX", ["sm_86", "sm_90a", "compute_90a"]),
+        ("12.0,12.0", ["sm_120"]),
+    ],
+)
+def test_architecture_list(build, listed, names):
+    assert build["parse_architectures"](listed) == names
+
+
+@in_source_tree
+@pytest.mark.parametrize("listed", ["Hopper", "7.5", "90", "9.0+PTX+PTX"])
+def test_bad_architecture_list(build, listed):
+    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST"):
+        build["parse_architectures"](listed)
+
+
+@in_source_tree
+def test_cuda_switch(build, monkeypatch, capsys):
+    choose = build["choose_toolkit"]
+    monkeypatch.setitem(choose.__globals__, "find_toolkit", lambda: None)
+    assert choose() is None
+    assert "for the CPU ONLY" in capsys.readouterr().out
+    monkeypatch.setenv("LLMKERNELS_CUDA", "1")
+    with pytest.raises(SystemExit, match="LLMKERNELS_CUDA=1, but no nvcc"):
+        choose()
+    monkeypatch.setenv("LLMKERNELS_CUDA", "0")
+    assert choose() is None
+    monkeypatch.setenv("LLMKERNELS_CUDA", "yes")
+    with pytest.raises(SystemExit, match="LLMKERNELS_CUDA must be 0, 1 or unset"):
+        choose()
+
+
+@in_source_tree
+def test_old_nvcc_is_passed_over(build, monkeypatch, tmp_path, capsys):
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    found = build["find_toolkit"]()
+    assert found is None or found.home != tmp_path
+    assert "passing over CUDA 11.8.89" in capsys.readouterr().out
+
+
+@in_source_tree
+def test_stale_library_is_not_reused(build, monkeypatch, tmp_path):
+    reused_info = build["reused_info"]
+    monkeypatch.setitem(reused_info.__globals__, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="there is no"):
+        reused_info()
+    (tmp_path / "llmkernels").mkdir()
+    shutil.copy(_library.PATH, tmp_path / "llmkernels")
+    monkeypatch.setitem(reused_info.__globals__, "fingerprint", lambda parts: _library.build_info()["sources"])
+    assert reused_info() == _library.build_info()
+    monkeypatch.setitem(reused_info.__globals__, "fingerprint", lambda parts: "0" * 64)
+    with pytest.raises(SystemExit, match="is stale: it was built from sources"):
+        reused_info()

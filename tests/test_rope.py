@@ -1,0 +1,368 @@
+"""rope: bitwise equality with eager, its variants, gradients as the true transpose, in place, positions, errors."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+import oracles
+from llmkernels import rope
+from oracles import DEVICES, DTYPES, angles, assert_same, check
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_order = pytest.mark.parametrize("interleaved", [False, True], ids=["half_split", "interleaved"])
+every_layout = pytest.mark.parametrize("layout", ["bhtd", "bthd"])
+
+
+def make(batch=2, tokens=5, heads=4, kv_heads=2, dim=16, layout="bhtd", dtype=torch.float32, device="cpu"):
+    """q and k, contiguous."""
+    shapes = [(batch, h, tokens, dim) if layout == "bhtd" else (batch, tokens, h, dim) for h in (heads, kv_heads)]
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+def assert_rope(q, k, cos, sin, *args, **options):
+    """Equal to eager bit for bit, and the gradient as accurate as eager's."""
+    ours, eager = partial(rope, **options), partial(oracles.rope, **options)
+    assert_same(ours(q, k, cos, sin, *args), eager(q, k, cos, sin, *args))
+    check(ours, eager, (q, k, cos, sin, *args), count=2)
+
+
+@every_dtype
+@every_order
+@every_layout
+@pytest.mark.parametrize(
+    "device, tokens", [(device, t) for device in DEVICES for t in (0, 1, 7, 257 if device == "cuda" else 33)]
+)
+@pytest.mark.parametrize("heads, kv_heads, dim", [(28, 4, 128), (14, 2, 64), (1, 1, 2), (3, 3, 6), (5, 1, 80)])
+def test_equals_eager_bit_for_bit(device, heads, kv_heads, dim, tokens, layout, interleaved, dtype):
+    q, k = make(2, tokens, heads, kv_heads, dim, layout, dtype, device)
+    assert_rope(q, k, *angles(tokens, dim, dtype=dtype, device=device), layout=layout, interleaved=interleaved)
+
+
+@every_dtype
+@every_order
+@pytest.mark.parametrize("rotary_dim, dim", [(16, 64), (4, 7), (32, 80), (2, 64), (96, 128), (510, 512)])
+@pytest.mark.parametrize("half_width", [False, True], ids=["full", "half"])
+def test_partial_rotation_and_half_width(device, half_width, rotary_dim, dim, interleaved, dtype):
+    """Dimensions from rotary_dim on are copied; one angle per pair means the same as that angle twice."""
+    q, k = make(dim=dim, dtype=dtype, device=device)
+    cos, sin = angles(5, rotary_dim // 2 if half_width else rotary_dim, dtype=dtype, device=device)
+    options = {"interleaved": interleaved, "rotary_dim": rotary_dim}
+    assert_rope(q, k, cos, sin, **options)
+    assert torch.equal(rope(q, k, cos, sin, **options)[0][..., rotary_dim:], q[..., rotary_dim:])
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim", [(16, 1, 60), (33, 1, 62), (1, 1, 256), (64, 8, 8), (300, 1, 2), (7, 0, 16), (0, 7, 16)]
+)
+@every_order
+def test_any_number_of_heads(device, heads, kv_heads, dim, interleaved):
+    """Head counts and sizes that fill a block of threads badly."""
+    q, k = make(heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.float16, device=device)
+    assert_rope(q, k, *angles(5, dim, dtype=torch.float16, device=device), interleaved=interleaved)
+
+
+@every_layout
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5)], ids=["shared", "batch of one", "batched"])
+def test_cos_and_sin_per_batch_or_shared(device, shape, layout):
+    q, k = make(layout=layout, device=device)
+    cos, sin = angles(*shape, 16, device=device)
+    assert_rope(q, k, cos, sin, layout=layout)
+
+
+def test_cos_and_sin_of_other_strides(device):
+    q, k = make(device=device)
+    cos, sin = angles(2, 5, 16, device=device)
+    expected = rope(q, k, cos, sin)
+    packed = torch.cat((cos, sin), -1)
+    assert_same(rope(q, k, *packed.chunk(2, -1)), expected)
+    columns_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (cos, sin)]
+    assert_same(rope(q, k, *columns_first), expected)
+    assert_same(rope(q, k, cos.transpose(0, 1).contiguous().transpose(0, 1), sin), expected)
+    assert_same(rope(q, k, cos[:1].expand(2, 5, 16), sin[:1].expand(2, 5, 16)), rope(q, k, cos[0], sin[0]))
+    misaligned = [torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for t in (cos, sin)]
+    assert_same(rope(q, k, *misaligned), expected)
+
+
+@every_layout
+@every_order
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5)], ids=["shared", "batch of one", "batched"])
+def test_position_ids(device, shape, dtype, interleaved, layout):
+    q, k = make(layout=layout, device=device)
+    cos, sin = angles(50, 16, device=device)
+    positions = torch.randint(50, shape, device=device, dtype=dtype)
+    assert_rope(q, k, cos, sin, positions, layout=layout, interleaved=interleaved)
+
+
+def test_position_ids_of_other_strides(device):
+    q, k = make(device=device)
+    cos, sin = angles(50, 24, device=device)[0][:, 4:20], angles(50, 40, device=device)[1][:, 3:19]
+    positions = torch.randint(50, (5, 4), device=device).t()[::2]
+    assert_rope(q, k, cos, sin, positions)
+    assert_rope(q, k, cos, sin, positions[:1].expand(2, 5))
+
+
+@pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_positions_outside_the_table(device, bad, dtype):
+    q, k = make(device=device)
+    cos, sin = angles(50, 16, device=device)
+    positions = torch.arange(10, device=device, dtype=dtype).view(2, 5)
+    expected = rope(q, k, cos, sin, positions)
+    positions[1, 3] = bad
+    if device == "cpu":
+        with pytest.raises(RuntimeError, match=r"rope: position_ids must lie in \[0, 50\).* \[1, 3\] does not"):
+            rope(q, k, cos, sin, positions)
+    else:  # finding out would stop the stream: the token's heads become NaN, and only they
+        for out, good in zip(rope(q, k, cos, sin, positions), expected, strict=True):
+            assert out[1, :, 3].isnan().all()
+            out[1, :, 3] = good[1, :, 3]
+            assert_same(out, good)
+
+
+# Memory.
+
+VIEWS = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "slice of a packed projection": lambda t: torch.cat((t, t, t), 1)[:, t.size(1) : 2 * t.size(1)],
+    "padded heads": lambda t: torch.cat((t, t), -1)[..., : t.size(-1)],
+    "misaligned": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
+    "expanded over the batch": lambda t: t[:1].expand(t.shape),
+    "head_dim not contiguous": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
+    "every other token": lambda t: t.repeat_interleave(2, 2)[:, :, ::2],
+    "batch of one, absurd stride": lambda t: t[:1].as_strided((1, *t.shape[1:]), (2**40 + 3, *t.stride()[1:])),
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+@every_order
+def test_layouts(device, view, interleaved, dtype):
+    q, k = (view(t) for t in make(dtype=dtype, device=device))
+    cos, sin = angles(5, 16, dtype=dtype, device=device)
+    assert_rope(q, k, cos, sin, interleaved=interleaved)
+
+
+@pytest.mark.parametrize("view", list(VIEWS.values())[:-1], ids=list(VIEWS)[:-1])
+def test_q_and_k_of_different_layouts(device, view):
+    q, k = make(device=device)
+    cos, sin = angles(5, 16, device=device)
+    assert_rope(q, view(k), cos, sin)
+    assert_rope(view(q), k, cos, sin)
+
+
+@every_layout
+def test_output_keeps_the_memory_order(device, layout):
+    """As eager arithmetic would, so that the transpose back before attention stays free."""
+    q, k = (t.transpose(1, 2) for t in make(layout=layout, device=device))
+    other = "bthd" if layout == "bhtd" else "bhtd"
+    cos, sin = angles(5, 16, device=device)
+    for ours, source in zip(rope(q, k, cos, sin, layout=other), (q, k), strict=True):
+        assert ours.stride() == source.stride()
+
+
+@every_dtype
+@every_order
+@every_layout
+@pytest.mark.parametrize("view", ["contiguous", "packed", "misaligned", "transposed"])
+def test_in_place(device, view, layout, interleaved, dtype):
+    """The same numbers into q and k themselves, and into nothing beside them."""
+    heads, kv_heads, dim = 4, 2, 24
+    whole = torch.randn(2, 5, heads + kv_heads + 2, dim + 8, device=device).to(dtype)
+    if view == "misaligned":
+        whole = torch.cat((whole.new_zeros(1), whole.flatten()))[1:].view(whole.shape)
+    before = whole.clone()
+    q, k = whole[:, :, 1 : heads + 1, :dim], whole[:, :, heads + 1 : -1, :dim]
+    if view in ("contiguous", "transposed"):
+        q, k = q.contiguous(), k.contiguous()
+    if view == "transposed":
+        q, k = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k))
+    if layout == "bhtd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    cos, sin = angles(5, 16, dtype=dtype, device=device)
+    options = {"layout": layout, "interleaved": interleaved}
+    expected = rope(q, k, cos, sin, **options)
+    pointers = q.data_ptr(), k.data_ptr()
+    result = rope(q, k, cos, sin, in_place=True, **options)
+    assert result[0] is q and result[1] is k and (q.data_ptr(), k.data_ptr()) == pointers
+    assert_same(result, expected)
+    for rows in (slice(0, 1), slice(-1, None)):
+        assert torch.equal(whole[:, :, rows], before[:, :, rows])
+    assert torch.equal(whole[..., dim:], before[..., dim:])
+
+
+def test_in_place_counts_as_a_write(device):
+    """autograd must notice that a tensor it had saved is gone."""
+    q, k = make(device=device)
+    leaf = torch.ones_like(q, requires_grad=True)
+    product = leaf * q
+    rope(q, k, *angles(5, 16, device=device), in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_inputs_are_left_alone(device):
+    inputs = *make(device=device), *angles(5, 16, device=device)
+    copies = tuple(t.clone() for t in inputs)
+    for out in rope(*inputs):
+        out.zero_()
+    assert_same(inputs, copies)
+
+
+# Gradients. The halves of cos and sin differ (see `angles`), so the backward must be the transpose, not the inverse.
+
+
+@pytest.mark.parametrize("half_width", [False, True], ids=["full", "half"])
+@every_order
+@every_layout
+@pytest.mark.parametrize("positions", [None, (3,), (2, 3)], ids=["no ids", "shared ids", "batched ids"])
+def test_gradcheck(positions, layout, interleaved, half_width):
+    q, k = (t.requires_grad_() for t in make(2, 3, 2, 1, 7, layout, torch.float64))
+    cos, sin = angles(9 if positions else 3, 2 if half_width else 4, dtype=torch.float64)
+    ids = torch.randint(9, positions) if positions else None
+    options = {"layout": layout, "interleaved": interleaved, "rotary_dim": 4}
+    assert gradcheck(lambda q, k: rope(q, k, cos, sin, ids, **options), (q, k))
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["q", "k"])
+def test_one_output_unused(device, used):
+    q, k = (t.requires_grad_() for t in make(device=device))
+    cos, sin = angles(5, 16, device=device)
+    leaf = (q, k)[used]
+    ours, eager = (torch.autograd.grad(f(q, k, cos, sin)[used].square().sum(), leaf)[0] for f in (rope, oracles.rope))
+    torch.testing.assert_close(ours, eager)
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", ["expanded", "sliced", "concatenated", "transposed"])
+def test_gradients_that_autograd_makes(device, kind, dtype):
+    def scalar(q, k):
+        return {
+            "expanded": lambda: q.sum() + k.sum(),
+            "sliced": lambda: q[:, 1:, :, 3:9].square().sum() + k[:, :, -1].square().sum(),
+            "concatenated": lambda: torch.cat((q, k), 1).square().sum() + torch.cat((q, q), -1)[..., 5:].sum(),
+            "transposed": lambda: (q.transpose(2, 3).flatten(2) * k.transpose(2, 3).flatten(2)[:, :1]).sum(),
+        }[kind]()
+
+    leaves = [t.requires_grad_() for t in make(dtype=dtype, device=device)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    cos, sin = angles(5, 16, dtype=dtype, device=device)
+    grads = torch.autograd.grad(scalar(*rope(*leaves, cos, sin)), leaves)
+    expected = torch.autograd.grad(scalar(*oracles.rope(*exact, cos.double(), sin.double())), exact)
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=6 * torch.finfo(dtype).eps * b.abs().max().item())
+
+
+def test_backward_through_a_packed_projection(device):
+    """q and k are slices of one tensor that takes the gradient, as behind a fused qkv projection."""
+    packed = torch.randn(2, 5, 8 * 16, device=device, requires_grad=True)
+    exact = packed.detach().double().requires_grad_()
+    cos, sin = angles(5, 16, device=device)
+    results = []
+    for function, leaf in ((rope, packed), (oracles.rope, exact)):
+        q, k, v = leaf.view(2, 5, 8, 16).transpose(1, 2).split((4, 2, 2), 1)
+        q, k = function(q, k, cos.to(leaf.dtype), sin.to(leaf.dtype))
+        results.append(torch.autograd.grad((q.sum(1) * k.sum(1) * v.sum(1)).sum(), leaf)[0])
+    torch.testing.assert_close(results[0], results[1].float(), rtol=1e-4, atol=1e-4)
+
+
+# Values, dtypes, errors.
+
+
+@every_dtype
+@every_order
+def test_special_values(device, interleaved, dtype):
+    q, k = make(tokens=6, dim=64, dtype=dtype, device=device)
+    for token, value in enumerate([float("inf"), float("-inf"), float("nan"), 1e4, 0.0]):
+        q[:, :, token, token] = k[:, :, token, -1 - token] = value
+    q[:, :, 5] = 0
+    cos, sin = angles(6, 64, dtype=dtype, device=device)
+    cos[0], sin[0] = 1, 0  # position 0 turns nothing: inf * 0 is NaN, as in eager
+    args = q, k, cos, sin
+    assert_same(rope(*args, interleaved=interleaved), oracles.rope(*args, interleaved=interleaved))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_mixed_dtypes_compose_as_eager(device, dtype):
+    q, k = make(dtype=dtype, device=device)
+    cos, sin = angles(5, 16, device=device)
+    assert_same(rope(q, k, cos, sin), oracles.rope(q, k, cos, sin))
+    check(rope, oracles.rope, (q, k, cos, sin), count=2)
+    ours, eager = (f(q.float(), k.float(), cos.to(dtype), sin.to(dtype)) for f in (rope, oracles.rope))
+    assert_same(ours, eager)
+
+
+ERRORS = {
+    r"q must have shape \(batch, heads, tokens, head_dim\), got \[4, 5, 16\]": lambda q, k, c: rope(q[0], k[0], c, c),
+    r"q must have shape \(batch, tokens, heads, head_dim\), got \[1, 2, 4, 5, 16\]": lambda q, k, c: rope(
+        q[None], k[None], c, c, layout="bthd"
+    ),
+    r"k must have shape .* got \[2, 5, 16\]": lambda q, k, c: rope(q, k[0], c, c),
+    r"k must have the batch, tokens and head_dim of q, \[2, 4, 5, 16\], got \[1, 2, 5, 16\]": lambda q, k, c: rope(
+        q, k[:1], c, c
+    ),
+    r"k must have the batch, .* got \[2, 2, 4, 16\]": lambda q, k, c: rope(q, k[:, :, :4], c, c),
+    r"k must have the batch, .* got \[2, 2, 5, 14\]": lambda q, k, c: rope(q, k[..., :14], c, c),
+    "k must have the dtype of q, Float, got Half": lambda q, k, c: rope(q, k.half(), c, c),
+    "q must be float32, float16, bfloat16.* got Int": lambda q, k, c: rope(q.int(), k.int(), c.int(), c.int()),
+    r"cos must have rotary_dim or rotary_dim / 2 columns .* got shape \[5, 12\]": lambda q, k, c: rope(
+        q, k, c[:, :12], c, rotary_dim=16
+    ),
+    r"cos must have shape \[5, 16\], .* got \[4, 16\]": lambda q, k, c: rope(q, k, c[:4], c),
+    r"cos must have shape .* got \[3, 5, 16\]": lambda q, k, c: rope(q, k, c.expand(3, 5, 16), c),
+    r"sin must have the shape of cos, \[5, 16\], got \[5, 8\]": lambda q, k, c: rope(q, k, c, c[:, :8]),
+    "sin must have the dtype of q, Float, got Half": lambda q, k, c: rope(q, k, c, c.half(), in_place=True),
+    "rotary_dim must be even, positive and at most head_dim, 16, got 7": lambda q, k, c: rope(q, k, c, c, rotary_dim=7),
+    "rotary_dim must .* got 32": lambda q, k, c: rope(q, k, c, c, rotary_dim=32),
+    "rotary_dim must .* got -2": lambda q, k, c: rope(q, k, c, c, rotary_dim=-2),
+    "rotary_dim must .* got 0": lambda q, k, c: rope(q, k, c[:, :0], c[:, :0]),
+    r"cos must be a table of shape \(positions, 16\).* got \[1, 5, 16\]": lambda q, k, c: rope(
+        q, k, c[None], c[None], ids(c, 5)
+    ),
+    r"position_ids must have shape \[5\], .* got \[4\]": lambda q, k, c: rope(q, k, c, c, ids(c, 4)),
+    r"position_ids must have shape .* got \[3, 5\]": lambda q, k, c: rope(q, k, c, c, ids(c, 5).expand(3, 5)),
+    "position_ids must be int32 or int64, got Float": lambda q, k, c: rope(q, k, c, c, ids(c, 5).float()),
+    r"layout must be 'bhtd' or 'bthd', got 'bhdt'": lambda q, k, c: rope(q, k, c, c, layout="bhdt"),
+    "cos and sin must not require a gradient": lambda q, k, c: rope(q, k, c.requires_grad_(), c),
+    "in_place must be False where q or k requires a gradient": lambda q, k, c: rope(
+        q, k.requires_grad_(), c, c, in_place=True
+    ),
+    r"q must not overlap itself .* got shape \[2, 4, 5, 16\] with strides \[0, ": lambda q, k, c: rope(
+        q[:1].expand(2, 4, 5, 16), k, c, c, in_place=True
+    ),
+    r"k must not overlap itself .* with strides \[160, 80, 8, 1\]": lambda q, k, c: rope(
+        q, k.as_strided((2, 2, 5, 16), (160, 80, 8, 1)), c, c, in_place=True
+    ),
+    "q must be contiguous along head_dim .* got strides": lambda q, k, c: rope(
+        q.transpose(2, 3).contiguous().transpose(2, 3), k, c, c, in_place=True
+    ),
+    "cos must have the dtype of q, Half, got Float": lambda q, k, c: rope(q.half(), k.half(), c, c, in_place=True),
+}
+
+
+def ids(like, count):
+    return torch.arange(count, device=like.device)
+
+
+@pytest.mark.parametrize("message, call", ERRORS.items(), ids=range(len(ERRORS)))
+def test_errors_name_op_argument_and_what_was_got(device, message, call):
+    tensors = torch.ones(2, 4, 5, 16), torch.ones(2, 2, 5, 16), torch.ones(5, 16)
+    with pytest.raises((RuntimeError, ValueError), match=f"rope_?: {message}"):
+        call(*(t.to(device) for t in tensors))
+
+
+@pytest.mark.gpu
+def test_errors_about_devices():
+    q, k, cos = torch.ones(2, 4, 5, 16), torch.ones(2, 2, 5, 16), torch.ones(5, 16)
+    for name, arguments in {
+        "k must be on the device of q": (q.cuda(), k, cos.cuda(), cos.cuda()),
+        "cos must be on the device of q": (q.cuda(), k.cuda(), cos, cos.cuda()),
+        "sin must be on the device of q": (q.cuda(), k.cuda(), cos.cuda(), cos),
+        "position_ids must be on the device of q": (q.cuda(), k.cuda(), cos.cuda(), cos.cuda(), ids(cos, 5)),
+        "q is float64, which is supported on the CPU only": [t.cuda().double() for t in (q, k, cos, cos)],
+    }.items():
+        with pytest.raises(RuntimeError, match=f"rope: {name}"):
+            rope(*arguments)
