@@ -247,11 +247,12 @@ def add_library(ninja: Ninja, toolkit: Toolkit | None, info: dict) -> Path:
     if toolkit:
         torch_flags += ["-isystem", toolkit.home / "include"]
         link_flags += [toolkit.cudart, "-lrt", "-lpthread", "-ldl"]
-    objects = ninja.objects("cxx", "build_info.cpp")
+    objects = []
+    if toolkit:  # first, since they take longest
+        objects += ninja.objects("nvcc", "kernels/**/*.cu", [gencode(name) for name in info["architectures"]])
     objects += ninja.objects("cxx", "cpu/**/*.cpp", [CPU_FLAGS])
     objects += ninja.objects("cxx", "torch/**/*.cpp", torch_flags)
-    if toolkit:
-        objects += ninja.objects("nvcc", "kernels/**/*.cu", [gencode(name) for name in info["architectures"]])
+    objects += ninja.objects("cxx", "build_info.cpp")
     return ninja.edge("link", BUILD / LIBRARY, objects, link_flags)
 
 
@@ -281,9 +282,9 @@ class Build(build_ext):
         write_if_changed(BUILD / "build_info.h", f"#define LLMK_BUILD_INFO {text}\n")
 
         ninja = Ninja(cxx, toolkit and toolkit.nvcc, ["-DLLMK_CUDA=1"] if info["cuda"] else [])
-        module = add_module(ninja)
         library = ROOT / "llmkernels" / LIBRARY if reuse else add_library(ninja, toolkit, info)
-        ninja.run([module] if reuse else [module, library])
+        module = add_module(ninja)
+        ninja.run([module] if reuse else [library, module])
         for extension, built in zip(self.extensions, (module, library), strict=True):
             target = self.get_ext_fullpath(extension.name)
             self.mkpath(str(Path(target).parent))

@@ -8,6 +8,7 @@ import json
 import platform
 import re
 import runpy
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from llmkernels import __version__, _library
@@ -154,12 +155,15 @@ def _stale_library(library: dict) -> list[str]:
 
 
 def _module_problems() -> list[str]:
-    found = sorted(path.name for path in _library.PATH.parent.glob("_C.*"))
+    folder = _library.PATH.parent
+    consequence = "The ops work without it; launch plans can't be asked for"
+    if not any((folder / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
+        others = ", ".join(sorted(path.name for path in folder.glob("_C.*"))) or "none at all"
+        return [f"there is no module _C for Python {platform.python_version()}, but {others}. {consequence}"]
     try:
         module = importlib.import_module("llmkernels._C")
     except ImportError as problem:
-        why = f"there is {', '.join(found)}, but none for Python {platform.python_version()}" if found else problem
-        return [f"the module _C cannot be imported ({why}). The ops work without it; launch plans can't be asked for"]
+        return [f"the module _C cannot be imported: {problem}. {consequence}"]
     if module.build_info() != _library.build_info():
         return ["the module _C and the library come from different builds: install the package again"]
     return []
@@ -200,7 +204,9 @@ def show(report: dict):
     from rich.table import Table
 
     console = Console(highlight=False)
-    table = Table("", "", box=None, show_header=False, pad_edge=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in report["versions"].items():
         table.add_row(name.replace("_", " "), value or "-")
     library = report["library"]

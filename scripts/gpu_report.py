@@ -9,8 +9,6 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 

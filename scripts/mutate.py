@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from fingerprint import LIBRARY_SOURCES, fingerprint
@@ -33,15 +34,20 @@ LIMIT_S = 300
 
 
 def copy_tree(target: Path) -> Path:
-    for name in TREE:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(
-                source, target / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.so", "__pycache__")
-            )
-        elif source.exists():
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / name)
+    """Brings `target` to the state of this tree. What is the same there keeps its time, so that it is not compiled
+    again, and what differs gets a new one, so that it is."""
+    sources = [ROOT / name for name in TREE]
+    files = [file for source in sources for file in (source.rglob("*") if source.is_dir() else [source])]
+    names = {file.relative_to(ROOT) for file in files if file.is_file() and file.suffix not in (".so", ".pyc")}
+    for name in names:
+        path, content = target / name, (ROOT / name).read_bytes()
+        if not path.exists() or path.read_bytes() != content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    for file in target.rglob("*"):
+        name = file.relative_to(target)
+        if file.is_file() and name.parts[0] in TREE and name not in names and file.suffix != ".so":
+            file.unlink()
     return target
 
 
@@ -49,20 +55,24 @@ def fits(mutation: Mutation) -> bool:
     return (ROOT / mutation.file).read_text().count(mutation.old) == 1
 
 
-class Mutant:
-    """`with Mutant(tree, mutation)`: the mutation is in `tree` inside, and out of it again after."""
+def apply(tree: Path, mutation: Mutation) -> str:
+    """Puts the mutation into `tree`; returns what the file was before."""
+    path = tree / mutation.file
+    text = path.read_text()
+    if text.count(mutation.old) != 1:
+        sys.exit(f"mutate.py: {mutation.name} must fit {mutation.file} once: bring it up to date")
+    path.write_text(text.replace(mutation.old, mutation.new))
+    return text
 
-    def __init__(self, tree: Path, mutation: Mutation):
-        self.path, self.mutation = tree / mutation.file, mutation
 
-    def __enter__(self):
-        self.text = self.path.read_text()
-        if self.text.count(self.mutation.old) != 1:
-            sys.exit(f"mutate.py: {self.mutation.name} must fit {self.mutation.file} once: bring it up to date")
-        self.path.write_text(self.text.replace(self.mutation.old, self.mutation.new))
-
-    def __exit__(self, *_):
-        self.path.write_text(self.text)
+@contextmanager
+def mutated(tree: Path, mutation: Mutation):
+    """Inside, the mutation is in `tree`."""
+    text = apply(tree, mutation)
+    try:
+        yield
+    finally:
+        (tree / mutation.file).write_text(text)
 
 
 def build(tree: Path, cuda: bool) -> None:
@@ -88,7 +98,7 @@ def test(tree: Path, mutation: Mutation) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         return "caught", "hung"
     if done.returncode == 0:
-        return "survived", ""
+        return ("survived", "") if " passed" in done.stdout else ("error", "no test ran")
     failed = [line.split(" - ")[0].removeprefix("FAILED ") for line in done.stdout.splitlines() if "FAILED " in line]
     if failed or (mutation.tool and " SUMMARY: " in done.stdout):
         return "caught", failed[0] if failed else mutation.tool
@@ -105,7 +115,7 @@ def run(mutations: list[Mutation], tree: Path, cuda: bool) -> list[dict]:
     rows = []
     for mutation in mutations:
         start = time.time()
-        with Mutant(tree, mutation):
+        with mutated(tree, mutation):
             if mutation.compiled:
                 build(tree, cuda)
             rows.append(row(mutation, *test(tree, mutation), start))
@@ -150,7 +160,7 @@ def build_all(mutations: list[Mutation], folder: Path, tree: Path) -> None:
     shutil.copy2(tree / LIBRARY, folder / f"{BASELINE}.so")
     for mutation in mutations:
         start = time.time()
-        with Mutant(tree, mutation):
+        with mutated(tree, mutation):
             build(tree, cuda=True)
         shutil.copy2(tree / LIBRARY, folder / f"{mutation.name}.so")
         say(f"{mutation.name:34} built in {time.time() - start:.0f} s")
@@ -198,8 +208,7 @@ def main() -> int:
     by_name = {mutation.name: mutation for mutation in MUTATIONS}
     if arguments.apply:
         name, folder = arguments.apply
-        tree = copy_tree(Path(folder))
-        Mutant(tree, by_name[name]).__enter__()
+        apply(copy_tree(Path(folder)), by_name[name])
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         tree = copy_tree((arguments.work or Path(temporary)).resolve())

@@ -159,7 +159,8 @@ def check_norm(ours, eager, inputs, grad_layout=None, **options):
     scales += [(weighted.abs() * rstd + sum(in_double(grad_outputs[1:]), torch.zeros_like(total)).abs())] * len(rows)
     scales = [s if s is None else s.amax(-1, keepdim=True) for s in scales]
     if weight is not None:
-        scales.append((grad_y * normed).square().sum(0).sqrt().max())
+        terms = grad_y * normed
+        scales.append(torch.maximum(terms.square().sum(0).sqrt(), terms.sum(0).abs()).max())
     check(ours, eager, inputs, scales=scales, grad_outputs=grad_outputs)
 
 
@@ -192,27 +193,27 @@ def check_scalar_gradients(ours, eager, inputs, scalar):
     exact = [t.double().requires_grad_() for t in inputs]
     grads = torch.autograd.grad(scalar(ours(*leaves)), leaves)
     for a, b in zip(grads, torch.autograd.grad(scalar(eager(*exact)), exact), strict=True):
-        tolerance = 6 * torch.finfo(a.dtype).eps * b.abs().max().item()
+        tolerance = 10 * torch.finfo(a.dtype).eps * b.abs().max().item()
         torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance)
 
 
 def assert_accurate(ours: Tensor, eager: Tensor, exact: Tensor, scale=None, name="output"):
-    """Largest and root-mean-square error of `ours` are at most twice those of `eager`, plus about one rounding.
+    """Largest and root-mean-square error of `ours` are at most twice those of `eager`, plus a few roundings.
 
     Errors are relative to `scale`; by default to the largest exact value in the row.
     """
     assert (ours.shape, ours.dtype, ours.device) == (eager.shape, eager.dtype, eager.device), name
     if ours.numel() == 0:
         return
-    scale = exact.abs().amax(-1, keepdim=True) if scale is None else scale
-    errors = [(t.double() - exact) / scale.clamp_min(1e-30) for t in (ours, eager)]
-    measured = torch.stack(
-        [f(e) for f in (lambda e: e.abs().max(), lambda e: e.square().mean().sqrt()) for e in errors]
-    )
-    ours_max, eager_max, ours_l2, eager_l2 = measured.tolist()
-    rounding = torch.finfo(ours.dtype).eps
-    assert ours_max <= 2 * eager_max + rounding, f"{name}: largest error {ours_max:.3g}, eager {eager_max:.3g}"
-    assert ours_l2 <= 2 * eager_l2 + rounding / 2, f"{name}: L2 error {ours_l2:.3g}, eager {eager_l2:.3g}"
+    scale = (exact.abs().amax(-1, keepdim=True) if scale is None else scale).clamp_min(1e-30)
+    errors = [(t.double() - exact) / scale for t in (ours, eager)]
+    measured = [e.abs().max() for e in errors] + [e.square().mean().sqrt() for e in errors]
+    ours_max, eager_max, ours_l2, eager_l2 = torch.stack(measured).tolist()
+    # One rounding of a 16-bit result; in float32 the reciprocal root alone may be off by two units.
+    eps = torch.finfo(ours.dtype).eps
+    floor_max, floor_l2 = (eps, eps / 2) if ours.element_size() == 2 else (4 * eps, 4 * eps)
+    assert ours_max <= 2 * eager_max + floor_max, f"{name}: largest error {ours_max:.3g}, eager {eager_max:.3g}"
+    assert ours_l2 <= 2 * eager_l2 + floor_l2, f"{name}: L2 error {ours_l2:.3g}, eager {eager_l2:.3g}"
 
 
 def assert_same(ours, expected, name="output"):

@@ -120,6 +120,17 @@ def test_no_graph_is_recorded_without_need(case, device):
 
 
 @every_case
+def test_a_second_derivative_is_refused(case, device):
+    """The ops are differentiable once; a second time must be an error and not zero."""
+    inputs = case.inputs(device=device)
+    leaves = [t.requires_grad_() for t in inputs[: case.differentiable]]
+    outputs = tensors(case.ours(*leaves, *inputs[case.differentiable :]))
+    (grad,) = torch.autograd.grad(sum(t.square().sum() for t in outputs), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate"):
+        torch.autograd.grad(grad.square().sum(), leaves[0])
+
+
+@every_case
 def test_meta_tensors(case):
     inputs = case.inputs()
     for ours, meta in zip(

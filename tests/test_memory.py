@@ -68,9 +68,10 @@ def test_neighbours_of_the_outputs_stay(case, cols, dtype):
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     for size in sizes:
-        blocks = [torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(24)]
-        free = {block.data_ptr() for block in blocks[1::2]}
-        guards = blocks[::2]
+        # Many, so that the first fill whatever gaps of this size there are, and the later ones lie side by side.
+        blocks = [torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(64)]
+        guards = blocks[:32] + blocks[32::2]
+        free = {block.data_ptr() for block in blocks[33::2]}
         del blocks
         results = case.differentiate(inputs, grad_outputs)
         landed = [t for t in results if t.numel() * t.element_size() == size]
@@ -154,9 +155,8 @@ def assert_far_rows(device):
 
 def interesting(rows, cols):
     """Rows around the elements 2^31 and 2^32, the first and the last."""
-    return sorted(
-        {0, 1, *(2**p // cols + d for p in (31, 32) for d in (-1, 0, 1)), rows - 2, rows - 1} & set(range(rows))
-    )
+    around = {2**power // cols + step for power in (31, 32) for step in (-1, 0, 1)}
+    return sorted(i for i in {0, 1, *around, rows - 2, rows - 1} if 0 <= i < rows)
 
 
 COLS = 3584
@@ -255,11 +255,9 @@ def test_more_than_2_31_rows():
     y = llmkernels.rms_norm(x)
     assert torch.equal(y, x)
     del y
-    weight = torch.ones(1, dtype=x.dtype, device="cuda")
-    grad_x, grad_weight = _backward(x, x, weight, None, 1.0, 0.0, True, True)
-    # n = x / sqrt(2), and a row of one element has the gradient (1 - n^2) / sqrt(2).
+    # With eps = 1, n = x / sqrt(2); a row of one element has the gradient (1 - n^2) / sqrt(2).
+    grad_x, _ = _backward(x, x, None, None, 1.0, 0.0, True, False)
     assert torch.equal(grad_x, x * (0.5 * 0.5**0.5))
-    torch.testing.assert_close(grad_weight.double().item(), len(x) * 0.5**0.5, rtol=1e-2, atol=0)
     del grad_x
     assert torch.equal(llmkernels.swiglu(x, x)[-3:], case_named("swiglu").eager(x[-3:], x[-3:]))
 
@@ -288,7 +286,10 @@ def every_path():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case, dtype, cols, rows",
-    [pytest.param(*path, id=f"{path[0].name}-{path[1]}-{path[2]}".replace("torch.", "")) for path in every_path()],
+    [
+        pytest.param(*path, id=f"{path[0].name}-{path[1]}-{path[2]}x{path[3]}".replace("torch.", ""))
+        for path in every_path()
+    ],
 )
 def test_every_kernel_path(case, dtype, cols, rows):
     inputs = case.inputs(rows, cols, dtype)

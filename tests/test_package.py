@@ -96,7 +96,7 @@ def test_ops_work_without_the_module(copy):
     assert result.stdout.strip() == "[0.0, 0.0]", result.stderr
     info = python("-m", "llmkernels", "info", folder=copy)
     assert info.returncode == 1
-    assert "there is _C.cpython-27-other.so, but none for Python" in info.stdout
+    assert f"no module _C for Python {platform.python_version()}, but _C.cpython-27-other.so" in info.stdout
 
 
 def test_one_version():
@@ -256,3 +256,29 @@ def test_stale_library_is_not_reused(build, monkeypatch, tmp_path):
     monkeypatch.setitem(reused_info.__globals__, "fingerprint", lambda parts: "0" * 64)
     with pytest.raises(SystemExit, match="is stale: it was built from sources"):
         reused_info()
+
+
+# ---- the GPU report
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.test_rope" name="test_a[cuda]"/>
+<testcase classname="tests.test_rope" name="test_b[cuda]"><skipped/></testcase>
+<testcase classname="tests.test_rope" name="test_c[cuda]"><failure/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_gpu_report_counts_tests_and_sanitizer_errors(tmp_path):
+    tools = runpy.run_path(str(ROOT / "scripts" / "gpu_report.py"))
+    tests, log = tmp_path / "memcheck.xml", tmp_path / "memcheck.log"
+    tests.write_text(JUNIT)
+    counts, failures = tools["read_tests"](tests)
+    assert counts == {"passed": 1, "failed": 1, "skipped": 1}
+    assert failures == ["tests.test_rope::test_c[cuda]"]
+
+    tests.write_text(JUNIT.replace("<failure/>", ""))
+    log.write_text("========= ERROR SUMMARY: 0 errors\n")
+    assert tools["read_sanitizer"](log, tests) == ({"errors": 0, "tests": 2}, [])
+    log.write_text("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n")
+    assert tools["read_sanitizer"](log, tests) == ({"errors": 3, "tests": 2}, ["memcheck: 3 errors"])
+    log.write_text("========= Internal error\n")
+    assert tools["read_sanitizer"](log, tests)[1] == ["memcheck: did not run to its end"]

@@ -253,7 +253,7 @@ def test_gradients_that_autograd_makes(device, kind, dtype):
     grads = torch.autograd.grad(scalar(*rope(*leaves, cos, sin)), leaves)
     expected = torch.autograd.grad(scalar(*oracles.rope(*exact, cos.double(), sin.double())), exact)
     for a, b in zip(grads, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=6 * torch.finfo(dtype).eps * b.abs().max().item())
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=10 * torch.finfo(dtype).eps * b.abs().max().item())
 
 
 def test_backward_through_a_packed_projection(device):
@@ -309,12 +309,12 @@ ERRORS = {
     "k must have the dtype of q, Float, got Half": lambda q, k, c: rope(q, k.half(), c, c),
     "q must be float32, float16, bfloat16.* got Int": lambda q, k, c: rope(q.int(), k.int(), c.int(), c.int()),
     r"cos must have rotary_dim or rotary_dim / 2 columns .* got shape \[5, 12\]": lambda q, k, c: rope(
-        q, k, c[:, :12], c, rotary_dim=16
+        q, k, c[:, :12], c[:, :12], rotary_dim=16
     ),
-    r"cos must have shape \[5, 16\], .* got \[4, 16\]": lambda q, k, c: rope(q, k, c[:4], c),
-    r"cos must have shape .* got \[3, 5, 16\]": lambda q, k, c: rope(q, k, c.expand(3, 5, 16), c),
+    r"cos must have shape \[5, 16\], .* got \[4, 16\]": lambda q, k, c: rope(q, k, c[:4], c[:4]),
+    r"cos must have shape .* got \[3, 5, 16\]": lambda q, k, c: rope(q, k, c.expand(3, 5, 16), c.expand(3, 5, 16)),
     r"sin must have the shape of cos, \[5, 16\], got \[5, 8\]": lambda q, k, c: rope(q, k, c, c[:, :8]),
-    "sin must have the dtype of q, Float, got Half": lambda q, k, c: rope(q, k, c, c.half(), in_place=True),
+    "sin must have the dtype of cos, Float, got Half": lambda q, k, c: rope(q, k, c, c.half(), in_place=True),
     "rotary_dim must be even, positive and at most head_dim, 16, got 7": lambda q, k, c: rope(q, k, c, c, rotary_dim=7),
     "rotary_dim must .* got 32": lambda q, k, c: rope(q, k, c, c, rotary_dim=32),
     "rotary_dim must .* got -2": lambda q, k, c: rope(q, k, c, c, rotary_dim=-2),
@@ -360,7 +360,7 @@ def test_errors_about_devices():
     for name, arguments in {
         "k must be on the device of q": (q.cuda(), k, cos.cuda(), cos.cuda()),
         "cos must be on the device of q": (q.cuda(), k.cuda(), cos, cos.cuda()),
-        "sin must be on the device of q": (q.cuda(), k.cuda(), cos.cuda(), cos),
+        "sin must be on the device of cos": (q.cuda(), k.cuda(), cos.cuda(), cos),
         "position_ids must be on the device of q": (q.cuda(), k.cuda(), cos.cuda(), cos.cuda(), ids(cos, 5)),
         "q is float64, which is supported on the CPU only": [t.cuda().double() for t in (q, k, cos, cos)],
     }.items():

@@ -15,6 +15,13 @@ __device__ inline float reciprocal_approximate(float x) {
   return result;
 }
 
+// The smaller one; NaN if either is.
+__device__ inline float min_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // Asynchronous copy of 16 bytes from global to shared memory, past L1.
 __device__ inline void cp_async_16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
@@ -27,8 +34,10 @@ __device__ inline void cp_async_wait() {
 }
 
 // Programmatic dependent launch (sm_90 and later; nothing before). A kernel that kernels::launch() starts may begin
-// while its predecessor in the stream still runs: it must call pdl_wait() in every thread before it touches global
-// memory. pdl_launch_dependents() lets the successor begin; what the successor reads is safe behind its own wait.
+// while its predecessor in the stream still runs: some thread of every block must call pdl_wait() before the block
+// touches global memory. pdl_launch_dependents() lets the successor begin as soon as all blocks of this kernel have
+// begun; it may come first, since what the successor reads is safe behind its own wait, which waits for the whole of
+// this kernel.
 __device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

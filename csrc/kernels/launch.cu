@@ -1,28 +1,33 @@
 #include "launch.h"
 
+#include <array>
 #include <atomic>
+#include <mutex>
 
 namespace llmk::kernels {
 
 cudaError_t device_info(DeviceInfo& info) {
   constexpr int kMaxDevices = 64;
-  static std::atomic<uint64_t> cache[kMaxDevices];  // both numbers in one word, 0 while unknown
+  static std::array<DeviceInfo, kMaxDevices> cache;
+  static std::array<std::atomic<bool>, kMaxDevices> known;
+  static std::mutex mutex;
   int device = 0;
   if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
   if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  uint64_t packed = cache[device].load(std::memory_order_relaxed);
-  if (packed == 0) {
-    int sm_count = 0, major = 0, minor = 0;
-    for (const auto& [value, attribute] : {std::pair{&sm_count, cudaDevAttrMultiProcessorCount},
-                                           std::pair{&major, cudaDevAttrComputeCapabilityMajor},
-                                           std::pair{&minor, cudaDevAttrComputeCapabilityMinor}}) {
+  if (!known[device].load(std::memory_order_acquire)) {
+    const std::lock_guard lock(mutex);
+    int sm_count = 0, major = 0, minor = 0, shared_bytes = 0;
+    for (const auto& [value, attribute] :
+         {std::pair{&sm_count, cudaDevAttrMultiProcessorCount}, std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+          std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
+          std::pair{&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin}}) {
       const cudaError_t status = cudaDeviceGetAttribute(value, attribute, device);
       if (status != cudaSuccess) return status;
     }
-    packed = static_cast<uint64_t>(sm_count) << 32 | static_cast<uint64_t>(major * 10 + minor);
-    cache[device].store(packed, std::memory_order_relaxed);
+    cache[device] = {sm_count, major * 10 + minor, static_cast<size_t>(shared_bytes)};
+    known[device].store(true, std::memory_order_release);
   }
-  info = {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffffu)};
+  info = cache[device];
   return cudaSuccess;
 }
 

@@ -11,6 +11,7 @@ namespace llmk::kernels {
 struct DeviceInfo {
   int sm_count;
   int compute_capability;  // 90 for sm_90
+  size_t shared_bytes;     // of one block at most
 };
 
 // Of the current device; asked once per device.
@@ -29,23 +30,26 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   if (shape.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  if (shape.shared_bytes > 48 * 1024) {
-    const auto status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             static_cast<int>(shape.shared_bytes));
-    if (status != cudaSuccess) return status;
+  cudaError_t status = cudaSuccess;
+  if (shape.shared_bytes > 32 * 1024) {  // static shared memory counts towards the 48 KiB that need no asking
+    status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-  config.blockDim = shape.threads;
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = device.compute_capability >= 90 ? 1 : 0;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
-  return status == cudaSuccess ? cudaGetLastError() : status;
+  if (status == cudaSuccess) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+    config.blockDim = shape.threads;
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = device.compute_capability >= 90 ? 1 : 0;
+    status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  }
+  if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
+  return status;
 }
 
 inline bool is_aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }

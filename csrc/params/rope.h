@@ -14,15 +14,16 @@ struct RopeTensor {
 
 struct RopeParams {
   RopeTensor q, k;
-  const void* cos;            // rows of rotary_dim elements, or of rotary_dim / 2 when `half_width`
-  const void* sin;            // same
-  const void* position_ids;   // [batch, tokens] by its strides, int32 or int64, or null: row of (batch, token) is given by strides
+  const void* cos;           // rows of rotary_dim elements, or of rotary_dim / 2 when `half_width`
+  const void* sin;           // same
+  const void* position_ids;  // [batch, tokens] by its strides, int32 or int64, or null: row of (batch, token) is given
+                             // by strides
   bool position_ids_int64;
   int64_t positions_batch, positions_token;  // strides of position_ids
   int64_t cos_batch, cos_token;              // strides of cos and sin without position_ids (cos_batch 0: shared)
   int64_t sin_batch, sin_token;
-  int64_t cos_row, sin_row;                  // strides between table rows, with position_ids
-  int64_t table_rows;                        // with position_ids: valid positions are [0, table_rows)
+  int64_t cos_row, sin_row;  // strides between table rows, with position_ids
+  int64_t table_rows;        // with position_ids: valid positions are [0, table_rows)
   int64_t batch, tokens, head_dim, rotary_dim;
   bool half_width;
   bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + rotary_dim / 2)

@@ -38,7 +38,8 @@ void on_device(const char* op, const Tensor& tensor, const Cuda& cuda, const Cpu
 #if LLMK_CUDA
   if (tensor.is_cuda()) {
     const int32_t device = tensor.get_device_index();
-    const torch::stable::accelerator::DeviceGuard guard(device);
+    std::optional<torch::stable::accelerator::DeviceGuard> guard;
+    if (int current = -1; cudaGetDevice(&current) != cudaSuccess || current != device) guard.emplace(device);
     void* stream = nullptr;
     LLMK_CHECK(aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device, &stream) == 0, op,
                "this torch has no CUDA support");
@@ -62,7 +63,7 @@ void on_device(const char* op, const Tensor& tensor, const Cuda& cuda, const Cpu
 
 // Registers register_ops(ops) for every device that this build has kernels for.
 #if LLMK_CUDA
-#define LLMK_IMPLEMENT(register_ops)                             \
+#define LLMK_IMPLEMENT(register_ops)                                     \
   STABLE_TORCH_LIBRARY_IMPL(llmkernels, CPU, ops) { register_ops(ops); } \
   STABLE_TORCH_LIBRARY_IMPL(llmkernels, CUDA, ops) { register_ops(ops); }
 #else

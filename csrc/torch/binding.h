@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <initializer_list>
+#include <array>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -22,8 +22,8 @@ using torch::stable::Tensor;
 
 // LLMK_CHECK(ok, "rms_norm", "x must have a dimension"): raised in Python as
 // RuntimeError("rms_norm: x must have a dimension").
-#define LLMK_CHECK(condition, op, ...) \
-  do {                                 \
+#define LLMK_CHECK(condition, op, ...)               \
+  do {                                               \
     if (!(condition)) ::llmk::fail(op, __VA_ARGS__); \
   } while (false)
 
@@ -74,9 +74,8 @@ inline void check_same_device(const char* op, const Argument& argument, const Ar
 
 inline void check_same_dtype_and_device(const char* op, const Argument& argument, const Argument& model) {
   check_same_device(op, argument, model);
-  LLMK_CHECK(argument.tensor.scalar_type() == model.tensor.scalar_type(), op, argument.name,
-             " must have the dtype of ", model.name, ", ", name(model.tensor.scalar_type()), ", got ",
-             name(argument.tensor.scalar_type()));
+  LLMK_CHECK(argument.tensor.scalar_type() == model.tensor.scalar_type(), op, argument.name, " must have the dtype of ",
+             model.name, ", ", name(model.tensor.scalar_type()), ", got ", name(argument.tensor.scalar_type()));
 }
 
 inline void check_like(const char* op, const Argument& argument, const Argument& model) {
@@ -85,21 +84,28 @@ inline void check_like(const char* op, const Argument& argument, const Argument&
              model.name, ", ", shape(model.tensor), ", got ", shape(argument.tensor));
 }
 
-// An uninitialised contiguous tensor on the device of `like`.
+// An uninitialised tensor on the device of `like`.
+inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, const int64_t* strides, ScalarType type, const Tensor& like) {
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides,
+                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+                                                  device_type, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+// A contiguous one.
 inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& like) {
-  std::vector<int64_t> strides(sizes.size());
+  std::array<int64_t, 8> few;
+  std::vector<int64_t> many(sizes.size() > few.size() ? sizes.size() : 0);
+  int64_t* const strides = many.empty() ? few.data() : many.data();
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0;) {
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-                                                  device_type, like.get_device_index(), &handle));
-  return Tensor(handle);
+  return empty_strided(sizes, strides, type, like);
 }
 inline Tensor empty_rows(const Tensor& like) { return empty(like.sizes(), like.scalar_type(), like); }
 
@@ -131,6 +137,11 @@ inline Rows as_rows(const Tensor& tensor) {
 
 inline bool has_unit_last_stride(const Tensor& tensor) {
   return tensor.size(tensor.dim() - 1) <= 1 || tensor.stride(tensor.dim() - 1) == 1;
+}
+
+// The tensor, or a contiguous copy.
+inline Tensor with_unit_last_stride(const Tensor& tensor) {
+  return has_unit_last_stride(tensor) ? tensor : torch::stable::contiguous(tensor);
 }
 
 }  // namespace llmk

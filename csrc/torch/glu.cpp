@@ -1,6 +1,6 @@
 // swiglu and geglu, separate and packed, and their backward.
-#include "backend.h"
 #include "cpu/glu.h"
+#include "backend.h"
 #if LLMK_CUDA
 #include "kernels/activation/glu.h"
 #endif
@@ -11,20 +11,20 @@ namespace {
 using torch::stable::detail::StableLibrary;
 
 void run(const char* op, const GluParams& params, Activation activation, Dtype dtype, const Tensor& like) {
-  on_device(
-      op, like, LLMK_CUDA_ONLY([&](auto stream) { return kernels::glu(params, activation, dtype, stream); }), [&] {
-        parallel_for(params.rows * params.cols, 1,
-                     [&](int64_t begin, int64_t end) { cpu::glu(params, activation, dtype, begin, end); });
-      });
+  on_device(op, like, LLMK_CUDA_ONLY([&](auto stream) { return kernels::glu(params, activation, dtype, stream); }),
+            [&] {
+              parallel_for(params.rows * params.cols, 1,
+                           [&](int64_t begin, int64_t end) { cpu::glu(params, activation, dtype, begin, end); });
+            });
 }
 
 void run(const char* op, const GluBackwardParams& params, Activation activation, Dtype dtype, const Tensor& like) {
-  on_device(
-      op, like, LLMK_CUDA_ONLY([&](auto stream) { return kernels::glu_backward(params, activation, dtype, stream); }),
-      [&] {
-        parallel_for(params.rows * params.cols, 1,
-                     [&](int64_t begin, int64_t end) { cpu::glu_backward(params, activation, dtype, begin, end); });
-      });
+  on_device(op, like,
+            LLMK_CUDA_ONLY([&](auto stream) { return kernels::glu_backward(params, activation, dtype, stream); }), [&] {
+              parallel_for(params.rows * params.cols, 1, [&](int64_t begin, int64_t end) {
+                cpu::glu_backward(params, activation, dtype, begin, end);
+              });
+            });
 }
 
 Tensor forward(const char* op, const Tensor& gate, const Tensor& up, Activation activation) {
@@ -104,8 +104,8 @@ Tensor packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_
 }
 
 Activation gelu(const char* op, const std::string& approximate) {
-  LLMK_CHECK(approximate == "tanh" || approximate == "none", op,
-             "approximate must be 'tanh' or 'none' (erf), got '", approximate, "'");
+  LLMK_CHECK(approximate == "tanh" || approximate == "none", op, "approximate must be 'tanh' or 'none' (erf), got '",
+             approximate, "'");
   return approximate == "tanh" ? Activation::kGeluTanh : Activation::kGeluErf;
 }
 

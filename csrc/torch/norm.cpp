@@ -17,49 +17,56 @@ std::optional<Tensor> check_weight(const char* op, const std::optional<Tensor>& 
   if (!weight) return std::nullopt;
   check_same_dtype_and_device(op, {"weight", *weight}, {"x", x});
   const int64_t cols = x.size(x.dim() - 1);
-  LLMK_CHECK(weight->dim() == 1 && weight->size(0) == cols, op, "weight must have shape [", cols, "] (x.size(-1)), got ",
-             shape(*weight));
-  return has_unit_last_stride(*weight) ? *weight : torch::stable::contiguous(*weight);
+  LLMK_CHECK(weight->dim() == 1 && weight->size(0) == cols, op, "weight must have shape [", cols,
+             "] (x.size(-1)), got ", shape(*weight));
+  return with_unit_last_stride(*weight);
 }
 
 void check_x(const char* op, const Tensor& x) {
   LLMK_CHECK(x.dim() >= 1, op, "x must have at least one dimension, got a scalar");
 }
 
-// y and, with a residual, x + residual (else an undefined tensor).
-std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& x, const Tensor* residual,
-                                   const std::optional<Tensor>& given_weight, const RmsNormOptions& options) {
+// y and, with a residual, x + residual.
+std::pair<Tensor, std::optional<Tensor>> forward(const char* op, const Tensor& x, const Tensor* residual,
+                                                 const std::optional<Tensor>& given_weight,
+                                                 const RmsNormOptions& options) {
   const Dtype dtype = to_dtype(op, {"x", x});
   check_x(op, x);
   if (residual) check_like(op, {"residual", *residual}, {"x", x});
   const auto weight = check_weight(op, given_weight, x);
-  Tensor y = empty_rows(x), sum = residual ? empty_rows(x) : Tensor();
+  Tensor y = empty_rows(x);
+  std::optional<Tensor> sum;
+  if (residual) sum = empty_rows(x);
   if (x.numel() == 0) return {y, sum};
 
-  const Rows x_rows = as_rows(x), residual_rows = residual ? as_rows(*residual) : Rows{};
-  const RmsNormParams params{x_rows.data(), residual ? residual_rows.data() : nullptr,
-                             data(weight),  y.mutable_data_ptr(),
-                             residual ? sum.mutable_data_ptr() : nullptr,
-                             x_rows.rows,   x_rows.cols,
-                             x_rows.stride, residual_rows.stride,
+  const Rows x_rows = as_rows(x);
+  const std::optional<Rows> residual_rows = residual ? std::optional(as_rows(*residual)) : std::nullopt;
+  const RmsNormParams params{x_rows.data(),
+                             residual ? residual_rows->data() : nullptr,
+                             data(weight),
+                             y.mutable_data_ptr(),
+                             sum ? sum->mutable_data_ptr() : nullptr,
+                             x_rows.rows,
+                             x_rows.cols,
+                             x_rows.stride,
+                             residual ? residual_rows->stride : 0,
                              options};
-  on_device(
-      op, x, LLMK_CUDA_ONLY([&](auto stream) { return kernels::rms_norm(params, dtype, stream); }),
-      [&] {
-        parallel_for(params.rows, params.cols,
-                     [&](int64_t begin, int64_t end) { cpu::rms_norm(params, dtype, begin, end); });
-      });
+  on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) { return kernels::rms_norm(params, dtype, stream); }), [&] {
+    parallel_for(params.rows, params.cols,
+                 [&](int64_t begin, int64_t end) { cpu::rms_norm(params, dtype, begin, end); });
+  });
   return {y, sum};
 }
 
 Tensor rms_norm(const Tensor& x, std::optional<Tensor> weight, double eps, double weight_offset,
                 bool cast_before_weight) {
-  return std::get<0>(forward("rms_norm", x, nullptr, weight, {eps, weight_offset, cast_before_weight}));
+  return forward("rms_norm", x, nullptr, weight, {eps, weight_offset, cast_before_weight}).first;
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
                                         double eps, double weight_offset, bool cast_before_weight) {
-  return forward("add_rms_norm", x, &residual, weight, {eps, weight_offset, cast_before_weight});
+  const auto [y, sum] = forward("add_rms_norm", x, &residual, weight, {eps, weight_offset, cast_before_weight});
+  return {y, *sum};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor& x, std::optional<Tensor> given_weight,
@@ -78,11 +85,12 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor&
     return {grad_x, grad_weight};
   }
 
-  const Rows x_rows = as_rows(x), grad_y_rows = as_rows(grad_y), grad_sum_rows = grad_sum ? as_rows(*grad_sum) : Rows{};
+  const Rows x_rows = as_rows(x), grad_y_rows = as_rows(grad_y);
+  const std::optional<Rows> grad_sum_rows = grad_sum ? std::optional(as_rows(*grad_sum)) : std::nullopt;
   RmsNormBackwardParams params{grad_y_rows.data(),
                                x_rows.data(),
                                data(weight),
-                               grad_sum ? grad_sum_rows.data() : nullptr,
+                               grad_sum ? grad_sum_rows->data() : nullptr,
                                grad_x.mutable_data_ptr(),
                                grad_weight_size ? grad_weight.mutable_data_ptr() : nullptr,
                                nullptr,
@@ -91,34 +99,33 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor&
                                x_rows.cols,
                                grad_y_rows.stride,
                                x_rows.stride,
-                               grad_sum_rows.stride,
+                               grad_sum ? grad_sum_rows->stride : 0,
                                {eps, weight_offset, cast_before_weight}};
-  Tensor partials;  // kept until the kernels are launched; the allocator orders its reuse behind them
+  std::optional<Tensor> partials;  // kept until the kernels are launched; the allocator orders its reuse behind them
   const auto allocate_partials = [&](int64_t count, ScalarType type) {
     partials = empty({&count, 1}, type, x);
-    params.partials = partials.mutable_data_ptr();
+    params.partials = partials->mutable_data_ptr();
   };
-  on_device(
-      op, x, LLMK_CUDA_ONLY([&](auto stream) {
-        kernels::RmsNormBackwardWorkspace workspace{};
-        check_cuda(op, kernels::rms_norm_backward_workspace(params, dtype, workspace));
-        params.partial_rows = workspace.partial_rows;
-        if (params.grad_weight) allocate_partials(workspace.floats, ScalarType::Float);
-        return kernels::rms_norm_backward(params, dtype, stream);
-      }),
-      [&] {
-        params.partial_rows = std::min<int64_t>(params.rows, 64);
-        if (params.grad_weight) {
-          allocate_partials(params.partial_rows * params.cols,
-                            dtype == Dtype::kFloat64 ? ScalarType::Double : ScalarType::Float);
-        }
-        parallel_for(params.partial_rows, x.numel() / params.partial_rows,
-                     [&](int64_t begin, int64_t end) { cpu::rms_norm_backward(params, dtype, begin, end); });
-        if (params.grad_weight) {
-          parallel_for(params.cols, params.partial_rows,
-                       [&](int64_t begin, int64_t end) { cpu::rms_norm_grad_weight(params, dtype, begin, end); });
-        }
-      });
+  on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) {
+              kernels::RmsNormBackwardWorkspace workspace{};
+              check_cuda(op, kernels::rms_norm_backward_workspace(params, dtype, workspace));
+              params.partial_rows = workspace.partial_rows;
+              if (params.grad_weight) allocate_partials(workspace.floats, ScalarType::Float);
+              return kernels::rms_norm_backward(params, dtype, stream);
+            }),
+            [&] {
+              params.partial_rows = std::min<int64_t>(params.rows, 64);
+              if (params.grad_weight) {
+                allocate_partials(params.partial_rows * params.cols,
+                                  dtype == Dtype::kFloat64 ? ScalarType::Double : ScalarType::Float);
+              }
+              parallel_for(params.partial_rows, x.numel() / params.partial_rows,
+                           [&](int64_t begin, int64_t end) { cpu::rms_norm_backward(params, dtype, begin, end); });
+              if (params.grad_weight) {
+                parallel_for(params.cols, params.partial_rows,
+                             [&](int64_t begin, int64_t end) { cpu::rms_norm_grad_weight(params, dtype, begin, end); });
+              }
+            });
   return {grad_x, grad_weight};
 }
 

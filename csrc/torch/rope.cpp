@@ -35,30 +35,31 @@ void check_q_and_k(const Call& call, const Tensor& q, const Tensor& k) {
   LLMK_CHECK(q.dim() == 4, call.op, "q must have shape ", shape_text, ", got ", shape(q));
   LLMK_CHECK(k.dim() == 4, call.op, "k must have shape ", shape_text, ", got ", shape(k));
   check_same_dtype_and_device(call.op, {"k", k}, {"q", q});
-  LLMK_CHECK(k.size(0) == q.size(0) && k.size(layout.tokens) == q.size(layout.tokens) && k.size(3) == q.size(3), call.op,
-             "k must have the batch, tokens and head_dim of q, ", shape(q), ", got ", shape(k));
+  LLMK_CHECK(k.size(0) == q.size(0) && k.size(layout.tokens) == q.size(layout.tokens) && k.size(3) == q.size(3),
+             call.op, "k must have the batch, tokens and head_dim of q, ", shape(q), ", got ", shape(k));
 }
 
-// cos or sin, with unit stride along its last dimension: (tokens, width), (1 or batch, tokens, width), or a table
-// (positions, width) when there are position_ids.
-Tensor check_angles(const Call& call, const Argument& angles, const Tensor& q, int64_t rotary_dim) {
-  const Tensor& tensor = angles.tensor;
-  check_same_dtype_and_device(call.op, angles, {"q", q});
-  const int64_t width = tensor.dim() > 0 ? tensor.size(tensor.dim() - 1) : 0;
-  LLMK_CHECK(width == rotary_dim || width * 2 == rotary_dim, call.op, angles.name,
-             " must have rotary_dim or rotary_dim / 2 columns (rotary_dim is ", rotary_dim, "), got shape ",
-             shape(tensor));
+// cos and sin must be (tokens, width), (1 or batch, tokens, width), or a table (positions, width) when there are
+// position_ids.
+void check_angles(const Call& call, const Tensor& q, int64_t rotary_dim) {
+  const Tensor& cos = call.cos;
+  check_same_dtype_and_device(call.op, {"cos", cos}, {"q", q});
+  const auto sizes = cos.sizes();
+  const int64_t dims = static_cast<int64_t>(sizes.size()), width = dims > 0 ? sizes[dims - 1] : 0;
+  LLMK_CHECK(width == rotary_dim || width * 2 == rotary_dim, call.op,
+             "cos must have rotary_dim or rotary_dim / 2 columns (rotary_dim is ", rotary_dim, "), got shape ",
+             shape(cos));
   const int64_t batch = q.size(0), tokens = q.size(Layout(call.heads_first).tokens);
   if (call.position_ids) {
-    LLMK_CHECK(tensor.dim() == 2 && (tensor.size(0) > 0 || batch * tokens == 0), call.op, angles.name,
-               " must be a table of shape (positions, ", width, ") when position_ids are given, got ", shape(tensor));
+    LLMK_CHECK(dims == 2 && (sizes[0] > 0 || batch * tokens == 0), call.op, "cos must be a table of shape (positions, ",
+               width, ") when position_ids are given, got ", shape(cos));
   } else {
-    const bool fits = (tensor.dim() == 2 && tensor.size(0) == tokens) ||
-                      (tensor.dim() == 3 && (tensor.size(0) == 1 || tensor.size(0) == batch) && tensor.size(1) == tokens);
-    LLMK_CHECK(fits, call.op, angles.name, " must have shape [", tokens, ", ", width, "], [1, ", tokens, ", ", width,
-               "] or [", batch, ", ", tokens, ", ", width, "], got ", shape(tensor));
+    const bool fits =
+        (dims == 2 && sizes[0] == tokens) || (dims == 3 && (sizes[0] == 1 || sizes[0] == batch) && sizes[1] == tokens);
+    LLMK_CHECK(fits, call.op, "cos must have shape [", tokens, ", ", width, "], [1, ", tokens, ", ", width, "] or [",
+               batch, ", ", tokens, ", ", width, "], got ", shape(cos));
   }
-  return has_unit_last_stride(tensor) ? tensor : torch::stable::contiguous(tensor);
+  check_like(call.op, {"sin", call.sin}, {"cos", cos});
 }
 
 // Strides over (batch, tokens) of a tensor of shape (tokens, ...), (1, tokens, ...) or (batch, tokens, ...) that has
@@ -72,8 +73,8 @@ std::pair<int64_t, int64_t> batch_and_token_strides(const Tensor& tensor, int64_
 void check_position_ids(const Call& call, const Tensor& position_ids, const Tensor& q) {
   check_same_device(call.op, {"position_ids", position_ids}, {"q", q});
   const ScalarType type = position_ids.scalar_type();
-  LLMK_CHECK(type == ScalarType::Int || type == ScalarType::Long, call.op,
-             "position_ids must be int32 or int64, got ", name(type));
+  LLMK_CHECK(type == ScalarType::Int || type == ScalarType::Long, call.op, "position_ids must be int32 or int64, got ",
+             name(type));
   const int64_t batch = q.size(0), tokens = q.size(Layout(call.heads_first).tokens);
   const bool fits = (position_ids.dim() == 1 && position_ids.size(0) == tokens) ||
                     (position_ids.dim() == 2 && (position_ids.size(0) == 1 || position_ids.size(0) == batch) &&
@@ -83,9 +84,9 @@ void check_position_ids(const Call& call, const Tensor& position_ids, const Tens
 }
 
 RopeTensor rope_tensor(const Tensor& in, const Tensor& out, const Layout& layout) {
-  return {in.const_data_ptr(),       out.mutable_data_ptr(),     in.size(layout.heads),
-          in.stride(0),              in.stride(layout.tokens),   in.stride(layout.heads),
-          out.stride(0),             out.stride(layout.tokens),  out.stride(layout.heads)};
+  return {in.const_data_ptr(), out.mutable_data_ptr(),    in.size(layout.heads),
+          in.stride(0),        in.stride(layout.tokens),  in.stride(layout.heads),
+          out.stride(0),       out.stride(layout.tokens), out.stride(layout.heads)};
 }
 
 void run(const Call& call, const Tensor& q, const Tensor& k, const Tensor& q_out, const Tensor& k_out) {
@@ -94,10 +95,8 @@ void run(const Call& call, const Tensor& q, const Tensor& k, const Tensor& q_out
   const int64_t rotary_dim = call.rotary_dim.value_or(width), head_dim = q.size(3);
   LLMK_CHECK(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= head_dim, call.op,
              "rotary_dim must be even, positive and at most head_dim, ", head_dim, ", got ", rotary_dim);
-  const Tensor cos = check_angles(call, {"cos", call.cos}, q, rotary_dim);
-  const Tensor sin = check_angles(call, {"sin", call.sin}, q, rotary_dim);
-  LLMK_CHECK(cos.sizes().equals(sin.sizes()), call.op, "sin must have the shape of cos, ", shape(cos), ", got ",
-             shape(sin));
+  check_angles(call, q, rotary_dim);
+  const Tensor cos = with_unit_last_stride(call.cos), sin = with_unit_last_stride(call.sin);
   if (call.position_ids) check_position_ids(call, *call.position_ids, q);
   if (q.numel() == 0 && k.numel() == 0) return;
 
@@ -127,30 +126,42 @@ void run(const Call& call, const Tensor& q, const Tensor& k, const Tensor& q_out
   params.interleaved = call.interleaved;
   params.transposed = call.transposed;
 
-  on_device(
-      call.op, q, LLMK_CUDA_ONLY([&](auto stream) {
-        LLMK_CHECK(params.batch * params.tokens <= kernels::kMaxRopeTokens, call.op,
-                   "q must have fewer than 2^31 tokens (batch * tokens) on a GPU, got ", params.batch * params.tokens);
-        return kernels::rope(params, dtype, stream);
-      }),
-      [&] {
-        if (params.position_ids) {
-          const int64_t bad = cpu::first_bad_position(params);
-          LLMK_CHECK(bad < 0, call.op, "position_ids must lie in [0, ", params.table_rows, "), the rows of cos, but [",
-                     bad / params.tokens, ", ", bad % params.tokens, "] does not");
-        }
-        parallel_for(params.batch * params.tokens, (params.q.heads + params.k.heads) * head_dim,
-                     [&](int64_t begin, int64_t end) { cpu::rope(params, dtype, begin, end); });
-      });
+  on_device(call.op, q, LLMK_CUDA_ONLY([&](auto stream) {
+              LLMK_CHECK(params.batch * params.tokens <= kernels::kMaxRopeTokens, call.op,
+                         "q must have fewer than 2^31 tokens (batch * tokens) on a GPU, got ",
+                         params.batch * params.tokens);
+              return kernels::rope(params, dtype, stream);
+            }),
+            [&] {
+              if (params.position_ids) {
+                const int64_t bad = cpu::first_bad_position(params);
+                LLMK_CHECK(bad < 0, call.op, "position_ids must lie in [0, ", params.table_rows,
+                           "), the rows of cos, but [", bad / params.tokens, ", ", bad % params.tokens, "] does not");
+              }
+              parallel_for(params.batch * params.tokens, (params.q.heads + params.k.heads) * head_dim,
+                           [&](int64_t begin, int64_t end) { cpu::rope(params, dtype, begin, end); });
+            });
 }
 
-// A head must be contiguous for the kernels; other layouts are copied.
-Tensor with_contiguous_heads(const Tensor& tensor) {
-  return has_unit_last_stride(tensor) ? tensor : torch::stable::contiguous(tensor);
+// Whether the elements fill their memory without gaps or overlaps, heads contiguous: then a tensor of the same strides
+// is what eager elementwise arithmetic would return.
+bool is_dense(const Tensor& tensor) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  int64_t expected = 1;  // the stride of the next dimension outwards
+  for (int remaining = 4; remaining > 0; --remaining) {
+    int next = 0;
+    while (next < 4 && (sizes[next] <= 1 || strides[next] != expected)) ++next;
+    if (next == 4) break;
+    expected *= sizes[next];
+  }
+  return expected == tensor.numel();
 }
 
-// In the memory order of `tensor`, as eager elementwise arithmetic would return it, if that keeps heads contiguous.
+// In the memory order of `tensor` if that keeps heads contiguous.
 Tensor output_like(const Tensor& tensor) {
+  if (is_dense(tensor) && tensor.stride(3) == 1) {  // the usual case, without a call of the dispatcher
+    return empty_strided(tensor.sizes(), tensor.strides().data(), tensor.scalar_type(), tensor);
+  }
   Tensor out = torch::stable::empty_like(tensor);
   return has_unit_last_stride(out) ? out : empty_rows(tensor);
 }
@@ -158,7 +169,7 @@ Tensor output_like(const Tensor& tensor) {
 std::tuple<Tensor, Tensor> out_of_place(const Call& call, const Tensor& q, const Tensor& k) {
   check_q_and_k(call, q, k);
   Tensor q_out = output_like(q), k_out = output_like(k);
-  run(call, with_contiguous_heads(q), with_contiguous_heads(k), q_out, k_out);
+  run(call, with_unit_last_stride(q), with_unit_last_stride(k), q_out, k_out);
   return {q_out, k_out};
 }
 

@@ -49,9 +49,7 @@ class RotaryEmbedding(nn.Module):
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             angles = position_ids[..., None].float() * self.inv_freq.float()
             cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
-        return rope(
-            q, k, cos, sin, layout=self.layout, interleaved=self.interleaved, rotary_dim=self.rotary_dim
-        )
+        return rope(q, k, cos, sin, layout=self.layout, interleaved=self.interleaved, rotary_dim=self.rotary_dim)
 
     def extra_repr(self) -> str:
         return (

@@ -10,15 +10,17 @@ def call(op: torch._ops.OpOverload, *args):
     An op's Python autograd kernel costs about 4 µs even when there is nothing to record. Compilers, exporters and
     anything else that traces see the plain op.
     """
-    if torch.compiler.is_compiling() or needs_grad(*args):
+    if (torch.is_grad_enabled() and _requires_grad(args)) or torch.compiler.is_compiling():
         return op(*args)
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+        return op._op(*args)  # what op() calls, one Python frame further down
 
 
-def needs_grad(*args) -> bool:
-    """Whether autograd would record an op on `args`."""
-    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+def _requires_grad(args) -> bool:
+    for argument in args:  # noqa: SIM110, a generator would cost a microsecond
+        if isinstance(argument, Tensor) and argument.requires_grad:
+            return True
+    return False
 
 
 def contiguous_like(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Kernels: csrc/kernels/activation/glu.cu, csrc/cpu/glu.cpp.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from llmkernels.ops._common import call, contiguous_like
 
@@ -84,6 +85,7 @@ def _register(name: str) -> None:
         gate, up, *ctx.options = inputs
         ctx.save_for_backward(gate, up)
 
+    @once_differentiable
     def backward_separate(ctx, grad_y):
         return *separate_backward(grad_y, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
 
@@ -91,6 +93,7 @@ def _register(name: str) -> None:
         gate_up, *ctx.options = inputs
         ctx.save_for_backward(gate_up)
 
+    @once_differentiable
     def backward_packed(ctx, grad_y):
         return packed_backward(grad_y, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
 

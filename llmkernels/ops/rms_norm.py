@@ -5,6 +5,7 @@ Kernels: csrc/kernels/norm, csrc/cpu/norm.cpp.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from llmkernels.ops._common import call, contiguous_like
 
@@ -132,10 +133,12 @@ def _gradients(ctx, grad_y, grad_sum):
     return grad_x, grad_weight if needs_grad_weight else None
 
 
+@once_differentiable
 def _rms_norm_backward(ctx, grad_y):
     return *_gradients(ctx, grad_y, None), None, None, None
 
 
+@once_differentiable
 def _add_rms_norm_backward(ctx, grad_y, grad_sum):
     grad_x, grad_weight = _gradients(ctx, grad_y, grad_sum)
     return grad_x, grad_x, grad_weight, None, None, None

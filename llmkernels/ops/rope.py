@@ -2,10 +2,13 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from llmkernels.ops._common import call, needs_grad
+from llmkernels.ops._common import call
 
 _ops = torch.ops.llmkernels
+
+_HEADS_FIRST = {"bhtd": True, "bthd": False}
 
 
 def rope(
@@ -58,22 +61,22 @@ def rope(
     >>> rope(q, k, cos=torch.zeros(1, 2), sin=torch.ones(1, 2))[0]
     tensor([[[[-1.,  1.]]]])
     """
-    if layout not in ("bhtd", "bthd"):
+    heads_first = _HEADS_FIRST.get(layout)
+    if heads_first is None:
         raise ValueError(f"rope: layout must be 'bhtd' or 'bthd', got {layout!r}")
-    if needs_grad(cos, sin):
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise RuntimeError("rope: cos and sin must not require a gradient, there is none for them; detach() them")
-    options = position_ids, layout == "bhtd", interleaved, rotary_dim
     if in_place:
-        if needs_grad(q, k):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             raise RuntimeError("rope: in_place must be False where q or k requires a gradient, got True")
-        call(_ops.rope_.default, q, k, cos, sin, *options)
+        call(_ops.rope_.default, q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
         if not torch.compiler.is_compiling():  # below autograd nobody else tells it of the write
             torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])
         return q, k
     if cos.dtype != q.dtype and cos.is_floating_point():
         common = torch.promote_types(q.dtype, cos.dtype)
         q, k, cos, sin = q.to(common), k.to(common), cos.to(common), sin.to(common)
-    return call(_ops.rope.default, q, k, cos, sin, *options)
+    return call(_ops.rope.default, q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -102,6 +105,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(cos, sin, position_ids)
 
 
+@once_differentiable
 def _backward(ctx, grad_q, grad_k):
     grad_q, grad_k = _ops.rope_backward(grad_q, grad_k, *ctx.saved_tensors, *ctx.options)
     return grad_q, grad_k, None, None, None, None, None, None

@@ -11,7 +11,7 @@
 // treated as one long row.
 #include "glu.h"
 
-#include <algorithm>
+#include <cfloat>
 
 #include "device/ptx.cuh"
 #include "device/vec.cuh"
@@ -23,19 +23,21 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// x / d, d >= 1, rounded as the division operator rounds it (but for subnormal quotients), and without its branch for
-// special operands, which keeps the compiler from interleaving the elements of a vector.
-__device__ inline float divide(float x, float d) {
-  const float quarter = 0.25f * d;  // so that the reciprocal of no finite d is subnormal
-  const float r0 = reciprocal_approximate(quarter);
-  const float r = __fmaf_rn(__fmaf_rn(-quarter, r0, 1.f), r0, r0);
-  const float q0 = __fmul_rn(x, r);
-  const float q = 0.25f * __fmaf_rn(__fmaf_rn(-quarter, q0, x), r, q0);
-  return d == 1.f ? x : isinf(d) ? 0.f * x : q;
-}
-
 struct Silu {
-  __device__ static float value(float x) { return divide(x, 1.f + expf(-x)); }
+  template <typename T>
+  __device__ static float value(float x) {
+    const float e = expf(-x);
+    if constexpr (sizeof(T) == 4) return x / (1.f + e);
+    // The same quotient, without the branch for special operands that keeps the compiler from interleaving the elements
+    // of a vector: Newton on the reciprocal, then one correction of the quotient, which rounds it right. The scaling by
+    // 1/4 and the bounds keep every step finite and normal; what they change beyond 16 bits' range rounds to the same.
+    const float d = min_nan(__fmaf_rn(0.25f, e, 0.25f), FLT_MAX);
+    const float dividend = min_nan(0.25f * x, 0.25f * FLT_MAX);
+    const float r0 = reciprocal_approximate(d);
+    const float r = __fmaf_rn(__fmaf_rn(-d, r0, 1.f), r0, r0);
+    const float q = __fmul_rn(dividend, r);
+    return __fmaf_rn(__fmaf_rn(-d, q, dividend), r, q);
+  }
   __device__ static void value_and_slope(float x, float& value, float& slope) {
     const float sigmoid = 1.f / (1.f + expf(-x));
     value = x * sigmoid;
@@ -45,7 +47,10 @@ struct Silu {
 
 struct GeluTanh {
   static constexpr float kBeta = 0.7978845608028654f, kKappa = 0.044715f;  // sqrt(2 / pi), and its cubic term
-  __device__ static float value(float x) { return 0.5f * x * (1.f + tanhf(kBeta * (x + kKappa * x * x * x))); }
+  template <typename T>
+  __device__ static float value(float x) {
+    return 0.5f * x * (1.f + tanhf(kBeta * (x + kKappa * x * x * x)));
+  }
   __device__ static void value_and_slope(float x, float& value, float& slope) {
     const float t = tanhf(kBeta * (x + kKappa * x * x * x));
     value = 0.5f * x * (1.f + t);
@@ -55,7 +60,10 @@ struct GeluTanh {
 
 struct GeluErf {
   static constexpr float kRsqrt2 = 0.7071067811865476f, kDensity = 0.3989422804014327f;  // 1 / sqrt(2 pi)
-  __device__ static float value(float x) { return x * 0.5f * (1.f + erff(x * kRsqrt2)); }
+  template <typename T>
+  __device__ static float value(float x) {
+    return x * 0.5f * (1.f + erff(x * kRsqrt2));
+  }
   __device__ static void value_and_slope(float x, float& value, float& slope) {
     const float cdf = 0.5f * (1.f + erff(x * kRsqrt2));
     value = x * cdf;
@@ -69,30 +77,31 @@ struct Place {
 };
 
 template <int N>
-__device__ Place place(unsigned blocks_per_row) {  // 32 bits: a 64-bit division would take longer than the activation
-  const unsigned row = blockIdx.x / blocks_per_row, block = blockIdx.x - row * blocks_per_row;
+__device__ Place place(unsigned blocks_per_row) {  // a division takes as long as the activation
+  const unsigned row = gridDim.x == blocks_per_row ? 0 : blockIdx.x / blocks_per_row;
+  const unsigned block = blockIdx.x - row * blocks_per_row;
   return {row, (static_cast<int64_t>(block) * kThreads + threadIdx.x) * N};
 }
 
 template <typename Act, typename T, int N>
 __global__ void __launch_bounds__(kThreads) glu_kernel(const GluParams params, unsigned blocks_per_row) {
   using V = Vec<T, N>;
-  pdl_wait();
   pdl_launch_dependents();
+  pdl_wait();
   const auto [row, col] = place<N>(blocks_per_row);
   if (col >= params.cols) return;
   const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col);
   const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col);
-  const V activated = V::of([&](int i) { return Act::value(gate[i]); });
+  const V activated = V::of([&](int i) { return Act::template value<T>(gate[i]); });
   mul(activated, up).store(static_cast<T*>(params.y) + row * params.cols + col);
 }
 
 template <typename Act, typename T, int N>
-__global__ void __launch_bounds__(kThreads) glu_backward_kernel(const GluBackwardParams params,
-                                                                unsigned blocks_per_row) {
+__global__ void __launch_bounds__(kThreads)
+    glu_backward_kernel(const GluBackwardParams params, unsigned blocks_per_row) {
   using V = Vec<T, N>;
-  pdl_wait();
   pdl_launch_dependents();
+  pdl_wait();
   const auto [row, col] = place<N>(blocks_per_row);
   if (col >= params.cols) return;
   const V grad_y = V::load(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride + col);

@@ -28,12 +28,12 @@ inline int group_threads(int64_t count, int vectors, int most) {
   return threads;
 }
 
-constexpr int kMaxRowsPerBlock = 4;     // of rows that take whole warps
-constexpr int64_t kFewRowsPerSm = 2;    // up to here the time of one row counts, not the rate
+constexpr int kMaxRowsPerBlock = 4;       // of rows that take whole warps
+constexpr int64_t kFewRowsPerSm = 2;      // up to here the time of one row counts, not the rate
 constexpr int64_t kMaxRowVectors = 2048;  // two per thread of a block
 
-// `vector`: the row can be moved by 16-byte accesses. With few rows, a row is spread as wide as possible; with many, two
-// vectors per thread keep enough loads in flight (a residual is a second load, and makes up for one of them).
+// `vector`: the row can be moved by 16-byte accesses. With few rows, a row is spread as wide as possible; with many,
+// two vectors per thread keep enough loads in flight (a residual is a second load, and makes up for one of them).
 inline RowPlan plan_rms_norm(int64_t cols, size_t element_bytes, bool vector, bool residual, bool few_rows) {
   constexpr int kBlockThreads = 128, kMaxThreads = 1024;
   RowPlan plan{1, 0, 0, 1};

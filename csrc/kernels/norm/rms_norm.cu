@@ -70,8 +70,9 @@ __device__ Group row_group() {
 }
 __device__ int64_t row_index() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
-// A row in registers: kVectors vectors of N elements per thread, a stride of the group apart. Only rows of one vector per
-// thread share a block. kResidual is a template parameter because its registers would cost the plain norm occupancy.
+// A row in registers: kVectors vectors of N elements per thread, a stride of the group apart. Only rows of one vector
+// per thread share a block. kResidual is a template parameter because its registers would cost the plain norm
+// occupancy.
 template <typename T, int N, int kVectors, bool kResidual>
 __global__ void __launch_bounds__(1024) rms_norm_kernel(const RmsNormParams params) {
   using V = Vec<T, N>;
@@ -84,8 +85,8 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(const RmsNormParams para
   const auto mine = [&](int v) { return group.rank + v * group.threads < count; };
   const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
   const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
-  pdl_wait();
   pdl_launch_dependents();
+  pdl_wait();
   V s[kVectors], r[kVectors], w[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -128,8 +129,8 @@ __global__ void __launch_bounds__(1024) rms_norm_long_kernel(const RmsNormParams
   const int64_t end = index < params.rows ? params.cols : 0;
   const int64_t begin = static_cast<int64_t>(group.rank) * N, step = static_cast<int64_t>(group.threads) * N;
   const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
-  pdl_wait();
   pdl_launch_dependents();
+  pdl_wait();
   float squares[1] = {0.f};
   for (int64_t c = begin; c < end; c += step) {
     V s = V::load(row.x + c);

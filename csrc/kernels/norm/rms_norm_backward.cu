@@ -47,13 +47,15 @@ struct Rows {
         grad_x(static_cast<T*>(params.grad_x) + row * params.cols) {}
 };
 
-constexpr int kStages = 3;                    // rows of a group in flight
+// Rows of a group in flight: as many as shared memory has room for when a thread holds four vectors of each stream.
+template <int kVectors>
+constexpr int kStages = kVectors == 4 ? 2 : 3;
 constexpr size_t kBytesInFlight = 116 << 10;  // per SM; more made the blocks drift apart and was slower
 
 // The block's groups walk over rows blockIdx.x * groups + group, a grid apart. kVectors vectors per thread.
 template <typename T, int kVectors>
 __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBackwardParams params) {
-  constexpr int N = kVecWidth<T>;
+  constexpr int N = kVecWidth<T>, kDepth = kStages<kVectors>;
   using V = Vec<T, N>;
   extern __shared__ int4 ring[];  // [stage][stream][vector][thread of the block]
   __shared__ float shared[2][2 * 16];
@@ -81,11 +83,11 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
     cp_async_commit();  // also when empty, so that the count of groups in flight stays right
   };
 
-  pdl_wait();
   pdl_launch_dependents();
+  pdl_wait();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y;
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) prefetch(first + stage * step + group.index, stage);
+  for (int stage = 0; stage < kDepth - 1; ++stage) prefetch(first + stage * step + group.index, stage);
 
   const auto* weight = static_cast<const T*>(params.weight);
   const float weight_offset = static_cast<float>(params.options.weight_offset);
@@ -103,10 +105,10 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
   }
 
   int stage = 0, parity = 0;
-  for (int64_t base = first; base < params.rows; base += step, parity ^= 1, stage = (stage + 1) % kStages) {
+  for (int64_t base = first; base < params.rows; base += step, parity ^= 1, stage = (stage + 1) % kDepth) {
     const int64_t row = base + group.index;
-    prefetch(row + (kStages - 1) * step, (stage + kStages - 1) % kStages);
-    cp_async_wait<kStages - 1>();
+    prefetch(row + (kDepth - 1) * step, (stage + kDepth - 1) % kDepth);
+    cp_async_wait<kDepth - 1>();
     const auto mine = [&](int v) { return row < params.rows && group.rank + v * group.threads < count; };
     const auto staged = [&](int stream, int v) { return V::load(reinterpret_cast<const T*>(slot(stage, stream, v))); };
     V x[kVectors], grad_y[kVectors];
@@ -142,16 +144,26 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
   }
 
   if (!params.grad_weight) return;
-  float* partial = static_cast<float*>(params.partials) +
-                   (static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index) * params.cols;
+  // One row of partials per block: its groups are added up in shared memory, in their order.
+  auto* const sums_of_groups = reinterpret_cast<float*>(ring);  // [group][column]; less than one stage of the ring
+  cp_async_wait<0>();
+  __syncthreads();
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (group.rank + v * group.threads >= count) continue;
+    float4* const mine = reinterpret_cast<float4*>(sums_of_groups + group.index * params.cols + offset(v));
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
-      const float* g = &grad_weight[v][i];
-      *reinterpret_cast<float4*>(partial + offset(v) + i) = make_float4(g[0], g[1], g[2], g[3]);
+      const float* const g = &grad_weight[v][i];
+      mine[i / 4] = make_float4(g[0], g[1], g[2], g[3]);
     }
+  }
+  __syncthreads();
+  float* const partial = static_cast<float*>(params.partials) + blockIdx.x * params.cols;
+  for (int c = thread; c < params.cols; c += threads) {
+    float sum = sums_of_groups[c];
+    for (int g = 1; g < blockDim.y; ++g) sum += sums_of_groups[g * params.cols + c];
+    partial[c] = sum;
   }
 }
 
@@ -163,8 +175,8 @@ __global__ void __launch_bounds__(1024) rms_norm_backward_long_kernel(const RmsN
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   const float weight_offset = static_cast<float>(params.options.weight_offset);
   const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
-  pdl_wait();
   pdl_launch_dependents();
+  pdl_wait();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
   const Rows<T> rows(params, row);
   const int64_t end = row < params.rows ? params.cols : 0;
@@ -199,10 +211,10 @@ __global__ void __launch_bounds__(1024) rms_norm_backward_long_kernel(const RmsN
 
 // Partial grad_w behind the kernel above: block (s, p) sums strip s of 256 columns over the p-th share of the rows.
 template <typename T>
-__global__ void __launch_bounds__(256) grad_weight_partial_kernel(const RmsNormBackwardParams params, const float* rstd,
-                                                                  int64_t strips) {
-  pdl_wait();
+__global__ void __launch_bounds__(256)
+    grad_weight_partial_kernel(const RmsNormBackwardParams params, const float* rstd, int64_t strips) {
   pdl_launch_dependents();
+  pdl_wait();
   const int64_t col = blockIdx.x % strips * blockDim.x + threadIdx.x, part = blockIdx.x / strips;
   if (col >= params.cols) return;
   const int64_t begin = params.rows * part / params.partial_rows, end = params.rows * (part + 1) / params.partial_rows;
@@ -219,8 +231,8 @@ __global__ void __launch_bounds__(256) grad_weight_partial_kernel(const RmsNormB
 template <typename T>
 __global__ void __launch_bounds__(1024) grad_weight_sum_kernel(const RmsNormBackwardParams params) {
   __shared__ float sums[32][33];
-  pdl_wait();
   pdl_launch_dependents();
+  pdl_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + lane;
   const auto* partials = static_cast<const float*>(params.partials);
@@ -245,41 +257,41 @@ bool is_vector(const RmsNormBackwardParams& p) {
          is_aligned(p.grad_x, 16);
 }
 
-// The plan of the persistent kernel; vectors 0 when the row is not for it.
+// The persistent kernel's plan for a row, and its grid; no vectors when the row is not for it.
+struct PersistentPlan {
+  RowPlan row;
+  size_t ring_bytes;
+  int64_t blocks;
+};
+
 template <typename T>
-RowPlan plan_persistent(const RmsNormBackwardParams& params) {
+cudaError_t plan_persistent(const RmsNormBackwardParams& params, PersistentPlan& plan) {
   constexpr int kMaxThreads = 512;
-  RowPlan plan{kVecWidth<T>, 0, 0, 1};
-  const int64_t count = params.cols / plan.width;
-  if (!is_vector<T>(params) || count > 4 * kMaxThreads) return plan;
-  plan.vectors = count > 2 * kMaxThreads ? 4 : count > 128 ? 2 : 1;
-  plan.threads_per_row = group_threads(count, plan.vectors, kMaxThreads);
-  plan.rows_per_block = std::max(1, 256 / plan.threads_per_row);
-  return plan;
-}
-
-size_t ring_bytes(const RowPlan& plan, const RmsNormBackwardParams& params) {
-  return sizeof(int4) * kStages * (params.grad_sum ? 3 : 2) * plan.vectors * plan.threads();
-}
-
-template <typename T>
-cudaError_t persistent_blocks(const RowPlan& plan, const RmsNormBackwardParams& params, int64_t& blocks) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const int per_sm = std::clamp(static_cast<int>(kBytesInFlight / ring_bytes(plan, params)), 1, 1024 / plan.threads());
-  blocks = std::min<int64_t>((params.rows + plan.rows_per_block - 1) / plan.rows_per_block,
-                             static_cast<int64_t>(device.sm_count) * per_sm);
+  RowPlan& row = plan.row;
+  row = {kVecWidth<T>, 0, 0, 1};
+  const int64_t count = params.cols / row.width;
+  if (!is_vector<T>(params) || count > 4 * kMaxThreads) return cudaSuccess;
+  const int vectors = count > 2 * kMaxThreads ? 4 : count > 128 ? 2 : 1;
+  row.threads_per_row = group_threads(count, vectors, kMaxThreads);
+  row.rows_per_block = std::max(1, 256 / row.threads_per_row);
+  const int streams = params.grad_sum ? 3 : 2, stages = vectors == 4 ? kStages<4> : kStages<1>;
+  plan.ring_bytes = sizeof(int4) * stages * streams * vectors * row.threads();
+  if (plan.ring_bytes > device.shared_bytes - 1024) return cudaSuccess;  // the reduction has its part too
+  row.vectors = vectors;
+  const int per_sm = std::clamp(static_cast<int>(kBytesInFlight / plan.ring_bytes), 1, 1024 / row.threads());
+  plan.blocks = std::min<int64_t>((params.rows + row.rows_per_block - 1) / row.rows_per_block,
+                                  static_cast<int64_t>(device.sm_count) * per_sm);
   return cudaSuccess;
 }
 
 constexpr int kStrip = 256;  // columns of a block of grad_weight_partial_kernel
 
 template <typename T>
-cudaError_t launch_persistent(const RowPlan& plan, const RmsNormBackwardParams& params, cudaStream_t stream) {
-  int64_t blocks = 0;
-  if (const cudaError_t status = persistent_blocks<T>(plan, params, blocks); status != cudaSuccess) return status;
-  const LaunchShape shape{blocks, dim3(plan.threads_per_row, plan.rows_per_block), ring_bytes(plan, params)};
-  return dispatch_int<1, 2, 4>(plan.vectors, [&](auto vectors) {
+cudaError_t launch_persistent(const PersistentPlan& plan, const RmsNormBackwardParams& params, cudaStream_t stream) {
+  const LaunchShape shape{plan.blocks, dim3(plan.row.threads_per_row, plan.row.rows_per_block), plan.ring_bytes};
+  return dispatch_int<1, 2, 4>(plan.row.vectors, [&](auto vectors) {
     return launch(rms_norm_backward_kernel<T, decltype(vectors)::value>, shape, stream, params);
   });
 }
@@ -291,8 +303,7 @@ cudaError_t launch_long(const RmsNormBackwardParams& params, cudaStream_t stream
   float* const rstd =
       params.grad_weight ? static_cast<float*>(params.partials) + params.partial_rows * params.cols : nullptr;
   const LaunchShape shape{(params.rows + groups - 1) / groups, dim3(threads, groups)};
-  const auto kernel = width == 1 ? rms_norm_backward_long_kernel<T, 1>
-                                      : rms_norm_backward_long_kernel<T, kVecWidth<T>>;
+  const auto kernel = width == 1 ? rms_norm_backward_long_kernel<T, 1> : rms_norm_backward_long_kernel<T, kVecWidth<T>>;
   const cudaError_t status = launch(kernel, shape, stream, params, rstd);
   if (status != cudaSuccess || !params.grad_weight) return status;
   const int64_t strips = (params.cols + kStrip - 1) / kStrip;
@@ -306,17 +317,17 @@ cudaError_t rms_norm_backward_workspace(const RmsNormBackwardParams& params, Dty
                                         RmsNormBackwardWorkspace& workspace) {
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const RowPlan plan = plan_persistent<T>(params);
-    if (plan.vectors == 0) {
-      workspace.partial_rows = std::min<int64_t>(params.rows, 64);
+    PersistentPlan plan;
+    if (const cudaError_t status = plan_persistent<T>(params, plan); status != cudaSuccess) return status;
+    if (plan.row.vectors > 0) {
+      workspace.partial_rows = plan.blocks;
+      workspace.floats = workspace.partial_rows * params.cols;
+    } else {
+      // Enough to share out, and none of more than 1024 rows, which would cost accuracy.
+      workspace.partial_rows = std::min<int64_t>(params.rows, std::max<int64_t>(64, params.rows / 1024));
       workspace.floats = workspace.partial_rows * params.cols + params.rows;
-      return cudaSuccess;
     }
-    int64_t blocks = 0;
-    const cudaError_t status = persistent_blocks<T>(plan, params, blocks);
-    workspace.partial_rows = blocks * plan.rows_per_block;
-    workspace.floats = workspace.partial_rows * params.cols;
-    return status;
+    return cudaSuccess;
   });
 }
 
@@ -324,9 +335,10 @@ cudaError_t rms_norm_backward(const RmsNormBackwardParams& params, Dtype dtype, 
   if (params.rows == 0 || params.cols == 0) return cudaSuccess;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const RowPlan plan = plan_persistent<T>(params);
-    const cudaError_t status =
-        plan.vectors > 0 ? launch_persistent<T>(plan, params, stream) : launch_long<T>(params, stream);
+    PersistentPlan plan;
+    cudaError_t status = plan_persistent<T>(params, plan);
+    if (status != cudaSuccess) return status;
+    status = plan.row.vectors > 0 ? launch_persistent<T>(plan, params, stream) : launch_long<T>(params, stream);
     if (status != cudaSuccess || !params.grad_weight) return status;
     return launch(grad_weight_sum_kernel<T>, {(params.cols + 31) / 32, dim3(1024)}, stream, params);
   });

@@ -36,7 +36,7 @@ struct Span {
 
 // Whether the pairs lie within a vector, rather than in the same place of the low and the high one.
 template <int N, bool kInterleaved>
-constexpr bool kNeighbours = kInterleaved && N > 1;
+constexpr bool kNeighbours = kInterleaved&& N > 1;
 
 // The elements of `low` and `high` that each element is paired with.
 template <typename T, int N, bool kInterleaved>
@@ -134,10 +134,11 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams params) {
   const int64_t half = params.rotary_dim / 2;
   const int heads = static_cast<int>(params.q.heads + params.k.heads);
   const unsigned token = blockIdx.x * blockDim.z + threadIdx.z, tokens = static_cast<unsigned>(params.tokens);
-  const unsigned b = token / tokens, t = token - b * tokens;  // 32 bits: a 64-bit division takes a hundred cycles
-  if (b >= params.batch) return;
-  pdl_wait();
+  // 32 bits, and none where it is not needed: a division takes as long as the rotation.
+  const unsigned b = params.batch == 1 ? 0 : token / tokens, t = token - b * tokens;
+  if (token >= params.batch * params.tokens) return;
   pdl_launch_dependents();
+  pdl_wait();
 
   for (int64_t d = static_cast<int64_t>(threadIdx.x) * N; d < half; d += static_cast<int64_t>(blockDim.x) * N) {
     const Span<N, kInterleaved> at(d, half);
@@ -210,7 +211,7 @@ dim3 block_shape(const RopeParams& params, int width) {
   const auto pairs = static_cast<int>(std::clamp<int64_t>(params.rotary_dim / 2 / width, 1, 32));
   const auto heads = static_cast<int>(params.q.heads + params.k.heads);
   const int rounds = (heads * pairs + kThreads - 1) / kThreads;
-  const int rows = (heads + rounds - 1) / rounds;
+  const int rows = std::min((heads + rounds - 1) / rounds, kThreads / pairs);
   return dim3(pairs, rows, std::clamp(kThreads / (pairs * rows), 1, 64));
 }
 
