@@ -80,8 +80,10 @@ def measure_case(op: Op, case: Case, names: Sequence[str], device: torch.device,
         methods = {"graph": graph, "events": partial(timing.time_events, effort=effort), **methods}
     for method, measure in methods.items():
         for name, samples in measure(subjects).items():
-            mutates = {"mutates_inputs": True} if case.direction in table[name].mutates else {}
-            rows.append({**case.row, "provider": name, "timing": method, **timing.summary(samples), **mutates})
+            notes = {"mutates_inputs": True} if case.direction in table[name].mutates else {}
+            if method == "graph":
+                notes["touched_bytes"] = len(sets) * case.bytes  # distinct memory that one round walks over
+            rows.append({**case.row, "provider": name, "timing": method, **timing.summary(samples), **notes})
     return rows
 
 
