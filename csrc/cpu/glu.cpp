@@ -63,7 +63,8 @@ struct GeluTanh {
   template <typename A>
   static A slope(A x, A e) {
     const A sigmoid = A(1) / (A(1) + e), slope_of_z = A(kScale) + A(3 * kScale * kCubic) * (x * x);
-    return sigmoid + x * (sigmoid * (A(1) - sigmoid)) * slope_of_z;
+    const A complement = std::min(e, A(1e30)) * sigmoid;  // 1 - sigmoid, without cancellation
+    return sigmoid + x * (sigmoid * complement) * slope_of_z;
   }
 };
 

@@ -21,6 +21,9 @@ struct LaunchShape {
   int64_t blocks;  // blocks are made large enough that the memory of a GPU ends before their number does
   dim3 threads;
   size_t shared_bytes = 0;
+  // Whether the kernel may begin while its predecessor ends. Not for a grid that is to stay on the device as a whole:
+  // blocks that come early crowd onto the SMs which happen to have room, and stay there.
+  bool may_overlap = true;
 };
 
 // Starts `kernel` with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
@@ -45,7 +48,7 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
     config.dynamicSmemBytes = shape.shared_bytes;
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = device.compute_capability >= 90 ? 1 : 0;
+    config.numAttrs = shape.may_overlap && device.compute_capability >= 90 ? 1 : 0;
     status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   }
   if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it

@@ -49,10 +49,10 @@ struct GeluTanh {
   static constexpr float kBeta = 0.7978845608028654f, kKappa = 0.044715f;  // sqrt(2 / pi), and its cubic term
   template <typename T>
   __device__ static float value(float x) {
-    return 0.5f * x * (1.f + tanhf(kBeta * (x + kKappa * x * x * x)));
+    return 0.5f * x * (1.f + tanhf(kBeta * (x + kKappa * (x * x * x))));
   }
   __device__ static void value_and_slope(float x, float& value, float& slope) {
-    const float t = tanhf(kBeta * (x + kKappa * x * x * x));
+    const float t = tanhf(kBeta * (x + kKappa * (x * x * x)));
     value = 0.5f * x * (1.f + t);
     slope = 0.5f * (1.f + t) + 0.5f * x * (1.f - t * t) * kBeta * (1.f + 3.f * kKappa * x * x);
   }

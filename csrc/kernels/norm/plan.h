@@ -28,19 +28,19 @@ inline int group_threads(int64_t count, int vectors, int most) {
   return threads;
 }
 
-constexpr int kMaxRowsPerBlock = 4;       // of rows that take whole warps
+constexpr int kMaxRowsPerBlock = 8;       // of rows that take whole warps
 constexpr int64_t kFewRowsPerSm = 2;      // up to here the time of one row counts, not the rate
 constexpr int64_t kMaxRowVectors = 2048;  // two per thread of a block
 
 // `vector`: the row can be moved by 16-byte accesses. With few rows, a row is spread as wide as possible; with many,
 // two vectors per thread keep enough loads in flight (a residual is a second load, and makes up for one of them).
 inline RowPlan plan_rms_norm(int64_t cols, size_t element_bytes, bool vector, bool residual, bool few_rows) {
-  constexpr int kBlockThreads = 128, kMaxThreads = 1024;
+  constexpr int kNarrow = 128, kBlockThreads = 256, kMaxThreads = 1024;
   RowPlan plan{1, 0, 0, 1};
   if (vector) {
     plan.width = static_cast<int>(16 / element_bytes);
     const int64_t count = cols / plan.width;
-    const bool one = count <= kMaxThreads && (residual || few_rows || count <= kBlockThreads);
+    const bool one = count <= kMaxThreads && (residual || few_rows || count <= kNarrow);
     if (count <= kMaxRowVectors) plan.vectors = one ? 1 : 2;
     if (plan.vectors > 0) plan.threads_per_row = group_threads(count, plan.vectors, kMaxThreads);
   }

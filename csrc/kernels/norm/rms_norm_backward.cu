@@ -83,7 +83,6 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
     cp_async_commit();  // also when empty, so that the count of groups in flight stays right
   };
 
-  pdl_launch_dependents();
   pdl_wait();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y;
 #pragma unroll
@@ -143,6 +142,7 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
     }
   }
 
+  pdl_launch_dependents();
   if (!params.grad_weight) return;
   // One row of partials per block: its groups are added up in shared memory, in their order.
   auto* const sums_of_groups = reinterpret_cast<float*>(ring);  // [group][column]; less than one stage of the ring
@@ -290,7 +290,8 @@ constexpr int kStrip = 256;  // columns of a block of grad_weight_partial_kernel
 
 template <typename T>
 cudaError_t launch_persistent(const PersistentPlan& plan, const RmsNormBackwardParams& params, cudaStream_t stream) {
-  const LaunchShape shape{plan.blocks, dim3(plan.row.threads_per_row, plan.row.rows_per_block), plan.ring_bytes};
+  const LaunchShape shape{plan.blocks, dim3(plan.row.threads_per_row, plan.row.rows_per_block), plan.ring_bytes,
+                          /*may_overlap=*/false};
   return dispatch_int<1, 2, 4>(plan.row.vectors, [&](auto vectors) {
     return launch(rms_norm_backward_kernel<T, decltype(vectors)::value>, shape, stream, params);
   });
