@@ -109,7 +109,7 @@ class Bench:
 
     def __init__(self, model: nn.Module, name: str, device: torch.device, providers: list[str], quick: bool):
         self.model, self.name, self.device = model, name, device
-        self.rounds, self.samples, self.steps = (3, 3, 6) if quick else (8, 5, 16)
+        self.rounds, self.samples, self.steps = (3, 3, 6) if quick else (16, 5, 16)
         self.rows: list[dict] = []
         self.facts: dict[str, dict] = {}
         self.dtype = str(model.dtype).removeprefix("torch.")

@@ -59,6 +59,7 @@ def main(folder: Path, output: Path) -> int:
         if log.exists():
             report["sanitizer"][tool], failures = read_sanitizer(log, folder / f"{tool}.xml")
             replace_failures(failures, lambda name, tool=tool: name.startswith(tool))
+    meta["command"] = "bash scripts/gpu_check.sh" + (" --sanitizer" if report["sanitizer"] else "")
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{output}: tests {report['tests']}, sanitizer {report['sanitizer']}", *report["failures"][:20], sep="\n")

@@ -44,6 +44,16 @@ def test_a_row_alone_is_the_same_row_in_a_batch_of_300(case, device, dtype, cols
         assert_same(alone, tuple(t.narrow(dim, index, 1) for t, dim in zip(batch, dims, strict=True)))
 
 
+@pytest.mark.parametrize("cols", [1032, 3584, 8192])
+def test_every_row_alone_has_the_bits_it_has_in_a_batch(device, cols):
+    """Few rows are spread over more threads than many; in float32 another order of summation shows in some rows."""
+    x, residual = torch.randn(2, 300, cols, device=device)
+    y, (z, s) = llmkernels.rms_norm(x), llmkernels.add_rms_norm(x, residual)
+    assert_same(torch.cat([llmkernels.rms_norm(row) for row in x.split(1)]), y)
+    alone = [llmkernels.add_rms_norm(*rows) for rows in zip(x.split(1), residual.split(1), strict=True)]
+    assert_same((torch.cat([a for a, _ in alone]), torch.cat([b for _, b in alone])), (z, s))
+
+
 @pytest.mark.gpu
 @every_case
 def test_side_stream(case):
