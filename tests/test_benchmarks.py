@@ -88,7 +88,10 @@ def test_a_replay_touches_more_than_the_cache(case):
         tensors = 1 if case.op == "rms_norm" else 2
         size = tensors * case.keys["rows"] * case.keys["cols"] * itemsize
     plan = timing.plan(size, case.bytes, timing.FULL)
-    assert plan.sets * case.bytes >= timing.TOUCHED_BYTES
+    if case.keys.get("rows") == 1:  # in the cache on purpose: see MAX_SETS
+        assert plan.sets == timing.MAX_SETS
+    else:
+        assert plan.sets * case.bytes >= timing.TOUCHED_BYTES
     ideal_us = plan.sets * plan.laps * max(case.bytes / timing.PEAK_BYTES_PER_US, 1)
     assert ideal_us >= timing.REPLAY_US
 
