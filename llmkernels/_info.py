@@ -114,7 +114,11 @@ def covering(capability: tuple[int, int], architectures: list[str]) -> str | Non
 def list_ops() -> dict[str, dict[str, bool]]:
     import torch
 
-    names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("llmkernels::"))
+    names = sorted(
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("llmkernels::") and not name.endswith(".no_grad")
+    )
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return {
         name.removeprefix("llmkernels::"): {column: has_kernel(name, key) for column, key in BACKENDS.items()}

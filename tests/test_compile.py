@@ -103,7 +103,7 @@ def test_opcheck_of_ops_without_a_gradient(device, index):
 def test_every_op_is_checked():
     checked = {name for name, _ in (*differentiable_calls("cpu"), *other_calls("cpu"))}
     every = {name.removeprefix("llmkernels::") for name in torch._C._dispatch_get_all_op_names()
-             if name.startswith("llmkernels::")}  # fmt: skip
+             if name.startswith("llmkernels::") and not name.endswith(".no_grad")}  # fmt: skip
     assert checked == every
 
 

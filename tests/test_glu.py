@@ -127,7 +127,9 @@ def test_any_leading_shape(device, shape):
 def test_special_values(device, ours, eager, dtype):
     values = torch.tensor([0.0, -0.0, 1e4, -1e4, 1e-7, -100, 100, torch.inf, -torch.inf, torch.nan], device=device)
     gate, up = (t.to(dtype).contiguous() for t in torch.meshgrid(values, values, indexing="ij"))
-    y, expected = ours(gate, up), eager(gate, up)
+    y, expected, exact = ours(gate, up), eager(gate, up), eager(gate.double(), up.double())
+    # On some processors PyTorch's float32 gelu(inf) is NaN, which the formula is not.
+    expected = torch.where(expected.isnan(), exact.to(dtype), expected)
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     assert y[-1].isnan().all() and y[:, -1].isnan().all()
 

@@ -22,9 +22,29 @@ __device__ inline float min_nan(float a, float b) {
   return result;
 }
 
+// How long the L2 cache is to keep what a load brings: longer than anything else, or as usual. Made once per thread,
+// taken by Vec::load() and cp_async_16().
+__device__ inline uint64_t l2_policy(bool keep) {
+  uint64_t last, normal;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+  return keep ? last : normal;
+}
+
+__device__ inline uint4 load_16(const void* global, uint64_t policy) {
+  uint4 value;
+  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(global), "l"(policy)
+               : "memory");
+  return value;
+}
+
 // Asynchronous copy of 16 bytes from global to shared memory, past L1.
-__device__ inline void cp_async_16(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+__device__ inline void cp_async_16(void* shared, const void* global, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "l"(policy)
+               : "memory");
 }
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's newest groups are still under way.

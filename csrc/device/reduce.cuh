@@ -78,6 +78,7 @@ __device__ inline float row_sum(const float (&values)[kVectors], const Group& gr
   if (lane % kLanes == 0) slots[lane / kLanes * warps + group.rank / 32] = sum;
   __syncthreads();
   const int count = kVectors * warps;
+  if (count == 4) return (slots[0] + slots[2]) + (slots[1] + slots[3]);  // the same tree, without its shuffles
   const int width = count <= 4 ? 4 : count <= 8 ? 8 : count <= 16 ? 16 : 32;
   const int slot = lane % width;
   float total[1] = {slot < count ? slots[slot] : 0.f};

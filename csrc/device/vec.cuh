@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "device/ptx.cuh"
+
 namespace llmk {
 
 __device__ inline float to_float(float x) { return x; }
@@ -88,6 +90,14 @@ struct alignas(sizeof(T) * N) Vec {
   __device__ const auto& pair(int i) const { return *reinterpret_cast<const typename Pair<T>::type*>(&data[i]); }
 
   __device__ static Vec load(const T* source) { return from_raw(*reinterpret_cast<const Raw*>(source)); }
+  // The same with an L2 policy, see l2_policy(); narrower accesses than 16 bytes do without.
+  __device__ static Vec load(const T* source, uint64_t policy) {
+    if constexpr (sizeof(Raw) == 16) {
+      return from_raw(load_16(source, policy));
+    } else {
+      return load(source);
+    }
+  }
   // An intrinsic, since the compiler takes a plain assignment apart again into stores of one or two halves.
   __device__ void store(T* target) const {
     __stwb(reinterpret_cast<Raw*>(target), *reinterpret_cast<const Raw*>(this));

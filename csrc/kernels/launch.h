@@ -12,6 +12,7 @@ struct DeviceInfo {
   int sm_count;
   int compute_capability;  // 90 for sm_90
   size_t shared_bytes;     // of one block at most
+  size_t l2_bytes;
 };
 
 // Of the current device; asked once per device.
@@ -53,6 +54,14 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   }
   if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
   return status;
+}
+
+// Whether a kernel that streams `bytes`, in and out, should ask the L2 cache to keep what it reads. Nobody reads it
+// again; but then the cache gives up what is written instead, early and in order, and the memory turns round between
+// reading and writing less often: 2-4 % on an H200 (an idea seen in the code that torch.compile generates). What fits
+// into the cache is left alone there, since the next kernel will read it.
+inline bool keeps_inputs(const DeviceInfo& device, int64_t bytes) {
+  return bytes > static_cast<int64_t>(device.l2_bytes);
 }
 
 inline bool is_aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }

@@ -52,6 +52,13 @@ void on_device(const char* op, const Tensor& tensor, const Cuda& cuda, const Cpu
   cpu();
 }
 
+// Registers one function for an op and for its overload without autograd: see differentiable() in ops.cpp.
+inline void implement_differentiable(torch::stable::detail::StableLibrary& ops, const std::string& name,
+                                     void (*function)(StableIValue*, uint64_t, uint64_t)) {
+  ops.impl(name.c_str(), function);
+  ops.impl((name + ".no_grad").c_str(), function);
+}
+
 }  // namespace llmk
 
 // Code that names CUDA kernels: nothing in a build without them.

@@ -44,6 +44,13 @@ inline std::string text(IntHeaderOnlyArrayRef values) {
 }
 inline std::string shape(const Tensor& tensor) { return text(tensor.sizes()); }
 
+// The dtype as torch's C functions have it: cheaper to get, compare and pass on than a ScalarType.
+inline int32_t dtype_code(const Tensor& tensor) {
+  int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  return code;
+}
+
 inline const char* name(ScalarType type) { return torch::headeronly::toString(type); }
 
 // A tensor argument and what to call it in an error.
@@ -74,7 +81,7 @@ inline void check_same_device(const char* op, const Argument& argument, const Ar
 
 inline void check_same_dtype_and_device(const char* op, const Argument& argument, const Argument& model) {
   check_same_device(op, argument, model);
-  LLMK_CHECK(argument.tensor.scalar_type() == model.tensor.scalar_type(), op, argument.name, " must have the dtype of ",
+  LLMK_CHECK(dtype_code(argument.tensor) == dtype_code(model.tensor), op, argument.name, " must have the dtype of ",
              model.name, ", ", name(model.tensor.scalar_type()), ", got ", name(argument.tensor.scalar_type()));
 }
 
@@ -84,19 +91,22 @@ inline void check_like(const char* op, const Argument& argument, const Argument&
              model.name, ", ", shape(model.tensor), ", got ", shape(argument.tensor));
 }
 
+inline int32_t dtype_code(ScalarType type) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+}
+
 // An uninitialised tensor on the device of `like`.
-inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, const int64_t* strides, ScalarType type, const Tensor& like) {
+inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, const int64_t* strides, int32_t dtype, const Tensor& like) {
   int32_t device_type = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides,
-                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
                                                   device_type, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
 // A contiguous one.
-inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& like) {
+inline Tensor empty(IntHeaderOnlyArrayRef sizes, int32_t dtype, const Tensor& like) {
   std::array<int64_t, 8> few;
   std::vector<int64_t> many(sizes.size() > few.size() ? sizes.size() : 0);
   int64_t* const strides = many.empty() ? few.data() : many.data();
@@ -105,9 +115,12 @@ inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& 
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
-  return empty_strided(sizes, strides, type, like);
+  return empty_strided(sizes, strides, dtype, like);
 }
-inline Tensor empty_rows(const Tensor& like) { return empty(like.sizes(), like.scalar_type(), like); }
+inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& like) {
+  return empty(sizes, dtype_code(type), like);
+}
+inline Tensor empty_rows(const Tensor& like) { return empty(like.sizes(), dtype_code(like), like); }
 
 inline const void* data(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 

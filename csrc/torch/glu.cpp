@@ -133,13 +133,13 @@ Tensor geglu_packed_backward(const Tensor& grad_y, const Tensor& gate_up, std::s
 }
 
 void register_ops(StableLibrary& ops) {
-  ops.impl("swiglu", TORCH_BOX(&swiglu));
+  implement_differentiable(ops, "swiglu", TORCH_BOX(&swiglu));
   ops.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
-  ops.impl("swiglu_packed", TORCH_BOX(&swiglu_packed));
+  implement_differentiable(ops, "swiglu_packed", TORCH_BOX(&swiglu_packed));
   ops.impl("swiglu_packed_backward", TORCH_BOX(&swiglu_packed_backward));
-  ops.impl("geglu", TORCH_BOX(&geglu));
+  implement_differentiable(ops, "geglu", TORCH_BOX(&geglu));
   ops.impl("geglu_backward", TORCH_BOX(&geglu_backward));
-  ops.impl("geglu_packed", TORCH_BOX(&geglu_packed));
+  implement_differentiable(ops, "geglu_packed", TORCH_BOX(&geglu_packed));
   ops.impl("geglu_packed_backward", TORCH_BOX(&geglu_packed_backward));
 }
 

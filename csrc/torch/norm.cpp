@@ -130,8 +130,8 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor&
 }
 
 void register_ops(StableLibrary& ops) {
-  ops.impl("rms_norm", TORCH_BOX(&rms_norm));
-  ops.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+  implement_differentiable(ops, "rms_norm", TORCH_BOX(&rms_norm));
+  implement_differentiable(ops, "add_rms_norm", TORCH_BOX(&add_rms_norm));
   ops.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
 }
 

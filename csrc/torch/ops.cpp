@@ -2,22 +2,31 @@
 // devices; the public functions, with gradients and shape inference, are in llmkernels/ops.
 #include <torch/csrc/stable/library.h>
 
+#include <string>
+
 STABLE_TORCH_LIBRARY(llmkernels, ops) {
+  // An op with a gradient, and its overload `no_grad`: the same without an autograd kernel, which the public functions
+  // call where no input needs a gradient. An autograd kernel in Python would cost them 4 us even so.
+  const auto differentiable = [&](const std::string& name, const std::string& signature) {
+    ops.def((name + signature).c_str());
+    ops.def((name + ".no_grad" + signature).c_str());
+  };
+
   // norm.cpp
-  ops.def(
-      "rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0, "
-      "bool cast_before_weight=True) -> Tensor");
-  ops.def(
-      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0, "
-      "bool cast_before_weight=True) -> (Tensor y, Tensor sum)");
+  differentiable("rms_norm",
+                 "(Tensor x, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0, "
+                 "bool cast_before_weight=True) -> Tensor");
+  differentiable("add_rms_norm",
+                 "(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0, "
+                 "bool cast_before_weight=True) -> (Tensor y, Tensor sum)");
   ops.def(
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, "
       "bool cast_before_weight, bool needs_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
 
   // rope.cpp
-  ops.def(
-      "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=True, "
-      "bool interleaved=False, int? rotary_dim=None) -> (Tensor, Tensor)");
+  differentiable("rope",
+                 "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=True, "
+                 "bool interleaved=False, int? rotary_dim=None) -> (Tensor, Tensor)");
   ops.def(
       "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=True, "
       "bool interleaved=False, int? rotary_dim=None) -> ()");
@@ -26,12 +35,12 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "bool interleaved, int? rotary_dim) -> (Tensor, Tensor)");
 
   // glu.cpp; a packed input is [gate | up] along its last dimension
-  ops.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  differentiable("swiglu", "(Tensor gate, Tensor up) -> Tensor");
   ops.def("swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor, Tensor)");
-  ops.def("swiglu_packed(Tensor gate_up) -> Tensor");
+  differentiable("swiglu_packed", "(Tensor gate_up) -> Tensor");
   ops.def("swiglu_packed_backward(Tensor grad_y, Tensor gate_up) -> Tensor");
-  ops.def("geglu(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor");
+  differentiable("geglu", "(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor");
   ops.def("geglu_backward(Tensor grad_y, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
-  ops.def("geglu_packed(Tensor gate_up, str approximate=\"tanh\") -> Tensor");
+  differentiable("geglu_packed", "(Tensor gate_up, str approximate=\"tanh\") -> Tensor");
   ops.def("geglu_packed_backward(Tensor grad_y, Tensor gate_up, str approximate) -> Tensor");
 }

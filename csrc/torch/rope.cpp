@@ -160,7 +160,7 @@ bool is_dense(const Tensor& tensor) {
 // In the memory order of `tensor` if that keeps heads contiguous.
 Tensor output_like(const Tensor& tensor) {
   if (is_dense(tensor) && tensor.stride(3) == 1) {  // the usual case, without a call of the dispatcher
-    return empty_strided(tensor.sizes(), tensor.strides().data(), tensor.scalar_type(), tensor);
+    return empty_strided(tensor.sizes(), tensor.strides().data(), dtype_code(tensor), tensor);
   }
   Tensor out = torch::stable::empty_like(tensor);
   return has_unit_last_stride(out) ? out : empty_rows(tensor);
@@ -217,7 +217,7 @@ void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& si
 }
 
 void register_ops(StableLibrary& ops) {
-  ops.impl("rope", TORCH_BOX(&rope));
+  implement_differentiable(ops, "rope", TORCH_BOX(&rope));
   ops.impl("rope_", TORCH_BOX(&rope_));
   ops.impl("rope_backward", TORCH_BOX(&rope_backward));
 }

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmkernels.ops._common import call, contiguous_like
+from llmkernels.ops._common import caller, contiguous_like, register_fake
 
 _ops = torch.ops.llmkernels
+_swiglu, _swiglu_packed = caller("swiglu"), caller("swiglu_packed")
+_geglu, _geglu_packed = caller("geglu"), caller("geglu_packed")
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -35,8 +37,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     tensor([0.0000, 1.7616])
     """
     if up is None:
-        return call(_ops.swiglu_packed.default, gate)
-    return call(_ops.swiglu.default, *_promoted(gate, up))
+        return _swiglu_packed(gate)
+    return _swiglu(*_promoted(gate, up))
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
@@ -54,8 +56,8 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
     tensor([0.0000, 1.9545])
     """
     if up is None:
-        return call(_ops.geglu_packed.default, gate, approximate)
-    return call(_ops.geglu.default, *_promoted(gate, up), approximate)
+        return _geglu_packed(gate, approximate)
+    return _geglu(*_promoted(gate, up), approximate)
 
 
 def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,8 +76,8 @@ def _register(name: str) -> None:
     separate, packed = f"llmkernels::{name}", f"llmkernels::{name}_packed"
     separate_backward, packed_backward = getattr(_ops, f"{name}_backward"), getattr(_ops, f"{name}_packed_backward")
 
-    torch.library.register_fake(separate, lambda gate, up, *options: contiguous_like(gate))
-    torch.library.register_fake(packed, lambda gate_up, *options: _empty_half(gate_up))
+    register_fake(name, lambda gate, up, *options, **named: contiguous_like(gate))
+    register_fake(f"{name}_packed", lambda gate_up, *options, **named: _empty_half(gate_up))
     torch.library.register_fake(
         f"{separate}_backward", lambda grad_y, gate, up, *options: (contiguous_like(gate), contiguous_like(gate))
     )

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmkernels.ops._common import call, contiguous_like
+from llmkernels.ops._common import caller, contiguous_like, register_fake
 
 _ops = torch.ops.llmkernels
+_rms_norm, _add_rms_norm = caller("rms_norm"), caller("add_rms_norm")
 
 
 def rms_norm(
@@ -50,7 +51,7 @@ def rms_norm(
     """
     if weight is not None and weight.dtype != x.dtype:
         return _mixed(x, weight, eps, weight_offset, cast_before_weight)
-    return call(_ops.rms_norm.default, x, weight, eps, weight_offset, cast_before_weight)
+    return _rms_norm(x, weight, eps, weight_offset, cast_before_weight)
 
 
 def add_rms_norm(
@@ -84,7 +85,7 @@ def add_rms_norm(
     if weight is not None and weight.dtype != x.dtype:
         s = x + residual
         return _mixed(s, weight, eps, weight_offset, cast_before_weight), s
-    return call(_ops.add_rms_norm.default, x, residual, weight, eps, weight_offset, cast_before_weight)
+    return _add_rms_norm(x, residual, weight, eps, weight_offset, cast_before_weight)
 
 
 def _mixed(x: Tensor, weight: Tensor, eps: float, weight_offset: float, cast_before_weight: bool) -> Tensor:
@@ -96,14 +97,8 @@ def _mixed(x: Tensor, weight: Tensor, eps: float, weight_offset: float, cast_bef
     return y.to(common if cast_before_weight else x.dtype)
 
 
-@torch.library.register_fake("llmkernels::rms_norm")
-def _(x, weight=None, eps=1e-6, weight_offset=0.0, cast_before_weight=True):
-    return contiguous_like(x)
-
-
-@torch.library.register_fake("llmkernels::add_rms_norm")
-def _(x, residual, weight=None, eps=1e-6, weight_offset=0.0, cast_before_weight=True):
-    return contiguous_like(x), contiguous_like(x)
+register_fake("rms_norm", lambda x, *options, **named: contiguous_like(x))
+register_fake("add_rms_norm", lambda x, *options, **named: (contiguous_like(x), contiguous_like(x)))
 
 
 @torch.library.register_fake("llmkernels::rms_norm_backward")

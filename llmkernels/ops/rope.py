@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llmkernels.ops._common import call
+from llmkernels.ops._common import caller, register_fake
 
 _ops = torch.ops.llmkernels
+_rope = caller("rope")
 
 _HEADS_FIRST = {"bhtd": True, "bthd": False}
 
@@ -69,14 +70,14 @@ def rope(
     if in_place:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             raise RuntimeError("rope: in_place must be False where q or k requires a gradient, got True")
-        call(_ops.rope_.default, q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
-        if not torch.compiler.is_compiling():  # below autograd nobody else tells it of the write
+        _ops.rope_(q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
+        if not torch.compiler.is_compiling():  # nobody else tells autograd of the write
             torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])
         return q, k
     if cos.dtype != q.dtype and cos.is_floating_point():
         common = torch.promote_types(q.dtype, cos.dtype)
         q, k, cos, sin = q.to(common), k.to(common), cos.to(common), sin.to(common)
-    return call(_ops.rope.default, q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
+    return _rope(q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -85,9 +86,7 @@ def _empty_like(x: Tensor) -> Tensor:
     return out if out.shape[-1] <= 1 or out.stride(-1) == 1 else out.contiguous()
 
 
-@torch.library.register_fake("llmkernels::rope")
-def _(q, k, cos, sin, position_ids=None, heads_first=True, interleaved=False, rotary_dim=None):
-    return _empty_like(q), _empty_like(k)
+register_fake("rope", lambda q, k, *options, **named: (_empty_like(q), _empty_like(k)))
 
 
 @torch.library.register_fake("llmkernels::rope_")

@@ -84,29 +84,32 @@ __device__ Place place(unsigned blocks_per_row) {  // a division takes as long a
 }
 
 template <typename Act, typename T, int N>
-__global__ void __launch_bounds__(kThreads) glu_kernel(const GluParams params, unsigned blocks_per_row) {
+__global__ void __launch_bounds__(kThreads)
+    glu_kernel(const GluParams params, unsigned blocks_per_row, bool keep_inputs) {
   using V = Vec<T, N>;
+  const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
   const auto [row, col] = place<N>(blocks_per_row);
   if (col >= params.cols) return;
-  const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col);
-  const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col);
+  const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
+  const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy);
   const V activated = V::of([&](int i) { return Act::template value<T>(gate[i]); });
   mul(activated, up).store(static_cast<T*>(params.y) + row * params.cols + col);
 }
 
 template <typename Act, typename T, int N>
 __global__ void __launch_bounds__(kThreads)
-    glu_backward_kernel(const GluBackwardParams params, unsigned blocks_per_row) {
+    glu_backward_kernel(const GluBackwardParams params, unsigned blocks_per_row, bool keep_inputs) {
   using V = Vec<T, N>;
+  const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
   const auto [row, col] = place<N>(blocks_per_row);
   if (col >= params.cols) return;
-  const V grad_y = V::load(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride + col);
-  const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col);
-  const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col);
+  const V grad_y = V::load(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride + col, policy);
+  const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
+  const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy);
   float value[N], slope[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) Act::value_and_slope(gate[i], value[i], slope[i]);
@@ -125,13 +128,16 @@ cudaError_t dispatch_activation(Activation activation, Body&& body) {
   return cudaErrorInvalidValue;
 }
 
-// Launches `kernel` over rows x cols, `width` elements per access.
+// Launches `kernel` over rows x cols, `width` elements per access; it moves `element_bytes` for each element.
 template <typename Params>
-cudaError_t run(void (*kernel)(Params, unsigned), const Params& params, int width, cudaStream_t stream) {
+cudaError_t run(void (*kernel)(Params, unsigned, bool), const Params& params, int width, size_t element_bytes,
+                cudaStream_t stream) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const int64_t per_block = static_cast<int64_t>(kThreads) * width;
   const int64_t blocks_per_row = (params.cols + per_block - 1) / per_block;
   return launch(kernel, {blocks_per_row * params.rows, dim3(kThreads)}, stream, params,
-                static_cast<unsigned>(blocks_per_row));
+                static_cast<unsigned>(blocks_per_row), keeps_inputs(device, params.rows * params.cols * element_bytes));
 }
 
 }  // namespace
@@ -150,7 +156,7 @@ cudaError_t glu(const GluParams& given, Activation activation, Dtype dtype, cuda
                         rows_aligned(params.up, params.up_stride, params.rows, sizeof(T)) && is_aligned(params.y, 16);
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      return vector ? run(glu_kernel<Act, T, N>, params, N, stream) : run(glu_kernel<Act, T, 1>, params, 1, stream);
+      return run(vector ? glu_kernel<Act, T, N> : glu_kernel<Act, T, 1>, params, vector ? N : 1, 3 * sizeof(T), stream);
     });
   });
 }
@@ -174,8 +180,8 @@ cudaError_t glu_backward(const GluBackwardParams& given, Activation activation, 
                         aligned(params.grad_gate, params.grad_stride) && aligned(params.grad_up, params.grad_stride);
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      return vector ? run(glu_backward_kernel<Act, T, N>, params, N, stream)
-                    : run(glu_backward_kernel<Act, T, 1>, params, 1, stream);
+      return run(vector ? glu_backward_kernel<Act, T, N> : glu_backward_kernel<Act, T, 1>, params, vector ? N : 1,
+                 5 * sizeof(T), stream);
     });
   });
 }

@@ -74,7 +74,8 @@ __device__ int64_t row_index() { return static_cast<int64_t>(blockIdx.x) * block
 // per thread share a block. kResidual is a template parameter because its registers would cost the plain norm
 // occupancy.
 template <typename T, int N, int kVectors, bool kResidual>
-__global__ void __launch_bounds__(1024) rms_norm_kernel(const RmsNormParams params) {
+__global__ void __launch_bounds__(1024)
+    rms_norm_kernel(const RmsNormParams params, float inverse_cols, bool keep_inputs) {
   using V = Vec<T, N>;
   __shared__ float shared[kMaxRowsPerBlock * kMaxSlots];
   constexpr bool kOneRow = kVectors > 1;
@@ -84,21 +85,22 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(const RmsNormParams para
   const int count = kOneRow || index < params.rows ? static_cast<int>(params.cols / N) : 0;
   const auto mine = [&](int v) { return group.rank + v * group.threads < count; };
   const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
-  const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
+  const float eps = static_cast<float>(params.options.eps);
+  const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
   V s[kVectors], r[kVectors], w[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (mine(v)) s[v] = V::load(row.x + offset(v));
+    if (mine(v)) s[v] = V::load(row.x + offset(v), policy);
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (kResidual && mine(v)) r[v] = V::load(row.residual + offset(v));
+    if (kResidual && mine(v)) r[v] = V::load(row.residual + offset(v), policy);
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (params.weight && mine(v)) w[v] = V::load(row.weight + offset(v));  // in flight during the reduction
+    if (params.weight && mine(v)) w[v] = V::load(row.weight + offset(v), policy);  // in flight during the reduction
   }
   float squares[kVectors];
 #pragma unroll
@@ -171,10 +173,11 @@ cudaError_t rms_norm(const RmsNormParams& params, Dtype dtype, cudaStream_t stre
     if (plan.vectors == 0) {
       return launch(plan.width == 1 ? rms_norm_long_kernel<T, 1> : rms_norm_long_kernel<T, N>, shape, stream, params);
     }
+    const int64_t bytes = params.rows * params.cols * sizeof(T) * (params.residual ? 4 : 2);
     return dispatch_int<1, 2>(plan.vectors, [&](auto vectors) {
       constexpr int kVectors = decltype(vectors)::value;
       return launch(params.residual ? rms_norm_kernel<T, N, kVectors, true> : rms_norm_kernel<T, N, kVectors, false>,
-                    shape, stream, params);
+                    shape, stream, params, 1.f / static_cast<float>(params.cols), keeps_inputs(device, bytes));
     });
   });
 }

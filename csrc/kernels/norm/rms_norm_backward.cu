@@ -54,9 +54,10 @@ constexpr size_t kBytesInFlight = 116 << 10;  // per SM; more made the blocks dr
 
 // The block's groups walk over rows blockIdx.x * groups + group, a grid apart. kVectors vectors per thread.
 template <typename T, int kVectors>
-__global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBackwardParams params) {
+__global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBackwardParams params, bool keep_inputs) {
   constexpr int N = kVecWidth<T>, kDepth = kStages<kVectors>;
   using V = Vec<T, N>;
+  const uint64_t policy = l2_policy(keep_inputs);
   extern __shared__ int4 ring[];  // [stage][stream][vector][thread of the block]
   __shared__ float shared[2][2 * 16];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
@@ -74,9 +75,9 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if (group.rank + v * group.threads < count) {
-          cp_async_16(slot(stage, 0, v), rows.x + offset(v));
-          cp_async_16(slot(stage, 1, v), rows.grad_y + offset(v));
-          if (params.grad_sum) cp_async_16(slot(stage, 2, v), rows.grad_sum + offset(v));
+          cp_async_16(slot(stage, 0, v), rows.x + offset(v), policy);
+          cp_async_16(slot(stage, 1, v), rows.grad_y + offset(v), policy);
+          if (params.grad_sum) cp_async_16(slot(stage, 2, v), rows.grad_sum + offset(v), policy);
         }
       }
     }
@@ -262,6 +263,7 @@ struct PersistentPlan {
   RowPlan row;
   size_t ring_bytes;
   int64_t blocks;
+  bool keep_inputs;
 };
 
 template <typename T>
@@ -283,6 +285,7 @@ cudaError_t plan_persistent(const RmsNormBackwardParams& params, PersistentPlan&
   const int per_sm = std::clamp(static_cast<int>(kBytesInFlight / plan.ring_bytes), 1, 1024 / row.threads());
   plan.blocks = std::min<int64_t>((params.rows + row.rows_per_block - 1) / row.rows_per_block,
                                   static_cast<int64_t>(device.sm_count) * per_sm);
+  plan.keep_inputs = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (streams + 1));
   return cudaSuccess;
 }
 
@@ -293,7 +296,7 @@ cudaError_t launch_persistent(const PersistentPlan& plan, const RmsNormBackwardP
   const LaunchShape shape{plan.blocks, dim3(plan.row.threads_per_row, plan.row.rows_per_block), plan.ring_bytes,
                           /*may_overlap=*/false};
   return dispatch_int<1, 2, 4>(plan.row.vectors, [&](auto vectors) {
-    return launch(rms_norm_backward_kernel<T, decltype(vectors)::value>, shape, stream, params);
+    return launch(rms_norm_backward_kernel<T, decltype(vectors)::value>, shape, stream, params, plan.keep_inputs);
   });
 }
 

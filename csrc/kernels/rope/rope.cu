@@ -129,7 +129,7 @@ __device__ bool angle_rows(const RopeParams& params, int64_t b, int64_t t, const
 // N: elements per access, 1 where something is not aligned to 16 bytes. kInterleaved is a template parameter because
 // its pairs lie in other registers.
 template <typename T, int N, bool kInterleaved>
-__global__ void __launch_bounds__(256) rope_kernel(const RopeParams params) {
+__global__ void __launch_bounds__(256) rope_kernel(const RopeParams params, bool keep_inputs) {
   using V = Vec<T, N>;
   const int64_t half = params.rotary_dim / 2;
   const int heads = static_cast<int>(params.q.heads + params.k.heads);
@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams params) {
   // 32 bits, and none where it is not needed: a division takes as long as the rotation.
   const unsigned b = params.batch == 1 ? 0 : token / tokens, t = token - b * tokens;
   if (token >= params.batch * params.tokens) return;
+  const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
 
@@ -149,8 +150,8 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams params) {
         const int head = first + j * blockDim.y;
         if (head >= heads) continue;
         const T* const in = Head<T>(params, b, t, head).in;
-        low[j] = V::load(in + at.low);
-        high[j] = V::load(in + at.high);
+        low[j] = V::load(in + at.low, policy);
+        high[j] = V::load(in + at.high, policy);
       }
     };
     int first = threadIdx.y;
@@ -224,9 +225,13 @@ cudaError_t rope(const RopeParams& params, Dtype dtype, cudaStream_t stream) {
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
+    DeviceInfo device;
+    if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+    const int64_t bytes = 2 * tokens * (params.q.heads + params.k.heads) * params.head_dim * sizeof(T);
     const auto run = [&](auto kernel, int width) {
       const dim3 threads = block_shape(params, width);
-      return launch(kernel, {(tokens + threads.z - 1) / threads.z, threads}, stream, params);
+      return launch(kernel, {(tokens + threads.z - 1) / threads.z, threads}, stream, params,
+                    keeps_inputs(device, bytes));
     };
     if (!is_vector<T>(params)) {
       return run(params.interleaved ? rope_kernel<T, 1, true> : rope_kernel<T, 1, false>, 1);
