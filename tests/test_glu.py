@@ -129,7 +129,7 @@ def test_special_values(device, ours, eager, dtype):
     gate, up = (t.to(dtype).contiguous() for t in torch.meshgrid(values, values, indexing="ij"))
     y, expected, exact = ours(gate, up), eager(gate, up), eager(gate.double(), up.double())
     # On some processors PyTorch's float32 gelu(inf) is NaN, which the formula is not.
-    expected = torch.where(expected.isnan(), exact.to(dtype), expected)
+    expected = torch.where(gate.isinf(), exact.to(dtype), expected)
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     assert y[-1].isnan().all() and y[:, -1].isnan().all()
 
