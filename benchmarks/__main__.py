@@ -1,4 +1,4 @@
-"""python -m benchmarks ops | model | plot"""
+"""python -m benchmarks ops | model | decode | plot"""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,8 @@ import torch
 
 from benchmarks import call_overhead
 from benchmarks.cases import PROVIDERS
-from benchmarks.ops import OPS
+from benchmarks.ops import DECODE_OPS, OPS
+from benchmarks.run_decode import PROVIDERS as DECODERS
 from benchmarks.variants import VARIANTS
 
 
@@ -25,6 +26,10 @@ def main() -> None:
         from benchmarks import run_ops
 
         run_ops.run(device, output, arguments.only, arguments.providers, arguments.quick)
+    elif arguments.what == "decode":
+        from benchmarks import run_decode
+
+        run_decode.run(device, output, arguments.model, arguments.only, arguments.providers, arguments.quick)
     else:
         from benchmarks import run_model
 
@@ -36,15 +41,18 @@ def parse() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="what", required=True)
     ops = commands.add_parser("ops", help="every op beside eager, torch, torch.compile, Triton and Liger-Kernel")
     model = commands.add_parser("model", help="prefill and decode of a live Hugging Face model")
+    decode = commands.add_parser("decode", help="the kernels of a decode step, and tokens per second of a model")
     plot = commands.add_parser("plot", help="draw the pictures again from the results files")
-    for command in (ops, model):
+    for command, names in ((ops, PROVIDERS), (model, tuple(VARIANTS)), (decode, DECODERS)):
         command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         command.add_argument("--quick", action="store_true", help="few sizes, few samples")
-        names = PROVIDERS if command is ops else tuple(VARIANTS)
         command.add_argument("--providers", nargs="+", default=(), choices=names, metavar="NAME", help=", ".join(names))
     ops.add_argument("--only", nargs="+", default=(), choices=(*OPS, call_overhead.OP), metavar="OP", help="only these")
-    model.add_argument("--model", metavar="ID_OR_PATH", help="weights by from_pretrained (default: random weights)")
-    for command in (ops, model, plot):
+    parts = (*DECODE_OPS, "decode")
+    decode.add_argument("--only", nargs="+", default=(), choices=parts, metavar="PART", help=", ".join(parts))
+    for command in (model, decode):
+        command.add_argument("--model", metavar="ID_OR_PATH", help="weights by from_pretrained (default: random)")
+    for command in (ops, model, decode, plot):
         command.add_argument(
             "--output", type=Path, metavar="DIR", help="default: results for a whole run on a GPU, else results/local"
         )

@@ -8,7 +8,7 @@ import torch._functorch.config
 from torch import Tensor
 
 # The columns of every table and picture, in this order.
-PROVIDERS = ("eager", "torch", "compile", "triton", "liger", "llmkernels")
+PROVIDERS = ("eager", "torch", "compile", "triton", "liger", "cublas", "cudnn", "flash", "llmkernels")
 OURS = "llmkernels"
 
 
@@ -22,11 +22,18 @@ class Case:
     bytes: int
     direction: str = "fwd"
     quick: bool = False
+    flops: int | None = None  # where the arithmetic may be the limit
 
     @property
     def title(self) -> str:
         keys = self.keys
-        if "tokens" in keys:
+        if "m" in keys:
+            shape = f"{keys['m']} x {keys['n']}x{keys['k']}"
+        elif "kv_tokens" in keys:
+            shape = f"batch {keys['batch']} {keys['kv_tokens']} keys {keys['cache']}"
+        elif "vocab" in keys:
+            shape = f"{keys['rows']}x{keys['vocab']}"
+        elif "tokens" in keys:
             shape = f"{keys['tokens']} tokens {keys['heads']}+{keys['kv_heads']} heads" + " in place" * keys["in_place"]
         else:
             shape = f"{keys['rows']}x{keys['cols']}" + " packed" * keys.get("packed", False)
@@ -36,7 +43,8 @@ class Case:
     def row(self) -> dict:
         """The keys that every row of this case has."""
         dtype = str(self.dtype).removeprefix("torch.")
-        return {"op": self.op, **self.keys, "dtype": dtype, "pass": self.direction, "bytes": self.bytes}
+        row = {"op": self.op, **self.keys, "dtype": dtype, "pass": self.direction, "bytes": self.bytes}
+        return row | ({"flops": self.flops} if self.flops else {})
 
 
 @dataclass(frozen=True)
@@ -45,19 +53,22 @@ class Provider:
 
     `forward()` imports what it needs and returns the function to time; `backward()` likewise a function of
     (gradients, outputs, *inputs), where the implementation has no autograd of its own. `mutates` names the passes in
-    which it writes into what it was given: these are timed on copies, restored before every replay.
+    which it writes into what it was given: these are timed on copies, restored before every replay. `approximate`:
+    it computes a part of the op only, for comparison, and its result is not checked.
     """
 
     forward: Callable[[], Callable]
     backward: Callable[[], Callable] | None = None
     mutates: tuple[str, ...] = ()
+    approximate: bool = False
 
 
 @dataclass(frozen=True)
 class Op:
     """An op's entry: `inputs` are drawn afresh for every call that is timed, `shared` (weights, cos/sin) only once.
 
-    `eager` is the plain PyTorch formula: it is the reference for what everybody computes, in float32.
+    `eager` is the plain PyTorch formula: it is the reference for what everybody computes, in float32. Where results are
+    random, `error(outputs, inputs)` judges them instead.
     """
 
     name: str
@@ -67,6 +78,7 @@ class Op:
     providers: Callable[[Case], dict[str, Provider]]
     differentiable: int  # the first so many of (*inputs, *shared) get gradients
     shared: Callable[[Case, torch.device], tuple[Tensor, ...]] = lambda case, device: ()
+    error: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], float] | None = None
 
 
 def plain(function: Callable, **options) -> Provider:

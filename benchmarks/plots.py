@@ -1,4 +1,4 @@
-"""The pictures, drawn from ops.json and model.json alone; `python -m benchmarks plot` draws them again."""
+"""The pictures, drawn from ops.json, model.json and decode.json alone; `python -m benchmarks plot` draws them again."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +16,12 @@ COLOURS = {
     "compile": "#f2a13a",
     "triton": "#9467bd",
     "liger": "#3a9d5d",
+    "cublas": "#4c78a8",
+    "cudnn": "#4c78a8",
+    "flash": "#f2a13a",
+    "generate": "#ff9896",
+    "eager_generate": "#c7c7c7",
+    "static_compile": "#f2a13a",
     "llmkernels": "#d62728",
     "quack": "#7f4f24",
     "flashinfer": "#0fa3b1",
@@ -27,6 +33,12 @@ LABELS = {
     "triton": "Triton (ours)",
     "liger": "Liger-Kernel",
     "flashinfer": "FlashInfer",
+    "cublas": "cuBLAS",
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention-2 (torch)",
+    "generate": "model.generate, patched",
+    "eager_generate": "model.generate",
+    "static_compile": "static cache, torch.compile",
 }
 OPS = {"rms_norm": "RMSNorm", "add_rms_norm": "add + RMSNorm", "rope": "RoPE", "swiglu": "SwiGLU", "geglu": "GEGLU"}
 MARKS = {"quack": "D", "flashinfer": "^"}
@@ -66,6 +78,9 @@ def draw(folder: Path) -> None:
         if (folder / "model.json").exists():
             meta, rows = load(folder / "model.json")
             draw_model(meta, rows, folder / "model.png")
+        if (folder / "decode.json").exists():
+            meta, rows = load(folder / "decode.json")
+            draw_decode(meta, rows, folder / "decode.png")
 
 
 def draw_forward(meta: dict, rows: Rows, path: Path) -> None:
@@ -113,6 +128,79 @@ def draw_model(meta: dict, rows: Rows, path: Path) -> None:
     ]
     title = f"{rows[0]['model']}, {rows[0]['dtype']}, wall time of a forward from Python, {where(meta)}"
     grid([shelf], path, title)
+
+
+def draw_decode(meta: dict, rows: Rows, path: Path) -> None:
+    steps, linear = pick(rows, op="decode"), pick(rows, op="linear")
+    short = [row for row in steps if row["context"] == 512 and row["batch"] in (1, 8, 64)]
+    shelves = [
+        [
+            bar_panel(short, "a decode step, context 512", "ms per token", milliseconds),
+            (pick(steps, provider=OURS), partial(throughput, rows=pick(steps, provider=OURS), meta=meta)),
+        ],
+        [(linear, partial(linears, rows=linear, meta=meta))],
+        [
+            bar_panel(pick(rows, op="decode_attention"), "decode attention, 28 + 4 heads", "µs", microseconds),
+            bar_panel(pick(rows, op="sample"), "sampling, top-k 50 and top-p 0.9", "µs", microseconds),
+        ],
+        [(pick(rows, op="decode_part"), partial(parts, rows=pick(rows, op="decode_part"), steps=steps))],
+    ]
+    grid(shelves, path, f"Decode, {where(meta)}", width=14)
+
+
+def throughput(axes, rows: Rows, meta: dict) -> None:
+    """Tokens per second over the batch, a line per context, each below what reading the memory once a step allows."""
+    contexts = sorted({row["context"] for row in rows})
+    for index, context in enumerate(contexts):
+        mine = sorted(pick(rows, context=context), key=lambda row: row["batch"])
+        batches = [row["batch"] for row in mine]
+        shade = 0.25 + 0.75 * (index + 1) / len(contexts)
+        rates = [row["batch"] / row["time_us"] * 1e6 for row in mine]
+        axes.plot(batches, rates, "o-", color=COLOURS[OURS], alpha=shade, label=f"llmkernels, context {context}")
+        roof = [row["batch"] * meta["read_gb_s"] * 1e9 / row["bytes"] for row in mine]
+        axes.plot(batches, roof, ":", color="black", alpha=shade, linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="tokens/s", title="throughput (dotted: read limit)")
+    values = sorted({row["batch"] for row in rows})
+    axes.set_xticks(values, [str(value) for value in values])
+    axes.minorticks_off()
+    axes.legend(fontsize=7)
+
+
+def linears(axes, rows: Rows, meta: dict) -> None:
+    """Bandwidth over the number of rows, a line per weight and provider."""
+    styles = ("-", "--", "-.", ":", (0, (1, 3)))
+    shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
+    for style, (n, k) in zip(styles, shapes, strict=False):
+        for name in ordered({row["provider"] for row in rows}):
+            mine = sorted(pick(rows, provider=name, n=n, k=k), key=lambda row: row["m"])
+            axes.plot([row["m"] for row in mine], [bandwidth(row) for row in mine], linestyle=style, marker="o",
+                      markersize=3, color=COLOURS[name], label=f"{LABELS.get(name, name)}, {n}x{k}")  # fmt: skip
+    limits(axes, meta)
+    values = sorted({row["m"] for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [str(value) for value in values])
+    axes.set(title="linear for few rows, rotating weights", xlabel="rows of x", ylabel="TB/s", ylim=(0, None))
+
+
+def parts(axes, rows: Rows, steps: Rows) -> None:
+    """Where a step's time goes: its launches, each timed alone, stacked, beside the whole step."""
+    names = list(dict.fromkeys(row["part"] for row in rows))
+    batches = sorted({row["batch"] for row in rows})
+    import matplotlib.pyplot as plt
+
+    colours = plt.get_cmap("tab10")
+    for place, batch in enumerate(batches):
+        left = 0.0
+        for index, name in enumerate(names):
+            for row in pick(rows, part=name, batch=batch):
+                width = row["time_us"] * row["launches"] / 1e3
+                axes.barh(place, width, left=left, color=colours(index), label=name if place == 0 else None)
+                left += width
+        for row in pick(steps, provider=OURS, batch=batch, context=512):
+            axes.plot([row["time_us"] / 1e3] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2)
+    axes.set_yticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+    axes.set(title="one step, context 512: its launches timed alone, and (black) the step as generate takes it",
+             xlabel="ms")  # fmt: skip
 
 
 def draw_roofline(meta: dict, rows: Rows, path: Path) -> None:
@@ -258,9 +346,13 @@ def tick(keys: dict) -> str:
     if keys["op"] == "prefill":
         return f"{keys['tokens']}\ntokens"
     if keys["op"] == "decode":
-        return f"batch {keys['batch']}\n{keys['attention']} attention"
+        return f"batch {keys['batch']}" + (f"\n{keys['attention']} attention" if "attention" in keys else "")
     words = report.shape(keys).replace(", ", "\n").replace(" packed", "\npacked").replace(" in place", "\nin place")
-    return words if keys["op"] == "call_overhead" else f"{OPS.get(keys['op'], keys['op'])}\n{words}"
+    return (
+        words
+        if keys["op"] in ("call_overhead", "decode_attention", "sample")
+        else f"{OPS.get(keys['op'], keys['op'])}\n{words}"
+    )
 
 
 def how(rows: Rows) -> str:

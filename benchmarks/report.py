@@ -19,8 +19,8 @@ console = Console(width=None if os.isatty(1) else 170, highlight=False)
 
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
-    "op", "function", "model", "rows", "cols", "packed", "batch", "tokens", "heads", "kv_heads", "head_dim", "in_place",
-    "context", "logits", "attention", "dtype", "pass", "timing",
+    "op", "function", "part", "model", "rows", "cols", "vocab", "packed", "m", "n", "k", "batch", "tokens", "kv_tokens",
+    "heads", "kv_heads", "head_dim", "in_place", "cache", "context", "logits", "attention", "dtype", "pass", "timing",
 )  # fmt: skip
 
 
@@ -48,12 +48,21 @@ def shape(keys: dict) -> str:
     """The case in a few words, for a table's first column or a picture's axis."""
     if keys["op"] == "rope":
         words = [f"{keys['tokens']} tokens, {keys['heads']}+{keys['kv_heads']} heads", "in place" * keys["in_place"]]
+    elif "m" in keys:
+        words = [f"{keys['n']}x{keys['k']}, {keys['m']} rows"]
+    elif "kv_tokens" in keys:
+        words = [f"batch {keys['batch']}, {keys['kv_tokens']} keys", "paged" * (keys["cache"] == "paged")]
+    elif "vocab" in keys:
+        words = [f"{keys['rows']}x{keys['vocab']}"]
     elif "rows" in keys:
         words = [f"{keys['rows']}x{keys['cols']}", "packed" * keys.get("packed", False)]
+    elif "part" in keys:
+        words = [f"{keys['part']}, batch {keys['batch']}"]
     elif keys["op"] == "prefill":
         words = [f"{keys['tokens']} tokens, {keys['logits']} logits"]
     elif keys["op"] == "decode":
-        words = [f"batch {keys['batch']}, context {keys['context']}, {keys['attention']} attention"]
+        words = [f"batch {keys['batch']}, context {keys['context']}"]
+        words += [f"{keys['attention']} attention"] if "attention" in keys else []
     else:
         words = [keys["function"]]
     return " ".join(word for word in words if word)

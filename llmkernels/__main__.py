@@ -3,13 +3,14 @@
 import argparse
 import sys
 
-from llmkernels import __version__, _info
+from llmkernels import __version__, _generate, _info
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m llmkernels", description="Kernels for large language models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _generate.add_command(commands)
     _info.add_command(commands)  # a command is a module that adds its parser, with the function to `run`
     options = parser.parse_args(arguments)
     return options.run(options)

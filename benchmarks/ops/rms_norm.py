@@ -54,6 +54,10 @@ def providers(case):
     }
 
 
+def weight(cols, dtype, device):
+    return (1 + torch.randn(cols, dtype=dtype, device=device) / 16,)
+
+
 def case(rows, cols, dtype, direction="fwd", quick=False):
     passes_over_x = 2 if direction == "fwd" else 3
     moved = (passes_over_x * rows + (1 if direction == "fwd" else 2)) * cols * dtype.itemsize
@@ -73,7 +77,7 @@ OP = Op(
         case(16384, 3584, torch.bfloat16, "bwd"),
     ),
     inputs=lambda case, device: (torch.randn(case.keys["rows"], case.keys["cols"], dtype=case.dtype, device=device),),
-    shared=lambda case, device: (1 + torch.randn(case.keys["cols"], dtype=case.dtype, device=device) / 16,),
+    shared=lambda case, device: weight(case.keys["cols"], case.dtype, device),
     eager=eager,
     providers=providers,
     differentiable=2,

@@ -43,4 +43,10 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def("geglu_backward(Tensor grad_y, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
   differentiable("geglu_packed", "(Tensor gate_up, str approximate=\"tanh\") -> Tensor");
   ops.def("geglu_packed_backward(Tensor grad_y, Tensor gate_up, str approximate) -> Tensor");
+
+  // sampling.cpp; a value holds for every row where there is no tensor of that name
+  ops.def(
+      "sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
+      "Tensor? repetition_penalty, Tensor(b!)? seen, Tensor(a!) rng_state, float temperature_value=1.0, "
+      "int top_k_value=0, float top_p_value=1.0, float min_p_value=0.0, float repetition_penalty_value=1.0) -> Tensor");
 }

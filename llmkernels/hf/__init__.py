@@ -1,4 +1,4 @@
-"""Patching a live Hugging Face model.
+"""Patching a live Hugging Face model, and generating with it.
 
 `patch(model)` makes the RMSNorm, rotary embedding, gated MLP and residual adds of a transformers model run on this
 package's ops, on that instance only: modules change their class to a subclass of it, and nothing global is written.
@@ -10,10 +10,24 @@ handle, on a deep copy or a loaded pickle.
     layers.py    the replacements
     patch.py     patch, unpatch, PatchHandle
     report.py    what patch found and did
+    packing.py   weights that are read together, in one storage
+    cache.py     a KV cache of fixed buffers, as transformers takes it; paged.py, one of pages
+    decode.py    the decode step: one token for every sequence
+    generate.py  the loops around it: behind model.generate(), and llmkernels.generate
 
-Importing this package does not import transformers.
+Importing this package does not import transformers; using `KVCache` does.
 """
 
+from .generate import generate
+from .paged import OutOfPages, PagedKVCache
 from .patch import PatchHandle, patch, unpatch
 
-__all__ = ["PatchHandle", "patch", "unpatch"]
+__all__ = ["OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "unpatch"]
+
+
+def __getattr__(name: str):
+    if name == "KVCache":
+        from .cache import KVCache
+
+        return KVCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,12 +14,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_rms_norm, geglu, rms_norm, rope, swiglu
 
+from . import families
 from .families import Family, find
 from .layout import UnknownLayout, bind_global, check_rms_norm, check_rope, check_symbolically
 
 
-class Patched:
-    """Base of every patched class.
+class Replaced:
+    """Base of every class made here.
 
     `original` is the class it was made from, `family` the entry of FAMILIES.
     """
@@ -33,9 +34,17 @@ class Patched:
         return (_unpickle, (self.original,), *state)
 
 
+class Patched(Replaced):
+    """Base of every class with another forward."""
+
+
+class Generating(Replaced):
+    """Base of every model class with another loop behind generate()."""
+
+
 def _unpickle(original: type[nn.Module]) -> nn.Module:
     try:
-        cls = patched_class(original)
+        cls = patched_class(original) if generating_family(original) is None else generating_class(original)
     except UnknownLayout:  # another transformers than the one that wrote the pickle: what it computes is the same
         cls = original
     return cls.__new__(cls)
@@ -155,6 +164,33 @@ def runs_only_forward(module: nn.Module) -> bool:
 
 def fuses_add(norm: nn.Module) -> bool:
     return isinstance(norm, RMSNorm) and type(norm).forward is RMSNorm.forward and runs_only_forward(norm)
+
+
+def generating_family(cls: type) -> Family | None:
+    """The family of a model class that generates, or of the known class that it derives from."""
+    known = {(family.module, f"{family.prefix}ForCausalLM"): family for family in families.FAMILIES}
+    for base in cls.__mro__:
+        if (family := known.get((base.__module__, base.__name__))) is not None and not issubclass(base, Replaced):
+            return family
+    return None
+
+
+@functools.cache
+def generating_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a transformers model class whose generate() decodes by the decode step.
+
+    `generate` takes its loop from the class by name, one for greedy search and sampling and others for the rest.
+    Raises UnknownLayout when cls has no such loop.
+    """
+    from .generate import LOOPS
+
+    loops = {name: loop(getattr(cls, name)) for name, loop in LOOPS.items() if hasattr(cls, name)}
+    if "_sample" not in loops or not hasattr(cls, "_prefill"):
+        raise UnknownLayout("generate() of this transformers has no loop of a known name")
+    # Its forward is the original's, so __module__ and the name under which transformers keeps facts about it are too.
+    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {"original": cls, "family": generating_family(cls)}
+    return type(cls.__name__, (Generating, cls), members | loops)
 
 
 _ROTATION = "apply_rotary_pos_emb"

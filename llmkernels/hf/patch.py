@@ -3,10 +3,21 @@
 import torch
 from torch import nn
 
+from . import decode as decoding
 from .families import FAMILIES, KINDS, find
-from .layers import Patched, fuses_add, gated_unit, patched_class, runs_only_forward
+from .layers import (
+    Generating,
+    Patched,
+    Replaced,
+    fuses_add,
+    gated_unit,
+    generating_class,
+    generating_family,
+    patched_class,
+    runs_only_forward,
+)
 from .layout import UnknownLayout
-from .report import Report, Row
+from .report import Decode, Report, Row
 
 
 def patch(
@@ -16,6 +27,7 @@ def patch(
     rope: bool = True,
     gated_mlp: bool = True,
     add_rms_norm: bool = True,
+    decode: bool = True,
 ) -> "PatchHandle":
     """Run the layers of a Hugging Face model on llmkernels' ops, in place and reversibly.
 
@@ -26,6 +38,10 @@ def patch(
         rope: patch the rotary embedding of q and k in the attention modules.
         gated_mlp: patch the gated MLPs, with silu, gelu or gelu_pytorch_tanh.
         add_rms_norm: fuse the residual add after attention into the norm behind it, in each decoder layer.
+        decode: generate by the decode step: greedy search and sampling of ``model.generate`` and
+            ``llmkernels.generate``, for up to 64 sequences. The first such call packs q|k|v and gate|up of each layer
+            into one storage, with the parameters as views into it; a CUDA graph that somebody captured before then
+            no longer has the weights. The cache and the graphs of the last call are kept for the next one.
 
     Returns:
         a PatchHandle. Its `report()` says what runs on which kernel, and why anything was left alone.
@@ -59,14 +75,16 @@ def patch(
         )
     plan = {}
     for module in model.modules():
+        if decode and _decode_obstacle(module) is None:
+            plan[module] = generating_class(type(module))
         kind = _kind(module)
         if kind is None or not asked[kind] or _obstacle(module):
             continue
         plan[module] = patched_class(type(module))
         if kind == "add_rms_norm":  # it reads weight and eps of this norm
             plan[module.post_attention_layernorm] = patched_class(type(module.post_attention_layernorm))
-    handle = PatchHandle(model, {kind for kind, wanted in asked.items() if wanted})
-    if not plan:
+    handle = PatchHandle(model, {kind for kind, wanted in (asked | {"decode": decode}).items() if wanted})
+    if not any(issubclass(cls, Patched) for cls in plan.values()):
         raise ValueError(f"patch: nothing to patch\n{handle.report()}")
     for module, cls in plan.items():
         module.__class__ = cls
@@ -79,14 +97,18 @@ def unpatch(model: nn.Module) -> None:
     Raises: RuntimeError when something was put on top of a patched module that has to go first: another class (as
     fully_shard and parametrize do) or a forward of the instance (as accelerate's hooks do). Nothing is changed then.
     """
-    patched = {name: module for name, module in model.named_modules() if isinstance(module, Patched)}
-    for name, module in patched.items():
+    replaced = {name: module for name, module in model.named_modules() if isinstance(module, Replaced)}
+    for name, module in replaced.items():
         if "original" not in vars(type(module)):
             raise RuntimeError(f"unpatch: the class of {name} must be the patched one, got {type(module)} made later")
-        if "forward" in vars(module) and not _is_class_forward(module):
+        if isinstance(module, Patched) and "forward" in vars(module) and not _is_class_forward(module):
             raise RuntimeError(f"unpatch: {name} must not have a forward of its own, got one set after patch()")
-    for module in patched.values():
-        vars(module).pop("forward", None)
+    for module in replaced.values():
+        if isinstance(module, Generating):
+            decoding.forget(module)
+    for module in replaced.values():
+        if isinstance(module, Patched):
+            vars(module).pop("forward", None)
         module.__class__ = type(module).original
 
 
@@ -127,7 +149,21 @@ class PatchHandle:
                 row.patched.append(name)
                 row.kernels["llmkernels::" + _op(module, "add_rms_norm" if module in run_by_layer else kind)] += 1
                 row.backends[_device_type(module)] += 1
-        return Report(f"llmkernels in {type(self._model).__name__}", rows)
+        return Report(f"llmkernels in {type(self._model).__name__}", rows, self._decode())
+
+    def _decode(self) -> list[Decode]:
+        entries = []
+        for module in self._model.modules():
+            if generating_family(type(module)) is None:
+                continue
+            if "decode" not in self._kinds:
+                reason = "not asked for"
+            elif isinstance(module, Generating):
+                reason = decoding.why_not(module)
+            else:
+                reason = _decode_obstacle(module) or "not patched"
+            entries.append(Decode(type(module).__name__, reason, decoding.decoder(module).calls.copy()))
+        return entries
 
     def __enter__(self) -> "PatchHandle":
         return self
@@ -148,6 +184,17 @@ def _is_class_forward(module: nn.Module) -> bool:
 def _kind(module: nn.Module) -> str | None:
     match = find(type(module))
     return None if match is None else match[1]
+
+
+def _decode_obstacle(module: nn.Module) -> str | None:
+    """Why a module can not generate by our loop, or None."""
+    if generating_family(type(module)) is None:
+        return "no model of a supported family that generates"
+    try:
+        generating_class(type(module))
+    except UnknownLayout as reason:
+        return str(reason)
+    return None
 
 
 def _device_type(module: nn.Module) -> str:

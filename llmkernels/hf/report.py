@@ -29,11 +29,32 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Decode:
+    """How one model generates.
+
+    Attributes:
+        model: its class.
+        reason: why the decode step can not run now, or None.
+        calls: the calls of generate so far, by the way they took.
+    """
+
+    model: str
+    reason: str | None
+    calls: Counter = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        way = "by the decode step" if self.reason is None else f"by the model's forward: {self.reason}"
+        counts = "; ".join(f"{count} {way}" for way, count in self.calls.items())
+        return f"{self.model} decodes {way}" + (f" (calls of generate: {counts})" if counts else "")
+
+
+@dataclass(frozen=True)
 class Report:
-    """Printable; `report["rms_norm"]` is the row of one kind."""
+    """Printable; `report["rms_norm"]` is the row of one kind, `report.decode` has an entry per model that generates."""
 
     title: str
     rows: dict[str, Row]
+    decode: list[Decode] = field(default_factory=list)
 
     def __getitem__(self, kind: str) -> Row:
         return self.rows[kind]
@@ -49,6 +70,7 @@ class Report:
             for reason in dict.fromkeys(row.left_alone.values()):
                 names = [name for name, why in row.left_alone.items() if why == reason]
                 lines.append(f"{row.kind} left alone, {len(names)}: {reason}: {abbreviate(names)}")
+        lines += map(str, self.decode)
         return "\n".join(lines)
 
     __repr__ = __str__

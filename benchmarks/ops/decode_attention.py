@@ -1,0 +1,81 @@
+"""Attention of one new token per sequence against a KV cache."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.cases import Case, Op, Provider, plain
+
+HEADS, KV_HEADS, HEAD_DIM = 28, 4, 128
+PAGE = 64
+SIZES = ((1, 512), (1, 1024), (1, 8192), (1, 32768), (8, 512), (8, 4096), (32, 4096), (64, 512))
+
+
+def eager(q, k, v, lengths, block_table=None):
+    """softmax(q k^T / sqrt(D)) v with every key head given to its group of query heads, q (B, 1, H, D)."""
+    k, v = (gathered(x, block_table).repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2) for x in (k, v))
+    scores = q.transpose(1, 2) @ k.transpose(2, 3) * HEAD_DIM**-0.5
+    return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
+
+
+def gathered(pages, block_table):
+    return pages if block_table is None else pages[block_table.long()].flatten(1, 2)
+
+
+def sdpa(backend, q, k, v, lengths):
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True).transpose(1, 2)
+
+
+def ours():
+    from llmkernels import decode_attention
+
+    return lambda q, k, v, lengths, block_table=None: decode_attention(q, k, v, lengths, block_table=block_table)
+
+
+def providers(case):
+    if case.keys["cache"] == "paged":
+        return {"llmkernels": Provider(ours)}
+    return {
+        "eager": plain(eager),
+        "cudnn": plain(partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
+        "flash": plain(partial(sdpa, SDPBackend.FLASH_ATTENTION)),
+        "llmkernels": Provider(ours),
+    }
+
+
+def inputs(case, device):
+    batch, tokens = case.keys["batch"], case.keys["kv_tokens"]
+    shape = (batch, tokens, KV_HEADS, HEAD_DIM)
+    if case.keys["cache"] == "paged":
+        shape = (batch * tokens // PAGE, PAGE, KV_HEADS, HEAD_DIM)
+    q = torch.randn(batch, 1, HEADS, HEAD_DIM, dtype=case.dtype, device=device)
+    return q, *(torch.randn(shape, dtype=case.dtype, device=device) for _ in range(2))
+
+
+def shared(case, device):
+    batch, tokens = case.keys["batch"], case.keys["kv_tokens"]
+    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    if case.keys["cache"] == "contiguous":
+        return (lengths,)
+    pages = torch.randperm(batch * tokens // PAGE, device=device).to(torch.int32)  # as a used cache has them
+    return lengths, pages.view(batch, -1)
+
+
+def case(batch, tokens, cache):
+    keys = {"batch": batch, "kv_tokens": tokens, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    moved = 2 * batch * HEAD_DIM * (2 * KV_HEADS * tokens + 2 * HEADS)
+    return Case("decode_attention", {**keys, "cache": cache}, torch.bfloat16, moved, quick=(batch, tokens) == (1, 512))
+
+
+OP = Op(
+    name="decode_attention",
+    cases=(*(case(*size, "contiguous") for size in SIZES), case(8, 4096, "paged"), case(32, 4096, "paged")),
+    inputs=inputs,
+    shared=shared,
+    eager=eager,
+    providers=providers,
+    differentiable=3,
+)

@@ -1,0 +1,83 @@
+"""Linear for few tokens, y = x W^T, and the same behind an RMSNorm: every call has a weight of its own."""
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.cases import Case, Op, Provider, compiled, plain
+from benchmarks.ops import rms_norm
+
+QWEN_SHAPES = (
+    (37888, 3584),
+    (3584, 18944),
+    (4608, 3584),
+    (3584, 3584),
+    (152064, 3584),
+)  # gate|up, down, q|k|v, o, head
+FEW_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+NORM_TOKENS = (1, 4, 16, 64, 128, 256, 512, 2048, 8192)
+
+
+def cublas(weight, x):
+    return F.linear(x, weight)
+
+
+def ours():
+    from llmkernels import linear
+
+    return lambda weight, x: linear(x, weight)
+
+
+def norm_eager(weight, x, norm_weight):
+    return F.linear(rms_norm.eager(x, norm_weight), weight)
+
+
+def norm_torch(weight, x, norm_weight):
+    return F.linear(rms_norm.fused(x, norm_weight), weight)
+
+
+def norm_ours():
+    from llmkernels import rms_norm_linear
+
+    return lambda weight, x, norm_weight: rms_norm_linear(x, norm_weight, weight, eps=rms_norm.EPS)
+
+
+def case(op, m, n, k, chained=False):
+    keys = {"m": m, "n": n, "k": k, **({"chained": True} if chained else {})}
+    moved = (n * k + m * k + m * n) * 2
+    return Case(op, keys, torch.bfloat16, moved, quick=(n, m) == (3584, 1), flops=2 * m * n * k)
+
+
+def weight(case, device):
+    keys = case.keys
+    return (torch.randn(keys["n"], keys["k"], dtype=case.dtype, device=device).mul_(keys["k"] ** -0.5),)
+
+
+def tokens(case, device):
+    return (torch.randn(case.keys["m"], case.keys["k"], dtype=case.dtype, device=device),)
+
+
+LINEAR = Op(
+    name="linear",
+    cases=tuple(case("linear", m, n, k, chained=True) for n, k in QWEN_SHAPES for m in FEW_TOKENS),
+    inputs=weight,
+    shared=tokens,
+    eager=cublas,
+    providers=lambda case: {"cublas": plain(cublas), "llmkernels": Provider(ours)},
+    differentiable=2,
+)
+
+RMS_NORM_LINEAR = Op(
+    name="rms_norm_linear",
+    cases=tuple(case("rms_norm_linear", m, 18944, 3584) for m in NORM_TOKENS),
+    inputs=weight,
+    shared=lambda case, device: (*tokens(case, device), *rms_norm.weight(case.keys["k"], case.dtype, device)),
+    eager=norm_eager,
+    providers=lambda case: {
+        "eager": plain(norm_eager),
+        "torch": plain(norm_torch),
+        "compile": compiled(norm_eager),
+        "cublas": plain(lambda weight, x, norm_weight: F.linear(x, weight), approximate=True),
+        "llmkernels": Provider(norm_ours),
+    },
+    differentiable=3,
+)

@@ -1,0 +1,268 @@
+"""`python -m benchmarks decode`: the kernels of a decode step beside their peers, then whole steps of a model.
+
+The model part measures what a user's call of generate takes per token: a call for many tokens less a call for few, both
+from the same cache, over the tokens between. Contexts are random keys and values, since what they hold does not change
+what reading them takes.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import machine, plots, report, timing
+from benchmarks.ops import DECODE_OPS
+from benchmarks.run_model import load
+from benchmarks.run_ops import measure_case, plausible
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (128, 512, 2048, 8192, 32768)
+SLOW_SIZES = ((1, 512), (8, 512), (64, 512), (1, 8192))  # of those that take many times as long
+COMPILED_SIZES = ((1, 512),)  # each is compiled anew, a minute and more
+FEW, MANY = 4, 36  # tokens of the two calls
+REPEATS = 5
+PEERS = ("eager", "torch", "compile", "cublas", "cudnn", "flash", "llmkernels")  # of the kernels
+PROVIDERS = ("llmkernels", "generate", "eager", "eager_generate", "static_compile")  # of whole steps
+DEFAULT_PROVIDERS = PROVIDERS[:4]
+
+
+def run(
+    device: torch.device, output: Path, model_id: str | None, only: Sequence[str], providers: Sequence[str], quick: bool
+) -> None:
+    effort = timing.QUICK if quick else timing.FULL
+    ops = [op for name, op in DECODE_OPS.items() if not only or name in only]
+    on_gpu = device.type == "cuda"
+    todo = [(op, case) for op in ops for case in op.cases if case.quick or (on_gpu and not quick)]
+    rows: list[dict] = []
+    with timing.side_stream(device), report.progress(2 + len(todo)) as begin:
+        begin("bandwidth limits")
+        meta = machine.describe(device)
+
+        def save():
+            report.save(output / "decode.json", meta, rows)
+
+        for op, case in todo:
+            begin(case.title)
+            try:
+                found = measure_case(op, case, PEERS, device, effort, ("graph",) if on_gpu else ("wall",))
+                rows += plausible(found, meta)
+            except Exception as problem:
+                report.warn(case.title, problem)
+            save()
+        begin("whole steps")
+    if not only or "decode" in only:
+        model, name = load(device, model_id)
+        bench = Bench(model, name, device, tuple(providers) or DEFAULT_PROVIDERS, quick)
+        for found in bench.measure():
+            rows += found
+            save()
+    print_tables(rows, meta)
+    plots.draw(output)
+    report.console.print(f"\n{output / 'decode.json'}: {len(rows)} rows")
+
+
+class Bench:
+    """One model, patched and not, over batches and contexts."""
+
+    def __init__(self, model: nn.Module, name: str, device: torch.device, providers: Sequence[str], quick: bool):
+        self.model, self.name, self.device, self.providers = model, name, device, providers
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        small = quick or device.type == "cpu"
+        self.sizes = [(b, c) for c in CONTEXTS for b in BATCHES if not small or (b, c) in ((1, 128), (8, 128))]
+        self.repeats, self.few, self.many = (2, 2, 6) if small else (REPEATS, FEW, MANY)
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def measure(self):
+        """Rows, size by size."""
+        import llmkernels
+
+        functions = {"llmkernels": self.lean, "generate": self.generate}
+        slow = {"eager": self.forward_loop, "eager_generate": self.generate, "static_compile": self.static}
+        with report.progress(2 * len(self.sizes)) as begin, torch.no_grad():
+            with llmkernels.patch(self.model):
+                for batch, context in self.sizes:
+                    begin(f"batch {batch}, context {context}, patched")
+                    yield self.rows(functions, batch, context)
+                yield self.waterfall()
+            for batch, context in self.sizes:
+                begin(f"batch {batch}, context {context}, unpatched")
+                allowed = [name for name in slow if name != "static_compile" or (batch, context) in COMPILED_SIZES]
+                if (batch, context) in SLOW_SIZES or self.device.type == "cpu":
+                    yield self.rows({name: slow[name] for name in allowed}, batch, context)
+
+    def rows(self, functions: dict[str, Callable], batch: int, context: int) -> list[dict]:
+        found = []
+        for provider, function in functions.items():
+            if provider not in self.providers:
+                continue
+            needed = self.cache_bytes(batch, context + self.many) * (3 if provider == "eager" else 1)
+            if self.device.type == "cuda" and needed > 0.95 * torch.cuda.mem_get_info(self.device)[0]:
+                report.console.print(f"  {provider}: a cache of {needed / 1e9:.0f} GB does not fit, not measured")
+                continue
+            try:
+                with timing.garbage_collection_paused():
+                    samples, peak = function(batch, context)
+            except Exception as problem:
+                report.warn(provider, problem)
+                continue
+            row = {"op": "decode", "model": self.name, "batch": batch, "context": context, "dtype": self.dtype}
+            row |= {
+                "provider": provider,
+                "timing": "wall",
+                **timing.summary(samples),
+                "bytes": self.bytes(batch, context),
+            }
+            found.append(row | ({"peak_bytes": peak} if peak else {}))
+            self.clear()
+        return found
+
+    # ---- ways to generate: samples in us per token, and the peak memory
+
+    def lean(self, batch: int, context: int) -> tuple[list[float], int]:
+        import llmkernels
+
+        cache = self.cache(batch, context)
+        ids = self.ids(batch, 1)
+        options = {"cache": cache, "eos_token_id": []}
+
+        def call(tokens):
+            llmkernels.generate(self.model, ids, max_new_tokens=tokens, **options)
+            cache.crop(context - cache.get_seq_length())
+
+        return self.per_token(call)
+
+    def generate(self, batch: int, context: int) -> tuple[list[float], int]:
+        """model.generate, patched or not, on a cache of ours: of the same capacity, so that memory compares."""
+        cache = self.cache(batch, context)
+        ids = self.ids(batch, context + 1)
+        options = {"past_key_values": cache, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+        def call(tokens):
+            self.model.generate(ids, max_new_tokens=tokens, **options)
+            cache.crop(context - cache.get_seq_length())
+
+        return self.per_token(call)
+
+    def static(self, batch: int, context: int) -> tuple[list[float], int]:
+        """transformers' static cache, its step compiled by torch."""
+        ids = self.ids(batch, context)
+        options = {"cache_implementation": "static", "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        # Both calls need one capacity, or the step would be compiled twice.
+        return self.per_token(lambda tokens: self.model.generate(ids, max_new_tokens=tokens, **options))
+
+    def forward_loop(self, batch: int, context: int) -> tuple[list[float], int]:
+        """A user's own loop over the forward, with transformers' growing cache."""
+        from transformers import DynamicCache
+
+        filled = self.cache(batch, context)
+        token = self.ids(batch, 1)
+
+        def call(tokens):
+            cache = DynamicCache(config=self.model.config)
+            for index, layer in enumerate(filled.layers):
+                cache.update(layer.keys, layer.values, index)
+            ids = token
+            for _ in range(tokens):
+                output = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                ids = output.logits[:, -1:].argmax(-1)
+
+        return self.per_token(call)
+
+    def per_token(self, call: Callable[[int], None]) -> tuple[list[float], int]:
+        on_gpu = self.device.type == "cuda"
+
+        def timed(tokens):
+            timing.synchronize(self.device)
+            start = time.perf_counter()
+            call(tokens)
+            timing.synchronize(self.device)
+            return (time.perf_counter() - start) * 1e6
+
+        timed(self.many)
+        timed(self.few)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        samples = [(timed(self.many) - timed(self.few)) / (self.many - self.few) for _ in range(self.repeats)]
+        return samples, torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
+
+    # ---- where a step's time goes
+
+    def waterfall(self) -> list[dict]:
+        """Each launch of a step alone: the same one of every layer, in one graph, so that no weight is in the cache."""
+        from llmkernels.hf import step_parts
+
+        found = []
+        if self.device.type != "cuda" or "llmkernels" not in self.providers:
+            return found
+        for batch in (1, 8, 64):
+            cache = self.cache(batch, 512)
+            for part, calls in step_parts(self.model, cache).items():
+                stream = torch.cuda.Stream(self.device)
+                with torch.cuda.stream(stream):
+                    graph = timing.capture(calls, laps=2)
+                    times = timing.time_graphs({part: timing.Subject(calls, None, graph)}, 2, timing.QUICK)[part]
+                row = {"op": "decode_part", "part": part, "model": self.name, "batch": batch, "context": 512}
+                row |= {"dtype": self.dtype, "provider": "llmkernels", "timing": "graph", "launches": len(calls)}
+                found.append(row | timing.summary(times))
+            del cache
+            self.clear()
+        return found
+
+    # ----
+
+    def cache(self, batch: int, context: int):
+        """A cache with `context` tokens of random keys and values."""
+        import llmkernels
+
+        config = self.model.config
+        head_dim = config.hidden_size // config.num_attention_heads
+        cache = llmkernels.KVCache(self.model, context + self.many + 1)
+        like = torch.empty(batch, config.num_key_value_heads, 1, head_dim, dtype=self.model.dtype, device=self.device)
+        for layer in cache.layers:
+            layer.lazy_initialization(like, like)
+            for buffer in (layer.k, layer.v):
+                buffer.normal_(generator=self.generator)
+            layer.length = context
+        return cache
+
+    def ids(self, batch: int, tokens: int) -> Tensor:
+        size = (batch, tokens)
+        return torch.randint(self.model.config.vocab_size, size, device=self.device, generator=self.generator)
+
+    def clear(self) -> None:
+        """Drop the caches and graphs of the last size."""
+        import gc
+
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def cache_bytes(self, batch: int, tokens: int) -> int:
+        config = self.model.config
+        head_dim = config.hidden_size // config.num_attention_heads
+        kept = config.num_hidden_layers * config.num_key_value_heads * head_dim * tokens * batch
+        return 2 * kept * self.model.dtype.itemsize
+
+    def bytes(self, batch: int, context: int) -> int:
+        """What a step has to read: every weight but the embedding, and the keys and values."""
+        weights = sum(p.nbytes for name, p in self.model.named_parameters() if "embed_tokens" not in name)
+        return weights + self.cache_bytes(batch, context)
+
+
+def print_tables(rows: list[dict], meta: dict) -> None:
+    for op in DECODE_OPS:
+        found = [row for row in rows if row["op"] == op]
+        report.print_table(f"{op}, us", found, meta["copy_gb_s"])
+    steps = [row for row in rows if row["op"] == "decode"]
+    report.print_table("decode, ms per token", steps, meta["read_gb_s"], unit_us=1e3)
+    report.print_table("the launches of one step, us", [row for row in rows if row["op"] == "decode_part"])
+    if steps:
+        for row in steps:
+            if row["provider"] == "llmkernels":
+                share = row["bytes"] / row["time_us"] / 1e3 / meta["read_gb_s"]
+                report.console.print(
+                    f"batch {row['batch']}, context {row['context']}: {row['time_us'] / 1e3:.2f} ms per token, "
+                    f"{row['batch'] / row['time_us'] * 1e6:.0f} tokens/s, {share:.0%} of the read limit"
+                )

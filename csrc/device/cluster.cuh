@@ -1,0 +1,49 @@
+// Thread block clusters (sm_90 and later): blocks that run at the same time and reach each other's shared memory.
+// Before, every block is a cluster of its own.
+#pragma once
+#include <cstdint>
+
+namespace llmk {
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+__device__ inline int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+__device__ inline int cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return static_cast<int>(size);
+}
+__device__ inline void cluster_arrive() {
+  __syncwarp();  // the instruction wants its warp together
+  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// The address of a variable in shared memory as block `rank` of the cluster has it.
+template <typename T>
+__device__ T* in_block(T* shared, int rank) {
+  T* result;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(result) : "l"(shared), "r"(rank));
+  return result;
+}
+#else
+__device__ inline int cluster_rank() { return 0; }
+__device__ inline int cluster_size() { return 1; }
+__device__ inline void cluster_arrive() {}
+__device__ inline void cluster_wait() { __syncthreads(); }
+template <typename T>
+__device__ T* in_block(T* shared, int) {
+  return shared;
+}
+#endif
+
+// A barrier of all threads of the cluster; what they wrote before, also to each other's blocks, is visible behind it.
+__device__ inline void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+}  // namespace llmk

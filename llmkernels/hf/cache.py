@@ -1,0 +1,237 @@
+"""A KV cache of fixed buffers, which transformers' models fill and a decode step writes into.
+
+Importing this module imports transformers; `llmkernels.KVCache` imports it at first use.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+
+class KVCacheLayer(CacheLayerMixin):
+    """The keys and values of one layer: buffers `k` and `v` (B, capacity, Hkv, D), of which `length` tokens are live.
+
+    `keys` and `values` are the live part as transformers has it, (B, Hkv, length, D), views into the buffers.
+    """
+
+    is_compileable = False  # or generate() would compile the forward, and that without need
+    is_sliding = False  # a window is the attention's business: every token is kept
+    is_croppable = True
+
+    def __init__(self, capacity: int):  # not the mixin's: it assigns keys and values
+        self.capacity = capacity
+        self.length = 0
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.k is not None
+
+    @property
+    def batch_size(self) -> int:
+        if self.k is None:
+            raise AttributeError("a KVCache without tensors has no batch_size yet")  # which transformers asks for
+        return self.k.shape[0]
+
+    @property
+    def keys(self) -> Tensor | None:
+        return None if self.k is None else self.k[:, : self.length].transpose(1, 2)
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self.v is None else self.v[:, : self.length].transpose(1, 2)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate buffers for keys and values like these, (B, Hkv, T, D) with any T."""
+        with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+            self.k, self.v = (_zeros(x, self.capacity) for x in (key_states, value_states))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append (B, Hkv, T, D) keys and values; returns `keys` and `values`.
+
+        Raises: ValueError when they do not fit, before anything is written.
+        """
+        if self.k is None:
+            self.lazy_initialization(key_states, value_states)
+        batch, heads, tokens, dim = key_states.shape
+        expected = self.k.shape[0], self.k.shape[2], self.k.shape[3]
+        if (batch, heads, dim) != expected:
+            raise ValueError(
+                f"KVCache: key_states must have (batch, heads, head_dim) {expected}, got {(batch, heads, dim)}"
+            )
+        if (key_states.dtype, key_states.device) != (self.k.dtype, self.k.device):
+            raise ValueError(
+                f"KVCache: key_states must be {self.k.dtype} on {self.k.device}, "
+                f"got {key_states.dtype} on {key_states.device}"
+            )
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError("KVCache: key_states must not require a gradient; call the model under torch.no_grad()")
+        self.check_room(tokens)
+        end = self.length + tokens
+        self.k[:, self.length : end].copy_(key_states.transpose(1, 2))
+        self.v[:, self.length : end].copy_(value_states.transpose(1, 2))
+        self.length = end
+        return self.keys, self.values
+
+    def check_room(self, tokens: int) -> None:
+        if self.length + tokens > self.capacity:
+            raise ValueError(
+                f"KVCache: capacity must be at least {self.length + tokens} tokens "
+                f"({self.length} live, {tokens} new), got {self.capacity}"
+            )
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    get_max_cache_shape = get_max_length
+
+    def reset(self) -> None:
+        self.length = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; a negative number, as transformers 5.23 has it."""
+        if not -self.length <= tokens_to_remove <= 0:
+            raise ValueError(
+                f"KVCache.crop: tokens_to_remove must be from {-self.length} to 0 (the live tokens, negative), "
+                f"got {tokens_to_remove}"
+            )
+        self.length += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.k is None:
+            return
+        if len(beam_idx) != self.k.shape[0]:
+            return self.batch_select_indices(beam_idx)
+        for buffer in (self.k, self.v):  # in place: whoever reads the buffers keeps reading them
+            live = buffer[:, : self.length]
+            live.copy_(live.index_select(0, beam_idx.to(buffer.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.k is not None:
+            rows = torch.arange(self.k.shape[0], device=self.k.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.k is None:
+            return
+        for name in ("k", "v"):
+            buffer = getattr(self, name)
+            live = buffer[indices.to(buffer.device), : self.length]
+            with torch.inference_mode(False):
+                new = buffer.new_zeros(live.shape[0], *buffer.shape[1:])
+            new[:, : self.length] = live
+            setattr(self, name, new)
+
+
+def _zeros(x: Tensor, capacity: int) -> Tensor:
+    batch, heads, _, dim = x.shape
+    # Zeros: what lies behind the live tokens may be read, and must not be NaN.
+    return torch.zeros(batch, capacity, heads, dim, dtype=x.dtype, device=x.device)
+
+
+class KVCache(Cache):
+    r"""Keys and values of every layer in buffers of fixed size, (B, capacity, Hkv, D) each.
+
+    A transformers ``Cache``: every model and attention of transformers runs on it, ``generate(past_key_values=...)``
+    takes it, and the decode step of a patched model needs one. All sequences of the batch have the same length, as in
+    transformers: shorter prompts are padded on the left.
+
+    Args:
+        config: of the model, or the model itself: says how many layers there are.
+        capacity: tokens per sequence.
+        batch_size, dtype, device: allocate the buffers now. Without them they are allocated at the first ``update``
+            of their layer, with its batch, heads, dtype and device.
+
+    Attributes:
+        lengths: int32 (B,) on the device, the live tokens of each sequence.
+        starts: int32 (B,) on the device, the first of them that is no padding; set by ``begin``.
+        counters: int32 (3, B) on the device: rope position, slot and length as of the last token, which a decode step
+            advances by adding one to all of them.
+
+    Raises: ValueError for more tokens than ``capacity``; nothing is written then.
+
+    >>> cache = llmkernels.KVCache(model, capacity=4096)
+    >>> model.generate(**inputs, past_key_values=cache)
+    """
+
+    def __init__(
+        self,
+        config,
+        capacity: int,
+        *,
+        batch_size: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ):
+        if capacity < 1:
+            raise ValueError(f"KVCache: capacity must be positive, got {capacity}")
+        model = config if isinstance(config, nn.Module) else None
+        config = (model.config if model is not None else config).get_text_config(decoder=True)
+        super().__init__(layers=[KVCacheLayer(capacity) for _ in range(config.num_hidden_layers)])
+        self.counters: Tensor | None = None
+        self.starts: Tensor | None = None
+        self._counted = -1  # the length that the counters stand at
+        if batch_size is not None:
+            heads = config.num_key_value_heads
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            dtype = dtype or (model.dtype if model is not None else torch.get_default_dtype())
+            device = device or (model.device if model is not None else "cpu")
+            self.early_initialization(batch_size, heads, head_dim, dtype, torch.device(device))
+
+    @property
+    def capacity(self) -> int:
+        return self.layers[0].capacity
+
+    @property
+    def length(self) -> int:
+        """The live tokens, as the host knows them."""
+        return self.layers[-1].length
+
+    @property
+    def lengths(self) -> Tensor:
+        self._allocate_counters()
+        if self._counted != self.length:
+            self._count()
+        return self.counters[2]
+
+    def begin(self, positions: Tensor, starts: Tensor | None = None) -> None:
+        """Set the counters for decoding behind the live tokens.
+
+        `positions` (B,) are the rope positions of the last of them; `starts` (B,) the first that is no padding.
+        """
+        self._allocate_counters()
+        self._count()
+        self.counters[0].copy_(positions)
+        self.starts.zero_() if starts is None else self.starts.copy_(starts)
+
+    def advance(self, tokens: int = 1) -> None:
+        """Count tokens that were written on the device, by whoever advanced the counters there."""
+        for layer in self.layers:
+            layer.length += tokens
+        self._counted += tokens
+
+    def _allocate_counters(self) -> None:
+        k = self.layers[0].k
+        if k is None:
+            raise ValueError("KVCache: there must be tokens in it, or a batch_size given to its constructor")
+        if self.counters is None or self.counters.shape[1] != k.shape[0] or self.counters.device != k.device:
+            with torch.inference_mode(False):
+                self.counters = torch.zeros(3, k.shape[0], dtype=torch.int32, device=k.device)
+                self.starts = torch.zeros(k.shape[0], dtype=torch.int32, device=k.device)
+            self._counted = -1
+
+    def _count(self) -> None:
+        self.counters[1].fill_(self.length - 1)
+        self.counters[2].fill_(self.length)
+        self._counted = self.length
+
+    def __repr__(self) -> str:
+        return f"KVCache(length={self.length}, capacity={self.capacity}, layers={len(self.layers)})"

@@ -1,0 +1,143 @@
+"""The ops of a decode step in plain PyTorch: what they are tested against, and where a build lacks one, its stand-in.
+
+Every function has the arguments of the op.
+"""
+
+import torch
+from torch.nn import functional as F
+
+import oracles
+
+SCHEMAS = {
+    "decode_layer": "(Tensor(a!) hidden, Tensor input_norm, Tensor qkv_weight, Tensor? qkv_bias, Tensor o_weight, "
+    "Tensor? o_bias, Tensor post_norm, Tensor gate_up_weight, Tensor down_weight, Tensor cos, Tensor sin, "
+    "Tensor positions, Tensor slots, Tensor lengths, Tensor? starts, Tensor(b!) k_cache, Tensor(c!) v_cache, "
+    "Tensor? block_table, int heads, float eps, float weight_offset, bool cast_before_weight, float? scale, "
+    "int window) -> ()",
+    "rms_norm_linear": "(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias=None, float eps=1e-6, "
+    "float weight_offset=0.0, bool cast_before_weight=True) -> Tensor",
+    "sample": "(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
+    "Tensor? repetition_penalty, Tensor(b!)? seen, Tensor(a!) rng_state) -> Tensor",
+}
+
+
+def rms_norm_linear(x, norm_weight, weight, bias=None, eps=1e-6, weight_offset=0.0, cast_before_weight=True):
+    x = oracles.rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
+    return F.linear(x, weight, bias)
+
+
+def decode_layer(
+    hidden,
+    input_norm,
+    qkv_weight,
+    qkv_bias,
+    o_weight,
+    o_bias,
+    post_norm,
+    gate_up_weight,
+    down_weight,
+    cos,
+    sin,
+    positions,
+    slots,
+    lengths,
+    starts,
+    k_cache,
+    v_cache,
+    block_table,
+    heads,
+    eps,
+    weight_offset,
+    cast_before_weight,
+    scale,
+    window,
+):
+    """One token for each sequence through one layer of Llama or Qwen2. `hidden` (B, hidden) is changed in place."""
+    norm = {"eps": eps, "weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+    batch, kv_heads, dim = len(hidden), *k_cache.shape[2:]
+    qkv = F.linear(oracles.rms_norm(hidden, input_norm, **norm), qkv_weight, qkv_bias)
+    q, k, v = qkv.view(batch, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    q, k = rotate(q, k, cos[positions.long()], sin[positions.long()])
+    out = torch.zeros_like(q)
+    for b in range(batch):
+        length, slot = int(lengths[b]), int(slots[b])
+        if block_table is not None:
+            page_size = k_cache.shape[1]
+            pages = block_table[b].long()
+            k_cache[pages[slot // page_size], slot % page_size] = k[b]
+            v_cache[pages[slot // page_size], slot % page_size] = v[b]
+            keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+        else:
+            k_cache[b, slot], v_cache[b, slot] = k[b], v[b]
+            keys, values = k_cache[b, :length], v_cache[b, :length]
+        first = 0 if starts is None else int(starts[b])
+        first = max(first, length - window) if window else first
+        keys, values = (x[first:].repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
+        scores = torch.einsum("hd,shd->hs", q[b].float(), keys.float()) * (dim**-0.5 if scale is None else scale)
+        out[b] = torch.einsum("hs,shd->hd", scores.softmax(-1), values.float()).to(out.dtype)
+    hidden += F.linear(out.flatten(1), o_weight, o_bias)
+    gate, up = F.linear(oracles.rms_norm(hidden, post_norm, **norm), gate_up_weight).chunk(2, -1)
+    hidden += F.linear(F.silu(gate) * up, down_weight)
+
+
+def rotate(q, k, cos, sin):
+    """(B, H, D) by cos and sin (B, D), half-split."""
+
+    def half(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat((-b, a), -1)
+
+    return tuple(x * cos[:, None] + half(x) * sin[:, None] for x in (q, k))
+
+
+def probabilities(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen):
+    """What `sample` draws from, (B, V) in float64; a one at the largest logit where the temperature is 0."""
+    rows = []
+    for b, row in enumerate(logits.double()):
+        at = lambda x, off: off if x is None else x[b].item()  # noqa: E731, B023
+        if repetition_penalty is not None:
+            penalty = at(repetition_penalty, 1.0)
+            row = torch.where(seen[b].bool(), torch.where(row > 0, row / penalty, row * penalty), row)
+        if at(temperature, 1.0) == 0:
+            rows.append(F.one_hot(row.argmax(), len(row)).double())
+            continue
+        row = row / at(temperature, 1.0)
+        if 0 < at(top_k, 0) < len(row):
+            row = row.masked_fill(row < row.topk(int(at(top_k, 0))).values[-1], -torch.inf)
+        if at(top_p, 1.0) < 1:
+            values, order = row.sort()
+            drop = values.softmax(-1).cumsum(-1) <= 1 - at(top_p, 1.0)
+            drop[-1] = False
+            row = row.masked_fill(torch.zeros_like(drop).scatter(0, order, drop), -torch.inf)
+        if at(min_p, 0.0) > 0:
+            share = row.softmax(-1)
+            row = row.masked_fill(share < at(min_p, 0.0) * share.max(), -torch.inf)
+        rows.append(row.softmax(-1))
+    return torch.stack(rows)
+
+
+def sample(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, rng_state):
+    shares = probabilities(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen)
+    generator = torch.Generator().manual_seed((int(rng_state[0]) + int(rng_state[1])) % 2**63)
+    tokens = torch.multinomial(shares.cpu(), 1, generator=generator)[:, 0].to(logits.device)
+    rng_state[1] += 1
+    if seen is not None:
+        seen.scatter_(1, tokens[:, None], 1)
+    return tokens
+
+
+class MissingOps:
+    """While entered, torch.ops.llmkernels has every op of SCHEMAS: the functions above where the build lacks one."""
+
+    def __enter__(self):
+        self.names = [name for name in SCHEMAS if not hasattr(torch.ops.llmkernels, name)]
+        self.library = torch.library.Library("llmkernels", "FRAGMENT")
+        for name in self.names:
+            self.library.define(name + SCHEMAS[name])
+            self.library.impl(name, globals()[name], "CompositeExplicitAutograd")
+        return self
+
+    def __exit__(self, *exception):
+        self.library._destroy()
+        for name in self.names:
+            vars(torch.ops.llmkernels).pop(name, None)

@@ -1,0 +1,389 @@
+"""KVCache as transformers uses it, and the pages of PagedKVCache."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from transformers import Cache, DynamicCache
+
+from hf_models import FAMILIES, LAYERS, assert_close, logits_of, tiny_inputs, tiny_model
+from llmkernels import KVCache, PagedKVCache
+from llmkernels.hf import OutOfPages
+
+
+def filled(device="cpu", tokens=5, capacity=8, batch=2):
+    """A cache and the keys in it, (B, Hkv, tokens, D), which differ everywhere; the values are the keys + 1000."""
+    cache = KVCache(tiny_model().config, capacity)
+    keys = torch.arange(batch * 2 * tokens * 4, device=device, dtype=torch.float32).view(batch, 2, tokens, 4)
+    for layer in range(LAYERS):
+        cache.update(keys, keys + 1000, layer)
+    return cache, keys
+
+
+def assert_holds(cache, keys):
+    assert cache.get_seq_length() == cache.length == keys.shape[2]
+    for layer in cache.layers:
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, keys + 1000)
+
+
+def test_is_a_transformers_cache():
+    cache, keys = filled()
+    assert isinstance(cache, Cache)
+    assert cache.is_initialized
+    assert cache.is_croppable
+    assert not cache.is_compileable
+    assert cache.is_sliding == [False] * LAYERS
+    assert cache.batch_size == 2
+    assert cache.get_max_length() == cache.layers[0].get_max_length() == 8
+    assert cache.get_mask_sizes(3, 0) == (8, 0)
+    assert not KVCache(tiny_model().config, 8).is_initialized
+    assert KVCache(tiny_model().config, 8).batch_size == -1
+    assert repr(cache) == f"KVCache(length=5, capacity=8, layers={LAYERS})"
+    assert_holds(cache, keys)
+
+
+def test_update_appends_and_returns_views(device):
+    cache, keys = filled(device)
+    before = cache.layers[1].k.data_ptr()
+    more = -keys[:, :, :2]
+    k, v = cache.update(more, more + 1000, 1)
+    assert torch.equal(k, torch.cat([keys, more], 2))
+    assert torch.equal(v, torch.cat([keys, more], 2) + 1000)
+    assert k.data_ptr() == cache.layers[1].k.data_ptr() == before
+    assert cache.layers[1].k.shape == (2, 8, 2, 4)
+
+
+def test_allocated_at_once(device):
+    model = tiny_model(device=device, dtype=torch.bfloat16)
+    for config in (model, model.config):
+        cache = KVCache(config, 8, batch_size=3, dtype=torch.bfloat16, device=device)
+        assert cache.layers[0].k.shape == (3, 8, 1, 16)
+        assert cache.layers[0].v.dtype == torch.bfloat16
+        assert cache.lengths.tolist() == [0, 0, 0]
+    assert KVCache(model, 8, batch_size=3).layers[0].k.device == next(model.parameters()).device
+
+
+def test_past_the_end_is_an_error_and_nothing_is_written(device):
+    cache, keys = filled(device)
+    kept = [layer.k.clone() for layer in cache.layers]
+    new = torch.full((2, 2, 4, 4), -1.0, device=device)
+    for layer in range(LAYERS):
+        with pytest.raises(ValueError, match=r"capacity must be at least 9 tokens \(5 live, 4 new\), got 8"):
+            cache.update(new, new, layer)
+    assert_holds(cache, keys)
+    for layer, before in zip(cache.layers, kept, strict=True):
+        assert torch.equal(layer.k, before)
+    cache.update(new[:, :, :3], new[:, :, :3], 0)
+
+
+def test_errors():
+    cache, keys = filled()
+    with pytest.raises(ValueError, match=r"\(batch, heads, head_dim\) \(2, 2, 4\), got \(1, 2, 4\)"):
+        cache.update(keys[:1, :, :1], keys[:1, :, :1], 0)
+    with pytest.raises(ValueError, match=r"must be torch.float32 on cpu, got torch.float16 on cpu"):
+        cache.update(keys.half(), keys.half(), 0)
+    with pytest.raises(ValueError, match="no_grad"):
+        cache.update(keys[:, :, :1].clone().requires_grad_(), keys[:, :, :1], 0)
+    with pytest.raises(ValueError, match="capacity must be positive, got 0"):
+        KVCache(tiny_model().config, 0)
+    with pytest.raises(ValueError, match="there must be tokens in it"):
+        _ = KVCache(tiny_model().config, 4).lengths
+    assert_holds(cache, keys)
+
+
+def test_crop():
+    cache, keys = filled()
+    cache.crop(0)
+    cache.crop(-2)
+    assert_holds(cache, keys[:, :, :3])
+    for wrong in (2, -4):
+        with pytest.raises(ValueError, match=rf"tokens_to_remove must be from -3 to 0.*, got {wrong}"):
+            cache.crop(wrong)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 0
+
+
+def test_reset_keeps_the_buffers():
+    cache, keys = filled()
+    before = cache.layers[0].k.data_ptr()
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    for layer in range(LAYERS):
+        cache.update(keys[:, :, :1], keys[:, :, :1] + 1000, layer)
+    assert cache.layers[0].k.data_ptr() == before
+    assert_holds(cache, keys[:, :, :1])
+
+
+def test_reorder_for_beam_search(device):
+    cache, keys = filled(device, batch=4)
+    before = cache.layers[0].k.data_ptr()
+    order = torch.tensor([3, 3, 0, 1], device=device)
+    cache.reorder_cache(order)
+    assert_holds(cache, keys[order])
+    assert cache.layers[0].k.data_ptr() == before
+    cache.reorder_cache(order[:2])
+    assert_holds(cache, keys[order][order[:2]])
+
+
+def test_batch_operations(device):
+    cache, keys = filled(device)
+    cache.batch_repeat_interleave(3)
+    assert_holds(cache, keys.repeat_interleave(3, 0))
+    cache.batch_select_indices(torch.tensor([5, 0], device=device))
+    assert_holds(cache, keys[[1, 0]])
+    assert cache.capacity == 8
+    assert cache.lengths.tolist() == [5, 5]
+    empty = KVCache(tiny_model().config, 8)
+    empty.batch_repeat_interleave(3)
+    empty.reorder_cache(torch.tensor([0]))
+    assert not empty.is_initialized
+
+
+def test_counters(device):
+    cache, keys = filled(device)
+    assert cache.lengths.tolist() == [5, 5]
+    assert cache.lengths.dtype == torch.int32
+    assert cache.lengths.device == keys.device
+    cache.begin(torch.tensor([4, 2], device=device), torch.tensor([0, 2], device=device))
+    assert cache.counters.tolist() == [[4, 2], [4, 4], [5, 5]]
+    assert cache.starts.tolist() == [0, 2]
+    before = cache.counters.data_ptr()
+    cache.counters.add_(1)  # as a step does on the device
+    cache.advance()
+    assert cache.length == 6
+    assert cache.lengths.tolist() == [6, 6]
+    cache.crop(-3)
+    assert cache.lengths.tolist() == [3, 3]
+    assert cache.counters.data_ptr() == before
+
+
+def test_copies_are_independent():
+    cache, keys = filled()
+    twin = copy.deepcopy(cache)
+    cache.reset()
+    for layer in range(LAYERS):
+        cache.update(-keys, -keys, layer)
+    assert_holds(twin, keys)
+
+
+def test_buffers_made_in_inference_mode_can_be_used_outside_of_it():
+    with torch.inference_mode():
+        cache, keys = filled()
+        cache.begin(torch.zeros(2))
+    for layer in range(LAYERS):
+        cache.update(keys[:, :, :1], keys[:, :, :1], layer)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.counters.add_(1)
+
+
+# --- in a model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_with_every_stock_attention(family, attention, device):
+    model, ids = tiny_model(family, device, attn_implementation=attention), tiny_inputs(device)
+    before = logits_of(model, ids)
+    cache = KVCache(model, 11)
+    found = [logits_of(model, ids[:, a:b], past_key_values=cache) for a, b in ((0, 6), (6, 7), (7, 11))]
+    assert_close(torch.cat(found, 1), before)
+    dynamic = DynamicCache(config=model.config)
+    logits_of(model, ids, past_key_values=dynamic)
+    for ours, theirs in zip(cache.layers, dynamic.layers, strict=True):
+        assert_close(ours.keys, theirs.keys)
+        assert_close(ours.values, theirs.values)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 20},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": False, "num_return_sequences": 2, "num_beams": 2},
+        {"do_sample": False, "prompt_lookup_num_tokens": 2},
+    ],
+    ids=["greedy", "sampling", "beam", "beams", "lookup"],
+)
+def test_generate_accepts_it(options, device):
+    model, ids = tiny_model(device=device), tiny_inputs(device, 1 if "prompt_lookup_num_tokens" in options else 2)
+    results = []
+    for cache in (DynamicCache(config=model.config), KVCache(model, 30)):
+        torch.manual_seed(11)
+        results.append(model.generate(ids, past_key_values=cache, max_new_tokens=8, **options))
+    assert torch.equal(*results)
+
+
+def test_sliding_window(device):
+    options = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    model, ids = tiny_model(device=device, **options), tiny_inputs(device)
+    before = logits_of(model, ids)
+    cache = KVCache(model, 11)
+    found = [logits_of(model, ids[:, a:b], past_key_values=cache) for a, b in ((0, 6), (6, 7), (7, 11))]
+    assert_close(torch.cat(found, 1), before)
+
+
+# --- pages
+
+
+def pages(**changes):
+    options = {"layers": 2, "pages": 7, "page_size": 4, "heads": 1, "head_dim": 2, "dtype": torch.float32}
+    return PagedKVCache(**options | changes)
+
+
+def keys_for(tokens, seed=0, batch=1):
+    return torch.randn(batch, tokens, 1, 2, generator=torch.Generator().manual_seed(seed))
+
+
+def test_pages_are_taken_and_given_back():
+    cache = pages()
+    a, b = cache.allocate(), cache.allocate()
+    cache.append(a, 5)
+    cache.append(b, 4)
+    assert cache.free_pages == 4
+    assert [len(cache.pages(s)) for s in (a, b)] == [2, 1]
+    assert cache.lengths([b, a]).tolist() == [4, 5]
+    table = cache.block_table([a, b])
+    assert table.dtype == torch.int32
+    assert table.tolist() == [list(cache.pages(a)), [*cache.pages(b), 0]]
+    assert cache.block_table([a], width=4).shape == (1, 4)
+    with pytest.raises(ValueError, match="width must be at least 2, got 1"):
+        cache.block_table([a], width=1)
+    cache.append(a, 3)
+    assert cache.free_pages == 4
+    cache.truncate(a, 4)
+    assert cache.free_pages == 5
+    cache.free(a)
+    cache.free(b)
+    assert cache.free_pages == 7
+    assert cache.sequences == []
+    with pytest.raises(KeyError):
+        cache.append(a)
+
+
+def test_out_of_pages_changes_nothing():
+    cache = pages()
+    a = cache.allocate()
+    cache.append(a, 6)
+    before = cache.pages(a), cache.length(a), cache.free_pages
+    with pytest.raises(OutOfPages, match="sequence 0 must find 6 free pages for 23 more tokens, got 5 of 7"):
+        cache.append(a, 23)
+    assert (cache.pages(a), cache.length(a), cache.free_pages) == before
+    cache.append(a, 22)
+    assert cache.free_pages == 0
+    fork = cache.fork(a)
+    cache.truncate(fork, 27)
+    with pytest.raises(OutOfPages, match="must find 1 free pages"):
+        cache.append(fork)  # its last page belongs to both
+
+
+def test_what_is_written_is_read(device):
+    cache = pages(device=device)
+    a, b = cache.allocate(), cache.allocate()
+    written = {s: torch.empty(0, 1, 2) for s in (a, b)}
+    for step, tokens in enumerate((3, 4, 1, 1)):
+        k = keys_for(tokens, step, 2)
+        for s in (a, b):
+            cache.append(s, tokens)
+        cache.write(1, [a, b], k.to(device), -k.to(device))
+        for s, new in zip((a, b), k, strict=True):
+            written[s] = torch.cat([written[s], new])
+    for s in (a, b):
+        found = cache.read(1, s)
+        assert torch.equal(found[0].cpu(), written[s])
+        assert torch.equal(found[1].cpu(), -written[s])
+        assert not any(x.any() for x in cache.read(0, s))
+        # The same through the block table, as a kernel reads it.
+        rows = cache.k[1][cache.block_table([s])[0].long()].flatten(0, 1)[: cache.length(s)]
+        assert torch.equal(rows.cpu(), written[s])
+
+
+def test_writing_needs_room_of_ones_own():
+    cache = pages()
+    a = cache.allocate()
+    cache.append(a, 2)
+    with pytest.raises(ValueError, match="sequence 0 must have 3 tokens, got 2; append first"):
+        cache.write(0, [a], keys_for(3), keys_for(3))
+    fork = cache.fork(a)
+    with pytest.raises(ValueError, match="must be its own, got shared"):
+        cache.write(0, [fork], keys_for(1), keys_for(1))
+    for name in ("layers", "pages", "page_size"):
+        with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
+            pages(**{name: 0})
+
+
+class Pages(RuleBasedStateMachine):
+    """Any order of operations: every sequence reads back what was written to it, and no page is lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = pages()
+        self.model = {}  # what each sequence must hold
+        self.seed = 0
+
+    def pick(self, data):
+        return data.draw(st.sampled_from(sorted(self.model)))
+
+    @rule()
+    def allocate(self):
+        if len(self.model) < 4:
+            self.model[self.cache.allocate()] = torch.empty(0, 1, 2)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), tokens=st.integers(0, 9))
+    def append(self, data, tokens):
+        sequence = self.pick(data)
+        try:
+            self.cache.append(sequence, tokens)
+        except OutOfPages:
+            return
+        self.seed += 1
+        new = keys_for(tokens, self.seed)
+        for layer in range(2):
+            self.cache.write(layer, [sequence], new + layer, new - layer)
+        self.model[sequence] = torch.cat([self.model[sequence], new[0]])
+
+    @precondition(lambda self: self.model and len(self.model) < 4)
+    @rule(data=st.data())
+    def fork(self, data):
+        sequence = self.pick(data)
+        self.model[self.cache.fork(sequence)] = self.model[sequence]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def truncate(self, data):
+        sequence = self.pick(data)
+        length = data.draw(st.integers(0, len(self.model[sequence])))
+        self.cache.truncate(sequence, length)
+        self.model[sequence] = self.model[sequence][:length]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def free(self, data):
+        sequence = self.pick(data)
+        self.cache.free(sequence)
+        del self.model[sequence]
+
+    @invariant()
+    def holds(self):
+        cache = self.cache
+        assert sorted(cache.sequences) == sorted(self.model)
+        used = {page for sequence in self.model for page in cache.pages(sequence)}
+        assert len(used) + cache.free_pages == 7
+        assert used.isdisjoint(cache._free)
+        assert len(set(cache._free)) == cache.free_pages
+        for sequence, expected in self.model.items():
+            assert cache.length(sequence) == len(expected)
+            assert len(cache.pages(sequence)) == -(-len(expected) // 4)
+            for layer in range(2):
+                k, v = cache.read(layer, sequence)
+                assert torch.equal(k, expected + layer)
+                assert torch.equal(v, expected - layer)
+
+
+TestPages = Pages.TestCase
+TestPages.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
