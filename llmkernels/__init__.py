@@ -1,7 +1,9 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
-- `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `sample`: the ops, and `llmkernels.nn` with the same as modules
+- `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: the ops, and `llmkernels.nn` with
+  the same as modules; `decode_attention`, `rope_kv_write`, `sample`: those of a decode step
 - `patch(model)`: the same inside a model that is there already
+- `generate(model, ids)`: tokens from it, a CUDA graph per step; `KVCache`, `PagedKVCache`
 - `python -m llmkernels info`: what is installed, and what is wrong with it
 """
 
@@ -12,17 +14,42 @@ __version__ = "0.1.0"
 # False only for `python -m llmkernels info`, which reports what stopped it; everybody else gets the ImportError.
 if _library.load():
     from llmkernels import nn
-    from llmkernels.hf import patch
-    from llmkernels.ops import add_rms_norm, geglu, rms_norm, rope, sample, swiglu
+    from llmkernels.hf import PagedKVCache, generate, patch
+    from llmkernels.ops import (
+        add_rms_norm,
+        decode_attention,
+        geglu,
+        linear,
+        rms_norm,
+        rms_norm_linear,
+        rope,
+        rope_kv_write,
+        sample,
+        swiglu,
+    )
 
 __all__ = [
+    "PagedKVCache",
     "__version__",
     "add_rms_norm",
+    "decode_attention",
     "geglu",
+    "generate",
+    "linear",
     "nn",
     "patch",
     "rms_norm",
+    "rms_norm_linear",
     "rope",
+    "rope_kv_write",
     "sample",
     "swiglu",
 ]
+
+
+def __getattr__(name: str):
+    if name == "KVCache":  # it is a transformers Cache, and transformers is not imported before it is needed
+        from llmkernels.hf import KVCache
+
+        return KVCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,8 +16,6 @@ SCHEMAS = {
     "int window) -> ()",
     "rms_norm_linear": "(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias=None, float eps=1e-6, "
     "float weight_offset=0.0, bool cast_before_weight=True) -> Tensor",
-    "sample": "(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
-    "Tensor? repetition_penalty, Tensor(b!)? seen, Tensor(a!) rng_state) -> Tensor",
 }
 
 
@@ -73,8 +71,9 @@ def decode_layer(
         first = 0 if starts is None else int(starts[b])
         first = max(first, length - window) if window else first
         keys, values = (x[first:].repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
-        scores = torch.einsum("hd,shd->hs", q[b].float(), keys.float()) * (dim**-0.5 if scale is None else scale)
-        out[b] = torch.einsum("hs,shd->hd", scores.softmax(-1), values.float()).to(out.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = torch.einsum("hd,shd->hs", q[b].to(wide), keys.to(wide)) * (dim**-0.5 if scale is None else scale)
+        out[b] = torch.einsum("hs,shd->hd", scores.softmax(-1), values.to(wide)).to(out.dtype)
     hidden += F.linear(out.flatten(1), o_weight, o_bias)
     gate, up = F.linear(oracles.rms_norm(hidden, post_norm, **norm), gate_up_weight).chunk(2, -1)
     hidden += F.linear(F.silu(gate) * up, down_weight)
@@ -88,42 +87,6 @@ def rotate(q, k, cos, sin):
         return torch.cat((-b, a), -1)
 
     return tuple(x * cos[:, None] + half(x) * sin[:, None] for x in (q, k))
-
-
-def probabilities(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen):
-    """What `sample` draws from, (B, V) in float64; a one at the largest logit where the temperature is 0."""
-    rows = []
-    for b, row in enumerate(logits.double()):
-        at = lambda x, off: off if x is None else x[b].item()  # noqa: E731, B023
-        if repetition_penalty is not None:
-            penalty = at(repetition_penalty, 1.0)
-            row = torch.where(seen[b].bool(), torch.where(row > 0, row / penalty, row * penalty), row)
-        if at(temperature, 1.0) == 0:
-            rows.append(F.one_hot(row.argmax(), len(row)).double())
-            continue
-        row = row / at(temperature, 1.0)
-        if 0 < at(top_k, 0) < len(row):
-            row = row.masked_fill(row < row.topk(int(at(top_k, 0))).values[-1], -torch.inf)
-        if at(top_p, 1.0) < 1:
-            values, order = row.sort()
-            drop = values.softmax(-1).cumsum(-1) <= 1 - at(top_p, 1.0)
-            drop[-1] = False
-            row = row.masked_fill(torch.zeros_like(drop).scatter(0, order, drop), -torch.inf)
-        if at(min_p, 0.0) > 0:
-            share = row.softmax(-1)
-            row = row.masked_fill(share < at(min_p, 0.0) * share.max(), -torch.inf)
-        rows.append(row.softmax(-1))
-    return torch.stack(rows)
-
-
-def sample(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, rng_state):
-    shares = probabilities(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen)
-    generator = torch.Generator().manual_seed((int(rng_state[0]) + int(rng_state[1])) % 2**63)
-    tokens = torch.multinomial(shares.cpu(), 1, generator=generator)[:, 0].to(logits.device)
-    rng_state[1] += 1
-    if seen is not None:
-        seen.scatter_(1, tokens[:, None], 1)
-    return tokens
 
 
 class MissingOps:

@@ -48,7 +48,7 @@ def late(request, monkeypatch):
 
 
 def small_model(family="qwen2", device="cpu", **changes):
-    return tiny_model(family, device, **{"head_dim": 64} | changes)  # the smallest that the CUDA kernels have
+    return tiny_model(family, device, **{"head_dim": 64} | changes)  # the smallest with a fast kernel
 
 
 def steps(tokens, **changes):
@@ -224,10 +224,10 @@ def test_custom_criteria_and_processors(device, late):
 
 def test_scores_and_logits(device, late):
     model, ids = small_model(device=device), tiny_inputs(device)
-    end = hf_generate(model, ids[:1])[0, 15].item()
     options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "temperature": 0.5}
     options |= {"do_sample": True, "top_k": 30}
-    for more in ({}, {"eos_token_id": end, "pad_token_id": 0}):
+    ends = hf_generate(model, ids, **options).sequences[:, 15].tolist()
+    for more in ({}, {"eos_token_id": ends, "pad_token_id": 0}):
         llmkernels.patch(model)
         found = hf_generate(model, ids, **options | more)
         again = hf_generate(model, ids, **options | more)
@@ -260,6 +260,7 @@ def test_continuing_from_a_returned_cache(device, late):
         if patched:  # a cache on loan has the room that its call needs, rounded up
             assert type(cache) is KVCache
             assert cache.capacity == 256
+            assert cache.get_max_length() == -1
         whole = hf_generate(model, text, attention_mask=longer, past_key_values=cache)
         part = hf_generate(model, text[:, twin.get_seq_length() :], attention_mask=longer, past_key_values=twin)
         results.append((text, whole, part))
@@ -375,6 +376,13 @@ def test_sliding_window(device):
     check_steps(model, tiny_inputs(device, 3), attention_mask=left_padded(device))
     model = small_model(device=device, use_sliding_window=True, sliding_window=14, max_window_layers=0)
     check_steps(model, tiny_inputs(device), max_new_tokens=12)
+
+
+def test_another_scale(device):
+    model = small_model(device=device)
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.4
+    check_steps(model, tiny_inputs(device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -575,11 +583,11 @@ def test_two_models_at_once(device):
     class Nested(Stream):
         def put(self, ids_):
             super().put(ids_)
-            inner.append(hf_generate(models[1], ids))
-            inner.append(hf_generate(models[0], ids))
+            inner.append(hf_generate(models[1], ids[:1]))
+            inner.append(hf_generate(models[0], ids[:1]))
 
     assert torch.equal(hf_generate(models[0], ids[:1], streamer=Nested()), expected[0][:1])
-    assert all(torch.equal(text, expected[1 - i % 2]) for i, text in enumerate(inner))
+    assert all(torch.equal(text, expected[1 - i % 2][:1]) for i, text in enumerate(inner))
     unpatch(models[0])
     assert torch.equal(hf_generate(models[1], ids), expected[1])
 
@@ -610,6 +618,30 @@ def test_growing_and_shrinking(device):
     for (b, t, n), text in zip(calls, expected, strict=True):
         assert torch.equal(hf_generate(model, tiny_inputs(device, b, t), max_new_tokens=n), text)
         assert torch.equal(llmkernels.generate(model, tiny_inputs(device, b, t), max_new_tokens=n), text)
+
+
+def test_a_cache_that_grows(device, late, monkeypatch):
+    """It starts small however large max_length is, and moves on; one that was returned does so too."""
+    monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "_MORE", 4)
+    monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "_STEP", 4)
+    model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
+    expected = hf_generate(model, ids, attention_mask=mask, max_new_tokens=40)
+    handle = llmkernels.patch(model)
+    for _ in range(2):
+        assert torch.equal(hf_generate(model, ids, attention_mask=mask, max_new_tokens=40), expected)
+    assert decoder(model)._cache.capacity == 56
+    decoder(model).release()
+    for _ in range(2):
+        assert torch.equal(llmkernels.generate(model, ids, attention_mask=mask, max_new_tokens=40), expected)
+    first = hf_generate(model, ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True)
+    assert first.past_key_values.capacity == 56
+    decoder(model).release()
+    first = hf_generate(model, ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True)
+    assert first.past_key_values.capacity == 16
+    longer = torch.cat([mask, mask.new_ones(3, 5)], 1)
+    options = {"past_key_values": first.past_key_values, "attention_mask": longer, "max_new_tokens": 35}
+    assert torch.equal(hf_generate(model, first.sequences, **options), expected)
+    assert set(handle.report().decode[0].calls) == {generate_step()}
 
 
 def test_the_cache_is_used_again(device):
@@ -667,14 +699,17 @@ def test_graphs_are_captured_and_used_again():
     assert graph is not None
     assert torch.equal(hf_generate(model, ids), first)
     assert programs["step"].graph is graph
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        assert torch.equal(hf_generate(model, ids), first)
     with torch.no_grad():
         model.lm_head.weight.neg_()  # in place: the graph reads the new values
     changed = hf_generate(model, ids)
     assert programs["step"].graph is graph
     assert not torch.equal(changed, first)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        on_the_side = hf_generate(model, ids)
+    side.synchronize()
+    assert torch.equal(on_the_side, changed)
     unpatch(model)
     assert torch.equal(changed[:, 11], hf_generate(model, ids)[:, 11])
 
@@ -971,6 +1006,9 @@ def test_lean_errors():
         r"attention_mask must have shape \(2, 11\), got \(2, 10\)": {"attention_mask": torch.ones(2, 10)},
         "attention_mask must have its zeros on the left": {"attention_mask": torch.ones(2, 11).tril(9)},
         r"temperature must be a number or one per sequence \(2,\), got \(3,\)": {"temperature": [1.0, 2.0, 3.0]},
+        "top_p must be in \\(0, 1\\], got 0": {"top_p": 0},
+        "temperature must be at least 0, got -1": {"temperature": [1, -1]},
+        "repetition_penalty must be positive, got 0": {"repetition_penalty": 0},
     }.items():
         options = {"input_ids": ids, "max_new_tokens": NEW, "do_sample": True} | arguments
         with pytest.raises(ValueError, match=match):

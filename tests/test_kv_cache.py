@@ -80,6 +80,20 @@ def test_past_the_end_is_an_error_and_nothing_is_written(device):
     cache.update(new[:, :, :3], new[:, :, :3], 0)
 
 
+def test_a_cache_that_grows(device):
+    cache, keys = KVCache(tiny_model().config, 2, grows=True), torch.randn(2, 2, 700, 4, device=device)
+    assert cache.get_max_length() == -1
+    for start, end in ((0, 2), (2, 3), (3, 600), (600, 700)):
+        for layer in range(LAYERS):
+            cache.update(keys[:, :, start:end], keys[:, :, start:end] + 1000, layer)
+        assert_holds(cache, keys[:, :, :end])
+    assert cache.capacity == 2304
+    assert not cache.make_room(1604)
+    assert cache.make_room(1605)
+    assert [layer.k.shape for layer in cache.layers] == [(2, 4352, 2, 4)] * LAYERS
+    assert_holds(cache, keys)
+
+
 def test_errors():
     cache, keys = filled()
     with pytest.raises(ValueError, match=r"\(batch, heads, head_dim\) \(2, 2, 4\), got \(1, 2, 4\)"):

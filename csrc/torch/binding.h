@@ -157,4 +157,21 @@ inline Tensor with_unit_last_stride(const Tensor& tensor) {
   return has_unit_last_stride(tensor) ? tensor : torch::stable::contiguous(tensor);
 }
 
+// A view of the same memory, `offset` elements further on.
+inline Tensor view(const Tensor& tensor, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
+                   int64_t offset) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.begin(),
+                                                        strides.begin(), offset, &handle));
+  return Tensor(handle);
+}
+
+// Calls an op through the dispatcher; `Result` is Tensor or void.
+template <typename Result, typename... Values>
+Result call(const char* op, const char* overload, const Values&... values) {
+  std::array<StableIValue, sizeof...(Values)> stack{torch::stable::detail::from(values)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
+  if constexpr (!std::is_void_v<Result>) return torch::stable::detail::to<Result>(stack[0]);
+}
+
 }  // namespace llmk

@@ -49,4 +49,34 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
       "Tensor? repetition_penalty, Tensor(b!)? seen, Tensor(a!) rng_state, float temperature_value=1.0, "
       "int top_k_value=0, float top_p_value=1.0, float min_p_value=0.0, float repetition_penalty_value=1.0) -> Tensor");
+
+  // linear.cpp; a weight with SwiGLU is [gate rows | up rows]
+  differentiable("linear", "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
+  differentiable("rms_norm_linear",
+                 "(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias=None, float eps=1e-6, "
+                 "float weight_offset=0.0, bool cast_before_weight=True) -> Tensor");
+  ops.def("linear_add_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias=None) -> ()");
+  ops.def(
+      "rms_norm_swiglu_linear(Tensor x, Tensor? norm_weight, Tensor weight, float eps=1e-6, float weight_offset=0.0, "
+      "bool cast_before_weight=True) -> Tensor");
+
+  // attention.cpp; a cache is (batch, capacity, kv_heads, head_dim), or pages with a block table
+  ops.def(
+      "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? starts=None, "
+      "Tensor? block_table=None, float? scale=None, int window=0, float softcap=0.0) -> Tensor");
+  ops.def(
+      "rope_kv_write(Tensor(a!) q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor position_ids, Tensor slots, "
+      "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? block_table=None, bool interleaved=False) -> ()");
+  ops.def(
+      "rope_decode_attention(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor positions, Tensor slots, Tensor lengths, "
+      "Tensor? starts, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? block_table, int heads, float? scale=None, "
+      "int window=0, float softcap=0.0, bool settled=False) -> Tensor");
+
+  // decode.cpp
+  ops.def(
+      "decode_layer(Tensor(a!) hidden, Tensor input_norm, Tensor qkv_weight, Tensor? qkv_bias, Tensor o_weight, "
+      "Tensor? o_bias, Tensor post_norm, Tensor gate_up_weight, Tensor down_weight, Tensor cos, Tensor sin, "
+      "Tensor positions, Tensor slots, Tensor lengths, Tensor? starts, Tensor(b!) k_cache, Tensor(c!) v_cache, "
+      "Tensor? block_table, int heads, float eps, float weight_offset, bool cast_before_weight, float? scale, "
+      "int window) -> ()");
 }

@@ -8,6 +8,18 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+_STEP = 256  # a cache that grows has a multiple of so many tokens, and at least _MORE more than before
+_MORE = 2048
+
+
+def growable(model_or_config, tokens: int, limit: int) -> "KVCache":
+    """A cache that grows, with room for some tokens behind the first `tokens`, up to `limit`."""
+    return KVCache(model_or_config, _round_up(min(tokens + _MORE, limit)), grows=True)
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // _STEP) * _STEP
+
 
 class KVCacheLayer(CacheLayerMixin):
     """The keys and values of one layer: buffers `k` and `v` (B, capacity, Hkv, D), of which `length` tokens are live.
@@ -19,8 +31,9 @@ class KVCacheLayer(CacheLayerMixin):
     is_sliding = False  # a window is the attention's business: every token is kept
     is_croppable = True
 
-    def __init__(self, capacity: int):  # not the mixin's: it assigns keys and values
+    def __init__(self, capacity: int, grows: bool = False):  # not the mixin's: it assigns keys and values
         self.capacity = capacity
+        self.grows = grows
         self.length = 0
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -68,19 +81,34 @@ class KVCacheLayer(CacheLayerMixin):
             )
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError("KVCache: key_states must not require a gradient; call the model under torch.no_grad()")
-        self.check_room(tokens)
+        self.make_room(tokens)
         end = self.length + tokens
         self.k[:, self.length : end].copy_(key_states.transpose(1, 2))
         self.v[:, self.length : end].copy_(value_states.transpose(1, 2))
         self.length = end
         return self.keys, self.values
 
-    def check_room(self, tokens: int) -> None:
-        if self.length + tokens > self.capacity:
+    def make_room(self, tokens: int) -> None:
+        """Raises ValueError where there is none; a layer that grows has new buffers then."""
+        needed = self.length + tokens
+        if needed <= self.capacity:
+            return
+        if not self.grows:
             raise ValueError(
-                f"KVCache: capacity must be at least {self.length + tokens} tokens "
-                f"({self.length} live, {tokens} new), got {self.capacity}"
+                f"KVCache: capacity must be at least {needed} tokens ({self.length} live, {tokens} new), "
+                f"got {self.capacity}"
             )
+        self.capacity = _round_up(max(needed, self.capacity + max(self.capacity // 2, _MORE)))
+        if self.k is not None:
+            self.k, self.v = (self._moved(buffer, slice(None)) for buffer in (self.k, self.v))
+
+    def _moved(self, buffer: Tensor, rows: Tensor | slice) -> Tensor:
+        """A new buffer with the live tokens of these rows."""
+        live = buffer[rows, : self.length]
+        with torch.inference_mode(False):
+            new = buffer.new_zeros(live.shape[0], self.capacity, *buffer.shape[2:])
+        new[:, : self.length] = live
+        return new
 
     def get_seq_length(self) -> int:
         return self.length
@@ -89,7 +117,7 @@ class KVCacheLayer(CacheLayerMixin):
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
-        return self.capacity
+        return -1 if self.grows else self.capacity
 
     get_max_cache_shape = get_max_length
 
@@ -120,15 +148,8 @@ class KVCacheLayer(CacheLayerMixin):
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.k is None:
-            return
-        for name in ("k", "v"):
-            buffer = getattr(self, name)
-            live = buffer[indices.to(buffer.device), : self.length]
-            with torch.inference_mode(False):
-                new = buffer.new_zeros(live.shape[0], *buffer.shape[1:])
-            new[:, : self.length] = live
-            setattr(self, name, new)
+        if self.k is not None:
+            self.k, self.v = (self._moved(buffer, indices.to(buffer.device)) for buffer in (self.k, self.v))
 
 
 def _zeros(x: Tensor, capacity: int) -> Tensor:
@@ -149,6 +170,7 @@ class KVCache(Cache):
         capacity: tokens per sequence.
         batch_size, dtype, device: allocate the buffers now. Without them they are allocated at the first ``update``
             of their layer, with its batch, heads, dtype and device.
+        grows: move to larger buffers when ``capacity`` is reached. A decode step then needs a new CUDA graph.
 
     Attributes:
         lengths: int32 (B,) on the device, the live tokens of each sequence.
@@ -156,7 +178,7 @@ class KVCache(Cache):
         counters: int32 (3, B) on the device: rope position, slot and length as of the last token, which a decode step
             advances by adding one to all of them.
 
-    Raises: ValueError for more tokens than ``capacity``; nothing is written then.
+    Raises: ValueError for more tokens than ``capacity``, unless it grows; nothing is written then.
 
     >>> cache = llmkernels.KVCache(model, capacity=4096)
     >>> model.generate(**inputs, past_key_values=cache)
@@ -170,12 +192,13 @@ class KVCache(Cache):
         batch_size: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        grows: bool = False,
     ):
         if capacity < 1:
             raise ValueError(f"KVCache: capacity must be positive, got {capacity}")
         model = config if isinstance(config, nn.Module) else None
         config = (model.config if model is not None else config).get_text_config(decoder=True)
-        super().__init__(layers=[KVCacheLayer(capacity) for _ in range(config.num_hidden_layers)])
+        super().__init__(layers=[KVCacheLayer(capacity, grows) for _ in range(config.num_hidden_layers)])
         self.counters: Tensor | None = None
         self.starts: Tensor | None = None
         self._counted = -1  # the length that the counters stand at
@@ -211,6 +234,14 @@ class KVCache(Cache):
         self._count()
         self.counters[0].copy_(positions)
         self.starts.zero_() if starts is None else self.starts.copy_(starts)
+
+    def make_room(self, tokens: int) -> bool:
+        """Whether buffers moved to have room for more tokens. Raises ValueError where there is none."""
+        if self.layers[0].length + tokens <= self.layers[0].capacity:
+            return False
+        for layer in self.layers:
+            layer.make_room(tokens)
+        return True
 
     def advance(self, tokens: int = 1) -> None:
         """Count tokens that were written on the device, by whoever advanced the counters there."""

@@ -28,9 +28,7 @@ from .families import Family
 from .layers import MLP, Attention, DecoderLayer, Generating, RMSNorm, gated_unit
 
 MAX_BATCH = 64
-# Of decode_attention's CUDA kernel; on the CPU any.
-CUDA_HEAD_DIMS = (64, 96, 128, 256)
-_CAPACITY_STEP = 256
+MAX_HEAD_DIM = 512  # of decode_attention on CUDA; on the CPU there is no limit
 _OPS = ("decode_layer", "rms_norm_linear")
 _ops = torch.ops.llmkernels
 
@@ -239,7 +237,7 @@ def _check_tensors(parts: Trunk, norms: list[nn.Module]) -> None:
             name, device.type.upper()
         ):
             raise NoStep(f"this build of llmkernels has no {name} for {device.type}")
-    if device.type == "cuda" and (head.dtype.itemsize == 8 or parts.layers[0].head_dim not in CUDA_HEAD_DIMS):
+    if device.type == "cuda" and (head.dtype.itemsize == 8 or parts.layers[0].head_dim > MAX_HEAD_DIM):
         raise NoStep(f"no kernel for {head.dtype} with head_dim {parts.layers[0].head_dim} on {device.type}")
     if torch.is_autocast_enabled(device.type):
         raise NoStep("autocast decides the dtypes")
@@ -296,23 +294,24 @@ class DecodeStep:
     """One model on one cache, for one call of generate.
 
     `tokens` int64 (B,) are the last token of each sequence, which is not in the cache yet: `forward` appends it and
-    returns the logits (B, V) of the next. `forward` may be captured; whoever ran it calls `cache.advance()`.
+    returns the logits (B, V) of the next. `forward` may be captured; `run` runs what calls it.
     """
 
     def __init__(self, parts: Trunk, family: Family, cache: Any, program: Program):
-        packing.pack(parts.groups)
         self.cache = cache
         self.program = program
         self.device = parts.head.device
-        self._family = family
-        self._embedding, self._norm = parts.embedding.weight, parts.norm.weight
-        self._head, self._head_bias = parts.head, parts.head_bias
-        self._eps = getattr(parts.norm, family.eps)
-        batch = cache.layers[0].k.shape[0]
-        self.tokens = program.buffer("tokens", (batch,), torch.long, self.device)
+        self._parts = parts
+        self._norm_options = (getattr(parts.norm, family.eps), family.weight_offset, family.cast_before_weight)
+        self.tokens = program.buffer("tokens", (cache.layers[0].k.shape[0],), torch.long, self.device)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Collect the arguments of the ops, and with them the addresses that a graph has to have."""
+        parts, cache = self._parts, self.cache
+        self._embedding = parts.embedding.weight
         positions, slots, lengths = cache.counters
         tables = self._tables(parts.rotary)
-        options = (self._eps, family.weight_offset, family.cast_before_weight)
         self._layers = [
             (
                 layer.input_norm.weight,
@@ -332,35 +331,27 @@ class DecodeStep:
                 buffers.v,
                 None,  # block_table
                 layer.heads,
-                *options,
+                *self._norm_options,
                 layer.scale,
                 layer.window,
             )
             for layer, buffers in zip(parts.layers, cache.layers, strict=True)
         ]
-        tensors = [self._embedding, self._norm, self._head, self._head_bias, cache.counters]
-        tensors += [argument for layer in self._layers for argument in layer]
-        program.bind(tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in tensors))
+        self._head = (parts.norm.weight, parts.head, parts.head_bias, *self._norm_options)
+        used = [self._embedding, cache.counters, *self._head, *(x for layer in self._layers for x in layer)]
+        self.program.bind(tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in used))
 
     def forward(self) -> Tensor:
         self.cache.counters.add_(1)
         hidden = F.embedding(self.tokens, self._embedding)
         for arguments in self._layers:
             _ops.decode_layer(hidden, *arguments)
-        family = self._family
-        return _ops.rms_norm_linear(
-            hidden,
-            self._norm,
-            self._head,
-            self._head_bias,
-            self._eps,
-            family.weight_offset,
-            family.cast_before_weight,
-        )
+        return _ops.rms_norm_linear(hidden, *self._head)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph."""
-        self.cache.layers[0].check_room(1)
+        if self.cache.make_room(1):
+            self._bind()
         result = self.program.run(function, self.device)
         self.cache.advance()
         return result
@@ -388,7 +379,7 @@ class Decoder:
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self._programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: graphs die with it
         self._cache: Any = None
-        self._ready: Any = None
+        self._stream: int | None = None
 
     def begin(self, model: nn.Module, parts: Trunk, cache: Any, kind: Any = "step") -> DecodeStep:
         """The step of a model on a cache whose counters are set. Programs of one `kind` run the same function."""
@@ -396,12 +387,12 @@ class Decoder:
         return DecodeStep(parts, model.family, cache, programs.setdefault(kind, Program()))
 
     @contextmanager
-    def lend_cache(self, model: nn.Module, batch: int, capacity: int) -> Iterator["Loan"]:
-        """A cache of at least this size with nothing in it, the same as last time where possible.
+    def lend_cache(self, model: nn.Module, batch: int, tokens: int, limit: int) -> Iterator["Loan"]:
+        """An empty cache with room for `tokens` and some more, up to `limit`; behind that it grows.
 
-        Its graphs then need no new capture.
+        The same as last time where possible, as its graphs need no new capture then.
         """
-        from .cache import KVCache
+        from .cache import growable
 
         # Taken, so that a call within this call, or by another thread, gets one of its own.
         cache, self._cache = self._cache, None
@@ -412,30 +403,30 @@ class Decoder:
             and cache.layers[0].k.shape[0] == batch
             and cache.layers[0].k.dtype == weight.dtype
             and cache.layers[0].k.device == weight.device
-            and cache.capacity >= capacity
+            and cache.capacity >= min(tokens, limit)
+            and self._stream == _stream(weight.device)  # on another one it may still be in use
         )
         if fits:
             cache.reset()
-            if self._ready is not None:  # the call before may have been on another stream
-                torch.cuda.current_stream(weight.device).wait_event(self._ready)
         else:
             del cache  # before there is another one
-            cache = KVCache(model, -(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP)
+            cache = growable(model, tokens, limit)
         loan = Loan(cache)
         del cache
         try:
             yield loan
         finally:
             if not loan.kept:
-                if weight.is_cuda:
-                    self._ready = torch.cuda.Event()
-                    self._ready.record(torch.cuda.current_stream(weight.device))
-                self._cache = loan.cache
+                self._cache, self._stream = loan.cache, _stream(weight.device)
 
     def release(self) -> None:
         """Free the cache and the graphs."""
         self._cache = None
         self._programs.clear()
+
+
+def _stream(device: torch.device) -> int | None:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 @dataclass
@@ -452,6 +443,14 @@ _DECODERS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 def decoder(model: nn.Module) -> Decoder:
     """The decoder of this very model: not of a copy, and not in its pickle."""
     return _DECODERS.setdefault(model, Decoder())
+
+
+def pack(parts: Trunk) -> None:
+    """Pack the weights, where they are not packed yet. Raises NoStep when there is no memory for it."""
+    try:
+        packing.pack(parts.groups)
+    except torch.OutOfMemoryError:
+        raise NoStep("there is no memory to pack the weights of a layer") from None
 
 
 def forget(model: nn.Module) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .decode import MAX_BATCH, Decoder, NoStep, Trunk, decoder, trunk
+from llmkernels.ops import sample
 
-_ops = torch.ops.llmkernels
+from .decode import MAX_BATCH, Decoder, NoStep, Trunk, decoder, pack, trunk
+
 STEP = "by the decode step"
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
@@ -42,6 +43,7 @@ def _sampling_loop(original: Callable) -> Callable:
             parts = trunk(self)
             _check_call(self, parts, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
             starts = _left_padding(model_kwargs, generation_config)
+            pack(parts)
         except NoStep as reason:
             state.calls[f"by transformers: {reason}"] += 1
             return original(
@@ -69,7 +71,7 @@ def _sampling_loop(original: Callable) -> Callable:
         )
         cache = model_kwargs["past_key_values"]
         if not _is_ours(cache):
-            with state.lend_cache(self, input_ids.shape[0], generation_config.max_length) as loan:
+            with state.lend_cache(self, *input_ids.shape, stopping_criteria.max_length) as loan:
                 loan.kept = bool(generation_config.return_dict_in_generate)
                 return loop(model_kwargs | {"past_key_values": loan.cache})
         return loop(model_kwargs)
@@ -192,12 +194,11 @@ def _run(
     pad = config._pad_token_tensor
     pad = None if pad is None else pad.to(input_ids.device)
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    batch, length = input_ids.shape
     max_length = stopping_criteria.max_length
-    sequences = input_ids.new_empty(batch, max(max_length, length + 1))
-    sequences[:, :length] = input_ids
-    so_far = _Prefix(sequences, [*logits_processor, *stopping_criteria])
-    unfinished = torch.ones(batch, dtype=torch.long, device=input_ids.device)
+    # transformers' own processors read any layout; other people's may call view() or keep what they get.
+    own = all(type(x).__module__.startswith("transformers.") for x in (*logits_processor, *stopping_criteria))
+    text = _Text(input_ids, max_length, copies=not own)
+    unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     late = _is_late(input_ids.device) and all(map(_is_pure, stopping_criteria))
     reader = Reader(input_ids.device, late)
     random_state = _RandomState(input_ids.device, late and config.do_sample)
@@ -210,7 +211,7 @@ def _run(
     while True:
         # A copy: processors write into it, and the next step into logits.
         next_logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
-        next_scores = logits_processor(so_far(length), next_logits)
+        next_scores = logits_processor(text.read(), next_logits)
         if keep_scores:
             scores += (next_scores,)
         if keep_logits:
@@ -222,9 +223,8 @@ def _run(
             tokens = torch.argmax(next_scores, dim=-1)
         if has_eos:
             tokens = tokens * unfinished + pad * (1 - unfinished)
-        sequences[:, length] = tokens
-        length += 1
-        unfinished = unfinished & ~stopping_criteria(so_far(length), scores)
+        text.append(tokens)
+        unfinished = unfinished & ~stopping_criteria(text.read(), scores)
         for seen, going in reader.put(tokens, unfinished.max()):
             if streamer is not None:
                 streamer.put(seen)
@@ -232,7 +232,7 @@ def _run(
                 undo = reader.pending
                 break
         else:
-            if length < max_length:
+            if text.length < max_length:
                 if step is None:
                     step = state.begin(model, parts, _begin(cache, inputs, starts))
                 logits = step(tokens)
@@ -242,13 +242,13 @@ def _run(
                     streamer.put(seen)
         break
     if undo:  # the step after the last one, which was under way already
-        length -= 1
+        text.length -= 1
         cache.crop(-1)
         random_state.restore()
         scores, raw_logits = (kept and kept[:-1] for kept in (scores, raw_logits))
     if streamer is not None:
         streamer.end()
-    ids = sequences[:, :length].contiguous()
+    ids = text.result()
     if not config.return_dict_in_generate:
         return ids
     from transformers.generation import GenerateDecoderOnlyOutput
@@ -263,17 +263,28 @@ def _begin(cache, inputs: dict[str, Any], starts: Tensor | None):
     return cache
 
 
-class _Prefix:
-    """The tokens so far, as processors and criteria get them."""
+class _Text:
+    """The tokens so far, in a buffer that is appended to."""
 
-    def __init__(self, sequences: Tensor, readers: Sequence[Any]):
-        self._sequences = sequences
-        # transformers' own read any layout; other people's may call view() or keep what they get.
-        self._copies = not all(type(reader).__module__.startswith("transformers.") for reader in readers)
+    def __init__(self, ids: Tensor, limit: int, copies: bool = False):
+        self.length = ids.shape[1]
+        self._copies = copies
+        self._ids = ids.new_empty(len(ids), max(min(limit, self.length + 4096), self.length + 1))
+        self._ids[:, : self.length] = ids
 
-    def __call__(self, length: int) -> Tensor:
-        prefix = self._sequences[:, :length]
-        return prefix.clone(memory_format=torch.contiguous_format) if self._copies else prefix
+    def append(self, tokens: Tensor) -> None:
+        if self.length == self._ids.shape[1]:
+            self._ids = nn.functional.pad(self._ids, (0, self.length))
+        self._ids[:, self.length] = tokens
+        self.length += 1
+
+    def read(self) -> Tensor:
+        """The tokens as processors and criteria get them: rows may be further apart than they are long."""
+        ids = self._ids[:, : self.length]
+        return ids.clone(memory_format=torch.contiguous_format) if self._copies else ids
+
+    def result(self) -> Tensor:
+        return self._ids[:, : self.length].contiguous()
 
 
 def _is_pure(criterion) -> bool:
@@ -403,7 +414,7 @@ def generate(
     state = decoder(model)
     total = past + prompt + max_new_tokens
     starts = None if mask is None else (mask == 0).sum(1)
-    if cache is not None and cache.capacity < total - 1:
+    if cache is not None and 0 <= cache.get_max_length() < total - 1:
         raise ValueError(f"generate: cache must have a capacity of at least {total - 1} tokens, got {cache.capacity}")
     positions = torch.arange(past, past + prompt, device=device).expand(batch, -1)
     if starts is not None:
@@ -413,11 +424,15 @@ def generate(
         _check_batch(parts, ids)
         if cache is not None:
             _check_cache(cache, parts, batch)
+        pack(parts)
         state.calls[STEP] += 1
     except NoStep as reason:
         parts = None
         state.calls[f"by the model's forward: {reason}"] += 1
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p} if do_sample else None
+    options = {"repetition_penalty": repetition_penalty}
+    if do_sample:
+        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    options = {name: value for name, value in options.items() if _is_on(name, value)}
     if streamer is not None:
         streamer.put(ids.cpu())
 
@@ -434,14 +449,14 @@ def generate(
             step = _ModuleStep(model, cache, mask, positions)
         else:
             cache.begin(positions[:, -1], starts)
-            kind = ("lean", do_sample, len(eos), _penalises(repetition_penalty))
+            kind = ("lean", do_sample, len(eos), *options)
             step = state.begin(model, parts, cache, kind)
-        loop = _Lean(step, output.logits[:, -1], ids, options, repetition_penalty, eos, pad, generator)
+        loop = _Lean(step, output.logits[:, -1], ids, do_sample, options, eos, pad, generator)
         return loop.run(max_new_tokens, streamer)
 
     if cache is not None:
         return run(cache)
-    with state.lend_cache(model, batch, total) as loan:
+    with state.lend_cache(model, batch, prompt, total) as loan:
         return run(loan.cache)
 
 
@@ -479,8 +494,24 @@ def _special_tokens(model, eos_token_id, pad_token_id) -> tuple[list[int], int]:
     return eos, pad_token_id if pad_token_id is not None else eos[0] if eos else 0
 
 
-def _penalises(repetition_penalty) -> bool:
-    return isinstance(repetition_penalty, Tensor | Sequence) or repetition_penalty != 1.0
+# What turns each option off, its dtype, and which values it takes.
+_OPTIONS = {
+    "temperature": (1.0, torch.float32, lambda x: x >= 0, "at least 0"),
+    "top_k": (0, torch.int32, lambda x: x >= 0, "at least 0"),
+    "top_p": (1.0, torch.float32, lambda x: 0 < x <= 1, "in (0, 1]"),
+    "min_p": (0.0, torch.float32, lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "repetition_penalty": (1.0, torch.float32, lambda x: x > 0, "positive"),
+}
+
+
+def _is_on(name: str, value: Any) -> bool:
+    """Raises ValueError where the value, on the host, is out of range."""
+    off, _, is_valid, words = _OPTIONS[name]
+    if not isinstance(value, Tensor):
+        for number in value if isinstance(value, Sequence) else (value,):
+            if not is_valid(number):
+                raise ValueError(f"generate: {name} must be {words}, got {number}")
+    return isinstance(value, Tensor | Sequence) or value != off
 
 
 class _ModuleStep:
@@ -522,7 +553,7 @@ class _ModuleStep:
 class _Lean:
     """The loop over steps. What `_choose` reads and writes stays in place, so that a graph covers it too."""
 
-    def __init__(self, step, logits: Tensor, ids: Tensor, options, repetition_penalty, eos, pad, generator):
+    def __init__(self, step, logits: Tensor, ids: Tensor, do_sample: bool, options, eos, pad, generator):
         self.step = step
         self._ids = ids
         self._first = logits
@@ -530,23 +561,20 @@ class _Lean:
         buffer = functools.partial(step.program.buffer, device=ids.device)
         self._finished = buffer("finished", (batch,), torch.bool).zero_()
         self._eos = buffer("eos", (len(eos),), torch.long) if eos else None
-        self._pad = buffer("pad", (), torch.long)
-        self._pad.fill_(pad)
+        self._pad = buffer("pad", (), torch.long).fill_(pad)
         if eos:
             self._eos.copy_(torch.tensor(eos))
-        self._options = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
-        # No options: greedy, which is temperature 0.
-        for name, value in ({"temperature": 0.0} if options is None else options).items():
-            dtype = torch.int32 if name == "top_k" else torch.float32
-            self._options[name] = self._fill(buffer(name, (batch,), dtype), name, value)
-        self._penalty = self._seen = None
-        if _penalises(repetition_penalty):
-            self._penalty = self._fill(buffer("penalty", (batch,), torch.float32), "penalty", repetition_penalty)
-            self._seen = buffer("seen", (batch, vocab), torch.uint8).zero_()
-            self._seen.scatter_(1, ids, 1)
-        self._rng = buffer("rng", (2,), torch.long)
-        self._rng[0] = torch.randint(2**62, (), generator=generator, device=generator and generator.device)
-        self._rng[1] = 0
+        # Tensors, and not numbers that a graph would keep; but those that are off are numbers, which cost nothing.
+        self._options = {
+            name: self._fill(buffer(name, (batch,), _OPTIONS[name][1]), name, value) for name, value in options.items()
+        }
+        if not do_sample:
+            self._options["temperature"] = 0.0
+        if "repetition_penalty" in options:
+            self._options["seen"] = buffer("seen", (batch, vocab), torch.bool).zero_().scatter_(1, ids, True)
+        self._options["rng_state"] = buffer("rng_state", (2,), torch.long)
+        seed = torch.randint(1 << 43, (2,), generator=generator, device=generator and generator.device)
+        self._options["rng_state"].copy_(seed)
 
     @staticmethod
     def _fill(buffer: Tensor, name: str, value) -> Tensor:
@@ -559,17 +587,7 @@ class _Lean:
 
     def _choose(self, logits: Tensor) -> Tensor:
         """The next token of each sequence, int64 (B,), into the step's `tokens`."""
-        options = self._options
-        tokens = _ops.sample(
-            logits,
-            options["temperature"],
-            options["top_k"],
-            options["top_p"],
-            options["min_p"],
-            self._penalty,
-            self._seen,
-            self._rng,
-        )
+        tokens = sample(logits, **self._options)
         if self._eos is not None:
             tokens = torch.where(self._finished, self._pad, tokens)
             self._finished |= (tokens[:, None] == self._eos).any(1)
@@ -580,20 +598,17 @@ class _Lean:
         return self._choose(self.step.forward())
 
     def run(self, max_new_tokens: int, streamer) -> Tensor:
-        batch, prompt = self._ids.shape
-        sequences = self._ids.new_empty(batch, prompt + max_new_tokens)
-        sequences[:, :prompt] = self._ids
+        prompt = self._ids.shape[1]
+        text = _Text(self._ids, prompt + max_new_tokens)
         reads = streamer is not None or self._eos is not None
         reader = Reader(self._ids.device, _is_late(self._ids.device))
-        length = prompt
         while True:
-            tokens = self._choose(self._first) if length == prompt else self.step.run(self._advance)
-            sequences[:, length] = tokens
-            length += 1
-            done = length == prompt + max_new_tokens
+            tokens = self._choose(self._first) if text.length == prompt else self.step.run(self._advance)
+            text.append(tokens)
+            done = text.length == prompt + max_new_tokens
             if not reads:
                 if done:
-                    return sequences
+                    return text.result()
                 continue
             steps = reader.put(tokens, self._finished.all())
             for seen, finished in steps + (reader.flush() if done and not any(f for _, f in steps) else []):
@@ -607,8 +622,8 @@ class _Lean:
                     continue
             break
         if reader.pending:  # the step after the last one, which was under way already
-            length -= 1
+            text.length -= 1
             self.step.cache.crop(-1)
         if streamer is not None:
             streamer.end()
-        return sequences[:, :length].contiguous()
+        return text.result()

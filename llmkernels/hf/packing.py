@@ -6,11 +6,13 @@ Whether parameters are packed is read off their addresses, never remembered. `.t
 and `copy.deepcopy` take them apart again; the next decode step packs them again.
 """
 
+import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+_LOCK = threading.Lock()
 _TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while packing
 
 
@@ -64,10 +66,18 @@ def pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
 
     Needs memory for one group on top of the weights. Nobody may hold an address of the parameters.
     """
+    with _LOCK:
+        groups = [group for group in groups if not is_packed(group)]
+        if groups:
+            _pack(groups)
+
+
+def _pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
     freed = 0
+    on_cuda = groups[0][0].is_cuda
+    if on_cuda:
+        torch.cuda.synchronize(groups[0][0].device)  # other streams may be reading what is freed here
     for group in groups:
-        if is_packed(group):
-            continue
         first = group[0]
         with torch.no_grad(), torch.inference_mode(False):
             storage = torch.empty(
@@ -80,10 +90,10 @@ def pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
                 rows.copy_(parameter.data)
                 parameter.data = rows
         freed += storage.numel() * storage.element_size()
-        if first.is_cuda and freed >= _TRIM_BYTES:  # freed blocks have sizes that no packed tensor can use
+        if on_cuda and freed >= _TRIM_BYTES:  # freed blocks have sizes that no packed tensor can use
             torch.cuda.empty_cache()
             freed = 0
-    if freed and groups[0][0].is_cuda:
+    if on_cuda:
         torch.cuda.empty_cache()
 
 

@@ -1,0 +1,108 @@
+// Bulk tensor copies (TMA), the barriers they complete on, and clusters of blocks: sm_90 and later. Functions of one
+// line; below sm_90 this header is empty.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "device/ptx.cuh"
+
+namespace llmk {
+
+#if __CUDA_ARCH__ >= 900
+
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // an L2 policy: data that is read once
+
+// A barrier in shared memory whose phases complete when `arrivals` have arrived and all announced bytes are there.
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// Makes initialised barriers known to the copy engine and to the cluster.
+__device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Waits for the end of the phase of this parity. The caller must be at most one phase behind.
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Copies contiguous bytes, a multiple of 16, between addresses that are multiples of 16.
+__device__ inline void bulk_load(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier,
+                                 uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared),
+      "l"(global), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+__device__ inline void tensor_map_prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+// Copies the box of a three-dimensional tensor that begins at (column, row, depth).
+__device__ inline void tensor_load(uint32_t shared, const CUtensorMap& map, int column, int row, int depth,
+                                   uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(depth), "r"(barrier)
+      : "memory");
+}
+__device__ inline void tensor_load(uint32_t shared, const CUtensorMap& map, int column, int row, int depth,
+                                   uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+      "{%2, %3, %4}], [%5], %6;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(depth), "r"(barrier), "l"(policy)
+      : "memory");
+}
+// Orders ordinary accesses to shared memory before copies that are issued later.
+__device__ inline void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A barrier of the first `threads` threads that name it, in place of the whole block.
+__device__ inline void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ inline int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ inline void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The address of a neighbour's copy of what lies at `shared` in this block.
+__device__ inline uint32_t cluster_address(uint32_t shared, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+__device__ inline float cluster_load(uint32_t address) {
+  float value;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+__device__ inline float4 cluster_load4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+#endif
+
+}  // namespace llmk

@@ -1,0 +1,26 @@
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "dtype.h"
+#include "params/attention.h"
+
+namespace llmk::kernels {
+
+// Whether the tensor-core kernel takes it: 16-bit, head_dim 64, 96, 128 or 256, everything aligned to 16 bytes.
+// decode_attention() takes anything else, too, slowly; but the fused form wants this and rotary tables.
+bool decode_attention_is_fast(const DecodeAttentionParams& params, Dtype dtype);
+
+// What DecodeAttentionParams wants of device memory, on the current device.
+constexpr int kDecodeAttentionCounters = 4608;
+cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params, size_t& bytes);
+// Counters that belong to nobody: zero-initialised, and kept for launches of this stream (or of its capture).
+cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters);
+
+cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream);
+
+// Rotates q in place and k into the cache, and copies v there.
+cudaError_t rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStream_t stream);
+
+}  // namespace llmk::kernels

@@ -1,0 +1,13 @@
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "dtype.h"
+#include "params/attention.h"
+
+namespace llmk::kernels {
+
+// Any dtype, head_dim up to kMaxHeadDim, and alignment; no fused form.
+constexpr int kMaxHeadDim = 512;
+cudaError_t decode_attention_any(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream);
+
+}  // namespace llmk::kernels

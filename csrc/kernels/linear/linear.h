@@ -1,0 +1,25 @@
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "dtype.h"
+#include "params/linear.h"
+#include "plan.h"
+
+namespace llmk::kernels {
+
+// Whether linear() takes this, on the current device: up to 64 rows of a 16-bit dtype, 16-byte aligned rows, sm_90.
+bool linear_supported(const LinearParams& params, Dtype dtype);
+
+// Whether that is faster than cuBLAS, as measured: up to 16 rows.
+bool linear_pays(const LinearParams& params, Dtype dtype);
+
+// What `workspace` must hold: 0 unless x is normalized by a launch of its own.
+size_t linear_workspace_bytes(const LinearParams& params, Dtype dtype);
+
+// y = epilogue(norm(x) weight^T + bias), or residual += that.
+cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream);
+
+// The same by a given plan. A norm, if any, must be one that linear() would fold into the kernel.
+cudaError_t linear_by_plan(const LinearParams& params, const LinearPlan& plan, Dtype dtype, cudaStream_t stream);
+
+}  // namespace llmk::kernels

@@ -1,0 +1,229 @@
+// decode_attention and rope_kv_write.
+#include <cmath>
+
+#include "backend.h"
+#include "cpu/attention.h"
+#if LLMK_CUDA
+#include "kernels/attention/decode_attention.h"
+#include "kernels/attention/decode_attention_any.h"
+#endif
+
+namespace llmk {
+namespace {
+
+using torch::stable::detail::StableLibrary;
+
+// int32 (batch,), contiguous.
+Tensor check_per_sequence(const char* op, const Argument& argument, const Argument& model, int64_t batch) {
+  const Tensor& tensor = argument.tensor;
+  check_same_device(op, argument, model);
+  LLMK_CHECK(tensor.scalar_type() == ScalarType::Int, op, argument.name, " must be int32, got ",
+             name(tensor.scalar_type()));
+  LLMK_CHECK(tensor.dim() == 1 && tensor.size(0) == batch, op, argument.name, " must have shape [", batch,
+             "] (the batch of q), got ", shape(tensor));
+  return with_unit_last_stride(tensor);
+}
+
+void check_heads(const char* op, const Argument& argument, const char* axes) {
+  LLMK_CHECK(argument.tensor.dim() == 4, op, argument.name, " must have shape ", axes, ", got ",
+             shape(argument.tensor));
+}
+
+// The two caches, [batch, capacity, ...] or, with a block table, [pages, page_size, ...].
+KvCache check_cache(const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                    const std::optional<Tensor>& block_table, std::optional<Tensor>& kept_table) {
+  const char* axes =
+      block_table ? "(pages, page_size, kv_heads, head_dim)" : "(batch, capacity, kv_heads, head_dim)";
+  check_heads(op, {"k_cache", k_cache}, axes);
+  check_same_dtype_and_device(op, {"k_cache", k_cache}, {"q", q});
+  check_like(op, {"v_cache", v_cache}, {"k_cache", k_cache});
+  const int64_t batch = q.size(0), heads = q.size(2), kv_heads = k_cache.size(2);
+  LLMK_CHECK(block_table || k_cache.size(0) == batch, op, "k_cache must have the batch of q, ", batch, ", got shape ",
+             shape(k_cache));
+  LLMK_CHECK(k_cache.size(3) == q.size(3), op, "k_cache must have the head_dim of q, ", q.size(3), ", got shape ",
+             shape(k_cache));
+  LLMK_CHECK(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, op,
+             "q must have a multiple of the heads of k_cache, got ", heads, " and ", kv_heads);
+  for (const Argument& cache : {Argument{"k_cache", k_cache}, Argument{"v_cache", v_cache}}) {
+    LLMK_CHECK(has_unit_last_stride(cache.tensor), op, cache.name,
+               " must be contiguous along head_dim, got strides ", text(cache.tensor.strides()));
+  }
+  KvCache cache{k_cache.mutable_data_ptr(), v_cache.mutable_data_ptr(), k_cache.stride(0), k_cache.stride(1),
+                k_cache.stride(2),          v_cache.stride(0),          v_cache.stride(1), v_cache.stride(2),
+                k_cache.size(0),            k_cache.size(1),            nullptr,           0,
+                k_cache.size(1)};
+  if (block_table) {
+    check_same_device(op, {"block_table", *block_table}, {"q", q});
+    LLMK_CHECK(block_table->scalar_type() == ScalarType::Int, op, "block_table must be int32, got ",
+               name(block_table->scalar_type()));
+    LLMK_CHECK(block_table->dim() == 2 && block_table->size(0) == batch, op, "block_table must have shape (", batch,
+               ", pages of a sequence), got ", shape(*block_table));
+    kept_table = with_unit_last_stride(*block_table);
+    cache.block_table = static_cast<const int32_t*>(kept_table->const_data_ptr());
+    cache.table_stride = kept_table->stride(0);
+    cache.capacity = block_table->size(1) * cache.page_size;
+  }
+  return cache;
+}
+
+// On the CPU, where it costs nothing: that keys [0, count) of a sequence are in pages that exist.
+void check_pages(const char* op, const KvCache& cache, int64_t b, int64_t count) {
+  if (cache.block_table == nullptr) return;
+  for (int64_t i = 0; i * cache.page_size < count; ++i) {
+    const int64_t page = cache.block_table[b * cache.table_stride + i];
+    LLMK_CHECK(page >= 0 && page < cache.pages, op, "block_table must lie in [0, ", cache.pages,
+               ") for live keys, but [", b, ", ", i, "] is ", page);
+  }
+}
+
+Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& given_lengths,
+                        std::optional<Tensor> given_starts, std::optional<Tensor> block_table,
+                        std::optional<double> scale, int64_t window, double softcap) {
+  constexpr const char* op = "decode_attention";
+  const Dtype dtype = to_dtype(op, {"q", given_q});
+  check_heads(op, {"q", given_q}, "(batch, tokens, heads, head_dim)");
+  const Tensor q = with_unit_last_stride(given_q);
+  DecodeAttentionParams params{};
+  std::optional<Tensor> table, starts;
+  params.cache = check_cache(op, q, k_cache, v_cache, block_table, table);
+  const int64_t batch = q.size(0);
+  const Tensor lengths = check_per_sequence(op, {"lengths", given_lengths}, {"q", q}, batch);
+  if (given_starts) starts = check_per_sequence(op, {"starts", *given_starts}, {"q", q}, batch);
+  LLMK_CHECK(window >= 0, op, "window must not be negative, got ", window);
+  LLMK_CHECK(softcap >= 0, op, "softcap must not be negative, got ", softcap);
+  Tensor out = empty_rows(q);
+  if (q.numel() == 0) return out;
+
+  params.q = q.const_data_ptr();
+  params.q_batch = q.stride(0);
+  params.q_token = q.stride(1);
+  params.q_head = q.stride(2);
+  params.lengths = static_cast<const int32_t*>(lengths.const_data_ptr());
+  params.starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr;
+  params.out = out.mutable_data_ptr();
+  params.batch = batch;
+  params.tokens = q.size(1);
+  params.heads = q.size(2);
+  params.kv_heads = k_cache.size(2);
+  params.head_dim = q.size(3);
+  params.scale = scale.value_or(1 / std::sqrt(static_cast<double>(params.head_dim)));
+  params.window = window;
+  params.softcap = softcap;
+  std::optional<Tensor> workspace;  // kept until the kernel is launched; the allocator orders its reuse behind it
+  on_device(op, q, LLMK_CUDA_ONLY([&](auto stream) {
+              if (kernels::decode_attention_is_fast(params, dtype)) {
+                size_t bytes = 0;
+                check_cuda(op, kernels::decode_attention_workspace_bytes(params, bytes));
+                const int64_t size = static_cast<int64_t>(bytes);
+                workspace = empty({&size, 1}, ScalarType::Byte, q);
+                params.workspace = workspace->mutable_data_ptr();
+                check_cuda(op, kernels::decode_attention_counters(stream, params.counters));
+              } else {
+                LLMK_CHECK(params.head_dim <= kernels::kMaxHeadDim, op, "q must have a head_dim of at most ",
+                           kernels::kMaxHeadDim, ", got ", params.head_dim);
+              }
+              return kernels::decode_attention(params, dtype, stream);
+            }),
+            [&] {
+              for (int64_t b = 0; b < batch; ++b) {
+                LLMK_CHECK(params.lengths[b] >= 0 && params.lengths[b] <= params.cache.capacity, op,
+                           "lengths must lie in [0, ", params.cache.capacity, "], the capacity of the cache, but [", b,
+                           "] is ", params.lengths[b]);
+                check_pages(op, params.cache, b, params.lengths[b]);
+              }
+              const int64_t rows = batch * params.tokens * params.heads;
+              parallel_for(rows, params.cache.capacity * params.head_dim,
+                           [&](int64_t begin, int64_t end) { cpu::decode_attention(params, dtype, begin, end); });
+            });
+  return out;
+}
+
+void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v, const Tensor& given_cos,
+                   const Tensor& given_sin, const Tensor& position_ids, const Tensor& given_slots,
+                   const Tensor& k_cache, const Tensor& v_cache, std::optional<Tensor> block_table, bool interleaved) {
+  constexpr const char* op = "rope_kv_write";
+  const Dtype dtype = to_dtype(op, {"q", q});
+  check_heads(op, {"q", q}, "(batch, tokens, heads, head_dim)");
+  LLMK_CHECK(has_unit_last_stride(q), op, "q must be contiguous along head_dim to be rotated in place, got strides ",
+             text(q.strides()));
+  RopeKvWriteParams params{};
+  std::optional<Tensor> table;
+  params.cache = check_cache(op, q, k_cache, v_cache, block_table, table);
+  const int64_t batch = q.size(0), tokens = q.size(1), head_dim = q.size(3), kv_heads = k_cache.size(2);
+  LLMK_CHECK(head_dim % 2 == 0, op, "q must have an even head_dim, got ", head_dim);
+  for (const Argument& argument : {Argument{"k", given_k}, Argument{"v", given_v}}) {
+    check_heads(op, argument, "(batch, tokens, kv_heads, head_dim)");
+    check_same_dtype_and_device(op, argument, {"q", q});
+    const Tensor& x = argument.tensor;
+    LLMK_CHECK(x.size(0) == batch && x.size(1) == tokens && x.size(2) == kv_heads && x.size(3) == head_dim, op,
+               argument.name, " must have shape [", batch, ", ", tokens, ", ", kv_heads, ", ", head_dim, "], got ",
+               shape(x));
+  }
+  check_same_dtype_and_device(op, {"cos", given_cos}, {"q", q});
+  LLMK_CHECK(given_cos.dim() == 2 && (given_cos.size(1) == head_dim || given_cos.size(1) * 2 == head_dim), op,
+             "cos must be a table of head_dim or head_dim / 2 columns (head_dim is ", head_dim, "), got ",
+             shape(given_cos));
+  check_like(op, {"sin", given_sin}, {"cos", given_cos});
+  check_same_device(op, {"position_ids", position_ids}, {"q", q});
+  const ScalarType type = position_ids.scalar_type();
+  LLMK_CHECK(type == ScalarType::Int || type == ScalarType::Long, op, "position_ids must be int32 or int64, got ",
+             name(type));
+  const bool per_token = position_ids.dim() == 2 && position_ids.size(0) == batch && position_ids.size(1) == tokens;
+  LLMK_CHECK(per_token || (position_ids.dim() == 1 && position_ids.size(0) == batch), op,
+             "position_ids must have shape [", batch, ", ", tokens, "] or [", batch, "], got ", shape(position_ids));
+  const Tensor slots = check_per_sequence(op, {"slots", given_slots}, {"q", q}, batch);
+  if (q.numel() == 0 && given_k.numel() == 0) return;
+
+  const Tensor k = with_unit_last_stride(given_k), v = with_unit_last_stride(given_v);
+  const Tensor cos = with_unit_last_stride(given_cos), sin = with_unit_last_stride(given_sin);
+  params.q = q.mutable_data_ptr();
+  params.k = k.const_data_ptr();
+  params.v = v.const_data_ptr();
+  params.q_batch = q.stride(0), params.q_token = q.stride(1), params.q_head = q.stride(2);
+  params.k_batch = k.stride(0), params.k_token = k.stride(1), params.k_head = k.stride(2);
+  params.v_batch = v.stride(0), params.v_token = v.stride(1), params.v_head = v.stride(2);
+  params.rope = {cos.const_data_ptr(), sin.const_data_ptr(), cos.stride(0),
+                 sin.stride(0),        cos.size(0),          cos.size(1) != head_dim};
+  params.position_ids = position_ids.const_data_ptr();
+  params.position_ids_int64 = type == ScalarType::Long;
+  params.positions_next = !per_token;
+  params.positions_batch = position_ids.stride(0);
+  params.positions_token = per_token ? position_ids.stride(1) : 0;
+  params.slots = static_cast<const int32_t*>(slots.const_data_ptr());
+  params.batch = batch;
+  params.tokens = tokens;
+  params.heads = q.size(2);
+  params.kv_heads = kv_heads;
+  params.head_dim = head_dim;
+  params.interleaved = interleaved;
+  on_device(op, q, LLMK_CUDA_ONLY([&](auto stream) { return kernels::rope_kv_write(params, dtype, stream); }), [&] {
+    for (int64_t b = 0; b < batch; ++b) {
+      for (int64_t t = 0; t < tokens; ++t) {
+        const int64_t at = b * params.positions_batch + t * params.positions_token;
+        const int64_t position = (params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
+                                                            : static_cast<const int32_t*>(params.position_ids)[at]) +
+                                 (params.positions_next ? t : 0);
+        LLMK_CHECK(position >= 0 && position < params.rope.rows, op, "position_ids must lie in [0, ", params.rope.rows,
+                   "), the rows of cos, but that of [", b, ", ", t, "] is ", position);
+        const int64_t slot = params.slots[b] + t;
+        if (params.cache.block_table == nullptr || slot < 0 || slot >= params.cache.capacity) continue;
+        const int64_t page = params.cache.block_table[b * params.cache.table_stride + slot / params.cache.page_size];
+        LLMK_CHECK(page >= 0 && page < params.cache.pages, op, "block_table must lie in [0, ", params.cache.pages,
+                   ") for slot ", slot, " of sequence ", b, ", got ", page);
+      }
+    }
+    parallel_for(batch * tokens, (params.heads + 2 * kv_heads) * head_dim,
+                 [&](int64_t begin, int64_t end) { cpu::rope_kv_write(params, dtype, begin, end); });
+  });
+}
+
+void register_ops(StableLibrary& ops) {
+  ops.impl("decode_attention", TORCH_BOX(&decode_attention));
+  ops.impl("rope_kv_write", TORCH_BOX(&rope_kv_write));
+}
+
+}  // namespace
+
+LLMK_IMPLEMENT(register_ops)
+
+}  // namespace llmk

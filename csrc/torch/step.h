@@ -1,0 +1,21 @@
+// What decode_layer is composed of; the ops of these names in linear.cpp and attention.cpp. Called directly, since an
+// error that passes through the dispatcher loses its text.
+#pragma once
+#include "binding.h"
+
+namespace llmk {
+
+Tensor rms_norm_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
+                       std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight);
+
+Tensor rms_norm_swiglu_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight, double eps,
+                              double weight_offset, bool cast_before_weight);
+
+void linear_add_(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias);
+
+Tensor rope_decode_attention(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                             const Tensor& slots, const Tensor& lengths, std::optional<Tensor> starts,
+                             const Tensor& k_cache, const Tensor& v_cache, std::optional<Tensor> block_table,
+                             int64_t heads, std::optional<double> scale, int64_t window, double softcap, bool settled);
+
+}  // namespace llmk

@@ -1,0 +1,125 @@
+"""Attention of a decode step against a KV cache, and what fills the cache: public functions and fakes.
+
+Kernels: csrc/kernels/attention, csrc/cpu/attention.cpp. For inference: no gradients.
+"""
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.llmkernels
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    starts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    r"""Attention of the last few tokens of each sequence to all of its keys and values in a cache.
+
+    Query token t of T of sequence b sees the keys j with ``starts[b] <= j <= lengths[b] - T + t``, the last ``window``
+    of them if there is a window:
+
+    .. math:: y = \sum_j \mathrm{softmax}_j(\mathrm{scale}\; q \cdot k_j)\, v_j
+
+    Args:
+        q: (B, T, H, D), rotated; float32, float16 or bfloat16, on the CPU also float64.
+        k_cache, v_cache: (B, capacity, Hkv, D); or pages (pages, page_size, Hkv, D) with a ``block_table``. H is any
+            multiple of Hkv: query head h belongs to kv head h // (H // Hkv).
+        lengths: int32 (B,), on the device of ``q``: how many keys are live, the T new ones included. Beyond the
+            capacity it raises on the CPU; on a GPU it counts as the capacity, since finding out would stop the stream.
+        starts: int32 (B,): the first key that counts, behind left padding. Default 0.
+        block_table: int32 (B, pages of a sequence): key j is in page ``block_table[b, j // page_size]``. A page that
+            does not exist raises on the CPU; on a GPU its keys and values are zeros.
+        scale: default 1 / sqrt(D).
+        window: how many keys a query sees at most, itself included; 0: all.
+        softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; 0: they stay.
+
+    Returns:
+        y, (B, T, H, D), contiguous. Zeros for a query that sees no key.
+
+    Layout: any strides with contiguous heads. What lies behind ``lengths`` is not read.
+    Fast: float16 and bfloat16, D of 64, 96, 128 or 256, memory aligned to 16 bytes, pages a multiple of 16 keys, few
+        tokens (H / Hkv * T up to 16 queries share one reading of the keys). Everything else works, slowly.
+    Arithmetic: float32 (float64 for float64); on the fast path probabilities are rounded to the dtype before they meet
+        the values. Rounded once.
+    CUDA graphs: lengths, starts and pages are read on the device, so one capture serves all of them; time follows the
+        live keys. (Launches count arrivals in memory that each of 32 streams, and of 32 captures, has to itself; of
+        more than 32 at the same time two may meet.)
+    Deterministic: yes. But how the keys are split depends on the batch, so the bits of a sequence do, too.
+    Differentiable: no.
+    Matches: ``torch.nn.functional.scaled_dot_product_attention`` with the mask described.
+    Raises: RuntimeError for shapes, dtypes and devices that do not fit, each by name, and for inputs that need a
+        gradient.
+    Source: Dao et al. 2022, "FlashAttention"; Dao et al. 2023, "Flash-Decoding"; Kwon et al. 2023, "PagedAttention".
+
+    >>> k = v = torch.eye(2).view(1, 2, 1, 2)
+    >>> decode_attention(torch.zeros(1, 1, 1, 2), k, v, torch.tensor([2], dtype=torch.int32))
+    tensor([[[[0.5000, 0.5000]]]])
+    """
+    _refuse_gradients("decode_attention", q=q, k_cache=k_cache, v_cache=v_cache)
+    return _ops.decode_attention(q, k_cache, v_cache, lengths, starts, block_table, scale, window, softcap)
+
+
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    interleaved: bool = False,
+) -> None:
+    r"""Rotate new queries in place and new keys into a KV cache, and copy the values there: one launch.
+
+    Args:
+        q: (B, T, H, D), rotated in place; float32, float16 or bfloat16, on the CPU also float64.
+        k, v: (B, T, Hkv, D), not changed.
+        cos, sin: tables (P, D), or (P, D/2) with one angle per pair.
+        position_ids: (B, T), or (B,) of the first tokens, whose successors follow; int32 or int64: rows of the tables.
+            A position outside [0, P) raises on the CPU; on a GPU it makes that token NaN.
+        slots: int32 (B,): token t of sequence b goes to place ``slots[b] + t`` of its cache. Tokens beyond the capacity
+            are not written.
+        k_cache, v_cache, block_table: as in :func:`decode_attention`; written in place.
+        interleaved: pairs are (2i, 2i + 1) instead of (i, i + D/2).
+
+    Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection.
+    Arithmetic: each product and the sum rounded to the dtype.
+    Deterministic: yes.
+    Differentiable: no.
+    Matches: ``apply_rotary_pos_emb`` of transformers' Llama and Qwen2, bit for bit.
+    Raises: RuntimeError for shapes, dtypes and devices that do not fit, each by name, and for inputs that need a
+        gradient.
+    """
+    _refuse_gradients("rope_kv_write", q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
+    _ops.rope_kv_write(q, k, v, cos, sin, position_ids, slots, k_cache, v_cache, block_table, interleaved)
+    if not torch.compiler.is_compiling():  # nobody else tells autograd of the writes
+        torch.autograd.graph.increment_version([x for x in (q, k_cache, v_cache) if not x.is_inference()])
+
+
+def _refuse_gradients(op: str, **inputs: Tensor) -> None:
+    if torch.is_grad_enabled():
+        for name, tensor in inputs.items():
+            if tensor.requires_grad:
+                raise RuntimeError(f"{op}: {name} must not require a gradient, there is none for it; use no_grad()")
+
+
+@torch.library.register_fake("llmkernels::decode_attention")
+def _(q, k_cache, v_cache, lengths, starts=None, block_table=None, scale=None, window=0, softcap=0.0):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake("llmkernels::rope_kv_write")
+def _(q, k, v, cos, sin, position_ids, slots, k_cache, v_cache, block_table=None, interleaved=False):
+    return None

@@ -1,0 +1,153 @@
+"""Linear layers for few tokens, behind an RMSNorm or not: public functions, fakes, autograd.
+
+Kernels: csrc/kernels/linear; composition of the rest: csrc/torch/linear.cpp.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from llmkernels.ops._common import caller, register_fake
+from llmkernels.ops.rms_norm import rms_norm
+
+_ops = torch.ops.llmkernels
+_linear, _rms_norm_linear = caller("linear"), caller("rms_norm_linear")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    r"""Linear layer, :math:`y = x W^\top + b`, as fast as W can be read when x has few rows.
+
+    Args:
+        x: (..., K); float32, float16 or bfloat16, on the CPU also float64.
+        weight: (N, K).
+        bias: (N,), or None.
+
+    Returns:
+        y, (..., N), contiguous where the kernel runs.
+
+    The kernel takes up to 16 rows of float16 or bfloat16 on a GPU of compute capability 9.0 or later, K a multiple of 8
+    and every row 16-byte aligned. Everything else is PyTorch's own linear: more rows, float32, older GPUs, the CPU.
+    Layout: rows of x and weight any constant distance apart are read in place.
+    Arithmetic: products summed in float32, bias added, rounded once.
+    Differentiable: once, in all three tensors.
+    Deterministic: yes. The order of the sum depends on the number of rows of x.
+    Matches: ``torch.nn.functional.linear``, to the rounding of the sum.
+    Raises: RuntimeError for other dtypes, shapes that do not fit, or tensors on different devices.
+
+    >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]))
+    tensor([3., 6.])
+    """
+    return _linear(x, weight, bias)
+
+
+def rms_norm_linear(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = True,
+) -> Tensor:
+    r"""RMSNorm and the linear layer behind it, :math:`y = \mathrm{rms\_norm}(x) W^\top + b`.
+
+    Args:
+        x: (..., K); float32, float16 or bfloat16, on the CPU also float64.
+        norm_weight: (K,), or None to only normalize.
+        weight, bias: as in :func:`linear`.
+        eps, weight_offset, cast_before_weight: as in :func:`llmkernels.rms_norm`.
+
+    Returns:
+        y, (..., N).
+
+    Where the kernel of :func:`linear` runs, in bfloat16 with ``weight_offset`` 0 or 1, the normalized x never reaches
+    memory: x times the norm's weight is rounded once and multiplied by W, and the float32 sum by 1 / rms. That is one
+    rounding fewer than either value of ``cast_before_weight`` asks for. Everywhere else this is :func:`rms_norm`,
+    then :func:`linear`.
+
+    Differentiable: once, in all four tensors; saves them, nothing else.
+    Deterministic: yes, gradients included (as far as PyTorch's matmul is). The order of the sum depends on the number
+        of rows of x.
+    Matches: ``torch.nn.functional.linear(rms_norm(x, norm_weight), weight, bias)`` to the rounding of the sum.
+    Layout, raises: as :func:`linear`. A norm_weight of another dtype is promoted as in :func:`rms_norm`.
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"; scaling the sum in place of the row is
+        folklore.
+
+    >>> rms_norm_linear(torch.tensor([3.0, 4.0]), None, torch.tensor([[1.0, 1.0]]))
+    tensor([1.9799])
+    """
+    if norm_weight is not None and norm_weight.dtype != x.dtype:
+        normed = rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
+        return torch.nn.functional.linear(normed, weight, bias)
+    return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight)
+
+
+def _fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+register_fake("linear", lambda x, weight, bias=None: _fake(x, weight))
+register_fake("rms_norm_linear", lambda x, norm_weight, weight, *options, **named: _fake(x, weight))
+
+
+@torch.library.register_fake("llmkernels::rms_norm_swiglu_linear")
+def _(x, norm_weight, weight, eps=1e-6, weight_offset=0.0, cast_before_weight=True):
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+
+
+@torch.library.register_fake("llmkernels::linear_add_")
+def _(residual, x, weight, bias=None):
+    return None
+
+
+def _setup_linear(ctx, inputs, output):
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+def _setup_rms_norm_linear(ctx, inputs, output):
+    x, norm_weight, weight, bias, *ctx.options = inputs
+    ctx.save_for_backward(x, norm_weight, weight)
+    ctx.has_bias = bias is not None
+
+
+def _grad_weight(grad_y: Tensor, x: Tensor) -> Tensor:
+    return grad_y.reshape(-1, grad_y.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def _grad_bias(grad_y: Tensor) -> Tensor:
+    return grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+
+
+@once_differentiable
+def _linear_backward(ctx, grad_y):
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    return (
+        grad_y @ weight if needs_x else None,
+        _grad_weight(grad_y, x) if needs_weight else None,
+        _grad_bias(grad_y) if ctx.has_bias and ctx.needs_input_grad[2] else None,
+    )
+
+
+@once_differentiable
+def _rms_norm_linear_backward(ctx, grad_y):
+    x, norm_weight, weight = ctx.saved_tensors
+    needs_x, needs_norm_weight, needs_weight = ctx.needs_input_grad[:3]
+    needs_norm_weight = needs_norm_weight and norm_weight is not None
+    grad_x = grad_norm_weight = grad_weight = None
+    if needs_x or needs_norm_weight:
+        grads = _ops.rms_norm_backward(grad_y @ weight, x, norm_weight, None, *ctx.options, needs_norm_weight)
+        grad_x, grad_norm_weight = grads[0] if needs_x else None, grads[1] if needs_norm_weight else None
+    if needs_weight:
+        grad_weight = _grad_weight(grad_y, _ops.rms_norm(x, norm_weight, *ctx.options))
+    grad_bias = _grad_bias(grad_y) if ctx.has_bias and ctx.needs_input_grad[3] else None
+    return grad_x, grad_norm_weight, grad_weight, grad_bias, None, None, None
+
+
+torch.library.register_autograd("llmkernels::linear", _linear_backward, setup_context=_setup_linear)
+torch.library.register_autograd(
+    "llmkernels::rms_norm_linear", _rms_norm_linear_backward, setup_context=_setup_rms_norm_linear
+)

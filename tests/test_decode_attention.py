@@ -1,0 +1,331 @@
+"""decode_attention: against the formula in float64, with the error of eager SDPA for a yardstick; lengths, windows,
+pages, what must not leak, errors, CUDA graphs."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from llmkernels import decode_attention
+from oracles import DTYPES, assert_same, laid_out
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def int32(values, device):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def make(device, dtype, lengths, heads=4, kv_heads=2, head_dim=64, tokens=1, capacity=64):
+    """q, k_cache, v_cache, lengths; NaN behind the live keys."""
+    batch = len(lengths)
+    q = torch.randn(batch, tokens, heads, head_dim, device=device).to(dtype)
+    k, v = torch.randn(2, batch, capacity, kv_heads, head_dim, device=device).to(dtype)
+    for b, length in enumerate(lengths):
+        k[b, length:] = v[b, length:] = float("nan")
+    return q, k, v, int32(lengths, device)
+
+
+def visible(lengths, starts, tokens, capacity, window, device):
+    """(B, T, capacity): which keys a query sees."""
+    key = torch.arange(capacity, device=device)
+    end = lengths.long()[:, None] - tokens + torch.arange(1, tokens + 1, device=device)
+    seen = key < end[..., None]
+    if starts is not None:
+        seen &= key >= starts.long()[:, None, None]
+    if window:
+        seen &= key >= end[..., None] - window
+    return seen
+
+
+def oracle(q, k, v, lengths, starts=None, scale=None, window=0, softcap=0.0):
+    """In float64; zeros where there is no key."""
+    batch, tokens, heads, head_dim = q.shape
+    group = heads // k.size(2)
+    k, v = (x.double().nan_to_num().repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    scores = q.double().transpose(1, 2) @ k.transpose(-1, -2) * (scale or head_dim**-0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = visible(lengths, starts, tokens, k.size(2), window, q.device)[:, None]
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num()
+    return (weights @ v).transpose(1, 2)
+
+
+def eager(q, k, v, lengths, starts=None, scale=None, window=0, softcap=0.0):
+    """The same in the dtype of q, by SDPA where it can."""
+    group = q.size(2) // k.size(2)
+    k, v = (x.nan_to_num().repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    seen = visible(lengths, starts, q.size(1), k.size(2), window, q.device)[:, None]
+    if not softcap:
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, scale=scale).nan_to_num().transpose(1, 2)
+    scores = softcap * torch.tanh(q.transpose(1, 2) @ k.transpose(-1, -2) * (scale or q.size(3) ** -0.5) / softcap)
+    return (scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num().to(q.dtype) @ v).transpose(1, 2)
+
+
+def check(inputs, block_table=None, paged=None, **options):
+    q, k, v, lengths = inputs
+    ours = decode_attention(q, *(paged or (k, v)), lengths, block_table=block_table, **options)
+    assert ours.shape == q.shape and ours.dtype == q.dtype and ours.is_contiguous()
+    exact = oracle(*inputs, **options)
+    error, allowed = ((x.double() - exact).abs() for x in (ours, eager(*inputs, **options)))
+    # Probabilities are rounded to the dtype before the sum, which errs by eps of the values' size.
+    eps = torch.finfo(q.dtype).eps
+    assert error.max() <= 2 * allowed.max() + 4 * eps * max(1.0, exact.abs().max().item())
+    assert error.square().mean().sqrt() <= 2 * allowed.square().mean().sqrt() + 2 * eps
+    return ours
+
+
+@every_dtype
+@pytest.mark.parametrize("batch", [1, 2, 8, 33])
+def test_batches_of_mixed_lengths(device, batch, dtype):
+    lengths = [(37 * b + 1) % 65 for b in range(batch)]  # with 0, 1 and the whole capacity among them
+    check(make(device, dtype, lengths))
+
+
+@every_dtype
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1024])
+def test_lengths(device, length, dtype):
+    check(make(device, dtype, [length, 1024], heads=7, kv_heads=1, capacity=1024))
+
+
+@every_dtype
+@pytest.mark.parametrize("ratio", [1, 4, 7, 8, 16, 20])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 40])
+def test_heads(device, ratio, head_dim, dtype):
+    check(make(device, dtype, [33, 70], heads=2 * ratio, kv_heads=2, head_dim=head_dim, capacity=80))
+
+
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 7}, {"window": 100}, {"softcap": 5.0}, {"scale": 0.3}, {"window": 20, "softcap": 2.0}],
+    ids=str,
+)
+def test_several_tokens_windows_and_caps(device, tokens, options, dtype):
+    check(make(device, dtype, [tokens, 40, 150], heads=14, kv_heads=2, tokens=tokens, capacity=160), **options)
+
+
+@every_dtype
+def test_fewer_keys_than_tokens(device, dtype):
+    """The first queries see nothing, and are zero."""
+    ours = check(make(device, dtype, [3, 0], tokens=5))
+    assert (ours[0, :2] == 0).all() and (ours[0, 2:] != 0).any() and (ours[1] == 0).all()
+
+
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_starts(device, tokens, dtype):
+    q, k, v, lengths = make(device, dtype, [40, 64, 50, 64], tokens=tokens)
+    starts = int32([0, 17, 50 - tokens, 63 - tokens], device)
+    for b, start in enumerate(starts.tolist()):  # nor may the padding leak
+        k[b, :start] = v[b, :start] = float("nan")
+    check((q, k, v, lengths), starts=starts)
+    check((q, k, v, lengths), starts=starts, window=9)
+
+
+def paged(k, v, page_size, device):
+    """The caches cut into pages, which lie in any order among others full of NaN."""
+    batch, capacity = k.shape[:2]
+    per_sequence = capacity // page_size
+    order = torch.randperm(batch * per_sequence + 3, device=device)[: batch * per_sequence]
+    pages = []
+    for x in (k, v):
+        pool = x.new_full((batch * per_sequence + 3, page_size, *x.shape[2:]), float("nan"))
+        pool[order] = x.view(batch * per_sequence, page_size, *x.shape[2:])
+        pages.append(pool)
+    return pages, order.view(batch, per_sequence).int()
+
+
+@every_dtype
+@pytest.mark.parametrize("page_size", [16, 32, 48, 20])
+@pytest.mark.parametrize("options", [{}, {"window": 30}], ids=str)
+def test_pages(device, page_size, options, dtype):
+    inputs = make(device, dtype, [0, 1, 100, 479, 480], heads=14, capacity=480, tokens=2, head_dim=128)
+    pools, table = paged(inputs[1], inputs[2], page_size, device)
+    ours = check(inputs, table, pools, **options)
+    if page_size % 16 == 0:
+        assert_same(ours, decode_attention(*inputs, **options))
+
+
+@every_dtype
+def test_layouts(device, dtype):
+    q, k, v, lengths = make(device, dtype, [30, 64, 1], capacity=64, head_dim=64)
+    expected = decode_attention(q, k, v, lengths)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    assert_same(decode_attention(q, *heads_first, lengths), expected)
+    both = torch.stack((k, v), 2)  # k and v of a token side by side
+    assert_same(decode_attention(q, both[:, :, 0], both[:, :, 1], lengths), expected)
+    packed = torch.cat((q, q), 2)
+    assert_same(decode_attention(packed[:, :, q.size(2) :], k, v, lengths), expected)
+    offset = laid_out(q.view(1, -1), "offset").view(q.shape)  # misaligned: another kernel
+    check((offset, k, v, lengths))
+    strided = q.new_zeros(*q.shape[:3], 2 * q.size(3))[..., ::2].copy_(q)
+    assert_same(decode_attention(strided, k, v, lengths), expected)
+    assert_same(decode_attention(q, k, v, int32([30, 7, 64, 7, 1, 7], device)[::2]), expected)
+
+
+def test_empty(device):
+    q, k, v, lengths = make(device, torch.float32, [])
+    assert decode_attention(q, k, v, lengths).shape == (0, 1, 4, 64)
+    q, k, v, lengths = make(device, torch.float32, [3])
+    assert decode_attention(q[:, :0], k, v, lengths).shape == (1, 0, 4, 64)
+
+
+@every_dtype
+def test_nan_and_inf_among_the_live_keys(device, dtype):
+    q, k, v, lengths = make(device, dtype, [20, 20, 20])
+    k[0, 3, 0] = float("nan")
+    v[1, 5, 1, 7] = float("inf")
+    y = decode_attention(q, k, v, lengths)
+    assert y[0, :, :2].isnan().all() and y[0, :, 2:].isfinite().all()
+    assert (y[1, :, 2:, 7] == float("inf")).all() and y[1, :, :2].isfinite().all() and y[2].isfinite().all()
+
+
+@every_dtype
+def test_250_equal_reruns(device, dtype):
+    lengths = [3000, 1, 700] if device == "cuda" else [40, 1]
+    inputs = make(device, dtype, lengths, heads=28 if device == "cuda" else 4, kv_heads=2, capacity=3000)
+    first = decode_attention(*inputs)
+    same = torch.ones((), dtype=torch.bool, device=device)
+    for _ in range(249):
+        same &= (decode_attention(*inputs) == first).all()
+    assert same
+
+
+def test_opcheck(device):
+    inputs = make(device, torch.float32, [5, 64])
+    op = torch.ops.llmkernels.decode_attention.default
+    torch.library.opcheck(op, inputs)
+    torch.library.opcheck(op, (*inputs, int32([0, 3], device), None, 0.2, 7, 3.0))
+    pools, table = paged(inputs[1], inputs[2], 16, device)
+    torch.library.opcheck(op, (inputs[0], *pools, inputs[3], None, table))
+
+
+def test_compiles(device):
+    inputs = make(device, torch.float32, [5, 64])
+    compiled = torch.compile(lambda *t: decode_attention(*t, window=9) * 2, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(*inputs), decode_attention(*inputs, window=9) * 2)
+
+
+ERRORS = {
+    "q must be float32, float16, bfloat16": lambda q, k, v, n: decode_attention(q.int(), k, v, n),
+    r"q must have shape \(batch, tokens, heads, head_dim\), got \[2, 4, 8\]": lambda q, k, v, n: decode_attention(
+        q[:, 0], k, v, n
+    ),
+    r"k_cache must have shape \(batch, capacity": lambda q, k, v, n: decode_attention(q, k[0], v, n),
+    "k_cache must have the batch of q, 2, got": lambda q, k, v, n: decode_attention(q, k[:1], v[:1], n),
+    "k_cache must have the head_dim of q, 8": lambda q, k, v, n: decode_attention(q, k[..., :4], v[..., :4], n),
+    "k_cache must have the dtype of q": lambda q, k, v, n: decode_attention(q, k.half(), v.half(), n),
+    "v_cache must have the shape of k_cache": lambda q, k, v, n: decode_attention(q, k, v[:, :3], n),
+    "k_cache must be contiguous along head_dim": lambda q, k, v, n: decode_attention(
+        q, k.transpose(2, 3).contiguous().transpose(2, 3), v, n
+    ),
+    "q must have a multiple of the heads of k_cache, got 3 and 2": lambda q, k, v, n: decode_attention(
+        q[:, :, :3], k, v, n
+    ),
+    "lengths must be int32, got Long": lambda q, k, v, n: decode_attention(q, k, v, n.long()),
+    r"lengths must have shape \[2\]": lambda q, k, v, n: decode_attention(q, k, v, n[:1]),
+    r"starts must have shape \[2\]": lambda q, k, v, n: decode_attention(q, k, v, n, starts=n[:1]),
+    "block_table must be int32": lambda q, k, v, n: decode_attention(q, k, v, n, block_table=n.long()[:, None]),
+    r"block_table must have shape \(2, ": lambda q, k, v, n: decode_attention(q, k, v, n, block_table=n),
+    "window must not be negative, got -1": lambda q, k, v, n: decode_attention(q, k, v, n, window=-1),
+    "softcap must not be negative": lambda q, k, v, n: decode_attention(q, k, v, n, softcap=-1.0),
+    "k_cache must not require a gradient": lambda q, k, v, n: decode_attention(q, k.requires_grad_(), v, n),
+}
+
+
+@pytest.mark.parametrize("message, call", ERRORS.items(), ids=range(len(ERRORS)))
+def test_errors(device, message, call):
+    q, k, v, lengths = make(device, torch.float32, [5, 5], head_dim=8, capacity=6)
+    with pytest.raises(RuntimeError, match="decode_attention: " + message):
+        call(q, k, v, lengths)
+
+
+def test_errors_that_only_the_cpu_can_afford():
+    q, k, v, lengths = make("cpu", torch.float32, [5, 5], capacity=16)
+    for bad in (17, -1):
+        with pytest.raises(RuntimeError, match=rf"lengths must lie in \[0, 16\].* but \[1\] is {bad}"):
+            decode_attention(q, k, v, int32([3, bad], "cpu"))
+    with pytest.raises(RuntimeError, match=r"block_table must lie in \[0, 2\).* but \[1, 0\] is 2"):
+        decode_attention(q, k, v, lengths, block_table=int32([[0], [2]], "cpu"))
+
+
+@pytest.mark.gpu
+@every_dtype
+def test_bad_lengths_and_pages_do_no_harm_on_a_gpu(dtype):
+    q, k, v, _ = make("cuda", dtype, [64, 64, 64])
+    y = decode_attention(q, k, v, int32([1000000, -5, 64], "cuda"))
+    assert_same(y[:1], decode_attention(q[:1], k[:1], v[:1], int32([64], "cuda")))
+    assert (y[1] == 0).all()
+    table = int32([[-1, 7], [1 << 30, 2], [0, 1]], "cuda")
+    y = decode_attention(q, k[:, :32], v[:, :32], int32([64] * 3, "cuda"), block_table=table)
+    torch.cuda.synchronize()
+    assert y.isfinite().all()
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_cuda_graph_with_growing_lengths(dtype, tokens):
+    q, k, v, _ = make("cuda", dtype, [4000, 4000], heads=28, kv_heads=4, head_dim=128, tokens=tokens, capacity=4000)
+    lengths = int32([1, 1], "cuda")
+    decode_attention(q, k, v, lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = decode_attention(q, k, v, lengths)
+    for live in ([0, 1], [17, 4000], [512, 511], [3999, 2000], [4000, 4000]):
+        lengths.copy_(int32(live, "cuda"))
+        graph.replay()
+        assert_same(y, decode_attention(q, k, v, lengths))
+
+
+@pytest.mark.gpu
+def test_lengths_that_the_launch_before_has_just_written():
+    """The sharing of the work begins before the predecessor ends, with the lengths there are then."""
+    q, k, v, _ = make("cuda", torch.bfloat16, [2000], heads=28, kv_heads=4, head_dim=128, capacity=2000)
+    expected = {n: decode_attention(q, k, v, int32([n], "cuda")) for n in (3, 700, 2000)}
+    lengths, large = int32([5], "cuda"), torch.randn(1 << 26, device="cuda")
+    for n in [3, 2000, 700, 3, 2000] * 5:
+        large.mul_(1.0)
+        lengths.fill_(n)
+        assert_same(decode_attention(q, k, v, lengths), expected[n])
+
+
+@pytest.mark.gpu
+def test_side_streams():
+    inputs = make("cuda", torch.bfloat16, [4000], heads=28, kv_heads=4, head_dim=128, capacity=4000)
+    expected = decode_attention(*inputs)
+    torch.cuda.synchronize()
+    results, streams = [], [torch.cuda.Stream() for _ in range(4)]
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(decode_attention(*inputs))
+    torch.cuda.synchronize()
+    assert_same(tuple(results), (expected,) * len(results))
+
+
+@pytest.mark.large(24)
+def test_more_than_two_to_the_31_elements():
+    capacity = (1 << 31) // (4 * 128) + 1000
+    k = torch.empty(1, capacity, 4, 128, dtype=torch.bfloat16, device="cuda").normal_()
+    v = torch.empty_like(k).normal_()
+    q = torch.randn(1, 1, 28, 128, device="cuda").bfloat16()
+    lengths, window = int32([capacity], "cuda"), 500
+    y = decode_attention(q, k, v, lengths, window=window)
+    last = decode_attention(q, k[:, -window:], v[:, -window:], int32([window], "cuda"))
+    torch.testing.assert_close(y, last, rtol=0, atol=math.sqrt(torch.finfo(torch.bfloat16).eps) / 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@every_dtype
+def test_every_path_once(dtype):
+    check(make("cuda", dtype, [0, 40, 64], heads=14, tokens=2, head_dim=128), window=50, softcap=3.0)
+    inputs = make("cuda", dtype, [64, 33], heads=8, head_dim=96)
+    pools, table = paged(inputs[1], inputs[2], 16, "cuda")
+    check(inputs, table, pools)
+    check(make("cuda", dtype, [2100], heads=7, kv_heads=1, capacity=2112))

@@ -1,0 +1,173 @@
+"""One token through a decoder layer, against the formula in float64 (tests/decode_oracle.py) and eager's own error."""
+
+import pytest
+import torch
+
+import decode_oracle
+import llmkernels  # noqa: F401
+
+KV_HEADS, CAPACITY, PAGE = 2, 48, 16
+
+
+def make(batch, dtype, device, *, heads=4, dim=64, hidden=256, ffn=384, bias=True, paged=False, lengths=None, seed=0):
+    """Arguments of the op, lengths including the new token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape, scale=1.0, shift=0.0):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(scale).add_(shift)
+
+    rows = (heads + 2 * KV_HEADS) * dim
+    lengths = torch.tensor(lengths or [(7 * b) % (CAPACITY - 1) + 1 for b in range(batch)])
+    angles = torch.outer(torch.arange(CAPACITY).double(), 1e4 ** -(torch.arange(dim // 2) * 2 / dim).double())
+    angles = torch.cat((angles, angles), -1)
+    table, cache = None, (batch, CAPACITY, KV_HEADS, dim)
+    if paged:
+        pages = CAPACITY // PAGE
+        table = torch.randperm(batch * pages, generator=generator).view(batch, pages).int()
+        cache = (batch * pages, PAGE, KV_HEADS, dim)
+    floats = {
+        "hidden": draw(batch, hidden),
+        "input_norm": draw(hidden, scale=0.1, shift=1),
+        "qkv_weight": draw(rows, hidden, scale=hidden**-0.5),
+        "qkv_bias": draw(rows, scale=0.1) if bias else None,
+        "o_weight": draw(hidden, heads * dim, scale=(heads * dim) ** -0.5),
+        "o_bias": draw(hidden, scale=0.1) if bias else None,
+        "post_norm": draw(hidden, scale=0.1, shift=1),
+        "gate_up_weight": draw(2 * ffn, hidden, scale=hidden**-0.5),
+        "down_weight": draw(hidden, ffn, scale=ffn**-0.5),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
+    values = {name: None if x is None else x.to(device, dtype) for name, x in floats.items()}
+    values |= {"positions": lengths - 1, "slots": lengths - 1, "lengths": lengths}
+    values |= {"starts": None, "k_cache": draw(*cache).to(device, dtype), "v_cache": draw(*cache).to(device, dtype)}
+    values |= {"block_table": table, "heads": heads, "eps": 1e-6, "weight_offset": 0.0, "cast_before_weight": True}
+    values |= {"scale": None, "window": 0}
+    for name in ("positions", "slots", "lengths", "block_table"):
+        values[name] = None if values[name] is None else values[name].int().to(device)
+    return values
+
+
+def run(function, values, dtype=None):
+    """(hidden, k_cache, v_cache) afterwards, in float64; the arguments are left as they are."""
+    arguments = {
+        name: x.to(dtype or x.dtype, copy=True) if torch.is_tensor(x) and x.is_floating_point() else x
+        for name, x in values.items()
+    }
+    function(*arguments.values())
+    return [arguments[name].double() for name in ("hidden", "k_cache", "v_cache")]
+
+
+def check(values):
+    found = run(torch.ops.llmkernels.decode_layer, values)
+    exact = run(decode_oracle.decode_layer, values, torch.float64)
+    eager = run(decode_oracle.decode_layer, values)
+    eps = torch.finfo(values["hidden"].dtype).eps
+    for name, ours, wanted, theirs in zip(("hidden", "k_cache", "v_cache"), found, exact, eager, strict=True):
+        error, allowed = ((x - wanted).norm() / wanted.norm() for x in (ours, theirs))
+        assert error <= 2 * allowed + 2 * eps, f"{name}: relative error {error:.1e}, eager's {allowed:.1e}"
+    # Nothing of the cache but one token per sequence has changed.
+    before = values["k_cache"].double()
+    assert (found[1] != before).any(-1).any(-1).sum() <= len(values["hidden"])
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 2, 5, 17, 64])
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_against_float64(device, batch, paged, dtype):
+    check(make(batch, dtype, device, paged=paged))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"heads": 14}, {"heads": 2}, {"dim": 128}, {"bias": False}, {"ffn": 1048}], ids=str
+)
+def test_shapes(device, changes):
+    check(make(3, torch.bfloat16, device, **changes))
+
+
+def test_starts_and_window(device):
+    values = make(3, torch.bfloat16, device, lengths=[40, 30, 20])
+    check(values | {"starts": torch.tensor([0, 12, 19], dtype=torch.int32, device=device)})
+    check(values | {"window": 8})
+    check(values | {"weight_offset": 1.0, "cast_before_weight": False, "scale": 0.2})
+
+
+def test_float64():
+    check(make(2, torch.float64, "cpu"))
+
+
+def test_what_lies_beyond_the_live_length_does_not_matter(device):
+    values = make(2, torch.bfloat16, device, lengths=[9, 30])
+    poisoned = {name: values[name].clone() for name in ("k_cache", "v_cache")}
+    for cache in poisoned.values():
+        cache[0, 9:], cache[1, 30:] = torch.nan, torch.nan
+    hidden = run(torch.ops.llmkernels.decode_layer, values)[0]
+    assert torch.equal(run(torch.ops.llmkernels.decode_layer, values | poisoned)[0], hidden)
+
+
+def test_a_full_cache_is_not_written_past(device):
+    values = make(2, torch.bfloat16, device, lengths=[CAPACITY, 5])
+    room = {name: torch.full((3, CAPACITY, KV_HEADS, 64), 7.0, dtype=torch.bfloat16, device=device)
+            for name in ("k_cache", "v_cache")}  # fmt: skip
+    full = values | {name: cache[:2] for name, cache in room.items()}
+    full |= {name: values[name] + 1 for name in ("slots", "lengths")}  # the first sequence is one past the end
+    if device == "cpu":
+        with pytest.raises(RuntimeError, match=r"lengths must lie in \[0, 48\]"):
+            torch.ops.llmkernels.decode_layer(*full.values())
+    else:
+        torch.ops.llmkernels.decode_layer(*full.values())
+    assert (room["k_cache"][2] == 7).all() and (room["v_cache"][2] == 7).all()
+    assert (room["k_cache"][0] == 7).all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": lambda x: x[0]}, "decode_layer: hidden must have shape"),
+        ({"qkv_weight": lambda x: x[:-1]}, "decode_layer: qkv_weight must have shape"),
+        ({"o_weight": lambda x: x[:, :-8]}, "weight must have shape"),
+        ({"gate_up_weight": lambda x: x[:-1]}, "weight must have an even number of rows"),
+        ({"lengths": lambda x: x.long()}, "lengths must be int32"),
+        ({"v_cache": lambda x: x[..., :-1]}, "v_cache must have"),
+        ({"down_weight": lambda x: x.double()}, "must have the dtype of"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_errors(device, change, message):
+    values = make(2, torch.bfloat16, device)
+    ((name, function),) = change.items()
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.llmkernels.decode_layer(*(values | {name: function(values[name])}).values())
+
+
+@pytest.mark.gpu
+def test_graph_follows_growing_lengths():
+    """Captured once, replayed with other tokens and lengths: the same as calls without a graph."""
+    values = make(3, torch.bfloat16, "cuda", lengths=[5, 20, 33])
+    other = {name: x.clone() if torch.is_tensor(x) else x for name, x in values.items()}
+    torch.ops.llmkernels.decode_layer(*other.values())
+    for name in ("hidden", "k_cache", "v_cache"):
+        other[name].copy_(values[name])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.llmkernels.decode_layer(*other.values())
+    for _ in range(10):
+        graph.replay()
+        torch.ops.llmkernels.decode_layer(*values.values())
+        for name in ("hidden", "k_cache", "v_cache"):
+            assert torch.equal(other[name], values[name])
+        for arguments in (values, other):
+            for name in ("positions", "slots", "lengths"):
+                arguments[name] += 1
+
+
+@pytest.mark.gpu
+def test_deterministic():
+    values = make(4, torch.bfloat16, "cuda", lengths=[47, 46, 45, 3])
+    first = run(torch.ops.llmkernels.decode_layer, values)
+    for _ in range(250):
+        for ours, wanted in zip(run(torch.ops.llmkernels.decode_layer, values), first, strict=True):
+            assert torch.equal(ours, wanted)
