@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
+import decode_oracle
 import llmkernels
 from decode_oracle import MissingOps
 from hf_models import (
@@ -345,6 +346,28 @@ def test_assistant_and_target_are_patched(device):
         assert torch.equal(hf_generate(model, ids, assistant_model=assistant), expected)
         assert "by transformers: assisted decoding" in decoder(model).calls
         assert "by transformers: assistant of assisted decoding" in decoder(assistant).calls
+
+
+def test_the_op_of_a_layer(device):
+    """decode_layer against its formula: padding, a window, sequences of different length."""
+
+    def arguments(on):
+        random = torch.Generator().manual_seed(3)
+        number = lambda *shape: torch.randn(*shape, generator=random).to(on)  # noqa: E731
+        integers = lambda *values: torch.tensor(values, dtype=torch.int32, device=on)  # noqa: E731
+        weights = number(112), number(448 + 128, 112) / 10, number(448 + 128), number(112, 448) / 20, None, number(112)
+        tables, caches = (number(20, 64), number(20, 64)), (number(3, 20, 1, 64), number(3, 20, 1, 64))
+        places = integers(4, 9, 18), integers(4, 9, 19), integers(5, 10, 20), integers(0, 3, 1)
+        norm = 7, 1e-5, 0.0, True
+        mlp = number(176, 112) / 10, number(112, 88) / 10
+        return number(3, 112), *weights, *mlp, *tables, *places, *caches, None, *norm, 0.1, 6
+
+    found, expected = arguments(device), arguments("cpu")
+    torch.ops.llmkernels.decode_layer(*found)
+    decode_oracle.decode_layer(*expected)
+    for index in (0, 15, 16):  # hidden, k_cache, v_cache
+        assert_close(found[index].cpu(), expected[index])
+        assert not torch.equal(found[index].cpu(), arguments("cpu")[index])
 
 
 # --- models

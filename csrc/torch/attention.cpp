@@ -1,8 +1,9 @@
-// decode_attention and rope_kv_write.
+// decode_attention, rope_kv_write and both in one.
 #include <cmath>
 
 #include "backend.h"
 #include "cpu/attention.h"
+#include "step.h"
 #if LLMK_CUDA
 #include "kernels/attention/decode_attention.h"
 #include "kernels/attention/decode_attention_any.h"
@@ -32,8 +33,7 @@ void check_heads(const char* op, const Argument& argument, const char* axes) {
 // The two caches, [batch, capacity, ...] or, with a block table, [pages, page_size, ...].
 KvCache check_cache(const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                     const std::optional<Tensor>& block_table, std::optional<Tensor>& kept_table) {
-  const char* axes =
-      block_table ? "(pages, page_size, kv_heads, head_dim)" : "(batch, capacity, kv_heads, head_dim)";
+  const char* axes = block_table ? "(pages, page_size, kv_heads, head_dim)" : "(batch, capacity, kv_heads, head_dim)";
   check_heads(op, {"k_cache", k_cache}, axes);
   check_same_dtype_and_device(op, {"k_cache", k_cache}, {"q", q});
   check_like(op, {"v_cache", v_cache}, {"k_cache", k_cache});
@@ -45,12 +45,21 @@ KvCache check_cache(const char* op, const Tensor& q, const Tensor& k_cache, cons
   LLMK_CHECK(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, op,
              "q must have a multiple of the heads of k_cache, got ", heads, " and ", kv_heads);
   for (const Argument& cache : {Argument{"k_cache", k_cache}, Argument{"v_cache", v_cache}}) {
-    LLMK_CHECK(has_unit_last_stride(cache.tensor), op, cache.name,
-               " must be contiguous along head_dim, got strides ", text(cache.tensor.strides()));
+    LLMK_CHECK(has_unit_last_stride(cache.tensor), op, cache.name, " must be contiguous along head_dim, got strides ",
+               text(cache.tensor.strides()));
   }
-  KvCache cache{k_cache.mutable_data_ptr(), v_cache.mutable_data_ptr(), k_cache.stride(0), k_cache.stride(1),
-                k_cache.stride(2),          v_cache.stride(0),          v_cache.stride(1), v_cache.stride(2),
-                k_cache.size(0),            k_cache.size(1),            nullptr,           0,
+  KvCache cache{k_cache.mutable_data_ptr(),
+                v_cache.mutable_data_ptr(),
+                k_cache.stride(0),
+                k_cache.stride(1),
+                k_cache.stride(2),
+                v_cache.stride(0),
+                v_cache.stride(1),
+                v_cache.stride(2),
+                k_cache.size(0),
+                k_cache.size(1),
+                nullptr,
+                0,
                 k_cache.size(1)};
   if (block_table) {
     check_same_device(op, {"block_table", *block_table}, {"q", q});
@@ -76,31 +85,34 @@ void check_pages(const char* op, const KvCache& cache, int64_t b, int64_t count)
   }
 }
 
-Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& given_lengths,
-                        std::optional<Tensor> given_starts, std::optional<Tensor> block_table,
-                        std::optional<double> scale, int64_t window, double softcap) {
-  constexpr const char* op = "decode_attention";
-  const Dtype dtype = to_dtype(op, {"q", given_q});
-  check_heads(op, {"q", given_q}, "(batch, tokens, heads, head_dim)");
-  const Tensor q = with_unit_last_stride(given_q);
+// The parameters of an attention, and what they point to.
+struct Attention {
   DecodeAttentionParams params{};
-  std::optional<Tensor> table, starts;
-  params.cache = check_cache(op, q, k_cache, v_cache, block_table, table);
+  Tensor lengths;
+  std::optional<Tensor> starts, table;
+};
+
+// Everything but `out`, from q with contiguous heads.
+Attention prepare(const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                  const Tensor& given_lengths, const std::optional<Tensor>& given_starts,
+                  const std::optional<Tensor>& block_table, std::optional<double> scale, int64_t window,
+                  double softcap) {
   const int64_t batch = q.size(0);
+  std::optional<Tensor> table, starts;
+  const KvCache cache = check_cache(op, q, k_cache, v_cache, block_table, table);
   const Tensor lengths = check_per_sequence(op, {"lengths", given_lengths}, {"q", q}, batch);
   if (given_starts) starts = check_per_sequence(op, {"starts", *given_starts}, {"q", q}, batch);
   LLMK_CHECK(window >= 0, op, "window must not be negative, got ", window);
   LLMK_CHECK(softcap >= 0, op, "softcap must not be negative, got ", softcap);
-  Tensor out = empty_rows(q);
-  if (q.numel() == 0) return out;
-
+  Attention attention{{}, lengths, starts, table};
+  DecodeAttentionParams& params = attention.params;
   params.q = q.const_data_ptr();
   params.q_batch = q.stride(0);
   params.q_token = q.stride(1);
   params.q_head = q.stride(2);
+  params.cache = cache;
   params.lengths = static_cast<const int32_t*>(lengths.const_data_ptr());
   params.starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr;
-  params.out = out.mutable_data_ptr();
   params.batch = batch;
   params.tokens = q.size(1);
   params.heads = q.size(2);
@@ -109,33 +121,64 @@ Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tens
   params.scale = scale.value_or(1 / std::sqrt(static_cast<double>(params.head_dim)));
   params.window = window;
   params.softcap = softcap;
+  return attention;
+}
+
+#if LLMK_CUDA
+cudaError_t launch(const char* op, DecodeAttentionParams& params, Dtype dtype, const Tensor& q, cudaStream_t stream) {
   std::optional<Tensor> workspace;  // kept until the kernel is launched; the allocator orders its reuse behind it
-  on_device(op, q, LLMK_CUDA_ONLY([&](auto stream) {
-              if (kernels::decode_attention_is_fast(params, dtype)) {
-                size_t bytes = 0;
-                check_cuda(op, kernels::decode_attention_workspace_bytes(params, bytes));
-                const int64_t size = static_cast<int64_t>(bytes);
-                workspace = empty({&size, 1}, ScalarType::Byte, q);
-                params.workspace = workspace->mutable_data_ptr();
-                check_cuda(op, kernels::decode_attention_counters(stream, params.counters));
-              } else {
-                LLMK_CHECK(params.head_dim <= kernels::kMaxHeadDim, op, "q must have a head_dim of at most ",
-                           kernels::kMaxHeadDim, ", got ", params.head_dim);
-              }
-              return kernels::decode_attention(params, dtype, stream);
-            }),
-            [&] {
-              for (int64_t b = 0; b < batch; ++b) {
-                LLMK_CHECK(params.lengths[b] >= 0 && params.lengths[b] <= params.cache.capacity, op,
-                           "lengths must lie in [0, ", params.cache.capacity, "], the capacity of the cache, but [", b,
-                           "] is ", params.lengths[b]);
-                check_pages(op, params.cache, b, params.lengths[b]);
-              }
-              const int64_t rows = batch * params.tokens * params.heads;
-              parallel_for(rows, params.cache.capacity * params.head_dim,
-                           [&](int64_t begin, int64_t end) { cpu::decode_attention(params, dtype, begin, end); });
-            });
+  if (kernels::decode_attention_is_fast(params, dtype)) {
+    size_t bytes = 0;
+    check_cuda(op, kernels::decode_attention_workspace_bytes(params, bytes));
+    const int64_t size = static_cast<int64_t>(bytes);
+    workspace = empty({&size, 1}, ScalarType::Byte, q);
+    params.workspace = workspace->mutable_data_ptr();
+    check_cuda(op, kernels::decode_attention_counters(stream, params.counters));
+  } else {
+    LLMK_CHECK(params.head_dim <= kernels::kMaxHeadDim, op, "q must have a head_dim of at most ", kernels::kMaxHeadDim,
+               ", got ", params.head_dim);
+  }
+  return kernels::decode_attention(params, dtype, stream);
+}
+#endif
+
+Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
+                        std::optional<Tensor> starts, std::optional<Tensor> block_table, std::optional<double> scale,
+                        int64_t window, double softcap) {
+  constexpr const char* op = "decode_attention";
+  const Dtype dtype = to_dtype(op, {"q", given_q});
+  check_heads(op, {"q", given_q}, "(batch, tokens, heads, head_dim)");
+  const Tensor q = with_unit_last_stride(given_q);
+  Attention attention = prepare(op, q, k_cache, v_cache, lengths, starts, block_table, scale, window, softcap);
+  DecodeAttentionParams& params = attention.params;
+  Tensor out = empty_rows(q);
+  if (q.numel() == 0) return out;
+  params.out = out.mutable_data_ptr();
+  on_device(op, q, LLMK_CUDA_ONLY([&](auto stream) { return launch(op, params, dtype, q, stream); }), [&] {
+    for (int64_t b = 0; b < params.batch; ++b) {
+      LLMK_CHECK(params.lengths[b] >= 0 && params.lengths[b] <= params.cache.capacity, op, "lengths must lie in [0, ",
+                 params.cache.capacity, "], the capacity of the cache, but [", b, "] is ", params.lengths[b]);
+      check_pages(op, params.cache, b, params.lengths[b]);
+    }
+    const int64_t rows = params.batch * params.tokens * params.heads;
+    parallel_for(rows, params.cache.capacity * params.head_dim,
+                 [&](int64_t begin, int64_t end) { cpu::decode_attention(params, dtype, begin, end); });
+  });
   return out;
+}
+
+// cos and sin of every position.
+void check_tables(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& q) {
+  check_same_dtype_and_device(op, {"cos", cos}, {"q", q});
+  const int64_t head_dim = q.size(3);
+  LLMK_CHECK(cos.dim() == 2 && (cos.size(1) == head_dim || cos.size(1) * 2 == head_dim), op,
+             "cos must be a table of head_dim or head_dim / 2 columns (head_dim is ", head_dim, "), got ", shape(cos));
+  check_like(op, {"sin", sin}, {"cos", cos});
+}
+
+RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
+  return {cos.const_data_ptr(), sin.const_data_ptr(), cos.stride(0),
+          sin.stride(0),        cos.size(0),          cos.size(1) != head_dim};
 }
 
 void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v, const Tensor& given_cos,
@@ -159,11 +202,7 @@ void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v
                argument.name, " must have shape [", batch, ", ", tokens, ", ", kv_heads, ", ", head_dim, "], got ",
                shape(x));
   }
-  check_same_dtype_and_device(op, {"cos", given_cos}, {"q", q});
-  LLMK_CHECK(given_cos.dim() == 2 && (given_cos.size(1) == head_dim || given_cos.size(1) * 2 == head_dim), op,
-             "cos must be a table of head_dim or head_dim / 2 columns (head_dim is ", head_dim, "), got ",
-             shape(given_cos));
-  check_like(op, {"sin", given_sin}, {"cos", given_cos});
+  check_tables(op, given_cos, given_sin, q);
   check_same_device(op, {"position_ids", position_ids}, {"q", q});
   const ScalarType type = position_ids.scalar_type();
   LLMK_CHECK(type == ScalarType::Int || type == ScalarType::Long, op, "position_ids must be int32 or int64, got ",
@@ -182,8 +221,7 @@ void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v
   params.q_batch = q.stride(0), params.q_token = q.stride(1), params.q_head = q.stride(2);
   params.k_batch = k.stride(0), params.k_token = k.stride(1), params.k_head = k.stride(2);
   params.v_batch = v.stride(0), params.v_token = v.stride(1), params.v_head = v.stride(2);
-  params.rope = {cos.const_data_ptr(), sin.const_data_ptr(), cos.stride(0),
-                 sin.stride(0),        cos.size(0),          cos.size(1) != head_dim};
+  params.rope = rope_tables(cos, sin, head_dim);
   params.position_ids = position_ids.const_data_ptr();
   params.position_ids_int64 = type == ScalarType::Long;
   params.positions_next = !per_token;
@@ -217,9 +255,186 @@ void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v
   });
 }
 
+}  // namespace
+
+// One new token per sequence, from a packed q|k|v: rope_kv_write, then decode_attention, in one launch where the fast
+// kernel takes it. It finds the new token at lengths - 1, which slots must be.
+Tensor rope_decode_attention(const Tensor& qkv, const Tensor& given_cos, const Tensor& given_sin,
+                             const Tensor& given_positions, const Tensor& slots, const Tensor& lengths,
+                             std::optional<Tensor> starts, const Tensor& k_cache, const Tensor& v_cache,
+                             std::optional<Tensor> block_table, int64_t heads, std::optional<double> scale,
+                             int64_t window, double softcap, bool settled) {
+  constexpr const char* op = "rope_decode_attention";
+  const Dtype dtype = to_dtype(op, {"qkv", qkv});
+  check_heads(op, {"k_cache", k_cache}, "(batch or pages, tokens, kv_heads, head_dim)");
+  const int64_t kv_heads = k_cache.size(2), head_dim = k_cache.size(3), columns = (heads + 2 * kv_heads) * head_dim;
+  LLMK_CHECK(qkv.dim() == 2 && qkv.size(1) == columns && has_unit_last_stride(qkv), op,
+             "qkv must have shape (batch, (heads + 2 kv_heads) head_dim), ", columns, " contiguous columns, got ",
+             shape(qkv));
+  const int64_t batch = qkv.size(0), row = qkv.stride(0);
+  const auto part = [&](int64_t first, int64_t count) {
+    return view(qkv, {batch, 1, count, head_dim}, {row, row, head_dim, 1}, first * head_dim);
+  };
+  const Tensor q = part(0, heads), k = part(heads, kv_heads), v = part(heads + kv_heads, kv_heads);
+  Attention attention = prepare(op, q, k_cache, v_cache, lengths, starts, block_table, scale, window, softcap);
+  const int64_t width = heads * head_dim;
+#if LLMK_CUDA
+  check_tables(op, given_cos, given_sin, q);
+  const Tensor positions = check_per_sequence(op, {"positions", given_positions}, {"q", q}, batch);
+  const Tensor cos = with_unit_last_stride(given_cos), sin = with_unit_last_stride(given_sin);
+  DecodeAttentionParams& params = attention.params;
+  params.new_k = k.const_data_ptr();
+  params.new_v = v.const_data_ptr();
+  params.new_k_batch = params.new_v_batch = row;
+  params.new_k_head = params.new_v_head = head_dim;
+  params.rope = rope_tables(cos, sin, head_dim);
+  params.positions = static_cast<const int32_t*>(positions.const_data_ptr());
+  params.settled = settled;
+  if (q.is_cuda() && q.numel() > 0) {
+    const std::array<int64_t, 2> sizes{batch, width};
+    Tensor out = empty({sizes.data(), 2}, dtype_code(q), q);
+    params.out = out.mutable_data_ptr();
+    if (kernels::decode_attention_is_fast(params, dtype)) {
+      on_device(
+          op, q, [&](auto stream) { return launch(op, params, dtype, q, stream); }, [] {});
+      return out;
+    }
+  }
+#endif
+  rope_kv_write(q, k, v, given_cos, given_sin, given_positions, slots, k_cache, v_cache, block_table, false);
+  const Tensor out = decode_attention(q, k_cache, v_cache, lengths, starts, block_table, scale, window, softcap);
+  return view(out, {batch, width}, {width, 1}, 0);
+}
+
+namespace {
+
+}  // namespace
+
+// On the fast path slots must be lengths - 1, which is where the kernel writes.
+Tensor rope_decode_attention(const Tensor& given_qkv, const Tensor& given_cos, const Tensor& given_sin,
+                             const Tensor& given_positions, const Tensor& given_slots, const Tensor& given_lengths,
+                             std::optional<Tensor> given_starts, const Tensor& k_cache, const Tensor& v_cache,
+                             std::optional<Tensor> block_table, int64_t heads, std::optional<double> scale,
+                             int64_t window, double softcap, bool settled) {
+  constexpr const char* op = "rope_decode_attention";
+  const Dtype dtype = to_dtype(op, {"qkv", given_qkv});
+  check_heads(op, {"k_cache", k_cache}, "(batch or pages, tokens, kv_heads, head_dim)");
+  const int64_t kv_heads = k_cache.size(2), head_dim = k_cache.size(3), columns = (heads + 2 * kv_heads) * head_dim;
+  LLMK_CHECK(given_qkv.dim() == 2 && given_qkv.size(1) == columns && has_unit_last_stride(given_qkv), op,
+             "qkv must have shape (batch, (heads + 2 kv_heads) head_dim), (batch, ", columns, "), and unit stride, got ",
+             shape(given_qkv));
+  const int64_t batch = given_qkv.size(0);
+  const std::array<int64_t, 4> sizes = {batch, 1, heads + 2 * kv_heads, head_dim};
+  // Only its shape, dtype and device are looked at.
+  const Tensor heads_of_q = torch::stable::narrow(torch::stable::reshape(given_qkv, {sizes.data(), 4}), 2, 0, heads);
+  std::optional<Tensor> table, starts;
+  DecodeAttentionParams params{};
+  params.cache = check_cache(op, heads_of_q, k_cache, v_cache, block_table, table);
+  check_same_dtype_and_device(op, {"cos", given_cos}, {"qkv", given_qkv});
+  LLMK_CHECK(given_cos.dim() == 2 && (given_cos.size(1) == head_dim || given_cos.size(1) * 2 == head_dim), op,
+             "cos must be a table of head_dim or head_dim / 2 columns (head_dim is ", head_dim, "), got ",
+             shape(given_cos));
+  check_like(op, {"sin", given_sin}, {"cos", given_cos});
+  const Tensor cos = with_unit_last_stride(given_cos), sin = with_unit_last_stride(given_sin);
+  const Tensor positions = check_per_sequence(op, {"positions", given_positions}, {"qkv", given_qkv}, batch);
+  const Tensor slots = check_per_sequence(op, {"slots", given_slots}, {"qkv", given_qkv}, batch);
+  const Tensor lengths = check_per_sequence(op, {"lengths", given_lengths}, {"qkv", given_qkv}, batch);
+  if (given_starts) starts = check_per_sequence(op, {"starts", *given_starts}, {"qkv", given_qkv}, batch);
+  const std::array<int64_t, 2> out_sizes = {batch, heads * head_dim};
+  Tensor out = empty({out_sizes.data(), 2}, dtype_code(given_qkv), given_qkv);
+  if (out.numel() == 0) return out;
+
+  char* const qkv = static_cast<char*>(given_qkv.mutable_data_ptr());
+  const int64_t element = dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2, row = given_qkv.stride(0);
+  char* const k = qkv + heads * head_dim * element;
+  char* const v = k + kv_heads * head_dim * element;
+  const RopeTables rope{cos.const_data_ptr(), sin.const_data_ptr(), cos.stride(0),
+                        sin.stride(0),        cos.size(0),          cos.size(1) != head_dim};
+  params.q = qkv;
+  params.q_batch = params.q_token = row;
+  params.q_head = head_dim;
+  params.lengths = static_cast<const int32_t*>(lengths.const_data_ptr());
+  params.starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr;
+  params.out = out.mutable_data_ptr();
+  params.batch = batch;
+  params.tokens = 1;
+  params.heads = heads;
+  params.kv_heads = kv_heads;
+  params.head_dim = head_dim;
+  params.scale = scale.value_or(1 / std::sqrt(static_cast<double>(head_dim)));
+  params.window = window;
+  params.softcap = softcap;
+  RopeKvWriteParams write{};
+  write.q = qkv;
+  write.k = k;
+  write.v = v;
+  write.q_batch = write.q_token = write.k_batch = write.k_token = write.v_batch = write.v_token = row;
+  write.q_head = write.k_head = write.v_head = head_dim;
+  write.rope = rope;
+  write.position_ids = positions.const_data_ptr();
+  write.positions_next = true;
+  write.positions_batch = 1;
+  write.slots = static_cast<const int32_t*>(slots.const_data_ptr());
+  write.cache = params.cache;
+  write.batch = batch;
+  write.tokens = 1;
+  write.heads = heads;
+  write.kv_heads = kv_heads;
+  write.head_dim = head_dim;
+  std::optional<Tensor> workspace;
+  on_device(op, given_qkv, LLMK_CUDA_ONLY([&](auto stream) {
+              DecodeAttentionParams fused = params;
+              fused.new_k = k;
+              fused.new_v = v;
+              fused.new_k_batch = fused.new_v_batch = row;
+              fused.new_k_head = fused.new_v_head = head_dim;
+              fused.rope = rope;
+              fused.positions = static_cast<const int32_t*>(positions.const_data_ptr());
+              fused.settled = settled;
+              const bool is_fast = kernels::decode_attention_is_fast(fused, dtype);
+              if (is_fast) {
+                params = fused;
+              } else {
+                check_cuda(op, kernels::rope_kv_write(write, dtype, stream));
+              }
+              if (kernels::decode_attention_is_fast(params, dtype)) {
+                size_t bytes = 0;
+                check_cuda(op, kernels::decode_attention_workspace_bytes(params, bytes));
+                const int64_t size = static_cast<int64_t>(bytes);
+                workspace = empty({&size, 1}, ScalarType::Byte, given_qkv);
+                params.workspace = workspace->mutable_data_ptr();
+                check_cuda(op, kernels::decode_attention_counters(stream, params.counters));
+              }
+              return kernels::decode_attention(params, dtype, stream);
+            }),
+            [&] {
+              for (int64_t b = 0; b < batch; ++b) {
+                LLMK_CHECK(params.lengths[b] >= 0 && params.lengths[b] <= params.cache.capacity, op,
+                           "lengths must lie in [0, ", params.cache.capacity, "], the capacity of the cache, but [", b,
+                           "] is ", params.lengths[b]);
+                const int64_t position = static_cast<const int32_t*>(write.position_ids)[b];
+                LLMK_CHECK(position >= 0 && position < rope.rows, op, "positions must lie in [0, ", rope.rows,
+                           "), the rows of cos, but [", b, "] is ", position);
+                check_pages(op, params.cache, b, std::max<int64_t>(params.lengths[b], 0));
+                if (write.slots[b] >= 0 && write.slots[b] < params.cache.capacity) {
+                  check_pages(op, params.cache, b, write.slots[b] + 1);
+                }
+              }
+              parallel_for(batch, columns,
+                           [&](int64_t begin, int64_t end) { cpu::rope_kv_write(write, dtype, begin, end); });
+              parallel_for(batch * heads, params.cache.capacity * head_dim,
+                           [&](int64_t begin, int64_t end) { cpu::decode_attention(params, dtype, begin, end); });
+            });
+  return out;
+}
+
+namespace {
+
 void register_ops(StableLibrary& ops) {
   ops.impl("decode_attention", TORCH_BOX(&decode_attention));
   ops.impl("rope_kv_write", TORCH_BOX(&rope_kv_write));
+  ops.impl("rope_decode_attention", TORCH_BOX(&rope_decode_attention));
+  ops.impl("rope_decode_attention", TORCH_BOX(&rope_decode_attention));
 }
 
 }  // namespace

@@ -123,3 +123,18 @@ def _(q, k_cache, v_cache, lengths, starts=None, block_table=None, scale=None, w
 @torch.library.register_fake("llmkernels::rope_kv_write")
 def _(q, k, v, cos, sin, position_ids, slots, k_cache, v_cache, block_table=None, interleaved=False):
     return None
+
+
+@torch.library.register_fake("llmkernels::rope_decode_attention")
+def _(qkv, cos, sin, positions, slots, lengths, starts, k_cache, v_cache, block_table, heads, *options, **named):
+    return qkv.new_empty(qkv.shape[0], heads * k_cache.shape[3])
+
+
+@torch.library.register_fake("llmkernels::rope_decode_attention")
+def _(qkv, cos, sin, positions, slots, lengths, starts, k_cache, v_cache, block_table, heads, *options, **named):
+    return qkv.new_empty(qkv.shape[0], heads * k_cache.shape[-1])
+
+
+@torch.library.register_fake("llmkernels::decode_layer")
+def _(*arguments):
+    return None

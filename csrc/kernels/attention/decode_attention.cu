@@ -30,8 +30,8 @@
 #include <cmath>
 #include <functional>
 
+#include "block_cluster.cuh"
 #include "decode_attention_any.h"
-#include "device/cluster.cuh"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 #include "device/vec.cuh"
