@@ -7,6 +7,7 @@ what reading them takes.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -191,14 +192,12 @@ class Bench:
 
     def waterfall(self) -> list[dict]:
         """Each launch of a step alone: the same one of every layer, in one graph, so that no weight is in the cache."""
-        from llmkernels.hf import step_parts
-
         found = []
         if self.device.type != "cuda" or "llmkernels" not in self.providers:
             return found
         for batch in (1, 8, 64):
             cache = self.cache(batch, 512)
-            for part, calls in step_parts(self.model, cache).items():
+            for part, calls in self.launches(cache).items():
                 stream = torch.cuda.Stream(self.device)
                 with torch.cuda.stream(stream):
                     graph = timing.capture(calls, laps=2)
@@ -209,6 +208,32 @@ class Bench:
             del cache
             self.clear()
         return found
+
+    def launches(self, cache) -> dict[str, list[Callable]]:
+        """The calls that `decode_layer` and the head are made of, for every layer."""
+        from llmkernels.hf.decode import decoder, trunk
+
+        ops = torch.ops.llmkernels
+        batch = cache.layers[0].k.shape[0]
+        cache.begin(torch.full((batch,), cache.get_seq_length() - 1, device=self.device), None)
+        step = decoder(self.model).begin(self.model, trunk(self.model), cache)
+        calls = {name: [] for name in ("q|k|v", "attention", "o", "gate|up", "down", "head")}
+        hidden = torch.randn(batch, self.model.config.hidden_size, dtype=self.model.dtype, device=self.device)
+        for layer in step._layers:
+            input_norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, down, *rest = layer
+            *state, heads, eps, offset, cast, scale, window = rest  # state: angles, counters and cache
+            norm = (eps, offset, cast)
+            packed = ops.rms_norm_linear(hidden, input_norm, qkv, qkv_bias, *norm)
+            places = (*state, heads, scale, window, 0.0, True)
+            attended = ops.rope_decode_attention(packed, *places)
+            activated = ops.rms_norm_swiglu_linear(hidden, post_norm, gate_up, *norm)
+            calls["q|k|v"].append(partial(ops.rms_norm_linear, hidden, input_norm, qkv, qkv_bias, *norm))
+            calls["attention"].append(partial(ops.rope_decode_attention, packed, *places))
+            calls["o"].append(partial(ops.linear_add_, hidden, attended, o, o_bias))
+            calls["gate|up"].append(partial(ops.rms_norm_swiglu_linear, hidden, post_norm, gate_up, *norm))
+            calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None))
+        calls["head"].append(partial(ops.rms_norm_linear, hidden, step._norm, step._head, step._head_bias, *norm))
+        return calls
 
     # ----
 

@@ -41,8 +41,8 @@ inline void attend(const DecodeAttentionParams& p, int64_t flat_begin, int64_t f
     std::fill(sum.begin(), sum.end(), A(0));
     A maximum = -std::numeric_limits<A>::infinity(), total = 0;
     for (int64_t key = begin; key < end; ++key) {
-      const Stage<T>* k = load(static_cast<const T*>(p.cache.k) + cache_offset(p.cache, b, key, kv_head, false), dim,
-                               buffer.data());
+      const Stage<T>* k =
+          load(static_cast<const T*>(p.cache.k) + cache_offset(p.cache, b, key, kv_head, false), dim, buffer.data());
       A score = 0;
       for (int64_t d = 0; d < dim; ++d) score += query[d] * widen(k[d]);
       score *= static_cast<A>(p.scale);

@@ -130,11 +130,6 @@ def _(qkv, cos, sin, positions, slots, lengths, starts, k_cache, v_cache, block_
     return qkv.new_empty(qkv.shape[0], heads * k_cache.shape[3])
 
 
-@torch.library.register_fake("llmkernels::rope_decode_attention")
-def _(qkv, cos, sin, positions, slots, lengths, starts, k_cache, v_cache, block_table, heads, *options, **named):
-    return qkv.new_empty(qkv.shape[0], heads * k_cache.shape[-1])
-
-
 @torch.library.register_fake("llmkernels::decode_layer")
 def _(*arguments):
     return None

@@ -23,15 +23,16 @@
 // one of a CUDA graph. A caller that knows this of the cache, the lengths, tables and positions (not of q and the new
 // key and value) says `settled`: then the first tiles are on their way before q is there. The tokens that other
 // launches of this step write are none of those tiles: each writes its own layer's cache, and reads only what earlier
-// steps wrote. Without `settled` only the sharing of the work begins early, and is done again if the lengths have changed.
+// steps wrote. Without `settled` only the sharing of the work begins early, and is done again if the lengths have
+// changed.
 #include "decode_attention.h"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 
-#include "block_cluster.cuh"
 #include "decode_attention_any.h"
+#include "device/cluster.cuh"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 #include "device/vec.cuh"
@@ -53,10 +54,10 @@ struct Shape {
   using T = Element;
   static constexpr int D = kHeadDim, kTilesOfColumns = kColumns, kQueries = 8 * kColumns;
   static constexpr int kWarps = kWarpCount, kThreads = 32 * kWarps, kStages = kStageCount;
-  static constexpr int kVectors = D / 8;        // of 16 bytes, per row
-  static constexpr int kRow = D * 2 + 16;       // an odd number of vectors, so that 8 rows meet 8 groups of banks
+  static constexpr int kVectors = D / 8;   // of 16 bytes, per row
+  static constexpr int kRow = D * 2 + 16;  // an odd number of vectors, so that 8 rows meet 8 groups of banks
   static constexpr int kHalfStage = kTile * kRow;
-  static constexpr int kSumRow = D + 4;         // floats; 4 of padding, again for the banks
+  static constexpr int kSumRow = D + 4;                         // floats; 4 of padding, again for the banks
   static constexpr int kQ = kWarps * kStages * 2 * kHalfStage;  // behind the ring
   static constexpr int kNew = kQ + kQueries * kRow;
   static constexpr int kSums = kNew + 2 * kRow;
@@ -123,8 +124,9 @@ struct Loader {
     const KvCache& cache = params.cache;
     const int head = chunks == 1 ? walk.pair : walk.pair / chunks;
     const int64_t at = exists(params) ? page : 0;
-    return is_value ? static_cast<const T*>(cache.v) + at * cache.v_page + in_page * cache.v_token + head * cache.v_head
-                    : static_cast<const T*>(cache.k) + at * cache.k_page + in_page * cache.k_token + head * cache.k_head;
+    return is_value
+               ? static_cast<const T*>(cache.v) + at * cache.v_page + in_page * cache.v_token + head * cache.v_head
+               : static_cast<const T*>(cache.k) + at * cache.k_page + in_page * cache.k_token + head * cache.k_head;
   }
   __device__ bool exists(const DecodeAttentionParams& params) const { return page >= 0 && page < params.cache.pages; }
 
@@ -199,10 +201,9 @@ __device__ void stage_queries(const DecodeAttentionParams& params, const Walk& w
       in_page -= index * static_cast<int>(cache.page_size);
       if (page < 0 || page >= cache.pages) continue;
     }
-    T* const kept = is_key ? static_cast<T*>(cache.k) + page * cache.k_page + in_page * cache.k_token +
-                                 head * cache.k_head
-                           : static_cast<T*>(cache.v) + page * cache.v_page + in_page * cache.v_token +
-                                 head * cache.v_head;
+    T* const kept =
+        is_key ? static_cast<T*>(cache.k) + page * cache.k_page + in_page * cache.k_token + head * cache.k_head
+               : static_cast<T*>(cache.v) + page * cache.v_page + in_page * cache.v_token + head * cache.v_head;
     a.store(kept + low);
     b.store(kept + high);
   }
@@ -450,8 +451,8 @@ struct Workspace {
 };
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, 1) decode_attention_kernel(const DecodeAttentionParams params,
-                                                                       const DecodePlan plan) {
+__global__ void __launch_bounds__(S::kThreads, 1)
+    decode_attention_kernel(const DecodeAttentionParams params, const DecodePlan plan) {
   using T = typename S::T;
   extern __shared__ __align__(128) unsigned char shared[];
   const Cluster cluster = Cluster::current();
@@ -584,9 +585,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_attention_kernel(const 
             const float2 part = Cluster::load2(maxima + query * 8, rank);
             return Softmax{part.x, part.y};
           },
-          [&](int rank, int vector) {
-            return Cluster::load4(sums + (query * S::kSumRow + vector * 4) * 4, rank);
-          },
+          [&](int rank, int vector) { return Cluster::load4(sums + (query * S::kSumRow + vector * 4) * 4, rank); },
           [&](int vector, const float4& total, const Softmax& softmax) {
             if (contributors == 1) return write_result(query, vector, total, softmax);
             const int slot = workspace.slot(walk, cluster.index, query);

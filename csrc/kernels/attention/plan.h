@@ -17,7 +17,7 @@ struct DecodePlan {
   int least, slack;  // see plan_quota()
 };
 
-constexpr int kMaxClusters = 288;           // two for each SM of the largest GPUs
+constexpr int kMaxClusters = 288;         // two for each SM of the largest GPUs
 constexpr int64_t kShortSequence = 2048;  // keys that one cluster of 8 blocks gets through as soon as several do
 
 inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, const DeviceInfo& device) {
@@ -26,8 +26,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
   plan.column_tiles = queries <= 8 ? 1 : 2;
   plan.chunks = static_cast<int>((queries + 8 * plan.column_tiles - 1) / (8 * plan.column_tiles));
   const int64_t pairs = params.batch * params.kv_heads * plan.chunks;
-  const int64_t longest =
-      params.longest > 0 ? std::min(params.longest, params.cache.capacity) : params.cache.capacity;
+  const int64_t longest = params.longest > 0 ? std::min(params.longest, params.cache.capacity) : params.cache.capacity;
   const bool has_clusters = device.compute_capability >= 90;
   if (has_clusters && longest <= kShortSequence && pairs * 8 <= device.sm_count) {
     plan.cluster = 8;  // no block without work, and no sums through memory

@@ -21,7 +21,8 @@ constexpr int kThreads = 128;
 
 // One pair of neighbours: the scalar path, which also has the interleaved layout.
 template <typename T>
-__device__ void rotate_neighbours(Vec<T, 1>& low, Vec<T, 1>& high, const RopeTables& rope, int64_t position, int64_t d) {
+__device__ void rotate_neighbours(Vec<T, 1>& low, Vec<T, 1>& high, const RopeTables& rope, int64_t position,
+                                  int64_t d) {
   RopeTables tables = rope;
   tables.half_width = false;
   rotate(low, high, Angles<T, 1>::load(tables, position, rope.half_width ? d / 2 : d, rope.half_width ? d / 2 : d + 1));
@@ -39,7 +40,8 @@ __global__ void __launch_bounds__(kThreads) rope_kv_write_kernel(const RopeKvWri
   if (b >= params.batch) return;
   const bool is_q = head < params.heads, is_k = !is_q && head < params.heads + params.kv_heads;
   const int64_t kv_head = head - params.heads - (is_k ? 0 : params.kv_heads);
-  const int64_t low_at = params.interleaved ? 2 * d : d, high_at = params.interleaved ? 2 * d + N : d + params.head_dim / 2;
+  const int64_t low_at = params.interleaved ? 2 * d : d,
+                high_at = params.interleaved ? 2 * d + N : d + params.head_dim / 2;
 
   const T* in;
   T* out;
@@ -89,10 +91,9 @@ bool is_vector(const RopeKvWriteParams& p) {
                               static_cast<const void*>(c.v), p.rope.cos, p.rope.sin}) {
     if (!is_aligned(pointer, 16)) return false;
   }
-  const std::initializer_list<int64_t> strides = {p.q_batch, p.q_token, p.q_head,  p.k_batch,      p.k_token,
-                                                  p.k_head,  p.v_batch, p.v_token, p.v_head,       c.k_page,
-                                                  c.k_token, c.k_head,  c.v_page,  c.v_token,      c.v_head,
-                                                  p.rope.cos_row, p.rope.sin_row, p.head_dim / 2};
+  const std::initializer_list<int64_t> strides = {
+      p.q_batch, p.q_token, p.q_head, p.k_batch, p.k_token, p.k_head, p.v_batch,      p.v_token,      p.v_head,
+      c.k_page,  c.k_token, c.k_head, c.v_page,  c.v_token, c.v_head, p.rope.cos_row, p.rope.sin_row, p.head_dim / 2};
   return !p.interleaved && std::all_of(strides.begin(), strides.end(), [](int64_t s) { return s % N == 0; });
 }
 

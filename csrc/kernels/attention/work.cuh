@@ -17,7 +17,7 @@ constexpr int kUnit = 4 * kTile;  // keys of a unit of work
 struct Keys {
   int begin, end;
   int origin;  // where units and tiles begin: a multiple of kTile, so that a tile lies within a page
-  int fresh;  // fused form: the key that this launch brings, or -1
+  int fresh;   // fused form: the key that this launch brings, or -1
 
   __device__ Keys(const DecodeAttentionParams& params, int b) {
     // Past L1, which may hold what was there before the predecessor had finished.
@@ -85,8 +85,8 @@ __device__ inline Quota plan_quota(const DecodeAttentionParams& params, int pair
 // A cluster's way along the line, pair by pair.
 struct Walk {
   Quota quota;
-  int end;        // where the share of the cluster ends
-  int b, pair;    // the sequence, and the pair in it
+  int end;            // where the share of the cluster ends
+  int b, pair;        // the sequence, and the pair in it
   int units, padded;  // of this sequence
   int pair_begin;     // where the pair begins
   int from;           // the first unit of the pair that is ours
