@@ -232,7 +232,7 @@ class Bench:
             calls["o"].append(partial(ops.linear_add_, hidden, attended, o, o_bias))
             calls["gate|up"].append(partial(ops.rms_norm_swiglu_linear, hidden, post_norm, gate_up, *norm))
             calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None))
-        calls["head"].append(partial(ops.rms_norm_linear, hidden, step._norm, step._head, step._head_bias, *norm))
+        calls["head"].append(partial(ops.rms_norm_linear, hidden, *step._head))
         return calls
 
     # ----

@@ -158,11 +158,10 @@ inline Tensor with_unit_last_stride(const Tensor& tensor) {
 }
 
 // A view of the same memory, `offset` elements further on.
-inline Tensor view(const Tensor& tensor, std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
-                   int64_t offset) {
+inline Tensor view(const Tensor& tensor, IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides, int64_t offset) {
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.begin(),
-                                                        strides.begin(), offset, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                        strides.data(), offset, &handle));
   return Tensor(handle);
 }
 

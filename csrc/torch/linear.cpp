@@ -23,6 +23,18 @@ Tensor normalized(const Tensor& x, const Norm& norm) {
                       norm.options.cast_before_weight);
 }
 
+// PyTorch's linear, on x as a matrix: a dimension of one may have any stride, which cuBLAS would take literally.
+Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  if (x.numel() == 0) return call<Tensor>("aten::linear", "", x, weight, bias);
+  const Rows rows = as_rows(x);
+  const Tensor matrix = view(rows.tensor, {rows.rows, rows.cols}, {rows.rows > 1 ? rows.stride : rows.cols, 1}, 0);
+  const Tensor y = call<Tensor>("aten::linear", "", matrix, weight, bias);
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(sizes.size());
+  sizes.back() = weight.size(0);
+  for (int64_t i = x.dim() - 1, stride = 1; i >= 0; stride *= sizes[i--]) strides[i] = stride;
+  return view(y, sizes, strides, 0);
+}
+
 // Checks the arguments and returns the shape of the result.
 std::vector<int64_t> check(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                            const Norm* norm) {
@@ -107,7 +119,7 @@ Tensor forward(const char* op, const Tensor& x, const Tensor& weight, const std:
     if (run_kernel(op, x, weight, bias, norm, epilogue, as_rows(y), false)) return y;
   }
 #endif
-  const Tensor y = call<Tensor>("aten::linear", "", norm ? normalized(x, *norm) : x, weight, bias);
+  const Tensor y = library_linear(norm ? normalized(x, *norm) : x, weight, bias);
   return epilogue == LinearEpilogue::kSwiglu ? call<Tensor>("llmkernels::swiglu_packed", "no_grad", y) : y;
 }
 
@@ -144,8 +156,7 @@ void linear_add_(Tensor residual, const Tensor& x, const Tensor& weight, std::op
   }
 #endif
   // residual - (-1) y, which the stable ABI has, rounds as residual + y.
-  torch::stable::copy_(residual,
-                       torch::stable::subtract(residual, call<Tensor>("aten::linear", "", x, weight, bias), -1.0));
+  torch::stable::copy_(residual, torch::stable::subtract(residual, library_linear(x, weight, bias), -1.0));
 }
 
 namespace {
