@@ -34,8 +34,15 @@ export PYTHONPATH=$PWD
 "$python" -m llmkernels info
 "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu_check.sh: torch finds no GPU")'
 
+# Workers share the GPU, so the tests that want most of its memory run after the others, one by one.
 if [ -n "$tests" ]; then
-  "$python" -m pytest -q "${workers[@]}" -k "cuda or gpu or large" --junitxml="$work/tests.xml" "$@" tests || true
+  run=("$python" -m pytest -q -k "cuda or gpu or large")
+  if [ ${#workers[@]} -gt 0 ]; then
+    "${run[@]}" "${workers[@]}" -m "not large" --junitxml="$work/tests.xml" "$@" tests || true
+    "${run[@]}" -m large --junitxml="$work/tests_large.xml" "$@" tests || true
+  else
+    "${run[@]}" --junitxml="$work/tests.xml" "$@" tests || true
+  fi
 fi
 
 # Only our kernels are looked at, except by initcheck, which has to see who wrote the inputs. Without torch's caching
@@ -45,7 +52,10 @@ for tool in "${tools[@]}"; do
   [ "$tool" = initcheck ] || options+=(--kernel-name kns=llmk)
   [ "$tool" != memcheck ] || options+=(--padding 64 --report-api-errors no)
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" \
-    "$python" -m pytest -q -m sanitizer -k "cuda or gpu" --junitxml="$work/$tool.xml" "$@" tests || true
+    "$python" -m pytest -q -m sanitizer -k "cuda or gpu" --junitxml="$work/$tool.xml" "$@" tests || true &
+done
+wait
+for tool in "${tools[@]}"; do
   tail -n 20 "$work/$tool.log" || true
 done
 

@@ -12,10 +12,10 @@ from pathlib import Path
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 
-def read_tests(path: Path) -> tuple[dict, list[str]]:
-    """What pytest counted, and the names of what failed."""
+def read_tests(*paths: Path) -> tuple[dict, list[str]]:
+    """What runs of pytest counted, and the names of what failed."""
     counts, failures = {"passed": 0, "failed": 0, "skipped": 0}, []
-    for case in ElementTree.parse(path).iter("testcase"):
+    for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
         outcomes = {child.tag for child in case}
         if outcomes & {"failure", "error"}:
             counts["failed"] += 1
@@ -51,8 +51,8 @@ def main(folder: Path, output: Path) -> int:
     def replace_failures(failures: list[str], belongs):
         report["failures"] = [name for name in report["failures"] if not belongs(name)] + failures
 
-    if (folder / "tests.xml").exists():
-        report["tests"], failures = read_tests(folder / "tests.xml")
+    if runs := sorted(folder.glob("tests*.xml")):
+        report["tests"], failures = read_tests(*runs)
         replace_failures(failures, lambda name: not name.startswith(TOOLS))
     for tool in TOOLS:
         log = folder / f"{tool}.log"

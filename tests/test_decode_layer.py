@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import decode_oracle
-import llmkernels  # noqa: F401
+import llmkernels
 
 KV_HEADS, CAPACITY, PAGE = 2, 48, 16
 
@@ -141,6 +141,40 @@ def test_errors(device, change, message):
     ((name, function),) = change.items()
     with pytest.raises(RuntimeError, match=message):
         torch.ops.llmkernels.decode_layer(*(values | {name: function(values[name])}).values())
+
+
+def test_opcheck(device):
+    for paged in (False, True):
+        values = make(2, torch.bfloat16, device, paged=paged)
+        torch.library.opcheck(torch.ops.llmkernels.decode_layer.default, tuple(values.values()))
+        qkv = torch.randn(2, (4 + 2 * KV_HEADS) * 64, device=device).bfloat16()
+        state = ("cos", "sin", "positions", "slots", "lengths", "starts", "k_cache", "v_cache", "block_table", "heads")
+        arguments = (qkv, *(values[name] for name in state), 0.3, 7, 2.0)
+        torch.library.opcheck(torch.ops.llmkernels.rope_decode_attention.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_is_that_of_the_two_ops(device, dtype):
+    """rope_decode_attention equals rope_kv_write, then decode_attention; the caches bit for bit."""
+    values = make(3, dtype, device, lengths=[40, 1, 17], heads=14)
+    qkv = torch.randn(3, (14 + 2 * KV_HEADS) * 64, device=device).to(dtype)
+    q, k, v = (x.clone() for x in qkv.view(3, 1, -1, 64).split((14, KV_HEADS, KV_HEADS), 2))
+    caches = [values[name].clone() for name in ("k_cache", "v_cache")]
+    angles = values["cos"], values["sin"], values["positions"], values["slots"]
+    llmkernels.rope_kv_write(q, k, v, *angles, *caches)
+    expected = llmkernels.decode_attention(q, *caches, values["lengths"], softcap=3.0)
+    y = torch.ops.llmkernels.rope_decode_attention(
+        qkv.clone(), *angles, values["lengths"], None, values["k_cache"], values["v_cache"], None, 14, softcap=3.0
+    )
+    assert torch.equal(values["k_cache"], caches[0]) and torch.equal(values["v_cache"], caches[1])
+    torch.testing.assert_close(y.view(expected.shape), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_one_layer(paged):
+    check(make(3, torch.bfloat16, "cuda", paged=paged, heads=14))
 
 
 @pytest.mark.gpu

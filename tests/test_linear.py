@@ -429,3 +429,15 @@ def test_errors_name_op_argument_and_what_was_got(device, message, call):
 
 def test_public_names():
     assert {"linear", "rms_norm_linear"} <= set(llmkernels.__all__)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("k", [72, 264, 8456])
+@pytest.mark.parametrize("m", [1, 3, 9, 16])
+def test_every_kernel_path(m, k):
+    x, norm_weight, weight, bias = make(m, 130, k, torch.bfloat16, "cuda")
+    compare(linear, F.linear, (x, weight, bias))
+    compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
+    compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
+    compare(add, eager_add, (torch.randn(m, 130, device="cuda").bfloat16(), x, weight, bias))
