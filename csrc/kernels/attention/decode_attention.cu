@@ -465,14 +465,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const Quota quota = plan_quota(params, pairs, cluster.count, plan.least, plan.slack);
     return Walk(params, pairs, quota, cluster.index);
   };
+  pdl_launch_dependents();
   unsigned char* const ring = shared + warp * S::kStages * 2 * S::kHalfStage;
   bool waiting = true;
   const auto wait = [&] {
-    if (!waiting) return;
-    pdl_wait();
-    // Not before: while blocks of the predecessor are still there, those of the successor would crowd two to an SM
-    // where these blocks are not.
-    pdl_launch_dependents();
+    if (waiting) pdl_wait();
     waiting = false;
   };
   Walk walk = find_work();
