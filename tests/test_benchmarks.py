@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 
 from benchmarks import call_overhead, report, timing
 from benchmarks.cases import OURS, PROVIDERS
-from benchmarks.ops import OPS
+from benchmarks.ops import DECODE_OPS, OPS
 
 ROOT = Path(__file__).parent.parent
 META = {
@@ -43,6 +43,19 @@ def test_a_short_run_writes_the_format(tmp_path):
     assert {row["function"] for row in rows if row["op"] == "call_overhead"} == set(call_overhead.CASES)
 
 
+def test_a_short_decode_run(tmp_path):
+    """Kernels and whole steps, patched and not, each of which has run."""
+    parts = ("decode_attention", "sample", "decode")
+    out = run(tmp_path, "decode", "--only", *parts, "--providers", OURS, "generate", "eager")
+    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert "left out" not in out.replace("cudnn left out", "")  # which is for GPUs
+    assert {row["op"] for row in rows} == set(parts)
+    steps = [row for row in rows if row["op"] == "decode"]
+    assert {row["provider"] for row in steps} == {OURS, "generate", "eager"}
+    assert {(row["batch"], row["context"]) for row in steps} == {(1, 128), (8, 128)}
+    assert (tmp_path / "decode.png").exists()
+
+
 def test_every_case_compares_like_with_like():
     for op in OPS.values():
         dtypes = {}
@@ -61,8 +74,13 @@ def test_cases_have_the_keys_of_the_format():
         "rope": {"batch", "tokens", "heads", "kv_heads", "head_dim", "in_place"},
         "swiglu": rows_cols | {"packed"},
         "geglu": rows_cols | {"packed"},
+        "linear": {"m", "n", "k", "chained"},
+        "rms_norm_linear": {"m", "n", "k"},
+        "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
+        "sample": {"rows", "vocab"},
     }
-    assert all(set(case.keys) == keys[op.name] for op in OPS.values() for case in op.cases)
+    ops = OPS | DECODE_OPS
+    assert all(set(case.keys) == keys[op.name] for op in ops.values() for case in op.cases)
 
 
 @pytest.mark.parametrize("name", call_overhead.CASES)
