@@ -23,6 +23,7 @@ class Mutation:
         return self.file.startswith("csrc/")
 
 
+CPU_ATTENTION, CPU_SAMPLING = "csrc/cpu/attention.cpp", "csrc/cpu/sampling.cpp"
 NORM, BACKWARD = "csrc/kernels/norm/rms_norm.cu", "csrc/kernels/norm/rms_norm_backward.cu"
 ROPE, GLU, REDUCE = "csrc/kernels/rope/rope.cu", "csrc/kernels/activation/glu.cu", "csrc/device/reduce.cuh"
 
@@ -329,6 +330,86 @@ CPU = [
         "gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))",
         "gate_up.new_empty(gate_up.shape)",
         "tests/test_compile.py -k 'opcheck or meta'",
+    ),
+    Mutation(
+        "cpu_attention_ignores_starts",
+        "padding on the left is attended to",
+        CPU_ATTENTION,
+        "int64_t begin = p.starts != nullptr ? std::max<int64_t>(p.starts[b], 0) : 0;",
+        "int64_t begin = 0;",
+        "tests/test_decode_attention.py tests/test_decode_layer.py",
+    ),
+    Mutation(
+        "cpu_attention_window_of_one_more",
+        "a sliding window holds one key too many",
+        CPU_ATTENTION,
+        "begin = std::max(begin, end - p.window);",
+        "begin = std::max(begin, end - p.window - 1);",
+        "tests/test_decode_attention.py tests/test_decode_layer.py",
+    ),
+    Mutation(
+        "cpu_attention_is_not_causal",
+        "the first of several query tokens sees the last key",
+        CPU_ATTENTION,
+        "end = p.lengths[b] - p.tokens + t + 1;",
+        "end = p.lengths[b];",
+        "tests/test_decode_attention.py",
+    ),
+    Mutation(
+        "cpu_attention_interleaves_kv_heads",
+        "query heads take turns at the kv heads instead of sharing them in groups",
+        CPU_ATTENTION,
+        "kv_head = head / (p.heads / p.kv_heads), end",
+        "kv_head = head % p.kv_heads, end",
+        "tests/test_decode_attention.py",
+    ),
+    Mutation(
+        "cpu_attention_forgets_to_rescale",
+        "the sum of the weights is not scaled down when a larger score comes",
+        CPU_ATTENTION,
+        "        total *= shrink;\n",
+        "",
+        "tests/test_decode_attention.py",
+    ),
+    Mutation(
+        "cpu_top_p_drops_the_crossing_token",
+        "the token that crosses top-p is not kept",
+        CPU_SAMPLING,
+        "const bool keep = above < target;",
+        "const bool keep = above + weights_[index] <= target;",
+        "tests/test_sampling.py -k 'not vocab_152064'",
+    ),
+    Mutation(
+        "cpu_min_p_is_ignored",
+        "tokens below min_p are drawn",
+        CPU_SAMPLING,
+        "total += weight = weight >= least ? weight : 0;",
+        "total += weight;",
+        "tests/test_sampling.py",
+    ),
+    Mutation(
+        "cpu_linear_forgets_the_bias",
+        "PyTorch's linear is called without the bias",
+        "csrc/torch/linear.cpp",
+        'call<Tensor>("aten::linear", "", matrix, weight, bias);',
+        'call<Tensor>("aten::linear", "", matrix, weight, std::optional<Tensor>());',
+        "tests/test_linear.py -k 'forward and cpu'",
+    ),
+    Mutation(
+        "py_cache_is_filled_past_its_end",
+        "one token more than the capacity is let in",
+        "llmkernels/hf/cache.py",
+        "        if needed <= self.capacity:\n            return\n",
+        "        if needed <= self.capacity + 1:\n            return\n",
+        "tests/test_kv_cache.py",
+    ),
+    Mutation(
+        "py_step_does_not_advance",
+        "every decode step writes to the same place of the cache",
+        "llmkernels/hf/decode.py",
+        "        self.cache.counters.add_(1)\n",
+        "",
+        "tests/test_generate.py -k greedy",
     ),
 ]
 
