@@ -211,7 +211,8 @@ class Bench:
 
     def launches(self, cache) -> dict[str, list[Callable]]:
         """The calls that `decode_layer` and the head are made of, for every layer."""
-        from llmkernels.hf.decode import decoder, trunk
+        from llmkernels.hf.decode import decoder
+        from llmkernels.hf.trunk import trunk
 
         ops = torch.ops.llmkernels
         batch = cache.layers[0].k.shape[0]

@@ -30,7 +30,7 @@ from hf_models import (
     tiny_model,
 )
 from llmkernels import KVCache, __main__
-from llmkernels.hf import decode, generate, packing, unpatch
+from llmkernels.hf import generate, packing, trunk, unpatch
 from llmkernels.hf.decode import decoder
 
 NEW = 8
@@ -45,7 +45,7 @@ def _every_op():
 @pytest.fixture(params=[False, True], ids=["at-once", "late"])
 def late(request, monkeypatch):
     """Whether the loops look at a step one step late, as they do on CUDA."""
-    monkeypatch.setattr(sys.modules["llmkernels.hf.generate"], "_is_late", lambda device: request.param)
+    monkeypatch.setattr(sys.modules["llmkernels.hf.reading"], "is_late", lambda device: request.param)
 
 
 def small_model(family="qwen2", device="cpu", **changes):
@@ -534,7 +534,7 @@ def test_attention_of_somebody_else(device, monkeypatch):
     llmkernels.patch(model)
     plain = hf_generate(model, ids)
     monkeypatch.setattr(module, "eager_attention_forward", half)
-    assert "attention is computed by" in str(decode.why_not(model))
+    assert "attention is computed by" in str(trunk.why_not(model))
     assert not torch.equal(hf_generate(model, ids), plain)
 
 
@@ -560,16 +560,16 @@ def test_mixed_dtypes(device):
     model = small_model(device=device)
     llmkernels.patch(model)
     model.lm_head.half()
-    assert decode.why_not(model) == "weights differ in dtype or device"
+    assert trunk.why_not(model) == "weights differ in dtype or device"
     model.half()
-    assert decode.why_not(model) is None
+    assert trunk.why_not(model) is None
 
 
 def test_autocast():
     model, ids = small_model(), tiny_inputs()
     llmkernels.patch(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert "autocast" in decode.why_not(model)
+        assert "autocast" in trunk.why_not(model)
         assert "decode_layer" not in count_ops(hf_generate, model, ids)
 
 
@@ -753,7 +753,7 @@ def storages(model):
 
 
 def is_packed(model):
-    groups = decode.trunk(model).groups
+    groups = trunk.trunk(model).groups
     found = {packing.packed(group) is not None for group in groups}
     assert len(found) == 1
     return found.pop()

@@ -12,8 +12,9 @@ handle, on a deep copy or a loaded pickle.
     report.py    what patch found and did
     packing.py   weights that are read together, in one storage
     cache.py     a KV cache of fixed buffers, as transformers takes it; paged.py, one of pages
+    trunk.py     what the decode step reads of a model, or why it can not run
     decode.py    the decode step: one token for every sequence
-    generate.py  the loops around it: behind model.generate(), and llmkernels.generate
+    loop.py      the loop behind model.generate(); generate.py, our own; reading.py, what they share
 
 Importing this package does not import transformers; using `KVCache` does.
 """

@@ -182,7 +182,7 @@ def generating_class(cls: type[nn.Module]) -> type[nn.Module]:
     `generate` takes its loop from the class by name, one for greedy search and sampling and others for the rest.
     Raises UnknownLayout when cls has no such loop.
     """
-    from .generate import LOOPS
+    from .loop import LOOPS
 
     loops = {name: loop(getattr(cls, name)) for name, loop in LOOPS.items() if hasattr(cls, name)}
     if "_sample" not in loops or not hasattr(cls, "_prefill"):

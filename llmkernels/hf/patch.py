@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from . import decode as decoding
+from . import trunk
 from .families import FAMILIES, KINDS, find
 from .layers import (
     Generating,
@@ -159,7 +160,7 @@ class PatchHandle:
             if "decode" not in self._kinds:
                 reason = "not asked for"
             elif isinstance(module, Generating):
-                reason = decoding.why_not(module)
+                reason = trunk.why_not(module)
             else:
                 reason = _decode_obstacle(module) or "not patched"
             entries.append(Decode(type(module).__name__, reason, decoding.decoder(module).calls.copy()))
