@@ -17,6 +17,7 @@ from benchmarks import machine, plots, report, timing
 from benchmarks.ops import DECODE_OPS
 from benchmarks.run_model import load
 from benchmarks.run_ops import measure_case, plausible
+from benchmarks.variants import float32_copy
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 2048, 8192, 32768)
@@ -74,6 +75,7 @@ class Bench:
         self.sizes = [(b, c) for c in CONTEXTS for b in BATCHES if not small or (b, c) in ((1, 128), (8, 128))]
         self.repeats, self.few, self.many = (2, 2, 6) if small else (REPEATS, FEW, MANY)
         self.generator = torch.Generator(device).manual_seed(0)
+        self.facts: dict[str, dict] = {}
 
     def measure(self):
         """Rows, size by size."""
@@ -81,7 +83,9 @@ class Bench:
 
         functions = {"llmkernels": self.lean, "generate": self.generate}
         slow = {"eager": self.forward_loop, "eager_generate": self.generate, "static_compile": self.static}
-        with report.progress(2 * len(self.sizes)) as begin, torch.no_grad():
+        with report.progress(1 + 2 * len(self.sizes)) as begin, torch.no_grad():
+            begin("logits")
+            self.compare_logits()
             with llmkernels.patch(self.model):
                 for batch, context in self.sizes:
                     begin(f"batch {batch}, context {context}, patched")
@@ -109,15 +113,35 @@ class Bench:
                 report.warn(provider, problem)
                 continue
             row = {"op": "decode", "model": self.name, "batch": batch, "context": context, "dtype": self.dtype}
-            row |= {
-                "provider": provider,
-                "timing": "wall",
-                **timing.summary(samples),
-                "bytes": self.bytes(batch, context),
-            }
+            row |= {"provider": provider, "timing": "wall", **timing.summary(samples)}
+            row |= {"bytes": self.bytes(batch, context), **self.facts.get(provider, {})}
             found.append(row | ({"peak_bytes": peak} if peak else {}))
             self.clear()
         return found
+
+    def compare_logits(self) -> None:
+        """How far the logits of one decode step, and of the unpatched forward, are from the model's in float32."""
+        import llmkernels
+        from llmkernels.hf.decode import decoder
+        from llmkernels.hf.trunk import pack, trunk
+
+        ids = self.ids(4, 65)
+        logits = {"eager": self.model(ids, use_cache=False, logits_to_keep=1).logits[:, -1].float()}
+        with llmkernels.patch(self.model):
+            cache = llmkernels.KVCache(self.model, ids.shape[1])
+            self.model(ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache.begin(torch.full((len(ids),), ids.shape[1] - 2, device=self.device))
+            parts = trunk(self.model)
+            pack(parts)
+            step = decoder(self.model).begin(self.model, parts, cache)
+            logits["llmkernels"] = step(ids[:, -1]).float()
+        wide = float32_copy(self.model)
+        exact = wide(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+        for name, found in logits.items():
+            error = (found - exact).norm() / exact.norm()
+            self.facts[name] = {"logits_error_float32": float(f"{error.item():.3g}")}
+        del wide, cache, step
+        self.clear()
 
     # ---- ways to generate: samples in us per token, and the peak memory
 
@@ -284,6 +308,9 @@ def print_tables(rows: list[dict], meta: dict) -> None:
     steps = [row for row in rows if row["op"] == "decode"]
     report.print_table("decode, ms per token", steps, meta["read_gb_s"], unit_us=1e3)
     report.print_table("the launches of one step, us", [row for row in rows if row["op"] == "decode_part"])
+    errors = {row["provider"]: row["logits_error_float32"] for row in steps if "logits_error_float32" in row}
+    for provider, error in errors.items():
+        report.console.print(f"{provider}: logits {error} from those of the model in float32 (relative L2)")
     if steps:
         for row in steps:
             if row["provider"] == "llmkernels":

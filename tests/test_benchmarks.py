@@ -53,6 +53,7 @@ def test_a_short_decode_run(tmp_path):
     steps = [row for row in rows if row["op"] == "decode"]
     assert {row["provider"] for row in steps} == {OURS, "generate", "eager"}
     assert {(row["batch"], row["context"]) for row in steps} == {(1, 128), (8, 128)}
+    assert all(row["logits_error_float32"] < 1e-5 for row in steps if row["provider"] != "generate")
     assert (tmp_path / "decode.png").exists()
 
 
