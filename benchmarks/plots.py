@@ -347,7 +347,13 @@ def tick(keys: dict) -> str:
         return f"{keys['tokens']}\ntokens"
     if keys["op"] == "decode":
         return f"batch {keys['batch']}" + (f"\n{keys['attention']} attention" if "attention" in keys else "")
-    words = report.shape(keys).replace(", ", "\n").replace(" packed", "\npacked").replace(" in place", "\nin place")
+    words = (
+        report.shape(keys)
+        .replace(", ", "\n")
+        .replace(" packed", "\npacked")
+        .replace(" paged", "\npaged")
+        .replace(" in place", "\nin place")
+    )
     return (
         words
         if keys["op"] in ("call_overhead", "decode_attention", "sample")
