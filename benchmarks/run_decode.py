@@ -279,7 +279,7 @@ class Bench:
 
     def ids(self, batch: int, tokens: int) -> Tensor:
         size = (batch, tokens)
-        return torch.randint(self.model.config.vocab_size, size, device=self.device, generator=self.generator)
+        return torch.randint(1, self.model.config.vocab_size, size, device=self.device, generator=self.generator)
 
     def clear(self) -> None:
         """Drop the caches and graphs of the last size."""
