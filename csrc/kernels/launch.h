@@ -25,6 +25,7 @@ struct LaunchShape {
   // Whether the kernel may begin while its predecessor ends. Not for a grid that is to stay on the device as a whole:
   // blocks that come early crowd onto the SMs which happen to have room, and stay there.
   bool may_overlap = true;
+  int cluster = 1;  // blocks that run at the same time and share memory; more than one from sm_90 on
 };
 
 // Starts `kernel` with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
@@ -40,16 +41,23 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
   }
   if (status == cudaSuccess) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2]{};
+    unsigned count = 0;
+    if (shape.may_overlap && device.compute_capability >= 90) {
+      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (shape.cluster > 1) {
+      attributes[count].id = cudaLaunchAttributeClusterDimension;
+      attributes[count++].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
     config.blockDim = shape.threads;
     config.dynamicSmemBytes = shape.shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = shape.may_overlap && device.compute_capability >= 90 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = count;
     status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   }
   if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it

@@ -626,32 +626,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   wait();  // also where there was nothing to do: the successor takes our end for that of our predecessor
 }
 
-template <typename S>
-cudaError_t launch_decode_attention(const DecodeAttentionParams& params, const DecodePlan& plan, cudaStream_t stream) {
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const auto kernel = decode_attention_kernel<S>;
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(S::kBytes));
-  if (status == cudaSuccess) {
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(plan.cluster * plan.clusters));
-    config.blockDim = dim3(S::kThreads);
-    config.dynamicSmemBytes = S::kBytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = device.compute_capability >= 90 ? (plan.cluster > 1 ? 2 : 1) : 0;
-    status = cudaLaunchKernelEx(&config, kernel, params, plan);
-  }
-  if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
-  return status;
-}
-
 // Calls body(Shape) for the dtype, head_dim and number of queries.
 template <typename Body>
 cudaError_t dispatch_shape(Dtype dtype, int64_t head_dim, int column_tiles, const Body& body) {
@@ -720,7 +694,9 @@ cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, c
   return dispatch_shape(dtype, params.head_dim, plan.column_tiles, [&](auto shape) {
     using S = decltype(shape);
     if (S::kBytes > device.shared_bytes) return decode_attention_any(params, dtype, stream);
-    return launch_decode_attention<S>(params, plan, stream);
+    LaunchShape launch_shape{plan.cluster * plan.clusters, dim3(S::kThreads), S::kBytes};
+    launch_shape.cluster = plan.cluster;
+    return launch(decode_attention_kernel<S>, launch_shape, stream, params, plan);
   });
 }
 

@@ -21,6 +21,7 @@
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "kernels/norm/rms_norm.h"
+#include "kernels/tensor_map.h"
 
 namespace llmk::kernels {
 namespace {
@@ -450,66 +451,17 @@ __global__ void __launch_bounds__(kThreads + 32, kTokenTiles <= 1   ? 2
 #endif
 }
 
-// The driver's function for tensor maps, found at run time so that the library does not link to the driver.
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-#if CUDART_VERSION >= 12050
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    return reinterpret_cast<EncodeTiled>(status == cudaSuccess && result == cudaDriverEntryPointSuccess ? found
-                                                                                                        : nullptr);
-  }();
-  return function;
-}
-
 // Boxes of `chunks` chunks by `box_rows` rows, swizzled; beyond the tensor they are filled with zeros. Where chunks
 // divide K they are a dimension of their own, so that one copy takes several; else they lie along the columns.
 cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t cols, int64_t stride, int box_rows,
                        int chunks, Dtype dtype) {
-  const EncodeTiled encode = encode_tiled();
-  if (!encode) return cudaErrorNotSupported;
   if (rows == 1) stride = cols;  // of no meaning, and perhaps out of range
   const bool whole = cols % kLinearChunk == 0;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(whole ? kLinearChunk : cols), static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(whole ? cols / kLinearChunk : 1)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * 2, kLinearChunk * 2};
-  const cuuint32_t box[] = {kLinearChunk, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(chunks)};
-  const cuuint32_t steps[] = {1, 1, 1};
-  const CUresult result =
-      encode(&map, dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-             const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-template <typename... Params, typename... Args>
-cudaError_t launch_clusters(void (*kernel)(Params...), const LaunchShape& shape, int cluster, cudaStream_t stream,
-                            Args&&... args) {
-  cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
-  if (status == cudaSuccess) {
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-    config.blockDim = shape.threads;
-    config.dynamicSmemBytes = shape.shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = cluster > 1 ? 2 : 1;
-    status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
-  }
-  if (status != cudaSuccess) (void)cudaGetLastError();
-  return status;
+  const TensorBox tensor{3,
+                         {whole ? kLinearChunk : cols, rows, whole ? cols / kLinearChunk : 1},
+                         {1, stride, kLinearChunk},
+                         {kLinearChunk, box_rows, chunks}};
+  return make_tensor_map(map, data, tensor, dtype);
 }
 
 // Whether the norm is part of the kernel. It multiplies x by the norm's weight and the sums by 1 / rms, which saves a
@@ -535,7 +487,7 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
          p.n < (1 << 30) && p.weight_stride < (int64_t{1} << 38) && rows_aligned(p.x, p.x_stride, p.m, 2) &&
          rows_aligned(p.weight, p.weight_stride, p.n, 2) && is_aligned(p.norm_weight, 16) &&
          device_info(device) == cudaSuccess && device.compute_capability >= 90 && device.shared_bytes >= 200 * 1024 &&
-         encode_tiled();
+         has_tensor_maps();
 }
 
 bool linear_pays(const LinearParams& p, Dtype) { return p.m <= 16; }
@@ -577,12 +529,12 @@ cudaError_t linear_by_plan(const LinearParams& p, const LinearPlan& plan, Dtype 
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const int64_t clusters = std::min<int64_t>(plan.tiles, device.sm_count / plan.cluster);
-  const LaunchShape shape{clusters * plan.cluster, dim3(kThreads + 32), plan.shared_bytes};
+  LaunchShape shape{clusters * plan.cluster, dim3(kThreads + 32), plan.shared_bytes};
+  shape.cluster = plan.cluster;
   const auto launch_as = [&](auto tag) {
     using T = typename decltype(tag)::type;
     return dispatch_int<1, 2, 4, 8>(linear_token_tiles(p.m), [&](auto tiles) {
-      return launch_clusters(linear_kernel<T, decltype(tiles)::value>, shape, plan.cluster, stream, weight, x,
-                             arguments);
+      return launch(linear_kernel<T, decltype(tiles)::value>, shape, stream, weight, x, arguments);
     });
   };
   return dtype == Dtype::kFloat16 ? launch_as(TypeTag<__half>{}) : launch_as(TypeTag<__nv_bfloat16>{});

@@ -1,0 +1,47 @@
+#include "tensor_map.h"
+
+namespace llmk::kernels {
+namespace {
+
+// The driver's function, found at run time so that the library does not link to the driver.
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+EncodeTiled encode_tiled() {
+  static const EncodeTiled function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    return reinterpret_cast<EncodeTiled>(status == cudaSuccess && result == cudaDriverEntryPointSuccess ? found
+                                                                                                        : nullptr);
+  }();
+  return function;
+}
+
+}  // namespace
+
+bool has_tensor_maps() { return encode_tiled() != nullptr; }
+
+cudaError_t make_tensor_map(CUtensorMap& map, const void* data, const TensorBox& tensor, Dtype dtype) {
+  const EncodeTiled encode = encode_tiled();
+  if (!encode) return cudaErrorNotSupported;
+  cuuint64_t sizes[5], strides[4];
+  cuuint32_t box[5], steps[5];
+  for (int i = 0; i < tensor.dims; ++i) {
+    sizes[i] = static_cast<cuuint64_t>(tensor.sizes[i]);
+    box[i] = static_cast<cuuint32_t>(tensor.box[i]);
+    steps[i] = 1;
+    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(tensor.strides[i]) * 2;
+  }
+  const CUresult result =
+      encode(&map, dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             static_cast<cuuint32_t>(tensor.dims), const_cast<void*>(data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace llmk::kernels
