@@ -25,7 +25,8 @@ struct LaunchShape {
   // Whether the kernel may begin while its predecessor ends. Not for a grid that is to stay on the device as a whole:
   // blocks that come early crowd onto the SMs which happen to have room, and stay there.
   bool may_overlap = true;
-  int cluster = 1;  // blocks that run at the same time and share memory; more than one from sm_90 on
+  int cluster = 1;           // blocks that run at the same time and share memory; more than one from sm_90 on
+  bool cooperative = false;  // all blocks run at the same time, and begin when the predecessor has ended
 };
 
 // Starts `kernel` with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
@@ -43,7 +44,10 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   if (status == cudaSuccess) {
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;
-    if (shape.may_overlap && device.compute_capability >= 90) {
+    if (shape.cooperative) {
+      attributes[count].id = cudaLaunchAttributeCooperative;
+      attributes[count++].val.cooperative = 1;
+    } else if (shape.may_overlap && device.compute_capability >= 90) {
       attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attributes[count++].val.programmaticStreamSerializationAllowed = 1;
     }
