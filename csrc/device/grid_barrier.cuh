@@ -8,8 +8,7 @@ namespace llmk {
 
 #if __CUDA_ARCH__ >= 900
 
-// Of the first `threads` threads of each block, which meet at named barrier 1. `counter` is zero before the launch, and
-// again after finish(). Two grids may share it only if they can not run at the same time.
+// Of the first `threads` threads of each block, which meet at named barrier 1. `counter` is zero before the launch.
 struct GridBarrier {
   unsigned* counter;
   int threads;
@@ -29,10 +28,6 @@ struct GridBarrier {
       } while (seen < expected);
     }
     named_barrier(1, threads);
-  }
-  // In place of the last arrive(), when no block will wait any more.
-  __device__ void finish() const {
-    if (threadIdx.x == 0 && atomicAdd(counter, 1) == expected + gridDim.x - 1) *counter = 0;
   }
 };
 

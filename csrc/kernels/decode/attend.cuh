@@ -8,10 +8,10 @@
 #pragma once
 #include <cuda_bf16.h>
 
-#include "device/grid_barrier.cuh"
 #include "device/mma.cuh"
 #include "device/tma.cuh"
 #include "device/vec.cuh"
+#include "exchange.cuh"
 #include "kernels/attention/rotate.cuh"
 #include "plan.h"
 
@@ -139,11 +139,13 @@ struct StepAttention {
     }
   }
 
-  // From the packed q|k|v, behind the barrier of the linear that made it. All threads of a block that is active.
-  __device__ void run(const T* qkv, unsigned char* shared, unsigned char* workspace, const StepPlan& plan,
-                      unsigned* counter) {
+  // From the packed q|k|v, as soon as it is there. All threads of a block that is active.
+  __device__ void run(const Exchange& qkv, const Exchange& attended, unsigned char* shared, unsigned char* workspace,
+                      const StepPlan& plan, unsigned* counter) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int group = static_cast<int>(p.heads / p.kv_heads);
+    bool& is_last = *reinterpret_cast<bool*>(shared + kStepSquares + 4 * kStepWarps);  // a place that nothing else uses
+    shared += kStepHeaderBytes;
     T* const q = reinterpret_cast<T*>(shared);
     T *const new_k = q + kStepQueries * kRow, *const new_v = new_k + kRow;
     float* const sums = reinterpret_cast<float*>(shared + (kStepQueries + 2) * kRow * 2);  // [warps][queries][kSumRow]
@@ -230,12 +232,15 @@ struct StepAttention {
       }
     }
     named_barrier(1, 32 * kStepWarps);
-    T* const out = reinterpret_cast<T*>(workspace + plan.attended);
     float* const partials = reinterpret_cast<float*>(workspace + plan.partials);
     float2* const parts = reinterpret_cast<float2*>(workspace + plan.softmaxes);
     const auto finish = [&](int query, int vector, const float(&total)[8], float weight) {
       const float factor = weight == 0.f ? 0.f : reciprocal_approximate(weight);  // no key: zeros
-      V::of([&](int i) { return total[i] * factor; }).store(out + (kv_head * group + query) * D + 8 * vector);
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        attended.put((kv_head * group + query) * D + 8 * vector + i,
+                     Pair<T>::from_floats(total[i] * factor, total[i + 1] * factor));
+      }
     };
     const auto slot = [&](int of_split, int query) {
       return (kv_head * plan.splits + of_split) * kStepQueries + query;
@@ -256,9 +261,8 @@ struct StepAttention {
             if (vector == 0) __stcg(parts + slot(split, query), softmax);
           });
     }
-    if (splits == 1) return;
-    __threadfence();  // what this thread has left is seen before the counter
-    bool& is_last = *reinterpret_cast<bool*>(softmaxes + kStepWarps * kStepQueries);  // for which the plan has room
+    if (splits == 1) return named_barrier(1, 32 * kStepWarps);  // what lies in shared memory has been read
+    __threadfence();                                            // what this thread has left is seen before the counter
     named_barrier(1, 32 * kStepWarps);
     if (threadIdx.x == 0) {
       is_last = atomicAdd(counter + kv_head, 1) == splits - 1;
@@ -279,7 +283,7 @@ struct StepAttention {
 
  private:
   // Rotated queries and the new key, and the new value, into shared memory; if `owner`, also into the cache.
-  __device__ void stage(const T* qkv, T* q, T* new_k, T* new_v, int group, bool owner) {
+  __device__ void stage(const Exchange& qkv, T* q, T* new_k, T* new_v, int group, bool owner) {
     const int heads = static_cast<int>(p.heads), kv_heads = static_cast<int>(p.kv_heads);
     static_assert((kStepQueries + 2) * kHalf <= 32 * kStepWarps);
     if (const int task = threadIdx.x; task < (kStepQueries + 2) * kHalf) {
@@ -289,7 +293,7 @@ struct StepAttention {
       if (!is_query || row < group) {
         const int head = is_query ? kv_head * group + row : is_key ? heads + kv_head : heads + kv_heads + kv_head;
         const auto load = [&](int at) {
-          const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(qkv + head * D + at));
+          const uint4 raw = qkv.take(head * D + at);
           return *reinterpret_cast<const V*>(&raw);
         };
         a = load(low);

@@ -8,19 +8,20 @@
 
 namespace llmk::kernels {
 
-#ifndef LLMK_STEP_WARPS
-#define LLMK_STEP_WARPS 6
-#define LLMK_STEP_SLOTS 4
-#define LLMK_STEP_AHEAD 4
-#define LLMK_STEP_COPY 2
-#endif
-constexpr int kStepWarps = LLMK_STEP_WARPS;               // that compute
-constexpr int kStepCopyWarps = LLMK_STEP_COPY;            // one is too slow
-constexpr int kStepSlots = LLMK_STEP_SLOTS * kStepWarps;  // of a piece of a row each; a slot is always the same warp's
-constexpr int kStepAhead = LLMK_STEP_AHEAD;  // pieces that a copying warp has under way: more make everything else wait
-constexpr int kStepHeaderBytes = 1024;       // barriers, a number per warp, the step's rotary angles
+constexpr int kStepWarps = 6;      // that compute
+constexpr int kStepCopyWarps = 2;  // one is too slow
+constexpr int kStepSlots = 24;  // of a piece of a row each; in the course of a linear a slot is always the same warp's
+// Pieces that a copying warp has under way: more make everything else wait. Fewer of the first ones of a linear, which
+// come while the blocks wait for each other.
+constexpr int kStepAhead = 6, kStepAheadEarly = 2;
+// Of shared memory, in bytes: barriers; a number per warp; the step's rotary angles; the block's hidden state; the
+// rest.
+constexpr int kStepSquares = 448, kStepAngles = 512, kStepOwn = 1024, kStepHeaderBytes = 2048;
+constexpr int kStepMostOwn = (kStepHeaderBytes - kStepOwn) / 2;
+static_assert(16 * kStepSlots <= kStepSquares && kStepSquares + 4 * kStepWarps <= kStepAngles);
 constexpr size_t kStepSharedBytes = 227 * 1024;  // all that a block can have: one block per SM
 constexpr int kStepLeastSlotBytes = 4096;
+constexpr int kMostKvHeads = 128;
 constexpr int kStepQueries = 8, kStepQueryPad = 8;  // queries per kv head at most; elements behind each of them
 
 enum StepKind { kQkv, kOutput, kGateUp, kDown, kHead, kStepKinds };
@@ -38,7 +39,9 @@ struct StepPlan {
   int slot_bytes;
   int x_bytes;  // of the input of a linear and the sums of its rows; or of what attention needs
   int splits;   // of a kv head's keys at most
-  size_t attended, activated, partials, softmaxes, workspace_bytes;
+  size_t qkv, attended, middle, hidden;  // exchanged vectors, behind the counters
+  size_t zero_bytes;                     // what must be zero before the launch
+  size_t activated, partials, softmaxes, workspace_bytes;
   size_t shared_bytes;
 };
 
@@ -52,7 +55,7 @@ inline StepPlan plan_decode_step(const DecodeStepParams& p, int sm_count) {
   // x of a linear, and behind it the sums of the block's pieces of rows.
   const auto most_sums = [&](int64_t k, int64_t rows) {
     return 2 * k +
-           4 * ((rows + sm_count - 1) / sm_count + 2) * ((2 * k + kStepLeastSlotBytes - 1) / kStepLeastSlotBytes);
+           4 * ((rows + sm_count - 1) / sm_count + 4) * ((2 * k + kStepLeastSlotBytes - 1) / kStepLeastSlotBytes);
   };
   const int64_t inputs = std::max({most_sums(p.hidden_size, std::max(width + 2 * p.kv_heads * p.head_dim, p.vocab)),
                                    most_sums(p.hidden_size, 2 * p.intermediate), most_sums(width, p.hidden_size),
@@ -75,15 +78,22 @@ inline StepPlan plan_decode_step(const DecodeStepParams& p, int sm_count) {
   plan.linear[kDown] = linear(p.intermediate, p.hidden_size, false);
   plan.linear[kHead] = linear(p.hidden_size, p.vocab, false);
   plan.splits = std::max(static_cast<int>(sm_count / p.kv_heads), 1);
-  size_t at = round_up(2 * plan.linear[kQkv].out, 256);
-  plan.attended = at;
-  at += round_up(2 * width, 256);
-  plan.activated = at;
-  at += round_up(2 * p.intermediate, 256);
-  plan.partials = at;
-  at += p.kv_heads * plan.splits * kStepQueries * p.head_dim * 4;
-  plan.softmaxes = at;
-  plan.workspace_bytes = at + p.kv_heads * plan.splits * kStepQueries * 8;
+  size_t at = 256 * 4;
+  static_assert(1 + kMostKvHeads <= 256);
+  const auto place = [&](size_t bytes) {
+    const size_t begin = at;
+    at += round_up(bytes, 256);
+    return begin;
+  };
+  plan.qkv = place(4 * (width + 2 * p.kv_heads * p.head_dim));
+  plan.attended = place(4 * width);
+  plan.middle = place(4 * p.hidden_size);
+  plan.hidden = place(4 * p.hidden_size);
+  plan.zero_bytes = at;
+  plan.activated = place(2 * p.intermediate);
+  plan.partials = place(p.kv_heads * plan.splits * kStepQueries * p.head_dim * 4);
+  plan.softmaxes = place(p.kv_heads * plan.splits * kStepQueries * 8);
+  plan.workspace_bytes = at;
   plan.shared_bytes = kStepHeaderBytes + plan.x_bytes + static_cast<size_t>(kStepSlots) * plan.slot_bytes;
   return plan;
 }
