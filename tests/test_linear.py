@@ -32,8 +32,8 @@ OPTIONS = {
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_narrow_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-# Both sides of every boundary between kernels: one token, tiles of 8 and 16, PyTorch's own.
-every_m = pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 64, 65])
+# Both sides of every boundary between kernels: one token, tiles of 8, 16, 32, 48 and 64, PyTorch's own.
+every_m = pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 33, 49, 64, 65])
 
 
 def make(m, n, k, dtype, device, bias=True):
@@ -111,7 +111,7 @@ def test_activations_that_float16_holds_but_their_scaled_values_would_not(device
 @every_m
 @pytest.mark.parametrize("n", [4608, 37888])
 def test_tall_weights(m, n, dtype):
-    """Tiles of two boxes, blocks with several tiles."""
+    """Tiles of two boxes, blocks with several tiles, tiles of wgmma that begin in one box and end in the next."""
     x, norm_weight, weight, bias = make(m, n, 512, dtype, "cuda")
     compare(linear, F.linear, (x, weight, bias))
     compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
@@ -434,7 +434,7 @@ def test_public_names():
 @pytest.mark.gpu
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("k", [72, 264, 8456])
-@pytest.mark.parametrize("m", [1, 3, 9, 16])
+@pytest.mark.parametrize("m", [1, 3, 9, 16, 17, 40, 64])
 def test_every_kernel_path(m, k):
     x, norm_weight, weight, bias = make(m, 130, k, torch.bfloat16, "cuda")
     compare(linear, F.linear, (x, weight, bias))
