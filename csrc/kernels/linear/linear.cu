@@ -7,10 +7,10 @@
 //
 // One warp copies boxes of W (and of x, which stays in the L2 cache) into a ring in shared memory, always as far ahead
 // as there is room (ring.cuh); W does not depend on the kernel before this one, so its first boxes are under way while
-// that still runs. The other warps multiply, by mma.sync up to 16 tokens and by wgmma beyond (multiply_*.cuh), W as the
+// that still runs. The other warps multiply, by mma.sync (up to 16 tokens) or by wgmma (multiply_*.cuh), W as the
 // operand of many rows. K is split over the blocks of a cluster, and over warps (see plan.h); the partial sums meet in
-// shared memory and are added in a fixed order (epilogue.cuh). Few tokens may be normalized on the way out of shared
-// memory, more by a launch before.
+// shared memory and are added in a fixed order (epilogue.cuh). mma.sync may normalize x on the way out of shared
+// memory; for wgmma that is a launch before.
 #include "linear.h"
 
 #include "epilogue.cuh"
@@ -107,8 +107,9 @@ __global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::
 #endif
 }
 
-// Whether this library has wgmma for the current device, which must be of sm_90: its code may be for sm_90 in general.
-bool has_wgmma() {
+// Whether this library has wgmma for `device`, the current one: its code may be for sm_90 in general.
+bool has_wgmma(const DeviceInfo& device) {
+  if (device.compute_capability != 90) return false;
   static const bool result = [] {
     using Kernel = Wgmma<__half, 8, 3>;
     cudaFuncAttributes attributes{};
@@ -131,12 +132,17 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
   return make_tensor_map(map, data, tensor, dtype);
 }
 
+LinearTuning tuning_of(const LinearParams& p, const DeviceInfo& device) {
+  const LinearShape shape{p.m, p.n, p.k, p.epilogue == LinearEpilogue::kSwiglu, false};
+  return choose_tuning(shape, device.clusters, has_wgmma(device));
+}
+
 // Whether the norm is part of the kernel. It multiplies x by the norm's weight and the sums by 1 / rms, which saves a
 // rounding and all waiting, but in float16 x times the weight may be out of range.
-bool folds_norm(const LinearParams& p, Dtype dtype) {
+bool folds_norm(const LinearParams& p, Dtype dtype, const LinearTuning& tuning) {
   const double offset = p.norm.weight_offset;
   return p.normalize && dtype == Dtype::kBFloat16 && p.norm_weight && (offset == 0 || offset == 1) && p.k <= 16384 &&
-         p.m <= kMaxMmaTokens;
+         !tuning.wgmma;
 }
 
 bool is_vector(const LinearParams& p) {
@@ -154,13 +160,30 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
          p.n < (1 << 30) && p.weight_stride < (int64_t{1} << 38) && rows_aligned(p.x, p.x_stride, p.m, 2) &&
          rows_aligned(p.weight, p.weight_stride, p.n, 2) && is_aligned(p.norm_weight, 16) &&
          device_info(device) == cudaSuccess && device.compute_capability >= 90 && device.shared_bytes >= 200 * 1024 &&
-         has_tensor_maps() && (p.m <= kMaxMmaTokens || (device.compute_capability == 90 && has_wgmma()));
+         has_tensor_maps() && (p.m <= kMaxMmaTokens || has_wgmma(device));
 }
 
-bool linear_pays(const LinearParams& p, Dtype) { return p.m <= kLinearMaxTokens; }
+// Beyond 16 tokens as measured on an H200, ours against cuBLAS with the launches that it needs beside it: for SwiGLU,
+// for the residual (two), and for the norm, which here overlaps. In us for 24, 32, 48 and 64 tokens:
+//
+//   3584 x 3584             9.0,   9.0,   9.6,   9.9   against  10.9,  11.0,  11.2,   9.0   (residual not counted)
+//   4608 x 3584            10.2,  10.5,  10.8,  11.6   against  10.5,  10.5,  10.6,  10.6   (norm: + 1.6 against + 2.2)
+//   3584 x 18944           34.0,  34.0,  35.5,  36.2   against  39.4,  38.3,  39.1,  41.7
+//   37888 x 3584, SwiGLU   66.5,  66.6,  69.6,  71.2   against  71.2,  71.3,  69.9,  72.0   (SwiGLU not counted)
+//   152064 x 3584         253.4, 254.9, 260.2, 274.6   against 254.5, 255.9, 259.4, 261.9
+bool linear_pays(const LinearParams& p) {
+  DeviceInfo device;
+  if (p.m <= kMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu) return true;
+  if (device_info(device) != cudaSuccess) return false;
+  if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32 || !linear_has_several_tiles(p.n, device.clusters);
+  if (linear_has_long_rows(p.k) || p.residual) return true;
+  return p.m <= (p.normalize || linear_has_few_rows(p.n, device.clusters) ? 48 : 32);
+}
 
 size_t linear_workspace_bytes(const LinearParams& p, Dtype dtype) {
-  return p.normalize && !folds_norm(p, dtype) ? static_cast<size_t>(p.m) * p.k * 2 : 0;
+  DeviceInfo device;
+  const bool folds = device_info(device) == cudaSuccess && folds_norm(p, dtype, tuning_of(p, device));
+  return p.normalize && !folds ? static_cast<size_t>(p.m) * p.k * 2 : 0;
 }
 
 cudaError_t linear_by_plan(const LinearParams& p, const LinearPlan& plan, Dtype dtype, cudaStream_t stream) {
@@ -225,7 +248,8 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   LinearParams p = params;
-  if (p.normalize && !folds_norm(p, dtype)) {
+  const LinearTuning tuning = tuning_of(p, device);
+  if (p.normalize && !folds_norm(p, dtype, tuning)) {
     const RmsNormParams norm{p.x, nullptr, p.norm_weight, p.workspace, nullptr, p.m, p.k, p.x_stride, 0, p.norm};
     if (const cudaError_t status = rms_norm(norm, dtype, stream); status != cudaSuccess) return status;
     p.x = p.workspace;
@@ -234,7 +258,7 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
   }
   if (p.m == 1 && p.k <= kGemvMaxColumns) return gemv(p, dtype, stream);
   const LinearShape shape{p.m, p.n, p.k, p.epilogue == LinearEpilogue::kSwiglu, p.normalize};
-  return linear_by_plan(p, plan_linear(shape, device.clusters, choose_tuning(shape)), dtype, stream);
+  return linear_by_plan(p, plan_linear(shape, device.clusters, tuning), dtype, stream);
 }
 
 }  // namespace llmk::kernels

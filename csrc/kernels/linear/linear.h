@@ -12,7 +12,7 @@ namespace llmk::kernels {
 bool linear_supported(const LinearParams& params, Dtype dtype);
 
 // Whether that is faster than cuBLAS, as measured.
-bool linear_pays(const LinearParams& params, Dtype dtype);
+bool linear_pays(const LinearParams& params);
 
 // What `workspace` must hold: 0 unless x is normalized by a launch of its own.
 size_t linear_workspace_bytes(const LinearParams& params, Dtype dtype);

@@ -131,16 +131,34 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   return plan;
 }
 
-// mma.sync up to 16 tokens, as measured on an H200: few stages of tall tiles where there are many rows, for W is then
-// read in the longest stretches; tiles of 96 rows where x would otherwise fill the ring. wgmma beyond: with few rows
-// each block would read more of x than of W, so clusters share it.
-inline LinearTuning choose_tuning(const LinearShape& shape) {
-  constexpr size_t kShared = 200 * 1024, kHalfShared = 112 * 1024;
-  const bool many_rows = shape.n > 16384, long_rows = shape.k > 8192;
-  if (shape.m > 16) {
-    return {true, many_rows ? 1 : long_rows ? 8 : 4, 1, many_rows || long_rows ? kShared : kHalfShared, 288};
+// The rest is as measured on an H200 with weights of 3584 x 3584, 4608 x 3584, 3584 x 18944, 37888 x 3584 (SwiGLU) and
+// 152064 x 3584, in rules about the rows that an SM gets: under 128; more; more than fit a tile.
+inline bool linear_has_many_rows(int64_t n, const int* clusters) { return n > int64_t{128} * clusters[1]; }
+inline bool linear_has_several_tiles(int64_t n, const int* clusters) { return n > int64_t{288} * clusters[1]; }
+// Whether the rows of two SMs fit one tile of wgmma.
+inline bool linear_has_few_rows(int64_t n, const int* clusters) { return n <= int64_t{64} * clusters[2]; }
+inline bool linear_has_long_rows(int64_t k) { return k > 8192; }
+
+// mma.sync up to 16 tokens, 10 % faster than wgmma where there are few rows and as fast where there are many (1 %
+// slower for 9 to 16 tokens and several tiles), and it folds the norm. Few stages of tall tiles where there are many
+// rows, for W is then read in the longest stretches, but lower ones where x would fill the ring.
+//
+// With wgmma and few rows, two SMs share a tile, which reads x half as often: 5 % if K is long or tokens are few, while
+// short K and many tokens are done sooner alone. Larger clusters and less shared memory (so that the next kernel may
+// begin beside this one) have never been best.
+inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters, bool has_wgmma) {
+  constexpr size_t kShared = 200 * 1024, kMostShared = 225 * 1024;
+  const bool many_rows = linear_has_many_rows(shape.n, clusters);
+  const bool several_tiles = !shape.swiglu && linear_has_several_tiles(shape.n, clusters);
+  if (shape.m <= (several_tiles && has_wgmma ? 8 : 16)) {
+    return {false, 1, many_rows ? 1 : 2, kShared, many_rows && shape.swiglu && shape.m > 4 ? 96 : 288};
   }
-  return {false, 1, many_rows ? 1 : 2, kShared, many_rows && shape.swiglu && shape.m > 4 ? 96 : 288};
+  if (many_rows) {
+    if (shape.m > 32) return {true, 1, 1, kShared, 288};
+    return {true, 1, 1, shape.m > 16 ? kMostShared : kShared, shape.swiglu ? 96 : 192};
+  }
+  const bool pairs = linear_has_few_rows(shape.n, clusters) && (linear_has_long_rows(shape.k) || shape.m <= 32);
+  return {true, pairs ? 2 : 1, 2, kShared, 288};
 }
 
 }  // namespace llmk::kernels
