@@ -26,6 +26,8 @@ class Mutation:
 CPU_ATTENTION, CPU_SAMPLING = "csrc/cpu/attention.cpp", "csrc/cpu/sampling.cpp"
 NORM, BACKWARD = "csrc/kernels/norm/rms_norm.cu", "csrc/kernels/norm/rms_norm_backward.cu"
 ROPE, GLU, REDUCE = "csrc/kernels/rope/rope.cu", "csrc/kernels/activation/glu.cu", "csrc/device/reduce.cuh"
+LINEAR, LINEAR_RESULTS = "csrc/kernels/linear/linear.cu", "csrc/kernels/linear/epilogue.cuh"
+SAMPLING, KV_WRITE = "csrc/kernels/sampling/sample.cu", "csrc/kernels/attention/rope_kv_write.cu"
 
 CUDA = [
     Mutation(
@@ -205,6 +207,118 @@ CUDA = [
         "const float e = expf(-x);",
         "const float e = __expf(-x);",
         "tests/test_glu.py -k '(every_gate or equals_eager) and (cuda or gpu)'",
+    ),
+    Mutation(
+        "cuda_linear_drops_the_last_chunk",
+        "the end of K, where it does not fill a chunk, is not multiplied",
+        "csrc/kernels/linear/plan.h",
+        "const int64_t k_chunks = divide_up(shape.k, kLinearChunk);",
+        "const int64_t k_chunks = std::max<int64_t>(1, shape.k / kLinearChunk);",
+        "tests/test_linear.py -k 'forward and cuda'",
+    ),
+    Mutation(
+        "cuda_linear_loses_a_block",
+        "the partial sums of a cluster's last block are left out",
+        LINEAR_RESULTS,
+        "for (int rank = 0; rank < plan.cluster; ++rank) {",
+        "for (int rank = 0; rank + 1 < plan.cluster; ++rank) {",
+        "tests/test_linear.py -k 'forward and cuda'",
+    ),
+    Mutation(
+        "cuda_linear_repeats_a_chunk_of_x",
+        "wgmma multiplies all chunks of a stage by the first one of x",
+        "csrc/kernels/linear/multiply_wgmma.cuh",
+        "++c, w += w_chunk, x += x_chunk) {",
+        "++c, w += w_chunk, x += 0 * x_chunk) {",
+        "tests/test_linear.py -k 'forward and cuda'",
+    ),
+    Mutation(
+        "cuda_linear_overwritten_sums",
+        "the next tile is copied to where the partial sums of this one still lie",
+        "csrc/kernels/linear/ring.cuh",
+        "if (plan.alias) barrier_wait(layout.drained, drained);",
+        "",
+        "tests/test_linear.py -k 'tall_weights and 80000'",
+    ),
+    Mutation(
+        "cuda_linear_forgets_the_bias",
+        "the sums are stored without the bias",
+        LINEAR_RESULTS,
+        "if (a.bias) {",
+        "if (a.bias && a.swiglu) {",
+        "tests/test_linear.py -k 'forward and cuda'",
+    ),
+    Mutation(
+        "cuda_linear_activates_up",
+        "silu of the up projection instead of the gate",
+        LINEAR_RESULTS,
+        "result = mul(silu, V::of([&](int e) { return sums[e]; }));",
+        "result = mul(result, V::of([&](int e) { return sums[e] / (1.f + __expf(-sums[e])); }));",
+        "tests/test_linear.py -k 'norm_options and cuda'",
+    ),
+    Mutation(
+        "cuda_linear_lost_residual",
+        "the result replaces the residual instead of being added to it",
+        LINEAR_RESULTS,
+        "if (a.add) result = add(V::load(y), result);",
+        "",
+        "tests/test_decode_layer.py -k 'against_float64 and cuda'",
+    ),
+    Mutation(
+        "cuda_linear_norm_of_first_token",
+        "all tokens are scaled by 1 / rms of the first",
+        LINEAR,
+        "gather(sum, plan, layout.squares + 4 * threadIdx.x, 4 * kLinearMaxTokens);",
+        "gather(sum, plan, layout.squares, 4 * kLinearMaxTokens);",
+        "tests/test_linear.py -k 'norm_options and cuda'",
+    ),
+    Mutation(
+        "cuda_gemv_does_not_wait",
+        "one token is read while the kernel before still writes it",
+        "csrc/kernels/linear/gemv.cu",
+        "  pdl_wait();\n",
+        "",
+        "tests/test_linear.py -k chain_of_overlapping_launches -m gpu",
+    ),
+    Mutation(
+        "cuda_top_k_of_one_more",
+        "top-k keeps one token too many",
+        SAMPLING,
+        "total = update(larger < k, 0);",
+        "total = update(larger <= k, 0);",
+        "tests/test_sampling.py -k 'gpu_and_cpu and top_k' -m gpu",
+    ),
+    Mutation(
+        "cuda_min_p_is_ignored",
+        "tokens below min_p are drawn where no list of candidates is made",
+        SAMPLING,
+        "return x > cut.value && x >= floor && weight >= draw.least_weight ? weight : 0;",
+        "return x > cut.value && x >= floor ? weight : 0;",
+        "tests/test_sampling.py -k 'draws and min_p and cuda'",
+    ),
+    Mutation(
+        "cuda_random_state_stays",
+        "the offset of the random state does not advance",
+        SAMPLING,
+        "*state = (old + 1) & kOffsetMask;",
+        "*state = old & kOffsetMask;",
+        "tests/test_sampling.py -k 'random_state and cuda'",
+    ),
+    Mutation(
+        "cuda_kv_write_to_one_slot",
+        "all tokens of a sequence are written to the slot of the first",
+        KV_WRITE,
+        "const int64_t slot = params.slots[b] + t;",
+        "const int64_t slot = params.slots[b];",
+        "tests/test_rope_kv_write.py -k 'rope_and_a_copy and cuda'",
+    ),
+    Mutation(
+        "cuda_kv_write_ignores_the_sequence",
+        "every sequence is written to the pages of the first",
+        KV_WRITE,
+        "cache.block_table[b * cache.table_stride + slot / cache.page_size]",
+        "cache.block_table[slot / cache.page_size]",
+        "tests/test_rope_kv_write.py -k 'pages and cuda'",
     ),
 ]
 

@@ -14,7 +14,7 @@ from oracles import DEVICES, DTYPES, assert_accurate, assert_same, check, laid_o
 
 _op = torch.ops.llmkernels
 
-ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33, 63, 64, 65, 255]
+ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 48, 49, 63, 64, 65, 255]
 OUTS = [1, 7, 8, 127, 130, 3584]
 COLS = [8, 16, 72, 3584, 18944]
 # (device, m, n, k): on the CPU a cross, on the GPU every m with every n and with every k.
@@ -32,8 +32,8 @@ OPTIONS = {
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_narrow_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-# Both sides of every boundary between kernels: one token, tiles of 8 and 16, PyTorch's own.
-every_m = pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 64, 65])
+# Both sides of every boundary between kernels and plans: one token, tiles of 8, 16, 32, 48 and 64, PyTorch's own.
+every_m = pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65])
 
 
 def make(m, n, k, dtype, device, bias=True):
@@ -109,12 +109,15 @@ def test_activations_that_float16_holds_but_their_scaled_values_would_not(device
 @pytest.mark.gpu
 @every_narrow_dtype
 @every_m
-@pytest.mark.parametrize("n", [4608, 37888])
-def test_tall_weights(m, n, dtype):
-    """Tiles of two boxes, blocks with several tiles."""
-    x, norm_weight, weight, bias = make(m, n, 512, dtype, "cuda")
+@pytest.mark.parametrize("n, k", [(4608, 512), (8192, 8456), (37888, 512), (50001, 200), (80000, 512)])
+def test_tall_weights(m, n, k, dtype):
+    """Tiles of two boxes, blocks with several tiles, tiles of wgmma that begin in one box and end in the next."""
+    x, norm_weight, weight, bias = make(m, n, k, dtype, "cuda")
     compare(linear, F.linear, (x, weight, bias))
-    compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
+    compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
+    compare(add, eager_add, (torch.randn(m, n, device="cuda").to(dtype), x, weight, bias))
+    if n % 2 == 0:
+        compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
 
 
 @pytest.mark.gpu
@@ -126,10 +129,11 @@ def test_a_vocabulary(m):
 
 @every_narrow_dtype
 @every_m
-def test_one_rounding(device, m, dtype):
+@pytest.mark.parametrize("k", [200, 8456])
+def test_one_rounding(device, m, k, dtype):
     """Small integers: every sum is exact, so the results are equal to the bit."""
-    x = torch.randint(-4, 5, (m, 200), device=device).to(dtype)
-    weight = torch.randint(-4, 5, (36, 200), device=device).to(dtype)
+    x = torch.randint(-4, 5, (m, k), device=device).to(dtype)
+    weight = torch.randint(-4, 5, (36, k), device=device).to(dtype)
     bias, residual = (torch.randint(-9, 9, s, device=device).to(dtype) / 8 for s in ((36,), (m, 36)))
     exact = F.linear(x.double(), weight.double(), bias.double()).to(dtype)
     assert_same(linear(x, weight, bias), exact)
@@ -149,6 +153,10 @@ def test_layouts(device, which, m, layout, dtype):
         bias = bias[: len(weight)]
     compare(linear, eager_linear, (x, weight, bias))
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
+    if len(weight) % 2 == 0:
+        compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
+    residual = torch.randn(len(x), len(weight), device=device).to(dtype)
+    compare(add, lambda residual, *inputs: residual + eager_linear(*inputs), (residual, x, weight, bias))
 
 
 @every_m
@@ -318,6 +326,8 @@ def test_a_chain_of_overlapping_launches(m):
 
     def chain(synchronize):
         h = inputs[0][0].clone()
+        if not synchronize:
+            torch.cuda._sleep(10_000_000)  # about 5 ms, in which all launches are made
         for _, norm_weight, weight, _ in inputs * 2:
             h = rms_norm_linear(h, norm_weight, weight)
             if synchronize:
@@ -434,7 +444,7 @@ def test_public_names():
 @pytest.mark.gpu
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("k", [72, 264, 8456])
-@pytest.mark.parametrize("m", [1, 3, 9, 16])
+@pytest.mark.parametrize("m", [1, 3, 9, 16, 17, 40, 64])
 def test_every_kernel_path(m, k):
     x, norm_weight, weight, bias = make(m, 130, k, torch.bfloat16, "cuda")
     compare(linear, F.linear, (x, weight, bias))

@@ -87,6 +87,10 @@ __device__ inline int cluster_rank() {
 __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The same where nothing that was written before matters behind it.
+__device__ inline void cluster_barrier_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
 // The address of a neighbour's copy of what lies at `shared` in this block.
 __device__ inline uint32_t cluster_address(uint32_t shared, int rank) {
   uint32_t address;

@@ -5,6 +5,33 @@
 #include <mutex>
 
 namespace llmk::kernels {
+namespace {
+
+__global__ void empty_kernel() {}
+
+// Fills in DeviceInfo::clusters.
+void count_clusters(DeviceInfo& info) {
+  info.clusters[1] = info.sm_count;
+  if (info.compute_capability < 90) return;
+  const int shared_bytes = static_cast<int>(info.shared_bytes);  // so that two blocks do not fit an SM
+  cudaError_t status = cudaFuncSetAttribute(empty_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  for (const unsigned size : {2, 4, 8}) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {size, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(size);
+    config.blockDim = dim3(32);
+    config.dynamicSmemBytes = info.shared_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&info.clusters[size], empty_kernel, &config);
+    if (status != cudaSuccess) info.clusters[size] = 0;
+  }
+  if (status != cudaSuccess) (void)cudaGetLastError();
+}
+
+}  // namespace
 
 cudaError_t device_info(DeviceInfo& info) {
   constexpr int kMaxDevices = 64;
@@ -25,7 +52,9 @@ cudaError_t device_info(DeviceInfo& info) {
       const cudaError_t status = cudaDeviceGetAttribute(value, attribute, device);
       if (status != cudaSuccess) return status;
     }
-    cache[device] = {sm_count, major * 10 + minor, static_cast<size_t>(shared_bytes), static_cast<size_t>(l2_bytes)};
+    DeviceInfo& found = cache[device];
+    found = {sm_count, major * 10 + minor, static_cast<size_t>(shared_bytes), static_cast<size_t>(l2_bytes), {}};
+    count_clusters(found);
     known[device].store(true, std::memory_order_release);
   }
   info = cache[device];

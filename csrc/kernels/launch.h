@@ -13,6 +13,9 @@ struct DeviceInfo {
   int compute_capability;  // 90 for sm_90
   size_t shared_bytes;     // of one block at most
   size_t l2_bytes;
+  // clusters[n]: how many clusters of n blocks, each block on an SM of its own, run at the same time, for n = 1, 2, 4,
+  // 8; fewer than sm_count / n where the groups of SMs that a cluster may span have other sizes, none if unknown.
+  int clusters[9];
 };
 
 // Of the current device; asked once per device.

@@ -91,7 +91,7 @@ bool run_kernel(const char* op, const Tensor& x, const Tensor& weight, const std
   on_device(
       op, x,
       [&](auto stream) {
-        if (!kernels::linear_supported(params, dtype) || !kernels::linear_pays(params, dtype)) return cudaSuccess;
+        if (!kernels::linear_supported(params, dtype) || !kernels::linear_pays(params)) return cudaSuccess;
         done = true;
         std::optional<Tensor> workspace;  // the allocator orders its reuse behind the kernels
         if (const int64_t bytes = kernels::linear_workspace_bytes(params, dtype); bytes > 0) {

@@ -7,11 +7,12 @@
 
 namespace llmk::kernels {
 
-// Whether linear() takes this, on the current device: up to 64 rows of a 16-bit dtype, 16-byte aligned rows, sm_90.
+// Whether linear() takes this, on the current device: up to 64 rows of a 16-bit dtype (16 where there is no wgmma),
+// 16-byte aligned rows, sm_90.
 bool linear_supported(const LinearParams& params, Dtype dtype);
 
-// Whether that is faster than cuBLAS, as measured: up to 16 rows.
-bool linear_pays(const LinearParams& params, Dtype dtype);
+// Whether that is faster than cuBLAS, as measured.
+bool linear_pays(const LinearParams& params);
 
 // What `workspace` must hold: 0 unless x is normalized by a launch of its own.
 size_t linear_workspace_bytes(const LinearParams& params, Dtype dtype);

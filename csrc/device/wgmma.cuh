@@ -1,0 +1,76 @@
+// Matrix instructions of a warpgroup, four warps of which the first has a number divisible by four; both operands in
+// shared memory. Functions of one line. The code of sm_90a alone has them; in any other this header is empty.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace llmk {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// What an instruction is told about an operand whose rows of 64 elements, 128 bytes each, lie one after the other,
+// swizzled as tensor copies do it. `shared` is a multiple of 1024 (8 rows), plus 32 for every step of 16 elements. The
+// result counts units of 16 bytes, so that `n` more bytes are n / 16 more.
+__device__ inline uint64_t wgmma_operand(uint32_t shared) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
+  constexpr uint64_t kUnused = uint64_t{1} << 16;  // the other stride: a swizzled row is as wide as the swizzle
+  return kSwizzle128 | kEightRows | kUnused | (shared & 0x3ffff) / 16;
+}
+
+// Orders accesses to registers and shared memory before the instructions that follow.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most kPending of the newest groups are still under way.
+template <int kPending>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from moving accesses to the sums across this place; it does not know that they change later.
+template <int kCount>
+__device__ inline void wgmma_pin(float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+// d += a b^T for a of 64 rows, b of 2 kCount rows, 16 elements each. With g = lane / 4 and i = 2 (lane % 4), warp w of
+// the warpgroup holds in d[4 j], d[4 j + 1] row 16 w + g, columns 8 j + i and the next; in d[4 j + 2], d[4 j + 3] row
+// 16 w + g + 8.
+template <typename T, int kCount>
+__device__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b);
+
+#define LLMK_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define LLMK_16(i) LLMK_4(i), LLMK_4(i + 4), LLMK_4(i + 8), LLMK_4(i + 12)
+#define LLMK_WGMMA_AS(T, type, columns, registers, operands, ...)                                             \
+  template <>                                                                                                 \
+  __device__ inline void wgmma<T, columns / 2>(float(&d)[columns / 2], uint64_t a, uint64_t b) {              \
+    asm volatile(                                                                                             \
+        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                                                        \
+        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." #type "." #type " {" registers "}, " operands \
+        ", add, 1, 1, 0, 0;\n}"                                                                               \
+        : __VA_ARGS__                                                                                         \
+        : "l"(a), "l"(b));                                                                                    \
+  }
+#define LLMK_WGMMA(columns, registers, operands, ...)                   \
+  LLMK_WGMMA_AS(__half, f16, columns, registers, operands, __VA_ARGS__) \
+  LLMK_WGMMA_AS(__nv_bfloat16, bf16, columns, registers, operands, __VA_ARGS__)
+LLMK_WGMMA(8, "%0, %1, %2, %3", "%4, %5", LLMK_4(0))
+LLMK_WGMMA(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9", LLMK_4(0), LLMK_4(4))
+LLMK_WGMMA(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16, %17", LLMK_16(0))
+LLMK_WGMMA(48,
+           "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+           "%16, %17, %18, %19, %20, %21, %22, %23",
+           "%24, %25", LLMK_16(0), LLMK_4(16), LLMK_4(20))
+LLMK_WGMMA(64,
+           "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+           "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+           "%32, %33", LLMK_16(0), LLMK_16(16))
+#undef LLMK_WGMMA
+#undef LLMK_WGMMA_AS
+#undef LLMK_16
+#undef LLMK_4
+
+#endif
+
+}  // namespace llmk

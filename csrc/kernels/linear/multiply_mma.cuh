@@ -1,0 +1,194 @@
+// The products for up to 16 tokens: six warps multiply with mma.sync, W as the 16-row operand, so that 8 tokens cost no
+// more than one. Since the order of k does not matter where both operands agree, a lane takes 16 contiguous bytes as
+// its part of two instructions; boxes are swizzled (16-byte units exclusive-or row), and lane t of a row takes the
+// units 2t and 2t + 1, which touches every bank once. Here x may be normalized on the way: it is multiplied by the
+// norm's weight, and its squares are summed up; 1 / rms joins at the end.
+#pragma once
+#include <type_traits>
+
+#include "device/vec.cuh"
+#include "ring.cuh"
+
+namespace llmk::kernels::few_tokens {
+
+#if __CUDA_ARCH__ >= 900
+
+// Four 8x8 matrices of 16-bit elements; lane 8 i + r names row r of matrix i, lane 4 r + t gets its elements 2t, 2t
+// + 1.
+__device__ inline uint4 load_matrices(uint32_t address) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address));
+  return v;
+}
+
+// d += a b for a 16x16 and b 16x8.
+template <typename T>
+__device__ inline void mma(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  }
+}
+
+// The diagonal of the upper half of x x^T: the sums of the squares of 8 tokens, of which this lane gets two elements
+// of its row.
+template <typename T>
+__device__ inline void mma_squares(float (&d)[2], uint32_t low, uint32_t high) {
+  float all[4] = {d[0], d[1], 0.f, 0.f};
+  mma<T>(all, {low, 0, high, 0}, low, high);
+  d[0] = all[0], d[1] = all[1];
+}
+
+// Puts the norm's weight where the warps read it; beyond K zeros, as the copies of x are filled in.
+template <typename T, int kThreads>
+__device__ void stage_norm_weight(const Arguments& a, T* target) {
+  using V = Vec<T, 8>;
+  const int count = a.k / 8, padded = a.plan.k_stages * a.plan.chunks * (kLinearChunk / 8);
+  for (int i = threadIdx.x; i < padded; i += kThreads) {
+    V w = V::of([](int) { return 0.f; });
+    if (i < count) w = V::load(static_cast<const T*>(a.norm_weight) + i * 8);
+    *reinterpret_cast<V*>(target + i * 8) = w;
+  }
+  named_barrier(kConsumers, kThreads);
+}
+
+// Eight elements of x times the norm's weight (plus its offset, which is 0 or 1), rounded once.
+template <typename T>
+__device__ inline uint4 scale(const uint4& x, const uint4& weight, bool offset) {
+  using V = Vec<T, 8>;
+  const V &a = reinterpret_cast<const V&>(x), &w = reinterpret_cast<const V&>(weight);
+  V result;
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    result.pair(i) = offset ? __hfma2(a.pair(i), w.pair(i), a.pair(i)) : __hmul2_rn(a.pair(i), w.pair(i));
+  }
+  return reinterpret_cast<const uint4&>(result);
+}
+
+// Sums up the stages of this warp up to `end`, counted from the first tile on, and writes the partial sums of the tile.
+// `begin` is where the tile began; kTiles: worker.tiles.
+template <typename T, int kTokenTiles, int kTiles, int kThreads>
+__device__ void multiply_mma(const Arguments& a, const Layout& layout, const Slice& slice, Worker& worker, int begin,
+                             int end, unsigned char* shared) {
+  const LinearPlan& plan = a.plan;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = a.m, chunks = plan.chunks;
+  const uint32_t chunk_bytes = plan.box_rows * 128, odd = (plan.box_rows & 4) * 16;
+  // Of the 16 rows of W and two units of 8 elements that make an operand, and of the 8 tokens and four units that make
+  // two.
+  const uint32_t w_lane = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+  const int x_unit = lane / 8;
+  const bool fold = a.fold;
+  uint32_t offset[kTiles];
+  float sums[kTiles][kTokenTiles][4], squares[kTokenTiles][2];
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) squares[n][0] = squares[n][1] = 0.f;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const int tile = worker.first_tile + i, box = tile >= plan.tiles_per_box;
+    offset[i] = box * plan.box_bytes + (tile - box * plan.tiles_per_box) * 2048;
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) sums[i][n][0] = sums[i][n][1] = sums[i][n][2] = sums[i][n][3] = 0.f;
+  }
+  while (worker.stage < end) {
+    uint32_t w = layout.ring + worker.slot * plan.stage_bytes;
+    const uint32_t x = w + plan.boxes * plan.box_bytes;
+    uint32_t norm_weight = layout.norm_weight + (slice.begin + worker.stage - begin) * chunks * 128 + x_unit * 16;
+    int row = lane % 8;  // of x: one for each chunk and token
+    uint32_t flip = 0;
+    barrier_wait(layout.full + 8 * worker.slot, worker.phase);
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c, w += chunk_bytes, row += m, flip ^= odd, norm_weight += 128) {
+      const uint32_t x_row = x + row * 128 + (x_unit ^ (row % 8)) * 16;
+#pragma unroll
+      for (int half = 0; half < 128; half += 64) {
+        uint4 rows[2][kTiles], scales;
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          rows[0][i] = load_matrices(w + offset[i] + (w_lane ^ flip ^ half));
+          rows[1][i] = load_matrices(w + offset[i] + (w_lane ^ flip ^ half ^ 32));
+        }
+        if (fold) scales = load_matrices(norm_weight + half);
+        uint4 b[kTokenTiles];
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) b[n] = load_matrices((x_row ^ half) + n * 1024);
+        if (fold) {
+#pragma unroll
+          for (int n = 0; n < kTokenTiles; ++n) {
+            if (n % plan.row_workers == worker.row_worker) {
+              mma_squares<T>(squares[n], b[n].x, b[n].y);
+              mma_squares<T>(squares[n], b[n].z, b[n].w);
+            }
+            b[n] = scale<T>(b[n], scales, a.norm_offset);
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) mma<T>(sums[i][n], rows[0][i], b[n].x, b[n].y);
+        }
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) mma<T>(sums[i][n], rows[1][i], b[n].z, b[n].w);
+        }
+      }
+    }
+    worker.release(plan, layout);
+  }
+  // Others may still read the tile before this one, or the ring where the partial sums go.
+  named_barrier(kConsumers, kThreads);
+  const uint32_t base = layout.full;
+  float* const partials = reinterpret_cast<float*>(shared + (layout.partials - base)) + worker.group * m * plan.pitch;
+  float* const squares_of =
+      reinterpret_cast<float*>(shared + (layout.squares - base)) + worker.group * kLinearMaxTokens;
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) {
+    if (fold && n % plan.row_workers == worker.row_worker && t == g / 2)
+      squares_of[n * 8 + g] = g % 2 ? squares[n][1] : squares[n][0];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int token = n * 8 + 2 * t + e % 2, at = (worker.first_tile + i) * 16 + g + e / 2 * 8;
+        if (token < m) partials[token * plan.pitch + at] = sums[i][n][e];
+      }
+    }
+  }
+}
+
+#endif
+
+// kTokenTiles, of 8, is a template parameter because the sums are in registers.
+template <typename T, int kTokenTiles>
+struct MmaSync {
+  using Element = T;
+  static constexpr int kWorkerWarps = 1, kThreads = 32 * kLinearWarps, kBlocksPerSm = 2;
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kHere = true;
+
+  static __device__ void prepare(const Arguments& a, const Layout& layout, unsigned char* shared) {
+    if (a.fold) stage_norm_weight<T, kThreads>(a, reinterpret_cast<T*>(shared + (layout.norm_weight - layout.full)));
+  }
+  static __device__ void multiply(const Arguments& a, const Layout& layout, const Slice& slice, Worker& worker,
+                                  int begin, int end, unsigned char* shared) {
+    switch (worker.tiles) {
+      case 1: multiply_mma<T, kTokenTiles, 1, kThreads>(a, layout, slice, worker, begin, end, shared); break;
+      case 2: multiply_mma<T, kTokenTiles, 2, kThreads>(a, layout, slice, worker, begin, end, shared); break;
+      default: multiply_mma<T, kTokenTiles, 3, kThreads>(a, layout, slice, worker, begin, end, shared); break;
+    }
+  }
+#else
+  static constexpr bool kHere = false;
+#endif
+};
+
+}  // namespace llmk::kernels::few_tokens
