@@ -45,14 +45,25 @@ if [ -n "$tests" ]; then
   fi
 fi
 
-# Only our kernels are looked at, except by initcheck, which has to see who wrote the inputs. Without torch's caching
-# allocator every tensor is an allocation of its own, so that its end is the end of what may be touched.
+# Only our kernels are looked at; initcheck has to see who wrote the inputs, so there the report picks ours out. Without
+# torch's caching allocator every tensor is an allocation of its own, so that its end is the end of what may be touched.
+# racecheck does not see that copies of the TMA engine have arrived, which their readers wait for at a barrier in shared
+# memory: it takes every one for a race, or dies. So it skips the kernels that use them.
 for tool in "${tools[@]}"; do
   options=(--tool "$tool" --log-file "$work/$tool.log")
-  [ "$tool" = initcheck ] || options+=(--kernel-name kns=llmk)
+  skipped=()
+  case $tool in
+    initcheck) options+=(--print-limit 0 --show-backtrace no) ;;
+    *) options+=(--kernel-name kns=llmk) ;;
+  esac
   [ "$tool" != memcheck ] || options+=(--padding 64 --report-api-errors no)
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" \
-    "$python" -m pytest -q -m sanitizer -k "cuda or gpu" --junitxml="$work/$tool.xml" "$@" tests || true &
+  if [ "$tool" = racecheck ]; then
+    for name in linear decode_attention decode_layer decode_step generate; do
+      skipped+=(--ignore "tests/test_$name.py")
+    done
+  fi
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" "$python" -m pytest -q -m sanitizer \
+    -k "cuda or gpu" "${skipped[@]}" --junitxml="$work/$tool.xml" "$@" tests || true &
 done
 wait
 for tool in "${tools[@]}"; do

@@ -32,6 +32,8 @@ def read_sanitizer(log: Path, tests: Path) -> tuple[dict, list[str]]:
         return {"errors": None, "tests": 0}, [f"{log.stem}: did not run to its end"]
     counts, failures = read_tests(tests)
     errors = sum(map(int, summaries))
+    if log.stem == "initcheck":  # it looks at everybody's kernels, and does not see what cuBLAS writes by TMA
+        errors = len(re.findall(r"Uninitialized [^\n]*\n=+ +at [^\n]*llmk", log.read_text()))
     failures = [f"{log.stem}: {name}" for name in failures] + ([f"{log.stem}: {errors} errors"] if errors else [])
     return {"errors": errors, "tests": counts["passed"] + counts["failed"]}, failures
 

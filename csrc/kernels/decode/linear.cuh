@@ -2,10 +2,10 @@
 #pragma once
 #include <cuda_bf16.h>
 
-#include "device/mma.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "exchange.cuh"
+#include "kernels/linear/dot.cuh"
 #include "ring.cuh"
 
 namespace llmk::kernels {
@@ -72,10 +72,6 @@ __device__ float stage(const DecodeStepParams& p, const Source& source, const vo
 // The products of x with this block's rows of W. finish(column) is called for every pair of columns, of which the
 // second may be beyond the last; it loads what it needs and returns a function of sum(0) and sum(1), or with SwiGLU of
 // sum(0) and sum(2) of the gate, sum(1) and sum(3) of the up projection.
-//
-// By tensor cores, though there is but one column: they convert and add up for a fraction of the instructions. 256
-// elements of a row are eight rows of the one operand and those of x eight columns of the other; their dot products are
-// the diagonal. A lane takes 16 contiguous bytes of both as its part of two products.
 template <typename Finish>
 __device__ void multiply(const StepArguments& a, int linear, const uint4* x, unsigned char* shared, const Ring& ring,
                          Cursor& cursor, const Finish& finish) {
@@ -96,39 +92,15 @@ __device__ void multiply(const StepArguments& a, int linear, const uint4* x, uns
   int piece = warp % l.pieces;
   for (int item = warp; item < items; item += kStepWarps, mine.advance(kStepWarps)) {
     const int vectors = min(l.piece, l.k - piece * l.piece) / 8;
-    const uint4* const w =
-        reinterpret_cast<const uint4*>(shared + (ring.slots - shared_address(shared)) + mine.slot * a.plan.slot_bytes) +
-        lane;
-    const uint4* const v = x + piece * (l.piece / 8) + lane;
-    float c[4][4] = {};
-    const auto add = [&](const uint4& m, const uint4& n, float(&first)[4], float(&second)[4]) {
-      mma_16x8x16<T>(first, {m.x, 0, m.y, 0}, n.x, n.y);
-      mma_16x8x16<T>(second, {m.z, 0, m.w, 0}, n.z, n.w);
-    };
+    const uint4* const row =
+        reinterpret_cast<const uint4*>(shared + (ring.slots - shared_address(shared)) + mine.slot * a.plan.slot_bytes);
+    RowDot<T> dot;
     barrier_wait(ring.full + 8 * mine.slot, mine.phase);
-    int i = 0;
-#pragma unroll 4
-    for (; i + 64 <= vectors; i += 64) {
-      add(w[i], v[i], c[0], c[1]);
-      add(w[i + 32], v[i + 32], c[2], c[3]);
-    }
-    if (i + 32 <= vectors) {
-      add(w[i], v[i], c[0], c[1]);
-      i += 32;
-    }
-    if (i < vectors) {
-      const bool inside = i + lane < vectors;
-      const uint4 zero = make_uint4(0, 0, 0, 0);
-      add(inside ? w[i] : zero, inside ? v[i] : zero, c[2], c[3]);
-    }
+    dot.add(row, x + piece * (l.piece / 8), vectors);
     __syncwarp();  // all have read it
     if (lane == 0) barrier_arrive(ring.empty + 8 * mine.slot);
-    // Row g, column g: one of the first two of the lane g / 2 of the row's four.
-    float sum[1] = {lane / 4 % 2 ? (c[0][1] + c[1][1]) + (c[2][1] + c[3][1])
-                                 : (c[0][0] + c[1][0]) + (c[2][0] + c[3][0])};
-    if (lane % 4 != lane / 8) sum[0] = 0.f;
-    warp_sum(sum, 32);
-    if (lane == 0) sums[item] = sum[0];
+    const float sum = dot.sum();
+    if (lane == 0) sums[item] = sum;
     piece = (piece + kStepWarps) % l.pieces;
   }
   named_barrier(1, kThreads);
