@@ -42,6 +42,7 @@ LABELS = {
 }
 OPS = {"rms_norm": "RMSNorm", "add_rms_norm": "add + RMSNorm", "rope": "RoPE", "swiglu": "SwiGLU", "geglu": "GEGLU"}
 MARKS = {"quack": "D", "flashinfer": "^"}
+WHOLE_STEP = "step, one launch"  # a decode_part that the others make up
 PAPER_GB_S = {"NVIDIA H200": 4800}
 STYLE = {
     "font.size": 9,
@@ -184,7 +185,7 @@ def linears(axes, rows: Rows, meta: dict) -> None:
 
 def parts(axes, rows: Rows, steps: Rows) -> None:
     """Where a step's time goes: its launches, each timed alone, stacked, beside the whole step."""
-    names = list(dict.fromkeys(row["part"] for row in rows))
+    names = list(dict.fromkeys(row["part"] for row in rows if row["part"] != WHOLE_STEP))
     batches = sorted({row["batch"] for row in rows})
     import matplotlib.pyplot as plt
 
@@ -196,10 +197,13 @@ def parts(axes, rows: Rows, steps: Rows) -> None:
                 width = row["time_us"] * row["launches"] / 1e3
                 axes.barh(place, width, left=left, color=colours(index), label=name if place == 0 else None)
                 left += width
+        for row in pick(rows, part=WHOLE_STEP, batch=batch):
+            axes.plot([row["time_us"] / 1e3] * 2, [place - 0.4, place + 0.4], "--", color="black", linewidth=2)
         for row in pick(steps, provider=OURS, batch=batch, context=512):
             axes.plot([row["time_us"] / 1e3] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2)
     axes.set_yticks(range(len(batches)), [f"batch {batch}" for batch in batches])
-    axes.set(title="one step, context 512: its launches timed alone, and (black) the step as generate takes it",
+    axes.set(title="one step, context 512: its launches timed alone, and (black) the step as generate takes it; "
+                   "(dashed) as one launch",
              xlabel="ms")  # fmt: skip
 
 

@@ -234,7 +234,7 @@ class Bench:
         return found
 
     def launches(self, cache) -> dict[str, list[Callable]]:
-        """The calls that `decode_layer` and the head are made of, for every layer."""
+        """The calls that `decode_step` is composed of, for every layer; for one sequence also the op itself."""
         from llmkernels.hf.decode import decoder
         from llmkernels.hf.trunk import trunk
 
@@ -244,20 +244,28 @@ class Bench:
         step = decoder(self.model).begin(self.model, trunk(self.model), cache)
         calls = {name: [] for name in ("q|k|v", "attention", "o", "gate|up", "down", "head")}
         hidden = torch.randn(batch, self.model.config.hidden_size, dtype=self.model.dtype, device=self.device)
-        for layer in step._layers:
-            input_norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, down, *rest = layer
-            *state, heads, eps, offset, cast, scale, window = rest  # state: angles, counters and cache
-            norm = (eps, offset, cast)
+        given = step.arguments
+        norm = [given[name] for name in ("eps", "weight_offset", "cast_before_weight")]
+        places = [given[name] for name in ("cos", "sin", "positions", "slots", "lengths", "starts")]
+        lists = ("input_norms", "qkv_weights", "qkv_biases", "o_weights", "o_biases", "post_norms", "gate_up_weights",
+                 "down_weights", "k_caches", "v_caches", "windows")  # fmt: skip
+        none = [None] * len(given["windows"])
+        for layer in zip(*(given[name] or none for name in lists), strict=True):
+            input_norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, down, k, v, window = layer
             packed = ops.rms_norm_linear(hidden, input_norm, qkv, qkv_bias, *norm)
-            places = (*state, heads, scale, window, 0.0, True)
-            attended = ops.rope_decode_attention(packed, *places)
+            attention = partial(ops.rope_decode_attention, packed, *places, k, v, None, given["heads"], given["scale"],
+                                window, 0.0, True)  # fmt: skip
+            attended = attention()
             activated = ops.rms_norm_swiglu_linear(hidden, post_norm, gate_up, *norm)
             calls["q|k|v"].append(partial(ops.rms_norm_linear, hidden, input_norm, qkv, qkv_bias, *norm))
-            calls["attention"].append(partial(ops.rope_decode_attention, packed, *places))
+            calls["attention"].append(attention)
             calls["o"].append(partial(ops.linear_add_, hidden, attended, o, o_bias))
             calls["gate|up"].append(partial(ops.rms_norm_swiglu_linear, hidden, post_norm, gate_up, *norm))
             calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None))
-        calls["head"].append(partial(ops.rms_norm_linear, hidden, *step._head))
+        head = [given[name] for name in ("norm", "head", "head_bias")]
+        calls["head"].append(partial(ops.rms_norm_linear, hidden, *head, *norm))
+        if batch == 1:
+            calls[plots.WHOLE_STEP] = [partial(ops.decode_step, hidden, **given)]
         return calls
 
     # ----

@@ -14,6 +14,11 @@ SCHEMAS = {
     "Tensor positions, Tensor slots, Tensor lengths, Tensor? starts, Tensor(b!) k_cache, Tensor(c!) v_cache, "
     "Tensor? block_table, int heads, float eps, float weight_offset, bool cast_before_weight, float? scale, "
     "int window) -> ()",
+    "decode_step": "(Tensor(a!) hidden, Tensor[] input_norms, Tensor[] qkv_weights, Tensor[] qkv_biases, "
+    "Tensor[] o_weights, Tensor[] o_biases, Tensor[] post_norms, Tensor[] gate_up_weights, Tensor[] down_weights, "
+    "Tensor norm, Tensor head, Tensor? head_bias, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
+    "Tensor lengths, Tensor? starts, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, int heads, float eps, "
+    "float weight_offset, bool cast_before_weight, float? scale, int[] windows) -> Tensor",
     "rms_norm_linear": "(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias=None, float eps=1e-6, "
     "float weight_offset=0.0, bool cast_before_weight=True) -> Tensor",
 }
@@ -79,8 +84,49 @@ def decode_layer(
     hidden += F.linear(F.silu(gate) * up, down_weight)
 
 
+def decode_step(
+    hidden,
+    input_norms,
+    qkv_weights,
+    qkv_biases,
+    o_weights,
+    o_biases,
+    post_norms,
+    gate_up_weights,
+    down_weights,
+    norm,
+    head,
+    head_bias,
+    cos,
+    sin,
+    positions,
+    slots,
+    lengths,
+    starts,
+    k_caches,
+    v_caches,
+    heads,
+    eps,
+    weight_offset,
+    cast_before_weight,
+    scale,
+    windows,
+):
+    """One token for each sequence through a model, lists by layer. Returns the logits; `hidden` is changed in place."""
+    none = [None] * len(input_norms)
+    weights = (input_norms, qkv_weights, qkv_biases or none, o_weights, o_biases or none)
+    weights += (post_norms, gate_up_weights, down_weights)
+    places = (cos, sin, positions, slots, lengths, starts)
+    options = (heads, eps, weight_offset, cast_before_weight, scale)
+    for *layer, k_cache, v_cache, window in zip(*weights, k_caches, v_caches, windows, strict=True):
+        decode_layer(hidden, *layer, *places, k_cache, v_cache, None, *options, window)
+    return rms_norm_linear(hidden, norm, head, head_bias, eps, weight_offset, cast_before_weight)
+
+
 def rotate(q, k, cos, sin):
-    """(B, H, D) by cos and sin (B, D), half-split."""
+    """(B, H, D) by cos and sin (B, D) or (B, D / 2), half-split."""
+    if cos.shape[-1] < q.shape[-1]:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
     def half(x):
         a, b = x.chunk(2, -1)

@@ -72,11 +72,17 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor? starts, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? block_table, int heads, float? scale=None, "
       "int window=0, float softcap=0.0, bool settled=False) -> Tensor");
 
-  // decode.cpp
+  // decode.cpp; decode_step has its lists by layer, and an empty one where there are no biases
   ops.def(
       "decode_layer(Tensor(a!) hidden, Tensor input_norm, Tensor qkv_weight, Tensor? qkv_bias, Tensor o_weight, "
       "Tensor? o_bias, Tensor post_norm, Tensor gate_up_weight, Tensor down_weight, Tensor cos, Tensor sin, "
       "Tensor positions, Tensor slots, Tensor lengths, Tensor? starts, Tensor(b!) k_cache, Tensor(c!) v_cache, "
       "Tensor? block_table, int heads, float eps, float weight_offset, bool cast_before_weight, float? scale, "
       "int window) -> ()");
+  ops.def(
+      "decode_step(Tensor(a!) hidden, Tensor[] input_norms, Tensor[] qkv_weights, Tensor[] qkv_biases, "
+      "Tensor[] o_weights, Tensor[] o_biases, Tensor[] post_norms, Tensor[] gate_up_weights, Tensor[] down_weights, "
+      "Tensor norm, Tensor head, Tensor? head_bias, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
+      "Tensor lengths, Tensor? starts, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, int heads, float eps, "
+      "float weight_offset, bool cast_before_weight, float? scale, int[] windows) -> Tensor");
 }

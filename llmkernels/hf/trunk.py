@@ -22,7 +22,7 @@ from .layers import MLP, Attention, DecoderLayer, Generating, RMSNorm, gated_uni
 STEP = "by the decode step"  # in the report
 MAX_BATCH = 64
 MAX_HEAD_DIM = 512  # of decode_attention on CUDA; on the CPU there is no limit
-_OPS = ("decode_layer", "rms_norm_linear")
+_OP = "decode_step"
 _ops = torch.ops.llmkernels
 
 
@@ -97,6 +97,8 @@ def trunk(model: nn.Module) -> Trunk:
     norms = [base.norm, *(norm for layer in layers for norm in (layer.input_norm, layer.post_norm))]
     if len({getattr(norm, family.eps) for norm in norms}) > 1:
         raise NoStep("the norms differ in eps")
+    if len({(layer.heads, layer.scale, bool(layer.qkv_bias), layer.output_bias is None) for layer in layers}) > 1:
+        raise NoStep("the layers differ in heads, biases or the scale of their scores")
     _check_attention(base, config)
     _check_tensors(parts, norms)
     return parts
@@ -224,12 +226,9 @@ def _check_tensors(parts: Trunk, norms: list[nn.Module]) -> None:
     device = head.device
     if device.type not in ("cpu", "cuda"):
         raise NoStep(f"no kernels for {device.type}")
-    for op in _OPS:
-        name = f"llmkernels::{op}"
-        if not hasattr(_ops, op) or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(
-            name, device.type.upper()
-        ):
-            raise NoStep(f"this build of llmkernels has no {name} for {device.type}")
+    name = f"llmkernels::{_OP}"
+    if not hasattr(_ops, _OP) or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, device.type.upper()):
+        raise NoStep(f"this build of llmkernels has no {name} for {device.type}")
     if device.type == "cuda" and (head.dtype.itemsize == 8 or parts.layers[0].head_dim > MAX_HEAD_DIM):
         raise NoStep(f"no kernel for {head.dtype} with head_dim {parts.layers[0].head_dim} on {device.type}")
     if torch.is_autocast_enabled(device.type):

@@ -1,0 +1,452 @@
+"""One token through all layers and the head, against the formula in float64 (tests/decode_oracle.py) and eager's own
+error. For one sequence a GPU has a kernel of its own, which most of these shapes are for."""
+
+import pytest
+import torch
+
+import decode_oracle
+
+STATE = ("hidden", "k_caches", "v_caches")  # what the op changes
+
+
+def make(
+    batch,
+    dtype,
+    device,
+    *,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    dim=64,
+    hidden=264,
+    ffn=384,
+    vocab=1003,
+    capacity=48,
+    bias=True,
+    half_width=False,
+    lengths=None,
+    seed=0,
+):
+    """Arguments of the op, lengths including the new token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape, scale=1.0, shift=0.0):
+        x = torch.randn(*shape, generator=generator, dtype=torch.float64).mul_(scale).add_(shift)
+        return x.to(device, dtype)
+
+    def each_layer(*shape, **options):
+        return [draw(*shape, **options) for _ in range(layers)]
+
+    width = heads * dim
+    rows = width + 2 * kv_heads * dim
+    lengths = torch.tensor(lengths or [(7 * b + 20) % capacity + 1 for b in range(batch)]).int().to(device)
+    angles = torch.outer(torch.arange(capacity).double(), 1e4 ** -(torch.arange(dim // 2) * 2 / dim).double())
+    angles = angles if half_width else torch.cat((angles, angles), -1)
+    return {
+        "hidden": draw(batch, hidden),
+        "input_norms": each_layer(hidden, scale=0.1, shift=1),
+        "qkv_weights": each_layer(rows, hidden, scale=hidden**-0.5),
+        "qkv_biases": each_layer(rows, scale=0.1) if bias else [],
+        "o_weights": each_layer(hidden, width, scale=width**-0.5),
+        "o_biases": each_layer(hidden, scale=0.1) if bias else [],
+        "post_norms": each_layer(hidden, scale=0.1, shift=1),
+        "gate_up_weights": each_layer(2 * ffn, hidden, scale=hidden**-0.5),
+        "down_weights": each_layer(hidden, ffn, scale=ffn**-0.5),
+        "norm": draw(hidden, scale=0.1, shift=1),
+        "head": draw(vocab, hidden, scale=hidden**-0.5),
+        "head_bias": draw(vocab, scale=0.1) if bias else None,
+        "cos": angles.cos().to(device, dtype),
+        "sin": angles.sin().to(device, dtype),
+        "positions": lengths - 1,
+        "slots": lengths - 1,
+        "lengths": lengths,
+        "starts": None,
+        "k_caches": each_layer(batch, capacity, kv_heads, dim),
+        "v_caches": each_layer(batch, capacity, kv_heads, dim),
+        "heads": heads,
+        "eps": 1e-6,
+        "weight_offset": 0.0,
+        "cast_before_weight": True,
+        "scale": None,
+        "windows": [0] * layers,
+    }
+
+
+def one(**changes):
+    """For the kernel."""
+    return make(1, torch.bfloat16, "cuda", **changes)
+
+
+def step(values):
+    return torch.ops.llmkernels.decode_step(*values.values())
+
+
+def mapped(function, value):
+    """The value, or each in the list, through `function` if it is a tensor of floats."""
+    if isinstance(value, list):
+        return [mapped(function, x) for x in value]
+    return function(value) if torch.is_tensor(value) and value.is_floating_point() else value
+
+
+def copied(values, dtype=None):
+    """The same with copies of what the op changes, or all of it in another dtype."""
+    return {
+        name: mapped(lambda x: x.to(dtype or x.dtype, copy=True), value) if dtype or name in STATE else value
+        for name, value in values.items()
+    }
+
+
+def run(function, values, dtype=None):
+    """(logits, hidden, all k_caches, all v_caches) afterwards; the arguments are left as they are."""
+    values = copied(values, dtype)
+    logits = function(*values.values())
+    return logits, values["hidden"], torch.stack(values["k_caches"]), torch.stack(values["v_caches"])
+
+
+def check(values):
+    """Returns the logits."""
+    found = run(torch.ops.llmkernels.decode_step, values)
+    exact = run(decode_oracle.decode_step, values, torch.float64)
+    eager = run(decode_oracle.decode_step, values)
+    sequences = torch.arange(len(values["hidden"]))
+    slots = values["slots"].long().cpu()
+    for name, ours, wanted, theirs in zip(("logits", *STATE), found, exact, eager, strict=True):
+        assert ours.dtype == values["hidden"].dtype and ours.shape == wanted.shape
+        if name in ("k_caches", "v_caches"):
+            # Nothing but the new token has changed.
+            others, before = ours.clone(), torch.stack(values[name])
+            others[:, sequences, slots] = before[:, sequences, slots]
+            assert torch.equal(others, before)
+            ours, wanted, theirs = (x[:, sequences, slots] for x in (ours, wanted, theirs))
+        error, allowed = ((x.double() - wanted).norm() / wanted.norm() for x in (ours, theirs))
+        eps = torch.finfo(ours.dtype).eps
+        assert error <= 2 * allowed + 2 * eps, f"{name}: relative error {error:.1e}, eager's {allowed:.1e}"
+    return found[0]
+
+
+def assert_same(found, expected):
+    for ours, wanted in zip(found, expected, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def is_one_launch(values):
+    """Whether the op runs as its own kernel, and nothing else."""
+    values = copied(values)
+    step(values)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(values)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() if "llmk::" in event.key]
+    assert kernels, "the profiler has seen no kernel of ours"
+    return len(kernels) == 1 and "decode_step_kernel" in kernels[0]
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of one sequence in bfloat16, for the kernel.
+SHAPES = [
+    *({"dim": dim, "heads": 2 * group} for dim in (64, 128) for group in (1, 2, 4, 7, 8)),
+    {"heads": 9, "kv_heads": 9},
+    {"heads": 8, "kv_heads": 1, "dim": 128},
+    {"hidden": 264, "ffn": 1048},
+    {"hidden": 1032, "ffn": 264, "vocab": 4099},
+    {"hidden": 64, "ffn": 64, "vocab": 40, "heads": 2, "kv_heads": 1},  # fewer columns than a GPU has processors
+    {"hidden": 8, "ffn": 8, "vocab": 40, "heads": 1, "kv_heads": 1},
+    {"hidden": 2048, "ffn": 5504, "heads": 16, "dim": 128},
+    {"bias": False},
+    {"half_width": True},
+    {"half_width": True, "dim": 128},
+    {"layers": 1},
+    {"layers": 3, "bias": False},
+]
+COMPOSED = [{"heads": 18}, {"dim": 96}, {"dim": 32}, {"hidden": 260}, {"ffn": 100}]  # what the kernel does not take
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_against_float64(device, layers, batch, dtype):
+    check(make(batch, dtype, device, layers=layers))
+
+
+def test_float64():
+    values = make(2, torch.float64, "cpu")
+    found, expected = (run(f, values) for f in (torch.ops.llmkernels.decode_step, decode_oracle.decode_step))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("changes", SHAPES + COMPOSED, ids=str)
+def test_shapes(device, changes):
+    check(make(1, torch.bfloat16, device, **changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_one_launch(changes):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+    assert is_one_launch(one(**changes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", COMPOSED, ids=str)
+def test_not_one_launch(changes):
+    assert not is_one_launch(one(**changes))
+    assert not is_one_launch(make(2, torch.bfloat16, "cuda"))
+    assert not is_one_launch(make(1, torch.float16, "cuda"))
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 95, 96, 97, 500, 1000, 3000, 3072])
+def test_lengths(device, length):
+    for dim, heads in ((64, 14), (128, 4)):
+        check(make(1, torch.bfloat16, device, dim=dim, heads=heads, capacity=3072, lengths=[length]))
+
+
+@pytest.mark.parametrize("length", [40, 700])
+def test_starts_and_windows(device, length):
+    values = make(1, torch.bfloat16, device, capacity=704, lengths=[length])
+    for start in (0, 3, 16, length - 2, length - 1):
+        starts = torch.tensor([start], dtype=torch.int32, device=device)
+        check(values | {"starts": starts})
+        check(values | {"starts": starts, "windows": [8, 0]})
+    for window in (1, 16, 33, 600, 2**40):
+        check(values | {"windows": [0, window]})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_offset": 1.0},
+        {"weight_offset": 0.5},
+        {"cast_before_weight": False},
+        {"scale": 0.2},
+        {"eps": 0.5},
+        {"head_bias": None},
+        {"qkv_biases": []},
+        {"o_biases": []},
+    ],
+    ids=str,
+)
+def test_options(device, options):
+    for batch in (1, 3):
+        check(make(batch, torch.bfloat16, device) | options)
+
+
+def test_no_layers(device):
+    values = make(1, torch.bfloat16, device)
+    values = {name: [] if isinstance(value, list) else value for name, value in values.items()}
+    expected = torch.ops.llmkernels.rms_norm_linear(
+        values["hidden"], values["norm"], values["head"], values["head_bias"]
+    )
+    assert torch.equal(step(values), expected)
+
+
+def test_layouts(device):
+    """Caches that are views, of equal strides and not; other tensors that are not contiguous."""
+    values = make(1, torch.bfloat16, device)
+    expected = run(torch.ops.llmkernels.decode_step, values)
+
+    def spread(x, heads):  # between other heads, and other tokens behind
+        room = x.new_zeros(1, x.shape[1] + 3, x.shape[2] + heads, x.shape[3])[:, : x.shape[1], : x.shape[2]]
+        return room.copy_(x)
+
+    def spread_in_run(heads):
+        changed = copied(values)
+        for name in ("k_caches", "v_caches"):
+            changed[name] = [spread(x, n) for x, n in zip(changed[name], heads, strict=True)]
+        return step(changed), changed["hidden"], torch.stack(changed["k_caches"]), torch.stack(changed["v_caches"])
+
+    assert_same(spread_in_run((2, 2)), expected)
+    others = {"unequal caches": spread_in_run((1, 2))}
+    for name in ("qkv_weights", "o_weights", "gate_up_weights", "down_weights"):
+        changed = [x.t().contiguous().t() for x in values[name]]
+        others[name] = run(torch.ops.llmkernels.decode_step, values | {name: changed})
+    for name in ("head", "cos", "sin"):
+        others[name] = run(torch.ops.llmkernels.decode_step, values | {name: values[name].t().contiguous().t()})
+    for name in ("norm", "head_bias"):
+        others[name] = run(torch.ops.llmkernels.decode_step, values | {name: torch.stack([values[name]] * 2, 1)[:, 0]})
+    misaligned = torch.cat([values["head"].flatten()[:1], values["head"].flatten()])[1:].view_as(values["head"])
+    others["misaligned"] = run(torch.ops.llmkernels.decode_step, values | {"head": misaligned})
+    for found in others.values():
+        for ours, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_lies_beyond_the_live_length_does_not_matter(device, batch):
+    values = make(batch, torch.bfloat16, device, lengths=[9, 48, 30][:batch])
+    expected = run(torch.ops.llmkernels.decode_step, values)
+    poisoned = copied(values)
+    for cache in (*poisoned["k_caches"], *poisoned["v_caches"]):
+        for sequence, length in enumerate(values["lengths"].tolist()):
+            cache[sequence, length - 1 :] = torch.nan  # the place of the new token as well
+    assert_same(run(torch.ops.llmkernels.decode_step, poisoned)[:2], expected[:2])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("length", [0, 49, 1048])
+def test_a_token_that_has_no_place_is_not_written(device, batch, length):
+    """Before the cache or behind its end."""
+    values = make(batch, torch.bfloat16, device)
+    room = {name: [torch.full((batch + 1, 48, 2, 64), 7.0, dtype=torch.bfloat16, device=device) for _ in range(2)]
+            for name in ("k_caches", "v_caches")}  # fmt: skip
+    values |= {name: [cache[:batch] for cache in caches] for name, caches in room.items()}
+    values |= {"lengths": torch.full_like(values["lengths"], length)}
+    values |= {"slots": values["lengths"] - 1}
+    if device == "cpu" and length > 0:
+        with pytest.raises(RuntimeError, match=r"lengths must lie in \[0, 48\]"):
+            step(values)
+    else:
+        assert step(values).isfinite().all()
+    assert all((cache == 7).all() for caches in room.values() for cache in caches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("position", [-1, 48])
+def test_a_position_outside_of_the_tables_makes_nan(position):
+    values = one()
+    values["positions"] = torch.full_like(values["positions"], position)
+    assert step(values).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qkv_weights", "qkv_biases", "o_weights", "o_biases", "post_norms", "gate_up_weights", "down_weights", "k_caches",
+     "v_caches", "windows"],
+)  # fmt: skip
+def test_lists_of_other_lengths(device, name):
+    values = make(1, torch.bfloat16, device)
+    expected = r"\(2\) or none, got 1" if "biases" in name else r"\(2\), got 1"
+    kind = "number" if name == "windows" else "tensor"
+    with pytest.raises(RuntimeError, match=f"^decode_step: {name} must have one {kind} per layer {expected}$"):
+        step(values | {name: values[name][:1]})
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("hidden", lambda x: x[0], "hidden must have shape"),
+        ("hidden", lambda x: x[:, :-8], "qkv_weight must have shape|weight must have shape"),
+        ("input_norms", lambda x: x[:-8], "norm_weight must have shape"),
+        ("qkv_weights", lambda x: x[:-8], "qkv_weight must have shape"),
+        ("qkv_weights", lambda x: x[:, :-8], "weight must have shape"),
+        ("qkv_biases", lambda x: x[:-1], "bias must have shape"),
+        ("o_weights", lambda x: x[:, :-8], "weight must have shape"),
+        ("o_weights", lambda x: x[:-8], "bias must have shape"),
+        ("o_biases", lambda x: x[:, None], "bias must have shape"),
+        ("post_norms", lambda x: x.float(), "must have the dtype of"),
+        ("gate_up_weights", lambda x: x[:-1], "weight must have an even number of rows"),
+        ("gate_up_weights", lambda x: x[:-16], "weight must have shape"),
+        ("down_weights", lambda x: x[:, :-8], "weight must have shape"),
+        ("down_weights", lambda x: x.half(), "must have the dtype of"),
+        ("norm", lambda x: x[:8], "norm_weight must have shape"),
+        ("head", lambda x: x[:, :8], "weight must have shape"),
+        ("head_bias", lambda x: x[:8], "bias must have shape"),
+        ("cos", lambda x: x[:, :8], "cos must be a table"),
+        ("sin", lambda x: x[:8], "sin must have the shape of cos"),
+        ("positions", lambda x: x.long().float(), "position"),
+        ("lengths", lambda x: x.long(), "lengths must be int32"),
+        ("lengths", lambda x: x[:0], "lengths must have shape"),
+        ("starts", lambda x: torch.zeros(2).int(), "starts must"),
+        ("k_caches", lambda x: x[0], "k_cache must have"),
+        ("k_caches", lambda x: x[..., :-8], "qkv_weight must have shape"),
+        ("k_caches", lambda x: x[:0], "v_cache must have the shape"),
+        ("k_caches", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "contiguous along head_dim"),
+        ("v_caches", lambda x: x[:, :-1], "v_cache must have the shape"),
+        ("heads", lambda x: 3, "qkv_weight must have shape"),
+        ("heads", lambda x: -4, "qkv_weight must have shape"),
+        ("windows", lambda x: -1, "window must not be negative"),
+    ],
+)
+def test_errors(device, name, change, message):
+    """Of the last layer, where the kernel must not have been led astray by the first."""
+    values = make(1, torch.bfloat16, device)
+    wrong = [*values[name][:-1], change(values[name][-1])] if isinstance(values[name], list) else change(values[name])
+    with pytest.raises(RuntimeError, match=message):
+        step(values | {name: wrong})
+
+
+@pytest.mark.gpu
+def test_tensors_on_another_device():
+    values = one()
+    for name in ("qkv_weights", "o_biases", "down_weights", "v_caches", "head", "norm", "cos", "lengths"):
+        value = values[name]
+        wrong = [value[0], value[1].cpu()] if isinstance(value, list) else value.cpu()
+        with pytest.raises(RuntimeError, match="must be on the device of"):
+            step(values | {name: wrong})
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_opcheck(device, batch):
+    for bias in (False, True):
+        values = make(batch, torch.bfloat16, device, bias=bias)
+        torch.library.opcheck(torch.ops.llmkernels.decode_step.default, tuple(values.values()))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("changes", [{}, {"dim": 128, "heads": 14, "hidden": 64, "vocab": 40, "bias": False}], ids=str)
+def test_one_step(changes):
+    check(one(capacity=704, lengths=[700], **changes))
+
+
+LARGE = {"hidden": 2048, "ffn": 5504, "heads": 16, "dim": 128, "capacity": 3072, "lengths": [3000]}
+SMALL = {"hidden": 64, "ffn": 64, "vocab": 40, "heads": 2, "kv_heads": 1, "layers": 3}
+
+
+@pytest.mark.gpu
+def test_deterministic():
+    for values in (one(**LARGE), one(**SMALL), make(3, torch.bfloat16, "cuda")):
+        expected = run(torch.ops.llmkernels.decode_step, values)
+        for _ in range(20):
+            assert_same(run(torch.ops.llmkernels.decode_step, values), expected)
+
+
+@pytest.mark.gpu
+def test_models_take_turns():
+    """The kernel leaves nothing behind on the device that a model of another size would stumble over."""
+    models = [one(**LARGE), one(**SMALL), one(dim=128, kv_heads=4, heads=28, capacity=704, lengths=[700])]
+    expected = [run(torch.ops.llmkernels.decode_step, values) for values in models]
+    for turn in range(30):
+        for index in (0, 1, 0, 2, 1) if turn % 2 else (2, 0, 0, 1):
+            assert_same(run(torch.ops.llmkernels.decode_step, models[index]), expected[index])
+
+
+@pytest.mark.gpu
+def test_graphs_on_two_streams_at_once():
+    captured, expected = [], []
+    for values in (one(**LARGE), one(**SMALL)):
+        expected.append(run(torch.ops.llmkernels.decode_step, values)[:2])
+        graph, values = torch.cuda.CUDAGraph(), copied(values)
+        with torch.cuda.graph(graph):
+            hidden = values["hidden"].clone()
+            logits = step(values | {"hidden": hidden})
+        captured.append((graph, torch.cuda.Stream(), (logits, hidden), values))
+    for _ in range(10):
+        for _ in range(20):
+            for graph, stream, *_ in captured:
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for (_, _, found, _), wanted in zip(captured, expected, strict=True):
+            assert_same(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3])
+def test_graph_follows_growing_lengths(batch):
+    """Captured once, replayed with other tokens and lengths: the same as calls without a graph."""
+    values = make(batch, torch.bfloat16, "cuda", capacity=128, lengths=[92, 5, 20][:batch])
+    other = {name: x.clone() if torch.is_tensor(x) else x for name, x in copied(values).items()}
+    step(copied(other))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step(other)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(logits, step(values))
+        assert torch.equal(other["hidden"], values["hidden"])
+        for name in ("k_caches", "v_caches"):
+            assert_same(other[name], values[name])
+        for arguments in (values, other):
+            for name in ("positions", "slots", "lengths"):
+                arguments[name] += 1
