@@ -40,6 +40,9 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
     status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
   }
+  if (status == cudaSuccess && shape.cluster > 8) {  // more than every device of the architecture must have
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   if (status == cudaSuccess) {
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;

@@ -13,7 +13,7 @@ namespace llmk::kernels {
 struct DecodePlan {
   int column_tiles;  // 8 queries each
   int chunks;        // of a kv head's queries
-  int cluster;       // blocks that share a unit of work: 1, 2, 4 or 8
+  int cluster;       // blocks that share a pair: 1, 2, 4, 8 or 16
   int clusters;
   int least, slack;  // see plan_quota()
   int warps;         // that compute: 4, or 8
@@ -21,7 +21,9 @@ struct DecodePlan {
   int box;           // keys that one copy brings: 16, 32 or 64
   bool evict_first;  // whether keys and values are the first that the L2 cache may forget
 
-  Layout layout(int64_t head_dim) const { return {static_cast<int>(head_dim), 8 * column_tiles, warps, slots}; }
+  Layout layout(int64_t head_dim) const {
+    return {static_cast<int>(head_dim), 8 * column_tiles, warps, slots, cluster};
+  }
 };
 
 constexpr int kMaxClusters = 288;         // two for each SM of the largest GPUs
@@ -54,6 +56,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     plan.cluster = is_short                   ? 8
                    : pairs <= device.sm_count ? 2
                                               : 1;  // 8: no block without work, and no sums through memory
+    if (is_short && params.head_dim * plan.column_tiles <= 128) plan.warps = 8;  // a unit less in a row
     plan.clusters = is_short ? static_cast<int>(pairs) : device.sm_count / plan.cluster;
     plan_ring(plan, params.head_dim,
               std::min(params.head_dim <= 128 ? kHalfOfShared : kMostOfShared, device.shared_bytes));

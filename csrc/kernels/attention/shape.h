@@ -4,8 +4,8 @@
 
 namespace llmk::kernels {
 
-constexpr int kTile = 16;         // keys that a warp takes at once
-constexpr int kUnit = 4 * kTile;  // keys of a unit of work, which a block takes at once
+constexpr int kTile = 16;                             // keys that a warp takes at once
+constexpr int kLog2Unit = 6, kUnit = 1 << kLog2Unit;  // keys of a unit of work, which a block takes at once
 
 // A ring of slots, each for the keys or the values of a unit. A slot holds, one after another, all keys' columns 0 to
 // 63, then 64 to 127, ...: rows of 128 bytes, in which 16-byte units are swizzled (exclusive-or the row's number modulo
@@ -42,14 +42,14 @@ struct Layout {
   int verdict;                 // a word for all warps
   int bytes;
 
-  __host__ __device__ constexpr Layout(int head_dim, int queries, int warps, int slots)
+  __host__ __device__ constexpr Layout(int head_dim, int queries, int warps, int slots, int cluster)
       : q(slots * slot_bytes(head_dim)),
         fresh(q + queries * (head_dim * 2 + 16)),
         sums(fresh + 2 * (head_dim * 2 + 16)),
         softmaxes(sums + warps * queries * (head_dim + 4) * 4),
         parts(softmaxes + warps * queries * 8),
-        part_softmaxes(parts + queries * (head_dim + 4) * 4),
-        full(part_softmaxes + queries * 8),
+        part_softmaxes(parts + (cluster > queries ? cluster : queries) * (head_dim + 4) * 4),
+        full(part_softmaxes + (cluster > queries ? cluster : queries) * 8),
         empty(full + slots * 8),
         parts_full(empty + slots * 8),
         parts_free(parts_full + 8),
