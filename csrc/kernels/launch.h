@@ -13,6 +13,7 @@ struct DeviceInfo {
   int compute_capability;  // 90 for sm_90
   size_t shared_bytes;     // of one block at most
   size_t l2_bytes;
+  int clusters_of_16;  // that run at the same time, a block on each SM: 0 where the device has no such clusters
 };
 
 // Of the current device; asked once per device.

@@ -11,8 +11,6 @@
 // copies of 64 keys of one kv head (ring_tma.cuh; before sm_90 by every warp for itself, ring_copy.cuh), and of each 64
 // four warps multiply 16 (tile.cuh).
 //
-// Large batches of caches whose tokens are dense go to decode_attention_dense.cu, which copies without tensor maps.
-//
 // Work (work.cuh) is dealt out to clusters of blocks, within a cluster by units of 64 keys. The sums of their warps
 // meet in merge.cuh.
 //
@@ -31,7 +29,6 @@
 #include <functional>
 
 #include "decode_attention_any.h"
-#include "decode_attention_dense.h"
 #include "device/cluster.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
@@ -55,28 +52,35 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   const Layout layout(S::D, S::kQueries, plan.warps, plan.slots, plan.cluster);
   const Cluster cluster = Cluster::current();
-  const int warp = threadIdx.x / 32, threads = 32 * plan.warps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = 32 * plan.warps;
   const int chunks = plan.chunks, pairs = static_cast<int>(params.kv_heads) * chunks;
   const int group = static_cast<int>(params.heads / params.kv_heads), tokens = static_cast<int>(params.tokens);
+  const int batch = static_cast<int>(params.batch), observed = min(lane, batch - 1);
   pdl_launch_dependents();
-  Search search(params, Line{pairs, kLog2Unit}, cluster, plan.least, plan.slack);
-  Walk& walk = search.walk;
+  const auto find_work = [&] {
+    const Quota quota = plan_quota(params, pairs, cluster.count, plan.least, plan.slack);
+    return Walk(params, pairs, quota, cluster.index);
+  };
+  const Live before = Live::load(params, observed);
+  asm volatile("" ::: "memory");  // the lengths that the work is found by are no older
+  Walk walk = find_work();
+  // By what memory says behind pdl_wait(): whether the work is what was found before. If not, it is found again.
+  const auto holds = [&](const Live& after) {
+    if (params.settled || (batch <= 32 && __all_sync(0xffffffffu, before == after))) return true;
+    const Walk again = find_work();
+    const bool same = __all_sync(0xffffffffu, again == walk);
+    walk = again;
+    return same;
+  };
 
 #if __CUDA_ARCH__ >= 900
-  const RingPlace place{shared_address(shared), shared_address(shared) + layout.full,
-                        shared_address(shared) + layout.empty, S::kSlot, plan.slots};
   if (warp == plan.warps) {
-    const MapSource<S> source(plan, maps);
-    if (threadIdx.x % 32 == 0) {
-      barrier_init(shared_address(shared) + layout.parts_full, plan.warps * cluster.size);
-      barrier_init(shared_address(shared) + layout.parts_free, plan.warps * cluster.size);
-    }
-    Producer producer(params, source, place, plan.warps, cluster, walk);
+    Producer<S> producer(params, plan, maps, cluster, walk, shared_address(shared), layout);
     cluster.arrive();  // the barriers of this block are there
     if (!params.settled) pdl_wait();
-    const Live after = search.look();
+    const Live after = Live::load(params, observed);
     producer.begin(walk);
-    if (!search.holds(after)) {
+    if (!holds(after)) {
       producer.forget();
       producer.begin(walk);
     }
@@ -104,18 +108,18 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
     stage_queries<S>(params, walk, chunks, owner, shared, layout, threads, wait);
   };
   if (!params.settled) wait();
-  const Live after = search.look();
+  const Live after = Live::load(params, observed);
 #if __CUDA_ARCH__ < 900
   // Where nothing overlaps, the work is what was found.
-  CopyRing<S> ring(params, plan, Feed(params, walk, cluster), shared_address(shared));
+  Ring<S> ring(params, plan, Feed(params, walk, pairs, cluster.rank, cluster.size), shared_address(shared));
 #endif
   // By a guess, but for the fused form, which also writes.
   bool staged = (params.settled || !params.new_k) && !walk.done(params) && walk.pair < pairs;
   if (staged) stage();
-  if (!search.holds(after)) staged = false;
+  if (!holds(after)) staged = false;
   staged = __syncthreads_and(staged);  // one warp may have seen lengths that another has not
 #if __CUDA_ARCH__ >= 900
-  Ring ring(place);
+  Ring<S> ring(plan, shared_address(shared), layout);
 #endif
 
   const Scoring scoring(params);
@@ -153,7 +157,7 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
       if (mine) multiply<S>(s, keys, q);
       ring.release();
       if (mine) {
-        score<S>(s, key, scoring, sight);
+        scoring.apply<S>(s, key, sight);
         accumulator.weigh(s);
       }
       const uint32_t values = arrived(true);
@@ -161,9 +165,9 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
       ring.release();
     }
     accumulator.store(shared, layout, warp);
-    last = walk.is_last(params);
+    last = walk.is_last(params, pairs);
     merger.finish(walk, first_query, min(group * tokens - first_query, S::kQueries), last);
-    walk.next(params);
+    walk.next(params, pairs);
   }
   merger.meet();
   wait();  // also where there was nothing to do: the successor takes our end for that of our predecessor
@@ -234,10 +238,6 @@ cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const DecodePlan plan = plan_decode_attention(params, device);
   bytes = static_cast<size_t>(plan.clusters) * 2 * 8 * plan.column_tiles * (params.head_dim + 2) * 4;
-  const DensePlan dense = plan_decode_attention_dense(params, device);
-  if (decode_attention_is_dense(params, dense, device)) {
-    bytes = std::max(bytes, decode_attention_dense_workspace_bytes(params, dense));
-  }
   return cudaSuccess;
 }
 
@@ -285,8 +285,6 @@ cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, c
   if (!decode_attention_is_fast(params, dtype)) return decode_attention_any(params, dtype, stream);
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const DensePlan dense = plan_decode_attention_dense(params, device);
-  if (decode_attention_is_dense(params, dense, device)) return decode_attention_dense(params, dense, dtype, stream);
   return decode_attention_by_plan(params, plan_decode_attention(params, device), dtype, stream);
 }
 

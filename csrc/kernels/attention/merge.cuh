@@ -3,6 +3,8 @@
 // sets back, adds them up in the order of the clusters. So the result does not depend on who was last, and no float is
 // ever added atomically.
 #pragma once
+#include <cmath>
+
 #include "device/cluster.cuh"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
@@ -10,10 +12,19 @@
 #include "device/vec.cuh"
 #include "plan.h"
 #include "shape.h"
-#include "softmax.cuh"
 #include "work.cuh"
 
 namespace llmk::kernels {
+
+[[maybe_unused]] constexpr float kLog2E = 1.4426950408889634f;
+
+// What an unfinished softmax is made of: the maximum of the scores (in units of log 2), and the sum of 2^(s - maximum).
+struct alignas(8) Softmax {
+  float maximum, sum;
+};
+
+// What is subtracted from scores: anything where there are none yet.
+__device__ inline float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
 // A barrier of the warps that compute.
 __device__ inline void consumers_barrier([[maybe_unused]] int threads) {

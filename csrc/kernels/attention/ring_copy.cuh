@@ -12,10 +12,10 @@ namespace llmk::kernels {
 
 // The four warps' rows make up a unit.
 template <typename S>
-class CopyRing {
+class Ring {
  public:
   // Fills the ring with the first units of `feed`.
-  __device__ CopyRing(const DecodeAttentionParams& params, const DecodePlan& plan, const Feed& feed, uint32_t shared)
+  __device__ Ring(const DecodeAttentionParams& params, const DecodePlan& plan, const Feed& feed, uint32_t shared)
       : params_(params), chunks_(plan.chunks), ring_(shared), feed_(feed) {
 #pragma unroll 1
     for (slot_ = 0; slot_ < kCopySlots; ++slot_) load();
@@ -64,7 +64,7 @@ class CopyRing {
             ring_ + slot_ * S::kSlot + column / 8 * kChunkBytes + (first_row + row) * 128 + (column % 8 ^ row % 8) * 16,
             wanted ? from + (row * token + column * 8) : from, wanted);
       }
-      if (is_value) feed_.next(params_);
+      if (is_value) feed_.next(params_, static_cast<int>(params_.kv_heads) * chunks_);
     }
     cp_async_commit();  // of nothing, at the end, so that groups stay counted
   }

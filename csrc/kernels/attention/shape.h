@@ -4,8 +4,8 @@
 
 namespace llmk::kernels {
 
-constexpr int kTile = 16;                             // keys that a warp takes at once
-constexpr int kLog2Unit = 6, kUnit = 1 << kLog2Unit;  // keys of a unit of work, which a block takes at once
+constexpr int kTile = 16;         // keys that a warp takes at once
+constexpr int kUnit = 4 * kTile;  // keys of a unit of work, which a block takes at once
 
 // A ring of slots, each for the keys or the values of a unit. A slot holds, one after another, all keys' columns 0 to
 // 63, then 64 to 127, ...: rows of 128 bytes, in which 16-byte units are swizzled (exclusive-or the row's number modulo

@@ -7,8 +7,8 @@
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 #include "device/vec.cuh"
+#include "merge.cuh"
 #include "shape.h"
-#include "softmax.cuh"
 #include "work.cuh"
 
 namespace llmk::kernels {
@@ -100,20 +100,34 @@ struct Sight {
   }
 };
 
-// The scores of a tile that begins with `key`; what a query does not see counts for nothing, whatever is there.
-template <typename S>
-__device__ void score(float (&s)[S::kTilesOfColumns][4], int key, const Scoring& scoring, const Sight<S>& sight) {
-  const int first = key + threadIdx.x % 32 / 4;
+// What becomes of a product of query and key.
+struct Scoring {
+  float scale, cap, cap_scale;  // in units of log 2; cap 0: none
+
+  __device__ explicit Scoring(const DecodeAttentionParams& params)
+      : scale(static_cast<float>(params.scale) * kLog2E),
+        cap(static_cast<float>(params.softcap) * kLog2E),
+        cap_scale(params.softcap > 0 ? static_cast<float>(params.scale / params.softcap) * 2 * kLog2E : 0.f) {}
+
+  // Of a tile that begins with `key`; what a query does not see counts for nothing, whatever is there.
+  template <typename S>
+  __device__ void apply(float (&s)[S::kTilesOfColumns][4], int key, const Sight<S>& sight) const {
+    const int first = key + threadIdx.x % 32 / 4;
 #pragma unroll
-  for (int n = 0; n < S::kTilesOfColumns; ++n) {
+    for (int n = 0; n < S::kTilesOfColumns; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int j = first + i / 2 * 8;
-      const bool visible = j >= sight.lower[n][i % 2] && j < sight.upper[n][i % 2];
-      s[n][i] = visible ? scoring(s[n][i]) : -INFINITY;
+      for (int i = 0; i < 4; ++i) {
+        if (cap > 0) {  // tanh(x) = 1 - 2 / (1 + e^2x)
+          s[n][i] = cap - 2 * cap * reciprocal_approximate(1.f + exp2_approximate(s[n][i] * cap_scale));
+        } else {
+          s[n][i] *= scale;
+        }
+        const int j = first + i / 2 * 8;
+        if (j < sight.lower[n][i % 2] || j >= sight.upper[n][i % 2]) s[n][i] = -INFINITY;
+      }
     }
   }
-}
+};
 
 // The unfinished attention of a warp: two queries per lane and tile of columns, 2 (lane % 4) and the next; o holds for
 // them, transposed, elements lane / 4 and that + 8 of every 16 of the head.

@@ -1,25 +1,15 @@
 // Which keys a cluster of blocks attends to. The work is a line of units: sequence after sequence, in each every pair
-// of a kv head and a chunk of queries (or one for all heads, decode_attention_dense.cu), in each pair units of so many
-// keys. Cluster i takes units [i, i + 1) * quota, so that each gets its share whatever the lengths are, and they are
-// read on the device: a captured launch serves any.
+// of a kv head and a chunk of queries, in each pair units of kUnit keys. Cluster i takes units [i, i + 1) * quota, so
+// that each gets its share whatever the lengths are, and they are read on the device: a captured launch serves any.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 
-#include "device/cluster.cuh"
 #include "device/ptx.cuh"
 #include "params/attention.h"
 #include "shape.h"
 
 namespace llmk::kernels {
-
-// What the line is made of.
-struct Line {
-  int pairs;      // per sequence
-  int log2_unit;  // keys of a unit: a power of two, at least kTile
-
-  __host__ __device__ int unit() const { return 1 << log2_unit; }
-};
 
 // What memory says about a sequence.
 struct Live {
@@ -35,22 +25,21 @@ struct Live {
 // The keys of a sequence that any of its queries sees, and where its last one ends.
 struct Keys {
   int begin, end;
-  int origin;  // where units begin: a multiple of one, so that no part of one lies across the border of a page
+  int origin;  // where units begin: a multiple of kUnit, so that no part of one lies across the border of a page
   int fresh;   // fused form: the key that this launch brings, or -1
 
-  __device__ Keys(const DecodeAttentionParams& params, const Line& line, int b) {
+  __device__ Keys(const DecodeAttentionParams& params, int b) {
     const Live live = Live::load(params, b);
     end = static_cast<int>(max(min(int64_t{live.length}, params.cache.capacity), int64_t{0}));
     int64_t first = max(live.start, 0);
     if (params.window > 0) first = max(first, end - params.tokens + 1 - params.window);
     begin = static_cast<int>(min(first, int64_t{end}));
-    origin = begin >> line.log2_unit << line.log2_unit;
+    origin = begin / kUnit * kUnit;
     fresh = params.new_k && live.length == end ? end - 1 : -1;
   }
   bool operator==(const Keys&) const = default;
 
-  // One where there is no key, too.
-  __device__ int units(const Line& line) const { return max((end - origin + line.unit() - 1) >> line.log2_unit, 1); }
+  __device__ int units() const { return max((end - origin + kUnit - 1) / kUnit, 1); }  // one where there is no key, too
 };
 
 // a / b, both positive: by floats where they are exact enough, since integer division takes several times as long.
@@ -75,26 +64,25 @@ struct Quota {
   __device__ int padded(int length) const { return whole ? divide_up(length, units) * units : length; }
 };
 
-// All lanes of a warp. `least`: units that a cluster gets through so soon that a second one does not help. `slack`:
-// units that an uneven share may cost before a line without regard to pairs is better.
-__device__ inline Quota plan_quota(const DecodeAttentionParams& params, const Line& line, int clusters, int least,
-                                   int slack) {
+// All lanes of a warp; `pairs` is per sequence. `least`: units that a cluster gets through so soon that a second one
+// does not help. `slack`: units that an uneven share may cost before a line without regard to pairs is better.
+__device__ inline Quota plan_quota(const DecodeAttentionParams& params, int pairs, int clusters, int least, int slack) {
   const int batch = static_cast<int>(params.batch);
   int total, longest;
   if (batch == 1) {
-    total = longest = Keys(params, line, 0).units(line);
+    total = longest = Keys(params, 0).units();
   } else {
     total = longest = 0;
     for (int b = threadIdx.x % 32; b < batch; b += 32) {
-      const int units = Keys(params, line, b).units(line);
+      const int units = Keys(params, b).units();
       total += units;
       longest = max(longest, units);
     }
     total = warp_add(total);
     longest = warp_max(longest);
   }
-  total *= line.pairs;
-  const int all_pairs = batch * line.pairs, share = max(divide_up(total, clusters), 1);
+  total *= pairs;
+  const int all_pairs = batch * pairs, share = max(divide_up(total, clusters), 1);
   if (all_pairs <= clusters) {
     // Either of the two is enough for all pairs to find room.
     int units = divide_up(longest, divide(clusters, all_pairs));
@@ -107,7 +95,6 @@ __device__ inline Quota plan_quota(const DecodeAttentionParams& params, const Li
 
 // A cluster's way along the line, pair by pair.
 struct Walk {
-  Line line;
   Quota quota;
   int end;            // where the share of the cluster ends
   int b, pair;        // the sequence, and the pair in it
@@ -116,14 +103,14 @@ struct Walk {
   int from;           // the first unit of the pair that is ours
   Keys keys;
 
-  __device__ Walk(const DecodeAttentionParams& params, const Line& of, Quota given, int cluster)
-      : line(of), quota(given), end((cluster + 1) * given.units), b(0), pair(0), keys(params, of, 0) {
+  __device__ Walk(const DecodeAttentionParams& params, int pairs, Quota given, int cluster)
+      : quota(given), end((cluster + 1) * given.units), b(0), pair(0), keys(params, 0) {
     const int batch = static_cast<int>(params.batch), begin = cluster * quota.units, lane = threadIdx.x % 32;
     int base = 0;  // where sequence b begins
     if (batch > 1) {
       for (int first = 0; first < batch; first += 32) {
         const int mine = first + lane;
-        const int length = mine < batch ? quota.padded(Keys(params, line, mine).units(line)) * line.pairs : 0;
+        const int length = mine < batch ? quota.padded(Keys(params, mine).units()) * pairs : 0;
         int until = length;
 #pragma unroll
         for (int offset = 1; offset < 32; offset *= 2) {
@@ -140,83 +127,46 @@ struct Walk {
         base += __shfl_sync(0xffffffffu, until, 31);
         b = batch;
       }
-      if (b < batch) keys = Keys(params, line, b);
+      if (b < batch) keys = Keys(params, b);
     }
     measure();
     pair = divide(begin - base, padded);
     pair_begin = base + pair * padded;
     from = begin - pair_begin;
-    if (batch == 1 && pair >= line.pairs) b = 1;
+    if (batch == 1 && pair >= pairs) b = 1;
   }
 
-  __device__ bool operator==(const Walk& other) const {
-    return quota == other.quota && b == other.b && pair == other.pair && from == other.from &&
-           pair_begin == other.pair_begin && padded == other.padded && keys == other.keys;
-  }
+  bool operator==(const Walk&) const = default;
 
   __device__ bool done(const DecodeAttentionParams& params) const {
     return b >= params.batch || pair_begin + from >= end;
   }
   // Whether no pair follows this one.
-  __device__ bool is_last(const DecodeAttentionParams& params) const {
-    return pair_begin + padded >= end || (pair + 1 == line.pairs && b + 1 == params.batch);
+  __device__ bool is_last(const DecodeAttentionParams& params, int pairs) const {
+    return pair_begin + padded >= end || (pair + 1 == pairs && b + 1 == params.batch);
   }
-  __device__ void next(const DecodeAttentionParams& params) {
+  __device__ void next(const DecodeAttentionParams& params, int pairs) {
     pair_begin += padded;
     from = 0;
-    if (++pair < line.pairs) return;
+    if (++pair < pairs) return;
     pair = 0;
     if (++b < params.batch) {
-      keys = Keys(params, line, b);
+      keys = Keys(params, b);
       measure();
     }
   }
 
   // The keys of the pair that are ours; those before keys.begin do not count.
-  __device__ int first_key() const { return keys.origin + (from << line.log2_unit); }
-  __device__ int end_key() const {
-    return min(keys.end, keys.origin + (min(units, end - pair_begin) << line.log2_unit));
-  }
+  __device__ int first_key() const { return keys.origin + from * kUnit; }
+  __device__ int end_key() const { return min(keys.end, keys.origin + min(units, end - pair_begin) * kUnit); }
   // Which clusters share the pair.
   __device__ int first_cluster() const { return divide(pair_begin, quota.units); }
   __device__ int last_cluster() const { return divide(pair_begin + units - 1, quota.units); }
 
  private:
   __device__ void measure() {
-    units = keys.units(line);
+    units = keys.units();
     padded = quota.padded(units);
-  }
-};
-
-// The work of a cluster as it looks before the predecessor has ended, and whether that was right. All lanes of a warp.
-struct Search {
-  const DecodeAttentionParams& params;
-  const Cluster& cluster;
-  int least, slack;  // see plan_quota()
-  Live before;
-  Walk walk;
-
-  __device__ Search(const DecodeAttentionParams& given, const Line& line, const Cluster& of, int least_units,
-                    int slack_units)
-      : params(given), cluster(of), least(least_units), slack(slack_units), before(look()), walk(find(line)) {}
-
-  // What memory says now.
-  __device__ Live look() const {
-    return Live::load(params, min(static_cast<int>(threadIdx.x % 32), static_cast<int>(params.batch) - 1));
-  }
-  // By what it said behind pdl_wait(): whether the work is what was found before. If not, it is found again.
-  __device__ bool holds(const Live& after) {
-    if (params.settled || (params.batch <= 32 && __all_sync(0xffffffffu, before == after))) return true;
-    const Walk again = find(walk.line);
-    const bool same = __all_sync(0xffffffffu, again == walk);
-    walk = again;
-    return same;
-  }
-
- private:
-  __device__ Walk find(const Line& line) const {
-    asm volatile("" ::: "memory");  // the lengths that the work is found by are no older than the look at them
-    return Walk(params, line, plan_quota(params, line, cluster.count, least, slack), cluster.index);
   }
 };
 
@@ -228,25 +178,22 @@ struct Feed {
   int first, step;  // in keys: of the block's units in a pair
   bool done;
 
-  __device__ Feed(const DecodeAttentionParams& params, const Walk& start, const Cluster& cluster)
-      : walk(start),
-        key(start.first_key() + cluster.rank * start.line.unit()),
-        first(cluster.rank * start.line.unit()),
-        step(cluster.size * start.line.unit()) {
-    find(params);
+  __device__ Feed(const DecodeAttentionParams& params, const Walk& start, int pairs, int rank, int blocks)
+      : walk(start), key(start.first_key() + rank * kUnit), first(rank * kUnit), step(blocks * kUnit) {
+    find(params, pairs);
   }
   // Whether the next one is of the same pair.
-  __device__ bool next(const DecodeAttentionParams& params) {
+  __device__ bool next(const DecodeAttentionParams& params, int pairs) {
     key += step;
-    return find(params);
+    return find(params, pairs);
   }
 
  private:
   // Skips pairs without a unit of ours.
-  __device__ bool find(const DecodeAttentionParams& params) {
+  __device__ bool find(const DecodeAttentionParams& params, int pairs) {
     bool same = true;
     while (!(done = walk.done(params)) && key >= walk.end_key()) {
-      walk.next(params);
+      walk.next(params, pairs);
       key = walk.first_key() + first;
       same = false;
     }
