@@ -63,57 +63,17 @@ struct Cluster {
     return cluster;
   }
 
-  // A barrier in two halves: what was written before arrive() is seen after wait(). For a cluster of one block it
-  // orders the threads of the block at arrive() already.
+  // A barrier in two halves: what was written before arrive() is seen after wait(). Nothing where there is one block.
   __device__ void arrive() const {
 #if __CUDA_ARCH__ >= 900
-    if (size > 1) {
-      asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-      return;
-    }
+    if (size > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
-    __syncthreads();
   }
   __device__ void wait() const {
 #if __CUDA_ARCH__ >= 900
     if (size > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
   }
-
-  // What lies at `local`, an address in shared memory, in the block `rank` of the cluster.
-  __device__ static float2 load2(uint32_t local, int rank) {
-    float2 v;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(map(local, rank)) : "memory");
-#else
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(local) : "memory");
-#endif
-    return v;
-  }
-  __device__ static float4 load4(uint32_t local, int rank) {
-    float4 v;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(map(local, rank))
-                 : "memory");
-#else
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(local)
-                 : "memory");
-#endif
-    return v;
-  }
-
- private:
-#if __CUDA_ARCH__ >= 900
-  __device__ static uint32_t map(uint32_t local, int rank) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(local), "r"(rank));
-    return address;
-  }
-#endif
 };
 
 }  // namespace llmk

@@ -1,10 +1,11 @@
-// Bulk tensor copies (TMA), the barriers they complete on, and clusters of blocks: sm_90 and later. Functions of one
-// line; below sm_90 this header is empty.
+// Bulk tensor copies (TMA), the barriers they complete on, and what blocks of a cluster do to each other: sm_90 and
+// later. Functions of one line; below sm_90 this header is empty.
 #pragma once
 #include <cuda.h>
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/ptx.cuh"
 
 namespace llmk {
@@ -12,6 +13,7 @@ namespace llmk {
 #if __CUDA_ARCH__ >= 900
 
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // an L2 policy: data that is read once
+constexpr uint64_t kEvictNormal = 0x1000000000000000;
 
 // A barrier in shared memory whose phases complete when `arrivals` have arrived and all announced bytes are there.
 __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
@@ -39,6 +41,11 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+// Makes a barrier ordinary memory again, which barrier_init() wants. Nobody may wait there.
+__device__ inline void barrier_invalidate(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // Copies contiguous bytes, a multiple of 16, between addresses that are multiples of 16.
@@ -71,6 +78,15 @@ __device__ inline void tensor_load(uint32_t shared, const CUtensorMap& map, int 
       "l"(&map), "r"(column), "r"(row), "r"(depth), "r"(barrier), "l"(policy)
       : "memory");
 }
+// The same of a four-dimensional tensor.
+__device__ inline void tensor_load(uint32_t shared, const CUtensorMap& map, const int (&at)[4], uint32_t barrier,
+                                   uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+      "{%2, %3, %4, %5}], [%6], %7;" ::"r"(shared),
+      "l"(&map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(barrier), "l"(policy)
+      : "memory");
+}
 // Orders ordinary accesses to shared memory before copies that are issued later.
 __device__ inline void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -79,11 +95,6 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ inline int cluster_rank() {
-  int rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 __device__ inline void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -96,6 +107,29 @@ __device__ inline uint32_t cluster_address(uint32_t shared, int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
+}
+__device__ inline void cluster_store(uint32_t address, const float2& v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+__device__ inline void cluster_store(uint32_t address, const float4& v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z),
+               "f"(v.w)
+               : "memory");
+}
+// Arrives at a neighbour's barrier, by its cluster_address(); what was written before, to any block of the cluster, is
+// seen behind barrier_wait_cluster().
+__device__ inline void barrier_arrive_cluster(uint32_t address) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+__device__ inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 __device__ inline float cluster_load(uint32_t address) {
   float value;

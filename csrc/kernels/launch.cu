@@ -15,7 +15,11 @@ void count_clusters(DeviceInfo& info) {
   if (info.compute_capability < 90) return;
   const int shared_bytes = static_cast<int>(info.shared_bytes);  // so that two blocks do not fit an SM
   cudaError_t status = cudaFuncSetAttribute(empty_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  for (const unsigned size : {2, 4, 8}) {
+  // More than 8 blocks need that many SMs side by side, which not every device, or part of one, has.
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(empty_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  for (const unsigned size : {2, 4, 8, 16}) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {size, 1, 1};

@@ -14,8 +14,8 @@ struct DeviceInfo {
   size_t shared_bytes;     // of one block at most
   size_t l2_bytes;
   // clusters[n]: how many clusters of n blocks, each block on an SM of its own, run at the same time, for n = 1, 2, 4,
-  // 8; fewer than sm_count / n where the groups of SMs that a cluster may span have other sizes, none if unknown.
-  int clusters[9];
+  // 8, 16; fewer than sm_count / n where the groups of SMs that a cluster may span have other sizes, none if unknown.
+  int clusters[17];
 };
 
 // Of the current device; asked once per device.
@@ -43,6 +43,9 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   if (shape.shared_bytes > 32 * 1024) {  // static shared memory counts towards the 48 KiB that need no asking
     status =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
+  }
+  if (status == cudaSuccess && shape.cluster > 8) {  // more than every device of the architecture must have
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
   if (status == cudaSuccess) {
     cudaLaunchAttribute attributes[2]{};

@@ -5,6 +5,7 @@
 
 #include "kernels/launch.h"
 #include "params/attention.h"
+#include "shape.h"
 
 namespace llmk::kernels {
 
@@ -12,34 +13,72 @@ namespace llmk::kernels {
 struct DecodePlan {
   int column_tiles;  // 8 queries each
   int chunks;        // of a kv head's queries
-  int cluster;       // blocks that share a unit of work
+  int cluster;       // blocks that share a pair: 1, 2, 4, 8 or 16
   int clusters;
   int least, slack;  // see plan_quota()
+  int warps;         // that compute: 4, or 8
+  int slots;         // of the ring
+  int box;           // keys that one copy brings: 16, 32 or 64
+  bool evict_first;  // whether keys and values are the first that the L2 cache may forget
+
+  Layout layout(int64_t head_dim) const {
+    return {static_cast<int>(head_dim), 8 * column_tiles, warps, slots, cluster};
+  }
 };
 
-constexpr int kMaxClusters = 288;         // two for each SM of the largest GPUs
-constexpr int64_t kShortSequence = 2048;  // keys that one cluster of 8 blocks gets through as soon as several do
+constexpr int kMaxClusters = 288;  // two for each SM of the largest GPUs
+// Keys that one block, or one cluster of as many blocks as there are, gets through as soon as several do.
+constexpr int64_t kVeryShortSequence = 512, kShortSequence = 2048;
+// Of an SM: room for two blocks, so that the next launch can get ready while this one works. kLessOfShared: was
+// faster by 2 to 4 % where every block has a pair of its own.
+constexpr size_t kLessOfShared = 80 * 1024, kHalfOfShared = 112 * 1024, kMostOfShared = 200 * 1024;
+
+// Fills in the ring: as many slots as fit into so many bytes. Fewer than two are no ring.
+inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
+  plan.slots = 0;
+  const size_t fixed = static_cast<size_t>(plan.layout(head_dim).bytes), slot = slot_bytes(static_cast<int>(head_dim));
+  if (fixed < bytes) plan.slots = static_cast<int>(std::min<size_t>((bytes - fixed) / (slot + 16), 32));
+}
 
 inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, const DeviceInfo& device) {
   const int64_t queries = params.heads / params.kv_heads * params.tokens;
   DecodePlan plan{};
   plan.column_tiles = queries <= 8 ? 1 : 2;
   plan.chunks = static_cast<int>((queries + 8 * plan.column_tiles - 1) / (8 * plan.column_tiles));
+  plan.warps = 4;
   const int64_t pairs = params.batch * params.kv_heads * plan.chunks;
-  const int64_t longest = params.longest > 0 ? std::min(params.longest, params.cache.capacity) : params.cache.capacity;
-  const bool has_clusters = device.compute_capability >= 90;
-  if (has_clusters && longest <= kShortSequence && pairs * 8 <= device.sm_count) {
-    plan.cluster = 8;  // no block without work, and no sums through memory
-    plan.clusters = static_cast<int>(pairs);
-  } else if (has_clusters && pairs <= device.sm_count) {
-    plan.cluster = 2;
-    plan.clusters = 2 * pairs <= device.sm_count ? device.sm_count / 2 : device.sm_count;
-  } else {
+  if (device.compute_capability < 90) {
     plan.cluster = 1;
     plan.clusters = 2 * device.sm_count;
+    plan.slots = kCopySlots;
+  } else {
+    const int64_t longest =
+        params.longest > 0 ? std::min(params.longest, params.cache.capacity) : params.cache.capacity;
+    const bool is_very_short = longest <= kVeryShortSequence;
+    size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
+    int blocks = device.sm_count;
+    if (longest <= kShortSequence && pairs * 8 <= device.sm_count) {
+      // A cluster for each pair: no block without work, and no sums through memory.
+      plan.cluster = !is_very_short && pairs <= device.clusters[16] ? 16 : 8;
+      blocks = static_cast<int>(pairs) * plan.cluster;
+    } else if (pairs * 2 <= device.sm_count) {
+      plan.cluster = 2;
+    } else {
+      plan.cluster = 1;
+      if (is_very_short && pairs > device.sm_count && params.head_dim <= 128) {
+        blocks *= 2;
+      } else if (params.head_dim * plan.column_tiles <= 128) {
+        bytes = kLessOfShared;
+      }
+    }
+    plan.clusters = blocks / plan.cluster;
+    plan_ring(plan, params.head_dim, std::min(bytes, device.shared_bytes));
   }
   plan.clusters = std::clamp(plan.clusters, 1, kMaxClusters);
-  plan.least = plan.slack = 8;
+  plan.least = plan.slack = std::max(4 * plan.cluster, 8);
+  plan.box = kUnit;
+  while (params.cache.block_table && plan.box > kTile && params.cache.page_size % plan.box != 0) plan.box /= 2;
+  plan.evict_first = plan.chunks == 1;  // else several blocks read the same keys
   return plan;
 }
 

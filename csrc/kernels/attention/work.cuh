@@ -7,28 +7,38 @@
 
 #include "device/ptx.cuh"
 #include "params/attention.h"
+#include "shape.h"
 
 namespace llmk::kernels {
 
-constexpr int kTile = 16;         // keys that a warp takes at once
-constexpr int kUnit = 4 * kTile;  // keys of a unit of work
+// What memory says about a sequence.
+struct Live {
+  int length, start;
+
+  // Past L1, which may hold what was there before the predecessor had finished.
+  __device__ static Live load(const DecodeAttentionParams& params, int b) {
+    return {__ldcg(params.lengths + b), params.starts ? __ldcg(params.starts + b) : 0};
+  }
+  bool operator==(const Live&) const = default;
+};
 
 // The keys of a sequence that any of its queries sees, and where its last one ends.
 struct Keys {
   int begin, end;
-  int origin;  // where units and tiles begin: a multiple of kTile, so that a tile lies within a page
+  int origin;  // where units begin: a multiple of kUnit, so that no part of one lies across the border of a page
   int fresh;   // fused form: the key that this launch brings, or -1
 
   __device__ Keys(const DecodeAttentionParams& params, int b) {
-    // Past L1, which may hold what was there before the predecessor had finished.
-    const int64_t length = __ldcg(params.lengths + b);
-    end = static_cast<int>(max(min(length, params.cache.capacity), int64_t{0}));
-    int64_t first = params.starts ? max(__ldcg(params.starts + b), 0) : 0;
+    const Live live = Live::load(params, b);
+    end = static_cast<int>(max(min(int64_t{live.length}, params.cache.capacity), int64_t{0}));
+    int64_t first = max(live.start, 0);
     if (params.window > 0) first = max(first, end - params.tokens + 1 - params.window);
     begin = static_cast<int>(min(first, int64_t{end}));
-    origin = begin / kTile * kTile;
-    fresh = params.new_k && length == end ? end - 1 : -1;
+    origin = begin / kUnit * kUnit;
+    fresh = params.new_k && live.length == end ? end - 1 : -1;
   }
+  bool operator==(const Keys&) const = default;
+
   __device__ int units() const { return max((end - origin + kUnit - 1) / kUnit, 1); }  // one where there is no key, too
 };
 
@@ -50,6 +60,7 @@ struct Quota {
   int units;
   bool whole;  // lengths count as multiples of the quota
 
+  bool operator==(const Quota&) const = default;
   __device__ int padded(int length) const { return whole ? divide_up(length, units) * units : length; }
 };
 
@@ -125,8 +136,14 @@ struct Walk {
     if (batch == 1 && pair >= pairs) b = 1;
   }
 
+  bool operator==(const Walk&) const = default;
+
   __device__ bool done(const DecodeAttentionParams& params) const {
     return b >= params.batch || pair_begin + from >= end;
+  }
+  // Whether no pair follows this one.
+  __device__ bool is_last(const DecodeAttentionParams& params, int pairs) const {
+    return pair_begin + padded >= end || (pair + 1 == pairs && b + 1 == params.batch);
   }
   __device__ void next(const DecodeAttentionParams& params, int pairs) {
     pair_begin += padded;
@@ -150,6 +167,37 @@ struct Walk {
   __device__ void measure() {
     units = keys.units();
     padded = quota.padded(units);
+  }
+};
+
+// The units of a block, one after another through all of its pairs: within a cluster neighbouring units go to different
+// blocks, so that few of them are spread over many SMs.
+struct Feed {
+  Walk walk;
+  int key;          // the first one of the unit
+  int first, step;  // in keys: of the block's units in a pair
+  bool done;
+
+  __device__ Feed(const DecodeAttentionParams& params, const Walk& start, int pairs, int rank, int blocks)
+      : walk(start), key(start.first_key() + rank * kUnit), first(rank * kUnit), step(blocks * kUnit) {
+    find(params, pairs);
+  }
+  // Whether the next one is of the same pair.
+  __device__ bool next(const DecodeAttentionParams& params, int pairs) {
+    key += step;
+    return find(params, pairs);
+  }
+
+ private:
+  // Skips pairs without a unit of ours.
+  __device__ bool find(const DecodeAttentionParams& params, int pairs) {
+    bool same = true;
+    while (!(done = walk.done(params)) && key >= walk.end_key()) {
+      walk.next(params, pairs);
+      key = walk.first_key() + first;
+      same = false;
+    }
+    return same;
   }
 };
 

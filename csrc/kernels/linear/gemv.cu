@@ -19,10 +19,7 @@ namespace {
 
 constexpr int kWarps = 7, kThreads = 32 * kWarps;
 [[maybe_unused]] constexpr int kHeld = 4;  // vectors of x per thread on their way into shared memory
-#ifndef LLMK_GS
-#define LLMK_GS 2
-#endif
-constexpr int kSlotsPerWarp = LLMK_GS, kSlots = kWarps * kSlotsPerWarp;
+constexpr int kSlotsPerWarp = 2, kSlots = kWarps * kSlotsPerWarp;
 // Two blocks of the first size fit an SM, so the next kernel begins while this one ends. Long rows gain more from the
 // second.
 constexpr int kSharedBytes = 112 * 1024, kLongSharedBytes = 160 * 1024, kLongRow = 8192, kHeaderBytes = 512;

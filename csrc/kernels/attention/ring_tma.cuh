@@ -1,0 +1,178 @@
+// The ring of keys and values on sm_90 and later: a warp of its own asks for whole units by tensor maps, always as far
+// ahead as there is room, through all pairs of the block. A tensor map is [pages, kv_heads, tokens, head_dim] and knows
+// nothing of lengths, so a captured launch serves any. What lies beyond it (columns of the last chunk, tokens behind
+// the capacity, pages that do not exist) comes as zeros.
+#pragma once
+#include "device/cluster.cuh"
+#include "device/tma.cuh"
+#include "plan.h"
+#include "shape.h"
+#include "work.cuh"
+
+namespace llmk::kernels {
+
+struct KvMaps {
+  CUtensorMap k, v;  // boxes of `box` keys and 64 columns
+};
+
+#if __CUDA_ARCH__ >= 900
+
+// The side that copies. By all lanes of the last warp: a lane has one box of each half of a unit.
+template <typename S>
+class Producer {
+ public:
+  // Makes the barriers: slots are filled by one announcement and all of its bytes, and empty when all warps say so.
+  __device__ Producer(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
+                      const Cluster& cluster, const Walk& walk, uint32_t shared, const Layout& layout)
+      : params_(params),
+        plan_(plan),
+        maps_(maps),
+        cluster_(cluster),
+        ring_(shared),
+        full_(shared + layout.full),
+        empty_(shared + layout.empty),
+        pairs_(static_cast<int>(params.kv_heads) * plan.chunks),
+        parts_(kUnit / plan.box),
+        part_(lane() / S::kChunks),
+        feed_(params, walk, pairs_, cluster.rank, cluster.size) {
+    if (lane() == 0) {
+      tensor_map_prefetch(maps.k);
+      tensor_map_prefetch(maps.v);
+      barrier_init(shared + layout.parts_full, plan.warps * cluster.size);
+      barrier_init(shared + layout.parts_free, plan.warps * cluster.size);
+    }
+    init();
+  }
+
+  // Fills the ring with the first units.
+  __device__ void begin(const Walk& walk) {
+    feed_ = Feed(params_, walk, pairs_, cluster_.rank, cluster_.size);
+    slot_ = 0;
+    reused_ = 1;
+    if (!feed_.done) look_up();
+    for (int used = 2; used <= plan_.slots && !feed_.done; used += 2) request();
+  }
+
+  // Forgets what begin() asked for, once it is there: it was not what is wanted. Nobody may be waiting yet.
+  __device__ void forget() {
+    const int used = reused_ ? slot_ : plan_.slots;
+    for (int slot = 0; slot < used; ++slot) barrier_wait(full_ + 8 * slot, 0);
+    __syncwarp();
+    for (int slot = lane(); slot < plan_.slots; slot += 32) {
+      barrier_invalidate(full_ + 8 * slot);
+      barrier_invalidate(empty_ + 8 * slot);
+    }
+    init();
+  }
+
+  __device__ void run() {
+    while (!feed_.done) request();
+  }
+
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+
+  __device__ void init() {
+    for (int slot = lane(); slot < plan_.slots; slot += 32) {
+      barrier_init(full_ + 8 * slot, 1);
+      barrier_init(empty_ + 8 * slot, plan_.warps);
+    }
+    barrier_init_fence();
+    __syncwarp();
+  }
+
+  // Of the next 32 parts of units, a lane for each: the page it lies in; and of the 32 behind them, ahead of time.
+  __device__ void look_up() {
+    taken_ = 0;
+    page_ = feed_.walk.b;
+    if (!params_.cache.block_table) return;
+    page_ = page_of(feed_.key);
+    pages_ahead_ = page_of(feed_.key + 32 / parts_ * feed_.step);
+  }
+  __device__ int page_of(int first) const {
+    const int key = first + lane() / parts_ * feed_.step + lane() % parts_ * plan_.box;
+    if (key >= feed_.walk.end_key()) return -1;
+    return __ldcg(params_.cache.block_table + feed_.walk.b * params_.cache.table_stride + divide(key, page_size()));
+  }
+  __device__ int page_size() const { return static_cast<int>(params_.cache.page_size); }
+
+  // Asks for the keys of a unit, then for its values.
+  __device__ void request() {
+    const Walk& walk = feed_.walk;
+    const int key = feed_.key + part_ * plan_.box;
+    const bool mine = part_ < parts_ && key < walk.end_key() && key + plan_.box > walk.keys.begin;
+    const int bytes = __popc(__ballot_sync(0xffffffffu, mine)) * plan_.box * kChunkColumns * 2;
+    int page = page_, in_page = key;
+    if (params_.cache.block_table) {
+      page = __shfl_sync(0xffffffffu, page_, taken_ * parts_ + part_);
+      in_page = key - divide(key, page_size()) * page_size();
+    }
+    const int head = plan_.chunks == 1 ? walk.pair : walk.pair / plan_.chunks, chunk = lane() % S::kChunks;
+    const int at[4] = {chunk * kChunkColumns, in_page, head, page};
+    // Several chunks of queries read the same keys.
+    const uint64_t policy = plan_.evict_first ? kEvictFirst : kEvictNormal;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t full = full_ + 8 * slot_;
+      barrier_wait(empty_ + 8 * slot_, reused_);  // a slot that has not been used passes for empty
+      if (lane() == 0) barrier_arrive_expecting(full, bytes);
+      __syncwarp();
+      if (mine) {
+        tensor_load(ring_ + slot_ * S::kSlot + chunk * kChunkBytes + part_ * plan_.box * 128,
+                    half == 0 ? maps_.k : maps_.v, at, full, policy);
+      }
+      if (++slot_ == plan_.slots) slot_ = 0, reused_ ^= 1;
+    }
+    const bool same_pair = feed_.next(params_, pairs_);
+    if (feed_.done) return;
+    if (!same_pair) {
+      look_up();
+    } else if (params_.cache.block_table && ++taken_ == 32 / parts_) {
+      taken_ = 0;
+      page_ = pages_ahead_;
+      pages_ahead_ = page_of(feed_.key + 32 / parts_ * feed_.step);
+    }
+  }
+
+  const DecodeAttentionParams& params_;
+  const DecodePlan& plan_;
+  const KvMaps& maps_;
+  const Cluster& cluster_;
+  uint32_t ring_, full_, empty_;
+  int pairs_;
+  int parts_, part_;  // of a unit: boxes along the keys, and the lane's one
+  Feed feed_;
+  int slot_;
+  uint32_t reused_;  // the parity of the phase whose end empties the slot
+  int page_, pages_ahead_, taken_;
+};
+
+// The side of a warp that computes. All of them wait for all slots, or one might meet a barrier a phase too late.
+template <typename S>
+class Ring {
+ public:
+  __device__ Ring(const DecodePlan& plan, uint32_t shared, const Layout& layout)
+      : ring_(shared), full_(shared + layout.full), empty_(shared + layout.empty), slots_(plan.slots) {}
+
+  // Waits for the next slot; its offset in shared memory.
+  __device__ int wait() {
+    barrier_wait(full_ + 8 * slot_, phase_);
+    return slot_ * S::kSlot;
+  }
+  // This warp has written to the slot, too.
+  __device__ void written() { async_proxy_fence(); }
+  __device__ void release() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty_ + 8 * slot_);
+    if (++slot_ == slots_) slot_ = 0, phase_ ^= 1;
+  }
+
+ private:
+  uint32_t ring_, full_, empty_;
+  int slots_, slot_ = 0;
+  uint32_t phase_ = 0;
+};
+
+#endif
+
+}  // namespace llmk::kernels

@@ -1,0 +1,228 @@
+// Attention of the queries of a pair to a tile of 16 keys, by one warp. Keys are the 16-row operand of the tensor cores
+// and the queries the 8 columns (the 7 of a kv head cost what one would), so that scores come out transposed: a lane
+// has two queries, in both products.
+#pragma once
+#include <cmath>
+
+#include "device/mma.cuh"
+#include "device/ptx.cuh"
+#include "device/vec.cuh"
+#include "merge.cuh"
+#include "shape.h"
+#include "work.cuh"
+
+namespace llmk::kernels {
+
+// The queries as operands of the tensor cores: in registers where there is room for them.
+template <typename S>
+struct Queries {
+  static constexpr int kSteps = S::D / 32;
+  static constexpr bool kInRegisters = S::D * S::kTilesOfColumns <= 256;
+  uint32_t row;
+  uint32_t kept[kInRegisters ? S::kTilesOfColumns : 1][kInRegisters ? kSteps : 1][4];
+
+  __device__ explicit Queries(uint32_t q) : row(q + threadIdx.x % 8 * S::kRow + threadIdx.x % 32 / 8 * 16) {
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int n = 0; n < S::kTilesOfColumns; ++n) {
+#pragma unroll
+        for (int d = 0; d < kSteps; ++d) load_matrices(kept[n][d], row + n * 8 * S::kRow + d * 64);
+      }
+    }
+  }
+  __device__ void get(uint32_t (&b)[4], int n, int d) const {
+    if constexpr (kInRegisters) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[i] = kept[n][d][i];
+    } else {
+      load_matrices(b, row + n * 8 * S::kRow + d * 64);
+    }
+  }
+};
+
+// Where this lane's row of a matrix operand lies: 16 columns of `step`, the upper 8 of them if `upper`.
+__device__ inline uint32_t swizzled_row(uint32_t tile, int row, bool upper) {
+  return tile + row * 128 + (static_cast<int>(upper) ^ row % 8) * 16;
+}
+__device__ inline uint32_t columns_of(uint32_t swizzled, int step) {
+  return (swizzled ^ step % 4 * 32) + step / 4 * kChunkBytes;
+}
+
+// Scores of a tile of keys against the queries, before scaling.
+template <typename S>
+__device__ void multiply(float (&s)[S::kTilesOfColumns][4], uint32_t tile, const Queries<S>& queries) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t row = swizzled_row(tile, lane % 16, lane >= 16);
+  float odd[S::kTilesOfColumns][4] = {};  // a second chain, since every product waits for the one before
+#pragma unroll
+  for (int n = 0; n < S::kTilesOfColumns; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = 0.f;
+  }
+#pragma unroll
+  for (int d = 0; d < S::D / 16; d += 2) {
+    uint32_t a[2][4];
+    load_matrices(a[0], columns_of(row, d));
+    load_matrices(a[1], columns_of(row, d + 1));
+#pragma unroll
+    for (int n = 0; n < S::kTilesOfColumns; ++n) {
+      uint32_t b[4];
+      queries.get(b, n, d / 2);
+      mma_16x8x16<typename S::T>(s[n], a[0], b[0], b[1]);
+      mma_16x8x16<typename S::T>(odd[n], a[1], b[2], b[3]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < S::kTilesOfColumns; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
+  }
+}
+
+// Which keys the queries of a lane see, of a pair's queries from `first` on.
+template <typename S>
+struct Sight {
+  int lower[S::kTilesOfColumns][2], upper[S::kTilesOfColumns][2];
+
+  __device__ Sight(const DecodeAttentionParams& params, const Walk& walk, int first, int group) {
+    const int lane = threadIdx.x % 32, tokens = static_cast<int>(params.tokens), end = walk.end_key();
+#pragma unroll
+    for (int n = 0; n < S::kTilesOfColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int t = tokens == 1 ? 0 : (first + 8 * n + lane % 4 * 2 + i) / group;
+        const int until = walk.keys.end - tokens + t + 1;
+        upper[n][i] = min(until, end);
+        lower[n][i] = params.window > 0 ? static_cast<int>(max(until - params.window, int64_t{walk.keys.begin}))
+                                        : walk.keys.begin;
+      }
+    }
+  }
+};
+
+// What becomes of a product of query and key.
+struct Scoring {
+  float scale, cap, cap_scale;  // in units of log 2; cap 0: none
+
+  __device__ explicit Scoring(const DecodeAttentionParams& params)
+      : scale(static_cast<float>(params.scale) * kLog2E),
+        cap(static_cast<float>(params.softcap) * kLog2E),
+        cap_scale(params.softcap > 0 ? static_cast<float>(params.scale / params.softcap) * 2 * kLog2E : 0.f) {}
+
+  // Of a tile that begins with `key`; what a query does not see counts for nothing, whatever is there.
+  template <typename S>
+  __device__ void apply(float (&s)[S::kTilesOfColumns][4], int key, const Sight<S>& sight) const {
+    const int first = key + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int n = 0; n < S::kTilesOfColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (cap > 0) {  // tanh(x) = 1 - 2 / (1 + e^2x)
+          s[n][i] = cap - 2 * cap * reciprocal_approximate(1.f + exp2_approximate(s[n][i] * cap_scale));
+        } else {
+          s[n][i] *= scale;
+        }
+        const int j = first + i / 2 * 8;
+        if (j < sight.lower[n][i % 2] || j >= sight.upper[n][i % 2]) s[n][i] = -INFINITY;
+      }
+    }
+  }
+};
+
+// The unfinished attention of a warp: two queries per lane and tile of columns, 2 (lane % 4) and the next; o holds for
+// them, transposed, elements lane / 4 and that + 8 of every 16 of the head.
+template <typename S>
+struct Accumulator {
+  static constexpr int kColumns = S::kTilesOfColumns, kSteps = S::D / 16;
+  float o[kSteps][kColumns][4];
+  float maximum[kColumns][2], sum[kColumns][2];
+  uint32_t p[kColumns][2];  // weights of the tile in hand
+
+  __device__ Accumulator() {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) maximum[n][i] = -INFINITY, sum[n][i] = 0.f;
+#pragma unroll
+      for (int d = 0; d < kSteps; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[d][n][i] = 0.f;
+      }
+    }
+  }
+
+  // Takes in a tile of scores.
+  __device__ void weigh(float (&s)[kColumns][4]) {
+    using P = Pair<typename S::T>;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      float scale[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float top = fmaxf(s[n][i], s[n][i + 2]);
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+        top = fmaxf(top, maximum[n][i]);
+        const float base = finite(top);
+        scale[i] = exp2_approximate(maximum[n][i] - base);
+        maximum[n][i] = top;
+        s[n][i] = exp2_approximate(s[n][i] - base);
+        s[n][i + 2] = exp2_approximate(s[n][i + 2] - base);
+        sum[n][i] = sum[n][i] * scale[i] + (s[n][i] + s[n][i + 2]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto pair = P::from_floats(s[n][2 * half], s[n][2 * half + 1]);
+        p[n][half] = transpose_matrix(*reinterpret_cast<const uint32_t*>(&pair));
+      }
+#pragma unroll
+      for (int d = 0; d < kSteps; ++d) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[d][n][i] *= scale[i % 2];
+      }
+    }
+  }
+
+  // And its values. Of the 16 rows only [begin, end) count; the others become zeros, since a weight of zero would not
+  // silence what may lie there.
+  __device__ void add(uint32_t tile, int begin, int end) {
+    const int lane = threadIdx.x % 32;
+    const auto mask = [&](int row) {
+      return (row >= begin && row < end ? 0xffffu : 0u) | (row + 1 >= begin && row + 1 < end ? 0xffff0000u : 0u);
+    };
+    const uint32_t low = mask(lane % 4 * 2), high = mask(lane % 4 * 2 + 8);
+    const uint32_t row = swizzled_row(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll
+    for (int d = 0; d < kSteps; ++d) {
+      uint32_t a[4];
+      load_matrices_transposed(a, columns_of(row, d));
+      a[0] &= low, a[1] &= low, a[2] &= high, a[3] &= high;
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) mma_16x8x16<typename S::T>(o[d][n], a, p[n][0], p[n][1]);
+    }
+  }
+
+  // Leaves the warp's sums in shared memory.
+  __device__ void store(unsigned char* shared, const Layout& layout, int warp) {
+    const int lane = threadIdx.x % 32, row = lane / 4;
+    Softmax* const softmaxes = reinterpret_cast<Softmax*>(shared + layout.softmaxes) + warp * S::kQueries;
+    float* const sums = reinterpret_cast<float*>(shared + layout.sums) + warp * S::kQueries * S::kSumRow + row;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int query = 8 * n + lane % 4 * 2 + i;
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2) sum[n][i] += __shfl_xor_sync(0xffffffffu, sum[n][i], offset);
+        if (row == 0) softmaxes[query] = {maximum[n][i], sum[n][i]};
+#pragma unroll
+        for (int d = 0; d < kSteps; ++d) {
+          sums[query * S::kSumRow + 16 * d] = o[d][n][i];
+          sums[query * S::kSumRow + 16 * d + 8] = o[d][n][i + 2];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace llmk::kernels
