@@ -19,6 +19,7 @@
 #if LLMK_CUDA
 #include "kernels/decode/decode_step.h"
 #endif
+#include "params/norm.h"
 #include "step.h"
 
 namespace llmk {
