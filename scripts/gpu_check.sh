@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests of the GPU on this machine, and compute-sanitizer on a short selection of them; writes results/gpu_tests.json.
 #
-#   bash scripts/gpu_check.sh [--sanitizer] [--no-tests] [--output FILE] [-n WORKERS] [-- pytest arguments]
+#   bash scripts/gpu_check.sh [--sanitizer | --tools memcheck,synccheck] [--no-tests] [--output FILE] [-n WORKERS] [-- pytest arguments]
 #
 # Needs no installed package: it takes the library that lies in llmkernels/ if that is of these sources, else builds it.
 # Parts of a report on the same sources that are not run again are kept.
@@ -17,6 +17,7 @@ workers=()
 while [ $# -gt 0 ]; do
   case $1 in
     --sanitizer) tools=(memcheck racecheck synccheck initcheck); shift ;;
+    --tools) IFS=, read -ra tools <<<"$2"; shift 2 ;;
     --no-tests) tests=; shift ;;
     --output) output=$2; shift 2 ;;
     -n) workers=(-n "$2"); shift 2 ;;
@@ -34,18 +35,7 @@ export PYTHONPATH=$PWD
 "$python" -m llmkernels info
 "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu_check.sh: torch finds no GPU")'
 
-# Workers share the GPU, so the tests that want most of its memory run after the others, one by one.
-if [ -n "$tests" ]; then
-  run=("$python" -m pytest -q -k "cuda or gpu or large")
-  if [ ${#workers[@]} -gt 0 ]; then
-    "${run[@]}" "${workers[@]}" -m "not large" --junitxml="$work/tests.xml" "$@" tests || true
-    "${run[@]}" -m large --junitxml="$work/tests_large.xml" "$@" tests || true
-  else
-    "${run[@]}" --junitxml="$work/tests.xml" "$@" tests || true
-  fi
-fi
-
-# Only our kernels are looked at; initcheck has to see who wrote the inputs, so there the report picks ours out. Without
+# Beside the tests, for they take long. Only our kernels are looked at; initcheck has to see who wrote the inputs, so there the report picks ours out. Without
 # torch's caching allocator every tensor is an allocation of its own, so that its end is the end of what may be touched.
 # racecheck does not see that copies of the TMA engine have arrived, which their readers wait for at a barrier in shared
 # memory: it takes every one for a race, or dies. So it skips the kernels that use them.
@@ -62,9 +52,21 @@ for tool in "${tools[@]}"; do
       skipped+=(--ignore "tests/test_$name.py")
     done
   fi
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer "${options[@]}" "$python" -m pytest -q -m sanitizer \
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 900 compute-sanitizer "${options[@]}" "$python" -m pytest -q -m sanitizer \
     -k "cuda or gpu" "${skipped[@]}" --junitxml="$work/$tool.xml" "$@" tests || true &
 done
+
+# Workers share the GPU, so the tests that want most of its memory run after the others, one by one.
+if [ -n "$tests" ]; then
+  run=("$python" -m pytest -q -k "cuda or gpu or large")
+  if [ ${#workers[@]} -gt 0 ]; then
+    "${run[@]}" "${workers[@]}" -m "not large" --junitxml="$work/tests.xml" "$@" tests || true
+    "${run[@]}" -m large --junitxml="$work/tests_large.xml" "$@" tests || true
+  else
+    "${run[@]}" --junitxml="$work/tests.xml" "$@" tests || true
+  fi
+fi
+
 wait
 for tool in "${tools[@]}"; do
   tail -n 20 "$work/$tool.log" || true

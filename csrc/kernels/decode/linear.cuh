@@ -4,8 +4,8 @@
 
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
+#include "dot.cuh"
 #include "exchange.cuh"
-#include "kernels/linear/dot.cuh"
 #include "ring.cuh"
 
 namespace llmk::kernels {

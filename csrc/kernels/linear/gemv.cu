@@ -1,8 +1,8 @@
 // Linear for one token: linear.cu's formulas with m = 1, by dot products.
 //
-// The rows of W are dealt out evenly, two at a time (gate and up for SwiGLU). Every warp sums up whole rows and has a
-// small ring of its own in shared memory, into which it requests them in pieces as long as fit, since the memory is
-// faster for long ones; the first before the kernel in front of this one has ended. x waits in shared memory,
+// The rows of W are dealt out evenly, two at a time (gate and up for SwiGLU), so that a piece of x is read once for
+// both. Every warp sums up whole rows and has a small ring of its own in shared memory, into which it requests pieces
+// of them, contiguous in memory; the first before the kernel in front of this one has ended. x waits in shared memory,
 // already multiplied by the norm's weight; 1 / rms joins at the end.
 #include "gemv.h"
 
@@ -11,7 +11,6 @@
 #include "device/reduce.cuh"
 #include "device/tma.cuh"
 #include "device/vec.cuh"
-#include "dot.cuh"
 #include "kernels/launch.h"
 
 namespace llmk::kernels {
@@ -37,6 +36,16 @@ struct Arguments {
   float eps;
 };
 
+// sum += the dot product of eight elements; even and odd ones apart, for two shorter chains.
+template <typename T>
+__device__ inline void dot(float (&sum)[2], const Vec<T, 8>& w, const float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    sum[0] = fmaf(w[i], x[i], sum[0]);
+    sum[1] = fmaf(w[i + 1], x[i + 1], sum[1]);
+  }
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant__ Arguments a) {
 #if __CUDA_ARCH__ >= 900
@@ -45,27 +54,26 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
   float* const squares = reinterpret_cast<float*>(shared + 8 * kSlots);
   V* const x = reinterpret_cast<V*>(shared + kHeaderBytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int slot_bytes = 2 * a.piece;
+  const int slot_bytes = 4 * a.piece;
   const int begin = static_cast<int>(static_cast<int64_t>(a.pairs) * blockIdx.x / gridDim.x);
   const int end = static_cast<int>(static_cast<int64_t>(a.pairs) * (blockIdx.x + 1) / gridDim.x);
   // This warp's part of the ring, and of the barriers.
   unsigned char* const ring = shared + kHeaderBytes + (2 * a.k + 127) / 128 * 128 + warp * kSlotsPerWarp * slot_bytes;
   const uint32_t full = shared_address(shared) + 8 * kSlotsPerWarp * warp;
-  // Requests the next piece of this warp's rows.
-  int next_pair = begin + warp, next_row = 0, next_piece = 0;
+  // Requests the next piece of this warp's next pair of rows.
+  int next_pair = begin + warp, next_piece = 0;
   const auto request = [&](int slot) {
     if (next_pair >= end) return;
     if (lane == 0) {
-      const int64_t row = min(next_pair * a.first_step + next_row * a.second, a.last);
-      const uint32_t bytes = 2 * min(a.piece, a.k - next_piece * a.piece), barrier = full + 8 * slot;
-      barrier_arrive_expecting(barrier, bytes);
-      bulk_load(shared_address(ring) + slot * slot_bytes,
-                static_cast<const char*>(a.weight) + row * a.row_bytes + 2 * next_piece * a.piece, bytes, barrier,
-                kEvictFirst);
+      const int64_t first = next_pair * a.first_step, second = min(first + a.second, a.last);
+      const char* const from = static_cast<const char*>(a.weight) + 2 * next_piece * a.piece;
+      const uint32_t bytes = 2 * min(a.piece, a.k - next_piece * a.piece);
+      const uint32_t to = shared_address(ring) + slot * slot_bytes, barrier = full + 8 * slot;
+      barrier_arrive_expecting(barrier, 2 * bytes);
+      bulk_load(to, from + first * a.row_bytes, bytes, barrier, kEvictFirst);
+      bulk_load(to + 2 * a.piece, from + second * a.row_bytes, bytes, barrier, kEvictFirst);
     }
-    if (++next_piece < a.pieces) return;
-    next_piece = 0;
-    if (++next_row == 2) next_row = 0, next_pair += kWarps;
+    if (++next_piece == a.pieces) next_piece = 0, next_pair += kWarps;
   };
   if (lane == 0) {
     for (int slot = 0; slot < kSlotsPerWarp; ++slot) barrier_init(full + 8 * slot, 1);
@@ -122,20 +130,28 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
   uint32_t phase = 0;
   for (int pair = begin + warp; pair < end; pair += kWarps) {
     const int64_t first = pair * a.first_step;
-    float both[2];
+    float sums[2][2] = {};
+    for (int p = 0; p < a.pieces; ++p) {
+      const int units = min(a.piece, a.k - p * a.piece) / 8;
+      const V* const w0 = reinterpret_cast<const V*>(ring + slot * slot_bytes);
+      const V* const w1 = w0 + a.piece / 8;
+      const V* const x0 = x + p * (a.piece / 8);
+      barrier_wait(full + 8 * slot, phase);
+#pragma unroll 4
+      for (int u = lane; u < units; u += 32) {
+        const V v = V::load(x0[u].data), first_row = V::load(w0[u].data), second_row = V::load(w1[u].data);
+        float wide[8];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      RowDot<T> dot;
-      for (int p = 0; p < a.pieces; ++p) {
-        barrier_wait(full + 8 * slot, phase);
-        dot.add(reinterpret_cast<const uint4*>(ring + slot * slot_bytes),
-                reinterpret_cast<const uint4*>(x) + p * (a.piece / 8), min(a.piece, a.k - p * a.piece) / 8);
-        __syncwarp();  // all have read it
-        request(slot);
-        if (++slot == kSlotsPerWarp) slot = 0, phase ^= 1;
+        for (int e = 0; e < 8; ++e) wide[e] = v[e];
+        dot(sums[0], first_row, wide);
+        dot(sums[1], second_row, wide);
       }
-      both[row] = dot.sum();
+      __syncwarp();  // all have read it
+      request(slot);
+      if (++slot == kSlotsPerWarp) slot = 0, phase ^= 1;
     }
+    float both[2] = {sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]};
+    warp_sum(both, 32);
     const float mine =
         (lane % 2 ? both[1] : both[0]) * rstd;  // lane 0 goes on with the first row, lane 1 with the second
     T* const y = static_cast<T*>(a.y);
@@ -162,7 +178,7 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
   const bool swiglu = p.epilogue == LinearEpilogue::kSwiglu;
   const int k = static_cast<int>(p.k),
             ring = (k > kLongRow ? kLongSharedBytes : kSharedBytes) - kHeaderBytes - (2 * k + 127) / 128 * 128;
-  const int most = ring / kSlots / 2 / 64 * 64;  // elements of a piece
+  const int most = ring / kSlots / 4 / 64 * 64;  // elements of a piece
   const int pieces = (k + most - 1) / most, piece = ((k + pieces - 1) / pieces + 63) / 64 * 64;
   const int out = static_cast<int>(swiglu ? p.n / 2 : p.n), pairs = swiglu ? out : (out + 1) / 2;
   const Arguments arguments{p.x,
@@ -184,7 +200,7 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
                             p.n - 1,
                             p.weight_stride * 2,
                             static_cast<float>(p.norm.eps)};
-  const size_t shared = kHeaderBytes + (2 * k + 127) / 128 * 128 + static_cast<size_t>(kSlots) * 2 * piece;
+  const size_t shared = kHeaderBytes + (2 * k + 127) / 128 * 128 + static_cast<size_t>(kSlots) * 4 * piece;
   const LaunchShape shape{std::min(device.sm_count, pairs), dim3(kThreads), shared};
   return launch(dtype == Dtype::kFloat16 ? gemv_kernel<__half> : gemv_kernel<__nv_bfloat16>, shape, stream, arguments);
 }
