@@ -291,6 +291,11 @@ def bars(axes, rows: Rows, title: str, unit: str, value: Callable, meta: dict | 
     groups = cases(rows)
     names = ordered({row["provider"] for row in rows})
     width = 0.86 / len(names)
+    heights = [value(row) for row in rows]
+    low = min(heights) / 2 if max(heights) > 50 * min(heights) else 0  # else the small ones could not be seen
+    if low:
+        axes.set_yscale("log")
+        axes.set_ylim(low, 2 * max(heights))
     inside = {"ha": "center", "va": "center", "rotation": 90, "color": "white", "fontweight": "bold", "fontsize": 7}
     for place, (_, found) in enumerate(groups):
         for index, name in enumerate(names):
@@ -299,7 +304,7 @@ def bars(axes, rows: Rows, title: str, unit: str, value: Callable, meta: dict | 
             x, height = place + (index - (len(names) - 1) / 2) * width, value(found[name])
             axes.bar(x, height, width * 0.94, color=COLOURS[name], label=LABELS.get(name, name))
             if name == OURS:
-                axes.text(x, height / 2, f"{height:.3g}", **inside)
+                axes.text(x, (low * height) ** 0.5 if low else height / 2, f"{height:.3g}", **inside)
                 mark_references(axes, found[name], x, value)
     if meta:
         limits(axes, meta)
