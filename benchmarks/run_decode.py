@@ -78,24 +78,29 @@ class Bench:
         self.facts: dict[str, dict] = {}
 
     def measure(self):
-        """Rows, size by size."""
+        """Rows, size by size: first those that compare, so that a run that is cut short has them."""
         import llmkernels
 
         functions = {"llmkernels": self.lean, "generate": self.generate}
         slow = {"eager": self.forward_loop, "eager_generate": self.generate, "static_compile": self.static}
-        with report.progress(1 + 2 * len(self.sizes)) as begin, torch.no_grad():
+        compared = [size for size in self.sizes if size in SLOW_SIZES or self.device.type == "cpu"]
+        others = [size for size in self.sizes if size not in compared]
+        with report.progress(2 + len(compared) + len(self.sizes)) as begin, torch.no_grad():
             begin("logits")
             self.compare_logits()
-            with llmkernels.patch(self.model):
-                for batch, context in self.sizes:
-                    begin(f"batch {batch}, context {context}, patched")
-                    yield self.rows(functions, batch, context)
-                yield self.waterfall()
-            for batch, context in self.sizes:
+            for batch, context in compared:
                 begin(f"batch {batch}, context {context}, unpatched")
                 allowed = [name for name in slow if name != "static_compile" or (batch, context) in COMPILED_SIZES]
-                if (batch, context) in SLOW_SIZES or self.device.type == "cpu":
-                    yield self.rows({name: slow[name] for name in allowed}, batch, context)
+                yield self.rows({name: slow[name] for name in allowed}, batch, context)
+            with llmkernels.patch(self.model):
+                for batch, context in compared:
+                    begin(f"batch {batch}, context {context}, patched")
+                    yield self.rows(functions, batch, context)
+                begin("parts of a step")
+                yield self.waterfall()
+                for batch, context in others:
+                    begin(f"batch {batch}, context {context}, patched")
+                    yield self.rows(functions, batch, context)
 
     def rows(self, functions: dict[str, Callable], batch: int, context: int) -> list[dict]:
         found = []
