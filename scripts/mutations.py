@@ -539,7 +539,7 @@ CPU = [
         "llmkernels/hf/decode.py",
         "used += argument if isinstance(argument, list) else [argument]",
         "used += [] if isinstance(argument, list) else [argument]",
-        "tests/test_generate.py -k bound_to_its_addresses",
+        "tests/test_generate_state.py -k bound_to_its_addresses",
     ),
     Mutation(
         "py_cache_is_filled_past_its_end",

@@ -7,6 +7,7 @@ Every test that takes `device` runs on the CPU and, where there is one, on the G
 """
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -55,3 +56,9 @@ def _same_numbers_every_run():
 @pytest.fixture(params=DEVICES)
 def device(request):
     return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["at-once", "late"])
+def late(request, monkeypatch):
+    """Whether the loops of generation look at a step one step late, as they do on CUDA."""
+    monkeypatch.setattr(sys.modules["llmkernels.hf.reading"], "is_late", lambda device: request.param)

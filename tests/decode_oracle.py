@@ -1,4 +1,4 @@
-"""The ops of a decode step in plain PyTorch: what they are tested against, and where a build lacks one, its stand-in.
+"""The ops of a decode step in plain PyTorch: what they are tested against.
 
 Every function has the arguments of the op.
 """
@@ -7,21 +7,6 @@ import torch
 from torch.nn import functional as F
 
 import oracles
-
-SCHEMAS = {
-    "decode_layer": "(Tensor(a!) hidden, Tensor input_norm, Tensor qkv_weight, Tensor? qkv_bias, Tensor o_weight, "
-    "Tensor? o_bias, Tensor post_norm, Tensor gate_up_weight, Tensor down_weight, Tensor cos, Tensor sin, "
-    "Tensor positions, Tensor slots, Tensor lengths, Tensor? starts, Tensor(b!) k_cache, Tensor(c!) v_cache, "
-    "Tensor? block_table, int heads, float eps, float weight_offset, bool cast_before_weight, float? scale, "
-    "int window) -> ()",
-    "decode_step": "(Tensor(a!) hidden, Tensor[] input_norms, Tensor[] qkv_weights, Tensor[] qkv_biases, "
-    "Tensor[] o_weights, Tensor[] o_biases, Tensor[] post_norms, Tensor[] gate_up_weights, Tensor[] down_weights, "
-    "Tensor norm, Tensor head, Tensor? head_bias, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
-    "Tensor lengths, Tensor? starts, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, int heads, float eps, "
-    "float weight_offset, bool cast_before_weight, float? scale, int[] windows) -> Tensor",
-    "rms_norm_linear": "(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias=None, float eps=1e-6, "
-    "float weight_offset=0.0, bool cast_before_weight=True) -> Tensor",
-}
 
 
 def rms_norm_linear(x, norm_weight, weight, bias=None, eps=1e-6, weight_offset=0.0, cast_before_weight=True):
@@ -133,20 +118,3 @@ def rotate(q, k, cos, sin):
         return torch.cat((-b, a), -1)
 
     return tuple(x * cos[:, None] + half(x) * sin[:, None] for x in (q, k))
-
-
-class MissingOps:
-    """While entered, torch.ops.llmkernels has every op of SCHEMAS: the functions above where the build lacks one."""
-
-    def __enter__(self):
-        self.names = [name for name in SCHEMAS if not hasattr(torch.ops.llmkernels, name)]
-        self.library = torch.library.Library("llmkernels", "FRAGMENT")
-        for name in self.names:
-            self.library.define(name + SCHEMAS[name])
-            self.library.impl(name, globals()[name], "CompositeExplicitAutograd")
-        return self
-
-    def __exit__(self, *exception):
-        self.library._destroy()
-        for name in self.names:
-            vars(torch.ops.llmkernels).pop(name, None)

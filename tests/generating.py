@@ -1,0 +1,86 @@
+"""What the tests of generation share: a small model, the ops a call takes, and what it must agree with."""
+
+import torch
+
+import llmkernels
+from hf_models import OPS, count_ops, tiny_model
+from llmkernels.hf import unpatch
+
+NEW = 8
+
+
+def small_model(family="qwen2", device="cpu", **changes):
+    return tiny_model(family, device, **{"head_dim": 64} | changes)  # the smallest with a fast kernel
+
+
+def steps(tokens, **changes):
+    """The ops of a generate call: a prefill, then decode steps."""
+    return OPS | {"decode_step": tokens - 1} | changes
+
+
+def lean_steps(tokens):
+    return steps(tokens, sample=tokens)
+
+
+def check_counts(found, expected, device):
+    """These ops and no others. On CUDA a graph replays its ops unseen: they are counted once, and once captured."""
+    if device == "cuda":
+        for name in ("decode_step", "sample"):
+            assert found.pop(name, 0) <= expected.pop(name, 0)
+    assert found == expected
+
+
+def hf_generate(model, ids, **options):
+    torch.manual_seed(11)
+    return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | options)
+
+
+def check_steps(model, ids, **options):
+    """The patched model generates by the step what it generates unpatched."""
+    handle = llmkernels.patch(model)
+    found = hf_generate(model, ids, **options)
+    assert handle.report().decode[0].reason is None
+    assert handle.report().decode[0].calls == {generate_step(): 1}
+    unpatch(model)
+    expected = hf_generate(model, ids, **options)
+    assert torch.equal(found, expected)
+    return found
+
+
+def generate_step():
+    return "by the decode step"
+
+
+def check_falls_back(model, ids, reason, **options):
+    """It generates the same without the step, and the report has the reason."""
+    handle = llmkernels.patch(model)
+    assert "decode_step" not in count_ops(hf_generate, model, ids, **options)
+    found = hf_generate(model, ids, **options)
+    assert [way for way in handle.report().decode[0].calls if reason in way], handle.report()
+    assert reason in str(handle.report())
+    unpatch(model)
+    assert torch.equal(found, hf_generate(model, ids, **options))
+
+
+def left_padded(device):
+    mask = torch.ones(3, 11, dtype=torch.long)
+    mask[0, :4] = mask[2, :9] = 0
+    return mask.to(device)
+
+
+class Stream:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.got, self.ended = [], 0
+
+    def put(self, ids):
+        self.got.append(ids.clone())
+
+    def end(self):
+        self.ended += 1
+
+    def check(self, sequences, prompt):
+        assert self.ended == 1
+        assert torch.equal(self.got[0], prompt.cpu())
+        assert torch.equal(torch.stack(self.got[1:], 1), sequences[:, prompt.shape[1] :].cpu())

@@ -1,0 +1,171 @@
+"""llmkernels.generate, the lean loop, and the command that uses it."""
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+import llmkernels
+from generating import NEW, Stream, check_counts, generate_step, hf_generate, lean_steps, left_padded, small_model
+from hf_models import FAMILIES, count_ops, lora, tiny_config, tiny_inputs
+from llmkernels import KVCache, __main__
+from llmkernels.hf import generate
+from llmkernels.hf.decode import decoder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lean_greedy(family, device, late):
+    model, ids, mask = small_model(family, device), tiny_inputs(device, 3), left_padded(device)
+    expected = hf_generate(model, ids), hf_generate(model, ids, attention_mask=mask)
+    handle = llmkernels.patch(model)
+    check_counts(count_ops(llmkernels.generate, model, ids, max_new_tokens=NEW), lean_steps(NEW), device)
+    assert torch.equal(llmkernels.generate(model, ids, max_new_tokens=NEW), expected[0])
+    assert torch.equal(llmkernels.generate(model, ids, attention_mask=mask, max_new_tokens=NEW), expected[1])
+    assert torch.equal(llmkernels.generate(model, ids[:1], max_new_tokens=1), expected[0][:1, :12])
+    assert handle.report().decode[0].calls == {generate_step(): 4}
+
+
+def test_lean_on_the_module_path(device):
+    """An unpatched model, and one with adapters: the same tokens, and a word in the report."""
+    model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
+    expected = hf_generate(model, ids, attention_mask=mask)
+    found = llmkernels.generate(model, ids, attention_mask=mask, max_new_tokens=NEW)
+    assert torch.equal(found, expected)
+    assert list(decoder(model).calls) == ["by the model's forward: the model is not patched for it"]
+    adapted = lora(model)
+    llmkernels.patch(adapted)
+    inner = adapted.get_base_model()
+    found = llmkernels.generate(inner, ids, attention_mask=mask, max_new_tokens=NEW)
+    assert torch.equal(found, hf_generate(inner, ids, attention_mask=mask))
+
+
+def test_lean_eos_and_streamer(device, late):
+    model, ids = small_model(device=device), tiny_inputs(device, 3)
+    free = hf_generate(model, ids)
+    ends = [free[0, 13].item(), free[1, 12].item(), free[2, 15].item()]
+    first = [row[11].item() for row in free]
+    llmkernels.patch(model)
+    for eos in (ends, ends[0], first, [], free[0, -1].item()):
+        stream, cache = Stream(), KVCache(model, 30)
+        options = {"eos_token_id": eos, "pad_token_id": 1, "max_new_tokens": NEW}
+        found = llmkernels.generate(model, ids, streamer=stream, cache=cache, **options)
+        expected = hf_generate(model, ids, eos_token_id=eos or None, pad_token_id=1)
+        assert torch.equal(found, expected)
+        stream.check(found, ids)
+        assert cache.length == found.shape[1] - 1
+        assert torch.equal(llmkernels.generate(model, ids, **options), expected)
+
+
+def test_lean_sampling(device, late):
+    model, ids = small_model(device=device), tiny_inputs(device, 3)
+    llmkernels.patch(model)
+
+    def sample(seed=3, **options):
+        options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": NEW} | options
+        return llmkernels.generate(model, ids, generator=torch.Generator().manual_seed(seed), **options)
+
+    assert torch.equal(sample(), sample())
+    assert not torch.equal(sample(), sample(4))
+    greedy = llmkernels.generate(model, ids, max_new_tokens=NEW)
+    assert torch.equal(sample(top_k=1), greedy)
+    assert torch.equal(sample(top_p=1e-6), greedy)
+    assert torch.equal(sample(min_p=1.0), greedy)
+    mixed = sample(top_k=torch.tensor([1, 0, 1]), temperature=[1.5, 9.0, 1.5])
+    assert torch.equal(mixed[[0, 2]], greedy[[0, 2]])
+    assert not torch.equal(mixed[1], greedy[1])
+    torch.manual_seed(5)
+    by_default = [llmkernels.generate(model, ids, do_sample=True, max_new_tokens=NEW) for _ in range(2)]
+    assert not torch.equal(*by_default)
+    torch.manual_seed(5)
+    assert torch.equal(llmkernels.generate(model, ids, do_sample=True, max_new_tokens=NEW), by_default[0])
+
+
+def test_lean_repetition_penalty(device):
+    model, ids = small_model(device=device), tiny_inputs(device, 2)
+    expected = hf_generate(model, ids, repetition_penalty=1.6, max_new_tokens=16)
+    assert not torch.equal(expected, hf_generate(model, ids, max_new_tokens=16))
+    llmkernels.patch(model)
+    options = {"max_new_tokens": 16}
+    assert torch.equal(llmkernels.generate(model, ids, repetition_penalty=1.6, **options), expected)
+    one = llmkernels.generate(model, ids, repetition_penalty=[1.6, 1.0], **options)
+    assert torch.equal(one[0], expected[0])
+    assert torch.equal(one[1], llmkernels.generate(model, ids, **options)[1])
+
+
+def test_lean_continues_on_its_cache(device):
+    model, ids = small_model(device=device), tiny_inputs(device, 3)
+    mask = left_padded(device)
+    llmkernels.patch(model)
+    whole = llmkernels.generate(model, ids, attention_mask=mask, max_new_tokens=NEW)
+    cache = KVCache(model, 40)
+    part = llmkernels.generate(model, ids, attention_mask=mask, max_new_tokens=3, cache=cache)
+    longer = torch.cat([mask, mask.new_ones(3, 3)], 1)
+    rest = llmkernels.generate(model, part[:, -1:], attention_mask=longer, max_new_tokens=NEW - 3, cache=cache)
+    assert torch.equal(torch.cat([part[:, :-1], rest], 1), whole)
+
+
+def test_lean_errors():
+    model, ids = small_model(), tiny_inputs()
+    llmkernels.patch(model)
+    for match, arguments in {
+        r"input_ids must be \(batch, tokens\) of integers, got torch.float32 \(2, 11\)": {"input_ids": ids.float()},
+        r"input_ids must be \(batch, tokens\) of integers, got torch.int64 \(11,\)": {"input_ids": ids[0]},
+        "max_new_tokens must be positive, got 0": {"max_new_tokens": 0},
+        "cache must be a llmkernels.KVCache, got DynamicCache": {"cache": DynamicCache()},
+        "cache must have a capacity of at least 18 tokens, got 17": {"cache": KVCache(model, 17)},
+        r"attention_mask must have shape \(2, 11\), got \(2, 10\)": {"attention_mask": torch.ones(2, 10)},
+        "attention_mask must have its zeros on the left": {"attention_mask": torch.ones(2, 11).tril(9)},
+        r"temperature must be a number or one per sequence \(2,\), got \(3,\)": {"temperature": [1.0, 2.0, 3.0]},
+        "top_p must be in \\(0, 1\\], got 0": {"top_p": 0},
+        "temperature must be at least 0, got -1": {"temperature": [1, -1]},
+        "repetition_penalty must be positive, got 0": {"repetition_penalty": 0},
+    }.items():
+        options = {"input_ids": ids, "max_new_tokens": NEW, "do_sample": True} | arguments
+        with pytest.raises(ValueError, match=match):
+            llmkernels.generate(model, **options)
+
+
+CHARACTERS = [chr(33 + i) for i in range(94)] + [" "]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny model with a tokenizer of one character per token."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    vocabulary = {CHARACTERS[i]: i for i in range(94)} | {"Ġ": 94, "<|endoftext|>": 95, "<x>": 96}
+    transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder)
+    small_model(config=tiny_config(head_dim=64)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_command(checkpoint, capsys):
+    prompt = [4, 8, 15]
+    expected = hf_generate(small_model(), torch.tensor([prompt]))[0].tolist()
+    arguments = ["generate", checkpoint, "--prompt", "".join(CHARACTERS[i] for i in prompt), "--device", "cpu"]
+    assert __main__.main([*arguments, "--max-new-tokens", str(NEW), "--report"]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip("\n") == "".join(CHARACTERS[i] for i in expected if i < 95)
+    assert "decodes by the decode step (calls of generate: 1 by the decode step)" in err
+    texts = []
+    for seed in ("1", "1", "2"):
+        options = ["--temperature", "2", "--top-p", "0.99", "--seed", seed, "--dtype", "bfloat16"]
+        assert __main__.main([*arguments, *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_command_errors(checkpoint, capsys, tmp_path):
+    for arguments, message in (
+        ([str(tmp_path), "--prompt", "a"], "MODEL must be a causal language model"),
+        ([checkpoint, "--prompt", "a", "--device", "nope"], "--device must be cpu, cuda or cuda:N, got nope"),
+        ([checkpoint, "--prompt", ""], "--prompt must have at least one token"),
+        ([checkpoint, "--prompt", "a", "--chat"], "--chat must have a model with a chat template"),
+    ):
+        assert __main__.main(["generate", *arguments]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        __main__.main(["generate", checkpoint, "--prompt", "a", "--max-new-tokens", "0"])
+    assert "must be positive, got 0" in capsys.readouterr().err
+
+
+assert generate is llmkernels.generate
