@@ -77,8 +77,13 @@ def number(time_us: float) -> str:
     return f"{time_us:.2f}" if time_us < 100 else f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
 
 
-def print_table(title: str, rows: Sequence[dict], copy_gb_s: float = 0, unit_us: float = 1) -> None:
-    """One line per case, one column per provider; with `copy_gb_s` also our bandwidth and its share of that limit."""
+NO_PEERS = (OURS, "generate", "empty")
+
+
+def print_table(
+    title: str, rows: Sequence[dict], limit_gb_s: float = 0, unit_us: float = 1, limit: str = "copy"
+) -> None:
+    """One line per case, one column per provider; with `limit_gb_s` also our bandwidth and its share of that limit."""
     groups = cases(rows)
     if not groups:
         return
@@ -87,8 +92,8 @@ def print_table(title: str, rows: Sequence[dict], copy_gb_s: float = 0, unit_us:
     table.add_column("case", no_wrap=True)
     for provider in providers:
         table.add_column(provider, justify="right")
-    unit, gb_s = ("TB/s", 1e3) if copy_gb_s > 1e3 else ("GB/s", 1)
-    bandwidth = (unit, "of copy") if copy_gb_s else ()
+    unit, gb_s = ("TB/s", 1e3) if limit_gb_s > 1e3 else ("GB/s", 1)
+    bandwidth = (unit, f"of {limit}") if limit_gb_s else ()
     for name in (*bandwidth, "vs eager", "vs best peer"):
         table.add_column(name, justify="right")
     for keys, found in groups:
@@ -99,10 +104,11 @@ def print_table(title: str, rows: Sequence[dict], copy_gb_s: float = 0, unit_us:
             style = "bold green" if time_us == best else ""
             cells.append(Text(number(time_us / unit_us), style) if time_us else "-")
         ours = found.get(OURS)
-        peers = [row["time_us"] for name, row in found.items() if name not in (OURS, "empty")]
+        # Not a peer: another way to our own kernels, and what computes less than the op.
+        peers = [row["time_us"] for name, row in found.items() if name not in NO_PEERS and not row.get("approximate")]
         if bandwidth:
             rate = ours["bytes"] / ours["time_us"] / 1e3 if ours else 0
-            cells += [f"{rate / gb_s:.2f}", f"{rate / copy_gb_s:.0%}"] if ours else ["", ""]
+            cells += [f"{rate / gb_s:.2f}", f"{rate / limit_gb_s:.0%}"] if ours else ["", ""]
         cells.append(f"{found['eager']['time_us'] / ours['time_us']:.2f}x" if ours and "eager" in found else "")
         cells.append(f"{min(peers) / ours['time_us']:.2f}x" if ours and peers else "")
         table.add_row(*cells)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import machine, plots, report, timing
-from benchmarks.variants import VARIANTS, float32_copy
+from benchmarks.variants import VARIANTS, fits_in_float32, float32_copy
 
 QWEN = "qwen2.5-7b"
 QWEN_CONFIG = {
@@ -195,7 +195,7 @@ class Bench:
         for name in self.providers:
             with VARIANTS[name](self.model) as (forward, _):
                 logits[name] = forward(ids, use_cache=False).logits.float()
-        if self.fits_in_float32():
+        if fits_in_float32(self.model):
             reference = float32_copy(self.model)
             logits["float32"] = reference(ids, use_cache=False).logits
             del reference
@@ -204,12 +204,6 @@ class Bench:
                 if other in logits and other != name:
                     distance = (logits[name] - logits[other]).norm() / logits[other].norm()
                     self.facts[name][f"logits_error_{other}"] = float(f"{distance.item():.3g}")
-
-    def fits_in_float32(self) -> bool:
-        if self.device.type == "cpu":
-            return True
-        weights = sum(parameter.nbytes for parameter in self.model.parameters())
-        return torch.cuda.mem_get_info(self.device)[0] > 4 * weights
 
     def flops(self, tokens: int, kept: int) -> int:
         """Multiply-adds of the linear layers and of causal attention, two operations each."""

@@ -89,6 +89,8 @@ def measure_case(
     for method, measure in measures.items():
         for name, samples in measure(subjects).items():
             notes = {"mutates_inputs": True} if case.direction in table[name].mutates else {}
+            if table[name].approximate:
+                notes["approximate"] = True
             if method == "graph":
                 notes["touched_bytes"] = len(sets) * case.bytes  # distinct memory that one round walks over
             rows.append({**case.row, "provider": name, "timing": method, **timing.summary(samples), **notes})

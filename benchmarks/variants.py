@@ -83,5 +83,12 @@ def assert_untouched(model: nn.Module) -> None:
 VARIANTS = {"eager": eager, "llmkernels": llmkernels, "liger": liger, "compile": compile}
 
 
+def fits_in_float32(model: nn.Module) -> bool:
+    """Whether there is room for float32_copy() beside the model."""
+    device = next(model.parameters()).device
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return device.type == "cpu" or torch.cuda.mem_get_info(device)[0] > 4 * weights
+
+
 def float32_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).float()

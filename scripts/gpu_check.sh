@@ -14,6 +14,7 @@ output=results/gpu_tests.json
 tests=yes
 tools=()
 workers=()
+command="bash scripts/gpu_check.sh $*"
 while [ $# -gt 0 ]; do
   case $1 in
     --sanitizer) tools=(memcheck racecheck synccheck initcheck); shift ;;
@@ -29,6 +30,8 @@ done
 work=build/gpu_check
 rm -rf "$work"
 mkdir -p "$work"
+echo "$command" > "$work/command"
+: > "$work/started"
 build=("$python" -W ignore setup.py -q build_ext --inplace)
 LLMKERNELS_REUSE_LIBRARY=1 "${build[@]}" || "${build[@]}"
 export PYTHONPATH=$PWD
@@ -40,6 +43,7 @@ export PYTHONPATH=$PWD
 # racecheck does not see that copies of the TMA engine have arrived, which their readers wait for at a barrier in shared
 # memory: it takes every one for a race, or dies. So it skips the kernels that use them.
 for tool in "${tools[@]}"; do
+  echo "$tool" >> "$work/started"
   options=(--tool "$tool" --log-file "$work/$tool.log")
   skipped=()
   case $tool in
@@ -59,7 +63,9 @@ done
 # Workers share the GPU, so the tests that want most of its memory run after the others, one by one.
 if [ -n "$tests" ]; then
   run=("$python" -m pytest -q -k "cuda or gpu or large")
+  echo tests >> "$work/started"
   if [ ${#workers[@]} -gt 0 ]; then
+    echo tests_large >> "$work/started"
     "${run[@]}" "${workers[@]}" -m "not large" --junitxml="$work/tests.xml" "$@" tests || true
     "${run[@]}" -m large --junitxml="$work/tests_large.xml" "$@" tests || true
   else

@@ -53,15 +53,19 @@ def main(folder: Path, output: Path) -> int:
     def replace_failures(failures: list[str], belongs):
         report["failures"] = [name for name in report["failures"] if not belongs(name)] + failures
 
-    if runs := sorted(folder.glob("tests*.xml")):
-        report["tests"], failures = read_tests(*runs)
+    # What was started must have left something, or it died.
+    started = (folder / "started").read_text().split()
+    if "tests" in started:
+        names = [name for name in started if name.startswith("tests")]
+        runs = [folder / f"{name}.xml" for name in names]
+        report["tests"], failures = read_tests(*(run for run in runs if run.exists()))
+        failures += [f"{run.stem}: did not run to its end" for run in runs if not run.exists()]
         replace_failures(failures, lambda name: not name.startswith(TOOLS))
     for tool in TOOLS:
-        log = folder / f"{tool}.log"
-        if log.exists():
-            report["sanitizer"][tool], failures = read_sanitizer(log, folder / f"{tool}.xml")
+        if tool in started:
+            report["sanitizer"][tool], failures = read_sanitizer(folder / f"{tool}.log", folder / f"{tool}.xml")
             replace_failures(failures, lambda name, tool=tool: name.startswith(tool))
-    meta["command"] = "bash scripts/gpu_check.sh" + (" --sanitizer" if report["sanitizer"] else "")
+    meta["command"] = (folder / "command").read_text().strip()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{output}: tests {report['tests']}, sanitizer {report['sanitizer']}", *report["failures"][:20], sep="\n")

@@ -14,5 +14,5 @@ else
   ruff check .
   ruff format --check .
   clang-format --dry-run -Werror "${sources[@]}"
-  bash -n scripts/*.sh .ci/run
+  for script in scripts/*.sh .ci/run; do bash -n "$script"; done
 fi

@@ -43,6 +43,11 @@ def make(
     lengths = torch.tensor(lengths or [(7 * b + 20) % capacity + 1 for b in range(batch)]).int().to(device)
     angles = torch.outer(torch.arange(capacity).double(), 1e4 ** -(torch.arange(dim // 2) * 2 / dim).double())
     angles = angles if half_width else torch.cat((angles, angles), -1)
+    # Random values average out over many keys; a few large ones show if keys at the edge of a tile are lost.
+    values = each_layer(batch, capacity, kv_heads, dim)
+    edges = [key for key in range(capacity) if key % 16 in (15, 0)]
+    for cache in values:
+        cache[:, edges] *= 100
     return {
         "hidden": draw(batch, hidden),
         "input_norms": each_layer(hidden, scale=0.1, shift=1),
@@ -63,7 +68,7 @@ def make(
         "lengths": lengths,
         "starts": None,
         "k_caches": each_layer(batch, capacity, kv_heads, dim),
-        "v_caches": each_layer(batch, capacity, kv_heads, dim),
+        "v_caches": values,
         "heads": heads,
         "eps": 1e-6,
         "weight_offset": 0.0,
