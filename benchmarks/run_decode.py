@@ -265,13 +265,13 @@ class Bench:
                                 window, 0.0, True)  # fmt: skip
             attended = attention()
             activated = ops.rms_norm_swiglu_linear(hidden, post_norm, gate_up, *norm)
-            calls["q|k|v"].append(partial(ops.rms_norm_linear, hidden, input_norm, qkv, qkv_bias, *norm))
+            calls["q|k|v"].append(partial(ops.rms_norm_linear, hidden, input_norm, qkv, qkv_bias, *norm, True))
             calls["attention"].append(attention)
-            calls["o"].append(partial(ops.linear_add_, hidden, attended, o, o_bias))
-            calls["gate|up"].append(partial(ops.rms_norm_swiglu_linear, hidden, post_norm, gate_up, *norm))
-            calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None))
+            calls["o"].append(partial(ops.linear_add_, hidden, attended, o, o_bias, True))
+            calls["gate|up"].append(partial(ops.rms_norm_swiglu_linear, hidden, post_norm, gate_up, *norm, True))
+            calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None, True))
         head = [given[name] for name in ("norm", "head", "head_bias")]
-        calls["head"].append(partial(ops.rms_norm_linear, hidden, *head, *norm))
+        calls["head"].append(partial(ops.rms_norm_linear, hidden, *head, *norm, True))
         if batch == 1:
             calls[plots.WHOLE_STEP] = [partial(ops.decode_step, hidden, **given)]
         return calls

@@ -457,3 +457,65 @@ def test_every_kernel_path(m, k):
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
     compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
     compare(add, eager_add, (torch.randn(m, 130, device="cuda").bfloat16(), x, weight, bias))
+
+
+# Weights that are promised to be complete, and weights that are not.
+
+CALLS = {
+    "linear": lambda residual, x, norm_weight, weight: linear(x, weight),
+    "rms_norm_linear": lambda residual, x, norm_weight, weight: rms_norm_linear(x, norm_weight, weight),
+    "linear_add_": lambda residual, x, norm_weight, weight: _op.linear_add_(residual, x, weight) or residual,
+    "rms_norm_swiglu_linear": lambda residual, *inputs: _op.rms_norm_swiglu_linear(*inputs),
+}
+
+
+@every_m
+def test_settled_weights(device, m):
+    x, norm_weight, weight, bias = make(m, 24, 136, torch.bfloat16, device)
+    residual = torch.randn(m, 24, device=device).bfloat16()
+    added = residual.clone()
+    _op.linear_add_(added, x, weight, bias, settled=True)
+    assert_same(added, add(residual, x, weight, bias))
+    assert_same(linear(x, weight, bias, settled=True), linear(x, weight, bias))
+    inputs = (x, norm_weight, weight, bias)
+    assert_same(rms_norm_linear(*inputs, settled=True), rms_norm_linear(*inputs))
+    inputs = (x, norm_weight, weight)
+    assert_same(_op.rms_norm_swiglu_linear(*inputs, settled=True), _op.rms_norm_swiglu_linear(*inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("m", [1, 8, 32])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_weights_that_the_kernels_before_have_just_written(call, m, captured):
+    """Those let the next one begin before they have written anything, and write to where other weights were before."""
+    size = 4096
+    x = scaled_rows(m, size, dtype=torch.bfloat16, device="cuda")
+    gate = torch.full((size, size), 16.0, dtype=torch.bfloat16, device="cuda")  # silu(16) = 16
+    ups = [make(1, size, size, torch.bfloat16, "cuda")[2] / 16 for _ in range(3)]
+
+    def chain(synchronize):
+        results = []
+        for up in ups * 2:
+            residual = torch.zeros_like(x)
+            weight = llmkernels.swiglu(gate, up)
+            norm_weight = llmkernels.rms_norm(up[0])
+            if synchronize:
+                torch.cuda.synchronize()
+            results.append(call(residual, x, norm_weight, weight))
+            del weight, norm_weight  # the next ones come to the same place
+        return torch.stack(results)
+
+    expected = chain(True)
+    assert not torch.equal(expected[0], expected[1])
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain(False)
+    for _ in range(10):
+        if captured:
+            graph.replay()
+        else:
+            torch.cuda._sleep(5_000_000)  # about 2.5 ms, in which all launches are made
+            found = chain(False)
+        assert_same(found, expected)

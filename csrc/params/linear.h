@@ -23,6 +23,10 @@ struct LinearParams {
   bool normalize;       // apply RMSNorm to x first
   RmsNormOptions norm;  // how, if so
   void* workspace;      // linear_workspace_bytes(), 16-byte aligned
+
+  // CUDA only: promises that both weights were complete before the kernel that precedes this one in the stream could
+  // begin: see linear.cu.
+  bool settled;
 };
 
 }  // namespace llmk

@@ -6,10 +6,13 @@
 //   m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_swiglu_linear
 //   hidden += m Wdown^T                            linear_add_
 //
-// Five launches on a GPU, chained by programmatic dependent launch: each requests its weights, or the keys and values
-// of old tokens, while its predecessor still runs. The latter is sound because what a step finds in the cache was
-// written before `lengths` was last changed, and because the kernel that changed it (PyTorch's) lets nothing begin
-// before it has ended. It allocates what lies between the launches and is meant to be captured into a CUDA graph.
+// Five launches on a GPU in bfloat16 and for up to 16 sequences. In float16 or for more, the norms are launches of
+// their own, which makes seven; where cuBLAS takes over there are more. They are chained by programmatic dependent
+// launch: each requests its weights, or the keys and values of old tokens, while its predecessor still runs. The former
+// is sound because weights have long been there when a step begins: nothing here writes them, and who has just done so
+// did it by kernels that let nothing begin before they have ended, as PyTorch's do. The latter is sound because what a
+// step finds in the cache was written before `lengths` was last changed, and because the kernel that changed it is such
+// a one, too. It allocates what lies between the launches and is meant to be captured into a CUDA graph.
 //
 // decode_step: that for every layer, then logits = rms_norm(hidden) Whead^T + b. One launch for a single sequence where
 // there is a kernel for it, csrc/kernels/decode; else composed.
@@ -42,13 +45,15 @@ void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& 
   LLMK_CHECK(qkv_weight.dim() == 2 && qkv_weight.size(0) == columns, op, "qkv_weight must have shape [", columns, ", ",
              hidden.size(1), "] ((heads + 2 kv_heads) head_dim, hidden), got ", shape(qkv_weight));
   if (hidden.numel() == 0) return;
-  const Tensor qkv = rms_norm_linear(hidden, input_norm, qkv_weight, qkv_bias, eps, weight_offset, cast_before_weight);
+  constexpr bool kSettled = true;  // weights, tables, and what was in the cache before this step
+  const Tensor qkv =
+      rms_norm_linear(hidden, input_norm, qkv_weight, qkv_bias, eps, weight_offset, cast_before_weight, kSettled);
   const Tensor attended = rope_decode_attention(qkv, cos, sin, positions, slots, lengths, starts, k_cache, v_cache,
-                                                block_table, heads, scale, window, 0.0, true);
-  linear_add_(hidden, attended, o_weight, o_bias);
+                                                block_table, heads, scale, window, 0.0, kSettled);
+  linear_add_(hidden, attended, o_weight, o_bias, kSettled);
   const Tensor activated =
-      rms_norm_swiglu_linear(hidden, post_norm, gate_up_weight, eps, weight_offset, cast_before_weight);
-  linear_add_(hidden, activated, down_weight, std::nullopt);
+      rms_norm_swiglu_linear(hidden, post_norm, gate_up_weight, eps, weight_offset, cast_before_weight, kSettled);
+  linear_add_(hidden, activated, down_weight, std::nullopt, kSettled);
 }
 
 // The arguments of decode_step.
@@ -237,7 +242,7 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
                  k_caches[i], v_caches[i], std::nullopt, heads, eps, weight_offset, cast_before_weight, scale,
                  windows[i]);
   }
-  return rms_norm_linear(hidden, norm, head, head_bias, eps, weight_offset, cast_before_weight);
+  return rms_norm_linear(hidden, norm, head, head_bias, eps, weight_offset, cast_before_weight, true);
 }
 
 void register_ops(StableLibrary& ops) {

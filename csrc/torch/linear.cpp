@@ -62,7 +62,7 @@ std::vector<int64_t> check(const char* op, const Tensor& x, const Tensor& weight
 #if LLMK_CUDA
 // Runs the kernel if there is one for this. The result goes to `y`, or is added to it.
 bool run_kernel(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                const Norm* norm, LinearEpilogue epilogue, const Rows& y, bool add) {
+                const Norm* norm, LinearEpilogue epilogue, const Rows& y, bool add, bool settled) {
   const auto unit = [](const std::optional<Tensor>& t) { return !t || has_unit_last_stride(*t); };
   const int64_t k = weight.size(1);
   if (!x.is_cuda() || k == 0 || x.numel() / k > kernels::kLinearMaxTokens || !unit(weight) || !unit(bias) ||
@@ -86,7 +86,8 @@ bool run_kernel(const char* op, const Tensor& x, const Tensor& weight, const std
                       epilogue,
                       norm != nullptr,
                       norm ? norm->options : RmsNormOptions{},
-                      nullptr};
+                      nullptr,
+                      settled};
   bool done = false;
   on_device(
       op, x,
@@ -106,7 +107,7 @@ bool run_kernel(const char* op, const Tensor& x, const Tensor& weight, const std
 #endif
 
 Tensor forward(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-               const Norm* norm, LinearEpilogue epilogue) {
+               const Norm* norm, LinearEpilogue epilogue, [[maybe_unused]] bool settled) {
   std::vector<int64_t> sizes = check(op, x, weight, bias, norm);
   if (epilogue == LinearEpilogue::kSwiglu) {
     LLMK_CHECK(sizes.back() % 2 == 0, op, "weight must have an even number of rows, [gate | up], got shape ",
@@ -116,32 +117,34 @@ Tensor forward(const char* op, const Tensor& x, const Tensor& weight, const std:
 #if LLMK_CUDA
   if (x.is_cuda() && x.numel() > 0 && weight.numel() > 0) {
     const Tensor y = empty(sizes, x.scalar_type(), x);
-    if (run_kernel(op, x, weight, bias, norm, epilogue, as_rows(y), false)) return y;
+    if (run_kernel(op, x, weight, bias, norm, epilogue, as_rows(y), false, settled)) return y;
   }
 #endif
   const Tensor y = library_linear(norm ? normalized(x, *norm) : x, weight, bias);
   return epilogue == LinearEpilogue::kSwiglu ? call<Tensor>("llmkernels::swiglu_packed", "no_grad", y) : y;
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
-  return forward("linear", x, weight, bias, nullptr, LinearEpilogue::kNone);
+Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool settled) {
+  return forward("linear", x, weight, bias, nullptr, LinearEpilogue::kNone, settled);
 }
 
 }  // namespace
 
 Tensor rms_norm_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
-                       std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight) {
+                       std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight,
+                       bool settled) {
   const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return forward("rms_norm_linear", x, weight, bias, &norm, LinearEpilogue::kNone);
+  return forward("rms_norm_linear", x, weight, bias, &norm, LinearEpilogue::kNone, settled);
 }
 
 Tensor rms_norm_swiglu_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight, double eps,
-                              double weight_offset, bool cast_before_weight) {
+                              double weight_offset, bool cast_before_weight, bool settled) {
   const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return forward("rms_norm_swiglu_linear", x, weight, std::nullopt, &norm, LinearEpilogue::kSwiglu);
+  return forward("rms_norm_swiglu_linear", x, weight, std::nullopt, &norm, LinearEpilogue::kSwiglu, settled);
 }
 
-void linear_add_(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+void linear_add_(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
+                 [[maybe_unused]] bool settled) {
   constexpr const char* op = "linear_add_";
   const std::vector<int64_t> sizes = check(op, x, weight, bias, nullptr);
   check_same_dtype_and_device(op, {"residual", residual}, {"x", x});
@@ -151,7 +154,7 @@ void linear_add_(Tensor residual, const Tensor& x, const Tensor& weight, std::op
 #if LLMK_CUDA
   if (const Rows rows = as_rows(residual);
       rows.tensor.get() == residual.get() && x.numel() > 0 &&
-      run_kernel(op, x, weight, bias, nullptr, LinearEpilogue::kNone, rows, true)) {
+      run_kernel(op, x, weight, bias, nullptr, LinearEpilogue::kNone, rows, true, settled)) {
     return;
   }
 #endif

@@ -50,15 +50,15 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor? repetition_penalty, Tensor(b!)? seen, Tensor(a!) rng_state, float temperature_value=1.0, "
       "int top_k_value=0, float top_p_value=1.0, float min_p_value=0.0, float repetition_penalty_value=1.0) -> Tensor");
 
-  // linear.cpp; a weight with SwiGLU is [gate rows | up rows]
-  differentiable("linear", "(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
+  // linear.cpp; a weight with SwiGLU is [gate rows | up rows]; `settled`: see linear() in llmkernels/ops/linear.py
+  differentiable("linear", "(Tensor x, Tensor weight, Tensor? bias=None, bool settled=False) -> Tensor");
   differentiable("rms_norm_linear",
                  "(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias=None, float eps=1e-6, "
-                 "float weight_offset=0.0, bool cast_before_weight=True) -> Tensor");
-  ops.def("linear_add_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias=None) -> ()");
+                 "float weight_offset=0.0, bool cast_before_weight=True, bool settled=False) -> Tensor");
+  ops.def("linear_add_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias=None, bool settled=False) -> ()");
   ops.def(
       "rms_norm_swiglu_linear(Tensor x, Tensor? norm_weight, Tensor weight, float eps=1e-6, float weight_offset=0.0, "
-      "bool cast_before_weight=True) -> Tensor");
+      "bool cast_before_weight=True, bool settled=False) -> Tensor");
 
   // attention.cpp; a cache is (batch, capacity, kv_heads, head_dim), or pages with a block table
   ops.def(

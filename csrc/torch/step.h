@@ -6,12 +6,13 @@
 namespace llmk {
 
 Tensor rms_norm_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
-                       std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight);
+                       std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight,
+                       bool settled);
 
 Tensor rms_norm_swiglu_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight, double eps,
-                              double weight_offset, bool cast_before_weight);
+                              double weight_offset, bool cast_before_weight, bool settled);
 
-void linear_add_(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias);
+void linear_add_(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool settled);
 
 Tensor rope_decode_attention(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& positions,
                              const Tensor& slots, const Tensor& lengths, std::optional<Tensor> starts,

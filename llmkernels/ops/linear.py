@@ -14,13 +14,16 @@ _ops = torch.ops.llmkernels
 _linear, _rms_norm_linear = caller("linear"), caller("rms_norm_linear")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, settled: bool = False) -> Tensor:
     r"""Linear layer, :math:`y = x W^\top + b`, as fast as W can be read when x has few rows.
 
     Args:
         x: (..., K); float32, float16 or bfloat16, on the CPU also float64.
         weight: (N, K).
         bias: (N,), or None.
+        settled: promises that ``weight`` was complete before the kernel in front of this one in the stream could begin,
+            as weights are that no longer change: a GPU then fetches the first of it while that kernel still runs. What
+            a kernel of this library has just written is not settled.
 
     Returns:
         y, (..., N), contiguous where the kernel runs.
@@ -38,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]))
     tensor([3., 6.])
     """
-    return _linear(x, weight, bias)
+    return _linear(x, weight, bias, settled)
 
 
 def rms_norm_linear(
@@ -50,13 +53,14 @@ def rms_norm_linear(
     *,
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
+    settled: bool = False,
 ) -> Tensor:
     r"""RMSNorm and the linear layer behind it, :math:`y = \mathrm{rms\_norm}(x) W^\top + b`.
 
     Args:
         x: (..., K); float32, float16 or bfloat16, on the CPU also float64.
         norm_weight: (K,), or None to only normalize.
-        weight, bias: as in :func:`linear`.
+        weight, bias, settled: as in :func:`linear`, the latter of both weights.
         eps, weight_offset, cast_before_weight: as in :func:`llmkernels.rms_norm`.
 
     Returns:
@@ -81,35 +85,35 @@ def rms_norm_linear(
     if norm_weight is not None and norm_weight.dtype != x.dtype:
         normed = rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
         return torch.nn.functional.linear(normed, weight, bias)
-    return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight)
+    return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight, settled)
 
 
 def _fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-register_fake("linear", lambda x, weight, bias=None: _fake(x, weight))
+register_fake("linear", lambda x, weight, bias=None, settled=False: _fake(x, weight))
 register_fake("rms_norm_linear", lambda x, norm_weight, weight, *options, **named: _fake(x, weight))
 
 
 @torch.library.register_fake("llmkernels::rms_norm_swiglu_linear")
-def _(x, norm_weight, weight, eps=1e-6, weight_offset=0.0, cast_before_weight=True):
+def _(x, norm_weight, weight, eps=1e-6, weight_offset=0.0, cast_before_weight=True, settled=False):
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
 
 
 @torch.library.register_fake("llmkernels::linear_add_")
-def _(residual, x, weight, bias=None):
+def _(residual, x, weight, bias=None, settled=False):
     return None
 
 
 def _setup_linear(ctx, inputs, output):
-    x, weight, bias = inputs
+    x, weight, bias, _ = inputs
     ctx.save_for_backward(x, weight)
     ctx.has_bias = bias is not None
 
 
 def _setup_rms_norm_linear(ctx, inputs, output):
-    x, norm_weight, weight, bias, *ctx.options = inputs
+    x, norm_weight, weight, bias, *ctx.options, _ = inputs
     ctx.save_for_backward(x, norm_weight, weight)
     ctx.has_bias = bias is not None
 
@@ -130,6 +134,7 @@ def _linear_backward(ctx, grad_y):
         grad_y @ weight if needs_x else None,
         _grad_weight(grad_y, x) if needs_weight else None,
         _grad_bias(grad_y) if ctx.has_bias and ctx.needs_input_grad[2] else None,
+        None,
     )
 
 
@@ -145,7 +150,7 @@ def _rms_norm_linear_backward(ctx, grad_y):
     if needs_weight:
         grad_weight = _grad_weight(grad_y, _ops.rms_norm(x, norm_weight, *ctx.options))
     grad_bias = _grad_bias(grad_y) if ctx.has_bias and ctx.needs_input_grad[3] else None
-    return grad_x, grad_norm_weight, grad_weight, grad_bias, None, None, None
+    return grad_x, grad_norm_weight, grad_weight, grad_bias, None, None, None, None
 
 
 torch.library.register_autograd("llmkernels::linear", _linear_backward, setup_context=_setup_linear)

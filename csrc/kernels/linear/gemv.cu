@@ -2,8 +2,8 @@
 //
 // The rows of W are dealt out evenly, two at a time (gate and up for SwiGLU), so that a piece of x is read once for
 // both. Every warp sums up whole rows and has a small ring of its own in shared memory, into which it requests pieces
-// of them, contiguous in memory; the first before the kernel in front of this one has ended. x waits in shared memory,
-// already multiplied by the norm's weight; 1 / rms joins at the end.
+// of them, contiguous in memory; the first, if the weights are settled (see linear.cu), before the kernel in front of
+// this one has ended. x waits in shared memory, already multiplied by the norm's weight; 1 / rms joins at the end.
 #include "gemv.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ constexpr int kSharedBytes = 112 * 1024, kLongSharedBytes = 160 * 1024, kLongRow
 struct Arguments {
   const void *x, *norm_weight, *weight, *bias;
   void* y;
-  bool add, swiglu, fold, norm_offset;
+  bool add, swiglu, fold, norm_offset, settled;
   int k;
   int piece, pieces;        // elements of a row per slot; how many make up a row
   int pairs, out;           // pairs of rows; columns of y
@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
     barrier_init_fence();
   }
   __syncwarp();
+  if (!a.settled) pdl_wait();
   for (int slot = 0; slot < kSlotsPerWarp; ++slot) request(slot);
   // At once: later, blocks of the next kernel would crowd onto the SMs that are done first.
   pdl_launch_dependents();
@@ -190,6 +191,7 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
                             swiglu,
                             p.normalize,
                             p.norm.weight_offset != 0,
+                            p.settled,
                             k,
                             piece,
                             pieces,

@@ -5,12 +5,17 @@
 // Moves n k elements of W, once, and that is its time: everything else is arranged around never letting the memory
 // rest.
 //
-// One warp copies boxes of W (and of x, which stays in the L2 cache) into a ring in shared memory, always as far ahead
-// as there is room (ring.cuh); W does not depend on the kernel before this one, so its first boxes are under way while
-// that still runs. The other warps multiply, by mma.sync (up to 16 tokens) or by wgmma (multiply_*.cuh), W as the
-// operand of many rows. K is split over the blocks of a cluster, and over warps (see plan.h); the partial sums meet in
-// shared memory and are added in a fixed order (epilogue.cuh). mma.sync may normalize x on the way out of shared
-// memory; for wgmma that is a launch before.
+// One token is another kernel, gemv.cu. One warp copies boxes of W (and of x, which stays in the L2 cache) into a ring
+// in shared memory, always as far ahead as there is room (ring.cuh). The other warps multiply, by mma.sync (up to 16
+// tokens) or by wgmma (multiply_*.cuh), W as the operand of many rows. K is split over the blocks of a cluster, and
+// over warps (see plan.h); the partial sums meet in shared memory and are added in a fixed order (epilogue.cuh).
+// mma.sync may normalize x on the way out of shared memory; for wgmma that is a launch before.
+//
+// Overlap with the predecessor (programmatic dependent launch): a caller that knows the weights to have been complete
+// before the predecessor could begin says `settled`; then the norm's weight and the first boxes of W are under way
+// while the predecessor still runs. "Before the predecessor" is not enough, since that may itself have begun before the
+// kernel in front of it ended: between whoever wrote the weights and the predecessor lies a launch that did not
+// overlap, such as the first one of a CUDA graph. Without `settled` nothing is read before the predecessor has ended.
 #include "linear.h"
 
 #include "epilogue.cuh"
@@ -72,6 +77,7 @@ __global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::
       }
       return;
     }
+    if (!arguments.settled) pdl_wait();
     Math::prepare(arguments, layout, shared);
     pdl_wait();
     Worker worker(plan, threadIdx.x / (32 * Math::kWorkerWarps));
@@ -214,6 +220,7 @@ cudaError_t linear_by_plan(const LinearParams& p, const LinearPlan& plan, Dtype 
                             p.y_stride,
                             p.normalize,
                             p.norm.weight_offset != 0,
+                            p.settled,
                             static_cast<float>(p.norm.eps),
                             plan};
   DeviceInfo device;

@@ -22,6 +22,7 @@ struct Arguments {
   int64_t y_stride;
   bool fold;         // normalize x here
   bool norm_offset;  // add 1 to the norm's weight
+  bool settled;      // the weights do not depend on the kernel before this one
   float eps;
   LinearPlan plan;
 };
@@ -77,7 +78,8 @@ __device__ inline void copy(const Arguments& a, const CUtensorMap& weight, const
     const uint32_t to = layout.ring + slot * plan.stage_bytes + plan.boxes * plan.box_bytes;
     tensor_load(to, x, column, 0, depth, layout.full + 8 * slot);
   };
-  // The weights of the first round of the ring need not wait for the kernel before this one; x does.
+  // The weights of the first round of the ring need not wait for the kernel before this one if settled; x must.
+  if (!a.settled) pdl_wait();
   for (int s = 0; s < ahead; ++s) {
     copy_weight(s, first_column + s * column_step, tiles.first * plan.tile_rows, first_depth + s * depth_step);
   }
