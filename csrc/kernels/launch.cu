@@ -1,5 +1,6 @@
 #include "launch.h"
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <mutex>
@@ -8,6 +9,19 @@ namespace llmk::kernels {
 namespace {
 
 __global__ void empty_kernel() {}
+
+// The architecture that this library's code for the current device was compiled for: __CUDA_ARCH__ / 10, as the kernels
+// saw it. Where there is only PTX of an older one, it runs, but without what `#if __CUDA_ARCH__ >= 900` encloses, and
+// no launcher may count on that. ptxVersion is this virtual architecture, of machine code as well; binaryVersion is
+// that of the machine code, which the driver makes of any PTX for the device's own architecture.
+cudaError_t code_architecture(int& result) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, empty_kernel);
+  if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
+  result = attributes.ptxVersion;
+  // The kernel does exist.
+  return status == cudaErrorInvalidDeviceFunction ? cudaErrorNoKernelImageForDevice : status;
+}
 
 // Fills in DeviceInfo::clusters.
 void count_clusters(DeviceInfo& info) {
@@ -56,8 +70,14 @@ cudaError_t device_info(DeviceInfo& info) {
       const cudaError_t status = cudaDeviceGetAttribute(value, attribute, device);
       if (status != cudaSuccess) return status;
     }
+    int code = 0;
+    if (const cudaError_t status = code_architecture(code); status != cudaSuccess) return status;
     DeviceInfo& found = cache[device];
-    found = {sm_count, major * 10 + minor, static_cast<size_t>(shared_bytes), static_cast<size_t>(l2_bytes), {}};
+    found = {sm_count,
+             std::min(major * 10 + minor, code),
+             static_cast<size_t>(shared_bytes),
+             static_cast<size_t>(l2_bytes),
+             {}};
     count_clusters(found);
     known[device].store(true, std::memory_order_release);
   }

@@ -10,7 +10,7 @@ namespace llmk::kernels {
 
 struct DeviceInfo {
   int sm_count;
-  int compute_capability;  // 90 for sm_90
+  int compute_capability;  // 90 for sm_90; less than the device's where the code is for less, see launch.cu
   size_t shared_bytes;     // of one block at most
   size_t l2_bytes;
   // clusters[n]: how many clusters of n blocks, each block on an SM of its own, run at the same time, for n = 1, 2, 4,
