@@ -34,6 +34,7 @@ struct StepPosition {
   template <int D>
   __device__ static StepPosition read(const DecodeStepParams& p, void* shared) {
     using A = Angles<__nv_bfloat16, 8>;
+    static_assert(D / 2 / 8 * sizeof(A) <= kStepOwn - kStepAngles);
     A* const angles = static_cast<A*>(shared);
     const int low = static_cast<int>(threadIdx.x) * 8;
     if (low < D / 2) angles[threadIdx.x] = A::load(p.rope, *p.position, low, low + D / 2);
@@ -144,7 +145,7 @@ struct StepAttention {
                       const StepPlan& plan, unsigned* counter) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int group = static_cast<int>(p.heads / p.kv_heads);
-    bool& is_last = *reinterpret_cast<bool*>(shared + kStepSquares + 4 * kStepWarps);  // a place that nothing else uses
+    bool& is_last = *reinterpret_cast<bool*>(shared + kStepFlag);
     shared += kStepHeaderBytes;
     T* const q = reinterpret_cast<T*>(shared);
     T *const new_k = q + kStepQueries * kRow, *const new_v = new_k + kRow;

@@ -14,11 +14,14 @@ constexpr int kStepSlots = 24;  // of a piece of a row each; in the course of a 
 // Pieces that a copying warp has under way: more make everything else wait. Fewer of the first ones of a linear, which
 // come while the blocks wait for each other.
 constexpr int kStepAhead = 6, kStepAheadEarly = 2;
-// Of shared memory, in bytes: barriers; a number per warp; the step's rotary angles; the block's hidden state; the
-// rest.
-constexpr int kStepSquares = 448, kStepAngles = 512, kStepOwn = 1024, kStepHeaderBytes = 2048;
+// Of shared memory, in bytes: two barriers per slot; a number per warp; a flag of attention's; the step's rotary angles;
+// the block's hidden state; the rest.
+constexpr int kStepSquares = 448, kStepFlag = kStepSquares + 4 * kStepWarps;
+constexpr int kStepAngles = 512, kStepOwn = 1024, kStepHeaderBytes = 2048;
 constexpr int kStepMostOwn = (kStepHeaderBytes - kStepOwn) / 2;
-static_assert(16 * kStepSlots <= kStepSquares && kStepSquares + 4 * kStepWarps <= kStepAngles);
+static_assert(16 * kStepSlots <= kStepSquares && kStepFlag < kStepAngles && kStepAngles < kStepOwn);
+static_assert(kStepSlots % kStepWarps == 0 && kStepSlots % kStepCopyWarps == 0);
+static_assert(kStepAhead <= kStepSlots / kStepCopyWarps && kStepAheadEarly >= 1);
 constexpr size_t kStepSharedBytes = 227 * 1024;  // all that a block can have: one block per SM
 constexpr int kStepLeastSlotBytes = 4096;
 constexpr int kMostKvHeads = 128;
@@ -45,6 +48,8 @@ struct StepPlan {
   size_t shared_bytes;
 };
 
+// Where the inputs leave too little room to the ring, the plan's slots are shorter than kStepLeastSlotBytes and the rest
+// of it is empty: the kernel cannot run then.
 inline StepPlan plan_decode_step(const DecodeStepParams& p, int sm_count) {
   const auto round_up = [](int64_t a, int64_t b) { return (a + b - 1) / b * b; };
   StepPlan plan{};
@@ -62,7 +67,8 @@ inline StepPlan plan_decode_step(const DecodeStepParams& p, int sm_count) {
                                    most_sums(p.intermediate, p.hidden_size)});
   plan.x_bytes = static_cast<int>(round_up(std::max(inputs, attention), 128));
   const int64_t room = static_cast<int64_t>(kStepSharedBytes) - kStepHeaderBytes - plan.x_bytes;
-  plan.slot_bytes = static_cast<int>(room / kStepSlots / 128 * 128);
+  plan.slot_bytes = static_cast<int>(std::max<int64_t>(room, 0) / kStepSlots / 128 * 128);
+  if (plan.slot_bytes < kStepLeastSlotBytes) return plan;
   const auto linear = [&](int64_t k, int64_t rows, bool swiglu) {
     StepLinear l{};
     l.k = static_cast<int>(k);

@@ -67,7 +67,6 @@ struct Ring {
 // A copying thread: every kStepCopyWarps-th piece, of one linear after the other, as soon as there is room. Every
 // instruction of it takes its time, so there are few.
 __device__ void copy(const StepArguments& a, const Ring& ring, int index) {
-  static_assert(kStepSlots % kStepCopyWarps == 0);
   const int linears = static_cast<int>(4 * a.p.layers) + 1;
   Cursor cursor{index}, arrived{index};
   int under_way = 0, item = index;
