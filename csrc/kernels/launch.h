@@ -13,6 +13,7 @@ struct DeviceInfo {
   int compute_capability;  // 90 for sm_90; less than the device's where the code is for less, see launch.cu
   size_t shared_bytes;     // of one block at most
   size_t l2_bytes;
+  bool cooperative;  // has cooperative launches
   // clusters[n]: how many clusters of n blocks, each block on an SM of its own, run at the same time, for n = 1, 2, 4,
   // 8, 16; fewer than sm_count / n where the groups of SMs that a cluster may span have other sizes, none if unknown.
   int clusters[17];

@@ -15,7 +15,8 @@
 // a one, too. It allocates what lies between the launches and is meant to be captured into a CUDA graph.
 //
 // decode_step: that for every layer, then logits = rms_norm(hidden) Whead^T + b. One launch for a single sequence where
-// there is a kernel for it, csrc/kernels/decode; else composed.
+// there is a kernel for it, csrc/kernels/decode; else, or if the device does not run all of its blocks at once,
+// composed.
 #include <cmath>
 
 #include "backend.h"
@@ -183,7 +184,8 @@ bool to_params(const Step& step, DecodeStepParams& p) {
   return true;
 }
 
-// The logits by the kernel, if there is one for this.
+// The logits by the kernel, if there is one for this, and if the device runs all of its blocks at once: it may not
+// where it is shared by processes, each with a part of it.
 std::optional<Tensor> run_kernel(const char* op, const Step& step) {
   DecodeStepParams params{};
   if (!step.hidden.is_cuda() || !to_params(step, params)) return std::nullopt;
@@ -200,7 +202,10 @@ std::optional<Tensor> run_kernel(const char* op, const Step& step) {
         logits = empty({1, params.vocab}, dtype_code(step.hidden), step.hidden);
         params.workspace = workspace.mutable_data_ptr();
         params.logits = logits->mutable_data_ptr();
-        return kernels::decode_step(params, stream);
+        const cudaError_t status = kernels::decode_step(params, stream);
+        if (status != cudaErrorCooperativeLaunchTooLarge && status != cudaErrorNotSupported) return status;
+        logits.reset();
+        return cudaSuccess;
       },
       [] {});
   return logits;

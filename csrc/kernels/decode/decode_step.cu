@@ -158,7 +158,8 @@ __global__ void __launch_bounds__(32 * (kStepWarps + kStepCopyWarps), 1)
 
 bool decode_step_supported(const DecodeStepParams& p, Dtype dtype) {
   DeviceInfo device;
-  if (dtype != Dtype::kBFloat16 || device_info(device) != cudaSuccess || device.compute_capability < 90) return false;
+  if (dtype != Dtype::kBFloat16 || device_info(device) != cudaSuccess) return false;
+  if (device.compute_capability < 90 || !device.cooperative) return false;
   if (p.layers < 1 || p.layers > kMaxDecodeLayers || (p.head_dim != 64 && p.head_dim != 128)) return false;
   if (p.kv_heads < 1 || p.kv_heads > kMostKvHeads || p.kv_heads > device.sm_count || p.heads % p.kv_heads != 0)
     return false;

@@ -14,8 +14,8 @@ constexpr int kStepSlots = 24;  // of a piece of a row each; in the course of a 
 // Pieces that a copying warp has under way: more make everything else wait. Fewer of the first ones of a linear, which
 // come while the blocks wait for each other.
 constexpr int kStepAhead = 6, kStepAheadEarly = 2;
-// Of shared memory, in bytes: two barriers per slot; a number per warp; a flag of attention's; the step's rotary angles;
-// the block's hidden state; the rest.
+// Of shared memory, in bytes: two barriers per slot; a number per warp; a flag of attention's; the step's rotary
+// angles; the block's hidden state; the rest.
 constexpr int kStepSquares = 448, kStepFlag = kStepSquares + 4 * kStepWarps;
 constexpr int kStepAngles = 512, kStepOwn = 1024, kStepHeaderBytes = 2048;
 constexpr int kStepMostOwn = (kStepHeaderBytes - kStepOwn) / 2;
@@ -48,8 +48,8 @@ struct StepPlan {
   size_t shared_bytes;
 };
 
-// Where the inputs leave too little room to the ring, the plan's slots are shorter than kStepLeastSlotBytes and the rest
-// of it is empty: the kernel cannot run then.
+// Where the inputs leave too little room to the ring, the plan's slots are shorter than kStepLeastSlotBytes and the
+// rest of it is empty: the kernel cannot run then.
 inline StepPlan plan_decode_step(const DecodeStepParams& p, int sm_count) {
   const auto round_up = [](int64_t a, int64_t b) { return (a + b - 1) / b * b; };
   StepPlan plan{};
