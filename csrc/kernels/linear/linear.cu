@@ -119,8 +119,9 @@ bool has_wgmma(const DeviceInfo& device) {
   static const bool result = [] {
     using Kernel = Wgmma<__half, 8, 3>;
     cudaFuncAttributes attributes{};
-    return cudaFuncGetAttributes(&attributes, linear_kernel<Kernel>) == cudaSuccess &&
-           attributes.maxThreadsPerBlock >= Kernel::kThreads + 32;
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, linear_kernel<Kernel>);
+    if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
+    return status == cudaSuccess && attributes.maxThreadsPerBlock >= Kernel::kThreads + 32;
   }();
   return result;
 }
