@@ -37,7 +37,7 @@ namespace {
 // that are under way a load takes microseconds. Every block brings another line.
 __device__ void prefetch(const StepPlan& plan, const DecodeLayer& layer) {
   const auto lines = [](const void* from, int count) {
-    const int at = (static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x)) * 64;
+    const int at = static_cast<int>(threadIdx.x * gridDim.x + blockIdx.x) * 64;
     if (from && at < count) prefetch_l2(static_cast<const T*>(from) + at);
   };
   lines(layer.input_norm, plan.linear[kQkv].k);

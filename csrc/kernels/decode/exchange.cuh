@@ -1,10 +1,11 @@
 // Vectors that all blocks of decode_step make together and all of them read: two elements to a word of 64 bits, with
-// the number of the layer, counted from 1, in its other half. A reader takes a word when it bears the
-// number that it waits for. So nobody waits for a barrier of the grid, nor for memory to be flushed before one: the way
-// from writer to reader is one store and one load. (The idea is that of NCCL's low-latency protocol.)
+// the number of the layer, counted from 1, in its other half. A reader takes a word when it bears the number that it
+// waits for. So nobody waits for a barrier of the grid, nor for memory to be flushed before one: the way from writer to
+// reader is one store and one load. (The idea is that of NCCL's low-latency protocol.)
 //
-// The words are zero before the launch. A vector is written again only when every block has read it: who writes it has
-// read something that every block made after that.
+// The words are zero before the launch. A vector is written again only when every block has read it, which the layer's
+// one barrier of the grid sees to: it always lies between the reading of a vector and its next writing. (That who
+// writes has read something that every block made after its reading would not do: a block may have no columns to make.)
 #pragma once
 #include <cuda_bf16.h>
 
