@@ -4,8 +4,7 @@
 // units 2t and 2t + 1, which touches every bank once. Here x may be normalized on the way: it is multiplied by the
 // norm's weight, and its squares are summed up; 1 / rms joins at the end.
 #pragma once
-#include <type_traits>
-
+#include "device/mma.cuh"
 #include "device/vec.cuh"
 #include "ring.cuh"
 
@@ -13,38 +12,12 @@ namespace llmk::kernels::few_tokens {
 
 #if __CUDA_ARCH__ >= 900
 
-// Four 8x8 matrices of 16-bit elements; lane 8 i + r names row r of matrix i, lane 4 r + t gets its elements 2t, 2t
-// + 1.
-__device__ inline uint4 load_matrices(uint32_t address) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address));
-  return v;
-}
-
-// d += a b for a 16x16 and b 16x8.
-template <typename T>
-__device__ inline void mma(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
-        "%2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
-  }
-}
-
 // The diagonal of the upper half of x x^T: the sums of the squares of 8 tokens, of which this lane gets two elements
 // of its row.
 template <typename T>
 __device__ inline void mma_squares(float (&d)[2], uint32_t low, uint32_t high) {
   float all[4] = {d[0], d[1], 0.f, 0.f};
-  mma<T>(all, {low, 0, high, 0}, low, high);
+  mma_16x8x16<T>(all, {low, 0, high, 0}, low, high);
   d[0] = all[0], d[1] = all[1];
 }
 
@@ -63,15 +36,14 @@ __device__ void stage_norm_weight(const Arguments& a, T* target) {
 
 // Eight elements of x times the norm's weight (plus its offset, which is 0 or 1), rounded once.
 template <typename T>
-__device__ inline uint4 scale(const uint4& x, const uint4& weight, bool offset) {
-  using V = Vec<T, 8>;
-  const V &a = reinterpret_cast<const V&>(x), &w = reinterpret_cast<const V&>(weight);
-  V result;
+__device__ inline void scale(uint32_t (&x)[4], const uint32_t (&weight)[4], bool offset) {
+  using Two = typename Pair<T>::type;
 #pragma unroll
-  for (int i = 0; i < 8; i += 2) {
-    result.pair(i) = offset ? __hfma2(a.pair(i), w.pair(i), a.pair(i)) : __hmul2_rn(a.pair(i), w.pair(i));
+  for (int i = 0; i < 4; ++i) {
+    const Two a = reinterpret_cast<const Two&>(x[i]), w = reinterpret_cast<const Two&>(weight[i]);
+    const Two product = offset ? __hfma2(a, w, a) : __hmul2_rn(a, w);
+    x[i] = reinterpret_cast<const uint32_t&>(product);
   }
-  return reinterpret_cast<const uint4&>(result);
 }
 
 // Sums up the stages of this warp up to `end`, counted from the first tile on, and writes the partial sums of the tile.
@@ -110,35 +82,34 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
       const uint32_t x_row = x + row * 128 + (x_unit ^ (row % 8)) * 16;
 #pragma unroll
       for (int half = 0; half < 128; half += 64) {
-        uint4 rows[2][kTiles], scales;
+        uint32_t rows[2][kTiles][4], scales[4], b[kTokenTiles][4];
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
-          rows[0][i] = load_matrices(w + offset[i] + (w_lane ^ flip ^ half));
-          rows[1][i] = load_matrices(w + offset[i] + (w_lane ^ flip ^ half ^ 32));
+          load_matrices(rows[0][i], w + offset[i] + (w_lane ^ flip ^ half));
+          load_matrices(rows[1][i], w + offset[i] + (w_lane ^ flip ^ half ^ 32));
         }
-        if (fold) scales = load_matrices(norm_weight + half);
-        uint4 b[kTokenTiles];
+        if (fold) load_matrices(scales, norm_weight + half);
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) b[n] = load_matrices((x_row ^ half) + n * 1024);
+        for (int n = 0; n < kTokenTiles; ++n) load_matrices(b[n], (x_row ^ half) + n * 1024);
         if (fold) {
 #pragma unroll
           for (int n = 0; n < kTokenTiles; ++n) {
             if (n % plan.row_workers == worker.row_worker) {
-              mma_squares<T>(squares[n], b[n].x, b[n].y);
-              mma_squares<T>(squares[n], b[n].z, b[n].w);
+              mma_squares<T>(squares[n], b[n][0], b[n][1]);
+              mma_squares<T>(squares[n], b[n][2], b[n][3]);
             }
-            b[n] = scale<T>(b[n], scales, a.norm_offset);
+            scale<T>(b[n], scales, a.norm_offset);
           }
         }
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
 #pragma unroll
-          for (int i = 0; i < kTiles; ++i) mma<T>(sums[i][n], rows[0][i], b[n].x, b[n].y);
+          for (int i = 0; i < kTiles; ++i) mma_16x8x16<T>(sums[i][n], rows[0][i], b[n][0], b[n][1]);
         }
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
 #pragma unroll
-          for (int i = 0; i < kTiles; ++i) mma<T>(sums[i][n], rows[1][i], b[n].z, b[n].w);
+          for (int i = 0; i < kTiles; ++i) mma_16x8x16<T>(sums[i][n], rows[1][i], b[n][2], b[n][3]);
         }
       }
     }
