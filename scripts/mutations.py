@@ -252,8 +252,8 @@ CUDA = [
         "cuda_linear_activates_up",
         "silu of the up projection instead of the gate",
         LINEAR_RESULTS,
-        "result = mul(silu, V::of([&](int e) { return sums[e]; }));",
-        "result = mul(result, V::of([&](int e) { return sums[e] / (1.f + __expf(-sums[e])); }));",
+        "sums[e] = swiglu<T>(gates[e], sums[e]);",
+        "sums[e] = swiglu<T>(sums[e], gates[e]);",
         "tests/test_linear.py -k 'norm_options and cuda'",
     ),
     Mutation(

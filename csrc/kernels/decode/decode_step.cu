@@ -23,6 +23,7 @@
 
 #include "attend.cuh"
 #include "device/grid_barrier.cuh"
+#include "device/swiglu.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "linear.cuh"
@@ -125,13 +126,8 @@ __global__ void __launch_bounds__(32 * (kStepWarps + kStepCopyWarps), 1)
       const float factor = stage(p, middle, layer.post_norm, a.plan.linear[kGateUp].k, x, squares);
       multiply(a, 4 * i + 2, x, shared, ring, cursor, [=](int column) {
         return [=](const auto& sum) {
-          const auto activate = [&](float gate_sum, float up_sum) {
-            const float gate = to_float(from_float<T>(gate_sum * factor)),
-                        up = to_float(from_float<T>(up_sum * factor));
-            return to_float(from_float<T>(gate / (1.f + __expf(-gate)))) * up;
-          };
-          *reinterpret_cast<__nv_bfloat162*>(activated + column) =
-              Pair<T>::from_floats(activate(sum(0), sum(1)), activate(sum(2), sum(3)));
+          *reinterpret_cast<__nv_bfloat162*>(activated + column) = Pair<T>::from_floats(
+              swiglu<T>(sum(0) * factor, sum(1) * factor), swiglu<T>(sum(2) * factor, sum(3) * factor));
         };
       });
     }

@@ -1,5 +1,6 @@
 // What follows the products: partial sums are added up, in a fixed order, and become results.
 #pragma once
+#include "device/swiglu.cuh"
 #include "device/vec.cuh"
 #include "ring.cuh"
 
@@ -72,13 +73,16 @@ __device__ void finish(const Arguments& a, const Layout& layout, int64_t first, 
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] += bias[e];
     }
-    V result = V::of([&](int e) { return sums[e]; });
     T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
     if (a.swiglu) {
-      const V silu = V::of([&](int e) { return result[e] / (1.f + __expf(-result[e])); });
+      float gates[kWidth];
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) gates[e] = sums[e];
       gather_row(plan.box_pitch + row);
-      result = mul(silu, V::of([&](int e) { return sums[e]; }));
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) sums[e] = swiglu<T>(gates[e], sums[e]);
     }
+    V result = V::of([&](int e) { return sums[e]; });
     if (a.add) result = add(V::load(y), result);
     result.store(y);
   }

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "device/reduce.cuh"
+#include "device/swiglu.cuh"
 #include "device/tma.cuh"
 #include "device/vec.cuh"
 #include "kernels/launch.h"
@@ -157,9 +158,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
         (lane % 2 ? both[1] : both[0]) * rstd;  // lane 0 goes on with the first row, lane 1 with the second
     T* const y = static_cast<T*>(a.y);
     if (a.swiglu) {
-      const float up = to_float(from_float<T>(both[1] * rstd)), gate = to_float(from_float<T>(mine));
-      const float silu = to_float(from_float<T>(gate / (1.f + __expf(-gate))));
-      if (lane == 0) y[pair] = from_float<T>(silu * up);
+      if (lane == 0) y[pair] = from_float<T>(swiglu<T>(mine, both[1] * rstd));
     } else if (lane < 2 && first + lane < a.out) {
       const int64_t column = first + lane;
       const float bias = a.bias ? to_float(static_cast<const T*>(a.bias)[column]) : 0.f;
