@@ -35,8 +35,6 @@ using few_tokens::Arguments;
 using few_tokens::MmaSync;
 using few_tokens::Wgmma;
 
-constexpr int kMaxMmaTokens = 16;
-
 // Math: MmaSync or Wgmma. Where code for it is missing the kernel is empty, and refuses to be launched with so many
 // threads.
 template <typename Math>
@@ -117,7 +115,7 @@ __global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::
 bool has_wgmma(const DeviceInfo& device) {
   if (device.compute_capability != 90) return false;
   static const bool result = [] {
-    using Kernel = Wgmma<__half, 8, 3>;
+    using Kernel = Wgmma<__half, 16, 3>;
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, linear_kernel<Kernel>);
     if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
@@ -158,42 +156,8 @@ bool is_vector(const LinearParams& p) {
          is_aligned(p.bias, 8);
 }
 
-}  // namespace
-
-bool linear_supported(const LinearParams& p, Dtype dtype) {
-  DeviceInfo device;
-  return (dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16) && p.m <= kLinearMaxTokens && p.k > 0 &&
-         p.k % 8 == 0 && (p.m == 1 || p.x_stride >= p.k) && (p.n == 1 || p.weight_stride >= p.k) && p.k < (1 << 30) &&
-         p.n < (1 << 30) && p.weight_stride < (int64_t{1} << 38) && rows_aligned(p.x, p.x_stride, p.m, 2) &&
-         rows_aligned(p.weight, p.weight_stride, p.n, 2) && is_aligned(p.norm_weight, 16) &&
-         device_info(device) == cudaSuccess && device.compute_capability >= 90 && device.shared_bytes >= 200 * 1024 &&
-         has_tensor_maps() && (p.m <= kMaxMmaTokens || has_wgmma(device));
-}
-
-// Beyond 16 tokens as measured on an H200, ours against cuBLAS with the launches that it needs beside it: for SwiGLU,
-// for the residual (two), and for the norm, which here overlaps. In us for 24, 32, 48 and 64 tokens:
-//
-//   3584 x 3584             9.0,   9.0,   9.6,   9.9   against  10.9,  11.0,  11.2,   9.0   (residual not counted)
-//   4608 x 3584            10.2,  10.5,  10.8,  11.6   against  10.5,  10.5,  10.6,  10.6   (norm: + 1.6 against + 2.2)
-//   3584 x 18944           34.0,  34.0,  35.5,  36.2   against  39.4,  38.3,  39.1,  41.7
-//   37888 x 3584, SwiGLU   66.5,  66.6,  69.6,  71.2   against  71.2,  71.3,  69.9,  72.0   (SwiGLU not counted)
-//   152064 x 3584         253.4, 254.9, 260.2, 274.6   against 254.5, 255.9, 259.4, 261.9
-bool linear_pays(const LinearParams& p) {
-  DeviceInfo device;
-  if (p.m <= kMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu) return true;
-  if (device_info(device) != cudaSuccess) return false;
-  if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32 || !linear_has_several_tiles(p.n, device.clusters);
-  if (linear_has_long_rows(p.k) || p.residual) return true;
-  return p.m <= (p.normalize || linear_has_few_rows(p.n, device.clusters) ? 48 : 32);
-}
-
-size_t linear_workspace_bytes(const LinearParams& p, Dtype dtype) {
-  DeviceInfo device;
-  const bool folds = device_info(device) == cudaSuccess && folds_norm(p, dtype, tuning_of(p, device));
-  return p.normalize && !folds ? static_cast<size_t>(p.m) * p.k * 2 : 0;
-}
-
-cudaError_t linear_by_plan(const LinearParams& p, const LinearPlan& plan, Dtype dtype, cudaStream_t stream) {
+// A norm, if there is one, is folded into the kernel.
+cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dtype, cudaStream_t stream) {
   CUtensorMap weight{}, x{};
   if (const cudaError_t status =
           tensor_map(weight, p.weight, p.n, p.k, p.weight_stride, plan.box_rows, plan.chunks, dtype);
@@ -240,7 +204,7 @@ cudaError_t linear_by_plan(const LinearParams& p, const LinearPlan& plan, Dtype 
       return dispatch_int<1, 2>(linear_token_tiles(p.m),
                                 [&](auto tiles) { return launch_math(TypeTag<MmaSync<T, decltype(tiles)::value>>{}); });
     }
-    return dispatch_int<8, 16, 32, 48, 64>(plan.x_rows, [&](auto columns) {
+    return dispatch_int<16, 32, 48, 64>(plan.x_rows, [&](auto columns) {
       constexpr int kColumns = decltype(columns)::value;
       if constexpr (kColumns >= 48) {
         if (plan.row_tiles <= 2 * plan.row_workers) return launch_math(TypeTag<Wgmma<T, kColumns, 2>>{});
@@ -249,6 +213,41 @@ cudaError_t linear_by_plan(const LinearParams& p, const LinearPlan& plan, Dtype 
     });
   };
   return dtype == Dtype::kFloat16 ? launch_as(TypeTag<__half>{}) : launch_as(TypeTag<__nv_bfloat16>{});
+}
+
+}  // namespace
+
+bool linear_supported(const LinearParams& p, Dtype dtype) {
+  DeviceInfo device;
+  return (dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16) && p.m <= kLinearMaxTokens && p.k > 0 &&
+         p.k % 8 == 0 && (p.m == 1 || p.x_stride >= p.k) && (p.n == 1 || p.weight_stride >= p.k) && p.k < (1 << 30) &&
+         p.n < (1 << 30) && p.weight_stride < (int64_t{1} << 38) && rows_aligned(p.x, p.x_stride, p.m, 2) &&
+         rows_aligned(p.weight, p.weight_stride, p.n, 2) && is_aligned(p.norm_weight, 16) &&
+         device_info(device) == cudaSuccess && device.compute_capability >= 90 && device.shared_bytes >= 200 * 1024 &&
+         has_tensor_maps() && (p.m <= kLinearMaxMmaTokens || has_wgmma(device));
+}
+
+// Beyond 16 tokens as measured on an H200, ours against cuBLAS with the launches that it needs beside it: for SwiGLU,
+// for the residual (two), and for the norm, which here overlaps. In us for 24, 32, 48 and 64 tokens:
+//
+//   3584 x 3584             9.0,   9.0,   9.6,   9.9   against  10.9,  11.0,  11.2,   9.0   (residual not counted)
+//   4608 x 3584            10.2,  10.5,  10.8,  11.6   against  10.5,  10.5,  10.6,  10.6   (norm: + 1.6 against + 2.2)
+//   3584 x 18944           34.0,  34.0,  35.5,  36.2   against  39.4,  38.3,  39.1,  41.7
+//   37888 x 3584, SwiGLU   66.5,  66.6,  69.6,  71.2   against  71.2,  71.3,  69.9,  72.0   (SwiGLU not counted)
+//   152064 x 3584         253.4, 254.9, 260.2, 274.6   against 254.5, 255.9, 259.4, 261.9
+bool linear_pays(const LinearParams& p) {
+  DeviceInfo device;
+  if (p.m <= kLinearMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu) return true;
+  if (device_info(device) != cudaSuccess) return false;
+  if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32 || !linear_has_several_tiles(p.n, device.clusters);
+  if (linear_has_long_rows(p.k) || p.residual) return true;
+  return p.m <= (p.normalize || linear_has_few_rows(p.n, device.clusters) ? 48 : 32);
+}
+
+size_t linear_workspace_bytes(const LinearParams& p, Dtype dtype) {
+  DeviceInfo device;
+  const bool folds = device_info(device) == cudaSuccess && folds_norm(p, dtype, tuning_of(p, device));
+  return p.normalize && !folds ? static_cast<size_t>(p.m) * p.k * 2 : 0;
 }
 
 cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream) {
@@ -266,7 +265,7 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
   }
   if (p.m == 1 && p.k <= kGemvMaxColumns) return gemv(p, dtype, stream);
   const LinearShape shape{p.m, p.n, p.k, p.epilogue == LinearEpilogue::kSwiglu, p.normalize};
-  return linear_by_plan(p, plan_linear(shape, device.clusters, tuning), dtype, stream);
+  return launch_plan(p, plan_linear(shape, device.clusters, tuning), dtype, stream);
 }
 
 }  // namespace llmk::kernels

@@ -20,7 +20,4 @@ size_t linear_workspace_bytes(const LinearParams& params, Dtype dtype);
 // y = epilogue(norm(x) weight^T + bias), or residual += that.
 cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream);
 
-// The same by a given plan. A norm, if any, must be one that linear() would fold into the kernel.
-cudaError_t linear_by_plan(const LinearParams& params, const LinearPlan& plan, Dtype dtype, cudaStream_t stream);
-
 }  // namespace llmk::kernels

@@ -11,7 +11,7 @@
 
 namespace llmk::kernels {
 
-constexpr int kLinearMaxTokens = 64;
+constexpr int kLinearMaxTokens = 64, kLinearMaxMmaTokens = 16;
 constexpr int kLinearWarps = 6;           // that compute with mma.sync; one more copies
 constexpr int kLinearWarpgroups = 2;      // that compute with wgmma
 constexpr int kLinearTilesPerWorker = 3;  // of 16 or 64 rows each
@@ -47,7 +47,7 @@ struct LinearShape {
   bool swiglu, normalize;
 };
 
-// What a measurement may want to vary.
+// What is chosen as it was measured, see choose_tuning().
 struct LinearTuning {
   bool wgmma;
   int cluster;          // 1, 2, 4 or 8
@@ -61,10 +61,10 @@ constexpr int kLinearMaxStages = 56;
 // Barriers, then sums of squares by warp and token, then 1 / rms by token.
 constexpr size_t kLinearHeaderBytes = 3 * 1024;
 
-// Tokens that mma.sync computes, in tiles of 8: a power of two tiles.
-inline int linear_token_tiles(int64_t m) { return m <= 8 ? 1 : m <= 16 ? 2 : m <= 32 ? 4 : 8; }
+// Tokens that mma.sync computes, in tiles of 8.
+inline int linear_token_tiles(int64_t m) { return m <= 8 ? 1 : 2; }
 // Tokens that wgmma computes.
-inline int linear_columns(int64_t m) { return m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 48 ? 48 : 64; }
+inline int linear_columns(int64_t m) { return m <= 16 ? 16 : m <= 32 ? 32 : m <= 48 ? 48 : 64; }
 
 // clusters[n]: of n blocks, each on an SM of its own, that run at the same time; n = 1, 2, 4, 8.
 inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, const LinearTuning& tuning) {
@@ -150,7 +150,7 @@ inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters,
   constexpr size_t kShared = 200 * 1024, kMostShared = 225 * 1024;
   const bool many_rows = linear_has_many_rows(shape.n, clusters);
   const bool several_tiles = !shape.swiglu && linear_has_several_tiles(shape.n, clusters);
-  if (shape.m <= (several_tiles && has_wgmma ? 8 : 16)) {
+  if (shape.m <= (several_tiles && has_wgmma ? 8 : kLinearMaxMmaTokens)) {
     return {false, 1, many_rows ? 1 : 2, kShared, many_rows && shape.swiglu && shape.m > 4 ? 96 : 288};
   }
   if (many_rows) {
