@@ -487,23 +487,25 @@ def test_settled_weights(device, m):
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("m", [1, 8, 32])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_weights_that_the_kernels_before_have_just_written(call, m, captured):
-    """Those let the next one begin before they have written anything, and write to where other weights were before."""
-    size = 4096
-    x = scaled_rows(m, size, dtype=torch.bfloat16, device="cuda")
-    gate = torch.full((size, size), 16.0, dtype=torch.bfloat16, device="cuda")  # silu(16) = 16
-    ups = [make(1, size, size, torch.bfloat16, "cuda")[2] / 16 for _ in range(3)]
+def test_weights_that_the_kernel_before_has_just_written(call, m, captured):
+    """That kernel takes long, lets the next one begin at once and leaves room for it; what it writes to is where the
+    weights of the call before were."""
+    n, k = 512, 64
+    x = scaled_rows(m, k, dtype=torch.bfloat16, device="cuda")
+    token, sources = make(1, 8, 1024, torch.bfloat16, "cuda")[0], []
+    for _ in range(3):
+        sources.append(make(1, k + n * k, 1024, torch.bfloat16, "cuda")[2])
 
     def chain(synchronize):
-        results = []
-        for up in ups * 2:
-            residual = torch.zeros_like(x)
-            weight = llmkernels.swiglu(gate, up)
-            norm_weight = llmkernels.rms_norm(up[0])
+        results, places = [], set()
+        for source, residual in zip(sources * 2, torch.zeros(6, m, n, dtype=x.dtype, device="cuda"), strict=True):
+            written = linear(token, source)[0]
             if synchronize:
                 torch.cuda.synchronize()
-            results.append(call(residual, x, norm_weight, weight))
-            del weight, norm_weight  # the next ones come to the same place
+            results.append(call(residual, x, written[:k], written[k:].view(n, k)))
+            places.add(written.data_ptr())
+            del written
+        assert len(places) < len(results)
         return torch.stack(results)
 
     expected = chain(True)
