@@ -241,25 +241,6 @@ cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params
   return cudaSuccess;
 }
 
-// One set for each of so many streams, or captures: two that run at the same time must not share one. Streams are told
-// apart by a hash of their identity.
-constexpr int kCounterSets = 64;
-static_assert(kDecodeAttentionCounters == kMaxClusters * 16);
-__device__ int counter_sets[kCounterSets * kDecodeAttentionCounters];
-
-cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  cudaError_t status = cudaStreamGetCaptureInfo(stream, &capture, &id);
-  if (status == cudaSuccess && capture != cudaStreamCaptureStatusActive) status = cudaStreamGetId(stream, &id);
-  void* sets = nullptr;
-  if (status == cudaSuccess) status = cudaGetSymbolAddress(&sets, counter_sets);
-  if (status != cudaSuccess) return status;
-  const int half = kCounterSets / 2, set = static_cast<int>(id % half) + (capture ? half : 0);
-  counters = static_cast<int*>(sets) + set * kDecodeAttentionCounters;
-  return cudaSuccess;
-}
-
 cudaError_t decode_attention_by_plan(const DecodeAttentionParams& params, const DecodePlan& plan, Dtype dtype,
                                      cudaStream_t stream) {
   DeviceInfo device;

@@ -13,9 +13,9 @@ namespace llmk::kernels {
 bool decode_attention_is_fast(const DecodeAttentionParams& params, Dtype dtype);
 
 // What DecodeAttentionParams wants of device memory, on the current device.
-constexpr int kDecodeAttentionCounters = 4608;
+constexpr int kDecodeAttentionCounters = 288;
 cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params, size_t& bytes);
-// Counters that belong to nobody: zero-initialised, and kept for launches of this stream (or of its capture).
+// Counters of which no launch makes use that may run at the same time as one in this stream, or in its capture.
 cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters);
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream);

@@ -223,7 +223,7 @@ class Merger {
     volatile int* const verdict = reinterpret_cast<volatile int*>(shared_ + layout_.verdict);
     consumers_barrier(threads_);
     if (threadIdx.x == 0) {
-      int* const counter = params_.counters + first_cluster * 16 + cluster_.rank;
+      int* const counter = params_.counters + first_cluster * cluster_.size + cluster_.rank;
       __threadfence();  // what this block has left is seen before the counter
       const bool is_last = atomicAdd(counter, 1) == contributors - 1;
       if (is_last) *counter = 0;

@@ -26,7 +26,7 @@ struct DecodePlan {
   }
 };
 
-constexpr int kMaxClusters = 288;  // two for each SM of the largest GPUs
+constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
 // Keys that one block, or one cluster of as many blocks as there are, gets through as soon as several do.
 constexpr int64_t kVeryShortSequence = 512, kShortSequence = 2048;
 // Of an SM: room for two blocks, so that the next launch can get ready while this one works. kLessOfShared: was
@@ -74,7 +74,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     plan.clusters = blocks / plan.cluster;
     plan_ring(plan, params.head_dim, std::min(bytes, device.shared_bytes));
   }
-  plan.clusters = std::clamp(plan.clusters, 1, kMaxClusters);
+  plan.clusters = std::clamp(plan.clusters, 1, kMaxBlocks / plan.cluster);
   plan.least = plan.slack = std::max(4 * plan.cluster, 8);
   plan.box = kUnit;
   while (params.cache.block_table && plan.box > kTile && params.cache.page_size % plan.box != 0) plan.box /= 2;
