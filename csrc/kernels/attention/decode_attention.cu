@@ -73,25 +73,6 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
     return same;
   };
 
-#if __CUDA_ARCH__ >= 900
-  if (warp == plan.warps) {
-    Producer<S> producer(params, plan, maps, cluster, walk, shared_address(shared), layout);
-    cluster.arrive();  // the barriers of this block are there
-    if (!params.settled) pdl_wait();
-    const Live after = Live::load(params, observed);
-    producer.begin(walk);
-    if (!holds(after)) {
-      producer.forget();
-      producer.begin(walk);
-    }
-    __syncthreads_and(true);
-    producer.run();
-    pdl_wait();
-    cluster.wait();
-    return;
-  }
-  cluster.arrive();
-#endif
   bool waiting = true;
   const auto wait = [&] {
     if (waiting) pdl_wait();
@@ -107,18 +88,42 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
     const bool owner = unit >= 0 && unit % cluster.size == cluster.rank;
     stage_queries<S>(params, walk, chunks, owner, shared, layout, threads, wait);
   };
-  if (!params.settled) wait();
-  const Live after = Live::load(params, observed);
-#if __CUDA_ARCH__ < 900
+
+  bool staged = true;
+#if __CUDA_ARCH__ >= 900
+  const bool copies = warp == plan.warps;
+  Producer<S> producer(params, plan, maps, cluster, shared_address(shared), layout);
+  if (copies) producer.make_barriers();
+  cluster.arrive();  // the barriers of this block are there
+#else
+  constexpr bool copies = false;
   // Where nothing overlaps, the work is what was found.
   Ring<S> ring(params, plan, Feed(params, walk, pairs, cluster.rank, cluster.size), shared_address(shared));
 #endif
-  // By a guess, but for the fused form, which also writes.
-  bool staged = (params.settled || !params.new_k) && !walk.done(params) && walk.pair < pairs;
-  if (staged) stage();
-  if (!holds(after)) staged = false;
+  if (!params.settled) wait();
+  const Live after = Live::load(params, observed);
+  if (copies) {
+#if __CUDA_ARCH__ >= 900
+    producer.begin(walk);
+    if (!holds(after)) {
+      producer.forget();
+      producer.begin(walk);
+    }
+#endif
+  } else {
+    // By a guess, but for the fused form, which also writes.
+    staged = (params.settled || !params.new_k) && !walk.done(params) && walk.pair < pairs;
+    if (staged) stage();
+    if (!holds(after)) staged = false;
+  }
   staged = __syncthreads_and(staged);  // one warp may have seen lengths that another has not
 #if __CUDA_ARCH__ >= 900
+  if (copies) {
+    producer.run();
+    wait();
+    cluster.wait();
+    return;
+  }
   Ring<S> ring(plan, shared_address(shared), layout);
 #endif
 
