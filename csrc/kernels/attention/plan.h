@@ -57,12 +57,15 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     const bool is_very_short = longest <= kVeryShortSequence;
     size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
     int blocks = device.sm_count;
+    // Only clusters of which there is room for all at once: none of 16 blocks on many devices, fewer on a part of one.
     if (longest <= kShortSequence && pairs * 8 <= device.sm_count) {
       // A cluster for each pair: no block without work, and no sums through memory.
-      plan.cluster = !is_very_short && pairs <= device.clusters[16] ? 16 : 8;
+      plan.cluster = is_very_short ? 8 : 16;
+      while (plan.cluster > 1 && pairs > device.clusters[plan.cluster]) plan.cluster /= 2;
       blocks = static_cast<int>(pairs) * plan.cluster;
-    } else if (pairs * 2 <= device.sm_count) {
+    } else if (pairs <= device.clusters[2]) {
       plan.cluster = 2;
+      blocks = 2 * device.clusters[2];
     } else {
       plan.cluster = 1;
       if (is_very_short && pairs > device.sm_count && params.head_dim <= 128) {
