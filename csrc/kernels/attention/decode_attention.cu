@@ -45,20 +45,20 @@ namespace llmk::kernels {
 namespace {
 
 template <typename S>
-__global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
+__global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeAttentionParams params,
                             const __grid_constant__ DecodePlan plan,
                             [[maybe_unused]] const __grid_constant__ KvMaps maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Layout layout(S::D, S::kQueries, plan.warps, plan.slots, plan.cluster);
+  const Layout layout(S::D, S::kQueries, plan.slots, plan.cluster);
   const Cluster cluster = Cluster::current();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = 32 * plan.warps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int chunks = plan.chunks, pairs = static_cast<int>(params.kv_heads) * chunks;
   const int group = static_cast<int>(params.heads / params.kv_heads), tokens = static_cast<int>(params.tokens);
   const int batch = static_cast<int>(params.batch), observed = min(lane, batch - 1);
   pdl_launch_dependents();
   const auto find_work = [&] {
-    const Quota quota = plan_quota(params, pairs, cluster.count, plan.least, plan.slack);
+    const Quota quota = plan_quota(params, pairs, cluster.count, plan.least);
     return Walk(params, pairs, quota, cluster.index);
   };
   const Live before = Live::load(params, observed);
@@ -86,12 +86,12 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
   const auto stage = [&] {
     const int unit = fresh_unit();
     const bool owner = unit >= 0 && unit % cluster.size == cluster.rank;
-    stage_queries<S>(params, walk, chunks, owner, shared, layout, threads, wait);
+    stage_queries<S>(params, walk, chunks, owner, shared, layout, wait);
   };
 
   bool staged = true;
 #if __CUDA_ARCH__ >= 900
-  const bool copies = warp == plan.warps;
+  const bool copies = warp == kWarps;
   Producer<S> producer(params, plan, maps, cluster, shared_address(shared), layout);
   if (copies) producer.make_barriers();
   cluster.arrive();  // the barriers of this block are there
@@ -129,11 +129,11 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
 
   const Scoring scoring(params);
   Merger<S> merger(params, plan, cluster, shared, layout);
-  const int tile_row = warp % 4 * kTile, turn = warp / 4, turns = plan.warps / 4;
+  const int tile_row = warp * kTile;
   for (bool last = walk.done(params); !last;) {
     if (!staged) {
       stage();
-      consumers_barrier(threads);
+      consumers_barrier();
     }
     staged = false;
     const int first_query = chunks == 1 ? 0 : walk.pair % chunks * S::kQueries;
@@ -141,11 +141,9 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
     const Sight<S> sight(params, walk, first_query, group);
     const Queries<S> q(shared_address(shared) + layout.q);
     Accumulator<S> accumulator;
-    int next = turn;  // units until it is this warp's turn
     for (int unit = first_key + cluster.rank * kUnit; unit < end_key; unit += cluster.size * kUnit) {
       const int key = unit + tile_row, begin = walk.keys.begin - key, end = end_key - key;
-      const bool mine = next == 0 && begin < kTile && end > 0;
-      next = next == 0 ? turns - 1 : next - 1;
+      const bool mine = begin < kTile && end > 0;
       const bool has_fresh = mine && fresh >= key && fresh < min(key + kTile, end_key);
       // Waits for keys or values of the unit; the warp's rows of them.
       const auto arrived = [&](bool is_value) {
@@ -206,6 +204,24 @@ cudaError_t kv_map(CUtensorMap& map, const DecodeAttentionParams& p, const void*
   return make_tensor_map(map, data, tensor, dtype);
 }
 
+cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& plan, const DeviceInfo& device,
+                        Dtype dtype, cudaStream_t stream) {
+  const bool copies = device.compute_capability >= 90;  // a warp of its own does
+  const KvCache& c = params.cache;
+  KvMaps maps{};
+  if (copies) {
+    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box, dtype);
+    if (status == cudaSuccess) status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box, dtype);
+    if (status != cudaSuccess) return status;
+  }
+  LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(kThreads + 32 * copies),
+                    static_cast<size_t>(plan.layout(params.head_dim).bytes)};
+  shape.cluster = plan.cluster;
+  return dispatch_shape(dtype, params.head_dim, plan.column_tiles, [&](auto sizes) {
+    return launch(decode_attention_kernel<decltype(sizes)>, shape, stream, params, plan, maps);
+  });
+}
+
 }  // namespace
 
 bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
@@ -246,32 +262,12 @@ cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params
   return cudaSuccess;
 }
 
-cudaError_t decode_attention_by_plan(const DecodeAttentionParams& params, const DecodePlan& plan, Dtype dtype,
-                                     cudaStream_t stream) {
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const bool copies = device.compute_capability >= 90;  // a warp of its own does
-  const KvCache& c = params.cache;
-  KvMaps maps{};
-  if (copies) {
-    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box, dtype);
-    if (status == cudaSuccess) status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box, dtype);
-    if (status != cudaSuccess) return status;
-  }
-  LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(32 * (plan.warps + copies)),
-                    static_cast<size_t>(plan.layout(params.head_dim).bytes)};
-  shape.cluster = plan.cluster;
-  return dispatch_shape(dtype, params.head_dim, plan.column_tiles, [&](auto sizes) {
-    return launch(decode_attention_kernel<decltype(sizes)>, shape, stream, params, plan, maps);
-  });
-}
-
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.batch == 0 || params.tokens == 0 || params.heads == 0 || params.head_dim == 0) return cudaSuccess;
   if (!decode_attention_is_fast(params, dtype)) return decode_attention_any(params, dtype, stream);
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  return decode_attention_by_plan(params, plan_decode_attention(params, device), dtype, stream);
+  return launch_plan(params, plan_decode_attention(params, device), device, dtype, stream);
 }
 
 }  // namespace llmk::kernels

@@ -19,10 +19,6 @@ cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params
 cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters);
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream);
-// The same for what the tensor-core kernel takes, by a plan that measurements may have made (plan.h).
-struct DecodePlan;
-cudaError_t decode_attention_by_plan(const DecodeAttentionParams& params, const DecodePlan& plan, Dtype dtype,
-                                     cudaStream_t stream);
 
 // Rotates q in place and k into the cache, and copies v there.
 cudaError_t rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStream_t stream);

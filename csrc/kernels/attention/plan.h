@@ -15,15 +15,12 @@ struct DecodePlan {
   int chunks;        // of a kv head's queries
   int cluster;       // blocks that share a pair: 1, 2, 4, 8 or 16
   int clusters;
-  int least, slack;  // see plan_quota()
-  int warps;         // that compute: 4, or 8
+  int least;         // see plan_quota()
   int slots;         // of the ring
   int box;           // keys that one copy brings: 16, 32 or 64
   bool evict_first;  // whether keys and values are the first that the L2 cache may forget
 
-  Layout layout(int64_t head_dim) const {
-    return {static_cast<int>(head_dim), 8 * column_tiles, warps, slots, cluster};
-  }
+  Layout layout(int64_t head_dim) const { return {static_cast<int>(head_dim), 8 * column_tiles, slots, cluster}; }
 };
 
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
@@ -45,7 +42,6 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
   DecodePlan plan{};
   plan.column_tiles = queries <= 8 ? 1 : 2;
   plan.chunks = static_cast<int>((queries + 8 * plan.column_tiles - 1) / (8 * plan.column_tiles));
-  plan.warps = 4;
   const int64_t pairs = params.batch * params.kv_heads * plan.chunks;
   if (device.compute_capability < 90) {
     plan.cluster = 1;
@@ -78,7 +74,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     plan_ring(plan, params.head_dim, std::min(bytes, device.shared_bytes));
   }
   plan.clusters = std::clamp(plan.clusters, 1, kMaxBlocks / plan.cluster);
-  plan.least = plan.slack = std::max(4 * plan.cluster, 8);
+  plan.least = std::max(4 * plan.cluster, 8);
   plan.box = kUnit;
   while (params.cache.block_table && plan.box > kTile && params.cache.page_size % plan.box != 0) plan.box /= 2;
   plan.evict_first = plan.chunks == 1;  // else several blocks read the same keys

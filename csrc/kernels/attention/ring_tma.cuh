@@ -41,8 +41,8 @@ class Producer {
     if (lane() == 0) {
       tensor_map_prefetch(maps_.k);
       tensor_map_prefetch(maps_.v);
-      barrier_init(parts_full_, plan_.warps * cluster_.size);
-      barrier_init(parts_free_, plan_.warps * cluster_.size);
+      barrier_init(parts_full_, kWarps * cluster_.size);
+      barrier_init(parts_free_, kWarps * cluster_.size);
     }
     init();
   }
@@ -79,7 +79,7 @@ class Producer {
   __device__ void init() const {
     for (int slot = lane(); slot < plan_.slots; slot += 32) {
       barrier_init(full_ + 8 * slot, 1);
-      barrier_init(empty_ + 8 * slot, plan_.warps);
+      barrier_init(empty_ + 8 * slot, kWarps);
     }
     barrier_init_fence();
     __syncwarp();

@@ -66,8 +66,8 @@ struct Quota {
 };
 
 // All lanes of a warp; `pairs` is per sequence. `least`: units that a cluster gets through so soon that a second one
-// does not help. `slack`: units that an uneven share may cost before a line without regard to pairs is better.
-__device__ inline Quota plan_quota(const DecodeAttentionParams& params, int pairs, int clusters, int least, int slack) {
+// does not help, and that an uneven share may cost before a line without regard to pairs is better.
+__device__ inline Quota plan_quota(const DecodeAttentionParams& params, int pairs, int clusters, int least) {
   const int batch = static_cast<int>(params.batch);
   int total, longest;
   if (batch == 1) {
@@ -89,7 +89,7 @@ __device__ inline Quota plan_quota(const DecodeAttentionParams& params, int pair
     int units = divide_up(longest, divide(clusters, all_pairs));
     if (all_pairs < clusters) units = min(units, divide_up(total, clusters - all_pairs));
     units = max(units, least);
-    if (units <= max(share, least) + slack) return {units, true};
+    if (units <= max(share, least) + least) return {units, true};
   }
   return {share, false};
 }
