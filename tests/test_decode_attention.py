@@ -309,18 +309,50 @@ def test_lengths_that_the_launch_before_has_just_written():
         assert_same(decode_attention(q, k, v, lengths), expected[n])
 
 
+def long_sequences(count):
+    """Inputs of launches in which several clusters of blocks share a sequence, and count each other."""
+    options = {"heads": 28, "kv_heads": 4, "head_dim": 128, "capacity": 8000}
+    return [make("cuda", torch.bfloat16, [4000 + 400 * i], **options) for i in range(count)]
+
+
 @pytest.mark.gpu
-def test_side_streams():
-    inputs = make("cuda", torch.bfloat16, [4000], heads=28, kv_heads=4, head_dim=128, capacity=4000)
-    expected = decode_attention(*inputs)
+def test_many_streams_at_once():
+    several = long_sequences(8)
+    expected = [decode_attention(*inputs) for inputs in several]
+    streams = [torch.cuda.Stream(priority=priority) for _ in range(32) for priority in (0, -1)]
     torch.cuda.synchronize()
-    results, streams = [], [torch.cuda.Stream() for _ in range(4)]
-    for _ in range(50):
-        for stream in streams:
+    torch.cuda._sleep(100_000_000)  # so that all of them begin together
+    started, results = torch.cuda.Event(), []
+    started.record()
+    for stream in streams:
+        stream.wait_event(started)
+    for _ in range(8):
+        for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results.append(decode_attention(*inputs))
+                results.append(decode_attention(*several[i % 8]))
     torch.cuda.synchronize()
-    assert_same(tuple(results), (expected,) * len(results))
+    assert_same(tuple(results), tuple(expected) * (len(results) // 8))
+
+
+@pytest.mark.gpu
+def test_branches_of_one_graph():
+    branches = long_sequences(4)
+    expected = tuple(decode_attention(*inputs) for inputs in branches for _ in range(3))
+    streams, graph, results = [torch.cuda.Stream() for _ in branches], torch.cuda.CUDAGraph(), []
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        origin = torch.cuda.current_stream()
+        for stream, inputs in zip(streams, branches, strict=True):
+            stream.wait_stream(origin)
+            with torch.cuda.stream(stream):
+                results += [decode_attention(*inputs) for _ in range(3)]
+        for stream in streams:
+            origin.wait_stream(stream)
+    for _ in range(50):
+        for y in results:
+            y.fill_(float("nan"))
+        graph.replay()
+        assert_same(tuple(results), expected)
 
 
 @pytest.mark.large(24)

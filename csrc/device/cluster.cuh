@@ -55,8 +55,8 @@ struct Cluster {
   __device__ static Cluster current() {
     Cluster cluster{1, 0, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
 #if __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(cluster.size));
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(cluster.rank));
+    cluster.size = cluster_size();
+    cluster.rank = cluster_rank();
     asm("mov.u32 %0, %%clusterid.x;" : "=r"(cluster.index));
     asm("mov.u32 %0, %%nclusterid.x;" : "=r"(cluster.count));
 #endif
@@ -65,14 +65,10 @@ struct Cluster {
 
   // A barrier in two halves: what was written before arrive() is seen after wait(). Nothing where there is one block.
   __device__ void arrive() const {
-#if __CUDA_ARCH__ >= 900
-    if (size > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
+    if (size > 1) cluster_arrive();
   }
   __device__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-    if (size > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
+    if (size > 1) cluster_wait();
   }
 };
 

@@ -27,10 +27,6 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
 __device__ inline void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Announces bytes; somebody has yet to arrive.
-__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
 // Waits for the end of the phase of this parity. The caller must be at most one phase behind.
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
@@ -95,9 +91,7 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ inline void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+__device__ inline void cluster_barrier() { cluster_sync(); }
 // The same where nothing that was written before matters behind it.
 __device__ inline void cluster_barrier_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

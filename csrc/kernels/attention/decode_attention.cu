@@ -45,20 +45,20 @@ namespace llmk::kernels {
 namespace {
 
 template <typename S>
-__global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
+__global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeAttentionParams params,
                             const __grid_constant__ DecodePlan plan,
                             [[maybe_unused]] const __grid_constant__ KvMaps maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Layout layout(S::D, S::kQueries, plan.warps, plan.slots, plan.cluster);
+  const Layout layout(S::D, S::kQueries, plan.slots, plan.cluster);
   const Cluster cluster = Cluster::current();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = 32 * plan.warps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int chunks = plan.chunks, pairs = static_cast<int>(params.kv_heads) * chunks;
   const int group = static_cast<int>(params.heads / params.kv_heads), tokens = static_cast<int>(params.tokens);
   const int batch = static_cast<int>(params.batch), observed = min(lane, batch - 1);
   pdl_launch_dependents();
   const auto find_work = [&] {
-    const Quota quota = plan_quota(params, pairs, cluster.count, plan.least, plan.slack);
+    const Quota quota = plan_quota(params, pairs, cluster.count, plan.least);
     return Walk(params, pairs, quota, cluster.index);
   };
   const Live before = Live::load(params, observed);
@@ -73,25 +73,6 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
     return same;
   };
 
-#if __CUDA_ARCH__ >= 900
-  if (warp == plan.warps) {
-    Producer<S> producer(params, plan, maps, cluster, walk, shared_address(shared), layout);
-    cluster.arrive();  // the barriers of this block are there
-    if (!params.settled) pdl_wait();
-    const Live after = Live::load(params, observed);
-    producer.begin(walk);
-    if (!holds(after)) {
-      producer.forget();
-      producer.begin(walk);
-    }
-    __syncthreads_and(true);
-    producer.run();
-    pdl_wait();
-    cluster.wait();
-    return;
-  }
-  cluster.arrive();
-#endif
   bool waiting = true;
   const auto wait = [&] {
     if (waiting) pdl_wait();
@@ -105,30 +86,54 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
   const auto stage = [&] {
     const int unit = fresh_unit();
     const bool owner = unit >= 0 && unit % cluster.size == cluster.rank;
-    stage_queries<S>(params, walk, chunks, owner, shared, layout, threads, wait);
+    stage_queries<S>(params, walk, chunks, owner, shared, layout, wait);
   };
-  if (!params.settled) wait();
-  const Live after = Live::load(params, observed);
-#if __CUDA_ARCH__ < 900
+
+  bool staged = true;
+#if __CUDA_ARCH__ >= 900
+  const bool copies = warp == kWarps;
+  Producer<S> producer(params, plan, maps, cluster, shared_address(shared), layout);
+  if (copies) producer.make_barriers();
+  cluster.arrive();  // the barriers of this block are there
+#else
+  constexpr bool copies = false;
   // Where nothing overlaps, the work is what was found.
   Ring<S> ring(params, plan, Feed(params, walk, pairs, cluster.rank, cluster.size), shared_address(shared));
 #endif
-  // By a guess, but for the fused form, which also writes.
-  bool staged = (params.settled || !params.new_k) && !walk.done(params) && walk.pair < pairs;
-  if (staged) stage();
-  if (!holds(after)) staged = false;
+  if (!params.settled) wait();
+  const Live after = Live::load(params, observed);
+  if (copies) {
+#if __CUDA_ARCH__ >= 900
+    producer.begin(walk);
+    if (!holds(after)) {
+      producer.forget();
+      producer.begin(walk);
+    }
+#endif
+  } else {
+    // By a guess, but for the fused form, which also writes.
+    staged = (params.settled || !params.new_k) && !walk.done(params) && walk.pair < pairs;
+    if (staged) stage();
+    if (!holds(after)) staged = false;
+  }
   staged = __syncthreads_and(staged);  // one warp may have seen lengths that another has not
 #if __CUDA_ARCH__ >= 900
+  if (copies) {
+    producer.run();
+    wait();
+    cluster.wait();
+    return;
+  }
   Ring<S> ring(plan, shared_address(shared), layout);
 #endif
 
   const Scoring scoring(params);
   Merger<S> merger(params, plan, cluster, shared, layout);
-  const int tile_row = warp % 4 * kTile, turn = warp / 4, turns = plan.warps / 4;
+  const int tile_row = warp * kTile;
   for (bool last = walk.done(params); !last;) {
     if (!staged) {
       stage();
-      consumers_barrier(threads);
+      consumers_barrier();
     }
     staged = false;
     const int first_query = chunks == 1 ? 0 : walk.pair % chunks * S::kQueries;
@@ -136,11 +141,9 @@ __global__ void __launch_bounds__(32 * (S::kMaxWarps + 1), 1)
     const Sight<S> sight(params, walk, first_query, group);
     const Queries<S> q(shared_address(shared) + layout.q);
     Accumulator<S> accumulator;
-    int next = turn;  // units until it is this warp's turn
     for (int unit = first_key + cluster.rank * kUnit; unit < end_key; unit += cluster.size * kUnit) {
       const int key = unit + tile_row, begin = walk.keys.begin - key, end = end_key - key;
-      const bool mine = next == 0 && begin < kTile && end > 0;
-      next = next == 0 ? turns - 1 : next - 1;
+      const bool mine = begin < kTile && end > 0;
       const bool has_fresh = mine && fresh >= key && fresh < min(key + kTile, end_key);
       // Waits for keys or values of the unit; the warp's rows of them.
       const auto arrived = [&](bool is_value) {
@@ -201,6 +204,24 @@ cudaError_t kv_map(CUtensorMap& map, const DecodeAttentionParams& p, const void*
   return make_tensor_map(map, data, tensor, dtype);
 }
 
+cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& plan, const DeviceInfo& device,
+                        Dtype dtype, cudaStream_t stream) {
+  const bool copies = device.compute_capability >= 90;  // a warp of its own does
+  const KvCache& c = params.cache;
+  KvMaps maps{};
+  if (copies) {
+    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box, dtype);
+    if (status == cudaSuccess) status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box, dtype);
+    if (status != cudaSuccess) return status;
+  }
+  LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(kThreads + 32 * copies),
+                    static_cast<size_t>(plan.layout(params.head_dim).bytes)};
+  shape.cluster = plan.cluster;
+  return dispatch_shape(dtype, params.head_dim, plan.column_tiles, [&](auto sizes) {
+    return launch(decode_attention_kernel<decltype(sizes)>, shape, stream, params, plan, maps);
+  });
+}
+
 }  // namespace
 
 bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
@@ -241,51 +262,12 @@ cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params
   return cudaSuccess;
 }
 
-// One set for each of so many streams, or captures: two that run at the same time must not share one. Streams are told
-// apart by a hash of their identity.
-constexpr int kCounterSets = 64;
-static_assert(kDecodeAttentionCounters == kMaxClusters * 16);
-__device__ int counter_sets[kCounterSets * kDecodeAttentionCounters];
-
-cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  cudaError_t status = cudaStreamGetCaptureInfo(stream, &capture, &id);
-  if (status == cudaSuccess && capture != cudaStreamCaptureStatusActive) status = cudaStreamGetId(stream, &id);
-  void* sets = nullptr;
-  if (status == cudaSuccess) status = cudaGetSymbolAddress(&sets, counter_sets);
-  if (status != cudaSuccess) return status;
-  const int half = kCounterSets / 2, set = static_cast<int>(id % half) + (capture ? half : 0);
-  counters = static_cast<int*>(sets) + set * kDecodeAttentionCounters;
-  return cudaSuccess;
-}
-
-cudaError_t decode_attention_by_plan(const DecodeAttentionParams& params, const DecodePlan& plan, Dtype dtype,
-                                     cudaStream_t stream) {
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const bool copies = device.compute_capability >= 90;  // a warp of its own does
-  const KvCache& c = params.cache;
-  KvMaps maps{};
-  if (copies) {
-    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box, dtype);
-    if (status == cudaSuccess) status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box, dtype);
-    if (status != cudaSuccess) return status;
-  }
-  LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(32 * (plan.warps + copies)),
-                    static_cast<size_t>(plan.layout(params.head_dim).bytes)};
-  shape.cluster = plan.cluster;
-  return dispatch_shape(dtype, params.head_dim, plan.column_tiles, [&](auto sizes) {
-    return launch(decode_attention_kernel<decltype(sizes)>, shape, stream, params, plan, maps);
-  });
-}
-
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.batch == 0 || params.tokens == 0 || params.heads == 0 || params.head_dim == 0) return cudaSuccess;
   if (!decode_attention_is_fast(params, dtype)) return decode_attention_any(params, dtype, stream);
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  return decode_attention_by_plan(params, plan_decode_attention(params, device), dtype, stream);
+  return launch_plan(params, plan_decode_attention(params, device), device, dtype, stream);
 }
 
 }  // namespace llmk::kernels

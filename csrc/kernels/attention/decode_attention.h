@@ -13,16 +13,12 @@ namespace llmk::kernels {
 bool decode_attention_is_fast(const DecodeAttentionParams& params, Dtype dtype);
 
 // What DecodeAttentionParams wants of device memory, on the current device.
-constexpr int kDecodeAttentionCounters = 4608;
+constexpr int kDecodeAttentionCounters = 288;
 cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params, size_t& bytes);
-// Counters that belong to nobody: zero-initialised, and kept for launches of this stream (or of its capture).
+// Counters of which no launch makes use that may run at the same time as one in this stream, or in its capture.
 cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters);
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream);
-// The same for what the tensor-core kernel takes, by a plan that measurements may have made (plan.h).
-struct DecodePlan;
-cudaError_t decode_attention_by_plan(const DecodeAttentionParams& params, const DecodePlan& plan, Dtype dtype,
-                                     cudaStream_t stream);
 
 // Rotates q in place and k into the cache, and copies v there.
 cudaError_t rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStream_t stream);

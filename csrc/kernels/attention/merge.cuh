@@ -3,8 +3,6 @@
 // sets back, adds them up in the order of the clusters. So the result does not depend on who was last, and no float is
 // ever added atomically.
 #pragma once
-#include <cmath>
-
 #include "device/cluster.cuh"
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
@@ -12,24 +10,20 @@
 #include "device/vec.cuh"
 #include "plan.h"
 #include "shape.h"
+#include "softmax.cuh"
 #include "work.cuh"
 
 namespace llmk::kernels {
-
-[[maybe_unused]] constexpr float kLog2E = 1.4426950408889634f;
 
 // What an unfinished softmax is made of: the maximum of the scores (in units of log 2), and the sum of 2^(s - maximum).
 struct alignas(8) Softmax {
   float maximum, sum;
 };
 
-// What is subtracted from scores: anything where there are none yet.
-__device__ inline float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
-
 // A barrier of the warps that compute.
-__device__ inline void consumers_barrier([[maybe_unused]] int threads) {
+__device__ inline void consumers_barrier() {
 #if __CUDA_ARCH__ >= 900
-  named_barrier(1, threads);
+  named_barrier(1, kThreads);
 #else
   __syncthreads();
 #endif
@@ -105,7 +99,6 @@ class Merger {
         cluster_(cluster),
         shared_(shared),
         layout_(layout),
-        threads_(32 * plan.warps),
         workspace_(params.workspace, cluster.count) {}
 
   // Every warp has stored its sums. `first_query` and `queries`: of the pair; `last`: no pair follows.
@@ -117,7 +110,7 @@ class Merger {
       __stcg(workspace_.sums + slot * kVectors + vector, part.sums);
       if (vector == 0) __stcg(workspace_.softmaxes + slot, make_float2(part.softmax.maximum, part.softmax.sum));
     };
-    consumers_barrier(threads_);
+    consumers_barrier();
     if (cluster_.size == 1) {
       for_each(queries, 0, 1, [&](int query, int vector) { emit(query, vector, of_warps(query, vector)); });
     } else {
@@ -146,7 +139,7 @@ class Merger {
   // Deals out body(query, vector) for the queries first, first + step, ... to the threads.
   template <typename Body>
   __device__ void for_each(int queries, int first, int step, const Body& body) const {
-    for (int item = threadIdx.x;; item += threads_) {
+    for (int item = threadIdx.x;; item += kThreads) {
       const int query = first + item / kVectors * step;
       if (query >= queries) return;
       body(query, item % kVectors);
@@ -161,7 +154,7 @@ class Merger {
   }
   __device__ Part of_warps(int query, int vector) const {
     return combine<4>(
-        plan_.warps, [&](int warp) { return softmax_at(layout_.softmaxes, warp * S::kQueries + query); },
+        kWarps, [&](int warp) { return softmax_at(layout_.softmaxes, warp * S::kQueries + query); },
         [&](int warp) { return sums_at(layout_.sums, warp * S::kQueries + query, vector); });
   }
   // The blocks' parts of a query lie one after another, in the place of the first ones of that many queries.
@@ -221,16 +214,16 @@ class Merger {
   // Whether all other clusters have left their sums of the queries of this block.
   __device__ bool comes_last(int first_cluster, int contributors) const {
     volatile int* const verdict = reinterpret_cast<volatile int*>(shared_ + layout_.verdict);
-    consumers_barrier(threads_);
+    consumers_barrier();
     if (threadIdx.x == 0) {
-      int* const counter = params_.counters + first_cluster * 16 + cluster_.rank;
+      int* const counter = params_.counters + first_cluster * cluster_.size + cluster_.rank;
       __threadfence();  // what this block has left is seen before the counter
       const bool is_last = atomicAdd(counter, 1) == contributors - 1;
       if (is_last) *counter = 0;
       __threadfence();  // and what the others have left, after it
       *verdict = is_last;
     }
-    consumers_barrier(threads_);
+    consumers_barrier();
     return *verdict;
   }
 
@@ -250,7 +243,6 @@ class Merger {
   const Cluster& cluster_;
   unsigned char* shared_;
   const Layout& layout_;
-  int threads_;
   Workspace<S> workspace_;
   int turn_ = 0;
   bool met_ = false;

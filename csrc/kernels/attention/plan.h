@@ -15,18 +15,15 @@ struct DecodePlan {
   int chunks;        // of a kv head's queries
   int cluster;       // blocks that share a pair: 1, 2, 4, 8 or 16
   int clusters;
-  int least, slack;  // see plan_quota()
-  int warps;         // that compute: 4, or 8
+  int least;         // see plan_quota()
   int slots;         // of the ring
   int box;           // keys that one copy brings: 16, 32 or 64
   bool evict_first;  // whether keys and values are the first that the L2 cache may forget
 
-  Layout layout(int64_t head_dim) const {
-    return {static_cast<int>(head_dim), 8 * column_tiles, warps, slots, cluster};
-  }
+  Layout layout(int64_t head_dim) const { return {static_cast<int>(head_dim), 8 * column_tiles, slots, cluster}; }
 };
 
-constexpr int kMaxClusters = 288;  // two for each SM of the largest GPUs
+constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
 // Keys that one block, or one cluster of as many blocks as there are, gets through as soon as several do.
 constexpr int64_t kVeryShortSequence = 512, kShortSequence = 2048;
 // Of an SM: room for two blocks, so that the next launch can get ready while this one works. kLessOfShared: was
@@ -45,7 +42,6 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
   DecodePlan plan{};
   plan.column_tiles = queries <= 8 ? 1 : 2;
   plan.chunks = static_cast<int>((queries + 8 * plan.column_tiles - 1) / (8 * plan.column_tiles));
-  plan.warps = 4;
   const int64_t pairs = params.batch * params.kv_heads * plan.chunks;
   if (device.compute_capability < 90) {
     plan.cluster = 1;
@@ -57,12 +53,15 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     const bool is_very_short = longest <= kVeryShortSequence;
     size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
     int blocks = device.sm_count;
+    // Only clusters of which there is room for all at once: none of 16 blocks on many devices, fewer on a part of one.
     if (longest <= kShortSequence && pairs * 8 <= device.sm_count) {
       // A cluster for each pair: no block without work, and no sums through memory.
-      plan.cluster = !is_very_short && pairs <= device.clusters[16] ? 16 : 8;
+      plan.cluster = is_very_short ? 8 : 16;
+      while (plan.cluster > 1 && pairs > device.clusters[plan.cluster]) plan.cluster /= 2;
       blocks = static_cast<int>(pairs) * plan.cluster;
-    } else if (pairs * 2 <= device.sm_count) {
+    } else if (pairs <= device.clusters[2]) {
       plan.cluster = 2;
+      blocks = 2 * device.clusters[2];
     } else {
       plan.cluster = 1;
       if (is_very_short && pairs > device.sm_count && params.head_dim <= 128) {
@@ -74,8 +73,8 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     plan.clusters = blocks / plan.cluster;
     plan_ring(plan, params.head_dim, std::min(bytes, device.shared_bytes));
   }
-  plan.clusters = std::clamp(plan.clusters, 1, kMaxClusters);
-  plan.least = plan.slack = std::max(4 * plan.cluster, 8);
+  plan.clusters = std::clamp(plan.clusters, 1, kMaxBlocks / plan.cluster);
+  plan.least = std::max(4 * plan.cluster, 8);
   plan.box = kUnit;
   while (params.cache.block_table && plan.box > kTile && params.cache.page_size % plan.box != 0) plan.box /= 2;
   plan.evict_first = plan.chunks == 1;  // else several blocks read the same keys

@@ -9,10 +9,10 @@ namespace llmk::kernels {
 
 // Brings the queries of a pair to shared memory, rotated in the fused form; there also, if `owner`, the new key and
 // value, and those to the cache. `before_data` is called by all threads between the loads that `settled` speaks of and
-// the others. By the first `threads` threads of the block.
+// the others. By the warps that compute.
 template <typename S, typename Wait>
 __device__ void stage_queries(const DecodeAttentionParams& params, const Walk& walk, int chunks, bool owner,
-                              unsigned char* shared, const Layout& layout, int threads, const Wait& before_data) {
+                              unsigned char* shared, const Layout& layout, const Wait& before_data) {
   using T = typename S::T;
   using V = Vec<T, 8>;
   constexpr int kHalf = S::kVectors / 2;
@@ -21,7 +21,7 @@ __device__ void stage_queries(const DecodeAttentionParams& params, const Walk& w
   // Each task is two vectors that are rotated together: of the queries, then of the key; and two of the value.
   const int tasks = S::kQueries * kHalf + (owner ? 2 * kHalf : 0);
   bool waited = false;
-  for (int task = threadIdx.x; task < tasks || !waited; task += threads) {
+  for (int task = threadIdx.x; task < tasks || !waited; task += kThreads) {
     const int row = task / kHalf, low = task % kHalf * 8, high = low + S::D / 2;
     const bool is_query = row < S::kQueries, is_key = row == S::kQueries;
     const int query = first + row, t = query / group;

@@ -21,9 +21,8 @@ struct KvMaps {
 template <typename S>
 class Producer {
  public:
-  // Makes the barriers: slots are filled by one announcement and all of its bytes, and empty when all warps say so.
   __device__ Producer(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
-                      const Cluster& cluster, const Walk& walk, uint32_t shared, const Layout& layout)
+                      const Cluster& cluster, uint32_t shared, const Layout& layout)
       : params_(params),
         plan_(plan),
         maps_(maps),
@@ -31,15 +30,19 @@ class Producer {
         ring_(shared),
         full_(shared + layout.full),
         empty_(shared + layout.empty),
+        parts_full_(shared + layout.parts_full),
+        parts_free_(shared + layout.parts_free),
         pairs_(static_cast<int>(params.kv_heads) * plan.chunks),
         parts_(kUnit / plan.box),
-        part_(lane() / S::kChunks),
-        feed_(params, walk, pairs_, cluster.rank, cluster.size) {
+        part_(lane() / S::kChunks) {}
+
+  // Those of the ring and of the cluster's sums.
+  __device__ void make_barriers() const {
     if (lane() == 0) {
-      tensor_map_prefetch(maps.k);
-      tensor_map_prefetch(maps.v);
-      barrier_init(shared + layout.parts_full, plan.warps * cluster.size);
-      barrier_init(shared + layout.parts_free, plan.warps * cluster.size);
+      tensor_map_prefetch(maps_.k);
+      tensor_map_prefetch(maps_.v);
+      barrier_init(parts_full_, kWarps * cluster_.size);
+      barrier_init(parts_free_, kWarps * cluster_.size);
     }
     init();
   }
@@ -72,10 +75,11 @@ class Producer {
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  __device__ void init() {
+  // A slot is filled by one announcement and all of its bytes, and empty when all warps say so.
+  __device__ void init() const {
     for (int slot = lane(); slot < plan_.slots; slot += 32) {
       barrier_init(full_ + 8 * slot, 1);
-      barrier_init(empty_ + 8 * slot, plan_.warps);
+      barrier_init(empty_ + 8 * slot, kWarps);
     }
     barrier_init_fence();
     __syncwarp();
@@ -138,7 +142,7 @@ class Producer {
   const DecodePlan& plan_;
   const KvMaps& maps_;
   const Cluster& cluster_;
-  uint32_t ring_, full_, empty_;
+  uint32_t ring_, full_, empty_, parts_full_, parts_free_;
   int pairs_;
   int parts_, part_;  // of a unit: boxes along the keys, and the lane's one
   Feed feed_;

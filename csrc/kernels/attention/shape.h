@@ -4,8 +4,10 @@
 
 namespace llmk::kernels {
 
-constexpr int kTile = 16;         // keys that a warp takes at once
-constexpr int kUnit = 4 * kTile;  // keys of a unit of work, which a block takes at once
+constexpr int kWarps = 4;  // of a block that compute; on sm_90 and later one more copies
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTile = 16;              // keys that a warp takes at once
+constexpr int kUnit = kWarps * kTile;  // keys of a unit of work, which a block takes at once
 
 // A ring of slots, each for the keys or the values of a unit. A slot holds, one after another, all keys' columns 0 to
 // 63, then 64 to 127, ...: rows of 128 bytes, in which 16-byte units are swizzled (exclusive-or the row's number modulo
@@ -17,7 +19,6 @@ __host__ __device__ constexpr int chunks_of_head(int head_dim) {
 __host__ __device__ constexpr int slot_bytes(int head_dim) { return chunks_of_head(head_dim) * kChunkBytes; }
 
 constexpr int kCopySlots = 4;  // before sm_90, see ring_copy.cuh
-constexpr int kMaxWarps = 8;   // that compute; on sm_90 and later one more copies
 
 // What is a compile-time constant since registers depend on it. kColumns: tiles of 8 queries.
 template <typename Element, int kHeadDim, int kColumns>
@@ -28,7 +29,7 @@ struct Shape {
   static constexpr int kVectors = D / 8;   // of 16 bytes, per row
   static constexpr int kRow = D * 2 + 16;  // of a query: an odd number of vectors, so that 8 rows meet all banks
   static constexpr int kSumRow = D + 4;    // floats; 4 of padding, again for the banks
-  static constexpr int kMaxWarps = D * kColumns <= 128 ? 8 : 4;  // that compute; from sm_90 on one more copies
+  static constexpr int kBlocks = D * kColumns <= 128 ? 2 : 1;  // that an SM has registers for
 };
 
 // Offsets in bytes; the ring is at 0.
@@ -42,12 +43,12 @@ struct Layout {
   int verdict;                 // a word for all warps
   int bytes;
 
-  __host__ __device__ constexpr Layout(int head_dim, int queries, int warps, int slots, int cluster)
+  __host__ __device__ constexpr Layout(int head_dim, int queries, int slots, int cluster)
       : q(slots * slot_bytes(head_dim)),
         fresh(q + queries * (head_dim * 2 + 16)),
         sums(fresh + 2 * (head_dim * 2 + 16)),
-        softmaxes(sums + warps * queries * (head_dim + 4) * 4),
-        parts(softmaxes + warps * queries * 8),
+        softmaxes(sums + kWarps * queries * (head_dim + 4) * 4),
+        parts(softmaxes + kWarps * queries * 8),
         part_softmaxes(parts + (cluster > queries ? cluster : queries) * (head_dim + 4) * 4),
         full(part_softmaxes + (cluster > queries ? cluster : queries) * 8),
         empty(full + slots * 8),

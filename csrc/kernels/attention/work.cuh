@@ -28,6 +28,7 @@ struct Keys {
   int origin;  // where units begin: a multiple of kUnit, so that no part of one lies across the border of a page
   int fresh;   // fused form: the key that this launch brings, or -1
 
+  Keys() = default;
   __device__ Keys(const DecodeAttentionParams& params, int b) {
     const Live live = Live::load(params, b);
     end = static_cast<int>(max(min(int64_t{live.length}, params.cache.capacity), int64_t{0}));
@@ -65,8 +66,8 @@ struct Quota {
 };
 
 // All lanes of a warp; `pairs` is per sequence. `least`: units that a cluster gets through so soon that a second one
-// does not help. `slack`: units that an uneven share may cost before a line without regard to pairs is better.
-__device__ inline Quota plan_quota(const DecodeAttentionParams& params, int pairs, int clusters, int least, int slack) {
+// does not help, and that an uneven share may cost before a line without regard to pairs is better.
+__device__ inline Quota plan_quota(const DecodeAttentionParams& params, int pairs, int clusters, int least) {
   const int batch = static_cast<int>(params.batch);
   int total, longest;
   if (batch == 1) {
@@ -88,7 +89,7 @@ __device__ inline Quota plan_quota(const DecodeAttentionParams& params, int pair
     int units = divide_up(longest, divide(clusters, all_pairs));
     if (all_pairs < clusters) units = min(units, divide_up(total, clusters - all_pairs));
     units = max(units, least);
-    if (units <= max(share, least) + slack) return {units, true};
+    if (units <= max(share, least) + least) return {units, true};
   }
   return {share, false};
 }
@@ -103,6 +104,7 @@ struct Walk {
   int from;           // the first unit of the pair that is ours
   Keys keys;
 
+  Walk() = default;
   __device__ Walk(const DecodeAttentionParams& params, int pairs, Quota given, int cluster)
       : quota(given), end((cluster + 1) * given.units), b(0), pair(0), keys(params, 0) {
     const int batch = static_cast<int>(params.batch), begin = cluster * quota.units, lane = threadIdx.x % 32;
@@ -178,6 +180,7 @@ struct Feed {
   int first, step;  // in keys: of the block's units in a pair
   bool done;
 
+  Feed() = default;
   __device__ Feed(const DecodeAttentionParams& params, const Walk& start, int pairs, int rank, int blocks)
       : walk(start), key(start.first_key() + rank * kUnit), first(rank * kUnit), step(blocks * kUnit) {
     find(params, pairs);

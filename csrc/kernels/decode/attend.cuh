@@ -13,18 +13,15 @@
 #include "device/vec.cuh"
 #include "exchange.cuh"
 #include "kernels/attention/rotate.cuh"
+#include "kernels/attention/softmax.cuh"
 #include "plan.h"
 
 namespace llmk::kernels {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kStepTile = 16;                           // keys that a warp takes at once
 constexpr int kStepBlockKeys = kStepTile * kStepWarps;  // fewer than these are not worth a second block
 
 #if __CUDA_ARCH__ >= 900
-
-// What is subtracted from scores: anything where there are none yet.
-__device__ inline float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
 // Where the step stands, the same in all layers: read once.
 struct StepPosition {
