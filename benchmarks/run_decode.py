@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks import machine, plots, report, timing
 from benchmarks.ops import DECODE_OPS
-from benchmarks.run_model import load
+from benchmarks.run_model import head_dim, load
 from benchmarks.run_ops import measure_case, plausible
 from benchmarks.variants import fits_in_float32, float32_copy
 
@@ -283,9 +283,9 @@ class Bench:
         import llmkernels
 
         config = self.model.config
-        head_dim = config.hidden_size // config.num_attention_heads
         cache = llmkernels.KVCache(self.model, context + self.many + 1)
-        like = torch.empty(batch, config.num_key_value_heads, 1, head_dim, dtype=self.model.dtype, device=self.device)
+        shape = (batch, config.num_key_value_heads, 1, head_dim(config))
+        like = torch.empty(shape, dtype=self.model.dtype, device=self.device)
         for layer in cache.layers:
             layer.lazy_initialization(like, like)
             for buffer in (layer.k, layer.v):
@@ -307,13 +307,13 @@ class Bench:
 
     def cache_bytes(self, batch: int, tokens: int) -> int:
         config = self.model.config
-        head_dim = config.hidden_size // config.num_attention_heads
-        kept = config.num_hidden_layers * config.num_key_value_heads * head_dim * tokens * batch
+        kept = config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * tokens * batch
         return 2 * kept * self.model.dtype.itemsize
 
     def bytes(self, batch: int, context: int) -> int:
         """What a step has to read: every weight but the embedding, and the keys and values."""
-        weights = sum(p.nbytes for name, p in self.model.named_parameters() if "embed_tokens" not in name)
+        parameters = self.model.named_parameters(remove_duplicate=False)  # a head that is the embedding is read, too
+        weights = sum(p.nbytes for name, p in parameters if "embed_tokens" not in name)
         return weights + self.cache_bytes(batch, context)
 
 

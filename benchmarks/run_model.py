@@ -35,18 +35,20 @@ SMALL_CONFIG = {
     "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
 }
 LENGTHS = (128, 256, 512, 1024, 2048)
-COMPILE_LENGTHS = (128, 512, 2048)  # each length is compiled anew, the better part of a minute
+COMPILE_LENGTHS = (128, 512, 2048)  # each length is compiled anew, the better part of a minute,
+COMPILE_UNASKED = (512,)  # so a whole run has this one alone, and a quick run none, unless compile is asked for by name
 CONTEXT = 512
 BATCHES = (1, 8)
 WARM_STEPS = 2
-DEFAULT_PROVIDERS = {"cuda": ("eager", "llmkernels", "liger"), "cpu": ("eager", "llmkernels")}
+DEFAULT_PROVIDERS = {"cuda": ("eager", "llmkernels", "liger", "compile"), "cpu": ("eager", "llmkernels")}
 
 
 def run(device: torch.device, output: Path, model_id: str | None, providers: Sequence[str], quick: bool) -> None:
     lengths = LENGTHS[:: 2 if quick else 1] if device.type == "cuda" else LENGTHS[: 2 if quick else 3]
+    compile_lengths = COMPILE_LENGTHS if "compile" in providers else () if quick else COMPILE_UNASKED
     providers = tuple(providers) or DEFAULT_PROVIDERS[device.type]
     attentions = ("sdpa",) if quick or device.type == "cpu" else ("sdpa", "eager")
-    compile_lengths = [length for length in COMPILE_LENGTHS if "compile" in providers and length in lengths]
+    compile_lengths = [length for length in compile_lengths if "compile" in providers and length in lengths]
     steps = 4 + 2 * len(lengths) + len(attentions) * len(BATCHES) + len(compile_lengths)
     with report.progress(steps) as begin, torch.no_grad():
         begin("bandwidth limits")
@@ -102,6 +104,10 @@ def load(device: torch.device, model_id: str | None) -> tuple[nn.Module, str]:
         if parameter_name.endswith("norm.weight"):  # all ones would hide a norm that forgets its weight
             parameter.data.normal_(1, 0.1)
     return model.to(device).eval(), name
+
+
+def head_dim(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class Bench:
@@ -210,15 +216,15 @@ class Bench:
         config = self.model.config
         head = config.vocab_size * config.hidden_size
         layers = self.layer_parameters()
-        attention = config.num_hidden_layers * config.hidden_size * tokens**2  # two products, half of each masked
+        width = config.num_attention_heads * head_dim(config)
+        attention = config.num_hidden_layers * width * tokens**2  # two products, half of each masked
         return 2 * (layers * tokens + head * kept + attention)
 
     def decode_bytes(self, batch: int) -> int:
         """Every weight but the embedding once, and the keys and values of the context."""
         config = self.model.config
         size = self.model.dtype.itemsize
-        head_dim = config.hidden_size // config.num_attention_heads
-        cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * CONTEXT * batch
+        cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim(config) * CONTEXT * batch
         return size * (self.layer_parameters() + config.vocab_size * config.hidden_size + cache)
 
     def layer_parameters(self) -> int:

@@ -1,17 +1,18 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
-- `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: the ops, and `llmkernels.nn` with
-  the same as modules; `decode_attention`, `rope_kv_write`, `sample`: those of a decode step
-- `patch(model)`: the same inside a model that is there already
-- `generate(model, ids)`: tokens from it, a CUDA graph per step; `KVCache`, `PagedKVCache`
-- `python -m llmkernels info`: what is installed, and what is wrong with it
+- `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: ops with gradients, and
+  `llmkernels.nn` with modules of them; `decode_attention`, `rope_kv_write`, `sample`: for decoding, without
+- `patch(model)`: the ops inside a Hugging Face model that is there already
+- `generate(model, ids)`: tokens from it, on a GPU by a CUDA graph; `KVCache`, `PagedKVCache`
+- `python -m llmkernels generate`: the same as a command; `python -m llmkernels info`: what is installed, and what is
+  wrong with it
 """
 
 from llmkernels import _library
 
 __version__ = "0.1.0"
 
-# False only for `python -m llmkernels info`, which reports what stopped it; everybody else gets the ImportError.
+# False only for `python -m llmkernels`, which reports what stopped it; everybody else gets the ImportError.
 if _library.load():
     from llmkernels import nn
     from llmkernels.hf import PagedKVCache, generate, patch

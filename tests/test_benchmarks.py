@@ -1,6 +1,7 @@
 """The benchmarks: a short run on the CPU writes what the results format asks for, and the cases can be compared."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,8 +24,10 @@ ROW = {"op", "provider", "dtype", "time_us", "time_us_p10", "time_us_p90", "timi
 
 
 def run(folder, *arguments):
+    """On one thread: what a time is does not matter here, and cores are shared with other tests."""
     command = [sys.executable, "-m", "benchmarks", *arguments, "--device", "cpu", "--quick", "--output", str(folder)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -55,6 +58,25 @@ def test_a_short_decode_run(tmp_path):
     assert {(row["batch"], row["context"]) for row in steps} == {(1, 128), (8, 128)}
     assert all(row["logits_error_float32"] < 1e-5 for row in steps if row["provider"] != "generate")
     assert (tmp_path / "decode.png").exists()
+
+
+def test_a_short_run_of_a_model_in_a_folder(tmp_path):
+    """Prefill and decode, patched and not; compiled where it was asked for."""
+    pytest.importorskip("transformers")
+    from hf_models import tiny_model
+
+    tiny_model().save_pretrained(tmp_path / "a-model")
+    out = run(tmp_path, "model", "--model", str(tmp_path / "a-model"), "--providers", "eager", OURS, "compile")
+    assert "left out" not in out
+    rows = json.loads((tmp_path / "model.json").read_text())["rows"]
+    assert all(set(row) >= ROW and row["model"] == "a-model" for row in rows)
+    found = {(row["op"], row["provider"]): row for row in rows}
+    both = {(op, provider) for op in ("prefill", "decode") for provider in ("eager", OURS)}
+    assert set(found) == both | {("prefill", "compile")}
+    assert [(row["tokens"], row["logits"]) for row in rows if row["provider"] == "compile"] == [(128, "last")]
+    ours = found["prefill", OURS]
+    assert ours["patched_rms_norm"] == 5 and ours["logits_error_eager"] < 1e-4
+    assert (tmp_path / "model.png").exists()
 
 
 def test_every_case_compares_like_with_like():

@@ -163,9 +163,47 @@ def test_command_errors(checkpoint, capsys, tmp_path):
     ):
         assert __main__.main(["generate", *arguments]) == 1
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        __main__.main(["generate", checkpoint, "--prompt", "a", "--max-new-tokens", "0"])
-    assert "must be positive, got 0" in capsys.readouterr().err
+
+
+BAD_OPTIONS = {
+    ("--max-new-tokens", "0"): "must be positive, got 0",
+    ("--temperature", "-1"): "must be at least 0, got -1",
+    ("--temperature", "nan"): "must be at least 0, got nan",
+    ("--temperature", "warm"): "invalid float value: 'warm'",
+    ("--top-k", "-1"): "must be at least 0 and below 2^31, got -1",
+    ("--top-k", "2147483648"): "must be at least 0 and below 2^31, got 2147483648",
+    ("--top-p", "2"): "must be in (0, 1], got 2",
+    ("--top-p", "0"): "must be in (0, 1], got 0",
+    ("--min-p", "3"): "must be in [0, 1], got 3",
+    ("--repetition-penalty", "0"): "must be positive, got 0",
+    ("--seed", str(2**64)): "must be of 64 bits, got 18446744073709551616",
+}
+
+
+@pytest.mark.parametrize("option, message", BAD_OPTIONS.items(), ids=map(" ".join, BAD_OPTIONS))
+def test_command_refuses_options_out_of_range(capsys, option, message):
+    with pytest.raises(SystemExit) as stop:
+        __main__.main(["generate", "no-model", "--prompt", "a", *option])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: argument {option[0]}: {message}\n")
+
+
+def test_command_samples_where_an_option_asks_for_it(checkpoint, monkeypatch):
+    calls = []
+    monkeypatch.setattr(llmkernels, "generate", lambda *arguments, **options: calls.append(options))
+    for arguments, expected in (
+        ([], (False, 0.0)),
+        (["--repetition-penalty", "1.2", "--seed", "1"], (False, 0.0)),
+        (["--top-k", "0", "--top-p", "1", "--min-p", "0"], (False, 0.0)),
+        (["--top-k", "5"], (True, 1.0)),
+        (["--top-p", "0.9"], (True, 1.0)),
+        (["--min-p", "0.1"], (True, 1.0)),
+        (["--temperature", "0.5"], (True, 0.5)),
+        (["--temperature", "0.5", "--top-p", "0.9"], (True, 0.5)),
+        (["--temperature", "0", "--top-p", "0.9"], (False, 0.0)),
+    ):
+        assert __main__.main(["generate", checkpoint, "--prompt", "a", "--device", "cpu", *arguments]) == 0
+        assert (calls[-1]["do_sample"], calls[-1]["temperature"]) == expected, arguments
 
 
 assert generate is llmkernels.generate

@@ -1,4 +1,7 @@
-"""The model families that `patch` knows. A new family is one entry in FAMILIES, and a test."""
+"""The model families that `patch` knows. One that is built like these is an entry in FAMILIES, and a test.
+
+What an entry claims is checked (layout.py, trunk.py): a class that computes something else is left alone.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +13,8 @@ KINDS = {"RMSNorm": "rms_norm", "Attention": "rope", "MLP": "gated_mlp", "Decode
 class Family:
     """A transformers modeling module, its class prefix, and the options of its RMSNorm.
 
-    The classes are `<prefix>RMSNorm`, `<prefix>Attention`, `<prefix>MLP` and `<prefix>DecoderLayer`.
+    The classes are `<prefix>RMSNorm`, `<prefix>Attention`, `<prefix>MLP` and `<prefix>DecoderLayer`; for the decode
+    step also `<prefix>Model` and `<prefix>ForCausalLM`.
     `eps` names the norm's attribute; `weight_offset` and `cast_before_weight` are those of `llmkernels.rms_norm`.
     """
 

@@ -12,7 +12,8 @@ from llmkernels.ops import sample
 from . import reading
 from .decode import decoder
 from .reading import Reader, Text
-from .trunk import STEP, NoStep, check_batch, check_cache, is_ours, pack, trunk
+from .report import STEP, by_forward
+from .trunk import NoStep, check_batch, check_cache, is_ours, pack, trunk
 
 
 @torch.no_grad()
@@ -38,7 +39,8 @@ def generate(
 
     Args:
         model: a model given to :func:`patch`. Where its decode step can not run (``handle.report()`` says why) the
-            tokens come from the model's own forward: the same ones, slower. So do those of an unpatched model.
+            tokens come from the model's own forward, slower. So do those of an unpatched model. The two compute the
+            same, but round differently: where two tokens are as good as equally likely, they may choose another one.
         input_ids: (B, T) prompts, on the model's device.
         attention_mask: (B, T), 0 for padding, which must be on the left. None: there is none.
         max_new_tokens: stop after so many.
@@ -58,7 +60,7 @@ def generate(
         int64 (B, T + new), as long as the longest sequence: prompt and new tokens.
 
     Differentiable: no. Deterministic: yes; random numbers included, by the seed.
-    Raises: ValueError for wrong shapes, padding on the right, or a cache that is too small.
+    Raises: ValueError for wrong shapes, options out of range, padding on the right, or a cache that is too small.
 
     >>> llmkernels.patch(model)
     >>> llmkernels.generate(model, ids, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.9)
@@ -83,7 +85,7 @@ def generate(
         state.calls[STEP] += 1
     except NoStep as reason:
         parts = None
-        state.calls[f"by the model's forward: {reason}"] += 1
+        state.calls[by_forward(reason)] += 1
     options = {"repetition_penalty": repetition_penalty}
     if do_sample:
         options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from . import reading
 from .decode import Decoder, decoder
 from .reading import Reader, Text
-from .trunk import STEP, NoStep, Trunk, check_batch, check_cache, is_ours, pack, trunk
+from .report import STEP
+from .trunk import NoStep, Trunk, check_batch, check_cache, is_ours, pack, trunk
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 

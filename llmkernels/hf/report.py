@@ -4,6 +4,12 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+STEP = "by the decode step"  # how a call of generate went
+
+
+def by_forward(reason: object) -> str:
+    return f"by the model's forward: {reason}"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -43,7 +49,7 @@ class Decode:
     calls: Counter = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        way = "by the decode step" if self.reason is None else f"by the model's forward: {self.reason}"
+        way = STEP if self.reason is None else by_forward(self.reason)
         counts = "; ".join(f"{count} {way}" for way, count in self.calls.items())
         return f"{self.model} decodes {way}" + (f" (calls of generate: {counts})" if counts else "")
 

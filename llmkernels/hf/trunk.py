@@ -19,7 +19,6 @@ from . import packing
 from .families import Family
 from .layers import MLP, Attention, DecoderLayer, Generating, RMSNorm, gated_unit
 
-STEP = "by the decode step"  # in the report
 MAX_BATCH = 64
 MAX_HEAD_DIM = 512  # of decode_attention on CUDA; on the CPU there is no limit
 _OP = "decode_step"

@@ -29,7 +29,7 @@ def decode_attention(
     .. math:: y = \sum_j \mathrm{softmax}_j(\mathrm{scale}\; q \cdot k_j)\, v_j
 
     Args:
-        q: (B, T, H, D), rotated; float32, float16 or bfloat16, on the CPU also float64.
+        q: (B, T, H, D), rotated; float32, float16 or bfloat16, on the CPU also float64. On a GPU D is at most 512.
         k_cache, v_cache: (B, capacity, Hkv, D); or pages (pages, page_size, Hkv, D) with a ``block_table``. H is any
             multiple of Hkv: query head h belongs to kv head h // (H // Hkv).
         lengths: int32 (B,), on the device of ``q``: how many keys are live, the T new ones included. Beyond the
@@ -45,8 +45,8 @@ def decode_attention(
         y, (B, T, H, D), contiguous. Zeros for a query that sees no key.
 
     Layout: any strides with contiguous heads. What lies behind ``lengths`` is not read.
-    Fast: float16 and bfloat16, D of 64, 96, 128 or 256, memory aligned to 16 bytes, pages a multiple of 16 keys, few
-        tokens (H / Hkv * T up to 16 queries share one reading of the keys). Everything else works, slowly.
+    Fast: float16 and bfloat16, D of 64, 96, 128 or 256, every head aligned to 16 bytes, pages a multiple of 16 keys,
+        few tokens (H / Hkv * T up to 16 queries share one reading of the keys). Everything else works, slowly.
     Arithmetic: float32 (float64 for float64); on the fast path probabilities are rounded to the dtype before they meet
         the values. Rounded once.
     CUDA graphs: lengths, starts and pages are read on the device, so one capture serves all of them; time follows the
@@ -84,7 +84,7 @@ def rope_kv_write(
     r"""Rotate new queries in place and new keys into a KV cache, and copy the values there: one launch.
 
     Args:
-        q: (B, T, H, D), rotated in place; float32, float16 or bfloat16, on the CPU also float64.
+        q: (B, T, H, D), rotated in place; float32, float16 or bfloat16, on the CPU also float64. D is even.
         k, v: (B, T, Hkv, D), not changed.
         cos, sin: tables (P, D), or (P, D/2) with one angle per pair.
         position_ids: (B, T), or (B,) of the first tokens, whose successors follow; int32 or int64: rows of the tables.

@@ -28,10 +28,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, settled: bo
     Returns:
         y, (..., N), contiguous where the kernel runs.
 
-    The kernel takes up to 16 rows of float16 or bfloat16 on a GPU of compute capability 9.0 or later, K a multiple of 8
-    and every row 16-byte aligned; on 9.0 up to 64 rows, where it has been measured to be as fast as cuBLAS. Everything
-    else is PyTorch's own linear: more rows, float32, older GPUs, the CPU.
+    The kernel takes up to 16 rows of float16 or bfloat16, K a multiple of 8 and every row 16-byte aligned, on a GPU of
+    compute capability 9.0 or later with 200 KB of shared memory per block (not 12.x); on 9.0 up to 64 rows, where it
+    has been measured to be as fast as cuBLAS. Everything else is PyTorch's own linear: more rows, float32, other GPUs,
+    the CPU.
     Layout: rows of x and weight any constant distance apart are read in place.
+    Autocast: casts the tensors, as it does for ``torch.nn.functional.linear``.
     Arithmetic: products summed in float32, bias added, rounded once.
     Differentiable: once, in all three tensors.
     Deterministic: yes. The order of the sum depends on the number of rows of x.
@@ -41,7 +43,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, settled: bo
     >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]))
     tensor([3., 6.])
     """
-    return _linear(x, weight, bias, settled)
+    x, given, bias = _autocast(x, weight, bias)
+    return _linear(x, given, bias, settled and given is weight)  # what has just been cast is not settled
 
 
 def rms_norm_linear(
@@ -66,8 +69,9 @@ def rms_norm_linear(
     Returns:
         y, (..., N).
 
-    Where the kernel of :func:`linear` runs on up to 16 rows (8 where N is that of a vocabulary), in bfloat16 with
-    ``weight_offset`` 0 or 1, the normalized x never reaches memory: x times the norm's weight is rounded once and
+    The norm is folded into the kernel of :func:`linear` for bfloat16 with a ``norm_weight``, ``weight_offset`` 0 or 1,
+    K up to 16384 and up to 16 rows (on compute capability 9.0 only 8 where N is more than 288 per multiprocessor, as
+    that of a vocabulary is). The normalized x never reaches memory then: x times the norm's weight is rounded once and
     multiplied by W, and the float32 sum by 1 / rms. That is one rounding fewer than either value of
     ``cast_before_weight`` asks for. Everywhere else this is :func:`rms_norm`, then :func:`linear`.
 
@@ -75,17 +79,45 @@ def rms_norm_linear(
     Deterministic: yes, gradients included (as far as PyTorch's matmul is). The order of the sum depends on the number
         of rows of x.
     Matches: ``torch.nn.functional.linear(rms_norm(x, norm_weight), weight, bias)`` to the rounding of the sum.
-    Layout, raises: as :func:`linear`. A norm_weight of another dtype is promoted as in :func:`rms_norm`.
+    Layout, raises: as :func:`linear`. A norm_weight of another dtype gives the normalized x the dtype that it has in
+        :func:`rms_norm`; weight and bias must have that one, too.
+    Autocast: :func:`rms_norm` of x as it is, then :func:`linear`, whose tensors are cast.
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"; scaling the sum in place of the row is
         folklore.
 
     >>> rms_norm_linear(torch.tensor([3.0, 4.0]), None, torch.tensor([[1.0, 1.0]]))
     tensor([1.9799])
     """
-    if norm_weight is not None and norm_weight.dtype != x.dtype:
-        normed = rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
-        return torch.nn.functional.linear(normed, weight, bias)
-    return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight, settled)
+    if (norm_weight is None or norm_weight.dtype == x.dtype) and _autocast_dtype(x) is None:
+        return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight, settled)
+    normed = rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
+    normed, weight, bias = _autocast(normed, weight, bias)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != normed.dtype:
+            raise RuntimeError(
+                f"rms_norm_linear: {name} must have the dtype of rms_norm(x, norm_weight), {normed.dtype}, "
+                f"got {tensor.dtype}"
+            )
+    return _linear(normed, weight, bias)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts the tensors of a linear layer to; None where it is off."""
+    device = "cuda" if x.is_cuda else "cpu"
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors as autocast hands them to a linear layer. It leaves float64 and other devices alone."""
+    dtype = _autocast_dtype(x)
+    if dtype is None:
+        return x, *others
+
+    def cast(tensor):
+        casts = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if casts and tensor.device == x.device else tensor
+
+    return tuple(map(cast, (x, *others)))
 
 
 def _fake(x: Tensor, weight: Tensor) -> Tensor:

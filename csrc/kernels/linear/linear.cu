@@ -239,7 +239,7 @@ bool linear_pays(const LinearParams& p) {
   DeviceInfo device;
   if (p.m <= kLinearMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu) return true;
   if (device_info(device) != cudaSuccess) return false;
-  if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32 || !linear_has_several_tiles(p.n, device.clusters);
+  if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32;
   if (linear_has_long_rows(p.k) || p.residual) return true;
   return p.m <= (p.normalize || linear_has_few_rows(p.n, device.clusters) ? 48 : 32);
 }
