@@ -234,6 +234,7 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
 //   4608 x 3584            10.2,  10.5,  10.8,  11.6   against  10.5,  10.5,  10.6,  10.6   (norm: + 1.6 against + 2.2)
 //   3584 x 18944           34.0,  34.0,  35.5,  36.2   against  39.4,  38.3,  39.1,  41.7
 //   37888 x 3584, SwiGLU   66.5,  66.6,  69.6,  71.2   against  71.2,  71.3,  69.9,  72.0   (SwiGLU not counted)
+//   18944 x 3584                              36.7   against                       35.0
 //   152064 x 3584         253.4, 254.9, 260.2, 274.6   against 254.5, 255.9, 259.4, 261.9
 bool linear_pays(const LinearParams& p) {
   DeviceInfo device;
