@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# All tests of the GPU on this machine, and compute-sanitizer on a short selection of them; writes results/gpu_tests.json.
+# All tests of the GPU on this machine, and compute-sanitizer on a short selection of them; writes
+# results/gpu_tests.json.
 #
-#   bash scripts/gpu_check.sh [--sanitizer | --tools memcheck,synccheck] [--no-tests] [--output FILE] [-n WORKERS] [-- pytest arguments]
+#   bash scripts/gpu_check.sh [--sanitizer | --tools memcheck,synccheck] [--no-tests] [--output FILE] [-n WORKERS]
+#       [-- pytest arguments]
 #
 # Needs no installed package: it takes the library that lies in llmkernels/ if that is of these sources, else builds it.
 # Parts of a report on the same sources that are not run again are kept.
@@ -38,8 +40,9 @@ export PYTHONPATH=$PWD
 "$python" -m llmkernels info
 "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu_check.sh: torch finds no GPU")'
 
-# Beside the tests, for they take long. Only our kernels are looked at; initcheck has to see who wrote the inputs, so there the report picks ours out. Without
-# torch's caching allocator every tensor is an allocation of its own, so that its end is the end of what may be touched.
+# Beside the tests, for they take long. Only our kernels are looked at; initcheck has to see who wrote the inputs, so
+# there the report picks ours out. Without torch's caching allocator every tensor is an allocation of its own, so that
+# its end is the end of what may be touched.
 # racecheck does not see that copies of the TMA engine have arrived, which their readers wait for at a barrier in shared
 # memory: it takes every one for a race, or dies. So it skips the kernels that use them.
 for tool in "${tools[@]}"; do

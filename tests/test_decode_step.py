@@ -272,9 +272,13 @@ def test_layouts(device):
         others[name] = run(torch.ops.llmkernels.decode_step, values | {name: torch.stack([values[name]] * 2, 1)[:, 0]})
     misaligned = torch.cat([values["head"].flatten()[:1], values["head"].flatten()])[1:].view_as(values["head"])
     others["misaligned"] = run(torch.ops.llmkernels.decode_step, values | {"head": misaligned})
-    for found in others.values():
-        for ours, wanted in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=0.05, atol=0.05)
+    slot = values["slots"].item()
+    for way, found in others.items():
+        for name, ours, wanted in zip(("logits", *STATE), found, expected, strict=True):
+            if name in ("k_caches", "v_caches"):
+                ours, wanted = ours[:, :, slot], wanted[:, :, slot]
+            error = (ours.double() - wanted.double()).norm() / wanted.double().norm()
+            assert error < 0.02, f"{way}, {name}: {error:.1e} from the other layout's"  # roundings make 0.01 at most
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -91,8 +91,7 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ inline void cluster_barrier() { cluster_sync(); }
-// The same where nothing that was written before matters behind it.
+// cluster_sync() where nothing that was written before matters behind it.
 __device__ inline void cluster_barrier_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }

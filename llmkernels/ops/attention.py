@@ -50,8 +50,8 @@ def decode_attention(
     Arithmetic: float32 (float64 for float64); on the fast path probabilities are rounded to the dtype before they meet
         the values. Rounded once.
     CUDA graphs: lengths, starts and pages are read on the device, so one capture serves all of them; time follows the
-        live keys. (Launches count arrivals in memory that each of 32 streams, and of 32 captures, has to itself; of
-        more than 32 at the same time two may meet.)
+        live keys. Launches on several streams, in several graphs or in branches of one may run at the same time (they
+        count arrivals in memory of their own, of which there is enough for 2048 streams and captures).
     Deterministic: yes. But how the keys are split depends on the batch, so the bits of a sequence do, too.
     Differentiable: no.
     Matches: ``torch.nn.functional.scaled_dot_product_attention`` with the mask described.

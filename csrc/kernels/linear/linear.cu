@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::
     for (int tile = tiles.first; tile < tiles.end; tile += tiles.step, begin += slice.stages()) {
       Math::multiply(arguments, layout, slice, worker, begin, begin + slice.stages(), shared);
       named_barrier(kConsumers, kThreads);
-      if (plan.cluster > 1) cluster_barrier();
+      if (plan.cluster > 1) cluster_sync();
       if (arguments.fold) {
         if (threadIdx.x < arguments.m) {
           float sum[1];
