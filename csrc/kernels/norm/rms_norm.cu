@@ -72,10 +72,9 @@ __device__ int64_t row_index() { return static_cast<int64_t>(blockIdx.x) * block
 
 // A row in registers: kVectors vectors of N elements per thread, a stride of the group apart. Only rows of one vector
 // per thread share a block. kResidual is a template parameter because its registers would cost the plain norm
-// occupancy.
-template <typename T, int N, int kVectors, bool kResidual>
-__global__ void __launch_bounds__(1024)
-    rms_norm_kernel(const RmsNormParams params, float inverse_cols, bool keep_inputs) {
+// occupancy, and kKeepInputs because loads that carry an L2 policy, if only the usual one, take 5 % longer.
+template <typename T, int N, int kVectors, bool kResidual, bool kKeepInputs>
+__global__ void __launch_bounds__(1024) rms_norm_kernel(const RmsNormParams params, float inverse_cols) {
   using V = Vec<T, N>;
   __shared__ float shared[kMaxRowsPerBlock * kMaxSlots];
   constexpr bool kOneRow = kVectors > 1;
@@ -86,21 +85,25 @@ __global__ void __launch_bounds__(1024)
   const auto mine = [&](int v) { return group.rank + v * group.threads < count; };
   const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
   const float eps = static_cast<float>(params.options.eps);
-  const uint64_t policy = l2_policy(keep_inputs);
+  [[maybe_unused]] const uint64_t policy = kKeepInputs ? l2_policy(true) : 0;
+  const auto load = [&](const T* source) {
+    if constexpr (kKeepInputs) return V::load(source, policy);
+    return V::load(source);
+  };
   pdl_launch_dependents();
   pdl_wait();
   V s[kVectors], r[kVectors], w[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (mine(v)) s[v] = V::load(row.x + offset(v), policy);
+    if (mine(v)) s[v] = load(row.x + offset(v));
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (kResidual && mine(v)) r[v] = V::load(row.residual + offset(v), policy);
+    if (kResidual && mine(v)) r[v] = load(row.residual + offset(v));
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (params.weight && mine(v)) w[v] = V::load(row.weight + offset(v), policy);  // in flight during the reduction
+    if (params.weight && mine(v)) w[v] = load(row.weight + offset(v));  // in flight during the reduction
   }
   float squares[kVectors];
 #pragma unroll
@@ -175,9 +178,14 @@ cudaError_t rms_norm(const RmsNormParams& params, Dtype dtype, cudaStream_t stre
     }
     const int64_t bytes = params.rows * params.cols * sizeof(T) * (params.residual ? 4 : 2);
     return dispatch_int<1, 2>(plan.vectors, [&](auto vectors) {
-      constexpr int kVectors = decltype(vectors)::value;
-      return launch(params.residual ? rms_norm_kernel<T, N, kVectors, true> : rms_norm_kernel<T, N, kVectors, false>,
-                    shape, stream, params, 1.f / static_cast<float>(params.cols), keeps_inputs(device, bytes));
+      return dispatch_int<0, 1>(params.residual != nullptr, [&](auto residual) {
+        return dispatch_int<0, 1>(keeps_inputs(device, bytes), [&](auto keep) {
+          constexpr int kVectors = decltype(vectors)::value;
+          constexpr bool kResidual = decltype(residual)::value, kKeepInputs = decltype(keep)::value;
+          return launch(rms_norm_kernel<T, N, kVectors, kResidual, kKeepInputs>, shape, stream, params,
+                        1.f / static_cast<float>(params.cols));
+        });
+      });
     });
   });
 }
