@@ -1,4 +1,4 @@
-"""The pictures, drawn from ops.json, model.json and decode.json alone; `python -m benchmarks plot` draws them again."""
+"""The pictures, drawn from the results files alone; `python -m benchmarks plot` draws them again."""
 
 from collections.abc import Callable
 from functools import partial
@@ -79,6 +79,9 @@ def draw(folder: Path) -> None:
         if (folder / "model.json").exists():
             meta, rows = load(folder / "model.json")
             draw_model(meta, rows, folder / "model.png")
+        if (folder / "decode_ops.json").exists():
+            meta, rows = load(folder / "decode_ops.json")
+            draw_decode_ops(meta, rows, folder / "decode_ops.png")
         if (folder / "decode.json").exists():
             meta, rows = load(folder / "decode.json")
             draw_decode(meta, rows, folder / "decode.png")
@@ -131,20 +134,27 @@ def draw_model(meta: dict, rows: Rows, path: Path) -> None:
     grid([shelf], path, title)
 
 
+def draw_decode_ops(meta: dict, rows: Rows, path: Path) -> None:
+    linear = pick(rows, op="linear")
+    shelves = [
+        [(linear, partial(linears, rows=linear, meta=meta))],
+        [
+            bar_panel(pick(rows, op="decode_attention"), "decode attention, 28 + 4 heads", "µs", microseconds),
+            bar_panel(pick(rows, op="sample"), "sampling, top-k 50 and top-p 0.9", "µs", microseconds),
+        ],
+    ]
+    grid(shelves, path, f"Kernels of decoding, {where(meta)}", width=14)
+
+
 def draw_decode(meta: dict, rows: Rows, path: Path) -> None:
-    steps, linear = pick(rows, op="decode"), pick(rows, op="linear")
+    steps, launches = pick(rows, op="decode"), pick(rows, op="decode_part")
     short = [row for row in steps if row["context"] == 512 and row["batch"] in (1, 8, 64)]
     shelves = [
         [
             bar_panel(short, "a decode step, context 512", "ms per token", milliseconds),
             (pick(steps, provider=OURS), partial(throughput, rows=pick(steps, provider=OURS), meta=meta)),
         ],
-        [(linear, partial(linears, rows=linear, meta=meta))],
-        [
-            bar_panel(pick(rows, op="decode_attention"), "decode attention, 28 + 4 heads", "µs", microseconds),
-            bar_panel(pick(rows, op="sample"), "sampling, top-k 50 and top-p 0.9", "µs", microseconds),
-        ],
-        [(pick(rows, op="decode_part"), partial(parts, rows=pick(rows, op="decode_part"), steps=steps))],
+        [(launches, partial(parts, rows=launches, steps=steps))],
     ]
     grid(shelves, path, f"Decode, {where(meta)}", width=14)
 
@@ -355,7 +365,7 @@ def tick(keys: dict) -> str:
     if keys["op"] == "prefill":
         return f"{keys['tokens']}\ntokens"
     if keys["op"] == "decode":
-        return f"batch {keys['batch']}" + (f"\n{keys['attention']} attention" if "attention" in keys else "")
+        return f"batch {keys['batch']}"
     words = (
         report.shape(keys)
         .replace(", ", "\n")

@@ -20,7 +20,7 @@ console = Console(width=None if os.isatty(1) else 170, highlight=False)
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
     "op", "function", "part", "model", "rows", "cols", "vocab", "packed", "m", "n", "k", "batch", "tokens", "kv_tokens",
-    "heads", "kv_heads", "head_dim", "in_place", "cache", "context", "logits", "attention", "dtype", "pass", "timing",
+    "heads", "kv_heads", "head_dim", "in_place", "cache", "context", "logits", "dtype", "pass", "timing",
 )  # fmt: skip
 
 
@@ -62,7 +62,6 @@ def shape(keys: dict) -> str:
         words = [f"{keys['tokens']} tokens, {keys['logits']} logits"]
     elif keys["op"] == "decode":
         words = [f"batch {keys['batch']}, context {keys['context']}"]
-        words += [f"{keys['attention']} attention"] if "attention" in keys else []
     else:
         words = [keys["function"]]
     return " ".join(word for word in words if word)

@@ -28,6 +28,7 @@ REPEATS = 5
 PEERS = ("eager", "torch", "compile", "cublas", "cudnn", "flash", "llmkernels")  # of the kernels
 PROVIDERS = ("llmkernels", "generate", "eager", "eager_generate", "static_compile")  # of whole steps
 DEFAULT_PROVIDERS = PROVIDERS[:4]
+KERNELS, STEPS = "decode_ops.json", "decode.json"  # apart, as either may be measured again without the other
 
 
 def run(
@@ -37,32 +38,31 @@ def run(
     ops = [op for name, op in DECODE_OPS.items() if not only or name in only]
     on_gpu = device.type == "cuda"
     todo = [(op, case) for op in ops for case in op.cases if case.quick or (on_gpu and not quick)]
-    rows: list[dict] = []
+    kernels: list[dict] = []
+    steps: list[dict] = []
     with timing.side_stream(device), report.progress(2 + len(todo)) as begin:
         begin("bandwidth limits")
         meta = machine.describe(device)
-
-        def save():
-            report.save(output / "decode.json", meta, rows)
-
         for op, case in todo:
             begin(case.title)
             try:
                 found = measure_case(op, case, PEERS, device, effort, ("graph",) if on_gpu else ("wall",))
-                rows += plausible(found, meta)
+                kernels += plausible(found, meta)
             except Exception as problem:
                 report.warn(case.title, problem)
-            save()
+            report.save(output / KERNELS, meta, kernels)
         begin("whole steps")
     if not only or "decode" in only:
         model, name = load(device, model_id)
         bench = Bench(model, name, device, tuple(providers) or DEFAULT_PROVIDERS, quick)
         for found in bench.measure():
-            rows += found
-            save()
-    print_tables(rows, meta)
+            steps += found
+            report.save(output / STEPS, meta, steps)
+    print_tables([*kernels, *steps], meta)
     plots.draw(output)
-    report.console.print(f"\n{output / 'decode.json'}: {len(rows)} rows")
+    for name, rows in ((KERNELS, kernels), (STEPS, steps)):
+        if rows:
+            report.console.print(f"\n{output / name}: {len(rows)} rows")
 
 
 class Bench:

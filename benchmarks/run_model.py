@@ -47,9 +47,8 @@ def run(device: torch.device, output: Path, model_id: str | None, providers: Seq
     lengths = LENGTHS[:: 2 if quick else 1] if device.type == "cuda" else LENGTHS[: 2 if quick else 3]
     compile_lengths = COMPILE_LENGTHS if "compile" in providers else () if quick else COMPILE_UNASKED
     providers = tuple(providers) or DEFAULT_PROVIDERS[device.type]
-    attentions = ("sdpa",) if quick or device.type == "cpu" else ("sdpa", "eager")
     compile_lengths = [length for length in compile_lengths if "compile" in providers and length in lengths]
-    steps = 4 + 2 * len(lengths) + len(attentions) * len(BATCHES) + len(compile_lengths)
+    steps = 4 + 2 * len(lengths) + len(BATCHES) + len(compile_lengths)
     with report.progress(steps) as begin, torch.no_grad():
         begin("bandwidth limits")
         meta = machine.describe(device)
@@ -70,13 +69,10 @@ def run(device: torch.device, output: Path, model_id: str | None, providers: Seq
                 begin(f"prefill {tokens} tokens, {logits} logits")
                 bench.prefill(tokens, logits)
                 save()
-        for attention in attentions:
-            model.set_attn_implementation(attention)
-            for batch in BATCHES:
-                begin(f"decode batch {batch}, {attention} attention")
-                bench.decode(batch, attention)
-                save()
-        model.set_attn_implementation("sdpa")
+        for batch in BATCHES:
+            begin(f"decode batch {batch}")
+            bench.decode(batch)
+            save()
         for tokens in compile_lengths:
             begin(f"compile, prefill {tokens} tokens")
             bench.prefill(tokens, "last", compiled=True)
@@ -115,7 +111,7 @@ class Bench:
 
     def __init__(self, model: nn.Module, name: str, device: torch.device, providers: list[str], quick: bool):
         self.model, self.name, self.device = model, name, device
-        self.rounds, self.samples, self.steps = (3, 3, 6) if quick else (16, 5, 16)
+        self.rounds, self.samples, self.steps = (3, 3, 6) if quick else (8, 8, 16)
         self.rows: list[dict] = []
         self.facts: dict[str, dict] = {}
         self.dtype = str(model.dtype).removeprefix("torch.")
@@ -167,7 +163,7 @@ class Bench:
         case = {"op": "prefill", "batch": 1, "tokens": tokens, "logits": logits, "flops": flops}
         self.add(case, self.interleave(measure, ["compile"] if compiled else self.providers, rounds))
 
-    def decode(self, batch: int, attention: str) -> None:
+    def decode(self, batch: int) -> None:
         """A user's loop: greedy tokens with a cache that grows from CONTEXT tokens on."""
         ids = self.ids(batch, CONTEXT)
 
@@ -183,8 +179,7 @@ class Bench:
                 times.append(time_us)
             return times[WARM_STEPS:]
 
-        case = {"op": "decode", "batch": batch, "context": CONTEXT, "attention": attention}
-        case["bytes"] = self.decode_bytes(batch)
+        case = {"op": "decode", "batch": batch, "context": CONTEXT, "bytes": self.decode_bytes(batch)}
         self.add(case, self.interleave(measure, self.providers, self.rounds))
 
     def timed(self, call: Callable, *arguments, **options) -> tuple[float, object]:

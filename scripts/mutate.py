@@ -1,10 +1,10 @@
 """Breaks the sources on purpose, one way at a time (scripts/mutations.py), and sees whether a test notices.
 
-    python scripts/mutate.py --list                  the mutations, and whether each still fits the sources
-    python scripts/mutate.py --apply NAME DIR        a copy of the tree with one mutation in it, to look at
-    python scripts/mutate.py --run [NAME ...]        build and test each mutant that this machine can run
-    python scripts/mutate.py --build DIR [NAME ...]  where nvcc is: a library per CUDA mutant, DIR/NAME.so
-    python scripts/mutate.py --run-built DIR         where the GPU is: test these libraries
+    python scripts/mutate.py --list                       the mutations, and whether each still fits the sources
+    python scripts/mutate.py --apply NAME DIR             a copy of the tree with one mutation in it, to look at
+    python scripts/mutate.py --run [NAME ...]             build and test each mutant that this machine can run
+    python scripts/mutate.py --build FILE [NAME ...]      where nvcc is: a library per CUDA mutant, into a .tar.xz
+    python scripts/mutate.py --run-built FILE [NAME ...]  where the GPU is, and no compiler: test these libraries
 
 Mutants live in copies, never in this tree. Tests must pass on the unchanged sources first. A mutant is caught when a
 test fails, crashes or hangs. Options: --work DIR keeps the copy (and what is compiled in it) from one call to the next,
@@ -13,11 +13,13 @@ test fails, crashes or hangs. Options: --work DIR keeps the copy (and what is co
 
 import argparse
 import json
+import lzma
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from contextlib import contextmanager
@@ -31,6 +33,8 @@ TREE = ["csrc", "llmkernels", "scripts", "tests", "setup.py", "pyproject.toml", 
 LIBRARY = Path("llmkernels") / "libllmkernels.so"
 BASELINE = "unchanged"
 LIMIT_S = 300
+# The libraries differ little: to a window of several of them, all are barely more than one.
+COMPRESSION = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
 
 
 def copy_tree(target: Path) -> Path:
@@ -122,15 +126,19 @@ def run(mutations: list[Mutation], tree: Path, cuda: bool) -> list[dict]:
     return rows
 
 
-def run_built(mutations: list[Mutation], folder: Path, tree: Path) -> list[dict]:
-    """Tests the libraries that `--build` left in `folder`."""
-    shutil.copy2(folder / f"{BASELINE}.so", tree / LIBRARY)
-    check_baseline(mutations, tree)
-    rows = []
-    for mutation in mutations:
-        start = time.time()
-        shutil.copy2(folder / f"{mutation.name}.so", tree / LIBRARY)
-        rows.append(row(mutation, *test(tree, mutation), start))
+def run_built(mutations: list[Mutation], archive: Path, tree: Path) -> list[dict]:
+    """Tests the libraries that `--build` left in `archive`, those of `mutations` that are there."""
+    with tempfile.TemporaryDirectory() as folder:
+        with lzma.open(archive) as file, tarfile.open(fileobj=file) as tar:
+            tar.extractall(folder, filter="data")
+        mutations = [m for m in mutations if Path(folder, m.name).exists()]
+        shutil.copy2(Path(folder, BASELINE), tree / LIBRARY)
+        check_baseline(mutations, tree)
+        rows = []
+        for mutation in mutations:
+            start = time.time()
+            shutil.copy2(Path(folder, mutation.name), tree / LIBRARY)
+            rows.append(row(mutation, *test(tree, mutation), start))
     return rows
 
 
@@ -153,17 +161,18 @@ def row(mutation: Mutation, outcome: str, by: str, start: float) -> dict:
     }
 
 
-def build_all(mutations: list[Mutation], folder: Path, tree: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def build_all(mutations: list[Mutation], archive: Path, tree: Path) -> None:
     say("building the unchanged sources")
     build(tree, cuda=True)
-    shutil.copy2(tree / LIBRARY, folder / f"{BASELINE}.so")
-    for mutation in mutations:
-        start = time.time()
-        with mutated(tree, mutation):
-            build(tree, cuda=True)
-        shutil.copy2(tree / LIBRARY, folder / f"{mutation.name}.so")
-        say(f"{mutation.name:34} built in {time.time() - start:.0f} s")
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with lzma.open(archive, "wb", filters=COMPRESSION) as file, tarfile.open(fileobj=file, mode="w") as tar:
+        tar.add(tree / LIBRARY, BASELINE)
+        for mutation in mutations:
+            start = time.time()
+            with mutated(tree, mutation):
+                build(tree, cuda=True)
+            tar.add(tree / LIBRARY, mutation.name)
+            say(f"{mutation.name:34} built in {time.time() - start:.0f} s")
 
 
 def report(rows: list[dict], output: Path | None) -> int:
@@ -197,8 +206,8 @@ def main() -> int:
     action.add_argument("--list", action="store_true")
     action.add_argument("--apply", nargs=2, metavar=("NAME", "DIR"))
     action.add_argument("--run", nargs="*", metavar="NAME")
-    action.add_argument("--build", nargs="+", metavar=("DIR", "NAME"))
-    action.add_argument("--run-built", type=Path, metavar="DIR")
+    action.add_argument("--build", nargs="+", metavar=("FILE", "NAME"))
+    action.add_argument("--run-built", nargs="+", metavar=("FILE", "NAME"))
     parser.add_argument("--work", type=Path)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -212,13 +221,13 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         tree = copy_tree((arguments.work or Path(temporary)).resolve())
-        if arguments.build:
-            folder, *names = arguments.build
-            build_all([m for m in MUTATIONS if m.device == "cuda" and m.name in (names or by_name)], Path(folder), tree)
+        if arguments.build or arguments.run_built:
+            archive, *names = arguments.build or arguments.run_built
+            mutants = [m for m in MUTATIONS if m.device == "cuda" and m.name in (names or by_name)]
+            if arguments.run_built:
+                return report(run_built(mutants, Path(archive), tree), arguments.output)
+            build_all(mutants, Path(archive), tree)
             return 0
-        if arguments.run_built:
-            built = [m for m in MUTATIONS if (arguments.run_built / f"{m.name}.so").exists()]
-            return report(run_built(built, arguments.run_built, tree), arguments.output)
         import torch
 
         cuda = torch.cuda.is_available() and bool(shutil.which("nvcc"))
