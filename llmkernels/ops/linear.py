@@ -63,8 +63,9 @@ def rms_norm_linear(
     Args:
         x: (..., K); float32, float16 or bfloat16, on the CPU also float64.
         norm_weight: (K,), or None to only normalize.
-        weight, bias, settled: as in :func:`linear`, the latter of both weights.
+        weight, bias: as in :func:`linear`.
         eps, weight_offset, cast_before_weight: as in :func:`llmkernels.rms_norm`.
+        settled: as in :func:`linear`, of both weights.
 
     Returns:
         y, (..., N).
