@@ -50,9 +50,14 @@ cuda_is_wanted() {
   esac
 }
 
+# One that setup.py takes: Debian's own is too old.
 have_nvcc() {
-  command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] ||
-    compgen -G "$venv/lib/python3*/site-packages/nvidia/cu13/bin/nvcc" >/dev/null
+  local nvcc
+  for nvcc in "$(command -v nvcc)" "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" \
+    "$venv"/lib/python3*/site-packages/nvidia/cu13/bin/nvcc; do
+    if [ -x "$nvcc" ] && "$nvcc" --version | grep -Eq 'release (1[2-9]|[2-9][0-9])\.'; then return 0; fi
+  done
+  return 1
 }
 
 # The compiler of the very CUDA that torch brings. All of its parts are named, since pip would mix versions, and torch

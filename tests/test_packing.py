@@ -195,3 +195,49 @@ def test_packing_one_group():
     assert "differ in dtype" in packing.obstacle([parameters[0], nn.Parameter(torch.ones(2, 4).half())])
     assert "differ in shape" in packing.obstacle([parameters[0], nn.Parameter(torch.ones(2, 5))])
     assert packing.obstacle([parameters[0], parameters[0]]) == "one weight is used twice"
+
+
+@pytest.mark.parametrize("how", ["accelerate", "accelerate_state", "safetensors"])
+def test_savers_that_look_at_storages(how, tmp_path):
+    """They take views into one storage for tied weights, and would drop all but one."""
+    accelerate, safetensors = pytest.importorskip("accelerate"), pytest.importorskip("safetensors.torch")
+    model, _, _ = packed_model()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    if how == "safetensors":
+        safetensors.save_model(model, str(tmp_path / "model.safetensors"))
+    elif how == "accelerate":
+        accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    else:
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.prepare(model)
+        accelerator.save_state(tmp_path)
+    found = safetensors.load_file(tmp_path / "model.safetensors")
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert is_packed(model)
+
+
+def test_a_state_dict_is_the_weights(device):
+    """Not copies: what is written into it is written into the model."""
+    model, _, _ = packed_model(device)
+    for name, value in model.state_dict().items():
+        parameter = model.get_parameter(name)
+        assert value.data_ptr() == parameter.data_ptr() and value.stride() == parameter.stride()
+        value.fill_(0.25)
+    assert all(bool((parameter == 0.25).all()) for parameter in model.parameters())
+    assert all(
+        type(value) is nn.Parameter and value is model.get_parameter(name)
+        for name, value in model.state_dict(keep_vars=True).items()
+    )
+
+
+def test_a_model_made_in_inference_mode(device):
+    with torch.inference_mode():
+        model = small_model(device=device)
+    ids = tiny_inputs(device)
+    expected = hf_generate(model, ids)
+    handle = llmkernels.patch(model)
+    assert torch.equal(hf_generate(model, ids), expected)
+    assert "inference mode" in str(handle.report())
+    handle.unpatch()
+    assert torch.equal(hf_generate(model, ids), expected)
