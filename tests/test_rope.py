@@ -366,3 +366,35 @@ def test_errors_about_devices():
     }.items():
         with pytest.raises(RuntimeError, match=f"rope: {name}"):
             rope(*arguments)
+
+
+def test_in_place_q_and_k_of_one_tensor(device):
+    """Slices of one tensor are fine, as long as they share nothing."""
+    cos, sin = (torch.randn(5, 16, device=device) for _ in range(2))
+    packed = torch.randn(2, 5, 6, 16, device=device)
+    per_head = torch.randn(2, 5, 3, 3, 16, device=device)  # q, k, v of each head
+    for q, k in (
+        (packed[:, :, :4], packed[:, :, 4:]),
+        (packed[:, :, 2:], packed[:, :, :2]),
+        (packed[:, :, ::2], packed[:, :, 1::2]),
+        (per_head[:, :, :, 0], per_head[:, :, :, 1]),
+    ):
+        expected = rope(q.clone(), k.clone(), cos, sin, layout="bthd")
+        rope(q, k, cos, sin, layout="bthd", in_place=True)
+        assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
+    for q, k in (
+        (packed, packed),
+        (packed[:, :, :4], packed[:, :, 3:]),
+        (packed[:, :, 3:], packed[:, :, :4]),
+        (packed[:, :, ::2], packed[:, :, 2::2]),
+        (
+            packed.view(-1)[:-8].as_strided((2, 5, 1, 16), (480, 96, 16, 1)),
+            packed.view(-1)[8:].as_strided((2, 5, 1, 16), (480, 96, 16, 1)),
+        ),
+    ):
+        with pytest.raises(RuntimeError, match="k must not share memory with q"):
+            rope(q, k, cos, sin, layout="bthd", in_place=True)
+    by_heads = torch.randn(2, 6, 5, 16, device=device)
+    rope(by_heads[:, :4], by_heads[:, 4:], cos, sin, in_place=True)
+    with pytest.raises(RuntimeError, match="k must not share memory with q"):
+        rope(by_heads[:, :4], by_heads[:, 3:], cos, sin, in_place=True)

@@ -28,6 +28,9 @@ inline void check_cuda(const char* op, cudaError_t status) {
   LLMK_CHECK(status != cudaErrorNoKernelImageForDevice, op,
              "this build has no kernels for this GPU: see `python -m llmkernels info`, rebuild with its architecture "
              "in TORCH_CUDA_ARCH_LIST (sm_80 or later)");
+  LLMK_CHECK(status != cudaErrorInsufficientDriver && status != cudaErrorUnsupportedPtxVersion, op,
+             "the driver of this GPU is older than the CUDA that this build was made with: see `python -m llmkernels "
+             "info`, install a newer driver");
   LLMK_CHECK(status == cudaSuccess, op, "CUDA launch failed: ", cudaGetErrorString(status));
 }
 #endif

@@ -201,6 +201,20 @@ bool overlaps_itself(const Tensor& tensor) {
   return false;
 }
 
+// Whether some head of q and some head of k share memory. Looked at where both lie at equal strides, as slices of one
+// tensor do.
+bool overlap(const Tensor& q, const Tensor& k, bool heads_first) {
+  if (q.numel() == 0 || k.numel() == 0 || !q.strides().equals(k.strides())) return false;
+  const int64_t heads = heads_first ? 1 : 2, step = std::max<int64_t>(q.stride(heads), 1), width = q.size(3);
+  const auto address = [](const Tensor& x) { return reinterpret_cast<intptr_t>(x.const_data_ptr()); };
+  const int64_t apart = (address(k) - address(q)) / static_cast<int64_t>(q.element_size());
+  const int64_t below = apart >= 0 ? apart / step : -((step - 1 - apart) / step);
+  for (const int64_t n : {below, below + 1}) {  // head i of q and head i - n of k lie nearest to each other
+    if (n > -k.size(heads) && n < q.size(heads) && std::abs(apart - n * step) < width) return true;
+  }
+  return false;
+}
+
 void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, std::optional<Tensor> position_ids,
            bool heads_first, bool interleaved, std::optional<int64_t> rotary_dim) {
   const Call call{"rope_", cos, sin, position_ids, heads_first, interleaved, rotary_dim};
@@ -213,6 +227,7 @@ void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& si
                " must not overlap itself to be rotated in place, got shape ", shape(argument.tensor), " with strides ",
                text(argument.tensor.strides()));
   }
+  LLMK_CHECK(!overlap(q, k, heads_first), call.op, "k must not share memory with q to be rotated in place");
   run(call, q, k, q, k);
 }
 

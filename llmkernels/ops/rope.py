@@ -43,7 +43,8 @@ def rope(
         layout: order of the axes of ``q`` and ``k``.
         interleaved: which elements form a pair.
         rotary_dim: R, even; default W.
-        in_place: write into ``q`` and ``k``, which must not need a gradient nor overlap themselves.
+        in_place: write into ``q`` and ``k``, which must not need a gradient, nor overlap themselves or each
+            other (looked at where both have the same strides).
 
     Returns:
         (q', k') in the memory order of ``q`` and ``k``, or these tensors themselves when ``in_place``. A ``cos`` of
