@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.library import opcheck
 
 import llmkernels
@@ -133,30 +132,8 @@ def test_a_second_derivative_is_refused(case, device):
     leaves = [t.requires_grad_() for t in inputs[: case.differentiable]]
     outputs = tensors(case.ours(*leaves, *inputs[case.differentiable :]))
     (grad,) = torch.autograd.grad(sum(t.square().sum() for t in outputs), leaves[0], create_graph=True)
-    # Also where it is but a part of what is differentiated.
-    for penalty in (grad.square().sum(), grad.square().sum() + sum(t.sum() for t in outputs)):
-        with pytest.raises(RuntimeError, match="can be differentiated once"):
-            torch.autograd.grad(penalty, leaves[0], retain_graph=True)
-
-
-@every_case
-def test_forward_mode_is_refused(case, device):
-    inputs = case.inputs(device=device)
-    with forward_ad.dual_level():
-        first = forward_ad.make_dual(inputs[0], torch.ones_like(inputs[0]))
-        with pytest.raises(RuntimeError, match="forward-mode"):
-            case.ours(first, *inputs[1:])
-
-
-@every_case
-def test_meta_tensors_beside_real_ones_are_refused(case):
-    inputs = case.inputs()
-    tensors_at = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)]
-    if len(tensors_at) < 2:
-        pytest.skip("one tensor")
-    mixed = [t.to("meta") if i == tensors_at[-1] else t for i, t in enumerate(inputs)]
-    with pytest.raises(RuntimeError, match="device"):
-        case.ours(*mixed)
+    with pytest.raises(RuntimeError, match="differentiate"):
+        torch.autograd.grad(grad.square().sum(), leaves[0])
 
 
 @every_case

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from . import packing
 from .families import Family
 from .layers import DecoderLayer
-from .trunk import Trunk, fits_cache
+from .trunk import Trunk
 
 _ops = torch.ops.llmkernels
 
@@ -41,7 +41,7 @@ class Program:
     output: Any = None
 
     def bind(self, addresses: tuple) -> None:
-        """Forget the graph unless it was made with these addresses and shapes."""
+        """Forget the graph unless it was made with these addresses."""
         if addresses != self.addresses:
             self.addresses, self.warm, self.graph, self.output = addresses, False, None, None
 
@@ -125,7 +125,7 @@ class DecodeStep:
         used = [self._embedding, cache.counters]
         for argument in self.arguments.values():
             used += argument if isinstance(argument, list) else [argument]
-        self.program.bind(tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in used))
+        self.program.bind(tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in used))
 
     def forward(self) -> Tensor:
         self.cache.counters.add_(1)
@@ -170,9 +170,7 @@ class Decoder:
         return DecodeStep(parts, model.family, cache, programs.setdefault(kind, Program()))
 
     @contextmanager
-    def lend_cache(
-        self, model: nn.Module, parts: Trunk | None, batch: int, tokens: int, limit: int
-    ) -> Iterator["Loan"]:
+    def lend_cache(self, model: nn.Module, batch: int, tokens: int, limit: int) -> Iterator["Loan"]:
         """An empty cache with room for `tokens` and some more, up to `limit`; behind that it grows.
 
         The same as last time where possible, as its graphs need no new capture then.
@@ -185,8 +183,9 @@ class Decoder:
         fits = (
             cache is not None
             and cache.layers[0].is_initialized
-            and parts is not None  # else nothing is known of what the model will write
-            and fits_cache(cache, parts, batch)
+            and cache.layers[0].k.shape[0] == batch
+            and cache.layers[0].k.dtype == weight.dtype
+            and cache.layers[0].k.device == weight.device
             and cache.capacity >= min(tokens, limit)
             and self._stream == _stream(weight.device)  # on another one it may still be in use
         )
@@ -200,7 +199,7 @@ class Decoder:
         try:
             yield loan
         finally:
-            if not loan.kept and parts is not None:
+            if not loan.kept:
                 self._cache, self._stream = loan.cache, _stream(weight.device)
 
     def release(self) -> None:
@@ -234,4 +233,18 @@ def forget(model: nn.Module) -> None:
     _DECODERS.pop(model, None)
     for layer in model.modules():
         if isinstance(layer, DecoderLayer):
-            packing.unpack(packing.groups_of(layer))
+            packing.unpack(_groups(layer))
+
+
+def _groups(layer: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of a layer that `trunk` may have led to pack, whatever has become of the layer since."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    names = [(attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))]
+    groups = []
+    for module, keys in names:
+        linears = [getattr(module, key, None) for key in keys]
+        for name in ("weight", "bias"):
+            group = [getattr(linear, name, None) for linear in linears]
+            if all(type(parameter) is nn.Parameter and type(parameter.data) is Tensor for parameter in group):
+                groups.append(group)
+    return groups

@@ -113,7 +113,7 @@ def generate(
 
     if cache is not None:
         return run(cache)
-    with state.lend_cache(model, parts, batch, prompt, total) as loan:
+    with state.lend_cache(model, batch, prompt, total) as loan:
         return run(loan.cache)
 
 

@@ -1,7 +1,6 @@
 """The forwards that replace transformers' own, and the subclasses that carry them.
 
-A patched module has its class changed to a subclass of it that differs in `forward` only (and a decoder layer in how
-its packed weights appear in a state dict). So isinstance, parameters,
+A patched module has its class changed to a subclass of it that differs in `forward` only. So isinstance, parameters,
 state dict, submodules, hooks, `copy.deepcopy` and attribute access stay what they were, and changing the class back
 is all there is to undo. Submodules are always called, never read through: a Linear with a LoRA adapter, a hook or a
 collective works.
@@ -15,7 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_rms_norm, geglu, rms_norm, rope, swiglu
 
-from . import families, packing
+from . import families
 from .families import Family, find
 from .layout import UnknownLayout, bind_global, check_rms_norm, check_rope, check_symbolically
 
@@ -90,12 +89,6 @@ class Attention(Patched):
 
 
 class DecoderLayer(Patched):
-    def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
-        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if not keep_vars:
-            packing.separate(state, packing.groups_of(self))
-        return state
-
     def forward(
         self,
         hidden_states: torch.Tensor,

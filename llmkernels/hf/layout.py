@@ -45,7 +45,7 @@ def check_symbolically(forward: Callable, replacement: Callable, submodules: dic
     `submodules` maps each name to whether it returns a tuple. Both forwards get the arguments of the original's
     signature, the first by position and the rest by name, and one more where it takes any.
     """
-    check_origin(forward)
+    _check_origin(forward)
     first, *named = [p for p in inspect.signature(forward).parameters.values() if p.name != "self"]
     arguments = {p.name: _Symbol(p.name) for p in named}
 
@@ -68,7 +68,7 @@ def check_rms_norm(cls: type, replacement: type, eps: str) -> None:
 
     `eps` names their attribute.
     """
-    check_origin(cls.forward)
+    _check_origin(cls.forward)
     norm = replacement.__new__(replacement)
     nn.Module.__init__(norm)
     setattr(norm, eps, 0.25)  # large, so that its place in the formula shows
@@ -98,14 +98,11 @@ def check_rope(original: Callable, replacement: Callable) -> None:
         raise UnknownLayout("its apply_rotary_pos_emb computes another rotation than half-split")
 
 
-def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)) -> None:
-    """Raise UnknownLayout for a forward that is not transformers' own: it may do more than compute.
-
-    What wraps it must be from one of these packages, too.
-    """
+def _check_origin(forward: Callable) -> None:
+    """Raise UnknownLayout for a forward that is not transformers' own: it may do more than compute."""
     while forward is not None:
         origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-        if origin.split(".")[0] not in origins:
+        if origin.split(".")[0] != "transformers":
             raise UnknownLayout(f"its forward is not transformers' own but from {origin}")
         forward = getattr(forward, "__wrapped__", None)
 

@@ -65,7 +65,7 @@ def _sampling_loop(original: Callable) -> Callable:
         )
         cache = model_kwargs["past_key_values"]
         if not is_ours(cache):
-            with state.lend_cache(self, parts, *input_ids.shape, stopping_criteria.max_length) as loan:
+            with state.lend_cache(self, *input_ids.shape, stopping_criteria.max_length) as loan:
                 loan.kept = bool(generation_config.return_dict_in_generate)
                 return loop(model_kwargs | {"past_key_values": loan.cache})
         return loop(model_kwargs)
@@ -100,6 +100,8 @@ def _check_call(model, parts: Trunk, input_ids, stopping_criteria, config, synce
         raise NoStep("output_attentions or output_hidden_states")
     if unknown := sorted(key for key in inputs if key not in _KNOWN_INPUTS and inputs[key] is not None):
         raise NoStep(", ".join(unknown))
+    if "prepare_inputs_for_generation" in vars(model):
+        raise NoStep("prepare_inputs_for_generation was replaced")
     cache = inputs.get("past_key_values")
     if not inputs.get("use_cache") or cache is None:
         raise NoStep("use_cache=False")
@@ -190,14 +192,11 @@ def _run(
             tokens = tokens * unfinished + pad * (1 - unfinished)
         text.append(tokens)
         unfinished = unfinished & ~stopping_criteria(text.read(), scores)
-        found = reader.put(tokens, unfinished.max())
-        if cache.get_seq_length() == cache.get_max_length():  # no room for a step that may be one too many
-            found += reader.flush()
-        for position, (seen, going) in enumerate(found, 1):
+        for seen, going in reader.put(tokens, unfinished.max()):
             if streamer is not None:
                 streamer.put(seen)
             if not going:
-                undo = reader.pending + len(found) - position
+                undo = reader.pending
                 break
         else:
             if text.length < max_length:

@@ -7,27 +7,13 @@ and `copy.deepcopy` take them apart again; the next decode step packs them again
 """
 
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 _LOCK = threading.Lock()
 _TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while packing
-
-
-def groups_of(layer: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of a decoder layer that may be packed, whatever has become of the layer since."""
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    names = [(attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))]
-    groups = []
-    for module, keys in names:
-        linears = [getattr(module, key, None) for key in keys]
-        for name in ("weight", "bias"):
-            group = [getattr(linear, name, None) for linear in linears]
-            if all(type(parameter) is nn.Parameter and type(parameter.data) is Tensor for parameter in group):
-                groups.append(group)
-    return groups
 
 
 def is_packed(parameters: Sequence[Tensor]) -> bool:
@@ -61,8 +47,6 @@ def obstacle(parameters: Sequence[Tensor]) -> str | None:
     for parameter in parameters:
         if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
             return f"a weight is a {type(parameter.data).__name__}, not a plain parameter"
-        if parameter.is_inference():
-            return "a weight was made in inference mode"
         if parameter.layout != torch.strided or parameter.device.type == "meta" or not parameter.is_contiguous():
             return "a weight has no ordinary memory"
         if parameter.dtype != first.dtype or parameter.device != first.device:
@@ -123,17 +107,3 @@ def unpack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
         with torch.no_grad(), torch.inference_mode(False):
             for parameter in group:
                 parameter.data = parameter.data.clone()
-
-
-def separate(state: MutableMapping[str, Tensor], groups: Sequence[Sequence[nn.Parameter]]) -> None:
-    """In a state dict, give each parameter of the packed groups a storage object of its own, over the same memory.
-
-    Savers that know tensors by their storage take views into one for tied weights, and drop all but one.
-    """
-    addresses = {parameter.data_ptr() for group in groups if is_packed(group) for parameter in group}
-    for key, tensor in state.items():
-        if type(tensor) is Tensor and addresses and tensor.data_ptr() in addresses:
-            begin = tensor.storage_offset() * tensor.element_size()
-            storage = tensor.untyped_storage()[begin : begin + tensor.nbytes]
-            own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            state[key] = own.set_(storage, 0, tensor.shape, tensor.stride())

@@ -1,11 +1,9 @@
 """What the op files share: how a public function reaches its op, and how an op gets its fake."""
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 
 def caller(name: str) -> Callable:
@@ -19,11 +17,7 @@ def caller(name: str) -> Callable:
     is_grad_enabled, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 
     def call(*args):
-        if is_compiling():
-            return op(*args)
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(name, args)
-        if is_grad_enabled() and _requires_grad(args):
+        if is_compiling() or (is_grad_enabled() and _requires_grad(args)):
             return op(*args)
         return no_grad(*args)
 
@@ -37,65 +31,10 @@ def _requires_grad(args) -> bool:
     return False
 
 
-def _refuse_tangents(name: str, args) -> None:
-    """Forward-mode differentiation would take the result for a constant."""
-    for argument in args:
-        if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
-            raise RuntimeError(f"{name}: forward-mode differentiation is not supported, only reverse mode")
-
-
-def register_fake(name: str, fake: Callable, overloads: tuple[str, ...] = ("", ".no_grad")) -> None:
-    """Shape inference of op `name`; a differentiable one has two overloads."""
-
-    @functools.wraps(fake)
-    def checked(*args, **named):
-        devices = {argument.device for argument in (*args, *named.values()) if isinstance(argument, Tensor)}
-        if len(devices) > 1:  # this also runs for real tensors if one beside them is on meta
-            found = " and ".join(sorted(map(str, devices)))
-            raise RuntimeError(f"{name}: all tensors must be on one device, got {found}")
-        return fake(*args, **named)
-
-    for overload in overloads:
-        torch.library.register_fake(f"llmkernels::{name}{overload}", checked)
-
-
-class _Refusal(torch.autograd.Function):
-    """Passes gradients on; whoever differentiates them again gets an error."""
-
-    @staticmethod
-    def forward(ctx, count, *tensors):
-        return tuple(tensor.detach() for tensor in tensors[:count])
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("an op of llmkernels can be differentiated once: there is nothing to differentiate again")
-
-
-def differentiable_once(backward: Callable) -> Callable:
-    """A backward whose gradients, if asked to be differentiable, depend on what they were made from by an error.
-
-    torch's once_differentiable cuts that connection, so gradients of a sum lack the second derivative silently.
-    """
-
-    @functools.wraps(backward)
-    def wrapped(ctx, *grads):
-        with torch.no_grad():
-            results = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return results
-        sources = [t for t in (*grads, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
-        found = [result for result in _tuple(results) if isinstance(result, Tensor)]
-        if not sources or not found:
-            return results
-        tied = iter(_Refusal.apply(len(found), *found, *sources))
-        tied = tuple(next(tied) if isinstance(result, Tensor) else result for result in _tuple(results))
-        return tied if isinstance(results, tuple) else tied[0]
-
-    return wrapped
-
-
-def _tuple(results: Tensor | tuple) -> tuple:
-    return results if isinstance(results, tuple) else (results,)
+def register_fake(name: str, fake: Callable) -> None:
+    """Shape inference of a differentiable op `name`, for both of its overloads."""
+    for overload in (name, f"{name}.no_grad"):
+        torch.library.register_fake(f"llmkernels::{overload}", fake)
 
 
 def contiguous_like(x: Tensor) -> Tensor:

@@ -3,12 +3,8 @@
 Kernels: csrc/kernels/attention, csrc/cpu/attention.cpp. For inference: no gradients.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-
-from llmkernels.ops._common import contiguous_like, register_fake
 
 _ops = torch.ops.llmkernels
 
@@ -119,22 +115,26 @@ def _refuse_gradients(op: str, **inputs: Tensor) -> None:
                 raise RuntimeError(f"{op}: {name} must not require a gradient, there is none for it; use no_grad()")
 
 
-def _fake(name: str, fake: Callable) -> None:
-    register_fake(name, fake, overloads=("",))
+@torch.library.register_fake("llmkernels::decode_attention")
+def _(q, k_cache, v_cache, lengths, starts=None, block_table=None, scale=None, window=0, softcap=0.0):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-_fake("decode_attention", lambda q, *others, **named: contiguous_like(q))
-_fake("rope_kv_write", lambda *arguments, **named: None)
-_fake(
-    "rope_decode_attention",
-    lambda qkv, cos, sin, positions, slots, lengths, starts, k_cache, v_cache, block_table, heads, *options, **named: (
-        qkv.new_empty(qkv.shape[0], heads * k_cache.shape[3])
-    ),
-)
-_fake("decode_layer", lambda *arguments: None)
-_fake(
-    "decode_step",
-    lambda hidden, input_norms, qkv, qkv_biases, o, o_biases, post_norms, gate_up, down, norm, head, *others: (
-        hidden.new_empty(hidden.shape[0], head.shape[0])
-    ),
-)
+@torch.library.register_fake("llmkernels::rope_kv_write")
+def _(q, k, v, cos, sin, position_ids, slots, k_cache, v_cache, block_table=None, interleaved=False):
+    return None
+
+
+@torch.library.register_fake("llmkernels::rope_decode_attention")
+def _(qkv, cos, sin, positions, slots, lengths, starts, k_cache, v_cache, block_table, heads, *options, **named):
+    return qkv.new_empty(qkv.shape[0], heads * k_cache.shape[3])
+
+
+@torch.library.register_fake("llmkernels::decode_layer")
+def _(*arguments):
+    return None
+
+
+@torch.library.register_fake("llmkernels::decode_step")
+def _(hidden, input_norms, qkv, qkv_biases, o, o_biases, post_norms, gate_up, down, norm, head, *others):
+    return hidden.new_empty(hidden.shape[0], head.shape[0])

@@ -5,8 +5,9 @@ Kernels: csrc/kernels/activation/glu.cu, csrc/cpu/glu.cpp.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from llmkernels.ops._common import caller, contiguous_like, differentiable_once, register_fake
+from llmkernels.ops._common import caller, contiguous_like, register_fake
 
 _ops = torch.ops.llmkernels
 _swiglu, _swiglu_packed = caller("swiglu"), caller("swiglu_packed")
@@ -77,20 +78,16 @@ def _register(name: str) -> None:
 
     register_fake(name, lambda gate, up, *options, **named: contiguous_like(gate))
     register_fake(f"{name}_packed", lambda gate_up, *options, **named: _empty_half(gate_up))
-    register_fake(
-        f"{name}_backward",
-        lambda grad_y, gate, up, *options: (contiguous_like(gate), contiguous_like(gate)),
-        overloads=("",),
+    torch.library.register_fake(
+        f"{separate}_backward", lambda grad_y, gate, up, *options: (contiguous_like(gate), contiguous_like(gate))
     )
-    register_fake(
-        f"{name}_packed_backward", lambda grad_y, gate_up, *options: contiguous_like(gate_up), overloads=("",)
-    )
+    torch.library.register_fake(f"{packed}_backward", lambda grad_y, gate_up, *options: contiguous_like(gate_up))
 
     def setup_separate(ctx, inputs, output):
         gate, up, *ctx.options = inputs
         ctx.save_for_backward(gate, up)
 
-    @differentiable_once
+    @once_differentiable
     def backward_separate(ctx, grad_y):
         return *separate_backward(grad_y, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
 
@@ -98,7 +95,7 @@ def _register(name: str) -> None:
         gate_up, *ctx.options = inputs
         ctx.save_for_backward(gate_up)
 
-    @differentiable_once
+    @once_differentiable
     def backward_packed(ctx, grad_y):
         return packed_backward(grad_y, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
 

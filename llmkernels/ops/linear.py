@@ -5,8 +5,9 @@ Kernels: csrc/kernels/linear; composition of the rest: csrc/torch/linear.cpp.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from llmkernels.ops._common import caller, differentiable_once, register_fake
+from llmkernels.ops._common import caller, register_fake
 from llmkernels.ops.rms_norm import rms_norm
 
 _ops = torch.ops.llmkernels
@@ -127,12 +128,14 @@ register_fake("linear", lambda x, weight, bias=None, settled=False: _fake(x, wei
 register_fake("rms_norm_linear", lambda x, norm_weight, weight, *options, **named: _fake(x, weight))
 
 
-register_fake(
-    "rms_norm_swiglu_linear",
-    lambda x, norm_weight, weight, *options, **named: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
-    overloads=("",),
-)
-register_fake("linear_add_", lambda *arguments, **named: None, overloads=("",))
+@torch.library.register_fake("llmkernels::rms_norm_swiglu_linear")
+def _(x, norm_weight, weight, eps=1e-6, weight_offset=0.0, cast_before_weight=True, settled=False):
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+
+
+@torch.library.register_fake("llmkernels::linear_add_")
+def _(residual, x, weight, bias=None, settled=False):
+    return None
 
 
 def _setup_linear(ctx, inputs, output):
@@ -155,7 +158,7 @@ def _grad_bias(grad_y: Tensor) -> Tensor:
     return grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
 
 
-@differentiable_once
+@once_differentiable
 def _linear_backward(ctx, grad_y):
     x, weight = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -167,7 +170,7 @@ def _linear_backward(ctx, grad_y):
     )
 
 
-@differentiable_once
+@once_differentiable
 def _rms_norm_linear_backward(ctx, grad_y):
     x, norm_weight, weight = ctx.saved_tensors
     needs_x, needs_norm_weight, needs_weight = ctx.needs_input_grad[:3]

@@ -5,8 +5,9 @@ Kernels: csrc/kernels/norm, csrc/cpu/norm.cpp.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from llmkernels.ops._common import caller, contiguous_like, differentiable_once, register_fake
+from llmkernels.ops._common import caller, contiguous_like, register_fake
 
 _ops = torch.ops.llmkernels
 _rms_norm, _add_rms_norm = caller("rms_norm"), caller("add_rms_norm")
@@ -100,12 +101,10 @@ register_fake("rms_norm", lambda x, *options, **named: contiguous_like(x))
 register_fake("add_rms_norm", lambda x, *options, **named: (contiguous_like(x), contiguous_like(x)))
 
 
-def _fake_backward(grad_y, x, weight, grad_sum, eps, weight_offset, cast_before_weight, needs_grad_weight):
+@torch.library.register_fake("llmkernels::rms_norm_backward")
+def _(grad_y, x, weight, grad_sum, eps, weight_offset, cast_before_weight, needs_grad_weight):
     has_grad_weight = weight is not None and needs_grad_weight
     return contiguous_like(x), x.new_empty(weight.shape if has_grad_weight else (0,))
-
-
-register_fake("rms_norm_backward", _fake_backward, overloads=("",))
 
 
 def _setup_rms_norm(ctx, inputs, output):
@@ -129,12 +128,12 @@ def _gradients(ctx, grad_y, grad_sum):
     return grad_x, grad_weight if needs_grad_weight else None
 
 
-@differentiable_once
+@once_differentiable
 def _rms_norm_backward(ctx, grad_y):
     return *_gradients(ctx, grad_y, None), None, None, None
 
 
-@differentiable_once
+@once_differentiable
 def _add_rms_norm_backward(ctx, grad_y, grad_sum):
     grad_x, grad_weight = _gradients(ctx, grad_y, grad_sum)
     return grad_x, grad_x, grad_weight, None, None, None

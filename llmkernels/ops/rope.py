@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from llmkernels.ops._common import caller, differentiable_once, register_fake
+from llmkernels.ops._common import caller, register_fake
 
 _ops = torch.ops.llmkernels
 _rope = caller("rope")
@@ -88,10 +89,14 @@ def _empty_like(x: Tensor) -> Tensor:
 register_fake("rope", lambda q, k, *options, **named: (_empty_like(q), _empty_like(k)))
 
 
-register_fake("rope_", lambda *arguments, **named: None, overloads=("",))
-register_fake(
-    "rope_backward", lambda grad_q, grad_k, *others: (_empty_like(grad_q), _empty_like(grad_k)), overloads=("",)
-)
+@torch.library.register_fake("llmkernels::rope_")
+def _(q, k, cos, sin, position_ids=None, heads_first=True, interleaved=False, rotary_dim=None):
+    return None
+
+
+@torch.library.register_fake("llmkernels::rope_backward")
+def _(grad_q, grad_k, cos, sin, position_ids, heads_first, interleaved, rotary_dim):
+    return _empty_like(grad_q), _empty_like(grad_k)
 
 
 def _setup_context(ctx, inputs, output):
@@ -99,7 +104,7 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(cos, sin, position_ids)
 
 
-@differentiable_once
+@once_differentiable
 def _backward(ctx, grad_q, grad_k):
     grad_q, grad_k = _ops.rope_backward(grad_q, grad_k, *ctx.saved_tensors, *ctx.options)
     return grad_q, grad_k, None, None, None, None, None, None

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import register_fake
-
 _sample = torch.ops.llmkernels.sample.default
 
 _OFFSETS = 1 << 43  # the op counts up from here to 2^44
@@ -91,6 +89,6 @@ def sample(
     return _sample(logits, *tensors, seen, rng_state, *numbers)
 
 
-register_fake(
-    "sample", lambda logits, *others, **named: logits.new_empty(logits.size(0), dtype=torch.int64), overloads=("",)
-)
+@torch.library.register_fake("llmkernels::sample")
+def _(logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, rng_state, *numbers):
+    return logits.new_empty(logits.size(0), dtype=torch.int64)
