@@ -1,90 +1,31 @@
-"""linear, rms_norm_linear, linear_add_ and rms_norm_swiglu_linear: accuracy, layouts, rounding, gradients,
-registration, execution on the GPU, errors."""
+"""linear, rms_norm_linear, linear_add_ and rms_norm_swiglu_linear: accuracy, layouts, rounding, gradients, dtypes,
+modules, errors."""
 
 import pytest
 import torch
 from torch.autograd import gradcheck
-from torch.library import opcheck
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 import llmkernels
 import oracles
+from linear_cases import (
+    SHAPES,
+    add,
+    compare,
+    eager_add,
+    eager_linear,
+    eager_norm_linear,
+    eager_swiglu,
+    every_dtype,
+    every_m,
+    every_narrow_dtype,
+    every_option,
+    make,
+)
 from llmkernels import linear, nn, rms_norm_linear
-from oracles import DEVICES, DTYPES, assert_accurate, assert_same, check, laid_out, scaled_rows
+from oracles import assert_same, check, laid_out, scaled_rows
 
 _op = torch.ops.llmkernels
-
-ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 48, 49, 63, 64, 65, 255]
-OUTS = [1, 7, 8, 127, 130, 3584]
-COLS = [8, 16, 72, 3584, 18944]
-# (device, m, n, k): on the CPU a cross, on the GPU every m with every n and with every k.
-SHAPES = [("cpu", m, n, k) for m in (0, 1, 7, 65) for n in (1, 130) for k in (8, 72)]
-SHAPES += [
-    ("cuda", m, n, k) for m in ROWS for n in OUTS for k in COLS if "cuda" in DEVICES and (n == 130 or k in (72, 3584))
-]
-OPTIONS = {
-    "llama": {},
-    "gemma": {"weight_offset": 1.0, "cast_before_weight": False},
-    "one_rounding": {"cast_before_weight": False},
-    "another_offset": {"weight_offset": 0.5},
-    "large_eps": {"eps": 0.5},
-}
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_narrow_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-# Both sides of every boundary between kernels and plans: one token, tiles of 8, 16, 32, 48 and 64, PyTorch's own.
-every_m = pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65])
-
-
-def make(m, n, k, dtype, device, bias=True):
-    """x, norm_weight, weight, bias; y is of the size of 1."""
-    x = scaled_rows(m, k, dtype=dtype, device=device)
-    weight = torch.randn(n, k, device=device).mul_(k**-0.5).to(dtype)
-    norm_weight = torch.randn(k, device=device).to(dtype)
-    return x, norm_weight, weight, torch.randn(n, device=device).to(dtype) if bias else None
-
-
-def eager_linear(x, weight, bias):
-    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)  # cuBLAS takes the stride of a 1 literally
-    return F.linear(plain, weight, bias)
-
-
-def eager_norm_linear(x, norm_weight, weight, bias=None, **options):
-    return F.linear(oracles.rms_norm(x, norm_weight, **options), weight, bias)
-
-
-def eager_add(residual, x, weight, bias=None):
-    return residual + F.linear(x, weight, bias)
-
-
-def eager_swiglu(x, norm_weight, weight, **options):
-    return oracles.swiglu(eager_norm_linear(x, norm_weight, weight, **options))
-
-
-def add(residual, x, weight, bias=None):
-    result = residual.clone()
-    _op.linear_add_(result, x, weight, bias)
-    return result
-
-
-class Sizes(TorchFunctionMode):
-    """In here F.linear returns the root of the sum of squares: how large its sums are, but for what cancels."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is not F.linear:
-            return function(*args, **(kwargs or {}))
-        return F.linear(*(t if t is None else t.square() for t in args)).sqrt()
-
-
-def compare(ours, eager, inputs, **options):
-    """`ours` is as accurate as `eager`, with errors relative to the largest value, or sum, in the row of the result."""
-    inputs64 = [t if t is None else t.double() for t in inputs]
-    exact = eager(*inputs64, **options)
-    with Sizes():
-        sizes = eager(*(t if t is None else t.abs() for t in inputs64), **options)
-    scale = torch.maximum(exact.abs(), sizes).amax(-1, keepdim=True)
-    assert_accurate(ours(*inputs, **options), eager(*inputs, **options), exact, scale)
 
 
 @every_dtype
@@ -352,148 +293,6 @@ def test_norm_weight_of_another_dtype(device, options, of_x, of_norm):
             rms_norm_linear(x, norm_weight, *tensors, **options)
 
 
-# Registration and compilation.
-
-
-def calls(device, dtype=torch.float32):
-    x, norm_weight, weight, bias = make(6, 8, 16, dtype, device)
-    x = x.view(2, 3, 16)
-    residual = torch.randn(2, 3, 8, device=device).to(dtype)
-    yield "linear", (x, weight)
-    yield "linear", (x, weight, bias)
-    yield "rms_norm_linear", (x, norm_weight, weight, bias)
-    yield "rms_norm_linear", (x, None, weight, None, 1e-5, 1.0, False)
-    yield "rms_norm_swiglu_linear", (x, norm_weight, weight)
-    yield "linear_add_", (residual, x, weight, bias)
-
-
-def test_opcheck(device):
-    for dtype in (torch.float32, torch.bfloat16):
-        for name, arguments in calls(device, dtype):
-            opcheck(getattr(_op, name).default, arguments)
-            if name in ("linear", "rms_norm_linear") and dtype == torch.float32:
-                opcheck(
-                    getattr(_op, name).default,
-                    tuple(a.clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments),
-                )
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compile(device, dynamic):
-    torch._dynamo.reset()
-    x, norm_weight, weight, bias = make(5, 8, 16, torch.float32, device)
-
-    def function(x):
-        y = rms_norm_linear(x, norm_weight, weight, bias)
-        _op.linear_add_(y, x, weight, bias)
-        return y + linear(x, weight)
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for m in (5, 9):
-        x = torch.randn(m, 16, device=device)
-        torch.testing.assert_close(compiled(x), function(x))
-
-
-# Execution on the GPU.
-
-
-@pytest.mark.gpu
-@every_m
-@pytest.mark.parametrize("n, k", [(3584, 3584), (1000, 18944)])
-def test_250_equal_reruns(m, n, k):
-    x, norm_weight, weight, bias = make(m, n, k, torch.bfloat16, "cuda")
-    residual = torch.randn(m, n, device="cuda").bfloat16()
-
-    def run():
-        normed = rms_norm_linear(x, norm_weight, weight, bias)
-        return normed, add(residual, x, weight), _op.rms_norm_swiglu_linear(x, norm_weight, weight)
-
-    first = run()
-    same = torch.ones((), dtype=torch.bool, device="cuda")
-    for _ in range(249):
-        for a, b in zip(run(), first, strict=True):
-            same &= (a == b).all()
-    assert same
-
-
-@pytest.mark.gpu
-@every_m
-def test_a_chain_of_overlapping_launches(m):
-    """Each kernel begins while the one before it still runs, and must not read early what that one writes."""
-    inputs = [make(m, 2048, 2048, torch.bfloat16, "cuda", bias=False) for _ in range(4)]
-
-    def chain(synchronize):
-        h = inputs[0][0].clone()
-        if not synchronize:
-            torch.cuda._sleep(10_000_000)  # about 5 ms, in which all launches are made
-        for _, norm_weight, weight, _ in inputs * 2:
-            h = rms_norm_linear(h, norm_weight, weight)
-            if synchronize:
-                torch.cuda.synchronize()
-            _op.linear_add_(h, h.clone(), weight)
-            if synchronize:
-                torch.cuda.synchronize()
-        return h
-
-    expected = chain(True)
-    for _ in range(20):
-        assert_same(chain(False), expected)
-
-
-@pytest.mark.gpu
-@every_m
-def test_side_stream(m):
-    x, norm_weight, weight, bias = make(m, 512, 512, torch.bfloat16, "cuda")
-    expected = rms_norm_linear(x, norm_weight, weight, bias)
-    late = torch.zeros_like(x)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # about 10 ms
-        late.copy_(x)
-        y = rms_norm_linear(late, norm_weight, weight, bias)
-    stream.synchronize()
-    assert_same(y, expected)
-
-
-@pytest.mark.gpu
-@every_m
-def test_cuda_graph(m):
-    x, norm_weight, weight, bias = make(m, 512, 768, torch.bfloat16, "cuda")
-    residual = torch.zeros(m, 512, device="cuda", dtype=torch.bfloat16)
-
-    def step():
-        y = rms_norm_linear(x, norm_weight, weight, bias)
-        _op.linear_add_(residual, x, weight, bias)
-        return y, _op.rms_norm_swiglu_linear(x, norm_weight, weight)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    for _ in range(3):
-        x.copy_(scaled_rows(m, 768, dtype=torch.bfloat16, device="cuda"))
-        residual.normal_()
-        start = residual.clone()
-        graph.replay()
-        replayed = [t.clone() for t in (*results, residual)]
-        residual.copy_(start)
-        assert_same(tuple(replayed), (*step(), residual))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_second_device_while_the_first_is_current():
-    inputs = make(4, 256, 512, torch.bfloat16, "cuda:0")
-    y = rms_norm_linear(*(t.to("cuda:1") for t in inputs))
-    assert y.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
-    assert_same(y.to("cuda:0"), rms_norm_linear(*inputs))
-
-
 # The module.
 
 
@@ -549,67 +348,3 @@ def test_every_kernel_path(m, k):
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
     compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
     compare(add, eager_add, (torch.randn(m, 130, device="cuda").bfloat16(), x, weight, bias))
-
-
-# Weights that are promised to be complete, and weights that are not.
-
-CALLS = {
-    "linear": lambda residual, x, norm_weight, weight: linear(x, weight),
-    "rms_norm_linear": lambda residual, x, norm_weight, weight: rms_norm_linear(x, norm_weight, weight),
-    "linear_add_": lambda residual, x, norm_weight, weight: _op.linear_add_(residual, x, weight) or residual,
-    "rms_norm_swiglu_linear": lambda residual, *inputs: _op.rms_norm_swiglu_linear(*inputs),
-}
-
-
-@every_m
-def test_settled_weights(device, m):
-    x, norm_weight, weight, bias = make(m, 24, 136, torch.bfloat16, device)
-    residual = torch.randn(m, 24, device=device).bfloat16()
-    added = residual.clone()
-    _op.linear_add_(added, x, weight, bias, settled=True)
-    assert_same(added, add(residual, x, weight, bias))
-    assert_same(linear(x, weight, bias, settled=True), linear(x, weight, bias))
-    inputs = (x, norm_weight, weight, bias)
-    assert_same(rms_norm_linear(*inputs, settled=True), rms_norm_linear(*inputs))
-    inputs = (x, norm_weight, weight)
-    assert_same(_op.rms_norm_swiglu_linear(*inputs, settled=True), _op.rms_norm_swiglu_linear(*inputs))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("m", [1, 8, 32])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_weights_that_the_kernel_before_has_just_written(call, m, captured):
-    """That kernel takes long, lets the next one begin at once and leaves room for it; what it writes to is where the
-    weights of the call before were."""
-    n, k = 512, 64
-    x = scaled_rows(m, k, dtype=torch.bfloat16, device="cuda")
-    token, sources = make(1, 8, 1024, torch.bfloat16, "cuda")[0], []
-    for _ in range(3):
-        sources.append(make(1, k + n * k, 1024, torch.bfloat16, "cuda")[2])
-
-    def chain(synchronize):
-        results, places = [], set()
-        for source, residual in zip(sources * 2, torch.zeros(6, m, n, dtype=x.dtype, device="cuda"), strict=True):
-            written = linear(token, source)[0]
-            if synchronize:
-                torch.cuda.synchronize()
-            results.append(call(residual, x, written[:k], written[k:].view(n, k)))
-            places.add(written.data_ptr())
-            del written
-        assert len(places) < len(results)
-        return torch.stack(results)
-
-    expected = chain(True)
-    assert not torch.equal(expected[0], expected[1])
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = chain(False)
-    for _ in range(10):
-        if captured:
-            graph.replay()
-        else:
-            torch.cuda._sleep(5_000_000)  # about 2.5 ms, in which all launches are made
-            found = chain(False)
-        assert_same(found, expected)

@@ -1,0 +1,11 @@
+"""The ways in which scripts/mutate.py breaks the sources: each one bug that such libraries have had, as an exact
+replacement of text, and the tests that must notice."""
+
+from .cpu import CPU
+from .cuda import CUDA
+from .cuda_decode import CUDA_DECODE
+from .mutation import Mutation
+
+MUTATIONS = CUDA + CUDA_DECODE + CPU
+
+__all__ = ["MUTATIONS", "Mutation"]

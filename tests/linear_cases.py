@@ -1,0 +1,82 @@
+"""What the tests of the linear ops share: shapes, inputs, eager formulas, and how results are judged."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+import oracles
+from oracles import DEVICES, DTYPES, assert_accurate, scaled_rows
+
+_op = torch.ops.llmkernels
+
+ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 32, 33, 48, 49, 63, 64, 65, 255]
+OUTS = [1, 7, 8, 127, 130, 3584]
+COLS = [8, 16, 72, 3584, 18944]
+# (device, m, n, k): on the CPU a cross, on the GPU every m with every n and with every k.
+SHAPES = [("cpu", m, n, k) for m in (0, 1, 7, 65) for n in (1, 130) for k in (8, 72)]
+SHAPES += [
+    ("cuda", m, n, k) for m in ROWS for n in OUTS for k in COLS if "cuda" in DEVICES and (n == 130 or k in (72, 3584))
+]
+OPTIONS = {
+    "llama": {},
+    "gemma": {"weight_offset": 1.0, "cast_before_weight": False},
+    "one_rounding": {"cast_before_weight": False},
+    "another_offset": {"weight_offset": 0.5},
+    "large_eps": {"eps": 0.5},
+}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_narrow_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+# Both sides of every boundary between kernels and plans: one token, tiles of 8, 16, 32, 48 and 64, PyTorch's own.
+every_m = pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65])
+
+
+def make(m, n, k, dtype, device, bias=True):
+    """x, norm_weight, weight, bias; y is of the size of 1."""
+    x = scaled_rows(m, k, dtype=dtype, device=device)
+    weight = torch.randn(n, k, device=device).mul_(k**-0.5).to(dtype)
+    norm_weight = torch.randn(k, device=device).to(dtype)
+    return x, norm_weight, weight, torch.randn(n, device=device).to(dtype) if bias else None
+
+
+def eager_linear(x, weight, bias):
+    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)  # cuBLAS takes the stride of a 1 literally
+    return F.linear(plain, weight, bias)
+
+
+def eager_norm_linear(x, norm_weight, weight, bias=None, **options):
+    return F.linear(oracles.rms_norm(x, norm_weight, **options), weight, bias)
+
+
+def eager_add(residual, x, weight, bias=None):
+    return residual + F.linear(x, weight, bias)
+
+
+def eager_swiglu(x, norm_weight, weight, **options):
+    return oracles.swiglu(eager_norm_linear(x, norm_weight, weight, **options))
+
+
+def add(residual, x, weight, bias=None):
+    result = residual.clone()
+    _op.linear_add_(result, x, weight, bias)
+    return result
+
+
+class Sizes(TorchFunctionMode):
+    """In here F.linear returns the root of the sum of squares: how large its sums are, but for what cancels."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not F.linear:
+            return function(*args, **(kwargs or {}))
+        return F.linear(*(t if t is None else t.square() for t in args)).sqrt()
+
+
+def compare(ours, eager, inputs, **options):
+    """`ours` is as accurate as `eager`, with errors relative to the largest value, or sum, in the row of the result."""
+    inputs64 = [t if t is None else t.double() for t in inputs]
+    exact = eager(*inputs64, **options)
+    with Sizes():
+        sizes = eager(*(t if t is None else t.abs() for t in inputs64), **options)
+    scale = torch.maximum(exact.abs(), sizes).amax(-1, keepdim=True)
+    assert_accurate(ours(*inputs, **options), eager(*inputs, **options), exact, scale)
