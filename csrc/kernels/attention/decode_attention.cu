@@ -52,21 +52,19 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
   extern __shared__ __align__(1024) unsigned char shared[];
   const Layout layout(S::D, S::kQueries, plan.slots, plan.cluster);
   const Cluster cluster = Cluster::current();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const int chunks = plan.chunks, pairs = static_cast<int>(params.kv_heads) * chunks;
   const int group = static_cast<int>(params.heads / params.kv_heads), tokens = static_cast<int>(params.tokens);
-  const int batch = static_cast<int>(params.batch), observed = min(lane, batch - 1);
   pdl_launch_dependents();
+  Lengths lengths(params);
   const auto find_work = [&] {
-    const Quota quota = plan_quota(params, pairs, cluster.count, plan.least);
-    return Walk(params, pairs, quota, cluster.index);
+    const Quota quota = plan_quota(lengths, pairs, cluster.count, plan.least);
+    return Walk(lengths, pairs, quota, cluster.index);
   };
-  const Live before = Live::load(params, observed);
-  asm volatile("" ::: "memory");  // the lengths that the work is found by are no older
   Walk walk = find_work();
   // By what memory says behind pdl_wait(): whether the work is what was found before. If not, it is found again.
-  const auto holds = [&](const Live& after) {
-    if (params.settled || (batch <= 32 && __all_sync(0xffffffffu, before == after))) return true;
+  const auto holds = [&](const Live& now) {
+    if (params.settled || lengths.update(now)) return true;
     const Walk again = find_work();
     const bool same = __all_sync(0xffffffffu, again == walk);
     walk = again;
@@ -92,29 +90,29 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
   bool staged = true;
 #if __CUDA_ARCH__ >= 900
   const bool copies = warp == kWarps;
-  Producer<S> producer(params, plan, maps, cluster, shared_address(shared), layout);
+  Producer<S> producer(params, plan, maps, lengths, cluster, shared_address(shared), layout);
   if (copies) producer.make_barriers();
   cluster.arrive();  // the barriers of this block are there
 #else
   constexpr bool copies = false;
   // Where nothing overlaps, the work is what was found.
-  Ring<S> ring(params, plan, Feed(params, walk, pairs, cluster.rank, cluster.size), shared_address(shared));
+  Ring<S> ring(params, plan, lengths, Feed(lengths, walk, pairs, cluster.rank, cluster.size), shared_address(shared));
 #endif
   if (!params.settled) wait();
-  const Live after = Live::load(params, observed);
+  const Live now = lengths.look();
   if (copies) {
 #if __CUDA_ARCH__ >= 900
     producer.begin(walk);
-    if (!holds(after)) {
+    if (!holds(now)) {
       producer.forget();
       producer.begin(walk);
     }
 #endif
   } else {
     // By a guess, but for the fused form, which also writes.
-    staged = (params.settled || !params.new_k) && !walk.done(params) && walk.pair < pairs;
+    staged = (params.settled || !params.new_k) && !walk.done(lengths.batch()) && walk.pair < pairs;
     if (staged) stage();
-    if (!holds(after)) staged = false;
+    if (!holds(now)) staged = false;
   }
   staged = __syncthreads_and(staged);  // one warp may have seen lengths that another has not
 #if __CUDA_ARCH__ >= 900
@@ -130,7 +128,7 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
   const Scoring scoring(params);
   Merger<S> merger(params, plan, cluster, shared, layout);
   const int tile_row = warp * kTile;
-  for (bool last = walk.done(params); !last;) {
+  for (bool last = walk.done(lengths.batch()); !last;) {
     if (!staged) {
       stage();
       consumers_barrier();
@@ -168,9 +166,9 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
       ring.release();
     }
     accumulator.store(shared, layout, warp);
-    last = walk.is_last(params, pairs);
+    last = walk.is_last(lengths.batch(), pairs);
     merger.finish(walk, first_query, min(group * tokens - first_query, S::kQueries), last);
-    walk.next(params, pairs);
+    walk.next(lengths, pairs);
   }
   merger.meet();
   wait();  // also where there was nothing to do: the successor takes our end for that of our predecessor

@@ -15,8 +15,9 @@ template <typename S>
 class Ring {
  public:
   // Fills the ring with the first units of `feed`.
-  __device__ Ring(const DecodeAttentionParams& params, const DecodePlan& plan, const Feed& feed, uint32_t shared)
-      : params_(params), chunks_(plan.chunks), ring_(shared), feed_(feed) {
+  __device__ Ring(const DecodeAttentionParams& params, const DecodePlan& plan, const Lengths& lengths, const Feed& feed,
+                  uint32_t shared)
+      : params_(params), lengths_(lengths), chunks_(plan.chunks), ring_(shared), feed_(feed) {
 #pragma unroll 1
     for (slot_ = 0; slot_ < kCopySlots; ++slot_) load();
     slot_ = 0;
@@ -64,12 +65,13 @@ class Ring {
             ring_ + slot_ * S::kSlot + column / 8 * kChunkBytes + (first_row + row) * 128 + (column % 8 ^ row % 8) * 16,
             wanted ? from + (row * token + column * 8) : from, wanted);
       }
-      if (is_value) feed_.next(params_, static_cast<int>(params_.kv_heads) * chunks_);
+      if (is_value) feed_.next(lengths_, static_cast<int>(params_.kv_heads) * chunks_);
     }
     cp_async_commit();  // of nothing, at the end, so that groups stay counted
   }
 
   const DecodeAttentionParams& params_;
+  const Lengths& lengths_;
   int chunks_;
   uint32_t ring_;
   Feed feed_;

@@ -22,10 +22,11 @@ template <typename S>
 class Producer {
  public:
   __device__ Producer(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
-                      const Cluster& cluster, uint32_t shared, const Layout& layout)
+                      const Lengths& lengths, const Cluster& cluster, uint32_t shared, const Layout& layout)
       : params_(params),
         plan_(plan),
         maps_(maps),
+        lengths_(lengths),
         cluster_(cluster),
         ring_(shared),
         full_(shared + layout.full),
@@ -49,7 +50,7 @@ class Producer {
 
   // Fills the ring with the first units.
   __device__ void begin(const Walk& walk) {
-    feed_ = Feed(params_, walk, pairs_, cluster_.rank, cluster_.size);
+    feed_ = Feed(lengths_, walk, pairs_, cluster_.rank, cluster_.size);
     slot_ = 0;
     reused_ = 1;
     if (!feed_.done) look_up();
@@ -127,7 +128,7 @@ class Producer {
       }
       if (++slot_ == plan_.slots) slot_ = 0, reused_ ^= 1;
     }
-    const bool same_pair = feed_.next(params_, pairs_);
+    const bool same_pair = feed_.next(lengths_, pairs_);
     if (feed_.done) return;
     if (!same_pair) {
       look_up();
@@ -141,6 +142,7 @@ class Producer {
   const DecodeAttentionParams& params_;
   const DecodePlan& plan_;
   const KvMaps& maps_;
+  const Lengths& lengths_;
   const Cluster& cluster_;
   uint32_t ring_, full_, empty_, parts_full_, parts_free_;
   int pairs_;

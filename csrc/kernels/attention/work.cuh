@@ -29,8 +29,7 @@ struct Keys {
   int fresh;   // fused form: the key that this launch brings, or -1
 
   Keys() = default;
-  __device__ Keys(const DecodeAttentionParams& params, int b) {
-    const Live live = Live::load(params, b);
+  __device__ Keys(const DecodeAttentionParams& params, const Live& live) {
     end = static_cast<int>(max(min(int64_t{live.length}, params.cache.capacity), int64_t{0}));
     int64_t first = max(live.start, 0);
     if (params.window > 0) first = max(first, end - params.tokens + 1 - params.window);
@@ -41,6 +40,38 @@ struct Keys {
   bool operator==(const Keys&) const = default;
 
   __device__ int units() const { return max((end - origin + kUnit - 1) / kUnit, 1); }  // one where there is no key, too
+};
+
+// What memory says about all sequences: of up to 32 a lane keeps one, so that finding the work costs one trip to
+// memory and not four after each other. All lanes of a warp call together.
+class Lengths {
+ public:
+  __device__ explicit Lengths(const DecodeAttentionParams& params) : params_(params), mine_(look()) {}
+
+  // What memory says now of the sequence of this lane; and whether that is what was known, as far as that is kept.
+  __device__ Live look() const { return Live::load(params_, min(static_cast<int>(threadIdx.x % 32), batch() - 1)); }
+  __device__ bool update(const Live& now) {
+    const bool same = __all_sync(0xffffffffu, mine_ == now);
+    mine_ = now;
+    return batch() <= 32 && same;
+  }
+  __device__ int batch() const { return static_cast<int>(params_.batch); }
+
+  // Of sequence b, the same for all lanes.
+  __device__ Keys keys(int b) const {
+    if (batch() > 32) return Keys(params_, Live::load(params_, b));
+    return Keys(params_, Live{__shfl_sync(0xffffffffu, mine_.length, b), __shfl_sync(0xffffffffu, mine_.start, b)});
+  }
+  // The units of sequence first + lane; 0 behind the last one. `first` is a multiple of 32.
+  __device__ int units(int first) const {
+    const int b = first + threadIdx.x % 32;
+    if (b >= batch()) return 0;
+    return Keys(params_, batch() > 32 ? Live::load(params_, b) : mine_).units();
+  }
+
+ private:
+  const DecodeAttentionParams& params_;
+  Live mine_;
 };
 
 // a / b, both positive: by floats where they are exact enough, since integer division takes several times as long.
@@ -67,21 +98,16 @@ struct Quota {
 
 // All lanes of a warp; `pairs` is per sequence. `least`: units that a cluster gets through so soon that a second one
 // does not help, and that an uneven share may cost before a line without regard to pairs is better.
-__device__ inline Quota plan_quota(const DecodeAttentionParams& params, int pairs, int clusters, int least) {
-  const int batch = static_cast<int>(params.batch);
-  int total, longest;
-  if (batch == 1) {
-    total = longest = Keys(params, 0).units();
-  } else {
-    total = longest = 0;
-    for (int b = threadIdx.x % 32; b < batch; b += 32) {
-      const int units = Keys(params, b).units();
-      total += units;
-      longest = max(longest, units);
-    }
-    total = warp_add(total);
-    longest = warp_max(longest);
+__device__ inline Quota plan_quota(const Lengths& lengths, int pairs, int clusters, int least) {
+  const int batch = lengths.batch();
+  int total = 0, longest = 0;
+  for (int first = 0; first < batch; first += 32) {
+    const int units = lengths.units(first);
+    total += units;
+    longest = max(longest, units);
   }
+  total = warp_add(total);
+  longest = warp_max(longest);
   total *= pairs;
   const int all_pairs = batch * pairs, share = max(divide_up(total, clusters), 1);
   if (all_pairs <= clusters) {
@@ -105,14 +131,13 @@ struct Walk {
   Keys keys;
 
   Walk() = default;
-  __device__ Walk(const DecodeAttentionParams& params, int pairs, Quota given, int cluster)
-      : quota(given), end((cluster + 1) * given.units), b(0), pair(0), keys(params, 0) {
-    const int batch = static_cast<int>(params.batch), begin = cluster * quota.units, lane = threadIdx.x % 32;
+  __device__ Walk(const Lengths& lengths, int pairs, Quota given, int cluster)
+      : quota(given), end((cluster + 1) * given.units), b(0), pair(0) {
+    const int batch = lengths.batch(), begin = cluster * quota.units, lane = threadIdx.x % 32;
     int base = 0;  // where sequence b begins
     if (batch > 1) {
       for (int first = 0; first < batch; first += 32) {
-        const int mine = first + lane;
-        const int length = mine < batch ? quota.padded(Keys(params, mine).units()) * pairs : 0;
+        const int length = quota.padded(lengths.units(first)) * pairs;
         int until = length;
 #pragma unroll
         for (int offset = 1; offset < 32; offset *= 2) {
@@ -129,8 +154,8 @@ struct Walk {
         base += __shfl_sync(0xffffffffu, until, 31);
         b = batch;
       }
-      if (b < batch) keys = Keys(params, b);
     }
+    keys = lengths.keys(min(b, batch - 1));
     measure();
     pair = divide(begin - base, padded);
     pair_begin = base + pair * padded;
@@ -140,20 +165,18 @@ struct Walk {
 
   bool operator==(const Walk&) const = default;
 
-  __device__ bool done(const DecodeAttentionParams& params) const {
-    return b >= params.batch || pair_begin + from >= end;
-  }
+  __device__ bool done(int batch) const { return b >= batch || pair_begin + from >= end; }
   // Whether no pair follows this one.
-  __device__ bool is_last(const DecodeAttentionParams& params, int pairs) const {
-    return pair_begin + padded >= end || (pair + 1 == pairs && b + 1 == params.batch);
+  __device__ bool is_last(int batch, int pairs) const {
+    return pair_begin + padded >= end || (pair + 1 == pairs && b + 1 == batch);
   }
-  __device__ void next(const DecodeAttentionParams& params, int pairs) {
+  __device__ void next(const Lengths& lengths, int pairs) {
     pair_begin += padded;
     from = 0;
     if (++pair < pairs) return;
     pair = 0;
-    if (++b < params.batch) {
-      keys = Keys(params, b);
+    if (++b < lengths.batch()) {
+      keys = lengths.keys(b);
       measure();
     }
   }
@@ -181,22 +204,22 @@ struct Feed {
   bool done;
 
   Feed() = default;
-  __device__ Feed(const DecodeAttentionParams& params, const Walk& start, int pairs, int rank, int blocks)
+  __device__ Feed(const Lengths& lengths, const Walk& start, int pairs, int rank, int blocks)
       : walk(start), key(start.first_key() + rank * kUnit), first(rank * kUnit), step(blocks * kUnit) {
-    find(params, pairs);
+    find(lengths, pairs);
   }
   // Whether the next one is of the same pair.
-  __device__ bool next(const DecodeAttentionParams& params, int pairs) {
+  __device__ bool next(const Lengths& lengths, int pairs) {
     key += step;
-    return find(params, pairs);
+    return find(lengths, pairs);
   }
 
  private:
   // Skips pairs without a unit of ours.
-  __device__ bool find(const DecodeAttentionParams& params, int pairs) {
+  __device__ bool find(const Lengths& lengths, int pairs) {
     bool same = true;
-    while (!(done = walk.done(params)) && key >= walk.end_key()) {
-      walk.next(params, pairs);
+    while (!(done = walk.done(lengths.batch())) && key >= walk.end_key()) {
+      walk.next(lengths, pairs);
       key = walk.first_key() + first;
       same = false;
     }
