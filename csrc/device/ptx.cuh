@@ -56,6 +56,14 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Adds to a counter in global memory, and returns what it was. Of the threads that meet in a barrier in front of it,
+// all writes are seen by those who find the counter changed, and behind it by those who meet in another.
+__device__ inline int atomic_add_acq_rel(int* counter, int value) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
+}
+
 // Programmatic dependent launch (sm_90 and later; nothing before). A kernel that kernels::launch() starts may begin
 // while its predecessor in the stream still runs: some thread of every block must call pdl_wait() before the block
 // touches global memory. The exception is what was complete before the predecessor could begin, which no kernel knows

@@ -51,127 +51,117 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
                             [[maybe_unused]] const __grid_constant__ KvMaps maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Layout layout(S::D, S::kQueries, plan.slots, plan.cluster);
-  const Cluster cluster = Cluster::current();
+  const Cluster cluster = Cluster::of(plan.cluster, plan.clusters);
   const int warp = threadIdx.x / 32;
-  const int chunks = plan.chunks, pairs = static_cast<int>(params.kv_heads) * chunks;
-  const int group = static_cast<int>(params.heads / params.kv_heads), tokens = static_cast<int>(params.tokens);
+  const int chunks = plan.chunks, pairs = static_cast<int>(params.kv_heads) * chunks, group = plan.group;
+  const int tokens = static_cast<int>(params.tokens), batch = static_cast<int>(params.batch);
   pdl_launch_dependents();
-  Lengths lengths(params);
-  const auto find_work = [&] {
-    const Quota quota = plan_quota(lengths, pairs, cluster.count, plan.least);
-    return Walk(lengths, pairs, quota, cluster.index);
-  };
-  Walk walk = find_work();
-  // By what memory says behind pdl_wait(): whether the work is what was found before. If not, it is found again.
-  const auto holds = [&](const Live& now) {
-    if (params.settled || lengths.update(now)) return true;
-    const Walk again = find_work();
-    const bool same = __all_sync(0xffffffffu, again == walk);
-    walk = again;
-    return same;
-  };
-
   bool waiting = true;
   const auto wait = [&] {
     if (waiting) pdl_wait();
     waiting = false;
   };
-  // The unit of a pair that has the new key, or -1.
-  const auto fresh_unit = [&] {
-    const int fresh = walk.keys.fresh, first = walk.first_key();
-    return fresh >= first && fresh < walk.end_key() ? (fresh - first) / kUnit : -1;
-  };
-  const auto stage = [&] {
-    const int unit = fresh_unit();
-    const bool owner = unit >= 0 && unit % cluster.size == cluster.rank;
-    stage_queries<S>(params, walk, chunks, owner, shared, layout, wait);
-  };
-
-  bool staged = true;
+  // The fused form writes, and of many sequences a warp does not keep what it has found the work by: no guesses.
+  const bool guesses = !params.settled && !params.new_k && batch <= 32;
+  if (!params.settled && !guesses) wait();
 #if __CUDA_ARCH__ >= 900
   const bool copies = warp == kWarps;
+  Lengths lengths(params);
   Producer<S> producer(params, plan, maps, lengths, cluster, shared_address(shared), layout);
   if (copies) producer.make_barriers();
   cluster.arrive();  // the barriers of this block are there
+  __syncthreads();
 #else
   constexpr bool copies = false;
-  // Where nothing overlaps, the work is what was found.
-  Ring<S> ring(params, plan, lengths, Feed(lengths, walk, pairs, cluster.rank, cluster.size), shared_address(shared));
+  Lengths lengths(params);
 #endif
-  if (!params.settled) wait();
-  const Live now = lengths.look();
-  if (copies) {
-#if __CUDA_ARCH__ >= 900
-    producer.begin(walk);
-    if (!holds(now)) {
-      producer.forget();
-      producer.begin(walk);
-    }
-#endif
-  } else {
-    // By a guess, but for the fused form, which also writes.
-    staged = (params.settled || !params.new_k) && !walk.done(lengths.batch()) && walk.pair < pairs;
-    if (staged) stage();
-    if (!holds(now)) staged = false;
-  }
-  staged = __syncthreads_and(staged);  // one warp may have seen lengths that another has not
-#if __CUDA_ARCH__ >= 900
-  if (copies) {
-    producer.run();
-    wait();
-    cluster.wait();
-    return;
-  }
-  Ring<S> ring(plan, shared_address(shared), layout);
-#endif
-
-  const Scoring scoring(params);
   Merger<S> merger(params, plan, cluster, shared, layout);
-  const int tile_row = warp * kTile;
-  for (bool last = walk.done(lengths.batch()); !last;) {
-    if (!staged) {
-      stage();
-      consumers_barrier();
-    }
-    staged = false;
-    const int first_query = chunks == 1 ? 0 : walk.pair % chunks * S::kQueries;
-    const int first_key = walk.first_key(), end_key = walk.end_key(), fresh = walk.keys.fresh;
-    const Sight<S> sight(params, walk, first_query, group);
-    const Queries<S> q(shared_address(shared) + layout.q);
-    Accumulator<S> accumulator;
-    for (int unit = first_key + cluster.rank * kUnit; unit < end_key; unit += cluster.size * kUnit) {
-      const int key = unit + tile_row, begin = walk.keys.begin - key, end = end_key - key;
-      const bool mine = begin < kTile && end > 0;
-      const bool has_fresh = mine && fresh >= key && fresh < min(key + kTile, end_key);
-      // Waits for keys or values of the unit; the warp's rows of them.
-      const auto arrived = [&](bool is_value) {
-        const int slot = ring.wait();
-        if (has_fresh) {
-          insert_fresh<S>(shared + slot, fresh - unit, shared + layout.fresh + is_value * S::kRow);
-          ring.written();
-          __syncwarp();
+  const Scoring scoring(params);
+
+#pragma unroll 1
+  for (bool sure = !guesses;; sure = true) {
+    Walk walk(lengths, pairs, plan_quota(lengths, pairs, cluster.count, plan.least), cluster.index);
+    // Whether the work is what it was taken for, to all warps: one may have seen lengths that another has not.
+    Live now;
+    const auto holds = [&] { return __syncthreads_and(lengths.update(now)); };
+    const auto look = [&] {
+      if (!params.settled) wait();
+      if (!sure) now = lengths.look();
+    };
+#if __CUDA_ARCH__ >= 900
+    if (copies) {
+      if (producer.run(walk, sure, look, holds)) break;
+    } else {
+      Ring<S> ring(plan, shared_address(shared), layout);
+#else
+    {
+      Ring<S> ring(params, plan, lengths, Feed(walk, cluster.rank, cluster.size), shared_address(shared));
+#endif
+      look();
+      bool done = false;
+      while (!done) {
+        const bool any = !walk.done(batch) && walk.pair < pairs;
+        const int first_key = walk.first_key(), end_key = walk.end_key(), fresh = walk.keys.fresh;
+        if (any) {
+          const int unit = fresh >= first_key && fresh < end_key ? (fresh - first_key) / kUnit : -1;
+          const bool owner = unit >= 0 && (unit & (cluster.size - 1)) == cluster.rank;
+          stage_queries<S>(params, walk, chunks, group, owner, shared, layout, wait);
         }
-        return shared_address(shared) + slot + tile_row * 128;
-      };
-      const uint32_t keys = arrived(false);
-      float s[S::kTilesOfColumns][4];
-      if (mine) multiply<S>(s, keys, q);
-      ring.release();
-      if (mine) {
-        scoring.apply<S>(s, key, sight);
-        accumulator.weigh(s);
+        if (sure) {
+          consumers_barrier();
+        } else if (!holds()) {
+          break;
+        }
+        sure = true;
+        if (!any) {
+          done = true;
+          break;
+        }
+        const int first_query = chunks == 1 ? 0 : (walk.pair - divide(walk.pair, chunks) * chunks) * S::kQueries;
+        const Sight<S> sight(params, walk, first_query, group);
+        const Queries<S> q(shared_address(shared) + layout.q);
+        Accumulator<S> accumulator;
+        for (int unit = first_key + cluster.rank * kUnit; unit < end_key; unit += cluster.size * kUnit) {
+          const int key = unit + warp * kTile, begin = walk.keys.begin - key, end = end_key - key;
+          const bool mine = begin < kTile && end > 0;
+          const bool has_fresh = mine && fresh >= key && fresh < min(key + kTile, end_key);
+          // Waits for keys or values of the unit; the warp's rows of them.
+          const auto arrived = [&](bool is_value) {
+            const int slot = ring.wait();
+            if (has_fresh) {
+              insert_fresh<S>(shared + slot, fresh - unit, shared + layout.fresh + is_value * S::kRow);
+              ring.written();
+              __syncwarp();
+            }
+            return shared_address(shared) + slot + warp * kTile * 128;
+          };
+          const uint32_t keys = arrived(false);
+          float s[S::kTilesOfColumns][4];
+          if (mine) multiply<S>(s, keys, q);
+          ring.release();
+          if (mine) {
+            scoring.apply<S>(s, key, sight);
+            accumulator.weigh(s);
+          }
+          const uint32_t values = arrived(true);
+          if (mine) accumulator.add(values, begin, end);
+          ring.release();
+        }
+        accumulator.store(shared, layout, warp);
+        done = walk.is_last(batch, pairs);
+        merger.finish(walk, first_query, min(group * tokens - first_query, S::kQueries), done);
+        walk.next(lengths, pairs);
       }
-      const uint32_t values = arrived(true);
-      if (mine) accumulator.add(values, begin, end);
-      ring.release();
+      if (done) break;
     }
-    accumulator.store(shared, layout, warp);
-    last = walk.is_last(lengths.batch(), pairs);
-    merger.finish(walk, first_query, min(group * tokens - first_query, S::kQueries), last);
-    walk.next(lengths, pairs);
+    __syncthreads();  // of what was not right, nothing is left
   }
-  merger.meet();
   wait();  // also where there was nothing to do: the successor takes our end for that of our predecessor
+  if (copies) {
+    cluster.wait();
+  } else {
+    merger.meet();
+  }
 }
 
 // Calls body(Shape) for the dtype, head_dim and number of queries.
@@ -208,8 +198,8 @@ cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& p
   const KvCache& c = params.cache;
   KvMaps maps{};
   if (copies) {
-    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box, dtype);
-    if (status == cudaSuccess) status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box, dtype);
+    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box(), dtype);
+    if (status == cudaSuccess) status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box(), dtype);
     if (status != cudaSuccess) return status;
   }
   LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(kThreads + 32 * copies),

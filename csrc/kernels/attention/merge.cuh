@@ -158,7 +158,7 @@ class Merger {
         [&](int warp) { return sums_at(layout_.sums, warp * S::kQueries + query, vector); });
   }
   // The blocks' parts of a query lie one after another, in the place of the first ones of that many queries.
-  __device__ int part_row(int query, int rank) const { return query / cluster_.size * cluster_.size + rank; }
+  __device__ int part_row(int query, int rank) const { return (query & -cluster_.size) + rank; }
   __device__ Part of_blocks(int query, int vector) const {
     return combine<4>(
         cluster_.size, [&](int rank) { return softmax_at(layout_.part_softmaxes, part_row(query, rank)); },
@@ -184,7 +184,7 @@ class Merger {
     if (turn_ > 0) barrier_wait_cluster(base + layout_.parts_free, (turn_ - 1) % 2);
     for_each(queries, 0, 1, [&](int query, int vector) {
       const Part part = of_warps(query, vector);
-      const int owner = query % cluster_.size, row = part_row(query, cluster_.rank);
+      const int owner = query & (cluster_.size - 1), row = part_row(query, cluster_.rank);
       const uint32_t sums = base + layout_.parts + (row * S::kSumRow + vector * 4) * 4;
       cluster_store(cluster_address(sums, owner), part.sums);
       if (vector == 0) {
@@ -217,10 +217,9 @@ class Merger {
     consumers_barrier();
     if (threadIdx.x == 0) {
       int* const counter = params_.counters + first_cluster * cluster_.size + cluster_.rank;
-      __threadfence();  // what this block has left is seen before the counter
-      const bool is_last = atomicAdd(counter, 1) == contributors - 1;
+      // What this block has left is seen before the counter, and what the others have left, after it.
+      const bool is_last = atomic_add_acq_rel(counter, 1) == contributors - 1;
       if (is_last) *counter = 0;
-      __threadfence();  // and what the others have left, after it
       *verdict = is_last;
     }
     consumers_barrier();
@@ -232,8 +231,8 @@ class Merger {
     const int group = static_cast<int>(params_.heads / params_.kv_heads), tokens = static_cast<int>(params_.tokens);
     const float factor = part.softmax.sum == 0.f ? 0.f : reciprocal_approximate(part.softmax.sum);  // no key: zeros
     const float values[4] = {part.sums.x * factor, part.sums.y * factor, part.sums.z * factor, part.sums.w * factor};
-    const int t = tokens == 1 ? 0 : (first_query + query) / group, g = first_query + query - t * group;
-    const int kv_head = plan_.chunks == 1 ? walk.pair : walk.pair / plan_.chunks;
+    const int t = tokens == 1 ? 0 : divide(first_query + query, group), g = first_query + query - t * group;
+    const int kv_head = plan_.chunks == 1 ? walk.pair : divide(walk.pair, plan_.chunks);
     const int64_t head = (static_cast<int64_t>(walk.b) * tokens + t) * params_.heads + kv_head * group + g;
     Vec<T, 4>::of([&](int i) { return values[i]; }).store(static_cast<T*>(params_.out) + head * S::D + vector * 4);
   }

@@ -11,15 +11,18 @@ namespace llmk::kernels {
 
 // None of it depends on how long the sequences are: that the kernel reads on the device.
 struct DecodePlan {
+  int group;         // heads per kv head
   int column_tiles;  // 8 queries each
   int chunks;        // of a kv head's queries
   int cluster;       // blocks that share a pair: 1, 2, 4, 8 or 16
   int clusters;
   int least;         // see plan_quota()
   int slots;         // of the ring
-  int box;           // keys that one copy brings: 16, 32 or 64
+  int part_bits;     // a copy brings kUnit >> part_bits keys: 64, 32 or 16
   bool evict_first;  // whether keys and values are the first that the L2 cache may forget
 
+  __host__ __device__ int parts() const { return 1 << part_bits; }
+  __host__ __device__ int box() const { return kUnit >> part_bits; }
   Layout layout(int64_t head_dim) const { return {static_cast<int>(head_dim), 8 * column_tiles, slots, cluster}; }
 };
 
@@ -38,8 +41,9 @@ inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
 }
 
 inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, const DeviceInfo& device) {
-  const int64_t queries = params.heads / params.kv_heads * params.tokens;
   DecodePlan plan{};
+  plan.group = static_cast<int>(params.heads / params.kv_heads);
+  const int64_t queries = plan.group * params.tokens;
   plan.column_tiles = queries <= 8 ? 1 : 2;
   plan.chunks = static_cast<int>((queries + 8 * plan.column_tiles - 1) / (8 * plan.column_tiles));
   const int64_t pairs = params.batch * params.kv_heads * plan.chunks;
@@ -75,8 +79,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
   }
   plan.clusters = std::clamp(plan.clusters, 1, kMaxBlocks / plan.cluster);
   plan.least = std::max(4 * plan.cluster, 8);
-  plan.box = kUnit;
-  while (params.cache.block_table && plan.box > kTile && params.cache.page_size % plan.box != 0) plan.box /= 2;
+  while (params.cache.block_table && plan.box() > kTile && params.cache.page_size % plan.box() != 0) ++plan.part_bits;
   plan.evict_first = plan.chunks == 1;  // else several blocks read the same keys
   return plan;
 }

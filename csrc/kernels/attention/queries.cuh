@@ -11,20 +11,21 @@ namespace llmk::kernels {
 // value, and those to the cache. `before_data` is called by all threads between the loads that `settled` speaks of and
 // the others. By the warps that compute.
 template <typename S, typename Wait>
-__device__ void stage_queries(const DecodeAttentionParams& params, const Walk& walk, int chunks, bool owner,
+__device__ void stage_queries(const DecodeAttentionParams& params, const Walk& walk, int chunks, int group, bool owner,
                               unsigned char* shared, const Layout& layout, const Wait& before_data) {
   using T = typename S::T;
   using V = Vec<T, 8>;
   constexpr int kHalf = S::kVectors / 2;
-  const int group = static_cast<int>(params.heads / params.kv_heads), head = walk.pair / chunks;
-  const int queries = group * static_cast<int>(params.tokens), first = walk.pair % chunks * S::kQueries;
+  const int tokens = static_cast<int>(params.tokens), queries = group * tokens;
+  const int head = chunks == 1 ? walk.pair : divide(walk.pair, chunks), chunk = walk.pair - head * chunks;
+  const int first = chunk * S::kQueries;
   // Each task is two vectors that are rotated together: of the queries, then of the key; and two of the value.
   const int tasks = S::kQueries * kHalf + (owner ? 2 * kHalf : 0);
   bool waited = false;
   for (int task = threadIdx.x; task < tasks || !waited; task += kThreads) {
     const int row = task / kHalf, low = task % kHalf * 8, high = low + S::D / 2;
     const bool is_query = row < S::kQueries, is_key = row == S::kQueries;
-    const int query = first + row, t = query / group;
+    const int query = first + row, t = tokens == 1 ? 0 : divide(query, group);
     const bool exists = task < tasks && (!is_query || query < queries);
     Angles<T, 8> angles;
     const bool rotated = params.positions && exists && (is_query || is_key);
@@ -51,12 +52,12 @@ __device__ void stage_queries(const DecodeAttentionParams& params, const Walk& w
         shared + (is_query ? layout.q + row * S::kRow : layout.fresh + (is_key ? 0 : S::kRow)) + low * 2;
     *reinterpret_cast<V*>(target) = a;  // not store(), which is for global memory
     *reinterpret_cast<V*>(target + S::D) = b;
-    if (is_query || walk.pair % chunks != 0) continue;
+    if (is_query || chunk != 0) continue;
     const KvCache& cache = params.cache;
     int64_t page = walk.b;
     int in_page = walk.keys.fresh;
     if (cache.block_table) {
-      const int index = in_page / static_cast<int>(cache.page_size);
+      const int index = divide(in_page, static_cast<int>(cache.page_size));
       page = __ldcg(cache.block_table + walk.b * cache.table_stride + index);
       in_page -= index * static_cast<int>(cache.page_size);
       if (page < 0 || page >= cache.pages) continue;

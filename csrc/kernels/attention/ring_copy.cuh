@@ -39,6 +39,7 @@ class Ring {
  private:
   // Keys to even slots, values to odd ones; zeros where there are none, or no such page.
   __device__ void load() {
+    feed_.seek(lengths_, static_cast<int>(params_.kv_heads) * chunks_);
     if (!feed_.done) {
       const bool is_value = slot_ % 2;
       const KvCache& cache = params_.cache;
@@ -65,7 +66,7 @@ class Ring {
             ring_ + slot_ * S::kSlot + column / 8 * kChunkBytes + (first_row + row) * 128 + (column % 8 ^ row % 8) * 16,
             wanted ? from + (row * token + column * 8) : from, wanted);
       }
-      if (is_value) feed_.next(lengths_, static_cast<int>(params_.kv_heads) * chunks_);
+      if (is_value) feed_.take();
     }
     cp_async_commit();  // of nothing, at the end, so that groups stay counted
   }

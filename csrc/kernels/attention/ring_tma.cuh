@@ -34,7 +34,6 @@ class Producer {
         parts_full_(shared + layout.parts_full),
         parts_free_(shared + layout.parts_free),
         pairs_(static_cast<int>(params.kv_heads) * plan.chunks),
-        parts_(kUnit / plan.box),
         part_(lane() / S::kChunks) {}
 
   // Those of the ring and of the cluster's sums.
@@ -48,20 +47,40 @@ class Producer {
     init();
   }
 
-  // Fills the ring with the first units.
-  __device__ void begin(const Walk& walk) {
-    feed_ = Feed(lengths_, walk, pairs_, cluster_.rank, cluster_.size);
+  // Asks for all units of `walk`, and calls `wait` before anything is read. Unless `sure`, it calls `check` once, when
+  // the ring is full or nothing is left to ask for; if that says no, it forgets all and returns false.
+  template <typename Wait, typename Check>
+  __device__ bool run(const Walk& walk, bool sure, const Wait& wait, const Check& check) {
+    feed_ = Feed(walk, cluster_.rank, cluster_.size);
     slot_ = 0;
     reused_ = 1;
-    if (!feed_.done) look_up();
-    for (int used = 2; used <= plan_.slots && !feed_.done; used += 2) request();
+#pragma unroll 1
+    for (int asked = 0;; ++asked, feed_.take()) {
+      const bool same_pair = feed_.seek(lengths_, pairs_);
+      if (asked == 0) wait();
+      if (!sure && (feed_.done || 2 * asked + 2 > plan_.slots)) {
+        if (!check()) {
+          forget();
+          return false;
+        }
+        sure = true;
+      }
+      if (feed_.done) return true;
+      look_up(asked == 0 || !same_pair);
+      request();
+    }
   }
 
-  // Forgets what begin() asked for, once it is there: it was not what is wanted. Nobody may be waiting yet.
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+
+  // Waits for what was asked for, and makes the barriers anew. Nobody may be waiting yet.
   __device__ void forget() {
     const int used = reused_ ? slot_ : plan_.slots;
+#pragma unroll 1
     for (int slot = 0; slot < used; ++slot) barrier_wait(full_ + 8 * slot, 0);
     __syncwarp();
+#pragma unroll 1
     for (int slot = lane(); slot < plan_.slots; slot += 32) {
       barrier_invalidate(full_ + 8 * slot);
       barrier_invalidate(empty_ + 8 * slot);
@@ -69,15 +88,9 @@ class Producer {
     init();
   }
 
-  __device__ void run() {
-    while (!feed_.done) request();
-  }
-
- private:
-  __device__ static int lane() { return threadIdx.x % 32; }
-
   // A slot is filled by one announcement and all of its bytes, and empty when all warps say so.
   __device__ void init() const {
+#pragma unroll 1
     for (int slot = lane(); slot < plan_.slots; slot += 32) {
       barrier_init(full_ + 8 * slot, 1);
       barrier_init(empty_ + 8 * slot, kWarps);
@@ -87,15 +100,24 @@ class Producer {
   }
 
   // Of the next 32 parts of units, a lane for each: the page it lies in; and of the 32 behind them, ahead of time.
-  __device__ void look_up() {
+  __device__ void look_up(bool new_pair) {
+    if (!params_.cache.block_table) {
+      page_ = feed_.walk.b;
+      return;
+    }
+    const int ahead = 32 >> plan_.part_bits;
+    if (new_pair) {
+      page_ = page_of(feed_.key);
+    } else if (++taken_ == ahead) {
+      page_ = pages_ahead_;
+    } else {
+      return;
+    }
     taken_ = 0;
-    page_ = feed_.walk.b;
-    if (!params_.cache.block_table) return;
-    page_ = page_of(feed_.key);
-    pages_ahead_ = page_of(feed_.key + 32 / parts_ * feed_.step);
+    pages_ahead_ = page_of(feed_.key + ahead * feed_.step);
   }
   __device__ int page_of(int first) const {
-    const int key = first + lane() / parts_ * feed_.step + lane() % parts_ * plan_.box;
+    const int key = first + (lane() >> plan_.part_bits) * feed_.step + (lane() & (plan_.parts() - 1)) * plan_.box();
     if (key >= feed_.walk.end_key()) return -1;
     return __ldcg(params_.cache.block_table + feed_.walk.b * params_.cache.table_stride + divide(key, page_size()));
   }
@@ -104,15 +126,15 @@ class Producer {
   // Asks for the keys of a unit, then for its values.
   __device__ void request() {
     const Walk& walk = feed_.walk;
-    const int key = feed_.key + part_ * plan_.box;
-    const bool mine = part_ < parts_ && key < walk.end_key() && key + plan_.box > walk.keys.begin;
-    const int bytes = __popc(__ballot_sync(0xffffffffu, mine)) * plan_.box * kChunkColumns * 2;
+    const int box = plan_.box(), key = feed_.key + part_ * box;
+    const bool mine = part_ < plan_.parts() && key < walk.end_key() && key + box > walk.keys.begin;
+    const int bytes = __popc(__ballot_sync(0xffffffffu, mine)) * box * kChunkColumns * 2;
     int page = page_, in_page = key;
     if (params_.cache.block_table) {
-      page = __shfl_sync(0xffffffffu, page_, taken_ * parts_ + part_);
+      page = __shfl_sync(0xffffffffu, page_, (taken_ << plan_.part_bits) + part_);
       in_page = key - divide(key, page_size()) * page_size();
     }
-    const int head = plan_.chunks == 1 ? walk.pair : walk.pair / plan_.chunks, chunk = lane() % S::kChunks;
+    const int head = plan_.chunks == 1 ? walk.pair : divide(walk.pair, plan_.chunks), chunk = lane() % S::kChunks;
     const int at[4] = {chunk * kChunkColumns, in_page, head, page};
     // Several chunks of queries read the same keys.
     const uint64_t policy = plan_.evict_first ? kEvictFirst : kEvictNormal;
@@ -123,19 +145,10 @@ class Producer {
       if (lane() == 0) barrier_arrive_expecting(full, bytes);
       __syncwarp();
       if (mine) {
-        tensor_load(ring_ + slot_ * S::kSlot + chunk * kChunkBytes + part_ * plan_.box * 128,
-                    half == 0 ? maps_.k : maps_.v, at, full, policy);
+        tensor_load(ring_ + slot_ * S::kSlot + chunk * kChunkBytes + part_ * box * 128, half == 0 ? maps_.k : maps_.v,
+                    at, full, policy);
       }
       if (++slot_ == plan_.slots) slot_ = 0, reused_ ^= 1;
-    }
-    const bool same_pair = feed_.next(lengths_, pairs_);
-    if (feed_.done) return;
-    if (!same_pair) {
-      look_up();
-    } else if (params_.cache.block_table && ++taken_ == 32 / parts_) {
-      taken_ = 0;
-      page_ = pages_ahead_;
-      pages_ahead_ = page_of(feed_.key + 32 / parts_ * feed_.step);
     }
   }
 
@@ -146,7 +159,7 @@ class Producer {
   const Cluster& cluster_;
   uint32_t ring_, full_, empty_, parts_full_, parts_free_;
   int pairs_;
-  int parts_, part_;  // of a unit: boxes along the keys, and the lane's one
+  int part_;  // the lane's one of the boxes along the keys of a unit
   Feed feed_;
   int slot_;
   uint32_t reused_;  // the parity of the phase whose end empties the slot

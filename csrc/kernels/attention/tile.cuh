@@ -86,15 +86,15 @@ struct Sight {
 
   __device__ Sight(const DecodeAttentionParams& params, const Walk& walk, int first, int group) {
     const int lane = threadIdx.x % 32, tokens = static_cast<int>(params.tokens), end = walk.end_key();
+    const int window = window_of(params);
 #pragma unroll
     for (int n = 0; n < S::kTilesOfColumns; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int t = tokens == 1 ? 0 : (first + 8 * n + lane % 4 * 2 + i) / group;
+        const int t = tokens == 1 ? 0 : divide(first + 8 * n + lane % 4 * 2 + i, group);
         const int until = walk.keys.end - tokens + t + 1;
         upper[n][i] = min(until, end);
-        lower[n][i] = params.window > 0 ? static_cast<int>(max(until - params.window, int64_t{walk.keys.begin}))
-                                        : walk.keys.begin;
+        lower[n][i] = window > 0 ? max(until - window, walk.keys.begin) : walk.keys.begin;
       }
     }
   }

@@ -22,6 +22,10 @@ struct Live {
   bool operator==(const Live&) const = default;
 };
 
+__device__ inline int window_of(const DecodeAttentionParams& params) {
+  return static_cast<int>(min(params.window, int64_t{1} << 30));  // as many as the largest capacity
+}
+
 // The keys of a sequence that any of its queries sees, and where its last one ends.
 struct Keys {
   int begin, end;
@@ -30,10 +34,12 @@ struct Keys {
 
   Keys() = default;
   __device__ Keys(const DecodeAttentionParams& params, const Live& live) {
-    end = static_cast<int>(max(min(int64_t{live.length}, params.cache.capacity), int64_t{0}));
-    int64_t first = max(live.start, 0);
-    if (params.window > 0) first = max(first, end - params.tokens + 1 - params.window);
-    begin = static_cast<int>(min(first, int64_t{end}));
+    const int capacity = static_cast<int>(params.cache.capacity), tokens = static_cast<int>(params.tokens);
+    const int window = window_of(params);
+    end = max(min(live.length, capacity), 0);
+    begin = max(live.start, 0);
+    if (window > 0) begin = max(begin, end - tokens + 1 - window);
+    begin = min(begin, end);
     origin = begin / kUnit * kUnit;
     fresh = params.new_k && live.length == end ? end - 1 : -1;
   }
@@ -48,12 +54,12 @@ class Lengths {
  public:
   __device__ explicit Lengths(const DecodeAttentionParams& params) : params_(params), mine_(look()) {}
 
-  // What memory says now of the sequence of this lane; and whether that is what was known, as far as that is kept.
+  // What memory says now of the sequence of this lane; and whether that is what was known.
   __device__ Live look() const { return Live::load(params_, min(static_cast<int>(threadIdx.x % 32), batch() - 1)); }
   __device__ bool update(const Live& now) {
     const bool same = __all_sync(0xffffffffu, mine_ == now);
     mine_ = now;
-    return batch() <= 32 && same;
+    return same;
   }
   __device__ int batch() const { return static_cast<int>(params_.batch); }
 
@@ -74,11 +80,13 @@ class Lengths {
   Live mine_;
 };
 
-// a / b, both positive: by floats where they are exact enough, since integer division takes several times as long.
+// a / b, both positive: integer division takes several times as long, and as many instructions to fetch. The first
+// quotient is off by less than 2^-21 of itself, the second by less than one.
 __device__ inline int divide(int a, int b) {
-  if (a >= 1 << 22) return a / b;
-  const int quotient = static_cast<int>(static_cast<float>(a) * reciprocal_approximate(static_cast<float>(b)));
-  const int rest = a - quotient * b;
+  const float reciprocal = reciprocal_approximate(static_cast<float>(b));
+  int quotient = static_cast<int>(static_cast<float>(a) * reciprocal), rest = a - quotient * b;
+  const int more = static_cast<int>(static_cast<float>(rest) * reciprocal);
+  quotient += more, rest -= more * b;
   return quotient + (rest >= b) - (rest < 0);
 }
 __device__ inline int divide_up(int a, int b) { return divide(a + b - 1, b); }
@@ -101,6 +109,7 @@ struct Quota {
 __device__ inline Quota plan_quota(const Lengths& lengths, int pairs, int clusters, int least) {
   const int batch = lengths.batch();
   int total = 0, longest = 0;
+#pragma unroll 1
   for (int first = 0; first < batch; first += 32) {
     const int units = lengths.units(first);
     total += units;
@@ -136,6 +145,7 @@ struct Walk {
     const int batch = lengths.batch(), begin = cluster * quota.units, lane = threadIdx.x % 32;
     int base = 0;  // where sequence b begins
     if (batch > 1) {
+#pragma unroll 1
       for (int first = 0; first < batch; first += 32) {
         const int length = quota.padded(lengths.units(first)) * pairs;
         int until = length;
@@ -204,20 +214,13 @@ struct Feed {
   bool done;
 
   Feed() = default;
-  __device__ Feed(const Lengths& lengths, const Walk& start, int pairs, int rank, int blocks)
-      : walk(start), key(start.first_key() + rank * kUnit), first(rank * kUnit), step(blocks * kUnit) {
-    find(lengths, pairs);
-  }
-  // Whether the next one is of the same pair.
-  __device__ bool next(const Lengths& lengths, int pairs) {
-    key += step;
-    return find(lengths, pairs);
-  }
+  __device__ Feed(const Walk& start, int rank, int blocks)
+      : walk(start), key(start.first_key() + rank * kUnit), first(rank * kUnit), step(blocks * kUnit) {}
 
- private:
-  // Skips pairs without a unit of ours.
-  __device__ bool find(const Lengths& lengths, int pairs) {
+  // Skips pairs without a unit of ours, as is to be done before a unit is taken. Whether it is of the same pair.
+  __device__ bool seek(const Lengths& lengths, int pairs) {
     bool same = true;
+#pragma unroll 1
     while (!(done = walk.done(lengths.batch())) && key >= walk.end_key()) {
       walk.next(lengths, pairs);
       key = walk.first_key() + first;
@@ -225,6 +228,7 @@ struct Feed {
     }
     return same;
   }
+  __device__ void take() { key += step; }
 };
 
 }  // namespace llmk::kernels
