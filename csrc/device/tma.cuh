@@ -83,6 +83,12 @@ __device__ inline void tensor_load(uint32_t shared, const CUtensorMap& map, cons
       "l"(&map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(barrier), "l"(policy)
       : "memory");
 }
+// Brings the box to the L2 cache alone.
+__device__ inline void tensor_prefetch_l2(const CUtensorMap& map, const int (&at)[4]) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(at[0]),
+               "r"(at[1]), "r"(at[2]), "r"(at[3])
+               : "memory");
+}
 // Orders ordinary accesses to shared memory before copies that are issued later.
 __device__ inline void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -55,7 +55,6 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
   const int warp = threadIdx.x / 32;
   const int chunks = plan.chunks, pairs = static_cast<int>(params.kv_heads) * chunks, group = plan.group;
   const int tokens = static_cast<int>(params.tokens), batch = static_cast<int>(params.batch);
-  pdl_launch_dependents();
   bool waiting = true;
   const auto wait = [&] {
     if (waiting) pdl_wait();

@@ -28,10 +28,11 @@ struct DecodePlan {
 
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
 // Keys that one block, or one cluster of as many blocks as there are, gets through as soon as several do.
-constexpr int64_t kVeryShortSequence = 512, kShortSequence = 2048;
-// Of an SM: room for two blocks, so that the next launch can get ready while this one works. kLessOfShared: was
-// faster by 2 to 4 % where every block has a pair of its own.
-constexpr size_t kLessOfShared = 80 * 1024, kHalfOfShared = 112 * 1024, kMostOfShared = 200 * 1024;
+constexpr int64_t kVeryShortSequence = 512, kShortSequence = 1024, kQuiteShortSequence = 2048;
+// Of an SM: room for two blocks, so that the next launch can get ready while this one works; for three where blocks are
+// small. Deeper rings are slower by up to 4 %, shallower ones, with one block per SM, by 12 %.
+constexpr size_t kThirdOfShared = 64 * 1024, kLessOfShared = 88 * 1024, kHalfOfShared = 112 * 1024,
+                 kMostOfShared = 200 * 1024;
 
 // Fills in the ring: as many slots as fit into so many bytes. Fewer than two are no ring.
 inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
@@ -54,24 +55,27 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
   } else {
     const int64_t longest =
         params.longest > 0 ? std::min(params.longest, params.cache.capacity) : params.cache.capacity;
-    const bool is_very_short = longest <= kVeryShortSequence;
-    size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
+    const bool is_small = params.head_dim * plan.column_tiles <= 128;
+    size_t bytes = is_small ? kLessOfShared : params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
     int blocks = device.sm_count;
     // Only clusters of which there is room for all at once: none of 16 blocks on many devices, fewer on a part of one.
-    if (longest <= kShortSequence && pairs * 8 <= device.sm_count) {
+    if (longest <= kQuiteShortSequence && pairs * 8 <= device.sm_count) {
       // A cluster for each pair: no block without work, and no sums through memory.
-      plan.cluster = is_very_short ? 8 : 16;
+      plan.cluster = longest <= kVeryShortSequence ? 8 : 16;
       while (plan.cluster > 1 && pairs > device.clusters[plan.cluster]) plan.cluster /= 2;
       blocks = static_cast<int>(pairs) * plan.cluster;
+    } else if (longest <= kShortSequence && is_small && pairs * 4 <= device.sm_count) {
+      plan.cluster = 4;
+      blocks = static_cast<int>(pairs) * plan.cluster;
+      bytes = kThirdOfShared;
     } else if (pairs <= device.clusters[2]) {
       plan.cluster = 2;
       blocks = 2 * device.clusters[2];
     } else {
       plan.cluster = 1;
-      if (is_very_short && pairs > device.sm_count && params.head_dim <= 128) {
+      if (is_small && pairs > device.sm_count) {
         blocks *= 2;
-      } else if (params.head_dim * plan.column_tiles <= 128) {
-        bytes = kLessOfShared;
+        bytes = kThirdOfShared;
       }
     }
     plan.clusters = blocks / plan.cluster;

@@ -47,27 +47,33 @@ class Producer {
     init();
   }
 
-  // Asks for all units of `walk`, and calls `wait` before anything is read. Unless `sure`, it calls `check` once, when
-  // the ring is full or nothing is left to ask for; if that says no, it forgets all and returns false.
+  // Asks for all units of `walk`, and calls `wait` before anything is read. Unless `sure`, it brings the first ones to
+  // the L2 cache before that, which does no harm if they are not the right ones, and calls `check` once, when the ring
+  // is full or nothing is left to ask for; if that says no, it forgets all and returns false.
   template <typename Wait, typename Check>
   __device__ bool run(const Walk& walk, bool sure, const Wait& wait, const Check& check) {
-    feed_ = Feed(walk, cluster_.rank, cluster_.size);
-    slot_ = 0;
-    reused_ = 1;
 #pragma unroll 1
-    for (int asked = 0;; ++asked, feed_.take()) {
-      const bool same_pair = feed_.seek(lengths_, pairs_);
-      if (asked == 0) wait();
-      if (!sure && (feed_.done || 2 * asked + 2 > plan_.slots)) {
-        if (!check()) {
-          forget();
-          return false;
+    for (bool ahead = !sure;; ahead = false) {
+      feed_ = Feed(walk, cluster_.rank, cluster_.size);
+      slot_ = 0;
+      reused_ = 1;
+#pragma unroll 1
+      for (int asked = 0;; ++asked, feed_.take()) {
+        const bool same_pair = feed_.seek(lengths_, pairs_), full = 2 * asked + 2 > plan_.slots;
+        if (feed_.is_ending(lengths_.batch(), pairs_)) pdl_launch_dependents();
+        if (ahead && (feed_.done || full)) break;
+        if (asked == 0 && !ahead) wait();
+        if (!sure && !ahead && (feed_.done || full)) {
+          if (!check()) {
+            forget();
+            return false;
+          }
+          sure = true;
         }
-        sure = true;
+        if (feed_.done) return true;
+        look_up(asked == 0 || !same_pair);
+        request(ahead);
       }
-      if (feed_.done) return true;
-      look_up(asked == 0 || !same_pair);
-      request();
     }
   }
 
@@ -123,8 +129,8 @@ class Producer {
   }
   __device__ int page_size() const { return static_cast<int>(params_.cache.page_size); }
 
-  // Asks for the keys of a unit, then for its values.
-  __device__ void request() {
+  // Asks for the keys of a unit, then for its values; `ahead`: for their way to the L2 cache alone.
+  __device__ void request(bool ahead) {
     const Walk& walk = feed_.walk;
     const int box = plan_.box(), key = feed_.key + part_ * box;
     const bool mine = part_ < plan_.parts() && key < walk.end_key() && key + box > walk.keys.begin;
@@ -140,13 +146,17 @@ class Producer {
     const uint64_t policy = plan_.evict_first ? kEvictFirst : kEvictNormal;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
+      const CUtensorMap& map = half == 0 ? maps_.k : maps_.v;
+      if (ahead) {
+        if (mine) tensor_prefetch_l2(map, at);
+        continue;
+      }
       const uint32_t full = full_ + 8 * slot_;
       barrier_wait(empty_ + 8 * slot_, reused_);  // a slot that has not been used passes for empty
       if (lane() == 0) barrier_arrive_expecting(full, bytes);
       __syncwarp();
       if (mine) {
-        tensor_load(ring_ + slot_ * S::kSlot + chunk * kChunkBytes + part_ * box * 128, half == 0 ? maps_.k : maps_.v,
-                    at, full, policy);
+        tensor_load(ring_ + slot_ * S::kSlot + chunk * kChunkBytes + part_ * box * 128, map, at, full, policy);
       }
       if (++slot_ == plan_.slots) slot_ = 0, reused_ ^= 1;
     }

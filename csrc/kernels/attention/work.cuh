@@ -207,6 +207,8 @@ struct Walk {
 
 // The units of a block, one after another through all of its pairs: within a cluster neighbouring units go to different
 // blocks, so that few of them are spread over many SMs.
+constexpr int kLastUnits = 4;
+
 struct Feed {
   Walk walk;
   int key;          // the first one of the unit
@@ -229,6 +231,10 @@ struct Feed {
     return same;
   }
   __device__ void take() { key += step; }
+  // Whether so little is left that the next kernel may begin to ask for memory, too.
+  __device__ bool is_ending(int batch, int pairs) const {
+    return done || (walk.is_last(batch, pairs) && key + kLastUnits * step >= walk.end_key());
+  }
 };
 
 }  // namespace llmk::kernels
