@@ -21,9 +21,10 @@ struct alignas(8) Softmax {
 };
 
 // A barrier of the warps that compute.
-__device__ inline void consumers_barrier() {
+template <typename S>
+__device__ void consumers_barrier() {
 #if __CUDA_ARCH__ >= 900
-  named_barrier(1, kThreads);
+  named_barrier(1, S::kThreads);
 #else
   __syncthreads();
 #endif
@@ -110,7 +111,7 @@ class Merger {
       __stcg(workspace_.sums + slot * kVectors + vector, part.sums);
       if (vector == 0) __stcg(workspace_.softmaxes + slot, make_float2(part.softmax.maximum, part.softmax.sum));
     };
-    consumers_barrier();
+    consumers_barrier<S>();
     if (cluster_.size == 1) {
       for_each(queries, 0, 1, [&](int query, int vector) { emit(query, vector, of_warps(query, vector)); });
     } else {
@@ -139,7 +140,7 @@ class Merger {
   // Deals out body(query, vector) for the queries first, first + step, ... to the threads.
   template <typename Body>
   __device__ void for_each(int queries, int first, int step, const Body& body) const {
-    for (int item = threadIdx.x;; item += kThreads) {
+    for (int item = threadIdx.x;; item += S::kThreads) {
       const int query = first + item / kVectors * step;
       if (query >= queries) return;
       body(query, item % kVectors);
@@ -154,7 +155,7 @@ class Merger {
   }
   __device__ Part of_warps(int query, int vector) const {
     return combine<4>(
-        kWarps, [&](int warp) { return softmax_at(layout_.softmaxes, warp * S::kQueries + query); },
+        S::kWarps, [&](int warp) { return softmax_at(layout_.softmaxes, warp * S::kQueries + query); },
         [&](int warp) { return sums_at(layout_.sums, warp * S::kQueries + query, vector); });
   }
   // The blocks' parts of a query lie one after another, in the place of the first ones of that many queries.
@@ -165,7 +166,7 @@ class Merger {
         [&](int rank) { return sums_at(layout_.parts, part_row(query, rank), vector); });
   }
   __device__ Part of_clusters(const Walk& walk, int first_cluster, int count, int query, int vector) const {
-    return combine<16>(
+    return combine<4>(
         count,
         [&](int i) {
           const float2 part = __ldcg(workspace_.softmaxes + workspace_.slot(walk, first_cluster + i, query));
@@ -214,7 +215,7 @@ class Merger {
   // Whether all other clusters have left their sums of the queries of this block.
   __device__ bool comes_last(int first_cluster, int contributors) const {
     volatile int* const verdict = reinterpret_cast<volatile int*>(shared_ + layout_.verdict);
-    consumers_barrier();
+    consumers_barrier<S>();
     if (threadIdx.x == 0) {
       int* const counter = params_.counters + first_cluster * cluster_.size + cluster_.rank;
       // What this block has left is seen before the counter, and what the others have left, after it.
@@ -222,7 +223,7 @@ class Merger {
       if (is_last) *counter = 0;
       *verdict = is_last;
     }
-    consumers_barrier();
+    consumers_barrier<S>();
     return *verdict;
   }
 

@@ -30,7 +30,7 @@ class Ring {
     return slot_ * S::kSlot;
   }
   __device__ void written() {}
-  __device__ void release() {
+  __device__ void release(bool) {
     __syncwarp();
     load();
     if (++slot_ == kCopySlots) slot_ = 0;

@@ -41,8 +41,8 @@ class Producer {
     if (lane() == 0) {
       tensor_map_prefetch(maps_.k);
       tensor_map_prefetch(maps_.v);
-      barrier_init(parts_full_, kWarps * cluster_.size);
-      barrier_init(parts_free_, kWarps * cluster_.size);
+      barrier_init(parts_full_, S::kWarps * cluster_.size);
+      barrier_init(parts_free_, S::kWarps * cluster_.size);
     }
     init();
   }
@@ -60,7 +60,7 @@ class Producer {
 #pragma unroll 1
       for (int asked = 0;; ++asked, feed_.take()) {
         const bool same_pair = feed_.seek(lengths_, pairs_), full = 2 * asked + 2 > plan_.slots;
-        if (feed_.is_ending(lengths_.batch(), pairs_)) pdl_launch_dependents();
+        if (feed_.is_ending(lengths_.batch(), pairs_, plan_.last_units)) pdl_launch_dependents();
         if (ahead && (feed_.done || full)) break;
         if (asked == 0 && !ahead) wait();
         if (!sure && !ahead && (feed_.done || full)) {
@@ -99,7 +99,7 @@ class Producer {
 #pragma unroll 1
     for (int slot = lane(); slot < plan_.slots; slot += 32) {
       barrier_init(full_ + 8 * slot, 1);
-      barrier_init(empty_ + 8 * slot, kWarps);
+      barrier_init(empty_ + 8 * slot, kTeam);
     }
     barrier_init_fence();
     __syncwarp();
@@ -176,12 +176,17 @@ class Producer {
   int page_, pages_ahead_, taken_;
 };
 
-// The side of a warp that computes. All of them wait for all slots, or one might meet a barrier a phase too late.
+// The side of a warp that computes: its team has the slots of every kTeams-th unit. All warps of it wait for all of
+// those, or one might meet a barrier a phase too late.
 template <typename S>
 class Ring {
  public:
-  __device__ Ring(const DecodePlan& plan, uint32_t shared, const Layout& layout)
-      : ring_(shared), full_(shared + layout.full), empty_(shared + layout.empty), slots_(plan.slots) {}
+  __device__ Ring(const DecodePlan& plan, uint32_t shared, const Layout& layout, int team)
+      : ring_(shared),
+        full_(shared + layout.full),
+        empty_(shared + layout.empty),
+        slots_(plan.slots),
+        slot_(2 * team) {}
 
   // Waits for the next slot; its offset in shared memory.
   __device__ int wait() {
@@ -190,15 +195,17 @@ class Ring {
   }
   // This warp has written to the slot, too.
   __device__ void written() { async_proxy_fence(); }
-  __device__ void release() {
+  // The keys' slot is followed by that of the values, and that by those of other teams.
+  __device__ void release(bool is_value) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty_ + 8 * slot_);
-    if (++slot_ == slots_) slot_ = 0, phase_ ^= 1;
+    slot_ += is_value ? 2 * S::kTeams - 1 : 1;
+    if (slot_ >= slots_) slot_ -= slots_, phase_ ^= 1;
   }
 
  private:
   uint32_t ring_, full_, empty_;
-  int slots_, slot_ = 0;
+  int slots_, slot_;
   uint32_t phase_ = 0;
 };
 

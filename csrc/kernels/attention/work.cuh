@@ -207,8 +207,6 @@ struct Walk {
 
 // The units of a block, one after another through all of its pairs: within a cluster neighbouring units go to different
 // blocks, so that few of them are spread over many SMs.
-constexpr int kLastUnits = 4;
-
 struct Feed {
   Walk walk;
   int key;          // the first one of the unit
@@ -231,9 +229,9 @@ struct Feed {
     return same;
   }
   __device__ void take() { key += step; }
-  // Whether so little is left that the next kernel may begin to ask for memory, too.
-  __device__ bool is_ending(int batch, int pairs) const {
-    return done || (walk.is_last(batch, pairs) && key + kLastUnits * step >= walk.end_key());
+  // Whether no more than so many units are left.
+  __device__ bool is_ending(int batch, int pairs, int last_units) const {
+    return done || (walk.is_last(batch, pairs) && key + last_units * step >= walk.end_key());
   }
 };
 
