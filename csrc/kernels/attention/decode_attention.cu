@@ -45,14 +45,14 @@ namespace llmk::kernels {
 namespace {
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads + 32, S::kBlocks)
+__global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeAttentionParams params,
                             const __grid_constant__ DecodePlan plan,
                             [[maybe_unused]] const __grid_constant__ KvMaps maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Layout layout(S::D, S::kQueries, plan.slots, plan.cluster, S::kTeams);
+  const Layout layout(S::D, S::kQueries, plan.slots, plan.cluster);
   const Cluster cluster = Cluster::of(plan.cluster, plan.clusters);
-  const int warp = threadIdx.x / 32, team = warp / kTeam, first_row = warp % kTeam * kTile;
+  const int warp = threadIdx.x / 32;
   const int chunks = plan.chunks, pairs = static_cast<int>(params.kv_heads) * chunks, group = plan.group;
   const int tokens = static_cast<int>(params.tokens), batch = static_cast<int>(params.batch);
   if (plan.last_units == 0) pdl_launch_dependents();
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(S::kThreads + 32, S::kBlocks)
   const bool guesses = !params.settled && !params.new_k && batch <= 32;
   if (!params.settled && !guesses) wait();
 #if __CUDA_ARCH__ >= 900
-  const bool copies = warp == S::kWarps;
+  const bool copies = warp == kWarps;
   Lengths lengths(params);
   Producer<S> producer(params, plan, maps, lengths, cluster, shared_address(shared), layout);
   if (copies) producer.make_barriers();
@@ -92,14 +92,13 @@ __global__ void __launch_bounds__(S::kThreads + 32, S::kBlocks)
     if (copies) {
       if (producer.run(walk, sure, look, holds)) break;
     } else {
-      Ring<S> ring(plan, shared_address(shared), layout, team);
+      Ring<S> ring(plan, shared_address(shared), layout);
 #else
     {
       Ring<S> ring(params, plan, lengths, Feed(walk, cluster.rank, cluster.size), shared_address(shared));
 #endif
       look();
       bool done = false;
-      int turn = 0;  // units of this block so far
       while (!done) {
         const bool any = !walk.done(batch) && walk.pair < pairs;
         const int first_key = walk.first_key(), end_key = walk.end_key(), fresh = walk.keys.fresh;
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(S::kThreads + 32, S::kBlocks)
           stage_queries<S>(params, walk, chunks, group, owner, shared, layout, wait);
         }
         if (sure) {
-          consumers_barrier<S>();
+          consumers_barrier();
         } else if (!holds()) {
           break;
         }
@@ -122,32 +121,50 @@ __global__ void __launch_bounds__(S::kThreads + 32, S::kBlocks)
         const Sight<S> sight(params, walk, first_query, group);
         const Queries<S> q(shared_address(shared) + layout.q);
         Accumulator<S> accumulator;
-        for (int unit = first_key + cluster.rank * kUnit; unit < end_key; unit += cluster.size * kUnit) {
-          if (turn++ % S::kTeams != team) continue;
-          const int key = unit + first_row, begin = walk.keys.begin - key, end = end_key - key;
-          const bool mine = begin < kTile && end > 0;
-          const bool has_fresh = mine && fresh >= key && fresh < min(key + kTile, end_key);
-          // Waits for keys or values of the unit; the warp's rows of them.
-          const auto arrived = [&](bool is_value) {
-            const int slot = ring.wait();
-            if (has_fresh) {
-              insert_fresh<S>(shared + slot, fresh - unit, shared + layout.fresh + is_value * S::kRow);
-              ring.written();
-              __syncwarp();
-            }
-            return shared_address(shared) + slot + first_row * 128;
-          };
-          const uint32_t keys = arrived(false);
-          float s[S::kTilesOfColumns][4];
-          if (mine) multiply<S>(s, keys, q);
+        using Scores = float[S::kTilesOfColumns][4];
+        const int first_row = warp * kTile, step = cluster.size * kUnit;
+        // Whether any of the warp's rows of a unit count.
+        const auto counts = [&](int unit) {
+          return unit + first_row < end_key && unit + first_row + kTile > walk.keys.begin;
+        };
+        // Waits for keys or values of a unit; the warp's rows of them.
+        const auto arrived = [&](int unit, bool is_value) {
+          const int slot = ring.wait(is_value), row = fresh - unit;
+          if (row >= first_row && row < first_row + kTile && fresh < end_key) {
+            insert_fresh<S>(shared + slot, row, shared + layout.fresh + is_value * S::kRow);
+            ring.written();
+            __syncwarp();
+          }
+          return shared_address(shared) + slot + first_row * 128;
+        };
+        const auto score = [&](int unit, Scores& s) {
+          const uint32_t keys = arrived(unit, false);
+          if (counts(unit)) multiply<S>(s, keys, q);
           ring.release(false);
+        };
+        int unit = first_key + cluster.rank * kUnit;
+        Scores s, next;
+        if (Ring<S>::kAhead && unit < end_key) score(unit, s);
+        for (; unit < end_key; unit += step) {
+          if (!Ring<S>::kAhead) score(unit, s);
+          // In front of what follows from the scores of this one, which takes long and little.
+          if (Ring<S>::kAhead && unit + step < end_key) score(unit + step, next);
+          const int key = unit + first_row;
+          const bool mine = counts(unit);
           if (mine) {
             scoring.apply<S>(s, key, sight);
             accumulator.weigh(s);
           }
-          const uint32_t values = arrived(true);
-          if (mine) accumulator.add(values, begin, end);
+          const uint32_t values = arrived(unit, true);
+          if (mine) accumulator.add(values, walk.keys.begin - key, end_key - key);
           ring.release(true);
+          if (Ring<S>::kAhead) {
+#pragma unroll
+            for (int n = 0; n < S::kTilesOfColumns; ++n) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) s[n][i] = next[n][i];
+            }
+          }
         }
         accumulator.store(shared, layout, warp);
         done = walk.is_last(batch, pairs);
@@ -204,7 +221,7 @@ cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& p
     if (status == cudaSuccess) status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box(), dtype);
     if (status != cudaSuccess) return status;
   }
-  LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(32 * (plan.teams * kTeam + copies)),
+  LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(kThreads + 32 * copies),
                     static_cast<size_t>(plan.layout(params.head_dim).bytes)};
   shape.cluster = plan.cluster;
   return dispatch_shape(dtype, params.head_dim, plan.column_tiles, [&](auto sizes) {

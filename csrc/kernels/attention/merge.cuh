@@ -21,10 +21,9 @@ struct alignas(8) Softmax {
 };
 
 // A barrier of the warps that compute.
-template <typename S>
-__device__ void consumers_barrier() {
+__device__ inline void consumers_barrier() {
 #if __CUDA_ARCH__ >= 900
-  named_barrier(1, S::kThreads);
+  named_barrier(1, kThreads);
 #else
   __syncthreads();
 #endif
@@ -111,7 +110,7 @@ class Merger {
       __stcg(workspace_.sums + slot * kVectors + vector, part.sums);
       if (vector == 0) __stcg(workspace_.softmaxes + slot, make_float2(part.softmax.maximum, part.softmax.sum));
     };
-    consumers_barrier<S>();
+    consumers_barrier();
     if (cluster_.size == 1) {
       for_each(queries, 0, 1, [&](int query, int vector) { emit(query, vector, of_warps(query, vector)); });
     } else {
@@ -140,7 +139,7 @@ class Merger {
   // Deals out body(query, vector) for the queries first, first + step, ... to the threads.
   template <typename Body>
   __device__ void for_each(int queries, int first, int step, const Body& body) const {
-    for (int item = threadIdx.x;; item += S::kThreads) {
+    for (int item = threadIdx.x;; item += kThreads) {
       const int query = first + item / kVectors * step;
       if (query >= queries) return;
       body(query, item % kVectors);
@@ -155,7 +154,7 @@ class Merger {
   }
   __device__ Part of_warps(int query, int vector) const {
     return combine<4>(
-        S::kWarps, [&](int warp) { return softmax_at(layout_.softmaxes, warp * S::kQueries + query); },
+        kWarps, [&](int warp) { return softmax_at(layout_.softmaxes, warp * S::kQueries + query); },
         [&](int warp) { return sums_at(layout_.sums, warp * S::kQueries + query, vector); });
   }
   // The blocks' parts of a query lie one after another, in the place of the first ones of that many queries.
@@ -166,7 +165,7 @@ class Merger {
         [&](int rank) { return sums_at(layout_.parts, part_row(query, rank), vector); });
   }
   __device__ Part of_clusters(const Walk& walk, int first_cluster, int count, int query, int vector) const {
-    return combine<4>(
+    return combine<16>(
         count,
         [&](int i) {
           const float2 part = __ldcg(workspace_.softmaxes + workspace_.slot(walk, first_cluster + i, query));
@@ -215,7 +214,7 @@ class Merger {
   // Whether all other clusters have left their sums of the queries of this block.
   __device__ bool comes_last(int first_cluster, int contributors) const {
     volatile int* const verdict = reinterpret_cast<volatile int*>(shared_ + layout_.verdict);
-    consumers_barrier<S>();
+    consumers_barrier();
     if (threadIdx.x == 0) {
       int* const counter = params_.counters + first_cluster * cluster_.size + cluster_.rank;
       // What this block has left is seen before the counter, and what the others have left, after it.
@@ -223,7 +222,7 @@ class Merger {
       if (is_last) *counter = 0;
       *verdict = is_last;
     }
-    consumers_barrier<S>();
+    consumers_barrier();
     return *verdict;
   }
 

@@ -17,7 +17,6 @@ struct DecodePlan {
   int cluster;       // blocks that share a pair: 1, 2, 4, 8 or 16
   int clusters;
   int least;         // see plan_quota()
-  int teams;         // of four warps, which take turns
   int slots;         // of the ring
   int last_units;    // of a block, at which it lets the next kernel begin; or 0: at once
   int part_bits;     // a copy brings kUnit >> part_bits keys: 64, 32 or 16
@@ -25,27 +24,26 @@ struct DecodePlan {
 
   __host__ __device__ int parts() const { return 1 << part_bits; }
   __host__ __device__ int box() const { return kUnit >> part_bits; }
-  Layout layout(int64_t head_dim) const {
-    return {static_cast<int>(head_dim), 8 * column_tiles, slots, cluster, teams};
-  }
+  Layout layout(int64_t head_dim) const { return {static_cast<int>(head_dim), 8 * column_tiles, slots, cluster}; }
 };
 
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
 // Keys that one block, or one cluster of as many blocks as there are, gets through as soon as several do.
 constexpr int64_t kVeryShortSequence = 512, kShortSequence = 1024, kQuiteShortSequence = 2048;
-// Of an SM: room for two blocks, so that the next launch can get ready while this one works.
-constexpr size_t kHalfOfShared = 112 * 1024, kMostOfShared = 200 * 1024;
+// Of an SM: room for two blocks, so that the next launch can get ready while this one works. With a block per pair
+// deeper rings than kLessOfShared are slower.
+constexpr size_t kThirdOfShared = 64 * 1024, kLessOfShared = 88 * 1024, kHalfOfShared = 112 * 1024,
+                 kMostOfShared = 200 * 1024;
 // The next kernel asks for memory as soon as it begins: if that is when a block asks for its last two units, memory
-// does not rest while sums are merged. Not where blocks are on their own: two of the next launch could find room on an
-// SM where the only one has left, and none elsewhere.
+// does not rest while sums are merged. Not where blocks are on their own: two of the next launch would find room on an
+// SM where one has left, and none elsewhere.
 constexpr int kLastUnits = 2;
 
-// Fills in the ring: as many slots as fit into so many bytes, a multiple of what all teams hold. None are no ring.
+// Fills in the ring: as many slots as fit into so many bytes. Fewer than two are no ring.
 inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
   plan.slots = 0;
   const size_t fixed = static_cast<size_t>(plan.layout(head_dim).bytes), slot = slot_bytes(static_cast<int>(head_dim));
   if (fixed < bytes) plan.slots = static_cast<int>(std::min<size_t>((bytes - fixed) / (slot + 16), 32));
-  plan.slots -= plan.slots % (2 * plan.teams);
 }
 
 inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, const DeviceInfo& device) {
@@ -58,14 +56,12 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
   if (device.compute_capability < 90) {
     plan.cluster = 1;
     plan.clusters = 2 * device.sm_count;
-    plan.teams = 1;
     plan.slots = kCopySlots;
   } else {
     const int64_t longest =
         params.longest > 0 ? std::min(params.longest, params.cache.capacity) : params.cache.capacity;
-    const bool is_small = is_small_shape(params.head_dim, plan.column_tiles);
-    plan.teams = teams_of_shape(params.head_dim, plan.column_tiles);
-    const size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
+    const bool is_small = params.head_dim * plan.column_tiles <= 128;
+    size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
     int blocks = device.sm_count;
     // Only clusters of which there is room for all at once: none of 16 blocks on many devices, fewer on a part of one.
     if (longest <= kQuiteShortSequence && pairs * 8 <= device.sm_count) {
@@ -76,12 +72,17 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     } else if (longest <= kShortSequence && is_small && pairs * 4 <= device.sm_count) {
       plan.cluster = 4;
       blocks = static_cast<int>(pairs) * plan.cluster;
+      bytes = kLessOfShared;
     } else if (pairs <= device.clusters[2]) {
       plan.cluster = 2;
       blocks = 2 * device.clusters[2];
     } else {
       plan.cluster = 1;
-      if (is_small && pairs > device.sm_count) blocks *= 2;
+      if (is_small) bytes = kLessOfShared;
+      if (is_small && pairs > device.sm_count) {
+        blocks *= 2;
+        bytes = kThirdOfShared;
+      }
     }
     plan.clusters = blocks / plan.cluster;
     plan.last_units = plan.cluster == 1 ? 0 : kLastUnits;

@@ -14,23 +14,22 @@ template <typename S, typename Wait>
 __device__ void stage_queries(const DecodeAttentionParams& params, const Walk& walk, int chunks, int group, bool owner,
                               unsigned char* shared, const Layout& layout, const Wait& before_data) {
   using T = typename S::T;
-  constexpr int N = S::kTeams == 1 ? 8 : 4, kHalf = S::D / (2 * N);  // elements of a vector, vectors of half a head
-  using V = Vec<T, N>;
+  using V = Vec<T, 8>;
+  constexpr int kHalf = S::kVectors / 2;
   const int tokens = static_cast<int>(params.tokens), queries = group * tokens;
   const int head = chunks == 1 ? walk.pair : divide(walk.pair, chunks), chunk = walk.pair - head * chunks;
   const int first = chunk * S::kQueries;
   // Each task is two vectors that are rotated together: of the queries, then of the key; and two of the value.
   const int tasks = S::kQueries * kHalf + (owner ? 2 * kHalf : 0);
   bool waited = false;
-#pragma unroll 1
-  for (int task = threadIdx.x; task < tasks || !waited; task += S::kThreads) {
-    const int row = task / kHalf, low = task % kHalf * N, high = low + S::D / 2;
+  for (int task = threadIdx.x; task < tasks || !waited; task += kThreads) {
+    const int row = task / kHalf, low = task % kHalf * 8, high = low + S::D / 2;
     const bool is_query = row < S::kQueries, is_key = row == S::kQueries;
     const int query = first + row, t = tokens == 1 ? 0 : divide(query, group);
     const bool exists = task < tasks && (!is_query || query < queries);
-    Angles<T, N> angles;
+    Angles<T, 8> angles;
     const bool rotated = params.positions && exists && (is_query || is_key);
-    if (rotated) angles = Angles<T, N>::load(params.rope, __ldcg(params.positions + walk.b), low, high);
+    if (rotated) angles = Angles<T, 8>::load(params.rope, __ldcg(params.positions + walk.b), low, high);
     if (!waited) before_data();
     waited = true;
     if (task >= tasks) break;

@@ -14,6 +14,8 @@ namespace llmk::kernels {
 template <typename S>
 class Ring {
  public:
+  static constexpr bool kAhead = false;
+
   // Fills the ring with the first units of `feed`.
   __device__ Ring(const DecodeAttentionParams& params, const DecodePlan& plan, const Lengths& lengths, const Feed& feed,
                   uint32_t shared)
@@ -24,7 +26,7 @@ class Ring {
   }
 
   // Waits for the next slot; its offset in shared memory.
-  __device__ int wait() {
+  __device__ int wait(bool) {
     cp_async_wait<kCopySlots - 1>();
     __syncwarp();
     return slot_ * S::kSlot;

@@ -41,8 +41,8 @@ class Producer {
     if (lane() == 0) {
       tensor_map_prefetch(maps_.k);
       tensor_map_prefetch(maps_.v);
-      barrier_init(parts_full_, S::kWarps * cluster_.size);
-      barrier_init(parts_free_, S::kWarps * cluster_.size);
+      barrier_init(parts_full_, kWarps * cluster_.size);
+      barrier_init(parts_free_, kWarps * cluster_.size);
     }
     init();
   }
@@ -99,7 +99,7 @@ class Producer {
 #pragma unroll 1
     for (int slot = lane(); slot < plan_.slots; slot += 32) {
       barrier_init(full_ + 8 * slot, 1);
-      barrier_init(empty_ + 8 * slot, kTeam);
+      barrier_init(empty_ + 8 * slot, kWarps);
     }
     barrier_init_fence();
     __syncwarp();
@@ -176,37 +176,35 @@ class Producer {
   int page_, pages_ahead_, taken_;
 };
 
-// The side of a warp that computes: its team has the slots of every kTeams-th unit. All warps of it wait for all of
-// those, or one might meet a barrier a phase too late.
+// The side of a warp that computes: keys in one slot, values in the next, and each on their own, since the keys of the
+// next unit are used before the values of this one. All warps wait for all slots, or one might meet a barrier a phase
+// too late.
 template <typename S>
 class Ring {
  public:
-  __device__ Ring(const DecodePlan& plan, uint32_t shared, const Layout& layout, int team)
-      : ring_(shared),
-        full_(shared + layout.full),
-        empty_(shared + layout.empty),
-        slots_(plan.slots),
-        slot_(2 * team) {}
+  static constexpr bool kAhead = true;
 
-  // Waits for the next slot; its offset in shared memory.
-  __device__ int wait() {
-    barrier_wait(full_ + 8 * slot_, phase_);
-    return slot_ * S::kSlot;
+  __device__ Ring(const DecodePlan& plan, uint32_t shared, const Layout& layout)
+      : ring_(shared), full_(shared + layout.full), empty_(shared + layout.empty), slots_(plan.slots) {}
+
+  // Waits for the next keys or values; the offset of their slot in shared memory.
+  __device__ int wait(bool is_value) {
+    barrier_wait(full_ + 8 * slot_[is_value], phase_[is_value]);
+    return slot_[is_value] * S::kSlot;
   }
   // This warp has written to the slot, too.
   __device__ void written() { async_proxy_fence(); }
-  // The keys' slot is followed by that of the values, and that by those of other teams.
   __device__ void release(bool is_value) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty_ + 8 * slot_);
-    slot_ += is_value ? 2 * S::kTeams - 1 : 1;
-    if (slot_ >= slots_) slot_ -= slots_, phase_ ^= 1;
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty_ + 8 * slot_[is_value]);
+    slot_[is_value] += 2;
+    if (slot_[is_value] >= slots_) slot_[is_value] -= slots_, phase_[is_value] ^= 1;
   }
 
  private:
   uint32_t ring_, full_, empty_;
-  int slots_, slot_;
-  uint32_t phase_ = 0;
+  int slots_, slot_[2] = {0, 1};
+  uint32_t phase_[2] = {0, 0};
 };
 
 #endif

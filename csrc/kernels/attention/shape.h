@@ -4,9 +4,10 @@
 
 namespace llmk::kernels {
 
-constexpr int kTeam = 4;              // warps that share a unit
-constexpr int kTile = 16;             // keys that a warp takes at once
-constexpr int kUnit = kTeam * kTile;  // keys of a unit of work
+constexpr int kWarps = 4;  // of a block that compute; on sm_90 and later one more copies
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTile = 16;              // keys that a warp takes at once
+constexpr int kUnit = kWarps * kTile;  // keys of a unit of work, which a block takes at once
 
 // A ring of slots, each for the keys or the values of a unit. A slot holds, one after another, all keys' columns 0 to
 // 63, then 64 to 127, ...: rows of 128 bytes, in which 16-byte units are swizzled (exclusive-or the row's number modulo
@@ -19,13 +20,6 @@ __host__ __device__ constexpr int slot_bytes(int head_dim) { return chunks_of_he
 
 constexpr int kCopySlots = 4;  // before sm_90, see ring_copy.cuh
 
-// Where there is room for it two teams take turns at the units: the steps of one follow from each other, and take
-// longer than memory does.
-constexpr bool is_small_shape(int64_t head_dim, int column_tiles) { return head_dim * column_tiles <= 128; }
-constexpr int teams_of_shape(int64_t head_dim, int column_tiles) {
-  return is_small_shape(head_dim, column_tiles) ? 2 : 1;
-}
-
 // What is a compile-time constant since registers depend on it. kColumns: tiles of 8 queries.
 template <typename Element, int kHeadDim, int kColumns>
 struct Shape {
@@ -35,14 +29,7 @@ struct Shape {
   static constexpr int kVectors = D / 8;   // of 16 bytes, per row
   static constexpr int kRow = D * 2 + 16;  // of a query: an odd number of vectors, so that 8 rows meet all banks
   static constexpr int kSumRow = D + 4;    // floats; 4 of padding, again for the banks
-  static constexpr bool kSmall = is_small_shape(D, kColumns);
-  static constexpr int kBlocks = kSmall ? 2 : 1;  // that an SM has registers for
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  static constexpr int kTeams = 1;
-#else
-  static constexpr int kTeams = teams_of_shape(D, kColumns);
-#endif
-  static constexpr int kWarps = kTeams * kTeam, kThreads = 32 * kWarps;  // that compute; from sm_90 on one warp copies
+  static constexpr int kBlocks = D * kColumns <= 128 ? 2 : 1;  // that an SM has registers for
 };
 
 // Offsets in bytes; the ring is at 0.
@@ -56,12 +43,12 @@ struct Layout {
   int verdict;                 // a word for all warps
   int bytes;
 
-  __host__ __device__ constexpr Layout(int head_dim, int queries, int slots, int cluster, int teams)
+  __host__ __device__ constexpr Layout(int head_dim, int queries, int slots, int cluster)
       : q(slots * slot_bytes(head_dim)),
         fresh(q + queries * (head_dim * 2 + 16)),
         sums(fresh + 2 * (head_dim * 2 + 16)),
-        softmaxes(sums + teams * kTeam * queries * (head_dim + 4) * 4),
-        parts(softmaxes + teams * kTeam * queries * 8),
+        softmaxes(sums + kWarps * queries * (head_dim + 4) * 4),
+        parts(softmaxes + kWarps * queries * 8),
         part_softmaxes(parts + (cluster > queries ? cluster : queries) * (head_dim + 4) * 4),
         full(part_softmaxes + (cluster > queries ? cluster : queries) * 8),
         empty(full + slots * 8),
