@@ -121,50 +121,31 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
         const Sight<S> sight(params, walk, first_query, group);
         const Queries<S> q(shared_address(shared) + layout.q);
         Accumulator<S> accumulator;
-        using Scores = float[S::kTilesOfColumns][4];
-        const int first_row = warp * kTile, step = cluster.size * kUnit;
-        // Whether any of the warp's rows of a unit count.
-        const auto counts = [&](int unit) {
-          return unit + first_row < end_key && unit + first_row + kTile > walk.keys.begin;
-        };
-        // Waits for keys or values of a unit; the warp's rows of them.
-        const auto arrived = [&](int unit, bool is_value) {
-          const int slot = ring.wait(is_value), row = fresh - unit;
-          if (row >= first_row && row < first_row + kTile && fresh < end_key) {
-            insert_fresh<S>(shared + slot, row, shared + layout.fresh + is_value * S::kRow);
-            ring.written();
-            __syncwarp();
-          }
-          return shared_address(shared) + slot + first_row * 128;
-        };
-        const auto score = [&](int unit, Scores& s) {
-          const uint32_t keys = arrived(unit, false);
-          if (counts(unit)) multiply<S>(s, keys, q);
-          ring.release(false);
-        };
-        int unit = first_key + cluster.rank * kUnit;
-        Scores s, next;
-        if (Ring<S>::kAhead && unit < end_key) score(unit, s);
-        for (; unit < end_key; unit += step) {
-          if (!Ring<S>::kAhead) score(unit, s);
-          // In front of what follows from the scores of this one, which takes long and little.
-          if (Ring<S>::kAhead && unit + step < end_key) score(unit + step, next);
-          const int key = unit + first_row;
-          const bool mine = counts(unit);
+        for (int unit = first_key + cluster.rank * kUnit; unit < end_key; unit += cluster.size * kUnit) {
+          const int key = unit + warp * kTile, begin = walk.keys.begin - key, end = end_key - key;
+          const bool mine = begin < kTile && end > 0;
+          const bool has_fresh = mine && fresh >= key && fresh < min(key + kTile, end_key);
+          // Waits for keys or values of the unit; the warp's rows of them.
+          const auto arrived = [&](bool is_value) {
+            const int slot = ring.wait();
+            if (has_fresh) {
+              insert_fresh<S>(shared + slot, fresh - unit, shared + layout.fresh + is_value * S::kRow);
+              ring.written();
+              __syncwarp();
+            }
+            return shared_address(shared) + slot + warp * kTile * 128;
+          };
+          const uint32_t keys = arrived(false);
+          float s[S::kTilesOfColumns][4];
+          if (mine) multiply<S>(s, keys, q);
+          ring.release();
           if (mine) {
             scoring.apply<S>(s, key, sight);
             accumulator.weigh(s);
           }
-          const uint32_t values = arrived(unit, true);
-          if (mine) accumulator.add(values, walk.keys.begin - key, end_key - key);
-          ring.release(true);
-          if (Ring<S>::kAhead) {
-#pragma unroll
-            for (int n = 0; n < S::kTilesOfColumns; ++n) {
-#pragma unroll
-              for (int i = 0; i < 4; ++i) s[n][i] = next[n][i];
-            }
-          }
+          const uint32_t values = arrived(true);
+          if (mine) accumulator.add(values, begin, end);
+          ring.release();
         }
         accumulator.store(shared, layout, warp);
         done = walk.is_last(batch, pairs);

@@ -14,8 +14,6 @@ namespace llmk::kernels {
 template <typename S>
 class Ring {
  public:
-  static constexpr bool kAhead = false;
-
   // Fills the ring with the first units of `feed`.
   __device__ Ring(const DecodeAttentionParams& params, const DecodePlan& plan, const Lengths& lengths, const Feed& feed,
                   uint32_t shared)
@@ -26,13 +24,13 @@ class Ring {
   }
 
   // Waits for the next slot; its offset in shared memory.
-  __device__ int wait(bool) {
+  __device__ int wait() {
     cp_async_wait<kCopySlots - 1>();
     __syncwarp();
     return slot_ * S::kSlot;
   }
   __device__ void written() {}
-  __device__ void release(bool) {
+  __device__ void release() {
     __syncwarp();
     load();
     if (++slot_ == kCopySlots) slot_ = 0;

@@ -176,35 +176,30 @@ class Producer {
   int page_, pages_ahead_, taken_;
 };
 
-// The side of a warp that computes: keys in one slot, values in the next, and each on their own, since the keys of the
-// next unit are used before the values of this one. All warps wait for all slots, or one might meet a barrier a phase
-// too late.
+// The side of a warp that computes. All of them wait for all slots, or one might meet a barrier a phase too late.
 template <typename S>
 class Ring {
  public:
-  static constexpr bool kAhead = true;
-
   __device__ Ring(const DecodePlan& plan, uint32_t shared, const Layout& layout)
       : ring_(shared), full_(shared + layout.full), empty_(shared + layout.empty), slots_(plan.slots) {}
 
-  // Waits for the next keys or values; the offset of their slot in shared memory.
-  __device__ int wait(bool is_value) {
-    barrier_wait(full_ + 8 * slot_[is_value], phase_[is_value]);
-    return slot_[is_value] * S::kSlot;
+  // Waits for the next slot; its offset in shared memory.
+  __device__ int wait() {
+    barrier_wait(full_ + 8 * slot_, phase_);
+    return slot_ * S::kSlot;
   }
   // This warp has written to the slot, too.
   __device__ void written() { async_proxy_fence(); }
-  __device__ void release(bool is_value) {
+  __device__ void release() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty_ + 8 * slot_[is_value]);
-    slot_[is_value] += 2;
-    if (slot_[is_value] >= slots_) slot_[is_value] -= slots_, phase_[is_value] ^= 1;
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty_ + 8 * slot_);
+    if (++slot_ == slots_) slot_ = 0, phase_ ^= 1;
   }
 
  private:
   uint32_t ring_, full_, empty_;
-  int slots_, slot_[2] = {0, 1};
-  uint32_t phase_[2] = {0, 0};
+  int slots_, slot_ = 0;
+  uint32_t phase_ = 0;
 };
 
 #endif

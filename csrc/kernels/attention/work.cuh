@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "device/ptx.cuh"
+#include "device/divide.cuh"
 #include "params/attention.h"
 #include "shape.h"
 
@@ -79,17 +79,6 @@ class Lengths {
   const DecodeAttentionParams& params_;
   Live mine_;
 };
-
-// a / b, both positive: integer division takes several times as long, and as many instructions to fetch. The first
-// quotient is off by less than 2^-21 of itself, the second by less than one.
-__device__ inline int divide(int a, int b) {
-  const float reciprocal = reciprocal_approximate(static_cast<float>(b));
-  int quotient = static_cast<int>(static_cast<float>(a) * reciprocal), rest = a - quotient * b;
-  const int more = static_cast<int>(static_cast<float>(rest) * reciprocal);
-  quotient += more, rest -= more * b;
-  return quotient + (rest >= b) - (rest < 0);
-}
-__device__ inline int divide_up(int a, int b) { return divide(a + b - 1, b); }
 
 __device__ inline int warp_max(int x) { return __reduce_max_sync(0xffffffffu, x); }
 __device__ inline int warp_add(int x) { return __reduce_add_sync(0xffffffffu, x); }

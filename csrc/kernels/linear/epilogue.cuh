@@ -54,26 +54,30 @@ __device__ void finish(const Arguments& a, const Layout& layout, int64_t first, 
   const LinearPlan& plan = a.plan;
   const int rows = plan.tile_rows, per_token = rows / kWidth;
   for (int i = rank * kThreads + threadIdx.x; i < a.m * per_token; i += plan.cluster * kThreads) {
-    const int token = i / per_token, row = i % per_token * kWidth;
+    const int token = divide(i, per_token), row = (i - token * per_token) * kWidth;
     const int64_t column = first + row;
     if (column >= a.out) continue;
     const int box = !a.swiglu && row >= plan.box_rows;
-    float sums[kWidth];
+    T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
+    // Loads from memory first: behind the weights that are under way they take a while.
+    V bias, before;
+    if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
+    if (a.add) before = V::load(y);
+    float rstd[1] = {1.f}, sums[kWidth];
+    if (a.fold) {
+      gather(rstd, plan, layout.squares + 4 * token, 4 * kLinearMaxTokens);
+      rstd[0] = rsqrtf(rstd[0] * (1.f / static_cast<float>(a.k)) + a.eps);
+    }
     const auto gather_row = [&](int at) {
       gather(sums, plan, layout.partials + 4 * (token * plan.pitch + at), 4 * a.m * plan.pitch);
-      if (a.fold) {
-        const float rstd = shared_load_float(layout.rstd + 4 * token);
 #pragma unroll
-        for (int e = 0; e < kWidth; ++e) sums[e] *= rstd;
-      }
+      for (int e = 0; e < kWidth; ++e) sums[e] *= rstd[0];
     };
     gather_row(box * plan.box_pitch + row - box * plan.box_rows);
     if (a.bias) {
-      const V bias = V::load(static_cast<const T*>(a.bias) + column);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] += bias[e];
     }
-    T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
     if (a.swiglu) {
       float gates[kWidth];
 #pragma unroll
@@ -83,7 +87,7 @@ __device__ void finish(const Arguments& a, const Layout& layout, int64_t first, 
       for (int e = 0; e < kWidth; ++e) sums[e] = swiglu<T>(gates[e], sums[e]);
     }
     V result = V::of([&](int e) { return sums[e]; });
-    if (a.add) result = add(V::load(y), result);
+    if (a.add) result = add(before, result);
     result.store(y);
   }
 }

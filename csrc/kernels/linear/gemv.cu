@@ -30,7 +30,8 @@ struct Arguments {
   bool add, swiglu, fold, norm_offset, settled;
   int k;
   int piece, pieces;        // elements of a row per slot; how many make up a row
-  int pairs, out;           // pairs of rows; columns of y
+  int share, rest;          // pairs of rows for each block; how many blocks have one more
+  int out;                  // columns of y
   int64_t first_step;       // rows from pair to pair
   int64_t second;           // rows from the first of a pair to the second
   int64_t last, row_bytes;  // the last row; between rows
@@ -56,8 +57,8 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
   V* const x = reinterpret_cast<V*>(shared + kHeaderBytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int slot_bytes = 4 * a.piece;
-  const int begin = static_cast<int>(static_cast<int64_t>(a.pairs) * blockIdx.x / gridDim.x);
-  const int end = static_cast<int>(static_cast<int64_t>(a.pairs) * (blockIdx.x + 1) / gridDim.x);
+  const int block = static_cast<int>(blockIdx.x), begin = block * a.share + min(block, a.rest);
+  const int end = begin + a.share + (block < a.rest);
   // This warp's part of the ring, and of the barriers.
   unsigned char* const ring = shared + kHeaderBytes + (2 * a.k + 127) / 128 * 128 + warp * kSlotsPerWarp * slot_bytes;
   const uint32_t full = shared_address(shared) + 8 * kSlotsPerWarp * warp;
@@ -181,6 +182,7 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
   const int most = ring / kSlots / 4 / 64 * 64;  // elements of a piece
   const int pieces = (k + most - 1) / most, piece = ((k + pieces - 1) / pieces + 63) / 64 * 64;
   const int out = static_cast<int>(swiglu ? p.n / 2 : p.n), pairs = swiglu ? out : (out + 1) / 2;
+  const int blocks = std::min(device.sm_count, pairs);
   const Arguments arguments{p.x,
                             p.norm_weight,
                             p.weight,
@@ -194,7 +196,8 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
                             k,
                             piece,
                             pieces,
-                            pairs,
+                            pairs / blocks,
+                            pairs % blocks,
                             out,
                             swiglu ? 1 : 2,
                             swiglu ? out : 1,
@@ -202,7 +205,7 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
                             p.weight_stride * 2,
                             static_cast<float>(p.norm.eps)};
   const size_t shared = kHeaderBytes + (2 * k + 127) / 128 * 128 + static_cast<size_t>(kSlots) * 4 * piece;
-  const LaunchShape shape{std::min(device.sm_count, pairs), dim3(kThreads), shared};
+  const LaunchShape shape{blocks, dim3(kThreads), shared};
   return launch(dtype == Dtype::kFloat16 ? gemv_kernel<__half> : gemv_kernel<__nv_bfloat16>, shape, stream, arguments);
 }
 

@@ -50,21 +50,26 @@ __global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::
     const LinearPlan& plan = arguments.plan;
     const Layout layout(shared_address(shared), plan);
     const bool producer = threadIdx.x >= kThreads;
-    if (threadIdx.x == kThreads) {
-      tensor_map_prefetch(weight);
-      tensor_map_prefetch(x);
-      for (int i = 0; i < plan.stages; ++i) {
+    if (producer) {
+      if (threadIdx.x == kThreads) {
+        tensor_map_prefetch(weight);
+        tensor_map_prefetch(x);
+        barrier_init(layout.drained, kThreads / 32);
+      }
+#pragma unroll 1
+      for (int i = threadIdx.x - kThreads; i < plan.stages; i += 32) {
         barrier_init(layout.full + 8 * i, 1);
         barrier_init(layout.empty + 8 * i, plan.row_workers * Math::kWorkerWarps);
       }
-      barrier_init(layout.drained, kThreads / 32);
       barrier_init_fence();
     }
     __syncthreads();
     pdl_launch_dependents();
     const int rank = plan.cluster > 1 ? cluster_rank() : 0;
     const Slice slice(plan, rank);
-    const Tiles tiles{static_cast<int>(blockIdx.x) / plan.cluster, static_cast<int>(gridDim.x) / plan.cluster,
+    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    const bool alone = plan.cluster == 1;
+    const Tiles tiles{alone ? block : divide(block, plan.cluster), alone ? blocks : divide(blocks, plan.cluster),
                       plan.tiles};
     if (producer) {
       if (threadIdx.x == kThreads) copy(arguments, weight, x, layout, slice, tiles);
@@ -84,15 +89,6 @@ __global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::
       Math::multiply(arguments, layout, slice, worker, begin, begin + slice.stages(), shared);
       named_barrier(kConsumers, kThreads);
       if (plan.cluster > 1) cluster_sync();
-      if (arguments.fold) {
-        if (threadIdx.x < arguments.m) {
-          float sum[1];
-          gather(sum, plan, layout.squares + 4 * threadIdx.x, 4 * kLinearMaxTokens);
-          float* const rstd = reinterpret_cast<float*>(shared + (layout.rstd - layout.full));
-          rstd[threadIdx.x] = rsqrtf(sum[0] * (1.f / static_cast<float>(arguments.k)) + arguments.eps);
-        }
-        named_barrier(kConsumers, kThreads);
-      }
       const int64_t first = static_cast<int64_t>(tile) * plan.tile_rows;
       if (arguments.vector) {
         finish<T, 4, kThreads>(arguments, layout, first, rank);

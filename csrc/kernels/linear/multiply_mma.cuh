@@ -94,7 +94,7 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
         if (fold) {
 #pragma unroll
           for (int n = 0; n < kTokenTiles; ++n) {
-            if (n % plan.row_workers == worker.row_worker) {
+            if ((n < plan.row_workers ? n : 0) == worker.row_worker) {
               mma_squares<T>(squares[n], b[n][0], b[n][1]);
               mma_squares<T>(squares[n], b[n][2], b[n][3]);
             }
@@ -123,7 +123,7 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
       reinterpret_cast<float*>(shared + (layout.squares - base)) + worker.group * kLinearMaxTokens;
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
-    if (fold && n % plan.row_workers == worker.row_worker && t == g / 2)
+    if (fold && (n < plan.row_workers ? n : 0) == worker.row_worker && t == g / 2)
       squares_of[n * 8 + g] = g % 2 ? squares[n][1] : squares[n][0];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {

@@ -58,7 +58,7 @@ struct LinearTuning {
 
 constexpr size_t kLinearBarrierBytes = 1024;
 constexpr int kLinearMaxStages = 56;
-// Barriers, then sums of squares by warp and token, then 1 / rms by token.
+// Barriers, then sums of squares by warp and token.
 constexpr size_t kLinearHeaderBytes = 3 * 1024;
 
 // Tokens that mma.sync computes, in tiles of 8.
@@ -147,11 +147,12 @@ inline bool linear_has_long_rows(int64_t k) { return k > 8192; }
 // short K and many tokens are done sooner alone. Larger clusters and less shared memory (so that the next kernel may
 // begin beside this one) have never been best.
 inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters, bool has_wgmma) {
-  constexpr size_t kShared = 200 * 1024, kMostShared = 225 * 1024;
+  constexpr size_t kLessShared = 160 * 1024, kShared = 200 * 1024, kMostShared = 225 * 1024;
   const bool many_rows = linear_has_many_rows(shape.n, clusters);
   const bool several_tiles = !shape.swiglu && linear_has_several_tiles(shape.n, clusters);
   if (shape.m <= (several_tiles && has_wgmma ? 8 : kLinearMaxMmaTokens)) {
-    return {false, 1, many_rows ? 1 : 2, kShared, many_rows && shape.swiglu && shape.m > 4 ? 96 : 288};
+    const bool tall = many_rows && shape.swiglu;
+    return {false, 1, many_rows ? 1 : 2, tall ? kLessShared : kShared, tall && shape.m > 4 ? 96 : 288};
   }
   if (many_rows) {
     if (shape.m > 32) return {true, 1, 1, kShared, 288};

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "device/divide.cuh"
 #include "device/tma.cuh"
 #include "plan.h"
 
@@ -33,14 +34,13 @@ constexpr int kConsumers = 1;  // the named barrier of the warps that compute
 
 // Where things are in shared memory.
 struct Layout {
-  uint32_t full, empty, drained, squares, rstd, ring, norm_weight, partials;
+  uint32_t full, empty, drained, squares, ring, norm_weight, partials;
 
   __device__ Layout(uint32_t base, const LinearPlan& plan) {
     full = base;
     empty = base + 8 * plan.stages;
     drained = base + 16 * plan.stages;
     squares = base + kLinearBarrierBytes;
-    rstd = squares + kLinearWarps * kLinearMaxTokens * sizeof(float);
     ring = base + kLinearHeaderBytes;
     norm_weight = ring + plan.stages * plan.stage_bytes;
     partials = plan.alias ? ring : norm_weight + plan.norm_weight_bytes;
@@ -51,8 +51,11 @@ struct Layout {
 struct Slice {
   int begin, end;
 
-  __device__ Slice(const LinearPlan& plan, int rank)
-      : begin(plan.k_stages * rank / plan.cluster), end(plan.k_stages * (rank + 1) / plan.cluster) {}
+  __device__ Slice(const LinearPlan& plan, int rank) : begin(0), end(plan.k_stages) {
+    if (plan.cluster == 1) return;
+    begin = divide(plan.k_stages * rank, plan.cluster);
+    end = divide(plan.k_stages * (rank + 1), plan.cluster);
+  }
   __device__ int stages() const { return end - begin; }
 };
 
@@ -85,7 +88,7 @@ __device__ inline void copy(const Arguments& a, const CUtensorMap& weight, const
   }
   pdl_wait();
   for (int s = 0; s < ahead; ++s) copy_x(s, first_column + s * column_step, first_depth + s * depth_step);
-  int slot = ahead % plan.stages, begin = ahead;
+  int slot = ahead < plan.stages ? ahead : 0, begin = ahead;
   uint32_t phase = slot == ahead;  // a slot that has not been used passes for empty
   uint32_t drained = 1;
   for (int tile = tiles.first; tile < tiles.end; tile += tiles.step, begin = 0, drained ^= 1) {
@@ -111,10 +114,10 @@ struct Worker {
   int stage;  // counted from the first tile on
 
   __device__ Worker(const LinearPlan& plan, int index) {
-    row_worker = index / plan.k_workers;
-    group = slot = stage = index % plan.k_workers;
-    first_tile = plan.row_tiles * row_worker / plan.row_workers;
-    tiles = plan.row_tiles * (row_worker + 1) / plan.row_workers - first_tile;
+    row_worker = divide(index, plan.k_workers);
+    group = slot = stage = index - row_worker * plan.k_workers;
+    first_tile = divide(plan.row_tiles * row_worker, plan.row_workers);
+    tiles = divide(plan.row_tiles * (row_worker + 1), plan.row_workers) - first_tile;
   }
 
   // One lane of each warp says that it has read the stage.
