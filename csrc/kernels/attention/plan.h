@@ -29,15 +29,15 @@ struct DecodePlan {
 
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
 // Keys that one block, or one cluster of as many blocks as there are, gets through as soon as several do.
-constexpr int64_t kVeryShortSequence = 512, kShortSequence = 1024, kQuiteShortSequence = 2048;
+constexpr int64_t kVeryShortSequence = 512, kShortSequence = 768, kQuiteShortSequence = 2048;
 // Of an SM: room for two blocks, so that the next launch can get ready while this one works. With a block per pair
 // deeper rings than kLessOfShared are slower.
 constexpr size_t kThirdOfShared = 64 * 1024, kLessOfShared = 88 * 1024, kHalfOfShared = 112 * 1024,
                  kMostOfShared = 200 * 1024;
-// The next kernel asks for memory as soon as it begins: if that is when a block asks for its last two units, memory
+// The next kernel asks for memory as soon as it begins: if that is when a block asks for its last unit, memory
 // does not rest while sums are merged. Not where blocks are on their own: two of the next launch would find room on an
 // SM where one has left, and none elsewhere.
-constexpr int kLastUnits = 2;
+constexpr int kLastUnits = 1;
 
 // Fills in the ring: as many slots as fit into so many bytes. Fewer than two are no ring.
 inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
