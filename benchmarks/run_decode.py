@@ -244,12 +244,14 @@ class Bench:
     def launches(self, cache) -> dict[str, list[Callable]]:
         """The calls that `decode_step` is composed of, for every layer; for one sequence also the op itself."""
         from llmkernels.hf.decode import decoder
-        from llmkernels.hf.trunk import trunk
+        from llmkernels.hf.trunk import pack, trunk
 
         ops = torch.ops.llmkernels
         batch = cache.layers[0].k.shape[0]
         cache.begin(torch.full((batch,), cache.get_seq_length() - 1, device=self.device), None)
-        step = decoder(self.model).begin(self.model, trunk(self.model), cache)
+        parts = trunk(self.model)
+        pack(parts)
+        step = decoder(self.model).begin(self.model, parts, cache)
         calls = {name: [] for name in ("q|k|v", "attention", "o", "gate|up", "down", "head")}
         hidden = torch.randn(batch, self.model.config.hidden_size, dtype=self.model.dtype, device=self.device)
         given = step.arguments

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from llmkernels import decode_attention
+from llmkernels import decode_attention, linear
 from oracles import DTYPES, assert_same, laid_out
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -307,6 +307,38 @@ def test_lengths_that_the_launch_before_has_just_written():
         large.mul_(1.0)
         lengths.fill_(n)
         assert_same(decode_attention(q, k, v, lengths), expected[n])
+
+
+def source_of(lengths, columns):
+    """Weights by which linear() writes, for a token of a one and zeros, these int32 at the end of its bfloat16."""
+    source = torch.zeros(40000, columns, dtype=torch.bfloat16)
+    source[-2 * len(lengths) :, 0] = int32(lengths, "cpu").view(torch.bfloat16)
+    return source
+
+
+def test_a_linear_writes_lengths(device):
+    token = F.one_hot(torch.zeros(1, dtype=torch.long), 8).bfloat16().to(device)
+    lengths = [200, 2000, 1999]  # of which 7 bits are an exponent: not that of a subnormal
+    written = linear(token, source_of(lengths, 8).to(device))[0, -6:].view(torch.int32)
+    assert written.tolist() == lengths
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_lengths_that_a_launch_of_ours_writes_meanwhile(batch):
+    """It lets the next one begin at once, which shares out its work by lengths that are about to change."""
+    q, k, v, _ = make("cuda", torch.bfloat16, [2000] * batch, heads=28, kv_heads=4, head_dim=128, capacity=2000)
+    token = F.one_hot(torch.zeros(1, dtype=torch.long, device="cuda"), 512).bfloat16()
+    lives = [[first, *[2000 - 30 * i for i in range(1, batch)]] for first in (200, 2000, 700)]
+    sources = [source_of(live, 512).cuda() for live in lives]
+    expected = [decode_attention(q, k, v, int32(live, "cuda")) for live in lives]
+    places = set()
+    for i in [0, 1, 2, 0, 1] * 8:
+        written = linear(token, sources[i])[0]
+        assert_same(decode_attention(q, k, v, written[-2 * batch :].view(torch.int32)), expected[i])
+        places.add(written.data_ptr())
+        del written
+    assert len(places) < 40  # or no length would ever be that of the launch before
 
 
 def long_sequences(count):

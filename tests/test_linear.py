@@ -150,6 +150,8 @@ def test_special_values_stay_in_their_row(device, m, dtype):
     y = linear(x, weight, bias)
     touched = torch.zeros_like(y, dtype=torch.bool)
     touched[m // 2] = touched[m - 1] = touched[:, 7] = True
+    if device == "cpu":  # where PyTorch multiplies: with AMX it lets them into other rows
+        touched |= F.linear(x, weight, bias).isnan()
     assert_same(y[~touched], clean[~touched])
     assert y[m // 2].isnan().all() and y[:, 7].isnan().all() and not y[m - 1].isfinite().any()
     assert rms_norm_linear(x, norm_weight, weight, bias)[m // 2].isnan().all()

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from . import packing
 from .families import Family
@@ -129,7 +128,7 @@ class DecodeStep:
 
     def forward(self) -> Tensor:
         self.cache.counters.add_(1)
-        return _ops.decode_step(F.embedding(self.tokens, self._embedding), **self.arguments)
+        return _ops.decode_step(self._embedding[self.tokens], **self.arguments)  # F.embedding takes three times as long
 
     def run(self, function: Callable[[], Any]) -> Any:
         """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph."""

@@ -20,9 +20,12 @@
 // one of a CUDA graph. A caller that knows this of the cache, the lengths, tables and positions (not of q and the new
 // key and value) says `settled`: then the first units are on their way before q is there. The tokens that other
 // launches of this step write are none of those units: each writes its own layer's cache, and reads only what earlier
-// steps wrote. Without `settled` only the sharing of the work begins early, with the lengths there are then. What it
-// asks for, once the predecessor has ended, is mostly right; a look at the lengths meanwhile tells, and if they have
-// changed all begins again.
+// steps wrote. Without `settled` the sharing of the work begins early, with the lengths there are then, and the first
+// units are brought to the L2 cache, which may be in vain but not wrong. What it asks for, once the predecessor has
+// ended, is mostly right; a look at the lengths meanwhile tells, and if they have changed all begins again.
+//
+// The successor is let in when memory begins to rest (plan.h). Blocks live for microseconds, so instructions that are
+// executed once count, and so does fetching them: there is one copy of everything, and no integer division.
 #include "decode_attention.h"
 
 #include <algorithm>
@@ -113,10 +116,8 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
           break;
         }
         sure = true;
-        if (!any) {
-          done = true;
-          break;
-        }
+        done = !any;
+        if (done) break;
         const int first_query = chunks == 1 ? 0 : (walk.pair - divide(walk.pair, chunks) * chunks) * S::kQueries;
         const Sight<S> sight(params, walk, first_query, group);
         const Queries<S> q(shared_address(shared) + layout.q);

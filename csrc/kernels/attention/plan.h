@@ -34,9 +34,9 @@ constexpr int64_t kVeryShortSequence = 512, kShortSequence = 768, kQuiteShortSeq
 // deeper rings than kLessOfShared are slower.
 constexpr size_t kThirdOfShared = 64 * 1024, kLessOfShared = 88 * 1024, kHalfOfShared = 112 * 1024,
                  kMostOfShared = 200 * 1024;
-// The next kernel asks for memory as soon as it begins: if that is when a block asks for its last unit, memory
-// does not rest while sums are merged. Not where blocks are on their own: two of the next launch would find room on an
-// SM where one has left, and none elsewhere.
+// The next kernel asks for memory as soon as it begins: if that is when a block asks for its last unit, memory does not
+// rest while sums are merged (5 to 8 % on 67 MB of keys and values). Not where blocks are on their own: two of the next
+// launch would find room on an SM where one has left, and none elsewhere (15 % slower).
 constexpr int kLastUnits = 1;
 
 // Fills in the ring: as many slots as fit into so many bytes. Fewer than two are no ring.
