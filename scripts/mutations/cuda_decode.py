@@ -181,7 +181,7 @@ CUDA_DECODE = [
         "work that was shared out by lengths which then changed is done as it was",
         "csrc/kernels/attention/decode_attention.cu",
         "__syncthreads_and(lengths.update(now))",
-        "__syncthreads_and(lengths.update(now) || true)",
+        "__syncthreads_and(lengths.update(now) | true)",
         "tests/test_decode_attention.py -k 'meanwhile'",
     ),
     Mutation(

@@ -64,10 +64,10 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
     if (waiting) pdl_wait();
     waiting = false;
   };
+#if __CUDA_ARCH__ >= 900
   // The fused form writes, and of many sequences a warp does not keep what it has found the work by: no guesses.
   const bool guesses = !params.settled && !params.new_k && batch <= 32;
   if (!params.settled && !guesses) wait();
-#if __CUDA_ARCH__ >= 900
   const bool copies = warp == kWarps;
   Lengths lengths(params);
   Producer<S> producer(params, plan, maps, lengths, cluster, shared_address(shared), layout);
@@ -75,49 +75,44 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
   cluster.arrive();  // the barriers of this block are there
   __syncthreads();
 #else
-  constexpr bool copies = false;
+  constexpr bool guesses = false, copies = false;  // nothing overlaps
   Lengths lengths(params);
 #endif
   Merger<S> merger(params, plan, cluster, shared, layout);
   const Scoring scoring(params);
 
+  // By a guess the work begins, up to where a warp would wait for another; then all look whether it was right.
+  Walk walk;
+  bool sure = !guesses, find = true, staged = false;
 #pragma unroll 1
-  for (bool sure = !guesses;; sure = true) {
-    Walk walk(lengths, pairs, plan_quota(lengths, pairs, cluster.count, plan.least), cluster.index);
-    // Whether the work is what it was taken for, to all warps: one may have seen lengths that another has not.
+  while (true) {
+    if (find) walk = Walk(lengths, pairs, plan_quota(lengths, pairs, cluster.count, plan.least), cluster.index);
     Live now;
-    const auto holds = [&] { return __syncthreads_and(lengths.update(now)); };
     const auto look = [&] {
       if (!params.settled) wait();
       if (!sure) now = lengths.look();
     };
-#if __CUDA_ARCH__ >= 900
     if (copies) {
-      if (producer.run(walk, sure, look, holds)) break;
+#if __CUDA_ARCH__ >= 900
+      producer.run(walk, sure, !find, look);
+#endif
     } else {
+#if __CUDA_ARCH__ >= 900
       Ring<S> ring(plan, shared_address(shared), layout);
 #else
-    {
       Ring<S> ring(params, plan, lengths, Feed(walk, cluster.rank, cluster.size), shared_address(shared));
 #endif
       look();
-      bool done = false;
-      while (!done) {
-        const bool any = !walk.done(batch) && walk.pair < pairs;
+      while (!walk.done(batch) && walk.pair < pairs) {
         const int first_key = walk.first_key(), end_key = walk.end_key(), fresh = walk.keys.fresh;
-        if (any) {
+        if (!staged) {
           const int unit = fresh >= first_key && fresh < end_key ? (fresh - first_key) / kUnit : -1;
           const bool owner = unit >= 0 && (unit & (cluster.size - 1)) == cluster.rank;
           stage_queries<S>(params, walk, chunks, group, owner, shared, layout, wait);
         }
-        if (sure) {
-          consumers_barrier();
-        } else if (!holds()) {
-          break;
-        }
-        sure = true;
-        done = !any;
-        if (done) break;
+        staged = !sure;
+        if (!sure) break;
+        consumers_barrier();
         const int first_query = chunks == 1 ? 0 : (walk.pair - divide(walk.pair, chunks) * chunks) * S::kQueries;
         const Sight<S> sight(params, walk, first_query, group);
         const Queries<S> q(shared_address(shared) + layout.q);
@@ -149,13 +144,22 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
           ring.release();
         }
         accumulator.store(shared, layout, warp);
-        done = walk.is_last(batch, pairs);
-        merger.finish(walk, first_query, min(group * tokens - first_query, S::kQueries), done);
+        const bool last = walk.is_last(batch, pairs);
+        merger.finish(walk, first_query, min(group * tokens - first_query, S::kQueries), last);
+        if (last) break;
         walk.next(lengths, pairs);
       }
-      if (done) break;
     }
-    __syncthreads();  // of what was not right, nothing is left
+    if (sure) break;
+    sure = true;
+    find = !__syncthreads_and(lengths.update(now));  // one warp may have seen lengths that another has not
+    if (find) {
+#if __CUDA_ARCH__ >= 900
+      if (copies) producer.forget();
+#endif
+      staged = false;
+      __syncthreads();
+    }
   }
   wait();  // also where there was nothing to do: the successor takes our end for that of our predecessor
   if (copies) {

@@ -47,38 +47,28 @@ class Producer {
     init();
   }
 
-  // Asks for all units of `walk`, and calls `wait` before anything is read. Unless `sure`, it brings the first ones to
-  // the L2 cache before that, which does no harm if they are not the right ones, and calls `check` once, when the ring
-  // is full or nothing is left to ask for; if that says no, it forgets all and returns false.
-  template <typename Wait, typename Check>
-  __device__ bool run(const Walk& walk, bool sure, const Wait& wait, const Check& check) {
+  // Asks for the units of `walk`: for all of them, but unless `sure` only until the ring is full, and then goes on
+  // where it was when called with `go_on`. Calls `wait` before anything is read; unless `sure` it brings the first
+  // units to the L2 cache before that, which does no harm if they are not the right ones.
+  template <typename Wait>
+  __device__ void run(const Walk& walk, bool sure, bool go_on, const Wait& wait) {
 #pragma unroll 1
     for (bool ahead = !sure;; ahead = false) {
-      feed_ = Feed(walk, cluster_.rank, cluster_.size);
-      slot_ = 0;
-      reused_ = 1;
+      if (!go_on) begin(walk);
 #pragma unroll 1
-      for (int asked = 0;; ++asked, feed_.take()) {
-        const bool same_pair = feed_.seek(lengths_, pairs_), full = 2 * asked + 2 > plan_.slots;
+      while (true) {
+        new_pair_ |= !feed_.seek(lengths_, pairs_);
         if (feed_.is_ending(lengths_.batch(), pairs_, plan_.last_units)) pdl_launch_dependents();
-        if (ahead && (feed_.done || full)) break;
-        if (asked == 0 && !ahead) wait();
-        if (!sure && !ahead && (feed_.done || full)) {
-          if (!check()) {
-            forget();
-            return false;
-          }
-          sure = true;
-        }
-        if (feed_.done) return true;
-        look_up(asked == 0 || !same_pair);
+        if (!ahead) wait();
+        if (feed_.done || (!sure && 2 * asked_ + 2 > plan_.slots)) break;
+        look_up();
         request(ahead);
+        feed_.take();
+        ++asked_;
       }
+      if (!ahead) return;
     }
   }
-
- private:
-  __device__ static int lane() { return threadIdx.x % 32; }
 
   // Waits for what was asked for, and makes the barriers anew. Nobody may be waiting yet.
   __device__ void forget() {
@@ -94,6 +84,16 @@ class Producer {
     init();
   }
 
+ private:
+  __device__ static int lane() { return threadIdx.x % 32; }
+
+  __device__ void begin(const Walk& walk) {
+    feed_ = Feed(walk, cluster_.rank, cluster_.size);
+    asked_ = slot_ = 0;
+    reused_ = 1;
+    new_pair_ = true;
+  }
+
   // A slot is filled by one announcement and all of its bytes, and empty when all warps say so.
   __device__ void init() const {
 #pragma unroll 1
@@ -106,13 +106,13 @@ class Producer {
   }
 
   // Of the next 32 parts of units, a lane for each: the page it lies in; and of the 32 behind them, ahead of time.
-  __device__ void look_up(bool new_pair) {
+  __device__ void look_up() {
     if (!params_.cache.block_table) {
       page_ = feed_.walk.b;
       return;
     }
     const int ahead = 32 >> plan_.part_bits;
-    if (new_pair) {
+    if (new_pair_) {
       page_ = page_of(feed_.key);
     } else if (++taken_ == ahead) {
       page_ = pages_ahead_;
@@ -120,6 +120,7 @@ class Producer {
       return;
     }
     taken_ = 0;
+    new_pair_ = false;
     pages_ahead_ = page_of(feed_.key + ahead * feed_.step);
   }
   __device__ int page_of(int first) const {
@@ -171,6 +172,8 @@ class Producer {
   int pairs_;
   int part_;  // the lane's one of the boxes along the keys of a unit
   Feed feed_;
+  int asked_;      // units so far
+  bool new_pair_;  // whether nothing is known of the pages of this pair
   int slot_;
   uint32_t reused_;  // the parity of the phase whose end empties the slot
   int page_, pages_ahead_, taken_;
