@@ -165,15 +165,15 @@ class Merger {
         [&](int rank) { return sums_at(layout_.parts, part_row(query, rank), vector); });
   }
   __device__ Part of_clusters(const Walk& walk, int first_cluster, int count, int query, int vector) const {
-    return combine<16>(
-        count,
-        [&](int i) {
-          const float2 part = __ldcg(workspace_.softmaxes + workspace_.slot(walk, first_cluster + i, query));
-          return Softmax{part.x, part.y};
-        },
-        [&](int i) {
-          return __ldcg(workspace_.sums + workspace_.slot(walk, first_cluster + i, query) * kVectors + vector);
-        });
+    const auto softmax_of = [&](int i) {
+      const float2 part = __ldcg(workspace_.softmaxes + workspace_.slot(walk, first_cluster + i, query));
+      return Softmax{part.x, part.y};
+    };
+    const auto sums_of = [&](int i) {
+      return __ldcg(workspace_.sums + workspace_.slot(walk, first_cluster + i, query) * kVectors + vector);
+    };
+    // One trip to memory: mostly of few, where there are few pairs of many.
+    return count <= 4 ? combine<4>(count, softmax_of, sums_of) : combine<16>(count, softmax_of, sums_of);
   }
 
   // Gives the sums of this block to those who finish them, and waits for what the others give.
