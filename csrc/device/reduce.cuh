@@ -38,7 +38,7 @@ __device__ inline void group_sum(float (&values)[kValues], const Group& group, f
   __syncthreads();
   // Every warp adds the warps' sums up by itself, in as few steps as hold them: one barrier, and no broadcast.
   const int width = warps <= 4 ? 4 : warps <= 8 ? 8 : warps <= 16 ? 16 : 32;
-  const int from = threadIdx.x % width;
+  const int from = threadIdx.x & (width - 1);
 #pragma unroll
   for (int i = 0; i < kValues; ++i) values[i] = from < warps ? sums[from * kValues + i] : 0.f;
   warp_sum(values, width);
@@ -61,7 +61,8 @@ __device__ inline float warp_sum_each(const float (&values)[kCount]) {
 }
 
 // values[v]: of this thread's v-th vector, number rank + v * threads of the row; 0 where there is none. A group of up
-// to 32 lanes must have one vector each. `shared` holds kMaxSlots floats per group; see group_sum() on alternating.
+// to 32 lanes must have one vector each. `shared` holds kMaxSlots floats per group, 16-byte aligned; see group_sum() on
+// alternating.
 template <int kVectors>
 __device__ inline float row_sum(const float (&values)[kVectors], const Group& group, float* shared) {
   if constexpr (kVectors == 1) {
@@ -76,11 +77,11 @@ __device__ inline float row_sum(const float (&values)[kVectors], const Group& gr
   const float sum = warp_sum_each(values);
   constexpr int kLanes = 32 / kVectors;
   if (lane % kLanes == 0) slots[lane / kLanes * warps + group.rank / 32] = sum;
-  __syncthreads();
   const int count = kVectors * warps;
-  if (count == 4) return (slots[0] + slots[2]) + (slots[1] + slots[3]);  // the same tree, without its shuffles
   const int width = count <= 4 ? 4 : count <= 8 ? 8 : count <= 16 ? 16 : 32;
-  const int slot = lane % width;
+  const int slot = lane & (width - 1);
+  __syncthreads();
+  if (count == 4) return (slots[0] + slots[2]) + (slots[1] + slots[3]);  // the same tree, without its shuffles
   float total[1] = {slot < count ? slots[slot] : 0.f};
   if (slot + 32 < count) total[0] += slots[slot + 32];
   warp_sum(total, width);
