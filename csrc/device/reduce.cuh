@@ -61,8 +61,7 @@ __device__ inline float warp_sum_each(const float (&values)[kCount]) {
 }
 
 // values[v]: of this thread's v-th vector, number rank + v * threads of the row; 0 where there is none. A group of up
-// to 32 lanes must have one vector each. `shared` holds kMaxSlots floats per group, 16-byte aligned; see group_sum() on
-// alternating.
+// to 32 lanes must have one vector each. `shared` holds kMaxSlots floats per group; see group_sum() on alternating.
 template <int kVectors>
 __device__ inline float row_sum(const float (&values)[kVectors], const Group& group, float* shared) {
   if constexpr (kVectors == 1) {

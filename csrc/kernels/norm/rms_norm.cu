@@ -76,7 +76,7 @@ __device__ int64_t row_index() { return static_cast<int64_t>(blockIdx.x) * block
 template <typename T, int N, int kVectors, bool kResidual, bool kKeepInputs>
 __global__ void __launch_bounds__(1024) rms_norm_kernel(const RmsNormParams params, float inverse_cols) {
   using V = Vec<T, N>;
-  __shared__ __align__(16) float shared[kMaxRowsPerBlock * kMaxSlots];
+  __shared__ float shared[kMaxRowsPerBlock * kMaxSlots];
   constexpr bool kOneRow = kVectors > 1;
   const Group group = row_group();
   const int64_t index = kOneRow ? blockIdx.x : row_index();
