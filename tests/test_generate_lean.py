@@ -123,6 +123,21 @@ def test_lean_errors():
         options = {"input_ids": ids, "max_new_tokens": NEW, "do_sample": True} | arguments
         with pytest.raises(ValueError, match=match):
             llmkernels.generate(model, **options)
+    for match, arguments in {
+        "input_ids must be a tensor, got list": {"input_ids": ids.tolist()},
+        "attention_mask must be a tensor, got list": {"attention_mask": [[1] * 11] * 2},
+        "max_new_tokens must be an integer, got 2.5": {"max_new_tokens": 2.5},
+        "max_new_tokens must be an integer, got True": {"max_new_tokens": True},
+        "temperature must be a number, or one per sequence, got None": {"temperature": None},
+        "top_k must be an integer, or one per sequence, got 2.5": {"top_k": [5, 2.5]},
+        "eos_token_id must be an integer or several, got 'x'": {"eos_token_id": "x"},
+        "pad_token_id must be an integer, got 0.5": {"pad_token_id": 0.5},
+        "generator must be a torch.Generator, got 3": {"generator": 3},
+        r"streamer must have put\(\) and end\(\), got str": {"streamer": "x"},
+    }.items():
+        options = {"input_ids": ids, "max_new_tokens": NEW, "do_sample": True} | arguments
+        with pytest.raises(TypeError, match=match):
+            llmkernels.generate(model, **options)
 
 
 CHARACTERS = [chr(33 + i) for i in range(94)] + [" "]

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -60,12 +61,13 @@ def generate(
         int64 (B, T + new), as long as the longest sequence: prompt and new tokens.
 
     Differentiable: no. Deterministic: yes; random numbers included, by the seed.
-    Raises: ValueError for wrong shapes, options out of range, padding on the right, or a cache that is too small.
+    Raises: ValueError for wrong shapes, options out of range, padding on the right, or a cache that is too small;
+        TypeError for arguments of another kind.
 
     >>> llmkernels.patch(model)
     >>> llmkernels.generate(model, ids, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.9)
     """
-    ids, mask, past = _check_arguments(model, input_ids, attention_mask, max_new_tokens, cache)
+    ids, mask, past = _check_arguments(input_ids, attention_mask, max_new_tokens, streamer, generator, cache)
     device, (batch, prompt) = ids.device, ids.shape
     eos, pad = _special_tokens(model, eos_token_id, pad_token_id)
     state = decoder(model)
@@ -117,8 +119,21 @@ def generate(
         return run(loan.cache)
 
 
-def _check_arguments(model, input_ids, attention_mask, max_new_tokens, cache):
+def _check_kind(name: str, value: Any, kind: type, words: str) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"generate: {name} must be {words}, got {value!r}")
+
+
+def _check_arguments(input_ids, attention_mask, max_new_tokens, streamer, generator, cache):
     """(input_ids, the mask unless it is all ones, tokens in the cache)."""
+    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if not isinstance(value, Tensor) and (value is not None or name == "input_ids"):
+            raise TypeError(f"generate: {name} must be a tensor, got {type(value).__name__}")
+    _check_kind("max_new_tokens", max_new_tokens, Integral, "an integer")
+    if generator is not None:
+        _check_kind("generator", generator, torch.Generator, "a torch.Generator")
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise TypeError(f"generate: streamer must have put() and end(), got {type(streamer).__name__}")
     if input_ids.ndim != 2 or input_ids.numel() == 0 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"generate: input_ids must be (batch, tokens) of integers, got {input_ids.dtype} {tuple(input_ids.shape)}"
@@ -145,10 +160,19 @@ def _special_tokens(model, eos_token_id, pad_token_id) -> tuple[list[int], int]:
     config = getattr(model, "generation_config", None)
     if eos_token_id is None:
         eos_token_id = getattr(config, "eos_token_id", None)
-    eos = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+    if isinstance(eos_token_id, Tensor):
+        eos_token_id = eos_token_id.tolist()
+    eos = [] if eos_token_id is None else list(eos_token_id) if _is_list(eos_token_id) else [eos_token_id]
     if pad_token_id is None:
         pad_token_id = getattr(config, "pad_token_id", None)
-    return eos, pad_token_id if pad_token_id is not None else eos[0] if eos else 0
+    pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
+    for name, token in [("eos_token_id", token) for token in eos] + [("pad_token_id", pad)]:
+        _check_kind(name, token, Integral, "an integer" if name == "pad_token_id" else "an integer or several")
+    return eos, pad
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 # What turns each option off, its dtype, and which values it takes.
@@ -163,12 +187,17 @@ _OPTIONS = {
 
 def _is_on(name: str, value: Any) -> bool:
     """Raises ValueError where the value, on the host, is out of range."""
-    off, _, is_valid, words = _OPTIONS[name]
-    if not isinstance(value, Tensor):
-        for number in value if isinstance(value, Sequence) else (value,):
-            if not is_valid(number):
-                raise ValueError(f"generate: {name} must be {words}, got {number}")
-    return isinstance(value, Tensor | Sequence) or value != off
+    off, dtype, is_valid, words = _OPTIONS[name]
+    if isinstance(value, Tensor):
+        return True
+    for number in value if _is_list(value) else (value,):
+        if dtype.is_floating_point:
+            _check_kind(name, number, Real, "a number, or one per sequence")
+        else:
+            _check_kind(name, number, Integral, "an integer, or one per sequence")
+        if not is_valid(number):
+            raise ValueError(f"generate: {name} must be {words}, got {number}")
+    return _is_list(value) or value != off
 
 
 class _ModuleStep:
