@@ -386,4 +386,4 @@ def how(rows: Rows) -> str:
 
 
 def where(meta: dict) -> str:
-    return f"{meta['gpu'] or meta['cpu']}, torch {meta['torch']}"
+    return f"{meta['gpu'] or meta['cpu']}, torch {meta['torch']}, sources {meta['sources'][:8]}"

@@ -1,4 +1,4 @@
-"""Breaks the sources on purpose, one way at a time (scripts/mutations.py), and sees whether a test notices.
+"""Breaks the sources on purpose, one way at a time (scripts/mutations/), and sees whether a test notices.
 
     python scripts/mutate.py --list                       the mutations, and whether each still fits the sources
     python scripts/mutate.py --apply NAME DIR             a copy of the tree with one mutation in it, to look at

@@ -168,19 +168,36 @@ def test_fingerprint_is_of_contents_and_names(tmp_path):
     assert not distinct()
 
 
-def test_fingerprint_takes_the_tracked_files():
-    def git(*arguments) -> str:
-        result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-        return result.stdout.strip() if result.returncode == 0 else ""
+def git(*arguments) -> str:
+    result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    return result.stdout.strip() if result.returncode == 0 else ""
 
-    clone = git("rev-parse", "--show-toplevel")  # a wheel is tested in a folder inside its clone
-    if not (clone and (Path(clone) / "csrc").exists()):
+
+@pytest.fixture
+def clone() -> Path:
+    """A wheel is tested in a folder inside its clone."""
+    found = git("rev-parse", "--show-toplevel")
+    if not (found and (Path(found) / "csrc").exists()):
         pytest.skip("needs a clone")
+    return Path(found)
+
+
+def test_fingerprint_takes_the_tracked_files(clone):
     tools = fingerprint_tools()
     patterns = [f":(top){part}" for part in tools["SOURCES"]]
     listed = git("ls-files", "--full-name", "--cached", "--others", "--exclude-standard", "--", *patterns).splitlines()
-    found = tools["source_files"](root=Path(clone))
-    assert found == sorted(name for name in listed if (Path(clone) / name).exists())
+    found = tools["source_files"](root=clone)
+    assert found == sorted(name for name in listed if (clone / name).exists())
+
+
+def test_readme_names_the_results_of_other_sources(clone):
+    """Whoever changes the sources either measures again or says what was not."""
+    tools = runpy.run_path(str(clone / "scripts" / "fingerprint.py"))
+    others = {path.name for path in (clone / "results").glob("*.json") if not tools["is_of"](path, clone)}
+    (said,) = re.findall(
+        r"Measured on other sources than these: (.*?)\.\s", (clone / "README.md").read_text(), re.DOTALL
+    )
+    assert others == set(re.findall(r"`results/(\w+\.json)`", said))
 
 
 # ---- the build
