@@ -43,8 +43,6 @@ struct Keys {
     origin = begin / kUnit * kUnit;
     fresh = params.new_k && live.length == end ? end - 1 : -1;
   }
-  bool operator==(const Keys&) const = default;
-
   __device__ int units() const { return max((end - origin + kUnit - 1) / kUnit, 1); }  // one where there is no key, too
 };
 
@@ -89,7 +87,6 @@ struct Quota {
   int units;
   bool whole;  // lengths count as multiples of the quota
 
-  bool operator==(const Quota&) const = default;
   __device__ int padded(int length) const { return whole ? divide_up(length, units) * units : length; }
 };
 
@@ -161,8 +158,6 @@ struct Walk {
     from = begin - pair_begin;
     if (batch == 1 && pair >= pairs) b = 1;
   }
-
-  bool operator==(const Walk&) const = default;
 
   __device__ bool done(int batch) const { return b >= batch || pair_begin + from >= end; }
   // Whether no pair follows this one.

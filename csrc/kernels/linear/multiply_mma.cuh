@@ -59,6 +59,8 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
   const uint32_t w_lane = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
   const int x_unit = lane / 8;
   const bool fold = a.fold;
+  // Of each token tile one row worker sums up the squares: the tile's number modulo the workers, of at most two tiles.
+  const auto squares_are_mine = [&](int n) { return (n < plan.row_workers ? n : 0) == worker.row_worker; };
   uint32_t offset[kTiles];
   float sums[kTiles][kTokenTiles][4], squares[kTokenTiles][2];
 #pragma unroll
@@ -94,7 +96,7 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
         if (fold) {
 #pragma unroll
           for (int n = 0; n < kTokenTiles; ++n) {
-            if ((n < plan.row_workers ? n : 0) == worker.row_worker) {
+            if (squares_are_mine(n)) {
               mma_squares<T>(squares[n], b[n][0], b[n][1]);
               mma_squares<T>(squares[n], b[n][2], b[n][3]);
             }
@@ -123,8 +125,7 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
       reinterpret_cast<float*>(shared + (layout.squares - base)) + worker.group * kLinearMaxTokens;
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
-    if (fold && (n < plan.row_workers ? n : 0) == worker.row_worker && t == g / 2)
-      squares_of[n * 8 + g] = g % 2 ? squares[n][1] : squares[n][0];
+    if (fold && squares_are_mine(n) && t == g / 2) squares_of[n * 8 + g] = g % 2 ? squares[n][1] : squares[n][0];
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
