@@ -34,7 +34,7 @@ Call = Callable[[], object]
 class Effort:
     """How much time a run may take."""
 
-    rounds: int = 8  # each round times every provider once, in rotated order
+    rounds: int = 8  # each round times every provider once, see in_turn()
     replays: int = 4  # timed graph replays in a round
     launches: int = 8  # timed single launches in a round
     wall_us: float = 10_000  # length of a wall-clock sample
@@ -188,11 +188,16 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 
 def in_turn(names, rounds: int):
-    """Every name once a round; each round begins with another one, so that nobody always follows the same."""
+    """Every name once a round, behind every other one equally often (Williams 1949).
+
+    A chip at its power limit is slower behind a provider that has kept it hot, faster behind one that has let it cool.
+    """
     names = list(names)
+    count = len(names)
+    zigzag = [-(i // 2) if i % 2 == 0 else (i + 1) // 2 for i in range(count)]  # 0, 1, -1, 2, -2, ...
     for start in range(rounds):
-        for position in range(len(names)):
-            yield names[(start + position) % len(names)]
+        order = [names[(start + step) % count] for step in zigzag]
+        yield from reversed(order) if count % 2 and start // count % 2 else order
 
 
 def between_events(call: Call) -> tuple["torch.cuda.Event", "torch.cuda.Event"]:

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -137,6 +139,12 @@ def test_a_replay_touches_more_than_the_cache(case):
     assert ideal_us >= timing.REPLAY_US
 
 
-def test_nobody_always_goes_first():
-    turns = list(timing.in_turn("abc", 3))
-    assert turns == list("abcbcacab")
+@pytest.mark.parametrize("names, rounds", [("ab", 4), ("abc", 6), ("abcd", 4), ("abcde", 10), ("abcdef", 6)])
+def test_everybody_follows_everybody_else_equally_often(names, rounds):
+    turns = list(timing.in_turn(names, rounds))
+    order = [turns[start : start + len(names)] for start in range(0, len(turns), len(names))]
+    assert all(sorted(one) == list(names) for one in order)
+    followed = Counter(pair for one in order for pair in pairwise(one))
+    assert followed.keys() == set(permutations(names, 2))
+    assert len(set(followed.values())) == 1
+    assert len({one[0] for one in order}) == len(names)  # nobody always goes first

@@ -102,6 +102,9 @@ struct alignas(sizeof(T) * N) Vec {
   __device__ void store(T* target) const {
     __stwb(reinterpret_cast<Raw*>(target), *reinterpret_cast<const Raw*>(this));
   }
+  // The plain assignment. Unlike the intrinsic it does not keep the compiler from pulling a branch in front of it out
+  // of a loop, which is worth 2 % to RMSNorm, whose vectors it leaves whole.
+  __device__ void assign_to(T* target) const { *reinterpret_cast<Raw*>(target) = *reinterpret_cast<const Raw*>(this); }
 
  private:
   __device__ static Vec from_raw(const Raw& raw) { return *reinterpret_cast<const Vec*>(&raw); }

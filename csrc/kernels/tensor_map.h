@@ -12,7 +12,8 @@ namespace llmk::kernels {
 // A tensor of 16-bit elements, up to five-dimensional, contiguous along dimension 0, and the box that one copy brings.
 // In shared memory boxes lie densely, dimension 0 first; its 64 elements are 128 bytes, whose 16-byte units are
 // swizzled (exclusive-or the row's number modulo 8), so that a column of them meets every bank. What lies beyond the
-// tensor comes as zeros.
+// tensor comes as zeros. The L2 cache fetches those 128 bytes and no more: if it is told to fetch 256 at a time, as is
+// usual, a long stream of boxes gets 4.1 TB/s of an H200 instead of 4.5.
 struct TensorBox {
   int dims;
   int64_t sizes[5];    // elements

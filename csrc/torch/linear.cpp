@@ -18,11 +18,6 @@ struct Norm {
   RmsNormOptions options;
 };
 
-Tensor normalized(const Tensor& x, const Norm& norm) {
-  return call<Tensor>("llmkernels::rms_norm", "no_grad", x, norm.weight, norm.options.eps, norm.options.weight_offset,
-                      norm.options.cast_before_weight);
-}
-
 // PyTorch's linear, on x as a matrix: a dimension of one may have any stride, which cuBLAS would take literally.
 Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   if (x.numel() == 0) return call<Tensor>("aten::linear", "", x, weight, bias);
@@ -120,7 +115,7 @@ Tensor forward(const char* op, const Tensor& x, const Tensor& weight, const std:
     if (run_kernel(op, x, weight, bias, norm, epilogue, as_rows(y), false, settled)) return y;
   }
 #endif
-  const Tensor y = library_linear(norm ? normalized(x, *norm) : x, weight, bias);
+  const Tensor y = library_linear(norm ? rms_norm_between(x, norm->weight, norm->options) : x, weight, bias);
   return epilogue == LinearEpilogue::kSwiglu ? call<Tensor>("llmkernels::swiglu_packed", "no_grad", y) : y;
 }
 

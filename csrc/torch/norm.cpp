@@ -3,6 +3,7 @@
 
 #include "backend.h"
 #include "cpu/norm.h"
+#include "step.h"
 #if LLMK_CUDA
 #include "kernels/norm/rms_norm.h"
 #endif
@@ -29,7 +30,8 @@ void check_x(const char* op, const Tensor& x) {
 // y and, with a residual, x + residual.
 std::pair<Tensor, std::optional<Tensor>> forward(const char* op, const Tensor& x, const Tensor* residual,
                                                  const std::optional<Tensor>& given_weight,
-                                                 const RmsNormOptions& options) {
+                                                 const RmsNormOptions& options,
+                                                 [[maybe_unused]] bool may_overlap = true) {
   const Dtype dtype = to_dtype(op, {"x", x});
   check_x(op, x);
   if (residual) check_like(op, {"residual", *residual}, {"x", x});
@@ -51,10 +53,11 @@ std::pair<Tensor, std::optional<Tensor>> forward(const char* op, const Tensor& x
                              x_rows.stride,
                              residual ? residual_rows->stride : 0,
                              options};
-  on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) { return kernels::rms_norm(params, dtype, stream); }), [&] {
-    parallel_for(params.rows, params.cols,
-                 [&](int64_t begin, int64_t end) { cpu::rms_norm(params, dtype, begin, end); });
-  });
+  on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) { return kernels::rms_norm(params, dtype, stream, may_overlap); }),
+            [&] {
+              parallel_for(params.rows, params.cols,
+                           [&](int64_t begin, int64_t end) { cpu::rms_norm(params, dtype, begin, end); });
+            });
   return {y, sum};
 }
 
@@ -62,6 +65,14 @@ Tensor rms_norm(const Tensor& x, std::optional<Tensor> weight, double eps, doubl
                 bool cast_before_weight) {
   return forward("rms_norm", x, nullptr, weight, {eps, weight_offset, cast_before_weight}).first;
 }
+
+}  // namespace
+
+Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options) {
+  return forward("rms_norm", x, nullptr, weight, options, false).first;
+}
+
+namespace {
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
                                         double eps, double weight_offset, bool cast_before_weight) {

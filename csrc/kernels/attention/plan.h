@@ -30,10 +30,9 @@ struct DecodePlan {
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
 // Keys that one block, or one cluster of as many blocks as there are, gets through as soon as several do.
 constexpr int64_t kVeryShortSequence = 512, kShortSequence = 768, kQuiteShortSequence = 2048;
-// Of an SM: room for two blocks, so that the next launch can get ready while this one works. With a block per pair
-// deeper rings than kLessOfShared are slower.
-constexpr size_t kThirdOfShared = 64 * 1024, kLessOfShared = 88 * 1024, kHalfOfShared = 112 * 1024,
-                 kMostOfShared = 200 * 1024;
+// Of an SM: room for two blocks or three, so that the next launch can get ready while this one works.
+constexpr size_t kSmallShared = 64 * 1024, kThirdOfShared = 76 * 1024, kLessThanHalf = 92 * 1024,
+                 kHalfOfShared = 112 * 1024, kMostOfShared = 200 * 1024;
 // The next kernel asks for memory as soon as it begins: if that is when a block asks for its last unit, memory does not
 // rest while sums are merged (5 to 8 % on 67 MB of keys and values). Not where blocks are on their own: two of the next
 // launch would find room on an SM where one has left, and none elsewhere (15 % slower).
@@ -72,16 +71,17 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     } else if (longest <= kShortSequence && is_small && pairs * 4 <= device.sm_count) {
       plan.cluster = 4;
       blocks = static_cast<int>(pairs) * plan.cluster;
-      bytes = kLessOfShared;
+      bytes = kThirdOfShared;
     } else if (pairs <= device.clusters[2]) {
       plan.cluster = 2;
       blocks = 2 * device.clusters[2];
     } else {
       plan.cluster = 1;
-      if (is_small) bytes = kLessOfShared;
-      if (is_small && pairs > device.sm_count) {
+      const bool many = pairs > device.sm_count;
+      // Of two blocks one is at work while the other looks up pages.
+      if (is_small && (many || params.cache.block_table)) {
         blocks *= 2;
-        bytes = kThirdOfShared;
+        bytes = many ? kSmallShared : kLessThanHalf;
       }
     }
     plan.clusters = blocks / plan.cluster;

@@ -135,7 +135,7 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
 
 LinearTuning tuning_of(const LinearParams& p, const DeviceInfo& device) {
   const LinearShape shape{p.m, p.n, p.k, p.epilogue == LinearEpilogue::kSwiglu, false};
-  return choose_tuning(shape, device.clusters, has_wgmma(device));
+  return choose_tuning(shape, device.clusters);
 }
 
 // Whether the norm is part of the kernel. It multiplies x by the norm's weight and the sums by 1 / rms, which saves a
@@ -223,15 +223,16 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
          has_tensor_maps() && (p.m <= kLinearMaxMmaTokens || has_wgmma(device));
 }
 
-// Beyond 16 tokens as measured on an H200, ours against cuBLAS with the launches that it needs beside it: for SwiGLU,
-// for the residual (two), and for the norm, which here overlaps. In us for 24, 32, 48 and 64 tokens:
+// Beyond 16 tokens as measured on an H200, ours against cuBLAS. For SwiGLU, for the residual (two) and for the norm it
+// needs launches beside it, which are not counted; the norm takes 1.6 us here, where it overlaps, and else 2.2.
+// In us for 32 and 64 tokens:
 //
-//   3584 x 3584             9.0,   9.0,   9.6,   9.9   against  10.9,  11.0,  11.2,   9.0   (residual not counted)
-//   4608 x 3584            10.2,  10.5,  10.8,  11.6   against  10.5,  10.5,  10.6,  10.6   (norm: + 1.6 against + 2.2)
-//   3584 x 18944           34.0,  34.0,  35.5,  36.2   against  39.4,  38.3,  39.1,  41.7
-//   37888 x 3584, SwiGLU   66.5,  66.6,  69.6,  71.2   against  71.2,  71.3,  69.9,  72.0   (SwiGLU not counted)
-//   18944 x 3584                              36.7   against                       35.0
-//   152064 x 3584         253.4, 254.9, 260.2, 274.6   against 254.5, 255.9, 259.4, 261.9
+//   3584 x 3584             9.0,  10.3   against  11.4,   9.5
+//   4608 x 3584            10.6,  11.7   against  11.0,  11.2
+//   3584 x 18944           33.6,  38.2   against  39.5,  41.6
+//   18944 x 3584           32.8,  37.0   against  37.8,  36.4
+//   37888 x 3584, SwiGLU   66.7,  75.2   against  74.2,  74.9
+//   152064 x 3584         258.2, 284     against 266.6, 273.9
 bool linear_pays(const LinearParams& p) {
   DeviceInfo device;
   if (p.m <= kLinearMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu) return true;

@@ -132,32 +132,28 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
 }
 
 // The rest is as measured on an H200 with weights of 3584 x 3584, 4608 x 3584, 3584 x 18944, 37888 x 3584 (SwiGLU) and
-// 152064 x 3584, in rules about the rows that an SM gets: under 128; more; more than fit a tile.
+// 152064 x 3584, in rules about the rows that an SM gets: up to 128, or more.
 inline bool linear_has_many_rows(int64_t n, const int* clusters) { return n > int64_t{128} * clusters[1]; }
-inline bool linear_has_several_tiles(int64_t n, const int* clusters) { return n > int64_t{288} * clusters[1]; }
 // Whether the rows of two SMs fit one tile of wgmma.
 inline bool linear_has_few_rows(int64_t n, const int* clusters) { return n <= int64_t{64} * clusters[2]; }
 inline bool linear_has_long_rows(int64_t k) { return k > 8192; }
 
-// mma.sync up to 16 tokens, 10 % faster than wgmma where there are few rows and as fast where there are many (1 %
-// slower for 9 to 16 tokens and several tiles), and it folds the norm. Few stages of tall tiles where there are many
-// rows, for W is then read in the longest stretches, but lower ones where x would fill the ring. For SwiGLU less is
-// under way at a time, which leaves more to the kernels around it: 64.4 instead of 66.9 us in a step of 8 tokens.
+// mma.sync up to 16 tokens, which folds the norm. Stages of two chunks, so that W is read in stretches of 256 bytes,
+// and where there are many rows tiles of 96: 2 % faster than tall ones, and 5 % than a chunk at a time. For SwiGLU less
+// is under way at a time, which leaves more to the kernels around it.
 //
 // With wgmma and few rows, two SMs share a tile, which reads x half as often: 5 % if K is long or tokens are few, while
 // short K and many tokens are done sooner alone. Larger clusters and less shared memory (so that the next kernel may
 // begin beside this one) have never been best.
-inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters, bool has_wgmma) {
+inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters) {
   constexpr size_t kLessShared = 160 * 1024, kShared = 200 * 1024, kMostShared = 225 * 1024;
   const bool many_rows = linear_has_many_rows(shape.n, clusters);
-  const bool several_tiles = !shape.swiglu && linear_has_several_tiles(shape.n, clusters);
-  if (shape.m <= (several_tiles && has_wgmma ? 8 : kLinearMaxMmaTokens)) {
-    const bool tall = many_rows && shape.swiglu;
-    return {false, 1, many_rows ? 1 : 2, tall ? kLessShared : kShared, tall && shape.m > 4 ? 96 : 288};
+  if (shape.m <= kLinearMaxMmaTokens) {
+    return {false, 1, 2, many_rows && shape.swiglu ? kLessShared : kShared, many_rows ? 96 : 288};
   }
   if (many_rows) {
     if (shape.m > 32) return {true, 1, 1, kShared, 288};
-    return {true, 1, 1, shape.m > 16 ? kMostShared : kShared, shape.swiglu ? 96 : 192};
+    return {true, 1, 2, kMostShared, shape.swiglu ? 96 : 64};
   }
   const bool pairs = linear_has_few_rows(shape.n, clusters) && (linear_has_long_rows(shape.k) || shape.m <= 32);
   return {true, pairs ? 2 : 1, 2, kShared, 288};

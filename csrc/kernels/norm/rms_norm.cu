@@ -118,8 +118,12 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(const RmsNormParams para
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (!mine(v)) continue;
-    if constexpr (kResidual) s[v].store(row.sum + offset(v));
-    scale(s[v], w[v], rstd).store(row.y + offset(v));
+    if constexpr (kResidual) {
+      s[v].store(row.sum + offset(v));
+      scale(s[v], w[v], rstd).store(row.y + offset(v));
+    } else {
+      scale(s[v], w[v], rstd).assign_to(row.y + offset(v));
+    }
   }
 }
 
@@ -161,7 +165,7 @@ bool is_vector(const RmsNormParams& p) {
 
 }  // namespace
 
-cudaError_t rms_norm(const RmsNormParams& params, Dtype dtype, cudaStream_t stream) {
+cudaError_t rms_norm(const RmsNormParams& params, Dtype dtype, cudaStream_t stream, bool may_overlap) {
   if (params.rows == 0 || params.cols == 0) return cudaSuccess;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -171,8 +175,9 @@ cudaError_t rms_norm(const RmsNormParams& params, Dtype dtype, cudaStream_t stre
     const bool few_rows = params.rows <= kFewRowsPerSm * device.sm_count;
     const RowPlan plan =
         plan_rms_norm(params.cols, sizeof(T), is_vector<T>(params), params.residual != nullptr, few_rows);
-    const LaunchShape shape{(params.rows + plan.rows_per_block - 1) / plan.rows_per_block,
-                            dim3(plan.threads_per_row, plan.rows_per_block)};
+    LaunchShape shape{(params.rows + plan.rows_per_block - 1) / plan.rows_per_block,
+                      dim3(plan.threads_per_row, plan.rows_per_block)};
+    shape.may_overlap = may_overlap;
     if (plan.vectors == 0) {
       return launch(plan.width == 1 ? rms_norm_long_kernel<T, 1> : rms_norm_long_kernel<T, N>, shape, stream, params);
     }

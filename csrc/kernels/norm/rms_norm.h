@@ -6,8 +6,9 @@
 
 namespace llmk::kernels {
 
-// y = rms_norm(x), or sum = x + residual and y = rms_norm(sum) when there is a residual.
-cudaError_t rms_norm(const RmsNormParams& params, Dtype dtype, cudaStream_t stream);
+// y = rms_norm(x), or sum = x + residual and y = rms_norm(sum) when there is a residual. `may_overlap`: see
+// LaunchShape.
+cudaError_t rms_norm(const RmsNormParams& params, Dtype dtype, cudaStream_t stream, bool may_overlap = true);
 
 // How many rows of partials, and how many floats of workspace in all, rms_norm_backward wants on the current device.
 struct RmsNormBackwardWorkspace {
