@@ -1,9 +1,10 @@
 // Linear for one token: linear.cu's formulas with m = 1, by dot products.
 //
-// The rows of W are dealt out evenly, two at a time (gate and up for SwiGLU), so that a piece of x is read once for
-// both. Every warp sums up whole rows and has a small ring of its own in shared memory, into which it requests pieces
-// of them, contiguous in memory; the first, if the weights are settled (see linear.cu), before the kernel in front of
-// this one has ended. x waits in shared memory, already multiplied by the norm's weight; 1 / rms joins at the end.
+// The columns of y are dealt out evenly to the blocks, and a block's rows of W two at a time to its warps (gate and up
+// for SwiGLU), so that a piece of x is read once for both. Every warp sums up whole rows and has a small ring of its
+// own in shared memory, into which it requests pieces of them, contiguous in memory; the first, if the weights are
+// settled (see linear.cu), before the kernel in front of this one has ended. x waits in shared memory, already
+// multiplied by the norm's weight; 1 / rms joins at the end.
 #include "gemv.h"
 
 #include <algorithm>
@@ -29,12 +30,11 @@ struct Arguments {
   void* y;
   bool add, swiglu, fold, norm_offset, settled;
   int k;
-  int piece, pieces;        // elements of a row per slot; how many make up a row
-  int share, rest;          // pairs of rows for each block; how many blocks have one more
-  int out;                  // columns of y
-  int64_t first_step;       // rows from pair to pair
-  int64_t second;           // rows from the first of a pair to the second
-  int64_t last, row_bytes;  // the last row; between rows
+  int piece, pieces;  // elements of a row per slot; how many make up a row
+  int share, rest;    // columns of y for each block; how many blocks have one more
+  int step;           // columns of y in a pair of rows
+  int64_t second;     // rows from the first of a pair to the second
+  int64_t row_bytes;  // between rows
   float eps;
 };
 
@@ -62,20 +62,20 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
   // This warp's part of the ring, and of the barriers.
   unsigned char* const ring = shared + kHeaderBytes + (2 * a.k + 127) / 128 * 128 + warp * kSlotsPerWarp * slot_bytes;
   const uint32_t full = shared_address(shared) + 8 * kSlotsPerWarp * warp;
-  // Requests the next piece of this warp's next pair of rows.
-  int next_pair = begin + warp, next_piece = 0;
+  // Requests the next piece of this warp's next pair of rows; the last one may lack its second.
+  int next = begin + warp * a.step, next_piece = 0;
   const auto request = [&](int slot) {
-    if (next_pair >= end) return;
+    if (next >= end) return;
     if (lane == 0) {
-      const int64_t first = next_pair * a.first_step, second = min(first + a.second, a.last);
-      const char* const from = static_cast<const char*>(a.weight) + 2 * next_piece * a.piece;
+      const bool both = a.swiglu || next + 1 < end;
+      const char* const from = static_cast<const char*>(a.weight) + next * a.row_bytes + 2 * next_piece * a.piece;
       const uint32_t bytes = 2 * min(a.piece, a.k - next_piece * a.piece);
       const uint32_t to = shared_address(ring) + slot * slot_bytes, barrier = full + 8 * slot;
-      barrier_arrive_expecting(barrier, 2 * bytes);
-      bulk_load(to, from + first * a.row_bytes, bytes, barrier, kEvictFirst);
-      bulk_load(to + 2 * a.piece, from + second * a.row_bytes, bytes, barrier, kEvictFirst);
+      barrier_arrive_expecting(barrier, both ? 2 * bytes : bytes);
+      bulk_load(to, from, bytes, barrier, kEvictFirst);
+      if (both) bulk_load(to + 2 * a.piece, from + a.second * a.row_bytes, bytes, barrier, kEvictFirst);
     }
-    if (++next_piece == a.pieces) next_piece = 0, next_pair += kWarps;
+    if (++next_piece == a.pieces) next_piece = 0, next += kWarps * a.step;
   };
   if (lane == 0) {
     for (int slot = 0; slot < kSlotsPerWarp; ++slot) barrier_init(full + 8 * slot, 1);
@@ -131,8 +131,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
 
   int slot = 0;
   uint32_t phase = 0;
-  for (int pair = begin + warp; pair < end; pair += kWarps) {
-    const int64_t first = pair * a.first_step;
+  for (int first = begin + warp * a.step; first < end; first += kWarps * a.step) {
     float sums[2][2] = {};
     for (int p = 0; p < a.pieces; ++p) {
       const int units = min(a.piece, a.k - p * a.piece) / 8;
@@ -159,9 +158,9 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
         (lane % 2 ? both[1] : both[0]) * rstd;  // lane 0 goes on with the first row, lane 1 with the second
     T* const y = static_cast<T*>(a.y);
     if (a.swiglu) {
-      if (lane == 0) y[pair] = from_float<T>(swiglu<T>(mine, both[1] * rstd));
-    } else if (lane < 2 && first + lane < a.out) {
-      const int64_t column = first + lane;
+      if (lane == 0) y[first] = from_float<T>(swiglu<T>(mine, both[1] * rstd));
+    } else if (lane < 2 && first + lane < end) {
+      const int column = first + lane;
       const float bias = a.bias ? to_float(static_cast<const T*>(a.bias)[column]) : 0.f;
       T result = from_float<T>(mine + bias);
       if (a.add) result = from_float<T>(to_float(y[column]) + to_float(result));
@@ -181,8 +180,7 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
             ring = (k > kLongRow ? kLongSharedBytes : kSharedBytes) - kHeaderBytes - (2 * k + 127) / 128 * 128;
   const int most = ring / kSlots / 4 / 64 * 64;  // elements of a piece
   const int pieces = (k + most - 1) / most, piece = ((k + pieces - 1) / pieces + 63) / 64 * 64;
-  const int out = static_cast<int>(swiglu ? p.n / 2 : p.n), pairs = swiglu ? out : (out + 1) / 2;
-  const int blocks = std::min(device.sm_count, pairs);
+  const int out = static_cast<int>(swiglu ? p.n / 2 : p.n), blocks = std::min(device.sm_count, out);
   const Arguments arguments{p.x,
                             p.norm_weight,
                             p.weight,
@@ -196,12 +194,10 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
                             k,
                             piece,
                             pieces,
-                            pairs / blocks,
-                            pairs % blocks,
-                            out,
+                            out / blocks,
+                            out % blocks,
                             swiglu ? 1 : 2,
                             swiglu ? out : 1,
-                            p.n - 1,
                             p.weight_stride * 2,
                             static_cast<float>(p.norm.eps)};
   const size_t shared = kHeaderBytes + (2 * k + 127) / 128 * 128 + static_cast<size_t>(kSlots) * 4 * piece;
