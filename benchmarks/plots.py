@@ -186,7 +186,7 @@ def linears(axes, rows: Rows, meta: dict) -> None:
             mine = sorted(pick(rows, provider=name, n=n, k=k), key=lambda row: row["m"])
             axes.plot([row["m"] for row in mine], [bandwidth(row) for row in mine], linestyle=style, marker="o",
                       markersize=3, color=COLOURS[name], label=f"{LABELS.get(name, name)}, {n}x{k}")  # fmt: skip
-    limits(axes, meta)
+    limits(axes, meta, "read")
     values = sorted({row["m"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [str(value) for value in values])
@@ -329,9 +329,10 @@ def mark_references(axes, row: dict, x: float, value: Callable[[dict], float]) -
         axes.plot(x, y, MARKS[name], color=COLOURS[name], markeredgecolor="white", label=label, zorder=4)
 
 
-def limits(axes, meta: dict) -> list:
-    copy = meta["copy_gb_s"] / 1e3
-    drawn = [axes.axhline(copy, color="black", linewidth=1, label=f"copy limit, measured: {copy:.2f} TB/s")]
+def limits(axes, meta: dict, of: str = "copy") -> list:
+    """What the memory gives, as measured by a copy or by reading alone, and on paper."""
+    limit = meta[f"{of}_gb_s"] / 1e3
+    drawn = [axes.axhline(limit, color="black", linewidth=1, label=f"{of} limit, measured: {limit:.2f} TB/s")]
     if meta["gpu"] in PAPER_GB_S:
         paper = PAPER_GB_S[meta["gpu"]] / 1e3
         drawn.append(axes.axhline(paper, color="black", linewidth=1, ls=":", label=f"on paper: {paper:.1f} TB/s"))

@@ -322,7 +322,7 @@ class Bench:
 def print_tables(rows: list[dict], meta: dict) -> None:
     for op in DECODE_OPS:
         found = [row for row in rows if row["op"] == op]
-        report.print_table(f"{op}, us", found, meta["copy_gb_s"])
+        report.print_table(f"{op}, us", found, meta["read_gb_s"], limit="read")
     steps = [row for row in rows if row["op"] == "decode"]
     report.print_table("decode, ms per token", steps, meta["read_gb_s"], unit_us=1e3, limit="read")
     report.print_table("the launches of one step, us", [row for row in rows if row["op"] == "decode_part"])
