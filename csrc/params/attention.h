@@ -46,7 +46,7 @@ struct DecodeAttentionParams {
   const int32_t* positions;  // [batch]: rows of the rope tables
 
   // CUDA only. `settled` promises that everything but q, new_k and new_v was complete before the kernel that precedes
-  // this one in the stream could begin: see decode_attention.cu.
+  // this one in the stream could begin: see decode_attention.cuh.
   bool settled;
   int64_t longest;  // what the lengths will not exceed, as far as the caller knows, or 0: for speed alone
   void* workspace;  // decode_attention_workspace_bytes() of them

@@ -179,7 +179,7 @@ CUDA_DECODE = [
     Mutation(
         "cuda_attention_trusts_its_guess",
         "work that was shared out by lengths which then changed is done as it was",
-        "csrc/kernels/attention/decode_attention.cu",
+        "csrc/kernels/attention/decode_attention.cuh",
         "__syncthreads_and(lengths.update(now))",
         "__syncthreads_and(lengths.update(now) | true)",
         "tests/test_decode_attention.py -k 'meanwhile'",

@@ -1,5 +1,5 @@
 // Decode attention for what the tensor-core kernel does not take: float32, other head sizes, odd alignment. The formula
-// is that of decode_attention.cu, all of it in fp32. A block has one query; its warps take every fourth key, with the
+// is that of decode_attention.cuh, all of it in fp32. A block has one query; its warps take every fourth key, with the
 // head across the lanes, and meet in shared memory at the end, in order. Nothing here is fast.
 #include "decode_attention_any.h"
 

@@ -5,15 +5,12 @@
 #pragma once
 #include "device/cluster.cuh"
 #include "device/tma.cuh"
+#include "launch_attention.h"
 #include "plan.h"
 #include "shape.h"
 #include "work.cuh"
 
 namespace llmk::kernels {
-
-struct KvMaps {
-  CUtensorMap k, v;  // boxes of `box` keys and 64 columns
-};
 
 #if __CUDA_ARCH__ >= 900
 

@@ -4,12 +4,12 @@
 //                     h += a Wo^T + b                   m = silu(g) u, [g | u] = rms_norm(h) Wgu^T      h += m Wd^T
 //   logits = rms_norm(h) Whead^T + b
 //
-// bfloat16; products and sums in float32, rounded where linear.cu and decode_attention.cu round. Reads every weight and
-// every live key and value once, and that is its time: what else happens must not let the memory rest. As launches of
-// their own the linears do let it rest, at each boundary, for as long as it takes a block to end, the next one to begin
-// and its first requests to arrive. Here copying warps go on from one linear to the next, into the same ring in shared
-// memory, since weights depend on nothing; only the inputs wait until all blocks have made them. An idea from the
-// "megakernels" of Hazy Research (2025).
+// bfloat16; products and sums in float32, rounded where linear.cu and decode_attention.cuh round. Reads every weight
+// and every live key and value once, and that is its time: what else happens must not let the memory rest. As launches
+// of their own the linears do let it rest, at each boundary, for as long as it takes a block to end, the next one to
+// begin and its first requests to arrive. Here copying warps go on from one linear to the next, into the same ring in
+// shared memory, since weights depend on nothing; only the inputs wait until all blocks have made them. An idea from
+// the "megakernels" of Hazy Research (2025).
 //
 // What was found on an H200, with stamps of the global timer: bulk copies of whole rows (7 KB) reach 4.7 TB/s, of half
 // rows or through tensor maps 4.1. With everything under way that the ring has room for, every other access waits for

@@ -1,0 +1,23 @@
+// What stands between the host code of decode_attention and its kernel, which takes long to compile.
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "kernels/launch.h"
+#include "params/attention.h"
+#include "plan.h"
+
+namespace llmk::kernels {
+
+struct KvMaps {
+  CUtensorMap k, v;  // boxes of `box` keys and 64 columns
+};
+
+// Starts the kernel for this head_dim and number of queries. For __half and __nv_bfloat16, each in a file of its own.
+template <typename T>
+cudaError_t launch_decode_attention(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
+                                    const LaunchShape& shape, cudaStream_t stream);
+
+}  // namespace llmk::kernels
