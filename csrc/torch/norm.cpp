@@ -66,14 +66,6 @@ Tensor rms_norm(const Tensor& x, std::optional<Tensor> weight, double eps, doubl
   return forward("rms_norm", x, nullptr, weight, {eps, weight_offset, cast_before_weight}).first;
 }
 
-}  // namespace
-
-Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options) {
-  return forward("rms_norm", x, nullptr, weight, options, false).first;
-}
-
-namespace {
-
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
                                         double eps, double weight_offset, bool cast_before_weight) {
   const auto [y, sum] = forward("add_rms_norm", x, &residual, weight, {eps, weight_offset, cast_before_weight});
@@ -147,6 +139,10 @@ void register_ops(StableLibrary& ops) {
 }
 
 }  // namespace
+
+Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options) {
+  return forward("rms_norm", x, nullptr, weight, options, false).first;
+}
 
 LLMK_IMPLEMENT(register_ops)
 
