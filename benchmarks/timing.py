@@ -188,7 +188,8 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 
 def in_turn(names, rounds: int):
-    """Every name once a round, behind every other one equally often (Williams 1949).
+    """Every name once a round; over as many rounds as there are names (twice as many if they are odd) each comes behind
+    every other one equally often (Williams 1949).
 
     A chip at its power limit is slower behind a provider that has kept it hot, faster behind one that has let it cool.
     """
