@@ -1,7 +1,7 @@
 // Linear for one token: linear.cu's formulas with m = 1, by dot products.
 //
-// The columns of y are dealt out evenly to the blocks, and to their warps. A warp takes two rows of W at a time (gate
-// and up for SwiGLU), so that a piece of x is read once for both; it sums up whole rows, and has a small ring of its
+// The columns of y are dealt out evenly to the blocks, and a block's rows of W two at a time to its warps (gate and up
+// for SwiGLU), so that a piece of x is read once for both. Every warp sums up whole rows and has a small ring of its
 // own in shared memory, into which it requests pieces of them, contiguous in memory; the first, if the weights are
 // settled (see linear.cu), before the kernel in front of this one has ended. x waits in shared memory, already
 // multiplied by the norm's weight; 1 / rms joins at the end.
@@ -57,14 +57,13 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
   V* const x = reinterpret_cast<V*>(shared + kHeaderBytes);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int slot_bytes = 4 * a.piece;
-  const int block = static_cast<int>(blockIdx.x), first_column = block * a.share + min(block, a.rest);
-  const int columns = a.share + (block < a.rest);
-  const int begin = first_column + columns * warp / kWarps, end = first_column + columns * (warp + 1) / kWarps;
+  const int block = static_cast<int>(blockIdx.x), begin = block * a.share + min(block, a.rest);
+  const int end = begin + a.share + (block < a.rest);
   // This warp's part of the ring, and of the barriers.
   unsigned char* const ring = shared + kHeaderBytes + (2 * a.k + 127) / 128 * 128 + warp * kSlotsPerWarp * slot_bytes;
   const uint32_t full = shared_address(shared) + 8 * kSlotsPerWarp * warp;
   // Requests the next piece of this warp's next pair of rows; the last one may lack its second.
-  int next = begin, next_piece = 0;
+  int next = begin + warp * a.step, next_piece = 0;
   const auto request = [&](int slot) {
     if (next >= end) return;
     if (lane == 0) {
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
       bulk_load(to, from, bytes, barrier, kEvictFirst);
       if (both) bulk_load(to + 2 * a.piece, from + a.second * a.row_bytes, bytes, barrier, kEvictFirst);
     }
-    if (++next_piece == a.pieces) next_piece = 0, next += a.step;
+    if (++next_piece == a.pieces) next_piece = 0, next += kWarps * a.step;
   };
   if (lane == 0) {
     for (int slot = 0; slot < kSlotsPerWarp; ++slot) barrier_init(full + 8 * slot, 1);
@@ -132,7 +131,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
 
   int slot = 0;
   uint32_t phase = 0;
-  for (int first = begin; first < end; first += a.step) {
+  for (int first = begin + warp * a.step; first < end; first += kWarps * a.step) {
     float sums[2][2] = {};
     for (int p = 0; p < a.pieces; ++p) {
       const int units = min(a.piece, a.k - p * a.piece) / 8;

@@ -146,10 +146,10 @@ bool folds_norm(const LinearParams& p, Dtype dtype, const LinearTuning& tuning) 
          !tuning.wgmma;
 }
 
-bool is_vector(const LinearParams& p) {
+bool is_vector(const LinearParams& p, const LinearPlan& plan) {
   const int64_t out = p.epilogue == LinearEpilogue::kSwiglu ? p.n / 2 : p.n;
-  return out % 4 == 0 && (p.m == 1 || p.y_stride % 4 == 0) && is_aligned(p.residual ? p.residual : p.y, 8) &&
-         is_aligned(p.bias, 8);
+  return out % 4 == 0 && plan.box_rows % 4 == 0 && (p.m == 1 || p.y_stride % 4 == 0) &&
+         is_aligned(p.residual ? p.residual : p.y, 8) && is_aligned(p.bias, 8);
 }
 
 // A norm, if there is one, is folded into the kernel.
@@ -171,7 +171,7 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
                             p.residual ? p.residual : p.y,
                             p.residual != nullptr,
                             swiglu,
-                            is_vector(p),
+                            is_vector(p, plan),
                             static_cast<int>(p.m),
                             static_cast<int>(p.k),
                             swiglu ? p.n / 2 : p.n,

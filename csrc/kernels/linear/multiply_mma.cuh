@@ -53,11 +53,10 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
                              int end, unsigned char* shared) {
   const LinearPlan& plan = a.plan;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = a.m, chunks = plan.chunks;
-  const uint32_t chunk_bytes = plan.box_rows * 128, odd = (plan.box_rows & 4) * 16;
+  const uint32_t chunk_bytes = plan.box_rows * 128;
   // Of the 16 rows of W and two units of 8 elements that make an operand, and of the 8 tokens and four units that make
   // two.
-  const uint32_t w_lane = lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
-  const int x_unit = lane / 8;
+  const int w_row = lane % 16, w_unit = lane / 16, x_unit = lane / 8;
   const bool fold = a.fold;
   // Of each token tile one row worker sums up the squares: the tile's number modulo the workers, of at most two tiles.
   const auto squares_are_mine = [&](int n) { return (n < plan.row_workers ? n : 0) == worker.row_worker; };
@@ -76,23 +75,23 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
     uint32_t w = layout.ring + worker.slot * plan.stage_bytes;
     const uint32_t x = w + plan.boxes * plan.box_bytes;
     uint32_t norm_weight = layout.norm_weight + (slice.begin + worker.stage - begin) * chunks * 128 + x_unit * 16;
-    int row = lane % 8;  // of x: one for each chunk and token
-    uint32_t flip = 0;
+    int box_row = w_row, x_row = lane % 8;  // the chunks of a box are beneath each other, and the swizzle goes on
     barrier_wait(layout.full + 8 * worker.slot, worker.phase);
 #pragma unroll 1
-    for (int c = 0; c < chunks; ++c, w += chunk_bytes, row += m, flip ^= odd, norm_weight += 128) {
-      const uint32_t x_row = x + row * 128 + (x_unit ^ (row % 8)) * 16;
+    for (int c = 0; c < chunks; ++c, w += chunk_bytes, box_row += plan.box_rows, x_row += m, norm_weight += 128) {
+      const uint32_t w_lane = w_row * 128 + (w_unit ^ (box_row % 8)) * 16;
+      const uint32_t x_lane = x + x_row * 128 + (x_unit ^ (x_row % 8)) * 16;
 #pragma unroll
       for (int half = 0; half < 128; half += 64) {
         uint32_t rows[2][kTiles][4], scales[4], b[kTokenTiles][4];
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
-          load_matrices(rows[0][i], w + offset[i] + (w_lane ^ flip ^ half));
-          load_matrices(rows[1][i], w + offset[i] + (w_lane ^ flip ^ half ^ 32));
+          load_matrices(rows[0][i], w + offset[i] + (w_lane ^ half));
+          load_matrices(rows[1][i], w + offset[i] + (w_lane ^ half ^ 32));
         }
         if (fold) load_matrices(scales, norm_weight + half);
 #pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) load_matrices(b[n], (x_row ^ half) + n * 1024);
+        for (int n = 0; n < kTokenTiles; ++n) load_matrices(b[n], (x_lane ^ half) + n * 1024);
         if (fold) {
 #pragma unroll
           for (int n = 0; n < kTokenTiles; ++n) {

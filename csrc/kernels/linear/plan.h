@@ -21,7 +21,7 @@ struct LinearPlan {
   bool wgmma;
   int cluster;        // blocks that share a tile
   int boxes;          // 1, or 2: a tall tile, or gate rows and up rows
-  int box_rows;       // rows of the weight per box, a multiple of 4, or of 8 for wgmma
+  int box_rows;       // rows of the weight per box; for wgmma a multiple of 8
   int tiles_per_box;  // mma.sync: of 16 rows
   int row_tiles;      // in all; those of wgmma, of 64 rows, do not stop at a box's end
   int tile_rows;      // columns of y per tile of the output
@@ -71,7 +71,7 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const auto round_up = [&](int64_t a, int64_t b) { return static_cast<int>(divide_up(a, b) * b); };
   const bool wgmma = tuning.wgmma;
-  const int workers = wgmma ? kLinearWarpgroups : kLinearWarps, tile_height = wgmma ? 64 : 16, unit = wgmma ? 8 : 4;
+  const int workers = wgmma ? kLinearWarpgroups : kLinearWarps, tile_height = wgmma ? 64 : 16, unit = wgmma ? 8 : 1;
   LinearPlan plan{};
   plan.wgmma = wgmma;
   // As many tiles as clusters fit the GPU at once, or (clusters of one) a multiple of that, all of the same height.
