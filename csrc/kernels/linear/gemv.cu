@@ -21,9 +21,8 @@ namespace {
 constexpr int kWarps = 7, kThreads = 32 * kWarps;
 [[maybe_unused]] constexpr int kHeld = 4;  // vectors of x per thread on their way into shared memory
 constexpr int kSlotsPerWarp = 2, kSlots = kWarps * kSlotsPerWarp;
-// Two blocks of the first size fit an SM, so the next kernel begins while this one ends. Long rows gain more from the
-// second.
-constexpr int kSharedBytes = 112 * 1024, kLongSharedBytes = 160 * 1024, kLongRow = 8192, kHeaderBytes = 512;
+// Two blocks fit an SM, so the next kernel begins while this one ends.
+constexpr int kSharedBytes = 112 * 1024, kHeaderBytes = 512;
 
 struct Arguments {
   const void *x, *norm_weight, *weight, *bias;
@@ -176,8 +175,7 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const bool swiglu = p.epilogue == LinearEpilogue::kSwiglu;
-  const int k = static_cast<int>(p.k),
-            ring = (k > kLongRow ? kLongSharedBytes : kSharedBytes) - kHeaderBytes - (2 * k + 127) / 128 * 128;
+  const int k = static_cast<int>(p.k), ring = kSharedBytes - kHeaderBytes - (2 * k + 127) / 128 * 128;
   const int most = ring / kSlots / 4 / 64 * 64;  // elements of a piece
   const int pieces = (k + most - 1) / most, piece = ((k + pieces - 1) / pieces + 63) / 64 * 64;
   const int out = static_cast<int>(swiglu ? p.n / 2 : p.n), blocks = std::min(device.sm_count, out);

@@ -1,8 +1,8 @@
 // The products for up to 16 tokens: six warps multiply with mma.sync, W as the 16-row operand, so that 8 tokens cost no
 // more than one. Since the order of k does not matter where both operands agree, a lane takes 16 contiguous bytes as
-// its part of two instructions; boxes are swizzled (16-byte units exclusive-or row), and lane t of a row takes the
-// units 2t and 2t + 1, which touches every bank once. Here x may be normalized on the way: it is multiplied by the
-// norm's weight, and its squares are summed up; 1 / rms joins at the end.
+// its part of two instructions; copies are swizzled (16-byte units exclusive-or the number of their 128 bytes), and
+// lane t of a row takes the units 2t and 2t + 1, which touches every bank once. Here x may be normalized on the way: it
+// is multiplied by the norm's weight, and its squares are summed up; 1 / rms joins at the end.
 #pragma once
 #include "device/mma.cuh"
 #include "device/vec.cuh"
@@ -20,6 +20,9 @@ __device__ inline void mma_squares(float (&d)[2], uint32_t low, uint32_t high) {
   mma_16x8x16<T>(all, {low, 0, high, 0}, low, high);
   d[0] = all[0], d[1] = all[1];
 }
+
+// Where the 16 bytes `unit` of the 128 bytes at `row` are.
+__device__ inline uint32_t swizzled(uint32_t row, int unit) { return row + (unit ^ (row / 128 % 8)) * 16; }
 
 // Puts the norm's weight where the warps read it; beyond K zeros, as the copies of x are filled in.
 template <typename T, int kThreads>
@@ -56,7 +59,7 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
   const uint32_t chunk_bytes = plan.box_rows * 128;
   // Of the 16 rows of W and two units of 8 elements that make an operand, and of the 8 tokens and four units that make
   // two.
-  const int w_row = lane % 16, w_unit = lane / 16, x_unit = lane / 8;
+  const int w_unit = lane / 16, x_unit = lane / 8;
   const bool fold = a.fold;
   // Of each token tile one row worker sums up the squares: the tile's number modulo the workers, of at most two tiles.
   const auto squares_are_mine = [&](int n) { return (n < plan.row_workers ? n : 0) == worker.row_worker; };
@@ -72,22 +75,20 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
     for (int n = 0; n < kTokenTiles; ++n) sums[i][n][0] = sums[i][n][1] = sums[i][n][2] = sums[i][n][3] = 0.f;
   }
   while (worker.stage < end) {
-    uint32_t w = layout.ring + worker.slot * plan.stage_bytes;
-    const uint32_t x = w + plan.boxes * plan.box_bytes;
+    const uint32_t w = layout.ring + worker.slot * plan.stage_bytes, x = w + plan.boxes * plan.box_bytes;
+    uint32_t w_row = w + lane % 16 * 128, x_row = x + lane % 8 * 128;
     uint32_t norm_weight = layout.norm_weight + (slice.begin + worker.stage - begin) * chunks * 128 + x_unit * 16;
-    int box_row = w_row, x_row = lane % 8;  // the chunks of a box are beneath each other, and the swizzle goes on
     barrier_wait(layout.full + 8 * worker.slot, worker.phase);
 #pragma unroll 1
-    for (int c = 0; c < chunks; ++c, w += chunk_bytes, box_row += plan.box_rows, x_row += m, norm_weight += 128) {
-      const uint32_t w_lane = w_row * 128 + (w_unit ^ (box_row % 8)) * 16;
-      const uint32_t x_lane = x + x_row * 128 + (x_unit ^ (x_row % 8)) * 16;
+    for (int c = 0; c < chunks; ++c, w_row += chunk_bytes, x_row += m * 128, norm_weight += 128) {
+      const uint32_t w_lane = swizzled(w_row, w_unit), x_lane = swizzled(x_row, x_unit);
 #pragma unroll
       for (int half = 0; half < 128; half += 64) {
         uint32_t rows[2][kTiles][4], scales[4], b[kTokenTiles][4];
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
-          load_matrices(rows[0][i], w + offset[i] + (w_lane ^ half));
-          load_matrices(rows[1][i], w + offset[i] + (w_lane ^ half ^ 32));
+          load_matrices(rows[0][i], offset[i] + (w_lane ^ half));
+          load_matrices(rows[1][i], offset[i] + (w_lane ^ half ^ 32));
         }
         if (fold) load_matrices(scales, norm_weight + half);
 #pragma unroll

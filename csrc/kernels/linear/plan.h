@@ -112,8 +112,10 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   const auto lay_out = [&](int chunks) {
     plan.chunks = chunks;
     plan.k_stages = static_cast<int>(divide_up(k_chunks, chunks));
-    plan.box_bytes = round_up(chunks * plan.box_rows * 128, 1024);
-    plan.stage_bytes = plan.boxes * plan.box_bytes + round_up(chunks * plan.x_rows * 128, 1024);
+    // The swizzle repeats itself every 1024 bytes: the operands of wgmma begin with it, and the second of two boxes
+    // where the first does.
+    plan.box_bytes = round_up(chunks * plan.box_rows * 128, wgmma || plan.boxes == 2 ? 1024 : 128);
+    plan.stage_bytes = plan.boxes * plan.box_bytes + round_up(chunks * plan.x_rows * 128, wgmma ? 1024 : 128);
     plan.transfer_bytes = chunks * 128 * (plan.boxes * plan.box_rows + plan.x_rows);
     plan.norm_weight_bytes = shape.normalize ? plan.k_stages * chunks * 128 : 0;
     const size_t fixed =
@@ -126,7 +128,7 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   // A tile of wgmma that begins in one box and ends in the other wants them next to each other.
   const bool one_chunk = shape.k % kLinearChunk || (wgmma && plan.boxes == 2);
   int chunks = one_chunk ? 1 : static_cast<int>(std::min<int64_t>(tuning.chunks, k_chunks));
-  const int wanted = wgmma ? 4 : std::min(4, 2 * plan.k_workers);
+  const int wanted = wgmma ? 4 : 2 * plan.k_workers;
   for (lay_out(chunks); plan.stages < wanted && chunks > 1;) lay_out(--chunks);
   return plan;
 }
@@ -139,8 +141,9 @@ inline bool linear_has_few_rows(int64_t n, const int* clusters) { return n <= in
 inline bool linear_has_long_rows(int64_t k) { return k > 8192; }
 
 // mma.sync up to 16 tokens, which folds the norm. Where there are many rows, tiles of 96 are 2 to 5 % faster than the
-// tallest that fit; where there are few, stages of two chunks 11 to 27 % faster than of one, and of three now 4 %
-// faster, now 22 % slower. For SwiGLU less is under way at a time, which leaves more to the kernels around it.
+// tallest that fit; where there are few, stages of two chunks 11 to 27 % faster than of one, and of three another 1 to
+// 5 %, unless only one of them is left to each warp. For SwiGLU less is under way at a time, which leaves more to the
+// kernels around it.
 //
 // With wgmma and few rows, two SMs share a tile, which reads x half as often: 5 % if K is long or tokens are few, while
 // short K and many tokens are done sooner alone. Larger clusters and less shared memory (so that the next kernel may
@@ -149,7 +152,8 @@ inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters)
   constexpr size_t kLessShared = 160 * 1024, kShared = 200 * 1024, kMostShared = 225 * 1024;
   const bool many_rows = linear_has_many_rows(shape.n, clusters);
   if (shape.m <= kLinearMaxMmaTokens) {
-    return {false, 1, 2, many_rows && shape.swiglu ? kLessShared : kShared, many_rows ? 96 : 288};
+    if (many_rows) return {false, 1, 2, shape.swiglu ? kLessShared : kShared, 96};
+    return {false, 1, 3, kMostShared, 288};
   }
   if (many_rows) {
     if (shape.m > 32) return {true, 1, 1, kShared, 288};
