@@ -71,7 +71,8 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const auto round_up = [&](int64_t a, int64_t b) { return static_cast<int>(divide_up(a, b) * b); };
   const bool wgmma = tuning.wgmma;
-  const int workers = wgmma ? kLinearWarpgroups : kLinearWarps, tile_height = wgmma ? 64 : 16, unit = wgmma ? 8 : 1;
+  const int workers = wgmma ? kLinearWarpgroups : kLinearWarps, tile_height = wgmma ? 64 : 16;
+  const int unit = wgmma ? 8 : shape.m == 1 ? 1 : 4;  // of rows; 4 for results that are moved 4 at a time
   LinearPlan plan{};
   plan.wgmma = wgmma;
   // As many tiles as clusters fit the GPU at once, or (clusters of one) a multiple of that, all of the same height.
@@ -121,7 +122,8 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
     const size_t fixed =
         kLinearHeaderBytes + plan.norm_weight_bytes + (plan.alias ? 0 : round_up(partials, 16)) + slack;
     const int fitting = static_cast<int>((tuning.shared_bytes - fixed) / plan.stage_bytes);
-    plan.stages = std::min(fitting, kLinearMaxStages) / plan.k_workers * plan.k_workers;
+    const int most = !wgmma && chunks > 2 ? 2 * plan.k_workers : kLinearMaxStages;
+    plan.stages = std::min(fitting, most) / plan.k_workers * plan.k_workers;
     const size_t ring = static_cast<size_t>(plan.stages) * plan.stage_bytes;
     plan.shared_bytes = fixed + std::max(ring, plan.alias ? partials : 0);
   };
@@ -141,9 +143,9 @@ inline bool linear_has_few_rows(int64_t n, const int* clusters) { return n <= in
 inline bool linear_has_long_rows(int64_t k) { return k > 8192; }
 
 // mma.sync up to 16 tokens, which folds the norm. Where there are many rows, tiles of 96 are 2 to 5 % faster than the
-// tallest that fit; where there are few, stages of two chunks 11 to 27 % faster than of one, and of three another 1 to
-// 5 %, unless only one of them is left to each warp. For SwiGLU less is under way at a time, which leaves more to the
-// kernels around it.
+// tallest that fit; where there are few, stages of two chunks 11 to 27 % faster than of one, and two stages of three
+// chunks for each warp another 1 to 5 %, while one is 10 to 20 % slower and three are up to 5 %. For SwiGLU less is
+// under way at a time, which leaves more to the kernels around it.
 //
 // With wgmma and few rows, two SMs share a tile, which reads x half as often: 5 % if K is long or tokens are few, while
 // short K and many tokens are done sooner alone. Larger clusters and less shared memory (so that the next kernel may
