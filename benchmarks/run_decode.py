@@ -24,7 +24,7 @@ CONTEXTS = (128, 512, 2048, 8192, 32768)
 SLOW_SIZES = ((1, 512), (8, 512), (64, 512), (1, 8192))  # of those that take many times as long
 COMPILED_SIZES = ((1, 512),)  # each is compiled anew, a minute and more
 FEW, MANY = 4, 36  # tokens of the two calls
-REPEATS = 5
+REPEATS, SECONDS = 3, 1  # samples: at least so many, for at least so long
 PEERS = ("eager", "torch", "compile", "cublas", "cudnn", "flash", "llmkernels")  # of the kernels
 PROVIDERS = ("llmkernels", "generate", "eager", "eager_generate", "static_compile")  # of whole steps
 DEFAULT_PROVIDERS = PROVIDERS[:4]
@@ -73,7 +73,7 @@ class Bench:
         self.dtype = str(model.dtype).removeprefix("torch.")
         small = quick or device.type == "cpu"
         self.sizes = [(b, c) for c in CONTEXTS for b in BATCHES if not small or (b, c) in ((1, 128), (8, 128))]
-        self.repeats, self.few, self.many = (2, 2, 6) if small else (REPEATS, FEW, MANY)
+        self.few, self.many, self.seconds = (2, 6, 0) if small else (FEW, MANY, SECONDS)
         self.generator = torch.Generator(device).manual_seed(0)
         self.facts: dict[str, dict] = {}
 
@@ -96,11 +96,11 @@ class Bench:
                 allowed = [name for name in slow if name != "static_compile" or (batch, context) in COMPILED_SIZES]
                 yield self.rows({name: slow[name] for name in allowed}, batch, context)
             with llmkernels.patch(self.model):
+                begin("parts of a step")  # first, so that the GPU is warm
+                yield self.waterfall()
                 for batch, context in compared:
                     begin(f"batch {batch}, context {context}, patched")
                     yield self.rows(functions, batch, context)
-                begin("parts of a step")
-                yield self.waterfall()
                 for batch, context in others:
                     begin(f"batch {batch}, context {context}, patched")
                     yield self.rows(functions, batch, context)
@@ -217,7 +217,10 @@ class Bench:
         timed(self.few)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
-        samples = [(timed(self.many) - timed(self.few)) / (self.many - self.few) for _ in range(self.repeats)]
+        samples: list[float] = []
+        end = time.perf_counter() + self.seconds
+        while len(samples) < REPEATS or time.perf_counter() < end:
+            samples.append((timed(self.many) - timed(self.few)) / (self.many - self.few))
         return samples, torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
 
     # ---- where a step's time goes
