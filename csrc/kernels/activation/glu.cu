@@ -22,8 +22,12 @@ namespace llmk::kernels {
 namespace {
 
 constexpr int kThreads = 256;
+// Each activation's kBlocksPerSm leaves its forward enough registers to request both operands before the arithmetic is
+// under way. Without a bound the compiler saves some by loading the second one halfway through.
+constexpr int kBackwardBlocksPerSm = 5;
 
 struct Silu {
+  static constexpr int kBlocksPerSm = 8;
   template <typename T>
   __device__ static float value(float x) {
     const float e = expf(-x);
@@ -46,6 +50,7 @@ struct Silu {
 };
 
 struct GeluTanh {
+  static constexpr int kBlocksPerSm = 8;
   static constexpr float kBeta = 0.7978845608028654f, kKappa = 0.044715f;  // sqrt(2 / pi), and its cubic term
   template <typename T>
   __device__ static float value(float x) {
@@ -59,6 +64,7 @@ struct GeluTanh {
 };
 
 struct GeluErf {
+  static constexpr int kBlocksPerSm = 5;
   static constexpr float kRsqrt2 = 0.7071067811865476f, kDensity = 0.3989422804014327f;  // 1 / sqrt(2 pi)
   template <typename T>
   __device__ static float value(float x) {
@@ -76,21 +82,21 @@ struct Place {
   int64_t row, col;
 };
 
-template <int N>
-__device__ Place place(unsigned blocks_per_row) {  // a division takes as long as the activation
-  const unsigned row = gridDim.x == blocks_per_row ? 0 : blockIdx.x / blocks_per_row;
+template <int N, bool kOneRow>
+__device__ Place place(unsigned blocks_per_row) {  // the division is most of what comes before the loads
+  const unsigned row = kOneRow ? 0 : blockIdx.x / blocks_per_row;
   const unsigned block = blockIdx.x - row * blocks_per_row;
   return {row, (static_cast<int64_t>(block) * kThreads + threadIdx.x) * N};
 }
 
-template <typename Act, typename T, int N>
-__global__ void __launch_bounds__(kThreads)
+template <typename Act, typename T, int N, bool kOneRow>
+__global__ void __launch_bounds__(kThreads, Act::kBlocksPerSm)
     glu_kernel(const GluParams params, unsigned blocks_per_row, bool keep_inputs) {
   using V = Vec<T, N>;
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
-  const auto [row, col] = place<N>(blocks_per_row);
+  const auto [row, col] = place<N, kOneRow>(blocks_per_row);
   if (col >= params.cols) return;
   const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
   const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy);
@@ -98,14 +104,14 @@ __global__ void __launch_bounds__(kThreads)
   mul(activated, up).store(static_cast<T*>(params.y) + row * params.cols + col);
 }
 
-template <typename Act, typename T, int N>
-__global__ void __launch_bounds__(kThreads)
+template <typename Act, typename T, int N, bool kOneRow>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocksPerSm)
     glu_backward_kernel(const GluBackwardParams params, unsigned blocks_per_row, bool keep_inputs) {
   using V = Vec<T, N>;
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
-  const auto [row, col] = place<N>(blocks_per_row);
+  const auto [row, col] = place<N, kOneRow>(blocks_per_row);
   if (col >= params.cols) return;
   const V grad_y = V::load(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride + col, policy);
   const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
@@ -156,7 +162,10 @@ cudaError_t glu(const GluParams& given, Activation activation, Dtype dtype, cuda
                         rows_aligned(params.up, params.up_stride, params.rows, sizeof(T)) && is_aligned(params.y, 16);
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      return run(vector ? glu_kernel<Act, T, N> : glu_kernel<Act, T, 1>, params, vector ? N : 1, 3 * sizeof(T), stream);
+      const auto kernel = !vector           ? glu_kernel<Act, T, 1, false>
+                          : params.rows > 1 ? glu_kernel<Act, T, N, false>
+                                            : glu_kernel<Act, T, N, true>;
+      return run(kernel, params, vector ? N : 1, 3 * sizeof(T), stream);
     });
   });
 }
@@ -180,8 +189,10 @@ cudaError_t glu_backward(const GluBackwardParams& given, Activation activation, 
                         aligned(params.grad_gate, params.grad_stride) && aligned(params.grad_up, params.grad_stride);
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      return run(vector ? glu_backward_kernel<Act, T, N> : glu_backward_kernel<Act, T, 1>, params, vector ? N : 1,
-                 5 * sizeof(T), stream);
+      const auto kernel = !vector           ? glu_backward_kernel<Act, T, 1, false>
+                          : params.rows > 1 ? glu_backward_kernel<Act, T, N, false>
+                                            : glu_backward_kernel<Act, T, N, true>;
+      return run(kernel, params, vector ? N : 1, 5 * sizeof(T), stream);
     });
   });
 }
