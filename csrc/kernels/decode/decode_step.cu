@@ -12,7 +12,7 @@
 // the "megakernels" of Hazy Research (2025).
 //
 // What was found on an H200, with stamps of the global timer: bulk copies of whole rows (7 KB) reach 4.7 TB/s, of half
-// rows or through tensor maps 4.1. With everything under way that the ring has room for, every other access waits for
+// rows 4.1, through tensor maps 4.5. With everything under way that the ring has room for, every other access waits for
 // microseconds behind it; so a block has only some 90 KB under way, and less while blocks wait for each other. A
 // barrier of the grid costs 2 to 4 us then, so vectors are exchanged word by word (exchange.cuh). Rows dealt out to all
 // blocks in turns, or to whoever has time, were slower than a stretch of neighbours for each.

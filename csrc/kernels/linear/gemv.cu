@@ -18,7 +18,7 @@
 namespace llmk::kernels {
 namespace {
 
-constexpr int kWarps = 7, kThreads = 32 * kWarps;
+constexpr int kWarps = kGemvWarps, kThreads = 32 * kWarps;
 [[maybe_unused]] constexpr int kHeld = 4;  // vectors of x per thread on their way into shared memory
 constexpr int kSlotsPerWarp = 2, kSlots = kWarps * kSlotsPerWarp;
 // Two blocks fit an SM, so the next kernel begins while this one ends.
@@ -153,8 +153,7 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
     }
     float both[2] = {sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]};
     warp_sum(both, 32);
-    const float mine =
-        (lane % 2 ? both[1] : both[0]) * rstd;  // lane 0 goes on with the first row, lane 1 with the second
+    const float mine = (lane % 2 ? both[1] : both[0]) * rstd;  // lane 0 goes on with the first row, lane 1 the second
     T* const y = static_cast<T*>(a.y);
     if (a.swiglu) {
       if (lane == 0) y[first] = from_float<T>(swiglu<T>(mine, both[1] * rstd));

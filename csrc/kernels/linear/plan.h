@@ -54,10 +54,12 @@ struct LinearTuning {
   int chunks;           // at most
   size_t shared_bytes;  // at most; half of an SM lets the next kernel begin beside this one
   int rows;             // of the weight in a tile, at most
+  int ahead;            // chunks in the ring for each worker, at most
 };
 
 constexpr size_t kLinearBarrierBytes = 1024;
 constexpr int kLinearMaxStages = 56;
+constexpr int kLinearAnyAhead = kLinearMaxStages;
 // Barriers, then sums of squares by warp and token.
 constexpr size_t kLinearHeaderBytes = 3 * 1024;
 
@@ -110,6 +112,7 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   // tile's.
   const size_t slack = wgmma ? (plan.row_tiles * 64 - plan.boxes * plan.box_rows) * 128
                              : 2048 + (linear_token_tiles(shape.m) * 8 - shape.m) * 128;
+  int fitting = 0;  // stages in shared memory
   const auto lay_out = [&](int chunks) {
     plan.chunks = chunks;
     plan.k_stages = static_cast<int>(divide_up(k_chunks, chunks));
@@ -121,9 +124,12 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
     plan.norm_weight_bytes = shape.normalize ? plan.k_stages * chunks * 128 : 0;
     const size_t fixed =
         kLinearHeaderBytes + plan.norm_weight_bytes + (plan.alias ? 0 : round_up(partials, 16)) + slack;
-    const int fitting = static_cast<int>((tuning.shared_bytes - fixed) / plan.stage_bytes);
-    const int most = !wgmma && chunks > 2 ? 2 * plan.k_workers : kLinearMaxStages;
-    plan.stages = std::min(fitting, most) / plan.k_workers * plan.k_workers;
+    fitting = static_cast<int>((tuning.shared_bytes - fixed) / plan.stage_bytes);
+    // No more than there are, where a block has but one tile: then more blocks fit an SM, and the next kernel begins.
+    const bool one_tile = !wgmma && plan.tiles <= clusters[plan.cluster];
+    const int useful = one_tile ? round_up(plan.k_stages, plan.k_workers) : kLinearMaxStages;
+    const int ahead = static_cast<int>(divide_up(tuning.ahead, chunks)) * plan.k_workers;
+    plan.stages = std::min({fitting, useful, ahead, kLinearMaxStages}) / plan.k_workers * plan.k_workers;
     const size_t ring = static_cast<size_t>(plan.stages) * plan.stage_bytes;
     plan.shared_bytes = fixed + std::max(ring, plan.alias ? partials : 0);
   };
@@ -131,11 +137,11 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   const bool one_chunk = shape.k % kLinearChunk || (wgmma && plan.boxes == 2);
   int chunks = one_chunk ? 1 : static_cast<int>(std::min<int64_t>(tuning.chunks, k_chunks));
   const int wanted = wgmma ? 4 : 2 * plan.k_workers;
-  for (lay_out(chunks); plan.stages < wanted && chunks > 1;) lay_out(--chunks);
+  for (lay_out(chunks); fitting < wanted && chunks > 1;) lay_out(--chunks);
   return plan;
 }
 
-// The rest is as measured on an H200 with weights of 3584 x 3584, 4608 x 3584, 3584 x 18944, 37888 x 3584 (SwiGLU) and
+// The rest is as measured on an H200 with the weights of models of 0.5 to 8 billion parameters, 256 x 2048 to
 // 152064 x 3584, in rules about the rows that an SM gets: up to 128, or more.
 inline bool linear_has_many_rows(int64_t n, const int* clusters) { return n > int64_t{128} * clusters[1]; }
 // Whether the rows of two SMs fit one tile of wgmma.
@@ -144,8 +150,10 @@ inline bool linear_has_long_rows(int64_t k) { return k > 8192; }
 
 // mma.sync up to 16 tokens, which folds the norm. Where there are many rows, tiles of 96 are 2 to 5 % faster than the
 // tallest that fit; where there are few, stages of two chunks 11 to 27 % faster than of one, and two stages of three
-// chunks for each warp another 1 to 5 %, while one is 10 to 20 % slower and three are up to 5 %. For SwiGLU less is
-// under way at a time, which leaves more to the kernels around it.
+// chunks for each warp another 1 to 5 %, while one is 10 to 20 % slower and three are up to 5 %. Twice as large they
+// are another 4 to 43 % faster where rows are so few that the copying thread cannot keep up, 150 ns for each stage, but
+// K is long; short K has too few of them for the warps then, 4 to 12 % slower. For SwiGLU less is under way at a time,
+// which leaves more to the kernels around it.
 //
 // With wgmma and few rows, two SMs share a tile, which reads x half as often: 5 % if K is long or tokens are few, while
 // short K and many tokens are done sooner alone. Larger clusters and less shared memory (so that the next kernel may
@@ -154,15 +162,16 @@ inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters)
   constexpr size_t kLessShared = 160 * 1024, kShared = 200 * 1024, kMostShared = 225 * 1024;
   const bool many_rows = linear_has_many_rows(shape.n, clusters);
   if (shape.m <= kLinearMaxMmaTokens) {
-    if (many_rows) return {false, 1, 2, shape.swiglu ? kLessShared : kShared, 96};
-    return {false, 1, 3, kMostShared, 288};
+    if (many_rows) return {false, 1, 2, shape.swiglu ? kLessShared : kShared, 96, kLinearAnyAhead};
+    const int chunks = shape.n <= int64_t{20} * clusters[1] && shape.k > 2048 ? 6 : 3;
+    return {false, 1, chunks, kMostShared, 288, 2 * chunks};
   }
   if (many_rows) {
-    if (shape.m > 32) return {true, 1, 1, kShared, 288};
-    return {true, 1, 2, kMostShared, shape.swiglu ? 96 : 64};
+    if (shape.m > 32) return {true, 1, 1, kShared, 288, kLinearAnyAhead};
+    return {true, 1, 2, kMostShared, shape.swiglu ? 96 : 64, kLinearAnyAhead};
   }
   const bool pairs = linear_has_few_rows(shape.n, clusters) && (linear_has_long_rows(shape.k) || shape.m <= 32);
-  return {true, pairs ? 2 : 1, 2, kShared, 288};
+  return {true, pairs ? 2 : 1, 2, kShared, 288, kLinearAnyAhead};
 }
 
 }  // namespace llmk::kernels
