@@ -6,7 +6,7 @@ Kernels: csrc/kernels/activation/glu.cu, csrc/cpu/glu.cpp.
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, contiguous_like, differentiable_once, register_fake
+from llmkernels.ops._common import caller, contiguous_like, differentiable_once, register_autograd, register_fake
 
 _ops = torch.ops.llmkernels
 _swiglu, _swiglu_packed = caller("swiglu"), caller("swiglu_packed")
@@ -72,7 +72,6 @@ def _empty_half(gate_up: Tensor) -> Tensor:
 
 def _register(name: str) -> None:
     """Fakes and autograd of op `name` and of its packed form; what follows the tensors are options of the op."""
-    separate, packed = f"llmkernels::{name}", f"llmkernels::{name}_packed"
     separate_backward, packed_backward = getattr(_ops, f"{name}_backward"), getattr(_ops, f"{name}_packed_backward")
 
     register_fake(name, lambda gate, up, *options, **named: contiguous_like(gate))
@@ -102,8 +101,8 @@ def _register(name: str) -> None:
     def backward_packed(ctx, grad_y):
         return packed_backward(grad_y, *ctx.saved_tensors, *ctx.options), *(None for _ in ctx.options)
 
-    torch.library.register_autograd(separate, backward_separate, setup_context=setup_separate)
-    torch.library.register_autograd(packed, backward_packed, setup_context=setup_packed)
+    register_autograd(name, backward_separate, setup_separate)
+    register_autograd(f"{name}_packed", backward_packed, setup_packed)
 
 
 _register("swiglu")

@@ -6,7 +6,7 @@ Kernels: csrc/kernels/linear; composition of the rest: csrc/torch/linear.cpp.
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, differentiable_once, register_fake
+from llmkernels.ops._common import caller, differentiable_once, register_autograd, register_fake
 from llmkernels.ops.rms_norm import rms_norm
 
 _ops = torch.ops.llmkernels
@@ -98,7 +98,7 @@ def rms_norm_linear(
                 f"rms_norm_linear: {name} must have the dtype of rms_norm(x, norm_weight), {normed.dtype}, "
                 f"got {tensor.dtype}"
             )
-    return _linear(normed, weight, bias)
+    return _linear(normed, weight, bias, False)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -183,7 +183,5 @@ def _rms_norm_linear_backward(ctx, grad_y):
     return grad_x, grad_norm_weight, grad_weight, grad_bias, None, None, None, None
 
 
-torch.library.register_autograd("llmkernels::linear", _linear_backward, setup_context=_setup_linear)
-torch.library.register_autograd(
-    "llmkernels::rms_norm_linear", _rms_norm_linear_backward, setup_context=_setup_rms_norm_linear
-)
+register_autograd("linear", _linear_backward, _setup_linear)
+register_autograd("rms_norm_linear", _rms_norm_linear_backward, _setup_rms_norm_linear)

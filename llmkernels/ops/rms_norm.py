@@ -6,7 +6,7 @@ Kernels: csrc/kernels/norm, csrc/cpu/norm.cpp.
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, contiguous_like, differentiable_once, register_fake
+from llmkernels.ops._common import caller, contiguous_like, differentiable_once, register_autograd, register_fake
 
 _ops = torch.ops.llmkernels
 _rms_norm, _add_rms_norm = caller("rms_norm"), caller("add_rms_norm")
@@ -140,5 +140,5 @@ def _add_rms_norm_backward(ctx, grad_y, grad_sum):
     return grad_x, grad_x, grad_weight, None, None, None
 
 
-torch.library.register_autograd("llmkernels::rms_norm", _rms_norm_backward, setup_context=_setup_rms_norm)
-torch.library.register_autograd("llmkernels::add_rms_norm", _add_rms_norm_backward, setup_context=_setup_add_rms_norm)
+register_autograd("rms_norm", _rms_norm_backward, _setup_rms_norm)
+register_autograd("add_rms_norm", _add_rms_norm_backward, _setup_add_rms_norm)

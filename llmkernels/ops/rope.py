@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, differentiable_once, register_fake
+from llmkernels.ops._common import caller, differentiable_once, register_autograd, register_fake
 
 _ops = torch.ops.llmkernels
 _rope = caller("rope")
@@ -106,4 +106,4 @@ def _backward(ctx, grad_q, grad_k):
     return grad_q, grad_k, None, None, None, None, None, None
 
 
-torch.library.register_autograd("llmkernels::rope", _backward, setup_context=_setup_context)
+register_autograd("rope", _backward, _setup_context)
