@@ -37,28 +37,35 @@ SCHEMAS = {  # of the ops in csrc/torch/ops.cpp, and the arguments that follow t
 }
 
 
+@torch.no_grad()
 def measure(providers, device, effort):
     library = torch.library.Library("llmkernels_empty", "FRAGMENT")
+    # All of them first: a compiler's processes, which begin with the first function, would be in the way of the timing.
+    prepared = {name: prepare(library, name, providers, device) for name in CASES}
     rows = []
-    for name, keys in CASES.items():
-        op, case = OPS[name], Case(name, keys, DTYPE, bytes=0)
-        inputs = (*op.inputs(case, device), *op.shared(case, device))
-        with torch.no_grad():
-            functions = {"empty": empty(library, name, inputs, as_tuple(op.eager(*inputs)))}
-            for provider, entry in op.providers(case).items():
-                if provider not in providers:
-                    continue
-                try:
-                    function = partial(entry.forward(), *inputs)
-                    function()
-                    functions[provider] = function
-                except Exception as problem:
-                    report.warn(provider, problem)
-            times = timing.time_calls(functions, device, effort)
-        moved = sum(tensor.nbytes for tensor in (*inputs, *as_tuple(op.eager(*inputs))))
+    for name, (functions, moved) in prepared.items():
         common = {"op": OP, "function": name, "dtype": "bfloat16", "pass": "fwd", "timing": "wall", "bytes": moved}
+        times = timing.time_calls(functions, device, effort)
         rows += [{**common, "provider": provider, **timing.summary(samples)} for provider, samples in times.items()]
     return rows
+
+
+def prepare(library, name, providers, device):
+    """What to call, by provider, and the bytes that one call moves."""
+    op, case = OPS[name], Case(name, CASES[name], DTYPE, bytes=0)
+    inputs = (*op.inputs(case, device), *op.shared(case, device))
+    outputs = as_tuple(op.eager(*inputs))
+    functions = {"empty": empty(library, name, inputs, outputs)}
+    for provider, entry in op.providers(case).items():
+        if provider not in providers:
+            continue
+        try:
+            function = partial(entry.forward(), *inputs)
+            function()
+            functions[provider] = function
+        except Exception as problem:
+            report.warn(provider, problem)
+    return functions, sum(tensor.nbytes for tensor in (*inputs, *outputs))
 
 
 def empty(library, name, inputs, outputs):

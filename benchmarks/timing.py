@@ -34,7 +34,7 @@ Call = Callable[[], object]
 class Effort:
     """How much time a run may take."""
 
-    rounds: int = 8  # each round times every provider once, see in_turn()
+    rounds: int = 8  # about so many; each times every provider once, see balanced()
     replays: int = 4  # timed graph replays in a round
     launches: int = 8  # timed single launches in a round
     wall_us: float = 10_000  # length of a wall-clock sample
@@ -109,7 +109,7 @@ def time_graphs(subjects: dict[str, Subject], calls_per_replay: int, effort: Eff
 
     samples = {name: [] for name in subjects}
     counts = dict.fromkeys(subjects, 1)
-    for name in in_turn(subjects, effort.rounds):
+    for name in balanced(subjects, effort.rounds):
         # The first replay is no sample. It brings clocks and caches to the state that this provider leaves behind, and
         # it keeps the device busy while the next ones are enqueued: no launch latency is in what is timed.
         events = [replay(subjects[name]) for _ in range(1 + counts[name])][1:]
@@ -124,7 +124,7 @@ def time_events(subjects: dict[str, Subject], effort: Effort) -> dict[str, list[
     """Microseconds of single launches, each after the L2 cache was overwritten."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     samples = {name: [] for name in subjects}
-    for name in in_turn(subjects, effort.rounds):
+    for name in balanced(subjects, effort.rounds):
         subject = subjects[name]
         if subject.restore:
             subject.restore()
@@ -151,7 +151,7 @@ def time_wall(subjects: dict[str, Subject], device: torch.device, effort: Effort
     samples = {name: [] for name in subjects}
     counts = {}
     with garbage_collection_paused():
-        for name in in_turn(subjects, effort.rounds):
+        for name in balanced(subjects, effort.rounds):
             subject = subjects[name]
             calls = subject.calls[:64]
             if subject.restore:
@@ -167,7 +167,7 @@ def time_calls(functions: dict[str, Call], device: torch.device, effort: Effort)
     """Microseconds of CPU per call, without waiting for the device; batches too short to fill its launch queue."""
     samples = {name: [] for name in functions}
     with garbage_collection_paused():
-        for name in in_turn(functions, 4 * effort.rounds):
+        for name in balanced(functions, 4 * effort.rounds):
             function = functions[name]
             for _ in range(20):
                 function()
@@ -185,6 +185,12 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
     values = torch.tensor(samples, dtype=torch.float64)
     low, median, high = torch.quantile(values, torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
     return {"time_us": round(median, 4), "time_us_p10": round(low, 4), "time_us_p90": round(high, 4)}
+
+
+def balanced(names, rounds: int):
+    """Every name once a round, in about `rounds` rounds: as many as it takes for in_turn() to come out even."""
+    period = max(1, len(names) * (1 + len(names) % 2))
+    return in_turn(names, max(1, round(rounds / period)) * period)
 
 
 def in_turn(names, rounds: int):

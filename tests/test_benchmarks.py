@@ -148,3 +148,14 @@ def test_everybody_follows_everybody_else_equally_often(names, rounds):
     assert followed.keys() == set(permutations(names, 2))
     assert len(set(followed.values())) == 1
     assert len({one[0] for one in order}) == len(names)  # nobody always goes first
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("rounds", [3, 8, 32])
+def test_a_timer_takes_whole_turns(count, rounds):
+    names = list(range(count))
+    turns = list(timing.balanced(names, rounds))
+    assert Counter(turns) == dict.fromkeys(names, len(turns) // count)
+    followed = Counter(pair for start in range(0, len(turns), count) for pair in pairwise(turns[start : start + count]))
+    assert len(set(followed.values())) <= 1 and len(followed) == count * (count - 1)
+    assert len(turns) <= count * max(2 * count, 1.5 * rounds)
