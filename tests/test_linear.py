@@ -63,9 +63,12 @@ def test_activations_that_float16_holds_but_their_scaled_values_would_not(device
 @pytest.mark.gpu
 @every_narrow_dtype
 @every_m
-@pytest.mark.parametrize("n, k", [(4608, 512), (8192, 8456), (37888, 512), (50001, 200), (80000, 512)])
+@pytest.mark.parametrize("n, k", [(4608, 512), (8192, 8456), (37888, 512), (50001, 200), (73920, 512), (80000, 512)])
 def test_tall_weights(m, n, k, dtype):
-    """Tiles of two boxes, blocks with several tiles, tiles of wgmma that begin in one box and end in the next."""
+    """Tiles of two boxes, blocks with several tiles, tiles of wgmma that begin in one box and end in the next.
+
+    SwiGLU of 73920 rows: several tiles for each block, whose sums lie where the ring was.
+    """
     x, norm_weight, weight, bias = make(m, n, k, dtype, "cuda")
     compare(linear, F.linear, (x, weight, bias))
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))

@@ -38,7 +38,7 @@ CUDA_DECODE = [
         "csrc/kernels/linear/ring.cuh",
         "if (plan.alias) barrier_wait(layout.drained, drained);",
         "",
-        "tests/test_linear.py -k 'tall_weights and 80000'",
+        "tests/test_linear.py -k 'tall_weights and 73920'",
     ),
     Mutation(
         "cuda_linear_forgets_the_bias",
