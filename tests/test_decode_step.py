@@ -411,6 +411,18 @@ def test_deterministic():
             assert_same(run(torch.ops.llmkernels.decode_step, values), expected)
 
 
+def test_inputs_take_turns(device):
+    """What the step before has left behind, of the same size and in the same place, is not taken for this one's."""
+    values = make(1, torch.bfloat16, device, **LARGE)
+    both = [values, values | {"hidden": values["hidden"].flip(-1)}]
+    expected = [(check(inputs), run(torch.ops.llmkernels.decode_step, inputs)) for inputs in both]
+    for _ in range(20 if device == "cuda" else 1):
+        for inputs, (logits, wanted) in zip(both, expected, strict=True):
+            found = run(torch.ops.llmkernels.decode_step, inputs)
+            assert_same(found, wanted)
+            assert torch.equal(found[0], logits)
+
+
 @pytest.mark.gpu
 def test_models_take_turns():
     """The kernel leaves nothing behind on the device that a model of another size would stumble over."""
