@@ -78,6 +78,35 @@ def test_tall_weights(m, n, k, dtype):
 
 
 @pytest.mark.gpu
+@every_narrow_dtype
+@pytest.mark.parametrize(
+    "n, k",
+    [(2, 264), (1002, 2560), (16000, 40), (262, 2568), (40002, 2056), (4608, 3584), (1000, 5128), (1000, 10248),
+     (130, 20480), (130, 20488)],
+)  # fmt: skip
+def test_one_token(n, k, dtype):
+    """Of gemv.cu: every number of vectors per lane, K that ends anywhere in a warp's part, more rows than threads."""
+    x, norm_weight, weight, bias = make(1, n, k, dtype, "cuda")
+    compare(linear, F.linear, (x, weight, bias))
+    compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
+    compare(add, eager_add, (torch.randn(1, n, device="cuda").to(dtype), x, weight, bias))
+    compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
+
+
+@pytest.mark.gpu
+@every_m
+@pytest.mark.parametrize("k", [72, 200, 3080, 6152])
+def test_what_was_in_shared_memory_does_not_matter(m, k):
+    x, _, weight, _ = make(m, 264, k, torch.bfloat16, "cuda")
+    expected = linear(x, weight)
+    for columns in (2048, 8192):
+        nan = torch.full((4096, columns), torch.nan, device="cuda", dtype=torch.bfloat16)
+        assert linear(nan[:m], nan).isnan().all()
+        assert_same(linear(x, weight), expected)
+    assert expected.isfinite().all()
+
+
+@pytest.mark.gpu
 @every_m
 def test_a_vocabulary(m):
     x, norm_weight, weight, _ = make(m, 152064, 256, torch.bfloat16, "cuda", bias=False)

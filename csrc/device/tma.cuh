@@ -89,6 +89,19 @@ __device__ inline void tensor_prefetch_l2(const CUtensorMap& map, const int (&at
                "r"(at[1]), "r"(at[2]), "r"(at[3])
                : "memory");
 }
+// True for one lane of a whole warp. The compiler knows that it is one, and so issues a copy with operands that are the
+// same for all lanes as one instruction; behind `lane == 0` it is a loop over the lanes.
+__device__ inline bool elect() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}"
+      : "=r"(elected));
+  return elected;
+}
 // Orders ordinary accesses to shared memory before copies that are issued later.
 __device__ inline void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -1,10 +1,11 @@
 // Linear for one token: linear.cu's formulas with m = 1, by dot products.
 //
-// The columns of y are dealt out evenly to the blocks, and a block's rows of W two at a time to its warps (gate and up
-// for SwiGLU), so that a piece of x is read once for both. Every warp sums up whole rows and has a small ring of its
-// own in shared memory, into which it requests pieces of them, contiguous in memory; the first, if the weights are
-// settled (see linear.cu), before the kernel in front of this one has ended. x waits in shared memory, already
-// multiplied by the norm's weight; 1 / rms joins at the end.
+// The columns of y are dealt out evenly to the blocks, a column being a row of W, or for SwiGLU one of the gate and one
+// of the up projection; the columns of x to the warps of a block. A warp keeps its part of x in registers. Its part of
+// W comes by a ring of its own in shared memory, a few rows at a time, each contiguous in memory; the first ones, if
+// the weights are settled (see linear.cu), before the kernel in front of this one has ended. So no warp waits for
+// another, and all have the same to do whatever the number of rows is, until the sums of the warps are added up, in a
+// fixed order. The norm's weight is multiplied into x; 1 / rms joins at the end.
 #include "gemv.h"
 
 #include <algorithm>
@@ -13,26 +14,29 @@
 #include "device/swiglu.cuh"
 #include "device/tma.cuh"
 #include "device/vec.cuh"
+#include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 
 namespace llmk::kernels {
 namespace {
 
-constexpr int kWarps = kGemvWarps, kThreads = 32 * kWarps;
-[[maybe_unused]] constexpr int kHeld = 4;  // vectors of x per thread on their way into shared memory
-constexpr int kSlotsPerWarp = 2, kSlots = kWarps * kSlotsPerWarp;
-// Two blocks fit an SM, so the next kernel begins while this one ends.
-constexpr int kSharedBytes = 112 * 1024, kHeaderBytes = 512;
+constexpr int kMostSlots = 8;  // of a warp
+// Of shared memory, in bytes: a barrier per slot; a sum of squares per warp.
+constexpr int kSquares = 8 * kGemvWarps * kMostSlots, kHeaderBytes = 768;
+static_assert(kSquares + 4 * kGemvWarps <= kHeaderBytes);
+
+constexpr int kSlotVectors = 10;  // of eight elements of W, that a lane finds in a slot at most: 5 KiB
 
 struct Arguments {
   const void *x, *norm_weight, *weight, *bias;
   void* y;
   bool add, swiglu, fold, norm_offset, settled;
   int k;
-  int piece, pieces;  // elements of a row per slot; how many make up a row
   int share, rest;    // columns of y for each block; how many blocks have one more
-  int step;           // columns of y in a pair of rows
-  int64_t second;     // rows from the first of a pair to the second
+  int slots;          // of a warp
+  int pitch;          // floats between the sums of two warps
+  int ring;           // where it begins in shared memory
+  int64_t second;     // rows from the gate to the up projection
   int64_t row_bytes;  // between rows
   float eps;
 };
@@ -47,123 +51,143 @@ __device__ inline void dot(float (&sum)[2], const Vec<T, 8>& w, const float (&x)
   }
 }
 
+// What a column of y takes from memory beside its sums.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant__ Arguments a) {
+struct Addends {
+  T bias, before;
+
+  __device__ Addends(const Arguments& a, int column) {
+    if (a.bias) bias = static_cast<const T*>(a.bias)[column];
+    if (a.add) before = static_cast<const T*>(a.y)[column];
+  }
+};
+
+template <typename T, int kVectors>
+__global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
+    gemv_kernel(const __grid_constant__ Arguments a) {
 #if __CUDA_ARCH__ >= 900
   using V = Vec<T, 8>;
+  constexpr int kRows = kSlotVectors / kVectors, kPieceBytes = kVectors * 512, kSlotBytes = kRows * kPieceBytes;
   extern __shared__ __align__(128) unsigned char shared[];
-  float* const squares = reinterpret_cast<float*>(shared + 8 * kSlots);
-  V* const x = reinterpret_cast<V*>(shared + kHeaderBytes);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int slot_bytes = 4 * a.piece;
+  float* const squares = reinterpret_cast<float*>(shared + kSquares);
+  float* const sums = reinterpret_cast<float*>(shared + kHeaderBytes);
+  const int warps = static_cast<int>(blockDim.x) / 32, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // which tells the compiler: the same for all lanes
   const int block = static_cast<int>(blockIdx.x), begin = block * a.share + min(block, a.rest);
-  const int end = begin + a.share + (block < a.rest);
-  // This warp's part of the ring, and of the barriers.
-  unsigned char* const ring = shared + kHeaderBytes + (2 * a.k + 127) / 128 * 128 + warp * kSlotsPerWarp * slot_bytes;
-  const uint32_t full = shared_address(shared) + 8 * kSlotsPerWarp * warp;
-  // Requests the next piece of this warp's next pair of rows; the last one may lack its second.
-  int next = begin + warp * a.step, next_piece = 0;
+  const int columns = a.share + (block < a.rest), rows = a.swiglu ? 2 * columns : columns;
+  const int first = warp * kVectors * 256;  // of this warp's columns of x
+  const int piece_bytes = min(kPieceBytes, 2 * (a.k - first));
+  unsigned char* const ring = shared + a.ring + warp * a.slots * kSlotBytes;
+  const uint32_t full = shared_address(shared) + 8 * warp * a.slots;
+
+  // Requests this warp's pieces of the block's next rows: all of the gate, then all of the up projection.
+  const char* const gate = static_cast<const char*>(a.weight) + begin * a.row_bytes + 2 * first;
+  const char* const up = gate + (a.second - columns) * a.row_bytes;
+  int next = 0;
   const auto request = [&](int slot) {
-    if (next >= end) return;
-    if (lane == 0) {
-      const bool both = a.swiglu || next + 1 < end;
-      const char* const from = static_cast<const char*>(a.weight) + next * a.row_bytes + 2 * next_piece * a.piece;
-      const uint32_t bytes = 2 * min(a.piece, a.k - next_piece * a.piece);
-      const uint32_t to = shared_address(ring) + slot * slot_bytes, barrier = full + 8 * slot;
-      barrier_arrive_expecting(barrier, both ? 2 * bytes : bytes);
-      bulk_load(to, from, bytes, barrier, kEvictFirst);
-      if (both) bulk_load(to + 2 * a.piece, from + a.second * a.row_bytes, bytes, barrier, kEvictFirst);
+    const int count = min(kRows, rows - next);
+    if (count > 0 && elect()) {
+      const uint32_t barrier = full + 8 * slot, to = shared_address(ring) + slot * kSlotBytes;
+      barrier_arrive_expecting(barrier, count * piece_bytes);
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const int row = next + i;
+        bulk_load(to + i * kPieceBytes, (row < columns ? gate : up) + row * a.row_bytes, piece_bytes, barrier,
+                  kEvictFirst);
+      }
     }
-    if (++next_piece == a.pieces) next_piece = 0, next += kWarps * a.step;
+    next += kRows;
   };
-  if (lane == 0) {
-    for (int slot = 0; slot < kSlotsPerWarp; ++slot) barrier_init(full + 8 * slot, 1);
-    barrier_init_fence();
-  }
+  if (lane < a.slots) barrier_init(full + 8 * lane, 1);
+  barrier_init_fence();
   __syncwarp();
   if (!a.settled) pdl_wait();
-  for (int slot = 0; slot < kSlotsPerWarp; ++slot) request(slot);
+#pragma unroll 1
+  for (int slot = 0; slot < a.slots; ++slot) request(slot);
   // At once: later, blocks of the next kernel would crowd onto the SMs that are done first.
   pdl_launch_dependents();
+  // Where K ends within a piece, x is zero; so is what no copy fills, or it might be no number.
+#pragma unroll 1
+  for (int at = piece_bytes + 16 * lane; at < kPieceBytes; at += 512) {
+#pragma unroll 1
+    for (int row = 0; row < a.slots * kRows; ++row) *reinterpret_cast<uint4*>(ring + row * kPieceBytes + at) = {};
+  }
+  __syncwarp();
 
-  // x into shared memory, kHeld vectors per thread in flight; the first of the norm's weight are there before x is.
-  const int count = a.k / 8;
-  const auto load_all = [&](V(&vectors)[kHeld], const void* from, int first) {
+  V x[kVectors], norm_weight[kVectors];
+  const auto load_all = [&](V(&vectors)[kVectors], const void* from) {
 #pragma unroll
-    for (int v = 0; v < kHeld; ++v) {
-      const int i = first + v * kThreads + threadIdx.x;
-      if (i < count) vectors[v] = V::load(static_cast<const T*>(from) + i * 8);
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = first + v * 256 + lane * 8;
+      vectors[v] = column < a.k ? V::load(static_cast<const T*>(from) + column) : V::of([](int) { return 0.f; });
     }
   };
-  V norm_weight[kHeld], values[kHeld];
-  if (a.fold) load_all(norm_weight, a.norm_weight, 0);
+  if (a.fold) load_all(norm_weight, a.norm_weight);
   pdl_wait();
-  float sum[1] = {0.f};
-  for (int first = 0; first < count; first += kHeld * kThreads) {
-    load_all(values, a.x, first);
-    if (a.fold && first > 0) load_all(norm_weight, a.norm_weight, first);
-#pragma unroll
-    for (int v = 0; v < kHeld; ++v) {
-      const int i = first + v * kThreads + threadIdx.x;
-      if (i >= count) continue;
-      if (a.fold) {
-        const float offset = a.norm_offset ? 1.f : 0.f;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) sum[0] += values[v][e] * values[v][e];
-        values[v] = V::of([&](int e) { return values[v][e] * (offset + norm_weight[v][e]); });
-      }
-      *reinterpret_cast<uint4*>(x + i) = reinterpret_cast<const uint4&>(values[v]);
-    }
-  }
+  load_all(x, a.x);
+  Addends<T> addends(a, begin + min(static_cast<int>(threadIdx.x), columns - 1));  // long before they are needed
   if (a.fold) {
+    float sum[1] = {0.f};
+    const float offset = a.norm_offset ? 1.f : 0.f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum[0] += x[v][e] * x[v][e];
+      x[v] = V::of([&](int e) { return x[v][e] * (offset + norm_weight[v][e]); });
+    }
     warp_sum(sum, 32);
     if (lane == 0) squares[warp] = sum[0];
-  }
-  __syncthreads();
-  float rstd = 1.f;
-  if (a.fold) {
-    float total = 0.f;
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) total += squares[i];
-    rstd = rsqrtf(total * (1.f / static_cast<float>(a.k)) + a.eps);
   }
 
   int slot = 0;
   uint32_t phase = 0;
-  for (int first = begin + warp * a.step; first < end; first += kWarps * a.step) {
-    float sums[2][2] = {};
-    for (int p = 0; p < a.pieces; ++p) {
-      const int units = min(a.piece, a.k - p * a.piece) / 8;
-      const V* const w0 = reinterpret_cast<const V*>(ring + slot * slot_bytes);
-      const V* const w1 = w0 + a.piece / 8;
-      const V* const x0 = x + p * (a.piece / 8);
-      barrier_wait(full + 8 * slot, phase);
-#pragma unroll 4
-      for (int u = lane; u < units; u += 32) {
-        const V v = V::load(x0[u].data), first_row = V::load(w0[u].data), second_row = V::load(w1[u].data);
-        float wide[8];
+#pragma unroll 1
+  for (int row = 0; row < rows; row += kRows) {
+    float products[kRows][2] = {}, sum[kRows];
+    barrier_wait(full + 8 * slot, phase);
+    const V* const w = reinterpret_cast<const V*>(ring + slot * kSlotBytes) + lane;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) wide[e] = v[e];
-        dot(sums[0], first_row, wide);
-        dot(sums[1], second_row, wide);
-      }
-      __syncwarp();  // all have read it
-      request(slot);
-      if (++slot == kSlotsPerWarp) slot = 0, phase ^= 1;
+    for (int v = 0; v < kVectors; ++v) {
+      float wide[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) wide[e] = x[v][e];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) dot(products[r], V::load(w[(r * kVectors + v) * 32].data), wide);
     }
-    float both[2] = {sums[0][0] + sums[0][1], sums[1][0] + sums[1][1]};
-    warp_sum(both, 32);
-    const float mine = (lane % 2 ? both[1] : both[0]) * rstd;  // lane 0 goes on with the first row, lane 1 the second
-    T* const y = static_cast<T*>(a.y);
+    __syncwarp();  // all have read it
+    request(slot);
+    if (++slot == a.slots) slot = 0, phase ^= 1;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sum[r] = products[r][0] + products[r][1];
+    warp_sum(sum, 32);
+    float mine = 0.f;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) mine = lane == r ? sum[r] : mine;
+    if (lane < min(kRows, rows - row)) sums[warp * a.pitch + row + lane] = mine;
+  }
+  __syncthreads();
+
+  const auto add_up = [&](const float* from, int pitch) {
+    float total = 0.f;
+#pragma unroll
+    for (int i = 0; i < kGemvWarps; ++i) {
+      if (i < warps) total += from[i * pitch];
+    }
+    return total;
+  };
+  const float rstd = a.fold ? rsqrtf(add_up(squares, 1) * (1.f / static_cast<float>(a.k)) + a.eps) : 1.f;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < columns; i += static_cast<int>(blockDim.x)) {
+    if (i >= static_cast<int>(blockDim.x)) addends = Addends<T>(a, begin + i);
+    const float sum = add_up(sums + i, a.pitch) * rstd;
+    T result;
     if (a.swiglu) {
-      if (lane == 0) y[first] = from_float<T>(swiglu<T>(mine, both[1] * rstd));
-    } else if (lane < 2 && first + lane < end) {
-      const int column = first + lane;
-      const float bias = a.bias ? to_float(static_cast<const T*>(a.bias)[column]) : 0.f;
-      T result = from_float<T>(mine + bias);
-      if (a.add) result = from_float<T>(to_float(y[column]) + to_float(result));
-      y[column] = result;
+      result = from_float<T>(swiglu<T>(sum, add_up(sums + columns + i, a.pitch) * rstd));
+    } else {
+      result = from_float<T>(a.bias ? sum + to_float(addends.bias) : sum);
+      if (a.add) result = from_float<T>(to_float(addends.before) + to_float(result));
     }
+    static_cast<T*>(a.y)[begin + i] = result;
   }
 #endif
 }
@@ -173,11 +197,19 @@ __global__ void __launch_bounds__(kThreads, 2) gemv_kernel(const __grid_constant
 cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  const auto divide_up = [](int a, int b) { return (a + b - 1) / b; };
   const bool swiglu = p.epilogue == LinearEpilogue::kSwiglu;
-  const int k = static_cast<int>(p.k), ring = kSharedBytes - kHeaderBytes - (2 * k + 127) / 128 * 128;
-  const int most = ring / kSlots / 4 / 64 * 64;  // elements of a piece
-  const int pieces = (k + most - 1) / most, piece = ((k + pieces - 1) / pieces + 63) / 64 * 64;
-  const int out = static_cast<int>(swiglu ? p.n / 2 : p.n), blocks = std::min(device.sm_count, out);
+  const int k = static_cast<int>(p.k), out = static_cast<int>(swiglu ? p.n / 2 : p.n);
+  const int blocks = std::min(device.sm_count, out), rows = divide_up(out, blocks) * (swiglu ? 2 : 1);
+  int vectors = 1;
+  while (k > vectors * 256 * kGemvWarps) vectors *= 2;
+  const int warps = divide_up(k, vectors * 256), slot_rows = kSlotVectors / vectors;
+  const int slot_bytes = warps * slot_rows * vectors * 512;
+  const int ring = (kHeaderBytes + warps * rows * 4 + 127) / 128 * 128;
+  // Two blocks fit an SM where it has few weights to read. With more, a deep ring is worth more than an early start.
+  const bool few = int64_t{rows} * k * 2 <= 150 * 1024;
+  const int room = few ? 112 * 1024 - ring : 144 * 1024;
+  const int slots = std::min({room / slot_bytes, divide_up(rows, slot_rows), kMostSlots});
   const Arguments arguments{p.x,
                             p.norm_weight,
                             p.weight,
@@ -189,17 +221,22 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
                             p.norm.weight_offset != 0,
                             p.settled,
                             k,
-                            piece,
-                            pieces,
                             out / blocks,
                             out % blocks,
-                            swiglu ? 1 : 2,
-                            swiglu ? out : 1,
+                            slots,
+                            rows,
+                            ring,
+                            out,
                             p.weight_stride * 2,
                             static_cast<float>(p.norm.eps)};
-  const size_t shared = kHeaderBytes + (2 * k + 127) / 128 * 128 + static_cast<size_t>(kSlots) * 4 * piece;
-  const LaunchShape shape{blocks, dim3(kThreads), shared};
-  return launch(dtype == Dtype::kFloat16 ? gemv_kernel<__half> : gemv_kernel<__nv_bfloat16>, shape, stream, arguments);
+  const LaunchShape shape{blocks, dim3(32 * warps),
+                          static_cast<size_t>(ring) + static_cast<size_t>(slots) * slot_bytes};
+  const auto launch_as = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return dispatch_int<1, 2, 4, 8>(
+        vectors, [&](auto count) { return launch(gemv_kernel<T, decltype(count)::value>, shape, stream, arguments); });
+  };
+  return dtype == Dtype::kFloat16 ? launch_as(TypeTag<__half>{}) : launch_as(TypeTag<__nv_bfloat16>{});
 }
 
 }  // namespace llmk::kernels
