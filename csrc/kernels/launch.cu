@@ -61,12 +61,12 @@ cudaError_t device_info(DeviceInfo& info) {
   if (device >= kMaxDevices) return cudaErrorInvalidDevice;
   if (!known[device].load(std::memory_order_acquire)) {
     const std::lock_guard lock(mutex);
-    int sm_count = 0, major = 0, minor = 0, shared_bytes = 0, l2_bytes = 0, cooperative = 0;
+    int sm_count = 0, major = 0, minor = 0, shared_bytes = 0, l2_bytes = 0;
     for (const auto& [value, attribute] :
          {std::pair{&sm_count, cudaDevAttrMultiProcessorCount}, std::pair{&major, cudaDevAttrComputeCapabilityMajor},
           std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
           std::pair{&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-          std::pair{&l2_bytes, cudaDevAttrL2CacheSize}, std::pair{&cooperative, cudaDevAttrCooperativeLaunch}}) {
+          std::pair{&l2_bytes, cudaDevAttrL2CacheSize}}) {
       const cudaError_t status = cudaDeviceGetAttribute(value, attribute, device);
       if (status != cudaSuccess) return status;
     }
@@ -77,7 +77,6 @@ cudaError_t device_info(DeviceInfo& info) {
              std::min(major * 10 + minor, code),
              static_cast<size_t>(shared_bytes),
              static_cast<size_t>(l2_bytes),
-             cooperative != 0,
              {}};
     count_clusters(found);
     known[device].store(true, std::memory_order_release);

@@ -13,7 +13,6 @@ struct DeviceInfo {
   int compute_capability;  // 90 for sm_90; less than the device's where the code is for less, see launch.cu
   size_t shared_bytes;     // of one block at most
   size_t l2_bytes;
-  bool cooperative;  // has cooperative launches
   // clusters[n]: how many clusters of n blocks, each block on an SM of its own, run at the same time, for n = 1, 2, 4,
   // 8, 16; fewer than sm_count / n where the groups of SMs that a cluster may span have other sizes, none if unknown.
   int clusters[17];
@@ -29,8 +28,7 @@ struct LaunchShape {
   // Whether the kernel may begin while its predecessor ends. Not for a grid that is to stay on the device as a whole:
   // blocks that come early crowd onto the SMs which happen to have room, and stay there.
   bool may_overlap = true;
-  int cluster = 1;           // blocks that run at the same time and share memory; more than one from sm_90 on
-  bool cooperative = false;  // all blocks run at the same time, and begin when the predecessor has ended
+  int cluster = 1;  // blocks that run at the same time and share memory; more than one from sm_90 on
 };
 
 // Starts `kernel` with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
@@ -51,10 +49,7 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   if (status == cudaSuccess) {
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;
-    if (shape.cooperative) {
-      attributes[count].id = cudaLaunchAttributeCooperative;
-      attributes[count++].val.cooperative = 1;
-    } else if (shape.may_overlap && device.compute_capability >= 90) {
+    if (shape.may_overlap && device.compute_capability >= 90) {
       attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
       attributes[count++].val.programmaticStreamSerializationAllowed = 1;
     }

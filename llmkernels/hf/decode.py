@@ -6,9 +6,8 @@
 A step reads the model as it is when a call begins. Nothing of it is kept longer than the call but addresses, against
 which a graph is checked before it is used again: weights that moved, or a cache that grew, make a new one.
 
-The op is a single launch for one sequence in bfloat16 on a GPU of compute capability 9.0, with heads of 64 or 128
-elements of which up to 8 share a key. Else it is five launches per layer there for up to 16 sequences in bfloat16, and
-seven where the norms are launches of their own: for more sequences, and in float16. Other GPUs take more.
+The op is five launches per layer on a GPU of compute capability 9.0 for up to 16 sequences in bfloat16, and seven where
+the norms are launches of their own: for more sequences, and in float16. Other GPUs take more.
 """
 
 import weakref

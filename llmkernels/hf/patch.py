@@ -40,10 +40,9 @@ def patch(
         gated_mlp: patch the gated MLPs, with silu, gelu or gelu_pytorch_tanh.
         add_rms_norm: fuse the residual add after attention into the norm behind it, in each decoder layer.
         decode: generate by the decode step: greedy search and sampling of ``model.generate`` and
-            ``llmkernels.generate``, for up to 64 sequences; one bfloat16 sequence on compute capability 9.0 takes a
-            single launch per token. The first such call packs q|k|v and gate|up of each layer into one storage, with
-            the parameters as views into it; a CUDA graph that somebody captured before then no longer has the weights.
-            The cache and the graphs of the last call are kept for the next one.
+            ``llmkernels.generate``, for up to 64 sequences. The first such call packs q|k|v and gate|up of each layer
+            into one storage, with the parameters as views into it; a CUDA graph that somebody captured before then no
+            longer has the weights. The cache and the graphs of the last call are kept for the next one.
 
     Returns:
         a PatchHandle. Its `report()` says what runs on which kernel, and why anything was left alone.

@@ -3,8 +3,8 @@
 from .mutation import Mutation
 
 LINEAR, LINEAR_RESULTS = "csrc/kernels/linear/linear.cu", "csrc/kernels/linear/epilogue.cuh"
-SAMPLING, KV_WRITE = "csrc/kernels/sampling/sample.cu", "csrc/kernels/attention/rope_kv_write.cu"
-STEP, STEP_ATTENTION = "csrc/kernels/decode/decode_step.cu", "csrc/kernels/decode/attend.cuh"
+GEMV, SAMPLING = "csrc/kernels/linear/gemv.cu", "csrc/kernels/sampling/sample.cu"
+KV_WRITE = "csrc/kernels/attention/rope_kv_write.cu"
 ATTENTION_WORK, ATTENTION_MERGE = "csrc/kernels/attention/work.cuh", "csrc/kernels/attention/merge.cuh"
 
 CUDA_DECODE = [
@@ -75,10 +75,34 @@ CUDA_DECODE = [
     Mutation(
         "cuda_gemv_does_not_wait",
         "one token is read while the kernel before still writes it",
-        "csrc/kernels/linear/gemv.cu",
+        GEMV,
         "  pdl_wait();\n",
         "",
         "tests/test_linear_execution.py -k chain_of_overlapping_launches -m gpu",
+    ),
+    Mutation(
+        "cuda_gemv_loses_a_warp",
+        "the sums of a block's last warp are left out",
+        GEMV,
+        "if (i < warps) total += from[i * pitch];",
+        "if (i == 0 || i + 1 < warps) total += from[i * pitch];",
+        "tests/test_linear.py -k test_one_token",
+    ),
+    Mutation(
+        "cuda_gemv_multiplies_what_was_there",
+        "what no copy fills is left as another kernel has left it",
+        GEMV,
+        "*reinterpret_cast<uint4*>(ring + row * kPieceBytes + at) = {};",
+        "{}",
+        "tests/test_linear.py -k what_was_in_shared_memory",
+    ),
+    Mutation(
+        "cuda_gemv_takes_a_gate_for_up",
+        "the first row of a block's part of the up projection is another one",
+        GEMV,
+        "(row < columns ? gate : up)",
+        "(row <= columns ? gate : up)",
+        "tests/test_linear.py -k test_one_token",
     ),
     Mutation(
         "cuda_linear_takes_weights_for_settled",
@@ -87,78 +111,6 @@ CUDA_DECODE = [
         "                      settled};",
         "                      settled || true};",
         "tests/test_linear_execution.py -k just_written -m gpu",
-    ),
-    Mutation(
-        "cuda_step_lost_residual",
-        "a decode step replaces the hidden state instead of adding to it",
-        STEP,
-        "kept = __hadd2_rn(kept, change);",
-        "kept = change;",
-        "tests/test_decode_step.py -k 'against_float64 and cuda and bfloat16'",
-    ),
-    Mutation(
-        "cuda_step_normalizes_by_another_weight",
-        "the head takes the norm of a layer",
-        STEP,
-        "static_cast<int>(p.layers)), p.norm, ",
-        "static_cast<int>(p.layers)), p.layer[0].post_norm, ",
-        "tests/test_decode_step.py -k 'against_float64 and cuda and bfloat16'",
-    ),
-    Mutation(
-        "cuda_step_does_not_wait_for_the_grid",
-        "the activated vector is read while other blocks still write it",
-        STEP,
-        "    barrier.wait();\n",
-        "",
-        "tests/test_decode_step.py -k 'inputs_take_turns and cuda'",
-    ),
-    Mutation(
-        "cuda_step_takes_words_of_another_layer",
-        "an exchanged vector is taken for that of this layer though it is of the one before",
-        "csrc/kernels/decode/exchange.cuh",
-        "return static_cast<unsigned>(word >> 32) == number;",
-        "return static_cast<unsigned>(word >> 32) != 0;",
-        "tests/test_decode_step.py -k 'against_float64 and cuda and bfloat16'",
-    ),
-    Mutation(
-        "cuda_step_loses_the_last_piece",
-        "where a row of a weight comes in several pieces, the last is not added",
-        "csrc/kernels/decode/linear.cuh",
-        "for (int i = 0; i < l.pieces; ++i) sum +=",
-        "for (int i = 0; i < max(l.pieces - 1, 1); ++i) sum +=",
-        "tests/test_decode_step.py -k 'test_shapes and 5504 and cuda'",
-    ),
-    Mutation(
-        "cuda_step_drops_a_tile_of_keys",
-        "the last keys, where they do not fill a tile, are left out",
-        STEP_ATTENTION,
-        "tile < last; tile = tile_of(++i)",
-        "tile + kStepTile <= last; tile = tile_of(++i)",
-        "tests/test_decode_step.py -k 'test_lengths and cuda'",
-    ),
-    Mutation(
-        "cuda_step_adds_unscaled_sums",
-        "the sums of the softmaxes of several warps and blocks are added as if they had one maximum",
-        STEP_ATTENTION,
-        "sum += weight * softmax[i].y;",
-        "sum += softmax[i].y;",
-        "tests/test_decode_step.py -k 'test_lengths and cuda'",
-    ),
-    Mutation(
-        "cuda_step_shares_a_cache",
-        "all layers use the cache of the first",
-        STEP_ATTENTION,
-        "layer(params.layer[index])",
-        "layer(params.layer[0 * index])",
-        "tests/test_decode_step.py -k 'against_float64 and cuda and bfloat16'",
-    ),
-    Mutation(
-        "cuda_step_rotates_too_far",
-        "the new token gets the angles of the next position",
-        STEP_ATTENTION,
-        "A::load(p.rope, *p.position, ",
-        "A::load(p.rope, *p.position + 1, ",
-        "tests/test_decode_step.py -k 'against_float64 and cuda and bfloat16'",
     ),
     Mutation(
         "cuda_attention_adds_unscaled_sums",
