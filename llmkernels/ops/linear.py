@@ -70,9 +70,8 @@ def rms_norm_linear(
         y, (..., N).
 
     The norm is folded into the kernel of :func:`linear` for bfloat16 with a ``norm_weight``, ``weight_offset`` 0 or 1,
-    K up to 16384 and up to 16 rows (on compute capability 9.0 only 8 where N is more than 288 per multiprocessor, as
-    that of a vocabulary is). The normalized x never reaches memory then: x times the norm's weight is rounded once and
-    multiplied by W, and the float32 sum by 1 / rms. That is one rounding fewer than either value of
+    K up to 16384 and up to 16 rows. The normalized x never reaches memory then: x times the norm's weight is rounded
+    once and multiplied by W, and the float32 sum by 1 / rms. That is one rounding fewer than either value of
     ``cast_before_weight`` asks for. Everywhere else this is :func:`rms_norm`, then :func:`linear`.
 
     Differentiable: once, in all four tensors; saves them, nothing else.

@@ -22,10 +22,10 @@ namespace llmk::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-// Each activation's kBlocksPerSm leaves its forward enough registers to request both operands before the arithmetic is
-// under way. Without a bound the compiler saves some by loading the second one halfway through.
 constexpr int kBackwardBlocksPerSm = 5;
 
+// The activations. Each one's kBlocksPerSm leaves its forward enough registers to request both operands before the
+// arithmetic is under way. Without a bound the compiler saves some by loading the second one halfway through.
 struct Silu {
   static constexpr int kBlocksPerSm = 8;
   template <typename T>

@@ -15,7 +15,8 @@ constexpr int kLinearMaxTokens = 64, kLinearMaxMmaTokens = 16;
 constexpr int kLinearWarps = 6;           // that compute with mma.sync; one more copies
 constexpr int kLinearWarpgroups = 2;      // that compute with wgmma
 constexpr int kLinearTilesPerWorker = 3;  // of 16 or 64 rows each
-constexpr int kLinearChunk = 64;          // elements of K: one swizzled row of 128 bytes
+constexpr int kLinearMaxStages = 56;
+constexpr int kLinearChunk = 64;  // elements of K: one swizzled row of 128 bytes
 
 struct LinearPlan {
   bool wgmma;
@@ -50,16 +51,14 @@ struct LinearShape {
 // What is chosen as it was measured, see choose_tuning().
 struct LinearTuning {
   bool wgmma;
-  int cluster;          // 1, 2, 4 or 8
-  int chunks;           // at most
-  size_t shared_bytes;  // at most; half of an SM lets the next kernel begin beside this one
-  int rows;             // of the weight in a tile, at most
-  int ahead;            // chunks in the ring for each worker, at most
+  int cluster;                   // 1, 2, 4 or 8
+  int chunks;                    // at most
+  size_t shared_bytes;           // at most; half of an SM lets the next kernel begin beside this one
+  int rows;                      // of the weight in a tile, at most
+  int ahead = kLinearMaxStages;  // chunks in the ring for each worker, at most
 };
 
 constexpr size_t kLinearBarrierBytes = 1024;
-constexpr int kLinearMaxStages = 56;
-constexpr int kLinearAnyAhead = kLinearMaxStages;
 // Barriers, then sums of squares by warp and token.
 constexpr size_t kLinearHeaderBytes = 3 * 1024;
 
@@ -162,16 +161,16 @@ inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters)
   constexpr size_t kLessShared = 160 * 1024, kShared = 200 * 1024, kMostShared = 225 * 1024;
   const bool many_rows = linear_has_many_rows(shape.n, clusters);
   if (shape.m <= kLinearMaxMmaTokens) {
-    if (many_rows) return {false, 1, 2, shape.swiglu ? kLessShared : kShared, 96, kLinearAnyAhead};
+    if (many_rows) return {false, 1, 2, shape.swiglu ? kLessShared : kShared, 96};
     const int chunks = shape.n <= int64_t{20} * clusters[1] && shape.k > 2048 ? 6 : 3;
     return {false, 1, chunks, kMostShared, 288, 2 * chunks};
   }
   if (many_rows) {
-    if (shape.m > 32) return {true, 1, 1, kShared, 288, kLinearAnyAhead};
-    return {true, 1, 2, kMostShared, shape.swiglu ? 96 : 64, kLinearAnyAhead};
+    if (shape.m > 32) return {true, 1, 1, kShared, 288};
+    return {true, 1, 2, kMostShared, shape.swiglu ? 96 : 64};
   }
   const bool pairs = linear_has_few_rows(shape.n, clusters) && (linear_has_long_rows(shape.k) || shape.m <= 32);
-  return {true, pairs ? 2 : 1, 2, kShared, 288, kLinearAnyAhead};
+  return {true, pairs ? 2 : 1, 2, kShared, 288};
 }
 
 }  // namespace llmk::kernels
