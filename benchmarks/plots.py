@@ -42,7 +42,7 @@ LABELS = {
 }
 OPS = {"rms_norm": "RMSNorm", "add_rms_norm": "add + RMSNorm", "rope": "RoPE", "swiglu": "SwiGLU", "geglu": "GEGLU"}
 MARKS = {"quack": "D", "flashinfer": "^"}
-WHOLE_STEP = "step, one launch"  # a decode_part that the others make up
+WHOLE_STEP = "step"  # a decode_part that the others make up
 PAPER_GB_S = {"NVIDIA H200": 4800}
 STYLE = {
     "font.size": 9,
@@ -212,8 +212,8 @@ def parts(axes, rows: Rows, steps: Rows) -> None:
         for row in pick(steps, provider=OURS, batch=batch, context=512):
             axes.plot([row["time_us"] / 1e3] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2)
     axes.set_yticks(range(len(batches)), [f"batch {batch}" for batch in batches])
-    axes.set(title="one step, context 512: its launches timed alone, and (black) the step as generate takes it; "
-                   "(dashed) as one launch",
+    axes.set(title="one step, context 512: its launches timed alone; (dashed) all of them in one graph; "
+                   "(black) the step as generate takes it",
              xlabel="ms")  # fmt: skip
 
 

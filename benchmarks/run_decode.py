@@ -78,14 +78,15 @@ class Bench:
         self.facts: dict[str, dict] = {}
 
     def measure(self):
-        """Rows, size by size: first those that compare, so that a run that is cut short has them."""
+        """Rows, size by size: first those that compare, last what takes longest, so that a run may be cut short."""
         import llmkernels
 
         functions = {"llmkernels": self.lean, "generate": self.generate}
-        slow = {"eager": self.forward_loop, "eager_generate": self.generate, "static_compile": self.static}
+        slow = {"eager": self.forward_loop, "eager_generate": self.generate}
         compared = [size for size in self.sizes if size in SLOW_SIZES or self.device.type == "cpu"]
         others = [size for size in self.sizes if size not in compared]
-        with report.progress(2 + len(compared) + len(self.sizes)) as begin, torch.no_grad():
+        compiled = [size for size in compared if size in COMPILED_SIZES and "static_compile" in self.providers]
+        with report.progress(2 + len(compared) + len(self.sizes) + len(compiled)) as begin, torch.no_grad():
             begin("logits")
             if fits_in_float32(self.model):
                 self.compare_logits()
@@ -93,8 +94,7 @@ class Bench:
                 report.console.print("  no room for the model in float32, to which logits would be compared")
             for batch, context in compared:
                 begin(f"batch {batch}, context {context}, unpatched")
-                allowed = [name for name in slow if name != "static_compile" or (batch, context) in COMPILED_SIZES]
-                yield self.rows({name: slow[name] for name in allowed}, batch, context)
+                yield self.rows(slow, batch, context)
             with llmkernels.patch(self.model):
                 begin("parts of a step")  # first, so that the GPU is warm
                 yield self.waterfall()
@@ -104,6 +104,9 @@ class Bench:
                 for batch, context in others:
                     begin(f"batch {batch}, context {context}, patched")
                     yield self.rows(functions, batch, context)
+            for batch, context in compiled:
+                begin(f"batch {batch}, context {context}, compiled")
+                yield self.rows({"static_compile": self.static}, batch, context)
 
     def rows(self, functions: dict[str, Callable], batch: int, context: int) -> list[dict]:
         found = []
@@ -245,7 +248,7 @@ class Bench:
         return found
 
     def launches(self, cache) -> dict[str, list[Callable]]:
-        """The calls that `decode_step` is composed of, for every layer; for one sequence also the op itself."""
+        """The calls that `decode_step` is composed of, for every layer, and the op itself."""
         from llmkernels.hf.decode import decoder
         from llmkernels.hf.trunk import pack, trunk
 
@@ -277,8 +280,7 @@ class Bench:
             calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None, True))
         head = [given[name] for name in ("norm", "head", "head_bias")]
         calls["head"].append(partial(ops.rms_norm_linear, hidden, *head, *norm, True))
-        if batch == 1:
-            calls[plots.WHOLE_STEP] = [partial(ops.decode_step, hidden, **given)]
+        calls[plots.WHOLE_STEP] = [partial(ops.decode_step, hidden, **given)]
         return calls
 
     # ----

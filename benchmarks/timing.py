@@ -23,7 +23,7 @@ TOUCHED_BYTES = 320e6  # distinct bytes of inputs in one replay; the L2 cache of
 # kernel before has just written the row; from memory (24576 sets) every provider takes 0.2 to 0.3 us longer.
 MAX_SETS = 1024
 REPLAY_US = 2000  # a replay this long makes the 3-5 us around a graph launch invisible
-LONG_REPLAY_MS = 10  # many thousand calls: one such replay a round is enough
+LONG_REPLAY_MS, MANY_CALLS = 10, 100  # one such replay a round is enough, if it is of so many calls
 FLUSH_BYTES = 1 << 30  # its 0.3 ms on the device also give the CPU time to enqueue the call to be timed
 PEAK_BYTES_PER_US = 4.5e6  # no current GPU moves more; only sets how long a plan is
 
@@ -116,7 +116,8 @@ def time_graphs(subjects: dict[str, Subject], calls_per_replay: int, effort: Eff
         torch.cuda.synchronize()
         times_ms = [start.elapsed_time(end) for start, end in events]
         samples[name] += [time_ms * 1e3 / calls_per_replay for time_ms in times_ms]
-        counts[name] = effort.replays if max(times_ms) < LONG_REPLAY_MS else 1
+        long = max(times_ms) >= LONG_REPLAY_MS and calls_per_replay >= MANY_CALLS
+        counts[name] = 1 if long else effort.replays
     return samples
 
 
