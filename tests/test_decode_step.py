@@ -343,7 +343,6 @@ def test_lists_of_other_lengths(device, name):
     ],
 )
 def test_errors(device, name, change, message):
-    """Of the last layer."""
     values = make(1, torch.bfloat16, device)
     wrong = [*values[name][:-1], change(values[name][-1])] if isinstance(values[name], list) else change(values[name])
     with pytest.raises(RuntimeError, match=message):
