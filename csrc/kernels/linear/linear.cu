@@ -5,11 +5,12 @@
 // Moves n k elements of W, once, and that is its time: everything else is arranged around never letting the memory
 // rest.
 //
-// For one token there is gemv.cu, but for some shapes. Here one warp copies boxes of W (and of x, which stays in the L2
-// cache) into a ring in shared memory, always as far ahead as there is room (ring.cuh). The other warps multiply, by
-// mma.sync (up to 16 tokens) or by wgmma (multiply_*.cuh), W as the operand of many rows. K is split over the blocks of
-// a cluster, and over warps (see plan.h); the partial sums meet in shared memory and are added in a fixed order
-// (epilogue.cuh). mma.sync may normalize x on the way out of shared memory; for wgmma that is a launch before.
+// One token is for gemv.cu, unless k is too large for it or W has many short rows (gemv_pays). Here one warp copies
+// boxes of W (and of x, which stays in the L2 cache) into a ring in shared memory, always as far ahead as there is room
+// (ring.cuh). The other warps multiply, by mma.sync (up to 16 tokens) or by wgmma (multiply_*.cuh), W as the operand of
+// many rows. K is split over the blocks of a cluster, and over warps (see plan.h); the partial sums meet in shared
+// memory and are added in a fixed order (epilogue.cuh). mma.sync may normalize x on the way out of shared memory; for
+// wgmma that is a launch before.
 //
 // Overlap with the predecessor (programmatic dependent launch): a caller that knows the weights to have been complete
 // before the predecessor could begin says `settled`; then the norm's weight and the first boxes of W are under way
