@@ -155,11 +155,18 @@ def test_second_device_while_the_first_is_current():
 
 # Weights that are promised to be complete, and weights that are not.
 
+
+def linear_add(residual, x, weight, **options):
+    _op.linear_add_(residual, x, weight, **options)
+    return residual
+
+
+# of a residual, x, norm_weight and weight; `linear_add_` changes the residual
 CALLS = {
-    "linear": lambda residual, x, norm_weight, weight: linear(x, weight),
-    "rms_norm_linear": lambda residual, x, norm_weight, weight: rms_norm_linear(x, norm_weight, weight),
-    "linear_add_": lambda residual, x, norm_weight, weight: _op.linear_add_(residual, x, weight) or residual,
-    "rms_norm_swiglu_linear": lambda residual, *inputs: _op.rms_norm_swiglu_linear(*inputs),
+    "linear": lambda residual, x, norm, *weight, **options: linear(x, *weight, **options),
+    "rms_norm_linear": lambda residual, *inputs, **options: rms_norm_linear(*inputs, **options),
+    "linear_add_": lambda residual, x, norm, *weight, **options: linear_add(residual, x, *weight, **options),
+    "rms_norm_swiglu_linear": lambda residual, *inputs, **options: _op.rms_norm_swiglu_linear(*inputs, **options),
 }
 
 
@@ -177,26 +184,20 @@ def test_settled_weights(device, m):
     assert_same(_op.rms_norm_swiglu_linear(*inputs, settled=True), _op.rms_norm_swiglu_linear(*inputs))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("m", [1, 8, 32])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_weights_that_the_kernel_before_has_just_written(call, m, captured):
-    """That kernel takes long, lets the next one begin at once and leaves room for it; what it writes to is where the
-    weights of the call before were."""
-    n, k = 512, 64
-    x = scaled_rows(m, k, dtype=torch.bfloat16, device="cuda")
+def check_behind_a_long_kernel(call, m, n, width, captured):
+    """call(residual [m, n], written [width]) right behind a kernel that takes long to write `written`, lets the next
+    one begin at once and leaves room for it; and what it writes to is where its result before was."""
     token, sources = make(1, 8, 1024, torch.bfloat16, "cuda")[0], []
     for _ in range(3):
-        sources.append(make(1, k + n * k, 1024, torch.bfloat16, "cuda")[2])
+        sources.append(make(1, width, 1024, torch.bfloat16, "cuda")[2])
 
     def chain(synchronize):
         results, places = [], set()
-        for source, residual in zip(sources * 2, torch.zeros(6, m, n, dtype=x.dtype, device="cuda"), strict=True):
+        for source, residual in zip(sources * 2, torch.zeros(6, m, n, dtype=token.dtype, device="cuda"), strict=True):
             written = linear(token, source)[0]
             if synchronize:
                 torch.cuda.synchronize()
-            results.append(call(residual, x, written[:k], written[k:].view(n, k)))
+            results.append(call(residual, written))
             places.add(written.data_ptr())
             del written
         assert len(places) < len(results)
@@ -215,3 +216,38 @@ def test_weights_that_the_kernel_before_has_just_written(call, m, captured):
             torch.cuda._sleep(5_000_000)  # about 2.5 ms, in which all launches are made
             found = chain(False)
         assert_same(found, expected)
+
+
+in_a_graph_or_not = pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+by_every_kernel = pytest.mark.parametrize("m", [1, 8, 32])
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+
+
+@pytest.mark.gpu
+@in_a_graph_or_not
+@by_every_kernel
+@every_call
+def test_weights_that_the_kernel_before_has_just_written(call, m, captured):
+    n, k = 512, 64
+    x = scaled_rows(m, k, dtype=torch.bfloat16, device="cuda")
+
+    def behind(residual, written):
+        return call(residual, x, written[:k], written[k:].view(n, k))
+
+    check_behind_a_long_kernel(behind, m, n, k + n * k, captured)
+
+
+@pytest.mark.gpu
+@in_a_graph_or_not
+@by_every_kernel
+@every_call
+def test_x_that_the_kernel_before_has_just_written(call, m, captured):
+    """With settled weights, the only ones that may be read before x is there; x is what is written last."""
+    n, k = 512, 64
+    _, norm_weight, weight, _ = make(m, n, k, torch.bfloat16, "cuda")
+    torch.cuda.synchronize()
+
+    def behind(residual, written):
+        return call(residual, written[-m * k :].view(m, k), norm_weight, weight, settled=True)
+
+    check_behind_a_long_kernel(behind, m, n, k + n * k, captured)

@@ -3,7 +3,8 @@
 from .mutation import Mutation
 
 LINEAR, LINEAR_RESULTS = "csrc/kernels/linear/linear.cu", "csrc/kernels/linear/epilogue.cuh"
-GEMV, SAMPLING = "csrc/kernels/linear/gemv.cu", "csrc/kernels/sampling/sample.cu"
+LINEAR_RING, GEMV = "csrc/kernels/linear/ring.cuh", "csrc/kernels/linear/gemv.cu"
+SAMPLING = "csrc/kernels/sampling/sample.cu"
 KV_WRITE = "csrc/kernels/attention/rope_kv_write.cu"
 ATTENTION_WORK, ATTENTION_MERGE = "csrc/kernels/attention/work.cuh", "csrc/kernels/attention/merge.cuh"
 
@@ -78,7 +79,15 @@ CUDA_DECODE = [
         GEMV,
         "  pdl_wait();\n",
         "",
-        "tests/test_linear_execution.py -k chain_of_overlapping_launches -m gpu",
+        "tests/test_linear_execution.py -k x_that_the_kernel_before -m gpu",
+    ),
+    Mutation(
+        "cuda_linear_does_not_wait",
+        "tokens are read while the kernel before still writes them",
+        LINEAR_RING,
+        "  pdl_wait();\n  for",
+        "  for",
+        "tests/test_linear_execution.py -k x_that_the_kernel_before -m gpu",
     ),
     Mutation(
         "cuda_gemv_loses_a_warp",
