@@ -9,6 +9,7 @@ of the same kind in C++ costs the same within 0.2 us; `torch.library.custom_op` 
 from functools import partial
 
 import torch
+from torch._inductor import config as inductor
 
 from benchmarks import report, timing
 from benchmarks.cases import Case, as_tuple
@@ -40,8 +41,9 @@ SCHEMAS = {  # of the ops in csrc/torch/ops.cpp, and the arguments that follow t
 @torch.no_grad()
 def measure(providers, device, effort):
     library = torch.library.Library("llmkernels_empty", "FRAGMENT")
-    # All of them first: a compiler's processes, which begin with the first function, would be in the way of the timing.
-    prepared = {name: prepare(library, name, providers, device) for name in CASES}
+    # All of them first, and without the compiler's pool of processes, which would begin beside what is timed.
+    with inductor.patch(compile_threads=1):
+        prepared = {name: prepare(library, name, providers, device) for name in CASES}
     rows = []
     for name, (functions, moved) in prepared.items():
         common = {"op": OP, "function": name, "dtype": "bfloat16", "pass": "fwd", "timing": "wall", "bytes": moved}

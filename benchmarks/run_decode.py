@@ -23,7 +23,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 2048, 8192, 32768)
 SLOW_SIZES = ((1, 512), (8, 512), (64, 512), (1, 8192))  # of the forward in a loop, and measured before all others
 COMPILED_SIZES = ((1, 512), (8, 512), (1, 8192))  # each is compiled anew, a minute and more
-FEW, MANY = 4, 36  # tokens of the two calls
+# Tokens of the two calls: MANY at most, and no more than it takes for a difference of so many us. What a call takes
+# beside its tokens varies by several thousand.
+FEW, MANY, DIFFERENCE_US = 4, 100, 330e3
 REPEATS, SECONDS = 3, 1  # samples: at least so many, for at least so long
 PEERS = ("eager", "torch", "compile", "cublas", "cudnn", "flash", "llmkernels")  # of the kernels
 PROVIDERS = ("llmkernels", "generate", "eager", "eager_generate", "static_compile")  # of whole steps
@@ -92,24 +94,19 @@ class Bench:
                 self.compare_logits()
             else:
                 report.console.print("  no room for the model in float32, to which logits would be compared")
-            for batch, context in compared:
-                begin(f"batch {batch}, context {context}, unpatched")
-                yield self.rows(slow, batch, context)
+
+            def rows(functions, sizes, what):
+                for batch, context in sizes:
+                    begin(f"batch {batch}, context {context}, {what}")
+                    yield self.rows(functions, batch, context)
+
+            yield from rows(slow, compared, "unpatched")
             with llmkernels.patch(self.model):
                 begin("parts of a step")  # first, so that the GPU is warm
                 yield self.waterfall()
-                for batch, context in compared:
-                    begin(f"batch {batch}, context {context}, patched")
-                    yield self.rows(functions, batch, context)
-                for batch, context in others:
-                    begin(f"batch {batch}, context {context}, patched")
-                    yield self.rows(functions, batch, context)
-            for batch, context in others:
-                begin(f"batch {batch}, context {context}, unpatched")
-                yield self.rows({"eager_generate": self.generate}, batch, context)
-            for batch, context in compiled:
-                begin(f"batch {batch}, context {context}, compiled")
-                yield self.rows({"static_compile": self.static}, batch, context)
+                yield from rows(functions, [*compared, *others], "patched")
+            yield from rows({"eager_generate": self.generate}, others, "unpatched")
+            yield from rows({"static_compile": self.static}, compiled, "compiled")
 
     def rows(self, functions: dict[str, Callable], batch: int, context: int) -> list[dict]:
         found = []
@@ -188,7 +185,6 @@ class Bench:
         """transformers' static cache, its step compiled by torch."""
         ids = self.ids(batch, context)
         options = {"cache_implementation": "static", "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        # Both calls need one capacity, or the step would be compiled twice.
         return self.per_token(lambda tokens: self.model.generate(ids, max_new_tokens=tokens, **options))
 
     def forward_loop(self, batch: int, context: int) -> tuple[list[float], int]:
@@ -219,14 +215,16 @@ class Bench:
             timing.synchronize(self.device)
             return (time.perf_counter() - start) * 1e6
 
-        timed(self.many)
-        timed(self.few)
+        timed(self.many)  # first, so that a cache that is made has room for all that follow
+        few, thrice = timed(self.few), timed(3 * self.few)
+        per_token = max(thrice - few, 1) / (2 * self.few)
+        many = min(self.many, self.few + max(2 * self.few, round(DIFFERENCE_US / per_token)))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         samples: list[float] = []
         end = time.perf_counter() + self.seconds
         while len(samples) < REPEATS or time.perf_counter() < end:
-            samples.append((timed(self.many) - timed(self.few)) / (self.many - self.few))
+            samples.append((timed(many) - timed(self.few)) / (many - self.few))
         return samples, torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
 
     # ---- where a step's time goes

@@ -86,10 +86,10 @@ def test_a_chain_of_overlapping_launches(m):
         if not synchronize:
             torch.cuda._sleep(10_000_000)  # about 5 ms, in which all launches are made
         for _, norm_weight, weight, _ in inputs * 2:
-            h = rms_norm_linear(h, norm_weight, weight)
+            y = rms_norm_linear(h, norm_weight, weight, settled=True)
             if synchronize:
                 torch.cuda.synchronize()
-            _op.linear_add_(h, h.clone(), weight)
+            _op.linear_add_(h, y, weight, settled=True)
             if synchronize:
                 torch.cuda.synchronize()
         return h
@@ -156,16 +156,13 @@ def test_second_device_while_the_first_is_current():
 # Weights that are promised to be complete, and weights that are not.
 
 
-def linear_add(residual, x, weight, **options):
-    _op.linear_add_(residual, x, weight, **options)
-    return residual
-
-
 # of a residual, x, norm_weight and weight; `linear_add_` changes the residual
 CALLS = {
     "linear": lambda residual, x, norm, *weight, **options: linear(x, *weight, **options),
     "rms_norm_linear": lambda residual, *inputs, **options: rms_norm_linear(*inputs, **options),
-    "linear_add_": lambda residual, x, norm, *weight, **options: linear_add(residual, x, *weight, **options),
+    "linear_add_": lambda residual, x, norm, *weight, **options: (
+        _op.linear_add_(residual, x, *weight, **options) or residual
+    ),
     "rms_norm_swiglu_linear": lambda residual, *inputs, **options: _op.rms_norm_swiglu_linear(*inputs, **options),
 }
 
@@ -184,20 +181,33 @@ def test_settled_weights(device, m):
     assert_same(_op.rms_norm_swiglu_linear(*inputs, settled=True), _op.rms_norm_swiglu_linear(*inputs))
 
 
-def check_behind_a_long_kernel(call, m, n, width, captured):
-    """call(residual [m, n], written [width]) right behind a kernel that takes long to write `written`, lets the next
-    one begin at once and leaves room for it; and what it writes to is where its result before was."""
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("m", [1, 8, 32])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("what", ["weights", "x"])
+def test_what_the_kernel_before_has_just_written(what, call, m, captured):
+    """That kernel takes long, lets the next one begin at once and leaves room for it; what it writes to is where its
+    result before was. Settled weights may be read before it has ended, x must not."""
+    n, k = 512, 64
+    x, norm_weight, weight, _ = make(m, n, k, torch.bfloat16, "cuda", bias=False)
     token, sources = make(1, 8, 1024, torch.bfloat16, "cuda")[0], []
     for _ in range(3):
-        sources.append(make(1, width, 1024, torch.bfloat16, "cuda")[2])
+        sources.append(make(1, k + n * k, 1024, torch.bfloat16, "cuda")[2])
+    torch.cuda.synchronize()
+
+    def follow(residual, written):
+        if what == "weights":
+            return call(residual, x, written[:k], written[k:].view(n, k))
+        return call(residual, written[-m * k :].view(m, k), norm_weight, weight, settled=True)  # what is written last
 
     def chain(synchronize):
         results, places = [], set()
-        for source, residual in zip(sources * 2, torch.zeros(6, m, n, dtype=token.dtype, device="cuda"), strict=True):
+        for source, residual in zip(sources * 2, torch.zeros(6, m, n, dtype=x.dtype, device="cuda"), strict=True):
             written = linear(token, source)[0]
             if synchronize:
                 torch.cuda.synchronize()
-            results.append(call(residual, written))
+            results.append(follow(residual, written))
             places.add(written.data_ptr())
             del written
         assert len(places) < len(results)
@@ -216,38 +226,3 @@ def check_behind_a_long_kernel(call, m, n, width, captured):
             torch.cuda._sleep(5_000_000)  # about 2.5 ms, in which all launches are made
             found = chain(False)
         assert_same(found, expected)
-
-
-in_a_graph_or_not = pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-by_every_kernel = pytest.mark.parametrize("m", [1, 8, 32])
-every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-
-
-@pytest.mark.gpu
-@in_a_graph_or_not
-@by_every_kernel
-@every_call
-def test_weights_that_the_kernel_before_has_just_written(call, m, captured):
-    n, k = 512, 64
-    x = scaled_rows(m, k, dtype=torch.bfloat16, device="cuda")
-
-    def behind(residual, written):
-        return call(residual, x, written[:k], written[k:].view(n, k))
-
-    check_behind_a_long_kernel(behind, m, n, k + n * k, captured)
-
-
-@pytest.mark.gpu
-@in_a_graph_or_not
-@by_every_kernel
-@every_call
-def test_x_that_the_kernel_before_has_just_written(call, m, captured):
-    """With settled weights, the only ones that may be read before x is there; x is what is written last."""
-    n, k = 512, 64
-    _, norm_weight, weight, _ = make(m, n, k, torch.bfloat16, "cuda")
-    torch.cuda.synchronize()
-
-    def behind(residual, written):
-        return call(residual, written[-m * k :].view(m, k), norm_weight, weight, settled=True)
-
-    check_behind_a_long_kernel(behind, m, n, k + n * k, captured)

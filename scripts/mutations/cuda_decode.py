@@ -79,7 +79,7 @@ CUDA_DECODE = [
         GEMV,
         "  pdl_wait();\n",
         "",
-        "tests/test_linear_execution.py -k x_that_the_kernel_before -m gpu",
+        "tests/test_linear_execution.py -k 'overlapping or just_written' -m gpu",
     ),
     Mutation(
         "cuda_linear_does_not_wait",
@@ -87,7 +87,7 @@ CUDA_DECODE = [
         LINEAR_RING,
         "  pdl_wait();\n  for",
         "  for",
-        "tests/test_linear_execution.py -k x_that_the_kernel_before -m gpu",
+        "tests/test_linear_execution.py -k 'overlapping or just_written' -m gpu",
     ),
     Mutation(
         "cuda_gemv_loses_a_warp",
