@@ -159,10 +159,36 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3, 17, 64])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_against_float64(device, layers, batch, dtype):
     check(make(batch, dtype, device, layers=layers))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 17])
+def test_activations_that_float16_holds_but_their_scaled_values_would_not(device, batch):
+    values = make(batch, torch.float16, device, layers=3)
+    values["hidden"] *= 4000
+    for name in ("input_norms", "post_norms"):
+        for weight in values[name]:
+            weight *= 10
+    check(values)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not sm_90")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 2, 16, 17, 64])
+def test_a_layer_is_five_launches(batch, dtype):
+    def launches(layers):
+        values = make(batch, dtype, "cuda", layers=layers)
+        step(values)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step(values)
+            torch.cuda.synchronize()
+        return sum(event.count for event in profile.key_averages() if "llmk" in event.key)
+
+    assert launches(3) - launches(1) == 2 * 5
 
 
 def test_float64():
@@ -174,6 +200,28 @@ def test_float64():
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
 def test_shapes(device, changes):
     check(make(1, torch.bfloat16, device, **changes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [17, 40, 64])
+@pytest.mark.parametrize(
+    "changes", [{"hidden": 2048, "ffn": 512}, {"hidden": 3592, "ffn": 1032, "bias": False}, {"hidden": 8}], ids=str
+)
+def test_shapes_for_many_sequences(device, changes, batch, dtype):
+    check(make(batch, dtype, device, **changes))
+
+
+@pytest.mark.parametrize("batch", [2, 17, 64])
+def test_hidden_in_odd_places(device, batch):
+    values = make(batch, torch.bfloat16, device, layers=3)
+    rows, columns = values["hidden"].shape
+    place = torch.zeros(rows, columns + 3, dtype=torch.bfloat16, device=device)[:, 1:-2]
+    expected = run(torch.ops.llmkernels.decode_step, values)
+    values["hidden"] = place.copy_(values["hidden"])
+    logits = step(values)
+    assert place.data_ptr() == values["hidden"].data_ptr()
+    torch.testing.assert_close(logits, expected[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(place, expected[1], rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 95, 96, 97, 500, 1000, 3000, 3072])

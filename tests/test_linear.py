@@ -173,6 +173,15 @@ def test_no_columns(device):
     assert_same(linear(x, weight, bias), bias.expand(3, 5))
 
 
+@every_m
+@pytest.mark.parametrize("size", [0, 2**-20, 2**-10, 1, 30, 1e4])
+def test_norm_weights_of_any_size_in_float16(device, m, size):
+    x, norm_weight, weight, bias = make(m, 24, 136, torch.float32, device)
+    inputs = [t.half() for t in (x, norm_weight.clamp(-1, 1) * size, weight / 32, bias)]
+    compare(rms_norm_linear, eager_norm_linear, inputs)
+    compare(rms_norm_linear, eager_norm_linear, (inputs[0] / 64, *inputs[1:]))
+
+
 @every_narrow_dtype
 @every_m
 def test_special_values_stay_in_their_row(device, m, dtype):

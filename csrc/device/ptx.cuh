@@ -40,6 +40,9 @@ __device__ inline uint4 load_16(const void* global, uint64_t policy) {
   return value;
 }
 
+// Brings the line of an address to the L2 cache.
+__device__ inline void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 // Asynchronous copy of 16 bytes from global to shared memory, past L1.
 __device__ inline void cp_async_16(void* shared, const void* global, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),

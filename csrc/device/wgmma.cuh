@@ -55,7 +55,6 @@ __device__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b);
 #define LLMK_WGMMA(columns, registers, operands, ...)                   \
   LLMK_WGMMA_AS(__half, f16, columns, registers, operands, __VA_ARGS__) \
   LLMK_WGMMA_AS(__nv_bfloat16, bf16, columns, registers, operands, __VA_ARGS__)
-LLMK_WGMMA(16, "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9", LLMK_4(0), LLMK_4(4))
 LLMK_WGMMA(32, "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%16, %17", LLMK_16(0))
 LLMK_WGMMA(48,
            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "

@@ -24,6 +24,16 @@ struct LinearParams {
   RmsNormOptions norm;  // how, if so
   void* workspace;      // linear_workspace_bytes(), 16-byte aligned
 
+  // CUDA only: what a linear that adds to the residual leaves to the one behind the norm that follows, in place of a
+  // launch for the norm. `scaled` [m, n], contiguous, is the new residual times next_norm_weight [n] + next_offset;
+  // `squares` are sums of squares of the new residual, [parts + 1, 64]: linear_parts() for each token, then what was
+  // taken out of next_norm_weight, see prologue.cuh. The next linear gets `scaled` as x, `squares`, and `parts` > 0.
+  const void* next_norm_weight;
+  double next_offset;
+  void* scaled;
+  void* squares;
+  int parts;
+
   // CUDA only: promises that both weights were complete before the kernel that precedes this one in the stream could
   // begin: see linear.cu.
   bool settled;

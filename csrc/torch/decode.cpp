@@ -6,8 +6,9 @@
 //   m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_swiglu_linear
 //   hidden += m Wdown^T                            linear_add_
 //
-// Five launches on a GPU in bfloat16 and for up to 16 sequences. In float16 or for more, the norms are launches of
-// their own, which makes seven; where cuBLAS takes over there are more. They are chained by programmatic dependent
+// Five launches on a GPU. For up to 16 sequences the linears behind a norm normalize on the way; for up to 64 the
+// linear_add_ before has done the most of it (Scaled in step.h), but for the first norm, which is a launch of its own
+// unless there is a layer before. Where cuBLAS takes over there are more. They are chained by programmatic dependent
 // launch: each requests its weights, or the keys and values of old tokens, while its predecessor still runs. The former
 // is sound because weights have long been there when a step begins: nothing here writes them, and who has just done so
 // did it by kernels that let nothing begin before they have ended, as PyTorch's do. The latter is sound because what a
@@ -27,6 +28,54 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
+constexpr bool kSettled = true;  // weights, tables, and what was in the cache before this step
+
+Linear norm_linear(const Norm& norm, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, kSettled};
+}
+Linear norm_swiglu_linear(const Norm& norm, const Tensor& weight) {
+  return {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, kSettled};
+}
+Linear add_linear(const Tensor& weight, const std::optional<Tensor>& bias) {
+  return {"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, kSettled};
+}
+
+struct Layer {
+  Linear qkv, o, gate_up, down;
+  const Tensor &k_cache, &v_cache;
+  int64_t window;
+};
+
+// What the layers of a step share.
+struct Step {
+  const Tensor &cos, &sin, &positions, &slots, &lengths;
+  std::optional<Tensor> starts, block_table;
+  int64_t heads;
+  std::optional<double> scale;
+};
+
+void check(const char* op, const Tensor& hidden, const Layer& layer, int64_t heads) {
+  LLMK_CHECK(hidden.dim() == 2, op, "hidden must have shape (batch, hidden), got ", shape(hidden));
+  LLMK_CHECK(layer.k_cache.dim() == 4, op, "k_cache must have shape (batch or pages, tokens, kv_heads, head_dim), got ",
+             shape(layer.k_cache));
+  const Tensor& weight = layer.qkv.weight;
+  const int64_t columns = (heads + 2 * layer.k_cache.size(2)) * layer.k_cache.size(3);
+  LLMK_CHECK(weight.dim() == 2 && weight.size(0) == columns, op, "qkv_weight must have shape [", columns, ", ",
+             hidden.size(1), "] ((heads + 2 kv_heads) head_dim, hidden), got ", shape(weight));
+}
+
+// `scaled`: what the layer before has left; returns what this one leaves to `next`, if there is one.
+std::optional<Scaled> run(const Tensor& hidden, const Layer& layer, const Step& step,
+                          const std::optional<Scaled>& scaled, const Linear* next) {
+  if (hidden.numel() == 0) return std::nullopt;
+  const Tensor qkv = linear(hidden, layer.qkv, scaled);
+  const Tensor attended = rope_decode_attention(qkv, step.cos, step.sin, step.positions, step.slots, step.lengths,
+                                                step.starts, layer.k_cache, layer.v_cache, step.block_table, step.heads,
+                                                step.scale, layer.window, 0.0, kSettled);
+  const Tensor activated = linear(hidden, layer.gate_up, linear_add_(hidden, attended, layer.o, &layer.gate_up));
+  return linear_add_(hidden, activated, layer.down, next);
+}
+
 void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& qkv_weight,
                   std::optional<Tensor> qkv_bias, const Tensor& o_weight, std::optional<Tensor> o_bias,
                   const Tensor& post_norm, const Tensor& gate_up_weight, const Tensor& down_weight, const Tensor& cos,
@@ -34,23 +83,16 @@ void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& 
                   std::optional<Tensor> starts, const Tensor& k_cache, const Tensor& v_cache,
                   std::optional<Tensor> block_table, int64_t heads, double eps, double weight_offset,
                   bool cast_before_weight, std::optional<double> scale, int64_t window) {
-  constexpr const char* op = "decode_layer";
-  LLMK_CHECK(hidden.dim() == 2, op, "hidden must have shape (batch, hidden), got ", shape(hidden));
-  LLMK_CHECK(k_cache.dim() == 4, op, "k_cache must have shape (batch or pages, tokens, kv_heads, head_dim), got ",
-             shape(k_cache));
-  const int64_t columns = (heads + 2 * k_cache.size(2)) * k_cache.size(3);
-  LLMK_CHECK(qkv_weight.dim() == 2 && qkv_weight.size(0) == columns, op, "qkv_weight must have shape [", columns, ", ",
-             hidden.size(1), "] ((heads + 2 kv_heads) head_dim, hidden), got ", shape(qkv_weight));
-  if (hidden.numel() == 0) return;
-  constexpr bool kSettled = true;  // weights, tables, and what was in the cache before this step
-  const Tensor qkv =
-      rms_norm_linear(hidden, input_norm, qkv_weight, qkv_bias, eps, weight_offset, cast_before_weight, kSettled);
-  const Tensor attended = rope_decode_attention(qkv, cos, sin, positions, slots, lengths, starts, k_cache, v_cache,
-                                                block_table, heads, scale, window, 0.0, kSettled);
-  linear_add_(hidden, attended, o_weight, o_bias, kSettled);
-  const Tensor activated =
-      rms_norm_swiglu_linear(hidden, post_norm, gate_up_weight, eps, weight_offset, cast_before_weight, kSettled);
-  linear_add_(hidden, activated, down_weight, std::nullopt, kSettled);
+  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
+  const Layer layer{norm_linear({input_norm, options}, qkv_weight, qkv_bias),
+                    add_linear(o_weight, o_bias),
+                    norm_swiglu_linear({post_norm, options}, gate_up_weight),
+                    add_linear(down_weight, std::nullopt),
+                    k_cache,
+                    v_cache,
+                    window};
+  check("decode_layer", hidden, layer, heads);
+  run(hidden, layer, {cos, sin, positions, slots, lengths, starts, block_table, heads, scale}, std::nullopt, nullptr);
 }
 
 Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms, const std::vector<Tensor>& qkv_weights,
@@ -63,32 +105,41 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
                    const std::vector<Tensor>& v_caches, int64_t heads, double eps, double weight_offset,
                    bool cast_before_weight, std::optional<double> scale, const std::vector<int64_t>& windows) {
   constexpr const char* op = "decode_step";
-  const size_t layers = input_norms.size();
-  const auto check = [&](const char* name, const auto& list, bool may_be_empty = false) {
-    LLMK_CHECK(list.size() == layers || (may_be_empty && list.empty()), op, name, " must have one ",
-               std::is_same_v<decltype(list), const std::vector<Tensor>&> ? "tensor" : "number", " per layer (", layers,
+  const size_t count = input_norms.size();
+  const auto check_count = [&](const char* name, const auto& list, bool may_be_empty = false) {
+    LLMK_CHECK(list.size() == count || (may_be_empty && list.empty()), op, name, " must have one ",
+               std::is_same_v<decltype(list), const std::vector<Tensor>&> ? "tensor" : "number", " per layer (", count,
                may_be_empty ? ") or none, got " : "), got ", list.size());
   };
-  check("qkv_weights", qkv_weights);
-  check("qkv_biases", qkv_biases, true);
-  check("o_weights", o_weights);
-  check("o_biases", o_biases, true);
-  check("post_norms", post_norms);
-  check("gate_up_weights", gate_up_weights);
-  check("down_weights", down_weights);
-  check("k_caches", k_caches);
-  check("v_caches", v_caches);
-  check("windows", windows);
+  check_count("qkv_weights", qkv_weights);
+  check_count("qkv_biases", qkv_biases, true);
+  check_count("o_weights", o_weights);
+  check_count("o_biases", o_biases, true);
+  check_count("post_norms", post_norms);
+  check_count("gate_up_weights", gate_up_weights);
+  check_count("down_weights", down_weights);
+  check_count("k_caches", k_caches);
+  check_count("v_caches", v_caches);
+  check_count("windows", windows);
   const auto bias = [](const std::vector<Tensor>& biases, size_t i) {
     return biases.empty() ? std::nullopt : std::optional(biases[i]);
   };
-  for (size_t i = 0; i < layers; ++i) {
-    decode_layer(hidden, input_norms[i], qkv_weights[i], bias(qkv_biases, i), o_weights[i], bias(o_biases, i),
-                 post_norms[i], gate_up_weights[i], down_weights[i], cos, sin, positions, slots, lengths, starts,
-                 k_caches[i], v_caches[i], std::nullopt, heads, eps, weight_offset, cast_before_weight, scale,
-                 windows[i]);
+  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
+  const Linear last = norm_linear({norm, options}, head, head_bias);
+  std::vector<Layer> layers;
+  for (size_t i = 0; i < count; ++i) {
+    layers.push_back({norm_linear({input_norms[i], options}, qkv_weights[i], bias(qkv_biases, i)),
+                      add_linear(o_weights[i], bias(o_biases, i)),
+                      norm_swiglu_linear({post_norms[i], options}, gate_up_weights[i]),
+                      add_linear(down_weights[i], std::nullopt), k_caches[i], v_caches[i], windows[i]});
+    check(op, hidden, layers[i], heads);
   }
-  return rms_norm_linear(hidden, norm, head, head_bias, eps, weight_offset, cast_before_weight, true);
+  const Step step{cos, sin, positions, slots, lengths, starts, std::nullopt, heads, scale};
+  std::optional<Scaled> scaled;
+  for (size_t i = 0; i < count; ++i) {
+    scaled = run(hidden, layers[i], step, scaled, i + 1 < count ? &layers[i + 1].qkv : &last);
+  }
+  return linear(hidden, last, scaled);
 }
 
 void register_ops(StableLibrary& ops) {

@@ -12,12 +12,6 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// An RMSNorm in front of the linear.
-struct Norm {
-  std::optional<Tensor> weight;
-  RmsNormOptions options;
-};
-
 // PyTorch's linear, on x as a matrix: a dimension of one may have any stride, which cuBLAS would take literally.
 Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   if (x.numel() == 0) return call<Tensor>("aten::linear", "", x, weight, bias);
@@ -30,140 +24,180 @@ Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional
   return view(y, sizes, strides, 0);
 }
 
-// Checks the arguments and returns the shape of the result.
-std::vector<int64_t> check(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                           const Norm* norm) {
+// Checks the arguments and returns the shape of x weight^T.
+std::vector<int64_t> check(const Tensor& x, const Linear& f) {
+  const char* const op = f.op;
   to_dtype(op, {"x", x});
   LLMK_CHECK(x.dim() >= 1, op, "x must have at least one dimension, got a scalar");
-  check_same_dtype_and_device(op, {"weight", weight}, {"x", x});
+  check_same_dtype_and_device(op, {"weight", f.weight}, {"x", x});
   const int64_t k = x.size(x.dim() - 1);
-  LLMK_CHECK(weight.dim() == 2 && weight.size(1) == k, op, "weight must have shape [N, ", k, "] (x.size(-1)), got ",
-             shape(weight));
-  if (bias) {
-    check_same_dtype_and_device(op, {"bias", *bias}, {"x", x});
-    LLMK_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op, "bias must have shape [", weight.size(0),
-               "] (weight.size(0)), got ", shape(*bias));
+  LLMK_CHECK(f.weight.dim() == 2 && f.weight.size(1) == k, op, "weight must have shape [N, ", k, "] (x.size(-1)), got ",
+             shape(f.weight));
+  if (f.bias) {
+    check_same_dtype_and_device(op, {"bias", *f.bias}, {"x", x});
+    LLMK_CHECK(f.bias->dim() == 1 && f.bias->size(0) == f.weight.size(0), op, "bias must have shape [",
+               f.weight.size(0), "] (weight.size(0)), got ", shape(*f.bias));
   }
-  if (norm && norm->weight) {
-    check_same_dtype_and_device(op, {"norm_weight", *norm->weight}, {"x", x});
-    LLMK_CHECK(norm->weight->dim() == 1 && norm->weight->size(0) == k, op, "norm_weight must have shape [", k,
-               "] (x.size(-1)), got ", shape(*norm->weight));
+  if (f.norm && f.norm->weight) {
+    const Tensor& norm_weight = *f.norm->weight;
+    check_same_dtype_and_device(op, {"norm_weight", norm_weight}, {"x", x});
+    LLMK_CHECK(norm_weight.dim() == 1 && norm_weight.size(0) == k, op, "norm_weight must have shape [", k,
+               "] (x.size(-1)), got ", shape(norm_weight));
   }
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = weight.size(0);
+  sizes.back() = f.weight.size(0);
   return sizes;
 }
 
 #if LLMK_CUDA
-// Runs the kernel if there is one for this. The result goes to `y`, or is added to it.
-bool run_kernel(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                const Norm* norm, LinearEpilogue epilogue, const Rows& y, bool add, bool settled) {
+// What the kernel is told, but for x and the result; nothing if there is none for so many rows or such weights.
+std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
   const auto unit = [](const std::optional<Tensor>& t) { return !t || has_unit_last_stride(*t); };
-  const int64_t k = weight.size(1);
-  if (!x.is_cuda() || k == 0 || x.numel() / k > kernels::kLinearMaxTokens || !unit(weight) || !unit(bias) ||
-      (norm && !unit(norm->weight))) {
-    return false;
+  if (rows > kernels::kLinearMaxTokens || !unit(f.weight) || !unit(f.bias) || (f.norm && !unit(f.norm->weight))) {
+    return std::nullopt;
   }
-  const Dtype dtype = to_dtype(op, {"x", x});
-  const Rows x_rows = as_rows(x);
-  LinearParams params{x_rows.data(),
-                      norm ? data(norm->weight) : nullptr,
-                      weight.const_data_ptr(),
-                      data(bias),
-                      add ? y.tensor.mutable_data_ptr() : nullptr,
-                      add ? nullptr : y.tensor.mutable_data_ptr(),
-                      x_rows.rows,
-                      weight.size(0),
-                      k,
-                      x_rows.stride,
-                      weight.size(0) > 1 ? weight.stride(0) : k,
-                      y.stride,
-                      epilogue,
-                      norm != nullptr,
-                      norm ? norm->options : RmsNormOptions{},
-                      nullptr,
-                      settled};
+  LinearParams params{};
+  if (f.norm) {
+    params.normalize = true;
+    params.norm_weight = data(f.norm->weight);
+    params.norm = f.norm->options;
+  }
+  params.weight = f.weight.const_data_ptr();
+  params.bias = data(f.bias);
+  params.m = rows;
+  params.n = f.weight.size(0);
+  params.k = params.x_stride = f.weight.size(1);
+  params.weight_stride = params.n > 1 ? f.weight.stride(0) : params.k;
+  params.epilogue = f.epilogue;
+  params.settled = f.settled;
+  return params;
+}
+
+// Makes room for what `next` is to be left, if it takes anything.
+std::optional<Scaled> leave(LinearParams& params, Dtype dtype, const Linear& next, const Tensor& like) {
+  const std::optional<LinearParams> described = describe(next, params.m);
+  const int parts = described ? kernels::linear_parts(params, *described, dtype) : 0;
+  if (parts == 0) return std::nullopt;
+  Scaled result{empty({params.m, params.n}, like.scalar_type(), like),
+                empty({parts + 1, kernels::kLinearMaxTokens}, ScalarType::Float, like), parts};
+  params.next_norm_weight = described->norm_weight;
+  params.next_offset = described->norm.weight_offset;
+  params.scaled = result.x.mutable_data_ptr();
+  params.squares = result.squares.mutable_data_ptr();
+  return result;
+}
+
+// Runs the kernel if there is one for this. `set` tells it where the result goes, and may change x.
+template <typename Set>
+bool run_kernel(const Tensor& x, const Linear& f, const Set& set) {
+  const int64_t k = f.weight.size(1);
+  if (!x.is_cuda() || k == 0 || x.numel() == 0) return false;
+  std::optional<LinearParams> params = describe(f, x.numel() / k);
+  if (!params) return false;
+  const Dtype dtype = to_dtype(f.op, {"x", x});
+  const Rows rows = as_rows(x);
+  params->x = rows.data();
+  params->x_stride = rows.stride;
   bool done = false;
   on_device(
-      op, x,
+      f.op, x,
       [&](auto stream) {
-        if (!kernels::linear_supported(params, dtype) || !kernels::linear_pays(params)) return cudaSuccess;
+        set(*params, dtype);
+        if (!kernels::linear_supported(*params, dtype) || !kernels::linear_pays(*params)) return cudaSuccess;
         done = true;
         std::optional<Tensor> workspace;  // the allocator orders its reuse behind the kernels
-        if (const int64_t bytes = kernels::linear_workspace_bytes(params, dtype); bytes > 0) {
+        if (const int64_t bytes = kernels::linear_workspace_bytes(*params, dtype); bytes > 0) {
           workspace = empty({&bytes, 1}, ScalarType::Byte, x);
-          params.workspace = workspace->mutable_data_ptr();
+          params->workspace = workspace->mutable_data_ptr();
         }
-        return kernels::linear(params, dtype, stream);
+        return kernels::linear(*params, dtype, stream);
       },
       [] {});
   return done;
 }
 #endif
 
-Tensor forward(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-               const Norm* norm, LinearEpilogue epilogue, [[maybe_unused]] bool settled) {
-  std::vector<int64_t> sizes = check(op, x, weight, bias, norm);
-  if (epilogue == LinearEpilogue::kSwiglu) {
-    LLMK_CHECK(sizes.back() % 2 == 0, op, "weight must have an even number of rows, [gate | up], got shape ",
-               shape(weight));
+}  // namespace
+
+Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::optional<Scaled>& scaled) {
+  std::vector<int64_t> sizes = check(x, f);
+  if (f.epilogue == LinearEpilogue::kSwiglu) {
+    LLMK_CHECK(sizes.back() % 2 == 0, f.op, "weight must have an even number of rows, [gate | up], got shape ",
+               shape(f.weight));
     sizes.back() /= 2;
   }
 #if LLMK_CUDA
-  if (x.is_cuda() && x.numel() > 0 && weight.numel() > 0) {
+  if (x.is_cuda() && x.numel() > 0 && f.weight.numel() > 0) {
     const Tensor y = empty(sizes, x.scalar_type(), x);
-    if (run_kernel(op, x, weight, bias, norm, epilogue, as_rows(y), false, settled)) return y;
+    const auto set = [&](LinearParams& params, Dtype) {
+      params.y = y.mutable_data_ptr();
+      params.y_stride = sizes.back();
+      if (!scaled) return;
+      params.x = scaled->x.const_data_ptr();
+      params.x_stride = params.k;
+      params.squares = scaled->squares.mutable_data_ptr();
+      params.parts = scaled->parts;
+    };
+    if (run_kernel(x, f, set)) return y;
   }
 #endif
-  const Tensor y = library_linear(norm ? rms_norm_between(x, norm->weight, norm->options) : x, weight, bias);
-  return epilogue == LinearEpilogue::kSwiglu ? call<Tensor>("llmkernels::swiglu_packed", "no_grad", y) : y;
+  const Tensor normalized = f.norm ? rms_norm_between(x, f.norm->weight, f.norm->options) : x;
+  const Tensor y = library_linear(normalized, f.weight, f.bias);
+  return f.epilogue == LinearEpilogue::kSwiglu ? call<Tensor>("llmkernels::swiglu_packed", "no_grad", y) : y;
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool settled) {
-  return forward("linear", x, weight, bias, nullptr, LinearEpilogue::kNone, settled);
-}
-
-}  // namespace
-
-Tensor rms_norm_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
-                       std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight,
-                       bool settled) {
-  const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return forward("rms_norm_linear", x, weight, bias, &norm, LinearEpilogue::kNone, settled);
-}
-
-Tensor rms_norm_swiglu_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight, double eps,
-                              double weight_offset, bool cast_before_weight, bool settled) {
-  const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return forward("rms_norm_swiglu_linear", x, weight, std::nullopt, &norm, LinearEpilogue::kSwiglu, settled);
-}
-
-void linear_add_(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
-                 [[maybe_unused]] bool settled) {
-  constexpr const char* op = "linear_add_";
-  const std::vector<int64_t> sizes = check(op, x, weight, bias, nullptr);
-  check_same_dtype_and_device(op, {"residual", residual}, {"x", x});
-  LLMK_CHECK(residual.sizes().equals(sizes), op, "residual must have shape ", text(sizes),
+std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f,
+                                  [[maybe_unused]] const Linear* next) {
+  const std::vector<int64_t> sizes = check(x, f);
+  check_same_dtype_and_device(f.op, {"residual", residual}, {"x", x});
+  LLMK_CHECK(residual.sizes().equals(sizes), f.op, "residual must have shape ", text(sizes),
              " (that of x weight^T), got ", shape(residual));
-  if (residual.numel() == 0) return;
+  if (next) check(residual, *next);
+  if (residual.numel() == 0) return std::nullopt;
 #if LLMK_CUDA
-  if (const Rows rows = as_rows(residual);
-      rows.tensor.get() == residual.get() && x.numel() > 0 &&
-      run_kernel(op, x, weight, bias, nullptr, LinearEpilogue::kNone, rows, true, settled)) {
-    return;
+  std::optional<Scaled> scaled;
+  if (const Rows rows = as_rows(residual); rows.tensor.get() == residual.get()) {
+    const auto set = [&](LinearParams& params, Dtype dtype) {
+      params.residual = residual.mutable_data_ptr();
+      params.y_stride = rows.stride;
+      if (next) scaled = leave(params, dtype, *next, x);
+    };
+    if (run_kernel(x, f, set)) return scaled;
   }
 #endif
   // residual - (-1) y, which the stable ABI has, rounds as residual + y.
-  torch::stable::copy_(residual, torch::stable::subtract(residual, library_linear(x, weight, bias), -1.0));
+  torch::stable::copy_(residual, torch::stable::subtract(residual, library_linear(x, f.weight, f.bias), -1.0));
+  return std::nullopt;
 }
 
 namespace {
 
+Tensor linear_op(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool settled) {
+  return linear(x, {"linear", weight, bias, std::nullopt, LinearEpilogue::kNone, settled});
+}
+
+Tensor rms_norm_linear_op(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
+                          std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight,
+                          bool settled) {
+  const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
+  return linear(x, {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, settled});
+}
+
+Tensor rms_norm_swiglu_linear_op(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight, double eps,
+                                 double weight_offset, bool cast_before_weight, bool settled) {
+  const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
+  return linear(x, {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, settled});
+}
+
+void linear_add_op(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool settled) {
+  linear_add_(residual, x, {"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, settled});
+}
+
 void register_ops(StableLibrary& ops) {
-  implement_differentiable(ops, "linear", TORCH_BOX(&linear));
-  implement_differentiable(ops, "rms_norm_linear", TORCH_BOX(&rms_norm_linear));
-  ops.impl("linear_add_", TORCH_BOX(&linear_add_));
-  ops.impl("rms_norm_swiglu_linear", TORCH_BOX(&rms_norm_swiglu_linear));
+  implement_differentiable(ops, "linear", TORCH_BOX(&linear_op));
+  implement_differentiable(ops, "rms_norm_linear", TORCH_BOX(&rms_norm_linear_op));
+  ops.impl("linear_add_", TORCH_BOX(&linear_add_op));
+  ops.impl("rms_norm_swiglu_linear", TORCH_BOX(&rms_norm_swiglu_linear_op));
 }
 
 }  // namespace

@@ -2,22 +2,41 @@
 // since an error that passes through the dispatcher loses its text.
 #pragma once
 #include "binding.h"
-#include "params/norm.h"
+#include "params/linear.h"
 
 namespace llmk {
 
-Tensor rms_norm_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
-                       std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight,
-                       bool settled);
+struct Norm {
+  std::optional<Tensor> weight;
+  RmsNormOptions options;
+};
 
-Tensor rms_norm_swiglu_linear(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight, double eps,
-                              double weight_offset, bool cast_before_weight, bool settled);
+// epilogue(norm(x) weight^T + bias)
+struct Linear {
+  const char* op;  // that errors name
+  Tensor weight;
+  std::optional<Tensor> bias;
+  std::optional<Norm> norm;
+  LinearEpilogue epilogue;
+  bool settled;
+};
+
+// What linear_add_ leaves to a linear behind a norm where that saves the norm's launch: the new residual times the
+// norm's weight, and sums of its squares (params/linear.h).
+struct Scaled {
+  Tensor x, squares;
+  int parts;
+};
+
+// `scaled`: of x, by a linear_add_ that was told of this linear.
+Tensor linear(const Tensor& x, const Linear& f, const std::optional<Scaled>& scaled = std::nullopt);
+
+// residual += x weight^T + bias; `next`: what follows.
+std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, const Linear* next = nullptr);
 
 // rms_norm between kernels that are not of this library: without the overlap with its neighbours, which then costs
 // 0.3 us instead of saving some.
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options);
-
-void linear_add_(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool settled);
 
 Tensor rope_decode_attention(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& positions,
                              const Tensor& slots, const Tensor& lengths, std::optional<Tensor> starts,

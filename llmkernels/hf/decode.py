@@ -6,8 +6,8 @@
 A step reads the model as it is when a call begins. Nothing of it is kept longer than the call but addresses, against
 which a graph is checked before it is used again: weights that moved, or a cache that grew, make a new one.
 
-The op is five launches per layer on a GPU of compute capability 9.0 for up to 16 sequences in bfloat16, and seven where
-the norms are launches of their own: for more sequences, and in float16. Other GPUs take more.
+The op is five launches per layer on a GPU of compute capability 9.0, for up to 64 sequences in bfloat16 or float16, and
+one or two for the head. Other GPUs take more.
 """
 
 import weakref

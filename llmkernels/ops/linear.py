@@ -69,10 +69,11 @@ def rms_norm_linear(
     Returns:
         y, (..., N).
 
-    The norm is folded into the kernel of :func:`linear` for bfloat16 with a ``norm_weight``, ``weight_offset`` 0 or 1,
-    K up to 16384 and up to 16 rows. The normalized x never reaches memory then: x times the norm's weight is rounded
-    once and multiplied by W, and the float32 sum by 1 / rms. That is one rounding fewer than either value of
-    ``cast_before_weight`` asks for. Everywhere else this is :func:`rms_norm`, then :func:`linear`.
+    The norm is folded into the kernel of :func:`linear` for float16 and bfloat16 with a ``norm_weight``,
+    ``weight_offset`` 0 (in bfloat16 also 1), K up to 16384 and up to 16 rows. The normalized x never reaches memory
+    then: x times the norm's weight (in float16 but for a power of two, against overflow) is rounded once and multiplied
+    by W, and the float32 sum by 1 / rms. That is one rounding fewer than either value of ``cast_before_weight`` asks
+    for. Everywhere else this is :func:`rms_norm`, then :func:`linear`.
 
     Differentiable: once, in all four tensors; saves them, nothing else.
     Deterministic: yes, gradients included (as far as PyTorch's matmul is). The order of the sum depends on the number

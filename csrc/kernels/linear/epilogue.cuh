@@ -1,23 +1,13 @@
 // What follows the products: partial sums are added up, in a fixed order, and become results.
 #pragma once
+#include "device/reduce.cuh"
 #include "device/swiglu.cuh"
 #include "device/vec.cuh"
-#include "ring.cuh"
+#include "prologue.cuh"
 
 namespace llmk::kernels::few_tokens {
 
 #if __CUDA_ARCH__ >= 900
-
-__device__ inline float shared_load_float(uint32_t address) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
-  return value;
-}
-__device__ inline float4 shared_load_float4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
-  return v;
-}
 
 // The sum of what lies `step` bytes apart from `from` on, once for each group, and that over the blocks of the cluster.
 template <int kWidth>
@@ -47,9 +37,31 @@ __device__ void gather(float (&sums)[kWidth], const LinearPlan& plan, uint32_t f
   }
 }
 
-// Turns the partial sums into the columns [first, first + rows of the tile) of y.
+// Sums up the squares of the tile that this block has left among the partial sums, with four lanes to a token.
 template <typename T, int kWidth, int kThreads>
-__device__ void finish(const Arguments& a, const Layout& layout, int64_t first, int rank) {
+__device__ void finish_squares(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank) {
+  const LinearPlan& plan = a.plan;
+  const int per_token = plan.tile_rows / kWidth;
+  const int count = static_cast<int>(min(int64_t{per_token}, (a.out - first) / kWidth));
+  named_barrier(kConsumers, kThreads);
+  for (int token = threadIdx.x / 4; token < kLinearMaxTokens; token += kThreads / 4) {
+    float sum[1] = {0.f};
+#pragma unroll 4
+    for (int i = threadIdx.x % 4; i < count; i += 4) {
+      const int by = (token * per_token + i) / kThreads & (plan.cluster - 1);
+      if (by == rank && token < a.m)
+        sum[0] += shared_load_float(layout.partials + 4 * (token * plan.pitch + i * kWidth));
+    }
+    warp_sum(sum, 4);
+    if (threadIdx.x % 4 == 0) a.squares[(tile * plan.cluster + rank) * kLinearMaxTokens + token] = sum[0];
+  }
+  if (tile + rank + threadIdx.x == 0) a.squares[plan.tiles * plan.cluster * kLinearMaxTokens] = taken_out<T>(layout);
+}
+
+// Turns the partial sums into the columns [first, first + rows of the tile) of y.
+// kScaled: whether x may be scaled already, or the result is to be.
+template <typename T, int kWidth, int kThreads, bool kScaled>
+__device__ void finish(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank) {
   using V = Vec<T, kWidth>;
   const LinearPlan& plan = a.plan;
   const int rows = plan.tile_rows, per_token = rows / kWidth;
@@ -60,16 +72,20 @@ __device__ void finish(const Arguments& a, const Layout& layout, int64_t first, 
     const int box = !a.swiglu && row >= plan.box_rows;
     T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
     // Loads from memory first: behind the weights that are under way they take a while.
-    V bias, before;
+    V bias, before, next;
     if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
     if (a.add) before = V::load(y);
+    if (kScaled && a.scaled) next = V::load(static_cast<const T*>(a.next_norm_weight) + column);
     float rstd[1] = {1.f}, sums[kWidth];
     if (a.fold) {
       gather(rstd, plan, layout.squares + 4 * token, 4 * kLinearMaxTokens);
-      rstd[0] = rsqrtf(rstd[0] * (1.f / static_cast<float>(a.k)) + a.eps);
+      rstd[0] = rstd_of(a, rstd[0]) * taken_out<T>(layout);
+    } else if (kScaled && a.parts > 0) {
+      rstd[0] = shared_load_float(layout.squares + 4 * token);
     }
+    const uint32_t partials = layout.partials + 4 * token * plan.pitch;
     const auto gather_row = [&](int at) {
-      gather(sums, plan, layout.partials + 4 * (token * plan.pitch + at), 4 * a.m * plan.pitch);
+      gather(sums, plan, partials + 4 * at, 4 * a.m * plan.pitch);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] *= rstd[0];
     };
@@ -89,7 +105,17 @@ __device__ void finish(const Arguments& a, const Layout& layout, int64_t first, 
     V result = V::of([&](int e) { return sums[e]; });
     if (a.add) result = add(before, result);
     result.store(y);
+    if (kScaled && a.scaled) {
+      const float factor = 1.f / taken_out<T>(layout);
+      const V scaled = V::of([&](int e) { return result[e] * ((a.next_offset + next[e]) * factor); });
+      scaled.store(static_cast<T*>(a.scaled) + token * a.out + column);
+      float squares = 0.f;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) squares += result[e] * result[e];
+      shared_store_float(partials + 4 * row, squares);  // where nobody but this thread reads any more
+    }
   }
+  if (kScaled && a.scaled) finish_squares<T, kWidth, kThreads>(a, layout, first, tile, rank);
 }
 
 #endif

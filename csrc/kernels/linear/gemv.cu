@@ -5,7 +5,7 @@
 // W comes by a ring of its own in shared memory, a few rows at a time, each contiguous in memory; the first ones, if
 // the weights are settled (see linear.cu), before the kernel in front of this one has ended. So no warp waits for
 // another, and all have the same to do whatever the number of rows is, until the sums of the warps are added up, in a
-// fixed order. The norm's weight is multiplied into x; 1 / rms joins at the end.
+// fixed order. The norm's weight is multiplied into x, in float16 but for a power of two; 1 / rms joins at the end.
 #include "gemv.h"
 
 #include <algorithm>
@@ -126,14 +126,28 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
   pdl_wait();
   load_all(x, a.x);
   Addends<T> addends(a, begin + min(static_cast<int>(threadIdx.x), columns - 1));  // long before they are needed
+  float taken_out = 1.f;  // a power of two, of what this warp has of x
   if (a.fold) {
     float sum[1] = {0.f};
     const float offset = a.norm_offset ? 1.f : 0.f;
+    const auto product = [&](int v, int e) { return x[v][e] * (offset + norm_weight[v][e]); };
+    float factor = 1.f;
+    if constexpr (std::is_same_v<T, __half>) {  // which might not hold the products
+      uint32_t largest = 0;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) largest = max(largest, __float_as_uint(fabsf(product(v, e))));
+      }
+      const int exponent = static_cast<int>(__reduce_max_sync(0xffffffffu, largest) >> 23);
+      taken_out = __uint_as_float(min(max(exponent, 1), 250) << 23);
+      factor = 1.f / taken_out;
+    }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
       for (int e = 0; e < 8; ++e) sum[0] += x[v][e] * x[v][e];
-      x[v] = V::of([&](int e) { return x[v][e] * (offset + norm_weight[v][e]); });
+      x[v] = V::of([&](int e) { return product(v, e) * factor; });
     }
     warp_sum(sum, 32);
     if (lane == 0) squares[warp] = sum[0];
@@ -163,7 +177,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
     float mine = 0.f;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) mine = lane == r ? sum[r] : mine;
-    if (lane < min(kRows, rows - row)) sums[warp * a.pitch + row + lane] = mine;
+    if (lane < min(kRows, rows - row)) sums[warp * a.pitch + row + lane] = mine * taken_out;
   }
   __syncthreads();
 

@@ -9,8 +9,8 @@
 // boxes of W (and of x, which stays in the L2 cache) into a ring in shared memory, always as far ahead as there is room
 // (ring.cuh). The other warps multiply, by mma.sync (up to 16 tokens) or by wgmma (multiply_*.cuh), W as the operand of
 // many rows. K is split over the blocks of a cluster, and over warps (see plan.h); the partial sums meet in shared
-// memory and are added in a fixed order (epilogue.cuh). mma.sync may normalize x on the way out of shared memory; for
-// wgmma that is a launch before.
+// memory and are added in a fixed order (epilogue.cuh). For how x is normalized see prologue.cuh; where neither of its
+// ways is open, that is a launch before.
 //
 // Overlap with the predecessor (programmatic dependent launch): a caller that knows the weights to have been complete
 // before the predecessor could begin says `settled`; then the norm's weight and the first boxes of W are under way
@@ -36,10 +36,14 @@ using few_tokens::Arguments;
 using few_tokens::MmaSync;
 using few_tokens::Wgmma;
 
+// Warps that compute, one that copies, and one that fetches 1 / rms.
+template <typename Math>
+constexpr int kBlockThreads = Math::kThreads + 32 + 32 * Math::kScaled;
+
 // Math: MmaSync or Wgmma. Where code for it is missing the kernel is empty, and refuses to be launched with so many
 // threads.
 template <typename Math>
-__global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::kBlocksPerSm)
+__global__ void __launch_bounds__(Math::kHere ? kBlockThreads<Math> : 32, Math::kBlocksPerSm)
     linear_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
                   const __grid_constant__ Arguments arguments) {
 #if __CUDA_ARCH__ >= 900
@@ -50,12 +54,13 @@ __global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::
     extern __shared__ __align__(1024) unsigned char shared[];
     const LinearPlan& plan = arguments.plan;
     const Layout layout(shared_address(shared), plan);
-    const bool producer = threadIdx.x >= kThreads;
+    const bool producer = threadIdx.x / 32 == kThreads / 32;
     if (producer) {
       if (threadIdx.x == kThreads) {
         tensor_map_prefetch(weight);
         tensor_map_prefetch(x);
         barrier_init(layout.drained, kThreads / 32);
+        *reinterpret_cast<uint32_t*>(shared + (layout.largest - layout.full)) = 0;
       }
 #pragma unroll 1
       for (int i = threadIdx.x - kThreads; i < plan.stages; i += 32) {
@@ -81,20 +86,34 @@ __global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::
       }
       return;
     }
+    if constexpr (Math::kScaled) {
+      if (threadIdx.x >= kThreads + 32) {
+        if (arguments.parts > 0) {
+          pdl_wait();
+          stage_rstd(arguments, layout, shared);
+          named_barrier_arrive(kRstd, kThreads + 32);
+        }
+        return;
+      }
+    }
     if (!arguments.settled) pdl_wait();
-    Math::prepare(arguments, layout, shared);
+    Math::prepare(arguments, layout, static_cast<int64_t>(tiles.first) * plan.tile_rows, shared);
     pdl_wait();
     Worker worker(plan, threadIdx.x / (32 * Math::kWorkerWarps));
     int begin = 0;
     for (int tile = tiles.first; tile < tiles.end; tile += tiles.step, begin += slice.stages()) {
       Math::multiply(arguments, layout, slice, worker, begin, begin + slice.stages(), shared);
-      named_barrier(kConsumers, kThreads);
+      if (Math::kScaled && arguments.parts > 0 && tile == tiles.first) {
+        named_barrier(kRstd, kThreads + 32);
+      } else {
+        named_barrier(kConsumers, kThreads);
+      }
       if (plan.cluster > 1) cluster_sync();
       const int64_t first = static_cast<int64_t>(tile) * plan.tile_rows;
       if (arguments.vector) {
-        finish<T, 4, kThreads>(arguments, layout, first, rank);
+        finish<T, 4, kThreads, Math::kScaled>(arguments, layout, first, tile, rank);
       } else {
-        finish<T, 1, kThreads>(arguments, layout, first, rank);
+        finish<T, 1, kThreads, Math::kScaled>(arguments, layout, first, tile, rank);
       }
       __syncwarp();
       if (plan.cluster > 1) cluster_barrier_relaxed();  // the others have read this block's partial sums
@@ -112,11 +131,11 @@ __global__ void __launch_bounds__(Math::kHere ? Math::kThreads + 32 : 32, Math::
 bool has_wgmma(const DeviceInfo& device) {
   if (device.compute_capability != 90) return false;
   static const bool result = [] {
-    using Kernel = Wgmma<__half, 16, 3>;
+    using Kernel = Wgmma<__half, 32, 3>;
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, linear_kernel<Kernel>);
     if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
-    return status == cudaSuccess && attributes.maxThreadsPerBlock >= Kernel::kThreads + 32;
+    return status == cudaSuccess && attributes.maxThreadsPerBlock >= kBlockThreads<Kernel>;
   }();
   return result;
 }
@@ -134,17 +153,18 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
   return make_tensor_map(map, data, tensor, dtype);
 }
 
-LinearTuning tuning_of(const LinearParams& p, const DeviceInfo& device) {
-  const LinearShape shape{p.m, p.n, p.k, p.epilogue == LinearEpilogue::kSwiglu, false};
-  return choose_tuning(shape, device.clusters);
-}
-
-// Whether the norm is part of the kernel. It multiplies x by the norm's weight and the sums by 1 / rms, which saves a
-// rounding and all waiting, but in float16 x times the weight may be out of range.
-bool folds_norm(const LinearParams& p, Dtype dtype, const LinearTuning& tuning) {
+// Whether x can be multiplied by the norm's weight and the sums by 1 / rms, which saves a rounding and all waiting.
+bool may_fold_norm(const LinearParams& p, Dtype dtype) {
   const double offset = p.norm.weight_offset;
-  return p.normalize && dtype == Dtype::kBFloat16 && p.norm_weight && (offset == 0 || offset == 1) && p.k <= 16384 &&
-         !tuning.wgmma;
+  const bool known_offset = offset == 0 || (offset == 1 && dtype == Dtype::kBFloat16);
+  return p.normalize && p.norm_weight && known_offset && p.k <= 16384;
+}
+// Whether the kernel does it all.
+bool folds_norm(const LinearParams& p, Dtype dtype) { return may_fold_norm(p, dtype) && p.m <= kLinearMaxMmaTokens; }
+
+LinearPlan plan_of(const LinearParams& p, const DeviceInfo& device) {
+  const LinearShape shape{p.m, p.n, p.k, p.epilogue == LinearEpilogue::kSwiglu, p.normalize && p.parts == 0};
+  return plan_linear(shape, device.clusters, choose_tuning(shape, device.clusters));
 }
 
 bool is_vector(const LinearParams& p, const LinearPlan& plan) {
@@ -153,7 +173,7 @@ bool is_vector(const LinearParams& p, const LinearPlan& plan) {
          is_aligned(p.residual ? p.residual : p.y, 8) && is_aligned(p.bias, 8);
 }
 
-// A norm, if there is one, is folded into the kernel.
+// A norm, if there is one, has no launch of its own.
 cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dtype, cudaStream_t stream) {
   CUtensorMap weight{}, x{};
   if (const cudaError_t status =
@@ -180,10 +200,15 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
                             p.k % kLinearChunk ? kLinearChunk : 0,
                             p.k % kLinearChunk ? 0 : 1,
                             p.y_stride,
-                            p.normalize,
+                            p.normalize && p.parts == 0,
                             p.norm.weight_offset != 0,
                             p.settled,
                             static_cast<float>(p.norm.eps),
+                            p.next_norm_weight,
+                            static_cast<float>(p.next_offset),
+                            p.scaled,
+                            static_cast<float*>(p.squares),
+                            p.parts,
                             plan};
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
@@ -192,7 +217,7 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
   shape.cluster = plan.cluster;
   const auto launch_math = [&](auto tag) {
     using Math = typename decltype(tag)::type;
-    shape.threads = Math::kThreads + 32;
+    shape.threads = kBlockThreads<Math>;
     return launch(linear_kernel<Math>, shape, stream, weight, x, arguments);
   };
   const auto launch_as = [&](auto tag) {
@@ -201,7 +226,7 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
       return dispatch_int<1, 2>(linear_token_tiles(p.m),
                                 [&](auto tiles) { return launch_math(TypeTag<MmaSync<T, decltype(tiles)::value>>{}); });
     }
-    return dispatch_int<16, 32, 48, 64>(plan.x_rows, [&](auto columns) {
+    return dispatch_int<32, 48, 64>(plan.x_rows, [&](auto columns) {
       constexpr int kColumns = decltype(columns)::value;
       if constexpr (kColumns >= 48) {
         if (plan.row_tiles <= 2 * plan.row_workers) return launch_math(TypeTag<Wgmma<T, kColumns, 2>>{});
@@ -240,13 +265,22 @@ bool linear_pays(const LinearParams& p) {
   if (device_info(device) != cudaSuccess) return false;
   if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32;
   if (linear_has_long_rows(p.k) || p.residual) return true;
+  if (p.parts > 0) return true;  // cuBLAS would need a launch for the norm
   return p.m <= (p.normalize || linear_has_few_rows(p.n, device.clusters) ? 48 : 32);
 }
 
 size_t linear_workspace_bytes(const LinearParams& p, Dtype dtype) {
+  return p.normalize && p.parts == 0 && !folds_norm(p, dtype) ? static_cast<size_t>(p.m) * p.k * 2 : 0;
+}
+
+int linear_parts(const LinearParams& p, const LinearParams& next, Dtype dtype) {
   DeviceInfo device;
-  const bool folds = device_info(device) == cudaSuccess && folds_norm(p, dtype, tuning_of(p, device));
-  return p.normalize && !folds ? static_cast<size_t>(p.m) * p.k * 2 : 0;
+  if (p.m <= kLinearMaxMmaTokens || !p.residual || device_info(device) != cudaSuccess) return 0;
+  const LinearPlan plan = plan_of(p, device);
+  LinearParams then = next;
+  then.parts = plan.tiles * plan.cluster;
+  const bool both = linear_supported(p, dtype) && linear_pays(p) && linear_supported(then, dtype) && linear_pays(then);
+  return both && may_fold_norm(next, dtype) ? then.parts : 0;
 }
 
 cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream) {
@@ -254,8 +288,7 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   LinearParams p = params;
-  const LinearTuning tuning = tuning_of(p, device);
-  if (p.normalize && !folds_norm(p, dtype, tuning)) {
+  if (p.normalize && p.parts == 0 && !folds_norm(p, dtype)) {
     const RmsNormParams norm{p.x, nullptr, p.norm_weight, p.workspace, nullptr, p.m, p.k, p.x_stride, 0, p.norm};
     if (const cudaError_t status = rms_norm(norm, dtype, stream); status != cudaSuccess) return status;
     p.x = p.workspace;
@@ -263,8 +296,7 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
     p.normalize = false;
   }
   if (p.m == 1 && gemv_pays(p.n, p.k, device.sm_count)) return gemv(p, dtype, stream);
-  const LinearShape shape{p.m, p.n, p.k, p.epilogue == LinearEpilogue::kSwiglu, p.normalize};
-  return launch_plan(p, plan_linear(shape, device.clusters, tuning), dtype, stream);
+  return launch_plan(p, plan_of(p, device), dtype, stream);
 }
 
 }  // namespace llmk::kernels

@@ -17,6 +17,10 @@ bool linear_pays(const LinearParams& params);
 // What `workspace` must hold: 0 unless x is normalized by a launch of its own.
 size_t linear_workspace_bytes(const LinearParams& params, Dtype dtype);
 
+// How many sums of squares linear() leaves for each token if `params`, to which it adds the residual, are followed by a
+// norm and `next`; 0 unless it takes both of them, and that saves a launch.
+int linear_parts(const LinearParams& params, const LinearParams& next, Dtype dtype);
+
 // y = epilogue(norm(x) weight^T + bias), or residual += that.
 cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream);
 

@@ -1,12 +1,10 @@
 // The products for up to 16 tokens: six warps multiply with mma.sync, W as the 16-row operand, so that 8 tokens cost no
 // more than one. Since the order of k does not matter where both operands agree, a lane takes 16 contiguous bytes as
 // its part of two instructions; copies are swizzled (16-byte units exclusive-or the number of their 128 bytes), and
-// lane t of a row takes the units 2t and 2t + 1, which touches every bank once. Here x may be normalized on the way: it
-// is multiplied by the norm's weight, and its squares are summed up; 1 / rms joins at the end.
+// lane t of a row takes the units 2t and 2t + 1, which touches every bank once.
 #pragma once
 #include "device/mma.cuh"
-#include "device/vec.cuh"
-#include "ring.cuh"
+#include "prologue.cuh"
 
 namespace llmk::kernels::few_tokens {
 
@@ -23,31 +21,6 @@ __device__ inline void mma_squares(float (&d)[2], uint32_t low, uint32_t high) {
 
 // Where the 16 bytes `unit` of the 128 bytes at `row` are.
 __device__ inline uint32_t swizzled(uint32_t row, int unit) { return row + (unit ^ (row / 128 % 8)) * 16; }
-
-// Puts the norm's weight where the warps read it; beyond K zeros, as the copies of x are filled in.
-template <typename T, int kThreads>
-__device__ void stage_norm_weight(const Arguments& a, T* target) {
-  using V = Vec<T, 8>;
-  const int count = a.k / 8, padded = a.plan.k_stages * a.plan.chunks * (kLinearChunk / 8);
-  for (int i = threadIdx.x; i < padded; i += kThreads) {
-    V w = V::of([](int) { return 0.f; });
-    if (i < count) w = V::load(static_cast<const T*>(a.norm_weight) + i * 8);
-    *reinterpret_cast<V*>(target + i * 8) = w;
-  }
-  named_barrier(kConsumers, kThreads);
-}
-
-// Eight elements of x times the norm's weight (plus its offset, which is 0 or 1), rounded once.
-template <typename T>
-__device__ inline void scale(uint32_t (&x)[4], const uint32_t (&weight)[4], bool offset) {
-  using Two = typename Pair<T>::type;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const Two a = reinterpret_cast<const Two&>(x[i]), w = reinterpret_cast<const Two&>(weight[i]);
-    const Two product = offset ? __hfma2(a, w, a) : __hmul2_rn(a, w);
-    x[i] = reinterpret_cast<const uint32_t&>(product);
-  }
-}
 
 // Sums up the stages of this warp up to `end`, counted from the first tile on, and writes the partial sums of the tile.
 // `begin` is where the tile began; kTiles: worker.tiles.
@@ -100,7 +73,8 @@ __device__ void multiply_mma(const Arguments& a, const Layout& layout, const Sli
               mma_squares<T>(squares[n], b[n][0], b[n][1]);
               mma_squares<T>(squares[n], b[n][2], b[n][3]);
             }
-            scale<T>(b[n], scales, a.norm_offset);
+#pragma unroll
+            for (int unit = 0; unit < 4; ++unit) b[n][unit] = scaled<T>(b[n][unit], scales[unit], a.norm_offset);
           }
         }
 #pragma unroll
@@ -144,11 +118,12 @@ template <typename T, int kTokenTiles>
 struct MmaSync {
   using Element = T;
   static constexpr int kWorkerWarps = 1, kThreads = 32 * kLinearWarps, kBlocksPerSm = 2;
+  static constexpr bool kScaled = false;
 #if __CUDA_ARCH__ >= 900
   static constexpr bool kHere = true;
 
-  static __device__ void prepare(const Arguments& a, const Layout& layout, unsigned char* shared) {
-    if (a.fold) stage_norm_weight<T, kThreads>(a, reinterpret_cast<T*>(shared + (layout.norm_weight - layout.full)));
+  static __device__ void prepare(const Arguments& a, const Layout& layout, int64_t, unsigned char* shared) {
+    if (a.fold) stage_norm_weight<T, kThreads>(a, layout, shared);
   }
   static __device__ void multiply(const Arguments& a, const Layout& layout, const Slice& slice, Worker& worker,
                                   int begin, int end, unsigned char* shared) {

@@ -6,7 +6,7 @@
 #include <cuda_fp16.h>
 
 #include "device/wgmma.cuh"
-#include "ring.cuh"
+#include "prologue.cuh"
 
 namespace llmk::kernels::few_tokens {
 
@@ -73,12 +73,17 @@ __device__ void multiply_wgmma(const Arguments& a, const Layout& layout, Worker&
 template <typename T, int kColumns, int kMaxTiles>
 struct Wgmma {
   using Element = T;
-  static constexpr int kWorkerWarps = 4, kThreads = 128 * kLinearWarpgroups;
-  static constexpr int kBlocksPerSm = kColumns * kMaxTiles <= 128 ? 2 : 1;  // as the registers allow
+  static constexpr int kWorkerWarps = 4, kThreads = 128 * kLinearWarpgroups, kBlocksPerSm = 1;
+  static constexpr bool kScaled = true;  // x may be scaled already, or the result is to be
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   static constexpr bool kHere = true;
 
-  static __device__ void prepare(const Arguments&, const Layout&, unsigned char*) {}
+  static __device__ void prepare(const Arguments& a, const Layout& layout, int64_t first, unsigned char* shared) {
+    if (!a.scaled) return;
+    const int64_t column = first + static_cast<int64_t>(threadIdx.x) * 64;
+    if (column < min(first + a.plan.tile_rows, a.out)) prefetch_l2(static_cast<const T*>(a.next_norm_weight) + column);
+    find_largest<T, kThreads>(a.next_norm_weight, static_cast<int>(a.out), layout, shared);
+  }
   static __device__ void multiply(const Arguments& a, const Layout& layout, const Slice&, Worker& worker, int, int end,
                                   unsigned char* shared) {
     if (worker.tiles == 1) {

@@ -65,7 +65,7 @@ constexpr size_t kLinearHeaderBytes = 3 * 1024;
 // Tokens that mma.sync computes, in tiles of 8.
 inline int linear_token_tiles(int64_t m) { return m <= 8 ? 1 : 2; }
 // Tokens that wgmma computes.
-inline int linear_columns(int64_t m) { return m <= 16 ? 16 : m <= 32 ? 32 : m <= 48 ? 48 : 64; }
+inline int linear_columns(int64_t m) { return m <= 32 ? 32 : m <= 48 ? 48 : 64; }
 
 // clusters[n]: of n blocks, each on an SM of its own, that run at the same time; n = 1, 2, 4, 8.
 inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, const LinearTuning& tuning) {

@@ -21,26 +21,33 @@ struct Arguments {
   int box_step;                 // rows of W from box to box
   int column_step, depth_step;  // of a chunk, in the tensor maps
   int64_t y_stride;
-  bool fold;         // normalize x here
+  bool fold;         // multiply x by the norm's weight, and sum up its squares
   bool norm_offset;  // add 1 to the norm's weight
   bool settled;      // the weights do not depend on the kernel before this one
   float eps;
+  const void* next_norm_weight;  // null, or of the norm that follows the residual
+  float next_offset;
+  void* scaled;
+  float* squares;
+  int parts;  // of the squares of x, which is multiplied by the norm's weight already
   LinearPlan plan;
 };
 
 #if __CUDA_ARCH__ >= 900
 
-constexpr int kConsumers = 1;  // the named barrier of the warps that compute
+// Named barriers: of the warps that compute; of those and the one that brings them 1 / rms.
+constexpr int kConsumers = 1, kRstd = 2;
 
 // Where things are in shared memory.
 struct Layout {
-  uint32_t full, empty, drained, squares, ring, norm_weight, partials;
+  uint32_t full, empty, drained, squares, largest, ring, norm_weight, partials;
 
   __device__ Layout(uint32_t base, const LinearPlan& plan) {
     full = base;
     empty = base + 8 * plan.stages;
     drained = base + 16 * plan.stages;
     squares = base + kLinearBarrierBytes;
+    largest = squares - 4;
     ring = base + kLinearHeaderBytes;
     norm_weight = ring + plan.stages * plan.stage_bytes;
     partials = plan.alias ? ring : norm_weight + plan.norm_weight_bytes;

@@ -1,0 +1,120 @@
+// What happens to x on its way to the products of a linear for few tokens if it is to be normalized: it is multiplied
+// by the norm's weight, and its squares are summed up; 1 / rms joins at the end (epilogue.cuh).
+//
+// mma.sync does both as it reads x. For wgmma, which takes x from where the copies put it, the linear before has done
+// both, as it added to the residual.
+//
+// float16 might not hold x times the weight. So there a power of two is taken out of the weight, which makes all of it
+// less than 1 and joins at the end, too. What x loses by that is less than 2^-24 of the largest weight.
+#pragma once
+#include <type_traits>
+
+#include "device/vec.cuh"
+#include "ring.cuh"
+
+namespace llmk::kernels::few_tokens {
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ inline uint32_t shared_load_int(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+__device__ inline float shared_load_float(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+__device__ inline float4 shared_load_float4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  return v;
+}
+
+__device__ inline void shared_store_float(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
+// The power of two that is taken out of the norm's weight: the smallest one greater than all of the weight.
+template <typename T>
+__device__ float taken_out(const Layout& layout) {
+  if constexpr (!std::is_same_v<T, __half>) return 1.f;
+  const int exponent = max(static_cast<int>(shared_load_int(layout.largest) >> 10), 1) - 14;
+  return __int_as_float((127 + exponent) << 23);
+}
+
+// Finds layout.largest, the bits of the largest magnitude, for taken_out(). All threads that compute take part.
+template <typename T, int kThreads>
+__device__ void find_largest(const void* weight, int count, const Layout& layout, unsigned char* shared) {
+  if constexpr (std::is_same_v<T, __half>) {
+    uint32_t largest = 0;
+    for (int i = threadIdx.x; i < count / 8; i += kThreads) {
+      const auto w = Vec<T, 8>::load(static_cast<const T*>(weight) + i * 8);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) largest = max(largest, __half_as_ushort(w.data[e]) & 0x7fffu);
+    }
+    largest = __reduce_max_sync(0xffffffffu, largest);
+    auto* const of_all = reinterpret_cast<uint32_t*>(shared + (layout.largest - layout.full));
+    if (threadIdx.x % 32 == 0) atomicMax(of_all, largest);
+    named_barrier(kConsumers, kThreads);
+  }
+}
+
+// Puts the norm's weight where the warps read it; beyond K zeros, as the copies of x are filled in.
+template <typename T, int kThreads>
+__device__ void stage_norm_weight(const Arguments& a, const Layout& layout, unsigned char* shared) {
+  using V = Vec<T, 8>;
+  find_largest<T, kThreads>(a.norm_weight, a.k, layout, shared);
+  const float factor = 1.f / taken_out<T>(layout);
+  V* const target = reinterpret_cast<V*>(shared + (layout.norm_weight - layout.full));
+  const int count = a.k / 8, padded = a.plan.k_stages * a.plan.chunks * (kLinearChunk / 8);
+  for (int i = threadIdx.x; i < padded; i += kThreads) {
+    V w = V::of([](int) { return 0.f; });
+    if (i < count) w = V::load(static_cast<const T*>(a.norm_weight) + i * 8);
+    target[i] = V::of([&](int e) { return w[e] * factor; });
+  }
+  named_barrier(kConsumers, kThreads);
+}
+
+// Two elements of x times the norm's weight (plus its offset, which is 0 or 1), rounded once.
+template <typename T>
+__device__ inline uint32_t scaled(uint32_t x, uint32_t weight, bool offset) {
+  using Two = typename Pair<T>::type;
+  const Two a = reinterpret_cast<const Two&>(x), w = reinterpret_cast<const Two&>(weight);
+  const Two product = offset ? __hfma2(a, w, a) : __hmul2_rn(a, w);
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
+// 1 / rms, of the sum of the squares.
+__device__ inline float rstd_of(const Arguments& a, float squares) {
+  return rsqrtf(squares * (1.f / static_cast<float>(a.k)) + a.eps);
+}
+
+// Puts 1 / rms, times what was taken out, where the epilogue reads it. The linear before has left what it takes. For
+// one warp.
+__device__ inline void stage_rstd(const Arguments& a, const Layout& layout, unsigned char* shared) {
+  const int lane = threadIdx.x % 32;
+  const int quads = a.m <= kLinearMaxTokens / 2 ? kLinearMaxTokens / 8 : kLinearMaxTokens / 4;  // of tokens
+  const int quad = lane % quads, slices = 32 / quads;
+  float sums[4] = {};
+#pragma unroll 12
+  for (int part = lane / quads; part < a.parts; part += slices) {
+    const float4 v = reinterpret_cast<const float4*>(a.squares + part * kLinearMaxTokens)[quad];
+    sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
+  }
+  const float taken_out = a.squares[a.parts * kLinearMaxTokens];
+  for (int other = quads; other < 32; other *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], other);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sums[i] = rstd_of(a, sums[i]) * taken_out;
+  if (lane < quads) {
+    reinterpret_cast<float4*>(shared + (layout.squares - layout.full))[quad] = {sums[0], sums[1], sums[2], sums[3]};
+  }
+}
+
+#endif
+
+}  // namespace llmk::kernels::few_tokens
