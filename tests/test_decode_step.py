@@ -424,15 +424,24 @@ def test_one_step(changes):
     check(one(capacity=704, lengths=[700], **changes))
 
 
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [17, 64])
+def test_one_step_of_many(batch, dtype):
+    check(make(batch, dtype, "cuda", capacity=16))
+
+
 LARGE = {"hidden": 2048, "ffn": 5504, "heads": 16, "dim": 128, "capacity": 3072, "lengths": [3000]}
 SMALL = {"hidden": 64, "ffn": 64, "vocab": 40, "heads": 2, "kv_heads": 1, "layers": 3}
 
 
 @pytest.mark.gpu
 def test_deterministic():
-    for values in (one(**LARGE), one(**SMALL), make(3, torch.bfloat16, "cuda")):
+    many = [make(batch, torch.bfloat16, "cuda", hidden=2048, ffn=512) for batch in (17, 64)]
+    for values in (one(**LARGE), one(**SMALL), make(3, torch.bfloat16, "cuda"), *many):
         expected = run(torch.ops.llmkernels.decode_step, values)
-        for _ in range(20):
+        for _ in range(250):
             assert_same(run(torch.ops.llmkernels.decode_step, values), expected)
 
 
@@ -479,10 +488,10 @@ def test_graphs_on_two_streams_at_once():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3, 17, 64])
 def test_graph_follows_growing_lengths(batch):
     """Captured once, replayed with other tokens and lengths: the same as calls without a graph."""
-    values = make(batch, torch.bfloat16, "cuda", capacity=128, lengths=[92, 5, 20][:batch])
+    values = make(batch, torch.bfloat16, "cuda", capacity=128, lengths=([92, 5, 20] * batch)[:batch])
     other = {name: x.clone() if torch.is_tensor(x) else x for name, x in copied(values).items()}
     step(copied(other))
     graph = torch.cuda.CUDAGraph()
