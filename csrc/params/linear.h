@@ -1,4 +1,4 @@
-// What a linear kernel is told, on either device. Strides count elements; columns are contiguous.
+// Parameters of the linear kernels, on either device. Strides count elements; columns are contiguous.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,19 +24,20 @@ struct LinearParams {
   RmsNormOptions norm;  // how, if so
   void* workspace;      // linear_workspace_bytes(), 16-byte aligned
 
-  // CUDA only: what a linear that adds to the residual leaves to the one behind the norm that follows, in place of a
-  // launch for the norm. `scaled` [m, n], contiguous, is the new residual times next_norm_weight [n] + next_offset;
-  // `squares` are sums of squares of the new residual, [parts + 1, 64]: linear_parts() for each token, then what was
-  // taken out of next_norm_weight, see prologue.cuh. The next linear gets `scaled` as x, `squares`, and `parts` > 0.
+  // CUDA only: the hand-off from a linear that adds to the residual to the linear behind the next norm, which saves the
+  // norm's launch. The first one writes `scaled` [m, n], contiguous: the new residual times next_norm_weight [n] +
+  // next_offset; and `squares` [parts + 1, 64]: for each token linear_parts() partial sums of squares of the new
+  // residual, then the scale that next_norm_weight was divided by (prologue.cuh). The next linear gets `scaled` as x,
+  // `squares`, and `parts` > 0.
   const void* next_norm_weight;
   double next_offset;
   void* scaled;
   void* squares;
   int parts;
 
-  // CUDA only: promises that both weights were complete before the kernel that precedes this one in the stream could
-  // begin: see linear.cu.
-  bool settled;
+  // CUDA only: read weights before the previous kernel of the stream has ended. Promises that both weights were
+  // complete before that kernel could start: see linear.cu.
+  bool prefetch_weights;
 };
 
 }  // namespace llmk

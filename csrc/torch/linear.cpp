@@ -69,7 +69,7 @@ std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
   params.k = params.x_stride = f.weight.size(1);
   params.weight_stride = params.n > 1 ? f.weight.stride(0) : params.k;
   params.epilogue = f.epilogue;
-  params.settled = f.settled;
+  params.prefetch_weights = f.settled;
   return params;
 }
 
@@ -103,7 +103,7 @@ bool run_kernel(const Tensor& x, const Linear& f, const Set& set) {
       f.op, x,
       [&](auto stream) {
         set(*params, dtype);
-        if (!kernels::linear_supported(*params, dtype) || !kernels::linear_pays(*params)) return cudaSuccess;
+        if (!kernels::linear_supported(*params, dtype) || !kernels::linear_is_faster(*params)) return cudaSuccess;
         done = true;
         std::optional<Tensor> workspace;  // the allocator orders its reuse behind the kernels
         if (const int64_t bytes = kernels::linear_workspace_bytes(*params, dtype); bytes > 0) {

@@ -1,4 +1,5 @@
-// What follows the products: partial sums are added up, in a fixed order, and become results.
+// Epilogue of a linear for few tokens. The partial sums of all K groups, of all blocks of the cluster, are added up in
+// a fixed order; then come 1 / rms of a folded norm, bias, SwiGLU or residual add, and the store.
 #pragma once
 #include "device/reduce.cuh"
 #include "device/swiglu.cuh"
@@ -9,9 +10,9 @@ namespace llmk::kernels::few_tokens {
 
 #if __CUDA_ARCH__ >= 900
 
-// The sum of what lies `step` bytes apart from `from` on, once for each group, and that over the blocks of the cluster.
+// The sum over all K groups, `step` bytes apart from `from` on, and over all blocks of the cluster.
 template <int kWidth>
-__device__ void gather(float (&sums)[kWidth], const LinearPlan& plan, uint32_t from, int step) {
+__device__ void reduce_partials(float (&sums)[kWidth], const LinearPlan& plan, uint32_t from, int step) {
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) sums[i] = 0.f;
   const auto add = [&](uint32_t address, auto load, auto load4) {
@@ -25,11 +26,11 @@ __device__ void gather(float (&sums)[kWidth], const LinearPlan& plan, uint32_t f
   if (plan.cluster == 1) {
 #pragma unroll
     for (int group = 0; group < kLinearWarps; ++group) {
-      if (group < plan.k_workers) add(from + group * step, shared_load_float, shared_load_float4);
+      if (group < plan.k_consumers) add(from + group * step, shared_load_float, shared_load_float4);
     }
     return;
   }
-  for (int group = 0; group < plan.k_workers; ++group) {
+  for (int group = 0; group < plan.k_consumers; ++group) {
 #pragma unroll 4
     for (int rank = 0; rank < plan.cluster; ++rank) {
       add(cluster_address(from + group * step, rank), cluster_load, cluster_load4);
@@ -37,13 +38,14 @@ __device__ void gather(float (&sums)[kWidth], const LinearPlan& plan, uint32_t f
   }
 }
 
-// Sums up the squares of the tile that this block has left among the partial sums, with four lanes to a token.
+// Reduces the squares that epilogue() has left in shared memory to this block's partial sum for each token, four lanes
+// per token.
 template <typename T, int kWidth, int kThreads>
-__device__ void finish_squares(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank) {
+__device__ void reduce_squares(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank) {
   const LinearPlan& plan = a.plan;
   const int per_token = plan.tile_rows / kWidth;
   const int count = static_cast<int>(min(int64_t{per_token}, (a.out - first) / kWidth));
-  named_barrier(kConsumers, kThreads);
+  named_barrier(kConsumersBarrier, kThreads);
   for (int token = threadIdx.x / 4; token < kLinearMaxTokens; token += kThreads / 4) {
     float sum[1] = {0.f};
 #pragma unroll 4
@@ -55,13 +57,13 @@ __device__ void finish_squares(const Arguments& a, const Layout& layout, int64_t
     warp_sum(sum, 4);
     if (threadIdx.x % 4 == 0) a.squares[(tile * plan.cluster + rank) * kLinearMaxTokens + token] = sum[0];
   }
-  if (tile + rank + threadIdx.x == 0) a.squares[plan.tiles * plan.cluster * kLinearMaxTokens] = taken_out<T>(layout);
+  if (tile + rank + threadIdx.x == 0)
+    a.squares[plan.output_tiles * plan.cluster * kLinearMaxTokens] = norm_weight_scale<T>(layout);
 }
 
-// Turns the partial sums into the columns [first, first + rows of the tile) of y.
-// kScaled: whether x may be scaled already, or the result is to be.
-template <typename T, int kWidth, int kThreads, bool kScaled>
-__device__ void finish(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank) {
+// Turns the partial sums into columns [first, first + plan.tile_rows) of y.
+template <typename T, int kWidth, int kThreads, bool kNormHandoff>
+__device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank) {
   using V = Vec<T, kWidth>;
   const LinearPlan& plan = a.plan;
   const int rows = plan.tile_rows, per_token = rows / kWidth;
@@ -71,25 +73,25 @@ __device__ void finish(const Arguments& a, const Layout& layout, int64_t first, 
     if (column >= a.out) continue;
     const int box = !a.swiglu && row >= plan.box_rows;
     T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
-    // Loads from memory first: behind the weights that are under way they take a while.
-    V bias, before, next;
+    // Global loads first: they queue behind the weights in flight.
+    V bias, old, next;
     if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
-    if (a.add) before = V::load(y);
-    if (kScaled && a.scaled) next = V::load(static_cast<const T*>(a.next_norm_weight) + column);
+    if (a.add_residual) old = V::load(y);
+    if (kNormHandoff && a.scaled) next = V::load(static_cast<const T*>(a.next_norm_weight) + column);
     float rstd[1] = {1.f}, sums[kWidth];
-    if (a.fold) {
-      gather(rstd, plan, layout.squares + 4 * token, 4 * kLinearMaxTokens);
-      rstd[0] = rstd_of(a, rstd[0]) * taken_out<T>(layout);
-    } else if (kScaled && a.parts > 0) {
+    if (a.fold_norm) {
+      reduce_partials(rstd, plan, layout.squares + 4 * token, 4 * kLinearMaxTokens);
+      rstd[0] = rstd_of(a, rstd[0]) * norm_weight_scale<T>(layout);
+    } else if (kNormHandoff && a.parts > 0) {
       rstd[0] = shared_load_float(layout.squares + 4 * token);
     }
     const uint32_t partials = layout.partials + 4 * token * plan.pitch;
-    const auto gather_row = [&](int at) {
-      gather(sums, plan, partials + 4 * at, 4 * a.m * plan.pitch);
+    const auto reduce_row = [&](int at) {
+      reduce_partials(sums, plan, partials + 4 * at, 4 * a.m * plan.pitch);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] *= rstd[0];
     };
-    gather_row(box * plan.box_pitch + row - box * plan.box_rows);
+    reduce_row(box * plan.box_pitch + row - box * plan.box_rows);
     if (a.bias) {
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] += bias[e];
@@ -98,24 +100,24 @@ __device__ void finish(const Arguments& a, const Layout& layout, int64_t first, 
       float gates[kWidth];
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) gates[e] = sums[e];
-      gather_row(plan.box_pitch + row);
+      reduce_row(plan.box_pitch + row);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] = swiglu<T>(gates[e], sums[e]);
     }
     V result = V::of([&](int e) { return sums[e]; });
-    if (a.add) result = add(before, result);
+    if (a.add_residual) result = add(old, result);
     result.store(y);
-    if (kScaled && a.scaled) {
-      const float factor = 1.f / taken_out<T>(layout);
+    if (kNormHandoff && a.scaled) {
+      const float factor = 1.f / norm_weight_scale<T>(layout);
       const V scaled = V::of([&](int e) { return result[e] * ((a.next_offset + next[e]) * factor); });
       scaled.store(static_cast<T*>(a.scaled) + token * a.out + column);
       float squares = 0.f;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) squares += result[e] * result[e];
-      shared_store_float(partials + 4 * row, squares);  // where nobody but this thread reads any more
+      shared_store_float(partials + 4 * row, squares);  // only this thread has read there, and is done
     }
   }
-  if (kScaled && a.scaled) finish_squares<T, kWidth, kThreads>(a, layout, first, tile, rank);
+  if (kNormHandoff && a.scaled) reduce_squares<T, kWidth, kThreads>(a, layout, first, tile, rank);
 }
 
 #endif

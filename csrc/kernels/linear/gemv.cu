@@ -1,11 +1,16 @@
-// Linear for one token: linear.cu's formulas with m = 1, by dot products.
+// Linear for one token: the formulas, dtypes and roundings of linear.cu with m = 1, by dot products in float32.
+// Moves n k elements of W, once.
 //
-// The columns of y are dealt out evenly to the blocks, a column being a row of W, or for SwiGLU one of the gate and one
-// of the up projection; the columns of x to the warps of a block. A warp keeps its part of x in registers. Its part of
-// W comes by a ring of its own in shared memory, a few rows at a time, each contiguous in memory; the first ones, if
-// the weights are settled (see linear.cu), before the kernel in front of this one has ended. So no warp waits for
-// another, and all have the same to do whatever the number of rows is, until the sums of the warps are added up, in a
-// fixed order. The norm's weight is multiplied into x, in float16 but for a power of two; 1 / rms joins at the end.
+//   blocks   split the columns of y evenly; a column is a row of W, for SwiGLU one of the gate and one of the up rows
+//   warps    split K within a block; each keeps its slice of x in registers
+//   ring     one per warp: a stage holds the warp's slices of a few rows of W, brought by bulk copies. A warp is its
+//   own
+//            producer and consumer, so it has full barriers only, and waits for no other warp
+//   end      the partial sums of the warps are added up in a fixed order
+//
+// A norm is folded as in prologue.cuh: its weight is multiplied into x, in float16 divided by a power of two (one for
+// each warp), and the sums are multiplied by 1 / rms. With prefetch_weights (see linear.cu) the ring is filled before
+// the previous kernel has ended.
 #include "gemv.h"
 
 #include <algorithm>
@@ -20,28 +25,28 @@
 namespace llmk::kernels {
 namespace {
 
-constexpr int kMostSlots = 8;  // of a warp
-// Of shared memory, in bytes: a barrier per slot; a sum of squares per warp.
-constexpr int kSquares = 8 * kGemvWarps * kMostSlots, kHeaderBytes = 768;
+constexpr int kMaxStages = 8;  // per warp
+// Shared memory in bytes: the full barriers, and from kSquares on a sum of squares per warp.
+constexpr int kSquares = 8 * kGemvWarps * kMaxStages, kHeaderBytes = 768;
 static_assert(kSquares + 4 * kGemvWarps <= kHeaderBytes);
 
-constexpr int kSlotVectors = 10;  // of eight elements of W, that a lane finds in a slot at most: 5 KiB
+constexpr int kStageVectors = 10;  // vectors of eight elements of W per lane and stage, at most: 5 KiB
 
 struct Arguments {
   const void *x, *norm_weight, *weight, *bias;
   void* y;
-  bool add, swiglu, fold, norm_offset, settled;
+  bool add_residual, swiglu, fold_norm, norm_offset, prefetch_weights;
   int k;
-  int share, rest;    // columns of y for each block; how many blocks have one more
-  int slots;          // of a warp
-  int pitch;          // floats between the sums of two warps
-  int ring;           // where it begins in shared memory
-  int64_t second;     // rows from the gate to the up projection
-  int64_t row_bytes;  // between rows
+  int columns_per_block, blocks_with_one_more;  // columns of y
+  int stages;                                   // per warp
+  int pitch;                                    // floats between the partial sums of two warps
+  int ring;                                     // its offset in shared memory
+  int64_t up_rows;                              // rows from the gate to the up projection
+  int64_t row_bytes;                            // between rows
   float eps;
 };
 
-// sum += the dot product of eight elements; even and odd ones apart, for two shorter chains.
+// sum += the dot product of eight elements; even and odd ones apart, for two shorter dependency chains.
 template <typename T>
 __device__ inline void dot(float (&sum)[2], const Vec<T, 8>& w, const float (&x)[8]) {
 #pragma unroll
@@ -51,14 +56,14 @@ __device__ inline void dot(float (&sum)[2], const Vec<T, 8>& w, const float (&x)
   }
 }
 
-// What a column of y takes from memory beside its sums.
+// Bias and residual of a column of y.
 template <typename T>
-struct Addends {
-  T bias, before;
+struct EpilogueOperands {
+  T bias, old;
 
-  __device__ Addends(const Arguments& a, int column) {
+  __device__ EpilogueOperands(const Arguments& a, int column) {
     if (a.bias) bias = static_cast<const T*>(a.bias)[column];
-    if (a.add) before = static_cast<const T*>(a.y)[column];
+    if (a.add_residual) old = static_cast<const T*>(a.y)[column];
   }
 };
 
@@ -67,50 +72,52 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
     gemv_kernel(const __grid_constant__ Arguments a) {
 #if __CUDA_ARCH__ >= 900
   using V = Vec<T, 8>;
-  constexpr int kRows = kSlotVectors / kVectors, kPieceBytes = kVectors * 512, kSlotBytes = kRows * kPieceBytes;
+  constexpr int kStageRows = kStageVectors / kVectors, kSliceBytes = kVectors * 512,
+                kStageBytes = kStageRows * kSliceBytes;
   extern __shared__ __align__(128) unsigned char shared[];
   float* const squares = reinterpret_cast<float*>(shared + kSquares);
   float* const sums = reinterpret_cast<float*>(shared + kHeaderBytes);
   const int warps = static_cast<int>(blockDim.x) / 32, lane = threadIdx.x % 32;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // which tells the compiler: the same for all lanes
-  const int block = static_cast<int>(blockIdx.x), begin = block * a.share + min(block, a.rest);
-  const int columns = a.share + (block < a.rest), rows = a.swiglu ? 2 * columns : columns;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // tells the compiler that it is uniform
+  const int block = static_cast<int>(blockIdx.x),
+            begin = block * a.columns_per_block + min(block, a.blocks_with_one_more);
+  const int columns = a.columns_per_block + (block < a.blocks_with_one_more), rows = a.swiglu ? 2 * columns : columns;
   const int first = warp * kVectors * 256;  // of this warp's columns of x
-  const int piece_bytes = min(kPieceBytes, 2 * (a.k - first));
-  unsigned char* const ring = shared + a.ring + warp * a.slots * kSlotBytes;
-  const uint32_t full = shared_address(shared) + 8 * warp * a.slots;
+  const int slice_bytes = min(kSliceBytes, 2 * (a.k - first));
+  unsigned char* const ring = shared + a.ring + warp * a.stages * kStageBytes;
+  const uint32_t full = shared_address(shared) + 8 * warp * a.stages;
 
-  // Requests this warp's pieces of the block's next rows: all of the gate, then all of the up projection.
+  // Fills a stage with this warp's slices of the block's next rows: all of the gate, then all of the up projection.
   const char* const gate = static_cast<const char*>(a.weight) + begin * a.row_bytes + 2 * first;
-  const char* const up = gate + (a.second - columns) * a.row_bytes;
+  const char* const up = gate + (a.up_rows - columns) * a.row_bytes;
   int next = 0;
-  const auto request = [&](int slot) {
-    const int count = min(kRows, rows - next);
+  const auto produce = [&](int stage) {
+    const int count = min(kStageRows, rows - next);
     if (count > 0 && elect()) {
-      const uint32_t barrier = full + 8 * slot, to = shared_address(ring) + slot * kSlotBytes;
-      barrier_arrive_expecting(barrier, count * piece_bytes);
+      const uint32_t barrier = full + 8 * stage, to = shared_address(ring) + stage * kStageBytes;
+      barrier_arrive_expecting(barrier, count * slice_bytes);
 #pragma unroll 1
       for (int i = 0; i < count; ++i) {
         const int row = next + i;
-        bulk_load(to + i * kPieceBytes, (row < columns ? gate : up) + row * a.row_bytes, piece_bytes, barrier,
+        bulk_load(to + i * kSliceBytes, (row < columns ? gate : up) + row * a.row_bytes, slice_bytes, barrier,
                   kEvictFirst);
       }
     }
-    next += kRows;
+    next += kStageRows;
   };
-  if (lane < a.slots) barrier_init(full + 8 * lane, 1);
+  if (lane < a.stages) barrier_init(full + 8 * lane, 1);
   barrier_init_fence();
   __syncwarp();
-  if (!a.settled) pdl_wait();
+  if (!a.prefetch_weights) pdl_wait();
 #pragma unroll 1
-  for (int slot = 0; slot < a.slots; ++slot) request(slot);
-  // At once: later, blocks of the next kernel would crowd onto the SMs that are done first.
+  for (int stage = 0; stage < a.stages; ++stage) produce(stage);
+  // The next kernel may start now. If it started late, its blocks would crowd onto the SMs that are done first.
   pdl_launch_dependents();
-  // Where K ends within a piece, x is zero; so is what no copy fills, or it might be no number.
+  // Where K ends within a slice, x is zero. What no copy fills must be zero too, or it might be NaN.
 #pragma unroll 1
-  for (int at = piece_bytes + 16 * lane; at < kPieceBytes; at += 512) {
+  for (int at = slice_bytes + 16 * lane; at < kSliceBytes; at += 512) {
 #pragma unroll 1
-    for (int row = 0; row < a.slots * kRows; ++row) *reinterpret_cast<uint4*>(ring + row * kPieceBytes + at) = {};
+    for (int row = 0; row < a.stages * kStageRows; ++row) *reinterpret_cast<uint4*>(ring + row * kSliceBytes + at) = {};
   }
   __syncwarp();
 
@@ -122,12 +129,13 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
       vectors[v] = column < a.k ? V::load(static_cast<const T*>(from) + column) : V::of([](int) { return 0.f; });
     }
   };
-  if (a.fold) load_all(norm_weight, a.norm_weight);
+  if (a.fold_norm) load_all(norm_weight, a.norm_weight);
   pdl_wait();
   load_all(x, a.x);
-  Addends<T> addends(a, begin + min(static_cast<int>(threadIdx.x), columns - 1));  // long before they are needed
-  float taken_out = 1.f;  // a power of two, of what this warp has of x
-  if (a.fold) {
+  EpilogueOperands<T> operands(
+      a, begin + min(static_cast<int>(threadIdx.x), columns - 1));  // loads hidden by the main loop
+  float scale = 1.f;                                                // the power of two that this warp's x is divided by
+  if (a.fold_norm) {
     float sum[1] = {0.f};
     const float offset = a.norm_offset ? 1.f : 0.f;
     const auto product = [&](int v, int e) { return x[v][e] * (offset + norm_weight[v][e]); };
@@ -140,8 +148,8 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
         for (int e = 0; e < 8; ++e) largest = max(largest, __float_as_uint(fabsf(product(v, e))));
       }
       const int exponent = static_cast<int>(__reduce_max_sync(0xffffffffu, largest) >> 23);
-      taken_out = __uint_as_float(min(max(exponent, 1), 250) << 23);
-      factor = 1.f / taken_out;
+      scale = __uint_as_float(min(max(exponent, 1), 250) << 23);
+      factor = 1.f / scale;
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -153,35 +161,35 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
     if (lane == 0) squares[warp] = sum[0];
   }
 
-  int slot = 0;
+  int stage = 0;
   uint32_t phase = 0;
 #pragma unroll 1
-  for (int row = 0; row < rows; row += kRows) {
-    float products[kRows][2] = {}, sum[kRows];
-    barrier_wait(full + 8 * slot, phase);
-    const V* const w = reinterpret_cast<const V*>(ring + slot * kSlotBytes) + lane;
+  for (int row = 0; row < rows; row += kStageRows) {
+    float products[kStageRows][2] = {}, sum[kStageRows];
+    barrier_wait(full + 8 * stage, phase);
+    const V* const w = reinterpret_cast<const V*>(ring + stage * kStageBytes) + lane;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       float wide[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) wide[e] = x[v][e];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) dot(products[r], V::load(w[(r * kVectors + v) * 32].data), wide);
+      for (int r = 0; r < kStageRows; ++r) dot(products[r], V::load(w[(r * kVectors + v) * 32].data), wide);
     }
     __syncwarp();  // all have read it
-    request(slot);
-    if (++slot == a.slots) slot = 0, phase ^= 1;
+    produce(stage);
+    if (++stage == a.stages) stage = 0, phase ^= 1;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) sum[r] = products[r][0] + products[r][1];
+    for (int r = 0; r < kStageRows; ++r) sum[r] = products[r][0] + products[r][1];
     warp_sum(sum, 32);
     float mine = 0.f;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) mine = lane == r ? sum[r] : mine;
-    if (lane < min(kRows, rows - row)) sums[warp * a.pitch + row + lane] = mine * taken_out;
+    for (int r = 0; r < kStageRows; ++r) mine = lane == r ? sum[r] : mine;
+    if (lane < min(kStageRows, rows - row)) sums[warp * a.pitch + row + lane] = mine * scale;
   }
   __syncthreads();
 
-  const auto add_up = [&](const float* from, int pitch) {
+  const auto sum_over_warps = [&](const float* from, int pitch) {
     float total = 0.f;
 #pragma unroll
     for (int i = 0; i < kGemvWarps; ++i) {
@@ -189,17 +197,17 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
     }
     return total;
   };
-  const float rstd = a.fold ? rsqrtf(add_up(squares, 1) * (1.f / static_cast<float>(a.k)) + a.eps) : 1.f;
+  const float rstd = a.fold_norm ? rsqrtf(sum_over_warps(squares, 1) * (1.f / static_cast<float>(a.k)) + a.eps) : 1.f;
 #pragma unroll 1
   for (int i = threadIdx.x; i < columns; i += static_cast<int>(blockDim.x)) {
-    if (i >= static_cast<int>(blockDim.x)) addends = Addends<T>(a, begin + i);
-    const float sum = add_up(sums + i, a.pitch) * rstd;
+    if (i >= static_cast<int>(blockDim.x)) operands = EpilogueOperands<T>(a, begin + i);
+    const float sum = sum_over_warps(sums + i, a.pitch) * rstd;
     T result;
     if (a.swiglu) {
-      result = from_float<T>(swiglu<T>(sum, add_up(sums + columns + i, a.pitch) * rstd));
+      result = from_float<T>(swiglu<T>(sum, sum_over_warps(sums + columns + i, a.pitch) * rstd));
     } else {
-      result = from_float<T>(a.bias ? sum + to_float(addends.bias) : sum);
-      if (a.add) result = from_float<T>(to_float(addends.before) + to_float(result));
+      result = from_float<T>(a.bias ? sum + to_float(operands.bias) : sum);
+      if (a.add_residual) result = from_float<T>(to_float(operands.old) + to_float(result));
     }
     static_cast<T*>(a.y)[begin + i] = result;
   }
@@ -217,13 +225,14 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
   const int blocks = std::min(device.sm_count, out), rows = divide_up(out, blocks) * (swiglu ? 2 : 1);
   int vectors = 1;
   while (k > vectors * 256 * kGemvWarps) vectors *= 2;
-  const int warps = divide_up(k, vectors * 256), slot_rows = kSlotVectors / vectors;
-  const int slot_bytes = warps * slot_rows * vectors * 512;
+  const int warps = divide_up(k, vectors * 256), stage_rows = kStageVectors / vectors;
+  const int stage_bytes = warps * stage_rows * vectors * 512;
   const int ring = (kHeaderBytes + warps * rows * 4 + 127) / 128 * 128;
-  // Two blocks fit an SM where it has few weights to read. With more, a deep ring is worth more than an early start.
-  const bool few = int64_t{rows} * k * 2 <= 150 * 1024;
-  const int room = few ? 112 * 1024 - ring : 144 * 1024;
-  const int slots = std::min({room / slot_bytes, divide_up(rows, slot_rows), kMostSlots});
+  // Where an SM has few weights to read, two blocks fit it, so the next kernel may start early. With more, a deep ring
+  // is worth more.
+  const bool two_fit = int64_t{rows} * k * 2 <= 150 * 1024;
+  const int ring_bytes = two_fit ? 112 * 1024 - ring : 144 * 1024;
+  const int stages = std::min({ring_bytes / stage_bytes, divide_up(rows, stage_rows), kMaxStages});
   const Arguments arguments{p.x,
                             p.norm_weight,
                             p.weight,
@@ -233,18 +242,18 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
                             swiglu,
                             p.normalize,
                             p.norm.weight_offset != 0,
-                            p.settled,
+                            p.prefetch_weights,
                             k,
                             out / blocks,
                             out % blocks,
-                            slots,
+                            stages,
                             rows,
                             ring,
                             out,
                             p.weight_stride * 2,
                             static_cast<float>(p.norm.eps)};
   const LaunchShape shape{blocks, dim3(32 * warps),
-                          static_cast<size_t>(ring) + static_cast<size_t>(slots) * slot_bytes};
+                          static_cast<size_t>(ring) + static_cast<size_t>(stages) * stage_bytes};
   const auto launch_as = [&](auto tag) {
     using T = typename decltype(tag)::type;
     return dispatch_int<1, 2, 4, 8>(

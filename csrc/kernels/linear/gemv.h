@@ -6,18 +6,22 @@
 
 namespace llmk::kernels {
 
-// linear() for one token whose norm, if any, may be folded (see linear.cu).
 constexpr int kGemvWarps = 10;  // of a block, at most
-// What fits its registers and its shared memory: the sums of an SM's rows by all warps, beside the ring.
-constexpr int64_t kGemvMostColumns = int64_t{kGemvWarps} * 8 * 256, kGemvMostRowsPerSm = 2048;
+// What fits the registers (a row of x), and the shared memory (the partial sums of an SM's rows, beside the ring).
+constexpr int64_t kGemvMaxK = int64_t{kGemvWarps} * 8 * 256, kGemvMaxRowsPerSm = 2048;
 
-// Whether it is the faster one, as measured on an H200 with the weights of models of 0.5 to 8 billion parameters: but
-// for the many short rows of a small model's vocabulary, where it has too few warps (151936 x 896: 82 us against 62.6,
-// 151936 x 1536: 109 against 104).
-inline bool gemv_pays(int64_t n, int64_t k, int sm_count) {
-  return k <= kGemvMostColumns && n <= (k < 2048 ? 128 : kGemvMostRowsPerSm) * sm_count;
+// The route for one token: gemv, or else linear()'s own kernel, which is faster where many short rows leave gemv too
+// few warps. Measured on an H200, weights of models of 0.5 to 8 billion parameters, in us; gemv wins all other cases:
+//
+//   case           |  gemv | linear
+//   ---------------|-------|-------
+//   151936 x 896   |    82 |   62.6
+//   151936 x 1536  |   109 |    104
+inline bool gemv_is_faster(int64_t n, int64_t k, int sm_count) {
+  return k <= kGemvMaxK && n <= (k < 2048 ? 128 : kGemvMaxRowsPerSm) * sm_count;
 }
 
+// linear() for one token; a norm must be one that linear() can fold.
 cudaError_t gemv(const LinearParams& params, Dtype dtype, cudaStream_t stream);
 
 }  // namespace llmk::kernels

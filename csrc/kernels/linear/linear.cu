@@ -1,22 +1,26 @@
-// Linear for few tokens:  y = x W^T (+ bias),  silu(x Wg^T) * (x Wu^T),  or  residual += x W^T (+ bias)
+// Linear for few tokens, after an RMSNorm if wanted:
 //
-// x [m <= 64, k], W [n, k], float16 or bfloat16; products summed in float32 and rounded once (for SwiGLU: gate and up
-// rounded, silu rounded, product rounded, as eager PyTorch; for the residual: the sum, then the addition).
-// Moves n k elements of W, once, and that is its time: everything else is arranged around never letting the memory
-// rest.
+//   y = x W^T (+ bias)      y = silu(x Wg^T) (x Wu^T)      residual += x W^T (+ bias)
 //
-// One token is for gemv.cu, unless k is too large for it or W has many short rows (gemv_pays). Here one warp copies
-// boxes of W (and of x, which stays in the L2 cache) into a ring in shared memory, always as far ahead as there is room
-// (ring.cuh). The other warps multiply, by mma.sync (up to 16 tokens) or by wgmma (multiply_*.cuh), W as the operand of
-// many rows. K is split over the blocks of a cluster, and over warps (see plan.h); the partial sums meet in shared
-// memory and are added in a fixed order (epilogue.cuh). For how x is normalized see prologue.cuh; where neither of its
-// ways is open, that is a launch before.
+// x [m, k] with m <= 64, W [n, k]; float16 or bfloat16. Sums in float32, rounded once. SwiGLU rounds gate, up, silu and
+// the product, as eager PyTorch; the residual add rounds the sum, then the addition. Moves n k elements of W, once:
+// memory is the limit, so the design keeps as many bytes in flight as shared memory holds.
 //
-// Overlap with the predecessor (programmatic dependent launch): a caller that knows the weights to have been complete
-// before the predecessor could begin says `settled`; then the norm's weight and the first boxes of W are under way
-// while the predecessor still runs. "Before the predecessor" is not enough, since that may itself have begun before the
-// kernel in front of it ended: between whoever wrote the weights and the predecessor lies a launch that did not
-// overlap, such as the first one of a CUDA graph. Without `settled` nothing is read before the predecessor has ended.
+// The design is the GEMM of CUTLASS on Hopper with the operands swapped, so that W fills the rows of the MMA:
+//
+//   plan.h            tiles, split-K and stages, with the measured choices
+//   ring.cuh          the producer, and the ring of stages with full and empty barriers
+//   prologue.cuh      the RMSNorm of x, folded in; where it cannot be, a launch of rms_norm comes first
+//   main_loop_*.cuh   the consumers: mma.sync up to 16 tokens, wgmma up to 64
+//   epilogue.cuh      the reduction of the partial sums, bias, activation, residual
+//
+// One token takes gemv.cu, unless k is too large for it or W has many short rows (gemv_is_faster).
+//
+// Programmatic dependent launch: with `prefetch_weights` the norm's weight and the first stages of W are read before
+// the previous kernel has ended. The caller promises that these weights were complete before the previous kernel could
+// start. That it was launched later is not enough, since it may itself have started before the kernel in front of it
+// ended: a launch that does not overlap must lie between the writer and the previous kernel, such as the first one of
+// a CUDA graph. Without `prefetch_weights` nothing is read before the previous kernel has ended.
 #include "linear.h"
 
 #include "epilogue.cuh"
@@ -25,8 +29,8 @@
 #include "kernels/launch.h"
 #include "kernels/norm/rms_norm.h"
 #include "kernels/tensor_map.h"
-#include "multiply_mma.cuh"
-#include "multiply_wgmma.cuh"
+#include "main_loop_mma.cuh"
+#include "main_loop_wgmma.cuh"
 #include "ring.cuh"
 
 namespace llmk::kernels {
@@ -36,18 +40,17 @@ using few_tokens::Arguments;
 using few_tokens::MmaSync;
 using few_tokens::Wgmma;
 
-// Warps that compute, one that copies, and one that fetches 1 / rms.
+// The consumers, the producer warp, and for wgmma a warp that loads 1 / rms.
 template <typename Math>
-constexpr int kBlockThreads = Math::kThreads + 32 + 32 * Math::kScaled;
+constexpr int kBlockThreads = Math::kThreads + 32 + 32 * Math::kNormHandoff;
 
-// Math: MmaSync or Wgmma. Where code for it is missing the kernel is empty, and refuses to be launched with so many
-// threads.
+// Math: MmaSync or Wgmma. Where it is not compiled the kernel is empty, and too small for a launch by its bounds.
 template <typename Math>
-__global__ void __launch_bounds__(Math::kHere ? kBlockThreads<Math> : 32, Math::kBlocksPerSm)
+__global__ void __launch_bounds__(Math::kCompiled ? kBlockThreads<Math> : 32, Math::kBlocksPerSm)
     linear_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
                   const __grid_constant__ Arguments arguments) {
 #if __CUDA_ARCH__ >= 900
-  if constexpr (Math::kHere) {
+  if constexpr (Math::kCompiled) {
     using namespace few_tokens;
     using T = typename Math::Element;
     constexpr int kThreads = Math::kThreads;
@@ -59,75 +62,75 @@ __global__ void __launch_bounds__(Math::kHere ? kBlockThreads<Math> : 32, Math::
       if (threadIdx.x == kThreads) {
         tensor_map_prefetch(weight);
         tensor_map_prefetch(x);
-        barrier_init(layout.drained, kThreads / 32);
-        *reinterpret_cast<uint32_t*>(shared + (layout.largest - layout.full)) = 0;
+        barrier_init(layout.epilogue_done, kThreads / 32);
+        *reinterpret_cast<uint32_t*>(shared + (layout.norm_weight_max - layout.full)) = 0;
       }
 #pragma unroll 1
       for (int i = threadIdx.x - kThreads; i < plan.stages; i += 32) {
         barrier_init(layout.full + 8 * i, 1);
-        barrier_init(layout.empty + 8 * i, plan.row_workers * Math::kWorkerWarps);
+        barrier_init(layout.empty + 8 * i, plan.row_consumers * Math::kConsumerWarps);
       }
       barrier_init_fence();
     }
     __syncthreads();
     pdl_launch_dependents();
     const int rank = plan.cluster > 1 ? cluster_rank() : 0;
-    const Slice slice(plan, rank);
+    const KRange k_range(plan, rank);
     const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-    const bool alone = plan.cluster == 1;
-    const Tiles tiles{alone ? block : divide(block, plan.cluster), alone ? blocks : divide(blocks, plan.cluster),
-                      plan.tiles};
+    const bool no_cluster = plan.cluster == 1;
+    const TileScheduler scheduler{no_cluster ? block : divide(block, plan.cluster),
+                                  no_cluster ? blocks : divide(blocks, plan.cluster), plan.output_tiles};
     if (producer) {
-      if (threadIdx.x == kThreads) copy(arguments, weight, x, layout, slice, tiles);
-      if (plan.cluster > 1) {  // of which there is but one tile
+      if (threadIdx.x == kThreads) produce(arguments, weight, x, layout, k_range, scheduler);
+      if (plan.cluster > 1) {  // one output tile: the two cluster barriers of its epilogue
         __syncwarp();
         cluster_barrier_relaxed();
         cluster_barrier_relaxed();
       }
       return;
     }
-    if constexpr (Math::kScaled) {
+    if constexpr (Math::kNormHandoff) {
       if (threadIdx.x >= kThreads + 32) {
         if (arguments.parts > 0) {
           pdl_wait();
-          stage_rstd(arguments, layout, shared);
-          named_barrier_arrive(kRstd, kThreads + 32);
+          load_rstd(arguments, layout, shared);
+          named_barrier_arrive(kRstdBarrier, kThreads + 32);
         }
         return;
       }
     }
-    if (!arguments.settled) pdl_wait();
-    Math::prepare(arguments, layout, static_cast<int64_t>(tiles.first) * plan.tile_rows, shared);
+    if (!arguments.prefetch_weights) pdl_wait();
+    Math::prologue(arguments, layout, static_cast<int64_t>(scheduler.first) * plan.tile_rows, shared);
     pdl_wait();
-    Worker worker(plan, threadIdx.x / (32 * Math::kWorkerWarps));
+    Consumer consumer(plan, threadIdx.x / (32 * Math::kConsumerWarps));
     int begin = 0;
-    for (int tile = tiles.first; tile < tiles.end; tile += tiles.step, begin += slice.stages()) {
-      Math::multiply(arguments, layout, slice, worker, begin, begin + slice.stages(), shared);
-      if (Math::kScaled && arguments.parts > 0 && tile == tiles.first) {
-        named_barrier(kRstd, kThreads + 32);
+    for (int tile = scheduler.first; tile < scheduler.end; tile += scheduler.step, begin += k_range.k_tiles()) {
+      Math::main_loop(arguments, layout, k_range, consumer, begin, begin + k_range.k_tiles(), shared);
+      if (Math::kNormHandoff && arguments.parts > 0 && tile == scheduler.first) {
+        named_barrier(kRstdBarrier, kThreads + 32);
       } else {
-        named_barrier(kConsumers, kThreads);
+        named_barrier(kConsumersBarrier, kThreads);
       }
       if (plan.cluster > 1) cluster_sync();
       const int64_t first = static_cast<int64_t>(tile) * plan.tile_rows;
       if (arguments.vector) {
-        finish<T, 4, kThreads, Math::kScaled>(arguments, layout, first, tile, rank);
+        epilogue<T, 4, kThreads, Math::kNormHandoff>(arguments, layout, first, tile, rank);
       } else {
-        finish<T, 1, kThreads, Math::kScaled>(arguments, layout, first, tile, rank);
+        epilogue<T, 1, kThreads, Math::kNormHandoff>(arguments, layout, first, tile, rank);
       }
       __syncwarp();
-      if (plan.cluster > 1) cluster_barrier_relaxed();  // the others have read this block's partial sums
-      if (plan.alias) {
+      if (plan.cluster > 1) cluster_barrier_relaxed();  // the other blocks have read this block's partial sums
+      if (plan.sums_alias_ring) {
         async_proxy_fence();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) barrier_arrive(layout.drained);
+        if (threadIdx.x % 32 == 0) barrier_arrive(layout.epilogue_done);
       }
     }
   }
 #endif
 }
 
-// Whether this library has wgmma for `device`, the current one: its code may be for sm_90 in general.
+// Whether this library has wgmma code for `device`, the current one: it may have been compiled for sm_90, not sm_90a.
 bool has_wgmma(const DeviceInfo& device) {
   if (device.compute_capability != 90) return false;
   static const bool result = [] {
@@ -140,8 +143,8 @@ bool has_wgmma(const DeviceInfo& device) {
   return result;
 }
 
-// Boxes of `chunks` chunks by `box_rows` rows, swizzled; beyond the tensor they are filled with zeros. Where chunks
-// divide K they are a dimension of their own, so that one copy takes several; else they lie along the columns.
+// Boxes of `chunks` chunks by `box_rows` rows, swizzled, zeros beyond the tensor. Where chunks divide K they are a
+// dimension of their own, so that one copy brings several; else they lie along the columns.
 cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t cols, int64_t stride, int box_rows,
                        int chunks, Dtype dtype) {
   if (rows == 1) stride = cols;  // of no meaning, and perhaps out of range
@@ -154,13 +157,13 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
 }
 
 // Whether x can be multiplied by the norm's weight and the sums by 1 / rms, which saves a rounding and all waiting.
-bool may_fold_norm(const LinearParams& p, Dtype dtype) {
+bool can_fold_norm(const LinearParams& p, Dtype dtype) {
   const double offset = p.norm.weight_offset;
   const bool known_offset = offset == 0 || (offset == 1 && dtype == Dtype::kBFloat16);
   return p.normalize && p.norm_weight && known_offset && p.k <= 16384;
 }
 // Whether the kernel does it all.
-bool folds_norm(const LinearParams& p, Dtype dtype) { return may_fold_norm(p, dtype) && p.m <= kLinearMaxMmaTokens; }
+bool folds_norm(const LinearParams& p, Dtype dtype) { return can_fold_norm(p, dtype) && p.m <= kLinearMaxMmaTokens; }
 
 LinearPlan plan_of(const LinearParams& p, const DeviceInfo& device) {
   const LinearShape shape{p.m, p.n, p.k, p.epilogue == LinearEpilogue::kSwiglu, p.normalize && p.parts == 0};
@@ -202,7 +205,7 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
                             p.y_stride,
                             p.normalize && p.parts == 0,
                             p.norm.weight_offset != 0,
-                            p.settled,
+                            p.prefetch_weights,
                             static_cast<float>(p.norm.eps),
                             p.next_norm_weight,
                             static_cast<float>(p.next_offset),
@@ -212,7 +215,7 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
                             plan};
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const int64_t clusters = std::min(plan.tiles, device.clusters[plan.cluster]);
+  const int64_t clusters = std::min(plan.output_tiles, device.clusters[plan.cluster]);
   LaunchShape shape{clusters * plan.cluster, {}, plan.shared_bytes};
   shape.cluster = plan.cluster;
   const auto launch_math = [&](auto tag) {
@@ -229,7 +232,7 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
     return dispatch_int<32, 48, 64>(plan.x_rows, [&](auto columns) {
       constexpr int kColumns = decltype(columns)::value;
       if constexpr (kColumns >= 48) {
-        if (plan.row_tiles <= 2 * plan.row_workers) return launch_math(TypeTag<Wgmma<T, kColumns, 2>>{});
+        if (plan.mma_tiles <= 2 * plan.row_consumers) return launch_math(TypeTag<Wgmma<T, kColumns, 2>>{});
       }
       return launch_math(TypeTag<Wgmma<T, kColumns, 3>>{});
     });
@@ -249,17 +252,19 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
          has_tensor_maps() && (p.m <= kLinearMaxMmaTokens || has_wgmma(device));
 }
 
-// Beyond 16 tokens as measured on an H200, ours against cuBLAS. For SwiGLU, for the residual (two) and for the norm it
-// needs launches beside it, which are not counted; the norm takes 1.6 us here, where it overlaps, and else 2.2.
-// In us for 32 and 64 tokens:
+// The route beyond 16 tokens. Measured on an H200, in us, cuBLAS without the launches that it needs beside it for
+// SwiGLU, for the residual (two) and for the norm:
 //
-//   3584 x 3584             9.0,  10.3   against  11.4,   9.5
-//   4608 x 3584            10.6,  11.7   against  11.0,  11.2
-//   3584 x 18944           33.6,  38.2   against  39.5,  41.6
-//   18944 x 3584           32.8,  37.0   against  37.8,  36.4
-//   37888 x 3584, SwiGLU   66.7,  75.2   against  74.2,  74.9
-//   152064 x 3584         258.2, 284     against 266.6, 273.9
-bool linear_pays(const LinearParams& p) {
+//   case, n x k           | linear, 32 and 64 tokens | cuBLAS, 32 and 64 tokens
+//   ----------------------|--------------------------|-------------------------
+//   3584 x 3584           |     9.0           10.3   |    11.4            9.5
+//   4608 x 3584           |    10.6           11.7   |    11.0           11.2
+//   3584 x 18944          |    33.6           38.2   |    39.5           41.6
+//   18944 x 3584          |    32.8           37.0   |    37.8           36.4
+//   37888 x 3584, SwiGLU  |    66.7           75.2   |    74.2           74.9
+//   152064 x 3584         |   258.2          284     |   266.6          273.9
+//   the norm's launch     |     1.6, overlapped      |     2.2
+bool linear_is_faster(const LinearParams& p) {
   DeviceInfo device;
   if (p.m <= kLinearMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu) return true;
   if (device_info(device) != cudaSuccess) return false;
@@ -278,9 +283,10 @@ int linear_parts(const LinearParams& p, const LinearParams& next, Dtype dtype) {
   if (p.m <= kLinearMaxMmaTokens || !p.residual || device_info(device) != cudaSuccess) return 0;
   const LinearPlan plan = plan_of(p, device);
   LinearParams then = next;
-  then.parts = plan.tiles * plan.cluster;
-  const bool both = linear_supported(p, dtype) && linear_pays(p) && linear_supported(then, dtype) && linear_pays(then);
-  return both && may_fold_norm(next, dtype) ? then.parts : 0;
+  then.parts = plan.output_tiles * plan.cluster;
+  const bool both =
+      linear_supported(p, dtype) && linear_is_faster(p) && linear_supported(then, dtype) && linear_is_faster(then);
+  return both && can_fold_norm(next, dtype) ? then.parts : 0;
 }
 
 cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream) {
@@ -295,7 +301,7 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
     p.x_stride = p.k;
     p.normalize = false;
   }
-  if (p.m == 1 && gemv_pays(p.n, p.k, device.sm_count)) return gemv(p, dtype, stream);
+  if (p.m == 1 && gemv_is_faster(p.n, p.k, device.sm_count)) return gemv(p, dtype, stream);
   return launch_plan(p, plan_of(p, device), dtype, stream);
 }
 

@@ -11,14 +11,14 @@ namespace llmk::kernels {
 // 16-byte aligned rows, sm_90.
 bool linear_supported(const LinearParams& params, Dtype dtype);
 
-// Whether that is faster than cuBLAS, as measured.
-bool linear_pays(const LinearParams& params);
+// Whether that is faster than cuBLAS (measured, see linear.cu).
+bool linear_is_faster(const LinearParams& params);
 
-// What `workspace` must hold: 0 unless x is normalized by a launch of its own.
+// Bytes of `workspace`: 0 unless x is normalized by a launch of its own.
 size_t linear_workspace_bytes(const LinearParams& params, Dtype dtype);
 
-// How many sums of squares linear() leaves for each token if `params`, to which it adds the residual, are followed by a
-// norm and `next`; 0 unless it takes both of them, and that saves a launch.
+// How many partial sums of squares per token linear() can leave, where `params` adds to the residual and a norm and
+// `next` follow; 0 if it cannot, or if that would not save a launch.
 int linear_parts(const LinearParams& params, const LinearParams& next, Dtype dtype);
 
 // y = epilogue(norm(x) weight^T + bias), or residual += that.

@@ -1,9 +1,12 @@
-// How a linear for few tokens is spread over the GPU. Plain host code.
+// The launch plan of a linear for few tokens: how the product is tiled. Plain host code.
 //
-// A cluster of blocks owns a tile of output rows (rows of the weight) and splits K between its blocks. Within a block
-// the rows are split between workers, warps that use mma.sync or warpgroups that use wgmma; where there are more
-// workers than rows for them, groups of workers take turns at the stages of a ring. More blocks per cluster mean taller
-// tiles, so that x is read fewer times, and a longer reduction at the end.
+//   output tile   tile_rows rows of the weight for all tokens; owned by a cluster of blocks
+//   split-K       over the blocks of the cluster, then over the K groups of a block; partial sums are added at the end
+//   k tile        `chunks` chunks of 64 columns of K: one stage of the ring (ring.cuh)
+//   consumers     of a block: row_consumers x k_consumers warps (mma.sync) or warpgroups (wgmma)
+//   MMA tile      16 rows (mma.sync) or 64 rows (wgmma) of an output tile
+//
+// Larger clusters mean taller tiles, so that x is read fewer times, and a longer reduction of the partial sums.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -12,34 +15,34 @@
 namespace llmk::kernels {
 
 constexpr int kLinearMaxTokens = 64, kLinearMaxMmaTokens = 16;
-constexpr int kLinearWarps = 6;           // that compute with mma.sync; one more copies
-constexpr int kLinearWarpgroups = 2;      // that compute with wgmma
-constexpr int kLinearTilesPerWorker = 3;  // of 16 or 64 rows each
+constexpr int kLinearWarps = 6;                // consumers with mma.sync, beside the producer warp
+constexpr int kLinearWarpgroups = 2;           // consumers with wgmma, likewise
+constexpr int kLinearMmaTilesPerConsumer = 3;  // of 16 or 64 rows each
 constexpr int kLinearMaxStages = 56;
 constexpr int kLinearChunk = 64;  // elements of K: one swizzled row of 128 bytes
 
 struct LinearPlan {
   bool wgmma;
-  int cluster;        // blocks that share a tile
-  int boxes;          // 1, or 2: a tall tile, or gate rows and up rows
-  int box_rows;       // rows of the weight per box; for wgmma a multiple of 8
-  int tiles_per_box;  // mma.sync: of 16 rows
-  int row_tiles;      // in all; those of wgmma, of 64 rows, do not stop at a box's end
-  int tile_rows;      // columns of y per tile of the output
-  int tiles;          // of the output
-  int row_workers;    // row_workers * k_workers is the number of workers
-  int k_workers;
+  int cluster;            // blocks that share an output tile
+  int boxes;              // 1, or 2: a tall tile, or gate rows and up rows
+  int box_rows;           // rows of the weight per box; for wgmma a multiple of 8
+  int mma_tiles_per_box;  // mma.sync: of 16 rows
+  int mma_tiles;          // of an output tile; those of wgmma, of 64 rows, may cross from one box to the next
+  int tile_rows;          // columns of y per output tile
+  int output_tiles;
+  int row_consumers;  // row_consumers * k_consumers is the number of consumers
+  int k_consumers;
   int chunks;     // per stage
-  int k_stages;   // that make up K
-  int stages;     // in the ring; a multiple of k_workers, so that a slot always belongs to the same workers
+  int k_tiles;    // of all of K
+  int stages;     // in the ring; a multiple of k_consumers (see ring.cuh)
   int box_bytes;  // from box to box in a stage
   int x_rows;     // tokens in a stage; those beyond m are zeros
   int stage_bytes;
-  int transfer_bytes;     // what arrives in a stage
+  int transfer_bytes;     // that the copies of a stage bring
   int norm_weight_bytes;  // 0 without a norm
-  int box_pitch;          // rows from box to box of the partial sums
-  int pitch;              // floats between the tokens of the partial sums
-  bool alias;             // the partial sums lie where the ring was
+  int box_pitch;          // of the partial sums: rows from box to box
+  int pitch;              // of the partial sums: floats from token to token
+  bool sums_alias_ring;   // the partial sums take the place of the ring
   size_t shared_bytes;
 };
 
@@ -48,18 +51,18 @@ struct LinearShape {
   bool swiglu, normalize;
 };
 
-// What is chosen as it was measured, see choose_tuning().
+// The measured choices, see choose_tuning().
 struct LinearTuning {
   bool wgmma;
-  int cluster;                   // 1, 2, 4 or 8
-  int chunks;                    // at most
-  size_t shared_bytes;           // at most; half of an SM lets the next kernel begin beside this one
-  int rows;                      // of the weight in a tile, at most
-  int ahead = kLinearMaxStages;  // chunks in the ring for each worker, at most
+  int cluster;              // 1, 2, 4 or 8
+  int max_chunks;           // per stage
+  size_t max_shared_bytes;  // half of an SM would let the next kernel start beside this one
+  int max_tile_rows;
+  int prefetch_chunks = kLinearMaxStages;  // in the ring for each K group, at most
 };
 
 constexpr size_t kLinearBarrierBytes = 1024;
-// Barriers, then sums of squares by warp and token.
+// The barriers, then the sums of squares of each K group and token.
 constexpr size_t kLinearHeaderBytes = 3 * 1024;
 
 // Tokens that mma.sync computes, in tiles of 8.
@@ -67,96 +70,106 @@ inline int linear_token_tiles(int64_t m) { return m <= 8 ? 1 : 2; }
 // Tokens that wgmma computes.
 inline int linear_columns(int64_t m) { return m <= 32 ? 32 : m <= 48 ? 48 : 64; }
 
-// clusters[n]: of n blocks, each on an SM of its own, that run at the same time; n = 1, 2, 4, 8.
+// clusters[n]: how many clusters of n blocks, one block per SM, run at the same time; n = 1, 2, 4, 8.
 inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, const LinearTuning& tuning) {
   const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const auto round_up = [&](int64_t a, int64_t b) { return static_cast<int>(divide_up(a, b) * b); };
   const bool wgmma = tuning.wgmma;
-  const int workers = wgmma ? kLinearWarpgroups : kLinearWarps, tile_height = wgmma ? 64 : 16;
-  const int unit = wgmma ? 8 : shape.m == 1 ? 1 : 4;  // of rows; 4 for results that are moved 4 at a time
+  const int consumers = wgmma ? kLinearWarpgroups : kLinearWarps, mma_rows = wgmma ? 64 : 16;
+  const int row_multiple = wgmma ? 8 : shape.m == 1 ? 1 : 4;  // of rows; 4 for results that are moved 4 at a time
   LinearPlan plan{};
   plan.wgmma = wgmma;
-  // As many tiles as clusters fit the GPU at once, or (clusters of one) a multiple of that, all of the same height.
+  // As many output tiles as clusters run at once, or (clusters of one) a multiple of that, all of the same height.
   const int64_t out = shape.swiglu ? shape.n / 2 : shape.n;
-  const int64_t most = std::min(tuning.rows, workers * kLinearTilesPerWorker * tile_height) / (shape.swiglu ? 2 : 1);
+  const int64_t max_rows =
+      std::min(tuning.max_tile_rows, consumers * kLinearMmaTilesPerConsumer * mma_rows) / (shape.swiglu ? 2 : 1);
   plan.cluster = tuning.cluster;
-  while (plan.cluster > 1 && clusters[plan.cluster] * most < out) plan.cluster /= 2;
-  const int64_t rounds = divide_up(out, clusters[plan.cluster] * most);
-  const int rows = round_up(divide_up(out, clusters[plan.cluster] * rounds), unit);
+  while (plan.cluster > 1 && clusters[plan.cluster] * max_rows < out) plan.cluster /= 2;
+  const int64_t rounds = divide_up(out, clusters[plan.cluster] * max_rows);
+  const int rows = round_up(divide_up(out, clusters[plan.cluster] * rounds), row_multiple);
   plan.boxes = shape.swiglu || rows > 256 ? 2 : 1;
-  plan.box_rows = !shape.swiglu && plan.boxes == 2 ? round_up(divide_up(rows, 2), unit) : rows;
+  plan.box_rows = !shape.swiglu && plan.boxes == 2 ? round_up(divide_up(rows, 2), row_multiple) : rows;
   plan.tile_rows = shape.swiglu ? plan.box_rows : plan.boxes * plan.box_rows;
-  plan.tiles = static_cast<int>(divide_up(out, plan.tile_rows));
-  plan.tiles_per_box = static_cast<int>(divide_up(plan.box_rows, 16));
-  plan.row_tiles =
-      wgmma ? static_cast<int>(divide_up(plan.boxes * plan.box_rows, 64)) : plan.boxes * plan.tiles_per_box;
+  plan.output_tiles = static_cast<int>(divide_up(out, plan.tile_rows));
+  plan.mma_tiles_per_box = static_cast<int>(divide_up(plan.box_rows, 16));
+  plan.mma_tiles =
+      wgmma ? static_cast<int>(divide_up(plan.boxes * plan.box_rows, 64)) : plan.boxes * plan.mma_tiles_per_box;
   if (wgmma) {
-    plan.row_workers = plan.row_tiles > 1 ? 2 : 1;
+    plan.row_consumers = plan.mma_tiles > 1 ? 2 : 1;
   } else {
     for (const int warps : {6, 3, 2, 1}) {
-      if (warps * kLinearTilesPerWorker >= plan.row_tiles) plan.row_workers = warps;
+      if (warps * kLinearMmaTilesPerConsumer >= plan.mma_tiles) plan.row_consumers = warps;
     }
   }
-  plan.k_workers = workers / plan.row_workers;
+  plan.k_consumers = consumers / plan.row_consumers;
 
   const int64_t k_chunks = divide_up(shape.k, kLinearChunk);
   plan.x_rows = wgmma ? linear_columns(shape.m) : static_cast<int>(shape.m);
-  plan.box_pitch = wgmma ? plan.box_rows : plan.tiles_per_box * 16;
+  plan.box_pitch = wgmma ? plan.box_rows : plan.mma_tiles_per_box * 16;
   plan.pitch = round_up(plan.boxes * plan.box_pitch, 32) + 4;
-  const size_t partials = static_cast<size_t>(plan.k_workers) * shape.m * plan.pitch * sizeof(float);
-  // Room of their own, so that the next tile's weights arrive meanwhile, if they leave enough to the ring.
-  plan.alias =
-      !wgmma ? partials > 20 * 1024 : plan.tiles <= clusters[plan.cluster] || 3 * partials > tuning.shared_bytes;
-  // Operands extend beyond the rows that are there: of the weight to the last tile's end, of x to the last token
-  // tile's.
-  const size_t slack = wgmma ? (plan.row_tiles * 64 - plan.boxes * plan.box_rows) * 128
+  const size_t partials = static_cast<size_t>(plan.k_consumers) * shape.m * plan.pitch * sizeof(float);
+  // With room of their own, the copies of the next tile overlap the epilogue; that must leave enough to the ring.
+  plan.sums_alias_ring = !wgmma ? partials > 20 * 1024
+                                : plan.output_tiles <= clusters[plan.cluster] || 3 * partials > tuning.max_shared_bytes;
+  // The last MMA tile reads beyond the rows that are there, of the weight and of x.
+  const size_t slack = wgmma ? (plan.mma_tiles * 64 - plan.boxes * plan.box_rows) * 128
                              : 2048 + (linear_token_tiles(shape.m) * 8 - shape.m) * 128;
   int fitting = 0;  // stages in shared memory
   const auto lay_out = [&](int chunks) {
     plan.chunks = chunks;
-    plan.k_stages = static_cast<int>(divide_up(k_chunks, chunks));
-    // The swizzle repeats itself every 1024 bytes: the operands of wgmma begin with it, and the second of two boxes
-    // where the first does.
+    plan.k_tiles = static_cast<int>(divide_up(k_chunks, chunks));
+    // The swizzle has a period of 1024 bytes: operands of wgmma must begin with it, and both boxes at the same place.
     plan.box_bytes = round_up(chunks * plan.box_rows * 128, wgmma || plan.boxes == 2 ? 1024 : 128);
     plan.stage_bytes = plan.boxes * plan.box_bytes + round_up(chunks * plan.x_rows * 128, wgmma ? 1024 : 128);
     plan.transfer_bytes = chunks * 128 * (plan.boxes * plan.box_rows + plan.x_rows);
-    plan.norm_weight_bytes = shape.normalize ? plan.k_stages * chunks * 128 : 0;
+    plan.norm_weight_bytes = shape.normalize ? plan.k_tiles * chunks * 128 : 0;
     const size_t fixed =
-        kLinearHeaderBytes + plan.norm_weight_bytes + (plan.alias ? 0 : round_up(partials, 16)) + slack;
-    fitting = static_cast<int>((tuning.shared_bytes - fixed) / plan.stage_bytes);
-    // No more than there are, where a block has but one tile: then more blocks fit an SM, and the next kernel begins.
-    const bool one_tile = !wgmma && plan.tiles <= clusters[plan.cluster];
-    const int useful = one_tile ? round_up(plan.k_stages, plan.k_workers) : kLinearMaxStages;
-    const int ahead = static_cast<int>(divide_up(tuning.ahead, chunks)) * plan.k_workers;
-    plan.stages = std::min({fitting, useful, ahead, kLinearMaxStages}) / plan.k_workers * plan.k_workers;
+        kLinearHeaderBytes + plan.norm_weight_bytes + (plan.sums_alias_ring ? 0 : round_up(partials, 16)) + slack;
+    fitting = static_cast<int>((tuning.max_shared_bytes - fixed) / plan.stage_bytes);
+    // A block of one output tile has no use for more stages than k tiles; with fewer, the next kernel may start early.
+    const bool one_tile = !wgmma && plan.output_tiles <= clusters[plan.cluster];
+    const int useful = one_tile ? round_up(plan.k_tiles, plan.k_consumers) : kLinearMaxStages;
+    const int prefetched = static_cast<int>(divide_up(tuning.prefetch_chunks, chunks)) * plan.k_consumers;
+    plan.stages = std::min({fitting, useful, prefetched, kLinearMaxStages}) / plan.k_consumers * plan.k_consumers;
     const size_t ring = static_cast<size_t>(plan.stages) * plan.stage_bytes;
-    plan.shared_bytes = fixed + std::max(ring, plan.alias ? partials : 0);
+    plan.shared_bytes = fixed + std::max(ring, plan.sums_alias_ring ? partials : 0);
   };
-  // A tile of wgmma that begins in one box and ends in the other wants them next to each other.
+  // An MMA tile of wgmma that crosses from box to box needs the boxes side by side.
   const bool one_chunk = shape.k % kLinearChunk || (wgmma && plan.boxes == 2);
-  int chunks = one_chunk ? 1 : static_cast<int>(std::min<int64_t>(tuning.chunks, k_chunks));
-  const int wanted = wgmma ? 4 : 2 * plan.k_workers;
-  for (lay_out(chunks); fitting < wanted && chunks > 1;) lay_out(--chunks);
+  int chunks = one_chunk ? 1 : static_cast<int>(std::min<int64_t>(tuning.max_chunks, k_chunks));
+  const int min_stages = wgmma ? 4 : 2 * plan.k_consumers;
+  for (lay_out(chunks); fitting < min_stages && chunks > 1;) lay_out(--chunks);
   return plan;
 }
 
-// The rest is as measured on an H200 with the weights of models of 0.5 to 8 billion parameters, 256 x 2048 to
-// 152064 x 3584, in rules about the rows that an SM gets: up to 128, or more.
+// Shape classes of the tables below, by how many rows an SM gets.
 inline bool linear_has_many_rows(int64_t n, const int* clusters) { return n > int64_t{128} * clusters[1]; }
 // Whether the rows of two SMs fit one tile of wgmma.
 inline bool linear_has_few_rows(int64_t n, const int* clusters) { return n <= int64_t{64} * clusters[2]; }
 inline bool linear_has_long_rows(int64_t k) { return k > 8192; }
 
-// mma.sync up to 16 tokens, which folds the norm. Where there are many rows, tiles of 96 are 2 to 5 % faster than the
-// tallest that fit; where there are few, stages of two chunks 11 to 27 % faster than of one, and two stages of three
-// chunks for each warp another 1 to 5 %, while one is 10 to 20 % slower and three are up to 5 %. Twice as large they
-// are another 4 to 43 % faster where rows are so few that the copying thread cannot keep up, 150 ns for each stage, but
-// K is long; short K has too few of them for the warps then, 4 to 12 % slower. For SwiGLU less is under way at a time,
-// which leaves more to the kernels around it.
+// Up to 16 tokens take mma.sync, which folds the norm; more take wgmma. SwiGLU keeps fewer bytes in flight, which
+// leaves more to the kernels around it.
 //
-// With wgmma and few rows, two SMs share a tile, which reads x half as often: 5 % if K is long or tokens are few, while
-// short K and many tokens are done sooner alone. Larger clusters and less shared memory (so that the next kernel may
-// begin beside this one) have never been best.
+// Measured on an H200, weights of models of 0.5 to 8 billion parameters, 256 x 2048 to 152064 x 3584:
+//
+//   value                       | case                                   | result
+//   ----------------------------|----------------------------------------|-----------------------------------------
+//   mma.sync
+//   max_tile_rows 96            | many rows                              | 2 to 5 % faster than the tallest that fit
+//   chunks 2                    | not many rows                          | 11 to 27 % faster than 1
+//   chunks 3, 2 stages per warp | not many rows                          | 1 to 5 % faster than chunks 2
+//   chunks 3, 1 stage per warp  | not many rows                          | 10 to 20 % slower than 2 stages
+//   chunks 3, 3 stages per warp | not many rows                          | up to 5 % slower than 2 stages
+//   chunks 6                    | very few rows, long K: the producer    | 4 to 43 % faster than 3
+//                               | takes 150 ns for each stage            |
+//   chunks 6                    | very few rows, short K: too few stages | 4 to 12 % slower than 3
+//   wgmma
+//   cluster 2                   | few rows, and long K or few tokens:    | 5 % faster than 1
+//                               | reads x half as often                  |
+//   cluster 2                   | few rows, short K and many tokens      | slower than 1
+//   cluster 4, 8                | all                                    | never best
+//   max_shared_bytes less       | all; the next kernel could start early | never best
 inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters) {
   constexpr size_t kLessShared = 160 * 1024, kShared = 200 * 1024, kMostShared = 225 * 1024;
   const bool many_rows = linear_has_many_rows(shape.n, clusters);
@@ -169,8 +182,8 @@ inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters)
     if (shape.m > 32) return {true, 1, 1, kShared, 288};
     return {true, 1, 2, kMostShared, shape.swiglu ? 96 : 64};
   }
-  const bool pairs = linear_has_few_rows(shape.n, clusters) && (linear_has_long_rows(shape.k) || shape.m <= 32);
-  return {true, pairs ? 2 : 1, 2, kShared, 288};
+  const bool two_blocks = linear_has_few_rows(shape.n, clusters) && (linear_has_long_rows(shape.k) || shape.m <= 32);
+  return {true, two_blocks ? 2 : 1, 2, kShared, 288};
 }
 
 }  // namespace llmk::kernels

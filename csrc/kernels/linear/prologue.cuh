@@ -1,11 +1,15 @@
-// What happens to x on its way to the products of a linear for few tokens if it is to be normalized: it is multiplied
-// by the norm's weight, and its squares are summed up; 1 / rms joins at the end (epilogue.cuh).
+// RMSNorm of x, folded into a linear for few tokens. With w the norm's weight plus its offset:
 //
-// mma.sync does both as it reads x. For wgmma, which takes x from where the copies put it, the linear before has done
-// both, as it added to the residual.
+//   (x / rms * w) W^T = (1 / rms) ((x w) W^T)
 //
-// float16 might not hold x times the weight. So there a power of two is taken out of the weight, which makes all of it
-// less than 1 and joins at the end, too. What x loses by that is less than 2^-24 of the largest weight.
+// Before the products x is multiplied by w, and its squares are summed up; the epilogue multiplies by 1 / rms.
+//
+//   mma.sync   does both as it reads x from shared memory
+//   wgmma      reads x where TMA wrote it. There the previous linear, which adds to the residual, has done both: its
+//              epilogue stores the new residual times w (`scaled`) and partial sums of its squares (`squares`)
+//
+// float16 might not hold x w. There w is divided by a power of two, norm_weight_scale(), which makes all of it less
+// than 1, and the epilogue multiplies by it again. What x loses by that is less than 2^-24 of the largest weight.
 #pragma once
 #include <type_traits>
 
@@ -36,64 +40,64 @@ __device__ inline void shared_store_float(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
-// The power of two that is taken out of the norm's weight: the smallest one greater than all of the weight.
+// The power of two that the norm's weight is divided by: the smallest one greater than all of the weight.
 template <typename T>
-__device__ float taken_out(const Layout& layout) {
+__device__ float norm_weight_scale(const Layout& layout) {
   if constexpr (!std::is_same_v<T, __half>) return 1.f;
-  const int exponent = max(static_cast<int>(shared_load_int(layout.largest) >> 10), 1) - 14;
+  const int exponent = max(static_cast<int>(shared_load_int(layout.norm_weight_max) >> 10), 1) - 14;
   return __int_as_float((127 + exponent) << 23);
 }
 
-// Finds layout.largest, the bits of the largest magnitude, for taken_out(). All threads that compute take part.
+// Finds layout.norm_weight_max, the bits of the largest magnitude, for norm_weight_scale(). For all consumer threads.
 template <typename T, int kThreads>
-__device__ void find_largest(const void* weight, int count, const Layout& layout, unsigned char* shared) {
+__device__ void find_norm_weight_max(const void* weight, int count, const Layout& layout, unsigned char* shared) {
   if constexpr (std::is_same_v<T, __half>) {
-    uint32_t largest = 0;
+    uint32_t norm_weight_max = 0;
     for (int i = threadIdx.x; i < count / 8; i += kThreads) {
       const auto w = Vec<T, 8>::load(static_cast<const T*>(weight) + i * 8);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) largest = max(largest, __half_as_ushort(w.data[e]) & 0x7fffu);
+      for (int e = 0; e < 8; ++e) norm_weight_max = max(norm_weight_max, __half_as_ushort(w.data[e]) & 0x7fffu);
     }
-    largest = __reduce_max_sync(0xffffffffu, largest);
-    auto* const of_all = reinterpret_cast<uint32_t*>(shared + (layout.largest - layout.full));
-    if (threadIdx.x % 32 == 0) atomicMax(of_all, largest);
-    named_barrier(kConsumers, kThreads);
+    norm_weight_max = __reduce_max_sync(0xffffffffu, norm_weight_max);
+    auto* const of_all = reinterpret_cast<uint32_t*>(shared + (layout.norm_weight_max - layout.full));
+    if (threadIdx.x % 32 == 0) atomicMax(of_all, norm_weight_max);
+    named_barrier(kConsumersBarrier, kThreads);
   }
 }
 
-// Puts the norm's weight where the warps read it; beyond K zeros, as the copies of x are filled in.
+// Loads the norm's weight, divided by its scale, to shared memory; zeros beyond K, as in the copies of x.
 template <typename T, int kThreads>
-__device__ void stage_norm_weight(const Arguments& a, const Layout& layout, unsigned char* shared) {
+__device__ void load_norm_weight(const Arguments& a, const Layout& layout, unsigned char* shared) {
   using V = Vec<T, 8>;
-  find_largest<T, kThreads>(a.norm_weight, a.k, layout, shared);
-  const float factor = 1.f / taken_out<T>(layout);
+  find_norm_weight_max<T, kThreads>(a.norm_weight, a.k, layout, shared);
+  const float factor = 1.f / norm_weight_scale<T>(layout);
   V* const target = reinterpret_cast<V*>(shared + (layout.norm_weight - layout.full));
-  const int count = a.k / 8, padded = a.plan.k_stages * a.plan.chunks * (kLinearChunk / 8);
+  const int count = a.k / 8, padded = a.plan.k_tiles * a.plan.chunks * (kLinearChunk / 8);
   for (int i = threadIdx.x; i < padded; i += kThreads) {
     V w = V::of([](int) { return 0.f; });
     if (i < count) w = V::load(static_cast<const T*>(a.norm_weight) + i * 8);
     target[i] = V::of([&](int e) { return w[e] * factor; });
   }
-  named_barrier(kConsumers, kThreads);
+  named_barrier(kConsumersBarrier, kThreads);
 }
 
-// Two elements of x times the norm's weight (plus its offset, which is 0 or 1), rounded once.
+// Two elements of x times the norm's weight (plus its offset, 0 or 1), rounded once.
 template <typename T>
-__device__ inline uint32_t scaled(uint32_t x, uint32_t weight, bool offset) {
+__device__ inline uint32_t apply_norm_weight(uint32_t x, uint32_t weight, bool offset) {
   using Two = typename Pair<T>::type;
   const Two a = reinterpret_cast<const Two&>(x), w = reinterpret_cast<const Two&>(weight);
   const Two product = offset ? __hfma2(a, w, a) : __hmul2_rn(a, w);
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-// 1 / rms, of the sum of the squares.
+// 1 / rms of a row, from the sum of its squares.
 __device__ inline float rstd_of(const Arguments& a, float squares) {
   return rsqrtf(squares * (1.f / static_cast<float>(a.k)) + a.eps);
 }
 
-// Puts 1 / rms, times what was taken out, where the epilogue reads it. The linear before has left what it takes. For
-// one warp.
-__device__ inline void stage_rstd(const Arguments& a, const Layout& layout, unsigned char* shared) {
+// Adds up the partial sums of squares that the previous linear has left, and writes each token's 1 / rms times the
+// weight's scale to shared memory, for the epilogue. For one warp.
+__device__ inline void load_rstd(const Arguments& a, const Layout& layout, unsigned char* shared) {
   const int lane = threadIdx.x % 32;
   const int quads = a.m <= kLinearMaxTokens / 2 ? kLinearMaxTokens / 8 : kLinearMaxTokens / 4;  // of tokens
   const int quad = lane % quads, slices = 32 / quads;
@@ -103,13 +107,13 @@ __device__ inline void stage_rstd(const Arguments& a, const Layout& layout, unsi
     const float4 v = reinterpret_cast<const float4*>(a.squares + part * kLinearMaxTokens)[quad];
     sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
   }
-  const float taken_out = a.squares[a.parts * kLinearMaxTokens];
+  const float norm_weight_scale = a.squares[a.parts * kLinearMaxTokens];
   for (int other = quads; other < 32; other *= 2) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], other);
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] = rstd_of(a, sums[i]) * taken_out;
+  for (int i = 0; i < 4; ++i) sums[i] = rstd_of(a, sums[i]) * norm_weight_scale;
   if (lane < quads) {
     reinterpret_cast<float4*>(shared + (layout.squares - layout.full))[quad] = {sums[0], sums[1], sums[2], sums[3]};
   }

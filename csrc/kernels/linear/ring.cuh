@@ -1,5 +1,34 @@
-// What the blocks of a linear for few tokens have in common: the ring in shared memory, the thread that fills it, and
-// which part of it is whose.
+// The shared-memory ring of the linear for few tokens: its stages and barriers, the producer that fills it, and the
+// state of a consumer that drains it.
+//
+//        W in device memory       x in the L2 cache
+//                   \                 /
+//                 TMA copies, issued by one producer thread:
+//                 wait for empty[s], announce the bytes to full[s], copy
+//                           |
+//                           v
+//          +---------+---------+---------+-- --+-----------+     stage: `chunks` chunks of 64 columns of K,
+//          | stage 0 | stage 1 | stage 2 | ... | stage S-1 |     for the rows of W in the tile (1 or 2 boxes)
+//          +---------+---------+---------+-- --+-----------+     and for all tokens of x
+//                           |
+//                           v
+//                 consumers (warps with mma.sync, warpgroups with wgmma):
+//                 wait for full[s], multiply, arrive at empty[s]
+//
+//   k tile i lies in stage i % S. It belongs to K group i % k_consumers, whose row_consumers divide its rows of W:
+//
+//                     K group 0        K group 1         (k_consumers = 2, row_consumers = 3)
+//     rows  0.. 47    consumer 0       consumer 1
+//     rows 48.. 95    consumer 2       consumer 3
+//     rows 96..143    consumer 4       consumer 5
+//
+//   barrier        arrivals                                completes when                     who waits
+//   full[s]        1 (producer) and transfer_bytes         the copies of a k tile are there   consumers of the K group
+//   empty[s]       each warp of the stage's consumers      they have read the stage           producer
+//   epilogue_done  each consumer warp                      the partial sums have been read    producer, sums_alias_ring
+//
+// S is a multiple of k_consumers, so a stage always belongs to the same K group. A consumer that met other groups'
+// phases could wait for one that has not begun, and would not be stopped.
 #pragma once
 #include <cuda.h>
 
@@ -14,127 +43,128 @@ namespace llmk::kernels::few_tokens {
 // What the kernel needs beside the tensor maps.
 struct Arguments {
   const void *x, *norm_weight, *bias;
-  void* y;
-  bool add, swiglu, vector;  // vector: y and bias are moved 4 elements at a time
+  void* y;                            // or the residual
+  bool add_residual, swiglu, vector;  // vector: y and bias are moved 4 elements at a time
   int m, k;
   int64_t out;                  // columns of y
   int box_step;                 // rows of W from box to box
   int column_step, depth_step;  // of a chunk, in the tensor maps
   int64_t y_stride;
-  bool fold;         // multiply x by the norm's weight, and sum up its squares
-  bool norm_offset;  // add 1 to the norm's weight
-  bool settled;      // the weights do not depend on the kernel before this one
+  bool fold_norm;         // multiply x by the norm's weight, and sum up its squares
+  bool norm_offset;       // add 1 to the norm's weight
+  bool prefetch_weights;  // the weights do not depend on the kernel before this one
   float eps;
-  const void* next_norm_weight;  // null, or of the norm that follows the residual
+  const void* next_norm_weight;  // of the norm that follows the residual add, or null
   float next_offset;
   void* scaled;
   float* squares;
-  int parts;  // of the squares of x, which is multiplied by the norm's weight already
+  int parts;  // partial sums of squares per token of an x that is already multiplied by the norm's weight; or 0
   LinearPlan plan;
 };
 
 #if __CUDA_ARCH__ >= 900
 
-// Named barriers: of the warps that compute; of those and the one that brings them 1 / rms.
-constexpr int kConsumers = 1, kRstd = 2;
+// Named barriers: all consumers; the consumers and the warp that loads 1 / rms.
+constexpr int kConsumersBarrier = 1, kRstdBarrier = 2;
 
-// Where things are in shared memory.
+// Addresses in shared memory.
 struct Layout {
-  uint32_t full, empty, drained, squares, largest, ring, norm_weight, partials;
+  uint32_t full, empty, epilogue_done, squares, norm_weight_max, ring, norm_weight, partials;
 
   __device__ Layout(uint32_t base, const LinearPlan& plan) {
     full = base;
     empty = base + 8 * plan.stages;
-    drained = base + 16 * plan.stages;
+    epilogue_done = base + 16 * plan.stages;
     squares = base + kLinearBarrierBytes;
-    largest = squares - 4;
+    norm_weight_max = squares - 4;
     ring = base + kLinearHeaderBytes;
     norm_weight = ring + plan.stages * plan.stage_bytes;
-    partials = plan.alias ? ring : norm_weight + plan.norm_weight_bytes;
+    partials = plan.sums_alias_ring ? ring : norm_weight + plan.norm_weight_bytes;
   }
 };
 
-// The part of K that this block sums up, in stages.
-struct Slice {
+// The k tiles that this block sums up: split-K over the blocks of the cluster.
+struct KRange {
   int begin, end;
 
-  __device__ Slice(const LinearPlan& plan, int rank) : begin(0), end(plan.k_stages) {
+  __device__ KRange(const LinearPlan& plan, int rank) : begin(0), end(plan.k_tiles) {
     if (plan.cluster == 1) return;
-    begin = divide(plan.k_stages * rank, plan.cluster);
-    end = divide(plan.k_stages * (rank + 1), plan.cluster);
+    begin = divide(plan.k_tiles * rank, plan.cluster);
+    end = divide(plan.k_tiles * (rank + 1), plan.cluster);
   }
-  __device__ int stages() const { return end - begin; }
+  __device__ int k_tiles() const { return end - begin; }
 };
 
-// The tiles of this block: first, first + step, ...
-struct Tiles {
+// Static tile scheduler: this block's output tiles are first, first + step, ...
+struct TileScheduler {
   int first, step, end;
 };
 
-// The copying thread. It is alone and every instruction of it takes its time, so the loops only add.
-__device__ inline void copy(const Arguments& a, const CUtensorMap& weight, const CUtensorMap& x, const Layout& layout,
-                            const Slice& slice, const Tiles& tiles) {
+// The producer. Its one thread issues every copy alone, so the loops are kept to additions.
+__device__ inline void produce(const Arguments& a, const CUtensorMap& weight, const CUtensorMap& x,
+                               const Layout& layout, const KRange& k_range, const TileScheduler& scheduler) {
   const LinearPlan& plan = a.plan;
-  const int stages = slice.stages(), ahead = min(plan.stages, stages);
+  const int k_tiles = k_range.k_tiles(), prologue_stages = min(plan.stages, k_tiles);
   const int column_step = plan.chunks * a.column_step, depth_step = plan.chunks * a.depth_step;
-  const int first_column = slice.begin * column_step, first_depth = slice.begin * depth_step;
-  const auto copy_weight = [&](int slot, int column, int row, int depth) {
-    const uint32_t full = layout.full + 8 * slot, to = layout.ring + slot * plan.stage_bytes;
+  const int first_column = k_range.begin * column_step, first_depth = k_range.begin * depth_step;
+  const auto copy_weight = [&](int stage, int column, int row, int depth) {
+    const uint32_t full = layout.full + 8 * stage, to = layout.ring + stage * plan.stage_bytes;
     barrier_arrive_expecting(full, plan.transfer_bytes);
     tensor_load(to, weight, column, row, depth, full, kEvictFirst);
     if (plan.boxes == 2) tensor_load(to + plan.box_bytes, weight, column, row + a.box_step, depth, full, kEvictFirst);
   };
-  const auto copy_x = [&](int slot, int column, int depth) {
-    const uint32_t to = layout.ring + slot * plan.stage_bytes + plan.boxes * plan.box_bytes;
-    tensor_load(to, x, column, 0, depth, layout.full + 8 * slot);
+  const auto copy_x = [&](int stage, int column, int depth) {
+    const uint32_t to = layout.ring + stage * plan.stage_bytes + plan.boxes * plan.box_bytes;
+    tensor_load(to, x, column, 0, depth, layout.full + 8 * stage);
   };
-  // The weights of the first round of the ring need not wait for the kernel before this one if settled; x must.
-  if (!a.settled) pdl_wait();
-  for (int s = 0; s < ahead; ++s) {
-    copy_weight(s, first_column + s * column_step, tiles.first * plan.tile_rows, first_depth + s * depth_step);
+  // Prologue: fill the ring once. With prefetch_weights, W is requested before the previous kernel has ended; x never.
+  if (!a.prefetch_weights) pdl_wait();
+  for (int s = 0; s < prologue_stages; ++s) {
+    copy_weight(s, first_column + s * column_step, scheduler.first * plan.tile_rows, first_depth + s * depth_step);
   }
   pdl_wait();
-  for (int s = 0; s < ahead; ++s) copy_x(s, first_column + s * column_step, first_depth + s * depth_step);
-  int slot = ahead < plan.stages ? ahead : 0, begin = ahead;
-  uint32_t phase = slot == ahead;  // a slot that has not been used passes for empty
-  uint32_t drained = 1;
-  for (int tile = tiles.first; tile < tiles.end; tile += tiles.step, begin = 0, drained ^= 1) {
-    // Partial sums in place of the ring: the tile before must be finished.
-    if (plan.alias) barrier_wait(layout.drained, drained);
+  for (int s = 0; s < prologue_stages; ++s) copy_x(s, first_column + s * column_step, first_depth + s * depth_step);
+  // Main loop.
+  int stage = prologue_stages < plan.stages ? prologue_stages : 0, begin = prologue_stages;
+  uint32_t phase = stage == prologue_stages;  // waiting for the parity before the first phase passes: unused is empty
+  uint32_t epilogue_done = 1;
+  for (int tile = scheduler.first; tile < scheduler.end; tile += scheduler.step, begin = 0, epilogue_done ^= 1) {
+    // The partial sums of the previous tile lie in the ring: its epilogue must have read them.
+    if (plan.sums_alias_ring) barrier_wait(layout.epilogue_done, epilogue_done);
     int column = first_column + begin * column_step, depth = first_depth + begin * depth_step;
-    for (int s = begin; s < stages; ++s, column += column_step, depth += depth_step) {
-      barrier_wait(layout.empty + 8 * slot, phase);
-      copy_weight(slot, column, tile * plan.tile_rows, depth);
-      copy_x(slot, column, depth);
-      if (++slot == plan.stages) slot = 0, phase ^= 1;
+    for (int k_tile = begin; k_tile < k_tiles; ++k_tile, column += column_step, depth += depth_step) {
+      barrier_wait(layout.empty + 8 * stage, phase);
+      copy_weight(stage, column, tile * plan.tile_rows, depth);
+      copy_x(stage, column, depth);
+      if (++stage == plan.stages) stage = 0, phase ^= 1;
     }
   }
 }
 
-// A warp or warpgroup that computes: which part of a tile is its own, and where it stands in the ring.
-struct Worker {
-  int group;              // along K: it takes the stages group, group + k_workers, ...
-  int first_tile, tiles;  // of rows
-  int row_worker;
-  int slot;
+// A warp (mma.sync) or warpgroup (wgmma) that multiplies: its part of a tile, and its position in the ring.
+struct Consumer {
+  int k_group;                    // takes the k tiles k_group, k_group + k_consumers, ...
+  int first_mma_tile, mma_tiles;  // its rows of the weight
+  int row_consumer;
+  int stage;
   uint32_t phase = 0;
-  int stage;  // counted from the first tile on
+  int k_tile;  // counted from the block's first output tile on
 
-  __device__ Worker(const LinearPlan& plan, int index) {
-    row_worker = divide(index, plan.k_workers);
-    group = slot = stage = index - row_worker * plan.k_workers;
-    first_tile = divide(plan.row_tiles * row_worker, plan.row_workers);
-    tiles = divide(plan.row_tiles * (row_worker + 1), plan.row_workers) - first_tile;
+  __device__ Consumer(const LinearPlan& plan, int index) {
+    row_consumer = divide(index, plan.k_consumers);
+    k_group = stage = k_tile = index - row_consumer * plan.k_consumers;
+    first_mma_tile = divide(plan.mma_tiles * row_consumer, plan.row_consumers);
+    mma_tiles = divide(plan.mma_tiles * (row_consumer + 1), plan.row_consumers) - first_mma_tile;
   }
 
-  // One lane of each warp says that it has read the stage.
+  // Frees the stage, one arrival per warp, and advances to the next one.
   __device__ void release(const LinearPlan& plan, const Layout& layout) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(layout.empty + 8 * slot);
-    stage += plan.k_workers;
-    slot += plan.k_workers;
-    if (slot >= plan.stages) {
-      slot -= plan.stages;
+    if (threadIdx.x % 32 == 0) barrier_arrive(layout.empty + 8 * stage);
+    k_tile += plan.k_consumers;
+    stage += plan.k_consumers;
+    if (stage >= plan.stages) {
+      stage -= plan.stages;
       phase ^= 1;
     }
   }

@@ -1,0 +1,142 @@
+// Main loop for up to 16 tokens: six consumer warps, mma.sync, float32 accumulators.
+//
+// W is the A operand (16 rows) and x the B operand (8 tokens), so 8 tokens cost no more than one. Both operands are
+// read by ldmatrix from rows of 128 bytes in TMA's 128-byte swizzle: 16-byte unit u of row r lies at u ^ (r % 8), which
+// touches every bank once.
+#pragma once
+#include "device/mma.cuh"
+#include "prologue.cuh"
+
+namespace llmk::kernels::few_tokens {
+
+#if __CUDA_ARCH__ >= 900
+
+// Adds the squares of 8 tokens: the diagonal of x x^T. A lane gets two elements of row lane / 4, as of any product.
+template <typename T>
+__device__ inline void mma_squares(float (&d)[2], uint32_t low, uint32_t high) {
+  float all[4] = {d[0], d[1], 0.f, 0.f};
+  mma_16x8x16<T>(all, {low, 0, high, 0}, low, high);
+  d[0] = all[0], d[1] = all[1];
+}
+
+// The address of 16-byte unit `unit` of the swizzled row at `row`.
+__device__ inline uint32_t swizzled(uint32_t row, int unit) { return row + (unit ^ (row / 128 % 8)) * 16; }
+
+// Multiplies the k tiles of this warp in [begin, end), those of one output tile, and writes its partial sums to shared
+// memory. kTiles: consumer.mma_tiles.
+template <typename T, int kTokenTiles, int kTiles, int kThreads>
+__device__ void main_loop_mma(const Arguments& a, const Layout& layout, const KRange& k_range, Consumer& consumer,
+                              int begin, int end, unsigned char* shared) {
+  const LinearPlan& plan = a.plan;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = a.m, chunks = plan.chunks;
+  const uint32_t chunk_bytes = plan.box_rows * 128;
+  // ldmatrix brings four 8 x 8 matrices: of W 16 rows and two units of 8 columns, of x 8 tokens and four units.
+  const int w_unit = lane / 16, x_unit = lane / 8;
+  const bool fold_norm = a.fold_norm;
+  // Each of the (at most two) token tiles has one row consumer that sums up its squares.
+  const auto owns_squares = [&](int n) { return (n < plan.row_consumers ? n : 0) == consumer.row_consumer; };
+  uint32_t offset[kTiles];
+  float sums[kTiles][kTokenTiles][4], squares[kTokenTiles][2];
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) squares[n][0] = squares[n][1] = 0.f;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const int tile = consumer.first_mma_tile + i, box = tile >= plan.mma_tiles_per_box;
+    offset[i] = box * plan.box_bytes + (tile - box * plan.mma_tiles_per_box) * 2048;
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) sums[i][n][0] = sums[i][n][1] = sums[i][n][2] = sums[i][n][3] = 0.f;
+  }
+  while (consumer.k_tile < end) {
+    const uint32_t w = layout.ring + consumer.stage * plan.stage_bytes, x = w + plan.boxes * plan.box_bytes;
+    uint32_t w_row = w + lane % 16 * 128, x_row = x + lane % 8 * 128;
+    uint32_t norm_weight = layout.norm_weight + (k_range.begin + consumer.k_tile - begin) * chunks * 128 + x_unit * 16;
+    barrier_wait(layout.full + 8 * consumer.stage, consumer.phase);
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c, w_row += chunk_bytes, x_row += m * 128, norm_weight += 128) {
+      const uint32_t w_lane = swizzled(w_row, w_unit), x_lane = swizzled(x_row, x_unit);
+#pragma unroll
+      for (int half = 0; half < 128; half += 64) {
+        uint32_t rows[2][kTiles][4], scales[4], b[kTokenTiles][4];
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          load_matrices(rows[0][i], offset[i] + (w_lane ^ half));
+          load_matrices(rows[1][i], offset[i] + (w_lane ^ half ^ 32));
+        }
+        if (fold_norm) load_matrices(scales, norm_weight + half);
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) load_matrices(b[n], (x_lane ^ half) + n * 1024);
+        if (fold_norm) {
+#pragma unroll
+          for (int n = 0; n < kTokenTiles; ++n) {
+            if (owns_squares(n)) {
+              mma_squares<T>(squares[n], b[n][0], b[n][1]);
+              mma_squares<T>(squares[n], b[n][2], b[n][3]);
+            }
+#pragma unroll
+            for (int unit = 0; unit < 4; ++unit)
+              b[n][unit] = apply_norm_weight<T>(b[n][unit], scales[unit], a.norm_offset);
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) mma_16x8x16<T>(sums[i][n], rows[0][i], b[n][0], b[n][1]);
+        }
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+          for (int i = 0; i < kTiles; ++i) mma_16x8x16<T>(sums[i][n], rows[1][i], b[n][2], b[n][3]);
+        }
+      }
+    }
+    consumer.release(plan, layout);
+  }
+  // Other warps may still read the previous tile's partial sums, or the ring where these go.
+  named_barrier(kConsumersBarrier, kThreads);
+  const uint32_t base = layout.full;
+  float* const partials =
+      reinterpret_cast<float*>(shared + (layout.partials - base)) + consumer.k_group * m * plan.pitch;
+  float* const squares_of =
+      reinterpret_cast<float*>(shared + (layout.squares - base)) + consumer.k_group * kLinearMaxTokens;
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) {
+    if (fold_norm && owns_squares(n) && t == g / 2) squares_of[n * 8 + g] = g % 2 ? squares[n][1] : squares[n][0];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int token = n * 8 + 2 * t + e % 2, at = (consumer.first_mma_tile + i) * 16 + g + e / 2 * 8;
+        if (token < m) partials[token * plan.pitch + at] = sums[i][n][e];
+      }
+    }
+  }
+}
+
+#endif
+
+// Up to kTokenTiles * 8 tokens; a template parameter because the accumulators are in registers.
+template <typename T, int kTokenTiles>
+struct MmaSync {
+  using Element = T;
+  static constexpr int kConsumerWarps = 1, kThreads = 32 * kLinearWarps, kBlocksPerSm = 2;
+  static constexpr bool kNormHandoff = false;
+#if __CUDA_ARCH__ >= 900
+  static constexpr bool kCompiled = true;
+
+  static __device__ void prologue(const Arguments& a, const Layout& layout, int64_t, unsigned char* shared) {
+    if (a.fold_norm) load_norm_weight<T, kThreads>(a, layout, shared);
+  }
+  static __device__ void main_loop(const Arguments& a, const Layout& layout, const KRange& k_range, Consumer& consumer,
+                                   int begin, int end, unsigned char* shared) {
+    switch (consumer.mma_tiles) {
+      case 1: main_loop_mma<T, kTokenTiles, 1, kThreads>(a, layout, k_range, consumer, begin, end, shared); break;
+      case 2: main_loop_mma<T, kTokenTiles, 2, kThreads>(a, layout, k_range, consumer, begin, end, shared); break;
+      default: main_loop_mma<T, kTokenTiles, 3, kThreads>(a, layout, k_range, consumer, begin, end, shared); break;
+    }
+  }
+#else
+  static constexpr bool kCompiled = false;
+#endif
+};
+
+}  // namespace llmk::kernels::few_tokens
