@@ -126,12 +126,12 @@ inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t
 
 }  // namespace
 
-LLMK_MULTIVERSION void decode_attention(const DecodeAttentionParams& params, Dtype dtype, int64_t begin, int64_t end) {
-  dispatch_dtype(dtype, [&](auto tag) { attend<typename decltype(tag)::type>(params, begin, end); });
+void decode_attention(const DecodeAttentionParams& params, Dtype dtype, int64_t begin, int64_t end) {
+  dispatch_kernel(dtype, [&](auto tag) { attend<typename decltype(tag)::type>(params, begin, end); });
 }
 
-LLMK_MULTIVERSION void rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, int64_t begin, int64_t end) {
-  dispatch_dtype(dtype, [&](auto tag) { write_tokens<typename decltype(tag)::type>(params, begin, end); });
+void rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, int64_t begin, int64_t end) {
+  dispatch_kernel(dtype, [&](auto tag) { write_tokens<typename decltype(tag)::type>(params, begin, end); });
 }
 
 }  // namespace llmk::cpu

@@ -21,14 +21,57 @@
 #include <immintrin.h>
 #endif
 
-// A function so marked is compiled once per instruction set, with what it calls inlined; the loader picks the best one.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define LLMK_MULTIVERSION __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), flatten))
+namespace llmk::cpu {
+
+// A kernel is compiled once per instruction set, with all that it calls inlined, and runs as the best one that the
+// processor has. (GCC's target_clones would do the same, but know these instruction sets from version 12 on.)
+enum class InstructionSet { kBaseline, kAvx2, kAvx512 };  // on x86: x86-64, x86-64-v3, x86-64-v4
+
+#if defined(__x86_64__)
+#define LLMK_AVX2 __attribute__((target("arch=x86-64-v3"), flatten))
+#define LLMK_AVX512 __attribute__((target("arch=x86-64-v4"), flatten))
+
+inline InstructionSet best_instruction_set() {
+  // No processor that has these lacks what else belongs to the level, such as F16C.
+  static const InstructionSet best = [] {
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vl");
+    return !avx2 ? InstructionSet::kBaseline : avx512 ? InstructionSet::kAvx512 : InstructionSet::kAvx2;
+  }();
+  return best;
+}
 #else
-#define LLMK_MULTIVERSION
+#define LLMK_AVX2
+#define LLMK_AVX512
+
+inline InstructionSet best_instruction_set() { return InstructionSet::kBaseline; }
 #endif
 
-namespace llmk::cpu {
+template <typename Body>
+__attribute__((flatten)) void run_baseline(const Body& body) {
+  body();
+}
+template <typename Body>
+LLMK_AVX2 void run_avx2(const Body& body) {
+  body();
+}
+template <typename Body>
+LLMK_AVX512 void run_avx512(const Body& body) {
+  body();
+}
+
+// Calls body(), which should hand over what its loops read by value: they can't know that a capture stays the same.
+template <typename Body>
+inline void dispatch_instruction_set(const Body& body) {
+  switch (best_instruction_set()) {
+    case InstructionSet::kBaseline: return run_baseline(body);
+    case InstructionSet::kAvx2: return run_avx2(body);
+    case InstructionSet::kAvx512: return run_avx512(body);
+  }
+}
 
 struct Half {
   uint16_t bits;
@@ -106,7 +149,7 @@ inline Half float_to_half(float x) {
 
 // The first elements, eight at a time, by the instruction for it; returns how many.
 #if defined(__x86_64__)
-inline bool has_f16c() { return __builtin_cpu_supports("avx2"); }  // which no processor has without F16C
+inline bool has_f16c() { return best_instruction_set() != InstructionSet::kBaseline; }
 
 __attribute__((target("avx,f16c"))) inline int64_t widen_f16c(const Half* source, int64_t count, float* target) {
   int64_t i = 0;
@@ -180,6 +223,12 @@ inline void dispatch_dtype(Dtype dtype, Body&& body) {
     case Dtype::kBFloat16: return body(TypeTag<BFloat16>{});
     case Dtype::kFloat64: return body(TypeTag<double>{});
   }
+}
+
+// The same, on the best instruction set: the entry of every kernel.
+template <typename Body>
+inline void dispatch_kernel(Dtype dtype, const Body& body) {
+  dispatch_instruction_set([&] { dispatch_dtype(dtype, body); });
 }
 
 }  // namespace llmk::cpu

@@ -161,8 +161,8 @@ inline void for_row_pieces(int64_t cols, int64_t begin, int64_t end, Body&& body
 
 }  // namespace
 
-LLMK_MULTIVERSION void glu(const GluParams& p, Activation activation, Dtype dtype, int64_t begin, int64_t end) {
-  dispatch_dtype(dtype, [&](auto dtype_tag) {
+void glu(const GluParams& p, Activation activation, Dtype dtype, int64_t begin, int64_t end) {
+  dispatch_kernel(dtype, [&](auto dtype_tag) {
     using T = typename decltype(dtype_tag)::type;
     dispatch_activation(activation, [&](auto activation_tag) {
       using Act = typename decltype(activation_tag)::type;
@@ -175,9 +175,8 @@ LLMK_MULTIVERSION void glu(const GluParams& p, Activation activation, Dtype dtyp
   });
 }
 
-LLMK_MULTIVERSION void glu_backward(const GluBackwardParams& p, Activation activation, Dtype dtype, int64_t begin,
-                                    int64_t end) {
-  dispatch_dtype(dtype, [&](auto dtype_tag) {
+void glu_backward(const GluBackwardParams& p, Activation activation, Dtype dtype, int64_t begin, int64_t end) {
+  dispatch_kernel(dtype, [&](auto dtype_tag) {
     using T = typename decltype(dtype_tag)::type;
     dispatch_activation(activation, [&](auto activation_tag) {
       using Act = typename decltype(activation_tag)::type;

@@ -173,19 +173,17 @@ inline void add_partials(const RmsNormBackwardParams& p, int64_t col_begin, int6
 
 }  // namespace
 
-LLMK_MULTIVERSION void rms_norm(const RmsNormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end) {
-  dispatch_dtype(dtype, [&](auto tag) { forward_rows<typename decltype(tag)::type>(params, row_begin, row_end); });
+void rms_norm(const RmsNormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end) {
+  dispatch_kernel(dtype, [&](auto tag) { forward_rows<typename decltype(tag)::type>(params, row_begin, row_end); });
 }
 
-LLMK_MULTIVERSION void rms_norm_backward(const RmsNormBackwardParams& params, Dtype dtype, int64_t partial_begin,
-                                         int64_t partial_end) {
-  dispatch_dtype(dtype,
-                 [&](auto tag) { backward_chunks<typename decltype(tag)::type>(params, partial_begin, partial_end); });
+void rms_norm_backward(const RmsNormBackwardParams& params, Dtype dtype, int64_t partial_begin, int64_t partial_end) {
+  dispatch_kernel(dtype,
+                  [&](auto tag) { backward_chunks<typename decltype(tag)::type>(params, partial_begin, partial_end); });
 }
 
-LLMK_MULTIVERSION void rms_norm_grad_weight(const RmsNormBackwardParams& params, Dtype dtype, int64_t col_begin,
-                                            int64_t col_end) {
-  dispatch_dtype(dtype, [&](auto tag) { add_partials<typename decltype(tag)::type>(params, col_begin, col_end); });
+void rms_norm_grad_weight(const RmsNormBackwardParams& params, Dtype dtype, int64_t col_begin, int64_t col_end) {
+  dispatch_kernel(dtype, [&](auto tag) { add_partials<typename decltype(tag)::type>(params, col_begin, col_end); });
 }
 
 }  // namespace llmk::cpu

@@ -145,8 +145,8 @@ inline void rope_tokens(const RopeParams& p, int64_t flat_begin, int64_t flat_en
 
 }  // namespace
 
-LLMK_MULTIVERSION void rope(const RopeParams& params, Dtype dtype, int64_t begin, int64_t end) {
-  dispatch_dtype(dtype, [&](auto tag) { rope_tokens<typename decltype(tag)::type>(params, begin, end); });
+void rope(const RopeParams& params, Dtype dtype, int64_t begin, int64_t end) {
+  dispatch_kernel(dtype, [&](auto tag) { rope_tokens<typename decltype(tag)::type>(params, begin, end); });
 }
 
 int64_t first_bad_position(const RopeParams& params) {

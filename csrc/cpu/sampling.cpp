@@ -28,8 +28,7 @@ template <>
 constexpr float kLargest<BFloat16> = 3.38953139e38f;
 
 // The weights of the logits of at least `floor`.
-LLMK_MULTIVERSION void weigh(const float* values, int64_t count, const Distance& distance, float floor,
-                             uint64_t* weights) {
+inline void weigh(const float* values, int64_t count, const Distance& distance, float floor, uint64_t* weights) {
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t weight = weight_of(distance(values[i]));
     weights[i] = values[i] >= floor ? weight : 0;
@@ -50,7 +49,7 @@ class Sampler {
 
     const Distance distance(values_[best], temperature);
     const float floor = kth_largest(of_row(params_.top_k, row));
-    weigh(values_.data(), params_.vocab, distance, floor, weights_.data());
+    dispatch_instruction_set([&] { weigh(values_.data(), params_.vocab, distance, floor, weights_.data()); });
     if (const float top_p = of_row(params_.top_p, row); top_p < 1.f) apply_top_p(top_p, distance);
 
     const uint64_t least = min_p_weight(of_row(params_.min_p, row));
