@@ -1,4 +1,4 @@
-"""The package as it is installed: import errors that say what to do, the build's switches, the sources' fingerprint."""
+"""The package as it is installed: import errors that say what to do, the build's switches, the GPU report."""
 
 import importlib.metadata
 import importlib.util
@@ -135,69 +135,6 @@ def test_first_example_of_the_readme(tmp_path):
     result = python(tmp_path / "example.py", folder=_library.PATH.parent.parent)
     assert result.returncode == 0, result.stderr
     assert result.stdout
-
-
-# ---- the fingerprint
-
-
-def fingerprint_tools() -> dict:
-    return runpy.run_path(str(ROOT / "scripts" / "fingerprint.py"))
-
-
-def test_fingerprint_is_of_contents_and_names(tmp_path):
-    fingerprint = fingerprint_tools()["fingerprint"]
-    hashes = set()
-
-    def distinct() -> bool:
-        known = len(hashes)
-        hashes.add(fingerprint(root=tmp_path))
-        return len(hashes) > known
-
-    (tmp_path / "csrc").mkdir()
-    (tmp_path / "llmkernels").mkdir()
-    (tmp_path / "setup.py").write_text("1")
-    assert distinct()
-    (tmp_path / "csrc" / "a.cu").write_text("1")
-    assert distinct()
-    (tmp_path / "csrc" / "a.cu").rename(tmp_path / "csrc" / "b.cu")
-    assert distinct()
-    (tmp_path / "llmkernels" / "__pycache__").mkdir()
-    (tmp_path / "llmkernels" / "__pycache__" / "a.pyc").write_text("1")
-    (tmp_path / "llmkernels" / "libllmkernels.so").write_text("1")
-    (tmp_path / "README.md").write_text("1")
-    assert not distinct()
-
-
-def git(*arguments) -> str:
-    result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-    return result.stdout.strip() if result.returncode == 0 else ""
-
-
-@pytest.fixture
-def clone() -> Path:
-    """A wheel is tested in a folder inside its clone."""
-    found = git("rev-parse", "--show-toplevel")
-    if not (found and (Path(found) / "csrc").exists()):
-        pytest.skip("needs a clone")
-    return Path(found)
-
-
-def test_fingerprint_takes_the_tracked_files(clone):
-    tools = fingerprint_tools()
-    patterns = [f":(top){part}" for part in tools["SOURCES"]]
-    listed = git("ls-files", "--full-name", "--cached", "--others", "--exclude-standard", "--", *patterns).splitlines()
-    found = tools["source_files"](root=clone)
-    assert found == sorted(name for name in listed if (clone / name).exists())
-
-
-def test_readme_names_the_results_of_other_sources(clone):
-    """Whoever changes the sources either measures again or says what was not."""
-    tools = runpy.run_path(str(clone / "scripts" / "fingerprint.py"))
-    others = {path.name for path in (clone / "results").glob("*.json") if not tools["is_of"](path, clone)}
-    (said,) = re.findall(
-        r"Measured on other sources than these: (.*?)\.\s", (clone / "README.md").read_text(), re.DOTALL
-    )
-    assert others == set(re.findall(r"`results/(\w+\.json)`", said))
 
 
 # ---- the build
