@@ -1,9 +1,8 @@
-// The numbers that sampling is made of, the same to the bit on the CPU and on the GPU, so that both draw the same
-// token.
+// The arithmetic of sampling, bitwise the same on the CPU and on the GPU, so that both draw the same token.
 //
 // Logits are compared by keys: unsigned integers in the order of the floats. Probabilities are integers too: the weight
-// of a logit is 2^42 exp((logit - max) / temperature), so every sum is exact, whatever its order, and a histogram made
-// by atomic additions is as deterministic as a sorted list.
+// of a logit is 2^42 exp((logit - max) / temperature), rounded down. So every sum is exact in any order, and histograms
+// built by atomic additions are deterministic.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -21,12 +20,13 @@ constexpr int kWeightBits = 42;
 constexpr uint64_t kMaxWeight = uint64_t{1} << kWeightBits;
 constexpr int64_t kMaxVocab = int64_t{1} << 21;  // their weights add up to less than 2^63
 
-// The offset shares its word with a count of the rows that are done, while a GPU kernel runs.
+// The low bits of the random state's second word are its offset. While a GPU kernel runs, the bits above count the
+// rows that are done.
 constexpr int kOffsetBits = 44;
 constexpr int64_t kOffsetMask = (int64_t{1} << kOffsetBits) - 1;
 constexpr int64_t kMaxRows = (int64_t{1} << (63 - kOffsetBits)) - 1;
 
-// Sum, quotient and a * b + c, each rounded once whatever the compiler would contract.
+// Each operation rounds once: the compiler must not contract them.
 LLMK_ANYWHERE float add(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rn(a, b);
@@ -55,7 +55,7 @@ LLMK_ANYWHERE float multiply_add(float a, float b, float c) {
   return __builtin_fmaf(a, b, c);
 #endif
 }
-// As PTX has them: never NaN, if one of the two is not.
+// The semantics of PTX's max and min: NaN only if both are.
 LLMK_ANYWHERE float larger(float a, float b) {
 #ifdef __CUDA_ARCH__
   return fmaxf(a, b);
@@ -88,44 +88,44 @@ LLMK_ANYWHERE uint32_t key_of(float x) {
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 LLMK_ANYWHERE float value_of(uint32_t key) { return float_from_bits(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu)); }
-constexpr uint32_t kNoKey = 0x007fffffu;  // of -inf: such a token is never drawn
+constexpr uint32_t kNoKey = 0x007fffffu;  // the key of -inf; such a token is never drawn
 
-// NaN counts as -inf, inf as the largest finite number, -0 as 0.
-LLMK_ANYWHERE float sane(float x, float largest = 3.40282347e38f) {
+// Replaces NaN by -inf, inf by the largest finite number, and -0 by 0.
+LLMK_ANYWHERE float sanitize(float x, float largest = 3.40282347e38f) {
   return add(smaller(larger(x, -INFINITY), largest), 0.f);
 }
 
-// A repetition penalty, where it is positive; the division is a multiplication by 1 / penalty.
+// A positive repetition penalty. The division of positive logits is a multiplication by 1 / penalty.
 struct Penalty {
   float for_positive, for_negative;
 
   Penalty() = default;
   LLMK_ANYWHERE explicit Penalty(float penalty) : for_positive(divide(1.f, penalty)), for_negative(penalty) {}
-  LLMK_ANYWHERE float operator()(float x) const { return sane(mul(x, x > 0.f ? for_positive : for_negative)); }
+  LLMK_ANYWHERE float operator()(float x) const { return sanitize(mul(x, x > 0.f ? for_positive : for_negative)); }
 };
 
-// How far a logit lies below the largest one, in powers of two of probability; from 63 on, it has no weight.
-constexpr float kFar = 63.f;
+// How far a logit lies below the largest one: log2 of the ratio of their probabilities. From 63 on it has no weight.
+constexpr float kMaxDistance = 63.f;
 struct Distance {
   float max, scale;
 
   Distance() = default;
   LLMK_ANYWHERE Distance(float max, float temperature)
       : max(max), scale(smaller(divide(1.44269504f, temperature), 1e38f)) {}
-  LLMK_ANYWHERE float operator()(float x) const { return smaller(mul(add(max, -x), scale), kFar); }
+  LLMK_ANYWHERE float operator()(float x) const { return smaller(mul(add(max, -x), scale), kMaxDistance); }
 };
 
 // Adding 2^23 to a small float rounds it to an integer, which is then in its low bits.
 constexpr float kShifter = 8388608.f;
 constexpr uint32_t kShifterBits = 0x4b000000u;
 
-// Bins of the distance, 32 to a power of two.
-constexpr int kBins = 2048, kLastBin = static_cast<int>(kFar) * 32;  // the last one is that of kFar
+// Histogram bins of the distance, 32 per power of two.
+constexpr int kBins = 2048, kLastBin = static_cast<int>(kMaxDistance) * 32;  // the bin of kMaxDistance
 LLMK_ANYWHERE int bin_of(float distance) {
   return static_cast<int>(float_bits(multiply_add(distance, 32.f, kShifter)) - kShifterBits);
 }
 
-// 2^(42 - distance), rounded down, for distances from 0 to kFar.
+// 2^(42 - distance), rounded down, for distances from 0 to kMaxDistance.
 LLMK_ANYWHERE uint64_t weight_of(float distance) {
   const float shifted = add(distance, kShifter);
   const float f = add(add(shifted, -kShifter), -distance);  // at most 1/2
@@ -136,11 +136,11 @@ LLMK_ANYWHERE uint64_t weight_of(float distance) {
   power = multiply_add(power, f, 2.40222421e-01f);
   power = multiply_add(power, f, 6.93146978e-01f);
   power = multiply_add(power, f, 1.f);
-  const uint64_t mantissa = float_bits(add(power, 2.f)) - 0x40000000u;  // 22 bits behind the point
+  const uint64_t mantissa = float_bits(add(power, 2.f)) - 0x40000000u;  // 22 fractional bits
   return (mantissa << (kWeightBits - 22)) >> (float_bits(shifted) - kShifterBits);
 }
 
-// How much weight the most probable tokens must reach for top-p; at least 1.
+// The weight that the most probable tokens must reach for top-p; at least 1.
 LLMK_ANYWHERE uint64_t top_p_target(float top_p, uint64_t total) {
   const double target = ceil(static_cast<double>(top_p) * static_cast<double>(total));
   return target < 1.0 ? 1 : static_cast<uint64_t>(target) < total ? static_cast<uint64_t>(target) : total;

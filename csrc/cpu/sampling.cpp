@@ -1,5 +1,5 @@
-// Sampling on the CPU: the same numbers as on the GPU (sampling_arithmetic.h, kernels/sampling/sample.cu), found by
-// partial sorting. float64 logits are rounded to float32.
+// Sampling on the CPU: the same arithmetic as on the GPU (sampling_arithmetic.h, kernels/sampling/sample.cu),
+// thresholds by partial sorting. float64 logits are rounded to float32.
 #include "cpu/sampling.h"
 
 #include <algorithm>
@@ -21,14 +21,15 @@ T of_row(const PerRow<T>& parameter, int64_t row) {
 }
 
 template <typename T>
-constexpr float kLargest = FLT_MAX;
+constexpr float kLargestFinite = FLT_MAX;
 template <>
-constexpr float kLargest<Half> = 65504.f;
+constexpr float kLargestFinite<Half> = 65504.f;
 template <>
-constexpr float kLargest<BFloat16> = 3.38953139e38f;
+constexpr float kLargestFinite<BFloat16> = 3.38953139e38f;
 
 // The weights of the logits of at least `floor`.
-inline void weigh(const float* values, int64_t count, const Distance& distance, float floor, uint64_t* weights) {
+inline void compute_weights(const float* values, int64_t count, const Distance& distance, float floor,
+                            uint64_t* weights) {
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t weight = weight_of(distance(values[i]));
     weights[i] = values[i] >= floor ? weight : 0;
@@ -49,15 +50,16 @@ class Sampler {
 
     const Distance distance(values_[best], temperature);
     const float floor = kth_largest(of_row(params_.top_k, row));
-    dispatch_instruction_set([&] { weigh(values_.data(), params_.vocab, distance, floor, weights_.data()); });
+    dispatch_instruction_set([&] { compute_weights(values_.data(), params_.vocab, distance, floor, weights_.data()); });
     if (const float top_p = of_row(params_.top_p, row); top_p < 1.f) apply_top_p(top_p, distance);
 
-    const uint64_t least = min_p_weight(of_row(params_.min_p, row));
+    const uint64_t min_weight = min_p_weight(of_row(params_.min_p, row));
     uint64_t total = 0;
-    for (uint64_t& weight : weights_) total += weight = weight >= least ? weight : 0;
-    uint64_t rest = high_product(random_bits(params_.rng_state[0], params_.rng_state[1] & kOffsetMask, row), total);
+    for (uint64_t& weight : weights_) total += weight = weight >= min_weight ? weight : 0;
+    uint64_t remaining =
+        high_product(random_bits(params_.rng_state[0], params_.rng_state[1] & kOffsetMask, row), total);
     int64_t token = 0;
-    while (rest >= weights_[token]) rest -= weights_[token++];
+    while (remaining >= weights_[token]) remaining -= weights_[token++];
     return token;
   }
 
@@ -73,7 +75,7 @@ class Sampler {
       Stage<T> buffer[512];
       const Stage<T>* const x = cpu::load(logits + begin, count, buffer);
       for (int64_t i = 0; i < count; ++i) {
-        const float value = sane(static_cast<float>(widen(x[i])), kLargest<T>);
+        const float value = sanitize(static_cast<float>(widen(x[i])), kLargestFinite<T>);
         values_[begin + i] = seen && seen[begin + i] ? penalised(value) : value;
       }
     });
@@ -93,14 +95,14 @@ class Sampler {
     uint64_t total = 0, above = 0;
     for (const uint64_t bin : bins) total += bin;
     const uint64_t target = top_p_target(top_p, total);
-    int crossing = 0;
-    while (above + bins[crossing] < target) above += bins[crossing++];
+    int target_bin = 0;
+    while (above + bins[target_bin] < target) above += bins[target_bin++];
 
     std::vector<std::pair<float, int64_t>> members;  // of the bin in which the target lies
     for (int64_t i = 0; i < params_.vocab; ++i) {
       const int bin = bin_of(distance(values_[i]));
-      if (bin == crossing && weights_[i] > 0) members.emplace_back(values_[i], i);
-      if (bin > crossing) weights_[i] = 0;
+      if (bin == target_bin && weights_[i] > 0) members.emplace_back(values_[i], i);
+      if (bin > target_bin) weights_[i] = 0;
     }
     std::sort(members.begin(), members.end(), std::greater<>());
     for (const auto& [value, index] : members) {

@@ -1,4 +1,4 @@
-// What a sampling kernel is told, on either device. Strides count elements; columns are contiguous.
+// Parameters of the sampling kernels, on either device. Strides count elements; columns are contiguous.
 #pragma once
 #include <cstdint>
 

@@ -178,7 +178,7 @@ CPU = [
         "cpu_min_p_is_ignored",
         "tokens below min_p are drawn",
         CPU_SAMPLING,
-        "total += weight = weight >= least ? weight : 0;",
+        "total += weight = weight >= min_weight ? weight : 0;",
         "total += weight;",
         "tests/test_sampling.py",
     ),

@@ -221,8 +221,8 @@ CUDA_DECODE = [
         "cuda_min_p_is_ignored",
         "tokens below min_p are drawn where no list of candidates is made",
         SAMPLING,
-        "return x > cut.value && x >= floor && weight >= draw.least_weight ? weight : 0;",
-        "return x > cut.value && x >= floor ? weight : 0;",
+        "return x > threshold.value && x >= floor && weight >= options.min_weight ? weight : 0;",
+        "return x > threshold.value && x >= floor ? weight : 0;",
         "tests/test_sampling.py -k 'draws and min_p and cuda'",
     ),
     Mutation(

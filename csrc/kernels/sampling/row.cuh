@@ -1,5 +1,5 @@
-// A row of logits, shared by the blocks of a cluster: warp w of block r has the w + r * kWarps -th part of it, and
-// keeps as much of that part in shared memory as there is room for.
+// A row of logits, split over the warps of a cluster of blocks: warp w of block r owns slice r * kWarps + w, and keeps
+// as much of it in shared memory as there is room for.
 #pragma once
 #include <type_traits>
 
@@ -12,7 +12,7 @@ namespace llmk::kernels::sampling {
 
 using namespace llmk::sampling;
 
-// Elements moved by one access, of any type: longer vectors would leave most lanes idle at the end of a short part.
+// Elements per access, of any type: longer vectors would leave most lanes idle at the end of a short slice.
 constexpr int kVector = 4;
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32, kMaxCluster = 16;
@@ -23,14 +23,14 @@ __device__ T of_row(const PerRow<T>& parameter, int64_t row) {
 }
 
 template <typename T>
-class Part {
+class RowSlice {
  public:
   static constexpr int N = kVector;
   using V = Vec<T, N>;
   using Raw = typename Word<sizeof(V)>::type;
 
   // `cache` has room for `cached` vectors of every warp.
-  __device__ Part(const SamplingParams& params, int64_t row, bool is_vector, Raw* cache, int cached)
+  __device__ RowSlice(const SamplingParams& params, int64_t row, bool is_vector, Raw* cache, int cached)
       : logits_(static_cast<const T*>(params.logits) + row * params.logits_stride),
         vocab_(static_cast<int>(params.vocab)),
         is_vector_(is_vector),
@@ -47,16 +47,16 @@ class Part {
     size_ = size;
   }
 
-  // What this warp gets when all warps of the block share the part of warp `warp`, which has been loaded.
-  __device__ Part share_of(int warp) const {
-    Part share = *this;
-    const int mine = threadIdx.x / 32, vectors = (vocab_ + N - 1) / N, size = (size_ + kWarps - 1) / kWarps;
+  // This warp's sub-slice when all warps of the block split the slice of warp `warp`, which has been loaded.
+  __device__ RowSlice split(int warp) const {
+    RowSlice sub_slice = *this;
+    const int this_warp = threadIdx.x / 32, vectors = (vocab_ + N - 1) / N, size = (size_ + kWarps - 1) / kWarps;
     const int first = min(vectors, (cluster_rank() * kWarps + warp) * size_), last = min(vectors, first + size_);
-    share.cache_ = cache_ + (warp - mine) * cached_;
-    share.cache_begin_ = first;
-    share.begin_ = min(last, first + mine * size);
-    share.end_ = min(last, share.begin_ + size);
-    return share;
+    sub_slice.cache_ = cache_ + (warp - this_warp) * cached_;
+    sub_slice.cache_begin_ = first;
+    sub_slice.begin_ = min(last, first + this_warp * size);
+    sub_slice.end_ = min(last, sub_slice.begin_ + size);
+    return sub_slice;
   }
 
   // Fills the cache. Calls visit(index, logit) as for_each does.
@@ -79,25 +79,25 @@ class Part {
       for (int u = 0; u < kUnroll; ++u) {
         const int v = first + 32 * u;
         if (v >= end_) break;
-        x[u] = sane_vector(x[u]);
+        x[u] = sanitize_vector(x[u]);
         if (v - cache_begin_ < cached_) cache_[v - cache_begin_] = *reinterpret_cast<const Raw*>(&x[u]);
         visit_vector(x[u], v, visit);
       }
     }
   }
 
-  // Calls visit(index, logit) for all logits of the part, made sane and penalised, and also for some -inf behind the
-  // end of the row.
+  // Calls visit(index, logit) for all logits of the slice, sanitized and penalised, and for some -inf beyond the end of
+  // the row.
   template <typename Visit>
   __device__ void for_each(const Visit& visit) const {
 #pragma unroll 1
     for (int v = begin_ + threadIdx.x % 32; v < end_; v += 32) visit_vector(read(v), v, visit);
   }
 
-  // Calls visit(index, logits) for 32 neighbouring vectors at a time, with all lanes, index being that of the first
-  // logit of the lane; stops when it says so.
+  // The same in token order, a vector per lane: calls visit(index of the lane's first logit, its logits) with all
+  // lanes, and stops when that returns true.
   template <typename Visit>
-  __device__ void walk(const Visit& visit) const {
+  __device__ void for_each_in_order(const Visit& visit) const {
 #pragma unroll 1
     for (int first = begin_; first < end_; first += 32) {
       const int v = first + threadIdx.x % 32;
@@ -124,9 +124,9 @@ class Part {
   }
   __device__ V read(int v) const {
     const int cached = v - cache_begin_;
-    return cached < cached_ ? V::load(reinterpret_cast<const T*>(cache_ + cached)) : sane_vector(fetch(v));
+    return cached < cached_ ? V::load(reinterpret_cast<const T*>(cache_ + cached)) : sanitize_vector(fetch(v));
   }
-  __device__ static V sane_vector(const V& x) {
+  __device__ static V sanitize_vector(const V& x) {
     if constexpr (V::kPaired) {
       using Two = typename Pair<T>::type;
       const float most = sizeof(T) == 2 && std::is_same_v<T, __half> ? 65504.f : 3.38953139e38f;
@@ -137,11 +137,11 @@ class Part {
       for (int i = 0; i < N; i += 2) result.pair(i) = __hadd2_rn(__hmin2(__hmax2(x.pair(i), least), largest), zero);
       return result;
     } else {
-      return V::of([&](int i) { return sane(x[i]); });
+      return V::of([&](int i) { return sanitize(x[i]); });
     }
   }
-  // Not inlined, like all that need not be fast: a launch runs most instructions once, and they come from memory, too.
-  // (Static, so that no object has to be in memory for it.)
+  // Not inlined, like everything that need not be fast: a launch runs most instructions once, and fetching them takes
+  // time. Static, so that *this may stay in registers.
   __device__ static __noinline__ float4 penalise(float4 x, const uint8_t* seen, int count, Penalty penalised) {
     float values[] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -172,7 +172,7 @@ class Part {
   bool is_vector_;
   int cached_;
   Raw* cache_;
-  int begin_, end_, cache_begin_, size_;  // vectors; the size is that of every whole part
+  int begin_, end_, cache_begin_, size_;  // in vectors; size_: of every slice but the last ones
 };
 
 }  // namespace llmk::kernels::sampling

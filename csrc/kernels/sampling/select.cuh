@@ -1,6 +1,7 @@
-// Selection by histogram: the k-th largest logit of a row, or the logit at which the most probable ones reach a given
-// weight. Bins of the distance from the maximum come first, then the bin that was hit is divided by the bits of the
-// keys until one key is left: at most two more rounds for 16-bit logits, usually one, and three for float32.
+// Radix selection: finds the k-th largest logit of a row (top-k), or the logit at which the most probable ones reach a
+// given weight (top-p). The first histogram has bins of the distance from the largest logit. The bin that holds the
+// target is then refined by the bits of the keys until one key is left: at most two more rounds for 16-bit logits,
+// usually one, and at most three for float32.
 #pragma once
 #include "row.cuh"
 
@@ -13,27 +14,27 @@ struct Candidate {
   uint32_t key, index;
 };
 
-// Of one block; those marked with * are also reached from the other blocks.
+// Shared memory of one block. Members marked * are also accessed by the other blocks of the cluster.
 struct Shared {
-  uint32_t low[kBins], high[kBins];  // * this block's histogram: counts, or both halves of weights
+  uint32_t low[kBins], high[kBins];  // * this block's histogram: counts in `low`, or 64-bit weights in both
   union {
     uint64_t merged[kBins];  // * the histogram of the row
     Candidate candidates[kMaxCandidates];
   };
   uint32_t keys[kMaxCandidates], indices[kMaxCandidates];  // * this block's candidates
-  uint32_t count;                                          // * their number
-  uint64_t block_best[kMaxCluster];                        // * largest logit of every block
-  uint64_t warp_weight[kMaxCluster * kWarps];              // * of every warp
-  uint32_t warp_ties[kMaxCluster * kWarps];                // *
+  uint32_t count;                                          // * of candidates of this block
+  uint64_t block_max[kMaxCluster];                         // * the largest logit of every block
+  uint64_t warp_weight[kMaxCluster * kWarps];              // * the weight of every slice
+  uint32_t warp_ties[kMaxCluster * kWarps];                // * its logits equal to the threshold
   uint64_t scan[2][kWarps];
   struct {
     int bin;
-    uint64_t above, at, bound;
-  } crossing;
+    uint64_t above, at, count_bound;
+  } target_bin;
   struct {
-    int warp;
-    uint64_t rest, ties;
-  } owner;  // of the point that is drawn; see draw_in_order()
+    int slice;
+    uint64_t offset, ties_before;
+  } hit;  // where the drawn point lies; see draw_from_row()
 };
 
 __device__ inline uint64_t warp_inclusive_sum(uint64_t value) {
@@ -45,7 +46,7 @@ __device__ inline uint64_t warp_inclusive_sum(uint64_t value) {
   return value;
 }
 
-// The sum over the threads before this one, and over all. Calls must alternate between two buffers.
+// Exclusive prefix sum over the threads of the block, and the total. Calls must alternate between two buffers.
 struct BlockSum {
   uint64_t before, total;
 };
@@ -59,31 +60,31 @@ __device__ __noinline__ BlockSum block_sum(uint64_t value, uint64_t (&shared)[kW
   return {inclusive - value + (warp ? before : 0), __shfl_sync(0xffffffffu, warps, 31)};
 }
 
-// Keys in [least, most].
+// Keys in [lowest, highest].
 struct KeyRange {
-  uint32_t least, most;
+  uint32_t lowest, highest;
 };
 
-// Where the weights (or counts) of the bins reach a target.
-struct Crossing {
-  int bin;         // kBins: nowhere
-  uint64_t above;  // sum of the bins before
-  uint64_t at;     // of this bin
-  uint64_t total;  // of all bins
-  uint64_t bound;  // where find() is told to: no more logits than that are in this bin and those before
+// The bin in which the cumulative sum of weights (or counts), from the largest logits on, reaches a target.
+struct TargetBin {
+  int bin;               // kBins: none
+  uint64_t above;        // sum of the bins before
+  uint64_t at;           // of this bin
+  uint64_t total;        // of all bins
+  uint64_t count_bound;  // at most so many logits are in this bin and those before; only of find<true>
 };
 
 template <typename T>
 class Selector {
  public:
-  __device__ Selector(Shared& shared, const Part<T>& part, const Distance& distance, uint32_t best)
-      : shared_(shared), part_(part), distance_(distance), best_(best) {}
+  __device__ Selector(Shared& shared, const RowSlice<T>& slice, const Distance& distance, uint32_t best)
+      : shared_(shared), slice_(slice), distance_(distance), best_(best) {}
 
-  // Looks for `target` in bins of distance, over the logits of at least `floor`. make_target(total) gives it.
+  // The target bin of distance over the logits of at least `floor`, for the target make_target(total weight or count).
   template <bool kWeights, typename MakeTarget>
-  __device__ Crossing by_distance(float floor, const MakeTarget& make_target) {
+  __device__ TargetBin find_by_distance(float floor, const MakeTarget& make_target) {
     clear();
-    part_.for_each([&](int, float x) {
+    slice_.for_each([&](int, float x) {
       const float distance = distance_(x);
       const int bin = bin_of(distance);
       if (bin < kLastBin && x >= floor) add_to<kWeights>(bin, distance);
@@ -92,31 +93,31 @@ class Selector {
     return find<kWeights>(make_target);
   }
 
-  // The keys of a bin of distance.
-  __device__ KeyRange keys_of(int bin) const {
+  // The keys that fall into a bin of distance.
+  __device__ KeyRange key_range(int bin) const {
     return {least_key(bin, best_, distance_), bin == 0 ? best_ : least_key(bin - 1, best_, distance_) - 1};
   }
 
-  // Narrows a range down to the one key at which the sum from the top of the range reaches `target`; adds to `above`
-  // what lies over it, and sets `at` to what lies at it.
+  // Refines a range to the one key at which the cumulative sum, `above` at the top of the range, reaches `target`. Adds
+  // to `above` the sum of the larger keys, and sets `at` to the sum of the key itself.
   template <bool kWeights>
-  __device__ uint32_t narrow(KeyRange range, uint64_t target, uint64_t& above, uint64_t& at) {
-    while (range.least < range.most) {
-      const int shift = max(0, 32 - __clz(range.most - range.least) - 11);
-      const float least = value_of(range.least), most = value_of(range.most);
+  __device__ uint32_t refine(KeyRange range, uint64_t target, uint64_t& above, uint64_t& at) {
+    while (range.lowest < range.highest) {
+      const int shift = max(0, 32 - __clz(range.highest - range.lowest) - 11);
+      const float low = value_of(range.lowest), high = value_of(range.highest);
       clear();
-      part_.for_each([&](int, float x) {
-        if (x >= least && x <= most) add_to<kWeights>((range.most - key_of(x)) >> shift, distance_(x));
+      slice_.for_each([&](int, float x) {
+        if (x >= low && x <= high) add_to<kWeights>((range.highest - key_of(x)) >> shift, distance_(x));
       });
       merge<kWeights>(shared_);
-      const uint64_t rest = target - above;
-      const Crossing crossing = find<false>([&](uint64_t) { return rest; });
-      above += crossing.above;
-      at = crossing.at;
-      range.most -= static_cast<uint32_t>(crossing.bin) << shift;
-      range.least = max(range.least, range.most - ((1u << shift) - 1));
+      const uint64_t remaining = target - above;
+      const TargetBin target_bin = find<false>([&](uint64_t) { return remaining; });
+      above += target_bin.above;
+      at = target_bin.at;
+      range.highest -= static_cast<uint32_t>(target_bin.bin) << shift;
+      range.lowest = max(range.lowest, range.highest - ((1u << shift) - 1));
     }
-    return range.most;
+    return range.highest;
   }
 
  private:
@@ -131,7 +132,7 @@ class Selector {
       const uint64_t weight = weight_of(distance);
       const uint32_t low = static_cast<uint32_t>(weight);
       uint32_t high = static_cast<uint32_t>(weight >> 32);
-      // There is no 64-bit addition in shared memory.
+      // Shared memory has no 64-bit atomic addition.
       if (low) high += atomicAdd(&shared_.low[bin], low) > ~low;
       if (high) atomicAdd(&shared_.high[bin], high);
     } else {
@@ -139,7 +140,7 @@ class Selector {
     }
   }
 
-  // Adds up the histograms of the blocks: each block for some of the bins, which it then hands to all.
+  // Adds up the histograms of the blocks: reduce-scatter, then all-gather, over distributed shared memory.
   template <bool kWeights>
   __device__ static __noinline__ void merge(Shared& shared) {
     const int blocks = cluster_size(), lanes = max(1, blocks / 2), bins = kBins / blocks;
@@ -163,14 +164,14 @@ class Selector {
   }
 
   template <bool kBound, typename MakeTarget>
-  __device__ Crossing find(const MakeTarget& make_target) {
+  __device__ TargetBin find(const MakeTarget& make_target) {
     static_assert(kBins == 2 * kThreads);
     const int bin = 2 * threadIdx.x;
     const uint64_t first = shared_.merged[bin], second = shared_.merged[bin + 1];
     const auto [before, total] = block_sum(first + second, shared_.scan[0]);
     const uint64_t target = make_target(total);
     uint64_t counts = 0, counts_before = 0;
-    if constexpr (kBound) {  // at the far edge of its bin, a logit has the least weight
+    if constexpr (kBound) {  // a logit weighs at least what one at the far edge of its bin does
       const auto count = [](uint64_t weight, int bin) {
         const float least = fmaxf(1.f, floorf(exp2f(kWeightBits - (bin + 1.5f) / 32.f)));
         return weight ? static_cast<uint64_t>(static_cast<float>(weight) / least * 1.00001f) + 1 : 0;
@@ -180,19 +181,20 @@ class Selector {
       counts_before = block_sum(counts + second_count, shared_.scan[1]).before;
       if (before + first < target) counts += second_count;
     }
-    if (threadIdx.x == 0) shared_.crossing.bin = kBins;
+    if (threadIdx.x == 0) shared_.target_bin.bin = kBins;
     __syncthreads();
     if (before < target && target <= before + first + second) {
       const bool is_second = before + first < target;
-      shared_.crossing = {bin + is_second, before + (is_second ? first : 0), is_second ? second : first,
-                          counts_before + counts};
+      shared_.target_bin = {bin + is_second, before + (is_second ? first : 0), is_second ? second : first,
+                            counts_before + counts};
     }
     __syncthreads();
-    return {shared_.crossing.bin, shared_.crossing.above, shared_.crossing.at, total, shared_.crossing.bound};
+    return {shared_.target_bin.bin, shared_.target_bin.above, shared_.target_bin.at, total,
+            shared_.target_bin.count_bound};
   }
 
-  // The least key whose logit lies in this bin of distance or in one before it. Every warp finds it by itself, in steps
-  // of 33 parts.
+  // The least key whose logit lies in this bin of distance or in one before it. Every warp finds it by itself, by a
+  // search that divides the range by 33 in each step.
   __device__ static __noinline__ uint32_t least_key(int bin, uint32_t best, Distance distance) {
     uint32_t outside = kNoKey, inside = best;
 #pragma unroll 1
@@ -208,7 +210,7 @@ class Selector {
   }
 
   Shared& shared_;
-  const Part<T>& part_;
+  const RowSlice<T>& slice_;
   const Distance& distance_;
   uint32_t best_;
 };
