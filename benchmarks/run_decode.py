@@ -271,15 +271,15 @@ class Bench:
         hidden = torch.randn(batch, self.model.config.hidden_size, dtype=self.model.dtype, device=self.device)
         given = step.arguments
         norm = [given[name] for name in ("eps", "weight_offset", "cast_before_weight")]
-        places = [given[name] for name in ("cos", "sin", "positions", "slots", "lengths", "starts")]
+        places = [given[name] for name in ("cos", "sin", "positions", "cache_seqlens", "cache_leftpad")]
         lists = ("input_norms", "qkv_weights", "qkv_biases", "o_weights", "o_biases", "post_norms", "gate_up_weights",
-                 "down_weights", "k_caches", "v_caches", "windows")  # fmt: skip
-        none = [None] * len(given["windows"])
+                 "down_weights", "k_caches", "v_caches", "windows_left")  # fmt: skip
+        none = [None] * len(given["windows_left"])
         for layer in zip(*(given[name] or none for name in lists), strict=True):
-            input_norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, down, k, v, window = layer
+            input_norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, down, k, v, left = layer
             packed = ops.rms_norm_linear(hidden, input_norm, qkv, qkv_bias, *norm)
-            attention = partial(ops.rope_decode_attention, packed, *places, k, v, None, given["heads"], given["scale"],
-                                window, 0.0, True)  # fmt: skip
+            attention = partial(ops.rope_decode_attention, packed, *places, k, v, None, given["heads"],
+                                given["softmax_scale"], left, 0.0, True)  # fmt: skip
             attended = attention()
             activated = ops.rms_norm_swiglu_linear(hidden, post_norm, gate_up, *norm)
             calls["q|k|v"].append(partial(ops.rms_norm_linear, hidden, input_norm, qkv, qkv_bias, *norm, True))

@@ -2,7 +2,7 @@
 
 - `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: ops with gradients, and
   `llmkernels.nn` with modules of them; `decode_attention`, `rope_kv_write`, `sample`: for decoding, without
-- `patch(model)`: the ops inside a Hugging Face model that is there already
+- `patch(model)`: the ops inside a Hugging Face model that is there already; `unpatch(model)`
 - `generate(model, ids)`: tokens from it, on a GPU by a CUDA graph; `KVCache`, `PagedKVCache`
 - `python -m llmkernels generate`: the same as a command; `python -m llmkernels info`: what is installed, and what is
   wrong with it
@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 # False only for `python -m llmkernels`, which reports what stopped it; everybody else gets the ImportError.
 if _library.load():
     from llmkernels import nn
-    from llmkernels.hf import PagedKVCache, generate, patch
+    from llmkernels.hf import PagedKVCache, generate, patch, unpatch
     from llmkernels.ops import (
         add_rms_norm,
         decode_attention,
@@ -30,6 +30,7 @@ if _library.load():
     )
 
 __all__ = [
+    "KVCache",
     "PagedKVCache",
     "__version__",
     "add_rms_norm",
@@ -45,6 +46,7 @@ __all__ = [
     "rope_kv_write",
     "sample",
     "swiglu",
+    "unpatch",
 ]
 
 
@@ -54,3 +56,7 @@ def __getattr__(name: str):
 
         return KVCache
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

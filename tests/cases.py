@@ -75,8 +75,8 @@ def _rope_inputs(rows, cols, dtype, device, with_positions=False):
 def _rope_case(name, with_positions=False, **options):
     return Case(
         name,
-        partial(llmkernels.rope, **options),
-        partial(oracles.rope, **options),
+        partial(llmkernels.rope, layout="bhtd", **options),
+        partial(oracles.rope, layout="bhtd", **options),
         partial(_rope_inputs, with_positions=with_positions),
         row_dims=(2, 2, None, None, 0) if with_positions else (2, 2, 0, 0),
         out_row_dim=2,
@@ -128,8 +128,8 @@ CASES = [
     _rope_case("rope_positions", with_positions=True),
     _glu_case("swiglu", "swiglu"),
     _glu_case("swiglu_packed", "swiglu", packed=True),
-    _glu_case("geglu_tanh", "geglu"),
-    _glu_case("geglu_erf_packed", "geglu", packed=True, approximate="none"),
+    _glu_case("geglu_tanh", "geglu", approximate="tanh"),
+    _glu_case("geglu_erf_packed", "geglu", packed=True),
 ]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

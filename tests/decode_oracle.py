@@ -27,9 +27,8 @@ def decode_layer(
     cos,
     sin,
     positions,
-    slots,
-    lengths,
-    starts,
+    cache_seqlens,
+    cache_leftpad,
     k_cache,
     v_cache,
     block_table,
@@ -37,8 +36,8 @@ def decode_layer(
     eps,
     weight_offset,
     cast_before_weight,
-    scale,
-    window,
+    softmax_scale,
+    window_left,
 ):
     """One token for each sequence through one layer of Llama or Qwen2. `hidden` (B, hidden) is changed in place."""
     norm = {"eps": eps, "weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
@@ -48,7 +47,8 @@ def decode_layer(
     q, k = rotate(q, k, cos[positions.long()], sin[positions.long()])
     out = torch.zeros_like(q)
     for b in range(batch):
-        length, slot = int(lengths[b]), int(slots[b])
+        length = int(cache_seqlens[b])
+        slot = length - 1
         if block_table is not None:
             page_size = k_cache.shape[1]
             pages = block_table[b].long()
@@ -58,11 +58,12 @@ def decode_layer(
         else:
             k_cache[b, slot], v_cache[b, slot] = k[b], v[b]
             keys, values = k_cache[b, :length], v_cache[b, :length]
-        first = 0 if starts is None else int(starts[b])
-        first = max(first, length - window) if window else first
+        first = 0 if cache_leftpad is None else int(cache_leftpad[b])
+        first = max(first, slot - window_left) if window_left >= 0 else first
         keys, values = (x[first:].repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores = torch.einsum("hd,shd->hs", q[b].to(wide), keys.to(wide)) * (dim**-0.5 if scale is None else scale)
+        scores = torch.einsum("hd,shd->hs", q[b].to(wide), keys.to(wide))
+        scores *= dim**-0.5 if softmax_scale is None else softmax_scale
         out[b] = torch.einsum("hs,shd->hd", scores.softmax(-1), values.to(wide)).to(out.dtype)
     hidden += F.linear(out.flatten(1), o_weight, o_bias)
     gate, up = F.linear(oracles.rms_norm(hidden, post_norm, **norm), gate_up_weight).chunk(2, -1)
@@ -85,26 +86,25 @@ def decode_step(
     cos,
     sin,
     positions,
-    slots,
-    lengths,
-    starts,
+    cache_seqlens,
+    cache_leftpad,
     k_caches,
     v_caches,
     heads,
     eps,
     weight_offset,
     cast_before_weight,
-    scale,
-    windows,
+    softmax_scale,
+    windows_left,
 ):
     """One token for each sequence through a model, lists by layer. Returns the logits; `hidden` is changed in place."""
     none = [None] * len(input_norms)
     weights = (input_norms, qkv_weights, qkv_biases or none, o_weights, o_biases or none)
     weights += (post_norms, gate_up_weights, down_weights)
-    places = (cos, sin, positions, slots, lengths, starts)
-    options = (heads, eps, weight_offset, cast_before_weight, scale)
-    for *layer, k_cache, v_cache, window in zip(*weights, k_caches, v_caches, windows, strict=True):
-        decode_layer(hidden, *layer, *places, k_cache, v_cache, None, *options, window)
+    places = (cos, sin, positions, cache_seqlens, cache_leftpad)
+    options = (heads, eps, weight_offset, cast_before_weight, softmax_scale)
+    for *layer, k_cache, v_cache, window_left in zip(*weights, k_caches, v_caches, windows_left, strict=True):
+        decode_layer(hidden, *layer, *places, k_cache, v_cache, None, *options, window_left)
     return rms_norm_linear(hidden, norm, head, head_bias, eps, weight_offset, cast_before_weight)
 
 

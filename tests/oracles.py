@@ -40,12 +40,12 @@ def swiglu(gate, up=None):
     return F.silu(gate) * up
 
 
-def geglu(gate, up=None, *, approximate="tanh"):
+def geglu(gate, up=None, *, approximate="none"):
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     return F.gelu(gate, approximate=approximate) * up
 
 
-def rope(q, k, cos, sin, position_ids=None, *, layout="bhtd", interleaved=False, rotary_dim=None):
+def rope(q, k, cos, sin, position_ids=None, *, layout="bthd", interleaved=False, rotary_dim=None):
     rotary_dim = rotary_dim or cos.size(-1)
     if position_ids is not None:
         cos, sin = cos[position_ids.long()], sin[position_ids.long()]

@@ -189,14 +189,16 @@ def test_fullgraph(case, device, dynamic):
 def test_in_place_rope_compiles(device):
     def rotate(q, k, cos, sin):
         q, k = q * 2, k * 2
-        llmkernels.rope(q, k, cos, sin, in_place=True)
+        llmkernels.rope(q, k, cos, sin, layout="bhtd", inplace=True)
         return q, k
 
     inputs = *torch.randn(2, 1, 4, 5, 16, device=device), *angles(5, 16, device=device)
     compiled = torch.compile(rotate, fullgraph=True, backend="aot_eager")
     assert_same(compiled(*inputs), rotate(*inputs))
-    graph_input = torch.compile(lambda *t: llmkernels.rope(*t, in_place=True), fullgraph=True, backend="aot_eager")
-    expected = llmkernels.rope(*inputs)
+    graph_input = torch.compile(
+        lambda *t: llmkernels.rope(*t, layout="bhtd", inplace=True), fullgraph=True, backend="aot_eager"
+    )
+    expected = llmkernels.rope(*inputs, layout="bhtd")
     graph_input(*inputs)
     assert_same(inputs[:2], expected)
 
@@ -216,7 +218,7 @@ def block(x, residual, weight, q, k, cos, sin, gate, up):
     """Every op between arithmetic that the compiler may fuse among itself, but not with them."""
     y, total = llmkernels.add_rms_norm(x * 2, residual, weight)
     z = llmkernels.rms_norm(y + total, weight, weight_offset=1.0, cast_before_weight=False)
-    q, k = llmkernels.rope(q + 1, k, cos, sin)
+    q, k = llmkernels.rope(q + 1, k, cos, sin, layout="bhtd")
     h = llmkernels.swiglu(gate * 0.5, up) + llmkernels.geglu(torch.cat((gate, up), -1))
     return z.float(), q * 2, k, h
 

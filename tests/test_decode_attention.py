@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from llmkernels import decode_attention, linear
 from oracles import DTYPES, assert_same, laid_out
 
+ALL = (-1, -1)  # the window that is none
+
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -17,7 +19,19 @@ def int32(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def make(device, dtype, lengths, heads=4, kv_heads=2, head_dim=64, tokens=1, capacity=64, starts=None, window=0, **_):
+def make(
+    device,
+    dtype,
+    lengths,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    tokens=1,
+    capacity=64,
+    cache_leftpad=None,
+    window_size=ALL,
+    **_,
+):
     """q, k_cache, v_cache, lengths; NaN behind the live keys.
 
     The values are large on both sides of every multiple of 16, and of every end of what a query sees: without such a
@@ -26,7 +40,7 @@ def make(device, dtype, lengths, heads=4, kv_heads=2, head_dim=64, tokens=1, cap
     batch, lengths = len(lengths), int32(lengths, device)
     q = torch.randn(batch, tokens, heads, head_dim, device=device).to(dtype)
     k, v = torch.randn(2, batch, capacity, kv_heads, head_dim, device=device)
-    seen = F.pad(visible(lengths, starts, tokens, capacity, window, device), (1, 1))
+    seen = F.pad(visible(lengths, cache_leftpad, tokens, capacity, window_size, device), (1, 1))
     large = ((seen[..., 1:-1] != seen[..., :-2]) | (seen[..., 1:-1] != seen[..., 2:])).any(1)
     large[:, ::16] = large[:, 15::16] = True
     v *= torch.where(large, 30.0, 1.0)[..., None, None]
@@ -36,39 +50,46 @@ def make(device, dtype, lengths, heads=4, kv_heads=2, head_dim=64, tokens=1, cap
     return q, k, v, lengths
 
 
-def visible(lengths, starts, tokens, capacity, window, device):
+def visible(lengths, cache_leftpad, tokens, capacity, window_size, device):
     """(B, T, capacity): which keys a query sees."""
     key = torch.arange(capacity, device=device)
     end = lengths.long()[:, None] - tokens + torch.arange(1, tokens + 1, device=device)
     seen = key < end[..., None]
-    if starts is not None:
-        seen &= key >= starts.long()[:, None, None]
-    if window:
-        seen &= key >= end[..., None] - window
+    if cache_leftpad is not None:
+        seen &= key >= cache_leftpad.long()[:, None, None]
+    left, _ = window_size
+    if left >= 0:
+        seen &= key >= end[..., None] - 1 - left
     return seen
 
 
-def oracle(q, k, v, lengths, starts=None, scale=None, window=0, softcap=0.0):
+def oracle(q, k, v, lengths, cache_leftpad=None, softmax_scale=None, window_size=ALL, softcap=0.0):
     """In float64; zeros where there is no key."""
     _, tokens, heads, head_dim = q.shape
     group = heads // k.size(2)
     k, v = (x.double().nan_to_num().repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-    scores = q.double().transpose(1, 2) @ k.transpose(-1, -2) * (scale or head_dim**-0.5)
+    scores = q.double().transpose(1, 2) @ k.transpose(-1, -2) * (softmax_scale or head_dim**-0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = visible(lengths, starts, tokens, k.size(2), window, q.device)[:, None]
+    seen = visible(lengths, cache_leftpad, tokens, k.size(2), window_size, q.device)[:, None]
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num()
     return (weights @ v).transpose(1, 2)
 
 
-def eager(q, k, v, lengths, starts=None, scale=None, window=0, softcap=0.0):
+def eager(q, k, v, lengths, cache_leftpad=None, softmax_scale=None, window_size=ALL, softcap=0.0):
     """The same in the dtype of q, by SDPA where it can."""
     group = q.size(2) // k.size(2)
     k, v = (x.nan_to_num().repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-    seen = visible(lengths, starts, q.size(1), k.size(2), window, q.device)[:, None]
+    seen = visible(lengths, cache_leftpad, q.size(1), k.size(2), window_size, q.device)[:, None]
     if not softcap:
-        return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, scale=scale).nan_to_num().transpose(1, 2)
-    scores = softcap * torch.tanh(q.transpose(1, 2) @ k.transpose(-1, -2) * (scale or q.size(3) ** -0.5) / softcap)
+        return (
+            F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, scale=softmax_scale)
+            .nan_to_num()
+            .transpose(1, 2)
+        )
+    scores = softcap * torch.tanh(
+        q.transpose(1, 2) @ k.transpose(-1, -2) * (softmax_scale or q.size(3) ** -0.5) / softcap
+    )
     return (scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num().to(q.dtype) @ v).transpose(1, 2)
 
 
@@ -83,7 +104,7 @@ def check(inputs, block_table=None, paged=None, **options):
     # Probabilities are rounded to the dtype before the sum, and before that the float32 scores, whose absolute errors
     # are the relative ones of probabilities. Every sequence has a scale of its own: the more keys, the smaller.
     largest = q.double().norm(dim=-1).max() * k.double().nan_to_num().norm(dim=-1).max()
-    score = largest * (options.get("scale") or q.size(3) ** -0.5)
+    score = largest * (options.get("softmax_scale") or q.size(3) ** -0.5)
     eps = torch.finfo(q.dtype).eps + torch.finfo(torch.float32).eps * score
     for measure in (lambda x: x.abs().amax((1, 2, 3)), lambda x: x.square().mean((1, 2, 3)).sqrt()):
         assert (measure(error) <= 2 * measure(allowed) + 4 * eps * measure(exact)).all()
@@ -114,7 +135,14 @@ def test_heads(device, ratio, head_dim, dtype):
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 7}, {"window": 100}, {"softcap": 5.0}, {"scale": 0.3}, {"window": 20, "softcap": 2.0}],
+    [
+        {},
+        {"window_size": (6, 0)},
+        {"window_size": (99, -1)},
+        {"softcap": 5.0},
+        {"softmax_scale": 0.3},
+        {"window_size": (19, 0), "softcap": 2.0},
+    ],
     ids=str,
 )
 def test_several_tokens_windows_and_caps(device, tokens, options, dtype):
@@ -133,7 +161,7 @@ def test_fewer_keys_than_tokens(device, dtype):
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_starts(device, tokens, dtype):
     starts = int32([0, 17, 50 - tokens, 63 - tokens], device)
-    for options in ({"starts": starts}, {"starts": starts, "window": 9}):
+    for options in ({"cache_leftpad": starts}, {"cache_leftpad": starts, "window_size": (8, 0)}):
         q, k, v, lengths = make(device, dtype, [40, 64, 50, 64], tokens=tokens, **options)
         for b, start in enumerate(starts.tolist()):  # nor may the padding leak
             k[b, :start] = v[b, :start] = float("nan")
@@ -155,7 +183,7 @@ def paged(k, v, page_size, device):
 
 @every_dtype
 @pytest.mark.parametrize("page_size", [16, 32, 48, 20])
-@pytest.mark.parametrize("options", [{}, {"window": 30}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window_size": (29, 0)}], ids=str)
 def test_pages(device, page_size, options, dtype):
     inputs = make(device, dtype, [0, 1, 100, 479, 480], heads=14, capacity=480, tokens=2, head_dim=128, **options)
     pools, table = paged(inputs[1], inputs[2], page_size, device)
@@ -220,8 +248,10 @@ def test_opcheck(device):
 
 def test_compiles(device):
     inputs = make(device, torch.float32, [5, 64])
-    compiled = torch.compile(lambda *t: decode_attention(*t, window=9) * 2, fullgraph=True, backend="aot_eager")
-    assert_same(compiled(*inputs), decode_attention(*inputs, window=9) * 2)
+    compiled = torch.compile(
+        lambda *t: decode_attention(*t, window_size=(8, 0)) * 2, fullgraph=True, backend="aot_eager"
+    )
+    assert_same(compiled(*inputs), decode_attention(*inputs, window_size=(8, 0)) * 2)
 
 
 ERRORS = {
@@ -240,12 +270,15 @@ ERRORS = {
     "q must have a multiple of the heads of k_cache, got 3 and 2": lambda q, k, v, n: decode_attention(
         q[:, :, :3], k, v, n
     ),
-    "lengths must be int32, got Long": lambda q, k, v, n: decode_attention(q, k, v, n.long()),
-    r"lengths must have shape \[2\]": lambda q, k, v, n: decode_attention(q, k, v, n[:1]),
-    r"starts must have shape \[2\]": lambda q, k, v, n: decode_attention(q, k, v, n, starts=n[:1]),
+    "cache_seqlens must be int32, got Long": lambda q, k, v, n: decode_attention(q, k, v, n.long()),
+    r"cache_seqlens must have shape \[2\]": lambda q, k, v, n: decode_attention(q, k, v, n[:1]),
+    r"cache_leftpad must have shape \[2\]": lambda q, k, v, n: decode_attention(q, k, v, n, cache_leftpad=n[:1]),
     "block_table must be int32": lambda q, k, v, n: decode_attention(q, k, v, n, block_table=n.long()[:, None]),
     r"block_table must have shape \(2, ": lambda q, k, v, n: decode_attention(q, k, v, n, block_table=n),
-    "window must not be negative, got -1": lambda q, k, v, n: decode_attention(q, k, v, n, window=-1),
+    r"window_size must be .* got \(-2, 0\)": lambda q, k, v, n: decode_attention(q, k, v, n, window_size=(-2, 0)),
+    r"window_size must be .* right -1 or 0, got \(4, 1\)": lambda q, k, v, n: decode_attention(
+        q, k, v, n, window_size=(4, 1)
+    ),
     "softcap must not be negative": lambda q, k, v, n: decode_attention(q, k, v, n, softcap=-1.0),
     "k_cache must not require a gradient": lambda q, k, v, n: decode_attention(q, k.requires_grad_(), v, n),
 }
@@ -254,14 +287,14 @@ ERRORS = {
 @pytest.mark.parametrize("message, call", ERRORS.items(), ids=range(len(ERRORS)))
 def test_errors(device, message, call):
     q, k, v, lengths = make(device, torch.float32, [5, 5], head_dim=8, capacity=6)
-    with pytest.raises(RuntimeError, match="decode_attention: " + message):
+    with pytest.raises((RuntimeError, ValueError), match="decode_attention: " + message):
         call(q, k, v, lengths)
 
 
 def test_errors_that_only_the_cpu_can_afford():
     q, k, v, lengths = make("cpu", torch.float32, [5, 5], capacity=16)
     for bad in (17, -1):
-        with pytest.raises(RuntimeError, match=rf"lengths must lie in \[0, 16\].* but \[1\] is {bad}"):
+        with pytest.raises(RuntimeError, match=rf"cache_seqlens must lie in \[0, 16\].* but \[1\] is {bad}"):
             decode_attention(q, k, v, int32([3, bad], "cpu"))
     with pytest.raises(RuntimeError, match=r"block_table must lie in \[0, 2\).* but \[1, 0\] is 2"):
         decode_attention(q, k, v, lengths, block_table=int32([[0], [2]], "cpu"))
@@ -395,7 +428,7 @@ def test_more_than_two_to_the_31_elements():
     v = torch.empty_like(k).normal_()
     q = torch.randn(1, 1, 28, 128, device="cuda").bfloat16()
     lengths, window = int32([capacity], "cuda"), 500
-    y = decode_attention(q, k, v, lengths, window=window)
+    y = decode_attention(q, k, v, lengths, window_size=(window - 1, 0))
     last = decode_attention(q, k[:, -window:], v[:, -window:], int32([window], "cuda"))
     torch.testing.assert_close(y, last, rtol=0, atol=math.sqrt(torch.finfo(torch.bfloat16).eps) / 16)
 
@@ -404,7 +437,7 @@ def test_more_than_two_to_the_31_elements():
 @pytest.mark.sanitizer
 @every_dtype
 def test_every_path_once(dtype):
-    options = {"window": 50, "softcap": 3.0}
+    options = {"window_size": (49, 0), "softcap": 3.0}
     check(make("cuda", dtype, [0, 40, 64], heads=14, tokens=2, head_dim=128, **options), **options)
     inputs = make("cuda", dtype, [64, 33], heads=8, head_dim=96)
     pools, table = paged(inputs[1], inputs[2], 16, "cuda")
@@ -412,9 +445,9 @@ def test_every_path_once(dtype):
     check(make("cuda", dtype, [2100], heads=7, kv_heads=1, capacity=2112))
 
 
-@pytest.mark.parametrize("name", ["k_cache", "v_cache", "lengths"])
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "cache_seqlens"])
 def test_meta_tensors_beside_real_ones_are_refused(name):
     given = {"q": torch.randn(1, 1, 4, 64), "k_cache": torch.randn(1, 8, 2, 64), "v_cache": torch.randn(1, 8, 2, 64)}
-    given["lengths"] = torch.tensor([3], dtype=torch.int32)
+    given["cache_seqlens"] = torch.tensor([3], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="device"):
         decode_attention(**given | {name: given[name].to("meta")})

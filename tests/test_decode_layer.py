@@ -39,11 +39,15 @@ def make(batch, dtype, device, *, heads=4, dim=64, hidden=256, ffn=384, bias=Tru
         "sin": angles.sin(),
     }
     values = {name: None if x is None else x.to(device, dtype) for name, x in floats.items()}
-    values |= {"positions": lengths - 1, "slots": lengths - 1, "lengths": lengths}
-    values |= {"starts": None, "k_cache": draw(*cache).to(device, dtype), "v_cache": draw(*cache).to(device, dtype)}
+    values |= {"positions": lengths - 1, "cache_seqlens": lengths}
+    values |= {
+        "cache_leftpad": None,
+        "k_cache": draw(*cache).to(device, dtype),
+        "v_cache": draw(*cache).to(device, dtype),
+    }
     values |= {"block_table": table, "heads": heads, "eps": 1e-6, "weight_offset": 0.0, "cast_before_weight": True}
-    values |= {"scale": None, "window": 0}
-    for name in ("positions", "slots", "lengths", "block_table"):
+    values |= {"softmax_scale": None, "window_left": -1}
+    for name in ("positions", "cache_seqlens", "block_table"):
         values[name] = None if values[name] is None else values[name].int().to(device)
     return values
 
@@ -63,7 +67,7 @@ def check(values):
     exact = run(decode_oracle.decode_layer, values, torch.float64)
     eager = run(decode_oracle.decode_layer, values)
     eps = torch.finfo(values["hidden"].dtype).eps
-    rows, slots = torch.arange(len(values["hidden"])), values["slots"].long().cpu()
+    rows, slots = torch.arange(len(values["hidden"])), values["cache_seqlens"].long().cpu() - 1
     if values["block_table"] is not None:
         rows, slots = values["block_table"].long().cpu()[rows, slots // PAGE], slots % PAGE
     for name, ours, wanted, theirs in zip(("hidden", "k_cache", "v_cache"), found, exact, eager, strict=True):
@@ -96,9 +100,9 @@ def test_shapes(device, changes):
 
 def test_starts_and_window(device):
     values = make(3, torch.bfloat16, device, lengths=[40, 30, 20])
-    check(values | {"starts": torch.tensor([0, 12, 19], dtype=torch.int32, device=device)})
-    check(values | {"window": 8})
-    check(values | {"weight_offset": 1.0, "cast_before_weight": False, "scale": 0.2})
+    check(values | {"cache_leftpad": torch.tensor([0, 12, 19], dtype=torch.int32, device=device)})
+    check(values | {"window_left": 7})
+    check(values | {"weight_offset": 1.0, "cast_before_weight": False, "softmax_scale": 0.2})
 
 
 def test_float64():
@@ -119,9 +123,9 @@ def test_a_full_cache_is_not_written_past(device):
     room = {name: torch.full((3, CAPACITY, KV_HEADS, 64), 7.0, dtype=torch.bfloat16, device=device)
             for name in ("k_cache", "v_cache")}  # fmt: skip
     full = values | {name: cache[:2] for name, cache in room.items()}
-    full |= {name: values[name] + 1 for name in ("slots", "lengths")}  # the first sequence is one past the end
+    full |= {"cache_seqlens": values["cache_seqlens"] + 1}  # the first sequence is one past the end
     if device == "cpu":
-        with pytest.raises(RuntimeError, match=r"lengths must lie in \[0, 48\]"):
+        with pytest.raises(RuntimeError, match=r"cache_seqlens must lie in \[0, 48\]"):
             torch.ops.llmkernels.decode_layer(*full.values())
     else:
         torch.ops.llmkernels.decode_layer(*full.values())
@@ -136,7 +140,7 @@ def test_a_full_cache_is_not_written_past(device):
         ({"qkv_weight": lambda x: x[:-1]}, "decode_layer: qkv_weight must have shape"),
         ({"o_weight": lambda x: x[:, :-8]}, "weight must have shape"),
         ({"gate_up_weight": lambda x: x[:-1]}, "weight must have an even number of rows"),
-        ({"lengths": lambda x: x.long()}, "lengths must be int32"),
+        ({"cache_seqlens": lambda x: x.long()}, "cache_seqlens must be int32"),
         ({"v_cache": lambda x: x[..., :-1]}, "v_cache must have"),
         ({"down_weight": lambda x: x.double()}, "must have the dtype of"),
     ],
@@ -154,8 +158,18 @@ def test_opcheck(device):
         values = make(2, torch.bfloat16, device, paged=paged)
         torch.library.opcheck(torch.ops.llmkernels.decode_layer.default, tuple(values.values()))
         qkv = torch.randn(2, (4 + 2 * KV_HEADS) * 64, device=device).bfloat16()
-        state = ("cos", "sin", "positions", "slots", "lengths", "starts", "k_cache", "v_cache", "block_table", "heads")
-        arguments = (qkv, *(values[name] for name in state), 0.3, 7, 2.0)
+        state = (
+            "cos",
+            "sin",
+            "positions",
+            "cache_seqlens",
+            "cache_leftpad",
+            "k_cache",
+            "v_cache",
+            "block_table",
+            "heads",
+        )
+        arguments = (qkv, *(values[name] for name in state), 0.3, 6, 2.0)
         torch.library.opcheck(torch.ops.llmkernels.rope_decode_attention.default, arguments)
 
 
@@ -166,11 +180,11 @@ def test_attention_is_that_of_the_two_ops(device, dtype):
     qkv = torch.randn(3, (14 + 2 * KV_HEADS) * 64, device=device).to(dtype)
     q, k, v = (x.clone() for x in qkv.view(3, 1, -1, 64).split((14, KV_HEADS, KV_HEADS), 2))
     caches = [values[name].clone() for name in ("k_cache", "v_cache")]
-    angles = values["cos"], values["sin"], values["positions"], values["slots"]
-    llmkernels.rope_kv_write(q, k, v, *angles, *caches)
-    expected = llmkernels.decode_attention(q, *caches, values["lengths"], softcap=3.0)
+    angles, positions, seqlens = (values["cos"], values["sin"]), values["positions"], values["cache_seqlens"]
+    llmkernels.rope_kv_write(q, k, v, *angles, positions[:, None], *caches, seqlens)
+    expected = llmkernels.decode_attention(q, *caches, seqlens, softcap=3.0)
     y = torch.ops.llmkernels.rope_decode_attention(
-        qkv.clone(), *angles, values["lengths"], None, values["k_cache"], values["v_cache"], None, 14, softcap=3.0
+        qkv.clone(), *angles, positions, seqlens, None, values["k_cache"], values["v_cache"], None, 14, softcap=3.0
     )
     assert torch.equal(values["k_cache"], caches[0]) and torch.equal(values["v_cache"], caches[1])
     torch.testing.assert_close(y.view(expected.shape), expected)
@@ -200,7 +214,7 @@ def test_graph_follows_growing_lengths():
         for name in ("hidden", "k_cache", "v_cache"):
             assert torch.equal(other[name], values[name])
         for arguments in (values, other):
-            for name in ("positions", "slots", "lengths"):
+            for name in ("positions", "cache_seqlens"):
                 arguments[name] += 1
 
 

@@ -67,17 +67,16 @@ def make(
         "cos": angles.cos().to(device, dtype),
         "sin": angles.sin().to(device, dtype),
         "positions": lengths - 1,
-        "slots": lengths - 1,
-        "lengths": lengths,
-        "starts": None,
+        "cache_seqlens": lengths,
+        "cache_leftpad": None,
         "k_caches": each_layer(batch, capacity, kv_heads, dim),
         "v_caches": values,
         "heads": heads,
         "eps": 1e-6,
         "weight_offset": 0.0,
         "cast_before_weight": True,
-        "scale": None,
-        "windows": [0] * layers,
+        "softmax_scale": None,
+        "windows_left": [-1] * layers,
     }
 
 
@@ -124,7 +123,7 @@ def check(values):
     exact = run(decode_oracle.decode_step, values, torch.float64)
     eager = run(decode_oracle.decode_step, values)
     sequences = torch.arange(len(values["hidden"]))
-    slots = values["slots"].long().cpu()
+    slots = values["cache_seqlens"].long().cpu() - 1
     for name, ours, wanted, theirs in zip(("logits", *STATE), found, exact, eager, strict=True):
         assert ours.dtype == values["hidden"].dtype and ours.shape == wanted.shape
         if name in ("k_caches", "v_caches"):
@@ -242,10 +241,10 @@ def test_starts_and_windows(device, length):
     values = make(1, torch.bfloat16, device, capacity=704, lengths=[length])
     for start in (0, 3, 16, length - 2, length - 1):
         starts = torch.tensor([start], dtype=torch.int32, device=device)
-        check(values | {"starts": starts})
-        check(values | {"starts": starts, "windows": [8, 0]})
-    for window in (1, 16, 33, 600, 2**40):
-        check(values | {"windows": [0, window]})
+        check(values | {"cache_leftpad": starts})
+        check(values | {"cache_leftpad": starts, "windows_left": [7, -1]})
+    for left in (0, 15, 32, 599, 2**40):
+        check(values | {"windows_left": [-1, left]})
 
 
 @pytest.mark.parametrize(
@@ -254,7 +253,7 @@ def test_starts_and_windows(device, length):
         {"weight_offset": 1.0},
         {"weight_offset": 0.5},
         {"cast_before_weight": False},
-        {"scale": 0.2},
+        {"softmax_scale": 0.2},
         {"eps": 0.5},
         {"head_bias": None},
         {"qkv_biases": []},
@@ -302,7 +301,7 @@ def test_layouts(device):
         others[name] = run(torch.ops.llmkernels.decode_step, values | {name: torch.stack([values[name]] * 2, 1)[:, 0]})
     misaligned = torch.cat([values["head"].flatten()[:1], values["head"].flatten()])[1:].view_as(values["head"])
     others["misaligned"] = run(torch.ops.llmkernels.decode_step, values | {"head": misaligned})
-    slot = values["slots"].item()
+    slot = values["cache_seqlens"].item() - 1
     for way, found in others.items():
         for name, ours, wanted in zip(("logits", *STATE), found, expected, strict=True):
             if name in ("k_caches", "v_caches"):
@@ -317,7 +316,7 @@ def test_what_lies_beyond_the_live_length_does_not_matter(device, batch):
     expected = run(torch.ops.llmkernels.decode_step, values)
     poisoned = copied(values)
     for cache in (*poisoned["k_caches"], *poisoned["v_caches"]):
-        for sequence, length in enumerate(values["lengths"].tolist()):
+        for sequence, length in enumerate(values["cache_seqlens"].tolist()):
             cache[sequence, length - 1 :] = torch.nan  # the place of the new token as well
     assert_same(run(torch.ops.llmkernels.decode_step, poisoned)[:2], expected[:2])
 
@@ -330,10 +329,9 @@ def test_a_token_that_has_no_place_is_not_written(device, batch, length):
     room = {name: [torch.full((batch + 1, 48, 2, 64), 7.0, dtype=torch.bfloat16, device=device) for _ in range(2)]
             for name in ("k_caches", "v_caches")}  # fmt: skip
     values |= {name: [cache[:batch] for cache in caches] for name, caches in room.items()}
-    values |= {"lengths": torch.full_like(values["lengths"], length)}
-    values |= {"slots": values["lengths"] - 1}
+    values |= {"cache_seqlens": torch.full_like(values["cache_seqlens"], length)}
     if device == "cpu" and length > 0:
-        with pytest.raises(RuntimeError, match=r"lengths must lie in \[0, 48\]"):
+        with pytest.raises(RuntimeError, match=r"cache_seqlens must lie in \[0, 48\]"):
             step(values)
     else:
         assert step(values).isfinite().all()
@@ -351,12 +349,12 @@ def test_a_position_outside_of_the_tables_makes_nan(position):
 @pytest.mark.parametrize(
     "name",
     ["qkv_weights", "qkv_biases", "o_weights", "o_biases", "post_norms", "gate_up_weights", "down_weights", "k_caches",
-     "v_caches", "windows"],
+     "v_caches", "windows_left"],
 )  # fmt: skip
 def test_lists_of_other_lengths(device, name):
     values = make(1, torch.bfloat16, device)
     expected = r"\(2\) or none, got 1" if "biases" in name else r"\(2\), got 1"
-    kind = "number" if name == "windows" else "tensor"
+    kind = "number" if name == "windows_left" else "tensor"
     with pytest.raises(RuntimeError, match=f"^decode_step: {name} must have one {kind} per layer {expected}$"):
         step(values | {name: values[name][:1]})
 
@@ -384,9 +382,9 @@ def test_lists_of_other_lengths(device, name):
         ("cos", lambda x: x[:, :8], "cos must be a table"),
         ("sin", lambda x: x[:8], "sin must have the shape of cos"),
         ("positions", lambda x: x.long().float(), "position"),
-        ("lengths", lambda x: x.long(), "lengths must be int32"),
-        ("lengths", lambda x: x[:0], "lengths must have shape"),
-        ("starts", lambda x: torch.zeros(2).int(), "starts must"),
+        ("cache_seqlens", lambda x: x.long(), "cache_seqlens must be int32"),
+        ("cache_seqlens", lambda x: x[:0], "cache_seqlens must have shape"),
+        ("cache_leftpad", lambda x: torch.zeros(2).int(), "cache_leftpad must"),
         ("k_caches", lambda x: x[0], "k_cache must have"),
         ("k_caches", lambda x: x[..., :-8], "qkv_weight must have shape"),
         ("k_caches", lambda x: x[:0], "v_cache must have the shape"),
@@ -394,7 +392,7 @@ def test_lists_of_other_lengths(device, name):
         ("v_caches", lambda x: x[:, :-1], "v_cache must have the shape"),
         ("heads", lambda x: 3, "qkv_weight must have shape"),
         ("heads", lambda x: -4, "qkv_weight must have shape"),
-        ("windows", lambda x: -1, "window must not be negative"),
+        ("windows_left", lambda x: -2, "window_left must be at least -1"),
     ],
 )
 def test_errors(device, name, change, message):
@@ -407,7 +405,7 @@ def test_errors(device, name, change, message):
 @pytest.mark.gpu
 def test_tensors_on_another_device():
     values = one()
-    for name in ("qkv_weights", "o_biases", "down_weights", "v_caches", "head", "norm", "cos", "lengths"):
+    for name in ("qkv_weights", "o_biases", "down_weights", "v_caches", "head", "norm", "cos", "cache_seqlens"):
         value = values[name]
         wrong = [value[0], value[1].cpu()] if isinstance(value, list) else value.cpu()
         with pytest.raises(RuntimeError, match="must be on the device of"):
@@ -508,5 +506,5 @@ def test_graph_follows_growing_lengths(batch):
         for name in ("k_caches", "v_caches"):
             assert_same(other[name], values[name])
         for arguments in (values, other):
-            for name in ("positions", "slots", "lengths"):
+            for name in ("positions", "cache_seqlens"):
                 arguments[name] += 1

@@ -112,7 +112,7 @@ def test_cuda_graph(case, cols):
 
 
 def even_rope(x):
-    return llmkernels.rope(x[None, None], x[None, None], x, x)[0]
+    return llmkernels.rope(x[None, None], x[None, None], x, x, layout="bhtd")[0]
 
 
 PRODUCERS = {
@@ -168,7 +168,7 @@ def test_a_write_behind_a_read():
     for _ in range(10):
         source = x.clone()
         y = llmkernels.rms_norm(source)
-        llmkernels.rope(source[:, :4], source[:, 4:], cos, sin, in_place=True)
+        llmkernels.rope(source[:, :4], source[:, 4:], cos, sin, layout="bhtd", inplace=True)
         assert_same(y, expected)
 
 

@@ -137,7 +137,7 @@ def fuzz_rope(generator, device):
     rotated = ours(*inputs)
     assert_same(rotated, eager(*inputs))
     check(ours, eager, inputs, count=2, scales=[t.double().abs().max().clamp_min(1) for t in (*rotated, *rotated)])
-    assert_same(ours(*inputs, in_place=True), rotated, "in place")
+    assert_same(ours(*inputs, inplace=True), rotated, "in place")
 
 
 KINDS = {

@@ -63,7 +63,7 @@ def test_allocated_at_once(device):
         cache = KVCache(config, 8, batch_size=3, dtype=torch.bfloat16, device=device)
         assert cache.layers[0].k.shape == (3, 8, 1, 16)
         assert cache.layers[0].v.dtype == torch.bfloat16
-        assert cache.lengths.tolist() == [0, 0, 0]
+        assert cache.cache_seqlens.tolist() == [0, 0, 0]
     assert KVCache(model, 8, batch_size=3).layers[0].k.device == next(model.parameters()).device
 
 
@@ -105,7 +105,7 @@ def test_errors():
     with pytest.raises(ValueError, match="capacity must be positive, got 0"):
         KVCache(tiny_model().config, 0)
     with pytest.raises(ValueError, match="there must be tokens in it"):
-        _ = KVCache(tiny_model().config, 4).lengths
+        _ = KVCache(tiny_model().config, 4).cache_seqlens
     assert_holds(cache, keys)
 
 
@@ -150,7 +150,7 @@ def test_batch_operations(device):
     cache.batch_select_indices(torch.tensor([5, 0], device=device))
     assert_holds(cache, keys[[1, 0]])
     assert cache.capacity == 8
-    assert cache.lengths.tolist() == [5, 5]
+    assert cache.cache_seqlens.tolist() == [5, 5]
     empty = KVCache(tiny_model().config, 8)
     empty.batch_repeat_interleave(3)
     empty.reorder_cache(torch.tensor([0]))
@@ -159,19 +159,19 @@ def test_batch_operations(device):
 
 def test_counters(device):
     cache, keys = filled(device)
-    assert cache.lengths.tolist() == [5, 5]
-    assert cache.lengths.dtype == torch.int32
-    assert cache.lengths.device == keys.device
+    assert cache.cache_seqlens.tolist() == [5, 5]
+    assert cache.cache_seqlens.dtype == torch.int32
+    assert cache.cache_seqlens.device == keys.device
     cache.begin(torch.tensor([4, 2], device=device), torch.tensor([0, 2], device=device))
-    assert cache.counters.tolist() == [[4, 2], [4, 4], [5, 5]]
-    assert cache.starts.tolist() == [0, 2]
+    assert cache.counters.tolist() == [[4, 2], [5, 5]]
+    assert cache.cache_leftpad.tolist() == [0, 2]
     before = cache.counters.data_ptr()
     cache.counters.add_(1)  # as a step does on the device
     cache.advance()
     assert cache.length == 6
-    assert cache.lengths.tolist() == [6, 6]
+    assert cache.cache_seqlens.tolist() == [6, 6]
     cache.crop(-3)
-    assert cache.lengths.tolist() == [3, 3]
+    assert cache.cache_seqlens.tolist() == [3, 3]
     assert cache.counters.data_ptr() == before
 
 
@@ -260,7 +260,7 @@ def test_pages_are_taken_and_given_back():
     cache.append(b, 4)
     assert cache.free_pages == 4
     assert [len(cache.pages(s)) for s in (a, b)] == [2, 1]
-    assert cache.lengths([b, a]).tolist() == [4, 5]
+    assert cache.cache_seqlens([b, a]).tolist() == [4, 5]
     table = cache.block_table([a, b])
     assert table.dtype == torch.int32
     assert table.tolist() == [list(cache.pages(a)), [*cache.pages(b), 0]]

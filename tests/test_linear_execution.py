@@ -1,4 +1,4 @@
-"""The linear ops where they run: registration, compilation, reruns, streams, graphs, settled weights and others."""
+"""The linear ops where they run: registration, compilation, reruns, streams, graphs, prefetched weights and others."""
 
 import pytest
 import torch
@@ -86,10 +86,10 @@ def test_a_chain_of_overlapping_launches(m):
         if not synchronize:
             torch.cuda._sleep(10_000_000)  # about 5 ms, in which all launches are made
         for _, norm_weight, weight, _ in inputs * 2:
-            y = rms_norm_linear(h, norm_weight, weight, settled=True)
+            y = _op.rms_norm_linear(h, norm_weight, weight, prefetch_weights=True)
             if synchronize:
                 torch.cuda.synchronize()
-            _op.linear_add_(h, y, weight, settled=True)
+            _op.linear_add_(h, y, weight, prefetch_weights=True)
             if synchronize:
                 torch.cuda.synchronize()
         return h
@@ -168,17 +168,17 @@ CALLS = {
 
 
 @every_m
-def test_settled_weights(device, m):
+def test_prefetched_weights(device, m):
     x, norm_weight, weight, bias = make(m, 24, 136, torch.bfloat16, device)
     residual = torch.randn(m, 24, device=device).bfloat16()
     added = residual.clone()
-    _op.linear_add_(added, x, weight, bias, settled=True)
+    _op.linear_add_(added, x, weight, bias, prefetch_weights=True)
     assert_same(added, add(residual, x, weight, bias))
-    assert_same(linear(x, weight, bias, settled=True), linear(x, weight, bias))
+    assert_same(_op.linear(x, weight, bias, prefetch_weights=True), linear(x, weight, bias))
     inputs = (x, norm_weight, weight, bias)
-    assert_same(rms_norm_linear(*inputs, settled=True), rms_norm_linear(*inputs))
+    assert_same(_op.rms_norm_linear(*inputs, prefetch_weights=True), rms_norm_linear(*inputs))
     inputs = (x, norm_weight, weight)
-    assert_same(_op.rms_norm_swiglu_linear(*inputs, settled=True), _op.rms_norm_swiglu_linear(*inputs))
+    assert_same(_op.rms_norm_swiglu_linear(*inputs, prefetch_weights=True), _op.rms_norm_swiglu_linear(*inputs))
 
 
 @pytest.mark.gpu
@@ -199,7 +199,9 @@ def test_what_the_kernel_before_has_just_written(what, call, m, captured):
     def follow(residual, written):
         if what == "weights":
             return call(residual, x, written[:k], written[k:].view(n, k))
-        return call(residual, written[-m * k :].view(m, k), norm_weight, weight, settled=True)  # what is written last
+        return call(
+            residual, written[-m * k :].view(m, k), norm_weight, weight, prefetch_weights=True
+        )  # what is written last
 
     def chain(synchronize):
         results, places = [], set()

@@ -144,13 +144,13 @@ def assert_far_rows(device):
     x = far_rows(3, 64, device)
     cos, sin = angles(3, 64, dtype=x.dtype, device=device)
     near = x.contiguous()
-    expected = llmkernels.rope(near[None, None], near[None, None], cos, sin)
-    assert_same(llmkernels.rope(x[None, None], near[None, None], cos, sin), expected)
+    expected = llmkernels.rope(near[None, :, None], near[None, :, None], cos, sin)
+    assert_same(llmkernels.rope(x[None, :, None], near[None, :, None], cos, sin), expected)
     assert_same(
-        llmkernels.rope(x[None, None], x[None, None], x, near),
-        llmkernels.rope(near[None, None], near[None, None], near, near),
+        llmkernels.rope(x[None, :, None], x[None, :, None], x, near),
+        llmkernels.rope(near[None, :, None], near[None, :, None], near, near),
     )
-    assert_same(llmkernels.rope(x[None, None], near[None, None], cos, sin, in_place=True)[0], expected[0])
+    assert_same(llmkernels.rope(x[None, :, None], near[None, :, None], cos, sin, inplace=True)[0], expected[0])
 
 
 def interesting(rows, cols):
@@ -244,7 +244,7 @@ def test_more_than_2_32_elements_rope(layout):
         one = q.narrow(head_axis, head, 1)
         expected, _ = case_named("rope").eager(one, k, cos, sin, layout=layout)
         assert torch.equal(rotated.narrow(head_axis, head, 1), expected)
-    llmkernels.rope(q, k, cos, sin, layout=layout, in_place=True)
+    llmkernels.rope(q, k, cos, sin, layout=layout, inplace=True)
     assert torch.equal(q, rotated)
 
 
@@ -316,11 +316,11 @@ def test_every_kernel_path_strided(layout):
 
 @pytest.mark.sanitizer
 @pytest.mark.gpu
-@pytest.mark.parametrize("in_place", [False, True])
-def test_every_kernel_path_rope_positions(in_place):
+@pytest.mark.parametrize("inplace", [False, True])
+def test_every_kernel_path_rope_positions(inplace):
     q, k, cos, sin, ids = case_named("rope_positions").inputs(6, 64, torch.bfloat16)
     half = cos[:, :16].contiguous(), sin[:, :16].contiguous()
-    options = {"rotary_dim": 32, "interleaved": True, "in_place": in_place}
+    options = {"layout": "bhtd", "rotary_dim": 32, "interleaved": True, "inplace": inplace}
     expected = llmkernels.rope(q.clone(), k.clone(), *half, ids, **options)
     ours = llmkernels.rope(*(t.cuda() for t in (q, k, *half, ids)), **options)
     assert_same(tuple(t.cpu() for t in ours), expected)

@@ -116,6 +116,14 @@ def test_module_and_library_are_of_one_build():
 def test_public_names():
     for name in llmkernels.__all__:
         assert getattr(llmkernels, name) is not None
+    assert {"KVCache", "unpatch", *llmkernels.__all__} <= set(dir(llmkernels))
+    assert {"KVCache", *llmkernels.hf.__all__} <= set(dir(llmkernels.hf))
+
+
+def test_names_are_listed_without_transformers():
+    listed = "import sys, llmkernels; assert 'KVCache' in dir(llmkernels); assert 'transformers' not in sys.modules"
+    result = python("-c", listed, folder=_library.PATH.parent.parent)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+import llmkernels
 import oracles
-from llmkernels import rope
 from oracles import DEVICES, DTYPES, angles, assert_same, check
+
+# q and k are (B, H, T, D) in these tests unless they say otherwise.
+rope, eager_rope = (partial(f, layout="bhtd") for f in (llmkernels.rope, oracles.rope))
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_order = pytest.mark.parametrize("interleaved", [False, True], ids=["half_split", "interleaved"])
@@ -23,7 +26,7 @@ def make(batch=2, tokens=5, heads=4, kv_heads=2, dim=16, layout="bhtd", dtype=to
 
 def assert_rope(q, k, cos, sin, *args, **options):
     """Equal to eager bit for bit, and the gradient as accurate as eager's."""
-    ours, eager = partial(rope, **options), partial(oracles.rope, **options)
+    ours, eager = partial(rope, **options), partial(eager_rope, **options)
     assert_same(ours(q, k, cos, sin, *args), eager(q, k, cos, sin, *args))
     check(ours, eager, (q, k, cos, sin, *args), count=2)
 
@@ -122,6 +125,12 @@ def test_positions_outside_the_table(device, bad, dtype):
             assert_same(out, good)
 
 
+def test_heads_come_behind_tokens_by_default(device):
+    q, k = make(layout="bthd", device=device)
+    cos, sin = angles(5, 16, device=device)
+    assert_same(llmkernels.rope(q, k, cos, sin), oracles.rope(q, k, cos, sin, layout="bthd"))
+
+
 # Memory.
 
 VIEWS = {
@@ -186,7 +195,7 @@ def test_in_place(device, view, layout, interleaved, dtype):
     options = {"layout": layout, "interleaved": interleaved}
     expected = rope(q, k, cos, sin, **options)
     pointers = q.data_ptr(), k.data_ptr()
-    result = rope(q, k, cos, sin, in_place=True, **options)
+    result = rope(q, k, cos, sin, inplace=True, **options)
     assert result[0] is q and result[1] is k and (q.data_ptr(), k.data_ptr()) == pointers
     assert_same(result, expected)
     for rows in (slice(0, 1), slice(-1, None)):
@@ -199,7 +208,7 @@ def test_in_place_counts_as_a_write(device):
     q, k = make(device=device)
     leaf = torch.ones_like(q, requires_grad=True)
     product = leaf * q
-    rope(q, k, *angles(5, 16, device=device), in_place=True)
+    rope(q, k, *angles(5, 16, device=device), inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
@@ -232,7 +241,7 @@ def test_one_output_unused(device, used):
     q, k = (t.requires_grad_() for t in make(device=device))
     cos, sin = angles(5, 16, device=device)
     leaf = (q, k)[used]
-    ours, eager = (torch.autograd.grad(f(q, k, cos, sin)[used].square().sum(), leaf)[0] for f in (rope, oracles.rope))
+    ours, eager = (torch.autograd.grad(f(q, k, cos, sin)[used].square().sum(), leaf)[0] for f in (rope, eager_rope))
     torch.testing.assert_close(ours, eager)
 
 
@@ -251,7 +260,7 @@ def test_gradients_that_autograd_makes(device, kind, dtype):
     exact = [t.detach().double().requires_grad_() for t in leaves]
     cos, sin = angles(5, 16, dtype=dtype, device=device)
     grads = torch.autograd.grad(scalar(*rope(*leaves, cos, sin)), leaves)
-    expected = torch.autograd.grad(scalar(*oracles.rope(*exact, cos.double(), sin.double())), exact)
+    expected = torch.autograd.grad(scalar(*eager_rope(*exact, cos.double(), sin.double())), exact)
     for a, b in zip(grads, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=10 * torch.finfo(dtype).eps * b.abs().max().item())
 
@@ -262,7 +271,7 @@ def test_backward_through_a_packed_projection(device):
     exact = packed.detach().double().requires_grad_()
     cos, sin = angles(5, 16, device=device)
     results = []
-    for function, leaf in ((rope, packed), (oracles.rope, exact)):
+    for function, leaf in ((rope, packed), (eager_rope, exact)):
         q, k, v = leaf.view(2, 5, 8, 16).transpose(1, 2).split((4, 2, 2), 1)
         q, k = function(q, k, cos.to(leaf.dtype), sin.to(leaf.dtype))
         results.append(torch.autograd.grad((q.sum(1) * k.sum(1) * v.sum(1)).sum(), leaf)[0])
@@ -282,16 +291,16 @@ def test_special_values(device, interleaved, dtype):
     cos, sin = angles(6, 64, dtype=dtype, device=device)
     cos[0], sin[0] = 1, 0  # position 0 turns nothing: inf * 0 is NaN, as in eager
     args = q, k, cos, sin
-    assert_same(rope(*args, interleaved=interleaved), oracles.rope(*args, interleaved=interleaved))
+    assert_same(rope(*args, interleaved=interleaved), eager_rope(*args, interleaved=interleaved))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_mixed_dtypes_compose_as_eager(device, dtype):
     q, k = make(dtype=dtype, device=device)
     cos, sin = angles(5, 16, device=device)
-    assert_same(rope(q, k, cos, sin), oracles.rope(q, k, cos, sin))
-    check(rope, oracles.rope, (q, k, cos, sin), count=2)
-    ours, eager = (f(q.float(), k.float(), cos.to(dtype), sin.to(dtype)) for f in (rope, oracles.rope))
+    assert_same(rope(q, k, cos, sin), eager_rope(q, k, cos, sin))
+    check(rope, eager_rope, (q, k, cos, sin), count=2)
+    ours, eager = (f(q.float(), k.float(), cos.to(dtype), sin.to(dtype)) for f in (rope, eager_rope))
     assert_same(ours, eager)
 
 
@@ -314,7 +323,7 @@ ERRORS = {
     r"cos must have shape \[5, 16\], .* got \[4, 16\]": lambda q, k, c: rope(q, k, c[:4], c[:4]),
     r"cos must have shape .* got \[3, 5, 16\]": lambda q, k, c: rope(q, k, c.expand(3, 5, 16), c.expand(3, 5, 16)),
     r"sin must have the shape of cos, \[5, 16\], got \[5, 8\]": lambda q, k, c: rope(q, k, c, c[:, :8]),
-    "sin must have the dtype of cos, Float, got Half": lambda q, k, c: rope(q, k, c, c.half(), in_place=True),
+    "sin must have the dtype of cos, Float, got Half": lambda q, k, c: rope(q, k, c, c.half(), inplace=True),
     "rotary_dim must be even, positive and at most head_dim, 16, got 7": lambda q, k, c: rope(q, k, c, c, rotary_dim=7),
     "rotary_dim must .* got 32": lambda q, k, c: rope(q, k, c, c, rotary_dim=32),
     "rotary_dim must .* got -2": lambda q, k, c: rope(q, k, c, c, rotary_dim=-2),
@@ -325,21 +334,21 @@ ERRORS = {
     r"position_ids must have shape \[5\], .* got \[4\]": lambda q, k, c: rope(q, k, c, c, ids(c, 4)),
     r"position_ids must have shape .* got \[3, 5\]": lambda q, k, c: rope(q, k, c, c, ids(c, 5).expand(3, 5)),
     "position_ids must be int32 or int64, got Float": lambda q, k, c: rope(q, k, c, c, ids(c, 5).float()),
-    r"layout must be 'bhtd' or 'bthd', got 'bhdt'": lambda q, k, c: rope(q, k, c, c, layout="bhdt"),
+    r"layout must be 'bthd' or 'bhtd', got 'bhdt'": lambda q, k, c: rope(q, k, c, c, layout="bhdt"),
     "cos and sin must not require a gradient": lambda q, k, c: rope(q, k, c.requires_grad_(), c),
-    "in_place must be False where q or k requires a gradient": lambda q, k, c: rope(
-        q, k.requires_grad_(), c, c, in_place=True
+    "inplace must be False where q or k requires a gradient": lambda q, k, c: rope(
+        q, k.requires_grad_(), c, c, inplace=True
     ),
     r"q must not overlap itself .* got shape \[2, 4, 5, 16\] with strides \[0, ": lambda q, k, c: rope(
-        q[:1].expand(2, 4, 5, 16), k, c, c, in_place=True
+        q[:1].expand(2, 4, 5, 16), k, c, c, inplace=True
     ),
     r"k must not overlap itself .* with strides \[160, 80, 8, 1\]": lambda q, k, c: rope(
-        q, k.as_strided((2, 2, 5, 16), (160, 80, 8, 1)), c, c, in_place=True
+        q, k.as_strided((2, 2, 5, 16), (160, 80, 8, 1)), c, c, inplace=True
     ),
     "q must be contiguous along head_dim .* got strides": lambda q, k, c: rope(
-        q.transpose(2, 3).contiguous().transpose(2, 3), k, c, c, in_place=True
+        q.transpose(2, 3).contiguous().transpose(2, 3), k, c, c, inplace=True
     ),
-    "cos must have the dtype of q, Half, got Float": lambda q, k, c: rope(q.half(), k.half(), c, c, in_place=True),
+    "cos must have the dtype of q, Half, got Float": lambda q, k, c: rope(q.half(), k.half(), c, c, inplace=True),
 }
 
 
@@ -380,7 +389,7 @@ def test_in_place_q_and_k_of_one_tensor(device):
         (per_head[:, :, :, 0], per_head[:, :, :, 1]),
     ):
         expected = rope(q.clone(), k.clone(), cos, sin, layout="bthd")
-        rope(q, k, cos, sin, layout="bthd", in_place=True)
+        rope(q, k, cos, sin, layout="bthd", inplace=True)
         assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
     for q, k in (
         (packed, packed),
@@ -393,8 +402,8 @@ def test_in_place_q_and_k_of_one_tensor(device):
         ),
     ):
         with pytest.raises(RuntimeError, match="k must not share memory with q"):
-            rope(q, k, cos, sin, layout="bthd", in_place=True)
+            rope(q, k, cos, sin, layout="bthd", inplace=True)
     by_heads = torch.randn(2, 6, 5, 16, device=device)
-    rope(by_heads[:, :4], by_heads[:, 4:], cos, sin, in_place=True)
+    rope(by_heads[:, :4], by_heads[:, 4:], cos, sin, inplace=True)
     with pytest.raises(RuntimeError, match="k must not share memory with q"):
-        rope(by_heads[:, :4], by_heads[:, 3:], cos, sin, in_place=True)
+        rope(by_heads[:, :4], by_heads[:, 3:], cos, sin, inplace=True)

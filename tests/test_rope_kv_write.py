@@ -1,4 +1,4 @@
-"""rope_kv_write: bit for bit rope and a copy; pages, slots beyond the end, errors, CUDA graphs."""
+"""rope_kv_write: bit for bit rope and a copy; pages, tokens without a place, errors, CUDA graphs."""
 
 import pytest
 import torch
@@ -24,15 +24,15 @@ def make(device, dtype, batch=3, tokens=1, heads=6, kv_heads=2, head_dim=64, cap
     return packed.split([heads, kv_heads, kv_heads], 2), tables, caches
 
 
-def expected(parts, tables, positions, slots, caches, interleaved=False):
+def expected(parts, tables, positions, caches, seqlens, interleaved=False):
     q, k, v = parts
-    at = positions[:, None] + torch.arange(q.size(1), device=q.device) if positions.dim() == 1 else positions
-    q, k = oracles.rope(q, k, *tables, at, layout="bthd", interleaved=interleaved, rotary_dim=q.size(3))
+    q, k = oracles.rope(q, k, *tables, positions, interleaved=interleaved, rotary_dim=q.size(3))
     k_cache, v_cache = (c.clone() for c in caches)
-    for b, slot in enumerate(slots.tolist()):
+    for b, length in enumerate(seqlens.tolist()):
         for t in range(q.size(1)):
-            if 0 <= slot + t < k_cache.size(1):
-                k_cache[b, slot + t], v_cache[b, slot + t] = k[b, t], v[b, t]
+            place = length - q.size(1) + t
+            if 0 <= place < k_cache.size(1):
+                k_cache[b, place], v_cache[b, place] = k[b, t], v[b, t]
     return q, k_cache, v_cache
 
 
@@ -42,28 +42,29 @@ def expected(parts, tables, positions, slots, caches, interleaved=False):
 @pytest.mark.parametrize("tokens, head_dim", [(1, 64), (3, 128), (1, 6), (2, 96)])
 def test_is_rope_and_a_copy(device, tokens, head_dim, half, interleaved, dtype):
     parts, tables, caches = make(device, dtype, tokens=tokens, head_dim=head_dim, half=half)
-    for positions in (int32([0, 7, 40], device), torch.randint(50, (3, tokens), device=device)):
-        slots = int32([0, 5, 20 - tokens], device)
+    seqlens = int32([tokens, 5 + tokens, 20], device)
+    for shape in ((tokens,), (1, tokens), (3, tokens)):
+        positions = torch.randint(50, shape, device=device, dtype=torch.int32 if len(shape) == 1 else torch.int64)
         q, k, v = (x.clone() for x in parts)
-        want = expected((q, k, v), tables, positions, slots, caches, interleaved)
+        want = expected((q, k, v), tables, positions, caches, seqlens, interleaved)
         result = [c.clone() for c in caches]
         version = q._version
-        rope_kv_write(q, k, v, *tables, positions, slots, *result, interleaved=interleaved)
+        rope_kv_write(q, k, v, *tables, positions, *result, seqlens, interleaved=interleaved)
         assert_same((q, *result), want)
         assert q._version > version
         packed_q = parts[0].clone()
-        rope_kv_write(packed_q, *parts[1:], *tables, positions, slots, *result, interleaved=interleaved)
+        rope_kv_write(packed_q, *parts[1:], *tables, positions, *result, seqlens, interleaved=interleaved)
         assert_same(packed_q, want[0])
         assert_same((k, v), parts[1:])
 
 
 @every_dtype
-def test_slots_beyond_the_end_write_nothing(device, dtype):
+def test_tokens_without_a_place_write_nothing(device, dtype):
     parts, tables, caches = make(device, dtype, tokens=4)
-    slots, positions = int32([18, -2, 1000], device), int32([0, 1, 2], device)
+    seqlens, positions = int32([22, 2, 1004], device), torch.randint(50, (3, 4), device=device)
     parts = tuple(x.clone() for x in parts)
-    want = expected(parts, tables, positions, slots, caches)
-    rope_kv_write(*parts, *tables, positions, slots, *caches)
+    want = expected(parts, tables, positions, caches, seqlens)
+    rope_kv_write(*parts, *tables, positions, *caches, seqlens)
     assert_same((parts[0], *caches), want)
 
 
@@ -73,12 +74,12 @@ def test_pages(device, page_size, dtype):
     parts, tables, _ = make(device, dtype, tokens=6)
     parts = tuple(x.clone() for x in parts)
     contiguous = [torch.zeros(3, 48, 2, 64, dtype=dtype, device=device) for _ in range(2)]
-    slots, positions = int32([0, 13, 42], device), int32([3, 4, 5], device)
-    want = expected(parts, tables, positions, slots, contiguous)
+    seqlens, positions = int32([6, 19, 48], device), int32([3, 4, 5, 0, 49, 7], device)
+    want = expected(parts, tables, positions, contiguous, seqlens)
     per_sequence = 48 // page_size
     table = torch.randperm(3 * per_sequence, device=device).view(3, per_sequence).int()
     pools = [torch.zeros(3 * per_sequence, page_size, 2, 64, dtype=dtype, device=device) for _ in range(2)]
-    rope_kv_write(*parts, *tables, positions, slots, *pools, block_table=table)
+    rope_kv_write(*parts, *tables, positions, *pools, seqlens, block_table=table)
     assert_same(parts[0], want[0])
     for pool, cache in zip(pools, want[1:], strict=True):
         assert_same(pool[table.long()].view(cache.shape), cache)
@@ -88,16 +89,17 @@ def test_pages(device, page_size, dtype):
 def test_strided_caches(device, dtype):
     parts, tables, caches = make(device, dtype)
     parts = tuple(x.clone() for x in parts)
-    slots = positions = int32([1, 2, 3], device)
-    want = expected(parts, tables, positions, slots, caches)
+    seqlens = int32([1, 2, 3], device)
+    positions = seqlens[:, None]
+    want = expected(parts, tables, positions, caches, seqlens)
     views = [c.transpose(1, 2).contiguous().transpose(1, 2) for c in caches]
-    rope_kv_write(*parts, *tables, positions, slots, *views)
+    rope_kv_write(*parts, *tables, positions, *views, seqlens)
     assert_same((parts[0], *views), want)
 
 
 def test_empty(device):
     parts, tables, caches = make(device, torch.float32, batch=0)
-    rope_kv_write(*parts, *tables, int32([], device), int32([], device), *caches)
+    rope_kv_write(*parts, *tables, int32([0], device), *caches, int32([], device))
 
 
 def test_opcheck(device):
@@ -105,14 +107,16 @@ def test_opcheck(device):
     parts = tuple(x.contiguous() for x in parts)
     caches = [c.nan_to_num() for c in caches]
     at = int32([0, 1, 2], device)
-    torch.library.opcheck(torch.ops.llmkernels.rope_kv_write.default, (*parts, *tables, at, at, *caches))
+    torch.library.opcheck(torch.ops.llmkernels.rope_kv_write.default, (*parts, *tables, at[:, None], *caches, at + 1))
 
 
 ERRORS = {
     "position_ids must be int32 or int64, got Float": {"positions": torch.zeros(3)},
-    r"position_ids must have shape \[3, 1\] or \[3\], got \[2\]": {"positions": torch.zeros(2, dtype=torch.int32)},
-    "slots must be int32, got Long": {"slots": torch.zeros(3, dtype=torch.int64)},
-    r"slots must have shape \[3\]": {"slots": torch.zeros(1, dtype=torch.int32)},
+    r"position_ids must have shape \[1\], \[1, 1\] or \[3, 1\], got \[2\]": {
+        "positions": torch.zeros(2, dtype=torch.int32)
+    },
+    "cache_seqlens must be int32, got Long": {"cache_seqlens": torch.zeros(3, dtype=torch.int64)},
+    r"cache_seqlens must have shape \[3\]": {"cache_seqlens": torch.zeros(1, dtype=torch.int32)},
     "cos must be a table of head_dim or head_dim / 2 columns": {"cos": torch.zeros(50, 20)},
     "sin must have the shape of cos": {"sin": torch.zeros(40, 64)},
     r"k must have shape \[3, 1, 2, 64\], got \[3, 1, 1, 64\]": {"k": torch.zeros(3, 1, 1, 64)},
@@ -127,8 +131,8 @@ ERRORS = {
 def test_errors(device, message, changed):
     parts, tables, caches = make(device, torch.float32)
     at = int32([0, 1, 2], device)
-    names = ["q", "k", "v", "cos", "sin", "positions", "slots", "k_cache", "v_cache"]
-    arguments = dict(zip(names, (*parts, *tables, at, at, *caches), strict=True))
+    names = ["q", "k", "v", "cos", "sin", "positions", "k_cache", "v_cache", "cache_seqlens"]
+    arguments = dict(zip(names, (*parts, *tables, at[:, None], *caches, at), strict=True))
     arguments |= {name: x.detach().to(device).requires_grad_(x.requires_grad) for name, x in changed.items()}
     with pytest.raises(RuntimeError, match="rope_kv_write: " + message):
         rope_kv_write(*arguments.values())
@@ -138,7 +142,7 @@ def test_errors_that_only_the_cpu_can_afford():
     parts, tables, caches = make("cpu", torch.float32)
     at = int32([0, 1, 2], "cpu")
     with pytest.raises(RuntimeError, match=r"position_ids must lie in \[0, 50\).* \[1, 0\] is 50"):
-        rope_kv_write(*parts, *tables, int32([0, 50, 2], "cpu"), at, *caches)
+        rope_kv_write(*parts, *tables, int32([[0], [50], [2]], "cpu"), *caches, at)
 
 
 @pytest.mark.gpu
@@ -147,11 +151,11 @@ def test_bad_positions_and_pages_do_no_harm_on_a_gpu(dtype):
     parts, tables, caches = make("cuda", dtype)
     parts = tuple(x.clone() for x in parts)
     at = int32([0, 1, 2], "cuda")
-    rope_kv_write(*parts, *tables, int32([-1, 3, 50], "cuda"), at, *caches)
+    rope_kv_write(*parts, *tables, int32([[-1], [3], [50]], "cuda"), *caches, at + 1)
     assert parts[0][0].isnan().all() and parts[0][1].isfinite().all() and parts[0][2].isnan().all()
     table = int32([[-1], [3], [1 << 30]], "cuda")
     untouched = [c.clone() for c in caches]
-    rope_kv_write(*parts, *tables, at, at, *caches, block_table=table)
+    rope_kv_write(*parts, *tables, at[:, None], *caches, at + 1, block_table=table)
     assert_same(tuple(caches), tuple(untouched))
 
 
@@ -159,17 +163,17 @@ def test_bad_positions_and_pages_do_no_harm_on_a_gpu(dtype):
 def test_cuda_graph():
     parts, tables, caches = make("cuda", torch.bfloat16)
     q, k, v = (x.clone() for x in parts)
-    slots, positions = int32([0, 0, 0], "cuda"), int32([0, 0, 0], "cuda")
-    rope_kv_write(q, k, v, *tables, positions, slots, *caches)
+    seqlens, positions = int32([1, 1, 1], "cuda"), int32([0], "cuda")
+    rope_kv_write(q, k, v, *tables, positions, *caches, seqlens)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rope_kv_write(q, k, v, *tables, positions, slots, *caches)
+        rope_kv_write(q, k, v, *tables, positions, *caches, seqlens)
     for step in range(4):
         q.copy_(torch.randn_like(q))
-        slots.fill_(step)
+        seqlens.fill_(step + 1)
         positions.fill_(2 * step)
-        want = expected((q.clone(), k, v), tables, positions, slots, caches)
+        want = expected((q.clone(), k, v), tables, positions, caches, seqlens)
         graph.replay()
         assert_same((q, *caches), want)
 
@@ -182,6 +186,6 @@ def test_every_path_once(dtype):
         parts, tables, caches = make("cuda", dtype)
         parts = tuple(x.clone() for x in parts)
         at = int32([0, 1, 2], "cuda")
-        want = expected(parts, tables, at, at, caches, interleaved)
-        rope_kv_write(*parts, *tables, at, at, *caches, interleaved=interleaved)
+        want = expected(parts, tables, at[:, None], caches, at + 1, interleaved)
+        rope_kv_write(*parts, *tables, at[:, None], *caches, at + 1, interleaved=interleaved)
         assert_same((parts[0], *caches), want)

@@ -1,5 +1,7 @@
 """Rotary embedding of q and k, half-split, in Hugging Face's layout: (B, H, T, D) views of (B, T, H, D) memory."""
 
+from functools import partial
+
 import torch
 
 from benchmarks.cases import Case, Op, Provider, compiled, plain
@@ -40,13 +42,13 @@ def liger():
 def ours():
     from llmkernels import rope
 
-    return rope
+    return partial(rope, layout="bhtd")
 
 
 def ours_in_place():
     from llmkernels import rope
 
-    return lambda q, k, cos, sin: rope(q, k, cos, sin, in_place=True)
+    return lambda q, k, cos, sin: rope(q, k, cos, sin, layout="bhtd", inplace=True)
 
 
 def providers(case):

@@ -1,6 +1,6 @@
 // Decode attention on the CPU: softmax(scale q k^T) v over the live keys of a sequence, one query at a time, in float32
 // (float64 for float64) with a running maximum; and the rotation of new queries and keys with the write to the cache,
-// rounded as cpu/rope.cpp does. Lengths, slots and pages have been checked.
+// rounded as cpu/rope.cpp does. Lengths and pages have been checked.
 #include "cpu/attention.h"
 
 #include <algorithm>
@@ -32,9 +32,9 @@ inline void attend(const DecodeAttentionParams& p, int64_t flat_begin, int64_t f
   std::vector<Stage<T>> buffer(dim);
   for (int64_t flat = flat_begin; flat < flat_end; ++flat) {
     const int64_t head = flat % p.heads, row = flat / p.heads, t = row % p.tokens, b = row / p.tokens;
-    const int64_t kv_head = head / (p.heads / p.kv_heads), end = p.lengths[b] - p.tokens + t + 1;
-    int64_t begin = p.starts != nullptr ? std::max<int64_t>(p.starts[b], 0) : 0;
-    if (p.window > 0) begin = std::max(begin, end - p.window);
+    const int64_t kv_head = head / (p.heads / p.kv_heads), end = p.cache_seqlens[b] - p.tokens + t + 1;
+    int64_t begin = p.cache_leftpad != nullptr ? std::max<int64_t>(p.cache_leftpad[b], 0) : 0;
+    if (p.window_left >= 0) begin = std::max(begin, end - 1 - p.window_left);
     const Stage<T>* q =
         load(static_cast<const T*>(p.q) + b * p.q_batch + t * p.q_token + head * p.q_head, dim, buffer.data());
     for (int64_t d = 0; d < dim; ++d) query[d] = widen(q[d]);
@@ -45,7 +45,7 @@ inline void attend(const DecodeAttentionParams& p, int64_t flat_begin, int64_t f
           load(static_cast<const T*>(p.cache.k) + cache_offset(p.cache, b, key, kv_head, false), dim, buffer.data());
       A score = 0;
       for (int64_t d = 0; d < dim; ++d) score += query[d] * widen(k[d]);
-      score *= static_cast<A>(p.scale);
+      score *= static_cast<A>(p.softmax_scale);
       if (p.softcap > 0) score = static_cast<A>(p.softcap) * std::tanh(score / static_cast<A>(p.softcap));
       const Stage<T>* v =
           load(static_cast<const T*>(p.cache.v) + cache_offset(p.cache, b, key, kv_head, true), dim, buffer.data());
@@ -101,10 +101,9 @@ inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t
   std::vector<A> head(dim), cos(dim), sin(dim);
   for (int64_t flat = flat_begin; flat < flat_end; ++flat) {
     const int64_t b = flat / p.tokens, t = flat % p.tokens;
-    const int64_t at = b * p.positions_batch + (p.positions_next ? 0 : t * p.positions_token);
-    const int64_t position = (p.position_ids_int64 ? static_cast<const int64_t*>(p.position_ids)[at]
-                                                   : static_cast<const int32_t*>(p.position_ids)[at]) +
-                             (p.positions_next ? t : 0);
+    const int64_t at = b * p.positions_batch + t * p.positions_token;
+    const int64_t position = p.position_ids_int64 ? static_cast<const int64_t*>(p.position_ids)[at]
+                                                  : static_cast<const int32_t*>(p.position_ids)[at];
     load_angles<T>(p.rope, p.rope.cos, p.rope.cos_row, position, dim, p.interleaved, buffer.data(), cos.data());
     load_angles<T>(p.rope, p.rope.sin, p.rope.sin_row, position, dim, p.interleaved, buffer.data(), sin.data());
     T* const q = static_cast<T*>(p.q) + b * p.q_batch + t * p.q_token;
@@ -112,14 +111,14 @@ inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t
       rotate_head(q + h * p.q_head, q + h * p.q_head, cos.data(), sin.data(), dim, p.interleaved, buffer.data(),
                   head.data());
     }
-    const int64_t slot = p.slots[b] + t;
-    if (slot < 0 || slot >= p.cache.capacity) continue;
+    const int64_t place = p.cache_seqlens[b] - p.tokens + t;
+    if (place < 0 || place >= p.cache.capacity) continue;
     for (int64_t h = 0; h < p.kv_heads; ++h) {
       rotate_head(static_cast<const T*>(p.k) + b * p.k_batch + t * p.k_token + h * p.k_head,
-                  static_cast<T*>(p.cache.k) + cache_offset(p.cache, b, slot, h, false), cos.data(), sin.data(), dim,
+                  static_cast<T*>(p.cache.k) + cache_offset(p.cache, b, place, h, false), cos.data(), sin.data(), dim,
                   p.interleaved, buffer.data(), head.data());
       std::copy_n(static_cast<const T*>(p.v) + b * p.v_batch + t * p.v_token + h * p.v_head, dim,
-                  static_cast<T*>(p.cache.v) + cache_offset(p.cache, b, slot, h, true));
+                  static_cast<T*>(p.cache.v) + cache_offset(p.cache, b, place, h, true));
     }
   }
 }

@@ -67,9 +67,9 @@ __device__ inline int atomic_add_acq_rel(int* counter, int value) {
 // Programmatic dependent launch (sm_90 and later; nothing before). A kernel that kernels::launch() starts may begin
 // while its predecessor in the stream still runs: some thread of every block must call pdl_wait() before the block
 // touches global memory. The exception is what was complete before the predecessor could begin, which no kernel knows
-// but its caller may (`settled`, in the params of attention and linears). pdl_launch_dependents() lets the successor
-// begin as soon as all blocks of this kernel have begun; it may come first, since what the successor reads is safe
-// behind its own wait, which waits for the whole of this kernel.
+// but its caller may (`prefetch_cache` and `prefetch_weights`, in the params of attention and linears).
+// pdl_launch_dependents() lets the successor begin as soon as all blocks of this kernel have begun; it may come first,
+// since what the successor reads is safe behind its own wait, which waits for the whole of this kernel.
 __device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

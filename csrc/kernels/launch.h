@@ -32,7 +32,7 @@ struct LaunchShape {
 };
 
 // Starts `kernel` with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
-// it touches global memory, but for what the caller knows to be settled (see ptx.cuh).
+// it touches global memory, but for what the caller knows to be complete (see ptx.cuh).
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream, Args&&... args) {
   DeviceInfo device;

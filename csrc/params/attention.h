@@ -30,25 +30,25 @@ struct DecodeAttentionParams {
   const void* q;  // [batch, tokens, heads, head_dim]
   int64_t q_batch, q_token, q_head;
   KvCache cache;
-  const int32_t* lengths;  // [batch]: live keys, the new ones included
-  const int32_t* starts;   // [batch]: the first key, behind left padding; or null: 0
-  void* out;               // [batch, tokens, heads, head_dim], contiguous
+  const int32_t* cache_seqlens;  // [batch]: live keys, the new ones included
+  const int32_t* cache_leftpad;  // [batch]: the first key, behind left padding; or null: 0
+  void* out;                     // [batch, tokens, heads, head_dim], contiguous
   int64_t batch, tokens, heads, kv_heads, head_dim;
-  double scale;
-  int64_t window;  // at most so many of the last keys, or 0: all
-  double softcap;  // scores become softcap * tanh(score / softcap), or 0: they stay
+  double softmax_scale;
+  int64_t window_left;  // a query sees so many keys before its own, or -1: all
+  double softcap;       // scores become softcap * tanh(score / softcap), or 0: they stay
 
   // The fused form, for one new token per sequence; null: q is rotated and the cache is complete. q is rotated on its
-  // way, and the new key (rotated) and value are written to token lengths[b] - 1 of the cache and attended to.
+  // way, and the new key (rotated) and value are written to token cache_seqlens[b] - 1 of the cache and attended to.
   const void *new_k, *new_v;  // [batch, kv_heads, head_dim]
   int64_t new_k_batch, new_k_head, new_v_batch, new_v_head;
   RopeTables rope;
   const int32_t* positions;  // [batch]: rows of the rope tables
 
-  // CUDA only. `settled` promises that everything but q, new_k and new_v was complete before the kernel that precedes
-  // this one in the stream could begin: see decode_attention.cuh.
-  bool settled;
-  int64_t longest;  // what the lengths will not exceed, as far as the caller knows, or 0: for speed alone
+  // CUDA only. `prefetch_cache` promises that everything but q, new_k and new_v was complete before the kernel that
+  // precedes this one in the stream could begin: see decode_attention.cuh.
+  bool prefetch_cache;
+  int64_t longest;  // what cache_seqlens will not exceed, as far as the caller knows, or 0: for speed alone
   void* workspace;  // decode_attention_workspace_bytes() of them
   int* counters;    // kDecodeAttentionCounters of them; zero, and zero again afterwards
 };
@@ -61,11 +61,10 @@ struct RopeKvWriteParams {
   int64_t k_batch, k_token, k_head;
   int64_t v_batch, v_token, v_head;
   RopeTables rope;
-  const void* position_ids;  // [batch, tokens] by its strides, or [batch]: those of the first tokens (positions_next)
+  const void* position_ids;  // [batch, tokens] by the strides below, int32 or int64
   bool position_ids_int64;
-  bool positions_next;  // token t is at position_ids[b] + t
   int64_t positions_batch, positions_token;
-  const int32_t* slots;  // [batch]: where in the cache the first token goes
+  const int32_t* cache_seqlens;  // [batch]: token t is written to place cache_seqlens[b] - tokens + t
   KvCache cache;
   int64_t batch, tokens, heads, kv_heads, head_dim;
   bool interleaved;  // pairs (2i, 2i + 1) instead of (i, i + head_dim / 2)

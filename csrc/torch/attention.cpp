@@ -88,38 +88,38 @@ void check_pages(const char* op, const KvCache& cache, int64_t b, int64_t count)
 // The parameters of an attention, and what they point to.
 struct Attention {
   DecodeAttentionParams params{};
-  Tensor lengths;
-  std::optional<Tensor> starts, table;
+  Tensor cache_seqlens;
+  std::optional<Tensor> cache_leftpad, table;
 };
 
 // Everything but `out`, from q with contiguous heads.
 Attention prepare(const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                  const Tensor& given_lengths, const std::optional<Tensor>& given_starts,
-                  const std::optional<Tensor>& block_table, std::optional<double> scale, int64_t window,
+                  const Tensor& given_seqlens, const std::optional<Tensor>& given_leftpad,
+                  const std::optional<Tensor>& block_table, std::optional<double> softmax_scale, int64_t window_left,
                   double softcap) {
   const int64_t batch = q.size(0);
-  std::optional<Tensor> table, starts;
+  std::optional<Tensor> table, cache_leftpad;
   const KvCache cache = check_cache(op, q, k_cache, v_cache, block_table, table);
-  const Tensor lengths = check_per_sequence(op, {"lengths", given_lengths}, {"q", q}, batch);
-  if (given_starts) starts = check_per_sequence(op, {"starts", *given_starts}, {"q", q}, batch);
-  LLMK_CHECK(window >= 0, op, "window must not be negative, got ", window);
+  const Tensor cache_seqlens = check_per_sequence(op, {"cache_seqlens", given_seqlens}, {"q", q}, batch);
+  if (given_leftpad) cache_leftpad = check_per_sequence(op, {"cache_leftpad", *given_leftpad}, {"q", q}, batch);
+  LLMK_CHECK(window_left >= -1, op, "window_left must be at least -1 (unlimited), got ", window_left);
   LLMK_CHECK(softcap >= 0, op, "softcap must not be negative, got ", softcap);
-  Attention attention{{}, lengths, starts, table};
+  Attention attention{{}, cache_seqlens, cache_leftpad, table};
   DecodeAttentionParams& params = attention.params;
   params.q = q.const_data_ptr();
   params.q_batch = q.stride(0);
   params.q_token = q.stride(1);
   params.q_head = q.stride(2);
   params.cache = cache;
-  params.lengths = static_cast<const int32_t*>(lengths.const_data_ptr());
-  params.starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr;
+  params.cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr());
+  params.cache_leftpad = cache_leftpad ? static_cast<const int32_t*>(cache_leftpad->const_data_ptr()) : nullptr;
   params.batch = batch;
   params.tokens = q.size(1);
   params.heads = q.size(2);
   params.kv_heads = k_cache.size(2);
   params.head_dim = q.size(3);
-  params.scale = scale.value_or(1 / std::sqrt(static_cast<double>(params.head_dim)));
-  params.window = window;
+  params.softmax_scale = softmax_scale.value_or(1 / std::sqrt(static_cast<double>(params.head_dim)));
+  params.window_left = std::min<int64_t>(window_left, INT32_MAX);
   params.softcap = softcap;
   return attention;
 }
@@ -142,23 +142,26 @@ cudaError_t launch(const char* op, DecodeAttentionParams& params, Dtype dtype, c
 }
 #endif
 
-Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                        std::optional<Tensor> starts, std::optional<Tensor> block_table, std::optional<double> scale,
-                        int64_t window, double softcap) {
+Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tensor& v_cache,
+                        const Tensor& cache_seqlens, std::optional<Tensor> cache_leftpad,
+                        std::optional<Tensor> block_table, std::optional<double> softmax_scale, int64_t window_left,
+                        double softcap) {
   constexpr const char* op = "decode_attention";
   const Dtype dtype = to_dtype(op, {"q", given_q});
   check_heads(op, {"q", given_q}, "(batch, tokens, heads, head_dim)");
   const Tensor q = with_unit_last_stride(given_q);
-  Attention attention = prepare(op, q, k_cache, v_cache, lengths, starts, block_table, scale, window, softcap);
+  Attention attention =
+      prepare(op, q, k_cache, v_cache, cache_seqlens, cache_leftpad, block_table, softmax_scale, window_left, softcap);
   DecodeAttentionParams& params = attention.params;
   Tensor out = empty_rows(q);
   if (q.numel() == 0) return out;
   params.out = out.mutable_data_ptr();
   on_device(op, q, LLMK_CUDA_ONLY([&](auto stream) { return launch(op, params, dtype, q, stream); }), [&] {
     for (int64_t b = 0; b < params.batch; ++b) {
-      LLMK_CHECK(params.lengths[b] >= 0 && params.lengths[b] <= params.cache.capacity, op, "lengths must lie in [0, ",
-                 params.cache.capacity, "], the capacity of the cache, but [", b, "] is ", params.lengths[b]);
-      check_pages(op, params.cache, b, params.lengths[b]);
+      LLMK_CHECK(params.cache_seqlens[b] >= 0 && params.cache_seqlens[b] <= params.cache.capacity, op,
+                 "cache_seqlens must lie in [0, ", params.cache.capacity, "], the capacity of the cache, but [", b,
+                 "] is ", params.cache_seqlens[b]);
+      check_pages(op, params.cache, b, params.cache_seqlens[b]);
     }
     const int64_t rows = params.batch * params.tokens * params.heads;
     parallel_for(rows, params.cache.capacity * params.head_dim,
@@ -182,8 +185,8 @@ RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
 }
 
 void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v, const Tensor& given_cos,
-                   const Tensor& given_sin, const Tensor& position_ids, const Tensor& given_slots,
-                   const Tensor& k_cache, const Tensor& v_cache, std::optional<Tensor> block_table, bool interleaved) {
+                   const Tensor& given_sin, const Tensor& position_ids, const Tensor& k_cache, const Tensor& v_cache,
+                   const Tensor& given_seqlens, std::optional<Tensor> block_table, bool interleaved) {
   constexpr const char* op = "rope_kv_write";
   const Dtype dtype = to_dtype(op, {"q", q});
   check_heads(op, {"q", q}, "(batch, tokens, heads, head_dim)");
@@ -207,10 +210,12 @@ void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v
   const ScalarType type = position_ids.scalar_type();
   LLMK_CHECK(type == ScalarType::Int || type == ScalarType::Long, op, "position_ids must be int32 or int64, got ",
              name(type));
-  const bool per_token = position_ids.dim() == 2 && position_ids.size(0) == batch && position_ids.size(1) == tokens;
-  LLMK_CHECK(per_token || (position_ids.dim() == 1 && position_ids.size(0) == batch), op,
-             "position_ids must have shape [", batch, ", ", tokens, "] or [", batch, "], got ", shape(position_ids));
-  const Tensor slots = check_per_sequence(op, {"slots", given_slots}, {"q", q}, batch);
+  const bool fits = (position_ids.dim() == 1 && position_ids.size(0) == tokens) ||
+                    (position_ids.dim() == 2 && (position_ids.size(0) == 1 || position_ids.size(0) == batch) &&
+                     position_ids.size(1) == tokens);
+  LLMK_CHECK(fits, op, "position_ids must have shape [", tokens, "], [1, ", tokens, "] or [", batch, ", ", tokens,
+             "], got ", shape(position_ids));
+  const Tensor cache_seqlens = check_per_sequence(op, {"cache_seqlens", given_seqlens}, {"q", q}, batch);
   if (q.numel() == 0 && given_k.numel() == 0) return;
 
   const Tensor k = with_unit_last_stride(given_k), v = with_unit_last_stride(given_v);
@@ -224,10 +229,10 @@ void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v
   params.rope = rope_tables(cos, sin, head_dim);
   params.position_ids = position_ids.const_data_ptr();
   params.position_ids_int64 = type == ScalarType::Long;
-  params.positions_next = !per_token;
-  params.positions_batch = position_ids.stride(0);
-  params.positions_token = per_token ? position_ids.stride(1) : 0;
-  params.slots = static_cast<const int32_t*>(slots.const_data_ptr());
+  const bool has_batch = position_ids.dim() == 2;
+  params.positions_batch = has_batch && position_ids.size(0) > 1 ? position_ids.stride(0) : 0;
+  params.positions_token = position_ids.stride(has_batch ? 1 : 0);
+  params.cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr());
   params.batch = batch;
   params.tokens = tokens;
   params.heads = q.size(2);
@@ -238,16 +243,15 @@ void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t t = 0; t < tokens; ++t) {
         const int64_t at = b * params.positions_batch + t * params.positions_token;
-        const int64_t position = (params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
-                                                            : static_cast<const int32_t*>(params.position_ids)[at]) +
-                                 (params.positions_next ? t : 0);
+        const int64_t position = params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
+                                                           : static_cast<const int32_t*>(params.position_ids)[at];
         LLMK_CHECK(position >= 0 && position < params.rope.rows, op, "position_ids must lie in [0, ", params.rope.rows,
                    "), the rows of cos, but that of [", b, ", ", t, "] is ", position);
-        const int64_t slot = params.slots[b] + t;
-        if (params.cache.block_table == nullptr || slot < 0 || slot >= params.cache.capacity) continue;
-        const int64_t page = params.cache.block_table[b * params.cache.table_stride + slot / params.cache.page_size];
+        const int64_t place = params.cache_seqlens[b] - tokens + t;
+        if (params.cache.block_table == nullptr || place < 0 || place >= params.cache.capacity) continue;
+        const int64_t page = params.cache.block_table[b * params.cache.table_stride + place / params.cache.page_size];
         LLMK_CHECK(page >= 0 && page < params.cache.pages, op, "block_table must lie in [0, ", params.cache.pages,
-                   ") for slot ", slot, " of sequence ", b, ", got ", page);
+                   ") for token ", place, " of sequence ", b, ", got ", page);
       }
     }
     parallel_for(batch * tokens, (params.heads + 2 * kv_heads) * head_dim,
@@ -258,12 +262,12 @@ void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v
 }  // namespace
 
 // One new token per sequence, from a packed q|k|v: rope_kv_write, then decode_attention, in one launch where the fast
-// kernel takes it. It finds the new token at lengths - 1, which slots must be.
+// kernel takes it. The new token is the one at cache_seqlens - 1.
 Tensor rope_decode_attention(const Tensor& qkv, const Tensor& given_cos, const Tensor& given_sin,
-                             const Tensor& given_positions, const Tensor& slots, const Tensor& lengths,
-                             std::optional<Tensor> starts, const Tensor& k_cache, const Tensor& v_cache,
-                             std::optional<Tensor> block_table, int64_t heads, std::optional<double> scale,
-                             int64_t window, double softcap, bool settled) {
+                             const Tensor& given_positions, const Tensor& cache_seqlens,
+                             std::optional<Tensor> cache_leftpad, const Tensor& k_cache, const Tensor& v_cache,
+                             std::optional<Tensor> block_table, int64_t heads, std::optional<double> softmax_scale,
+                             int64_t window_left, double softcap, bool prefetch_cache) {
   constexpr const char* op = "rope_decode_attention";
   const Dtype dtype = to_dtype(op, {"qkv", qkv});
   check_heads(op, {"k_cache", k_cache}, "(batch or pages, tokens, kv_heads, head_dim)");
@@ -276,7 +280,8 @@ Tensor rope_decode_attention(const Tensor& qkv, const Tensor& given_cos, const T
     return view(qkv, {batch, 1, count, head_dim}, {row, row, head_dim, 1}, first * head_dim);
   };
   const Tensor q = part(0, heads), k = part(heads, kv_heads), v = part(heads + kv_heads, kv_heads);
-  Attention attention = prepare(op, q, k_cache, v_cache, lengths, starts, block_table, scale, window, softcap);
+  Attention attention =
+      prepare(op, q, k_cache, v_cache, cache_seqlens, cache_leftpad, block_table, softmax_scale, window_left, softcap);
   const int64_t width = heads * head_dim;
 #if LLMK_CUDA
   check_tables(op, given_cos, given_sin, q);
@@ -289,7 +294,7 @@ Tensor rope_decode_attention(const Tensor& qkv, const Tensor& given_cos, const T
   params.new_k_head = params.new_v_head = head_dim;
   params.rope = rope_tables(cos, sin, head_dim);
   params.positions = static_cast<const int32_t*>(positions.const_data_ptr());
-  params.settled = settled;
+  params.prefetch_cache = prefetch_cache;
   if (q.is_cuda() && q.numel() > 0) {
     const std::array<int64_t, 2> sizes{batch, width};
     Tensor out = empty({sizes.data(), 2}, dtype_code(q), q);
@@ -301,8 +306,11 @@ Tensor rope_decode_attention(const Tensor& qkv, const Tensor& given_cos, const T
     }
   }
 #endif
-  rope_kv_write(q, k, v, given_cos, given_sin, given_positions, slots, k_cache, v_cache, block_table, false);
-  const Tensor out = decode_attention(q, k_cache, v_cache, lengths, starts, block_table, scale, window, softcap);
+  check_per_sequence(op, {"positions", given_positions}, {"q", q}, batch);
+  const Tensor position_ids = view(given_positions, {batch, 1}, {given_positions.stride(0), 1}, 0);
+  rope_kv_write(q, k, v, given_cos, given_sin, position_ids, k_cache, v_cache, cache_seqlens, block_table, false);
+  const Tensor out = decode_attention(q, k_cache, v_cache, cache_seqlens, cache_leftpad, block_table, softmax_scale,
+                                      window_left, softcap);
   return view(out, {batch, width}, {width, 1}, 0);
 }
 

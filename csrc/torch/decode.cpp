@@ -12,8 +12,8 @@
 // launch: each requests its weights, or the keys and values of old tokens, while its predecessor still runs. The former
 // is sound because weights have long been there when a step begins: nothing here writes them, and who has just done so
 // did it by kernels that let nothing begin before they have ended, as PyTorch's do. The latter is sound because what a
-// step finds in the cache was written before `lengths` was last changed, and because the kernel that changed it is such
-// a one, too. It allocates what lies between the launches and is meant to be captured into a CUDA graph.
+// step finds in the cache was written before `cache_seqlens` was last changed, and because the kernel that changed it
+// is such a one, too. It allocates what lies between the launches and is meant to be captured into a CUDA graph.
 //
 // decode_step: that for every layer, then logits = rms_norm(hidden) Whead^T + b. One launch for all of it, with
 // barriers of the whole grid in between, was given up: for one sequence on an H200 it took from 2 % less (a Llama of 8
@@ -28,30 +28,31 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-constexpr bool kSettled = true;  // weights, tables, and what was in the cache before this step
+// Weights, tables, and what was in the cache before this step, are complete when it begins.
+constexpr bool kPrefetch = true;
 
 Linear norm_linear(const Norm& norm, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, kSettled};
+  return {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, kPrefetch};
 }
 Linear norm_swiglu_linear(const Norm& norm, const Tensor& weight) {
-  return {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, kSettled};
+  return {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, kPrefetch};
 }
 Linear add_linear(const Tensor& weight, const std::optional<Tensor>& bias) {
-  return {"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, kSettled};
+  return {"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, kPrefetch};
 }
 
 struct Layer {
   Linear qkv, o, gate_up, down;
   const Tensor &k_cache, &v_cache;
-  int64_t window;
+  int64_t window_left;
 };
 
 // What the layers of a step share.
 struct Step {
-  const Tensor &cos, &sin, &positions, &slots, &lengths;
-  std::optional<Tensor> starts, block_table;
+  const Tensor &cos, &sin, &positions, &cache_seqlens;
+  std::optional<Tensor> cache_leftpad, block_table;
   int64_t heads;
-  std::optional<double> scale;
+  std::optional<double> softmax_scale;
 };
 
 void check(const char* op, const Tensor& hidden, const Layer& layer, int64_t heads) {
@@ -69,9 +70,9 @@ std::optional<Scaled> run(const Tensor& hidden, const Layer& layer, const Step& 
                           const std::optional<Scaled>& scaled, const Linear* next) {
   if (hidden.numel() == 0) return std::nullopt;
   const Tensor qkv = linear(hidden, layer.qkv, scaled);
-  const Tensor attended = rope_decode_attention(qkv, step.cos, step.sin, step.positions, step.slots, step.lengths,
-                                                step.starts, layer.k_cache, layer.v_cache, step.block_table, step.heads,
-                                                step.scale, layer.window, 0.0, kSettled);
+  const Tensor attended = rope_decode_attention(qkv, step.cos, step.sin, step.positions, step.cache_seqlens,
+                                                step.cache_leftpad, layer.k_cache, layer.v_cache, step.block_table,
+                                                step.heads, step.softmax_scale, layer.window_left, 0.0, kPrefetch);
   const Tensor activated = linear(hidden, layer.gate_up, linear_add_(hidden, attended, layer.o, &layer.gate_up));
   return linear_add_(hidden, activated, layer.down, next);
 }
@@ -79,10 +80,10 @@ std::optional<Scaled> run(const Tensor& hidden, const Layer& layer, const Step& 
 void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& qkv_weight,
                   std::optional<Tensor> qkv_bias, const Tensor& o_weight, std::optional<Tensor> o_bias,
                   const Tensor& post_norm, const Tensor& gate_up_weight, const Tensor& down_weight, const Tensor& cos,
-                  const Tensor& sin, const Tensor& positions, const Tensor& slots, const Tensor& lengths,
-                  std::optional<Tensor> starts, const Tensor& k_cache, const Tensor& v_cache,
+                  const Tensor& sin, const Tensor& positions, const Tensor& cache_seqlens,
+                  std::optional<Tensor> cache_leftpad, const Tensor& k_cache, const Tensor& v_cache,
                   std::optional<Tensor> block_table, int64_t heads, double eps, double weight_offset,
-                  bool cast_before_weight, std::optional<double> scale, int64_t window) {
+                  bool cast_before_weight, std::optional<double> softmax_scale, int64_t window_left) {
   const RmsNormOptions options{eps, weight_offset, cast_before_weight};
   const Layer layer{norm_linear({input_norm, options}, qkv_weight, qkv_bias),
                     add_linear(o_weight, o_bias),
@@ -90,9 +91,10 @@ void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& 
                     add_linear(down_weight, std::nullopt),
                     k_cache,
                     v_cache,
-                    window};
+                    window_left};
   check("decode_layer", hidden, layer, heads);
-  run(hidden, layer, {cos, sin, positions, slots, lengths, starts, block_table, heads, scale}, std::nullopt, nullptr);
+  run(hidden, layer, {cos, sin, positions, cache_seqlens, cache_leftpad, block_table, heads, softmax_scale},
+      std::nullopt, nullptr);
 }
 
 Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms, const std::vector<Tensor>& qkv_weights,
@@ -100,10 +102,11 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
                    const std::vector<Tensor>& o_biases, const std::vector<Tensor>& post_norms,
                    const std::vector<Tensor>& gate_up_weights, const std::vector<Tensor>& down_weights,
                    const Tensor& norm, const Tensor& head, std::optional<Tensor> head_bias, const Tensor& cos,
-                   const Tensor& sin, const Tensor& positions, const Tensor& slots, const Tensor& lengths,
-                   std::optional<Tensor> starts, const std::vector<Tensor>& k_caches,
+                   const Tensor& sin, const Tensor& positions, const Tensor& cache_seqlens,
+                   std::optional<Tensor> cache_leftpad, const std::vector<Tensor>& k_caches,
                    const std::vector<Tensor>& v_caches, int64_t heads, double eps, double weight_offset,
-                   bool cast_before_weight, std::optional<double> scale, const std::vector<int64_t>& windows) {
+                   bool cast_before_weight, std::optional<double> softmax_scale,
+                   const std::vector<int64_t>& windows_left) {
   constexpr const char* op = "decode_step";
   const size_t count = input_norms.size();
   const auto check_count = [&](const char* name, const auto& list, bool may_be_empty = false) {
@@ -120,7 +123,7 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
   check_count("down_weights", down_weights);
   check_count("k_caches", k_caches);
   check_count("v_caches", v_caches);
-  check_count("windows", windows);
+  check_count("windows_left", windows_left);
   const auto bias = [](const std::vector<Tensor>& biases, size_t i) {
     return biases.empty() ? std::nullopt : std::optional(biases[i]);
   };
@@ -131,10 +134,10 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
     layers.push_back({norm_linear({input_norms[i], options}, qkv_weights[i], bias(qkv_biases, i)),
                       add_linear(o_weights[i], bias(o_biases, i)),
                       norm_swiglu_linear({post_norms[i], options}, gate_up_weights[i]),
-                      add_linear(down_weights[i], std::nullopt), k_caches[i], v_caches[i], windows[i]});
+                      add_linear(down_weights[i], std::nullopt), k_caches[i], v_caches[i], windows_left[i]});
     check(op, hidden, layers[i], heads);
   }
-  const Step step{cos, sin, positions, slots, lengths, starts, std::nullopt, heads, scale};
+  const Step step{cos, sin, positions, cache_seqlens, cache_leftpad, std::nullopt, heads, softmax_scale};
   std::optional<Scaled> scaled;
   for (size_t i = 0; i < count; ++i) {
     scaled = run(hidden, layers[i], step, scaled, i + 1 < count ? &layers[i + 1].qkv : &last);

@@ -69,7 +69,7 @@ std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
   params.k = params.x_stride = f.weight.size(1);
   params.weight_stride = params.n > 1 ? f.weight.stride(0) : params.k;
   params.epilogue = f.epilogue;
-  params.prefetch_weights = f.settled;
+  params.prefetch_weights = f.prefetch_weights;
   return params;
 }
 
@@ -172,25 +172,26 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
 
 namespace {
 
-Tensor linear_op(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool settled) {
-  return linear(x, {"linear", weight, bias, std::nullopt, LinearEpilogue::kNone, settled});
+Tensor linear_op(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool prefetch_weights) {
+  return linear(x, {"linear", weight, bias, std::nullopt, LinearEpilogue::kNone, prefetch_weights});
 }
 
 Tensor rms_norm_linear_op(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
                           std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight,
-                          bool settled) {
+                          bool prefetch_weights) {
   const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return linear(x, {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, settled});
+  return linear(x, {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, prefetch_weights});
 }
 
 Tensor rms_norm_swiglu_linear_op(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight, double eps,
-                                 double weight_offset, bool cast_before_weight, bool settled) {
+                                 double weight_offset, bool cast_before_weight, bool prefetch_weights) {
   const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return linear(x, {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, settled});
+  return linear(x, {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, prefetch_weights});
 }
 
-void linear_add_op(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool settled) {
-  linear_add_(residual, x, {"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, settled});
+void linear_add_op(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
+                   bool prefetch_weights) {
+  linear_add_(residual, x, {"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, prefetch_weights});
 }
 
 void register_ops(StableLibrary& ops) {

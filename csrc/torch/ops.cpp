@@ -25,10 +25,10 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
 
   // rope.cpp
   differentiable("rope",
-                 "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=True, "
+                 "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=False, "
                  "bool interleaved=False, int? rotary_dim=None) -> (Tensor, Tensor)");
   ops.def(
-      "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=True, "
+      "rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=False, "
       "bool interleaved=False, int? rotary_dim=None) -> ()");
   ops.def(
       "rope_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, Tensor? position_ids, bool heads_first, "
@@ -39,9 +39,9 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def("swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor, Tensor)");
   differentiable("swiglu_packed", "(Tensor gate_up) -> Tensor");
   ops.def("swiglu_packed_backward(Tensor grad_y, Tensor gate_up) -> Tensor");
-  differentiable("geglu", "(Tensor gate, Tensor up, str approximate=\"tanh\") -> Tensor");
+  differentiable("geglu", "(Tensor gate, Tensor up, str approximate=\"none\") -> Tensor");
   ops.def("geglu_backward(Tensor grad_y, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
-  differentiable("geglu_packed", "(Tensor gate_up, str approximate=\"tanh\") -> Tensor");
+  differentiable("geglu_packed", "(Tensor gate_up, str approximate=\"none\") -> Tensor");
   ops.def("geglu_packed_backward(Tensor grad_y, Tensor gate_up, str approximate) -> Tensor");
 
   // sampling.cpp; a value holds for every row where there is no tensor of that name
@@ -50,39 +50,42 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor? repetition_penalty, Tensor(b!)? seen, Tensor(a!) rng_state, float temperature_value=1.0, "
       "int top_k_value=0, float top_p_value=1.0, float min_p_value=0.0, float repetition_penalty_value=1.0) -> Tensor");
 
-  // linear.cpp; a weight with SwiGLU is [gate rows | up rows]; `settled`: see linear() in llmkernels/ops/linear.py
-  differentiable("linear", "(Tensor x, Tensor weight, Tensor? bias=None, bool settled=False) -> Tensor");
+  // linear.cpp; a weight with SwiGLU is [gate rows | up rows]; `prefetch_weights`: see params/linear.h
+  differentiable("linear", "(Tensor x, Tensor weight, Tensor? bias=None, bool prefetch_weights=False) -> Tensor");
   differentiable("rms_norm_linear",
                  "(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias=None, float eps=1e-6, "
-                 "float weight_offset=0.0, bool cast_before_weight=True, bool settled=False) -> Tensor");
-  ops.def("linear_add_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias=None, bool settled=False) -> ()");
+                 "float weight_offset=0.0, bool cast_before_weight=True, bool prefetch_weights=False) -> Tensor");
+  ops.def(
+      "linear_add_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias=None, bool prefetch_weights=False) -> "
+      "()");
   ops.def(
       "rms_norm_swiglu_linear(Tensor x, Tensor? norm_weight, Tensor weight, float eps=1e-6, float weight_offset=0.0, "
-      "bool cast_before_weight=True, bool settled=False) -> Tensor");
+      "bool cast_before_weight=True, bool prefetch_weights=False) -> Tensor");
 
   // attention.cpp; a cache is (batch, capacity, kv_heads, head_dim), or pages with a block table
   ops.def(
-      "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? starts=None, "
-      "Tensor? block_table=None, float? scale=None, int window=0, float softcap=0.0) -> Tensor");
+      "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? cache_leftpad=None, "
+      "Tensor? block_table=None, float? softmax_scale=None, int window_left=-1, float softcap=0.0) -> Tensor");
   ops.def(
-      "rope_kv_write(Tensor(a!) q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor position_ids, Tensor slots, "
-      "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? block_table=None, bool interleaved=False) -> ()");
+      "rope_kv_write(Tensor(a!) q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor position_ids, "
+      "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor cache_seqlens, Tensor? block_table=None, bool interleaved=False) "
+      "-> ()");
   ops.def(
-      "rope_decode_attention(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor positions, Tensor slots, Tensor lengths, "
-      "Tensor? starts, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? block_table, int heads, float? scale=None, "
-      "int window=0, float softcap=0.0, bool settled=False) -> Tensor");
+      "rope_decode_attention(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor positions, Tensor cache_seqlens, "
+      "Tensor? cache_leftpad, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? block_table, int heads, "
+      "float? softmax_scale=None, int window_left=-1, float softcap=0.0, bool prefetch_cache=False) -> Tensor");
 
   // decode.cpp; decode_step has its lists by layer, and an empty one where there are no biases
   ops.def(
       "decode_layer(Tensor(a!) hidden, Tensor input_norm, Tensor qkv_weight, Tensor? qkv_bias, Tensor o_weight, "
       "Tensor? o_bias, Tensor post_norm, Tensor gate_up_weight, Tensor down_weight, Tensor cos, Tensor sin, "
-      "Tensor positions, Tensor slots, Tensor lengths, Tensor? starts, Tensor(b!) k_cache, Tensor(c!) v_cache, "
-      "Tensor? block_table, int heads, float eps, float weight_offset, bool cast_before_weight, float? scale, "
-      "int window) -> ()");
+      "Tensor positions, Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(b!) k_cache, Tensor(c!) v_cache, "
+      "Tensor? block_table, int heads, float eps, float weight_offset, bool cast_before_weight, float? softmax_scale, "
+      "int window_left) -> ()");
   ops.def(
       "decode_step(Tensor(a!) hidden, Tensor[] input_norms, Tensor[] qkv_weights, Tensor[] qkv_biases, "
       "Tensor[] o_weights, Tensor[] o_biases, Tensor[] post_norms, Tensor[] gate_up_weights, Tensor[] down_weights, "
-      "Tensor norm, Tensor head, Tensor? head_bias, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
-      "Tensor lengths, Tensor? starts, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, int heads, float eps, "
-      "float weight_offset, bool cast_before_weight, float? scale, int[] windows) -> Tensor");
+      "Tensor norm, Tensor head, Tensor? head_bias, Tensor cos, Tensor sin, Tensor positions, "
+      "Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, int heads, "
+      "float eps, float weight_offset, bool cast_before_weight, float? softmax_scale, int[] windows_left) -> Tensor");
 }

@@ -18,7 +18,7 @@ struct Linear {
   std::optional<Tensor> bias;
   std::optional<Norm> norm;
   LinearEpilogue epilogue;
-  bool settled;
+  bool prefetch_weights;
 };
 
 // What linear_add_ leaves to a linear behind a norm where that saves the norm's launch: the new residual times the
@@ -39,8 +39,9 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options);
 
 Tensor rope_decode_attention(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& positions,
-                             const Tensor& slots, const Tensor& lengths, std::optional<Tensor> starts,
-                             const Tensor& k_cache, const Tensor& v_cache, std::optional<Tensor> block_table,
-                             int64_t heads, std::optional<double> scale, int64_t window, double softcap, bool settled);
+                             const Tensor& cache_seqlens, std::optional<Tensor> cache_leftpad, const Tensor& k_cache,
+                             const Tensor& v_cache, std::optional<Tensor> block_table, int64_t heads,
+                             std::optional<double> softmax_scale, int64_t window_left, double softcap,
+                             bool prefetch_cache);
 
 }  // namespace llmk

@@ -23,7 +23,7 @@ from .generate import generate
 from .paged import OutOfPages, PagedKVCache
 from .patch import PatchHandle, patch, unpatch
 
-__all__ = ["OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "unpatch"]
+__all__ = ["KVCache", "OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "unpatch"]
 
 
 def __getattr__(name: str):
@@ -32,3 +32,7 @@ def __getattr__(name: str):
 
         return KVCache
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

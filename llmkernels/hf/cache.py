@@ -173,10 +173,10 @@ class KVCache(Cache):
         grows: move to larger buffers when ``capacity`` is reached. A decode step then needs a new CUDA graph.
 
     Attributes:
-        lengths: int32 (B,) on the device, the live tokens of each sequence.
-        starts: int32 (B,) on the device, the first of them that is no padding; set by ``begin``.
-        counters: int32 (3, B) on the device: rope position, slot and length as of the last token, which a decode step
-            advances by adding one to all of them.
+        cache_seqlens: int32 (B,) on the device, the live tokens of each sequence.
+        cache_leftpad: int32 (B,) on the device, the first of them that is no padding; set by ``begin``.
+        counters: int32 (2, B) on the device: rope position and cache_seqlens as of the last token, which a decode step
+            advances by adding one to both.
 
     Raises: ValueError for more tokens than ``capacity``, unless it grows; nothing is written then.
 
@@ -200,7 +200,7 @@ class KVCache(Cache):
         config = (model.config if model is not None else config).get_text_config(decoder=True)
         super().__init__(layers=[KVCacheLayer(capacity, grows) for _ in range(config.num_hidden_layers)])
         self.counters: Tensor | None = None
-        self.starts: Tensor | None = None
+        self.cache_leftpad: Tensor | None = None
         self._counted = -1  # the length that the counters stand at
         if batch_size is not None:
             heads = config.num_key_value_heads
@@ -219,21 +219,21 @@ class KVCache(Cache):
         return self.layers[-1].length
 
     @property
-    def lengths(self) -> Tensor:
+    def cache_seqlens(self) -> Tensor:
         self._allocate_counters()
         if self._counted != self.length:
             self._count()
-        return self.counters[2]
+        return self.counters[1]
 
-    def begin(self, positions: Tensor, starts: Tensor | None = None) -> None:
+    def begin(self, positions: Tensor, cache_leftpad: Tensor | None = None) -> None:
         """Set the counters for decoding behind the live tokens.
 
-        `positions` (B,) are the rope positions of the last of them; `starts` (B,) the first that is no padding.
+        `positions` (B,) are the rope positions of the last of them; `cache_leftpad` (B,) the first that is no padding.
         """
         self._allocate_counters()
         self._count()
         self.counters[0].copy_(positions)
-        self.starts.zero_() if starts is None else self.starts.copy_(starts)
+        self.cache_leftpad.zero_() if cache_leftpad is None else self.cache_leftpad.copy_(cache_leftpad)
 
     def make_room(self, tokens: int) -> bool:
         """Whether buffers moved to have room for more tokens. Raises ValueError where there is none."""
@@ -255,13 +255,12 @@ class KVCache(Cache):
             raise ValueError("KVCache: there must be tokens in it, or a batch_size given to its constructor")
         if self.counters is None or self.counters.shape[1] != k.shape[0] or self.counters.device != k.device:
             with torch.inference_mode(False):
-                self.counters = torch.zeros(3, k.shape[0], dtype=torch.int32, device=k.device)
-                self.starts = torch.zeros(k.shape[0], dtype=torch.int32, device=k.device)
+                self.counters = torch.zeros(2, k.shape[0], dtype=torch.int32, device=k.device)
+                self.cache_leftpad = torch.zeros(k.shape[0], dtype=torch.int32, device=k.device)
             self._counted = -1
 
     def _count(self) -> None:
-        self.counters[1].fill_(self.length - 1)
-        self.counters[2].fill_(self.length)
+        self.counters[1].fill_(self.length)
         self._counted = self.length
 
     def __repr__(self) -> str:

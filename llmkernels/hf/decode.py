@@ -92,7 +92,7 @@ class DecodeStep:
         self._embedding = parts.embedding.weight
         eps, weight_offset, cast_before_weight = self._norm_options
         cos, sin = self._tables(parts.rotary)
-        positions, slots, lengths = cache.counters
+        positions, cache_seqlens = cache.counters
         self.arguments = {  # but for the embedded tokens
             "input_norms": [layer.input_norm.weight for layer in layers],
             "qkv_weights": [packing.packed(layer.qkv) for layer in layers],
@@ -108,17 +108,16 @@ class DecodeStep:
             "cos": cos,
             "sin": sin,
             "positions": positions,
-            "slots": slots,
-            "lengths": lengths,
-            "starts": cache.starts,
+            "cache_seqlens": cache_seqlens,
+            "cache_leftpad": cache.cache_leftpad,
             "k_caches": [buffer.k for buffer in buffers],
             "v_caches": [buffer.v for buffer in buffers],
             "heads": layers[0].heads,
             "eps": eps,
             "weight_offset": weight_offset,
             "cast_before_weight": cast_before_weight,
-            "scale": layers[0].scale,
-            "windows": [layer.window for layer in layers],
+            "softmax_scale": layers[0].scale,
+            "windows_left": [layer.window_left for layer in layers],
         }
         used = [self._embedding, cache.counters]
         for argument in self.arguments.values():

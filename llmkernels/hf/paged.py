@@ -132,7 +132,7 @@ class PagedKVCache:
         del pages[kept:]
         self._length[sequence] = length
 
-    def lengths(self, sequences: list[int]) -> Tensor:
+    def cache_seqlens(self, sequences: list[int]) -> Tensor:
         """int32 (B,) on the device."""
         return self._to_device([self._length[sequence] for sequence in sequences])
 

@@ -47,7 +47,7 @@ class Layer:
     kv_heads: int
     head_dim: int
     scale: float
-    window: int
+    window_left: int  # a query sees so many keys before its own, or -1: all
 
     @property
     def groups(self) -> list[list[nn.Parameter]]:
@@ -161,7 +161,7 @@ def _layer(layer: nn.Module, name: str, config: Any, index: int) -> Layer:
         kv_heads=kv_heads,
         head_dim=head_dim,
         scale=attention.scaling,
-        window=window,
+        window_left=window - 1,
     )
 
 

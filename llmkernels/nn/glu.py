@@ -16,7 +16,7 @@ class SwiGLU(nn.Module):
 class GEGLU(nn.Module):
     """:func:`llmkernels.geglu`: (gate, up), or [gate | up] packed, to gelu(gate) * up."""
 
-    def __init__(self, approximate: str = "tanh"):
+    def __init__(self, approximate: str = "none"):
         super().__init__()
         self.approximate = approximate
 

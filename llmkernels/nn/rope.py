@@ -15,7 +15,7 @@ class RotaryEmbedding(nn.Module):
         base: of the frequencies; rope_theta in transformers' configurations.
         interleaved, layout: see :func:`llmkernels.rope`.
 
-    Shape: q (B, H, T, D), k (B, Hk, T, D), position_ids (T,), (1, T) or (B, T) to (q', k'). Any position is valid: cos
+    Shape: q (B, T, H, D), k (B, T, Hk, D), position_ids (T,), (1, T) or (B, T) to (q', k'). Any position is valid: cos
     and sin are computed from it in float32, then rounded to the dtype of ``q``, as transformers does.
     """
 
@@ -28,7 +28,7 @@ class RotaryEmbedding(nn.Module):
         rotary_dim: int | None = None,
         base: float = 10000.0,
         interleaved: bool = False,
-        layout: str = "bhtd",
+        layout: str = "bthd",
         device: torch.device | str | None = None,
     ):
         super().__init__()

@@ -17,50 +17,52 @@ def decode_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    lengths: Tensor,
+    cache_seqlens: Tensor,
     *,
-    starts: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
     block_table: Tensor | None = None,
-    scale: float | None = None,
-    window: int = 0,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
     r"""Attention of the last few tokens of each sequence to all of its keys and values in a cache.
 
-    Query token t of T of sequence b sees the keys j with ``starts[b] <= j <= lengths[b] - T + t``, the last ``window``
-    of them if there is a window:
+    The names and the meaning of the arguments are those of flash-attn's ``flash_attn_with_kvcache`` with
+    ``causal=True``. Query token t of T of sequence b is at position ``i = cache_seqlens[b] - T + t``, and sees the keys
+    j with ``max(cache_leftpad[b], i - left) <= j <= i``:
 
-    .. math:: y = \sum_j \mathrm{softmax}_j(\mathrm{scale}\; q \cdot k_j)\, v_j
+    .. math:: y = \sum_j \mathrm{softmax}_j(\mathrm{softmax\_scale}\; q \cdot k_j)\, v_j
 
     Args:
         q: (B, T, H, D), rotated; float32, float16 or bfloat16, on the CPU also float64. On a GPU D is at most 512.
         k_cache, v_cache: (B, capacity, Hkv, D); or pages (pages, page_size, Hkv, D) with a ``block_table``. H is any
             multiple of Hkv: query head h belongs to kv head h // (H // Hkv).
-        lengths: int32 (B,), on the device of ``q``: how many keys are live, the T new ones included. Beyond the
+        cache_seqlens: int32 (B,), on the device of ``q``: how many keys are live, the T new ones included. Beyond the
             capacity it raises on the CPU; on a GPU it counts as the capacity, since finding out would stop the stream.
-        starts: int32 (B,): the first key that counts, behind left padding. Default 0.
+        cache_leftpad: int32 (B,): the first key that counts, behind left padding. Default 0.
         block_table: int32 (B, pages of a sequence): key j is in page ``block_table[b, j // page_size]``. A page that
             does not exist raises on the CPU; on a GPU its keys and values are zeros.
-        scale: default 1 / sqrt(D).
-        window: how many keys a query sees at most, itself included; 0: all.
+        softmax_scale: default 1 / sqrt(D).
+        window_size: (left, right): a query sees ``left`` keys before its own; -1: all of them. It sees none behind its
+            own, so ``right`` is 0, or -1, which is the same here.
         softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; 0: they stay.
 
     Returns:
         y, (B, T, H, D), contiguous. Zeros for a query that sees no key.
 
-    Layout: any strides with contiguous heads. What lies behind ``lengths`` is not read.
+    Layout: any strides with contiguous heads. What lies behind ``cache_seqlens`` is not read.
     Fast: float16 and bfloat16, D of 64, 96, 128 or 256, every head aligned to 16 bytes, pages a multiple of 16 keys,
         few tokens (H / Hkv * T up to 16 queries share one reading of the keys). Everything else works, slowly.
     Arithmetic: float32 (float64 for float64); on the fast path probabilities are rounded to the dtype before they meet
         the values. Rounded once.
-    CUDA graphs: lengths, starts and pages are read on the device, so one capture serves all of them; time follows the
-        live keys. Launches on several streams, in several graphs or in branches of one may run at the same time (they
-        count arrivals in memory of their own, of which there is enough for 2048 streams and captures).
+    CUDA graphs: cache_seqlens, cache_leftpad and pages are read on the device, so one capture serves all of them; time
+        follows the live keys. Launches on several streams, in several graphs or in branches of one may run at the same
+        time (they count arrivals in memory of their own, of which there is enough for 2048 streams and captures).
     Deterministic: yes. But how the keys are split depends on the batch, so the bits of a sequence do, too.
     Differentiable: no.
     Matches: ``torch.nn.functional.scaled_dot_product_attention`` with the mask described.
-    Raises: RuntimeError for shapes, dtypes and devices that do not fit, each by name, and for inputs that need a
-        gradient.
+    Raises: ValueError for a ``window_size`` that looks ahead; RuntimeError for shapes, dtypes and devices that do not
+        fit, each by name, and for inputs that need a gradient.
     Source: Dao et al. 2022, "FlashAttention"; Dao et al. 2023, "Flash-Decoding"; Kwon et al. 2023, "PagedAttention".
 
     >>> k = v = torch.eye(2).view(1, 2, 1, 2)
@@ -68,7 +70,15 @@ def decode_attention(
     tensor([[[[0.5000, 0.5000]]]])
     """
     _refuse_gradients("decode_attention", q=q, k_cache=k_cache, v_cache=v_cache)
-    return _ops.decode_attention(q, k_cache, v_cache, lengths, starts, block_table, scale, window, softcap)
+    left, right = window_size
+    if left < -1 or right not in (-1, 0):
+        raise ValueError(
+            "decode_attention: window_size must be (left, right) with left at least -1 and right -1 or 0, "
+            f"got {window_size}"
+        )
+    return _ops.decode_attention(
+        q, k_cache, v_cache, cache_seqlens, cache_leftpad, block_table, softmax_scale, left, softcap
+    )
 
 
 def rope_kv_write(
@@ -78,9 +88,9 @@ def rope_kv_write(
     cos: Tensor,
     sin: Tensor,
     position_ids: Tensor,
-    slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    cache_seqlens: Tensor,
     *,
     block_table: Tensor | None = None,
     interleaved: bool = False,
@@ -91,11 +101,12 @@ def rope_kv_write(
         q: (B, T, H, D), rotated in place; float32, float16 or bfloat16, on the CPU also float64. D is even.
         k, v: (B, T, Hkv, D), not changed.
         cos, sin: tables (P, D), or (P, D/2) with one angle per pair.
-        position_ids: (B, T), or (B,) of the first tokens, whose successors follow; int32 or int64: rows of the tables.
-            A position outside [0, P) raises on the CPU; on a GPU it makes that token NaN.
-        slots: int32 (B,): token t of sequence b goes to place ``slots[b] + t`` of its cache. Tokens beyond the capacity
-            are not written.
+        position_ids: (T,), (1, T) or (B, T), int32 or int64: rows of the tables, as in :func:`llmkernels.rope`. A
+            position outside [0, P) raises on the CPU; on a GPU it makes that token NaN.
         k_cache, v_cache, block_table: as in :func:`decode_attention`; written in place.
+        cache_seqlens: int32 (B,): how many keys are live once the T new ones are there, as in
+            :func:`decode_attention`: token t of sequence b goes to place ``cache_seqlens[b] - T + t`` of its cache. A
+            token whose place is negative, or beyond the capacity, is not written.
         interleaved: pairs are (2i, 2i + 1) instead of (i, i + D/2).
 
     Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection.
@@ -107,7 +118,7 @@ def rope_kv_write(
         gradient.
     """
     _refuse_gradients("rope_kv_write", q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
-    _ops.rope_kv_write(q, k, v, cos, sin, position_ids, slots, k_cache, v_cache, block_table, interleaved)
+    _ops.rope_kv_write(q, k, v, cos, sin, position_ids, k_cache, v_cache, cache_seqlens, block_table, interleaved)
     if not torch.compiler.is_compiling():  # nobody else tells autograd of the writes
         torch.autograd.graph.increment_version([x for x in (q, k_cache, v_cache) if not x.is_inference()])
 
@@ -127,7 +138,7 @@ _fake("decode_attention", lambda q, *others, **named: contiguous_like(q))
 _fake("rope_kv_write", lambda *arguments, **named: None)
 _fake(
     "rope_decode_attention",
-    lambda qkv, cos, sin, positions, slots, lengths, starts, k_cache, v_cache, block_table, heads, *options, **named: (
+    lambda qkv, cos, sin, positions, seqlens, leftpad, k_cache, v_cache, block_table, heads, *options, **named: (
         qkv.new_empty(qkv.shape[0], heads * k_cache.shape[3])
     ),
 )

@@ -40,18 +40,18 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _swiglu(*_promoted(gate, up))
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
     r"""GELU-gated product, :math:`y = \mathrm{gelu}(g) \cdot u`.
 
     Args:
         gate, up: as in :func:`swiglu`.
-        approximate: "tanh" for :math:`g (1 + \tanh(\sqrt{2/\pi} (g + 0.044715 g^3))) / 2`, "none" for
-            :math:`g (1 + \mathrm{erf}(g / \sqrt 2)) / 2`.
+        approximate: "none" for :math:`g (1 + \mathrm{erf}(g / \sqrt 2)) / 2`, "tanh" for
+            :math:`g (1 + \tanh(\sqrt{2/\pi} (g + 0.044715 g^3))) / 2`; as in ``torch.nn.functional.gelu``.
 
     Matches: ``torch.nn.functional.gelu(gate, approximate=approximate) * up``, on a GPU bit for bit.
     Everything else as in :func:`swiglu`.
 
-    >>> geglu(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0]), approximate="none")
+    >>> geglu(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0]))
     tensor([0.0000, 1.9545])
     """
     if up is None:

@@ -13,16 +13,13 @@ _ops = torch.ops.llmkernels
 _linear, _rms_norm_linear = caller("linear"), caller("rms_norm_linear")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, settled: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     r"""Linear layer, :math:`y = x W^\top + b`, as fast as W can be read when x has few rows.
 
     Args:
         x: (..., K); float32, float16 or bfloat16, on the CPU also float64.
         weight: (N, K).
         bias: (N,), or None.
-        settled: promises that ``weight`` was complete before the kernel in front of this one in the stream could begin,
-            as weights are that no longer change: a GPU then fetches the first of it while that kernel still runs. What
-            a kernel of this library has just written is not settled.
 
     Returns:
         y, (..., N), contiguous where the kernel runs.
@@ -42,8 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, settled: bo
     >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]))
     tensor([3., 6.])
     """
-    x, given, bias = _autocast(x, weight, bias)
-    return _linear(x, given, bias, settled and given is weight)  # what has just been cast is not settled
+    return _linear(*_autocast(x, weight, bias), False)
 
 
 def rms_norm_linear(
@@ -55,7 +51,6 @@ def rms_norm_linear(
     *,
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
-    settled: bool = False,
 ) -> Tensor:
     r"""RMSNorm and the linear layer behind it, :math:`y = \mathrm{rms\_norm}(x) W^\top + b`.
 
@@ -64,7 +59,6 @@ def rms_norm_linear(
         norm_weight: (K,), or None to only normalize.
         weight, bias: as in :func:`linear`.
         eps, weight_offset, cast_before_weight: as in :func:`llmkernels.rms_norm`.
-        settled: as in :func:`linear`, of both weights.
 
     Returns:
         y, (..., N).
@@ -89,7 +83,7 @@ def rms_norm_linear(
     tensor([1.9799])
     """
     if (norm_weight is None or norm_weight.dtype == x.dtype) and _autocast_dtype(x) is None:
-        return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight, settled)
+        return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight, False)
     normed = rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
     normed, weight, bias = _autocast(normed, weight, bias)
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -124,7 +118,7 @@ def _fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-register_fake("linear", lambda x, weight, bias=None, settled=False: _fake(x, weight))
+register_fake("linear", lambda x, weight, bias=None, prefetch_weights=False: _fake(x, weight))
 register_fake("rms_norm_linear", lambda x, norm_weight, weight, *options, **named: _fake(x, weight))
 
 

@@ -8,7 +8,7 @@ from llmkernels.ops._common import caller, differentiable_once, register_autogra
 _ops = torch.ops.llmkernels
 _rope = caller("rope")
 
-_HEADS_FIRST = {"bhtd": True, "bthd": False}
+_HEADS_FIRST = {"bthd": False, "bhtd": True}
 
 
 def rope(
@@ -18,10 +18,10 @@ def rope(
     sin: Tensor,
     position_ids: Tensor | None = None,
     *,
-    layout: str = "bhtd",
+    layout: str = "bthd",
     interleaved: bool = False,
     rotary_dim: int | None = None,
-    in_place: bool = False,
+    inplace: bool = False,
 ) -> tuple[Tensor, Tensor]:
     r"""Rotate queries and keys by their positions, both in one launch.
 
@@ -33,7 +33,7 @@ def rope(
     The other elements of the head are copied.
 
     Args:
-        q: (B, H, T, D) for layout "bhtd", (B, T, H, D) for "bthd"; float32, float16 or bfloat16, on the CPU also
+        q: (B, T, H, D) for layout "bthd", (B, H, T, D) for "bhtd"; float32, float16 or bfloat16, on the CPU also
             float64.
         k: likewise, with any number of heads of its own.
         cos, sin: (T, W), (1, T, W) or (B, T, W), where W is R (one angle per element, as transformers has it) or R/2
@@ -43,11 +43,11 @@ def rope(
         layout: order of the axes of ``q`` and ``k``.
         interleaved: which elements form a pair.
         rotary_dim: R, even; default W.
-        in_place: write into ``q`` and ``k``, which must not need a gradient, nor overlap themselves or each
+        inplace: write into ``q`` and ``k``, which must not need a gradient, nor overlap themselves or each
             other (looked at where both have the same strides).
 
     Returns:
-        (q', k') in the memory order of ``q`` and ``k``, or these tensors themselves when ``in_place``. A ``cos`` of
+        (q', k') in the memory order of ``q`` and ``k``, or these tensors themselves when ``inplace``. A ``cos`` of
         another dtype promotes the result, as in eager PyTorch (not possible in place).
 
     Layout: any strides with contiguous heads, so transposed views and slices of a packed q|k|v are read in place.
@@ -64,12 +64,12 @@ def rope(
     """
     heads_first = _HEADS_FIRST.get(layout)
     if heads_first is None:
-        raise ValueError(f"rope: layout must be 'bhtd' or 'bthd', got {layout!r}")
+        raise ValueError(f"rope: layout must be 'bthd' or 'bhtd', got {layout!r}")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise RuntimeError("rope: cos and sin must not require a gradient, there is none for them; detach() them")
-    if in_place:
+    if inplace:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            raise RuntimeError("rope: in_place must be False where q or k requires a gradient, got True")
+            raise RuntimeError("rope: inplace must be False where q or k requires a gradient, got True")
         _ops.rope_(q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
         if not torch.compiler.is_compiling():  # nobody else tells autograd of the write
             torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])

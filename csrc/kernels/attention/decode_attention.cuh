@@ -1,11 +1,11 @@
 // Attention of a few query tokens per sequence against a KV cache (Dao et al. 2022; split over the keys as in
 // Flash-Decoding, Dao et al. 2023; the queries of a kv head side by side, Ainslie et al. 2023):
 //
-//   s[j] = scale q . k[j]  (softcap tanh(s / softcap))     y = sum_j softmax(s)[j] v[j]
+//   s[j] = softmax_scale q . k[j]  (softcap tanh(s / softcap))     y = sum_j softmax(s)[j] v[j]
 //
-// over the keys j in [starts, lengths - tokens + t] of query token t, the last `window` of them. fp16 and bf16; scores,
-// softmax and sums in fp32, the probabilities rounded to the dtype for the second product, the result rounded once.
-// The fused form rotates q on its way in, rotates the new key, and writes it and the new value to the cache.
+// over the keys j in [leftpad, seqlen - tokens + t] of query token t, the last window_left + 1 of them. fp16 and bf16;
+// scores, softmax and sums in fp32, the probabilities rounded to the dtype for the second product, the result rounded
+// once. The fused form rotates q on its way in, rotates the new key, and writes it and the new value to the cache.
 //
 // Reads every live key and value once, so memory is the limit: a ring in shared memory is kept full by tensor-map
 // copies of 64 keys of one kv head (ring_tma.cuh; before sm_90 by every warp for itself, ring_copy.cuh), and of each 64
@@ -18,11 +18,11 @@
 // complete before the predecessor could begin. The predecessor P may itself have begun before its own predecessor
 // ended, so "everything before P" is not enough: it must lie behind a launch that did not overlap, such as the first
 // one of a CUDA graph. A caller that knows this of the cache, the lengths, tables and positions (not of q and the new
-// key and value) says `settled`: then the first units are on their way before q is there. The tokens that other
+// key and value) says `prefetch_cache`: then the first units are on their way before q is there. The tokens that other
 // launches of this step write are none of those units: each writes its own layer's cache, and reads only what earlier
-// steps wrote. Without `settled` the sharing of the work begins early, with the lengths there are then, and the first
-// units are brought to the L2 cache, which may be in vain but not wrong. What it asks for, once the predecessor has
-// ended, is mostly right; a look at the lengths meanwhile tells, and if they have changed all begins again.
+// steps wrote. Without `prefetch_cache` the sharing of the work begins early, with the lengths there are then, and the
+// first units are brought to the L2 cache, which may be in vain but not wrong. What it asks for, once the predecessor
+// has ended, is mostly right; a look at the lengths meanwhile tells, and if they have changed all begins again.
 //
 // The successor is let in when memory begins to rest (plan.h). Blocks live for microseconds, so instructions that are
 // executed once count, and so does fetching them: there is one copy of everything, and no integer division.
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
   };
 #if __CUDA_ARCH__ >= 900
   // The fused form writes, and of many sequences a warp does not keep what it has found the work by: no guesses.
-  const bool guesses = !params.settled && !params.new_k && batch <= 32;
-  if (!params.settled && !guesses) wait();
+  const bool guesses = !params.prefetch_cache && !params.new_k && batch <= 32;
+  if (!params.prefetch_cache && !guesses) wait();
   const bool copies = warp == kWarps;
   Lengths lengths(params);
   Producer<S> producer(params, plan, maps, lengths, cluster, shared_address(shared), layout);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
     if (find) walk = Walk(lengths, pairs, plan_quota(lengths, pairs, cluster.count, plan.least), cluster.index);
     Live now;
     const auto look = [&] {
-      if (!params.settled) wait();
+      if (!params.prefetch_cache) wait();
       if (!sure) now = lengths.look();
     };
     if (copies) {

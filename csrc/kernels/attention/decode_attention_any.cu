@@ -24,10 +24,10 @@ __global__ void __launch_bounds__(32 * kWarps) decode_attention_any_kernel(const
   const KvCache& cache = params.cache;
   pdl_launch_dependents();
   pdl_wait();
-  const int64_t length = max(min(int64_t{params.lengths[b]}, cache.capacity), int64_t{0});
+  const int64_t length = max(min(int64_t{params.cache_seqlens[b]}, cache.capacity), int64_t{0});
   const int64_t end = length - params.tokens + t + 1;
-  int64_t begin = params.starts ? max(params.starts[b], 0) : 0;
-  if (params.window > 0) begin = max(begin, end - params.window);
+  int64_t begin = params.cache_leftpad ? max(params.cache_leftpad[b], 0) : 0;
+  if (params.window_left >= 0) begin = max(begin, end - 1 - params.window_left);
 
   const T* const q = static_cast<const T*>(params.q) + b * params.q_batch + t * params.q_token + head * params.q_head;
   float query[kPerLane], output[kPerLane];
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * kWarps) decode_attention_any_kernel(const
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) score += __shfl_xor_sync(0xffffffffu, score, offset);
-    score *= static_cast<float>(params.scale);
+    score *= static_cast<float>(params.softmax_scale);
     if (params.softcap > 0) {
       const float cap = static_cast<float>(params.softcap);
       score = cap * tanhf(score / cap);

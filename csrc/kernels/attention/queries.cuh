@@ -8,8 +8,8 @@
 namespace llmk::kernels {
 
 // Brings the queries of a pair to shared memory, rotated in the fused form; there also, if `owner`, the new key and
-// value, and those to the cache. `before_data` is called by all threads between the loads that `settled` speaks of and
-// the others. By the warps that compute.
+// value, and those to the cache. `before_data` is called by all threads between the loads that `prefetch_cache` speaks
+// of and the others. By the warps that compute.
 template <typename S, typename Wait>
 __device__ void stage_queries(const DecodeAttentionParams& params, const Walk& walk, int chunks, int group, bool owner,
                               unsigned char* shared, const Layout& layout, const Wait& before_data) {

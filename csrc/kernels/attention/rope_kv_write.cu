@@ -1,6 +1,6 @@
 // Rotates the queries in place and the keys on their way into the KV cache, and copies the values there, in one launch;
-// positions, slots and pages are read on the device. Rounding as kernels/rope/rope.cu: bit for bit what eager PyTorch
-// computes. Tokens whose slot lies outside the cache are not written.
+// positions, lengths and pages are read on the device. Rounding as kernels/rope/rope.cu: bit for bit what eager PyTorch
+// computes. Tokens whose place lies outside the cache are not written.
 //
 // Moves every element of q, k and v once in and once out. A thread has two vectors of a head that are rotated together,
 // N elements at d and N at d + head_dim / 2; interleaved, 2 N neighbours.
@@ -52,12 +52,12 @@ __global__ void __launch_bounds__(kThreads) rope_kv_write_kernel(const RopeKvWri
     in = is_k ? static_cast<const T*>(params.k) + b * params.k_batch + t * params.k_token + kv_head * params.k_head
               : static_cast<const T*>(params.v) + b * params.v_batch + t * params.v_token + kv_head * params.v_head;
     const KvCache& cache = params.cache;
-    const int64_t slot = params.slots[b] + t;
-    if (slot < 0 || slot >= cache.capacity) return;
-    int64_t page = b, in_page = slot;
+    const int64_t place = params.cache_seqlens[b] - params.tokens + t;
+    if (place < 0 || place >= cache.capacity) return;
+    int64_t page = b, in_page = place;
     if (cache.block_table) {
-      page = cache.block_table[b * cache.table_stride + slot / cache.page_size];
-      in_page = slot % cache.page_size;
+      page = cache.block_table[b * cache.table_stride + place / cache.page_size];
+      in_page = place % cache.page_size;
       if (page < 0 || page >= cache.pages) return;
     }
     out = is_k ? static_cast<T*>(cache.k) + page * cache.k_page + in_page * cache.k_token + kv_head * cache.k_head
@@ -65,10 +65,9 @@ __global__ void __launch_bounds__(kThreads) rope_kv_write_kernel(const RopeKvWri
   }
   V low = V::load(in + low_at), high = V::load(in + high_at);
   if (is_q || is_k) {
-    const int64_t at = b * params.positions_batch + (params.positions_next ? 0 : t * params.positions_token);
-    const int64_t position = (params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
-                                                        : static_cast<const int32_t*>(params.position_ids)[at]) +
-                             (params.positions_next ? t : 0);
+    const int64_t at = b * params.positions_batch + t * params.positions_token;
+    const int64_t position = params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
+                                                       : static_cast<const int32_t*>(params.position_ids)[at];
     if constexpr (N == 1) {
       if (params.interleaved) {
         rotate_neighbours(low, high, params.rope, position, low_at);

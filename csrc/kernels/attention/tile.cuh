@@ -86,7 +86,7 @@ struct Sight {
 
   __device__ Sight(const DecodeAttentionParams& params, const Walk& walk, int first, int group) {
     const int lane = threadIdx.x % 32, tokens = static_cast<int>(params.tokens), end = walk.end_key();
-    const int window = window_of(params);
+    const int window_left = window_left_of(params);
 #pragma unroll
     for (int n = 0; n < S::kTilesOfColumns; ++n) {
 #pragma unroll
@@ -94,7 +94,7 @@ struct Sight {
         const int t = tokens == 1 ? 0 : divide(first + 8 * n + lane % 4 * 2 + i, group);
         const int until = walk.keys.end - tokens + t + 1;
         upper[n][i] = min(until, end);
-        lower[n][i] = window > 0 ? max(until - window, walk.keys.begin) : walk.keys.begin;
+        lower[n][i] = window_left >= 0 ? max(until - 1 - window_left, walk.keys.begin) : walk.keys.begin;
       }
     }
   }
@@ -105,9 +105,9 @@ struct Scoring {
   float scale, cap, cap_scale;  // in units of log 2; cap 0: none
 
   __device__ explicit Scoring(const DecodeAttentionParams& params)
-      : scale(static_cast<float>(params.scale) * kLog2E),
+      : scale(static_cast<float>(params.softmax_scale) * kLog2E),
         cap(static_cast<float>(params.softcap) * kLog2E),
-        cap_scale(params.softcap > 0 ? static_cast<float>(params.scale / params.softcap) * 2 * kLog2E : 0.f) {}
+        cap_scale(params.softcap > 0 ? static_cast<float>(params.softmax_scale / params.softcap) * 2 * kLog2E : 0.f) {}
 
   // Of a tile that begins with `key`; what a query does not see counts for nothing, whatever is there.
   template <typename S>

@@ -17,13 +17,13 @@ struct Live {
 
   // Past L1, which may hold what was there before the predecessor had finished.
   __device__ static Live load(const DecodeAttentionParams& params, int b) {
-    return {__ldcg(params.lengths + b), params.starts ? __ldcg(params.starts + b) : 0};
+    return {__ldcg(params.cache_seqlens + b), params.cache_leftpad ? __ldcg(params.cache_leftpad + b) : 0};
   }
   bool operator==(const Live&) const = default;
 };
 
-__device__ inline int window_of(const DecodeAttentionParams& params) {
-  return static_cast<int>(min(params.window, int64_t{1} << 30));  // as many as the largest capacity
+__device__ inline int window_left_of(const DecodeAttentionParams& params) {
+  return static_cast<int>(min(params.window_left, int64_t{1} << 30));  // as many as the largest capacity
 }
 
 // The keys of a sequence that any of its queries sees, and where its last one ends.
@@ -35,10 +35,10 @@ struct Keys {
   Keys() = default;
   __device__ Keys(const DecodeAttentionParams& params, const Live& live) {
     const int capacity = static_cast<int>(params.cache.capacity), tokens = static_cast<int>(params.tokens);
-    const int window = window_of(params);
+    const int window_left = window_left_of(params);
     end = max(min(live.length, capacity), 0);
     begin = max(live.start, 0);
-    if (window > 0) begin = max(begin, end - tokens + 1 - window);
+    if (window_left >= 0) begin = max(begin, end - tokens - window_left);
     begin = min(begin, end);
     origin = begin / kUnit * kUnit;
     fresh = params.new_k && live.length == end ? end - 1 : -1;
