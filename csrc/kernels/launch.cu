@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <mutex>
+#include <utility>
+
+#include "per_device.h"
 
 namespace llmk::kernels {
 namespace {
 
 __global__ void empty_kernel() {}
+const void* const kEmptyKernel = reinterpret_cast<const void*>(empty_kernel);
 
 // The architecture that this library's code for the current device was compiled for: __CUDA_ARCH__ / 10, as the kernels
 // saw it. Where there is only PTX of an older one, it runs, but without what `#if __CUDA_ARCH__ >= 900` encloses, and
@@ -23,16 +26,25 @@ cudaError_t code_architecture(int& result) {
   return status == cudaErrorInvalidDeviceFunction ? cudaErrorNoKernelImageForDevice : status;
 }
 
-// Fills in DeviceInfo::clusters.
+// See allow_most().
+cudaError_t allow(const DeviceInfo& device, const void* kernel) {
+  cudaFuncAttributes attributes{};
+  cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+  if (status == cudaSuccess) {
+    const int bytes = static_cast<int>(device.shared_bytes - attributes.sharedSizeBytes);
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  }
+  if (status == cudaSuccess && device.compute_capability >= 90) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
+  return status;
+}
+
+// Fills in DeviceInfo::clusters; leaves zeros where the device does not say.
 void count_clusters(DeviceInfo& info) {
   info.clusters[1] = info.sm_count;
-  if (info.compute_capability < 90) return;
-  const int shared_bytes = static_cast<int>(info.shared_bytes);  // so that two blocks do not fit an SM
-  cudaError_t status = cudaFuncSetAttribute(empty_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  // More than 8 blocks need that many SMs side by side, which not every device, or part of one, has.
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(empty_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
+  if (info.compute_capability < 90 || allow(info, kEmptyKernel) != cudaSuccess) return;
   for (const unsigned size : {2, 4, 8, 16}) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -40,49 +52,87 @@ void count_clusters(DeviceInfo& info) {
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(size);
     config.blockDim = dim3(32);
-    config.dynamicSmemBytes = info.shared_bytes;
+    config.dynamicSmemBytes = info.shared_bytes;  // so that two blocks do not fit an SM
     config.attrs = &attribute;
     config.numAttrs = 1;
-    if (status == cudaSuccess) status = cudaOccupancyMaxActiveClusters(&info.clusters[size], empty_kernel, &config);
-    if (status != cudaSuccess) info.clusters[size] = 0;
+    if (cudaOccupancyMaxActiveClusters(&info.clusters[size], empty_kernel, &config) != cudaSuccess) {
+      (void)cudaGetLastError();
+      info.clusters[size] = 0;
+    }
   }
-  if (status != cudaSuccess) (void)cudaGetLastError();
 }
+
+cudaError_t ask(int device, DeviceInfo& info) {
+  int sm_count = 0, major = 0, minor = 0, shared_bytes = 0, l2_bytes = 0;
+  for (const auto& [value, attribute] :
+       {std::pair{&sm_count, cudaDevAttrMultiProcessorCount}, std::pair{&major, cudaDevAttrComputeCapabilityMajor},
+        std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
+        std::pair{&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+        std::pair{&l2_bytes, cudaDevAttrL2CacheSize}}) {
+    const cudaError_t status = cudaDeviceGetAttribute(value, attribute, device);
+    if (status != cudaSuccess) return status;
+  }
+  int code = 0;
+  if (const cudaError_t status = code_architecture(code); status != cudaSuccess) return status;
+  info = {sm_count,
+          std::min(major * 10 + minor, code),
+          static_cast<size_t>(shared_bytes),
+          static_cast<size_t>(l2_bytes),
+          {}};
+  count_clusters(info);
+  return cudaSuccess;
+}
+
+cudaError_t find_info(const DeviceInfo*& info) {
+  static PerDevice<DeviceInfo> infos;
+  return infos.get(info, ask);
+}
+
+// Which kernels have been allowed the most on a device: a hash table that is only ever added to, so that it is read
+// without a lock. Where it is full the attributes are set at every launch, which takes longer and is as right.
+class AllowedKernels {
+ public:
+  bool contains(const void* kernel) const {
+    for (size_t i = 0, at = first(kernel); i < kSlots; ++i, at = (at + 1) % kSlots) {
+      const void* const found = slots_[at].load(std::memory_order_acquire);
+      if (found == kernel) return true;
+      if (found == nullptr) return false;
+    }
+    return false;
+  }
+  void add(const void* kernel) {
+    for (size_t i = 0, at = first(kernel); i < kSlots; ++i, at = (at + 1) % kSlots) {
+      const void* found = nullptr;
+      if (slots_[at].compare_exchange_strong(found, kernel, std::memory_order_acq_rel) || found == kernel) return;
+    }
+  }
+
+ private:
+  static constexpr size_t kSlots = 1024;  // there are some 300 kernels
+  static size_t first(const void* kernel) { return reinterpret_cast<uintptr_t>(kernel) / 16 * 0x9e3779b1u % kSlots; }
+  std::array<std::atomic<const void*>, kSlots> slots_{};
+};
 
 }  // namespace
 
 cudaError_t device_info(DeviceInfo& info) {
-  constexpr int kMaxDevices = 64;
-  static std::array<DeviceInfo, kMaxDevices> cache;
-  static std::array<std::atomic<bool>, kMaxDevices> known;
-  static std::mutex mutex;
+  const DeviceInfo* found = nullptr;
+  if (const cudaError_t status = find_info(found); status != cudaSuccess) return status;
+  info = *found;
+  return cudaSuccess;
+}
+
+cudaError_t allow_most(const void* kernel) {
+  static std::array<AllowedKernels, kMaxDevices> allowed;
   int device = 0;
   if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  if (device >= kMaxDevices) return cudaErrorInvalidDevice;
-  if (!known[device].load(std::memory_order_acquire)) {
-    const std::lock_guard lock(mutex);
-    int sm_count = 0, major = 0, minor = 0, shared_bytes = 0, l2_bytes = 0;
-    for (const auto& [value, attribute] :
-         {std::pair{&sm_count, cudaDevAttrMultiProcessorCount}, std::pair{&major, cudaDevAttrComputeCapabilityMajor},
-          std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
-          std::pair{&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-          std::pair{&l2_bytes, cudaDevAttrL2CacheSize}}) {
-      const cudaError_t status = cudaDeviceGetAttribute(value, attribute, device);
-      if (status != cudaSuccess) return status;
-    }
-    int code = 0;
-    if (const cudaError_t status = code_architecture(code); status != cudaSuccess) return status;
-    DeviceInfo& found = cache[device];
-    found = {sm_count,
-             std::min(major * 10 + minor, code),
-             static_cast<size_t>(shared_bytes),
-             static_cast<size_t>(l2_bytes),
-             {}};
-    count_clusters(found);
-    known[device].store(true, std::memory_order_release);
-  }
-  info = cache[device];
-  return cudaSuccess;
+  const DeviceInfo* info = nullptr;
+  if (const cudaError_t status = find_info(info); status != cudaSuccess)
+    return status;  // knows that `device` is in range
+  if (allowed[device].contains(kernel)) return cudaSuccess;
+  const cudaError_t status = allow(*info, kernel);
+  if (status == cudaSuccess) allowed[device].add(kernel);
+  return status;
 }
 
 }  // namespace llmk::kernels

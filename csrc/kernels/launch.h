@@ -18,8 +18,12 @@ struct DeviceInfo {
   int clusters[17];
 };
 
-// Of the current device; asked once per device.
+// Of the current device. Asked of the runtime once per device, from then on read without a lock; a failure is not kept.
 cudaError_t device_info(DeviceInfo& info);
+
+// Lets `kernel` have as much dynamic shared memory on the current device as the device has for it, and clusters of more
+// than 8 blocks. Set once for each kernel and device, and never to less: two launches cannot undercut each other.
+cudaError_t allow_most(const void* kernel);
 
 struct LaunchShape {
   int64_t blocks;  // blocks are made large enough that the memory of a GPU ends before their number does
@@ -39,13 +43,8 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   if (shape.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   cudaError_t status = cudaSuccess;
-  if (shape.shared_bytes > 32 * 1024) {  // static shared memory counts towards the 48 KiB that need no asking
-    status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
-  }
-  if (status == cudaSuccess && shape.cluster > 8) {  // more than every device of the architecture must have
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  }
+  // Static shared memory counts towards the 48 KiB that need no asking; clusters of 8 every device has that has any.
+  if (shape.shared_bytes > 32 * 1024 || shape.cluster > 8) status = allow_most(reinterpret_cast<const void*>(kernel));
   if (status == cudaSuccess) {
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;

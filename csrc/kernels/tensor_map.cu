@@ -1,23 +1,29 @@
 #include "tensor_map.h"
 
+#include <atomic>
+
 namespace llmk::kernels {
 namespace {
 
-// The driver's function, found at run time so that the library does not link to the driver.
+// The driver's function, found at run time so that the library does not link to the driver. A failure is not kept.
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result{};
+  static std::atomic<EncodeTiled> known{nullptr};
+  if (const EncodeTiled function = known.load(std::memory_order_acquire)) return function;
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
 #if CUDART_VERSION >= 12050
-    const cudaError_t status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
 #else
-    const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+  const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
 #endif
-    return reinterpret_cast<EncodeTiled>(status == cudaSuccess && result == cudaDriverEntryPointSuccess ? found
-                                                                                                        : nullptr);
-  }();
+  if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    (void)cudaGetLastError();  // or the next launch would be blamed for it
+    return nullptr;
+  }
+  const auto function = reinterpret_cast<EncodeTiled>(found);
+  known.store(function, std::memory_order_release);
   return function;
 }
 

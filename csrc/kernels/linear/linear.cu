@@ -28,6 +28,7 @@
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "kernels/norm/rms_norm.h"
+#include "kernels/per_device.h"
 #include "kernels/tensor_map.h"
 #include "main_loop_mma.cuh"
 #include "main_loop_wgmma.cuh"
@@ -133,14 +134,17 @@ __global__ void __launch_bounds__(Math::kCompiled ? kBlockThreads<Math> : 32, Ma
 // Whether this library has wgmma code for `device`, the current one: it may have been compiled for sm_90, not sm_90a.
 bool has_wgmma(const DeviceInfo& device) {
   if (device.compute_capability != 90) return false;
-  static const bool result = [] {
+  static PerDevice<bool> known;
+  const bool* result = nullptr;
+  const cudaError_t status = known.get(result, [](int, bool& found) {
     using Kernel = Wgmma<__half, 32, 3>;
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, linear_kernel<Kernel>);
     if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
-    return status == cudaSuccess && attributes.maxThreadsPerBlock >= kBlockThreads<Kernel>;
-  }();
-  return result;
+    found = attributes.maxThreadsPerBlock >= kBlockThreads<Kernel>;
+    return status;
+  });
+  return status == cudaSuccess && *result;
 }
 
 // Boxes of `chunks` chunks by `box_rows` rows, swizzled, zeros beyond the tensor. Where chunks divide K they are a

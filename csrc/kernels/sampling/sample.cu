@@ -16,8 +16,6 @@
 //   3. the draw                       draw_from_candidates() by one block, if at most kMaxCandidates tokens are left;
 //                                     else draw_from_row()
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cfloat>
 
 #include "device/ptx.cuh"
@@ -354,35 +352,6 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(const SamplingParam
   cluster_sync();  // other blocks may still read this one's shared memory
 }
 
-// How many clusters of 2^log2_blocks blocks the device holds at once; asked once, as the devices of a machine are
-// alike. A block takes an SM for itself, so its shared memory does not matter.
-template <typename T>
-cudaError_t clusters_at_once(int log2_blocks, int& count) {
-  static std::array<std::atomic<int>, 5> cache{};  // one more than the number
-  std::atomic<int>& known = cache[log2_blocks];
-  if (known == 0) {
-    const auto kernel = sample_kernel<T>;
-    if (1 << log2_blocks > 8) {
-      const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-      if (status != cudaSuccess) return status;
-    }
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {1u << log2_blocks, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(1u << log2_blocks);
-    config.blockDim = dim3(kThreads);
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    int clusters = 0;
-    const cudaError_t status = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
-    if (status != cudaSuccess) return status;
-    known = clusters + 1;
-  }
-  count = known - 1;
-  return cudaSuccess;
-}
-
 }  // namespace
 }  // namespace sampling
 
@@ -392,43 +361,21 @@ cudaError_t sample(const SamplingParams& params, Dtype dtype, cudaStream_t strea
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     DeviceInfo device;
-    cudaError_t status = device_info(device);
-    if (status != cudaSuccess) return status;
-    const bool has_clusters = device.compute_capability >= 90;
+    if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
     const int64_t vectors = (params.vocab + kVector - 1) / kVector;
-    int log2_blocks = 0;  // of a row: as many as leave no row waiting, and find work
-    while (has_clusters && 1 << log2_blocks < kMaxCluster && vectors > kThreads << log2_blocks) {
-      int clusters = 0;
-      status = clusters_at_once<T>(log2_blocks + 1, clusters);
-      if (status != cudaSuccess) return status;
-      if (params.rows > clusters) break;
-      ++log2_blocks;
+    int blocks = 1;  // of a row: as many as leave no row waiting, and find work; each has an SM of its own
+    while (blocks < kMaxCluster && vectors > kThreads * blocks && params.rows <= device.clusters[2 * blocks]) {
+      blocks *= 2;
     }
-    const int64_t warps = int64_t{kWarps} << log2_blocks;
+    const int64_t warps = int64_t{kWarps} * blocks;
     const size_t step = sizeof(T) * kVector * kWarps;  // bytes of one vector per warp
     const int64_t room = (device.shared_bytes - sizeof(Shared)) / step;
     const int cached = static_cast<int>(std::min(room, (vectors + warps - 1) / warps));
     const bool is_vector = rows_aligned(params.logits, params.logits_stride, params.rows, sizeof(T));
     const size_t shared_bytes = sizeof(Shared) + cached * step;
-    const auto kernel = sample_kernel<T>;
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-    if (status == cudaSuccess) {
-      cudaLaunchAttribute attributes[2]{};
-      attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes[0].val.programmaticStreamSerializationAllowed = 1;
-      attributes[1].id = cudaLaunchAttributeClusterDimension;
-      attributes[1].val.clusterDim = {1u << log2_blocks, 1, 1};
-      cudaLaunchConfig_t config{};
-      config.gridDim = dim3(static_cast<unsigned>(params.rows << log2_blocks));
-      config.blockDim = dim3(kThreads);
-      config.dynamicSmemBytes = shared_bytes;
-      config.stream = stream;
-      config.attrs = attributes;
-      config.numAttrs = has_clusters ? 2 : 0;
-      status = cudaLaunchKernelEx(&config, kernel, params, is_vector, cached);
-    }
-    if (status != cudaSuccess) (void)cudaGetLastError();
-    return status;
+    LaunchShape shape{params.rows * blocks, dim3(kThreads), shared_bytes};
+    shape.cluster = blocks;
+    return launch(sample_kernel<T>, shape, stream, params, is_vector, cached);
   });
 }
 

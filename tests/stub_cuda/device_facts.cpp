@@ -1,0 +1,118 @@
+// csrc/kernels/launch.* on the runtime beside this file. Each scenario wants a process of its own, since what is found
+// out about a device is kept; prints what went wrong, and how often.
+#include <barrier>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "kernels/launch.cu"
+
+namespace {
+
+using llmk::kernels::device_info;
+using llmk::kernels::DeviceInfo;
+using llmk::kernels::launch;
+
+void first_kernel(int) {}
+void second_kernel(int) {}
+
+// body(thread) in so many threads that begin at the same time.
+template <typename Body>
+void in_threads(int count, const Body& body) {
+  std::barrier start(count);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < count; ++i) {
+    threads.emplace_back([&, i] {
+      stub::device = i % stub::kDevices;
+      start.arrive_and_wait();
+      body(i);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+bool is_right(const DeviceInfo& info) {
+  bool right = info.sm_count == stub::sm_count(stub::device) && info.compute_capability == 90 &&
+               info.shared_bytes == stub::kShared && info.clusters[1] == info.sm_count;
+  for (const unsigned size : {2, 4, 8, 16}) right &= info.clusters[size] == stub::clusters(stub::device, size);
+  return right;
+}
+
+// All of them read until each has had its first answer, which takes some of them long.
+int read_from_eight_threads() {
+  std::atomic<int> wrong{0}, begun{0};
+  in_threads(8, [&](int thread) {
+    stub::device = thread / 4;
+    for (int i = 0; i < 20000 || begun < 8; ++i) {
+      DeviceInfo info{};
+      wrong += device_info(info) != cudaSuccess || !is_right(info);
+      begun += i == 0;
+    }
+  });
+  return wrong;
+}
+
+// A question that fails is asked again; by everybody else, too.
+int fail_at_first() {
+  int wrong = 0;
+  for (const int failures : {1, 3}) {
+    stub::failures = failures;
+    for (int i = 0; i < failures; ++i) {
+      DeviceInfo info{};
+      wrong += device_info(info) == cudaSuccess;
+    }
+    DeviceInfo info{};
+    wrong += device_info(info) != cudaSuccess || !is_right(info);
+    ++stub::device;
+  }
+  return wrong;
+}
+
+// Two kernels, launches that need more and less than each other, on all devices.
+int launch_from_sixteen_threads() {
+  std::atomic<int> wrong{0};
+  in_threads(16, [&](int thread) {
+    for (int i = 0; i < 2000; ++i) {
+      llmk::kernels::LaunchShape shape{16, dim3(32), static_cast<size_t>(thread + i) % 4 * 64 * 1024};
+      shape.cluster = (thread / 4 + i) % 2 ? 16 : 1;
+      wrong += launch(i % 3 ? first_kernel : second_kernel, shape, nullptr, 0) != cudaSuccess;
+    }
+  });
+  return wrong + stub::lowered;
+}
+
+int ask_no_more_than_once() {
+  llmk::kernels::LaunchShape shape{16, dim3(32), 200 * 1024};
+  shape.cluster = 16;
+  int wrong = 0;
+  for (stub::device = 0; stub::device < stub::kDevices; ++stub::device) {
+    wrong += launch(first_kernel, shape, nullptr, 0) != cudaSuccess;
+  }
+  const int before = stub::calls;
+  for (stub::device = 0; stub::device < stub::kDevices; ++stub::device) {
+    wrong += launch(first_kernel, shape, nullptr, 0) != cudaSuccess;
+  }
+  return wrong + stub::calls - before;
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  stub::static_bytes = {{reinterpret_cast<const void*>(first_kernel), 2048},
+                        {reinterpret_cast<const void*>(second_kernel), 16 * 1024}};
+  const struct {
+    const char* name;
+    int (*run)();
+  } scenarios[] = {{"reads", read_from_eight_threads},
+                   {"failures", fail_at_first},
+                   {"launches", launch_from_sixteen_threads},
+                   {"calls", ask_no_more_than_once}};
+  for (const auto& scenario : scenarios) {
+    if (std::strcmp(scenario.name, arguments[1]) == 0) {
+      const int wrong = scenario.run();
+      std::printf("%s: %d wrong\n", scenario.name, wrong);
+      return wrong != 0;
+    }
+  }
+  return 2;
+}
