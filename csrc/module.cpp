@@ -1,6 +1,8 @@
 // The Python module _C: what Python wants to know that is not an op. No torch header.
 #include <pybind11/pybind11.h>
 
+#include <string>
+
 #include "kernels/norm/plan.h"
 
 namespace py = pybind11;
@@ -11,8 +13,16 @@ namespace {
 
 py::dict build_info() { return py::module_::import("json").attr("loads")(&llmkernels_build_info[0]); }
 
-py::dict rms_norm_plan(int64_t cols, size_t element_bytes, bool vector, bool residual, bool few_rows) {
-  const auto plan = llmk::kernels::plan_rms_norm(cols, element_bytes, vector, residual, few_rows);
+void check(bool valid, const char* argument, const char* expected, int64_t received) {
+  if (valid) return;
+  throw py::value_error(std::string("rms_norm_plan: ") + argument + " must be " + expected + ", got " +
+                        std::to_string(received));
+}
+
+py::dict rms_norm_plan(int64_t cols, int64_t element_bytes, bool vector, bool residual, bool few_rows) {
+  check(cols > 0, "cols", "positive", cols);
+  check(element_bytes == 2 || element_bytes == 4, "element_bytes", "2 or 4", element_bytes);
+  const auto plan = llmk::kernels::plan_rms_norm(cols, static_cast<size_t>(element_bytes), vector, residual, few_rows);
   return py::dict(py::arg("width") = plan.width, py::arg("vectors") = plan.vectors,
                   py::arg("threads_per_row") = plan.threads_per_row, py::arg("rows_per_block") = plan.rows_per_block);
 }
@@ -22,8 +32,10 @@ py::dict rms_norm_plan(int64_t cols, size_t element_bytes, bool vector, bool res
 PYBIND11_MODULE(_C, module) {
   module.doc() = "Build information and launch plans of llmkernels.";
   module.def("build_info", &build_info, "What the library beside this module was built from and for.");
-  module.def("rms_norm_plan", &rms_norm_plan, py::arg("cols"), py::arg("element_bytes"), py::arg("vector") = true,
-             py::arg("residual") = false, py::arg("few_rows") = false,
-             "How one row of an RMSNorm is spread over threads: elements per access, vectors per thread (0: the row is "
-             "read twice), threads per row, rows per block. See csrc/kernels/norm/plan.h.");
+  module.def(
+      "rms_norm_plan", &rms_norm_plan, py::arg("cols"), py::arg("element_bytes"), py::arg("vector") = true,
+      py::arg("residual") = false, py::arg("few_rows") = false,
+      "How one row of an RMSNorm is spread over threads: elements per access, vectors per thread (0: the row is "
+      "read twice), threads per row, rows per block. See csrc/kernels/norm/plan.h. Raises: ValueError for a number "
+      "out of range.");
 }

@@ -4,8 +4,9 @@ replacement of text, and the tests that must notice."""
 from .cpu import CPU
 from .cuda import CUDA
 from .cuda_decode import CUDA_DECODE
+from .host import HOST
 from .mutation import Mutation
 
-MUTATIONS = CUDA + CUDA_DECODE + CPU
+MUTATIONS = CUDA + CUDA_DECODE + CPU + HOST
 
 __all__ = ["MUTATIONS", "Mutation"]

@@ -2,7 +2,9 @@
 #include "decode_attention.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <functional>
+#include <type_traits>
 
 #include "decode_attention_any.h"
 #include "kernels/tensor_map.h"
@@ -47,6 +49,43 @@ cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& p
   return launch_as(params, plan, maps, shape, stream);
 }
 
+// The sequences from `begin` on.
+DecodeAttentionParams slice(const DecodeAttentionParams& params, int64_t begin, int64_t count) {
+  DecodeAttentionParams part = params;
+  const auto advance = [&](auto& pointer, int64_t elements) {
+    using Pointer = std::remove_reference_t<decltype(pointer)>;
+    if (pointer) pointer = reinterpret_cast<Pointer>(reinterpret_cast<uintptr_t>(pointer) + elements * 2);
+  };
+  part.batch = count;
+  advance(part.q, begin * params.q_batch);
+  advance(part.out, begin * params.tokens * params.heads * params.head_dim);
+  advance(part.new_k, begin * params.new_k_batch);
+  advance(part.new_v, begin * params.new_v_batch);
+  part.lengths += begin;
+  if (part.starts) part.starts += begin;
+  if (part.positions) part.positions += begin;
+  if (part.cache.block_table) {
+    part.cache.block_table += begin * params.cache.table_stride;
+  } else {
+    advance(part.cache.k, begin * params.cache.k_page);
+    advance(part.cache.v, begin * params.cache.v_page);
+    part.cache.pages = count;
+  }
+  return part;
+}
+
+// Calls body(part) for what each launch has of the batch: nearly always all of it.
+template <typename Body>
+cudaError_t for_each_launch(const DecodeAttentionParams& params, const Body& body) {
+  const int64_t most = sequences_per_launch(params);
+  if (params.batch <= most) return body(params);
+  for (int64_t begin = 0; begin < params.batch; begin += most) {
+    const cudaError_t status = body(slice(params, begin, std::min(most, params.batch - begin)));
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 }  // namespace
 
 bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
@@ -62,6 +101,7 @@ bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
   }
   const KvCache& c = p.cache;
   if (c.block_table && c.page_size % kTile != 0) return false;
+  if (sequences_per_launch(p) < 1) return false;
   DeviceInfo device;
   if (device_info(device) != cudaSuccess) return false;
   const DecodePlan plan = plan_decode_attention(p, device);
@@ -82,9 +122,12 @@ bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
 cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params, size_t& bytes) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const DecodePlan plan = plan_decode_attention(params, device);
-  bytes = static_cast<size_t>(plan.clusters) * 2 * 8 * plan.column_tiles * (params.head_dim + 2) * 4;
-  return cudaSuccess;
+  bytes = 0;
+  return for_each_launch(params, [&](const DecodeAttentionParams& part) {
+    const DecodePlan plan = plan_decode_attention(part, device);
+    bytes = std::max(bytes, static_cast<size_t>(plan.clusters) * 2 * 8 * plan.column_tiles * (part.head_dim + 2) * 4);
+    return cudaSuccess;
+  });
 }
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream) {
@@ -92,7 +135,9 @@ cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, c
   if (!decode_attention_is_fast(params, dtype)) return decode_attention_any(params, dtype, stream);
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  return launch_plan(params, plan_decode_attention(params, device), device, dtype, stream);
+  return for_each_launch(params, [&](const DecodeAttentionParams& part) {
+    return launch_plan(part, plan_decode_attention(part, device), device, dtype, stream);
+  });
 }
 
 }  // namespace llmk::kernels

@@ -9,6 +9,14 @@
 
 namespace llmk::kernels {
 
+// The kernel counts the units of all its sequences in 32 bits, with lengths rounded up to at most twice as many. So a
+// launch has few enough sequences for that, however much of their capacity they use.
+constexpr int64_t kMostUnits = int64_t{1} << 29;
+inline int64_t sequences_per_launch(const DecodeAttentionParams& params) {
+  const int64_t queries = params.heads / params.kv_heads * params.tokens, pairs = params.kv_heads * ((queries + 7) / 8);
+  return kMostUnits / (std::max<int64_t>((params.cache.capacity + kUnit - 1) / kUnit, 1) * pairs);
+}
+
 // None of it depends on how long the sequences are: that the kernel reads on the device.
 struct DecodePlan {
   int group;         // heads per kv head
@@ -68,7 +76,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
       plan.cluster = longest <= kVeryShortSequence ? 8 : 16;
       while (plan.cluster > 1 && pairs > device.clusters[plan.cluster]) plan.cluster /= 2;
       blocks = static_cast<int>(pairs) * plan.cluster;
-    } else if (longest <= kShortSequence && is_small && pairs * 4 <= device.sm_count) {
+    } else if (longest <= kShortSequence && is_small && pairs <= device.clusters[4]) {
       plan.cluster = 4;
       blocks = static_cast<int>(pairs) * plan.cluster;
       bytes = kThirdOfShared;

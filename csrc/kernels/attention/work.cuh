@@ -103,7 +103,7 @@ __device__ inline Quota plan_quota(const Lengths& lengths, int pairs, int cluste
   }
   total = warp_add(total);
   longest = warp_max(longest);
-  total *= pairs;
+  total *= pairs;  // below 2^31: see sequences_per_launch()
   const int all_pairs = batch * pairs, share = max(divide_up(total, clusters), 1);
   if (all_pairs <= clusters) {
     // Either of the two is enough for all pairs to find room.

@@ -21,8 +21,9 @@ struct RowPlan {
 
 // The smallest group that gives each thread at most `vectors` of `count` vectors.
 inline int group_threads(int64_t count, int vectors, int most) {
-  const int64_t needed = (count + vectors - 1) / vectors;
-  if (needed > 32) return static_cast<int>(std::min<int64_t>((needed + 31) / 32 * 32, most));
+  const int64_t needed = count / vectors + (count % vectors != 0);
+  if (needed > most) return most;
+  if (needed > 32) return static_cast<int>((needed + 31) / 32 * 32);
   int threads = 1;
   while (threads < needed) threads *= 2;
   return threads;

@@ -210,9 +210,8 @@ bool is_vector(const RopeParams& p) {
 dim3 block_shape(const RopeParams& params, int width) {
   constexpr int kThreads = 256;
   const auto pairs = static_cast<int>(std::clamp<int64_t>(params.rotary_dim / 2 / width, 1, 32));
-  const auto heads = static_cast<int>(params.q.heads + params.k.heads);
-  const int rounds = (heads * pairs + kThreads - 1) / kThreads;
-  const int rows = std::min((heads + rounds - 1) / rounds, kThreads / pairs);
+  const int64_t heads = params.q.heads + params.k.heads, rounds = (heads * pairs + kThreads - 1) / kThreads;
+  const int rows = static_cast<int>(std::min<int64_t>((heads + rounds - 1) / rounds, kThreads / pairs));
   return dim3(pairs, rows, std::clamp(kThreads / (pairs * rows), 1, 64));
 }
 

@@ -1,0 +1,2 @@
+// For headers that name the driver's types only.
+#pragma once

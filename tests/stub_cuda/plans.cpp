@@ -1,0 +1,28 @@
+// How csrc/kernels/attention/plan.h plans for devices that this machine does not have: one line of JSON per question on
+// standard input, "sm_count clusters2 clusters4 clusters8 clusters16 batch kv_heads group tokens capacity head_dim".
+#include <cstdio>
+
+#define __host__
+#define __device__
+#include "kernels/attention/plan.h"
+
+int main() {
+  using namespace llmk;
+  using namespace llmk::kernels;
+  DeviceInfo device{};
+  device.compute_capability = 90;
+  device.shared_bytes = stub::kShared;
+  DecodeAttentionParams params{};
+  long long batch, kv_heads, group, tokens, capacity, head_dim;
+  while (std::scanf("%d %d %d %d %d %lld %lld %lld %lld %lld %lld", &device.sm_count, &device.clusters[2],
+                    &device.clusters[4], &device.clusters[8], &device.clusters[16], &batch, &kv_heads, &group, &tokens,
+                    &capacity, &head_dim) == 11) {
+    device.clusters[1] = device.sm_count;
+    params.batch = batch, params.tokens = tokens, params.kv_heads = kv_heads, params.heads = kv_heads * group;
+    params.cache.capacity = params.cache.page_size = capacity, params.head_dim = head_dim;
+    const DecodePlan plan = plan_decode_attention(params, device);
+    std::printf("{\"cluster\": %d, \"clusters\": %d, \"at_once\": %d, \"chunks\": %d, \"sequences\": %lld}\n",
+                plan.cluster, plan.clusters, device.clusters[plan.cluster], plan.chunks,
+                static_cast<long long>(sequences_per_launch(params)));
+  }
+}

@@ -1,0 +1,82 @@
+"""Launch plans: of devices that this machine does not have, and of numbers that make no sense."""
+
+import itertools
+import json
+import subprocess
+
+import pytest
+
+from stub_cuda import compile_stub
+
+every_number = pytest.mark.parametrize("number", [0, -1, -(2**31), 2**31, 2**62, 2**63 - 1])
+
+
+def rms_norm_plan(*args, **kwargs):
+    return pytest.importorskip("llmkernels._C").rms_norm_plan(*args, **kwargs)
+
+
+@every_number
+@pytest.mark.parametrize("vector", [False, True])
+def test_rms_norm_plan_of_any_number(number, vector):
+    """Either a plan or a ValueError that names the argument. 0 bytes killed the process: a division by zero."""
+    with pytest.raises(ValueError, match=r"rms_norm_plan: element_bytes must be 2 or 4, got "):
+        rms_norm_plan(8, number, vector=vector)
+    if number <= 0:
+        with pytest.raises(ValueError, match=f"rms_norm_plan: cols must be positive, got {number}"):
+            rms_norm_plan(number, 2, vector=vector)
+    else:
+        plan = rms_norm_plan(number, 2, vector=vector)
+        assert plan == {"width": 8 if vector else 1, "vectors": 0, "threads_per_row": 1024, "rows_per_block": 1}
+
+
+def test_rms_norm_plan_covers_a_row():
+    for cols, element_bytes, residual, few in itertools.product(range(8, 20000, 104), (2, 4), (0, 1), (0, 1)):
+        plan = rms_norm_plan(cols, element_bytes, residual=bool(residual), few_rows=bool(few))
+        threads = plan["threads_per_row"]
+        assert 1 <= threads * plan["rows_per_block"] <= 1024
+        assert threads % 32 == 0 or threads in (1, 2, 4, 8, 16)
+        assert plan["vectors"] == 0 or plan["width"] * plan["vectors"] * threads >= cols
+
+
+DEVICES = {
+    "H200": (132, 66, 32, 14, 6),
+    "none of more than two": (132, 66, 0, 0, 0),
+    "a part of one": (16, 8, 2, 1, 0),
+    "groups of six": (132, 66, 22, 0, 0),
+    "unknown": (132, 0, 0, 0, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    program = compile_stub("plans", tmp_path_factory.mktemp("plans"))
+
+    def ask(questions):
+        text = "\n".join(" ".join(map(str, question)) for question in questions)
+        done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return ask
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
+def test_attention_waits_for_no_cluster(plans, device):
+    """Clusters of several blocks are all there at once; else the last ones would begin when the first are done."""
+    shapes = itertools.product(
+        (1, 2, 4, 7, 16, 33), (1, 2, 4, 8), (1, 7), (1, 3), (1, 512, 600, 768, 2048, 9000), (64, 128)
+    )
+    questions = [(*device, *shape) for shape in shapes]
+    for question, plan in zip(questions, plans(questions), strict=True):
+        assert plan["cluster"] == 1 or plan["clusters"] <= plan["at_once"], (question, plan)
+        assert 1 <= plan["cluster"] * plan["clusters"] <= 288
+
+
+def test_attention_counts_its_units_in_32_bits(plans):
+    """A launch has so few sequences that twice their units are less than 2^31."""
+    shapes = itertools.product((1, 65535), (1, 64, 65535), (1, 128), (1, 16), (64, 2**20, 2**30 - 1), (64,))
+    questions = [(*DEVICES["H200"], *shape) for shape in shapes]
+    for question, plan in zip(questions, plans(questions), strict=True):
+        batch, kv_heads, capacity = question[5], question[6], question[9]
+        units = min(batch, plan["sequences"]) * kv_heads * plan["chunks"] * -(-capacity // 64)
+        assert units <= 2**29, (question, plan)
+        assert plan["sequences"] >= 1 or kv_heads * plan["chunks"] * capacity > 2**29 * 32, (question, plan)
