@@ -1,5 +1,5 @@
-// Thread block clusters (sm_90 and later): blocks that run at the same time and reach each other's shared memory.
-// Before, every block is a cluster of its own.
+// Thread block clusters (sm_90 and later): blocks that run at the same time and access each other's shared memory.
+// Before sm_90, every block is a cluster of its own.
 #pragma once
 #include <cstdint>
 
@@ -19,12 +19,12 @@ __device__ inline int cluster_size() {
   return static_cast<int>(size);
 }
 __device__ inline void cluster_arrive() {
-  __syncwarp();  // the instruction wants its warp together
+  __syncwarp();  // the instruction needs a converged warp
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
 }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// The address of a variable in shared memory as block `rank` of the cluster has it.
+// The address of block `rank`'s copy of a variable in shared memory.
 template <typename T>
 __device__ T* in_block(T* shared, int rank) {
   T* result;
@@ -42,7 +42,7 @@ __device__ T* in_block(T* shared, int) {
 }
 #endif
 
-// A barrier of all threads of the cluster; what they wrote before, also to each other's blocks, is visible behind it.
+// A barrier of all threads of the cluster; earlier writes, also to other blocks' shared memory, are visible after it.
 __device__ inline void cluster_sync() {
   cluster_arrive();
   cluster_wait();
@@ -52,13 +52,13 @@ struct Cluster {
   int size, rank;    // blocks in it, and which of them this one is
   int index, count;  // of the cluster in the grid
 
-  // In a grid of one dimension, by what the launch says: special registers take their time. `size` is a power of two.
+  // For a one-dimensional grid, without the cluster's special registers, which are slow. `size` is a power of two.
   __device__ static Cluster of(int size, int count) {
     const int block = static_cast<int>(blockIdx.x);
     return {size, block & (size - 1), block >> (__ffs(size) - 1), count};
   }
 
-  // A barrier in two halves: what was written before arrive() is seen after wait(). Nothing where there is one block.
+  // A split barrier: writes before arrive() are visible after wait(). Does nothing for a cluster of one block.
   __device__ void arrive() const {
     if (size > 1) cluster_arrive();
   }

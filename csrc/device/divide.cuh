@@ -1,5 +1,5 @@
-// Quotients of integers by way of floats: the real thing takes several times as long, and as many instructions to
-// fetch.
+// Integer division by way of floats. The compiler's own takes several times as long, and several times the instructions
+// to fetch.
 #pragma once
 #include "device/ptx.cuh"
 

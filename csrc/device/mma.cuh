@@ -1,4 +1,4 @@
-// Tensor-core instructions on 16-bit types, and what brings their operands from shared memory. Functions of one line.
+// Tensor-core instructions on 16-bit types, and the loads of their operands from shared memory. One-line functions.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -45,7 +45,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&m)[4], uint32_t row) 
                : "memory");
 }
 
-// The transpose of an 8 x 8 matrix that lies across the lanes as above.
+// The transpose of an 8 x 8 matrix distributed over the lanes as above.
 __device__ inline uint32_t transpose_matrix(uint32_t m) {
   uint32_t result;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(m));

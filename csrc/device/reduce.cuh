@@ -1,9 +1,9 @@
-// Sums over the threads that share a row.
+// Sums over the threads of a row.
 #pragma once
 
 namespace llmk {
 
-// A group is a power of two of at most 32 neighbouring lanes, or `threads / 32` whole warps.
+// A group of threads that process one row: a power of two of neighbouring lanes, up to 32, or `threads / 32` warps.
 struct Group {
   int threads;  // in the group
   int rank;     // of this thread in its group
@@ -23,8 +23,8 @@ __device__ inline void warp_sum(float (&values)[kValues], int threads) {
 }
 
 // Sums over a group; every thread gets the total. `shared` holds kValues floats per warp of the block. Every thread
-// of the block must call it. Successive calls must alternate between two `shared` buffers: a fast warp may already be
-// writing the next sums while a slow one still reads these, but it can't pass the barrier in between.
+// of the block must call it. Successive calls must alternate between two `shared` buffers: a fast warp may already
+// write the next sums while a slow one still reads these, but it cannot pass the barrier in between.
 template <int kValues>
 __device__ inline void group_sum(float (&values)[kValues], const Group& group, float* shared) {
   warp_sum(values, group.threads);
@@ -36,7 +36,7 @@ __device__ inline void group_sum(float (&values)[kValues], const Group& group, f
     for (int i = 0; i < kValues; ++i) sums[group.rank / 32 * kValues + i] = values[i];
   }
   __syncthreads();
-  // Every warp adds the warps' sums up by itself, in as few steps as hold them: one barrier, and no broadcast.
+  // Every warp adds up the sums of all warps by itself, which saves a broadcast and its barrier.
   const int width = warps <= 4 ? 4 : warps <= 8 ? 8 : warps <= 16 ? 16 : 32;
   const int from = threadIdx.x & (width - 1);
 #pragma unroll
@@ -44,10 +44,10 @@ __device__ inline void group_sum(float (&values)[kValues], const Group& group, f
   warp_sum(values, width);
 }
 
-// The sum over a row whose vectors are dealt out to whole warps, in an order that depends on the row alone: however
-// many vectors a thread has, vector i counts as lane i % 32 of slot i / 32; the lanes of a slot are added up as a
-// tree, then the slots. So launches may differ in threads per row and still agree to the bit.
-constexpr int kMaxSlots = 64;
+// The sum over a row of vectors in an order that depends on the row alone. However many vectors a thread has, vector i
+// belongs to lane i % 32 of virtual warp i / 32: the lanes of a virtual warp are added up as a tree, then the virtual
+// warps. So launches may differ in threads per row and agree bitwise.
+constexpr int kMaxVirtualWarps = 64;
 
 // Sums each of the values over the warp; lane l gets the sum of value l / (32 / kCount).
 template <int kCount>
@@ -61,7 +61,8 @@ __device__ inline float warp_sum_each(const float (&values)[kCount]) {
 }
 
 // values[v]: of this thread's v-th vector, number rank + v * threads of the row; 0 where there is none. A group of up
-// to 32 lanes must have one vector each. `shared` holds kMaxSlots floats per group; see group_sum() on alternating.
+// to 32 lanes must have one vector each. `shared` holds kMaxVirtualWarps floats per group; see group_sum() on
+// alternating.
 template <int kVectors>
 __device__ inline float row_sum(const float (&values)[kVectors], const Group& group, float* shared) {
   if constexpr (kVectors == 1) {
@@ -72,17 +73,17 @@ __device__ inline float row_sum(const float (&values)[kVectors], const Group& gr
     }
   }
   const int lane = group.rank % 32, warps = group.threads / 32;
-  float* const slots = shared + group.index * kMaxSlots;
+  float* const sums = shared + group.index * kMaxVirtualWarps;
   const float sum = warp_sum_each(values);
   constexpr int kLanes = 32 / kVectors;
-  if (lane % kLanes == 0) slots[lane / kLanes * warps + group.rank / 32] = sum;
+  if (lane % kLanes == 0) sums[lane / kLanes * warps + group.rank / 32] = sum;
   const int count = kVectors * warps;
   const int width = count <= 4 ? 4 : count <= 8 ? 8 : count <= 16 ? 16 : 32;
-  const int slot = lane & (width - 1);
+  const int from = lane & (width - 1);
   __syncthreads();
-  if (count == 4) return (slots[0] + slots[2]) + (slots[1] + slots[3]);  // the same tree, without its shuffles
-  float total[1] = {slot < count ? slots[slot] : 0.f};
-  if (slot + 32 < count) total[0] += slots[slot + 32];
+  if (count == 4) return (sums[0] + sums[2]) + (sums[1] + sums[3]);  // the same tree, without its shuffles
+  float total[1] = {from < count ? sums[from] : 0.f};
+  if (from + 32 < count) total[0] += sums[from + 32];
   warp_sum(total, width);
   return total[0];
 }

@@ -1,11 +1,11 @@
-// The activation behind a linear of gate and up rows.
+// The SwiGLU epilogue of a linear with gate and up rows.
 #pragma once
 #include "device/vec.cuh"
 
 namespace llmk {
 
-// silu(gate) up of sums in float32, by an approximate exponential, with the roundings of eager PyTorch: of gate and up,
-// of silu, and of the product, which is left to who stores it.
+// silu(gate) up of float32 sums, by an approximate exponential. Rounds as eager PyTorch: gate and up, then silu; the
+// product is rounded by the store.
 template <typename T>
 __device__ inline float swiglu(float gate_sum, float up_sum) {
   const auto rounded = [](float x) { return to_float(from_float<T>(x)); };

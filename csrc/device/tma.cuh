@@ -1,5 +1,5 @@
-// Bulk tensor copies (TMA), the barriers they complete on, and what blocks of a cluster do to each other: sm_90 and
-// later. Functions of one line; below sm_90 this header is empty.
+// Bulk and tensor copies (TMA), mbarriers, named barriers, and distributed shared memory: sm_90 and later. One-line
+// functions; below sm_90 this header is empty.
 #pragma once
 #include <cuda.h>
 
@@ -15,11 +15,11 @@ namespace llmk {
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // an L2 policy: data that is read once
 constexpr uint64_t kEvictNormal = 0x1000000000000000;
 
-// A barrier in shared memory whose phases complete when `arrivals` have arrived and all announced bytes are there.
+// An mbarrier: a phase completes after `arrivals` arrivals, and when all expected bytes have arrived.
 __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers known to the copy engine and to the cluster.
+// Makes initialised barriers visible to the TMA unit and to the cluster.
 __device__ inline void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -27,7 +27,7 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
 __device__ inline void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Waits for the end of the phase of this parity. The caller must be at most one phase behind.
+// Waits until the phase of this parity has completed. The caller must be at most one phase behind.
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -39,7 +39,7 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// Makes a barrier ordinary memory again, which barrier_init() wants. Nobody may wait there.
+// Invalidates a barrier, as barrier_init() requires before it is initialised again. No thread may wait there.
 __device__ inline void barrier_invalidate(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -83,14 +83,14 @@ __device__ inline void tensor_load(uint32_t shared, const CUtensorMap& map, cons
       "l"(&map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(barrier), "l"(policy)
       : "memory");
 }
-// Brings the box to the L2 cache alone.
+// Prefetches the box to the L2 cache.
 __device__ inline void tensor_prefetch_l2(const CUtensorMap& map, const int (&at)[4]) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(&map), "r"(at[0]),
                "r"(at[1]), "r"(at[2]), "r"(at[3])
                : "memory");
 }
-// True for one lane of a whole warp. The compiler knows that it is one, and so issues a copy with operands that are the
-// same for all lanes as one instruction; behind `lane == 0` it is a loop over the lanes.
+// True for one lane of a converged warp. The compiler knows that it is one, and so issues a copy with uniform operands
+// as one instruction; after `lane == 0` it would be a loop over the lanes.
 __device__ inline bool elect() {
   uint32_t elected;
   asm volatile(
@@ -102,24 +102,24 @@ __device__ inline bool elect() {
       : "=r"(elected));
   return elected;
 }
-// Orders ordinary accesses to shared memory before copies that are issued later.
+// Orders ordinary accesses to shared memory before TMA copies that are issued later.
 __device__ inline void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A barrier of the first `threads` threads that name it, in place of the whole block.
+// Barrier `id` of the block, for `threads` threads.
 __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Arrives there without waiting.
+// Arrives at a named barrier without waiting.
 __device__ inline void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// cluster_sync() where nothing that was written before matters behind it.
+// cluster_sync() without memory ordering.
 __device__ inline void cluster_barrier_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// The address of a neighbour's copy of what lies at `shared` in this block.
+// The address in block `rank` of the cluster of what lies at `shared` in this block.
 __device__ inline uint32_t cluster_address(uint32_t shared, int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
@@ -133,8 +133,8 @@ __device__ inline void cluster_store(uint32_t address, const float4& v) {
                "f"(v.w)
                : "memory");
 }
-// Arrives at a neighbour's barrier, by its cluster_address(); what was written before, to any block of the cluster, is
-// seen behind barrier_wait_cluster().
+// Arrives at another block's barrier, by its cluster_address(). Earlier writes to any block of the cluster are visible
+// after barrier_wait_cluster().
 __device__ inline void barrier_arrive_cluster(uint32_t address) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }

@@ -28,7 +28,7 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// The machine word of so many bytes: what a vector is loaded and stored as.
+// The machine word of kBytes bytes, as which a vector is loaded and stored.
 template <int kBytes>
 struct Word;
 template <>
@@ -98,12 +98,16 @@ struct alignas(sizeof(T) * N) Vec {
       return load(source);
     }
   }
-  // An intrinsic, since the compiler takes a plain assignment apart again into stores of one or two halves.
+  // An intrinsic, since the compiler may split a plain assignment into stores of one or two halves.
   __device__ void store(T* target) const {
     __stwb(reinterpret_cast<Raw*>(target), *reinterpret_cast<const Raw*>(this));
   }
-  // The plain assignment. Unlike the intrinsic it does not keep the compiler from pulling a branch in front of it out
-  // of a loop, which is worth 2 % to RMSNorm, whose vectors it leaves whole.
+  // A plain assignment, which lets the compiler hoist the branch in front of it out of a loop. Only where the compiler
+  // leaves the vector whole:
+  //
+  //   value       | case     | result
+  //   ------------|----------|------------
+  //   assign_to() | rms_norm | 2 % faster than store()
   __device__ void assign_to(T* target) const { *reinterpret_cast<Raw*>(target) = *reinterpret_cast<const Raw*>(this); }
 
  private:

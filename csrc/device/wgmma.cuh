@@ -1,5 +1,5 @@
-// Matrix instructions of a warpgroup, four warps of which the first has a number divisible by four; both operands in
-// shared memory. Functions of one line. The code of sm_90a alone has them; in any other this header is empty.
+// wgmma: matrix instructions of a warpgroup, four warps of which the first has a number divisible by four; both
+// operands in shared memory. One-line functions. Only code for sm_90a has them; in any other this header is empty.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,9 +10,9 @@ namespace llmk {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// What an instruction is told about an operand whose rows of 64 elements, 128 bytes each, lie one after the other,
-// swizzled as tensor copies do it. `shared` is a multiple of 1024 (8 rows), plus 32 for every step of 16 elements. The
-// result counts units of 16 bytes, so that `n` more bytes are n / 16 more.
+// The matrix descriptor of a K-major operand in 128-byte swizzle: rows of 64 elements, one after the other. `shared` is
+// a multiple of 1024 (8 rows), plus 32 for every step of 16 elements. The address field counts units of 16 bytes, so an
+// advance by n bytes adds n / 16.
 __device__ inline uint64_t wgmma_operand(uint32_t shared) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
   constexpr uint64_t kUnused = uint64_t{1} << 16;  // the other stride: a swizzled row is as wide as the swizzle
@@ -27,7 +27,7 @@ template <int kPending>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Keeps the compiler from moving accesses to the sums across this place; it does not know that they change later.
+// Keeps the compiler from moving accesses to the accumulators across this point: wgmma writes them asynchronously.
 template <int kCount>
 __device__ inline void wgmma_pin(float (&sums)[kCount]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Run-time choices of a launcher, each made in one place.
+// From run-time values to template arguments.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,4 +1,4 @@
-// Tensor maps: what the copy engine (TMA, sm_90 and later) is told about a tensor in memory.
+// Tensor maps: descriptors of tensors in memory for TMA copies (sm_90 and later).
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -10,10 +10,13 @@
 namespace llmk::kernels {
 
 // A tensor of 16-bit elements, up to five-dimensional, contiguous along dimension 0, and the box that one copy brings.
-// In shared memory boxes lie densely, dimension 0 first; its 64 elements are 128 bytes, whose 16-byte units are
-// swizzled (exclusive-or the row's number modulo 8), so that a column of them meets every bank. What lies beyond the
-// tensor comes as zeros. The L2 cache fetches those 128 bytes and no more: if it is told to fetch 256 at a time, as is
-// usual, a long stream of boxes gets 4.1 TB/s of an H200 instead of 4.5.
+// In shared memory a box is dense, dimension 0 first, in 128-byte swizzle: 16-byte unit u of row r lies at u ^ (r % 8),
+// so that a column of units meets every bank. Elements beyond the tensor are zero. L2 promotion is 128 bytes:
+//
+//   value     | case                            | result
+//   ----------|---------------------------------|---------
+//   128 bytes | a long stream of boxes, an H200 | 4.5 TB/s
+//   256 bytes | the same                        | 4.1 TB/s
 struct TensorBox {
   int dims;
   int64_t sizes[5];    // elements

@@ -1,4 +1,4 @@
-// What a gated-activation kernel is told, on either device. Strides count elements; columns are contiguous.
+// Parameters of the gated-activation kernels, on either device. Strides count elements; columns are contiguous.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// What an RMSNorm kernel is told, on either device. Strides count elements; columns are contiguous.
+// Parameters of the RMSNorm kernels, on either device. Strides count elements; columns are contiguous.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// What a rotary-embedding kernel is told, on either device. Strides count elements; head dimensions are contiguous.
+// Parameters of the rotary-embedding kernels, on either device. Strides count elements; head dimensions are contiguous.
 #pragma once
 #include <cstdint>
 

@@ -4,11 +4,10 @@
 //
 //   silu(x) = x / (1 + e^-x)    gelu(x) = x (1 + erf(x / sqrt 2)) / 2    or its tanh form
 //
-// gate and up are [rows, cols] with rows any distance apart, so a packed [gate | up] is the same kernel. fp32
-// arithmetic; the forward rounds where eager PyTorch rounds and uses its formulas, and equals it bit for bit.
-// Moves 3 elements per element forward, 5 backward: memory is the limit, so 16-byte accesses, one of each operand per
-// thread and many threads (more per thread was slower), and no branches in the arithmetic. Contiguous operands are
-// treated as one long row.
+// gate and up are [rows, cols] with rows any distance apart, so a packed [gate | up] is the same kernel; float32,
+// float16 or bfloat16. float32 arithmetic; the forward has the formulas and roundings of eager PyTorch, bitwise.
+// Moves 3 elements per element forward, 5 backward: memory is the limit, so a thread has one 16-byte access per operand
+// (measured: more per thread is slower), and the arithmetic has no branches. Contiguous operands are one long row.
 #include "glu.h"
 
 #include <cfloat>
@@ -24,8 +23,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBackwardBlocksPerSm = 5;
 
-// The activations. Each one's kBlocksPerSm leaves its forward enough registers to request both operands before the
-// arithmetic is under way. Without a bound the compiler saves some by loading the second one halfway through.
+// The activations. kBlocksPerSm leaves the forward enough registers to have the loads of both operands in flight before
+// the arithmetic begins. Without a bound the compiler saves registers by loading the second one halfway through.
 struct Silu {
   static constexpr int kBlocksPerSm = 8;
   template <typename T>
@@ -77,13 +76,14 @@ struct GeluErf {
   }
 };
 
-// Where this thread's vector lies; a block covers kThreads vectors of one row.
-struct Place {
+// The position of this thread's vector; a block covers kThreads vectors of one row.
+struct VectorPosition {
   int64_t row, col;
 };
 
 template <int N, bool kOneRow>
-__device__ Place place(unsigned blocks_per_row) {  // the division is most of what comes before the loads
+__device__ VectorPosition
+vector_position(unsigned blocks_per_row) {  // the division is most of what comes before the loads
   const unsigned row = kOneRow ? 0 : blockIdx.x / blocks_per_row;
   const unsigned block = blockIdx.x - row * blocks_per_row;
   return {row, (static_cast<int64_t>(block) * kThreads + threadIdx.x) * N};
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, Act::kBlocksPerSm)
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
-  const auto [row, col] = place<N, kOneRow>(blocks_per_row);
+  const auto [row, col] = vector_position<N, kOneRow>(blocks_per_row);
   if (col >= params.cols) return;
   const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
   const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerSm)
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
-  const auto [row, col] = place<N, kOneRow>(blocks_per_row);
+  const auto [row, col] = vector_position<N, kOneRow>(blocks_per_row);
   if (col >= params.cols) return;
   const V grad_y = V::load(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride + col, policy);
   const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);

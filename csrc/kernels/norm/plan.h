@@ -1,8 +1,8 @@
-// How an RMSNorm row is spread over threads. Plain host code, so that Python can ask for it too.
+// The launch plan of RMSNorm: how a row is split over threads. Plain host code, so that Python can ask for it too.
 //
-// The kernel, and with it the order in which a row is summed, depends on the row alone (length, element size,
-// alignment), never on how many rows there are: that makes a row's bits independent of its batch. How many threads
-// share a row may differ, since row_sum() gives the same bits for any number of them.
+// The kernel, and with it the order of summation, depends on the row alone (length, element size, alignment), never on
+// the number of rows: the result of a row is bitwise independent of its batch. The number of threads per row may
+// differ, since row_sum() gives the same bits for any of them.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace llmk::kernels {
 
 struct RowPlan {
   int width;            // elements per access
-  int vectors;          // per thread, kept in registers; 0: too long for that, the row is read twice
+  int vectors;          // per thread, kept in registers; 0: the row is too long for that and is read twice
   int threads_per_row;  // a power of two up to 32, or whole warps
   int rows_per_block;
 
@@ -30,11 +30,11 @@ inline int group_threads(int64_t count, int vectors, int most) {
 }
 
 constexpr int kMaxRowsPerBlock = 8;       // of rows that take whole warps
-constexpr int64_t kFewRowsPerSm = 2;      // up to here the time of one row counts, not the rate
+constexpr int64_t kFewRowsPerSm = 2;      // up to here latency counts, beyond it throughput
 constexpr int64_t kMaxRowVectors = 2048;  // two per thread of a block
 
-// `vector`: the row can be moved by 16-byte accesses. With few rows, a row is spread as wide as possible; with many,
-// two vectors per thread keep enough loads in flight (a residual is a second load, and makes up for one of them).
+// `vector`: rows can be moved by 16-byte accesses. With few rows, a row takes as many threads as possible. With many,
+// two vectors per thread keep enough loads in flight; a residual is a load as well, so one is enough beside it.
 inline RowPlan plan_rms_norm(int64_t cols, size_t element_bytes, bool vector, bool residual, bool few_rows) {
   constexpr int kNarrow = 128, kBlockThreads = 256, kMaxThreads = 1024;
   RowPlan plan{1, 0, 0, 1};

@@ -3,13 +3,13 @@
 //   grad_x = round(rstd (g - n mean(g n)) + grad_sum)
 //   grad_w = round(sum over rows of grad_y n)
 //
-// rstd is computed again: the row is read anyway, and nothing but x has to be kept from the forward. fp32 arithmetic.
-// Moves 3 elements per element (4 with grad_sum), plus one fp32 row of partial grad_w per block.
+// rstd is recomputed: the row is read anyway, and only x has to be kept from the forward. float32, float16 or bfloat16;
+// float32 arithmetic. Moves 3 elements per element (4 with grad_sum), plus one float32 row of partial grad_w per block.
 //
-// Rows that fit: a persistent grid, so that each thread keeps the partial grad_w of its columns in registers over all
-// rows of its block, with the next rows on their way into shared memory (each thread copies what it will read itself,
-// so no barrier guards the ring). Other rows: one pass per row for grad_x and rstd, one over column strips for grad_w.
-// Partials are added in a fixed order; no atomics. Persistent-grid idea: quack's rmsnorm backward.
+// Rows that fit: a persistent grid. Each thread keeps the partial grad_w of its columns in registers over all rows of
+// its block; cp.async brings the next rows to a ring of stages in shared memory. A thread copies what it reads itself,
+// so the ring needs no barriers. Other rows: one kernel over rows for grad_x and rstd, one over column strips for
+// grad_w. Partial sums are added in a fixed order; no atomics. Persistent-grid idea: quack's rmsnorm backward.
 #include <algorithm>
 
 #include "device/ptx.cuh"
@@ -29,12 +29,12 @@ struct Scalars {
 };
 
 // From sum(x^2) and sum(g x).
-__device__ Scalars finish(const float (&sums)[2], float inverse_cols, float eps) {
+__device__ Scalars row_scalars(const float (&sums)[2], float inverse_cols, float eps) {
   const float rstd = rsqrtf(sums[0] * inverse_cols + eps);
   return {rstd, sums[1] * inverse_cols * rstd};
 }
 
-// Where the rows of the gradients and of x start.
+// Where a row begins in each operand.
 template <typename T>
 struct Rows {
   const T *x, *grad_y, *grad_sum, *weight;
@@ -47,26 +47,26 @@ struct Rows {
         grad_x(static_cast<T*>(params.grad_x) + row * params.cols) {}
 };
 
-// Rows of a group in flight: as many as shared memory has room for when a thread holds four vectors of each stream.
+// Stages of the ring, a row of each group in each: as many as fit when a thread has four vectors of each operand.
 template <int kVectors>
 constexpr int kStages = kVectors == 4 ? 2 : 3;
-constexpr size_t kBytesInFlight = 116 << 10;  // per SM; more made the blocks drift apart and was slower
+constexpr size_t kBytesInFlight = 116 << 10;  // per SM; measured: more is slower, since blocks drift apart
 
-// The block's groups walk over rows blockIdx.x * groups + group, a grid apart. kVectors vectors per thread.
+// Group g of a block processes row blockIdx.x * groups + g and every row a grid further. kVectors vectors per thread.
 template <typename T, int kVectors>
 __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBackwardParams params, bool keep_inputs) {
   constexpr int N = kVecWidth<T>, kDepth = kStages<kVectors>;
   using V = Vec<T, N>;
   const uint64_t policy = l2_policy(keep_inputs);
-  extern __shared__ int4 ring[];  // [stage][stream][vector][thread of the block]
+  extern __shared__ int4 ring[];  // [stage][operand][vector][thread of the block]
   __shared__ float shared[2][2 * 16];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-  const int streams = params.grad_sum ? 3 : 2;
+  const int operands = params.grad_sum ? 3 : 2;
   const int count = static_cast<int>(params.cols / N);
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  const auto slot = [&](int stage, int stream, int v) -> int4* {
-    return ring + ((stage * streams + stream) * kVectors + v) * threads + thread;
+  const auto stage_vector = [&](int stage, int operand, int v) -> int4* {
+    return ring + ((stage * operands + operand) * kVectors + v) * threads + thread;
   };
   const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
   const auto prefetch = [&](int64_t row, int stage) {
@@ -75,13 +75,13 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if (group.rank + v * group.threads < count) {
-          cp_async_16(slot(stage, 0, v), rows.x + offset(v), policy);
-          cp_async_16(slot(stage, 1, v), rows.grad_y + offset(v), policy);
-          if (params.grad_sum) cp_async_16(slot(stage, 2, v), rows.grad_sum + offset(v), policy);
+          cp_async_16(stage_vector(stage, 0, v), rows.x + offset(v), policy);
+          cp_async_16(stage_vector(stage, 1, v), rows.grad_y + offset(v), policy);
+          if (params.grad_sum) cp_async_16(stage_vector(stage, 2, v), rows.grad_sum + offset(v), policy);
         }
       }
     }
-    cp_async_commit();  // also when empty, so that the count of groups in flight stays right
+    cp_async_commit();  // also when empty, so that cp_async_wait() counts stages
   };
 
   pdl_wait();
@@ -110,14 +110,16 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
     prefetch(row + (kDepth - 1) * step, (stage + kDepth - 1) % kDepth);
     cp_async_wait<kDepth - 1>();
     const auto mine = [&](int v) { return row < params.rows && group.rank + v * group.threads < count; };
-    const auto staged = [&](int stream, int v) { return V::load(reinterpret_cast<const T*>(slot(stage, stream, v))); };
+    const auto load_operand = [&](int operand, int v) {
+      return V::load(reinterpret_cast<const T*>(stage_vector(stage, operand, v)));
+    };
     V x[kVectors], grad_y[kVectors];
     float sums[2] = {0.f, 0.f};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!mine(v)) continue;
-      x[v] = staged(0, v);
-      grad_y[v] = staged(1, v);
+      x[v] = load_operand(0, v);
+      grad_y[v] = load_operand(1, v);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         sums[0] += x[v][i] * x[v][i];
@@ -125,12 +127,12 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
       }
     }
     group_sum(sums, group, shared[parity]);
-    const Scalars scalars = finish(sums, inverse_cols, eps);
+    const Scalars scalars = row_scalars(sums, inverse_cols, eps);
     T* const grad_x = static_cast<T*>(params.grad_x) + row * params.cols;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!mine(v)) continue;
-      const V extra = params.grad_sum ? staged(2, v) : V{};
+      const V extra = params.grad_sum ? load_operand(2, v) : V{};
       float n[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -145,14 +147,14 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
 
   pdl_launch_dependents();
   if (!params.grad_weight) return;
-  // One row of partials per block: its groups are added up in shared memory, in their order.
-  auto* const sums_of_groups = reinterpret_cast<float*>(ring);  // [group][column]; less than one stage of the ring
+  // One row of partial sums per block: its groups are added up in shared memory, in a fixed order.
+  auto* const group_sums = reinterpret_cast<float*>(ring);  // [group][column]; less than one stage of the ring
   cp_async_wait<0>();
   __syncthreads();
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (group.rank + v * group.threads >= count) continue;
-    float4* const mine = reinterpret_cast<float4*>(sums_of_groups + group.index * params.cols + offset(v));
+    float4* const mine = reinterpret_cast<float4*>(group_sums + group.index * params.cols + offset(v));
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
       const float* const g = &grad_weight[v][i];
@@ -162,8 +164,8 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
   __syncthreads();
   float* const partial = static_cast<float*>(params.partials) + blockIdx.x * params.cols;
   for (int c = thread; c < params.cols; c += threads) {
-    float sum = sums_of_groups[c];
-    for (int g = 1; g < blockDim.y; ++g) sum += sums_of_groups[g * params.cols + c];
+    float sum = group_sums[c];
+    for (int g = 1; g < blockDim.y; ++g) sum += group_sums[g * params.cols + c];
     partial[c] = sum;
   }
 }
@@ -196,7 +198,7 @@ __global__ void __launch_bounds__(1024) rms_norm_backward_long_kernel(const RmsN
     }
   }
   group_sum(sums, group, shared);
-  const Scalars scalars = finish(sums, inverse_cols, eps);
+  const Scalars scalars = row_scalars(sums, inverse_cols, eps);
   if (rstd && group.rank == 0 && row < params.rows) rstd[row] = scalars.rstd;
   for (int64_t c = begin; c < end; c += step) {
     const V x = V::load(rows.x + c), grad_y = V::load(rows.grad_y + c);
@@ -210,7 +212,7 @@ __global__ void __launch_bounds__(1024) rms_norm_backward_long_kernel(const RmsN
   }
 }
 
-// Partial grad_w behind the kernel above: block (s, p) sums strip s of 256 columns over the p-th share of the rows.
+// Partial grad_w after the kernel above: block (s, p) sums strip s of 256 columns over the p-th range of rows.
 template <typename T>
 __global__ void __launch_bounds__(256)
     grad_weight_partial_kernel(const RmsNormBackwardParams params, const float* rstd, int64_t strips) {
@@ -228,7 +230,7 @@ __global__ void __launch_bounds__(256)
   static_cast<float*>(params.partials)[part * params.cols + col] = sum;
 }
 
-// grad_w = sum of the partials: a block takes 32 columns, its warps share the partials, then add up in a fixed order.
+// grad_w = sum of the partial sums: a block takes 32 columns, its warps split the rows of partial sums; fixed order.
 template <typename T>
 __global__ void __launch_bounds__(1024) grad_weight_sum_kernel(const RmsNormBackwardParams params) {
   __shared__ float sums[32][33];
@@ -278,14 +280,14 @@ cudaError_t plan_persistent(const RmsNormBackwardParams& params, PersistentPlan&
   const int vectors = count > 2 * kMaxThreads ? 4 : count > 128 ? 2 : 1;
   row.threads_per_row = group_threads(count, vectors, kMaxThreads);
   row.rows_per_block = std::max(1, 256 / row.threads_per_row);
-  const int streams = params.grad_sum ? 3 : 2, stages = vectors == 4 ? kStages<4> : kStages<1>;
-  plan.ring_bytes = sizeof(int4) * stages * streams * vectors * row.threads();
-  if (plan.ring_bytes > device.shared_bytes - 1024) return cudaSuccess;  // the reduction has its part too
+  const int operands = params.grad_sum ? 3 : 2, stages = vectors == 4 ? kStages<4> : kStages<1>;
+  plan.ring_bytes = sizeof(int4) * stages * operands * vectors * row.threads();
+  if (plan.ring_bytes > device.shared_bytes - 1024) return cudaSuccess;  // the reduction needs some, too
   row.vectors = vectors;
   const int per_sm = std::clamp(static_cast<int>(kBytesInFlight / plan.ring_bytes), 1, 1024 / row.threads());
   plan.blocks = std::min<int64_t>((params.rows + row.rows_per_block - 1) / row.rows_per_block,
                                   static_cast<int64_t>(device.sm_count) * per_sm);
-  plan.keep_inputs = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (streams + 1));
+  plan.keep_inputs = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (operands + 1));
   return cudaSuccess;
 }
 
@@ -327,7 +329,7 @@ cudaError_t rms_norm_backward_workspace(const RmsNormBackwardParams& params, Dty
       workspace.partial_rows = plan.blocks;
       workspace.floats = workspace.partial_rows * params.cols;
     } else {
-      // Enough to share out, and none of more than 1024 rows, which would cost accuracy.
+      // Enough partial sums to fill the GPU, and none over more than 1024 rows, for accuracy.
       workspace.partial_rows = std::min<int64_t>(params.rows, std::max<int64_t>(64, params.rows / 1024));
       workspace.floats = workspace.partial_rows * params.cols + params.rows;
     }

@@ -3,13 +3,13 @@
 //
 //   out[a] = r(r(x[a] cos[a]) + r(-x[b] sin[a]))        out[b] = r(r(x[b] cos[b]) + r(x[a] sin[b]))
 //
-// which is bit for bit what eager PyTorch computes for (x * cos) + (rotate_half(x) * sin). The backward pass is the
-// transpose: sin is taken from the other element of the pair, with the other sign. Dimensions from rotary_dim on are
-// copied. Tensors are [batch, tokens, heads, head_dim] by any strides.
+// bitwise equal to eager PyTorch's (x * cos) + (rotate_half(x) * sin). The backward pass is the transpose: sin is taken
+// from the other element of the pair, with the other sign. Dimensions from rotary_dim on are copied.
+// Tensors are [batch, tokens, heads, head_dim] by any strides; float32, float16 or bfloat16.
 //
-// Moves every element of q and k once in and once out; cos and sin stay in registers for all heads of a token. A thread
-// holds two vectors of the head, N elements at d and N at d + h, so that both layouts find their pairs in registers;
-// a block holds one or more tokens, its threads' y index walking over the heads of q, then of k.
+// Reads and writes every element of q and k once; cos and sin stay in registers for all heads of a token. A thread
+// holds two vectors of the head, N elements at d and N at d + h, so that both layouts find their pairs in registers. A
+// block takes one or more tokens; threadIdx.y strides over the heads of q, then of k.
 #include "rope.h"
 
 #include <algorithm>
@@ -23,10 +23,10 @@
 namespace llmk::kernels {
 namespace {
 
-constexpr int kHeads = 2;  // heads of a thread whose loads are in flight together
+constexpr int kHeads = 2;  // heads per thread and iteration, whose loads are in flight together
 
-// Where the two vectors of a thread that is at pair d (a multiple of N) lie in the head. A single interleaved pair is
-// two neighbours; vectors of pairs need no such care, since each holds whole pairs.
+// Offsets in the head of the two vectors of the thread at pair d, a multiple of N. With N = 1 an interleaved pair is
+// two neighbours; with N > 1 each vector holds whole interleaved pairs.
 template <int N, bool kInterleaved>
 struct Span {
   int64_t low, high;
@@ -34,7 +34,7 @@ struct Span {
       : low(kInterleaved && N == 1 ? 2 * d : d), high(kInterleaved && N == 1 ? 2 * d + 1 : d + half) {}
 };
 
-// Whether the pairs lie within a vector, rather than in the same place of the low and the high one.
+// Whether both elements of a pair lie in the same vector, rather than one each in the low and the high vector.
 template <int N, bool kInterleaved>
 constexpr bool kNeighbours = kInterleaved&& N > 1;
 
