@@ -61,8 +61,8 @@ DecodeAttentionParams slice(const DecodeAttentionParams& params, int64_t begin, 
   advance(part.out, begin * params.tokens * params.heads * params.head_dim);
   advance(part.new_k, begin * params.new_k_batch);
   advance(part.new_v, begin * params.new_v_batch);
-  part.lengths += begin;
-  if (part.starts) part.starts += begin;
+  part.cache_seqlens += begin;
+  if (part.cache_leftpad) part.cache_leftpad += begin;
   if (part.positions) part.positions += begin;
   if (part.cache.block_table) {
     part.cache.block_table += begin * params.cache.table_stride;
