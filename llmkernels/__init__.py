@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 # False only for `python -m llmkernels`, which reports what stopped it; everybody else gets the ImportError.
 if _library.load():
     from llmkernels import nn
-    from llmkernels.hf import PagedKVCache, generate, patch, unpatch
+    from llmkernels.hf import PagedKVCache, generate, patch, release, unpatch
     from llmkernels.ops import (
         add_rms_norm,
         decode_attention,
@@ -40,6 +40,7 @@ __all__ = [
     "linear",
     "nn",
     "patch",
+    "release",
     "rms_norm",
     "rms_norm_linear",
     "rope",

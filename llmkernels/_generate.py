@@ -98,6 +98,7 @@ def _generate(options: argparse.Namespace) -> None:
     temperature = options.temperature
     if temperature is None:
         temperature = 1.0 if options.top_k or options.top_p < 1 or options.min_p else 0.0
+    sampling = {"temperature": temperature, "top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p}
     try:
         llmkernels.generate(
             model,
@@ -105,10 +106,7 @@ def _generate(options: argparse.Namespace) -> None:
             attention_mask=inputs.get("attention_mask"),
             max_new_tokens=options.max_new_tokens,
             do_sample=temperature > 0,
-            temperature=temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            min_p=options.min_p,
+            **(sampling if temperature > 0 else dict.fromkeys(sampling)),
             repetition_penalty=options.repetition_penalty,
             streamer=transformers.TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True),
         )

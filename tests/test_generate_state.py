@@ -15,6 +15,12 @@ from llmkernels.hf import unpatch
 from llmkernels.hf.decode import decoder
 
 
+def spare(model):
+    """The cache that is kept for the next call."""
+    ((cache, _),) = decoder(model)._spare
+    return cache
+
+
 def test_two_models_at_once(device):
     models = [small_model(device=device, seed=seed) for seed in (0, 5)]
     ids = tiny_inputs(device)
@@ -70,22 +76,18 @@ def test_growing_and_shrinking(device):
 
 def test_a_cache_that_grows(device, late, monkeypatch):
     """It starts small however large max_length is, and moves on; one that was returned does so too."""
-    monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "_MORE", 4)
-    monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "_STEP", 4)
+    monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "AHEAD_TOKENS", 4)
+    monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "STEP", 4)
     model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
     expected = hf_generate(model, ids, attention_mask=mask, max_new_tokens=40)
     handle = llmkernels.patch(model)
     for _ in range(2):
         assert torch.equal(hf_generate(model, ids, attention_mask=mask, max_new_tokens=40), expected)
-    assert decoder(model)._cache.capacity == 56
+    assert spare(model).capacity == 56
     decoder(model).release()
     for _ in range(2):
         assert torch.equal(llmkernels.generate(model, ids, attention_mask=mask, max_new_tokens=40), expected)
     first = hf_generate(model, ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True)
-    assert first.past_key_values.capacity == 56
-    decoder(model).release()
-    first = hf_generate(model, ids, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True)
-    assert first.past_key_values.capacity == 16
     longer = torch.cat([mask, mask.new_ones(3, 5)], 1)
     options = {"past_key_values": first.past_key_values, "attention_mask": longer, "max_new_tokens": 35}
     assert torch.equal(hf_generate(model, first.sequences, **options), expected)
@@ -96,12 +98,12 @@ def test_the_cache_is_used_again(device):
     model, ids = small_model(device=device), tiny_inputs(device)
     llmkernels.patch(model)
     hf_generate(model, ids)
-    first = decoder(model)._cache
+    first = spare(model)
     hf_generate(model, tiny_inputs(device, tokens=20))
-    assert decoder(model)._cache is first
-    assert first.capacity == 256
+    assert spare(model) is first
+    assert first.capacity == 64
     hf_generate(model, tiny_inputs(device, 1))
-    assert decoder(model)._cache is not first
+    assert spare(model) is not first
 
 
 def test_nothing_keeps_a_model_alive(device):
@@ -109,7 +111,7 @@ def test_nothing_keeps_a_model_alive(device):
     llmkernels.patch(model)
     hf_generate(model, ids)
     llmkernels.generate(model, ids, max_new_tokens=3)
-    cache = weakref.ref(decoder(model)._cache)
+    cache = weakref.ref(spare(model))
     dead = weakref.ref(model)
     gc.disable()
     try:

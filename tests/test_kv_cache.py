@@ -87,10 +87,10 @@ def test_a_cache_that_grows(device):
         for layer in range(LAYERS):
             cache.update(keys[:, :, start:end], keys[:, :, start:end] + 1000, layer)
         assert_holds(cache, keys[:, :, :end])
-    assert cache.capacity == 2304
-    assert not cache.make_room(1604)
-    assert cache.make_room(1605)
-    assert [layer.k.shape for layer in cache.layers] == [(2, 4352, 2, 4)] * LAYERS
+    assert cache.capacity == 2112
+    assert not cache.make_room(1412)
+    assert cache.make_room(1413)
+    assert [layer.k.shape for layer in cache.layers] == [(2, 4224, 2, 4)] * LAYERS
     assert_holds(cache, keys)
 
 

@@ -12,6 +12,7 @@ handle, on a deep copy or a loaded pickle.
     report.py    what patch found and did
     packing.py   weights that are read together, in one storage
     cache.py     a KV cache of fixed buffers, as transformers takes it; paged.py, one of pages
+    adopt.py     transformers' own DynamicCache around a decode step
     trunk.py     what the decode step reads of a model, or why it can not run
     decode.py    the decode step: one token for every sequence
     loop.py      the loop behind model.generate(); generate.py, our own; reading.py, what they share
@@ -19,11 +20,12 @@ handle, on a deep copy or a loaded pickle.
 Importing this package does not import transformers; using `KVCache` does.
 """
 
+from .decode import release
 from .generate import generate
 from .paged import OutOfPages, PagedKVCache
 from .patch import PatchHandle, patch, unpatch
 
-__all__ = ["KVCache", "OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "unpatch"]
+__all__ = ["KVCache", "OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "release", "unpatch"]
 
 
 def __getattr__(name: str):

@@ -3,22 +3,30 @@
 Importing this module imports transformers; `llmkernels.KVCache` imports it at first use.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-_STEP = 256  # a cache that grows has a multiple of so many tokens, and at least _MORE more than before
-_MORE = 2048
+from ._checks import check_count
+
+STEP = 64  # a cache that grows has a multiple of so many tokens
+AHEAD_TOKENS = 2048  # ... and room for at most so many more than it needs,
+AHEAD_BYTES = 512 << 20  # which take at most so much, or a quarter of what it holds where that is more
+KEPT_BYTES = 1 << 30  # a larger one is not kept for the next call of generate
 
 
-def growable(model_or_config, tokens: int, limit: int) -> "KVCache":
-    """A cache that grows, with room for some tokens behind the first `tokens`, up to `limit`."""
-    return KVCache(model_or_config, _round_up(min(tokens + _MORE, limit)), grows=True)
+def room_for(tokens: int, row_bytes: int, limit: int | None = None) -> int:
+    """How many tokens to allocate where there are `tokens` and up to `limit` may follow.
 
-
-def _round_up(tokens: int) -> int:
-    return -(-tokens // _STEP) * _STEP
+    `row_bytes` is what one token takes in all layers and sequences. In proportion to what is there, so that moving to
+    larger buffers, and capturing a new graph, stays a small part of the time however long it becomes.
+    """
+    room = tokens + max(tokens // 4, min(AHEAD_TOKENS, AHEAD_BYTES // max(row_bytes, 1)), 1)
+    return -(-min(room, room if limit is None else max(limit, tokens)) // STEP) * STEP
 
 
 class KVCacheLayer(CacheLayerMixin):
@@ -31,12 +39,14 @@ class KVCacheLayer(CacheLayerMixin):
     is_sliding = False  # a window is the attention's business: every token is kept
     is_croppable = True
 
-    def __init__(self, capacity: int, grows: bool = False):  # not the mixin's: it assigns keys and values
+    def __init__(self, capacity: int, grows: bool = False, layers: int = 1):  # not the mixin's, which assigns keys
         self.capacity = capacity
         self.grows = grows
+        self._layers = layers  # that grow alike
         self.length = 0
         self.k: Tensor | None = None
         self.v: Tensor | None = None
+        self._home: torch.device | None = None
 
     @property
     def is_initialized(self) -> bool:
@@ -47,6 +57,18 @@ class KVCacheLayer(CacheLayerMixin):
         if self.k is None:
             raise AttributeError("a KVCache without tensors has no batch_size yet")  # which transformers asks for
         return self.k.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return None if self.k is None else self.k.dtype
+
+    @property
+    def device(self) -> torch.device | None:
+        return self._home
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.k is None else self.k.nbytes + self.v.nbytes
 
     @property
     def keys(self) -> Tensor | None:
@@ -60,33 +82,48 @@ class KVCacheLayer(CacheLayerMixin):
         """Allocate buffers for keys and values like these, (B, Hkv, T, D) with any T."""
         with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
             self.k, self.v = (_zeros(x, self.capacity) for x in (key_states, value_states))
+        self._home = key_states.device
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append (B, Hkv, T, D) keys and values; returns `keys` and `values`.
 
         Raises: ValueError when they do not fit, before anything is written.
         """
-        if self.k is None:
-            self.lazy_initialization(key_states, value_states)
-        batch, heads, tokens, dim = key_states.shape
-        expected = self.k.shape[0], self.k.shape[2], self.k.shape[3]
-        if (batch, heads, dim) != expected:
-            raise ValueError(
-                f"KVCache: key_states must have (batch, heads, head_dim) {expected}, got {(batch, heads, dim)}"
-            )
-        if (key_states.dtype, key_states.device) != (self.k.dtype, self.k.device):
-            raise ValueError(
-                f"KVCache: key_states must be {self.k.dtype} on {self.k.device}, "
-                f"got {key_states.dtype} on {key_states.device}"
-            )
+        self._check(key_states, value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError("KVCache: key_states must not require a gradient; call the model under torch.no_grad()")
+        if self.k is None:
+            self.lazy_initialization(key_states, value_states)
+        tokens = key_states.shape[2]
         self.make_room(tokens)
         end = self.length + tokens
         self.k[:, self.length : end].copy_(key_states.transpose(1, 2))
         self.v[:, self.length : end].copy_(value_states.transpose(1, 2))
         self.length = end
         return self.keys, self.values
+
+    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raise unless both fit, so that nothing is written of what fits only by half."""
+        for name, states in (("key_states", key_states), ("value_states", value_states)):
+            if not isinstance(states, Tensor):
+                raise TypeError(f"KVCache: {name} must be a tensor, got {type(states).__name__}")
+            if states.ndim != 4:
+                raise ValueError(f"KVCache: {name} must be (batch, heads, tokens, head_dim), got {tuple(states.shape)}")
+        held = key_states.transpose(1, 2) if self.k is None else self.k
+        batch, _, heads, dim = held.shape
+        tokens = key_states.shape[2]
+        for name, states in (("key_states", key_states), ("value_states", value_states)):
+            if states.shape[:2] != (batch, heads) or states.shape[3] != dim:
+                found = states.shape[0], states.shape[1], states.shape[3]
+                raise ValueError(
+                    f"KVCache: {name} must have (batch, heads, head_dim) {(batch, heads, dim)}, got {tuple(found)}"
+                )
+            if states.shape[2] != tokens:
+                raise ValueError(f"KVCache: {name} must have {tokens} tokens, got {states.shape[2]}")
+            if (states.dtype, states.device) != (held.dtype, held.device):
+                raise ValueError(
+                    f"KVCache: {name} must be {held.dtype} on {held.device}, got {states.dtype} on {states.device}"
+                )
 
     def make_room(self, tokens: int) -> None:
         """Raises ValueError where there is none; a layer that grows has new buffers then."""
@@ -98,11 +135,15 @@ class KVCacheLayer(CacheLayerMixin):
                 f"KVCache: capacity must be at least {needed} tokens ({self.length} live, {tokens} new), "
                 f"got {self.capacity}"
             )
-        self.capacity = _round_up(max(needed, self.capacity + max(self.capacity // 2, _MORE)))
+        self.capacity = room_for(needed, self.nbytes * self._layers // self.capacity)
         if self.k is not None:
-            self.k, self.v = (self._moved(buffer, slice(None)) for buffer in (self.k, self.v))
+            self._move(slice(None))
 
-    def _moved(self, buffer: Tensor, rows: Tensor | slice) -> Tensor:
+    def _move(self, rows: Any) -> None:
+        self.k = self._moved(self.k, rows)  # one after the other: the old one is free before the next is made
+        self.v = self._moved(self.v, rows)
+
+    def _moved(self, buffer: Tensor, rows: Any) -> Tensor:
         """A new buffer with the live tokens of these rows."""
         live = buffer[rows, : self.length]
         with torch.inference_mode(False):
@@ -123,6 +164,19 @@ class KVCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.length = 0
+
+    def release(self) -> None:
+        """Forget everything, and free the buffers."""
+        self.k = self.v = None
+        self.length = 0
+
+    def offload(self) -> None:
+        if self.k is not None:
+            self.k, self.v = (buffer.to("cpu", non_blocking=True) for buffer in (self.k, self.v))
+
+    def prefetch(self) -> None:
+        if self.k is not None:
+            self.k, self.v = (buffer.to(self._home, non_blocking=True) for buffer in (self.k, self.v))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; a negative number, as transformers 5.23 has it."""
@@ -145,11 +199,12 @@ class KVCacheLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.k is not None:
             rows = torch.arange(self.k.shape[0], device=self.k.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
+            self._move(rows.repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these sequences: a tensor, a list or whatever else selects rows."""
         if self.k is not None:
-            self.k, self.v = (self._moved(buffer, indices.to(buffer.device)) for buffer in (self.k, self.v))
+            self._move(indices)
 
 
 def _zeros(x: Tensor, capacity: int) -> Tensor:
@@ -167,7 +222,7 @@ class KVCache(Cache):
 
     Args:
         config: of the model, or the model itself: says how many layers there are.
-        capacity: tokens per sequence.
+        capacity: tokens per sequence. For each of them memory is taken at once.
         batch_size, dtype, device: allocate the buffers now. Without them they are allocated at the first ``update``
             of their layer, with its batch, heads, dtype and device.
         grows: move to larger buffers when ``capacity`` is reached. A decode step then needs a new CUDA graph.
@@ -178,7 +233,8 @@ class KVCache(Cache):
         counters: int32 (2, B) on the device: rope position and cache_seqlens as of the last token, which a decode step
             advances by adding one to both.
 
-    Raises: ValueError for more tokens than ``capacity``, unless it grows; nothing is written then.
+    Raises: ValueError for more tokens than ``capacity``, unless it grows, and for keys or values that do not fit;
+        nothing is written then. TypeError for arguments of another kind.
 
     >>> cache = llmkernels.KVCache(model, capacity=4096)
     >>> model.generate(**inputs, past_key_values=cache)
@@ -194,20 +250,46 @@ class KVCache(Cache):
         device: torch.device | str | None = None,
         grows: bool = False,
     ):
-        if capacity < 1:
-            raise ValueError(f"KVCache: capacity must be positive, got {capacity}")
+        check_count("KVCache: capacity", capacity)
+        if batch_size is not None:
+            check_count("KVCache: batch_size", batch_size)
         model = config if isinstance(config, nn.Module) else None
-        config = (model.config if model is not None else config).get_text_config(decoder=True)
-        super().__init__(layers=[KVCacheLayer(capacity, grows) for _ in range(config.num_hidden_layers)])
-        self.counters: Tensor | None = None
-        self.cache_leftpad: Tensor | None = None
-        self._counted = -1  # the length that the counters stand at
+        config = getattr(config, "config", config)
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(
+                f"KVCache: config must be a model of transformers or its config, got {type(config).__name__}"
+            )
+        config = config.get_text_config(decoder=True)
+        check_count("KVCache: num_hidden_layers of the config", config.num_hidden_layers)
+        self._make_layers(config.num_hidden_layers, capacity, grows)
         if batch_size is not None:
             heads = config.num_key_value_heads
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             dtype = dtype or (model.dtype if model is not None else torch.get_default_dtype())
             device = device or (model.device if model is not None else "cpu")
             self.early_initialization(batch_size, heads, head_dim, dtype, torch.device(device))
+
+    @classmethod
+    def growable(cls, layers: int, row_bytes: int, tokens: int, limit: int) -> "KVCache":
+        """A cache that grows, with room for some tokens behind the first `tokens`, up to `limit`."""
+        cache = cls.__new__(cls)
+        cache._make_layers(layers, room_for(tokens, row_bytes, limit), grows=True)
+        return cache
+
+    def _make_layers(self, layers: int, capacity: int, grows: bool) -> None:
+        super().__init__(layers=[KVCacheLayer(capacity, grows, layers) for _ in range(layers)])
+        self.counters: Tensor | None = None
+        self.cache_leftpad: Tensor | None = None
+        self._counted = -1  # the length that the counters stand at
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """Keys, values and None for each layer, as DynamicCache has it where there is no sliding window."""
+        return ((layer.keys, layer.values, None) for layer in self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        """What the buffers of all layers take."""
+        return sum(layer.nbytes for layer in self.layers)
 
     @property
     def capacity(self) -> int:
@@ -234,6 +316,11 @@ class KVCache(Cache):
         self._count()
         self.counters[0].copy_(positions)
         self.cache_leftpad.zero_() if cache_leftpad is None else self.cache_leftpad.copy_(cache_leftpad)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether so many more tokens are no error."""
+        layer = self.layers[0]
+        return layer.grows or layer.length + tokens <= layer.capacity
 
     def make_room(self, tokens: int) -> bool:
         """Whether buffers moved to have room for more tokens. Raises ValueError where there is none."""

@@ -14,19 +14,59 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import graphs, packing
+from . import packing
 from .families import Family
-from .graphs import Program
 from .layers import DecoderLayer
 from .trunk import Trunk, fits_cache
 
 _ops = torch.ops.llmkernels
+
+
+@dataclass
+class Program:
+    """A function of fixed buffers: on CUDA run once, then captured, then replayed."""
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    addresses: tuple = ()
+    warm: bool = False
+    graph: Any = None
+    output: Any = None
+
+    def bind(self, addresses: tuple) -> None:
+        """Forget the graph unless it was made with these addresses and shapes."""
+        if addresses != self.addresses:
+            self.addresses, self.warm, self.graph, self.output = addresses, False, None, None
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor that stays where it is for as long as the program lives. New ones are 0."""
+        tensor = self.buffers.get(name)
+        if tensor is None or tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
+            with torch.inference_mode(False):
+                tensor = self.buffers[name] = torch.zeros(shape, dtype=dtype, device=device)
+            self.warm, self.graph, self.output = False, None, None
+        return tensor
+
+    def run(self, function: Callable[[], Any], device: torch.device) -> Any:
+        """The function's result. On CUDA the next call overwrites it."""
+        if device.type != "cuda":
+            return function()
+        with torch.cuda.device(device):
+            if not self.warm:  # loads kernels and libraries, which can not be done while capturing
+                self.warm = True
+                return function()
+            if self.graph is None:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.output = function()
+                self.graph = graph
+            self.graph.replay()
+            return self.output
 
 
 class DecodeStep:
@@ -118,65 +158,63 @@ class Decoder:
     def __init__(self):
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self._programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: graphs die with it
-        self._cache: Any = None
-        self._stream: int | None = None
+        self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
     def begin(self, model: nn.Module, parts: Trunk, cache: Any, kind: Any = "step") -> DecodeStep:
         """The step of a model on a cache whose counters are set. Programs of one `kind` run the same function."""
         programs = self._programs.setdefault(cache, {})
-        return DecodeStep(parts, model.family, cache, programs.setdefault(kind, Program(self.calls)))
+        return DecodeStep(parts, model.family, cache, programs.setdefault(kind, Program()))
 
     @contextmanager
     def lend_cache(
-        self, model: nn.Module, parts: Trunk | None, batch: int, tokens: int, limit: int
-    ) -> Iterator["Loan"]:
-        """An empty cache with room for `tokens` and some more, up to `limit`; behind that it grows.
+        self, parts: Trunk, batch: int, tokens: int, limit: int, caller: Any = None, returned: bool = False
+    ) -> Iterator[Any]:
+        """A KVCache with room for `tokens` and some more, up to `limit`; behind that it grows.
 
-        The same as last time where possible, as its graphs need no new capture then.
+        The same as last time where possible, as its graphs need no new capture then. `caller` is the DynamicCache that
+        the call was given: what it holds is in the KVCache at the beginning, and if it is `returned`, it holds the rest
+        at the end.
         """
-        from .cache import growable
+        from . import adopt
+        from .cache import KEPT_BYTES, KVCache
 
-        # Taken, so that a call within this call, or by another thread, gets one of its own.
-        cache, self._cache = self._cache, None
-        weight = next(model.parameters())
-        fits = (
-            cache is not None
-            and cache.layers[0].is_initialized
-            and parts is not None  # else nothing is known of what the model will write
-            and fits_cache(cache, parts, batch)
-            and cache.capacity >= min(tokens, limit)
-            and self._stream == _stream(weight.device)  # on another one it may still be in use
-        )
-        if fits:
-            cache.reset()
-        else:
-            del cache  # before there is another one
-            cache = growable(model, tokens, limit)
-        loan = Loan(cache)
-        del cache
+        device = parts.head.device
+        cache = self._take(parts, batch, min(tokens, limit), _stream(device))
+        if cache is None:
+            layer = parts.layers[0]
+            row_bytes = 2 * batch * layer.kv_heads * layer.head_dim * parts.head.dtype.itemsize * len(parts.layers)
+            cache = KVCache.growable(len(parts.layers), row_bytes, tokens, limit)
         try:
-            yield loan
+            if caller is not None:
+                adopt.copy_in(cache, caller)
+            yield cache
         finally:
-            if not loan.kept and parts is not None:
-                self._cache, self._stream = loan.cache, _stream(weight.device)
+            keeps = 0 < cache.nbytes <= KEPT_BYTES
+            if returned:
+                adopt.hand_back(cache, caller, frees=not keeps)
+            if keeps:
+                self._spare[:] = [(cache, _stream(device))]
+
+    def _take(self, parts: Trunk, batch: int, tokens: int, stream: int | None) -> Any:
+        """The spare cache, emptied, if it fits. Whoever has it has it alone: another call gets one of its own."""
+        try:
+            cache, last_stream = self._spare.pop()
+        except IndexError:
+            return None
+        # On another stream it may still be in use.
+        if last_stream != stream or cache.capacity < tokens or not fits_cache(cache, parts, batch):
+            return None
+        cache.reset()
+        return cache
 
     def release(self) -> None:
-        """Free the cache and the graphs."""
-        self._cache = None
+        """Free the cache and the graphs that are kept for the next call."""
+        self._spare.clear()
         self._programs.clear()
-        graphs.release_memory()
 
 
 def _stream(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-
-
-@dataclass
-class Loan:
-    """A cache on loan. Whoever hands it to the caller of generate says so by `kept`."""
-
-    cache: Any
-    kept: bool = False
 
 
 _DECODERS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -187,10 +225,24 @@ def decoder(model: nn.Module) -> Decoder:
     return _DECODERS.setdefault(model, Decoder())
 
 
+def release(model: nn.Module) -> None:
+    """Free the cache and the CUDA graphs that a patched model keeps for its next call of generate.
+
+    They are the only memory that generating leaves behind: a cache of at most 1 GiB, the graphs of steps on it, and
+    small buffers. A call under way keeps what it uses. No-op where there is nothing.
+
+    Raises: TypeError when model is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"release: model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if module in _DECODERS:
+            _DECODERS[module].release()
+
+
 def forget(model: nn.Module) -> None:
     """Undo what decoding did to a model: its weights are unpacked, its graphs and its cache gone."""
     _DECODERS.pop(model, None)
-    graphs.release_memory()
     for layer in model.modules():
         if isinstance(layer, DecoderLayer):
             packing.unpack(packing.groups_of(layer))

@@ -1,8 +1,9 @@
-"""The lean loop: prefill by the model's own forward into a KVCache, then decode steps with sampling on the device."""
+"""The lean loop: model.generate() of transformers up to its loop, then decode steps with sampling on the device."""
 
 import functools
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+from contextlib import nullcontext
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,204 +13,206 @@ from llmkernels.ops import sample
 
 from . import reading
 from .decode import decoder
-from .reading import Reader, Text
+from .loop import prepare
+from .reading import Reading, Text
 from .report import STEP, by_forward
-from .trunk import NoStep, check_batch, check_cache, is_ours, pack, trunk
+from .trunk import NoStep
 
 
-@torch.no_grad()
 def generate(
     model: nn.Module,
     input_ids: Tensor,
     *,
-    attention_mask: Tensor | None = None,
-    max_new_tokens: int = 256,
-    do_sample: bool = False,
-    temperature: float | Sequence[float] | Tensor = 1.0,
-    top_k: int | Sequence[int] | Tensor = 0,
-    top_p: float | Sequence[float] | Tensor = 1.0,
-    min_p: float | Sequence[float] | Tensor = 0.0,
-    repetition_penalty: float | Sequence[float] | Tensor = 1.0,
-    eos_token_id: int | Sequence[int] | None = None,
-    pad_token_id: int | None = None,
     streamer: Any = None,
     generator: torch.Generator | None = None,
-    cache: Any = None,
+    **options: Any,
 ) -> Tensor:
-    r"""Generate tokens with a patched causal language model: prefill, then one decode step per token.
+    r"""``model.generate(input_ids, **options)`` for greedy search and sampling, with the tokens drawn on the device.
+
+    The call is prepared by ``model.generate`` itself: defaults come from ``model.generation_config`` and then from
+    transformers (so ``do_sample=True`` alone means ``top_k=50``), a mask that is not given is inferred from pad tokens,
+    and what is refused or warned about there is here. Only the loop over tokens is another one, and its random numbers.
 
     Args:
-        model: a model given to :func:`patch`. Where its decode step can not run (``handle.report()`` says why) the
-            tokens come from the model's own forward, slower. So do those of an unpatched model. The two compute the
-            same, but round differently: where two tokens are as good as equally likely, they may choose another one.
+        model: a causal language model of transformers, best one given to :func:`patch`. Where its decode step can not
+            run (``handle.report()`` says why) or the model is not patched, the tokens come from the model's own
+            forward, slower. The two compute the same, but round differently: where two tokens are as good as equally
+            likely, they may choose another one.
         input_ids: (B, T) prompts, on the model's device.
-        attention_mask: (B, T), 0 for padding, which must be on the left. None: there is none.
-        max_new_tokens: stop after so many.
+        attention_mask: (B, T), 0 for padding.
+        max_new_tokens, max_length: where to stop.
         do_sample: draw from the distribution; else take the most likely token.
-        temperature, top_k, top_p, min_p, repetition_penalty: as transformers has them, and applied in its order
-            (penalty first). One number, or one per sequence. 0 for ``top_k``, 1 for ``top_p`` and 0 for ``min_p``
-            are off. All but the penalty only matter with ``do_sample``.
-        eos_token_id: stop a sequence there, and fill it up with ``pad_token_id``. None: that of the model's
-            generation_config; ``[]``: never stop.
-        pad_token_id: None: that of the generation_config, else the first of ``eos_token_id``.
-        streamer: gets the prompt, then the tokens of each step, as from transformers: ``put(ids)`` and ``end()``.
+        temperature, top_k, top_p, min_p, repetition_penalty: as transformers has them, one number each; or one per
+            sequence, a list or a tensor (B,), where a temperature of 0 takes the most likely token. All but the penalty
+            only matter with ``do_sample``.
+        eos_token_id: stop a sequence there, and fill it up with ``pad_token_id``. None or ``[]``: never stop.
+        pad_token_id, num_return_sequences, prefill_chunk_size, generation_config: as transformers has them.
+        past_key_values: a :class:`KVCache` or ``DynamicCache``, which then holds everything but the last token. If it
+            has tokens already, ``input_ids`` are all tokens, and those in the cache are not computed again.
+        streamer: gets the prompt, then the tokens of each step: ``put(ids)`` and ``end()``.
         generator: source of the seed. None: torch's default CPU generator, so ``torch.manual_seed`` counts.
-        cache: a :class:`KVCache`, which then holds everything but the last token. With tokens in it, ``input_ids``
-            are those behind them, and ``attention_mask`` covers both.
 
     Returns:
         int64 (B, T + new), as long as the longest sequence: prompt and new tokens.
 
     Differentiable: no. Deterministic: yes; random numbers included, by the seed.
-    Raises: ValueError for wrong shapes, options out of range, padding on the right, or a cache that is too small;
-        TypeError for arguments of another kind.
+    Raises: ValueError for an option out of range, or one that only ``model.generate`` has (beam search, processors and
+        criteria of one's own, scores), by its name; TypeError for arguments of another kind, and for a model that does
+        not generate. What ``model.generate`` raises besides.
 
     >>> llmkernels.patch(model)
     >>> llmkernels.generate(model, ids, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.9)
     """
-    ids, mask, past = _check_arguments(input_ids, attention_mask, max_new_tokens, streamer, generator, cache)
-    device, (batch, prompt) = ids.device, ids.shape
-    eos, pad = _special_tokens(model, eos_token_id, pad_token_id)
-    state = decoder(model)
-    total = past + prompt + max_new_tokens
-    starts = None if mask is None else (mask == 0).sum(1)
-    if cache is not None and 0 <= cache.get_max_length() < total - 1:
-        raise ValueError(f"generate: cache must have a capacity of at least {total - 1} tokens, got {cache.capacity}")
-    positions = torch.arange(past, past + prompt, device=device).expand(batch, -1)
-    if starts is not None:
-        positions = (positions - starts[:, None]).clamp(min=0)
-    try:
-        parts = trunk(model)
-        check_batch(parts, ids)
-        if cache is not None:
-            check_cache(cache, parts, batch)
-        pack(parts)
-        state.calls[STEP] += 1
-    except NoStep as reason:
-        parts = None
-        state.calls[by_forward(reason)] += 1
-    options = {"repetition_penalty": repetition_penalty}
-    if do_sample:
-        options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    options = {name: value for name, value in options.items() if _is_on(name, value)}
-    if streamer is not None:
-        streamer.put(ids.cpu())
+    _check_model(model)
+    _check_arguments(input_ids, streamer, generator, options)
+    per_sequence = {name: options[name] for name in _OPTIONS if _is_several(options.get(name))}
+    options |= dict.fromkeys(per_sequence)
+    if _is_several(options.get("eos_token_id")) and not len(options["eos_token_id"]):
+        options["eos_token_id"] = None
 
-    def run(cache) -> Tensor:
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
+        _check_config(generation_config, stopping_criteria)
+        numbers = _sampling(logits_processor) | per_sequence
+        if not generation_config.do_sample:
+            numbers = {name: value for name, value in numbers.items() if name == "repetition_penalty"}
+        return _run(model, input_ids, numbers, stopping_criteria, generation_config, streamer, generator, inputs)
+
+    return model.generate(input_ids, streamer=streamer, custom_generate=loop, **options)
+
+
+# --- arguments
+
+
+# What turns each option off, its dtype, and which numbers it takes where there is one per sequence.
+_OPTIONS = {
+    "temperature": (1.0, torch.float32, lambda x: x >= 0, "at least 0"),
+    "top_k": (0, torch.int32, lambda x: x >= 0, "at least 0"),
+    "top_p": (1.0, torch.float32, lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "min_p": (0.0, torch.float32, lambda x: 0 <= x <= 1, "in [0, 1]"),
+    "repetition_penalty": (1.0, torch.float32, lambda x: x > 0, "positive"),
+}
+
+# Of a generation_config: what is read here or in transformers' preparation, and what has no say in results.
+_TAKEN = {
+    "max_length",
+    "max_new_tokens",
+    "do_sample",
+    *_OPTIONS,
+    "eos_token_id",
+    "pad_token_id",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "num_return_sequences",
+    "prefill_chunk_size",
+    "token_healing",
+    "disable_compile",
+    "compile_config",
+    "transformers_version",
+}
+
+
+def _check_model(model: Any) -> None:
+    can_generate = getattr(model, "can_generate", None)
+    if not callable(can_generate) or not can_generate() or not callable(getattr(model, "generate", None)):
+        raise TypeError(
+            "generate: model must be a causal language model of transformers, which has generate(), "
+            f"got {type(model).__name__}"
         )
-        if parts is None:
-            step = _ModuleStep(model, cache, mask, positions)
-        else:
-            cache.begin(positions[:, -1], starts)
-            kind = ("lean", do_sample, len(eos), *options)
-            step = state.begin(model, parts, cache, kind)
-        loop = _Lean(step, output.logits[:, -1], ids, do_sample, options, eos, pad, generator)
-        return loop.run(max_new_tokens, streamer)
-
-    if cache is not None:
-        return run(cache)
-    with state.lend_cache(model, parts, batch, prompt, total) as loan:
-        return run(loan.cache)
+    if model.config.is_encoder_decoder:
+        raise TypeError(f"generate: model must have a decoder only, got {type(model).__name__}; use model.generate")
 
 
-def _check_kind(name: str, value: Any, kind: type, words: str) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"generate: {name} must be {words}, got {value!r}")
-
-
-def _check_arguments(input_ids, attention_mask, max_new_tokens, streamer, generator, cache):
-    """(input_ids, the mask unless it is all ones, tokens in the cache)."""
-    for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+def _check_arguments(input_ids, streamer, generator, options: dict[str, Any]) -> None:
+    for name, value in (("input_ids", input_ids), ("attention_mask", options.get("attention_mask"))):
         if not isinstance(value, Tensor) and (value is not None or name == "input_ids"):
             raise TypeError(f"generate: {name} must be a tensor, got {type(value).__name__}")
-    _check_kind("max_new_tokens", max_new_tokens, Integral, "an integer")
-    if generator is not None:
-        _check_kind("generator", generator, torch.Generator, "a torch.Generator")
+    for name in ("max_new_tokens", "max_length"):
+        value = options.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise TypeError(f"generate: {name} must be an integer, got {value!r}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generate: generator must be a torch.Generator, got {generator!r}")
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise TypeError(f"generate: streamer must have put() and end(), got {type(streamer).__name__}")
     if input_ids.ndim != 2 or input_ids.numel() == 0 or input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"generate: input_ids must be (batch, tokens) of integers, got {input_ids.dtype} {tuple(input_ids.shape)}"
         )
-    if max_new_tokens < 1:
-        raise ValueError(f"generate: max_new_tokens must be positive, got {max_new_tokens}")
-    if cache is not None and not is_ours(cache):
-        raise ValueError(f"generate: cache must be a llmkernels.KVCache, got {type(cache).__name__}")
-    past = 0 if cache is None else cache.get_seq_length()
-    mask = attention_mask
-    if mask is not None:
-        expected = (input_ids.shape[0], past + input_ids.shape[1])
-        if mask.shape != expected:
-            raise ValueError(f"generate: attention_mask must have shape {expected}, got {tuple(mask.shape)}")
-        live = mask != 0
-        full, padded_left = torch.stack([live.all(), (live[:, 1:] >= live[:, :-1]).all() & live[:, -1].all()]).tolist()
-        if not padded_left:
-            raise ValueError("generate: attention_mask must have its zeros on the left, got some behind a token")
-        mask = None if full else live.long()
-    return input_ids.long(), mask, past
+    for name in ("custom_generate", "assistant_model", "inputs_embeds", "input_ids", "inputs"):
+        if options.get(name) is not None:
+            raise ValueError(f"generate: {name} must not be given; model.generate takes it")
+    for name, (_, dtype, is_valid, words) in _OPTIONS.items():
+        value = options.get(name)
+        if not _is_several(value):
+            continue
+        value = torch.as_tensor(value, device=value.device if isinstance(value, Tensor) else "cpu")
+        if value.dtype == torch.bool or value.is_complex() or value.is_floating_point() > dtype.is_floating_point:
+            kind = "a number" if dtype.is_floating_point else "an integer"
+            raise TypeError(f"generate: {name} must be {kind}, or one per sequence, got {options[name]!r}")
+        if value.device.type == "cpu":  # nothing waits for a tensor on the device: see `sample`
+            for number in value.flatten().tolist():
+                if not is_valid(number):
+                    raise ValueError(f"generate: {name} must be {words}, got {number}")
 
 
-def _special_tokens(model, eos_token_id, pad_token_id) -> tuple[list[int], int]:
-    config = getattr(model, "generation_config", None)
-    if eos_token_id is None:
-        eos_token_id = getattr(config, "eos_token_id", None)
-    if isinstance(eos_token_id, Tensor):
-        eos_token_id = eos_token_id.tolist()
-    eos = [] if eos_token_id is None else list(eos_token_id) if _is_list(eos_token_id) else [eos_token_id]
-    if pad_token_id is None:
-        pad_token_id = getattr(config, "pad_token_id", None)
-    pad = pad_token_id if pad_token_id is not None else eos[0] if eos else 0
-    for name, token in [("eos_token_id", token) for token in eos] + [("pad_token_id", pad)]:
-        _check_kind(name, token, Integral, "an integer" if name == "pad_token_id" else "an integer or several")
-    return eos, pad
+def _is_several(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, Sequence) and not isinstance(value, str))
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+def _check_config(config, stopping_criteria) -> None:
+    """Raise ValueError for what the loop does not do, by its name."""
+    from transformers import GenerationConfig
+    from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+
+    default = GenerationConfig()
+    off = vars(default) | default._get_default_generation_params()
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in _TAKEN or (name in off and value == off[name]):
+            continue
+        if (not value and name != "use_cache") or (name, value) == ("cache_implementation", "dynamic"):
+            continue
+        raise ValueError(f"generate: {name} must be {off.get(name)!r}, got {value!r}; model.generate takes it")
+    for criterion in stopping_criteria:
+        if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria):
+            raise ValueError(
+                f"generate: stopping_criteria must be empty, got {type(criterion).__name__}; model.generate takes it"
+            )
 
 
-# What turns each option off, its dtype, and which values it takes.
-_OPTIONS = {
-    "temperature": (1.0, torch.float32, lambda x: x >= 0, "at least 0"),
-    "top_k": (0, torch.int32, lambda x: x >= 0, "at least 0"),
-    "top_p": (1.0, torch.float32, lambda x: 0 < x <= 1, "in (0, 1]"),
-    "min_p": (0.0, torch.float32, lambda x: 0 <= x <= 1, "in [0, 1]"),
-    "repetition_penalty": (1.0, torch.float32, lambda x: x > 0, "positive"),
-}
+def _sampling(logits_processor) -> dict[str, float | int]:
+    """What transformers' processors do, as options of `sample`. Raises ValueError for others."""
+    from transformers.generation import logits_process
+
+    # In the order in which `sample` applies them.
+    known = {
+        logits_process.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+        logits_process.TemperatureLogitsWarper: ("temperature", "temperature"),
+        logits_process.TopKLogitsWarper: ("top_k", "top_k"),
+        logits_process.TopPLogitsWarper: ("top_p", "top_p"),
+        logits_process.MinPLogitsWarper: ("min_p", "min_p"),
+    }
+    order = list(known)
+    found = {}
+    for processor in logits_processor:
+        kind = type(processor)
+        if kind not in order or getattr(processor, "prompt_ignore_length", None):
+            raise ValueError(f"generate: logits_processor must be empty, got {kind.__name__}; model.generate takes it")
+        del order[: order.index(kind) + 1]
+        name, attribute = known[kind]
+        found[name] = getattr(processor, attribute)
+    return found
 
 
-def _is_on(name: str, value: Any) -> bool:
-    """Raises ValueError where the value, on the host, is out of range."""
-    off, dtype, is_valid, words = _OPTIONS[name]
-    if isinstance(value, Tensor):
-        return True
-    for number in value if _is_list(value) else (value,):
-        if dtype.is_floating_point:
-            _check_kind(name, number, Real, "a number, or one per sequence")
-        else:
-            _check_kind(name, number, Integral, "an integer, or one per sequence")
-        if not is_valid(number):
-            raise ValueError(f"generate: {name} must be {words}, got {number}")
-    return _is_list(value) or value != off
+# --- the loop
 
 
 class _ModuleStep:
-    """What DecodeStep does, by the model's forward."""
+    """What DecodeStep does, by the model's forward, with the inputs that transformers gives it."""
 
-    def __init__(self, model, cache, mask: Tensor | None, positions: Tensor):
-        self.cache = cache
-        self.device = positions.device
-        self.tokens = torch.zeros(len(positions), dtype=torch.long, device=self.device)
+    def __init__(self, model, outputs, inputs: dict[str, Any], tokens: Tensor):
+        self.tokens = tokens.clone()
         self._model = model
-        self._mask = mask
-        self._positions = positions[:, -1:].clone()
+        self._inputs = model._update_model_kwargs_for_generation(outputs, inputs)
         self._buffers: dict[str, Tensor] = {}
 
     @property
@@ -220,96 +223,126 @@ class _ModuleStep:
         return self._buffers.setdefault(name, torch.zeros(shape, dtype=dtype, device=device))
 
     def forward(self) -> Tensor:
-        self._positions += 1
-        if self._mask is not None:
-            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], 1)
-        return self._model(
-            input_ids=self.tokens[:, None],
-            attention_mask=self._mask,
-            position_ids=self._positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        inputs = self._model.prepare_inputs_for_generation(self.tokens[:, None], next_sequence_length=1, **self._inputs)
+        outputs = self._model(**inputs, return_dict=True)
+        self._inputs = self._model._update_model_kwargs_for_generation(outputs, self._inputs)
+        return outputs.logits[:, -1]
 
     def run(self, function: Callable[[], Any]) -> Any:
         return function()
 
 
-class _Lean:
-    """The loop over steps. What `_choose` reads and writes stays in place, so that a graph covers it too."""
+def _run(model, input_ids, numbers, stopping_criteria, config, streamer, generator, inputs) -> Tensor:
+    state = decoder(model)
+    try:
+        call = prepare(model, input_ids, stopping_criteria, config, False, inputs)
+        state.calls[STEP] += 1
+    except NoStep as reason:
+        call = None
+        state.calls[by_forward(reason)] += 1
+    eos = config._eos_token_tensor
+    text = Text(input_ids, stopping_criteria.max_length)
+    with call.cache(state) if call else nullcontext(inputs["past_key_values"]) as cache:
+        outputs = model._prefill(input_ids, config, inputs | {"past_key_values": cache})
+        logits = outputs.logits[:, -1]
+        if call:
+            kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)
+            step = call.begin(state, cache, kind)
+        else:
+            step = _ModuleStep(model, outputs, inputs, input_ids[:, -1])
+        del outputs
+        choice = _Choice(step, logits, input_ids, numbers, config, generator)
+        late = call is not None and reading.is_late(input_ids.device)
+        _loop(step, choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)
+    if streamer is not None:
+        streamer.end()
+    return text.result()
 
-    def __init__(self, step, logits: Tensor, ids: Tensor, do_sample: bool, options, eos, pad, generator):
-        self.step = step
-        self._ids = ids
-        self._first = logits
+
+def _loop(step, choice: "_Choice", logits: Tensor, text: Text, limit: int, streamer, late_cache) -> None:
+    """`late_cache`: the cache where a step is queued before it is known that it is wanted, and may be undone."""
+    tokens = choice(logits)
+    while True:
+        text.append(tokens)
+        more = text.length < limit
+        if streamer is None and choice.finished is None:
+            if not more:
+                return
+            tokens = choice.next()
+            continue
+        decision = Reading(tokens, choice.all_finished())
+        ahead = more and late_cache is not None and late_cache.has_room(1)
+        if ahead:
+            tokens = choice.next()
+        going = False  # and so it is when the streamer raises
+        try:
+            seen, finished = decision.wait()
+            if streamer is not None:
+                streamer.put(seen)
+            going = more and not finished
+        finally:
+            if ahead and not going:
+                late_cache.crop(-1)
+        if not going:
+            return
+        if not ahead:
+            tokens = choice.next()
+
+
+class _Choice:
+    """Logits to tokens. What it reads and writes stays in place, so that the graph of a step covers it too."""
+
+    def __init__(self, step, logits: Tensor, ids: Tensor, numbers: dict[str, Any], config, generator):
+        self._step = step
         batch, vocab = logits.shape
         buffer = functools.partial(step.program.buffer, device=ids.device)
-        self._finished = buffer("finished", (batch,), torch.bool).zero_()
-        self._eos = buffer("eos", (len(eos),), torch.long) if eos else None
-        self._pad = buffer("pad", (), torch.long).fill_(pad)
-        if eos:
-            self._eos.copy_(torch.tensor(eos))
-        # Tensors, and not numbers that a graph would keep; but those that are off are numbers, which cost nothing.
+        eos, pad = config._eos_token_tensor, config._pad_token_tensor
+        self._eos = self.finished = None
+        if eos is not None:
+            self._eos = buffer("eos", (len(eos),), torch.long).copy_(eos)
+            self._pad = buffer("pad", (), torch.long).copy_(pad)
+            self.finished = buffer("finished", (batch,), torch.bool).zero_()
+        self._going = torch.zeros((), dtype=torch.bool, device=ids.device)
+        # Tensors, and not numbers that a graph would keep; but those that are off are not there, which costs nothing.
         self._options = {
-            name: self._fill(buffer(name, (batch,), _OPTIONS[name][1]), name, value) for name, value in options.items()
+            name: self._fill(buffer(name, (batch,), _OPTIONS[name][1]), name, value, vocab)
+            for name, value in numbers.items()
         }
-        if not do_sample:
+        if not config.do_sample:
             self._options["temperature"] = 0.0
-        if "repetition_penalty" in options:
-            self._options["seen"] = buffer("seen", (batch, vocab), torch.bool).zero_().scatter_(1, ids, True)
+        if "repetition_penalty" in numbers:
+            self._options["seen"] = buffer("seen", (batch, vocab), torch.bool).zero_().scatter_(1, ids.long(), True)
         self._options["rng_state"] = buffer("rng_state", (2,), torch.long)
-        seed = torch.randint(1 << 43, (2,), generator=generator, device=generator and generator.device)
-        self._options["rng_state"].copy_(seed)
+        home = "cpu" if generator is None else generator.device  # said in full: the default device may be another one
+        self._options["rng_state"].copy_(torch.randint(1 << 43, (2,), generator=generator, device=home))
 
     @staticmethod
-    def _fill(buffer: Tensor, name: str, value) -> Tensor:
-        value = torch.as_tensor(value, dtype=buffer.dtype)
+    def _fill(buffer: Tensor, name: str, value, vocab: int) -> Tensor:
+        value = torch.as_tensor(value, device=value.device if isinstance(value, Tensor) else "cpu")
         if value.ndim and value.shape != buffer.shape:
             raise ValueError(
                 f"generate: {name} must be a number or one per sequence {tuple(buffer.shape)}, got {tuple(value.shape)}"
             )
+        if name == "top_k":  # before it can overflow
+            value = value.clamp(max=vocab)
+        if name == "top_p":  # 0 leaves one token, as in transformers
+            value = value.clamp(min=torch.finfo(torch.float32).tiny)
         return buffer.copy_(value)
 
-    def _choose(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor) -> Tensor:
         """The next token of each sequence, int64 (B,), into the step's `tokens`."""
         tokens = sample(logits, **self._options)
         if self._eos is not None:
-            tokens = torch.where(self._finished, self._pad, tokens)
-            self._finished |= (tokens[:, None] == self._eos).any(1)
-        self.step.tokens.copy_(tokens)
+            tokens = torch.where(self.finished, self._pad, tokens)
+            self.finished |= (tokens[:, None] == self._eos).any(1)
+        self._step.tokens.copy_(tokens)
         return tokens
 
-    def _advance(self) -> Tensor:
-        return self._choose(self.step.forward())
+    def next(self) -> Tensor:
+        return self._step.run(self._advance)
 
-    def run(self, max_new_tokens: int, streamer) -> Tensor:
-        prompt = self._ids.shape[1]
-        text = Text(self._ids, prompt + max_new_tokens)
-        reads = streamer is not None or self._eos is not None
-        reader = Reader(self._ids.device, reading.is_late(self._ids.device))
-        while True:
-            tokens = self._choose(self._first) if text.length == prompt else self.step.run(self._advance)
-            text.append(tokens)
-            done = text.length == prompt + max_new_tokens
-            if not reads:
-                if done:
-                    return text.result()
-                continue
-            steps = reader.put(tokens, self._finished.all())
-            for seen, finished in steps + (reader.flush() if done and not any(f for _, f in steps) else []):
-                if streamer is not None:
-                    streamer.put(seen)
-                if finished:
-                    done = True
-                    break
-            else:
-                if not done:
-                    continue
-            break
-        if reader.pending:  # the step after the last one, which was under way already
-            text.length -= 1
-            self.step.cache.crop(-1)
-        if streamer is not None:
-            streamer.end()
-        return text.result()
+    def _advance(self) -> Tensor:
+        return self(self._step.forward())
+
+    def all_finished(self) -> Tensor:
+        return self._going if self.finished is None else self.finished.all()

@@ -2,22 +2,82 @@
 
 LOOPS is what a patched model class has in place of transformers' loops: see layers.generating_class. It prefills by the
 model's own forward, into a KVCache.
+
+    prompt          prefill -> logits
+    each token      processors, choice, criteria        what a user's code sees
+                    step -> logits of the next          on CUDA queued before the host waits for
+                    read on the host whether to go on   ... this, and taken back if not
 """
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import reading
-from .decode import Decoder, decoder
-from .reading import Reader, Text
+from .decode import Decoder, DecodeStep, decoder
+from .reading import Reading, Text
 from .report import STEP
 from .trunk import NoStep, Trunk, check_batch, check_cache, is_ours, pack, trunk
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the decode step needs to know of one call of generate.
+
+    `leftpad` is where each sequence starts, None for all at 0; `tokens` how many there are with those in the cache, of
+    up to `limit`; `returned` says that the caller sees the cache afterwards.
+    """
+
+    model: nn.Module
+    parts: Trunk
+    inputs: dict[str, Any]
+    leftpad: Tensor | None
+    batch: int
+    tokens: int
+    limit: int
+    returned: bool
+
+    def cache(self, state: Decoder):
+        """A context: the KVCache to use. Where the caller's is none, one on loan."""
+        given = self.inputs["past_key_values"]
+        if is_ours(given):
+            return nullcontext(given)
+        return state.lend_cache(self.parts, self.batch, self.tokens, self.limit, given, self.returned)
+
+    def begin(self, state: Decoder, cache, kind: Any = "step") -> DecodeStep:
+        """The step behind the prompt, which is in the cache now."""
+        last = self.inputs["position_ids"][:, -1]
+        cache.begin(last.expand(self.batch), self.leftpad)
+        return state.begin(self.model, self.parts, cache, kind)
+
+
+def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any]) -> Call:
+    """Raises NoStep where only transformers' own loop does what a call asks for."""
+    parts = trunk(model)
+    if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
+        raise NoStep("gradients are enabled")
+    _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
+    leftpad, tokens = _left_padding(input_ids, inputs, config)
+    pack(parts)
+    behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
+    cache = inputs["past_key_values"]
+    return Call(
+        model=model,
+        parts=parts,
+        inputs=inputs,
+        leftpad=leftpad,
+        batch=input_ids.shape[0],
+        tokens=tokens,
+        limit=behind + stopping_criteria.max_length,
+        returned=bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)),
+    )
 
 
 def _sampling_loop(original: Callable) -> Callable:
@@ -34,10 +94,7 @@ def _sampling_loop(original: Callable) -> Callable:
     ):
         state = decoder(self)
         try:
-            parts = trunk(self)
-            _check_call(self, parts, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-            starts = _left_padding(model_kwargs, generation_config)
-            pack(parts)
+            call = prepare(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         except NoStep as reason:
             state.calls[f"by transformers: {reason}"] += 1
             return original(
@@ -51,24 +108,8 @@ def _sampling_loop(original: Callable) -> Callable:
                 **model_kwargs,
             )
         state.calls[STEP] += 1
-        loop = functools.partial(
-            _run,
-            self,
-            state,
-            parts,
-            starts,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-        )
-        cache = model_kwargs["past_key_values"]
-        if not is_ours(cache):
-            with state.lend_cache(self, parts, *input_ids.shape, stopping_criteria.max_length) as loan:
-                loan.kept = bool(generation_config.return_dict_in_generate)
-                return loop(model_kwargs | {"past_key_values": loan.cache})
-        return loop(model_kwargs)
+        with call.cache(state) as cache:
+            return _run(call, state, cache, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
 
     return _sample
 
@@ -88,9 +129,9 @@ def _other_loop(original: Callable) -> Callable:
 LOOPS = {"_sample": _sampling_loop, "_beam_search": _other_loop, "_assisted_decoding": _other_loop}
 
 
-def _check_call(model, parts: Trunk, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
+def _check_call(parts: Trunk, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
     """Raise NoStep for whatever a call asks of the loop that only transformers' own has."""
-    from transformers import DynamicCache
+    from .adopt import check_dynamic
 
     if synced_gpus:
         raise NoStep("synced_gpus")
@@ -107,17 +148,18 @@ def _check_call(model, parts: Trunk, input_ids, stopping_criteria, config, synce
         raise NoStep(f"cache_implementation={config.cache_implementation}")
     if is_ours(cache):
         check_cache(cache, parts, input_ids.shape[0])
-    elif type(cache) is not DynamicCache or cache.get_seq_length() or getattr(cache, "_is_user_defined", False):
-        raise NoStep(f"the cache given is a {type(cache).__name__}, not a llmkernels.KVCache")
+    else:
+        check_dynamic(cache, parts, input_ids.shape[0])
     if stopping_criteria.max_length is None:
         raise NoStep("no max_length")
     check_batch(parts, input_ids)
 
 
-def _left_padding(inputs: dict[str, Any], config) -> Tensor | None:
-    """Where each sequence starts, None for all at 0. Raises NoStep for other masks and positions than left padding's.
+def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config) -> tuple[Tensor | None, int]:
+    """Where each sequence starts, None for all at 0; and how many tokens there are with those in the cache.
 
-    Reads a few numbers on the host: before the prefill, where nothing is waiting yet.
+    Raises NoStep for other masks and positions than left padding's. Reads a few numbers on the host: before the
+    prefill, where nothing is waiting yet.
     """
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if positions is None or positions.ndim != 2:
@@ -128,7 +170,7 @@ def _left_padding(inputs: dict[str, Any], config) -> Tensor | None:
     facts = [last.max(), last.min()]
     if mask is not None:
         live = mask != 0
-        facts += [live.all(), (live[:, 1:] >= live[:, :-1]).all()]
+        facts += [live.all(), (live[:, 1:] >= live[:, :-1]).all() & live[:, -1].all()]
     highest, lowest, full, padded_left = [*torch.stack([fact.long() for fact in facts]).tolist(), 1, 1][:4]
     # transformers from 5.23 drops a mask of ones, and notes its length.
     tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", positions.shape[1])
@@ -136,44 +178,31 @@ def _left_padding(inputs: dict[str, Any], config) -> Tensor | None:
         raise NoStep("attention_mask masks more than padding on the left")
     if lowest < 0 or highest >= tokens:  # cos and sin are there for as many positions as there are tokens
         raise NoStep("position_ids run ahead of the tokens")
-    return None if full else (~live).sum(1)
+    # As transformers has it: input_ids are all tokens, or where the mask is longer, those behind the ones in the cache.
+    past, given = inputs["past_key_values"].get_seq_length(), input_ids.shape[1]
+    if tokens not in (given, past + given) or tokens <= past:
+        raise NoStep("input_ids and attention_mask do not go on where the cache ends")
+    return None if full else (~live).sum(1), tokens
 
 
-def _run(
-    model,
-    state: Decoder,
-    parts: Trunk,
-    starts: Tensor | None,
-    input_ids: Tensor,
-    logits_processor,
-    stopping_criteria,
-    config,
-    streamer,
-    inputs: dict[str, Any],
-):
+def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor, stopping_criteria, config, streamer):
     """transformers' GenerationMixin._sample by the decode step: same scores, same random numbers, same results."""
-    cache = inputs["past_key_values"]
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits
     scores, raw_logits = () if keep_scores else None, () if keep_logits else None
     pad = config._pad_token_tensor
     pad = None if pad is None else pad.to(input_ids.device)
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-    max_length = stopping_criteria.max_length
-    # transformers' own processors read any layout; other people's may call view() or keep what they get.
+    # transformers' own processors read any layout and keep nothing; other people's get what transformers gives them.
     own = all(type(x).__module__.startswith("transformers.") for x in (*logits_processor, *stopping_criteria))
-    text = Text(input_ids, max_length, copies=not own)
+    text = Text(input_ids, stopping_criteria.max_length, copies=not own)
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
-    late = reading.is_late(input_ids.device) and all(map(_is_pure, stopping_criteria))
-    reader = Reader(input_ids.device, late)
-    random_state = _RandomState(input_ids.device, late and config.do_sample)
+    late = reading.is_late(input_ids.device)
 
-    outputs = model._prefill(input_ids, config, inputs)
-    logits = outputs.logits[:, -1]
-    del outputs
+    logits = call.model._prefill(input_ids, config, call.inputs | {"past_key_values": cache}).logits[:, -1]
     step = None
-    undo = 0
-    while True:
+    going = True
+    while going:
         # A copy: processors write into it, and the next step into logits.
         next_logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
         next_scores = logits_processor(text.read(), next_logits)
@@ -181,7 +210,6 @@ def _run(
             scores += (next_scores,)
         if keep_logits:
             raw_logits += (next_logits,)
-        random_state.record()
         if config.do_sample:
             tokens = torch.multinomial(nn.functional.softmax(next_scores, dim=-1), num_samples=1).squeeze(1)
         else:
@@ -190,68 +218,33 @@ def _run(
             tokens = tokens * unfinished + pad * (1 - unfinished)
         text.append(tokens)
         unfinished = unfinished & ~stopping_criteria(text.read(), scores)
-        found = reader.put(tokens, unfinished.max())
-        if cache.get_seq_length() == cache.get_max_length():  # no room for a step that may be one too many
-            found += reader.flush()
-        for position, (seen, going) in enumerate(found, 1):
+        decision = Reading(tokens, unfinished.max())
+
+        ahead = late and text.length < stopping_criteria.max_length and cache.has_room(1)
+        if ahead:
+            step = step or call.begin(state, cache)
+            logits = step(text.last())
+        going = False  # and so it is when the streamer raises
+        try:
+            seen, goes_on = decision.wait()
             if streamer is not None:
                 streamer.put(seen)
-            if not going:
-                undo = reader.pending + len(found) - position
-                break
-        else:
-            if text.length < max_length:
-                if step is None:
-                    step = state.begin(model, parts, _begin(cache, inputs, starts))
-                logits = step(tokens)
-                continue
-            for seen, _ in reader.flush():
-                if streamer is not None:
-                    streamer.put(seen)
-        break
-    if undo:  # the step after the last one, which was under way already
-        text.length -= 1
-        cache.crop(-1)
-        random_state.restore()
-        scores, raw_logits = (kept and kept[:-1] for kept in (scores, raw_logits))
+            going = bool(goes_on)
+        finally:
+            if ahead and not going:
+                cache.crop(-1)
+        if going and not ahead:
+            step = step or call.begin(state, cache)
+            logits = step(text.last())
     if streamer is not None:
         streamer.end()
-    ids = text.result()
     if not config.return_dict_in_generate:
-        return ids
+        return text.result()
     from transformers.generation import GenerateDecoderOnlyOutput
 
-    return GenerateDecoderOnlyOutput(sequences=ids, scores=scores, logits=raw_logits, past_key_values=cache)
-
-
-def _begin(cache, inputs: dict[str, Any], starts: Tensor | None):
-    """The cache with its counters set behind the prompt."""
-    last = inputs["position_ids"][:, -1]
-    cache.begin(last.expand(cache.layers[0].k.shape[0]), starts)
-    return cache
-
-
-def _is_pure(criterion) -> bool:
-    """Whether a stopping criterion may be asked once too often."""
-    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-
-    return type(criterion) in (EosTokenCriteria, MaxLengthCriteria)
-
-
-class _RandomState:
-    """Takes back the random numbers of an undone step, so that the next call draws what it would have drawn."""
-
-    def __init__(self, device: torch.device, active: bool):
-        self._generator = None
-        if active and device.type == "cuda":
-            index = device.index if device.index is not None else torch.cuda.current_device()
-            self._generator = torch.cuda.default_generators[index]
-        self._offset = 0
-
-    def record(self) -> None:
-        if self._generator is not None:
-            self._offset = self._generator.get_offset()
-
-    def restore(self) -> None:
-        if self._generator is not None:
-            self._generator.set_offset(self._offset)
+    return GenerateDecoderOnlyOutput(
+        sequences=text.result(),
+        scores=scores,
+        logits=raw_logits,
+        past_key_values=call.inputs["past_key_values"],
+    )

@@ -12,8 +12,6 @@ from collections.abc import MutableMapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .graphs import no_capture
-
 _LOCK = threading.Lock()
 _TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while packing
 
@@ -90,7 +88,6 @@ def pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
             _pack(groups)
 
 
-@no_capture()
 def _pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
     freed = 0
     on_cuda = groups[0][0].is_cuda

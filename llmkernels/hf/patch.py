@@ -42,7 +42,8 @@ def patch(
         decode: generate by the decode step: greedy search and sampling of ``model.generate`` and
             ``llmkernels.generate``, for up to 64 sequences. The first such call packs q|k|v and gate|up of each layer
             into one storage, with the parameters as views into it; a CUDA graph that somebody captured before then no
-            longer has the weights. The cache and the graphs of the last call are kept for the next one.
+            longer has the weights. The cache of the last call, if it takes no more than 1 GiB, and its graphs are kept
+            for the next one; ``handle.release()`` or ``llmkernels.release(model)`` frees them.
 
     Returns:
         a PatchHandle. Its `report()` says what runs on which kernel, and why anything was left alone.
@@ -126,6 +127,10 @@ class PatchHandle:
         Raises as `llmkernels.hf.unpatch` does.
         """
         unpatch(self._model)
+
+    def release(self) -> None:
+        """Free the cache and the CUDA graphs that are kept for the next call of generate: `llmkernels.release`."""
+        decoding.release(self._model)
 
     def report(self) -> Report:
         """What runs on which kernel now, and why the rest does not.

@@ -1,0 +1,75 @@
+"""transformers' DynamicCache around a decode step, which needs a KVCache.
+
+What the caller's cache holds is copied into a KVCache, and what the call has written there is appended to the caller's
+cache by its own `update`. So it ends as transformers' loop would have left it, and is nothing but what it was.
+
+Importing this module imports transformers.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .cache import KVCache
+from .trunk import NoStep, Trunk
+
+
+def check_dynamic(cache: object, parts: Trunk, batch: int) -> None:
+    """Raise NoStep unless `cache` is a DynamicCache, empty or of this model and batch."""
+    if type(cache) is not DynamicCache:
+        raise NoStep(f"the cache given is a {type(cache).__name__}")
+    if cache.offloading or "update" in vars(cache):
+        raise NoStep("the cache given does more than to hold keys and values")
+    if not cache.layers and cache.layer_class_to_replicate is DynamicLayer:
+        return
+    if len(cache.layers) != len(parts.layers):
+        raise NoStep(f"the cache has {len(cache.layers)} layers")
+    tokens = cache.get_seq_length()
+    for layer, part in zip(cache.layers, parts.layers, strict=True):
+        held = tokens
+        if type(layer) is DynamicSlidingWindowLayer:
+            held = min(tokens, part.window_left)
+            if layer.sliding_window != part.window_left + 1 or part.window_left < 1 or layer.record_past:
+                raise NoStep("the cache has another sliding window than the model")
+        elif type(layer) is not DynamicLayer:
+            raise NoStep(f"the cache has a {type(layer).__name__}")
+        if layer.get_seq_length() != tokens:
+            raise NoStep("the layers of the cache differ in length")
+        expected = (batch, part.kv_heads, held, part.head_dim)
+        for held_tensor in (layer.keys, layer.values) if tokens else ():
+            _check_tensor(held_tensor, expected, parts.head)
+
+
+def _check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    if tensor.shape != shape or tensor.dtype != like.dtype or tensor.device != like.device:
+        raise NoStep("the cache was made for other keys and values")
+
+
+def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
+    """Put what `theirs` holds into `ours`, which is empty. What a sliding window has dropped there is not needed."""
+    tokens = theirs.get_seq_length()
+    for ours_layer, layer in zip(ours.layers, theirs.layers if tokens else (), strict=False):
+        if not ours_layer.is_initialized:
+            ours_layer.lazy_initialization(layer.keys, layer.values)
+        first = tokens - layer.keys.shape[2]
+        for buffer, held in ((ours_layer.k, layer.keys), (ours_layer.v, layer.values)):
+            buffer[:, first:tokens].copy_(held.transpose(1, 2))
+        ours_layer.length = tokens
+
+
+@torch.no_grad()
+def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
+    """Append to `theirs` what `ours` holds behind its tokens. `frees`: and let go of each layer of `ours`."""
+    first = theirs.get_seq_length()
+    sliding = theirs.is_sliding or [False] * len(ours.layers)
+    for index, layer in enumerate(ours.layers):
+        # A sliding window keeps a view of the tensor it is made of: with the last token alone, that is a short one.
+        cuts = [first, layer.length - 1, layer.length] if sliding[index] else [first, layer.length]
+        for start, end in pairwise(cuts):
+            if start < end:
+                theirs.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
+        if frees:
+            layer.release()

@@ -1,0 +1,134 @@
+"""How much memory a call of generate takes ahead, keeps, and gives back."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache, Qwen2Config
+
+import llmkernels
+from generating import NEW, Stream, generate_step, hf_generate, small_model
+from hf_models import tiny_inputs
+from llmkernels.hf import cache as caches
+from llmkernels.hf.decode import decoder
+
+GIB = 1 << 30
+
+
+def row_bytes(batch):
+    """One token of Qwen2.5-7B in bfloat16, in all layers and sequences."""
+    config = Qwen2Config(num_hidden_layers=28, num_key_value_heads=4, num_attention_heads=28, hidden_size=3584)
+    return 2 * 2 * batch * config.num_hidden_layers * config.num_key_value_heads * 128
+
+
+@pytest.mark.parametrize(
+    ("batch", "prompt", "gib"),
+    [(1, 11, 0.12), (8, 512, 0.75), (64, 11, 0.66), (64, 512, 2.41), (64, 8192, 35.0)],
+)
+def test_what_is_taken_ahead(batch, prompt, gib):
+    """A quarter of what is there, or half a GiB; 2048 tokens more are 7 GiB at a batch of 64."""
+    taken = caches.room_for(prompt, row_bytes(batch), 32768) * row_bytes(batch)
+    needed = prompt * row_bytes(batch)
+    assert taken / GIB == pytest.approx(gib, abs=0.02)
+    assert taken <= max(needed * 1.25, needed + 0.5 * GIB) + caches.STEP * row_bytes(batch)
+    assert caches.room_for(prompt, row_bytes(batch), prompt + 20) <= prompt + 20 + caches.STEP - 1
+    assert caches.room_for(prompt, row_bytes(batch), 5) >= prompt
+
+
+def test_growing_stays_a_small_part():
+    """Moves from 16 tokens to 32768 at a batch of 64: each is a copy and a new graph."""
+    capacity, moves, copied = caches.room_for(16, row_bytes(64)), 0, 0
+    while capacity < 32768:
+        copied += capacity
+        capacity = caches.room_for(capacity + 1, row_bytes(64))
+        moves += 1
+    assert moves < 30
+    assert copied < 5 * 32768
+
+
+def the_programs(model):
+    return list(decoder(model)._programs.values())
+
+
+@pytest.mark.parametrize("generate", [hf_generate, llmkernels.generate])
+def test_a_large_cache_is_not_kept(generate, device, monkeypatch):
+    model, ids = small_model(device=device), tiny_inputs(device)
+    expected = hf_generate(model, ids)
+    llmkernels.patch(model)
+    for limit, kept in ((1 << 20, 1), (1000, 0), (1 << 20, 1)):
+        monkeypatch.setattr(caches, "KEPT_BYTES", limit)
+        assert torch.equal(generate(model, ids, max_new_tokens=NEW), expected)
+        gc.collect()
+        assert len(decoder(model)._spare) == len(the_programs(model)) == kept
+    assert list(decoder(model).calls) == [generate_step()]
+
+
+@pytest.mark.parametrize("limit", [0, GIB])
+def test_a_returned_cache_holds_its_own(limit, device, monkeypatch):
+    """Whether ours is kept or not, layer by layer freed as it is handed over."""
+    monkeypatch.setattr(caches, "KEPT_BYTES", limit)
+    model, ids = small_model(device=device), tiny_inputs(device)
+    llmkernels.patch(model)
+    cache = hf_generate(model, ids, return_dict_in_generate=True).past_key_values
+    assert type(cache) is DynamicCache
+    assert len(decoder(model)._spare) == (limit > 0)
+    for layer in cache.layers:
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+
+
+@pytest.mark.parametrize("how", [llmkernels.release, "handle", "around"])
+def test_release(how, device):
+    model, ids = small_model(device=device), tiny_inputs(device)
+    handle = llmkernels.patch(model)
+    first = hf_generate(model, ids)
+    buffers = [weakref.ref(layer.k) for layer in decoder(model)._spare[0][0].layers]
+    if how == "handle":
+        handle.release()
+    elif how == "around":
+        llmkernels.release(torch.nn.ModuleList([model]))
+    else:
+        how(model)
+    gc.collect()
+    assert not any(buffer() is not None for buffer in buffers)
+    assert not the_programs(model)
+    assert torch.equal(hf_generate(model, ids), first)
+    handle.release()
+    handle.unpatch()
+    handle.release()
+    llmkernels.release(small_model())
+    with pytest.raises(TypeError, match=r"release: model must be a torch.nn.Module, got str"):
+        llmkernels.release("x")
+
+
+def test_release_within_a_call(device):
+    """The call keeps what it uses."""
+    model, ids = small_model(device=device), tiny_inputs(device, 1)
+    expected = hf_generate(model, ids)
+
+    class Release(Stream):
+        def put(self, tokens):
+            llmkernels.release(model)
+            super().put(tokens)
+
+    llmkernels.patch(model)
+    for generate in (hf_generate, llmkernels.generate):
+        assert torch.equal(generate(model, ids, max_new_tokens=NEW, streamer=Release()), expected)
+
+
+@pytest.mark.gpu
+def test_memory_is_free_again():
+    """At most what is kept stays behind a call, and nothing behind release()."""
+    model, ids = small_model(device="cuda", dtype=torch.bfloat16), tiny_inputs("cuda")
+    llmkernels.patch(model)
+    hf_generate(model, ids)
+    llmkernels.release(model)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for generate in (hf_generate, llmkernels.generate):
+        generate(model, tiny_inputs("cuda", 64, 40), max_new_tokens=NEW)
+        kept = torch.cuda.memory_allocated() - before
+        assert kept < 3 * decoder(model)._spare[0][0].nbytes + (32 << 20)
+        llmkernels.release(model)
+        gc.collect()
+        assert torch.cuda.memory_allocated() - before < 1 << 20
