@@ -1,5 +1,6 @@
 // Decode attention and its cache writes on the CPU.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #include "dtype.h"
@@ -7,10 +8,41 @@
 
 namespace llmk::cpu {
 
-// The queries at the flat indices (batch * tokens + token) * heads + head in [begin, end). No fused form.
-void decode_attention(const DecodeAttentionParams& params, Dtype dtype, int64_t begin, int64_t end);
+// Split-KV: how the work of a decode attention is cut into units that threads take. It does not depend on the number of
+// threads, nor do the bits of the result.
+struct AttentionPlan {
+  int64_t tiles;   // of queries that share one reading of the keys, per sequence and kv head
+  int64_t splits;  // of the keys of a sequence; their partial results are merged if there is more than one
+  int64_t units;   // (batch * kv_heads + kv_head) * tiles + tile, times splits, + split
+};
+
+// `longest`: the most keys of a sequence.
+AttentionPlan plan_decode_attention(const DecodeAttentionParams& params, int64_t longest);
+
+// Bytes of the partial results of all units.
+size_t attention_partials_bytes(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype);
+
+// The units in [begin, end): partial results, or the output where there is one split. No fused form.
+void decode_attention(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype, int64_t begin,
+                      int64_t end);
+
+// Merges the partial results of the queries at the flat indices (batch * tokens + token) * heads + head in [begin,
+// end).
+void merge_attention(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype, int64_t begin,
+                     int64_t end);
 
 // The tokens at the flat indices batch * tokens + token in [begin, end).
 void rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, int64_t begin, int64_t end);
+
+// Where a key or value is: the first element of head `head` of token `token`.
+inline int64_t cache_offset(const KvCache& cache, int64_t b, int64_t token, int64_t head, bool is_value) {
+  int64_t page = b, in_page = token;
+  if (cache.block_table != nullptr) {
+    page = cache.block_table[b * cache.table_stride + token / cache.page_size];
+    in_page = token % cache.page_size;
+  }
+  return is_value ? page * cache.v_page + in_page * cache.v_token + head * cache.v_head
+                  : page * cache.k_page + in_page * cache.k_token + head * cache.k_head;
+}
 
 }  // namespace llmk::cpu

@@ -1,4 +1,5 @@
 // decode_attention, rope_kv_write and both in one.
+#include <algorithm>
 #include <cmath>
 
 #include "backend.h"
@@ -142,6 +143,19 @@ cudaError_t launch(const char* op, DecodeAttentionParams& params, Dtype dtype, c
 }
 #endif
 
+void run_on_cpu(DecodeAttentionParams& params, Dtype dtype, int64_t longest, const Tensor& q) {
+  const cpu::AttentionPlan plan = cpu::plan_decode_attention(params, longest);
+  const int64_t bytes = static_cast<int64_t>(cpu::attention_partials_bytes(params, plan, dtype));
+  const Tensor partials = empty({&bytes, 1}, ScalarType::Byte, q);
+  params.workspace = partials.mutable_data_ptr();
+  const int64_t rows = params.batch * params.tokens * params.heads;
+  parallel_for(plan.units, rows * longest / plan.units * params.head_dim,
+               [&](int64_t begin, int64_t end) { cpu::decode_attention(params, plan, dtype, begin, end); });
+  if (plan.splits == 1) return;
+  parallel_for(rows, plan.splits * params.head_dim,
+               [&](int64_t begin, int64_t end) { cpu::merge_attention(params, plan, dtype, begin, end); });
+}
+
 Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tensor& v_cache,
                         const Tensor& cache_seqlens, std::optional<Tensor> cache_leftpad,
                         std::optional<Tensor> block_table, std::optional<double> softmax_scale, int64_t window_left,
@@ -157,15 +171,15 @@ Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tens
   if (q.numel() == 0) return out;
   params.out = out.mutable_data_ptr();
   on_device(op, q, LLMK_CUDA_ONLY([&](auto stream) { return launch(op, params, dtype, q, stream); }), [&] {
+    int64_t longest = 0;
     for (int64_t b = 0; b < params.batch; ++b) {
       LLMK_CHECK(params.cache_seqlens[b] >= 0 && params.cache_seqlens[b] <= params.cache.capacity, op,
                  "cache_seqlens must lie in [0, ", params.cache.capacity, "], the capacity of the cache, but [", b,
                  "] is ", params.cache_seqlens[b]);
       check_pages(op, params.cache, b, params.cache_seqlens[b]);
+      longest = std::max<int64_t>(longest, params.cache_seqlens[b]);
     }
-    const int64_t rows = params.batch * params.tokens * params.heads;
-    parallel_for(rows, params.cache.capacity * params.head_dim,
-                 [&](int64_t begin, int64_t end) { cpu::decode_attention(params, dtype, begin, end); });
+    run_on_cpu(params, dtype, longest, q);
   });
   return out;
 }

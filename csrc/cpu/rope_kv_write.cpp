@@ -1,71 +1,14 @@
-// Decode attention on the CPU: softmax(scale q k^T) v over the live keys of a sequence, one query at a time, in float32
-// (float64 for float64) with a running maximum; and the rotation of new queries and keys with the write to the cache,
-// rounded as cpu/rope.cpp does. Lengths and pages have been checked.
+// The rotation of new queries and keys with the write to the KV cache on the CPU, rounded as cpu/rope.cpp does. Pages
+// have been checked.
 #include "cpu/attention.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <vector>
 
 #include "cpu/convert.h"
 
 namespace llmk::cpu {
 namespace {
-
-// Where a key or value is: the first element of head `head` of token `token`.
-inline int64_t cache_offset(const KvCache& cache, int64_t b, int64_t token, int64_t head, bool is_value) {
-  int64_t page = b, in_page = token;
-  if (cache.block_table != nullptr) {
-    page = cache.block_table[b * cache.table_stride + token / cache.page_size];
-    in_page = token % cache.page_size;
-  }
-  return is_value ? page * cache.v_page + in_page * cache.v_token + head * cache.v_head
-                  : page * cache.k_page + in_page * cache.k_token + head * cache.k_head;
-}
-
-template <typename T>
-inline void attend(const DecodeAttentionParams& p, int64_t flat_begin, int64_t flat_end) {
-  using A = Wide<T>;
-  const int64_t dim = p.head_dim;
-  std::vector<A> query(dim), sum(dim);
-  std::vector<Stage<T>> buffer(dim);
-  for (int64_t flat = flat_begin; flat < flat_end; ++flat) {
-    const int64_t head = flat % p.heads, row = flat / p.heads, t = row % p.tokens, b = row / p.tokens;
-    const int64_t kv_head = head / (p.heads / p.kv_heads), end = p.cache_seqlens[b] - p.tokens + t + 1;
-    int64_t begin = p.cache_leftpad != nullptr ? std::max<int64_t>(p.cache_leftpad[b], 0) : 0;
-    if (p.window_left >= 0) begin = std::max(begin, end - 1 - p.window_left);
-    const Stage<T>* q =
-        load(static_cast<const T*>(p.q) + b * p.q_batch + t * p.q_token + head * p.q_head, dim, buffer.data());
-    for (int64_t d = 0; d < dim; ++d) query[d] = widen(q[d]);
-    std::fill(sum.begin(), sum.end(), A(0));
-    A maximum = -std::numeric_limits<A>::infinity(), total = 0;
-    for (int64_t key = begin; key < end; ++key) {
-      const Stage<T>* k =
-          load(static_cast<const T*>(p.cache.k) + cache_offset(p.cache, b, key, kv_head, false), dim, buffer.data());
-      A score = 0;
-      for (int64_t d = 0; d < dim; ++d) score += query[d] * widen(k[d]);
-      score *= static_cast<A>(p.softmax_scale);
-      if (p.softcap > 0) score = static_cast<A>(p.softcap) * std::tanh(score / static_cast<A>(p.softcap));
-      const Stage<T>* v =
-          load(static_cast<const T*>(p.cache.v) + cache_offset(p.cache, b, key, kv_head, true), dim, buffer.data());
-      if (score > maximum) {
-        const A shrink = std::exp(maximum - score);
-        maximum = score;
-        total *= shrink;
-        for (int64_t d = 0; d < dim; ++d) sum[d] *= shrink;
-      }
-      const A weight = score == maximum ? A(1) : std::exp(score - maximum);
-      total += weight;
-      for (int64_t d = 0; d < dim; ++d) sum[d] += weight * widen(v[d]);
-    }
-    T* const out = static_cast<T*>(p.out) + flat * dim;
-    Stage<T>* staged = staging(out, buffer.data());
-    const A factor = total == 0 ? A(0) : 1 / total;  // no key: zeros
-    for (int64_t d = 0; d < dim; ++d) staged[d] = narrow<T>(sum[d] * factor);
-    store(staged, dim, out);
-  }
-}
 
 // out = the head at `in`, rotated; may be in place.
 template <typename T>
@@ -124,10 +67,6 @@ inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t
 }
 
 }  // namespace
-
-void decode_attention(const DecodeAttentionParams& params, Dtype dtype, int64_t begin, int64_t end) {
-  dispatch_kernel(dtype, [&](auto tag) { attend<typename decltype(tag)::type>(params, begin, end); });
-}
 
 void rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, int64_t begin, int64_t end) {
   dispatch_kernel(dtype, [&](auto tag) { write_tokens<typename decltype(tag)::type>(params, begin, end); });

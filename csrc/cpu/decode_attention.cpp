@@ -1,0 +1,309 @@
+// Decode attention on the CPU: softmax(scale q k^T) v over the live keys of a sequence, in float32 (float64 for
+// float64). Lengths and pages have been checked.
+//
+// A unit of work is a tile of queries of one kv head against a share of the keys (split-KV), read in blocks:
+//
+//   scores = scale q k^T        each key is converted once, for all queries of the tile
+//   weights = exp(scores - maximum), with a running maximum per query (online softmax)
+//   sum = sum * exp(old maximum - maximum) + weights v
+//
+// Partial results of a query: [maximum, total of the weights, sum]. Idea: Dao et al. 2023, "Flash-Decoding".
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "cpu/attention.h"
+#include "cpu/convert.h"
+#include "cpu/exponential.h"
+
+namespace llmk::cpu {
+namespace {
+
+constexpr int64_t kTile = 16;         // queries
+constexpr int64_t kBlock = 64;        // keys
+constexpr int64_t kLeastSplit = 256;  // keys; fewer are not worth a merge
+constexpr int64_t kUnits = 64;        // that keep as many threads busy
+constexpr int64_t kAhead = 8;         // keys or values that are fetched ahead: each is on a memory page of its own
+constexpr int kValues = 4;            // that are added at a time, so that the sum is touched less often
+constexpr int kLanes = 8;             // of a dot product, which takes kStep elements at a time
+constexpr int64_t kStep = 4 * kLanes;
+
+// A row of the cache in the type computed in: where it is, or converted into the buffer. With kPadded zeros follow it
+// up to a multiple of kStep.
+template <bool kPadded, typename T>
+inline const Wide<T>* widened(const T* source, int64_t dim, Wide<T>* __restrict buffer) {
+  const int64_t padding = kPadded ? (kStep - dim % kStep) % kStep : 0;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    for (int64_t d = 0; d < dim; ++d) buffer[d] = widen(source[d]);
+  } else {
+    const Wide<T>* const x = load(source, dim, buffer);
+    if (padding == 0) return x;
+    if (x != buffer) std::copy_n(x, dim, buffer);
+  }
+  if (padding > 0) std::fill_n(buffer + dim, padding, Wide<T>(0));
+  return buffer;
+}
+
+template <typename A>
+inline A sum_of_lanes(const A (&lanes)[kLanes]) {
+  A half[kLanes / 2];
+  for (int i = 0; i < kLanes / 2; ++i) half[i] = lanes[i] + lanes[i + kLanes / 2];
+  return (half[0] + half[2]) + (half[1] + half[3]);
+}
+
+// The sum of the products of `count` elements, a multiple of kStep; in lanes, since one accumulator would wait for its
+// own last addition.
+template <typename A>
+inline A dot_product(const A* __restrict q, const A* __restrict k, int64_t count) {
+  A lanes[kLanes] = {};
+  for (int64_t d = 0; d < count; d += kStep) {
+    for (int i = 0; i < kLanes; ++i) {
+      lanes[i] += (q[d + i] * k[d + i] + q[d + kLanes + i] * k[d + kLanes + i]) +
+                  (q[d + 2 * kLanes + i] * k[d + 2 * kLanes + i] + q[d + 3 * kLanes + i] * k[d + 3 * kLanes + i]);
+    }
+  }
+  return sum_of_lanes(lanes);
+}
+
+// Where the keys (or values) [begin, begin + count) are; the first of them are fetched.
+template <typename T>
+class CacheRows {
+ public:
+  CacheRows(const DecodeAttentionParams& p, int64_t b, int64_t begin, int64_t count, int64_t kv_head, bool values)
+      : count_(count), bytes_(p.head_dim * static_cast<int64_t>(sizeof(T))) {
+    const auto* const base = static_cast<const T*>(values ? p.cache.v : p.cache.k);
+    for (int64_t j = 0; j < count; ++j) rows_[j] = base + cache_offset(p.cache, b, begin + j, kv_head, values);
+    for (int64_t j = 0; j < std::min(kAhead, count); ++j) fetch(j);
+  }
+
+  // Fetches one further on.
+  const T* row(int64_t j) const {
+    if (j + kAhead < count_) fetch(j + kAhead);
+    return rows_[j];
+  }
+
+ private:
+  void fetch(int64_t j) const {
+    const char* const row = reinterpret_cast<const char*>(rows_[j]);
+    for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(row + byte);
+  }
+
+  int64_t count_, bytes_;
+  const T* rows_[kBlock];
+};
+
+// sum += the sum of weights[i] * values[i].
+template <int kCount, typename A>
+inline void add_weighted(A* __restrict sum, const A* weights, const A* const* values, int64_t dim) {
+  A w[kCount];
+  const A* v[kCount];
+  for (int i = 0; i < kCount; ++i) w[i] = weights[i], v[i] = values[i];
+  for (int64_t d = 0; d < dim; ++d) {
+    if constexpr (kCount == kValues) {
+      sum[d] += (w[0] * v[0][d] + w[1] * v[1][d]) + (w[2] * v[2][d] + w[3] * v[3][d]);
+    } else {
+      sum[d] += w[0] * v[0][d];
+    }
+  }
+}
+
+template <typename A>
+inline A hyperbolic_tangent(A x) {
+  if constexpr (std::is_same_v<A, double>) {
+    return std::tanh(x);
+  } else {
+    // By the exponential; near 0, where that cancels, by the series.
+    const A z = x * x, e = exponential(A(-2) * std::abs(x));
+    const A series = x + x * z * (A(-1. / 3) + z * (A(2. / 15) + z * (A(-17. / 315) + z * A(62. / 2835))));
+    const A quotient = std::copysign((A(1) - e) / (A(1) + e), x);
+    return z < A(0.0625) ? series : quotient;
+  }
+}
+
+template <typename A>
+inline A largest(const A* values, int64_t count) {
+  A lanes[kLanes];
+  std::fill_n(lanes, kLanes, -std::numeric_limits<A>::infinity());
+  int64_t j = 0;
+  for (; j + kLanes <= count; j += kLanes) {
+    for (int i = 0; i < kLanes; ++i) lanes[i] = values[j + i] > lanes[i] ? values[j + i] : lanes[i];
+  }
+  for (; j < count; ++j) lanes[0] = values[j] > lanes[0] ? values[j] : lanes[0];
+  return *std::max_element(lanes, lanes + kLanes);
+}
+
+// values = exp(values - maximum); returns their sum. NaN stays, and a score equal to the maximum has weight 1 even if
+// both are infinite.
+template <typename A>
+inline A weights_of(A* __restrict values, int64_t count, A maximum) {
+  for (int64_t j = 0; j < count; ++j) {
+    const A distance = values[j] - maximum, weight = values[j] == maximum ? A(1) : exponential(distance);
+    values[j] = values[j] == values[j] ? weight : values[j];
+  }
+  A lanes[kLanes] = {};
+  int64_t j = 0;
+  for (; j + kLanes <= count; j += kLanes) {
+    for (int i = 0; i < kLanes; ++i) lanes[i] += values[j + i];
+  }
+  for (; j < count; ++j) lanes[0] += values[j];
+  return sum_of_lanes(lanes);
+}
+
+template <typename T>
+inline void write_output(const DecodeAttentionParams& p, int64_t flat, Wide<T> total, const Wide<T>* sum,
+                         Stage<T>* buffer) {
+  T* const out = static_cast<T*>(p.out) + flat * p.head_dim;
+  Stage<T>* staged = staging(out, buffer);
+  const Wide<T> factor = total == 0 ? Wide<T>(0) : 1 / total;  // no key: zeros
+  for (int64_t d = 0; d < p.head_dim; ++d) staged[d] = narrow<T>(sum[d] * factor);
+  store(staged, p.head_dim, out);
+}
+
+// A query of a tile: its row of the output, the keys that it sees, and its results so far.
+template <typename A>
+struct Query {
+  int64_t flat, begin, end;
+  A maximum, total;
+};
+
+// Turns the products q . k of one query into weights, against the largest score so far.
+template <typename A>
+inline void make_weights(const DecodeAttentionParams& p, A* scores, int64_t count, Query<A>& query, A* sum) {
+  const A scale = static_cast<A>(p.softmax_scale), cap = static_cast<A>(p.softcap);
+  for (int64_t j = 0; j < count; ++j) scores[j] *= scale;
+  if (p.softcap > 0) {
+    for (int64_t j = 0; j < count; ++j) scores[j] = cap * hyperbolic_tangent(scores[j] / cap);
+  }
+  const A maximum = std::max(query.maximum, largest(scores, count));
+  if (maximum != query.maximum) {
+    const A shrink = std::exp(query.maximum - maximum);
+    for (int64_t d = 0; d < p.head_dim; ++d) sum[d] *= shrink;
+    query.total *= shrink;
+    query.maximum = maximum;
+  }
+  query.total += weights_of(scores, count, maximum);
+}
+
+template <typename T>
+inline void attend(const DecodeAttentionParams& p, const AttentionPlan& plan, int64_t unit_begin, int64_t unit_end) {
+  using A = Wide<T>;
+  const int64_t dim = p.head_dim, padded = (dim + kStep - 1) / kStep * kStep, group = p.heads / p.kv_heads;
+  Query<A> queries[kTile];
+  A scores[kTile][kBlock];
+  std::vector<A> q(kTile * padded), sums(kTile * dim), buffer(kValues * padded);
+  std::vector<Stage<T>> out_buffer(dim);
+  for (int64_t unit = unit_begin; unit < unit_end; ++unit) {
+    const int64_t split = unit % plan.splits, tile = unit / plan.splits % plan.tiles;
+    const int64_t kv_head = unit / plan.splits / plan.tiles % p.kv_heads;
+    const int64_t b = unit / plan.splits / plan.tiles / p.kv_heads;
+    const int64_t rows = std::min(kTile, p.tokens * group - tile * kTile);
+    const int64_t start = p.cache_leftpad != nullptr ? std::max<int64_t>(p.cache_leftpad[b], 0) : 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t t = (tile * kTile + r) / group, head = kv_head * group + (tile * kTile + r) % group;
+      const int64_t end = std::max<int64_t>(p.cache_seqlens[b] - p.tokens + t + 1, 0);
+      queries[r] = {(b * p.tokens + t) * p.heads + head,
+                    p.window_left >= 0 ? std::max(start, end - 1 - p.window_left) : start, end,
+                    -std::numeric_limits<A>::infinity(), 0};
+      const T* const row = static_cast<const T*>(p.q) + b * p.q_batch + t * p.q_token + head * p.q_head;
+      std::copy_n(widened<true>(row, dim, buffer.data()), padded, &q[r * padded]);
+    }
+    std::fill_n(sums.begin(), rows * dim, A(0));
+
+    // The keys that any query of the tile sees: both ends grow with the token. This unit's share of them.
+    const int64_t first = queries[0].begin, live = std::max<int64_t>(queries[rows - 1].end - first, 0);
+    const int64_t blocks = (live + kBlock - 1) / kBlock;
+    const int64_t begin = first + blocks * split / plan.splits * kBlock;
+    const int64_t end = first + std::min(live, blocks * (split + 1) / plan.splits * kBlock);
+    for (int64_t block = begin; block < end; block += kBlock) {
+      const int64_t count = std::min(kBlock, end - block);
+      const CacheRows<T> keys(p, b, block, count, kv_head, false);
+      for (int64_t j = 0; j < count; ++j) {
+        const A* const k = widened<true>(keys.row(j), dim, buffer.data());
+        for (int64_t r = 0; r < rows; ++r) scores[r][j] = dot_product(&q[r * padded], k, padded);
+      }
+      const CacheRows<T> values(p, b, block, count, kv_head, true);
+      for (int64_t r = 0; r < rows; ++r) {
+        Query<A>& query = queries[r];
+        const int64_t from = std::max(query.begin - block, int64_t{0}),
+                      seen = std::min(query.end - block, count) - from;
+        if (seen > 0) make_weights(p, scores[r] + from, seen, query, &sums[r * dim]);
+      }
+      for (int64_t j = 0; j < count; j += kValues) {
+        const A* v[kValues];
+        const int64_t together = std::min<int64_t>(kValues, count - j);
+        for (int64_t i = 0; i < together; ++i) {
+          v[i] = widened<false>(values.row(j + i), dim, buffer.data() + i * padded);
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t from = std::max(queries[r].begin - block, j);
+          const int64_t to = std::min(queries[r].end - block, j + together);
+          if (to - from == kValues) {
+            add_weighted<kValues>(&sums[r * dim], scores[r] + j, v, dim);
+          } else {
+            for (int64_t i = from; i < to; ++i) add_weighted<1>(&sums[r * dim], scores[r] + i, v + (i - j), dim);
+          }
+        }
+      }
+    }
+
+    for (int64_t r = 0; r < rows; ++r) {
+      if (plan.splits == 1) {
+        write_output<T>(p, queries[r].flat, queries[r].total, &sums[r * dim], out_buffer.data());
+      } else {
+        A* const partial = static_cast<A*>(p.workspace) + (queries[r].flat * plan.splits + split) * (dim + 2);
+        partial[0] = queries[r].maximum;
+        partial[1] = queries[r].total;
+        std::copy_n(&sums[r * dim], dim, partial + 2);
+      }
+    }
+  }
+}
+
+template <typename T>
+inline void merge(const DecodeAttentionParams& p, const AttentionPlan& plan, int64_t flat_begin, int64_t flat_end) {
+  using A = Wide<T>;
+  const int64_t dim = p.head_dim, size = dim + 2;
+  std::vector<A> sum(dim);
+  std::vector<Stage<T>> out_buffer(dim);
+  for (int64_t flat = flat_begin; flat < flat_end; ++flat) {
+    const A* const partials = static_cast<const A*>(p.workspace) + flat * plan.splits * size;
+    A maximum = partials[0], total = 0;
+    for (int64_t split = 1; split < plan.splits; ++split) maximum = std::max(maximum, partials[split * size]);
+    std::fill(sum.begin(), sum.end(), A(0));
+    for (int64_t split = 0; split < plan.splits; ++split) {
+      const A* const partial = partials + split * size;
+      const A weight = partial[0] == maximum ? A(1) : std::exp(partial[0] - maximum);
+      total += partial[1] * weight;
+      add_weighted<1>(sum.data(), &weight, std::array{partial + 2}.data(), dim);
+    }
+    write_output<T>(p, flat, total, sum.data(), out_buffer.data());
+  }
+}
+
+}  // namespace
+
+AttentionPlan plan_decode_attention(const DecodeAttentionParams& p, int64_t longest) {
+  const int64_t tiles = (p.tokens * (p.heads / p.kv_heads) + kTile - 1) / kTile, whole = p.batch * p.kv_heads * tiles;
+  const int64_t splits = std::clamp<int64_t>(kUnits / whole, 1, std::max<int64_t>(1, longest / kLeastSplit));
+  return {tiles, splits, whole * splits};
+}
+
+size_t attention_partials_bytes(const DecodeAttentionParams& p, const AttentionPlan& plan, Dtype dtype) {
+  if (plan.splits == 1) return 0;
+  const size_t size = dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float);
+  return static_cast<size_t>(p.batch * p.tokens * p.heads * plan.splits * (p.head_dim + 2)) * size;
+}
+
+void decode_attention(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype, int64_t begin,
+                      int64_t end) {
+  dispatch_kernel(dtype, [&](auto tag) { attend<typename decltype(tag)::type>(params, plan, begin, end); });
+}
+
+void merge_attention(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype, int64_t begin,
+                     int64_t end) {
+  dispatch_kernel(dtype, [&](auto tag) { merge<typename decltype(tag)::type>(params, plan, begin, end); });
+}
+
+}  // namespace llmk::cpu
