@@ -2,6 +2,7 @@
 pages, what must not leak, errors, CUDA graphs."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -451,3 +452,43 @@ def test_meta_tensors_beside_real_ones_are_refused(name):
     given["cache_seqlens"] = torch.tensor([3], dtype=torch.int32)
     with pytest.raises(RuntimeError, match="device"):
         decode_attention(**given | {name: given[name].to("meta")})
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    inputs = make("cpu", torch.float32, [700, 513], heads=14, kv_heads=2, capacity=800)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(decode_attention(*inputs))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cpu_time_is_that_of_sdpa(dtype):
+    """CPU time of one thread, the least of several; a query at a time takes four times as long as SDPA in float32."""
+    q = torch.randn(1, 1, 28, 128, dtype=dtype)
+    k, v = torch.randn(2, 1, 2048, 4, 128, dtype=dtype)
+    lengths = int32([2048], "cpu")
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+
+    def cpu_time(call):
+        times = []
+        for _ in range(8):
+            start = time.thread_time()
+            call()
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ours = cpu_time(lambda: decode_attention(q, k, v, lengths))
+        peer = cpu_time(lambda: F.scaled_dot_product_attention(*heads_first, enable_gqa=True))
+    finally:
+        torch.set_num_threads(threads)
+    assert ours <= 1.5 * peer, f"{ours * 1e6:.0f} us, SDPA {peer * 1e6:.0f} us"

@@ -1,6 +1,6 @@
 """Attention of a decode step against a KV cache, and what fills the cache: public functions and fakes.
 
-Kernels: csrc/kernels/attention, csrc/cpu/attention.cpp. For inference: no gradients.
+Kernels: csrc/kernels/attention, csrc/cpu/decode_attention.cpp and rope_kv_write.cpp. For inference: no gradients.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 from .mutation import Mutation
 
-CPU_ATTENTION, CPU_SAMPLING = "csrc/cpu/attention.cpp", "csrc/cpu/sampling.cpp"
+CPU_ATTENTION, CPU_SAMPLING = "csrc/cpu/decode_attention.cpp", "csrc/cpu/sampling.cpp"
 CPU_NORM, CPU_ROPE, CPU_GLU = "csrc/cpu/norm.cpp", "csrc/cpu/rope.cpp", "csrc/cpu/glu.cpp"
 
 CPU = [
@@ -130,40 +130,48 @@ CPU = [
         "cpu_attention_ignores_leftpad",
         "padding on the left is attended to",
         CPU_ATTENTION,
-        "int64_t begin = p.cache_leftpad != nullptr ? std::max<int64_t>(p.cache_leftpad[b], 0) : 0;",
-        "int64_t begin = 0;",
+        "start = p.cache_leftpad != nullptr ? std::max<int64_t>(p.cache_leftpad[b], 0) : 0;",
+        "start = 0;",
         "tests/test_decode_attention.py tests/test_decode_layer.py",
     ),
     Mutation(
         "cpu_attention_window_of_one_more",
         "a sliding window holds one key too many",
         CPU_ATTENTION,
-        "begin = std::max(begin, end - 1 - p.window_left);",
-        "begin = std::max(begin, end - 2 - p.window_left);",
+        "std::max(start, end - 1 - p.window_left)",
+        "std::max(start, end - 2 - p.window_left)",
         "tests/test_decode_attention.py tests/test_decode_layer.py",
     ),
     Mutation(
         "cpu_attention_is_not_causal",
         "the first of several query tokens sees the last key",
         CPU_ATTENTION,
-        "end = p.cache_seqlens[b] - p.tokens + t + 1;",
-        "end = p.cache_seqlens[b];",
+        "end = std::max<int64_t>(p.cache_seqlens[b] - p.tokens + t + 1, 0);",
+        "end = std::max<int64_t>(p.cache_seqlens[b], 0);",
         "tests/test_decode_attention.py",
     ),
     Mutation(
         "cpu_attention_interleaves_kv_heads",
         "query heads take turns at the kv heads instead of sharing them in groups",
         CPU_ATTENTION,
-        "kv_head = head / (p.heads / p.kv_heads), end",
-        "kv_head = head % p.kv_heads, end",
+        "head = kv_head * group + (tile * kTile + r) % group;",
+        "head = kv_head + p.kv_heads * ((tile * kTile + r) % group);",
         "tests/test_decode_attention.py",
     ),
     Mutation(
         "cpu_attention_forgets_to_rescale",
         "the sum of the weights is not scaled down when a larger score comes",
         CPU_ATTENTION,
-        "        total *= shrink;\n",
+        "    query.total *= shrink;\n",
         "",
+        "tests/test_decode_attention.py",
+    ),
+    Mutation(
+        "cpu_attention_merges_without_weights",
+        "partial results of splits are added up as if all had the same maximum",
+        CPU_ATTENTION,
+        "partial[0] == maximum ? A(1) : std::exp(partial[0] - maximum);",
+        "A(1);",
         "tests/test_decode_attention.py",
     ),
     Mutation(
