@@ -48,9 +48,9 @@ struct DecodeAttentionParams {
   // CUDA only. `prefetch_cache` promises that everything but q, new_k and new_v was complete before the kernel that
   // precedes this one in the stream could begin: see decode_attention.cuh.
   bool prefetch_cache;
-  int64_t longest;  // what cache_seqlens will not exceed, as far as the caller knows, or 0: for speed alone
-  void* workspace;  // decode_attention_workspace_bytes() of them
-  int* counters;    // kDecodeAttentionCounters of them; zero, and zero again afterwards
+  int64_t max_seqlen;  // what cache_seqlens will not exceed, as far as the caller knows, or 0: for speed alone
+  void* workspace;     // decode_attention_workspace_bytes() of them
+  int* counters;       // kDecodeAttentionCounters of them; zero, and zero again afterwards
 };
 
 struct RopeKvWriteParams {

@@ -6,7 +6,7 @@ LINEAR, LINEAR_RESULTS = "csrc/kernels/linear/linear.cu", "csrc/kernels/linear/e
 LINEAR_RING, GEMV = "csrc/kernels/linear/ring.cuh", "csrc/kernels/linear/gemv.cu"
 SAMPLING = "csrc/kernels/sampling/sample.cu"
 KV_WRITE = "csrc/kernels/attention/rope_kv_write.cu"
-ATTENTION_WORK, ATTENTION_MERGE = "csrc/kernels/attention/work.cuh", "csrc/kernels/attention/merge.cuh"
+ATTENTION_SCHEDULER, ATTENTION_MERGE = "csrc/kernels/attention/tile_scheduler.cuh", "csrc/kernels/attention/merge.cuh"
 
 CUDA_DECODE = [
     Mutation(
@@ -164,41 +164,41 @@ CUDA_DECODE = [
     Mutation(
         "cuda_attention_loses_the_last_keys",
         "the last keys, where they do not fill a unit, are left out",
-        ATTENTION_WORK,
-        "max((end - origin + kUnit - 1) / kUnit, 1)",
-        "max((end - origin) / kUnit, 1)",
+        ATTENTION_SCHEDULER,
+        "max((end - tile_origin + kKvTile - 1) / kKvTile, 1)",
+        "max((end - tile_origin) / kKvTile, 1)",
         "tests/test_decode_attention.py -k 'test_lengths and cuda'",
     ),
     Mutation(
         "cuda_attention_trusts_its_guess",
         "work that was shared out by lengths which then changed is done as it was",
         "csrc/kernels/attention/decode_attention.cuh",
-        "__syncthreads_and(lengths.update(now))",
-        "__syncthreads_and(lengths.update(now) | true)",
+        "__syncthreads_and(seqlens.update(now))",
+        "__syncthreads_and(seqlens.update(now) | true)",
         "tests/test_decode_attention.py -k 'meanwhile'",
     ),
     Mutation(
         "cuda_attention_takes_lengths_of_the_first",
         "what a warp keeps of the sequences is read from its first lane",
-        ATTENTION_WORK,
-        "__shfl_sync(0xffffffffu, mine_.length, b)",
-        "__shfl_sync(0xffffffffu, mine_.length, 0 * b)",
+        ATTENTION_SCHEDULER,
+        "__shfl_sync(0xffffffffu, lane_info_.seqlen, b)",
+        "__shfl_sync(0xffffffffu, lane_info_.seqlen, 0 * b)",
         "tests/test_decode_attention.py -k 'test_lengths and cuda'",
     ),
     Mutation(
         "cuda_attention_is_not_causal",
         "the first of several query tokens sees the last key",
         "csrc/kernels/attention/tile.cuh",
-        "const int until = walk.keys.end - tokens + t + 1;",
-        "const int until = walk.keys.end + 0 * (tokens + t);",
+        "const int last_key_end = scheduler.keys.end - tokens + t + 1;",
+        "const int last_key_end = scheduler.keys.end + 0 * (tokens + t);",
         "tests/test_decode_attention.py -k 'several_tokens and cuda'",
     ),
     Mutation(
         "cuda_attention_reads_the_first_sequence",
         "every sequence attends to the pages of the first",
         "csrc/kernels/attention/ring_tma.cuh",
-        "params_.cache.block_table + feed_.walk.b * params_.cache.table_stride + ",
-        "params_.cache.block_table + ",
+        "params_.cache.block_table + tiles_.scheduler.b * params_.cache.table_stride",
+        "params_.cache.block_table",
         "tests/test_decode_attention.py -k 'test_pages and cuda'",
     ),
     Mutation(

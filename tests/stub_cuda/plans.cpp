@@ -22,7 +22,7 @@ int main() {
     params.cache.capacity = params.cache.page_size = capacity, params.head_dim = head_dim;
     const DecodePlan plan = plan_decode_attention(params, device);
     std::printf("{\"cluster\": %d, \"clusters\": %d, \"at_once\": %d, \"chunks\": %d, \"sequences\": %lld}\n",
-                plan.cluster, plan.clusters, device.clusters[plan.cluster], plan.chunks,
+                plan.cluster, plan.clusters, device.clusters[plan.cluster], plan.query_tiles,
                 static_cast<long long>(sequences_per_launch(params)));
   }
 }

@@ -37,8 +37,9 @@ cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& p
   const KvCache& c = params.cache;
   KvMaps maps{};
   if (copies) {
-    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box(), dtype);
-    if (status == cudaSuccess) status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box(), dtype);
+    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box_keys(), dtype);
+    if (status == cudaSuccess)
+      status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box_keys(), dtype);
     if (status != cudaSuccess) return status;
   }
   LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(kThreads + 32 * copies),
@@ -77,10 +78,10 @@ DecodeAttentionParams slice(const DecodeAttentionParams& params, int64_t begin, 
 // Calls body(part) for what each launch has of the batch: nearly always all of it.
 template <typename Body>
 cudaError_t for_each_launch(const DecodeAttentionParams& params, const Body& body) {
-  const int64_t most = sequences_per_launch(params);
-  if (params.batch <= most) return body(params);
-  for (int64_t begin = 0; begin < params.batch; begin += most) {
-    const cudaError_t status = body(slice(params, begin, std::min(most, params.batch - begin)));
+  const int64_t max_batch = sequences_per_launch(params);
+  if (params.batch <= max_batch) return body(params);
+  for (int64_t begin = 0; begin < params.batch; begin += max_batch) {
+    const cudaError_t status = body(slice(params, begin, std::min(max_batch, params.batch - begin)));
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
@@ -100,12 +101,12 @@ bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
     if (!is_aligned(pointer, 16)) return false;
   }
   const KvCache& c = p.cache;
-  if (c.block_table && c.page_size % kTile != 0) return false;
+  if (c.block_table && c.page_size % kWarpKeys != 0) return false;
   if (sequences_per_launch(p) < 1) return false;
   DeviceInfo device;
   if (device_info(device) != cudaSuccess) return false;
   const DecodePlan plan = plan_decode_attention(p, device);
-  if (plan.slots < 2 || static_cast<size_t>(plan.layout(p.head_dim).bytes) > device.shared_bytes) return false;
+  if (plan.stages < 2 || static_cast<size_t>(plan.layout(p.head_dim).bytes) > device.shared_bytes) return false;
   if (device.compute_capability >= 90) {
     if (!has_tensor_maps() || c.pages > INT32_MAX || !can_map(c.page_size, c.k_token) ||
         !can_map(c.page_size, c.v_token) || !can_map(p.kv_heads, c.k_head) || !can_map(p.kv_heads, c.v_head) ||
@@ -125,7 +126,8 @@ cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params
   bytes = 0;
   return for_each_launch(params, [&](const DecodeAttentionParams& part) {
     const DecodePlan plan = plan_decode_attention(part, device);
-    bytes = std::max(bytes, static_cast<size_t>(plan.clusters) * 2 * 8 * plan.column_tiles * (part.head_dim + 2) * 4);
+    bytes =
+        std::max(bytes, static_cast<size_t>(plan.clusters) * 2 * 8 * plan.query_mma_tiles * (part.head_dim + 2) * 4);
     return cudaSuccess;
   });
 }

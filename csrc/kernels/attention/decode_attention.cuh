@@ -1,31 +1,36 @@
-// Attention of a few query tokens per sequence against a KV cache (Dao et al. 2022; split over the keys as in
-// Flash-Decoding, Dao et al. 2023; the queries of a kv head side by side, Ainslie et al. 2023):
+// Decode attention: a few query tokens per sequence against a KV cache.
 //
 //   s[j] = softmax_scale q . k[j]  (softcap tanh(s / softcap))     y = sum_j softmax(s)[j] v[j]
 //
-// over the keys j in [leftpad, seqlen - tokens + t] of query token t, the last window_left + 1 of them. fp16 and bf16;
-// scores, softmax and sums in fp32, the probabilities rounded to the dtype for the second product, the result rounded
-// once. The fused form rotates q on its way in, rotates the new key, and writes it and the new value to the cache.
+// over the keys j in [leftpad, seqlen - tokens + t] of query token t, the last window_left + 1 of them.
+// q and y [batch, tokens, heads, head_dim], cache by pages or contiguous (params/attention.h); fp16 and bf16. Scores,
+// softmax and sums in fp32; the probabilities are rounded to the dtype for the second product, and the result once. The
+// fused form rotates q as it is loaded, rotates the new key, and writes it and the new value to the cache.
+// Reads every key and value in range once: memory is the limit.
 //
-// Reads every live key and value once, so memory is the limit: a ring in shared memory is kept full by tensor-map
-// copies of 64 keys of one kv head (ring_tma.cuh; before sm_90 by every warp for itself, ring_copy.cuh), and of each 64
-// four warps multiply 16 (tile.cuh).
+//   tile_scheduler.cuh  split-KV: which keys a cluster of blocks attends to
+//   ring_tma.cuh        the producer warp and the ring of KV tiles (sm_90; ring_copy.cuh: cp.async before)
+//   queries.cuh         the queries, and the new key and value, to shared memory
+//   tile.cuh            the main loop's body: a warp's 16 keys of a KV tile, online softmax
+//   merge.cuh           the reduction of the partial sums
+//   plan.h              clusters and stages, with the measured choices
 //
-// Work (work.cuh) is dealt out to clusters of blocks, within a cluster by units of 64 keys. The sums of their warps
-// meet in merge.cuh.
+// Programmatic dependent launch: before pdl_wait() a kernel may only read what was complete before the previous kernel
+// could start. That kernel may itself have started before the one in front of it ended, so a launch that does not
+// overlap must lie between, such as the first one of a CUDA graph.
 //
-// Overlap with the predecessor (programmatic dependent launch): nothing may be read before pdl_wait() but what was
-// complete before the predecessor could begin. The predecessor P may itself have begun before its own predecessor
-// ended, so "everything before P" is not enough: it must lie behind a launch that did not overlap, such as the first
-// one of a CUDA graph. A caller that knows this of the cache, the lengths, tables and positions (not of q and the new
-// key and value) says `prefetch_cache`: then the first units are on their way before q is there. The tokens that other
-// launches of this step write are none of those units: each writes its own layer's cache, and reads only what earlier
-// steps wrote. Without `prefetch_cache` the sharing of the work begins early, with the lengths there are then, and the
-// first units are brought to the L2 cache, which may be in vain but not wrong. What it asks for, once the predecessor
-// has ended, is mostly right; a look at the lengths meanwhile tells, and if they have changed all begins again.
+//   prefetch_cache   The caller promises this of the cache, the lengths, tables and positions, not of q and the new key
+//                    and value: the ring is filled before the previous kernel has ended. Other launches of the same
+//                    step write other layers' caches, and each reads only keys that earlier steps wrote.
+//   else             Speculation. The work is scheduled from the lengths that memory holds before pdl_wait(), and the
+//                    first KV tiles are prefetched to the L2 cache, which is harmless if they are the wrong ones. After
+//                    pdl_wait() the lengths are read again while the first copies run. If they have changed, the block
+//                    starts over.
 //
-// The successor is let in when memory begins to rest (plan.h). Blocks live for microseconds, so instructions that are
-// executed once count, and so does fetching them: there is one copy of everything, and no integer division.
+// The next kernel may start when a block requests its last KV tiles (kPdlTiles in plan.h). Blocks live for
+// microseconds, so code that runs once counts, and so does fetching it: nothing is duplicated, no integer division.
+//
+// Sources: FlashAttention (Dao et al. 2022), Flash-Decoding (Dao et al. 2023), GQA packing (Ainslie et al. 2023).
 #pragma once
 #include "device/cluster.cuh"
 #include "kernels/dispatch.cuh"
@@ -37,7 +42,7 @@
 #include "ring_copy.cuh"
 #include "ring_tma.cuh"
 #include "tile.cuh"
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 namespace llmk::kernels {
 
@@ -47,119 +52,131 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
                             const __grid_constant__ DecodePlan plan,
                             [[maybe_unused]] const __grid_constant__ KvMaps maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Layout layout(S::D, S::kQueries, plan.slots, plan.cluster);
+  const Layout layout(S::D, S::kQueries, plan.stages, plan.cluster);
   const Cluster cluster = Cluster::of(plan.cluster, plan.clusters);
   const int warp = threadIdx.x / 32;
-  const int chunks = plan.chunks, pairs = static_cast<int>(params.kv_heads) * chunks, group = plan.group;
+  const int query_tiles = plan.query_tiles, work_tiles = static_cast<int>(params.kv_heads) * query_tiles,
+            group = plan.group;
   const int tokens = static_cast<int>(params.tokens), batch = static_cast<int>(params.batch);
-  if (plan.last_units == 0) pdl_launch_dependents();
+  if (plan.pdl_tiles == 0) pdl_launch_dependents();
   bool waiting = true;
   const auto wait = [&] {
     if (waiting) pdl_wait();
     waiting = false;
   };
 #if __CUDA_ARCH__ >= 900
-  // The fused form writes, and of many sequences a warp does not keep what it has found the work by: no guesses.
-  const bool guesses = !params.prefetch_cache && !params.new_k && batch <= 32;
-  if (!params.prefetch_cache && !guesses) wait();
-  const bool copies = warp == kWarps;
-  Lengths lengths(params);
-  Producer<S> producer(params, plan, maps, lengths, cluster, shared_address(shared), layout);
-  if (copies) producer.make_barriers();
-  cluster.arrive();  // the barriers of this block are there
+  // The fused form writes to the cache, and a large batch is not kept in registers to compare with: no speculation.
+  const bool speculative = !params.prefetch_cache && !params.new_k && batch <= 32;
+  if (!params.prefetch_cache && !speculative) wait();
+  const bool is_producer = warp == kWarps;
+  SequenceLengths seqlens(params);
+  Producer<S> producer(params, plan, maps, seqlens, cluster, shared_address(shared), layout);
+  if (is_producer) producer.init_barriers();
+  cluster.arrive();  // this block's barriers are initialised
   __syncthreads();
 #else
-  constexpr bool guesses = false, copies = false;  // nothing overlaps
-  Lengths lengths(params);
+  constexpr bool speculative = false, is_producer = false;  // nothing overlaps
+  SequenceLengths seqlens(params);
 #endif
   Merger<S> merger(params, plan, cluster, shared, layout);
-  const Scoring scoring(params);
+  const ScoreMod score_mod(params);
 
-  // By a guess the work begins, up to where a warp would wait for another; then all look whether it was right.
-  Walk walk;
-  bool sure = !guesses, find = true, staged = false;
+  // Without speculation there is one pass, `confirmed`. With it there are two:
+  //
+  //   pass         producer                             consumers               at its end
+  //   speculative  prefetches to L2, waits for the      loads the first         compares the lengths; changed: resets
+  //                previous kernel, fills the ring      queries, then stops     the barriers and reschedules
+  //   confirmed    the rest, or all if rescheduled      all work tiles
+  TileScheduler scheduler;
+  bool confirmed = !speculative, reschedule = true, queries_loaded = false;
 #pragma unroll 1
   while (true) {
-    if (find) walk = Walk(lengths, pairs, plan_quota(lengths, pairs, cluster.count, plan.least), cluster.index);
-    Live now;
-    const auto look = [&] {
+    if (reschedule)
+      scheduler = TileScheduler(seqlens, work_tiles, plan_splits(seqlens, work_tiles, cluster.count, plan.min_tiles),
+                                cluster.index);
+    SequenceInfo now;
+    const auto read_seqlens = [&] {
       if (!params.prefetch_cache) wait();
-      if (!sure) now = lengths.look();
+      if (!confirmed) now = seqlens.read();
     };
-    if (copies) {
+    if (is_producer) {
 #if __CUDA_ARCH__ >= 900
-      producer.run(walk, sure, !find, look);
+      producer.run(scheduler, confirmed, !reschedule, read_seqlens);
 #endif
     } else {
 #if __CUDA_ARCH__ >= 900
       Ring<S> ring(plan, shared_address(shared), layout);
 #else
-      Ring<S> ring(params, plan, lengths, Feed(walk, cluster.rank, cluster.size), shared_address(shared));
+      Ring<S> ring(params, plan, seqlens, KvTileIterator(scheduler, cluster.rank, cluster.size),
+                   shared_address(shared));
 #endif
-      look();
-      while (!walk.done(batch) && walk.pair < pairs) {
-        const int first_key = walk.first_key(), end_key = walk.end_key(), fresh = walk.keys.fresh;
-        if (!staged) {
-          const int unit = fresh >= first_key && fresh < end_key ? (fresh - first_key) / kUnit : -1;
-          const bool owner = unit >= 0 && (unit & (cluster.size - 1)) == cluster.rank;
-          stage_queries<S>(params, walk, chunks, group, owner, shared, layout, wait);
+      read_seqlens();
+      while (!scheduler.done(batch) && scheduler.work_tile < work_tiles) {
+        const int first_key = scheduler.first_key(), end_key = scheduler.end_key(), new_key = scheduler.keys.new_key;
+        if (!queries_loaded) {
+          const int new_tile = new_key >= first_key && new_key < end_key ? (new_key - first_key) / kKvTile : -1;
+          const bool writes_new_kv = new_tile >= 0 && (new_tile & (cluster.size - 1)) == cluster.rank;
+          load_queries<S>(params, scheduler, query_tiles, group, writes_new_kv, shared, layout, wait);
         }
-        staged = !sure;
-        if (!sure) break;
+        queries_loaded = !confirmed;
+        if (!confirmed) break;
         consumers_barrier();
-        const int first_query = chunks == 1 ? 0 : (walk.pair - divide(walk.pair, chunks) * chunks) * S::kQueries;
-        const Sight<S> sight(params, walk, first_query, group);
-        const Queries<S> q(shared_address(shared) + layout.q);
+        const int first_query =
+            query_tiles == 1
+                ? 0
+                : (scheduler.work_tile - divide(scheduler.work_tile, query_tiles) * query_tiles) * S::kQueries;
+        const Mask<S> mask(params, scheduler, first_query, group);
+        const QueryOperand<S> q(shared_address(shared) + layout.q);
         Accumulator<S> accumulator;
-        for (int unit = first_key + cluster.rank * kUnit; unit < end_key; unit += cluster.size * kUnit) {
-          const int key = unit + warp * kTile, begin = walk.keys.begin - key, end = end_key - key;
-          const bool mine = begin < kTile && end > 0;
-          const bool has_fresh = mine && fresh >= key && fresh < min(key + kTile, end_key);
-          // Waits for keys or values of the unit; the warp's rows of them.
-          const auto arrived = [&](bool is_value) {
-            const int slot = ring.wait();
-            if (has_fresh) {
-              insert_fresh<S>(shared + slot, fresh - unit, shared + layout.fresh + is_value * S::kRow);
-              ring.written();
+        for (int tile = first_key + cluster.rank * kKvTile; tile < end_key; tile += cluster.size * kKvTile) {
+          const int key = tile + warp * kWarpKeys, begin = scheduler.keys.begin - key, end = end_key - key;
+          const bool has_keys = begin < kWarpKeys && end > 0;
+          const bool has_new_key = has_keys && new_key >= key && new_key < min(key + kWarpKeys, end_key);
+          // Waits for the keys or values of the tile; returns the address of this warp's rows.
+          const auto wait_stage = [&](bool is_value) {
+            const int stage = ring.wait();
+            if (has_new_key) {
+              insert_new_row<S>(shared + stage, new_key - tile, shared + layout.new_kv + is_value * S::kRow);
+              ring.fence_writes();
               __syncwarp();
             }
-            return shared_address(shared) + slot + warp * kTile * 128;
+            return shared_address(shared) + stage + warp * kWarpKeys * 128;
           };
-          const uint32_t keys = arrived(false);
-          float s[S::kTilesOfColumns][4];
-          if (mine) multiply<S>(s, keys, q);
+          const uint32_t k_rows = wait_stage(false);
+          float s[S::kMmaTiles][4];
+          if (has_keys) multiply_queries<S>(s, k_rows, q);
           ring.release();
-          if (mine) {
-            scoring.apply<S>(s, key, sight);
-            accumulator.weigh(s);
+          if (has_keys) {
+            score_mod.apply<S>(s, key, mask);
+            accumulator.online_softmax(s);
           }
-          const uint32_t values = arrived(true);
-          if (mine) accumulator.add(values, begin, end);
+          const uint32_t v_rows = wait_stage(true);
+          if (has_keys) accumulator.multiply_values(v_rows, begin, end);
           ring.release();
         }
-        accumulator.store(shared, layout, warp);
-        const bool last = walk.is_last(batch, pairs);
-        merger.finish(walk, first_query, min(group * tokens - first_query, S::kQueries), last);
+        accumulator.store_partials(shared, layout, warp);
+        const bool last = scheduler.is_last(batch, work_tiles);
+        merger.merge(scheduler, first_query, min(group * tokens - first_query, S::kQueries), last);
         if (last) break;
-        walk.next(lengths, pairs);
+        scheduler.next(seqlens, work_tiles);
       }
     }
-    if (sure) break;
-    sure = true;
-    find = !__syncthreads_and(lengths.update(now));  // one warp may have seen lengths that another has not
-    if (find) {
+    if (confirmed) break;
+    confirmed = true;
+    reschedule = !__syncthreads_and(seqlens.update(now));  // warps may have read different lengths
+    if (reschedule) {
 #if __CUDA_ARCH__ >= 900
-      if (copies) producer.forget();
+      if (is_producer) producer.reset();
 #endif
-      staged = false;
+      queries_loaded = false;
       __syncthreads();
     }
   }
-  wait();  // also where there was nothing to do: the successor takes our end for that of our predecessor
-  if (copies) {
+  wait();  // also without work: the next kernel relies on the end of this one implying that of the previous one
+  if (is_producer) {
     cluster.wait();
   } else {
-    merger.meet();
+    merger.wait_for_cluster();
   }
 }
 
@@ -167,8 +184,8 @@ template <typename T>
 cudaError_t launch_decode_attention(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
                                     const LaunchShape& shape, cudaStream_t stream) {
   return dispatch_int<64, 96, 128, 256>(static_cast<int>(params.head_dim), [&](auto dim) {
-    return dispatch_int<1, 2>(plan.column_tiles, [&](auto columns) {
-      using S = Shape<T, decltype(dim)::value, decltype(columns)::value>;
+    return dispatch_int<1, 2>(plan.query_mma_tiles, [&](auto tiles) {
+      using S = Shape<T, decltype(dim)::value, decltype(tiles)::value>;
       return launch(decode_attention_kernel<S>, shape, stream, params, plan, maps);
     });
   });

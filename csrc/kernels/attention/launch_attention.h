@@ -1,4 +1,4 @@
-// What stands between the host code of decode_attention and its kernel, which takes long to compile.
+// The interface between the host code of decode_attention and its kernel, which takes long to compile.
 #pragma once
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -12,10 +12,11 @@
 namespace llmk::kernels {
 
 struct KvMaps {
-  CUtensorMap k, v;  // boxes of `box` keys and 64 columns
+  CUtensorMap k, v;  // boxes of DecodePlan::box_keys() keys and 64 columns
 };
 
-// Starts the kernel for this head_dim and number of queries. For __half and __nv_bfloat16, each in a file of its own.
+// Launches the kernel for this head_dim and number of queries. Instantiated for __half and __nv_bfloat16, in a file
+// each.
 template <typename T>
 cudaError_t launch_decode_attention(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
                                     const LaunchShape& shape, cudaStream_t stream);

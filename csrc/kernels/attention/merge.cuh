@@ -1,7 +1,13 @@
-// How the sums of many warps become one result: those of a block and then of its cluster in shared memory; where
-// several clusters share a pair they leave their sums in a workspace, and the last one to come, by a counter that it
-// sets back, adds them up in the order of the clusters. So the result does not depend on who was last, and no float is
-// ever added atomically.
+// The merge of split-KV: partial outputs with their softmax states become one output,
+//
+//   m = max_i m_i      l = sum_i 2^(m_i - m) l_i      y = sum_i 2^(m_i - m) o_i / l        (m + log2 l: log-sum-exp)
+//
+//   warps -> block      in shared memory
+//   blocks -> cluster   in distributed shared memory: block `rank` merges the queries rank, rank + size, ...
+//   clusters            where several share a work tile: each writes its partial output to the workspace; the last to
+//                       arrive, by a counter that it resets, merges them in the order of the clusters
+//
+// The order is fixed and no float is added atomically, so the result does not depend on timing.
 #pragma once
 #include "device/cluster.cuh"
 #include "device/mma.cuh"
@@ -11,16 +17,16 @@
 #include "plan.h"
 #include "shape.h"
 #include "softmax.cuh"
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 namespace llmk::kernels {
 
-// What an unfinished softmax is made of: the maximum of the scores (in units of log 2), and the sum of 2^(s - maximum).
-struct alignas(8) Softmax {
+// The state of an online softmax: the maximum of the scores (in base 2), and the sum of 2^(s - maximum).
+struct alignas(8) SoftmaxState {
   float maximum, sum;
 };
 
-// A barrier of the warps that compute.
+// A barrier of the consumer warps.
 __device__ inline void consumers_barrier() {
 #if __CUDA_ARCH__ >= 900
   named_barrier(1, kThreads);
@@ -29,10 +35,10 @@ __device__ inline void consumers_barrier() {
 #endif
 }
 
-// Four elements of a query's unfinished attention.
-struct Part {
+// Four elements of a query's output, not yet normalized.
+struct PartialOutput {
   float4 sums;
-  Softmax softmax;
+  SoftmaxState softmax;
 
   __device__ void scale(float factor) {
     sums.x *= factor, sums.y *= factor, sums.z *= factor, sums.w *= factor;
@@ -44,51 +50,51 @@ struct Part {
   }
 };
 
-// Adds up `count` of them, in order, of which softmax_of(i) and sums_of(i) know; kAhead are loaded at a time.
-template <int kAhead, typename SoftmaxOf, typename SumsOf>
-__device__ Part combine(int count, const SoftmaxOf& softmax_of, const SumsOf& sums_of) {
-  Part total{make_float4(0.f, 0.f, 0.f, 0.f), {-INFINITY, 0.f}};
-  for (int first = 0; first < count; first += kAhead) {
-    Softmax softmaxes[kAhead];
-    float4 sums[kAhead];
+// Merges `count` partial outputs in order, given by softmax_of(i) and sums_of(i); kUnroll loads are in flight.
+template <int kUnroll, typename SoftmaxOf, typename SumsOf>
+__device__ PartialOutput merge_partials(int count, const SoftmaxOf& softmax_of, const SumsOf& sums_of) {
+  PartialOutput total{make_float4(0.f, 0.f, 0.f, 0.f), {-INFINITY, 0.f}};
+  for (int first = 0; first < count; first += kUnroll) {
+    SoftmaxState softmaxes[kUnroll];
+    float4 sums[kUnroll];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
+    for (int j = 0; j < kUnroll; ++j) {
       const int i = min(first + j, count - 1);
       softmaxes[j] = softmax_of(i);
       sums[j] = sums_of(i);
     }
     float top = total.softmax.maximum;
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) top = fmaxf(top, softmaxes[j].maximum);
+    for (int j = 0; j < kUnroll; ++j) top = fmaxf(top, softmaxes[j].maximum);
     const float base = finite(top);
     total.scale(exp2_approximate(total.softmax.maximum - base));
     total.softmax.maximum = top;
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
+    for (int j = 0; j < kUnroll; ++j) {
       if (first + j < count) total.add(exp2_approximate(softmaxes[j].maximum - base), sums[j], softmaxes[j].sum);
     }
   }
   return total;
 }
 
-// The workspace: of every cluster the sums of the pair that its share begins in, and of the one it ends in.
+// The workspace in device memory. A cluster shares at most two work tiles with others, those of its first and its last
+// split: two partial outputs of each query of a query tile.
 template <typename S>
 struct Workspace {
   float4* sums;
-  float2* softmaxes;  // as pairs, for the instructions that bypass L1
+  float2* softmaxes;  // as work_tiles, for the instructions that bypass L1
 
   __device__ Workspace(void* workspace, int clusters)
       : sums(static_cast<float4*>(workspace)),
         softmaxes(reinterpret_cast<float2*>(sums + clusters * 2 * S::kQueries * (S::D / 4))) {}
 
-  __device__ static int slot(const Walk& walk, int cluster, int query) {
-    const bool ends_in = walk.pair_begin > cluster * walk.quota.units;
-    return (cluster * 2 + ends_in) * S::kQueries + query;
+  __device__ static int row(const TileScheduler& scheduler, int cluster, int query) {
+    const bool is_last_split = scheduler.work_tile_begin > cluster * scheduler.splits.kv_tiles;
+    return (cluster * 2 + is_last_split) * S::kQueries + query;
   }
 };
 
-// The merging of one pair after another, by the warps that compute. In a cluster, block `rank` finishes the queries
-// rank, rank + size, ...: the others push their sums to its shared memory and arrive at its barrier.
+// Merges one work tile after another. For the consumer warps.
 template <typename S>
 class Merger {
  public:
@@ -101,42 +107,44 @@ class Merger {
         layout_(layout),
         workspace_(params.workspace, cluster.count) {}
 
-  // Every warp has stored its sums. `first_query` and `queries`: of the pair; `last`: no pair follows.
-  __device__ void finish(const Walk& walk, int first_query, int queries, bool last) {
-    const int first_cluster = walk.first_cluster(), contributors = walk.last_cluster() - first_cluster + 1;
-    const auto emit = [&](int query, int vector, const Part& part) {
-      if (contributors == 1) return write(walk, first_query, query, vector, part);
-      const int slot = workspace_.slot(walk, cluster_.index, query);
-      __stcg(workspace_.sums + slot * kVectors + vector, part.sums);
-      if (vector == 0) __stcg(workspace_.softmaxes + slot, make_float2(part.softmax.maximum, part.softmax.sum));
+  // After every warp has stored its partial output. `first_query` and `queries`: of the work tile.
+  __device__ void merge(const TileScheduler& scheduler, int first_query, int queries, bool is_last_work_tile) {
+    const int first_cluster = scheduler.first_cluster(), contributors = scheduler.last_cluster() - first_cluster + 1;
+    const auto emit = [&](int query, int vector, const PartialOutput& partial) {
+      if (contributors == 1) return write(scheduler, first_query, query, vector, partial);
+      const int row = workspace_.row(scheduler, cluster_.index, query);
+      __stcg(workspace_.sums + row * kVectors + vector, partial.sums);
+      if (vector == 0) __stcg(workspace_.softmaxes + row, make_float2(partial.softmax.maximum, partial.softmax.sum));
     };
     consumers_barrier();
     if (cluster_.size == 1) {
-      for_each(queries, 0, 1, [&](int query, int vector) { emit(query, vector, of_warps(query, vector)); });
+      for_each(queries, 0, 1, [&](int query, int vector) { emit(query, vector, merge_warps(query, vector)); });
     } else {
-      push(queries);
+      push_partials(queries);
       for_each(queries, cluster_.rank, cluster_.size,
-               [&](int query, int vector) { emit(query, vector, of_blocks(query, vector)); });
-      if (!last) release();
-      ++turn_;
+               [&](int query, int vector) { emit(query, vector, merge_blocks(query, vector)); });
+      if (!is_last_work_tile) release_partials();
+      ++round_;
     }
-    if (contributors > 1 && comes_last(first_cluster, contributors)) {
+    if (contributors > 1 && is_last_cluster(first_cluster, contributors)) {
       for_each(queries, cluster_.rank, cluster_.size, [&](int query, int vector) {
-        write(walk, first_query, query, vector, of_clusters(walk, first_cluster, contributors, query, vector));
+        write(scheduler, first_query, query, vector,
+              merge_clusters(scheduler, first_cluster, contributors, query, vector));
       });
     }
   }
 
-  // All blocks of the cluster have begun, or are still there: before the first push, or where there was none.
-  __device__ void meet() {
-    if (!met_) cluster_.wait();
-    met_ = true;
+  // Waits until all blocks of the cluster have started: before the first access to their shared memory, and before the
+  // exit of a block that had none.
+  __device__ void wait_for_cluster() {
+    if (!cluster_started_) cluster_.wait();
+    cluster_started_ = true;
   }
 
  private:
   static constexpr int kVectors = S::D / 4;
 
-  // Deals out body(query, vector) for the queries first, first + step, ... to the threads.
+  // Calls body(query, vector) for all vectors of the queries first, first + step, ..., split over the threads.
   template <typename Body>
   __device__ void for_each(int queries, int first, int step, const Body& body) const {
     for (int item = threadIdx.x;; item += kThreads) {
@@ -146,63 +154,64 @@ class Merger {
     }
   }
 
-  __device__ const Softmax& softmax_at(int offset, int row) const {
-    return reinterpret_cast<const Softmax*>(shared_ + offset)[row];
+  __device__ const SoftmaxState& softmax_at(int offset, int row) const {
+    return reinterpret_cast<const SoftmaxState*>(shared_ + offset)[row];
   }
   __device__ const float4& sums_at(int offset, int row, int vector) const {
     return *reinterpret_cast<const float4*>(shared_ + offset + (row * S::kSumRow + vector * 4) * 4);
   }
-  __device__ Part of_warps(int query, int vector) const {
-    return combine<4>(
+  __device__ PartialOutput merge_warps(int query, int vector) const {
+    return merge_partials<4>(
         kWarps, [&](int warp) { return softmax_at(layout_.softmaxes, warp * S::kQueries + query); },
         [&](int warp) { return sums_at(layout_.sums, warp * S::kQueries + query, vector); });
   }
-  // The blocks' parts of a query lie one after another, in the place of the first ones of that many queries.
-  __device__ int part_row(int query, int rank) const { return (query & -cluster_.size) + rank; }
-  __device__ Part of_blocks(int query, int vector) const {
-    return combine<4>(
-        cluster_.size, [&](int rank) { return softmax_at(layout_.part_softmaxes, part_row(query, rank)); },
-        [&](int rank) { return sums_at(layout_.parts, part_row(query, rank), vector); });
+  // Rows of block_sums: the partial outputs of a query from all blocks lie one after another.
+  __device__ int partial_row(int query, int rank) const { return (query & -cluster_.size) + rank; }
+  __device__ PartialOutput merge_blocks(int query, int vector) const {
+    return merge_partials<4>(
+        cluster_.size, [&](int rank) { return softmax_at(layout_.block_softmaxes, partial_row(query, rank)); },
+        [&](int rank) { return sums_at(layout_.block_sums, partial_row(query, rank), vector); });
   }
-  __device__ Part of_clusters(const Walk& walk, int first_cluster, int count, int query, int vector) const {
+  __device__ PartialOutput merge_clusters(const TileScheduler& scheduler, int first_cluster, int count, int query,
+                                          int vector) const {
     const auto softmax_of = [&](int i) {
-      const float2 part = __ldcg(workspace_.softmaxes + workspace_.slot(walk, first_cluster + i, query));
-      return Softmax{part.x, part.y};
+      const float2 state = __ldcg(workspace_.softmaxes + workspace_.row(scheduler, first_cluster + i, query));
+      return SoftmaxState{state.x, state.y};
     };
     const auto sums_of = [&](int i) {
-      return __ldcg(workspace_.sums + workspace_.slot(walk, first_cluster + i, query) * kVectors + vector);
+      return __ldcg(workspace_.sums + workspace_.row(scheduler, first_cluster + i, query) * kVectors + vector);
     };
-    // One trip to memory: mostly of few, where there are few pairs of many.
-    return count <= 4 ? combine<4>(count, softmax_of, sums_of) : combine<16>(count, softmax_of, sums_of);
+    // All loads in flight at once: mostly of few clusters.
+    return count <= 4 ? merge_partials<4>(count, softmax_of, sums_of) : merge_partials<16>(count, softmax_of, sums_of);
   }
 
-  // Gives the sums of this block to those who finish them, and waits for what the others give.
-  __device__ void push([[maybe_unused]] int queries) {
+  // Writes this block's partial outputs to the blocks that merge them, and waits for those of the other blocks.
+  __device__ void push_partials([[maybe_unused]] int queries) {
 #if __CUDA_ARCH__ >= 900
     const uint32_t base = shared_address(shared_);
-    meet();
-    if (turn_ > 0) barrier_wait_cluster(base + layout_.parts_free, (turn_ - 1) % 2);
+    wait_for_cluster();
+    if (round_ > 0) barrier_wait_cluster(base + layout_.partials_empty, (round_ - 1) % 2);
     for_each(queries, 0, 1, [&](int query, int vector) {
-      const Part part = of_warps(query, vector);
-      const int owner = query & (cluster_.size - 1), row = part_row(query, cluster_.rank);
-      const uint32_t sums = base + layout_.parts + (row * S::kSumRow + vector * 4) * 4;
-      cluster_store(cluster_address(sums, owner), part.sums);
+      const PartialOutput partial = merge_warps(query, vector);
+      const int owner = query & (cluster_.size - 1), row = partial_row(query, cluster_.rank);
+      const uint32_t sums = base + layout_.block_sums + (row * S::kSumRow + vector * 4) * 4;
+      cluster_store(cluster_address(sums, owner), partial.sums);
       if (vector == 0) {
-        cluster_store(cluster_address(base + layout_.part_softmaxes + row * 8, owner),
-                      make_float2(part.softmax.maximum, part.softmax.sum));
+        cluster_store(cluster_address(base + layout_.block_softmaxes + row * 8, owner),
+                      make_float2(partial.softmax.maximum, partial.softmax.sum));
       }
     });
-    arrive(base + layout_.parts_full);
-    barrier_wait_cluster(base + layout_.parts_full, turn_ % 2);
+    arrive(base + layout_.partials_full);
+    barrier_wait_cluster(base + layout_.partials_full, round_ % 2);
 #endif
   }
-  // What the others gave has been read.
-  __device__ void release() const {
+  // This block has read the partial outputs of the others.
+  __device__ void release_partials() const {
 #if __CUDA_ARCH__ >= 900
-    arrive(shared_address(shared_) + layout_.parts_free);
+    arrive(shared_address(shared_) + layout_.partials_empty);
 #endif
   }
-  // This warp arrives at a barrier of every block of the cluster.
+  // This warp arrives at the same barrier in every block of the cluster.
   __device__ void arrive([[maybe_unused]] uint32_t barrier) const {
 #if __CUDA_ARCH__ >= 900
     __syncwarp();
@@ -211,29 +220,32 @@ class Merger {
 #endif
   }
 
-  // Whether all other clusters have left their sums of the queries of this block.
-  __device__ bool comes_last(int first_cluster, int contributors) const {
-    volatile int* const verdict = reinterpret_cast<volatile int*>(shared_ + layout_.verdict);
+  // Whether all other clusters have written their partial outputs of this block's queries.
+  __device__ bool is_last_cluster(int first_cluster, int contributors) const {
+    volatile int* const is_last = reinterpret_cast<volatile int*>(shared_ + layout_.is_last);
     consumers_barrier();
     if (threadIdx.x == 0) {
       int* const counter = params_.counters + first_cluster * cluster_.size + cluster_.rank;
-      // What this block has left is seen before the counter, and what the others have left, after it.
-      const bool is_last = atomic_add_acq_rel(counter, 1) == contributors - 1;
-      if (is_last) *counter = 0;
-      *verdict = is_last;
+      // Releases this block's partial outputs, acquires those of the others.
+      const bool arrived_last = atomic_add_acq_rel(counter, 1) == contributors - 1;
+      if (arrived_last) *counter = 0;
+      *is_last = arrived_last;
     }
     consumers_barrier();
-    return *verdict;
+    return *is_last;
   }
 
-  __device__ void write(const Walk& walk, int first_query, int query, int vector, const Part& part) const {
+  __device__ void write(const TileScheduler& scheduler, int first_query, int query, int vector,
+                        const PartialOutput& partial) const {
     using T = typename S::T;
     const int group = static_cast<int>(params_.heads / params_.kv_heads), tokens = static_cast<int>(params_.tokens);
-    const float factor = part.softmax.sum == 0.f ? 0.f : reciprocal_approximate(part.softmax.sum);  // no key: zeros
-    const float values[4] = {part.sums.x * factor, part.sums.y * factor, part.sums.z * factor, part.sums.w * factor};
+    const float factor =
+        partial.softmax.sum == 0.f ? 0.f : reciprocal_approximate(partial.softmax.sum);  // no key: zeros
+    const float values[4] = {partial.sums.x * factor, partial.sums.y * factor, partial.sums.z * factor,
+                             partial.sums.w * factor};
     const int t = tokens == 1 ? 0 : divide(first_query + query, group), g = first_query + query - t * group;
-    const int kv_head = plan_.chunks == 1 ? walk.pair : divide(walk.pair, plan_.chunks);
-    const int64_t head = (static_cast<int64_t>(walk.b) * tokens + t) * params_.heads + kv_head * group + g;
+    const int kv_head = plan_.query_tiles == 1 ? scheduler.work_tile : divide(scheduler.work_tile, plan_.query_tiles);
+    const int64_t head = (static_cast<int64_t>(scheduler.b) * tokens + t) * params_.heads + kv_head * group + g;
     Vec<T, 4>::of([&](int i) { return values[i]; }).store(static_cast<T*>(params_.out) + head * S::D + vector * 4);
   }
 
@@ -243,8 +255,8 @@ class Merger {
   unsigned char* shared_;
   const Layout& layout_;
   Workspace<S> workspace_;
-  int turn_ = 0;
-  bool met_ = false;
+  int round_ = 0;
+  bool cluster_started_ = false;
 };
 
 }  // namespace llmk::kernels

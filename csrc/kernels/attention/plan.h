@@ -1,4 +1,5 @@
-// How decode_attention shares its work among blocks; measured on one H200.
+// The launch plan of decode_attention: clusters of blocks, and the stages of their rings. It does not depend on the
+// sequence lengths, which the kernel reads on the device (tile_scheduler.cuh). Measured on an H200.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -9,97 +10,104 @@
 
 namespace llmk::kernels {
 
-// The kernel counts the units of all its sequences in 32 bits, with lengths rounded up to at most twice as many. So a
-// launch has few enough sequences for that, however much of their capacity they use.
-constexpr int64_t kMostUnits = int64_t{1} << 29;
+// The kernel counts KV tiles in 32 bits, with those of a work tile padded to at most twice as many. This many sequences
+// fit a launch even if all use their whole capacity.
+constexpr int64_t kMaxKvTiles = int64_t{1} << 29;
 inline int64_t sequences_per_launch(const DecodeAttentionParams& params) {
-  const int64_t queries = params.heads / params.kv_heads * params.tokens, pairs = params.kv_heads * ((queries + 7) / 8);
-  return kMostUnits / (std::max<int64_t>((params.cache.capacity + kUnit - 1) / kUnit, 1) * pairs);
+  const int64_t queries = params.heads / params.kv_heads * params.tokens,
+                work_tiles = params.kv_heads * ((queries + 7) / 8);
+  return kMaxKvTiles / (std::max<int64_t>((params.cache.capacity + kKvTile - 1) / kKvTile, 1) * work_tiles);
 }
 
-// None of it depends on how long the sequences are: that the kernel reads on the device.
 struct DecodePlan {
-  int group;         // heads per kv head
-  int column_tiles;  // 8 queries each
-  int chunks;        // of a kv head's queries
-  int cluster;       // blocks that share a pair: 1, 2, 4, 8 or 16
+  int group;            // heads per kv head
+  int query_mma_tiles;  // 8 queries each
+  int query_tiles;      // per kv head
+  int cluster;          // blocks: 1, 2, 4, 8 or 16
   int clusters;
-  int least;         // see plan_quota()
-  int slots;         // of the ring
-  int last_units;    // of a block, at which it lets the next kernel begin; or 0: at once
-  int part_bits;     // a copy brings kUnit >> part_bits keys: 64, 32 or 16
-  bool evict_first;  // whether keys and values are the first that the L2 cache may forget
+  int min_tiles;     // see plan_splits()
+  int stages;        // of the ring
+  int pdl_tiles;     // KV tiles that a block has left when the next kernel may start; or 0: at once
+  int log2_boxes;    // a copy brings kKvTile >> log2_boxes keys: 64, 32 or 16
+  bool evict_first;  // L2 policy of the copies of keys and values
 
-  __host__ __device__ int parts() const { return 1 << part_bits; }
-  __host__ __device__ int box() const { return kUnit >> part_bits; }
-  Layout layout(int64_t head_dim) const { return {static_cast<int>(head_dim), 8 * column_tiles, slots, cluster}; }
+  __host__ __device__ int boxes() const { return 1 << log2_boxes; }
+  __host__ __device__ int box_keys() const { return kKvTile >> log2_boxes; }
+  Layout layout(int64_t head_dim) const { return {static_cast<int>(head_dim), 8 * query_mma_tiles, stages, cluster}; }
 };
 
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
-// Keys that one block, or one cluster of as many blocks as there are, gets through as soon as several do.
+// Sequence lengths up to which one block, or one cluster of the size below, is as fast as several.
 constexpr int64_t kVeryShortSequence = 512, kShortSequence = 768, kQuiteShortSequence = 2048;
-// Of an SM: room for two blocks or three, so that the next launch can get ready while this one works.
+// Shared memory of a block. With a half or a third of an SM's, blocks of the next launch start beside this one's.
 constexpr size_t kSmallShared = 64 * 1024, kThirdOfShared = 76 * 1024, kLessThanHalf = 92 * 1024,
                  kHalfOfShared = 112 * 1024, kMostOfShared = 200 * 1024;
-// The next kernel asks for memory as soon as it begins: if that is when a block asks for its last unit, memory does not
-// rest while sums are merged (5 to 8 % on 67 MB of keys and values). Not where blocks are on their own: two of the next
-// launch would find room on an SM where one has left, and none elsewhere (15 % slower).
-constexpr int kLastUnits = 1;
+// The next kernel may start when a block requests its last kPdlTiles KV tiles: it then reads memory while this one
+// merges. With clusters of one block it may start at once instead (0): later, two of its blocks would crowd onto an SM
+// that is done early.
+//
+//   value | case                                                   | result
+//   ------|--------------------------------------------------------|----------------
+//   1     | clusters of several blocks, 67 MB of keys and values   | 5 to 8 % faster
+//   1     | clusters of one block                                  | 15 % slower
+constexpr int kPdlTiles = 1;
 
-// Fills in the ring: as many slots as fit into so many bytes. Fewer than two are no ring.
+// As many stages as fit into `bytes`; fewer than two make no ring.
 inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
-  plan.slots = 0;
-  const size_t fixed = static_cast<size_t>(plan.layout(head_dim).bytes), slot = slot_bytes(static_cast<int>(head_dim));
-  if (fixed < bytes) plan.slots = static_cast<int>(std::min<size_t>((bytes - fixed) / (slot + 16), 32));
+  plan.stages = 0;
+  const size_t fixed = static_cast<size_t>(plan.layout(head_dim).bytes),
+               stage = stage_bytes(static_cast<int>(head_dim));
+  if (fixed < bytes) plan.stages = static_cast<int>(std::min<size_t>((bytes - fixed) / (stage + 16), 32));
 }
 
 inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, const DeviceInfo& device) {
   DecodePlan plan{};
   plan.group = static_cast<int>(params.heads / params.kv_heads);
   const int64_t queries = plan.group * params.tokens;
-  plan.column_tiles = queries <= 8 ? 1 : 2;
-  plan.chunks = static_cast<int>((queries + 8 * plan.column_tiles - 1) / (8 * plan.column_tiles));
-  const int64_t pairs = params.batch * params.kv_heads * plan.chunks;
+  plan.query_mma_tiles = queries <= 8 ? 1 : 2;
+  plan.query_tiles = static_cast<int>((queries + 8 * plan.query_mma_tiles - 1) / (8 * plan.query_mma_tiles));
+  const int64_t work_tiles = params.batch * params.kv_heads * plan.query_tiles;
   if (device.compute_capability < 90) {
     plan.cluster = 1;
     plan.clusters = 2 * device.sm_count;
-    plan.slots = kCopySlots;
+    plan.stages = kCpAsyncStages;
   } else {
-    const int64_t longest =
-        params.longest > 0 ? std::min(params.longest, params.cache.capacity) : params.cache.capacity;
-    const bool is_small = params.head_dim * plan.column_tiles <= 128;
+    const int64_t max_seqlen =
+        params.max_seqlen > 0 ? std::min(params.max_seqlen, params.cache.capacity) : params.cache.capacity;
+    const bool is_small = params.head_dim * plan.query_mma_tiles <= 128;
     size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
     int blocks = device.sm_count;
-    // Only clusters of which there is room for all at once: none of 16 blocks on many devices, fewer on a part of one.
-    if (longest <= kQuiteShortSequence && pairs * 8 <= device.sm_count) {
-      // A cluster for each pair: no block without work, and no sums through memory.
-      plan.cluster = longest <= kVeryShortSequence ? 8 : 16;
-      while (plan.cluster > 1 && pairs > device.clusters[plan.cluster]) plan.cluster /= 2;
-      blocks = static_cast<int>(pairs) * plan.cluster;
-    } else if (longest <= kShortSequence && is_small && pairs <= device.clusters[4]) {
+    // Only cluster sizes of which all clusters run at the same time; many devices run none of 16 blocks.
+    if (max_seqlen <= kQuiteShortSequence && work_tiles * 8 <= device.sm_count) {
+      // A cluster per work tile: every block has work, and the merge needs no workspace.
+      plan.cluster = max_seqlen <= kVeryShortSequence ? 8 : 16;
+      while (plan.cluster > 1 && work_tiles > device.clusters[plan.cluster]) plan.cluster /= 2;
+      blocks = static_cast<int>(work_tiles) * plan.cluster;
+    } else if (max_seqlen <= kShortSequence && is_small && work_tiles <= device.clusters[4]) {
       plan.cluster = 4;
-      blocks = static_cast<int>(pairs) * plan.cluster;
+      blocks = static_cast<int>(work_tiles) * plan.cluster;
       bytes = kThirdOfShared;
-    } else if (pairs <= device.clusters[2]) {
+    } else if (work_tiles <= device.clusters[2]) {
       plan.cluster = 2;
       blocks = 2 * device.clusters[2];
     } else {
       plan.cluster = 1;
-      const bool many = pairs > device.sm_count;
-      // Of two blocks one is at work while the other looks up pages.
+      const bool many = work_tiles > device.sm_count;
+      // Two blocks per SM: one works while the other loads its pages.
       if (is_small && (many || params.cache.block_table)) {
         blocks *= 2;
         bytes = many ? kSmallShared : kLessThanHalf;
       }
     }
     plan.clusters = blocks / plan.cluster;
-    plan.last_units = plan.cluster == 1 ? 0 : kLastUnits;
+    plan.pdl_tiles = plan.cluster == 1 ? 0 : kPdlTiles;
     plan_ring(plan, params.head_dim, std::min(bytes, device.shared_bytes));
   }
   plan.clusters = std::clamp(plan.clusters, 1, kMaxBlocks / plan.cluster);
-  plan.least = std::max(4 * plan.cluster, 8);
-  while (params.cache.block_table && plan.box() > kTile && params.cache.page_size % plan.box() != 0) ++plan.part_bits;
-  plan.evict_first = plan.chunks == 1;  // else several blocks read the same keys
+  plan.min_tiles = std::max(4 * plan.cluster, 8);
+  while (params.cache.block_table && plan.box_keys() > kWarpKeys && params.cache.page_size % plan.box_keys() != 0)
+    ++plan.log2_boxes;
+  plan.evict_first = plan.query_tiles == 1;  // else several blocks read the same keys
   return plan;
 }
 

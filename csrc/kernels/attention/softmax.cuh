@@ -1,4 +1,4 @@
-// What the softmaxes of attention have in common. Scores are in units of log 2, so that exponentials are powers of two.
+// Online softmax in base 2: scores are multiplied by log2(e), so that exponentials are powers of two.
 #pragma once
 #include <cmath>
 
@@ -6,7 +6,7 @@ namespace llmk::kernels {
 
 [[maybe_unused]] constexpr float kLog2E = 1.4426950408889634f;
 
-// What is subtracted from scores: anything where there are none yet.
+// The maximum that is subtracted from scores; 0 where there is no score yet, since -inf - -inf is NaN.
 __device__ inline float finite(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
 }  // namespace llmk::kernels

@@ -1,6 +1,9 @@
-// Attention of the queries of a pair to a tile of 16 keys, by one warp. Keys are the 16-row operand of the tensor cores
-// and the queries the 8 columns (the 7 of a kv head cost what one would), so that scores come out transposed: a lane
-// has two queries, in both products.
+// One warp's 16 keys of a KV tile: scores, mask, online softmax and the product with the values.
+//
+//   S^T [16 keys, queries] = K Q^T        O^T [head_dim, queries] += V^T P^T
+//
+// Keys are the A operand (16 rows) of mma.sync and queries the B operand (8 columns), so the 7 queries of a kv head
+// cost no more than one, and a lane holds the same two queries in both products.
 #pragma once
 #include <cmath>
 
@@ -9,38 +12,39 @@
 #include "device/vec.cuh"
 #include "merge.cuh"
 #include "shape.h"
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 namespace llmk::kernels {
 
-// The queries as operands of the tensor cores: in registers where there is room for them.
+// The queries as B operand: in registers where there is room, else read from shared memory each time.
 template <typename S>
-struct Queries {
+struct QueryOperand {
   static constexpr int kSteps = S::D / 32;
-  static constexpr bool kInRegisters = S::D * S::kTilesOfColumns <= 256;
+  static constexpr bool kInRegisters = S::D * S::kMmaTiles <= 256;
   uint32_t row;
-  uint32_t kept[kInRegisters ? S::kTilesOfColumns : 1][kInRegisters ? kSteps : 1][4];
+  uint32_t fragments[kInRegisters ? S::kMmaTiles : 1][kInRegisters ? kSteps : 1][4];
 
-  __device__ explicit Queries(uint32_t q) : row(q + threadIdx.x % 8 * S::kRow + threadIdx.x % 32 / 8 * 16) {
+  __device__ explicit QueryOperand(uint32_t q) : row(q + threadIdx.x % 8 * S::kRow + threadIdx.x % 32 / 8 * 16) {
     if constexpr (kInRegisters) {
 #pragma unroll
-      for (int n = 0; n < S::kTilesOfColumns; ++n) {
+      for (int n = 0; n < S::kMmaTiles; ++n) {
 #pragma unroll
-        for (int d = 0; d < kSteps; ++d) load_matrices(kept[n][d], row + n * 8 * S::kRow + d * 64);
+        for (int d = 0; d < kSteps; ++d) load_matrices(fragments[n][d], row + n * 8 * S::kRow + d * 64);
       }
     }
   }
-  __device__ void get(uint32_t (&b)[4], int n, int d) const {
+  __device__ void load_fragment(uint32_t (&b)[4], int n, int d) const {
     if constexpr (kInRegisters) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) b[i] = kept[n][d][i];
+      for (int i = 0; i < 4; ++i) b[i] = fragments[n][d][i];
     } else {
       load_matrices(b, row + n * 8 * S::kRow + d * 64);
     }
   }
 };
 
-// Where this lane's row of a matrix operand lies: 16 columns of `step`, the upper 8 of them if `upper`.
+// swizzled_row(): this lane's row of an operand for ldmatrix, its upper 8 columns if `upper`. columns_of(): the same
+// row 16 * step columns on.
 __device__ inline uint32_t swizzled_row(uint32_t tile, int row, bool upper) {
   return tile + row * 128 + (static_cast<int>(upper) ^ row % 8) * 16;
 }
@@ -48,14 +52,14 @@ __device__ inline uint32_t columns_of(uint32_t swizzled, int step) {
   return (swizzled ^ step % 4 * 32) + step / 4 * kChunkBytes;
 }
 
-// Scores of a tile of keys against the queries, before scaling.
+// s = K Q^T for 16 keys, before scaling.
 template <typename S>
-__device__ void multiply(float (&s)[S::kTilesOfColumns][4], uint32_t tile, const Queries<S>& queries) {
+__device__ void multiply_queries(float (&s)[S::kMmaTiles][4], uint32_t tile, const QueryOperand<S>& queries) {
   const int lane = threadIdx.x % 32;
   const uint32_t row = swizzled_row(tile, lane % 16, lane >= 16);
-  float odd[S::kTilesOfColumns][4] = {};  // a second chain, since every product waits for the one before
+  float odd[S::kMmaTiles][4] = {};  // a second chain, since every product waits for the one before
 #pragma unroll
-  for (int n = 0; n < S::kTilesOfColumns; ++n) {
+  for (int n = 0; n < S::kMmaTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[n][i] = 0.f;
   }
@@ -65,56 +69,58 @@ __device__ void multiply(float (&s)[S::kTilesOfColumns][4], uint32_t tile, const
     load_matrices(a[0], columns_of(row, d));
     load_matrices(a[1], columns_of(row, d + 1));
 #pragma unroll
-    for (int n = 0; n < S::kTilesOfColumns; ++n) {
+    for (int n = 0; n < S::kMmaTiles; ++n) {
       uint32_t b[4];
-      queries.get(b, n, d / 2);
+      queries.load_fragment(b, n, d / 2);
       mma_16x8x16<typename S::T>(s[n], a[0], b[0], b[1]);
       mma_16x8x16<typename S::T>(odd[n], a[1], b[2], b[3]);
     }
   }
 #pragma unroll
-  for (int n = 0; n < S::kTilesOfColumns; ++n) {
+  for (int n = 0; n < S::kMmaTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
   }
 }
 
-// Which keys the queries of a lane see, of a pair's queries from `first` on.
+// Causal mask, window and padding: the keys [lower, upper) of the split that each query of this lane sees. `first`: the
+// work tile's first query.
 template <typename S>
-struct Sight {
-  int lower[S::kTilesOfColumns][2], upper[S::kTilesOfColumns][2];
+struct Mask {
+  int lower[S::kMmaTiles][2], upper[S::kMmaTiles][2];
 
-  __device__ Sight(const DecodeAttentionParams& params, const Walk& walk, int first, int group) {
-    const int lane = threadIdx.x % 32, tokens = static_cast<int>(params.tokens), end = walk.end_key();
+  __device__ Mask(const DecodeAttentionParams& params, const TileScheduler& scheduler, int first, int group) {
+    const int lane = threadIdx.x % 32, tokens = static_cast<int>(params.tokens), end = scheduler.end_key();
     const int window_left = window_left_of(params);
 #pragma unroll
-    for (int n = 0; n < S::kTilesOfColumns; ++n) {
+    for (int n = 0; n < S::kMmaTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int t = tokens == 1 ? 0 : divide(first + 8 * n + lane % 4 * 2 + i, group);
-        const int until = walk.keys.end - tokens + t + 1;
-        upper[n][i] = min(until, end);
-        lower[n][i] = window_left >= 0 ? max(until - 1 - window_left, walk.keys.begin) : walk.keys.begin;
+        const int last_key_end = scheduler.keys.end - tokens + t + 1;
+        upper[n][i] = min(last_key_end, end);
+        lower[n][i] =
+            window_left >= 0 ? max(last_key_end - 1 - window_left, scheduler.keys.begin) : scheduler.keys.begin;
       }
     }
   }
 };
 
-// What becomes of a product of query and key.
-struct Scoring {
+// Softmax scale and softcap, then the mask.
+struct ScoreMod {
   float scale, cap, cap_scale;  // in units of log 2; cap 0: none
 
-  __device__ explicit Scoring(const DecodeAttentionParams& params)
+  __device__ explicit ScoreMod(const DecodeAttentionParams& params)
       : scale(static_cast<float>(params.softmax_scale) * kLog2E),
         cap(static_cast<float>(params.softcap) * kLog2E),
         cap_scale(params.softcap > 0 ? static_cast<float>(params.softmax_scale / params.softcap) * 2 * kLog2E : 0.f) {}
 
-  // Of a tile that begins with `key`; what a query does not see counts for nothing, whatever is there.
+  // For 16 keys from `key` on. Masked scores become -inf, whatever they are.
   template <typename S>
-  __device__ void apply(float (&s)[S::kTilesOfColumns][4], int key, const Sight<S>& sight) const {
+  __device__ void apply(float (&s)[S::kMmaTiles][4], int key, const Mask<S>& mask) const {
     const int first = key + threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int n = 0; n < S::kTilesOfColumns; ++n) {
+    for (int n = 0; n < S::kMmaTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (cap > 0) {  // tanh(x) = 1 - 2 / (1 + e^2x)
@@ -123,24 +129,24 @@ struct Scoring {
           s[n][i] *= scale;
         }
         const int j = first + i / 2 * 8;
-        if (j < sight.lower[n][i % 2] || j >= sight.upper[n][i % 2]) s[n][i] = -INFINITY;
+        if (j < mask.lower[n][i % 2] || j >= mask.upper[n][i % 2]) s[n][i] = -INFINITY;
       }
     }
   }
 };
 
-// The unfinished attention of a warp: two queries per lane and tile of columns, 2 (lane % 4) and the next; o holds for
-// them, transposed, elements lane / 4 and that + 8 of every 16 of the head.
+// The output of a warp, not yet normalized. A lane has two queries of each MMA tile, 2 (lane % 4) and the next; o holds
+// for them elements lane / 4 and lane / 4 + 8 of every 16 of the head (transposed).
 template <typename S>
 struct Accumulator {
-  static constexpr int kColumns = S::kTilesOfColumns, kSteps = S::D / 16;
-  float o[kSteps][kColumns][4];
-  float maximum[kColumns][2], sum[kColumns][2];
-  uint32_t p[kColumns][2];  // weights of the tile in hand
+  static constexpr int kMmaTiles = S::kMmaTiles, kSteps = S::D / 16;
+  float o[kSteps][kMmaTiles][4];
+  float maximum[kMmaTiles][2], sum[kMmaTiles][2];
+  uint32_t p[kMmaTiles][2];  // weights of the tile in hand
 
   __device__ Accumulator() {
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
+    for (int n = 0; n < kMmaTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) maximum[n][i] = -INFINITY, sum[n][i] = 0.f;
 #pragma unroll
@@ -151,11 +157,11 @@ struct Accumulator {
     }
   }
 
-  // Takes in a tile of scores.
-  __device__ void weigh(float (&s)[kColumns][4]) {
+  // Online softmax: updates maximum and sum, rescales o, and leaves the probabilities in p.
+  __device__ void online_softmax(float (&s)[kMmaTiles][4]) {
     using P = Pair<typename S::T>;
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
+    for (int n = 0; n < kMmaTiles; ++n) {
       float scale[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -183,9 +189,8 @@ struct Accumulator {
     }
   }
 
-  // And its values. Of the 16 rows only [begin, end) count; the others become zeros, since a weight of zero would not
-  // silence what may lie there.
-  __device__ void add(uint32_t tile, int begin, int end) {
+  // o += V^T P^T. Rows outside [begin, end) are set to zero: they may hold NaN, and 0 * NaN is NaN.
+  __device__ void multiply_values(uint32_t tile, int begin, int end) {
     const int lane = threadIdx.x % 32;
     const auto mask = [&](int row) {
       return (row >= begin && row < end ? 0xffffu : 0u) | (row + 1 >= begin && row + 1 < end ? 0xffff0000u : 0u);
@@ -198,17 +203,17 @@ struct Accumulator {
       load_matrices_transposed(a, columns_of(row, d));
       a[0] &= low, a[1] &= low, a[2] &= high, a[3] &= high;
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) mma_16x8x16<typename S::T>(o[d][n], a, p[n][0], p[n][1]);
+      for (int n = 0; n < kMmaTiles; ++n) mma_16x8x16<typename S::T>(o[d][n], a, p[n][0], p[n][1]);
     }
   }
 
-  // Leaves the warp's sums in shared memory.
-  __device__ void store(unsigned char* shared, const Layout& layout, int warp) {
+  // Stores the partial output to shared memory.
+  __device__ void store_partials(unsigned char* shared, const Layout& layout, int warp) {
     const int lane = threadIdx.x % 32, row = lane / 4;
-    Softmax* const softmaxes = reinterpret_cast<Softmax*>(shared + layout.softmaxes) + warp * S::kQueries;
+    SoftmaxState* const softmaxes = reinterpret_cast<SoftmaxState*>(shared + layout.softmaxes) + warp * S::kQueries;
     float* const sums = reinterpret_cast<float*>(shared + layout.sums) + warp * S::kQueries * S::kSumRow + row;
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
+    for (int n = 0; n < kMmaTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int query = 8 * n + lane % 4 * 2 + i;

@@ -1,0 +1,248 @@
+// The tile scheduler of decode attention: which keys a cluster of blocks attends to.
+//
+//   work tile   (sequence, kv head, query tile): up to 16 queries of one kv head against all keys that they see
+//   KV tile     64 keys of a work tile: one stage of the ring for the keys, one for the values
+//   split       the consecutive KV tiles of a work tile that one cluster processes (split-KV)
+//
+// All KV tiles form one line: sequence after sequence, in each work tile after work tile. Cluster i takes the KV tiles
+// [i, i + 1) * SplitPlan::kv_tiles of it (stream-K). The plan is made on the device from the sequence lengths there, so
+// every cluster gets an even part for any lengths, and a captured launch serves all of them.
+//
+//   2 sequences of 150 and 100 keys, 2 kv heads: 4 work tiles A to D of 10 KV tiles in all. 3 clusters of 2 blocks:
+//
+//     sequence     0                       1
+//     kv head      0           1           0       1
+//     KV tile      A0  A1  A2  B0  B1  B2  C0  C1  D0  D1
+//     cluster      0   0   0   0   1   1   1   1   2   2
+//     its block    0   1   0   0   0   1   0   1   0   1        the tiles of a split in turn
+//
+//   In a block, warp w multiplies keys 16 w to 16 w + 15 of each KV tile. The merge of a work tile (merge.cuh):
+//
+//     4 warps          ->  block        by shared memory
+//     blocks           ->  cluster      by distributed shared memory
+//     clusters 0 and 1 ->  work tile B  by the workspace: the last to arrive merges, in order
+//
+//   With few work tiles the plan is `aligned` instead: each work tile begins with a cluster of its own.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "device/divide.cuh"
+#include "params/attention.h"
+#include "shape.h"
+
+namespace llmk::kernels {
+
+struct SequenceInfo {
+  int seqlen, leftpad;
+
+  // Not from L1, which may hold what was there before the previous kernel ended.
+  __device__ static SequenceInfo load(const DecodeAttentionParams& params, int b) {
+    return {__ldcg(params.cache_seqlens + b), params.cache_leftpad ? __ldcg(params.cache_leftpad + b) : 0};
+  }
+  bool operator==(const SequenceInfo&) const = default;
+};
+
+__device__ inline int window_left_of(const DecodeAttentionParams& params) {
+  return static_cast<int>(min(params.window_left, int64_t{1} << 30));  // as many as the largest capacity
+}
+
+// The keys [begin, end) of a sequence: from the first that any of its queries sees to the last.
+struct KeyRange {
+  int begin, end;
+  int tile_origin;  // of the first KV tile: a multiple of kKvTile, so that no box of one crosses the border of a page
+  int new_key;      // fused form: the key that this launch writes, or -1
+
+  KeyRange() = default;
+  __device__ KeyRange(const DecodeAttentionParams& params, const SequenceInfo& info) {
+    const int capacity = static_cast<int>(params.cache.capacity), tokens = static_cast<int>(params.tokens);
+    const int window_left = window_left_of(params);
+    end = max(min(info.seqlen, capacity), 0);
+    begin = max(info.leftpad, 0);
+    if (window_left >= 0) begin = max(begin, end - tokens - window_left);
+    begin = min(begin, end);
+    tile_origin = begin / kKvTile * kKvTile;
+    new_key = params.new_k && info.seqlen == end ? end - 1 : -1;
+  }
+  // At least one, so that the work tile of a sequence without keys is processed, too.
+  __device__ int kv_tiles() const { return max((end - tile_origin + kKvTile - 1) / kKvTile, 1); }
+};
+
+// All sequences' lengths and paddings. For a batch of up to 32 each lane keeps one sequence in registers, so that the
+// scheduler reads memory once and not four times in a row. For whole warps.
+class SequenceLengths {
+ public:
+  __device__ explicit SequenceLengths(const DecodeAttentionParams& params) : params_(params), lane_info_(read()) {}
+
+  // read(): this lane's sequence, from memory. update(): keeps it; returns whether no lane's has changed.
+  __device__ SequenceInfo read() const {
+    return SequenceInfo::load(params_, min(static_cast<int>(threadIdx.x % 32), batch() - 1));
+  }
+  __device__ bool update(const SequenceInfo& now) {
+    const bool same = __all_sync(0xffffffffu, lane_info_ == now);
+    lane_info_ = now;
+    return same;
+  }
+  __device__ int batch() const { return static_cast<int>(params_.batch); }
+
+  // The keys of sequence b, the same for all lanes.
+  __device__ KeyRange keys(int b) const {
+    if (batch() > 32) return KeyRange(params_, SequenceInfo::load(params_, b));
+    return KeyRange(params_, SequenceInfo{__shfl_sync(0xffffffffu, lane_info_.seqlen, b),
+                                          __shfl_sync(0xffffffffu, lane_info_.leftpad, b)});
+  }
+  // The KV tiles per work tile of sequence first + lane; 0 beyond the batch. `first` is a multiple of 32.
+  __device__ int kv_tiles(int first) const {
+    const int b = first + threadIdx.x % 32;
+    if (b >= batch()) return 0;
+    return KeyRange(params_, batch() > 32 ? SequenceInfo::load(params_, b) : lane_info_).kv_tiles();
+  }
+
+ private:
+  const DecodeAttentionParams& params_;
+  SequenceInfo lane_info_;
+};
+
+__device__ inline int warp_max(int x) { return __reduce_max_sync(0xffffffffu, x); }
+__device__ inline int warp_add(int x) { return __reduce_add_sync(0xffffffffu, x); }
+
+struct SplitPlan {
+  int kv_tiles;  // per cluster
+  bool aligned;  // every work tile begins with a cluster of its own: it counts as a multiple of kv_tiles
+
+  __device__ int padded(int length) const { return aligned ? divide_up(length, kv_tiles) * kv_tiles : length; }
+};
+
+// For whole warps; `work_tiles` is per sequence. Aligned where there is a cluster for every work tile, and that takes
+// at most `min_tiles` more KV tiles per cluster than an even split. Fewer than `min_tiles` are not split.
+__device__ inline SplitPlan plan_splits(const SequenceLengths& seqlens, int work_tiles, int clusters, int min_tiles) {
+  const int batch = seqlens.batch();
+  int total = 0, longest = 0;
+#pragma unroll 1
+  for (int first = 0; first < batch; first += 32) {
+    const int kv_tiles = seqlens.kv_tiles(first);
+    total += kv_tiles;
+    longest = max(longest, kv_tiles);
+  }
+  total = warp_add(total);
+  longest = warp_max(longest);
+  total *= work_tiles;  // below 2^31: see sequences_per_launch()
+  const int all_work_tiles = batch * work_tiles, even_split = max(divide_up(total, clusters), 1);
+  if (all_work_tiles <= clusters) {
+    // Either of the two bounds gives every work tile its clusters.
+    int kv_tiles = divide_up(longest, divide(clusters, all_work_tiles));
+    if (all_work_tiles < clusters) kv_tiles = min(kv_tiles, divide_up(total, clusters - all_work_tiles));
+    kv_tiles = max(kv_tiles, min_tiles);
+    if (kv_tiles <= max(even_split, min_tiles) + min_tiles) return {kv_tiles, true};
+  }
+  return {even_split, false};
+}
+
+// The work tiles of a cluster, one after another. Positions count KV tiles along the line.
+struct TileScheduler {
+  SplitPlan splits;
+  int end;                     // of the cluster's part of the line
+  int b, work_tile;            // the sequence, and the work tile in it
+  int kv_tiles, padded_tiles;  // per work tile of this sequence
+  int work_tile_begin;         // the work tile's position
+  int first_kv_tile;           // of the cluster's split, in the work tile
+  KeyRange keys;
+
+  TileScheduler() = default;
+  __device__ TileScheduler(const SequenceLengths& seqlens, int work_tiles, SplitPlan plan, int cluster)
+      : splits(plan), end((cluster + 1) * plan.kv_tiles), b(0), work_tile(0) {
+    const int batch = seqlens.batch(), begin = cluster * splits.kv_tiles, lane = threadIdx.x % 32;
+    int base = 0;  // the position of sequence b
+    if (batch > 1) {
+#pragma unroll 1
+      for (int first = 0; first < batch; first += 32) {
+        const int length = splits.padded(seqlens.kv_tiles(first)) * work_tiles;
+        int until = length;
+#pragma unroll
+        for (int offset = 1; offset < 32; offset *= 2) {
+          const int other = __shfl_up_sync(0xffffffffu, until, offset);
+          if (lane >= offset) until += other;
+        }
+        const unsigned beyond = __ballot_sync(0xffffffffu, base + until > begin);
+        if (beyond != 0) {
+          const int found = __ffs(beyond) - 1;
+          b = first + found;
+          base += __shfl_sync(0xffffffffu, until - length, found);
+          break;
+        }
+        base += __shfl_sync(0xffffffffu, until, 31);
+        b = batch;
+      }
+    }
+    keys = seqlens.keys(min(b, batch - 1));
+    count_tiles();
+    work_tile = divide(begin - base, padded_tiles);
+    work_tile_begin = base + work_tile * padded_tiles;
+    first_kv_tile = begin - work_tile_begin;
+    if (batch == 1 && work_tile >= work_tiles) b = 1;
+  }
+
+  __device__ bool done(int batch) const { return b >= batch || work_tile_begin + first_kv_tile >= end; }
+  // Whether this is the cluster's last work tile.
+  __device__ bool is_last(int batch, int work_tiles) const {
+    return work_tile_begin + padded_tiles >= end || (work_tile + 1 == work_tiles && b + 1 == batch);
+  }
+  __device__ void next(const SequenceLengths& seqlens, int work_tiles) {
+    work_tile_begin += padded_tiles;
+    first_kv_tile = 0;
+    if (++work_tile < work_tiles) return;
+    work_tile = 0;
+    if (++b < seqlens.batch()) {
+      keys = seqlens.keys(b);
+      count_tiles();
+    }
+  }
+
+  // The keys of the split; those before keys.begin are masked.
+  __device__ int first_key() const { return keys.tile_origin + first_kv_tile * kKvTile; }
+  __device__ int end_key() const {
+    return min(keys.end, keys.tile_origin + min(kv_tiles, end - work_tile_begin) * kKvTile);
+  }
+  // The clusters that share the work tile.
+  __device__ int first_cluster() const { return divide(work_tile_begin, splits.kv_tiles); }
+  __device__ int last_cluster() const { return divide(work_tile_begin + kv_tiles - 1, splits.kv_tiles); }
+
+ private:
+  __device__ void count_tiles() {
+    kv_tiles = keys.kv_tiles();
+    padded_tiles = splits.padded(kv_tiles);
+  }
+};
+
+// The KV tiles of a block, through all work tiles of its cluster. The blocks of a cluster take the tiles of a split in
+// turn, so that even few tiles keep many SMs busy.
+struct KvTileIterator {
+  TileScheduler scheduler;
+  int key;          // the first key of the KV tile
+  int first, step;  // in keys: the block's first tile of a split, and the distance to the next
+  bool done;
+
+  KvTileIterator() = default;
+  __device__ KvTileIterator(const TileScheduler& start, int rank, int blocks)
+      : scheduler(start), key(start.first_key() + rank * kKvTile), first(rank * kKvTile), step(blocks * kKvTile) {}
+
+  // Moves on to the next work tile with a KV tile of this block, if this one has none left; to be called before each
+  // tile is processed. Returns whether the work tile is still the same.
+  __device__ bool skip_to_tile(const SequenceLengths& seqlens, int work_tiles) {
+    bool same = true;
+#pragma unroll 1
+    while (!(done = scheduler.done(seqlens.batch())) && key >= scheduler.end_key()) {
+      scheduler.next(seqlens, work_tiles);
+      key = scheduler.first_key() + first;
+      same = false;
+    }
+    return same;
+  }
+  __device__ void advance() { key += step; }
+  // Whether at most `pdl_tiles` tiles are left.
+  __device__ bool is_near_end(int batch, int work_tiles, int pdl_tiles) const {
+    return done || (scheduler.is_last(batch, work_tiles) && key + pdl_tiles * step >= scheduler.end_key());
+  }
+};
+
+}  // namespace llmk::kernels
