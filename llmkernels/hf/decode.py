@@ -14,59 +14,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import packing
+from . import graphs, packing
 from .families import Family
+from .graphs import Program
 from .layers import DecoderLayer
 from .trunk import Trunk, fits_cache
 
 _ops = torch.ops.llmkernels
-
-
-@dataclass
-class Program:
-    """A function of fixed buffers: on CUDA run once, then captured, then replayed."""
-
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    addresses: tuple = ()
-    warm: bool = False
-    graph: Any = None
-    output: Any = None
-
-    def bind(self, addresses: tuple) -> None:
-        """Forget the graph unless it was made with these addresses and shapes."""
-        if addresses != self.addresses:
-            self.addresses, self.warm, self.graph, self.output = addresses, False, None, None
-
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that stays where it is for as long as the program lives. New ones are 0."""
-        tensor = self.buffers.get(name)
-        if tensor is None or tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-            with torch.inference_mode(False):
-                tensor = self.buffers[name] = torch.zeros(shape, dtype=dtype, device=device)
-            self.warm, self.graph, self.output = False, None, None
-        return tensor
-
-    def run(self, function: Callable[[], Any], device: torch.device) -> Any:
-        """The function's result. On CUDA the next call overwrites it."""
-        if device.type != "cuda":
-            return function()
-        with torch.cuda.device(device):
-            if not self.warm:  # loads kernels and libraries, which can not be done while capturing
-                self.warm = True
-                return function()
-            if self.graph is None:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self.output = function()
-                self.graph = graph
-            self.graph.replay()
-            return self.output
 
 
 class DecodeStep:
@@ -163,7 +123,7 @@ class Decoder:
     def begin(self, model: nn.Module, parts: Trunk, cache: Any, kind: Any = "step") -> DecodeStep:
         """The step of a model on a cache whose counters are set. Programs of one `kind` run the same function."""
         programs = self._programs.setdefault(cache, {})
-        return DecodeStep(parts, model.family, cache, programs.setdefault(kind, Program()))
+        return DecodeStep(parts, model.family, cache, programs.setdefault(kind, Program(self.calls)))
 
     @contextmanager
     def lend_cache(
@@ -211,6 +171,7 @@ class Decoder:
         """Free the cache and the graphs that are kept for the next call."""
         self._spare.clear()
         self._programs.clear()
+        graphs.release_memory()
 
 
 def _stream(device: torch.device) -> int | None:
@@ -243,6 +204,7 @@ def release(model: nn.Module) -> None:
 def forget(model: nn.Module) -> None:
     """Undo what decoding did to a model: its weights are unpacked, its graphs and its cache gone."""
     _DECODERS.pop(model, None)
+    graphs.release_memory()
     for layer in model.modules():
         if isinstance(layer, DecoderLayer):
             packing.unpack(packing.groups_of(layer))

@@ -12,6 +12,8 @@ from collections.abc import MutableMapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from .graphs import no_capture
+
 _LOCK = threading.Lock()
 _TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while packing
 
@@ -88,6 +90,7 @@ def pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
             _pack(groups)
 
 
+@no_capture()
 def _pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
     freed = 0
     on_cuda = groups[0][0].is_cuda
