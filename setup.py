@@ -7,10 +7,12 @@ Switches, all from the environment:
 
     LLMKERNELS_CUDA=0|1           CPU only | with CUDA, or an error; unset: with CUDA where nvcc is found
     LLMKERNELS_REUSE_LIBRARY=1    take the llmkernels/libllmkernels.so that is there and build _C alone
-    TORCH_CUDA_ARCH_LIST          "8.0;9.0a;9.0+PTX"; unset: the GPU present, else what is written here
-    CUDA_HOME, CXX, MAX_JOBS      the CUDA toolkit, the C++ compiler, how many compile at once
+    LLMKERNELS_LINEINFO=1         kernels with line numbers for profilers and compute-sanitizer; as fast
+    TORCH_CUDA_ARCH_LIST          "8.0;9.0+PTX"; unset: the GPUs present, else what is written here
+    CUDA_HOME, CXX, MAX_JOBS      the CUDA toolkit, the C++ compiler (nvcc's too), how many compile at once
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -35,7 +37,9 @@ CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "ninja"  # objects; setuptools' own folder is another one on every editable build
 LIBRARY = "libllmkernels.so"
 DEFAULT_ARCHITECTURES = ["sm_80", "sm_90a", "compute_90"]
+OLDEST_ARCHITECTURE = 80
 OLDEST_CUDA = (12, 0)  # the first with C++20 and sm_90a
+OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA, whose minor versions all run on it
 OLDEST_TORCH = "2.10"
 
 CXX_FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra"
@@ -62,11 +66,21 @@ def output_of(*command) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def check_platform():
+    """Says in a sentence what the compiler would say in a hundred."""
+    if sys.platform != "linux":
+        here = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+        hint = " (Windows: use WSL2)" if here == "Windows" else ""
+        sys.exit(f"llmkernels: the kernels are built on Linux only, and this is {here}{hint}")
+    if sys.maxsize < 2**32:
+        sys.exit(f"llmkernels: the kernels need a 64-bit Python, and this one, on {platform.machine()}, has 32 bits")
+
+
 # ---- CUDA: which toolkit, for which architectures
 
 
 class Toolkit:
-    """A folder with nvcc in it."""
+    """A folder with nvcc in it: NVIDIA's own, or as PyPI, conda or Debian lay it out."""
 
     def __init__(self, home: Path):
         self.home = home
@@ -75,11 +89,25 @@ class Toolkit:
         self.version = tuple(int(part) for part in self.release.split(".")[:2])
 
     @property
+    def include(self) -> Path:
+        return self._folder_of("cuda_runtime.h", "include", "targets/{machine}-linux/include")
+
+    @property
     def cudart(self) -> Path:
-        found = [path for lib in ("lib64", "lib") for path in [self.home / lib / "libcudart_static.a"] if path.exists()]
-        if not found:
-            sys.exit(f"llmkernels: {self.home} has nvcc, but no libcudart_static.a")
-        return found[0]
+        name = "libcudart_static.a"
+        return self._folder_of(name, "lib64", "lib", "targets/{machine}-linux/lib", "lib/{machine}-linux-gnu") / name
+
+    @functools.cached_property
+    def architectures(self) -> set[int]:
+        """Those it can compile for: {80, 90, ...}."""
+        return {int(number) for number in re.findall(r"compute_(\d+)", output_of(self.nvcc, "--list-gpu-arch"))}
+
+    def _folder_of(self, name: str, *folders: str) -> Path:
+        for folder in folders:
+            path = self.home / folder.format(machine=platform.machine())
+            if (path / name).exists():
+                return path
+        sys.exit(f"llmkernels: {self.home} has nvcc, but no {name}")
 
 
 def find_toolkit() -> Toolkit | None:
@@ -88,7 +116,8 @@ def find_toolkit() -> Toolkit | None:
     homes += [Path(on_path).resolve().parent.parent] if on_path else []
     homes += [Path("/usr/local/cuda")]
     # The PyPI packages nvidia-cuda-*; an isolated build sees the environment it is started from only by this path.
-    homes += [Path(path) / "nvidia" / "cu13" for path in [sysconfig.get_path("purelib"), *sys.path]]
+    for path in [sysconfig.get_path("purelib"), *sys.path]:
+        homes += sorted(Path(path).glob("nvidia/cu[0-9]*"), reverse=True)
     for home in homes:
         if (home / "bin" / "nvcc").exists():
             toolkit = Toolkit(home)
@@ -116,35 +145,65 @@ def choose_toolkit() -> Toolkit | None:
     return None
 
 
-def parse_architectures(text: str) -> list[str]:
-    """torch's list, "8.0;9.0a;9.0+PTX", as ["sm_80", "sm_90a", "sm_90", "compute_90"]."""
-    names = []
-    for item in re.split(r"[;,\s]+", text.strip()):
-        match = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", item)
+def code_name(number: int, variant: str = "") -> str:
+    """sm_90a for 90: wgmma is in no other code for Hopper. What the later ones have in the variants "a" and "f" no
+    kernel uses, and their plain code runs on the whole generation."""
+    return f"sm_{number}{variant or ('a' if number == 90 else '')}"
+
+
+def parse_architectures(text: str, toolkit: Toolkit) -> list[str]:
+    """torch's list, "7.5 8.0 9.0+PTX", as ["sm_80", "sm_90a", "compute_90"]. What is too old for the kernels or too new
+    for nvcc is passed over with a line; PTX, which is for GPUs to come, is then of the newest that is left."""
+    names, numbers, lost_ptx = [], [], False
+    for item in re.findall(r"[^;,\s]+", text):
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", item)
         if not match:
-            sys.exit(f"llmkernels: TORCH_CUDA_ARCH_LIST must look like '8.0;9.0a;9.0+PTX', got {text!r}")
-        major, minor, ptx = match.groups()
-        if int(major) < 8:
-            sys.exit(f"llmkernels: TORCH_CUDA_ARCH_LIST asks for {item}; the oldest supported architecture is 8.0")
-        names += [f"sm_{major}{minor}"] + ([f"compute_{major}{minor}"] if ptx else [])
+            sys.exit(f"llmkernels: TORCH_CUDA_ARCH_LIST must look like '8.0;9.0+PTX', got {text!r}")
+        number, variant, ptx = int(match[1] + match[2]), match[3], match[4]
+        if number < OLDEST_ARCHITECTURE:
+            say(f"passing over {item} of TORCH_CUDA_ARCH_LIST: the oldest architecture with kernels is 8.0")
+        elif number not in toolkit.architectures or (variant == "f" and toolkit.version < (12, 9)):
+            say(f"passing over {item} of TORCH_CUDA_ARCH_LIST: nvcc {toolkit.release} does not know it")
+            lost_ptx = lost_ptx or bool(ptx)
+        else:
+            names += [code_name(number, variant)] + ([f"compute_{number}{variant}"] if ptx else [])
+            numbers.append(number)
+    if not names:
+        sys.exit(f"llmkernels: nothing is left of TORCH_CUDA_ARCH_LIST={text!r} to compile for, see above")
+    if lost_ptx:
+        names.append(f"compute_{max(numbers)}")
     return list(dict.fromkeys(names))
 
 
-def present_architectures(toolkit: Toolkit) -> list[str]:
-    """Of the GPUs in this machine, as far as they and the toolkit are new enough."""
+def present_gpus() -> list[tuple[int, int]]:
+    """(architecture, major version of the driver) of each GPU in this machine."""
     if not shutil.which("nvidia-smi"):
         return []
-    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True).stdout
-    codes = {f"sm_{major}{minor}" for major, minor in re.findall(r"^(\d+)\.(\d+)$", answer, re.M) if int(major) >= 8}
-    known = output_of(toolkit.nvcc, "--list-gpu-code").split()
-    # From Hopper on the best instructions are in the "a" variant alone.
-    return sorted(code + "a" if int(code[3:]) >= 90 else code for code in codes if code in known)
+    found = re.findall(r"^(\d+)\.(\d), *(\d+)", answer, re.M)
+    return [(int(major + minor), int(driver)) for major, minor, driver in found]
+
+
+def present_architectures(gpus: list[tuple[int, int]], toolkit: Toolkit) -> list[str]:
+    """Code for each GPU, and PTX of the newest for those to come."""
+    numbers = {number for number, _ in gpus if number >= OLDEST_ARCHITECTURE}
+    for number in sorted(numbers - toolkit.architectures):
+        say(f"nvcc {toolkit.release} does not know the architecture of this machine's GPU, {number / 10}")
+    known = sorted(numbers & toolkit.architectures)
+    return [code_name(number) for number in known] + [f"compute_{number}" for number in known[-1:]]
 
 
 def choose_architectures(toolkit: Toolkit) -> list[str]:
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
-    names = parse_architectures(listed) if listed else present_architectures(toolkit) or DEFAULT_ARCHITECTURES
+    gpus, needed = present_gpus(), OLDEST_DRIVER.get(toolkit.version[0], 0)
+    if any(driver < needed for _, driver in gpus):
+        say(
+            f"WARNING: what CUDA {toolkit.release} builds needs a driver {needed} or newer, and this machine has an "
+            "older one: the library will not run here. Take a newer driver, or an older CUDA in CUDA_HOME"
+        )
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    names = parse_architectures(listed, toolkit) if listed else present_architectures(gpus, toolkit)
+    names = names or DEFAULT_ARCHITECTURES
     say("architectures", ", ".join(names))
     return names
 
@@ -163,6 +222,7 @@ def build_info(version: str, cxx: str, toolkit: Toolkit | None) -> dict:
         "cuda": ".".join(map(str, toolkit.version)) if toolkit else None,
         "architectures": choose_architectures(toolkit) if toolkit else [],
         "nvcc": toolkit.release if toolkit else None,
+        "oldest_driver": OLDEST_DRIVER.get(toolkit.version[0]) if toolkit else None,
         "cxx": output_of(cxx, "--version").splitlines()[0],
         "platform": platform.machine(),
         "torch": importlib.metadata.version("torch"),
@@ -245,11 +305,15 @@ def add_library(ninja: Ninja, toolkit: Toolkit | None, info: dict) -> Path:
     # libtorch.so brings libtorch_cuda, where there is one, into the scope of the library's weak symbols.
     link_flags = ["-L", torch / "lib", "-ltorch_cpu", "-lc10 -Wl,--no-as-needed -ltorch -Wl,--as-needed"]
     if toolkit:
-        torch_flags += ["-isystem", toolkit.home / "include"]
+        if toolkit.include != Path("/usr/include"):  # which the compiler knows, and has to search last
+            torch_flags += ["-isystem", toolkit.include]
         link_flags += [toolkit.cudart, "-lrt", "-lpthread", "-ldl"]
     objects = []
     if toolkit:  # first, since they take longest
-        objects += ninja.objects("nvcc", "kernels/**/*.cu", [gencode(name) for name in info["architectures"]])
+        nvcc_flags = [gencode(name) for name in info["architectures"]]
+        nvcc_flags += ["-lineinfo"] if switch("LLMKERNELS_LINEINFO") else []
+        nvcc_flags += ["-ccbin", os.environ["CXX"]] if os.environ.get("CXX") else []
+        objects += ninja.objects("nvcc", "kernels/**/*.cu", nvcc_flags)
     objects += ninja.objects("cxx", "cpu/**/*.cpp", [CPU_FLAGS])
     objects += ninja.objects("cxx", "torch/**/*.cpp", torch_flags)
     objects += ninja.objects("cxx", "build_info.cpp")
@@ -274,6 +338,7 @@ class Build(build_ext):
         return str(Path(filename).with_name(LIBRARY)) if name.endswith(Path(LIBRARY).stem) else filename
 
     def build_extensions(self):
+        check_platform()
         cxx = os.environ.get("CXX") or "g++"
         reuse = switch("LLMKERNELS_REUSE_LIBRARY")
         toolkit = None if reuse else choose_toolkit()

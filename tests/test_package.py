@@ -17,7 +17,6 @@ import llmkernels
 from llmkernels import _library
 
 ROOT = Path(__file__).resolve().parent.parent
-in_source_tree = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
 
 
 def python(*arguments, folder: Path) -> subprocess.CompletedProcess:
@@ -143,81 +142,6 @@ def test_first_example_of_the_readme(tmp_path):
     result = python(tmp_path / "example.py", folder=_library.PATH.parent.parent)
     assert result.returncode == 0, result.stderr
     assert result.stdout
-
-
-# ---- the build
-
-
-@pytest.fixture
-def build(monkeypatch) -> dict:
-    """What setup.py defines, in an environment without its switches."""
-    for name in ("LLMKERNELS_CUDA", "LLMKERNELS_REUSE_LIBRARY", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
-
-
-@in_source_tree
-@pytest.mark.parametrize(
-    ("listed", "names"),
-    [
-        ("8.0", ["sm_80"]),
-        ("8.0;9.0a;9.0+PTX", ["sm_80", "sm_90a", "sm_90", "compute_90"]),
-        ("8.6 9.0a+PTX", ["sm_86", "sm_90a", "compute_90a"]),
-        ("12.0,12.0", ["sm_120"]),
-    ],
-)
-def test_architecture_list(build, listed, names):
-    assert build["parse_architectures"](listed) == names
-
-
-@in_source_tree
-@pytest.mark.parametrize("listed", ["Hopper", "7.5", "90", "9.0+PTX+PTX"])
-def test_bad_architecture_list(build, listed):
-    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST"):
-        build["parse_architectures"](listed)
-
-
-@in_source_tree
-def test_cuda_switch(build, monkeypatch, capsys):
-    choose = build["choose_toolkit"]
-    monkeypatch.setitem(choose.__globals__, "find_toolkit", lambda: None)
-    assert choose() is None
-    assert "for the CPU ONLY" in capsys.readouterr().out
-    monkeypatch.setenv("LLMKERNELS_CUDA", "1")
-    with pytest.raises(SystemExit, match="LLMKERNELS_CUDA=1, but no nvcc"):
-        choose()
-    monkeypatch.setenv("LLMKERNELS_CUDA", "0")
-    assert choose() is None
-    monkeypatch.setenv("LLMKERNELS_CUDA", "yes")
-    with pytest.raises(SystemExit, match="LLMKERNELS_CUDA must be 0, 1 or unset"):
-        choose()
-
-
-@in_source_tree
-def test_old_nvcc_is_passed_over(build, monkeypatch, tmp_path, capsys):
-    (tmp_path / "bin").mkdir()
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
-    nvcc.chmod(0o755)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    found = build["find_toolkit"]()
-    assert found is None or found.home != tmp_path
-    assert "passing over CUDA 11.8.89" in capsys.readouterr().out
-
-
-@in_source_tree
-def test_stale_library_is_not_reused(build, monkeypatch, tmp_path):
-    reused_info = build["reused_info"]
-    monkeypatch.setitem(reused_info.__globals__, "ROOT", tmp_path)
-    with pytest.raises(SystemExit, match="there is no"):
-        reused_info()
-    (tmp_path / "llmkernels").mkdir()
-    shutil.copy(_library.PATH, tmp_path / "llmkernels")
-    monkeypatch.setitem(reused_info.__globals__, "fingerprint", lambda parts: _library.build_info()["sources"])
-    assert reused_info() == _library.build_info()
-    monkeypatch.setitem(reused_info.__globals__, "fingerprint", lambda parts: "0" * 64)
-    with pytest.raises(SystemExit, match="is stale: it was built from sources"):
-        reused_info()
 
 
 # ---- the GPU report

@@ -1,0 +1,229 @@
+"""setup.py: which toolkit, for which architectures, on which platform; the switches; what the sdist and wheel hold."""
+
+import os
+import platform
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmkernels import _library
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
+
+SWITCHES = ("LLMKERNELS_CUDA", "LLMKERNELS_LINEINFO", "LLMKERNELS_REUSE_LIBRARY", "TORCH_CUDA_ARCH_LIST")
+
+
+@pytest.fixture(scope="module")
+def definitions() -> dict:
+    return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+@pytest.fixture
+def build(definitions, monkeypatch) -> dict:
+    """What setup.py defines, in an environment without its switches."""
+    for name in (*SWITCHES, "CUDA_HOME", "CUDA_PATH", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    return definitions
+
+
+def write_program(path: Path, text: str):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def toolkit(build, tmp_path):
+    """A toolkit of a release, whose nvcc knows some architectures and compiles nothing."""
+
+    def make(release="13.0.88", architectures=(75, 80, 86, 89, 90, 100, 103, 120)):
+        known = "\n".join(f"compute_{number}" for number in architectures)
+        version = f"Cuda compilation tools, release {release[:4]}, V{release}"
+        write_program(
+            tmp_path / "cuda" / "bin" / "nvcc",
+            f'case $1 in --version) echo "{version}" ;; --list-gpu-*) echo "{known}" ;; esac',
+        )
+        return build["Toolkit"](tmp_path / "cuda")
+
+    return make
+
+
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """Makes nvidia-smi answer; each line is a compute capability and a driver."""
+
+    def set_gpus(*lines: str):
+        write_program(tmp_path / "smi" / "nvidia-smi", "\n".join(f'echo "{line}"' for line in lines))
+        monkeypatch.setenv("PATH", str(tmp_path / "smi"), prepend=os.pathsep)
+
+    set_gpus()
+    return set_gpus
+
+
+# ---- architectures
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ("8.0", "sm_80"),
+        ("8.0;9.0a;9.0+PTX", "sm_80 sm_90a compute_90"),
+        ("9.0", "sm_90a"),  # wgmma is nowhere else
+        ("8.6 9.0a+PTX", "sm_86 sm_90a compute_90a"),
+        ("12.0,12.0", "sm_120"),
+        ("10.0a;10.0f;10.3+PTX", "sm_100a sm_100f sm_103 compute_103"),
+        (" 8.0; 9.0 ;", "sm_80 sm_90a"),
+        ("7.5 8.0 8.6 9.0 10.0+PTX", "sm_80 sm_86 sm_90a sm_100 compute_100"),
+        ("5.2+PTX 7.0 8.0 13.0+PTX", "sm_80 compute_80"),  # PTX is for what is to come, whatever asked for it
+    ],
+)
+def test_architecture_list(build, toolkit, gpus, monkeypatch, capsys, listed, names):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    assert build["choose_architectures"](toolkit()) == names.split()
+    out = capsys.readouterr().out
+    assert ("passing over 7.5 of TORCH_CUDA_ARCH_LIST: the oldest architecture with kernels is 8.0" in out) == (
+        "7.5" in listed
+    )
+    assert ("passing over 13.0+PTX of TORCH_CUDA_ARCH_LIST: nvcc 13.0.88 does not know it" in out) == ("13.0" in listed)
+
+
+def test_architectures_that_an_older_nvcc_does_not_know(build, toolkit, gpus, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0 10.0f 12.0+PTX")
+    names = build["choose_architectures"](toolkit("12.8.93"))
+    assert names == ["sm_80", "sm_90a", "sm_120", "compute_120"]
+    assert "passing over 10.0f" in capsys.readouterr().out
+    names = build["choose_architectures"](toolkit("12.4.131", (80, 89, 90)))
+    assert names == ["sm_80", "sm_90a", "compute_90"]
+
+
+@pytest.mark.parametrize("listed", ["Hopper", "90", "9.0+PTX+PTX", "7.5", "6.0;7.0+PTX", "13.0"])
+def test_bad_architecture_list(build, toolkit, gpus, monkeypatch, listed):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    with pytest.raises(SystemExit, match="TORCH_CUDA_ARCH_LIST"):
+        build["choose_architectures"](toolkit())
+
+
+@pytest.mark.parametrize(
+    ("lines", "names"),
+    [
+        ([], "sm_80 sm_90a compute_90"),
+        (["9.0, 580.82.07"], "sm_90a compute_90"),
+        (["8.6, 580.82.07", "12.0, 580.82.07", "8.6, 580.82.07"], "sm_86 sm_120 compute_120"),
+        (["7.5, 580.82.07"], "sm_80 sm_90a compute_90"),
+        (["13.0, 620.10"], "sm_80 sm_90a compute_90"),
+    ],
+)
+def test_a_build_is_for_the_gpus_present(build, toolkit, gpus, capsys, lines, names):
+    gpus(*lines)
+    assert build["choose_architectures"](toolkit()) == names.split()
+    out = capsys.readouterr().out
+    assert "WARNING" not in out
+    assert ("does not know the architecture of this machine's GPU, 13.0" in out) == (lines == ["13.0, 620.10"])
+
+
+@pytest.mark.parametrize(
+    ("release", "driver", "warned"),
+    [("13.0.88", "570.124.06", True), ("13.0.88", "580.65.06", False), ("12.8.93", "535.54", False)],
+)
+def test_a_driver_too_old_for_what_is_built(build, toolkit, gpus, capsys, release, driver, warned):
+    gpus(f"9.0, {driver}")
+    build["choose_architectures"](toolkit(release))
+    assert ("needs a driver 580 or newer, and this machine has an older one" in capsys.readouterr().out) == warned
+
+
+# ---- toolkits
+
+
+def test_cuda_switch(build, monkeypatch, capsys):
+    choose = build["choose_toolkit"]
+    monkeypatch.setitem(choose.__globals__, "find_toolkit", lambda: None)
+    assert choose() is None
+    assert "for the CPU ONLY" in capsys.readouterr().out
+    monkeypatch.setenv("LLMKERNELS_CUDA", "1")
+    with pytest.raises(SystemExit, match="LLMKERNELS_CUDA=1, but no nvcc"):
+        choose()
+    monkeypatch.setenv("LLMKERNELS_CUDA", "0")
+    assert choose() is None
+    monkeypatch.setenv("LLMKERNELS_CUDA", "yes")
+    with pytest.raises(SystemExit, match="LLMKERNELS_CUDA must be 0, 1 or unset"):
+        choose()
+
+
+def test_old_nvcc_is_passed_over(build, toolkit, monkeypatch, capsys):
+    home = toolkit("11.8.89").home
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    found = build["find_toolkit"]()
+    assert found is None or found.home != home
+    assert "passing over CUDA 11.8.89" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("include", "lib"),
+    [
+        ("include", "lib64"),  # NVIDIA
+        ("include", "lib"),  # PyPI
+        ("targets/{machine}-linux/include", "targets/{machine}-linux/lib"),  # conda
+        ("include", "lib/{machine}-linux-gnu"),  # Debian, in /usr
+    ],
+)
+def test_layouts_of_toolkits(toolkit, include, lib):
+    found = toolkit()
+    with pytest.raises(SystemExit, match=r"has nvcc, but no libcudart_static\.a"):
+        _ = found.cudart
+    include, lib = (found.home / part.format(machine=platform.machine()) for part in (include, lib))
+    for path in (include / "cuda_runtime.h", lib / "libcudart_static.a"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert found.include == include
+    assert found.cudart == lib / "libcudart_static.a"
+
+
+# ---- switches and platforms
+
+
+@pytest.mark.parametrize("lineinfo", [False, True])
+def test_line_numbers_for_profilers(build, toolkit, monkeypatch, lineinfo):
+    if lineinfo:
+        monkeypatch.setenv("LLMKERNELS_LINEINFO", "1")
+    found = toolkit()
+    for name in ("include/cuda_runtime.h", "lib64/libcudart_static.a"):
+        (found.home / name).parent.mkdir()
+        (found.home / name).touch()
+    ninja = build["Ninja"]("g++", found.nvcc, [])
+    build["add_library"](ninja, found, {"architectures": ["sm_90a"]})
+    assert any("-lineinfo" in line for line in ninja.lines) == lineinfo
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "sentence"),
+    [
+        ("platform", "darwin", "on Linux only, and this is macOS"),
+        ("platform", "win32", "on Linux only, and this is Windows (Windows: use WSL2)"),
+        ("platform", "freebsd14", "on Linux only, and this is freebsd14"),
+        ("maxsize", 2**31 - 1, "need a 64-bit Python"),
+    ],
+)
+def test_other_platforms_get_a_sentence(build, monkeypatch, where, what, sentence):
+    build["check_platform"]()
+    monkeypatch.setattr(sys, where, what)
+    with pytest.raises(SystemExit) as error:
+        build["check_platform"]()
+    assert sentence in str(error.value)
+
+
+def test_stale_library_is_not_reused(build, monkeypatch, tmp_path):
+    reused_info = build["reused_info"]
+    monkeypatch.setitem(reused_info.__globals__, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="there is no"):
+        reused_info()
+    (tmp_path / "llmkernels").mkdir()
+    shutil.copy(_library.PATH, tmp_path / "llmkernels")
+    monkeypatch.setitem(reused_info.__globals__, "fingerprint", lambda parts: _library.build_info()["sources"])
+    assert reused_info() == _library.build_info()
+    monkeypatch.setitem(reused_info.__globals__, "fingerprint", lambda parts: "0" * 64)
+    with pytest.raises(SystemExit, match="is stale: it was built from sources"):
+        reused_info()
