@@ -1,4 +1,4 @@
-// Tensor-core instructions on 16-bit types, and the loads of their operands from shared memory. One-line functions.
+// mma.sync on 16-bit types, and the loads of its operands from shared memory. One instruction per function.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -22,8 +22,8 @@ __device__ inline float min_nan(float a, float b) {
   return result;
 }
 
-// How long the L2 cache is to keep what a load brings: longer than anything else, or as usual. Made once per thread,
-// taken by Vec::load() and cp_async_16().
+// An L2 cache policy for loads: evict_last with `keep`, else evict_normal. To be created once per thread; Vec::load()
+// and cp_async_16() take it.
 __device__ inline uint64_t l2_policy(bool keep) {
   uint64_t last, normal;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(last));
@@ -40,10 +40,10 @@ __device__ inline uint4 load_16(const void* global, uint64_t policy) {
   return value;
 }
 
-// Brings the line of an address to the L2 cache.
+// Prefetches the line of an address to the L2 cache.
 __device__ inline void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
-// Asynchronous copy of 16 bytes from global to shared memory, past L1.
+// Asynchronous copy of 16 bytes from global to shared memory, bypassing L1.
 __device__ inline void cp_async_16(void* shared, const void* global, uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "l"(policy)
@@ -56,20 +56,23 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Adds to a counter in global memory, and returns what it was. Of the threads that meet in a barrier in front of it,
-// all writes are seen by those who find the counter changed, and behind it by those who meet in another.
+// Adds to a counter in global memory and returns the old value. Used by one thread of a block between two barriers:
+// what the block wrote before is visible to every block that finds the counter changed, after its second barrier.
 __device__ inline int atomic_add_acq_rel(int* counter, int value) {
   int before;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
   return before;
 }
 
-// Programmatic dependent launch (sm_90 and later; nothing before). A kernel that kernels::launch() starts may begin
-// while its predecessor in the stream still runs: some thread of every block must call pdl_wait() before the block
-// touches global memory. The exception is what was complete before the predecessor could begin, which no kernel knows
-// but its caller may (`prefetch_cache` and `prefetch_weights`, in the params of attention and linears).
-// pdl_launch_dependents() lets the successor begin as soon as all blocks of this kernel have begun; it may come first,
-// since what the successor reads is safe behind its own wait, which waits for the whole of this kernel.
+// Programmatic dependent launch (sm_90 and later; nothing before).
+//
+//   pdl_wait()               waits for the end of the previous kernel in the stream. A kernel launched by
+//                            kernels::launch() may start before that, so some thread of every block calls it before
+//                            the block touches global memory. Only what was complete before the previous kernel could
+//                            start may be read earlier. A kernel cannot know this, its caller may: `prefetch_cache`
+//                            and `prefetch_weights` in params/.
+//   pdl_launch_dependents()  lets the next kernel start once all blocks of this one have called it or ended. It may be
+//                            called at any time, since the next kernel waits for the end of this one by pdl_wait().
 __device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

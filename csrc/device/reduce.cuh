@@ -1,4 +1,4 @@
-// Sums over the threads of a row.
+// Reductions over the threads that share a row.
 #pragma once
 
 namespace llmk {
@@ -53,7 +53,7 @@ constexpr int kMaxVirtualWarps = 64;
 template <int kCount>
 __device__ inline float warp_sum_each(const float (&values)[kCount]) {
   static_assert(kCount == 1 || kCount == 2);
-  const bool second = kCount == 2 && threadIdx.x & 16;  // each half of the warp goes on with one of the two
+  const bool second = kCount == 2 && threadIdx.x & 16;  // half of the warp sums one value, half the other
   const float kept = values[second], given = values[kCount - 1 - second];
   float sum[1] = {kept + __shfl_xor_sync(0xffffffffu, given, 16)};
   warp_sum(sum, 16);

@@ -1,5 +1,5 @@
-// Bulk and tensor copies (TMA), mbarriers, named barriers, and distributed shared memory: sm_90 and later. One-line
-// functions; below sm_90 this header is empty.
+// Bulk and tensor copies (TMA), mbarriers, named barriers, and distributed shared memory: sm_90 and later. One
+// instruction per function; below sm_90 this header is empty.
 #pragma once
 #include <cuda.h>
 
@@ -12,7 +12,7 @@ namespace llmk {
 
 #if __CUDA_ARCH__ >= 900
 
-constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // an L2 policy: data that is read once
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;  // L2 policies: for data that is read once, and the default
 constexpr uint64_t kEvictNormal = 0x1000000000000000;
 
 // An mbarrier: a phase completes after `arrivals` arrivals, and when all expected bytes have arrived.
@@ -119,7 +119,7 @@ __device__ inline void named_barrier_arrive(int id, int threads) {
 __device__ inline void cluster_barrier_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// The address in block `rank` of the cluster of what lies at `shared` in this block.
+// The address in block `rank` of the cluster that corresponds to `shared` in this block.
 __device__ inline uint32_t cluster_address(uint32_t shared, int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));

@@ -1,4 +1,4 @@
-// Vec<T, N>: N elements moved by one load or store instruction (16 bytes at most), computed on as floats.
+// Vec<T, N>: N elements, loaded or stored by one instruction of up to 16 bytes. Arithmetic is in float.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -28,7 +28,7 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// The machine word of kBytes bytes, as which a vector is loaded and stored.
+// The word of kBytes bytes that a vector is loaded and stored as.
 template <int kBytes>
 struct Word;
 template <>

@@ -1,5 +1,5 @@
-// wgmma: matrix instructions of a warpgroup, four warps of which the first has a number divisible by four; both
-// operands in shared memory. One-line functions. Only code for sm_90a has them; in any other this header is empty.
+// wgmma: matrix instructions of a warpgroup (four warps, the first of which has a number divisible by four), with both
+// operands in shared memory. One instruction per function. Only code for sm_90a has them; else this header is empty.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

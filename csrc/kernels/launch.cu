@@ -13,16 +13,16 @@ namespace {
 __global__ void empty_kernel() {}
 const void* const kEmptyKernel = reinterpret_cast<const void*>(empty_kernel);
 
-// The architecture that this library's code for the current device was compiled for: __CUDA_ARCH__ / 10, as the kernels
-// saw it. Where there is only PTX of an older one, it runs, but without what `#if __CUDA_ARCH__ >= 900` encloses, and
-// no launcher may count on that. ptxVersion is this virtual architecture, of machine code as well; binaryVersion is
-// that of the machine code, which the driver makes of any PTX for the device's own architecture.
+// The architecture that this library's code for the current device was compiled for: __CUDA_ARCH__ / 10 in the kernels.
+// Where the library has only PTX of an older architecture, that runs, but without the code in
+// `#if __CUDA_ARCH__ >= 900`, so no launcher may count on it. ptxVersion is this architecture, of machine code as well.
+// binaryVersion is not: the driver compiles any PTX for the device's own architecture.
 cudaError_t code_architecture(int& result) {
   cudaFuncAttributes attributes{};
   const cudaError_t status = cudaFuncGetAttributes(&attributes, empty_kernel);
-  if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
+  if (status != cudaSuccess) (void)cudaGetLastError();  // clears it, or the next launch would report it
   result = attributes.ptxVersion;
-  // The kernel does exist.
+  // The function exists, but without code for this device.
   return status == cudaErrorInvalidDeviceFunction ? cudaErrorNoKernelImageForDevice : status;
 }
 
@@ -37,11 +37,11 @@ cudaError_t allow(const DeviceInfo& device, const void* kernel) {
   if (status == cudaSuccess && device.compute_capability >= 90) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
-  if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
+  if (status != cudaSuccess) (void)cudaGetLastError();  // clears it, or the next launch would report it
   return status;
 }
 
-// Fills in DeviceInfo::clusters; leaves zeros where the device does not say.
+// Fills in DeviceInfo::clusters; zeros where the device gives no answer.
 void count_clusters(DeviceInfo& info) {
   info.clusters[1] = info.sm_count;
   if (info.compute_capability < 90 || allow(info, kEmptyKernel) != cudaSuccess) return;
@@ -52,7 +52,7 @@ void count_clusters(DeviceInfo& info) {
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(size);
     config.blockDim = dim3(32);
-    config.dynamicSmemBytes = info.shared_bytes;  // so that two blocks do not fit an SM
+    config.dynamicSmemBytes = info.shared_bytes;  // so that an SM takes one block
     config.attrs = &attribute;
     config.numAttrs = 1;
     if (cudaOccupancyMaxActiveClusters(&info.clusters[size], empty_kernel, &config) != cudaSuccess) {
@@ -88,8 +88,8 @@ cudaError_t find_info(const DeviceInfo*& info) {
   return infos.get(info, ask);
 }
 
-// Which kernels have been allowed the most on a device: a hash table that is only ever added to, so that it is read
-// without a lock. Where it is full the attributes are set at every launch, which takes longer and is as right.
+// The kernels whose attributes are set on a device: a hash table that only grows, so that it is read without a lock. If
+// it is full, the attributes of further kernels are set at every launch: slower, and as correct.
 class AllowedKernels {
  public:
   bool contains(const void* kernel) const {
@@ -128,7 +128,7 @@ cudaError_t allow_most(const void* kernel) {
   if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
   const DeviceInfo* info = nullptr;
   if (const cudaError_t status = find_info(info); status != cudaSuccess)
-    return status;  // knows that `device` is in range
+    return status;  // has checked that `device` is in range
   if (allowed[device].contains(kernel)) return cudaSuccess;
   const cudaError_t status = allow(*info, kernel);
   if (status == cudaSuccess) allowed[device].add(kernel);

@@ -1,4 +1,4 @@
-// How a launcher starts a kernel, and what it may ask of the device.
+// Launching a kernel, and the facts of a device that launch plans need.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,40 +10,41 @@ namespace llmk::kernels {
 
 struct DeviceInfo {
   int sm_count;
-  int compute_capability;  // 90 for sm_90; less than the device's where the code is for less, see launch.cu
-  size_t shared_bytes;     // of one block at most
+  int compute_capability;  // 90 for sm_90; that of the compiled code if it is lower than the device's, see launch.cu
+  size_t shared_bytes;     // shared memory of one block, at most
   size_t l2_bytes;
-  // clusters[n]: how many clusters of n blocks, each block on an SM of its own, run at the same time, for n = 1, 2, 4,
-  // 8, 16; fewer than sm_count / n where the groups of SMs that a cluster may span have other sizes, none if unknown.
+  // clusters[n], n = 1, 2, 4, 8, 16: how many clusters of n blocks run at the same time, with each block on its own SM.
+  // A cluster must fit a GPC, so there may be fewer than sm_count / n. 0: unknown.
   int clusters[17];
 };
 
-// Of the current device. Asked of the runtime once per device, from then on read without a lock; a failure is not kept.
+// The current device's. The runtime is queried once per device; later calls take no lock. A failure is not cached.
 cudaError_t device_info(DeviceInfo& info);
 
-// Lets `kernel` have as much dynamic shared memory on the current device as the device has for it, and clusters of more
-// than 8 blocks. Set once for each kernel and device, and never to less: two launches cannot undercut each other.
+// Sets the attributes of `kernel` on the current device to the maximum: all dynamic shared memory of a block, and
+// clusters of more than 8 blocks. Done once per kernel and device and never lowered, so that a launch cannot undo what
+// a launch in another thread needs.
 cudaError_t allow_most(const void* kernel);
 
 struct LaunchShape {
-  int64_t blocks;  // blocks are made large enough that the memory of a GPU ends before their number does
+  int64_t blocks;  // at most 2^31 - 1: blocks are large enough for any tensor that fits a GPU
   dim3 threads;
   size_t shared_bytes = 0;
-  // Whether the kernel may begin while its predecessor ends. Not for a grid that is to stay on the device as a whole:
-  // blocks that come early crowd onto the SMs which happen to have room, and stay there.
+  // Whether the kernel may start before the previous one has ended. Not for a persistent grid: blocks that start early
+  // pile up on the SMs that have room at that time, and stay there.
   bool may_overlap = true;
   int cluster = 1;  // blocks that run at the same time and share memory; more than one from sm_90 on
 };
 
-// Starts `kernel` with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
-// it touches global memory, but for what the caller knows to be complete (see ptx.cuh).
+// Launches `kernel`, with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
+// it touches global memory, except for what the caller knows to be complete (see ptx.cuh).
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream, Args&&... args) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   if (shape.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   cudaError_t status = cudaSuccess;
-  // Static shared memory counts towards the 48 KiB that need no asking; clusters of 8 every device has that has any.
+  // Up to 48 KiB, static shared memory included, and clusters of up to 8 blocks need no attribute.
   if (shape.shared_bytes > 32 * 1024 || shape.cluster > 8) status = allow_most(reinterpret_cast<const void*>(kernel));
   if (status == cudaSuccess) {
     cudaLaunchAttribute attributes[2]{};
@@ -65,14 +66,18 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
     config.numAttrs = count;
     status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   }
-  if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
+  if (status != cudaSuccess) (void)cudaGetLastError();  // clears it, or the next launch would report it
   return status;
 }
 
-// Whether a kernel that streams `bytes`, in and out, should ask the L2 cache to keep what it reads. Nobody reads it
-// again; but then the cache gives up what is written instead, early and in order, and the memory turns round between
-// reading and writing less often: 2-4 % on an H200 (an idea seen in the code that torch.compile generates). What fits
-// into the cache is left alone there, since the next kernel will read it.
+// Whether a kernel that streams `bytes`, in and out, should load its inputs with the L2 policy evict_last. The inputs
+// are not read again. But the cache then evicts the outputs early and in order, so that the memory changes less often
+// between reading and writing. Not where everything fits into the cache, since the next kernel will read it there.
+// Idea: code that torch.compile generates.
+//
+//   value      | case                                  | result
+//   -----------|---------------------------------------|------------------
+//   evict_last | more bytes than the L2 cache, an H200 | 2 to 4 % faster
 inline bool keeps_inputs(const DeviceInfo& device, int64_t bytes) {
   return bytes > static_cast<int64_t>(device.l2_bytes);
 }

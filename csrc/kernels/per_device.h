@@ -1,4 +1,4 @@
-// What is found out once for each device of a process, by whichever thread needs it first.
+// A value for each device, computed once, by the first thread that needs it.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -8,13 +8,13 @@
 
 namespace llmk::kernels {
 
-constexpr int kMaxDevices = 128;  // of a process; more than PyTorch can be built for
+constexpr int kMaxDevices = 128;  // of a process; PyTorch's own limit is lower
 
 template <typename T>
 class PerDevice {
  public:
-  // Points `value` to what `find(device, value)` has found for the current device. Everybody else reads it without a
-  // lock. Where `find` fails nothing is kept, and the next call tries again.
+  // Points `value` to the current device's, which `find(device, value)` computes. Later calls take no lock. If `find`
+  // fails, nothing is stored, and the next call tries again.
   template <typename Find>
   cudaError_t get(const T*& value, const Find& find) {
     int device = 0;
@@ -22,7 +22,7 @@ class PerDevice {
     if (device < 0 || device >= kMaxDevices) return cudaErrorInvalidDevice;
     if (!known_[device].load(std::memory_order_acquire)) {
       const std::lock_guard lock(mutex_);
-      if (!known_[device].load(std::memory_order_relaxed)) {  // another thread may have been here meanwhile
+      if (!known_[device].load(std::memory_order_relaxed)) {  // else another thread has stored it meanwhile
         T found{};
         if (const cudaError_t status = find(device, found); status != cudaSuccess) return status;
         values_[device] = found;

@@ -5,7 +5,8 @@
 namespace llmk::kernels {
 namespace {
 
-// The driver's function, found at run time so that the library does not link to the driver. A failure is not kept.
+// The driver's function, looked up at run time so that the library does not link to the driver. A failure is not
+// cached.
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 EncodeTiled encode_tiled() {
   static std::atomic<EncodeTiled> known{nullptr};
@@ -19,7 +20,7 @@ EncodeTiled encode_tiled() {
   const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
 #endif
   if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) {
-    (void)cudaGetLastError();  // or the next launch would be blamed for it
+    (void)cudaGetLastError();  // clears it, or the next launch would report it
     return nullptr;
   }
   const auto function = reinterpret_cast<EncodeTiled>(found);

@@ -24,18 +24,19 @@ struct LinearParams {
   RmsNormOptions norm;  // how, if so
   void* workspace;      // linear_workspace_bytes(), 16-byte aligned
 
-  // CUDA only: the hand-off from a linear that adds to the residual to the linear behind the next norm, which saves the
-  // norm's launch. The first one writes `scaled` [m, n], contiguous: the new residual times next_norm_weight [n] +
-  // next_offset; and `squares` [parts + 1, 64]: for each token linear_parts() partial sums of squares of the new
-  // residual, then the scale that next_norm_weight was divided by (prologue.cuh). The next linear gets `scaled` as x,
-  // `squares`, and `parts` > 0.
+  // CUDA only: a linear that adds to the residual does the work of the norm that follows, for the linear after that
+  // norm. This saves the norm's launch. The first linear writes
+  //   `scaled` [m, n], contiguous: the new residual times (next_norm_weight [n] + next_offset)
+  //   `squares` [parts + 1, 64]: for each token linear_parts() partial sums of squares of the new residual, then the
+  //   scale that next_norm_weight was divided by (prologue.cuh)
+  // The second linear gets `scaled` as x, `squares`, and `parts` > 0.
   const void* next_norm_weight;
   double next_offset;
   void* scaled;
   void* squares;
   int parts;
 
-  // CUDA only: read weights before the previous kernel of the stream has ended. Promises that both weights were
+  // CUDA only: read the weights before the previous kernel of the stream has ended. The caller promises that they were
   // complete before that kernel could start: see linear.cu.
   bool prefetch_weights;
 };

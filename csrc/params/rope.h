@@ -16,8 +16,8 @@ struct RopeParams {
   RopeTensor q, k;
   const void* cos;           // rows of rotary_dim elements, or of rotary_dim / 2 when `half_width`
   const void* sin;           // same
-  const void* position_ids;  // [batch, tokens] by its strides, int32 or int64, or null: row of (batch, token) is given
-                             // by strides
+  const void* position_ids;  // [batch, tokens] by the strides below, int32 or int64: rows of cos and sin; or null: cos
+                             // and sin have a row for each token, by cos_batch, cos_token, ...
   bool position_ids_int64;
   int64_t positions_batch, positions_token;  // strides of position_ids
   int64_t cos_batch, cos_token;              // strides of cos and sin without position_ids (cos_batch 0: shared)

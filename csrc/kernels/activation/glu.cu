@@ -6,8 +6,13 @@
 //
 // gate and up are [rows, cols] with rows any distance apart, so a packed [gate | up] is the same kernel; float32,
 // float16 or bfloat16. float32 arithmetic; the forward has the formulas and roundings of eager PyTorch, bitwise.
-// Moves 3 elements per element forward, 5 backward: memory is the limit, so a thread has one 16-byte access per operand
-// (measured: more per thread is slower), and the arithmetic has no branches. Contiguous operands are one long row.
+// Moves 3 elements per element forward, 5 backward: memory is the limit, so the arithmetic has no branches. Contiguous
+// operands are one long row. A thread has one access per operand:
+//
+//   value                 | case | result
+//   ----------------------|------|--------
+//   more than one 16-byte | all  | slower
+//   access per operand    |      |
 #include "glu.h"
 
 #include <cfloat>
@@ -23,17 +28,18 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBackwardBlocksPerSm = 5;
 
-// The activations. kBlocksPerSm leaves the forward enough registers to have the loads of both operands in flight before
-// the arithmetic begins. Without a bound the compiler saves registers by loading the second one halfway through.
+// The activations. kBlocksPerSm gives the forward enough registers to load both operands before the arithmetic. Without
+// a bound the compiler saves registers: it loads the second operand halfway through.
 struct Silu {
   static constexpr int kBlocksPerSm = 8;
   template <typename T>
   __device__ static float value(float x) {
     const float e = expf(-x);
     if constexpr (sizeof(T) == 4) return x / (1.f + e);
-    // The same quotient, without the branch for special operands that keeps the compiler from interleaving the elements
-    // of a vector: Newton on the reciprocal, then one correction of the quotient, which rounds it right. The scaling by
-    // 1/4 and the bounds keep every step finite and normal; what they change beyond 16 bits' range rounds to the same.
+    // The same quotient without the division's branch for special operands, which would keep the compiler from
+    // interleaving the elements of a vector: a Newton step for the reciprocal, then a correction that rounds the
+    // quotient correctly. The scaling by 1/4 and the bounds keep every step finite and normal. What they change lies
+    // beyond the range of 16 bits, and rounds to the same number.
     const float d = min_nan(__fmaf_rn(0.25f, e, 0.25f), FLT_MAX);
     const float dividend = min_nan(0.25f * x, 0.25f * FLT_MAX);
     const float r0 = reciprocal_approximate(d);
@@ -83,7 +89,7 @@ struct VectorPosition {
 
 template <int N, bool kOneRow>
 __device__ VectorPosition
-vector_position(unsigned blocks_per_row) {  // the division is most of what comes before the loads
+vector_position(unsigned blocks_per_row) {  // the division takes most of the time before the loads
   const unsigned row = kOneRow ? 0 : blockIdx.x / blocks_per_row;
   const unsigned block = blockIdx.x - row * blocks_per_row;
   return {row, (static_cast<int64_t>(block) * kThreads + threadIdx.x) * N};

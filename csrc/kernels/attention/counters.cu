@@ -1,4 +1,4 @@
-// Which counters a launch of decode_attention uses: two launches that may run at the same time must not share them.
+// The counters of decode_attention launches. Launches that may run at the same time must use different sets of them.
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -12,12 +12,12 @@ namespace {
 
 constexpr int kSets = 2048, kGraphSets = 1024;
 static_assert(kDecodeAttentionCounters == kMaxBlocks);
-// Every device has its own. The last kGraphSets are for graphs that keep theirs, see graph.cu.
+// One array per device. The last kGraphSets sets are reserved for the library's own graphs, see graph.cu.
 __device__ int counter_sets[(kSets + kGraphSets) * kDecodeAttentionCounters];
 
-// Launches that have the same key follow one another: those of a stream, and within one capture those that came to the
-// graph by one stream (branches of a graph come from several). A stream is known by its identity; while it captures, by
-// its handle, since it may not be asked for its identity then, and no other stream has that handle as long.
+// Launches of the same key never overlap, so they may share a set: those of one stream, and within one capture those of
+// one captured stream (the branches of a graph come from several). The key has the stream's id. While a stream captures
+// its id cannot be queried, so the key has its handle, which no other stream has during the capture.
 using Key = std::pair<uint64_t, uint64_t>;  // the stream; the capture, or 0
 
 class Sets {
@@ -27,10 +27,9 @@ class Sets {
     if (key.second != 0) {
       if (const auto found = of_captures_.find(key.second); found != of_captures_.end()) return found->second;
     }
-    // Every new key takes the next set. So no two of the kSets newest share one; a key that is older than that may find
-    // its set taken, and then takes another. Only a graph of somebody else's, which keeps what it has captured, might
-    // run at the same time as a launch that has taken its set: one behind which there were kSets other captures or
-    // streams.
+    // Round robin: a new key takes the next set, and with it the set's previous key, if any, is dropped. So the kSets
+    // newest keys have sets of their own; a dropped key takes a new set. One case remains: a graph that another library
+    // captured keeps its set, and after kSets newer streams or captures a launch may share it.
     const auto [found, is_new] = sets_.try_emplace(key, 0);
     if (is_new) {
       const int set = static_cast<int>(taken_ % kSets);
@@ -60,7 +59,7 @@ class Sets {
   Key owners_[kSets];
   int64_t taken_ = 0;
   int reserved_ = 0;
-  std::map<uint64_t, int> of_captures_;  // that are under way
+  std::map<uint64_t, int> of_captures_;  // captures in progress that have a reserved set
 };
 
 Sets& sets() {

@@ -1,4 +1,4 @@
-// Which decode attention there is a kernel for, and how it is launched; the kernel is in decode_attention.cuh.
+// Host code of decode attention: which kernel takes a call, and its launch. The kernel is in decode_attention.cuh.
 #include "decode_attention.h"
 
 #include <algorithm>
@@ -15,14 +15,15 @@ namespace llmk::kernels {
 
 namespace {
 
-// Whether a dimension can be one of a tensor map.
+// Whether a tensor map can have a dimension of this size and stride.
 bool can_map(int64_t size, int64_t stride) {
   return size == 1 || (size > 1 && stride > 0 && stride < int64_t{1} << 39);
 }
 
 cudaError_t kv_map(CUtensorMap& map, const DecodeAttentionParams& p, const void* data, int64_t page, int64_t token,
                    int64_t head, int box, Dtype dtype) {
-  const auto stride = [&](int64_t size, int64_t given) { return size == 1 ? p.head_dim : given; };  // or of no meaning
+  // The stride of a dimension of size 1 is not used, and may be out of range.
+  const auto stride = [&](int64_t size, int64_t given) { return size == 1 ? p.head_dim : given; };
   const KvCache& c = p.cache;
   const TensorBox tensor{4,
                          {p.head_dim, c.page_size, p.kv_heads, c.pages},
@@ -75,7 +76,7 @@ DecodeAttentionParams slice(const DecodeAttentionParams& params, int64_t begin, 
   return part;
 }
 
-// Calls body(part) for what each launch has of the batch: nearly always all of it.
+// Calls body(part) for the sequences of each launch: nearly always one launch for the whole batch.
 template <typename Body>
 cudaError_t for_each_launch(const DecodeAttentionParams& params, const Body& body) {
   const int64_t max_batch = sequences_per_launch(params);
@@ -114,7 +115,7 @@ bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
       return false;
     }
   } else if (c.k_token > (1 << 26) || c.v_token > (1 << 26)) {
-    return false;  // offsets in a tile have 32 bits
+    return false;  // the kernel computes offsets within a tile in 32 bits
   }
   return multiples({p.q_batch, p.q_token, p.q_head, c.k_page, c.k_token, c.k_head, c.v_page, c.v_token, c.v_head,
                     p.new_k_batch, p.new_k_head, p.new_v_batch, p.new_v_head, p.rope.cos_row, p.rope.sin_row});

@@ -3,7 +3,7 @@
 //   s[j] = softmax_scale q . k[j]  (softcap tanh(s / softcap))     y = sum_j softmax(s)[j] v[j]
 //
 // over the keys j in [leftpad, seqlen - tokens + t] of query token t, the last window_left + 1 of them.
-// q and y [batch, tokens, heads, head_dim], cache by pages or contiguous (params/attention.h); fp16 and bf16. Scores,
+// q and y [batch, tokens, heads, head_dim], cache paged or contiguous (params/attention.h); fp16 and bf16. Scores,
 // softmax and sums in fp32; the probabilities are rounded to the dtype for the second product, and the result once. The
 // fused form rotates q as it is loaded, rotates the new key, and writes it and the new value to the cache.
 // Reads every key and value in range once: memory is the limit.
@@ -16,19 +16,19 @@
 //   plan.h              clusters and stages, with the measured choices
 //
 // Programmatic dependent launch: before pdl_wait() a kernel may only read what was complete before the previous kernel
-// could start. That kernel may itself have started before the one in front of it ended, so a launch that does not
-// overlap must lie between, such as the first one of a CUDA graph.
+// could start. That kernel may itself have started before the one before it ended. So between the writer of the data
+// and this kernel there must be a launch that does not overlap its predecessor, such as the first one of a CUDA graph.
 //
 //   prefetch_cache   The caller promises this of the cache, the lengths, tables and positions, not of q and the new key
 //                    and value: the ring is filled before the previous kernel has ended. Other launches of the same
 //                    step write other layers' caches, and each reads only keys that earlier steps wrote.
-//   else             Speculation. The work is scheduled from the lengths that memory holds before pdl_wait(), and the
-//                    first KV tiles are prefetched to the L2 cache, which is harmless if they are the wrong ones. After
-//                    pdl_wait() the lengths are read again while the first copies run. If they have changed, the block
-//                    starts over.
+//   else             Speculation. Before pdl_wait() the work is scheduled from the lengths that are in memory then, and
+//                    the first KV tiles are prefetched to the L2 cache: wrong ones do no harm. After pdl_wait() the
+//                    lengths are read again while the first copies run. If they have changed, the block starts over.
 //
-// The next kernel may start when a block requests its last KV tiles (kPdlTiles in plan.h). Blocks live for
-// microseconds, so code that runs once counts, and so does fetching it: nothing is duplicated, no integer division.
+// The next kernel may start when the blocks request their last KV tiles (kPdlTiles in plan.h). A block runs for
+// microseconds, so code that runs once counts, and so does fetching its instructions: no code twice, no integer
+// division.
 //
 // Sources: FlashAttention (Dao et al. 2022), Flash-Decoding (Dao et al. 2023), GQA packing (Ainslie et al. 2023).
 #pragma once
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
     waiting = false;
   };
 #if __CUDA_ARCH__ >= 900
-  // The fused form writes to the cache, and a large batch is not kept in registers to compare with: no speculation.
+  // No speculation in the fused form, which writes to the cache, or for a batch whose lengths do not fit registers.
   const bool speculative = !params.prefetch_cache && !params.new_k && batch <= 32;
   if (!params.prefetch_cache && !speculative) wait();
   const bool is_producer = warp == kWarps;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
   cluster.arrive();  // this block's barriers are initialised
   __syncthreads();
 #else
-  constexpr bool speculative = false, is_producer = false;  // nothing overlaps
+  constexpr bool speculative = false, is_producer = false;  // no programmatic dependent launch
   SequenceLengths seqlens(params);
 #endif
   Merger<S> merger(params, plan, cluster, shared, layout);
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
       __syncthreads();
     }
   }
-  wait();  // also without work: the next kernel relies on the end of this one implying that of the previous one
+  wait();  // also without work: the end of this kernel must imply the end of the previous one
   if (is_producer) {
     cluster.wait();
   } else {

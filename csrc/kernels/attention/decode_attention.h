@@ -9,17 +9,17 @@
 
 namespace llmk::kernels {
 
-// Whether the tensor-core kernel takes it: 16-bit, head_dim 64, 96, 128 or 256, everything aligned to 16 bytes.
-// decode_attention() takes anything else, too, slowly; but the fused form wants this and rotary tables.
+// Whether the tensor-core kernel supports this: 16-bit, head_dim 64, 96, 128 or 256, everything aligned to 16 bytes.
+// decode_attention() runs anything else by a slow kernel, except for the fused form.
 bool decode_attention_is_fast(const DecodeAttentionParams& params, Dtype dtype);
 
-// What DecodeAttentionParams wants of device memory, on the current device.
+// DecodeAttentionParams::workspace and ::counters, on the current device.
 constexpr int kDecodeAttentionCounters = 288;
 cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params, size_t& bytes);
-// Counters of which no launch makes use that may run at the same time as one in this stream, or in its capture.
+// Counters for a launch in this stream, or in its capture: no launch that may run at the same time uses them.
 cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters);
-// A set of counters that is never given to anybody else, or -1 if there is none left; and that a capture, by its id and
-// in one stream, uses that set, until it is forgotten.
+// For graphs that the library captures: reserves a set of counters for good (-1: none left); makes a capture, given by
+// its id, use a reserved set, until the capture is forgotten.
 int reserve_counters();
 void use_counters(uint64_t capture, int set);
 void forget_counters(uint64_t capture);

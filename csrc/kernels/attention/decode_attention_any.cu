@@ -1,6 +1,7 @@
-// Decode attention for what the tensor-core kernel does not take: float32, other head sizes, odd alignment. The formula
-// is that of decode_attention.cuh, all of it in fp32. A block has one query; its warps take every fourth key, with the
-// head across the lanes, and meet in shared memory at the end, in order. Nothing here is fast.
+// Decode attention for what the tensor-core kernel does not support: float32, other head_dims, other alignments. The
+// formula is that of decode_attention.cuh, all of it in fp32. A block has one query. Each of its four warps takes every
+// fourth key, with head_dim spread over the lanes; at the end their partial outputs are merged in shared memory, in
+// order. Not tuned for speed.
 #include "decode_attention_any.h"
 
 #include <cmath>
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(32 * kWarps) decode_attention_any_kernel(const
       page = cache.block_table[b * cache.table_stride + key / cache.page_size];
       in_page = key % cache.page_size;
     }
-    const bool valid = page >= 0 && page < cache.pages;  // as the fast kernel: zeros where there is no such page
+    const bool valid = page >= 0 && page < cache.pages;  // no such page: zeros, as in the fast kernel
     const T* const k =
         static_cast<const T*>(cache.k) + page * cache.k_page + in_page * cache.k_token + kv_head * cache.k_head;
     const T* const v =

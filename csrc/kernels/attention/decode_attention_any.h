@@ -6,7 +6,7 @@
 
 namespace llmk::kernels {
 
-// Any dtype, head_dim up to kMaxHeadDim, and alignment; no fused form.
+// The slow kernel: any dtype and alignment, head_dim up to kMaxHeadDim; no fused form.
 constexpr int kMaxHeadDim = 512;
 cudaError_t decode_attention_any(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream);
 

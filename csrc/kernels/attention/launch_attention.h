@@ -1,4 +1,5 @@
-// The interface between the host code of decode_attention and its kernel, which takes long to compile.
+// The interface between the host code of decode_attention and its kernel, which are compiled apart: the kernel takes
+// long.
 #pragma once
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -15,8 +16,8 @@ struct KvMaps {
   CUtensorMap k, v;  // boxes of DecodePlan::box_keys() keys and 64 columns
 };
 
-// Launches the kernel for this head_dim and number of queries. Instantiated for __half and __nv_bfloat16, in a file
-// each.
+// Launches the kernel for this head_dim and number of queries. Instantiated for __half and for __nv_bfloat16, in two
+// files.
 template <typename T>
 cudaError_t launch_decode_attention(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
                                     const LaunchShape& shape, cudaStream_t stream);

@@ -181,7 +181,7 @@ class Merger {
     const auto sums_of = [&](int i) {
       return __ldcg(workspace_.sums + workspace_.row(scheduler, first_cluster + i, query) * kVectors + vector);
     };
-    // All loads in flight at once: mostly of few clusters.
+    // All loads in flight at once; mostly few clusters share a work tile.
     return count <= 4 ? merge_partials<4>(count, softmax_of, sums_of) : merge_partials<16>(count, softmax_of, sums_of);
   }
 

@@ -1,5 +1,5 @@
 // The launch plan of decode_attention: clusters of blocks, and the stages of their rings. It does not depend on the
-// sequence lengths, which the kernel reads on the device (tile_scheduler.cuh). Measured on an H200.
+// sequence lengths, which the kernel reads on the device (tile_scheduler.cuh). The constants were measured on an H200.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace llmk::kernels {
 
-// The kernel counts KV tiles in 32 bits, with those of a work tile padded to at most twice as many. This many sequences
-// fit a launch even if all use their whole capacity.
+// The kernel counts KV tiles in 32 bits, and pads those of a work tile to at most twice their number. A launch may have
+// this many sequences, even if all of them use their whole capacity.
 constexpr int64_t kMaxKvTiles = int64_t{1} << 29;
 inline int64_t sequences_per_launch(const DecodeAttentionParams& params) {
   const int64_t queries = params.heads / params.kv_heads * params.tokens,
@@ -39,12 +39,12 @@ struct DecodePlan {
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
 // Sequence lengths up to which one block, or one cluster of the size below, is as fast as several.
 constexpr int64_t kVeryShortSequence = 512, kShortSequence = 768, kQuiteShortSequence = 2048;
-// Shared memory of a block. With a half or a third of an SM's, blocks of the next launch start beside this one's.
+// Shared memory of a block. With a half or a third of an SM's, blocks of the next kernel can start beside this one's.
 constexpr size_t kSmallShared = 64 * 1024, kThirdOfShared = 76 * 1024, kLessThanHalf = 92 * 1024,
                  kHalfOfShared = 112 * 1024, kMostOfShared = 200 * 1024;
-// The next kernel may start when a block requests its last kPdlTiles KV tiles: it then reads memory while this one
-// merges. With clusters of one block it may start at once instead (0): later, two of its blocks would crowd onto an SM
-// that is done early.
+// The next kernel may start when the blocks request their last kPdlTiles KV tiles: it then reads memory while this one
+// merges. With clusters of one block it may start at once instead (0): if it started later, two of its blocks would run
+// on an SM that is done early.
 //
 //   value | case                                                   | result
 //   ------|--------------------------------------------------------|----------------
@@ -52,7 +52,7 @@ constexpr size_t kSmallShared = 64 * 1024, kThirdOfShared = 76 * 1024, kLessThan
 //   1     | clusters of one block                                  | 15 % slower
 constexpr int kPdlTiles = 1;
 
-// As many stages as fit into `bytes`; fewer than two make no ring.
+// As many stages as fit into `bytes`; a ring needs at least two.
 inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
   plan.stages = 0;
   const size_t fixed = static_cast<size_t>(plan.layout(head_dim).bytes),
@@ -77,7 +77,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     const bool is_small = params.head_dim * plan.query_mma_tiles <= 128;
     size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
     int blocks = device.sm_count;
-    // Only cluster sizes of which all clusters run at the same time; many devices run none of 16 blocks.
+    // Only cluster sizes of which all clusters run at the same time; many devices have no clusters of 16 blocks.
     if (max_seqlen <= kQuiteShortSequence && work_tiles * 8 <= device.sm_count) {
       // A cluster per work tile: every block has work, and the merge needs no workspace.
       plan.cluster = max_seqlen <= kVeryShortSequence ? 8 : 16;
@@ -93,7 +93,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     } else {
       plan.cluster = 1;
       const bool many = work_tiles > device.sm_count;
-      // Two blocks per SM: one works while the other loads its pages.
+      // Two blocks per SM: one computes while the other waits for its block table.
       if (is_small && (many || params.cache.block_table)) {
         blocks *= 2;
         bytes = many ? kSmallShared : kLessThanHalf;

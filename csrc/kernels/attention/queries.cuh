@@ -7,9 +7,9 @@
 
 namespace llmk::kernels {
 
-// Loads the queries of a work tile to shared memory, rotated in the fused form; if `writes_new_kv` also the new key and
-// value, to shared memory and to the cache. All threads call `wait` after the loads that `prefetch_cache` allows early,
-// and before the others. For the consumer warps.
+// Loads the queries of a work tile to shared memory, rotated in the fused form. With `writes_new_kv` also loads the new
+// key, rotated, and the new value, and writes them to the cache. All threads call `wait` after the loads that
+// `prefetch_cache` allows before the end of the previous kernel, and before all other loads. For the consumer warps.
 template <typename S, typename Wait>
 __device__ void load_queries(const DecodeAttentionParams& params, const TileScheduler& scheduler, int query_tiles,
                              int group, bool writes_new_kv, unsigned char* shared, const Layout& layout,
@@ -72,7 +72,8 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
   }
 }
 
-// Copies the new key or value, which the producer did not find in the cache yet, to its row of a stage. For one warp.
+// Copies the new key or value to its row of a stage: the producer may have copied the cache before this row was
+// written. For one warp.
 template <typename S>
 __device__ void insert_new_row(unsigned char* stage, int row, const unsigned char* new_row) {
   const int lane = threadIdx.x % 32;

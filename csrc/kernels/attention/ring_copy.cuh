@@ -1,5 +1,5 @@
-// The ring of KV tiles before sm_90, by cp.async: every warp copies the rows that it will multiply itself, and refills
-// a stage as soon as it has used it. So the ring needs no barriers between warps.
+// The ring of KV tiles before sm_90, filled by cp.async. Each warp is its own producer and consumer: it copies the rows
+// that it will multiply, and refills a stage as soon as it has read it. So the ring needs no barriers between warps.
 #pragma once
 #include "device/mma.cuh"
 #include "plan.h"
@@ -10,7 +10,7 @@ namespace llmk::kernels {
 
 #if __CUDA_ARCH__ < 900
 
-// A KV tile is made of the four warps' rows.
+// The rows of one warp; the four warps' rows make a KV tile.
 template <typename S>
 class Ring {
  public:

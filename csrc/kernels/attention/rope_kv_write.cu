@@ -1,9 +1,9 @@
-// Rotates the queries in place and the keys on their way into the KV cache, and copies the values there, in one launch;
-// positions, lengths and pages are read on the device. Rounding as kernels/rope/rope.cu: bit for bit what eager PyTorch
-// computes. Tokens whose place lies outside the cache are not written.
+// Rotates the queries in place, writes the rotated keys and the values to the KV cache, in one launch. Positions,
+// lengths and block table are read on the device. Rounds as kernels/rope/rope.cu does: bitwise equal to eager PyTorch.
+// Tokens that would lie outside the cache are not written.
 //
-// Moves every element of q, k and v once in and once out. A thread has two vectors of a head that are rotated together,
-// N elements at d and N at d + head_dim / 2; interleaved, 2 N neighbours.
+// Reads and writes every element of q, k and v once. A thread has two vectors of a head that are rotated together: N
+// elements at d and N at d + head_dim / 2; interleaved, 2 N neighbours.
 #include <algorithm>
 #include <initializer_list>
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// One pair of neighbours: the scalar path, which also has the interleaved layout.
+// Rotates a pair of neighbours. The interleaved layout has the scalar path only.
 template <typename T>
 __device__ void rotate_neighbours(Vec<T, 1>& low, Vec<T, 1>& high, const RopeTables& rope, int64_t position,
                                   int64_t d) {

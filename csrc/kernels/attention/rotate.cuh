@@ -1,6 +1,6 @@
 // The rotation of two vectors of a head, as in kernels/rope/rope.cu: with r = rounding to the dtype,
 //   low = r(r(low cos) + r(-high sin))   high = r(r(high cos) + r(low sin))
-// bit for bit what eager PyTorch makes of (x * cos) + (rotate_half(x) * sin).
+// bitwise equal to eager PyTorch's (x * cos) + (rotate_half(x) * sin).
 #pragma once
 #include <cstdint>
 
@@ -9,12 +9,12 @@
 
 namespace llmk::kernels {
 
-// The factors of N elements at d, a multiple of N below head_dim / 2, and of their partners.
+// cos and sin for the N elements from `low` on, and for the N elements from `high` on that they are paired with.
 template <typename T, int N>
 struct Angles {
   Vec<T, N> cos_low, cos_high, sin_low, sin_high;
 
-  // Position outside the table: NaN, rather than a wrong rotation.
+  // A position outside the table gives NaN instead of a wrong rotation.
   __device__ static Angles load(const RopeTables& rope, int64_t position, int64_t low, int64_t high) {
     using V = Vec<T, N>;
     Angles angles;

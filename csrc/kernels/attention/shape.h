@@ -10,8 +10,8 @@ constexpr int kWarpKeys = 16;                // keys of a KV tile that a warp mu
 constexpr int kKvTile = kWarps * kWarpKeys;  // keys that a block multiplies at a time
 
 // A stage of the ring holds the keys or the values of a KV tile: columns 0 to 63 of all keys, then columns 64 to 127,
-// ...; rows of 128 bytes in TMA's 128-byte swizzle (16-byte unit u of row r lies at u ^ (r % 8)), so that eight rows
-// meet all banks.
+// ...; rows of 128 bytes in TMA's 128-byte swizzle (16-byte vector v of row r lies at v ^ (r % 8)), so that eight rows
+// cover all banks.
 constexpr int kChunkColumns = 64, kChunkBytes = kKvTile * kChunkColumns * 2;
 __host__ __device__ constexpr int chunks_of_head(int head_dim) {
   return (head_dim + kChunkColumns - 1) / kChunkColumns;
@@ -20,16 +20,16 @@ __host__ __device__ constexpr int stage_bytes(int head_dim) { return chunks_of_h
 
 constexpr int kCpAsyncStages = 4;  // before sm_90, see ring_copy.cuh
 
-// Template parameters: what the number of registers depends on. kTiles: MMA tiles of 8 queries.
+// The template parameters of the kernel, on which its registers depend. kTiles: MMA tiles of 8 queries.
 template <typename Element, int kHeadDim, int kTiles>
 struct Shape {
   using T = Element;
   static constexpr int D = kHeadDim, kMmaTiles = kTiles, kQueries = 8 * kTiles;
   static constexpr int kChunks = chunks_of_head(D), kStageBytes = stage_bytes(D);
   static constexpr int kVectors = D / 8;   // of 16 bytes, per row
-  static constexpr int kRow = D * 2 + 16;  // of a query: an odd number of vectors, so that 8 rows meet all banks
-  static constexpr int kSumRow = D + 4;    // floats; 4 of padding, again for the banks
-  static constexpr int kBlocks = D * kTiles <= 128 ? 2 : 1;  // that an SM has registers for
+  static constexpr int kRow = D * 2 + 16;  // bytes per query; 16 of padding against bank conflicts
+  static constexpr int kSumRow = D + 4;    // floats per partial output; 4 of padding against bank conflicts
+  static constexpr int kBlocks = D * kTiles <= 128 ? 2 : 1;  // per SM, limited by registers
 };
 
 // Offsets in bytes; the ring is at 0.

@@ -1,4 +1,4 @@
-// Online softmax in base 2: scores are multiplied by log2(e), so that exponentials are powers of two.
+// Online softmax in base 2: scores are multiplied by log2(e), so that e^x becomes 2^x.
 #pragma once
 #include <cmath>
 

@@ -2,7 +2,7 @@
 //
 //   S^T [16 keys, queries] = K Q^T        O^T [head_dim, queries] += V^T P^T
 //
-// Keys are the A operand (16 rows) of mma.sync and queries the B operand (8 columns), so the 7 queries of a kv head
+// Keys are the A operand (16 rows) of mma.sync and queries the B operand (8 columns). So up to 8 queries of a kv head
 // cost no more than one, and a lane holds the same two queries in both products.
 #pragma once
 #include <cmath>
@@ -57,7 +57,7 @@ template <typename S>
 __device__ void multiply_queries(float (&s)[S::kMmaTiles][4], uint32_t tile, const QueryOperand<S>& queries) {
   const int lane = threadIdx.x % 32;
   const uint32_t row = swizzled_row(tile, lane % 16, lane >= 16);
-  float odd[S::kMmaTiles][4] = {};  // a second chain, since every product waits for the one before
+  float odd[S::kMmaTiles][4] = {};  // a second accumulator, since a product waits for the one before it
 #pragma unroll
   for (int n = 0; n < S::kMmaTiles; ++n) {
 #pragma unroll
@@ -108,7 +108,7 @@ struct Mask {
 
 // Softmax scale and softcap, then the mask.
 struct ScoreMod {
-  float scale, cap, cap_scale;  // in units of log 2; cap 0: none
+  float scale, cap, cap_scale;  // for scores in base 2; cap 0: no softcap
 
   __device__ explicit ScoreMod(const DecodeAttentionParams& params)
       : scale(static_cast<float>(params.softmax_scale) * kLog2E),
@@ -142,7 +142,7 @@ struct Accumulator {
   static constexpr int kMmaTiles = S::kMmaTiles, kSteps = S::D / 16;
   float o[kSteps][kMmaTiles][4];
   float maximum[kMmaTiles][2], sum[kMmaTiles][2];
-  uint32_t p[kMmaTiles][2];  // weights of the tile in hand
+  uint32_t p[kMmaTiles][2];  // probabilities of the current KV tile, not yet normalized
 
   __device__ Accumulator() {
 #pragma unroll
@@ -157,7 +157,7 @@ struct Accumulator {
     }
   }
 
-  // Online softmax: updates maximum and sum, rescales o, and leaves the probabilities in p.
+  // Online softmax: updates maximum and sum, rescales o, and stores the probabilities in p.
   __device__ void online_softmax(float (&s)[kMmaTiles][4]) {
     using P = Pair<typename S::T>;
 #pragma unroll

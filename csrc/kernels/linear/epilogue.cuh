@@ -38,8 +38,8 @@ __device__ void reduce_partials(float (&sums)[kWidth], const LinearPlan& plan, u
   }
 }
 
-// Reduces the squares that epilogue() has left in shared memory to this block's partial sum for each token, four lanes
-// per token.
+// Reduces the squares that epilogue() has stored in shared memory to this block's partial sum for each token, with four
+// lanes per token.
 template <typename T, int kWidth, int kThreads>
 __device__ void reduce_squares(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank) {
   const LinearPlan& plan = a.plan;
@@ -73,7 +73,7 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
     if (column >= a.out) continue;
     const int box = !a.swiglu && row >= plan.box_rows;
     T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
-    // Global loads first: they queue behind the weights in flight.
+    // Global loads first: they wait in line behind the copies of weights in flight.
     V bias, old, next;
     if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
     if (a.add_residual) old = V::load(y);
@@ -114,7 +114,7 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
       float squares = 0.f;
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) squares += result[e] * result[e];
-      shared_store_float(partials + 4 * row, squares);  // only this thread has read there, and is done
+      shared_store_float(partials + 4 * row, squares);  // this thread alone reads these sums, and has done so
     }
   }
   if (kNormHandoff && a.scaled) reduce_squares<T, kWidth, kThreads>(a, layout, first, tile, rank);

@@ -3,9 +3,8 @@
 //
 //   blocks   split the columns of y evenly; a column is a row of W, for SwiGLU one of the gate and one of the up rows
 //   warps    split K within a block; each keeps its slice of x in registers
-//   ring     one per warp: a stage holds the warp's slices of a few rows of W, brought by bulk copies. A warp is its
-//   own
-//            producer and consumer, so it has full barriers only, and waits for no other warp
+//   ring     one per warp: a stage holds the warp's slices of a few rows of W, filled by bulk copies. A warp is its own
+//            producer and consumer, so it needs full barriers only, and waits for no other warp
 //   end      the partial sums of the warps are added up in a fixed order
 //
 // A norm is folded as in prologue.cuh: its weight is multiplied into x, in float16 divided by a power of two (one for
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
   float* const squares = reinterpret_cast<float*>(shared + kSquares);
   float* const sums = reinterpret_cast<float*>(shared + kHeaderBytes);
   const int warps = static_cast<int>(blockDim.x) / 32, lane = threadIdx.x % 32;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // tells the compiler that it is uniform
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that the compiler knows that it is uniform
   const int block = static_cast<int>(blockIdx.x),
             begin = block * a.columns_per_block + min(block, a.blocks_with_one_more);
   const int columns = a.columns_per_block + (block < a.blocks_with_one_more), rows = a.swiglu ? 2 * columns : columns;
@@ -111,9 +110,9 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
   if (!a.prefetch_weights) pdl_wait();
 #pragma unroll 1
   for (int stage = 0; stage < a.stages; ++stage) produce(stage);
-  // The next kernel may start now. If it started late, its blocks would crowd onto the SMs that are done first.
+  // The next kernel may start now. If it started later, its blocks would pile up on the SMs that are done first.
   pdl_launch_dependents();
-  // Where K ends within a slice, x is zero. What no copy fills must be zero too, or it might be NaN.
+  // Where K ends within a slice, x is zero. The bytes that no copy fills must be zero too: 0 * NaN is NaN.
 #pragma unroll 1
   for (int at = slice_bytes + 16 * lane; at < kSliceBytes; at += 512) {
 #pragma unroll 1
@@ -140,7 +139,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
     const float offset = a.norm_offset ? 1.f : 0.f;
     const auto product = [&](int v, int e) { return x[v][e] * (offset + norm_weight[v][e]); };
     float factor = 1.f;
-    if constexpr (std::is_same_v<T, __half>) {  // which might not hold the products
+    if constexpr (std::is_same_v<T, __half>) {  // the products might overflow
       uint32_t largest = 0;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
@@ -176,7 +175,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
 #pragma unroll
       for (int r = 0; r < kStageRows; ++r) dot(products[r], V::load(w[(r * kVectors + v) * 32].data), wide);
     }
-    __syncwarp();  // all have read it
+    __syncwarp();  // all lanes have read the stage
     produce(stage);
     if (++stage == a.stages) stage = 0, phase ^= 1;
 #pragma unroll
@@ -228,8 +227,8 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
   const int warps = divide_up(k, vectors * 256), stage_rows = kStageVectors / vectors;
   const int stage_bytes = warps * stage_rows * vectors * 512;
   const int ring = (kHeaderBytes + warps * rows * 4 + 127) / 128 * 128;
-  // Where an SM has few weights to read, two blocks fit it, so the next kernel may start early. With more, a deep ring
-  // is worth more.
+  // Where an SM has few weights to read, two blocks fit it, so that the next kernel may start early. Where it has more,
+  // a deeper ring is worth more.
   const bool two_fit = int64_t{rows} * k * 2 <= 150 * 1024;
   const int ring_bytes = two_fit ? 112 * 1024 - ring : 144 * 1024;
   const int stages = std::min({ring_bytes / stage_bytes, divide_up(rows, stage_rows), kMaxStages});

@@ -7,7 +7,7 @@
 namespace llmk::kernels {
 
 constexpr int kGemvWarps = 10;  // of a block, at most
-// What fits the registers (a row of x), and the shared memory (the partial sums of an SM's rows, beside the ring).
+// Limits: a row of x must fit the registers, and the partial sums of an SM's rows the shared memory beside the ring.
 constexpr int64_t kGemvMaxK = int64_t{kGemvWarps} * 8 * 256, kGemvMaxRowsPerSm = 2048;
 
 // The route for one token: gemv, or else linear()'s own kernel, which is faster where many short rows leave gemv too

@@ -45,7 +45,7 @@ using few_tokens::Wgmma;
 template <typename Math>
 constexpr int kBlockThreads = Math::kThreads + 32 + 32 * Math::kNormHandoff;
 
-// Math: MmaSync or Wgmma. Where it is not compiled the kernel is empty, and too small for a launch by its bounds.
+// Math: MmaSync or Wgmma. Where it is not compiled the kernel is empty, and its launch bounds refuse a launch.
 template <typename Math>
 __global__ void __launch_bounds__(Math::kCompiled ? kBlockThreads<Math> : 32, Math::kBlocksPerSm)
     linear_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x,
@@ -140,7 +140,7 @@ bool has_wgmma(const DeviceInfo& device) {
     using Kernel = Wgmma<__half, 32, 3>;
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, linear_kernel<Kernel>);
-    if (status != cudaSuccess) (void)cudaGetLastError();  // or the next launch would be blamed for it
+    if (status != cudaSuccess) (void)cudaGetLastError();  // clears it, or the next launch would report it
     found = attributes.maxThreadsPerBlock >= kBlockThreads<Kernel>;
     return status;
   });
@@ -151,7 +151,7 @@ bool has_wgmma(const DeviceInfo& device) {
 // dimension of their own, so that one copy brings several; else they lie along the columns.
 cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t cols, int64_t stride, int box_rows,
                        int chunks, Dtype dtype) {
-  if (rows == 1) stride = cols;  // of no meaning, and perhaps out of range
+  if (rows == 1) stride = cols;  // the given one is not used, and may be out of range
   const bool whole = cols % kLinearChunk == 0;
   const TensorBox tensor{3,
                          {whole ? kLinearChunk : cols, rows, whole ? cols / kLinearChunk : 1},
@@ -160,13 +160,13 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
   return make_tensor_map(map, data, tensor, dtype);
 }
 
-// Whether x can be multiplied by the norm's weight and the sums by 1 / rms, which saves a rounding and all waiting.
+// Whether the norm can be folded: x times its weight before the products, the sums times 1 / rms after them.
 bool can_fold_norm(const LinearParams& p, Dtype dtype) {
   const double offset = p.norm.weight_offset;
   const bool known_offset = offset == 0 || (offset == 1 && dtype == Dtype::kBFloat16);
   return p.normalize && p.norm_weight && known_offset && p.k <= 16384;
 }
-// Whether the kernel does it all.
+// Whether the kernel folds it without the help of the previous linear.
 bool folds_norm(const LinearParams& p, Dtype dtype) { return can_fold_norm(p, dtype) && p.m <= kLinearMaxMmaTokens; }
 
 LinearPlan plan_of(const LinearParams& p, const DeviceInfo& device) {
@@ -180,7 +180,7 @@ bool is_vector(const LinearParams& p, const LinearPlan& plan) {
          is_aligned(p.residual ? p.residual : p.y, 8) && is_aligned(p.bias, 8);
 }
 
-// A norm, if there is one, has no launch of its own.
+// One launch; a norm, if there is one, is folded.
 cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dtype, cudaStream_t stream) {
   CUtensorMap weight{}, x{};
   if (const cudaError_t status =

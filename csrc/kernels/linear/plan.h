@@ -38,7 +38,7 @@ struct LinearPlan {
   int box_bytes;  // from box to box in a stage
   int x_rows;     // tokens in a stage; those beyond m are zeros
   int stage_bytes;
-  int transfer_bytes;     // that the copies of a stage bring
+  int transfer_bytes;     // of the copies of a stage: what full[s] expects
   int norm_weight_bytes;  // 0 without a norm
   int box_pitch;          // of the partial sums: rows from box to box
   int pitch;              // of the partial sums: floats from token to token
@@ -108,7 +108,8 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   plan.box_pitch = wgmma ? plan.box_rows : plan.mma_tiles_per_box * 16;
   plan.pitch = round_up(plan.boxes * plan.box_pitch, 32) + 4;
   const size_t partials = static_cast<size_t>(plan.k_consumers) * shape.m * plan.pitch * sizeof(float);
-  // With room of their own, the copies of the next tile overlap the epilogue; that must leave enough to the ring.
+  // Partial sums with memory of their own let the copies of the next tile overlap the epilogue, if the ring stays large
+  // enough.
   plan.sums_alias_ring = !wgmma ? partials > 20 * 1024
                                 : plan.output_tiles <= clusters[plan.cluster] || 3 * partials > tuning.max_shared_bytes;
   // The last MMA tile reads beyond the rows that are there, of the weight and of x.

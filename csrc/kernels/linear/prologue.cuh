@@ -8,8 +8,8 @@
 //   wgmma      reads x where TMA wrote it. There the previous linear, which adds to the residual, has done both: its
 //              epilogue stores the new residual times w (`scaled`) and partial sums of its squares (`squares`)
 //
-// float16 might not hold x w. There w is divided by a power of two, norm_weight_scale(), which makes all of it less
-// than 1, and the epilogue multiplies by it again. What x loses by that is less than 2^-24 of the largest weight.
+// In float16 x w might overflow. There w is divided by a power of two, norm_weight_scale(), so that all of it is less
+// than 1, and the epilogue multiplies by it again. The error of this is less than 2^-24 of the largest weight.
 #pragma once
 #include <type_traits>
 

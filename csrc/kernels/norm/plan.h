@@ -1,4 +1,4 @@
-// The launch plan of RMSNorm: how a row is split over threads. Plain host code, so that Python can ask for it too.
+// The launch plan of RMSNorm: how a row is split over threads. Plain host code, which Python can call too.
 //
 // The kernel, and with it the order of summation, depends on the row alone (length, element size, alignment), never on
 // the number of rows: the result of a row is bitwise independent of its batch. The number of threads per row may
@@ -30,11 +30,11 @@ inline int group_threads(int64_t count, int vectors, int most) {
 }
 
 constexpr int kMaxRowsPerBlock = 8;       // of rows that take whole warps
-constexpr int64_t kFewRowsPerSm = 2;      // up to here latency counts, beyond it throughput
+constexpr int64_t kFewRowsPerSm = 2;      // up to this many latency counts, beyond it throughput
 constexpr int64_t kMaxRowVectors = 2048;  // two per thread of a block
 
 // `vector`: rows can be moved by 16-byte accesses. With few rows, a row takes as many threads as possible. With many,
-// two vectors per thread keep enough loads in flight; a residual is a load as well, so one is enough beside it.
+// two vectors per thread keep enough loads in flight; with a residual, which is a second load, one is enough.
 inline RowPlan plan_rms_norm(int64_t cols, size_t element_bytes, bool vector, bool residual, bool few_rows) {
   constexpr int kNarrow = 128, kBlockThreads = 256, kMaxThreads = 1024;
   RowPlan plan{1, 0, 0, 1};

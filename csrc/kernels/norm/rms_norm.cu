@@ -5,9 +5,9 @@
 //   y = round(round(n) (offset + w))   or   round(n (offset + w)) the two rounding orders in use
 //
 // x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 accumulation.
-// Moves 2 elements per element (4 with a residual), so memory is the limit: a row stays in the registers of a group of
-// threads between the reduction and the store, moved by 16-byte accesses. Rows too long for that, and rows that are not
-// 16-byte aligned, are read twice; the second read mostly hits the cache.
+// Moves 2 elements per element (4 with a residual): memory is the limit. A group of threads loads a row by 16-byte
+// accesses and keeps it in registers from the reduction to the store. Rows that are too long for that, or not aligned
+// to 16 bytes, are read twice; the second read mostly hits the cache.
 #include "rms_norm.h"
 
 #include "device/ptx.cuh"
@@ -70,13 +70,13 @@ __device__ Group row_group() {
 }
 __device__ int64_t row_index() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
-// A row in registers: kVectors vectors of N elements per thread, one group of threads apart. Blocks of several rows
-// have one vector per thread. kResidual is a template parameter because its registers would cost the plain norm
-// occupancy, kKeepInputs because of what an L2 policy on a load costs:
+// A row in registers: kVectors vectors of N elements per thread. Blocks of several rows have one vector per thread.
+// Template parameters: kResidual, since its registers would cost the plain norm occupancy; kKeepInputs, since an L2
+// policy on a load has a cost:
 //
-//   value              | case         | result
-//   -------------------|--------------|------------
-//   the default policy | rms_norm     | 2 % slower than a load without
+//   value              | case     | result
+//   -------------------|----------|-------------------------------
+//   the default policy | rms_norm | 2 % slower than a load without
 template <typename T, int N, int kVectors, bool kResidual, bool kKeepInputs>
 __global__ void __launch_bounds__(1024) rms_norm_kernel(const RmsNormParams params, float inverse_cols) {
   using V = Vec<T, N>;

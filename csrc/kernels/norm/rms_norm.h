@@ -10,7 +10,7 @@ namespace llmk::kernels {
 // LaunchShape.
 cudaError_t rms_norm(const RmsNormParams& params, Dtype dtype, cudaStream_t stream, bool may_overlap = true);
 
-// How many rows of partials, and how many floats of workspace in all, rms_norm_backward wants on the current device.
+// The rows of partial sums, and the floats of workspace in all, that rms_norm_backward needs on the current device.
 struct RmsNormBackwardWorkspace {
   int64_t partial_rows;
   int64_t floats;

@@ -3,13 +3,13 @@
 //   grad_x = round(rstd (g - n mean(g n)) + grad_sum)
 //   grad_w = round(sum over rows of grad_y n)
 //
-// rstd is recomputed: the row is read anyway, and only x has to be kept from the forward. float32, float16 or bfloat16;
+// rstd is recomputed: the row is read anyway, and the forward needs to save x only. float32, float16 or bfloat16;
 // float32 arithmetic. Moves 3 elements per element (4 with grad_sum), plus one float32 row of partial grad_w per block.
 //
 // Rows that fit: a persistent grid. Each thread keeps the partial grad_w of its columns in registers over all rows of
-// its block; cp.async brings the next rows to a ring of stages in shared memory. A thread copies what it reads itself,
-// so the ring needs no barriers. Other rows: one kernel over rows for grad_x and rstd, one over column strips for
-// grad_w. Partial sums are added in a fixed order; no atomics. Persistent-grid idea: quack's rmsnorm backward.
+// its block. cp.async copies the next rows to a ring of stages in shared memory. Each thread copies what it will read
+// itself, so the ring needs no barriers. Other rows: one kernel over rows for grad_x and rstd, one over column strips
+// for grad_w. Partial sums are added in a fixed order; no atomics. Persistent-grid idea: quack's rmsnorm backward.
 #include <algorithm>
 
 #include "device/ptx.cuh"
@@ -47,12 +47,17 @@ struct Rows {
         grad_x(static_cast<T*>(params.grad_x) + row * params.cols) {}
 };
 
-// Stages of the ring, a row of each group in each: as many as fit when a thread has four vectors of each operand.
+// Stages of the ring, each with one row per group: as many as fit when a thread has four vectors of each operand.
 template <int kVectors>
 constexpr int kStages = kVectors == 4 ? 2 : 3;
-constexpr size_t kBytesInFlight = 116 << 10;  // per SM; measured: more is slower, since blocks drift apart
+// Of the rings of all blocks of an SM:
+//
+//   value             | case | result
+//   ------------------|------|-------------------------------
+//   more than 116 KiB | all  | slower, since blocks drift apart
+constexpr size_t kBytesInFlight = 116 << 10;
 
-// Group g of a block processes row blockIdx.x * groups + g and every row a grid further. kVectors vectors per thread.
+// Group g of a block processes the rows (blockIdx.x + i * gridDim.x) * groups + g, with kVectors vectors per thread.
 template <typename T, int kVectors>
 __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBackwardParams params, bool keep_inputs) {
   constexpr int N = kVecWidth<T>, kDepth = kStages<kVectors>;

@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kHeads = 2;  // heads per thread and iteration, whose loads are in flight together
 
-// Offsets in the head of the two vectors of the thread at pair d, a multiple of N. With N = 1 an interleaved pair is
+// Where the two vectors of the thread at pair d (a multiple of N) begin in a head. With N = 1 an interleaved pair is
 // two neighbours; with N > 1 each vector holds whole interleaved pairs.
 template <int N, bool kInterleaved>
 struct Span {
@@ -50,7 +50,7 @@ __device__ void partners(const Vec<T, N>& low, const Vec<T, N>& high, Vec<T, N>&
   }
 }
 
-// The rotation of the two vectors of a thread: out = x * own + partner * other.
+// The factors of the two vectors of a thread: out = x * own + partner * other.
 template <typename T, int N>
 struct Rotation {
   Vec<T, N> own_low, own_high, other_low, other_high;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams params, bool
   const int64_t half = params.rotary_dim / 2;
   const int heads = static_cast<int>(params.q.heads + params.k.heads);
   const unsigned token = blockIdx.x * blockDim.z + threadIdx.z, tokens = static_cast<unsigned>(params.tokens);
-  // 32 bits, and none where it is not needed: a division takes as long as the rotation.
+  // In 32 bits, and only where it is needed: a division takes as long as the rotation.
   const unsigned b = params.batch == 1 ? 0 : token / tokens, t = token - b * tokens;
   if (token >= params.batch * params.tokens) return;
   const uint64_t policy = l2_policy(keep_inputs);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams params, bool
       }
     };
     int first = threadIdx.y;
-    load(first);  // before the angles, so that both are in flight
+    load(first);  // before the angles, so that both loads are in flight
     Rotation<T, N> rotation;
     const T *cos, *sin;
     if (angle_rows(params, b, t, cos, sin)) {

@@ -140,8 +140,8 @@ class RowSlice {
       return V::of([&](int i) { return sanitize(x[i]); });
     }
   }
-  // Not inlined, like everything that need not be fast: a launch runs most instructions once, and fetching them takes
-  // time. Static, so that *this may stay in registers.
+  // Not inlined, like all code that need not be fast: a launch runs most instructions once, and fetching them takes
+  // time. Static, so that *this can stay in registers.
   __device__ static __noinline__ float4 penalise(float4 x, const uint8_t* seen, int count, Penalty penalised) {
     float values[] = {x.x, x.y, x.z, x.w};
 #pragma unroll

@@ -363,7 +363,7 @@ cudaError_t sample(const SamplingParams& params, Dtype dtype, cudaStream_t strea
     DeviceInfo device;
     if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
     const int64_t vectors = (params.vocab + kVector - 1) / kVector;
-    int blocks = 1;  // of a row: as many as leave no row waiting, and find work; each has an SM of its own
+    int blocks = 1;  // per row: as many as have work while all rows run at the same time, one block per SM
     while (blocks < kMaxCluster && vectors > kThreads * blocks && params.rows <= device.clusters[2 * blocks]) {
       blocks *= 2;
     }

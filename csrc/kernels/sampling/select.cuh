@@ -71,7 +71,7 @@ struct TargetBin {
   uint64_t above;        // sum of the bins before
   uint64_t at;           // of this bin
   uint64_t total;        // of all bins
-  uint64_t count_bound;  // at most so many logits are in this bin and those before; only of find<true>
+  uint64_t count_bound;  // upper bound of the logits in this bin and those before; only of find<true>
 };
 
 template <typename T>
