@@ -4,6 +4,7 @@ import contextlib
 import gc
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -65,7 +66,7 @@ class OtherStream:
 def books(monkeypatch):
     books = Books()
     monkeypatch.setattr(graphs, "_functions", lambda: books)
-    monkeypatch.setattr(graphs, "_free", {})
+    monkeypatch.setattr(graphs, "_free", defaultdict(list))
     for name in ("beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool"):
         do = lambda device, pool, name=name: books._do(name) and None  # noqa: E731
         monkeypatch.setattr(torch._C, f"_cuda_{name}", do, raising=False)

@@ -158,8 +158,8 @@ def test_second_device_while_the_first_is_current():
 
 # of a residual, x, norm_weight and weight; `linear_add_` changes the residual
 CALLS = {
-    "linear": lambda residual, x, norm, *weight, **options: linear(x, *weight, **options),
-    "rms_norm_linear": lambda residual, *inputs, **options: rms_norm_linear(*inputs, **options),
+    "linear": lambda residual, x, norm, *weight, **options: _op.linear(x, *weight, **options),
+    "rms_norm_linear": lambda residual, *inputs, **options: _op.rms_norm_linear(*inputs, **options),
     "linear_add_": lambda residual, x, norm, *weight, **options: (
         _op.linear_add_(residual, x, *weight, **options) or residual
     ),
@@ -188,7 +188,7 @@ def test_prefetched_weights(device, m):
 @pytest.mark.parametrize("what", ["weights", "x"])
 def test_what_the_kernel_before_has_just_written(what, call, m, captured):
     """That kernel takes long, lets the next one begin at once and leaves room for it; what it writes to is where its
-    result before was. Settled weights may be read before it has ended, x must not."""
+    result before was. Weights may be prefetched before it has ended, x must not be read."""
     n, k = 512, 64
     x, norm_weight, weight, _ = make(m, n, k, torch.bfloat16, "cuda", bias=False)
     token, sources = make(1, 8, 1024, torch.bfloat16, "cuda")[0], []
@@ -199,9 +199,8 @@ def test_what_the_kernel_before_has_just_written(what, call, m, captured):
     def follow(residual, written):
         if what == "weights":
             return call(residual, x, written[:k], written[k:].view(n, k))
-        return call(
-            residual, written[-m * k :].view(m, k), norm_weight, weight, prefetch_weights=True
-        )  # what is written last
+        last = written[-m * k :].view(m, k)
+        return call(residual, last, norm_weight, weight, prefetch_weights=True)
 
     def chain(synchronize):
         results, places = [], set()

@@ -20,7 +20,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class _Place:
     pool: tuple[int, int] | None = None
 
 
-_free: dict[int, list[_Place]] = {}  # by device: places that no living graph has
+_free: dict[int, list[_Place]] = defaultdict(list)  # by device: places that no living graph has
 _retired: deque[tuple[ctypes.c_void_p, int, _Place]] = deque()  # dead graphs that are to be destroyed
 
 
@@ -141,10 +141,10 @@ def _record(function: Callable[[], Any], place: _Place) -> tuple[ctypes.c_void_p
 
 
 def _take_place(device: int) -> _Place:
-    """A free one, this thread's last where it has one: another thread has another workspace of cuBLAS."""
-    free, thread = _free.setdefault(device, []), threading.get_ident()
+    """The one that was freed last, so that few pools grow; this thread's last, for its workspace of cuBLAS, if any."""
+    free, thread = _free[device], threading.get_ident()
     if free:
-        place = next((place for place in free if place.thread == thread), free[0])
+        place = next((place for place in reversed(free) if place.thread == thread), free[-1])
         free.remove(place)
     else:
         handle, stream = ctypes.c_void_p(), ctypes.c_void_p()

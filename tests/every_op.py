@@ -1,0 +1,182 @@
+"""Every op of the library once, at a given size, on inputs that depend on a seed alone: for the tests of threads and
+devices, which ask the same of all of them. Run as a program, it is such a test from a process that has done nothing
+before:
+
+    python tests/every_op.py threads     16 threads at once, each on a stream of its own, at mixed sizes
+    python tests/every_op.py devices     all ops on cuda:0, then all on cuda:1, then both in turn
+"""
+
+import sys
+import threading
+
+import torch
+
+import llmkernels  # noqa: F401, for its ops
+
+THREADS = 16
+# (rows, columns, sequences, keys, vocabulary); rows and keys on both sides of boundaries between plans
+SIZES = [
+    (1, 3584, 1, 40, 152064),
+    (2, 64, 2, 513, 152064),
+    (7, 1032, 3, 100, 1003),
+    (33, 256, 8, 700, 32000),
+    (64, 4096, 5, 2100, 5),
+    (200, 8192, 1, 3000, 129280),
+]
+
+_op = torch.ops.llmkernels
+
+
+def names() -> set[str]:
+    """Of all ops that are registered; `.no_grad` is the same op for calls without gradients."""
+    every = {name.removesuffix(".no_grad") for name in torch._C._dispatch_get_all_op_names()}
+    return {name.removeprefix("llmkernels::") for name in every if name.startswith("llmkernels::")}
+
+
+def calls(size, device, dtype=torch.bfloat16, seed=0):
+    """Of each op (name, arguments)."""
+    rows, cols, batch, keys, vocab = size
+    generator = torch.Generator().manual_seed(seed)
+    heads, kv_heads, dim, ffn, hidden = 4, 2, 64, 384, 264
+
+    def draw(*shape, scale=1.0, dtype=dtype):
+        return torch.randn(*shape, generator=generator).mul_(scale).to(device, dtype)
+
+    def ints(*values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    x, y, z, weight = draw(rows, cols), draw(rows, cols), draw(rows, cols), draw(cols)
+    yield "rms_norm", (x, weight)
+    yield "add_rms_norm", (x, y, weight)
+    yield "rms_norm_backward", (x, y, weight, z, 1e-6, 0.0, True, True)
+
+    angles = torch.outer(torch.arange(4096.0), 1e4 ** -(torch.arange(dim // 2) * 2 / dim))
+    cos, sin = (torch.cat((t, t), -1).to(device, dtype) for t in (angles.cos(), angles.sin()))
+    q, k = draw(1, rows, heads, dim), draw(1, rows, kv_heads, dim)
+    for name in ("rope", "rope_"):
+        yield name, (q, k, cos[:rows], sin[:rows])
+    yield "rope_backward", (q, k, cos[:rows], sin[:rows], None, False, False, None)
+
+    packed = draw(rows, 2 * cols)
+    yield "swiglu", (x, y)
+    yield "geglu", (x, y, "tanh")
+    yield "swiglu_packed", (packed,)
+    yield "geglu_packed", (packed, "none")
+    yield "swiglu_backward", (z, x, y)
+    yield "geglu_backward", (z, x, y, "none")
+    yield "swiglu_packed_backward", (z, packed)
+    yield "geglu_packed_backward", (z, packed, "tanh")
+
+    logits, rng_state = draw(2, vocab, scale=3.0, dtype=torch.float32), torch.tensor([seed, 5], device=device)
+    seen = torch.zeros(2, vocab, dtype=torch.bool, device=device)
+    yield "sample", (logits, None, None, None, None, None, seen, rng_state, 0.9, 50, 0.9, 0.01, 1.1)
+
+    w, bias, norm = draw(hidden, cols, scale=cols**-0.5), draw(hidden), weight
+    yield "linear", (x, w, bias)
+    yield "rms_norm_linear", (x, norm, w, bias)
+    yield "linear_add_", (draw(rows, hidden), x, w, bias)
+    yield "rms_norm_swiglu_linear", (x, norm, w)
+
+    lengths = ints(*(keys - 3 * i for i in range(batch)))
+    q, new = draw(batch, 1, heads, dim), draw(batch, 1, 2 * kv_heads, dim)
+    caches = [draw(batch, keys + 8, kv_heads, dim) for _ in range(2)]
+    position = (lengths - 1)[:, None]
+    yield "decode_attention", (q, *caches, lengths)
+    yield "rope_kv_write", (q, *new.split(kv_heads, 2), cos, sin, position, *caches, lengths)
+    qkv = draw(batch, (heads + 2 * kv_heads) * dim)
+    yield "rope_decode_attention", (qkv, cos, sin, lengths - 1, lengths, None, *caches, None, heads)
+
+    layer = [draw(hidden), draw(qkv.size(1), hidden, scale=hidden**-0.5), draw(qkv.size(1))]
+    layer += [draw(hidden, heads * dim, scale=dim**-0.5), draw(hidden), draw(hidden)]
+    layer += [draw(2 * ffn, hidden, scale=hidden**-0.5), draw(hidden, ffn, scale=ffn**-0.5)]
+    where = (cos, sin, lengths - 1, lengths, None)
+    state = draw(batch, hidden)
+    yield "decode_layer", (state, *layer, *where, *caches, None, heads, 1e-6, 0.0, True, None, -1)
+    head = (draw(hidden), draw(1003, hidden, scale=hidden**-0.5), None)
+    lists = ([value] * 2 for value in layer)
+    caches = ([cache.clone(), cache] for cache in caches)
+    yield "decode_step", (state, *lists, *head, *where, *caches, heads, 1e-6, 0.0, True, None, [-1, -1])
+
+
+def run(name, arguments) -> list[torch.Tensor]:
+    """The results, and the arguments that the op has changed, in copies."""
+
+    def fresh(value):
+        if isinstance(value, list):
+            return [fresh(element) for element in value]
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    op = getattr(_op, name).default
+    arguments = [
+        fresh(value) if argument.alias_info is not None and argument.alias_info.is_write else value
+        for argument, value in zip(op._schema.arguments, arguments, strict=False)
+    ]
+    result = op(*arguments)
+    changed = [
+        value
+        for argument, value in zip(op._schema.arguments, arguments, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    flat = []
+    for value in (result, *changed):
+        flat += value if isinstance(value, list | tuple) else [value] * (value is not None)
+    return flat
+
+
+def results(size, device, seed=0):
+    """By op, on the CPU."""
+    return {name: [t.cpu() for t in run(name, arguments)] for name, arguments in calls(size, device, seed=seed)}
+
+
+def differing(found, expected) -> list[str]:
+    def same(a, b):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+    return [n for n in expected if not all(map(same, found[n], expected[n])) or len(found[n]) != len(expected[n])]
+
+
+def from_threads() -> list[str]:
+    """The threads begin with other ops each and do all of them; then the same one after the other."""
+    barrier, found, errors = threading.Barrier(THREADS), {}, []
+
+    def work(index):
+        try:
+            size = SIZES[index % len(SIZES)]
+            with torch.cuda.stream(torch.cuda.Stream()):
+                inputs = list(calls(size, "cuda", seed=index))
+                inputs = inputs[2 * index :] + inputs[: 2 * index]
+                torch.cuda.current_stream().synchronize()
+                barrier.wait()
+                rounds = [{name: run(name, arguments) for name, arguments in inputs} for _ in range(3)]
+                found[index] = [
+                    {name: [t.cpu() for t in tensors] for name, tensors in of_all.items()} for of_all in rounds
+                ]
+        except BaseException as error:
+            errors.append(f"thread {index}: {error!r}")
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, rounds in found.items():
+        expected = results(SIZES[index % len(SIZES)], "cuda", seed=index)
+        errors += [f"thread {index}: {name} differs" for of_all in rounds for name in differing(of_all, expected)]
+    return errors
+
+
+def on_devices() -> list[str]:
+    errors = []
+    for size in (*SIZES, *reversed(SIZES)):
+        expected = results(size, "cuda:0")
+        found = results(size, "cuda:1")
+        assert torch.cuda.current_device() == 0
+        errors += [f"cuda:1, {size}: {name} differs" for name in differing(found, expected)]
+    return errors
+
+
+if __name__ == "__main__":
+    wrong = {"threads": from_threads, "devices": on_devices}[sys.argv[1]]()
+    print(*wrong, f"{sys.argv[1]}: {len(wrong)} wrong", sep="\n", flush=True)
+    sys.exit(bool(wrong))
