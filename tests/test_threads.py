@@ -14,7 +14,6 @@ import every_op
 import llmkernels
 from generating import generate_step, hf_generate, small_model
 from hf_models import tiny_inputs
-from llmkernels.hf import unpatch
 
 THREADS = 8
 CALLS = [(1, 5, 9), (2, 11, 12), (3, 7, 6), (5, 3, 20), (8, 9, 10), (17, 4, 7)]  # sequences, prompt, new tokens
