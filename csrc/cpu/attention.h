@@ -8,8 +8,8 @@
 
 namespace llmk::cpu {
 
-// Split-KV: how the work of a decode attention is cut into units that threads take. It does not depend on the number of
-// threads, nor do the bits of the result.
+// Split-KV: how decode attention is divided among threads. Neither the plan nor the bits of the result depend on the
+// number of threads.
 struct AttentionPlan {
   int64_t tiles;   // of queries that share one reading of the keys, per sequence and kv head
   int64_t splits;  // of the keys of a sequence; their partial results are merged if there is more than one

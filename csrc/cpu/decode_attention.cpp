@@ -1,13 +1,18 @@
-// Decode attention on the CPU: softmax(scale q k^T) v over the live keys of a sequence, in float32 (float64 for
-// float64). Lengths and pages have been checked.
+// Decode attention on the CPU: softmax(scale q k^T) v over the keys of a sequence, in float32 (float64 for float64).
+// Lengths and pages have been checked.
 //
-// A unit of work is a tile of queries of one kv head against a share of the keys (split-KV), read in blocks:
+//   work tile   (sequence, kv head, query tile): up to 16 queries of one kv head against all keys that they see
+//   split       some consecutive KV tiles, of 64 keys, of a work tile (split-KV)
+//   task        one split of one work tile: what a thread takes
 //
-//   scores = scale q k^T        each key is converted once, for all queries of the tile
-//   weights = exp(scores - maximum), with a running maximum per query (online softmax)
+// For each KV tile of its split, a task computes
+//
+//   scores = scale q k^T                               each key is converted once, for all queries of the tile
+//   weights = exp(scores - maximum)                    with a running maximum per query (online softmax)
 //   sum = sum * exp(old maximum - maximum) + weights v
 //
-// Partial results of a query: [maximum, total of the weights, sum]. Idea: Dao et al. 2023, "Flash-Decoding".
+// The partial output of a query is [maximum, total of the weights, sum]; those of several splits are merged at the end.
+// Idea: Dao et al. 2023, "Flash-Decoding".
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -21,17 +26,17 @@
 namespace llmk::cpu {
 namespace {
 
-constexpr int64_t kTile = 16;         // queries
-constexpr int64_t kBlock = 64;        // keys
-constexpr int64_t kLeastSplit = 256;  // keys; fewer are not worth a merge
-constexpr int64_t kUnits = 64;        // that keep as many threads busy
-constexpr int64_t kAhead = 8;         // keys or values that are fetched ahead: each is on a memory page of its own
-constexpr int kValues = 4;            // that are added at a time, so that the sum is touched less often
-constexpr int kLanes = 8;             // of a dot product, which takes kStep elements at a time
+constexpr int64_t kQueryTile = 16;      // queries
+constexpr int64_t kKvTile = 64;         // keys
+constexpr int64_t kMinSplitKeys = 256;  // fewer are not worth a merge
+constexpr int64_t kMinTasks = 64;       // keys are split to get so many tasks, for as many threads
+constexpr int64_t kPrefetchAhead = 8;   // keys or values: each may lie on a memory page of its own
+constexpr int kValuesAtOnce = 4;        // added to the sum in one pass, so that it is read and written less often
+constexpr int kLanes = 8;               // of a dot product, which takes kStep elements at a time
 constexpr int64_t kStep = 4 * kLanes;
 
-// A row of the cache in the type computed in: where it is, or converted into the buffer. With kPadded zeros follow it
-// up to a multiple of kStep.
+// A row of the cache in the type computed in: the row itself, or a converted copy in the buffer. With kPadded it is
+// followed by zeros up to a multiple of kStep.
 template <bool kPadded, typename T>
 inline const Wide<T>* widened(const T* source, int64_t dim, Wide<T>* __restrict buffer) {
   const int64_t padding = kPadded ? (kStep - dim % kStep) % kStep : 0;
@@ -53,8 +58,8 @@ inline A sum_of_lanes(const A (&lanes)[kLanes]) {
   return (half[0] + half[2]) + (half[1] + half[3]);
 }
 
-// The sum of the products of `count` elements, a multiple of kStep; in lanes, since one accumulator would wait for its
-// own last addition.
+// The dot product of `count` elements, a multiple of kStep. It has several accumulators (lanes), since an addition to
+// one accumulator would wait for the addition before it.
 template <typename A>
 inline A dot_product(const A* __restrict q, const A* __restrict k, int64_t count) {
   A lanes[kLanes] = {};
@@ -67,7 +72,7 @@ inline A dot_product(const A* __restrict q, const A* __restrict k, int64_t count
   return sum_of_lanes(lanes);
 }
 
-// Where the keys (or values) [begin, begin + count) are; the first of them are fetched.
+// Pointers to the keys (or values) [begin, begin + count) of a sequence. Prefetches the first of them.
 template <typename T>
 class CacheRows {
  public:
@@ -75,23 +80,23 @@ class CacheRows {
       : count_(count), bytes_(p.head_dim * static_cast<int64_t>(sizeof(T))) {
     const auto* const base = static_cast<const T*>(values ? p.cache.v : p.cache.k);
     for (int64_t j = 0; j < count; ++j) rows_[j] = base + cache_offset(p.cache, b, begin + j, kv_head, values);
-    for (int64_t j = 0; j < std::min(kAhead, count); ++j) fetch(j);
+    for (int64_t j = 0; j < std::min(kPrefetchAhead, count); ++j) prefetch(j);
   }
 
-  // Fetches one further on.
+  // Also prefetches the row kPrefetchAhead further on.
   const T* row(int64_t j) const {
-    if (j + kAhead < count_) fetch(j + kAhead);
+    if (j + kPrefetchAhead < count_) prefetch(j + kPrefetchAhead);
     return rows_[j];
   }
 
  private:
-  void fetch(int64_t j) const {
+  void prefetch(int64_t j) const {
     const char* const row = reinterpret_cast<const char*>(rows_[j]);
     for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(row + byte);
   }
 
   int64_t count_, bytes_;
-  const T* rows_[kBlock];
+  const T* rows_[kKvTile];
 };
 
 // sum += the sum of weights[i] * values[i].
@@ -101,7 +106,7 @@ inline void add_weighted(A* __restrict sum, const A* weights, const A* const* va
   const A* v[kCount];
   for (int i = 0; i < kCount; ++i) w[i] = weights[i], v[i] = values[i];
   for (int64_t d = 0; d < dim; ++d) {
-    if constexpr (kCount == kValues) {
+    if constexpr (kCount == kValuesAtOnce) {
       sum[d] += (w[0] * v[0][d] + w[1] * v[1][d]) + (w[2] * v[2][d] + w[3] * v[3][d]);
     } else {
       sum[d] += w[0] * v[0][d];
@@ -114,7 +119,7 @@ inline A hyperbolic_tangent(A x) {
   if constexpr (std::is_same_v<A, double>) {
     return std::tanh(x);
   } else {
-    // By the exponential; near 0, where that cancels, by the series.
+    // By the exponential; near 0, where its digits cancel, by a series.
     const A z = x * x, e = exponential(A(-2) * std::abs(x));
     const A series = x + x * z * (A(-1. / 3) + z * (A(2. / 15) + z * (A(-17. / 315) + z * A(62. / 2835))));
     const A quotient = std::copysign((A(1) - e) / (A(1) + e), x);
@@ -134,7 +139,7 @@ inline A largest(const A* values, int64_t count) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// values = exp(values - maximum); returns their sum. NaN stays, and a score equal to the maximum has weight 1 even if
+// values = exp(values - maximum); returns their sum. NaN stays NaN. A score equal to the maximum has weight 1, even if
 // both are infinite.
 template <typename A>
 inline A weights_of(A* __restrict values, int64_t count, A maximum) {
@@ -155,22 +160,23 @@ template <typename T>
 inline void write_output(const DecodeAttentionParams& p, int64_t flat, Wide<T> total, const Wide<T>* sum,
                          Stage<T>* buffer) {
   T* const out = static_cast<T*>(p.out) + flat * p.head_dim;
-  Stage<T>* staged = staging(out, buffer);
+  Stage<T>* output = staging(out, buffer);
   const Wide<T> factor = total == 0 ? Wide<T>(0) : 1 / total;  // no key: zeros
-  for (int64_t d = 0; d < p.head_dim; ++d) staged[d] = narrow<T>(sum[d] * factor);
-  store(staged, p.head_dim, out);
+  for (int64_t d = 0; d < p.head_dim; ++d) output[d] = narrow<T>(sum[d] * factor);
+  store(output, p.head_dim, out);
 }
 
-// A query of a tile: its row of the output, the keys that it sees, and its results so far.
+// A query of a work tile: its row of the output, the keys that it sees, and its state of the online softmax.
 template <typename A>
 struct Query {
   int64_t flat, begin, end;
   A maximum, total;
 };
 
-// Turns the products q . k of one query into weights, against the largest score so far.
+// Turns the products q . k of one query into weights, relative to the largest score so far. Rescales the sum if that
+// has grown.
 template <typename A>
-inline void make_weights(const DecodeAttentionParams& p, A* scores, int64_t count, Query<A>& query, A* sum) {
+inline void online_softmax(const DecodeAttentionParams& p, A* scores, int64_t count, Query<A>& query, A* sum) {
   const A scale = static_cast<A>(p.softmax_scale), cap = static_cast<A>(p.softcap);
   for (int64_t j = 0; j < count; ++j) scores[j] *= scale;
   if (p.softcap > 0) {
@@ -178,30 +184,32 @@ inline void make_weights(const DecodeAttentionParams& p, A* scores, int64_t coun
   }
   const A maximum = std::max(query.maximum, largest(scores, count));
   if (maximum != query.maximum) {
-    const A shrink = std::exp(query.maximum - maximum);
-    for (int64_t d = 0; d < p.head_dim; ++d) sum[d] *= shrink;
-    query.total *= shrink;
+    const A rescale = std::exp(query.maximum - maximum);
+    for (int64_t d = 0; d < p.head_dim; ++d) sum[d] *= rescale;
+    query.total *= rescale;
     query.maximum = maximum;
   }
   query.total += weights_of(scores, count, maximum);
 }
 
 template <typename T>
-inline void attend(const DecodeAttentionParams& p, const AttentionPlan& plan, int64_t unit_begin, int64_t unit_end) {
+inline void process_tasks(const DecodeAttentionParams& p, const AttentionPlan& plan, int64_t task_begin,
+                          int64_t task_end) {
   using A = Wide<T>;
   const int64_t dim = p.head_dim, padded = (dim + kStep - 1) / kStep * kStep, group = p.heads / p.kv_heads;
-  Query<A> queries[kTile];
-  A scores[kTile][kBlock];
-  std::vector<A> q(kTile * padded), sums(kTile * dim), buffer(kValues * padded);
+  Query<A> queries[kQueryTile];
+  A scores[kQueryTile][kKvTile];
+  std::vector<A> q(kQueryTile * padded), sums(kQueryTile * dim), buffer(kValuesAtOnce * padded);
   std::vector<Stage<T>> out_buffer(dim);
-  for (int64_t unit = unit_begin; unit < unit_end; ++unit) {
-    const int64_t split = unit % plan.splits, tile = unit / plan.splits % plan.tiles;
-    const int64_t kv_head = unit / plan.splits / plan.tiles % p.kv_heads;
-    const int64_t b = unit / plan.splits / plan.tiles / p.kv_heads;
-    const int64_t rows = std::min(kTile, p.tokens * group - tile * kTile);
+  for (int64_t task = task_begin; task < task_end; ++task) {
+    const int64_t split = task % plan.splits, query_tile = task / plan.splits % plan.tiles;
+    const int64_t kv_head = task / plan.splits / plan.tiles % p.kv_heads;
+    const int64_t b = task / plan.splits / plan.tiles / p.kv_heads;
+    const int64_t rows = std::min(kQueryTile, p.tokens * group - query_tile * kQueryTile);
     const int64_t start = p.cache_leftpad != nullptr ? std::max<int64_t>(p.cache_leftpad[b], 0) : 0;
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t t = (tile * kTile + r) / group, head = kv_head * group + (tile * kTile + r) % group;
+      const int64_t t = (query_tile * kQueryTile + r) / group,
+                    head = kv_head * group + (query_tile * kQueryTile + r) % group;
       const int64_t end = std::max<int64_t>(p.cache_seqlens[b] - p.tokens + t + 1, 0);
       queries[r] = {(b * p.tokens + t) * p.heads + head,
                     p.window_left >= 0 ? std::max(start, end - 1 - p.window_left) : start, end,
@@ -211,36 +219,36 @@ inline void attend(const DecodeAttentionParams& p, const AttentionPlan& plan, in
     }
     std::fill_n(sums.begin(), rows * dim, A(0));
 
-    // The keys that any query of the tile sees: both ends grow with the token. This unit's share of them.
+    // The keys that any query of the tile sees (both ends grow with the token), and those of this split.
     const int64_t first = queries[0].begin, live = std::max<int64_t>(queries[rows - 1].end - first, 0);
-    const int64_t blocks = (live + kBlock - 1) / kBlock;
-    const int64_t begin = first + blocks * split / plan.splits * kBlock;
-    const int64_t end = first + std::min(live, blocks * (split + 1) / plan.splits * kBlock);
-    for (int64_t block = begin; block < end; block += kBlock) {
-      const int64_t count = std::min(kBlock, end - block);
-      const CacheRows<T> keys(p, b, block, count, kv_head, false);
+    const int64_t kv_tiles = (live + kKvTile - 1) / kKvTile;
+    const int64_t begin = first + kv_tiles * split / plan.splits * kKvTile;
+    const int64_t end = first + std::min(live, kv_tiles * (split + 1) / plan.splits * kKvTile);
+    for (int64_t tile_begin = begin; tile_begin < end; tile_begin += kKvTile) {
+      const int64_t count = std::min(kKvTile, end - tile_begin);
+      const CacheRows<T> keys(p, b, tile_begin, count, kv_head, false);
       for (int64_t j = 0; j < count; ++j) {
         const A* const k = widened<true>(keys.row(j), dim, buffer.data());
         for (int64_t r = 0; r < rows; ++r) scores[r][j] = dot_product(&q[r * padded], k, padded);
       }
-      const CacheRows<T> values(p, b, block, count, kv_head, true);
+      const CacheRows<T> values(p, b, tile_begin, count, kv_head, true);
       for (int64_t r = 0; r < rows; ++r) {
         Query<A>& query = queries[r];
-        const int64_t from = std::max(query.begin - block, int64_t{0}),
-                      seen = std::min(query.end - block, count) - from;
-        if (seen > 0) make_weights(p, scores[r] + from, seen, query, &sums[r * dim]);
+        const int64_t from = std::max(query.begin - tile_begin, int64_t{0}),
+                      visible = std::min(query.end - tile_begin, count) - from;
+        if (visible > 0) online_softmax(p, scores[r] + from, visible, query, &sums[r * dim]);
       }
-      for (int64_t j = 0; j < count; j += kValues) {
-        const A* v[kValues];
-        const int64_t together = std::min<int64_t>(kValues, count - j);
+      for (int64_t j = 0; j < count; j += kValuesAtOnce) {
+        const A* v[kValuesAtOnce];
+        const int64_t together = std::min<int64_t>(kValuesAtOnce, count - j);
         for (int64_t i = 0; i < together; ++i) {
           v[i] = widened<false>(values.row(j + i), dim, buffer.data() + i * padded);
         }
         for (int64_t r = 0; r < rows; ++r) {
-          const int64_t from = std::max(queries[r].begin - block, j);
-          const int64_t to = std::min(queries[r].end - block, j + together);
-          if (to - from == kValues) {
-            add_weighted<kValues>(&sums[r * dim], scores[r] + j, v, dim);
+          const int64_t from = std::max(queries[r].begin - tile_begin, j);
+          const int64_t to = std::min(queries[r].end - tile_begin, j + together);
+          if (to - from == kValuesAtOnce) {
+            add_weighted<kValuesAtOnce>(&sums[r * dim], scores[r] + j, v, dim);
           } else {
             for (int64_t i = from; i < to; ++i) add_weighted<1>(&sums[r * dim], scores[r] + i, v + (i - j), dim);
           }
@@ -285,9 +293,10 @@ inline void merge(const DecodeAttentionParams& p, const AttentionPlan& plan, int
 }  // namespace
 
 AttentionPlan plan_decode_attention(const DecodeAttentionParams& p, int64_t longest) {
-  const int64_t tiles = (p.tokens * (p.heads / p.kv_heads) + kTile - 1) / kTile, whole = p.batch * p.kv_heads * tiles;
-  const int64_t splits = std::clamp<int64_t>(kUnits / whole, 1, std::max<int64_t>(1, longest / kLeastSplit));
-  return {tiles, splits, whole * splits};
+  const int64_t tiles = (p.tokens * (p.heads / p.kv_heads) + kQueryTile - 1) / kQueryTile,
+                work_tiles = p.batch * p.kv_heads * tiles;
+  const int64_t splits = std::clamp<int64_t>(kMinTasks / work_tiles, 1, std::max<int64_t>(1, longest / kMinSplitKeys));
+  return {tiles, splits, work_tiles * splits};
 }
 
 size_t attention_partials_bytes(const DecodeAttentionParams& p, const AttentionPlan& plan, Dtype dtype) {
@@ -298,7 +307,7 @@ size_t attention_partials_bytes(const DecodeAttentionParams& p, const AttentionP
 
 void decode_attention(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype, int64_t begin,
                       int64_t end) {
-  dispatch_kernel(dtype, [&](auto tag) { attend<typename decltype(tag)::type>(params, plan, begin, end); });
+  dispatch_kernel(dtype, [&](auto tag) { process_tasks<typename decltype(tag)::type>(params, plan, begin, end); });
 }
 
 void merge_attention(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype, int64_t begin,

@@ -26,8 +26,8 @@ cudaError_t code_architecture(int& result) {
   return status == cudaErrorInvalidDeviceFunction ? cudaErrorNoKernelImageForDevice : status;
 }
 
-// See allow_most().
-cudaError_t allow(const DeviceInfo& device, const void* kernel) {
+// See set_kernel_attributes().
+cudaError_t set_attributes(const DeviceInfo& device, const void* kernel) {
   cudaFuncAttributes attributes{};
   cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
   if (status == cudaSuccess) {
@@ -44,7 +44,7 @@ cudaError_t allow(const DeviceInfo& device, const void* kernel) {
 // Fills in DeviceInfo::clusters; zeros where the device gives no answer.
 void count_clusters(DeviceInfo& info) {
   info.clusters[1] = info.sm_count;
-  if (info.compute_capability < 90 || allow(info, kEmptyKernel) != cudaSuccess) return;
+  if (info.compute_capability < 90 || set_attributes(info, kEmptyKernel) != cudaSuccess) return;
   for (const unsigned size : {2, 4, 8, 16}) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -62,7 +62,7 @@ void count_clusters(DeviceInfo& info) {
   }
 }
 
-cudaError_t ask(int device, DeviceInfo& info) {
+cudaError_t query(int device, DeviceInfo& info) {
   int sm_count = 0, major = 0, minor = 0, shared_bytes = 0, l2_bytes = 0;
   for (const auto& [value, attribute] :
        {std::pair{&sm_count, cudaDevAttrMultiProcessorCount}, std::pair{&major, cudaDevAttrComputeCapabilityMajor},
@@ -83,14 +83,14 @@ cudaError_t ask(int device, DeviceInfo& info) {
   return cudaSuccess;
 }
 
-cudaError_t find_info(const DeviceInfo*& info) {
+cudaError_t cached_info(const DeviceInfo*& info) {
   static PerDevice<DeviceInfo> infos;
-  return infos.get(info, ask);
+  return infos.get(info, query);
 }
 
 // The kernels whose attributes are set on a device: a hash table that only grows, so that it is read without a lock. If
 // it is full, the attributes of further kernels are set at every launch: slower, and as correct.
-class AllowedKernels {
+class ConfiguredKernels {
  public:
   bool contains(const void* kernel) const {
     for (size_t i = 0, at = first(kernel); i < kSlots; ++i, at = (at + 1) % kSlots) {
@@ -117,21 +117,21 @@ class AllowedKernels {
 
 cudaError_t device_info(DeviceInfo& info) {
   const DeviceInfo* found = nullptr;
-  if (const cudaError_t status = find_info(found); status != cudaSuccess) return status;
+  if (const cudaError_t status = cached_info(found); status != cudaSuccess) return status;
   info = *found;
   return cudaSuccess;
 }
 
-cudaError_t allow_most(const void* kernel) {
-  static std::array<AllowedKernels, kMaxDevices> allowed;
+cudaError_t set_kernel_attributes(const void* kernel) {
+  static std::array<ConfiguredKernels, kMaxDevices> configured;
   int device = 0;
   if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
   const DeviceInfo* info = nullptr;
-  if (const cudaError_t status = find_info(info); status != cudaSuccess)
+  if (const cudaError_t status = cached_info(info); status != cudaSuccess)
     return status;  // has checked that `device` is in range
-  if (allowed[device].contains(kernel)) return cudaSuccess;
-  const cudaError_t status = allow(*info, kernel);
-  if (status == cudaSuccess) allowed[device].add(kernel);
+  if (configured[device].contains(kernel)) return cudaSuccess;
+  const cudaError_t status = set_attributes(*info, kernel);
+  if (status == cudaSuccess) configured[device].add(kernel);
   return status;
 }
 

@@ -24,7 +24,7 @@ cudaError_t device_info(DeviceInfo& info);
 // Sets the attributes of `kernel` on the current device to the maximum: all dynamic shared memory of a block, and
 // clusters of more than 8 blocks. Done once per kernel and device and never lowered, so that a launch cannot undo what
 // a launch in another thread needs.
-cudaError_t allow_most(const void* kernel);
+cudaError_t set_kernel_attributes(const void* kernel);
 
 struct LaunchShape {
   int64_t blocks;  // at most 2^31 - 1: blocks are large enough for any tensor that fits a GPU
@@ -45,7 +45,8 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   if (shape.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
   cudaError_t status = cudaSuccess;
   // Up to 48 KiB, static shared memory included, and clusters of up to 8 blocks need no attribute.
-  if (shape.shared_bytes > 32 * 1024 || shape.cluster > 8) status = allow_most(reinterpret_cast<const void*>(kernel));
+  if (shape.shared_bytes > 32 * 1024 || shape.cluster > 8)
+    status = set_kernel_attributes(reinterpret_cast<const void*>(kernel));
   if (status == cudaSuccess) {
     cudaLaunchAttribute attributes[2]{};
     unsigned count = 0;

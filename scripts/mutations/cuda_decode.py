@@ -61,7 +61,7 @@ CUDA_DECODE = [
         "cuda_linear_lost_residual",
         "the result replaces the residual instead of being added to it",
         LINEAR_RESULTS,
-        "if (a.add_residual) result = add(old, result);",
+        "if (a.add_residual) result = add(residual, result);",
         "",
         "tests/test_decode_layer.py -k 'against_float64 and cuda'",
     ),

@@ -34,16 +34,16 @@ cudaError_t kv_map(CUtensorMap& map, const DecodeAttentionParams& p, const void*
 
 cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& plan, const DeviceInfo& device,
                         Dtype dtype, cudaStream_t stream) {
-  const bool copies = device.compute_capability >= 90;  // a warp of its own does
+  const bool has_producer = device.compute_capability >= 90;  // a warp that copies by TMA
   const KvCache& c = params.cache;
   KvMaps maps{};
-  if (copies) {
+  if (has_producer) {
     cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box_keys(), dtype);
     if (status == cudaSuccess)
       status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box_keys(), dtype);
     if (status != cudaSuccess) return status;
   }
-  LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(kThreads + 32 * copies),
+  LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(kThreads + 32 * has_producer),
                     static_cast<size_t>(plan.layout(params.head_dim).bytes)};
   shape.cluster = plan.cluster;
   const auto launch_as =

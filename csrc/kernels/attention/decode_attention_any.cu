@@ -61,24 +61,24 @@ __global__ void __launch_bounds__(32 * kWarps) decode_attention_any_kernel(const
       const float cap = static_cast<float>(params.softcap);
       score = cap * tanhf(score / cap);
     }
-    const float top = fmaxf(maximum, score), base = top == -INFINITY ? 0.f : top;
-    const float shrink = expf(maximum - base), weight = expf(score - base);
-    maximum = top;
-    total = total * shrink + weight;
+    const float new_maximum = fmaxf(maximum, score), base = new_maximum == -INFINITY ? 0.f : new_maximum;
+    const float rescale = expf(maximum - base), weight = expf(score - base);
+    maximum = new_maximum;
+    total = total * rescale + weight;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const bool mine = valid && lane + 32 * i < head_dim;
-      output[i] = output[i] * shrink + (mine ? weight * to_float(v[lane + 32 * i]) : 0.f);
+      output[i] = output[i] * rescale + (mine ? weight * to_float(v[lane + 32 * i]) : 0.f);
     }
   }
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) outputs[warp][lane + 32 * i] = output[i];
   if (lane == 0) maxima[warp] = maximum, totals[warp] = total;
   __syncthreads();
-  float top = -INFINITY, sum = 0.f, weights[kWarps];
+  float merged_maximum = -INFINITY, sum = 0.f, weights[kWarps];
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) top = fmaxf(top, maxima[w]);
-  const float base = top == -INFINITY ? 0.f : top;
+  for (int w = 0; w < kWarps; ++w) merged_maximum = fmaxf(merged_maximum, maxima[w]);
+  const float base = merged_maximum == -INFINITY ? 0.f : merged_maximum;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
     weights[w] = expf(maxima[w] - base);

@@ -63,12 +63,12 @@ __device__ PartialOutput merge_partials(int count, const SoftmaxOf& softmax_of, 
       softmaxes[j] = softmax_of(i);
       sums[j] = sums_of(i);
     }
-    float top = total.softmax.maximum;
+    float new_maximum = total.softmax.maximum;
 #pragma unroll
-    for (int j = 0; j < kUnroll; ++j) top = fmaxf(top, softmaxes[j].maximum);
-    const float base = finite(top);
+    for (int j = 0; j < kUnroll; ++j) new_maximum = fmaxf(new_maximum, softmaxes[j].maximum);
+    const float base = finite(new_maximum);
     total.scale(exp2_approximate(total.softmax.maximum - base));
-    total.softmax.maximum = top;
+    total.softmax.maximum = new_maximum;
 #pragma unroll
     for (int j = 0; j < kUnroll; ++j) {
       if (first + j < count) total.add(exp2_approximate(softmaxes[j].maximum - base), sums[j], softmaxes[j].sum);

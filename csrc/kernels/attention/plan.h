@@ -37,8 +37,8 @@ struct DecodePlan {
 };
 
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
-// Sequence lengths up to which one block, or one cluster of the size below, is as fast as several.
-constexpr int64_t kVeryShortSequence = 512, kShortSequence = 768, kQuiteShortSequence = 2048;
+// Sequence lengths up to which one cluster of 8, 4 or 16 blocks per work tile is as fast as more blocks.
+constexpr int64_t kMaxSeqlenCluster8 = 512, kMaxSeqlenCluster4 = 768, kMaxSeqlenCluster16 = 2048;
 // Shared memory of a block. With a half or a third of an SM's, blocks of the next kernel can start beside this one's.
 constexpr size_t kSmallShared = 64 * 1024, kThirdOfShared = 76 * 1024, kLessThanHalf = 92 * 1024,
                  kHalfOfShared = 112 * 1024, kMostOfShared = 200 * 1024;
@@ -78,12 +78,12 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
     int blocks = device.sm_count;
     // Only cluster sizes of which all clusters run at the same time; many devices have no clusters of 16 blocks.
-    if (max_seqlen <= kQuiteShortSequence && work_tiles * 8 <= device.sm_count) {
+    if (max_seqlen <= kMaxSeqlenCluster16 && work_tiles * 8 <= device.sm_count) {
       // A cluster per work tile: every block has work, and the merge needs no workspace.
-      plan.cluster = max_seqlen <= kVeryShortSequence ? 8 : 16;
+      plan.cluster = max_seqlen <= kMaxSeqlenCluster8 ? 8 : 16;
       while (plan.cluster > 1 && work_tiles > device.clusters[plan.cluster]) plan.cluster /= 2;
       blocks = static_cast<int>(work_tiles) * plan.cluster;
-    } else if (max_seqlen <= kShortSequence && is_small && work_tiles <= device.clusters[4]) {
+    } else if (max_seqlen <= kMaxSeqlenCluster4 && is_small && work_tiles <= device.clusters[4]) {
       plan.cluster = 4;
       blocks = static_cast<int>(work_tiles) * plan.cluster;
       bytes = kThirdOfShared;

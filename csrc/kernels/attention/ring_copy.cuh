@@ -16,8 +16,8 @@ class Ring {
  public:
   // Prologue: fills the ring with the first tiles.
   __device__ Ring(const DecodeAttentionParams& params, const DecodePlan& plan, const SequenceLengths& seqlens,
-                  const KvTileIterator& feed, uint32_t shared)
-      : params_(params), seqlens_(seqlens), query_tiles_(plan.query_tiles), ring_(shared), tiles_(feed) {
+                  const KvTileIterator& first_tile, uint32_t shared)
+      : params_(params), seqlens_(seqlens), query_tiles_(plan.query_tiles), ring_(shared), tiles_(first_tile) {
 #pragma unroll 1
     for (stage_ = 0; stage_ < kCpAsyncStages; ++stage_) load();
     stage_ = 0;

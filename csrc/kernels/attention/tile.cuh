@@ -165,13 +165,14 @@ struct Accumulator {
       float scale[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float top = fmaxf(s[n][i], s[n][i + 2]);
+        float new_maximum = fmaxf(s[n][i], s[n][i + 2]);
 #pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
-        top = fmaxf(top, maximum[n][i]);
-        const float base = finite(top);
+        for (int offset = 4; offset < 32; offset *= 2)
+          new_maximum = fmaxf(new_maximum, __shfl_xor_sync(0xffffffffu, new_maximum, offset));
+        new_maximum = fmaxf(new_maximum, maximum[n][i]);
+        const float base = finite(new_maximum);
         scale[i] = exp2_approximate(maximum[n][i] - base);
-        maximum[n][i] = top;
+        maximum[n][i] = new_maximum;
         s[n][i] = exp2_approximate(s[n][i] - base);
         s[n][i + 2] = exp2_approximate(s[n][i + 2] - base);
         sum[n][i] = sum[n][i] * scale[i] + (s[n][i] + s[n][i + 2]);

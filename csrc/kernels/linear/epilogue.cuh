@@ -74,10 +74,10 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
     const int box = !a.swiglu && row >= plan.box_rows;
     T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
     // Global loads first: they wait in line behind the copies of weights in flight.
-    V bias, old, next;
+    V bias, residual, next_weight;
     if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
-    if (a.add_residual) old = V::load(y);
-    if (kNormHandoff && a.scaled) next = V::load(static_cast<const T*>(a.next_norm_weight) + column);
+    if (a.add_residual) residual = V::load(y);
+    if (kNormHandoff && a.scaled) next_weight = V::load(static_cast<const T*>(a.next_norm_weight) + column);
     float rstd[1] = {1.f}, sums[kWidth];
     if (a.fold_norm) {
       reduce_partials(rstd, plan, layout.squares + 4 * token, 4 * kLinearMaxTokens);
@@ -105,11 +105,11 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
       for (int e = 0; e < kWidth; ++e) sums[e] = swiglu<T>(gates[e], sums[e]);
     }
     V result = V::of([&](int e) { return sums[e]; });
-    if (a.add_residual) result = add(old, result);
+    if (a.add_residual) result = add(residual, result);
     result.store(y);
     if (kNormHandoff && a.scaled) {
       const float factor = 1.f / norm_weight_scale<T>(layout);
-      const V scaled = V::of([&](int e) { return result[e] * ((a.next_offset + next[e]) * factor); });
+      const V scaled = V::of([&](int e) { return result[e] * ((a.next_offset + next_weight[e]) * factor); });
       scaled.store(static_cast<T*>(a.scaled) + token * a.out + column);
       float squares = 0.f;
 #pragma unroll

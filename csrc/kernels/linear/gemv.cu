@@ -58,11 +58,11 @@ __device__ inline void dot(float (&sum)[2], const Vec<T, 8>& w, const float (&x)
 // Bias and residual of a column of y.
 template <typename T>
 struct EpilogueOperands {
-  T bias, old;
+  T bias, residual;
 
   __device__ EpilogueOperands(const Arguments& a, int column) {
     if (a.bias) bias = static_cast<const T*>(a.bias)[column];
-    if (a.add_residual) old = static_cast<const T*>(a.y)[column];
+    if (a.add_residual) residual = static_cast<const T*>(a.y)[column];
   }
 };
 
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
       result = from_float<T>(swiglu<T>(sum, sum_over_warps(sums + columns + i, a.pitch) * rstd));
     } else {
       result = from_float<T>(a.bias ? sum + to_float(operands.bias) : sum);
-      if (a.add_residual) result = from_float<T>(to_float(operands.old) + to_float(result));
+      if (a.add_residual) result = from_float<T>(to_float(operands.residual) + to_float(result));
     }
     static_cast<T*>(a.y)[begin + i] = result;
   }
