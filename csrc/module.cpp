@@ -1,4 +1,4 @@
-// The Python module _C: what Python wants to know that is not an op. No torch header.
+// The Python module _C: information for Python that is not an op. No torch header.
 #include <pybind11/pybind11.h>
 
 #include <string>

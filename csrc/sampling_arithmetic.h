@@ -1,8 +1,8 @@
 // The arithmetic of sampling, bitwise the same on the CPU and on the GPU, so that both draw the same token.
 //
-// Logits are compared by keys: unsigned integers in the order of the floats. Probabilities are integers too: the weight
-// of a logit is 2^42 exp((logit - max) / temperature), rounded down. So every sum is exact in any order, and histograms
-// built by atomic additions are deterministic.
+// Logits are compared by keys: unsigned integers in the same order as the floats. Probabilities are integers too: the
+// weight of a logit is 2^42 exp((logit - max) / temperature), rounded down. So sums are exact in any order, and
+// histograms built by atomic additions are deterministic.
 #pragma once
 #include <cmath>
 #include <cstdint>

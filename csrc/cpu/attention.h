@@ -34,7 +34,7 @@ void merge_attention(const DecodeAttentionParams& params, const AttentionPlan& p
 // The tokens at the flat indices batch * tokens + token in [begin, end).
 void rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, int64_t begin, int64_t end);
 
-// Where a key or value is: the first element of head `head` of token `token`.
+// The offset of a key or value in the cache: of the first element of head `head` of token `token`.
 inline int64_t cache_offset(const KvCache& cache, int64_t b, int64_t token, int64_t head, bool is_value) {
   int64_t page = b, in_page = token;
   if (cache.block_table != nullptr) {

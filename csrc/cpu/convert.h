@@ -1,14 +1,16 @@
-// What every CPU kernel needs: elements to and from the type computed in, branch-free so that the compiler vectorises
-// the loops around them; the dtype dispatch; one compilation per instruction set.
+// What every CPU kernel needs: conversion of elements to and from the type computed in, without branches, so that the
+// compiler vectorises the loops around it; the dtype dispatch; one compilation per instruction set.
 //
-// A kernel walks over blocks of elements:
-//   const Stage<T>* x = load(source, count, buffer);   // `source` itself, but for float16
-//   Stage<T>* y = staging(target, other_buffer);       // `target` itself, but for float16
+// A kernel processes its elements in blocks:
+//
+//   const Stage<T>* x = load(source, count, buffer);   // `source` itself; float16: a converted copy in the buffer
+//   Stage<T>* y = staging(target, other_buffer);       // `target` itself; float16: the buffer
 //   for (int64_t i = 0; i < count; ++i) y[i] = narrow<T>(f(widen(x[i])));
-//   store(y, count, target);                           // nothing, but for float16
-// float16 makes the detour since its conversion is one instruction that compilers do not find in such a loop, and a
-// dozen without it. The arithmetic is the same on every instruction set (build with -ffp-contract=off), and so are the
-// results.
+//   store(y, count, target);                           // nothing; float16: converts the buffer
+//
+// float16 goes through buffers because compilers do not use the conversion instruction in such a loop, and without it a
+// conversion takes a dozen instructions. The arithmetic is the same on every instruction set (build with
+// -ffp-contract=off), and so are the results.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -23,8 +25,8 @@
 
 namespace llmk::cpu {
 
-// A kernel is compiled once per instruction set, with all that it calls inlined, and runs as the best one that the
-// processor has. (GCC's target_clones would do the same, but know these instruction sets from version 12 on.)
+// A kernel is compiled once per instruction set, with all that it calls inlined. The best version that the processor
+// supports runs. (GCC's target_clones would do the same, but supports these instruction sets only from GCC 12 on.)
 enum class InstructionSet { kBaseline, kAvx2, kAvx512 };  // on x86: x86-64, x86-64-v3, x86-64-v4
 
 #if defined(__x86_64__)
@@ -32,7 +34,7 @@ enum class InstructionSet { kBaseline, kAvx2, kAvx512 };  // on x86: x86-64, x86
 #define LLMK_AVX512 __attribute__((target("arch=x86-64-v4"), flatten))
 
 inline InstructionSet best_instruction_set() {
-  // No processor that has these lacks what else belongs to the level, such as F16C.
+  // Every processor that has these also has the rest of the level, such as F16C.
   static const InstructionSet best = [] {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
@@ -63,7 +65,7 @@ LLMK_AVX512 void run_avx512(const Body& body) {
   body();
 }
 
-// Calls body(), which should hand over what its loops read by value: they can't know that a capture stays the same.
+// Calls body(). It should pass what its loops read by value: the compiler cannot know that a capture does not change.
 template <typename Body>
 inline void dispatch_instruction_set(const Body& body) {
   switch (best_instruction_set()) {
@@ -80,7 +82,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The type that T is computed in, and the type that loops read and write for T.
+// The type that T is computed in, and the type of the elements that loops read and write.
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <typename T>
@@ -98,11 +100,11 @@ inline float widen(float x) { return x; }
 inline double widen(double x) { return x; }
 inline float widen(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-// Rounds to nearest even; for float16, store does so.
+// Rounds to nearest even; for float16 store() does.
 template <typename T>
 inline Stage<T> narrow(Wide<T> x) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    // A NaN passes, since its low half is 0: it comes from another bfloat16 or from an invalid operation.
+    // A NaN stays NaN: its low half is 0, since it comes from another bfloat16 or from an invalid operation.
     const uint32_t bits = bit_cast<uint32_t>(x);
     return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
   } else {
@@ -110,7 +112,7 @@ inline Stage<T> narrow(Wide<T> x) {
   }
 }
 
-// x as it would come back from memory.
+// x rounded to T.
 template <typename T>
 inline Wide<T> rounded(Wide<T> x) {
   if constexpr (std::is_same_v<T, Half>) {
@@ -127,8 +129,9 @@ inline Wide<T> rounded(Wide<T> x) {
 }
 
 inline float half_to_float(Half x) {
-  // The exponent is rebiased by an addition, twice over for inf and NaN. A subnormal is written behind the leading one
-  // of 2^-14, which is then subtracted: so no step sees a float32 subnormal, which is slow and may be flushed to zero.
+  // An addition rebiases the exponent, by twice as much for inf and NaN. The bits of a subnormal become the mantissa of
+  // a number from 2^-14 on, and 2^-14 is subtracted. So no step has a float32 subnormal, which is slow and may be
+  // flushed to zero.
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13;
   const uint32_t bias = magnitude >= 0x0f800000u ? 0x70000000u : 0x38000000u;
   const float normal = bit_cast<float>(magnitude + bias);
@@ -138,7 +141,7 @@ inline float half_to_float(Half x) {
 }
 
 inline Half float_to_half(float x) {
-  // Once rounded, a normal result needs its exponent rebiased; adding 0.5 aligns a subnormal one.
+  // After rounding, the exponent of a normal result is rebiased; adding 0.5 aligns the bits of a subnormal one.
   const uint32_t bits = bit_cast<uint32_t>(rounded<Half>(x)), magnitude = bits & 0x7fffffffu;
   const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
   uint32_t half = magnitude < 0x38800000u ? subnormal : (magnitude - 0x38000000u) >> 13;
@@ -147,7 +150,7 @@ inline Half float_to_half(float x) {
   return {static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u))};
 }
 
-// The first elements, eight at a time, by the instruction for it; returns how many.
+// Converts elements by F16C instructions, eight at a time, as far as that goes; returns how many.
 #if defined(__x86_64__)
 inline bool has_f16c() { return best_instruction_set() != InstructionSet::kBaseline; }
 
@@ -172,7 +175,7 @@ inline int64_t widen_f16c(const Half*, int64_t, float*) { return 0; }
 inline int64_t narrow_f16c(const float*, int64_t, Half*) { return 0; }
 #endif
 
-// Not inlined, which would put a copy into every loop of every version.
+// Not inlined: that would put a copy into every loop of every version of a kernel.
 __attribute__((noinline)) inline void widen_halves(const Half* source, int64_t count, float* target) {
   int64_t i = has_f16c() ? widen_f16c(source, count, target) : 0;
   for (; i < count; ++i) target[i] = half_to_float(source[i]);
@@ -182,7 +185,7 @@ __attribute__((noinline)) inline void narrow_halves(const float* source, int64_t
   for (; i < count; ++i) target[i] = float_to_half(source[i]);
 }
 
-// `count` elements to read: where they are, or converted into the buffer.
+// `count` elements to read: the source itself, or a converted copy in the buffer.
 template <typename T>
 inline const Stage<T>* load(const T* source, int64_t count, [[maybe_unused]] Stage<T>* buffer) {
   if constexpr (std::is_same_v<T, Half>) {
@@ -193,7 +196,7 @@ inline const Stage<T>* load(const T* source, int64_t count, [[maybe_unused]] Sta
   }
 }
 
-// Where to write the elements that `store` will bring to the target.
+// Where to write the elements for store(): the target itself, or the buffer.
 template <typename T>
 inline Stage<T>* staging([[maybe_unused]] T* target, [[maybe_unused]] Stage<T>* buffer) {
   if constexpr (std::is_same_v<T, Half>) {
@@ -225,7 +228,7 @@ inline void dispatch_dtype(Dtype dtype, Body&& body) {
   }
 }
 
-// The same, on the best instruction set: the entry of every kernel.
+// The same, compiled for the best instruction set: every kernel begins here.
 template <typename Body>
 inline void dispatch_kernel(Dtype dtype, const Body& body) {
   dispatch_instruction_set([&] { dispatch_dtype(dtype, body); });

@@ -11,13 +11,13 @@ namespace llmk::cpu {
 inline double exponential(double x) { return std::exp(x); }
 
 // e^x to about 1 unit in the last place, 0 below e^-87; any number for NaN.
-// With n = round(x / ln 2) and r the rest, at most ln(2) / 2: e^x = 2^n e^r.
+// With n = round(x / ln 2) and r = x - n ln 2, at most ln(2) / 2: e^x = 2^n e^r.
 inline float exponential(float x) {
   // Clamps x to [-87, 89]: as integers, positive floats are ordered, and negative ones are larger unsigned numbers.
   // (The compiler would make branches of comparisons of floats, and then compute both sides.)
   const int32_t not_above = std::min(bit_cast<int32_t>(x), bit_cast<int32_t>(89.f));
   x = bit_cast<float>(std::min(static_cast<uint32_t>(not_above), bit_cast<uint32_t>(-87.f)));
-  // Adding 1.5 * 2^23 rounds to an integer; adding 126 leaves the exponent of 2^(n - 1) in the low bits.
+  // Adding 1.5 * 2^23 rounds to an integer; with 126 added, the low bits are the exponent of 2^(n - 1).
   constexpr float kShifter = 12582912.f + 126.f;
   const float shifted = x * 1.44269504f + kShifter;
   const float n = shifted - kShifter;

@@ -12,7 +12,7 @@
 namespace llmk::cpu {
 namespace {
 
-// An activation is made of e = exponential(argument(x)), and is a product with x: so NaN stays NaN.
+// An activation is a function of x and e = exponential(argument(x)). It is a product with x, so that NaN stays NaN.
 struct Silu {
   template <typename A>
   static A argument(A x) {
@@ -29,7 +29,7 @@ struct Silu {
   }
 };
 
-// 0.5 x (1 + tanh(z / 2)) = x / (1 + e^-z), which loses nothing to cancellation where x is negative.
+// 0.5 x (1 + tanh(z / 2)) = x / (1 + e^-z), which has no cancellation for negative x.
 struct GeluTanh {
   static constexpr double kScale = 1.5957691216057308, kCubic = 0.044715;  // 2 sqrt(2 / pi)
   template <typename A>
@@ -48,7 +48,7 @@ struct GeluTanh {
   }
 };
 
-// x times the normal distribution function; e is the density but for its constant.
+// x times the normal distribution function; e is the density without its constant factor.
 struct GeluErf {
   template <typename A>
   static A argument(A x) {
@@ -56,7 +56,7 @@ struct GeluErf {
   }
   static double distribution(double x, double) { return 0.5 * std::erfc(-0.7071067811865476 * x); }
   static float distribution(float x, float e) {
-    // At -a it is e p(a) / q(a), a minimax fit; from a = 16 on, e is 0.
+    // At -a it is e p(a) / q(a), a minimax approximation; from a = 16 on e is 0.
     const float a = bit_cast<float>(std::min(bit_cast<int32_t>(std::abs(x)), bit_cast<int32_t>(16.f))), a2 = a * a;
     const float p = (0.5f + 0.333630532f * a) + a2 * (0.103956588f + 0.0135161234f * a);
     const float q = (1.f + 1.46514273f * a) + a2 * ((0.876959085f + 0.260014653f * a) + 0.0339010507f * a2);
@@ -75,8 +75,8 @@ struct GeluErf {
 
 constexpr int64_t kBlock = 512;
 
-// The exponentials have their own loop: in one loop, so many instructions would wait for each other that the processor
-// could not overlap enough iterations.
+// The exponentials have their own loop. In one loop with the rest, the chains of dependent instructions would be too
+// long for the processor to overlap iterations.
 template <typename Act, typename S, typename A>
 inline void exponentials(const S* x, int64_t count, A* e) {
   for (int64_t i = 0; i < count; ++i) e[i] = exponential(Act::argument(widen(x[i])));
@@ -108,7 +108,7 @@ inline void backward(const T* grad_y, const T* gate, const T* up, T* grad_gate, 
     Stage<T>* du = staging(grad_up + begin, out_buffer + kBlock);
     exponentials<Act>(g, count, e);
     for (int64_t i = 0; i < count; ++i) {
-      // All is read before anything is written, which could be the same memory for all that the compiler knows.
+      // Reads come before writes, since the compiler must assume that both may be to the same memory.
       const Wide<T> x = widen(g[i]), upstream = widen(dy[i]), factor = widen(u[i]);
       const Wide<T> value = Act::value(x, e[i]), slope = Act::slope(x, e[i]);
       du[i] = narrow<T>(upstream * value);

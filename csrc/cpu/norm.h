@@ -1,5 +1,5 @@
-// RMSNorm on the CPU. Every function works on a part of the whole, so that the caller can split it over threads; the
-// result does not depend on the split.
+// RMSNorm on the CPU. Every function computes a part, so that the caller can divide the work among threads; the result
+// does not depend on how.
 #pragma once
 #include <cstdint>
 

@@ -8,7 +8,7 @@
 
 #include "cpu/convert.h"
 
-// Iterations are independent even in place, where each writes over what it has read itself.
+// Tells the compiler that iterations are independent, also in place: each overwrites only what it has read itself.
 #if defined(__GNUC__) && !defined(__clang__)
 #define LLMK_INDEPENDENT _Pragma("GCC ivdep")
 #else
@@ -26,7 +26,7 @@ struct Factors {
   A cos_a[kPairs], cos_b[kPairs], sin_a[kPairs], sin_b[kPairs];
 };
 
-// Where some pairs are in a row: the a and the b in two runs, or pairs one after another, cut in two equal runs.
+// Where some pairs are in a row: a run of the a and a run of the b; interleaved, the pairs cut into two equal runs.
 struct Runs {
   int64_t first, second, count;
   bool interleaved;
@@ -100,7 +100,7 @@ inline void rotate_heads(const RopeTensor& x, int64_t batch, int64_t token, cons
   }
 }
 
-// The dimensions behind the rotary ones.
+// Copies the dimensions from rotary_dim on.
 template <typename T>
 inline void copy_rest(const RopeParams& p, const RopeTensor& x, int64_t batch, int64_t token) {
   if (p.rotary_dim == p.head_dim || x.in == x.out) return;

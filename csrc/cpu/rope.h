@@ -8,7 +8,7 @@
 namespace llmk::cpu {
 
 // All heads of q and k at the flat indices batch * tokens + token in [begin, end). With position_ids, every position
-// must be in [0, table_rows): ask first_bad_position before.
+// must be in [0, table_rows): check with first_bad_position() before.
 void rope(const RopeParams& params, Dtype dtype, int64_t begin, int64_t end);
 
 // The flat index batch * tokens + token of the first position outside [0, table_rows), or -1 when there is none.

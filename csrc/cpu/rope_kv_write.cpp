@@ -1,5 +1,5 @@
-// The rotation of new queries and keys with the write to the KV cache on the CPU, rounded as cpu/rope.cpp does. Pages
-// have been checked.
+// Rotation of new queries and keys, and the write to the KV cache, on the CPU. Rounds as cpu/rope.cpp does. Pages have
+// been checked.
 #include "cpu/attention.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ inline void rotate_head(const T* in, T* out, const Wide<T>* cos, const Wide<T>* 
   const Stage<T>* x = load(in, dim, buffer);
   for (int64_t d = 0; d < dim; ++d) head[d] = widen(x[d]);
   Stage<T>* staged = staging(out, buffer);
-  // Where the pairs are: two loops, since of one GCC makes fused instructions in spite of -ffp-contract=off.
+  // Two loops, since in one loop GCC would fuse multiplications and additions in spite of -ffp-contract=off.
   const int64_t step = interleaved ? 2 : 1, distance = interleaved ? 1 : dim / 2;
   for (int64_t low = 0; low < dim / 2 * step; low += step) {
     staged[low] = narrow<T>(rounded<T>(head[low] * cos[low]) - rounded<T>(head[low + distance] * sin[low]));

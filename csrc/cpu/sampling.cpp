@@ -1,4 +1,4 @@
-// Sampling on the CPU: the same arithmetic as on the GPU (sampling_arithmetic.h, kernels/sampling/sample.cu),
+// Sampling on the CPU, by the same arithmetic as on the GPU (sampling_arithmetic.h, kernels/sampling/sample.cu). Finds
 // thresholds by partial sorting. float64 logits are rounded to float32.
 #include "cpu/sampling.h"
 
