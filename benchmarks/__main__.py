@@ -1,39 +1,67 @@
-"""python -m benchmarks ops | model | decode | plot"""
+"""python -m benchmarks ops | model | decode | stale | merge | plot"""
 
 import argparse
 from pathlib import Path
 
 import torch
 
-from benchmarks import call_overhead
+from benchmarks import report, results, sections
 from benchmarks.cases import PROVIDERS
-from benchmarks.ops import DECODE_OPS, OPS
-from benchmarks.run_decode import PROVIDERS as DECODERS
-from benchmarks.variants import VARIANTS
+from benchmarks.run import Run
+
+RESULTS = Path("results")
+MODEL_PROVIDERS = ("eager", "llmkernels", "liger", "compile")
+DECODE_PROVIDERS = ("llmkernels", "generate", "eager", "eager_generate", "static_compile")
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse()
-    output = arguments.output or default_output(arguments)
     if arguments.what == "plot":
-        from benchmarks import plots
-
-        plots.draw(output)
-        return
-    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    if arguments.what == "ops":
-        from benchmarks import run_ops
-
-        run_ops.run(device, output, arguments.only, arguments.providers, arguments.quick)
-    elif arguments.what == "decode":
-        from benchmarks import run_decode
-
-        run_decode.run(device, output, arguments.model, arguments.only, arguments.providers, arguments.quick)
+        draw(arguments.output or RESULTS)
+    elif arguments.what == "merge":
+        merge(arguments.folder, arguments.output or RESULTS)
+    elif arguments.what == "stale":
+        return stale(arguments)
     else:
-        from benchmarks import run_model
+        wanted = sections.find(sections.COMMANDS[arguments.what], arguments.section)
+        output = arguments.output or default_output(arguments)
+        failed = sections.measure(wanted, run_of(arguments), output, known=RESULTS)
+        draw(output)
+        return len(failed)
+    return 0
 
-        run_model.run(device, output, arguments.model, arguments.providers, arguments.quick)
+
+def stale(arguments: argparse.Namespace) -> int:
+    """Lists what is stale, or measures it."""
+    found = sections.stale(RESULTS)
+    for section, why in found:
+        report.console.print(f"{section.title}: {why}")
+    if not found:
+        report.console.print("every section was measured on these sources")
+    if not arguments.run:
+        return int(bool(found))
+    wanted = [section for section, _ in found]
+    run, output = run_of(arguments), arguments.output or default_output(arguments)
+    return len(sections.measure(wanted, run, output, arguments.budget_s, known=RESULTS))
+
+
+def merge(source: Path, target: Path) -> None:
+    """Takes over the sections of the results files in a folder."""
+    for path in sorted(source.glob("*.json")):
+        meta, rows = results.load(path)
+        if "sections" in meta:
+            try:
+                results.merge(target / path.name, meta, rows)
+            except ValueError as problem:
+                raise SystemExit(str(problem)) from None
+            report.console.print(f"{target / path.name}: {', '.join(meta['sections'])}")
+    draw(target)
+
+
+def draw(folder: Path) -> None:
+    from benchmarks import plots
+
+    plots.draw(folder)
 
 
 def parse() -> argparse.Namespace:
@@ -42,31 +70,54 @@ def parse() -> argparse.Namespace:
     ops = commands.add_parser("ops", help="every op beside eager, torch, torch.compile, Triton and Liger-Kernel")
     model = commands.add_parser("model", help="prefill and decode of a live Hugging Face model")
     decode = commands.add_parser("decode", help="the kernels of a decode step, and tokens per second of a model")
+    stale = commands.add_parser("stale", help="which sections of results/ were measured on other sources; 1 if any")
+    merge = commands.add_parser("merge", help="take over the sections of the results files in a folder")
     plot = commands.add_parser("plot", help="draw the pictures again from the results files")
-    for command, names in ((ops, PROVIDERS), (model, tuple(VARIANTS)), (decode, DECODERS)):
+    for command, providers in ((ops, PROVIDERS), (model, MODEL_PROVIDERS), (decode, DECODE_PROVIDERS)):
+        names = [section.name for section in sections.find(sections.COMMANDS[command.prog.split()[-1]])]
+        command.add_argument(
+            "--section", nargs="+", default=(), choices=names, metavar="NAME", help="only these: " + ", ".join(names)
+        )
+        command.add_argument(
+            "--providers", nargs="+", default=(), choices=providers, metavar="NAME", help=", ".join(providers)
+        )
+    stale.add_argument("--run", action="store_true", help="measure these sections, those that matter most first")
+    stale.add_argument(
+        "--budget-s",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="begin none that may end after S seconds",
+    )
+    for command in (ops, model, decode, stale):
         command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         command.add_argument("--quick", action="store_true", help="few sizes, few samples")
-        command.add_argument("--providers", nargs="+", default=(), choices=names, metavar="NAME", help=", ".join(names))
-    ops.add_argument("--only", nargs="+", default=(), choices=(*OPS, call_overhead.OP), metavar="OP", help="only these")
-    parts = (*DECODE_OPS, "decode")
-    decode.add_argument("--only", nargs="+", default=(), choices=parts, metavar="PART", help=", ".join(parts))
     for command in (model, decode):
         command.add_argument("--model", metavar="ID_OR_PATH", help="weights by from_pretrained (default: random)")
-    for command in (ops, model, decode, plot):
+    merge.add_argument("folder", type=Path)
+    for command in (ops, model, decode, stale, merge, plot):
         command.add_argument(
-            "--output", type=Path, metavar="DIR", help="default: results for a whole run on a GPU, else results/local"
+            "--output",
+            type=Path,
+            metavar="DIR",
+            help="default: results (whole sections, on a GPU) or results/local",
         )
     return parser.parse_args()
 
 
+def run_of(arguments: argparse.Namespace) -> Run:
+    kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    providers, model_id = tuple(getattr(arguments, "providers", ())), getattr(arguments, "model", None)
+    return Run(device, arguments.quick, providers, model_id)
+
+
 def default_output(arguments: argparse.Namespace) -> Path:
-    """results/ holds whole runs on a GPU; anything less must not overwrite those."""
-    if arguments.what == "plot":
-        return Path("results")
+    """results/ holds whole sections, of a GPU and of the models that we name: nothing less must overwrite those."""
     on_gpu = torch.cuda.is_available() and arguments.device != "cpu"
-    partial = arguments.quick or arguments.providers or getattr(arguments, "only", ())
-    return Path("results") if on_gpu and not partial else Path("results/local")
+    partial = arguments.quick or getattr(arguments, "providers", ()) or getattr(arguments, "model", None)
+    return RESULTS if on_gpu and not partial else RESULTS / "local"
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -11,12 +11,14 @@ from functools import partial
 import torch
 from torch._inductor import config as inductor
 
-from benchmarks import report, timing
-from benchmarks.cases import Case, as_tuple
-from benchmarks.ops import OPS
+from benchmarks import timing
+from benchmarks.cases import OURS, Case, as_tuple
+from benchmarks.ops import add_rms_norm, rms_norm, rope, swiglu
+from benchmarks.run import Run
 
 OP = "call_overhead"
 DTYPE = torch.bfloat16
+OPS = {op.name: op for op in (rms_norm.OP, add_rms_norm.OP, rope.OP, swiglu.OP)}
 CASES = {
     "rms_norm": {"rows": 1, "cols": 3584},
     "add_rms_norm": {"rows": 1, "cols": 3584},
@@ -39,34 +41,38 @@ SCHEMAS = {  # of the ops in csrc/torch/ops.cpp, and the arguments that follow t
 
 
 @torch.no_grad()
-def measure(providers, device, effort):
+def measure(run: Run) -> list[dict]:
     library = torch.library.Library("llmkernels_empty", "FRAGMENT")
-    # All of them first, and without the compiler's pool of processes, which would begin beside what is timed.
-    with inductor.patch(compile_threads=1):
-        prepared = {name: prepare(library, name, providers, device) for name in CASES}
     rows = []
-    for name, (functions, moved) in prepared.items():
-        common = {"op": OP, "function": name, "dtype": "bfloat16", "pass": "fwd", "timing": "wall", "bytes": moved}
-        times = timing.time_calls(functions, device, effort)
-        rows += [{**common, "provider": provider, **timing.summary(samples)} for provider, samples in times.items()]
+    with timing.side_stream(run.device):
+        # All of them first, and without the compiler's pool of processes, which would begin beside what is timed.
+        with inductor.patch(compile_threads=1):
+            prepared = {name: prepare(library, name, run) for name in CASES}
+        for name, (functions, moved) in prepared.items():
+            run.begin(name)
+            common = {"op": OP, "function": name, "dtype": "bfloat16", "pass": "fwd", "timing": "wall", "bytes": moved}
+            times = timing.time_calls(functions, run.device, run.effort)
+            rows += [{**common, "provider": provider, **timing.summary(samples)} for provider, samples in times.items()]
     return rows
 
 
-def prepare(library, name, providers, device):
+def prepare(library, name, run):
     """What to call, by provider, and the bytes that one call moves."""
     op, case = OPS[name], Case(name, CASES[name], DTYPE, bytes=0)
-    inputs = (*op.inputs(case, device), *op.shared(case, device))
+    inputs = (*op.inputs(case, run.device), *op.shared(case, run.device))
     outputs = as_tuple(op.eager(*inputs))
     functions = {"empty": empty(library, name, inputs, outputs)}
     for provider, entry in op.providers(case).items():
-        if provider not in providers:
+        if provider not in run.op_providers:
             continue
         try:
             function = partial(entry.forward(), *inputs)
             function()
             functions[provider] = function
         except Exception as problem:
-            report.warn(provider, problem)
+            if provider == OURS:
+                raise
+            run.warn(provider, problem)
     return functions, sum(tensor.nbytes for tensor in (*inputs, *outputs))
 
 

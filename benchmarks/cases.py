@@ -9,6 +9,7 @@ from torch import Tensor
 
 # The columns of every table and picture, in this order.
 PROVIDERS = ("eager", "torch", "compile", "triton", "liger", "cublas", "cudnn", "flash", "llmkernels")
+CPU_PROVIDERS = ("eager", "torch", "llmkernels")
 OURS = "llmkernels"
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import timing
+from benchmarks.sources import fingerprint
 
-ROOT = Path(__file__).parent.parent
 CALLS = 8  # of a copy between two events, so that their latency does not show
 BUFFER_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}  # far beyond every cache
 
@@ -36,10 +36,14 @@ def describe(device: torch.device) -> dict:
         "sm_clock_mhz": clock,
         "copy_gb_s": round(copy_gb_s, 1),
         "read_gb_s": round(read_gb_s, 1),
-        "sources": fingerprint(),
+        "sources": fingerprint.fingerprint(),
         "command": command(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
     }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def measure_limits(device: torch.device) -> tuple[float, float, int]:
@@ -93,13 +97,6 @@ def nvidia_smi(field: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return lines[0].strip() if lines else ""
-
-
-def fingerprint() -> str:
-    """The hash over the sources, as scripts/fingerprint.py prints it."""
-    script = [sys.executable, str(ROOT / "scripts" / "fingerprint.py")]
-    result = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else ""
 
 
 def command() -> str:

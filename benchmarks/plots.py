@@ -6,7 +6,8 @@ from pathlib import Path
 
 from benchmarks import references, report
 from benchmarks.cases import OURS
-from benchmarks.report import cases, load, ordered
+from benchmarks.report import cases, ordered
+from benchmarks.results import load
 
 # One colour per provider in every picture; ours is the only red.
 COLOURS = {
@@ -42,7 +43,7 @@ LABELS = {
 }
 OPS = {"rms_norm": "RMSNorm", "add_rms_norm": "add + RMSNorm", "rope": "RoPE", "swiglu": "SwiGLU", "geglu": "GEGLU"}
 MARKS = {"quack": "D", "flashinfer": "^"}
-WHOLE_STEP = "step"  # a decode_part that the others make up
+WHOLE_STEP = "step"
 PAPER_GB_S = {"NVIDIA H200": 4800}
 STYLE = {
     "font.size": 9,

@@ -1,14 +1,12 @@
-"""Results files, tables and progress."""
+"""Tables on the terminal, progress, and what was left out."""
 
 import functools
-import json
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -22,17 +20,6 @@ CASE_KEYS = (
     "op", "function", "part", "model", "rows", "cols", "vocab", "packed", "m", "n", "k", "batch", "tokens", "kv_tokens",
     "heads", "kv_heads", "head_dim", "in_place", "cache", "context", "logits", "dtype", "pass", "timing",
 )  # fmt: skip
-
-
-def save(path: Path, meta: dict, rows: Sequence[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    path.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
-
-
-def load(path: Path) -> tuple[dict, list[dict]]:
-    content = json.loads(path.read_text())
-    return content["meta"], content["rows"]
 
 
 def cases(rows: Iterable[dict]) -> list[tuple[dict, dict[str, dict]]]:
@@ -77,6 +64,29 @@ def number(time_us: float) -> str:
 
 
 NO_PEERS = (OURS, "generate", "empty")
+
+
+METHODS = {
+    "graph": "CUDA graph over rotated inputs",
+    "events": "single launches, L2 flushed",
+    "wall": "wall time",
+}
+READERS = ("linear", "rms_norm_linear", "decode_attention", "sample", "decode")  # what they write is little
+
+
+def print_rows(rows: Sequence[dict], meta: dict) -> None:
+    """A table for each op and method of timing."""
+    for op, method in dict.fromkeys((row["op"], row["timing"]) for row in rows):
+        found = [row for row in rows if (row["op"], row["timing"]) == (op, method)]
+        unit, unit_us = ("ms", 1e3) if op in ("prefill", "decode") else ("us", 1)
+        limit = "read" if op in READERS else "copy"
+        limit_gb_s = 0 if op == "call_overhead" or not all("bytes" in row for row in found) else meta[f"{limit}_gb_s"]
+        print_table(f"{op}, {METHODS[method]}, {unit}", found, limit_gb_s, unit_us, limit)
+    facts = {row["provider"]: row for row in rows}
+    for provider, row in facts.items():
+        notes = [f"{key} {value}" for key, value in row.items() if key.startswith(("logits_error", "patched"))]
+        if notes:
+            console.print(f"{provider}: {', '.join(notes)}")
 
 
 def print_table(
@@ -126,25 +136,24 @@ def warn(provider: str, error: BaseException) -> None:
     _say_left_out(provider, f"{type(error).__name__}: {lines[0][:300]}")
 
 
+def plausible(rows: Iterable[dict], meta: dict) -> None:
+    """Says so when a time is shorter than the memory allows: then something else was measured."""
+    limit_gb_s = 1.1 * max(meta["copy_gb_s"], meta["read_gb_s"])
+    for row in rows:
+        if row["timing"] == "graph" and "bytes" in row and row["bytes"] / row["time_us"] / 1e3 > limit_gb_s:
+            console.print(f"  impossible: {row}")
+
+
 @contextmanager
-def progress(total: int):
-    """Yields a function that says what begins now; a bar on a terminal, one line per case in a log."""
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
+def progress():
+    """Yields a function that says what begins now: a line that moves on a terminal, one line per case in a log."""
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        begun = 0
+        task = bar.add_task("")
 
         def begin(what: str) -> None:
-            nonlocal begun
             if not console.is_terminal:
-                console.print(f"[{begun + 1}/{total}] {what}")
-            bar.update(task, completed=begun, description=what)
-            begun += 1
+                console.print(f"  {what}")
+            bar.update(task, description=what)
 
         yield begin

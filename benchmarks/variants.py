@@ -1,15 +1,13 @@
-"""The same model as it is, patched by llmkernels, patched by Liger-Kernel, and compiled: one context manager each.
+"""The same model as it is, patched by llmkernels, and patched by Liger-Kernel: one context manager each.
 
 Each yields (forward, facts): what to call, and what the rows of this provider say beside their times. All work on one
 instance, one after the other, and each leaves the model as it found it, which `assert_untouched` checks.
 """
 
-import copy
 import sys
 from contextlib import contextmanager
 from types import ModuleType
 
-import torch
 from torch import nn
 
 
@@ -55,14 +53,6 @@ def liger(model: nn.Module):
     assert_untouched(model)
 
 
-@contextmanager
-def compile(model: nn.Module):
-    assert_untouched(model)
-    torch._dynamo.reset()
-    yield torch.compile(model, dynamic=False), {}
-    torch._dynamo.reset()
-
-
 def source_module(model: nn.Module) -> ModuleType:
     return sys.modules[type(model).__module__]
 
@@ -80,15 +70,4 @@ def assert_untouched(model: nn.Module) -> None:
         raise RuntimeError(f"apply_rotary_pos_emb is still that of {rotate.__module__}")
 
 
-VARIANTS = {"eager": eager, "llmkernels": llmkernels, "liger": liger, "compile": compile}
-
-
-def fits_in_float32(model: nn.Module) -> bool:
-    """Whether there is room for float32_copy() beside the model."""
-    device = next(model.parameters()).device
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    return device.type == "cpu" or torch.cuda.mem_get_info(device)[0] > 4 * weights
-
-
-def float32_copy(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).float()
+VARIANTS = {"eager": eager, "llmkernels": llmkernels, "liger": liger}

@@ -8,7 +8,8 @@ A hash is over tokens: comments, formatting and docstrings do not count. A resul
 (`meta.sections`), and a section names the files that measure it, its `roots`. Its component is what these reach:
 
 - in Python, the modules that they import, through the re-exports of a package but not for them;
-- the ops that these modules call: their schema in ops.cpp and the file in csrc/torch that implements them;
+- the ops that these modules call: their schema in ops.cpp and the file in csrc/torch that implements them; and the
+  files of the C functions that they call;
 - in C++, the headers that a file includes, and the files that define the functions it uses of those headers;
 - in setup.py, `add_library` and what it names: the flags.
 
@@ -35,6 +36,7 @@ PACKAGES = ("llmkernels", "benchmarks")
 SCHEMAS = "csrc/torch/ops.cpp"
 BUILD, BUILD_ROOT = "setup.py", "add_library"
 CPU = "csrc/cpu/"
+EXPORTED = "llmk_"  # the names of C functions of the library
 
 
 def source_files(parts=SOURCES, root: Path = ROOT) -> list[str]:
@@ -260,8 +262,8 @@ class Tree:
         if part or not (self.root / path).exists():
             return []
         if path.endswith(".py"):
-            ops = self._ops(path)
-            return [*self._imports(path), *self._implementations(ops), *([f"{BUILD}:{BUILD_ROOT}"] if ops else [])]
+            compiled = [*self._implementations(self._ops(path)), *self._exporting(path)]
+            return [*self._imports(path), *compiled, *([f"{BUILD}:{BUILD_ROOT}"] if compiled else [])]
         return self._cpp_needs(path)
 
     # C++
@@ -341,6 +343,18 @@ class Tree:
 
     def _implementations(self, ops: Iterable[str]) -> list[str]:
         return [part for op in ops for part in (f"{SCHEMAS}:{op}", *self.bindings.get(op, ()))]
+
+    def _exporting(self, name: str) -> list[str]:
+        """The files that define the C functions that a Python file calls through ctypes."""
+        names = {
+            node.attr for node in ast.walk(self.syntax(name) or ast.Module([], [])) if isinstance(node, ast.Attribute)
+        }
+        return [
+            file
+            for function in sorted(names)
+            if function.startswith(EXPORTED)
+            for file in self.definers.get(function, ())
+        ]
 
     def _ops(self, name: str) -> list[str]:
         """The ops that a Python file calls: by torch.ops.llmkernels, in the package also names given to calls..
@@ -440,6 +454,8 @@ def stale_sections(results: Path, tree: Tree) -> dict[str, bool]:
 
 
 def is_stale(section: dict, tree: Tree) -> bool:
+    if "roots" not in section:  # measured when results were of the whole
+        return section["sources"] != fingerprint(root=tree.root)
     return section["sources"] != tree.component(section["roots"], gpu=bool(section["gpu"]))
 
 

@@ -13,9 +13,11 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import call_overhead, report, timing
+from benchmarks import call_overhead, models, report, results, sections, step_parts, timing
 from benchmarks.cases import OURS, PROVIDERS
 from benchmarks.ops import DECODE_OPS, OPS
+from benchmarks.run import Run
+from benchmarks.sources import fingerprint
 
 ROOT = Path(__file__).parent.parent
 META = {
@@ -35,10 +37,11 @@ def run(folder, *arguments):
 
 
 def test_a_short_run_writes_the_format(tmp_path):
-    out = run(tmp_path, "ops", "--only", "rms_norm", "call_overhead", "--providers", "eager", OURS)
-    content = json.loads((tmp_path / "ops.json").read_text())
-    meta, rows = content["meta"], content["rows"]
-    assert set(meta) >= META and meta["sources"] and str(tmp_path) not in meta["command"]
+    out = run(tmp_path, "ops", "--section", "rms_norm", "call_overhead", "--providers", "eager", OURS)
+    meta, rows = results.load(tmp_path / "ops.json")
+    assert set(meta["sections"]) == {"rms_norm", "call_overhead"} == {row["section"] for row in rows}
+    for one in (meta, *meta["sections"].values()):
+        assert set(one) >= META and one["sources"] and str(tmp_path) not in one["command"]
     assert "left out" not in out
     for row in rows:
         assert set(row) >= ROW and ("bytes" in row or "flops" in row) and row["pass"] in ("fwd", "bwd")
@@ -50,8 +53,8 @@ def test_a_short_run_writes_the_format(tmp_path):
 
 def test_a_short_decode_run(tmp_path):
     """Kernels and whole steps, patched and not, each of which has run."""
-    parts = ("decode_attention", "sample", "decode")
-    out = run(tmp_path, "decode", "--only", *parts, "--providers", OURS, "generate", "eager")
+    names = ("decode_attention", "sample", "steps", "unpatched")
+    out = run(tmp_path, "decode", "--section", *names, "--providers", OURS, "generate", "eager")
     kernels, steps = (json.loads((tmp_path / name).read_text())["rows"] for name in ("decode_ops.json", "decode.json"))
     assert "left out" not in out.replace("cudnn left out", "")  # which is for GPUs
     assert {row["op"] for row in kernels} == {"decode_attention", "sample"}
@@ -79,6 +82,146 @@ def test_a_short_run_of_a_model_in_a_folder(tmp_path):
     ours = found["prefill", OURS]
     assert ours["patched_rms_norm"] == 5 and ours["logits_error_eager"] < 1e-4
     assert (tmp_path / "model.png").exists()
+
+
+# ---- sections
+
+
+A_ROW = {"op": "call_overhead", "function": "rope", "provider": OURS, "timing": "wall", "dtype": "float32"}
+
+
+def a_file(folder, measured, **meta):
+    """A results file with a row for each section: {name: its number}."""
+    meta = {"gpu": "a GPU", "cpu": "a CPU", "torch": "old", "date": "2026-01-01", "sources": "0"} | meta
+    rows = [{"section": name, **A_ROW, "time_us": number} for name, number in measured.items()]
+    results.merge(folder / "ops.json", {**meta, "sections": dict.fromkeys(measured, meta)}, rows)
+
+
+def numbers(folder):
+    return {row["section"]: row["time_us"] for row in results.load(folder / "ops.json")[1]}
+
+
+def test_sections_merge_into_their_file(tmp_path):
+    a_file(tmp_path, {"rope": 1, "swiglu": 2})
+    a_file(tmp_path, {"swiglu": 3, "geglu": 4}, date="2026-02-02", torch="new")
+    assert list(numbers(tmp_path).items()) == [("rope", 1), ("swiglu", 3), ("geglu", 4)]
+    meta = results.load(tmp_path / "ops.json")[0]
+    assert meta["date"] == "2026-02-02" and meta["torch"] == "new"
+    assert [one["date"][:7] for one in meta["sections"].values()] == ["2026-01", "2026-02", "2026-02"]
+    a_file(tmp_path, {"rope": 5}, date="2025-03-03")  # from a run before
+    assert results.load(tmp_path / "ops.json")[0]["date"] == "2026-02-02" and numbers(tmp_path)["rope"] == 5
+    with pytest.raises(ValueError, match="was measured on a GPU, and these results on another GPU"):
+        a_file(tmp_path, {"rope": 6}, gpu="another GPU")
+    assert numbers(tmp_path)["rope"] == 5
+
+
+def test_merge_takes_over_a_folder(tmp_path):
+    a_file(tmp_path / "here", {"rope": 1, "swiglu": 2})
+    a_file(tmp_path / "there", {"swiglu": 3})
+    (tmp_path / "there" / "gpu_tests.json").write_text('{"meta": {}, "rows": []}')
+    command = [sys.executable, "-m", "benchmarks", "merge", str(tmp_path / "there"), "--output", str(tmp_path / "here")]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    assert numbers(tmp_path / "here") == {"rope": 1, "swiglu": 3}
+    assert not (tmp_path / "here" / "gpu_tests.json").exists()
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Three sections that say in which order they were measured."""
+    order = []
+
+    def fake(name, seconds):
+        def measure(run):
+            order.append(name)
+            if name == "b":
+                raise RuntimeError("does not run")
+            return [{**A_ROW, "time_us": 1.0}]
+
+        return sections.Section("ops", name, ("benchmarks/timing.py",), measure, seconds)
+
+    monkeypatch.setattr(sections.machine, "describe", lambda device: {
+        "gpu": "a GPU", "cpu": "", "copy_gb_s": 1, "read_gb_s": 1, "sm_clock_mhz": 0, "sources": "0", "date": "2026",
+    })  # fmt: skip
+    return [fake("a", 10), fake("b", 20), fake("c", 300), fake("d", 10)], order
+
+
+def test_sections_are_measured_in_order_and_within_the_budget(fakes, tmp_path, monkeypatch):
+    table, order = fakes
+    monkeypatch.setattr(Run, "small", False)
+    failed = sections.measure(table, Run(torch.device("cpu")), tmp_path, budget_s=100)
+    assert order == ["a", "b", "d"] and [section.name for section in failed] == ["b"]
+    assert set(results.sections(tmp_path / "ops.json")) == {"a", "d"}
+    # What a section took the last time says what it will take.
+    order.clear()
+    known = tmp_path / "known"
+    a_file(known, {"c": 1}, seconds=50)
+    a_file(known, {"d": 1}, seconds=200)
+    sections.measure(table, Run(torch.device("cpu")), tmp_path, budget_s=100, known=known)
+    assert order == ["a", "b", "c"]
+
+
+def test_what_is_stale(fakes, tmp_path):
+    table = fakes[0][::3]
+    assert [why for _, why in sections.stale(tmp_path, table)] == ["not measured"] * 2
+    sections.measure(table, Run(torch.device("cpu")), tmp_path)
+    assert sections.stale(tmp_path, table) == []
+    meta, rows = results.load(tmp_path / "ops.json")
+    meta["sections"]["a"]["sources"] = "of others"
+    meta["sections"]["d"]["roots"] = []
+    results.save(tmp_path / "ops.json", meta, rows)
+    assert [section.name for section, _ in sections.stale(tmp_path, table)] == ["a", "d"]
+
+
+def test_stale_runs_what_is_stale(tmp_path):
+    """The command that the results are renewed by, as far as its budget goes."""
+    out = run(tmp_path, "stale", "--run", "--budget-s", "0.001")
+    assert out.count("left for another run") == out.count(": measured on other sources") + out.count(": not measured")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sections_depend_on_what_they_measure():
+    tree = fingerprint.Tree(ROOT)
+    reached = {section.title: set(tree.reached(section.roots)) for section in sections.TABLE}
+    assert len(reached) == len(sections.TABLE)
+    assert all((ROOT / root).exists() for section in sections.TABLE for root in section.roots)
+    printing = {"benchmarks/report.py", "benchmarks/plots.py", "benchmarks/machine.py", "benchmarks/sections.py"}
+    assert not any(printing & files for files in reached.values())
+    if not (ROOT / "csrc").exists():
+        return  # the tests of a wheel
+    for title in ("ops/rope", "ops/call_overhead", "model/prefill"):
+        assert "csrc/kernels/rope/rope.cu" in reached[title]
+    assert "csrc/torch/decode.cpp" in reached["decode/steps"]
+    for title in ("ops/rms_norm", "ops/swiglu", "decode_ops/sample"):
+        assert not any("attention" in file or "hf/" in file for file in reached[title])
+    for title in ("decode/unpatched", "decode/compiled", "model/compiled"):
+        assert not any(file.startswith("csrc") for file in reached[title])
+
+
+def test_committed_results_are_of_the_table():
+    if not (ROOT / "results").exists():
+        pytest.skip("needs the results")
+    for file in dict.fromkeys(section.file for section in sections.TABLE):
+        meta, rows = results.load(ROOT / "results" / f"{file}.json")
+        assert {row["section"] for row in rows} == set(meta["sections"])
+        assert set(meta["sections"]) <= {section.name for section in sections.find([file])}
+        assert all(set(one) >= META for one in (meta, *meta["sections"].values()))
+
+
+def test_the_parts_of_a_step_run():
+    """As it is measured on a GPU alone, where nobody would see at once that a name has changed."""
+    import llmkernels
+
+    bench = step_parts.Bench(Run(torch.device("cpu"), quick=True))
+    with torch.no_grad(), llmkernels.patch(bench.model):
+        calls = bench.launches(bench.cache(2, 8))
+        layers = bench.model.config.num_hidden_layers
+        assert [len(found) for found in calls.values()] == [layers] * 5 + [1, 1]
+        for found in calls.values():
+            found[0]()
+    models.load.cache_clear()
+
+
+# ---- cases and timing
 
 
 def test_every_case_compares_like_with_like():

@@ -147,6 +147,7 @@ def change(path: Path, text: str):
         ("csrc/kernels/linear/linear.cu", {"linear", "decode"}),
         ("csrc/kernels/attention/decode_attention_bf16.cu", {"attention", "decode"}),
         ("csrc/torch/decode.cpp", {"decode"}),
+        ("csrc/kernels/graph.cu", {"decode"}),
         ("csrc/cpu/rope.cpp", set()),
         ("csrc/module.cpp", set()),
         ("llmkernels/ops/rope.py", {"rope", "decode"}),
@@ -310,5 +311,7 @@ def test_its_exit_status_and_words(tmp_path):
     roots = OPS["rope"]
     good = {"roots": roots, "sources": tools["Tree"](ROOT).component(roots), "gpu": "a GPU"}
     assert run({"sources": "0", "sections": {"rope": good}}) == (0, "r.json: these sources: rope")
+    without_roots = {"rope": {"sources": "0"}}
+    assert run({"sources": whole, "sections": without_roots}) == (1, "r.json: OTHER SOURCES: rope")
     two = {"rope": good, "sample": {**good, "sources": "0"}}
     assert run({"sources": whole, "sections": two}) == (1, "r.json: OTHER SOURCES: sample; these sources: rope")

@@ -1,0 +1,42 @@
+"""Results files: {"meta": ..., "rows": [...]}, where every row names its section.
+
+`meta["sections"]` has the meta of every section, with the hash of the sources that it depends on; the rest of `meta` is
+that of the section measured last.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def load(path: Path) -> tuple[dict, list[dict]]:
+    content = json.loads(path.read_text())
+    return content["meta"], content["rows"]
+
+
+def save(path: Path, meta: dict, rows: Sequence[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    unfinished = path.with_suffix(".json.new")
+    unfinished.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+    unfinished.replace(path)
+
+
+def sections(path: Path) -> dict[str, dict]:
+    """The meta of each section."""
+    return load(path)[0].get("sections", {}) if path.exists() else {}
+
+
+def merge(path: Path, meta: dict, rows: Sequence[dict]) -> None:
+    """Puts whole sections into a results file, in the places of those that it has."""
+    if path.exists():
+        old_meta, old_rows = load(path)
+        here, there = (one["gpu"] or one["cpu"] for one in (old_meta, meta))
+        if here != there:
+            raise ValueError(f"{path} was measured on {here}, and these results on {there}")
+        newer = max(old_meta, meta, key=lambda one: one["date"])
+        meta = {**newer, "sections": {**old_meta["sections"], **meta["sections"]}}
+        fresh = {row["section"] for row in rows}
+        rows = [*(row for row in old_rows if row["section"] not in fresh), *rows]
+    places = {name: place for place, name in enumerate(meta["sections"])}
+    save(path, meta, sorted(rows, key=lambda row: places[row["section"]]))

@@ -1,0 +1,148 @@
+"""The sections of the results: what is measured at once, of which sources, and which of them are stale."""
+
+import gc
+import importlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import machine, report, results
+from benchmarks.run import Run
+from benchmarks.sources import ROOT, fingerprint
+
+CASES = "benchmarks/measure.py"
+
+
+@dataclass(frozen=True)
+class Section:
+    """`roots` are the files that measure it, whose imports and ops say what else it depends on."""
+
+    file: str
+    name: str
+    roots: tuple[str, ...]
+    measure: Callable[[Run], list[dict]]
+    seconds: int  # about so many on an H200, until it has been measured
+
+    @property
+    def title(self) -> str:
+        return f"{self.file}/{self.name}"
+
+
+def of_op(file: str, name: str, module: str, seconds: int, methods: Sequence[str]) -> Section:
+    def measure(run: Run) -> list[dict]:
+        from benchmarks.measure import measure_op
+        from benchmarks.ops import DECODE_OPS, OPS
+
+        return measure_op((OPS | DECODE_OPS)[name], run, methods)
+
+    return Section(file, name, (CASES, f"benchmarks/ops/{module}.py"), measure, seconds)
+
+
+def of(file: str, name: str, module: str, function: str, seconds: int) -> Section:
+    def measure(run: Run) -> list[dict]:
+        return getattr(importlib.import_module(f"benchmarks.{module}"), function)(run)
+
+    return Section(file, name, (f"benchmarks/{module}.py",), measure, seconds)
+
+
+op = partial(of_op, "ops", methods=("graph", "events", "wall"))
+decode_op = partial(of_op, "decode_ops", methods=("graph",))
+
+# Those that matter most come first.
+TABLE = (
+    of("ops", "call_overhead", "call_overhead", "measure", 30),  # soon: before others have filled the host's caches
+    of("decode", "steps", "steps_patched", "measure_first_sizes", 60),
+    decode_op("linear", "linear", 60),
+    decode_op("rms_norm_linear", "linear", 60),
+    decode_op("decode_attention", "decode_attention", 60),
+    decode_op("sample", "sample", 30),
+    op("rms_norm", "rms_norm", 100),
+    op("add_rms_norm", "add_rms_norm", 50),
+    op("rope", "rope", 70),
+    op("swiglu", "swiglu", 60),
+    op("geglu", "geglu", 20),
+    of("model", "prefill", "forward_compared", "measure_prefill", 120),
+    of("model", "decode", "forward_compared", "measure_decode", 60),
+    of("decode", "other_sizes", "steps_patched", "measure_other_sizes", 240),
+    of("decode", "parts", "step_parts", "measure", 40),
+    of("decode", "unpatched", "steps_unpatched", "measure_first_sizes", 80),
+    of("decode", "unpatched_other_sizes", "steps_unpatched", "measure_other_sizes", 180),
+    of("model", "compiled", "forward_compiled", "measure", 180),
+    of("decode", "compiled", "steps_unpatched", "measure_compiled", 300),
+)
+COMMANDS = {"ops": ("ops",), "decode": ("decode_ops", "decode"), "model": ("model",)}  # and the files that they write
+
+
+def find(files: Iterable[str], names: Sequence[str] = ()) -> list[Section]:
+    return [section for section in TABLE if section.file in files and (not names or section.name in names)]
+
+
+def stale(folder: Path, sections: Iterable[Section] = TABLE, tree=None) -> list[tuple[Section, str]]:
+    """The sections whose rows in `folder` are not of these sources, and why not."""
+    tree = tree or fingerprint.Tree(ROOT)
+    found = []
+    for section in sections:
+        measured = results.sections(folder / f"{section.file}.json").get(section.name)
+        if measured is None:
+            found.append((section, "not measured"))
+        elif measured.get("roots") != list(section.roots) or fingerprint.is_stale(measured, tree):
+            found.append((section, f"measured on other sources, {measured['date'][:10]}"))
+    return found
+
+
+def measure(
+    sections: Iterable[Section], run: Run, output: Path, budget_s: float = float("inf"), known: Path | None = None
+) -> list[Section]:
+    """Measures one section after the other, and saves each when it is complete. Returns those that failed.
+
+    A section is begun only if it is expected to end within the budget: what it took in the results in `known` says.
+    """
+    begun, failed = time.perf_counter(), []
+    described = machine.describe(run.device)
+    limits = f"copy {described['copy_gb_s']} GB/s, read {described['read_gb_s']}, {described['sm_clock_mhz']} MHz"
+    report.console.print(f"{described['gpu'] or described['cpu']}: {limits}")
+    for section in sections:
+        recorded = results.sections(known / f"{section.file}.json").get(section.name, {}) if known else {}
+        expected_s = 0 if run.small else recorded.get("seconds", section.seconds)
+        spent_s = time.perf_counter() - begun
+        if spent_s + expected_s > budget_s:
+            report.console.print(f"{section.title}: left for another run, {spent_s:.0f} s of {budget_s:.0f} are spent")
+            continue
+        report.console.print(f"\n{section.title}")
+        start = time.perf_counter()
+        try:
+            with report.progress() as begin:
+                rows = section.measure(replace(run, begin=begin, warn=report.warn))
+        except Exception as problem:  # the others go on
+            report.warn(section.title, problem)
+            failed.append(section)
+            continue
+        finally:
+            clear(run)
+        seconds = round(time.perf_counter() - start)
+        if rows:
+            save(section, {**described, "date": machine.now(), "seconds": seconds}, rows, output)
+            report.plausible(rows, described)
+            report.print_rows(rows, described)
+            report.console.print(f"{section.title}: {len(rows)} rows in {seconds} s")
+    return failed
+
+
+def save(section: Section, meta: dict, rows: list[dict], output: Path) -> None:
+    component = fingerprint.Tree(ROOT).component(section.roots, gpu=bool(meta["gpu"]))
+    entry = {**meta, "sources": component, "roots": list(section.roots)}
+    rows = [{"section": section.name, **row} for row in rows]
+    meta = {key: value for key, value in meta.items() if key != "seconds"}
+    results.merge(output / f"{section.file}.json", {**meta, "sections": {section.name: entry}}, rows)
+
+
+def clear(run: Run) -> None:
+    """So that a section finds the host and the device as if it came first."""
+    torch._dynamo.reset()
+    gc.collect()
+    if run.on_gpu:
+        torch.cuda.empty_cache()
