@@ -2,11 +2,11 @@
 # All tests of the GPU on this machine, and compute-sanitizer on a short selection of them; writes
 # results/gpu_tests.json.
 #
-#   bash scripts/gpu_check.sh [--sanitizer | --tools memcheck,synccheck] [--no-tests] [--output FILE] [-n WORKERS]
-#       [-- pytest arguments]
+#   bash scripts/gpu_check.sh [--sanitizer | --tools memcheck,synccheck] [--no-tests | --two-gpus] [--output FILE]
+#       [-n WORKERS] [-- pytest arguments]
 #
 # Needs no installed package: it takes the library that lies in llmkernels/ if that is of these sources, else builds it.
-# Parts of a report on the same sources that are not run again are kept.
+# Parts of a report on the same sources that are not run again are kept. --two-gpus runs only the tests that need two.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,6 +22,7 @@ while [ $# -gt 0 ]; do
     --sanitizer) tools=(memcheck racecheck synccheck initcheck); shift ;;
     --tools) IFS=, read -ra tools <<<"$2"; shift 2 ;;
     --no-tests) tests=; shift ;;
+    --two-gpus) tests=two_gpus; shift ;;
     --output) output=$2; shift 2 ;;
     -n) workers=(-n "$2"); shift 2 ;;
     --) shift; break ;;
@@ -65,7 +66,10 @@ for tool in "${tools[@]}"; do
 done
 
 # Workers share the GPU, so the tests that want most of its memory run after the others, one by one.
-if [ -n "$tests" ]; then
+if [ "$tests" = two_gpus ]; then
+  echo two_gpus >> "$work/started"
+  "$python" -m pytest -q -m two_gpus "${workers[@]}" --junitxml="$work/two_gpus.xml" "$@" tests || true
+elif [ -n "$tests" ]; then
   run=("$python" -m pytest -q -k "cuda or gpu or large")
   echo tests >> "$work/started"
   if [ ${#workers[@]} -gt 0 ]; then

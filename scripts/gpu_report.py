@@ -48,19 +48,21 @@ def main(folder: Path, output: Path) -> int:
     if output.exists():
         before = json.loads(output.read_text())
         if all(before["meta"].get(key) == meta[key] for key in ("sources", "gpu", "torch")):
-            report |= {key: before[key] for key in ("tests", "sanitizer", "failures")}
+            report |= {key: before[key] for key in (*report, "two_gpus") if key != "meta" and key in before}
 
     def replace_failures(failures: list[str], belongs):
         report["failures"] = [name for name in report["failures"] if not belongs(name)] + failures
 
     # What was started must have left something, or it died.
     started = (folder / "started").read_text().split()
-    if "tests" in started:
-        names = [name for name in started if name.startswith("tests")]
-        runs = [folder / f"{name}.xml" for name in names]
-        report["tests"], failures = read_tests(*(run for run in runs if run.exists()))
-        failures += [f"{run.stem}: did not run to its end" for run in runs if not run.exists()]
-        replace_failures(failures, lambda name: not name.startswith(TOOLS))
+    for part in ("tests", "two_gpus"):
+        runs = [folder / f"{name}.xml" for name in started if name.startswith(part)]
+        if runs:
+            report[part], failures = read_tests(*(run for run in runs if run.exists()))
+            failures += [f"{run.stem}: did not run to its end" for run in runs if not run.exists()]
+            if part == "two_gpus":
+                failures = [f"two_gpus: {name}" for name in failures]
+            replace_failures(failures, lambda name, part=part: name.startswith(part))
     for tool in TOOLS:
         if tool in started:
             report["sanitizer"][tool], failures = read_sanitizer(folder / f"{tool}.log", folder / f"{tool}.xml")
@@ -68,7 +70,8 @@ def main(folder: Path, output: Path) -> int:
     meta["command"] = (folder / "command").read_text().strip()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{output}: tests {report['tests']}, sanitizer {report['sanitizer']}", *report["failures"][:20], sep="\n")
+    parts = [f"{name} {part}" for name, part in report.items() if name not in ("meta", "failures")]
+    print(f"{output}: {', '.join(parts)}", *report["failures"][:20], sep="\n")
     return 1 if report["failures"] else 0
 
 

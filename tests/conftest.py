@@ -2,6 +2,7 @@
 
 Every test that takes `device` runs on the CPU and, where there is one, on the GPU. Markers:
   gpu        needs a GPU
+  two_gpus   needs two
   large(gib) needs a GPU with that much free memory
   sanitizer  the short selection that runs under compute-sanitizer: every kernel path once, tiny sizes
 """
@@ -23,6 +24,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU")
+    config.addinivalue_line("markers", "two_gpus: needs two GPUs")
     config.addinivalue_line("markers", "large(gib): needs a GPU with this much free memory")
     config.addinivalue_line("markers", "sanitizer: short selection for compute-sanitizer")
 
@@ -31,6 +33,8 @@ def pytest_runtest_setup(item):
     large = item.get_closest_marker("large")
     if not CUDA and (large or item.get_closest_marker("gpu")):
         pytest.skip("no GPU")
+    if item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two GPUs")
     if large:
         _release_memory()
         free_gib = torch.cuda.mem_get_info()[0] / 2**30

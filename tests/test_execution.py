@@ -73,8 +73,7 @@ def test_side_stream(case):
     assert_same(results, expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.two_gpus
 @every_case
 def test_second_device_while_the_first_is_current(case):
     inputs = case.inputs(64, 256, torch.bfloat16, "cuda:0")

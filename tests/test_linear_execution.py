@@ -144,8 +144,7 @@ def test_cuda_graph(m):
         assert_same(tuple(replayed), (*step(), residual))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.two_gpus
 def test_second_device_while_the_first_is_current():
     inputs = make(4, 256, 512, torch.bfloat16, "cuda:0")
     y = rms_norm_linear(*(t.to("cuda:1") for t in inputs))

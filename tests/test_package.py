@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -168,3 +169,34 @@ def test_gpu_report_counts_tests_and_sanitizer_errors(tmp_path):
     assert tools["read_sanitizer"](log, tests) == ({"errors": 3, "tests": 2}, ["memcheck: 3 errors"])
     log.write_text("========= Internal error\n")
     assert tools["read_sanitizer"](log, tests)[1] == ["memcheck: did not run to its end"]
+
+
+def test_gpu_report_keeps_the_parts_of_other_runs(tmp_path, monkeypatch):
+    """Of one GPU and of two; a part that is run again is replaced, with its failures."""
+    monkeypatch.syspath_prepend(ROOT)
+    from benchmarks import machine
+
+    monkeypatch.setattr(machine, "describe", lambda device: {"sources": "a", "gpu": "b", "torch": "c"})
+    main, output = runpy.run_path(str(ROOT / "scripts" / "gpu_report.py"))["main"], tmp_path / "report.json"
+
+    def run(part, junit):
+        (tmp_path / "command").write_text("command")
+        (tmp_path / "started").write_text(part)
+        (tmp_path / f"{part}.xml").write_text(junit)
+        failed = main(tmp_path, output)
+        report = json.loads(output.read_text())
+        assert bool(report["failures"]) == failed
+        return report
+
+    bad, good = JUNIT, JUNIT.replace("<failure/>", "")
+    assert run("two_gpus", bad)["failures"] == ["two_gpus: tests.test_rope::test_c[cuda]"]
+    report = run("tests", bad)
+    assert report["failures"] == ["two_gpus: tests.test_rope::test_c[cuda]", "tests.test_rope::test_c[cuda]"]
+    assert run("two_gpus", good)["failures"] == ["tests.test_rope::test_c[cuda]"]
+    assert run("tests", good) == {
+        "meta": {"sources": "a", "gpu": "b", "torch": "c", "command": "command"},
+        "tests": {"passed": 2, "failed": 0, "skipped": 1},
+        "sanitizer": {},
+        "failures": [],
+        "two_gpus": {"passed": 2, "failed": 0, "skipped": 1},
+    }

@@ -29,10 +29,8 @@ def test_every_op_is_there():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["threads", "devices"])
+@pytest.mark.parametrize("how", ["threads", pytest.param("devices", marks=pytest.mark.two_gpus)])
 def test_from_a_cold_process(how):
-    if how == "devices" and torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
     for _ in range(3 if how == "threads" else 1):
         command = [sys.executable, Path(every_op.__file__), how]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
