@@ -1,4 +1,4 @@
-"""One entry per op and variant, for the tests that ask the same of every op: determinism, streams, graphs, memory,
+"""One entry per op and variant, for the tests that are the same for every op: determinism, streams, graphs, memory,
 compilation."""
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Case:
     make: Callable
     row_dims: tuple  # which dimension of each input counts rows; None: none, all rows share this input
     out_row_dim: int = 0
-    differentiable: int = 2  # the first so many inputs take gradients
+    differentiable: int = 2  # how many inputs, from the first on, take gradients
 
     def inputs(self, rows=7, cols=64, dtype=torch.float32, device="cpu") -> tuple:
         return self.make(rows, cols, dtype, device)

@@ -1,4 +1,4 @@
-"""The ops of a decode step in plain PyTorch: what they are tested against.
+"""The ops of a decode step in plain PyTorch, to test against.
 
 Every function has the arguments of the op.
 """

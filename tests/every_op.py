@@ -1,6 +1,5 @@
-"""Every op of the library once, at a given size, on inputs that depend on a seed alone: for the tests of threads and
-devices, which ask the same of all of them. Run as a program, it is such a test from a process that has done nothing
-before:
+"""Every op of the library once, at a given size, on inputs that depend only on a seed: for the tests of threads and
+devices. Run as a program, it is such a test in a new process:
 
     python tests/every_op.py threads     16 threads at once, each on a stream of its own, at mixed sizes
     python tests/every_op.py devices     all ops on cuda:0, then all on cuda:1, then both in turn
@@ -28,13 +27,13 @@ _op = torch.ops.llmkernels
 
 
 def names() -> set[str]:
-    """Of all ops that are registered; `.no_grad` is the same op for calls without gradients."""
+    """The names of all registered ops; `.no_grad` is the same op for calls without gradients."""
     every = {name.removesuffix(".no_grad") for name in torch._C._dispatch_get_all_op_names()}
     return {name.removeprefix("llmkernels::") for name in every if name.startswith("llmkernels::")}
 
 
 def calls(size, device, dtype=torch.bfloat16, seed=0):
-    """Of each op (name, arguments)."""
+    """(name, arguments) of each op."""
     rows, cols, batch, keys, vocab = size
     generator = torch.Generator().manual_seed(seed)
     heads, kv_heads, dim, ffn, hidden = 4, 2, 64, 384, 264
@@ -136,7 +135,7 @@ def differing(found, expected) -> list[str]:
 
 
 def from_threads() -> list[str]:
-    """The threads begin with other ops each and do all of them; then the same one after the other."""
+    """Each thread begins with another op and runs all of them; then all threads' work again, one after the other."""
     barrier, found, errors = threading.Barrier(THREADS), {}, []
 
     def work(index):

@@ -1,4 +1,4 @@
-"""What the tests of generation share: a small model, the ops a call takes, and what it must agree with."""
+"""Shared by the tests of generation: a small model, the ops that a call runs, and comparisons with transformers."""
 
 import torch
 
@@ -14,7 +14,7 @@ def small_model(family="qwen2", device="cpu", **changes):
 
 
 def steps(tokens, **changes):
-    """The ops of a generate call: a prefill, then decode steps."""
+    """The ops that a generate call runs: a prefill, then decode steps."""
     return OPS | {"decode_step": tokens - 1} | changes
 
 
@@ -23,7 +23,8 @@ def lean_steps(tokens):
 
 
 def check_counts(found, expected, device):
-    """These ops and no others. On CUDA a graph replays its ops unseen: they are counted once, and once captured."""
+    """These ops ran, and no others. On CUDA a step is counted twice: when it runs first, and when it is captured; its
+    replays are not counted."""
     if device == "cuda":
         for name in ("decode_step", "sample"):
             assert found.pop(name, 0) <= expected.pop(name, 0)
@@ -69,7 +70,7 @@ def left_padded(device):
 
 
 class Stream:
-    """A streamer that keeps what it gets."""
+    """A streamer that records what it gets."""
 
     def __init__(self):
         self.got, self.ended = [], 0

@@ -1,4 +1,4 @@
-"""Tiny Qwen2 and Llama models, and what the test_hf_* files share."""
+"""Tiny Qwen2 and Llama models, and helpers of the test_hf_* files."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ _CLASSES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, Lla
 
 
 def tiny_config(family="qwen2", **changes):
-    """7 query heads per key head, as Qwen2.5-7B has it; silu, so that SwiGLU really runs."""
+    """7 query heads per key head, as in Qwen2.5-7B; silu, so that SwiGLU runs."""
     options = {
         "hidden_size": 112,
         "intermediate_size": 88,
@@ -70,7 +70,7 @@ class CountOps(TorchDispatchMode):
 
 
 def count_ops(function, *args, **kwargs):
-    """The counted ops of one call."""
+    """The ops that one call runs, counted."""
     with torch.no_grad(), CountOps() as counter:
         function(*args, **kwargs)
     return dict(counter.counts)
@@ -82,7 +82,7 @@ def logits_of(model, ids, **kwargs):
 
 
 def rounding(dtype):
-    """How far two ways to compute the logits may be apart at this dtype. Measured: 9 eps in float32, else under 1."""
+    """How far two computations of the logits may differ in this dtype. Measured: 9 eps in float32, else less than 1."""
     return 4 * torch.finfo(dtype).eps if dtype.itemsize == 2 else 1e-5  # transformers' norm is float32 in float64 too
 
 
@@ -94,7 +94,7 @@ def assert_close(found, expected, tolerance=1e-5):
 
 
 def lora(model):
-    """The model with LoRA adapters that do something, on attention and MLP, and a trained lm_head."""
+    """The model with LoRA adapters that change its outputs, on attention and MLP, and a trained lm_head."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
         r=3,

@@ -1,4 +1,4 @@
-"""What the tests of the linear ops share: shapes, inputs, eager formulas, and how results are judged."""
+"""Shared by the tests of the linear ops: shapes, inputs, eager formulas, comparisons."""
 
 import pytest
 import torch
@@ -28,12 +28,12 @@ OPTIONS = {
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_narrow_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-# Both sides of every boundary between kernels and plans: one token, tiles of 8, 16, 32, 48 and 64, PyTorch's own.
+# Both sides of every boundary between kernels and plans: one token; tiles of 8, 16, 32, 48 and 64; cuBLAS.
 every_m = pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65])
 
 
 def make(m, n, k, dtype, device, bias=True):
-    """x, norm_weight, weight, bias; y is of the size of 1."""
+    """x, norm_weight, weight, bias; elements of y have a size of about 1."""
     x = scaled_rows(m, k, dtype=dtype, device=device)
     weight = torch.randn(n, k, device=device).mul_(k**-0.5).to(dtype)
     norm_weight = torch.randn(k, device=device).to(dtype)
@@ -41,7 +41,7 @@ def make(m, n, k, dtype, device, bias=True):
 
 
 def eager_linear(x, weight, bias):
-    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)  # cuBLAS takes the stride of a 1 literally
+    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)  # cuBLAS reads strides of size 1, too
     return F.linear(plain, weight, bias)
 
 
@@ -64,7 +64,7 @@ def add(residual, x, weight, bias=None):
 
 
 class Sizes(TorchFunctionMode):
-    """In here F.linear returns the root of the sum of squares: how large its sums are, but for what cancels."""
+    """Inside, F.linear returns the root of the sum of squares: the size of its sums without cancellation."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is not F.linear:
@@ -73,7 +73,7 @@ class Sizes(TorchFunctionMode):
 
 
 def compare(ours, eager, inputs, **options):
-    """`ours` is as accurate as `eager`, with errors relative to the largest value, or sum, in the row of the result."""
+    """`ours` is as accurate as `eager`. Errors are relative to the largest value, or sum, in the row of the result."""
     inputs64 = [t if t is None else t.double() for t in inputs]
     exact = eager(*inputs64, **options)
     with Sizes():

@@ -1,5 +1,5 @@
-"""What the ops are measured against: the formulas in eager PyTorch, run in float64 for the exact answer and in the
-dtype under test for the error that eager itself makes; the inputs; the comparisons."""
+"""References of the ops: the formulas in eager PyTorch, in float64 for the exact result and in the dtype under test for
+eager's own error; inputs; comparisons."""
 
 from functools import partial
 
@@ -70,13 +70,13 @@ def rope(q, k, cos, sin, position_ids=None, *, layout="bthd", interleaved=False,
 
 
 def scaled_rows(*shape, dtype=torch.float32, device="cpu") -> Tensor:
-    """Normal numbers, every row on a scale of its own in [1/4, 8): far above eps, and wrong without the reduction."""
+    """Normal numbers; every row has its own scale in [1/4, 8), far above eps, so that a wrong reduction shows."""
     scale = torch.exp2(torch.rand(*shape[:-1], 1, device=device) * 5 - 2)
     return (torch.randn(shape, device=device) * scale).to(dtype)
 
 
 def angles(*shape, dtype=torch.float32, device="cpu") -> tuple[Tensor, Tensor]:
-    """cos and sin of unrelated angles: the two halves differ, so the backward has to be the true transpose."""
+    """cos and sin of unrelated angles: the two halves differ, so that the backward must be the transpose."""
     angle = torch.randn(shape, device=device) * 3
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -85,7 +85,7 @@ LAYOUTS = ["row_strided", "row_strided_aligned", "transposed", "offset", "expand
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The values of the (rows, cols) tensor `x` (of its first row, for some layouts) in memory laid out otherwise."""
+    """The values of the (rows, cols) tensor `x` (of its first row, for some layouts) in another memory layout."""
     rows, cols = x.shape
     if layout == "row_strided":
         return x.new_zeros(rows, cols + 3)[:, :cols].copy_(x)
@@ -93,7 +93,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return x.new_zeros(rows, cols + 32)[:, :cols].copy_(x)
     if layout == "transposed":
         return x.new_zeros(cols, rows).t().copy_(x)
-    if layout == "offset":  # by one element: no vector load is aligned
+    if layout == "offset":  # by one element, so that no vector load is aligned
         return x.new_zeros(rows * cols + 1)[1:].view(rows, cols).copy_(x)
     if layout == "expanded":
         return x[:1].clone().expand(rows, cols)
@@ -112,7 +112,7 @@ def tensors(value) -> tuple:
 
 
 def differentiate(function, inputs, grad_outputs, count=None) -> tuple:
-    """The outputs of `function` and the gradients of its first `count` inputs, whose memory layout is kept."""
+    """The outputs of `function`, and the gradients of its first `count` inputs, whose strides are kept."""
     count = len(inputs) if count is None else count
     leaves = [t.detach().requires_grad_() for t in inputs[:count]]
     outputs = tensors(function(*leaves, *inputs[count:]))

@@ -1,4 +1,4 @@
-"""add_rms_norm: what it adds to rms_norm (the same kernels, tested in test_rms_norm.py): the sum and its gradient."""
+"""add_rms_norm: the sum and its gradient. The norm has the kernels of rms_norm, which test_rms_norm.py tests."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_row_lengths(device, rows, cols, dtype):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", [0, 1], ids=["x", "residual"])
 def test_layouts(device, which, layout, dtype):
-    """One of the two laid out otherwise, or both, and the gradients with them."""
+    """x, the residual or both have other strides, and so have the gradients."""
     inputs = list(make(9, 96, dtype, device))
     inputs[which] = laid_out(inputs[which], layout)
     inputs[1 - which] = inputs[1 - which][: len(inputs[which])]
@@ -67,7 +67,7 @@ def test_layouts(device, which, layout, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cast_before_weight", [True, False])
 def test_rounding_order(device, cast_before_weight, dtype):
-    """The norm is that of the sum as rounded to the dtype, and then rounds like rms_norm."""
+    """The sum is rounded to the dtype before it is normalized; then everything is rounded as in rms_norm."""
     inputs = make(64, 3584, dtype, device)
     y, _ = add_rms_norm(*inputs, cast_before_weight=cast_before_weight)
     expected, _ = oracles.add_rms_norm(*inputs, cast_before_weight=cast_before_weight)
@@ -103,7 +103,7 @@ def test_gradcheck(options, weighted):
 
 @pytest.mark.parametrize("used", [0, 1], ids=["y", "sum"])
 def test_one_output_unused(device, used):
-    """Only one of the two gradients arrives."""
+    """Only one of the two outputs has a gradient."""
     inputs = [t.requires_grad_() for t in make(5, 32, torch.float32, device)]
     exact = [t.detach().double().requires_grad_() for t in inputs]
     ours = torch.autograd.grad(add_rms_norm(*inputs)[used].square().sum(), inputs, allow_unused=True)

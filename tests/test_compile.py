@@ -1,4 +1,4 @@
-"""How the rest of PyTorch sees the ops: registration, torch.compile, torch.export, autocast."""
+"""The ops within PyTorch: registration, torch.compile, torch.export, autocast."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_opcheck_of_ops_without_a_gradient(device, index):
     opcheck(getattr(torch.ops.llmkernels, name).default, arguments)
 
 
-# By the tests of their own files.
+# Tested in their own files.
 CHECKED_ELSEWHERE = {"decode_attention", "decode_layer", "decode_step", "linear", "linear_add_",
                      "rms_norm_linear", "rms_norm_swiglu_linear", "rope_decode_attention", "rope_kv_write",
                      "sample"}  # fmt: skip
@@ -128,12 +128,12 @@ def test_no_graph_is_recorded_without_need(case, device):
 
 @every_case
 def test_a_second_derivative_is_refused(case, device):
-    """The ops are differentiable once; a second time must be an error and not zero."""
+    """The ops are differentiable once. A second derivative must be an error, not zero."""
     inputs = case.inputs(device=device)
     leaves = [t.requires_grad_() for t in inputs[: case.differentiable]]
     outputs = tensors(case.ours(*leaves, *inputs[case.differentiable :]))
     (grad,) = torch.autograd.grad(sum(t.square().sum() for t in outputs), leaves[0], create_graph=True)
-    # Also where it is but a part of what is differentiated.
+    # Also where the op is only a part of the function.
     for penalty in (grad.square().sum(), grad.square().sum() + sum(t.sum() for t in outputs)):
         with pytest.raises(RuntimeError, match="can be differentiated once"):
             torch.autograd.grad(penalty, leaves[0], retain_graph=True)
@@ -174,7 +174,7 @@ def test_meta_tensors(case):
 @every_case
 @every_dynamic
 def test_fullgraph(case, device, dynamic):
-    """Forward and backward without a graph break, the same bits as without compilation."""
+    """Forward and backward have no graph break, and the same bits as without compilation."""
     compiled = torch.compile(case.ours, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (5, 9):
         inputs = case.inputs(rows, device=device)
@@ -205,7 +205,7 @@ def test_in_place_rope_compiles(device):
 
 @every_case
 def test_no_recompile_storm(case, device):
-    """One graph for the first number of rows, one for any: sizes 0 and 1 apart, which PyTorch specialises on."""
+    """One graph for the first number of rows, one for any other; PyTorch has more for 0 and 1."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
     compiled = torch.compile(case.ours, fullgraph=True, backend=counter)
     for rows in (4, 5, 8, 13, 64, 100, 257):
@@ -215,7 +215,7 @@ def test_no_recompile_storm(case, device):
 
 
 def block(x, residual, weight, q, k, cos, sin, gate, up):
-    """Every op between arithmetic that the compiler may fuse among itself, but not with them."""
+    """Every op between arithmetic, which the compiler may fuse, but not with the op."""
     y, total = llmkernels.add_rms_norm(x * 2, residual, weight)
     z = llmkernels.rms_norm(y + total, weight, weight_offset=1.0, cast_before_weight=False)
     q, k = llmkernels.rope(q + 1, k, cos, sin, layout="bhtd")
@@ -239,14 +239,14 @@ def block_inputs(device, rows=12, dtype=torch.float32):
 
 
 def run_block(function, inputs):
-    """Outputs and gradients (none of cos and sin)."""
+    """Outputs and gradients; cos and sin have none."""
     leaves = [t.detach().requires_grad_(i not in (5, 6)) for i, t in enumerate(inputs)]
     outputs = function(*leaves)
     grads = torch.autograd.grad(sum(t.square().sum() for t in outputs), [t for t in leaves if t.requires_grad])
     return *outputs, *grads
 
 
-# Compiling C++ takes long: once on the CPU, for shapes of any size.
+# Compiling C++ takes long, so on the CPU once, with dynamic shapes.
 @pytest.mark.parametrize(
     "device, dynamic", [("cpu", True)] + [("cuda", dynamic) for dynamic in (False, True) if "cuda" in DEVICES]
 )
@@ -260,7 +260,7 @@ def test_inductor(device, dynamic):
 
 @pytest.mark.gpu
 def test_reduce_overhead():
-    """Under CUDA graphs, with other numbers in every call."""
+    """With CUDA graphs; every call has other values."""
     compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
     for _ in range(5):  # warm-up, recording, then replays
         inputs = block_inputs("cuda")
@@ -288,7 +288,7 @@ def test_export(case, device):
 @every_case
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16", "mixed"])
 def test_autocast_does_what_eager_does(case, device, dtypes):
-    """The result has the dtype that the eager formula has under autocast, and its numbers."""
+    """Under autocast the result has the dtype and the values of the eager formula."""
     inputs = case.inputs(dtype=torch.bfloat16 if dtypes == "bfloat16" else torch.float32, device=device)
     if dtypes == "mixed":
         inputs = (inputs[0].bfloat16(), *inputs[1:])
@@ -296,6 +296,6 @@ def test_autocast_does_what_eager_does(case, device, dtypes):
         ours, eager = tensors(case.ours(*inputs)), tensors(case.eager(*inputs))
     for a, b in zip(ours, eager, strict=True):
         assert a.dtype == b.dtype
-        # Of mixed types eager rounds the activation to the narrow one, the op does not.
+        # With mixed dtypes eager rounds the activation to the narrower one; the op does not.
         eps = torch.finfo(torch.bfloat16 if dtypes == "mixed" else a.dtype).eps
         torch.testing.assert_close(a, b, rtol=2 * eps, atol=1e-5)

@@ -1,5 +1,5 @@
-"""decode_attention: against the formula in float64, with the error of eager SDPA for a yardstick; lengths, windows,
-pages, what must not leak, errors, CUDA graphs."""
+"""decode_attention: against the formula in float64, with at most twice the error of eager SDPA; lengths, windows,
+pages, memory that must not be read, errors, CUDA graphs."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from llmkernels import decode_attention, linear
 from oracles import DTYPES, assert_same, laid_out
 
-ALL = (-1, -1)  # the window that is none
+ALL = (-1, -1)  # window_size: no window
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -33,10 +33,10 @@ def make(
     window_size=ALL,
     **_,
 ):
-    """q, k_cache, v_cache, lengths; NaN behind the live keys.
+    """q, k_cache, v_cache, lengths; NaN beyond each sequence's length.
 
-    The values are large on both sides of every multiple of 16, and of every end of what a query sees: without such a
-    key, or with one too many, the result is wrong by more than its rounding.
+    The values are large on both sides of every multiple of 16 and of both ends of the keys that a query sees. So a key
+    too few or too many makes the result wrong by more than rounding does.
     """
     batch, lengths = len(lengths), int32(lengths, device)
     q = torch.randn(batch, tokens, heads, head_dim, device=device).to(dtype)
@@ -101,9 +101,9 @@ def check(inputs, block_table=None, paged=None, **options):
     exact = oracle(*inputs, **options)
     error, allowed = (
         (x.double() - exact).abs() for x in (ours, eager(q.clone(), k, v, lengths, **options))
-    )  # eager's kernels want q aligned
-    # Probabilities are rounded to the dtype before the sum, and before that the float32 scores, whose absolute errors
-    # are the relative ones of probabilities. Every sequence has a scale of its own: the more keys, the smaller.
+    )  # eager's kernels need q to be aligned
+    # Rounding happens to the float32 scores, whose absolute errors are relative errors of the probabilities, and to the
+    # probabilities, which are rounded to the dtype. Every sequence has its own scale: the more keys, the smaller.
     largest = q.double().norm(dim=-1).max() * k.double().nan_to_num().norm(dim=-1).max()
     score = largest * (options.get("softmax_scale") or q.size(3) ** -0.5)
     eps = torch.finfo(q.dtype).eps + torch.finfo(torch.float32).eps * score
@@ -115,7 +115,7 @@ def check(inputs, block_table=None, paged=None, **options):
 @every_dtype
 @pytest.mark.parametrize("batch", [1, 2, 8, 33])
 def test_batches_of_mixed_lengths(device, batch, dtype):
-    lengths = [(37 * b + 1) % 65 for b in range(batch)]  # with 0, 1 and the whole capacity among them
+    lengths = [(37 * b + 1) % 65 for b in range(batch)]  # 0, 1 and the capacity are among them
     check(make(device, dtype, lengths))
 
 
@@ -153,7 +153,7 @@ def test_several_tokens_windows_and_caps(device, tokens, options, dtype):
 
 @every_dtype
 def test_fewer_keys_than_tokens(device, dtype):
-    """The first queries see nothing, and are zero."""
+    """The first queries see no key; their outputs are zero."""
     ours = check(make(device, dtype, [3, 0], tokens=5))
     assert (ours[0, :2] == 0).all() and (ours[0, 2:] != 0).any() and (ours[1] == 0).all()
 
@@ -164,13 +164,13 @@ def test_starts(device, tokens, dtype):
     starts = int32([0, 17, 50 - tokens, 63 - tokens], device)
     for options in ({"cache_leftpad": starts}, {"cache_leftpad": starts, "window_size": (8, 0)}):
         q, k, v, lengths = make(device, dtype, [40, 64, 50, 64], tokens=tokens, **options)
-        for b, start in enumerate(starts.tolist()):  # nor may the padding leak
+        for b, start in enumerate(starts.tolist()):  # nor may the padding be read
             k[b, :start] = v[b, :start] = float("nan")
         check((q, k, v, lengths), **options)
 
 
 def paged(k, v, page_size, device):
-    """The caches cut into pages, which lie in any order among others full of NaN."""
+    """The caches cut into pages, in any order, between other pages full of NaN."""
     batch, capacity = k.shape[:2]
     per_sequence = capacity // page_size
     order = torch.randperm(batch * per_sequence + 3, device=device)[: batch * per_sequence]
@@ -203,7 +203,7 @@ def test_layouts(device, dtype):
     assert_same(decode_attention(q, both[:, :, 0], both[:, :, 1], lengths), expected)
     packed = torch.cat((q, q), 2)
     assert_same(decode_attention(packed[:, :, q.size(2) :], k, v, lengths), expected)
-    offset = laid_out(q.view(1, -1), "offset").view(q.shape)  # misaligned: another kernel
+    offset = laid_out(q.view(1, -1), "offset").view(q.shape)  # not aligned: the slow kernel
     check((offset, k, v, lengths))
     strided = q.new_zeros(*q.shape[:3], 2 * q.size(3))[..., ::2].copy_(q)
     assert_same(decode_attention(strided, k, v, lengths), expected)
@@ -333,7 +333,7 @@ def test_cuda_graph_with_growing_lengths(dtype, tokens):
 
 @pytest.mark.gpu
 def test_lengths_that_the_launch_before_has_just_written():
-    """The sharing of the work begins before the predecessor ends, with the lengths there are then."""
+    """The plan of the splits is made before the previous kernel ends, from the lengths that are in memory then."""
     q, k, v, _ = make("cuda", torch.bfloat16, [2000], heads=28, kv_heads=4, head_dim=128, capacity=2000)
     expected = {n: decode_attention(q, k, v, int32([n], "cuda")) for n in (3, 700, 2000)}
     lengths, large = int32([5], "cuda"), torch.randn(1 << 26, device="cuda")
@@ -344,7 +344,7 @@ def test_lengths_that_the_launch_before_has_just_written():
 
 
 def source_of(lengths, columns):
-    """Weights by which linear() writes, for a token of a one and zeros, these int32 at the end of its bfloat16."""
+    """Weights with which linear() writes these int32, as pairs of bfloat16, for an x of a one and zeros."""
     source = torch.zeros(40000, columns, dtype=torch.bfloat16)
     source[-2 * len(lengths) :, 0] = int32(lengths, "cpu").view(torch.bfloat16)
     return source
@@ -360,7 +360,7 @@ def test_a_linear_writes_lengths(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3, 40])
 def test_lengths_that_a_launch_of_ours_writes_meanwhile(batch):
-    """It lets the next one begin at once, which shares out its work by lengths that are about to change."""
+    """A kernel that changes the lengths lets attention start at once, which plans its splits from the old lengths."""
     q, k, v, _ = make("cuda", torch.bfloat16, [2000] * batch, heads=28, kv_heads=4, head_dim=128, capacity=2000)
     token = F.one_hot(torch.zeros(1, dtype=torch.long, device="cuda"), 512).bfloat16()
     lives = [[first, *[2000 - 30 * i for i in range(1, batch)]] for first in (200, 2000, 700)]
@@ -368,16 +368,16 @@ def test_lengths_that_a_launch_of_ours_writes_meanwhile(batch):
     expected = [decode_attention(q, k, v, int32(live, "cuda")) for live in lives]
     places = set()
     for i in [0, 1, 2, 0, 1] * 8:
-        torch.cuda._sleep(500_000)  # so that both launches are there when the first begins
+        torch.cuda._sleep(500_000)  # so that both are queued before the first starts
         written = linear(token, sources[i])[0]
         assert_same(decode_attention(q, k, v, written[-2 * batch :].view(torch.int32)), expected[i])
         places.add(written.data_ptr())
         del written
-    assert len(places) < 40  # or no length would ever be that of the launch before
+    assert len(places) < 40  # memory is used again: before a launch it holds the lengths of an earlier one
 
 
 def long_sequences(count):
-    """Inputs of launches in which several clusters of blocks share a sequence, and count each other."""
+    """Inputs of launches in which several clusters of blocks share a work tile, and count arrivals."""
     options = {"heads": 28, "kv_heads": 4, "head_dim": 128, "capacity": 8000}
     return [make("cuda", torch.bfloat16, [4000 + 400 * i], **options) for i in range(count)]
 
@@ -388,7 +388,7 @@ def test_many_streams_at_once():
     expected = [decode_attention(*inputs) for inputs in several]
     streams = [torch.cuda.Stream(priority=priority) for _ in range(32) for priority in (0, -1)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(100_000_000)  # so that all of them begin together
+    torch.cuda._sleep(100_000_000)  # so that all of them start together
     started, results = torch.cuda.Event(), []
     started.record()
     for stream in streams:
@@ -470,7 +470,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cpu_time_is_that_of_sdpa(dtype):
-    """CPU time of one thread, the least of several; a query at a time takes four times as long as SDPA in float32."""
+    """CPU time of one thread, the least of several. One query at a time would take four times as long as SDPA."""
     q = torch.randn(1, 1, 28, 128, dtype=dtype)
     k, v = torch.randn(2, 1, 2048, 4, 128, dtype=dtype)
     lengths = int32([2048], "cpu")

@@ -53,7 +53,7 @@ def make(batch, dtype, device, *, heads=4, dim=64, hidden=256, ffn=384, bias=Tru
 
 
 def run(function, values, dtype=None):
-    """(hidden, k_cache, v_cache) afterwards, in float64; the arguments are left as they are."""
+    """(hidden, k_cache, v_cache) after the op, in float64; the arguments stay unchanged."""
     arguments = {
         name: x.to(dtype or x.dtype, copy=True) if torch.is_tensor(x) and x.is_floating_point() else x
         for name, x in values.items()
@@ -72,7 +72,7 @@ def check(values):
         rows, slots = values["block_table"].long().cpu()[rows, slots // PAGE], slots % PAGE
     for name, ours, wanted, theirs in zip(("hidden", "k_cache", "v_cache"), found, exact, eager, strict=True):
         if name != "hidden":
-            # Nothing but the new token has changed.
+            # Only the new token has changed.
             others, before = ours.clone(), values[name].double()
             others[rows, slots] = before[rows, slots]
             assert torch.equal(others, before), name
@@ -199,7 +199,7 @@ def test_one_layer(paged):
 
 @pytest.mark.gpu
 def test_graph_follows_growing_lengths():
-    """Captured once, replayed with other tokens and lengths: the same as calls without a graph."""
+    """Captured once and replayed with other tokens and lengths; equal to calls without a graph."""
     values = make(3, torch.bfloat16, "cuda", lengths=[5, 20, 33])
     other = {name: x.clone() if torch.is_tensor(x) else x for name, x in values.items()}
     torch.ops.llmkernels.decode_layer(*other.values())

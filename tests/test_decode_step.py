@@ -46,7 +46,7 @@ def make(
     lengths = torch.tensor(lengths or [(7 * b + 20) % capacity + 1 for b in range(batch)]).int().to(device)
     angles = torch.outer(torch.arange(capacity).double(), 1e4 ** -(torch.arange(dim // 2) * 2 / dim).double())
     angles = angles if half_width else torch.cat((angles, angles), -1)
-    # Random values average out over many keys; a few large ones show if keys at the edge of a tile are lost.
+    # Random values average out over many keys; a few large ones show whether keys at the edge of a tile are lost.
     values = each_layer(batch, capacity, kv_heads, dim)
     edges = [key for key in range(capacity) if key % 16 in (15, 0)]
     for cache in values:
@@ -89,21 +89,21 @@ def step(values):
 
 
 def mapped(function, value):
-    """The value, or each in the list, through `function` if it is a tensor of floats."""
+    """Applies `function` to the value, or to each in the list, if it is a float tensor."""
     if isinstance(value, list):
         return [mapped(function, x) for x in value]
     return function(value) if torch.is_tensor(value) and value.is_floating_point() else value
 
 
 def copy(x, dtype):
-    """A copy with the strides of x, and in it the same place."""
+    """A copy with the strides of x, in storage of its own."""
     if x._base is None:
         return x.to(dtype, copy=True)
     return x._base.to(dtype, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def copied(values, dtype=None):
-    """The same with copies of what the op changes, or all of it in another dtype."""
+    """The arguments, with copies of what the op changes, or with all tensors in another dtype."""
     return {
         name: mapped(lambda x: copy(x, dtype or x.dtype), value) if dtype or name in STATE else value
         for name, value in values.items()
@@ -111,7 +111,7 @@ def copied(values, dtype=None):
 
 
 def run(function, values, dtype=None):
-    """(logits, hidden, all k_caches, all v_caches) afterwards; the arguments are left as they are."""
+    """(logits, hidden, all k_caches, all v_caches) after the op; the arguments stay unchanged."""
     values = copied(values, dtype)
     logits = function(*values.values())
     return logits, values["hidden"], torch.stack(values["k_caches"]), torch.stack(values["v_caches"])
@@ -127,7 +127,7 @@ def check(values):
     for name, ours, wanted, theirs in zip(("logits", *STATE), found, exact, eager, strict=True):
         assert ours.dtype == values["hidden"].dtype and ours.shape == wanted.shape
         if name in ("k_caches", "v_caches"):
-            # Nothing but the new token has changed.
+            # Only the new token has changed.
             others, before = ours.clone(), torch.stack(values[name])
             others[:, sequences, slots] = before[:, sequences, slots]
             assert torch.equal(others, before)
@@ -144,14 +144,14 @@ def assert_same(found, expected):
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Of one sequence in bfloat16.
+# One sequence in bfloat16.
 SHAPES = [
     *({"dim": dim, "heads": 2 * group} for dim in (64, 128) for group in (1, 2, 4, 7, 8)),
     {"heads": 9, "kv_heads": 9},
     {"heads": 8, "kv_heads": 1, "dim": 128},
     {"hidden": 264, "ffn": 1048},
     {"hidden": 1032, "ffn": 264, "vocab": 4099},
-    {"hidden": 64, "ffn": 64, "vocab": 40, "heads": 2, "kv_heads": 1},  # fewer columns than a GPU has processors
+    {"hidden": 64, "ffn": 64, "vocab": 40, "heads": 2, "kv_heads": 1},  # fewer columns than a GPU has SMs
     {"hidden": 8, "ffn": 8, "vocab": 40, "heads": 1, "kv_heads": 1},
     {"hidden": 2048, "ffn": 5504, "heads": 16, "dim": 128},
     {"bias": False},
@@ -276,11 +276,11 @@ def test_no_layers(device):
 
 
 def test_layouts(device):
-    """Caches that are views, of equal strides and not; other tensors that are not contiguous."""
+    """Caches that are views, with equal and with different strides; other tensors that are not contiguous."""
     values = make(1, torch.bfloat16, device)
     expected = run(torch.ops.llmkernels.decode_step, values)
 
-    def spread(x, heads):  # between other heads, and other tokens behind
+    def spread(x, heads):  # between other heads, and followed by other tokens
         room = x.new_zeros(1, x.shape[1] + 3, x.shape[2] + heads, x.shape[3])[:, : x.shape[1], : x.shape[2]]
         return room.copy_(x)
 
@@ -307,7 +307,7 @@ def test_layouts(device):
             if name in ("k_caches", "v_caches"):
                 ours, wanted = ours[:, :, slot], wanted[:, :, slot]
             error = (ours.double() - wanted.double()).norm() / wanted.double().norm()
-            assert error < 0.02, f"{way}, {name}: {error:.1e} from the other layout's"  # roundings make 0.01 at most
+            assert error < 0.02, f"{way}, {name}: {error:.1e} from the other layout's"  # rounding makes 0.01 at most
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -317,14 +317,14 @@ def test_what_lies_beyond_the_live_length_does_not_matter(device, batch):
     poisoned = copied(values)
     for cache in (*poisoned["k_caches"], *poisoned["v_caches"]):
         for sequence, length in enumerate(values["cache_seqlens"].tolist()):
-            cache[sequence, length - 1 :] = torch.nan  # the place of the new token as well
+            cache[sequence, length - 1 :] = torch.nan  # that of the new token too
     assert_same(run(torch.ops.llmkernels.decode_step, poisoned)[:2], expected[:2])
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("length", [0, 49, 1048])
 def test_a_token_that_has_no_place_is_not_written(device, batch, length):
-    """Before the cache or behind its end."""
+    """Before the beginning or after the end of the cache."""
     values = make(batch, torch.bfloat16, device)
     room = {name: [torch.full((batch + 1, 48, 2, 64), 7.0, dtype=torch.bfloat16, device=device) for _ in range(2)]
             for name in ("k_caches", "v_caches")}  # fmt: skip
@@ -448,7 +448,7 @@ def test_deterministic():
 
 
 def test_inputs_take_turns(device):
-    """What the step before has left behind, of the same size and in the same place, is not taken for this one's."""
+    """A step does not take the workspace of the previous one, of equal size at the same address, for its own."""
     values = make(1, torch.bfloat16, device, **LARGE)
     both = [values, values | {"hidden": values["hidden"].flip(-1)}]
     expected = [(check(inputs), run(torch.ops.llmkernels.decode_step, inputs)) for inputs in both]
@@ -461,7 +461,7 @@ def test_inputs_take_turns(device):
 
 @pytest.mark.gpu
 def test_models_take_turns():
-    """Nothing stays behind on the device that a model of another size would stumble over."""
+    """Steps of models of different sizes in turn: none finds state that another has left on the device."""
     models = [one(**LARGE), one(**SMALL), one(dim=128, kv_heads=4, heads=28, capacity=704, lengths=[700])]
     expected = [run(torch.ops.llmkernels.decode_step, values) for values in models]
     for turn in range(30):
@@ -492,7 +492,7 @@ def test_graphs_on_two_streams_at_once():
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3, 17, 64])
 def test_graph_follows_growing_lengths(batch):
-    """Captured once, replayed with other tokens and lengths: the same as calls without a graph."""
+    """Captured once and replayed with other tokens and lengths; equal to calls without a graph."""
     values = make(batch, torch.bfloat16, "cuda", capacity=128, lengths=([92, 5, 20] * batch)[:batch])
     other = {name: x.clone() if torch.is_tensor(x) else x for name, x in copied(values).items()}
     step(copied(other))

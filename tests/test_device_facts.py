@@ -1,4 +1,4 @@
-"""What launchers know of devices and kernels, from many threads: csrc/kernels/launch.* on a stub of the runtime."""
+"""Facts of devices and attributes of kernels, from many threads: csrc/kernels/launch.* on a stub of CUDA."""
 
 import subprocess
 
@@ -14,8 +14,9 @@ def harness(tmp_path_factory):
 
 @pytest.mark.parametrize("scenario", ["reads", "failures", "launches", "calls"])
 def test_facts_and_attributes_from_many_threads(harness, scenario):
-    """reads: 8 threads that ask first at the same time all get whole answers. failures: one is not kept. launches: of
-    one kernel with different needs never undercut each other. calls: nothing is asked or set a second time."""
+    """reads: 8 threads make the first query at the same time, and all get complete results. failures: one is not
+    cached. launches: those of one kernel that need different attributes never lower each other's. calls: nothing is
+    queried or set twice."""
     for _ in range(3 if scenario in ("reads", "launches") else 1):
         done = subprocess.run([harness, scenario], capture_output=True, text=True, timeout=300)
         assert done.stdout == f"{scenario}: 0 wrong\n", done.stdout + done.stderr

@@ -1,5 +1,4 @@
-"""Where and when the ops run, and that they give the same bits each time: determinism, batch invariance, streams,
-devices, CUDA graphs, launches that overlap."""
+"""Execution of the ops: determinism, batch invariance, streams, devices, CUDA graphs, launches that overlap."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +15,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 @every_case
 @every_dtype
 def test_250_equal_reruns(case, device, dtype):
-    """Outputs and all gradients, those of weights included, with enough rows for many partial sums."""
+    """Outputs and all gradients, those of weights included; enough rows for many partial sums."""
     rows = 1000 if device == "cuda" else 66 if "norm" in case.name else 4
     inputs = case.inputs(rows, 136, dtype, device)
     grad_outputs = case.grad_outputs(inputs)
@@ -46,7 +45,7 @@ def test_a_row_alone_is_the_same_row_in_a_batch_of_300(case, device, dtype, cols
 
 @pytest.mark.parametrize("cols", [1032, 3584, 8192])
 def test_every_row_alone_has_the_bits_it_has_in_a_batch(device, cols):
-    """Few rows are spread over more threads than many; in float32 another order of summation shows in some rows."""
+    """With few rows each gets more threads. In float32 another order of summation would show in some rows."""
     x, residual = torch.randn(2, 300, cols, device=device)
     y, (z, s) = llmkernels.rms_norm(x), llmkernels.add_rms_norm(x, residual)
     assert_same(torch.cat([llmkernels.rms_norm(row) for row in x.split(1)]), y)
@@ -57,7 +56,7 @@ def test_every_row_alone_has_the_bits_it_has_in_a_batch(device, cols):
 @pytest.mark.gpu
 @every_case
 def test_side_stream(case):
-    """The inputs are written late on a side stream: an op on any other stream would read zeros."""
+    """The inputs are written late, on a side stream. An op on any other stream would read zeros."""
     inputs = case.inputs(64, 256, torch.bfloat16, "cuda")
     grad_outputs = case.grad_outputs(inputs)
     expected = case.differentiate(inputs, grad_outputs)
@@ -140,8 +139,8 @@ CONSUMERS = {
 @pytest.mark.parametrize("producer", PRODUCERS.values(), ids=PRODUCERS.keys())
 @pytest.mark.parametrize("consumer", CONSUMERS.values(), ids=CONSUMERS.keys())
 def test_overlapping_launches(producer, consumer):
-    """A small kernel right behind a large one, on the rows that this writes last. Programmatic dependent launch lets it
-    begin early; it must not read early, which would show it the results of the round before."""
+    """A large kernel, then a small one on the rows that the large one writes last. Programmatic dependent launch lets
+    it start early. If it also read early, it would find the results of the previous round."""
     rounds = [scaled_rows(8192, 2048, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
     expected = []
     for x in rounds:
@@ -160,7 +159,7 @@ def test_overlapping_launches(producer, consumer):
 
 @pytest.mark.gpu
 def test_a_write_behind_a_read():
-    """The other order: a large kernel still reads x while the next in the stream begins to overwrite it."""
+    """The other order: the next kernel of the stream starts to overwrite x while a large kernel still reads it."""
     x = scaled_rows(1, 8, 8192, 128, dtype=torch.bfloat16, device="cuda")
     cos, sin = angles(8192, 128, dtype=torch.bfloat16, device="cuda")
     expected = llmkernels.rms_norm(x)

@@ -1,4 +1,4 @@
-"""Random shapes, layouts, dtypes and options. A seed is a case; a failing one prints the line that runs it alone.
+"""Random shapes, layouts, dtypes and options. Each seed is a case. One that fails prints the command that repeats it.
 
 200 seeds on the CPU, 2,000 on a GPU; `--fuzz-seeds 200:5000` runs others.
 """
@@ -53,14 +53,14 @@ def describe(seed):
 
 
 def size(generator, largest):
-    """Small ones, powers of two and their neighbours, multiples of a vector, anything: each as often."""
+    """Equally often: small sizes, powers of two and their neighbours, multiples of a vector, any size."""
     near = 2 ** generator.randint(0, largest.bit_length() - 1) + generator.randint(-1, 1)
     choices = (generator.randint(1, 9), near, 8 * generator.randint(1, largest // 8), generator.randint(1, largest))
     return min(max(generator.choice(choices), 1), largest)
 
 
 def rows_and_cols(generator, device):
-    """At most so many elements that 2,000 of these take a minute."""
+    """Limits the elements of a case, so that 2,000 cases take a minute."""
     cols = size(generator, 40000 if device == "cuda" else 5000)
     most = (2_000_000 if device == "cuda" else 60_000) // cols
     return size(generator, max(8, min(most, 3000))) % (most + 1), cols

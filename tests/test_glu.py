@@ -31,7 +31,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def make(rows, cols, dtype, device):
-    """Gates from the flat tail of the activation to its linear part."""
+    """Gates from the flat part of the activation to its linear part."""
     return tuple(torch.randn(rows, cols, device=device).mul_(3).to(dtype) for _ in range(2))
 
 
@@ -57,7 +57,7 @@ def test_packed(device, rows, cols, ours, eager, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_activation
 def test_every_gate_there_is(device, ours, eager, dtype):
-    """All 65,536 of them: on a GPU bit for bit as eager, on the CPU as accurate as its vectorised functions."""
+    """All 65,536 gates: on a GPU bitwise equal to eager, on the CPU as accurate as PyTorch's vectorised functions."""
     gate = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)[None]
     up = torch.ones_like(gate)
     if device == "cuda":
@@ -71,7 +71,7 @@ def test_every_gate_there_is(device, ours, eager, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [127, 3584])
 def test_swiglu_equals_eager_on_the_gpu(cols):
-    """In float32 too, and through the rounding of the product."""
+    """Also in float32, and with the rounding of the product."""
     for dtype in DTYPES:
         gate, up = make(257, cols, dtype, "cuda")
         assert_within_ulps(llmkernels.swiglu(gate, up), oracles.swiglu(gate, up), ulps=int(dtype == torch.float32))
@@ -80,9 +80,9 @@ def test_swiglu_equals_eager_on_the_gpu(cols):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_activation
 def test_rounds_where_eager_rounds(device, ours, eager, dtype):
-    """All but the few elements that the last bit of exp, tanh or erf moves across a rounding are equal."""
+    """Bitwise equal, except for few elements where the last bit of exp, tanh or erf changes a rounding."""
     gate, up = make(257, 512, dtype, device)
-    gate = gate.abs()  # where gelu does not cancel
+    gate = gate.abs()  # where gelu has no cancellation
     y, expected = ours(gate, up), eager(gate, up)
     assert_within_ulps(y, expected, ulps=2, share=0.99)
     once = (eager(gate.float(), up.float())).to(dtype)
@@ -128,7 +128,7 @@ def test_special_values(device, ours, eager, dtype):
     values = torch.tensor([0.0, -0.0, 1e4, -1e4, 1e-7, -100, 100, torch.inf, -torch.inf, torch.nan], device=device)
     gate, up = (t.to(dtype).contiguous() for t in torch.meshgrid(values, values, indexing="ij"))
     y, expected, exact = ours(gate, up), eager(gate, up), eager(gate.double(), up.double())
-    # On some processors PyTorch's float32 gelu(inf) is NaN, which the formula is not.
+    # On some processors PyTorch's float32 gelu(inf) is NaN; by the formula it is inf.
     expected = torch.where(gate.isinf(), exact.to(dtype), expected)
     torch.testing.assert_close(y, expected, equal_nan=True, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     assert y[-1].isnan().all() and y[:, -1].isnan().all()

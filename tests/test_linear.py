@@ -65,9 +65,9 @@ def test_activations_that_float16_holds_but_their_scaled_values_would_not(device
 @every_m
 @pytest.mark.parametrize("n, k", [(4608, 512), (8192, 8456), (37888, 512), (50001, 200), (73920, 512), (80000, 512)])
 def test_tall_weights(m, n, k, dtype):
-    """Tiles of two boxes, blocks with several tiles, tiles of wgmma that begin in one box and end in the next.
+    """Output tiles of two boxes, blocks with several tiles, MMA tiles of wgmma that cross from one box to the next.
 
-    SwiGLU of 73920 rows: several tiles for each block, whose sums lie where the ring was.
+    SwiGLU of 73920 rows: several tiles for each block, with partial sums in the memory of the ring.
     """
     x, norm_weight, weight, bias = make(m, n, k, dtype, "cuda")
     compare(linear, F.linear, (x, weight, bias))
@@ -82,11 +82,11 @@ def test_tall_weights(m, n, k, dtype):
 @pytest.mark.parametrize(
     "n, k",
     [(2, 264), (16000, 40), (262, 2568), (40002, 2056), (130, 20480), (130, 20488),
-     *(pytest.param(n, k, marks=pytest.mark.sanitizer)  # rings that come round
+     *(pytest.param(n, k, marks=pytest.mark.sanitizer)  # more k tiles than stages
        for n, k in ((6002, 2008), (4608, 3584), (1002, 5128), (1000, 10248)))],
 )  # fmt: skip
 def test_one_token(n, k, dtype):
-    """Of gemv.cu: every number of vectors per lane, K that ends anywhere in a warp's part, more rows than threads."""
+    """gemv.cu: every number of vectors per lane, K that ends anywhere in a warp's slice, more rows than threads."""
     x, norm_weight, weight, bias = make(1, n, k, dtype, "cuda")
     compare(linear, F.linear, (x, weight, bias))
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
@@ -118,7 +118,7 @@ def test_a_vocabulary(m):
 @every_m
 @pytest.mark.parametrize("k", [200, 8456])
 def test_one_rounding(device, m, k, dtype):
-    """Small integers: every sum is exact, so the results are equal to the bit."""
+    """Small integers: every sum is exact, so results are bitwise equal."""
     if m > 64 and k > 256:
         pytest.skip("cuBLAS may split such a K and round the parts")
     x = torch.randint(-4, 5, (m, k), device=device).to(dtype)
@@ -192,7 +192,7 @@ def test_special_values_stay_in_their_row(device, m, dtype):
     y = linear(x, weight, bias)
     touched = torch.zeros_like(y, dtype=torch.bool)
     touched[m // 2] = touched[m - 1] = touched[:, 7] = True
-    if device == "cpu":  # where PyTorch multiplies: with AMX it lets them into other rows
+    if device == "cpu":  # PyTorch multiplies there: with AMX, NaN of a row reaches other rows
         touched |= F.linear(x, weight, bias).isnan()
     assert_same(y[~touched], clean[~touched])
     assert y[m // 2].isnan().all() and y[:, 7].isnan().all() and not y[m - 1].isfinite().any()
@@ -271,7 +271,7 @@ AUTOCAST = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("of_x, of_weights", AUTOCAST.values(), ids=AUTOCAST.keys())
 def test_autocast_does_what_eager_does(device, of_x, of_weights, dtype, m, grad):
-    """Outputs and gradients have eager's dtypes, and its numbers but for the roundings."""
+    """Outputs and gradients have eager's dtypes, and its values up to rounding."""
     if device == "cuda" and of_x == torch.float64:
         pytest.skip("float64 is for the CPU")
     x, *weights = make(m, 24, 64, torch.float32, device)

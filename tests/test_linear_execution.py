@@ -1,4 +1,4 @@
-"""The linear ops where they run: registration, compilation, reruns, streams, graphs, prefetched weights and others."""
+"""Execution of the linear ops: registration, compilation, determinism, streams, graphs, prefetched weights."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_250_equal_reruns(m, n, k):
 @pytest.mark.gpu
 @every_m
 def test_a_chain_of_overlapping_launches(m):
-    """Each kernel begins while the one before it still runs, and must not read early what that one writes."""
+    """Each kernel starts while the previous one still runs, and must not read early what that one writes."""
     inputs = [make(m, 2048, 2048, torch.bfloat16, "cuda", bias=False) for _ in range(4)]
 
     def chain(synchronize):
@@ -152,7 +152,7 @@ def test_second_device_while_the_first_is_current():
     assert_same(y.to("cuda:0"), rms_norm_linear(*inputs))
 
 
-# Weights that are promised to be complete, and weights that are not.
+# Weights with and without the promise of `prefetch_weights`.
 
 
 # of a residual, x, norm_weight and weight; `linear_add_` changes the residual
@@ -186,8 +186,8 @@ def test_prefetched_weights(device, m):
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 @pytest.mark.parametrize("what", ["weights", "x"])
 def test_what_the_kernel_before_has_just_written(what, call, m, captured):
-    """That kernel takes long, lets the next one begin at once and leaves room for it; what it writes to is where its
-    result before was. Weights may be prefetched before it has ended, x must not be read."""
+    """The previous kernel takes long, and lets the next one start at once, with room beside it. It writes where its
+    result of the previous round was. Weights may be prefetched before it has ended; x must not be read."""
     n, k = 512, 64
     x, norm_weight, weight, _ = make(m, n, k, torch.bfloat16, "cuda", bias=False)
     token, sources = make(1, 8, 1024, torch.bfloat16, "cuda")[0], []

@@ -1,4 +1,4 @@
-"""What the ops read and write: every output element, nothing beside it, at any 64-bit offset. And the short selection
+"""Memory that the ops read and write: all of every output, nothing else, at any 64-bit offset; and the short selection
 for compute-sanitizer."""
 
 import ctypes.util
@@ -19,7 +19,7 @@ _backward = torch.ops.llmkernels.rms_norm_backward
 
 @contextmanager
 def poisoned_memory():
-    """Whatever torch allocates without a value is full of NaN: outputs, workspaces."""
+    """Outputs and workspaces are full of NaN when they are allocated."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -44,7 +44,7 @@ def test_every_output_element_is_written(case, device, cols, dtype):
 
 @every_case
 def test_no_rows(case, device):
-    """The gradient of a weight that nothing was multiplied by is zero, not what was in memory."""
+    """Without rows, the gradient of the weight is zero, not what was in memory."""
     inputs = case.inputs(0, 64, torch.float32, device)
     with poisoned_memory():
         results = case.differentiate(inputs, case.grad_outputs(inputs))
@@ -57,8 +57,8 @@ def test_no_rows(case, device):
 @every_dtype
 @pytest.mark.parametrize("cols", [126, 128])
 def test_neighbours_of_the_outputs_stay(case, cols, dtype):
-    """Outputs land in freed blocks between blocks full of a pattern. 256 rows make their size a multiple of the
-    allocator's 512 bytes, so that the neighbour begins right behind the last element."""
+    """Outputs get freed blocks between blocks full of a pattern. With 256 rows their size is a multiple of the
+    allocator's 512 bytes, so that the next block begins right after the last element."""
     inputs = case.inputs(256, cols, dtype, "cuda")
     grad_outputs = case.grad_outputs(inputs)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_neighbours_of_the_outputs_stay(case, cols, dtype):
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     for size in sizes:
-        # Many, so that the first fill whatever gaps of this size there are, and the later ones lie side by side.
+        # Many: the first ones fill the gaps of this size, so that the later ones lie side by side.
         blocks = [torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(64)]
         guards = blocks[:32] + blocks[32::2]
         free = {block.data_ptr() for block in blocks[33::2]}
@@ -92,7 +92,7 @@ for case in CASES:
 
 
 def test_nothing_behind_cpu_outputs_is_written(pytestconfig):
-    """glibc's checking allocator ends the process when the byte behind a freed block has changed."""
+    """glibc's checking allocator ends the process if the byte after a freed block has changed."""
     debug = ctypes.util.find_library("c_malloc_debug") or "libc_malloc_debug.so.0"
     environment = {"LD_PRELOAD": debug, "GLIBC_TUNABLES": "glibc.malloc.check=3", "OMP_NUM_THREADS": "2"}
     paths = [str(pytestconfig.rootpath / "tests"), *sys.path]
@@ -114,7 +114,7 @@ FAR = 2**31
 
 
 def far_rows(rows, cols, device, dtype=torch.bfloat16):
-    """Rows 2^31 elements apart. On the CPU, pages that nobody touches cost nothing."""
+    """Rows 2^31 elements apart. On the CPU, pages that are not touched take no memory."""
     rows_apart = torch.empty((rows - 1) * FAR + cols, dtype=dtype, device=device).as_strided((rows, cols), (FAR, 1))
     return rows_apart.copy_(scaled_rows(rows, cols, dtype=dtype, device=device))
 
@@ -168,7 +168,7 @@ def huge():
 
 
 def assert_rows_alone(function, results, inputs):
-    """The rows of interest, computed alone, have the bits that they have in the whole."""
+    """The same rows computed alone have the same bits."""
     for i in interesting(*inputs[0].shape):
         alone = tensors(function(*(t[i : i + 1] for t in inputs)))
         assert_same(alone, tuple(t[i : i + 1] for t in results), f"row {i}, output")
@@ -262,8 +262,8 @@ def test_more_than_2_31_rows():
     assert torch.equal(llmkernels.swiglu(x, x)[-3:], case_named("swiglu").eager(x[-3:], x[-3:]))
 
 
-# The short selection for compute-sanitizer: every kernel path once. What reaches the GPU is copied there, so that few
-# kernels but ours run.
+# The short selection for compute-sanitizer: every kernel path once. Inputs are copied to the GPU, so that few other
+# kernels run.
 
 
 def every_path():
@@ -276,7 +276,7 @@ def every_path():
             yield case, torch.bfloat16, cols, 3
         yield case, torch.bfloat16, 10000, 300  # of 4 vectors per thread
         yield case, torch.float32, 16384, 2
-        yield case, torch.float16, 2048, 900  # the persistent backward comes round again
+        yield case, torch.float16, 2048, 900  # several rows per group in the persistent backward
         yield case, torch.float32, 33, 70  # more rows than partial sums
     for name in ("rope", "swiglu_packed"):
         yield case_named(name), torch.float32, 256, 4

@@ -1,4 +1,4 @@
-"""The modules, against the functions they wrap and against the modules of transformers whose place they take."""
+"""The modules, against the functions that they wrap and against the modules of transformers that they replace."""
 
 import io
 
@@ -13,7 +13,7 @@ from oracles import assert_same, scaled_rows
 
 
 def copy_of(module, example):
-    """`module` with the weights of `example`, on its device and in its dtype: the names must be the same."""
+    """`module` with the weights of `example`, on its device and in its dtype; their names must agree."""
     parameter = next(example.parameters())
     module.load_state_dict(example.state_dict())
     return module.to(parameter)
@@ -80,11 +80,11 @@ def test_rotary_embedding_variants(device):
     for options in ({}, {"rotary_dim": 16}, {"interleaved": True}, {"rotary_dim": 8, "interleaved": True}):
         module = nn.RotaryEmbedding(32, **options).to(device)
         turned, _ = module(q, k, ids)
-        assert_same(turned[:, 0], q[:, 0])  # position 0 turns nothing
+        assert_same(turned[:, 0], q[:, 0])  # position 0 is not rotated
         rotary_dim = options.get("rotary_dim", 32)
         torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
         assert_same(turned[..., rotary_dim:], q[..., rotary_dim:])
-        # Attention sees only how far two positions are apart.
+        # Attention depends only on the distance of two positions.
         later, later_k = module(q, k, ids + 3)
         scores, later_scores = ((a * b).sum(-1) for a, b in ((turned, module(q, k, ids)[1]), (later, later_k)))
         torch.testing.assert_close(scores, later_scores, rtol=1e-4, atol=1e-4)

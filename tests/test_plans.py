@@ -1,4 +1,4 @@
-"""Launch plans: of devices that this machine does not have, and of numbers that make no sense."""
+"""Launch plans, for devices that this machine does not have and for numbers out of range."""
 
 import itertools
 import json
@@ -61,7 +61,7 @@ def plans(tmp_path_factory):
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
 def test_attention_waits_for_no_cluster(plans, device):
-    """Clusters of several blocks are all there at once; else the last ones would begin when the first are done."""
+    """All clusters of several blocks run at the same time; else the last ones would start when the first are done."""
     shapes = itertools.product(
         (1, 2, 4, 7, 16, 33), (1, 2, 4, 8), (1, 7), (1, 3), (1, 512, 600, 768, 2048, 9000), (64, 128)
     )
@@ -71,12 +71,12 @@ def test_attention_waits_for_no_cluster(plans, device):
         assert 1 <= plan["cluster"] * plan["clusters"] <= 288
 
 
-def test_attention_counts_its_units_in_32_bits(plans):
-    """A launch has so few sequences that twice their units are less than 2^31."""
+def test_attention_counts_kv_tiles_in_32_bits(plans):
+    """A launch has so few sequences that twice their KV tiles are less than 2^31."""
     shapes = itertools.product((1, 65535), (1, 64, 65535), (1, 128), (1, 16), (64, 2**20, 2**30 - 1), (64,))
     questions = [(*DEVICES["H200"], *shape) for shape in shapes]
     for question, plan in zip(questions, plans(questions), strict=True):
         batch, kv_heads, capacity = question[5], question[6], question[9]
-        units = min(batch, plan["sequences"]) * kv_heads * plan["chunks"] * -(-capacity // 64)
-        assert units <= 2**29, (question, plan)
-        assert plan["sequences"] >= 1 or kv_heads * plan["chunks"] * capacity > 2**29 * 32, (question, plan)
+        kv_tiles = min(batch, plan["sequences"]) * kv_heads * plan["query_tiles"] * -(-capacity // 64)
+        assert kv_tiles <= 2**29, (question, plan)
+        assert plan["sequences"] >= 1 or kv_heads * plan["query_tiles"] * capacity > 2**29 * 32, (question, plan)

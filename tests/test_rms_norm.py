@@ -50,7 +50,7 @@ def test_variants(device, options, weighted, dtype):
     check_norm(rms_norm, oracles.rms_norm, inputs if weighted else inputs[:1], **options)
 
 
-# Around every limit of the launch plans: lanes of a warp, registers of a block, rows read twice; a vocabulary.
+# Both sides of every limit of the launch plans: lanes of a warp, registers of a block, rows read twice; a vocabulary.
 LENGTHS = [16, 48, 256, 264, 1024, 1032, 2048, 4096, 8192, 8200, 16384, 16392, 32776, 40001, 152064]
 
 
@@ -58,7 +58,7 @@ LENGTHS = [16, 48, 256, 264, 1024, 1032, 2048, 4096, 8192, 8200, 16384, 16392, 3
 @pytest.mark.parametrize(
     "device, rows, cols",
     [("cpu", 3, cols) for cols in (4095, 4097, 16400)]
-    # Few rows are spread wider over the GPU than many.
+    # With few rows each gets more threads than with many.
     + [("cuda", rows, cols) for rows in (3, 300) for cols in LENGTHS if "cuda" in DEVICES],
 )
 def test_row_lengths(device, rows, cols, dtype):
@@ -76,7 +76,7 @@ def test_layouts(device, layout, cols, dtype):
 def test_layouts_of_the_weight(device):
     x, weight = make(5, 64, torch.float16, device)
     expected = rms_norm(x, weight)
-    assert_within_ulps(rms_norm(x, laid_out(weight[None], "offset")[0]), expected, ulps=1)  # misaligned
+    assert_within_ulps(rms_norm(x, laid_out(weight[None], "offset")[0]), expected, ulps=1)  # not aligned
     assert_same(rms_norm(x, laid_out(weight[:, None], "every_other")[:, 0]), expected)
     assert_same(rms_norm(x, weight.new_ones(1).expand(64)), rms_norm(x))
 
@@ -103,7 +103,7 @@ def test_rows_that_no_single_stride_describes(device):
 @pytest.mark.parametrize("cast_before_weight", [True, False])
 @pytest.mark.parametrize("cols", [127, 3584])
 def test_rounding_order(device, cols, cast_before_weight, dtype):
-    """Bit for bit as eager but for the few elements where float32 noise in the sum moves a rounding."""
+    """Bitwise equal to eager, except for few elements where the float32 error of the sum changes a rounding."""
     x, weight = make(64, cols, dtype, device)
     expected = oracles.rms_norm(x, weight, cast_before_weight=cast_before_weight)
     assert_within_ulps(rms_norm(x, weight, cast_before_weight=cast_before_weight), expected, ulps=2, share=0.99)

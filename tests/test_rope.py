@@ -25,7 +25,7 @@ def make(batch=2, tokens=5, heads=4, kv_heads=2, dim=16, layout="bhtd", dtype=to
 
 
 def assert_rope(q, k, cos, sin, *args, **options):
-    """Equal to eager bit for bit, and the gradient as accurate as eager's."""
+    """Bitwise equal to eager; the gradient is as accurate as eager's."""
     ours, eager = partial(rope, **options), partial(eager_rope, **options)
     assert_same(ours(q, k, cos, sin, *args), eager(q, k, cos, sin, *args))
     check(ours, eager, (q, k, cos, sin, *args), count=2)
@@ -61,7 +61,7 @@ def test_partial_rotation_and_half_width(device, half_width, rotary_dim, dim, in
 )
 @every_order
 def test_any_number_of_heads(device, heads, kv_heads, dim, interleaved):
-    """Head counts and sizes that fill a block of threads badly."""
+    """Head counts and sizes that leave threads of a block idle."""
     q, k = make(heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.float16, device=device)
     assert_rope(q, k, *angles(5, dim, dtype=torch.float16, device=device), interleaved=interleaved)
 
@@ -118,7 +118,7 @@ def test_positions_outside_the_table(device, bad, dtype):
     if device == "cpu":
         with pytest.raises(RuntimeError, match=r"rope: position_ids must lie in \[0, 50\).* \[1, 3\] does not"):
             rope(q, k, cos, sin, positions)
-    else:  # finding out would stop the stream: the token's heads become NaN, and only they
+    else:  # a check would have to wait for the stream: the token's heads become NaN, and only they
         for out, good in zip(rope(q, k, cos, sin, positions), expected, strict=True):
             assert out[1, :, 3].isnan().all()
             out[1, :, 3] = good[1, :, 3]
@@ -165,7 +165,7 @@ def test_q_and_k_of_different_layouts(device, view):
 
 @every_layout
 def test_output_keeps_the_memory_order(device, layout):
-    """As eager arithmetic would, so that the transpose back before attention stays free."""
+    """As with eager arithmetic, so that the transpose back before attention needs no copy."""
     q, k = (t.transpose(1, 2) for t in make(layout=layout, device=device))
     other = "bthd" if layout == "bhtd" else "bhtd"
     cos, sin = angles(5, 16, device=device)
@@ -178,7 +178,7 @@ def test_output_keeps_the_memory_order(device, layout):
 @every_layout
 @pytest.mark.parametrize("view", ["contiguous", "packed", "misaligned", "transposed"])
 def test_in_place(device, view, layout, interleaved, dtype):
-    """The same numbers into q and k themselves, and into nothing beside them."""
+    """The same values, written to q and k and to nothing else."""
     heads, kv_heads, dim = 4, 2, 24
     whole = torch.randn(2, 5, heads + kv_heads + 2, dim + 8, device=device).to(dtype)
     if view == "misaligned":
@@ -204,7 +204,7 @@ def test_in_place(device, view, layout, interleaved, dtype):
 
 
 def test_in_place_counts_as_a_write(device):
-    """autograd must notice that a tensor it had saved is gone."""
+    """autograd must notice that a tensor it has saved was overwritten."""
     q, k = make(device=device)
     leaf = torch.ones_like(q, requires_grad=True)
     product = leaf * q
@@ -289,7 +289,7 @@ def test_special_values(device, interleaved, dtype):
         q[:, :, token, token] = k[:, :, token, -1 - token] = value
     q[:, :, 5] = 0
     cos, sin = angles(6, 64, dtype=dtype, device=device)
-    cos[0], sin[0] = 1, 0  # position 0 turns nothing: inf * 0 is NaN, as in eager
+    cos[0], sin[0] = 1, 0  # position 0 is not rotated: inf * 0 is NaN, as in eager
     args = q, k, cos, sin
     assert_same(rope(*args, interleaved=interleaved), eager_rope(*args, interleaved=interleaved))
 
@@ -378,7 +378,7 @@ def test_errors_about_devices():
 
 
 def test_in_place_q_and_k_of_one_tensor(device):
-    """Slices of one tensor are fine, as long as they share nothing."""
+    """Slices of one tensor are allowed if they do not overlap."""
     cos, sin = (torch.randn(5, 16, device=device) for _ in range(2))
     packed = torch.randn(2, 5, 6, 16, device=device)
     per_head = torch.randn(2, 5, 3, 3, 16, device=device)  # q, k, v of each head

@@ -1,4 +1,4 @@
-"""rope_kv_write: bit for bit rope and a copy; pages, tokens without a place, errors, CUDA graphs."""
+"""rope_kv_write: bitwise equal to rope and a copy; pages, tokens outside the cache, errors, CUDA graphs."""
 
 import pytest
 import torch

@@ -56,13 +56,13 @@ def probabilities(
     min_p=0.0,
     repetition_penalty=1.0,
 ) -> Tensor:
-    """What transformers draws from, in float64."""
+    """The distribution that transformers draws from, in float64."""
     scores = penalised(logits, seen, repetition_penalty)
     warpers = [TemperatureLogitsWarper(float(temperature))]
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
     warpers += [MinPLogitsWarper(min_p)] if min_p else []
-    # Which of several equal logits top-p keeps is up to the sort that transformers calls; ours is as a stable one.
+    # Which of several equal logits top-p keeps depends on the sort that transformers calls; the op's is a stable one.
     with mock.patch.object(torch, "sort", partial(torch.sort, stable=True)):
         for warper in warpers:
             scores = warper(None, scores)
@@ -70,7 +70,7 @@ def probabilities(
 
 
 def uniforms(seed: int, offset: int, rows: int) -> Tensor:
-    """The number in [0, 1) for every row: Philox 4x32-10, key (seed), counter (offset, row)."""
+    """The random number in [0, 1) of every row: Philox 4x32-10 with the seed as key and the counter (offset, row)."""
     mask = 2**32 - 1
     numbers = []
     for row in range(rows):
@@ -89,7 +89,7 @@ def uniforms(seed: int, offset: int, rows: int) -> Tensor:
 
 
 def check_draws(tokens: Tensor, exact: Tensor, seed=1234, offset=5, tolerance=2e-6):
-    """Every token is where its random number falls in the exact distribution, in token order, but for rounding."""
+    """Every token is the one at which the exact cumulative distribution passes the random number, up to rounding."""
     tokens, exact = tokens.cpu(), exact.expand(len(tokens), -1)
     u = uniforms(seed, offset, len(tokens))
     end = exact.cumsum(-1).gather(1, tokens[:, None])[:, 0]
@@ -122,7 +122,7 @@ def test_draws_are_those_of_transformers(device, vocab, options, dtype):
 @every_option
 @pytest.mark.parametrize("vocab", [12, 1000])
 def test_many_draws_from_one_row(device, vocab, options):
-    """Fine enough to see the exact set of tokens that are kept: every one of them is drawn, and no other."""
+    """Enough draws to see the set of kept tokens: each of them is drawn, and no other."""
     rows = 20000
     logits = make(1, vocab, torch.float32, device)
     options = {**options, "temperature": options.get("temperature", 1.0) * 2}
@@ -146,7 +146,7 @@ def test_chi_squared_of_a_large_vocabulary(device, options):
 
 
 def chi_squared_sigmas(counts: Tensor, exact: Tensor) -> float:
-    """How many standard deviations chi-squared lies above its mean; cells that expect less than 5 are put together."""
+    """How many standard deviations chi-squared lies above its mean; cells that expect less than 5 are merged."""
     expected = exact * counts.sum()
     large = expected >= 5
     counts = torch.cat((counts[large].double(), counts[~large].sum().double()[None]))
@@ -257,7 +257,7 @@ def test_top_k_keeps_all_that_equal_the_kth(device):
 @pytest.mark.parametrize("vocab", [7, 1000, 5000])
 @pytest.mark.parametrize("top_p", [0.01307, 0.5037, 0.8503])
 def test_top_p_keeps_the_last_of_equal_ones(device, vocab, top_p):
-    """As a stable ascending sort leaves them: exactly as many as are needed."""
+    """As with a stable ascending sort: exactly as many as are needed."""
     for logits in (torch.zeros(1, vocab), torch.arange(vocab)[None] % 3 * 1.0):
         logits = logits.to(device)
         exact = probabilities(logits, top_p=top_p)
@@ -280,7 +280,7 @@ def test_all_logits_equal(device, vocab, options):
 @pytest.mark.parametrize("vocab", [8, 3001])
 def test_special_values(device, vocab, dtype):
     logits = torch.full((200, vocab), float("-inf"), dtype=dtype, device=device)
-    assert sample(logits).tolist() == [0] * 200  # nothing is left
+    assert sample(logits).tolist() == [0] * 200  # no token is left
     logits[:, 2::3] = float("nan")
     assert sample(logits, top_p=0.5).tolist() == [0] * 200
     logits[:, 5] = -1e4
@@ -483,7 +483,7 @@ def test_every_path_once(device, vocab):
         for options in (*OPTIONS.values(), *more):
             tokens = sample(logits, **options, seen=seen.clone(), rng_state=state(device=device))
             check_draws(tokens, probabilities(logits, seen, **options))
-        for penalty in (1.0, 2.0):  # which round nothing, so that equal scores are equal to the op as well
+        for penalty in (1.0, 2.0):  # without rounding, so that equal scores stay equal in the op
             tokens = sample(logits, 0.0, repetition_penalty=penalty, seen=seen.clone())
             scores = penalised(logits, seen, penalty)
             assert tokens.tolist() == [(row == row.max()).nonzero()[0].item() for row in scores]

@@ -20,7 +20,7 @@ CALLS = [(1, 5, 9), (2, 11, 12), (3, 7, 6), (5, 3, 20), (8, 9, 10), (17, 4, 7)] 
 
 
 def test_every_op_is_there():
-    """What every_op.py calls is all there is, and depends on its seed alone."""
+    """every_op.py calls every registered op, and its results depend only on the seed."""
     size = every_op.SIZES[2]
     found = every_op.results(size, "cpu")
     assert found.keys() == every_op.names()
@@ -38,7 +38,7 @@ def test_from_a_cold_process(how):
 
 
 def serve(models, device, seconds, meanwhile=None):
-    """Threads that generate by turns until the time is over. Returns the models' handles."""
+    """Runs threads that generate for `seconds`. Returns the models' handles."""
     inputs = [tiny_inputs(device, batch, tokens) for batch, tokens, _ in CALLS]
     expected = [
         [hf_generate(model, ids, max_new_tokens=new).cpu() for ids, (_, _, new) in zip(inputs, CALLS, strict=True)]

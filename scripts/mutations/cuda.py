@@ -74,7 +74,7 @@ CUDA = [
     ),
     Mutation(
         "cuda_dropped_tail",
-        "what does not fill a block is left out",
+        "the elements that do not fill a block are left out",
         GLU,
         "const int64_t blocks_per_row = (params.cols + per_block - 1) / per_block;",
         "const int64_t blocks_per_row = params.cols < per_block ? 1 : params.cols / per_block;",
@@ -146,7 +146,7 @@ CUDA = [
     ),
     Mutation(
         "cuda_batched_angles_shared",
-        "every batch entry is turned by the angles of the first",
+        "every sequence is rotated by the angles of the first",
         ROPE,
         "cos += b * params.cos_batch + t * params.cos_token;",
         "cos += t * params.cos_token;",

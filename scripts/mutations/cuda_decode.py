@@ -35,7 +35,7 @@ CUDA_DECODE = [
     ),
     Mutation(
         "cuda_linear_overwritten_sums",
-        "the next tile is copied to where the partial sums of this one still lie",
+        "the next tile is copied over the partial sums of this one before they are read",
         "csrc/kernels/linear/ring.cuh",
         "if (plan.sums_alias_ring) barrier_wait(layout.epilogue_done, epilogue_done);",
         "",
@@ -107,7 +107,7 @@ CUDA_DECODE = [
     ),
     Mutation(
         "cuda_linear_scales_past_float16",
-        "what is left for the next norm's linear keeps the power of two that float16 has no room for",
+        "`scaled` for the next linear is not divided by the power of two, so that it overflows float16",
         LINEAR_RESULTS,
         "const float factor = 1.f / norm_weight_scale<T>(layout);",
         "const float factor = 1.f;",
@@ -115,7 +115,7 @@ CUDA_DECODE = [
     ),
     Mutation(
         "cuda_gemv_scales_past_float16",
-        "x times the norm's weight keeps the power of two that float16 has no room for",
+        "x times the norm's weight is not divided by the power of two, so that it overflows float16",
         GEMV,
         "product(v, e) * factor",
         "product(v, e)",
@@ -130,8 +130,8 @@ CUDA_DECODE = [
         "tests/test_linear.py -k test_one_token",
     ),
     Mutation(
-        "cuda_gemv_multiplies_what_was_there",
-        "what no copy fills is left as another kernel has left it",
+        "cuda_gemv_multiplies_stale_memory",
+        "the bytes that no copy fills are not set to zero",
         GEMV,
         "*reinterpret_cast<uint4*>(ring + row * kSliceBytes + at) = {};",
         "{}",
@@ -155,7 +155,7 @@ CUDA_DECODE = [
     ),
     Mutation(
         "cuda_attention_adds_unscaled_sums",
-        "the sums of several softmaxes are added as if they had one maximum",
+        "partial outputs are added up as if they had the same maximum",
         ATTENTION_MERGE,
         "softmax.sum += weight * sum;",
         "softmax.sum += sum;",
@@ -163,15 +163,15 @@ CUDA_DECODE = [
     ),
     Mutation(
         "cuda_attention_loses_the_last_keys",
-        "the last keys, where they do not fill a unit, are left out",
+        "the last keys, where they do not fill a KV tile, are left out",
         ATTENTION_SCHEDULER,
         "max((end - tile_origin + kKvTile - 1) / kKvTile, 1)",
         "max((end - tile_origin) / kKvTile, 1)",
         "tests/test_decode_attention.py -k 'test_lengths and cuda'",
     ),
     Mutation(
-        "cuda_attention_trusts_its_guess",
-        "work that was shared out by lengths which then changed is done as it was",
+        "cuda_attention_keeps_a_stale_plan",
+        "splits that were planned from lengths which then changed are not planned again",
         "csrc/kernels/attention/decode_attention.cuh",
         "__syncthreads_and(seqlens.update(now))",
         "__syncthreads_and(seqlens.update(now) | true)",
@@ -179,7 +179,7 @@ CUDA_DECODE = [
     ),
     Mutation(
         "cuda_attention_takes_lengths_of_the_first",
-        "what a warp keeps of the sequences is read from its first lane",
+        "the lengths that the lanes of a warp keep are all read from the first lane",
         ATTENTION_SCHEDULER,
         "__shfl_sync(0xffffffffu, lane_info_.seqlen, b)",
         "__shfl_sync(0xffffffffu, lane_info_.seqlen, 0 * b)",
@@ -203,7 +203,7 @@ CUDA_DECODE = [
     ),
     Mutation(
         "cuda_attention_keeps_an_unrotated_key",
-        "the new key is attended to and written to the cache as it came",
+        "the new key is attended to and written to the cache without rotation",
         "csrc/kernels/attention/queries.cuh",
         "if (rotated) rotate(a, b, angles);",
         "if (rotated && is_query) rotate(a, b, angles);",
@@ -235,7 +235,7 @@ CUDA_DECODE = [
     ),
     Mutation(
         "cuda_kv_write_to_one_place",
-        "all tokens of a sequence are written to the place of the first",
+        "all tokens of a sequence are written where the first one is",
         KV_WRITE,
         "const int64_t place = params.cache_seqlens[b] - params.tokens + t;",
         "const int64_t place = params.cache_seqlens[b] - params.tokens;",

@@ -7,15 +7,15 @@ FACTS, LAUNCH, PLAN = "csrc/kernels/per_device.h", "csrc/kernels/launch.cu", "cs
 HOST = [
     Mutation(
         "cpu_facts_are_published_early",
-        "other threads read what is known of a device while it is being filled in",
+        "other threads read the facts of a device while they are being written",
         FACTS,
         "T found{};\n",
         "T& found = values_[device];\n        known_[device] = true;\n",
         "tests/test_device_facts.py -k reads",
     ),
     Mutation(
-        "cpu_failed_question_is_kept",
-        "a device that did not answer once is taken to have nothing",
+        "cpu_failed_query_is_cached",
+        "a device whose query failed once has no SMs from then on",
         FACTS,
         "if (const cudaError_t status = find(device, found); status != cudaSuccess) return status;",
         "(void)find(device, found);",
@@ -23,7 +23,7 @@ HOST = [
     ),
     Mutation(
         "cpu_attributes_are_set_on_one_device",
-        "what a kernel may have is set on the first device that launches it, and on no other",
+        "the attributes of a kernel are set on the first device only",
         LAUNCH,
         "if (configured[device].contains(kernel)) return cudaSuccess;",
         "if (configured[device = 0].contains(kernel)) return cudaSuccess;",
@@ -31,7 +31,7 @@ HOST = [
     ),
     Mutation(
         "cpu_attributes_are_set_at_every_launch",
-        "nothing is kept of the kernels that have their attributes",
+        "the attributes of a kernel are set at every launch",
         LAUNCH,
         "if (status == cudaSuccess) configured[device].add(kernel);",
         "",
@@ -39,7 +39,7 @@ HOST = [
     ),
     Mutation(
         "cpu_static_shared_memory_is_forgotten",
-        "a kernel is to have all the shared memory of a block beside its own",
+        "a kernel asks for all dynamic shared memory, without regard to its static shared memory",
         LAUNCH,
         "static_cast<int>(device.shared_bytes - attributes.sharedSizeBytes)",
         "static_cast<int>(device.shared_bytes)",
@@ -47,14 +47,14 @@ HOST = [
     ),
     Mutation(
         "cpu_clusters_of_four_wait",
-        "attention takes clusters of four whether or not there is room for all of them",
+        "attention takes clusters of four even if not all of them run at the same time",
         PLAN,
         "is_small && work_tiles <= device.clusters[4]",
         "is_small && work_tiles * 4 <= device.sm_count",
         "tests/test_plans.py -k attention",
     ),
     Mutation(
-        "cpu_units_overflow",
+        "cpu_kv_tiles_overflow",
         "a launch of attention has more KV tiles than 32 bits can count",
         PLAN,
         "kMaxKvTiles = int64_t{1} << 29",

@@ -1,5 +1,5 @@
-// As much of the CUDA runtime as csrc/kernels/launch.* needs, for tests of it on machines without a GPU: four devices
-// that answer slowly, and launches that fail where the device would refuse them.
+// The part of the CUDA runtime that csrc/kernels/launch.* needs, for its tests on machines without a GPU: four devices
+// with slow answers, and launches that fail where a device would refuse them.
 #pragma once
 #include <array>
 #include <atomic>
@@ -69,11 +69,11 @@ namespace stub {
 
 constexpr int kDevices = 4;
 constexpr size_t kShared = 232448;          // of a block at most
-constexpr size_t kPlainShared = 48 * 1024;  // what needs no asking
+constexpr size_t kPlainShared = 48 * 1024;  // without an attribute
 
 inline thread_local int device = 0;
-inline std::atomic<int> failures{0};  // so many of the next questions about a device fail
-inline std::atomic<int> calls{0};     // of the runtime, but for cudaGetDevice and launches
+inline std::atomic<int> failures{0};  // how many of the next queries of a device fail
+inline std::atomic<int> calls{0};     // of the runtime, except cudaGetDevice and launches
 inline std::atomic<int> lowered{0};   // attributes that were set to less than before
 inline std::mutex mutex;
 struct Allowed {
@@ -139,7 +139,7 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, in
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
 }
 
-// What a device would say to a launch.
+// Whether a device would accept the launch.
 inline cudaError_t check_launch(const void* kernel, const cudaLaunchConfig_t& config) {
   unsigned cluster = 1;
   for (unsigned i = 0; i < config.numAttrs; ++i) {

@@ -1,5 +1,5 @@
-// csrc/kernels/launch.* on the runtime beside this file. Each scenario wants a process of its own, since what is found
-// out about a device is kept; prints what went wrong, and how often.
+// Tests of csrc/kernels/launch.* on the stub beside this file. Each scenario needs a process of its own, since the
+// facts of a device are cached. Prints how often something was wrong.
 #include <barrier>
 #include <cstdio>
 #include <cstring>
@@ -16,7 +16,7 @@ using llmk::kernels::launch;
 void first_kernel(int) {}
 void second_kernel(int) {}
 
-// body(thread) in so many threads that begin at the same time.
+// Calls body(thread) in `count` threads that start at the same time.
 template <typename Body>
 void in_threads(int count, const Body& body) {
   std::barrier start(count);
@@ -38,7 +38,7 @@ bool is_right(const DeviceInfo& info) {
   return right;
 }
 
-// All of them read until each has had its first answer, which takes some of them long.
+// All threads read until each has had its first result, which takes some of them long.
 int read_from_eight_threads() {
   std::atomic<int> wrong{0}, begun{0};
   in_threads(8, [&](int thread) {
@@ -52,7 +52,7 @@ int read_from_eight_threads() {
   return wrong;
 }
 
-// A question that fails is asked again; by everybody else, too.
+// A query that fails is made again by the next call, and its result is then cached.
 int fail_at_first() {
   int wrong = 0;
   for (const int failures : {1, 3}) {
@@ -68,7 +68,7 @@ int fail_at_first() {
   return wrong;
 }
 
-// Two kernels, launches that need more and less than each other, on all devices.
+// Two kernels on all devices, with launches that need more and less shared memory and larger and smaller clusters.
 int launch_from_sixteen_threads() {
   std::atomic<int> wrong{0};
   in_threads(16, [&](int thread) {

@@ -1,4 +1,4 @@
-// How csrc/kernels/attention/plan.h plans for devices that this machine does not have: one line of JSON per question on
+// Plans of csrc/kernels/attention/plan.h for devices that this machine does not have: one line of JSON per line of
 // standard input, "sm_count clusters2 clusters4 clusters8 clusters16 batch kv_heads group tokens capacity head_dim".
 #include <cstdio>
 
@@ -21,7 +21,7 @@ int main() {
     params.batch = batch, params.tokens = tokens, params.kv_heads = kv_heads, params.heads = kv_heads * group;
     params.cache.capacity = params.cache.page_size = capacity, params.head_dim = head_dim;
     const DecodePlan plan = plan_decode_attention(params, device);
-    std::printf("{\"cluster\": %d, \"clusters\": %d, \"at_once\": %d, \"chunks\": %d, \"sequences\": %lld}\n",
+    std::printf("{\"cluster\": %d, \"clusters\": %d, \"at_once\": %d, \"query_tiles\": %d, \"sequences\": %lld}\n",
                 plan.cluster, plan.clusters, device.clusters[plan.cluster], plan.query_tiles,
                 static_cast<long long>(sequences_per_launch(params)));
   }
