@@ -1,4 +1,4 @@
-"""setup.py: which toolkit, for which architectures, on which platform; the switches; what the sdist and wheel hold."""
+"""setup.py: toolkits, architectures, platforms and switches; the contents of the sdist and the wheel."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ def definitions() -> dict:
 
 @pytest.fixture
 def build(definitions, monkeypatch) -> dict:
-    """What setup.py defines, in an environment without its switches."""
+    """The names that setup.py defines, in an environment without its switches."""
     for name in (*SWITCHES, "CUDA_HOME", "CUDA_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
     return definitions
@@ -38,7 +38,7 @@ def write_program(path: Path, text: str):
 
 @pytest.fixture
 def toolkit(build, tmp_path):
-    """A toolkit of a release, whose nvcc knows some architectures and compiles nothing."""
+    """A fake toolkit, whose nvcc lists some architectures and compiles nothing."""
 
     def make(release="13.0.88", architectures=(75, 80, 86, 89, 90, 100, 103, 120)):
         known = "\n".join(f"compute_{number}" for number in architectures)
@@ -54,7 +54,7 @@ def toolkit(build, tmp_path):
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
-    """Makes nvidia-smi answer; each line is a compute capability and a driver."""
+    """A fake nvidia-smi; each line is a compute capability and a driver."""
 
     def set_gpus(*lines: str):
         write_program(tmp_path / "smi" / "nvidia-smi", "\n".join(f'echo "{line}"' for line in lines))
@@ -78,7 +78,7 @@ def gpus(monkeypatch, tmp_path):
         ("10.0a;10.0f;10.3+PTX", "sm_100a sm_100f sm_103 compute_103"),
         (" 8.0; 9.0 ;", "sm_80 sm_90a"),
         ("7.5 8.0 8.6 9.0 10.0+PTX", "sm_80 sm_86 sm_90a sm_100 compute_100"),
-        ("5.2+PTX 7.0 8.0 13.0+PTX", "sm_80 compute_80"),  # PTX is for what is to come, whatever asked for it
+        ("5.2+PTX 7.0 8.0 13.0+PTX", "sm_80 compute_80"),  # PTX is for later GPUs, whichever entry asked for it
     ],
 )
 def test_architecture_list(build, toolkit, gpus, monkeypatch, capsys, listed, names):

@@ -71,7 +71,7 @@ def test_eos(device, late):
     found = check_steps(model, ids, eos_token_id=ends, pad_token_id=0)
     assert found.shape[1] <= 16
     assert (found[:, -1] == 0).any()
-    # Ends on the first token, on the last one, and never.
+    # Ends with the first token, with the last one, never.
     assert check_steps(model, ids[:1], eos_token_id=free[0, 11].item()).shape[1] == 12
     check_steps(model, ids[:1], eos_token_id=free[0, -1].item())
 
@@ -92,7 +92,7 @@ def test_streamer(device, late):
 
 
 class SumAbove(StoppingCriteria):
-    """Custom, with a memory: stops each sequence where its new tokens sum up to a limit."""
+    """A custom criterion with state: stops each sequence when its new tokens sum up to a limit."""
 
     def __init__(self, limit):
         self.limit, self.lengths = limit, []
@@ -104,7 +104,7 @@ class SumAbove(StoppingCriteria):
 
 
 class Favour(transformers.LogitsProcessor):
-    """Custom, with a look at all tokens so far."""
+    """A custom criterion that reads all tokens so far."""
 
     def __call__(self, input_ids, scores):
         next_in_vocabulary = (input_ids.view(len(scores), -1)[:, -1:] + 1) % VOCAB
@@ -150,11 +150,11 @@ def test_scores_and_logits(device, late):
         for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
             assert_close(ours.keys, theirs.keys)
             assert_close(ours.values, theirs.values)
-        assert again.past_key_values is not found.past_key_values  # a cache given away is not used again
+        assert again.past_key_values is not found.past_key_values  # a cache that was returned is not used again
 
 
 def test_continuing_from_a_returned_cache(device, late):
-    """With the whole text, with the new tokens only, padded, and on a copy."""
+    """With all tokens, with the new tokens only, padded, and on a copy."""
     model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
     more = tiny_inputs(device, 3, 4, seed=8)
     results = []

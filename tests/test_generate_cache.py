@@ -1,4 +1,4 @@
-"""The cache that generate() returns, or is given: a DynamicCache of transformers, as unpatched, and the decode step."""
+"""The cache that generate() returns or is given: a DynamicCache of transformers, as unpatched, with the decode step."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ def returned_cache(model, ids, **options):
 
 
 def patched_and_not(model, call):
-    """What call() returns patched and unpatched. Patched it takes the decode step, and no other way."""
+    """What call() returns patched and unpatched. Patched, every token comes from the decode step."""
     llmkernels.patch(model)
     found = call()
     assert list(decoder(model).calls) == [generate_step()]
@@ -84,7 +84,7 @@ def test_sliding_windows(tokens, device, late):
         options = lambda: {} if given is None else {"past_key_values": given()}  # noqa: B023, E731
         found, expected = patched_and_not(model, lambda: returned_cache(model, ids, **options()))  # noqa: B023
         assert_same_cache(found, expected)
-        # And it goes on from there.
+        # Generation continues with that cache.
         more = torch.cat([ids, tiny_inputs(device, tokens=NEW + 2)], 1)
         model_text = [hf_generate(model, more, past_key_values=cache) for cache in (found, expected)]
         assert torch.equal(*model_text)
@@ -106,7 +106,7 @@ def test_with_gradients_enabled_later(device):
 
 @pytest.mark.parametrize("make", ["empty", "of the config", "returned", "by the forward", "by gradients", "adopted"])
 def test_a_cache_of_the_caller(make, device, late):
-    """It is filled as by transformers, and the call takes the decode step."""
+    """It is filled as by transformers, and the call runs the decode step."""
     model, ids, mask = small_model(device=device), tiny_inputs(device, 3, 20), left_padded(device)
     whole = torch.cat([mask, mask.new_ones(3, 9)], 1)
     start = {"empty": 0, "of the config": 0}.get(make, 11)
@@ -125,7 +125,7 @@ def test_a_cache_of_the_caller(make, device, late):
         before = cache.layers[0].keys if start else None
         kept = before.clone() if start else None
         texts = []
-        for tokens in (20, 20 + NEW - 1 + 3):  # and once more, with what the first call has left in it
+        for tokens in (20, 20 + NEW - 1 + 3):  # and again, with the tokens of the first call in it
             text = ids if not texts else torch.cat([texts[0], tiny_inputs(device, 3, 2, seed=9)], 1)
             longer = torch.cat([whole, whole.new_ones(3, text.shape[1] - 20)], 1)
             texts.append(hf_generate(model, text, attention_mask=longer, past_key_values=cache))

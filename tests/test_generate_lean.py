@@ -1,4 +1,4 @@
-"""llmkernels.generate, the lean loop, and the command that uses it."""
+"""llmkernels.generate, the loop that samples on the device, and the command that uses it."""
 
 import copy
 
@@ -27,7 +27,7 @@ def test_lean_greedy(family, device, late):
 
 
 def test_lean_on_the_module_path(device):
-    """An unpatched model, and one with adapters: the same tokens, and a word in the report."""
+    """An unpatched model, and one with adapters: the same tokens, and a reason in the report."""
     model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
     expected = hf_generate(model, ids, attention_mask=mask)
     found = llmkernels.generate(model, ids, attention_mask=mask, max_new_tokens=NEW)

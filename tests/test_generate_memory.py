@@ -1,4 +1,4 @@
-"""How much memory a call of generate takes ahead, keeps, and gives back."""
+"""How much memory a call of generate allocates ahead, keeps, and frees."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 def row_bytes(batch):
-    """One token of Qwen2.5-7B in bfloat16, in all layers and sequences."""
+    """Bytes of the keys and values of one token in Qwen2.5-7B in bfloat16, for all layers and sequences."""
     config = Qwen2Config(num_hidden_layers=28, num_key_value_heads=4, num_attention_heads=28, hidden_size=3584)
     return 2 * 2 * batch * config.num_hidden_layers * config.num_key_value_heads * 128
 
@@ -27,7 +27,7 @@ def row_bytes(batch):
     [(1, 11, 0.12), (8, 512, 0.75), (64, 11, 0.66), (64, 512, 2.41), (64, 8192, 35.0)],
 )
 def test_what_is_taken_ahead(batch, prompt, gib):
-    """A quarter of what is there, or half a GiB; 2048 tokens more are 7 GiB at a batch of 64."""
+    """Room ahead is a quarter of the tokens, or half a GiB; room for 2048 tokens would be 7 GiB at a batch of 64."""
     taken = caches.room_for(prompt, row_bytes(batch), 32768) * row_bytes(batch)
     needed = prompt * row_bytes(batch)
     assert taken / GIB == pytest.approx(gib, abs=0.02)
@@ -37,7 +37,7 @@ def test_what_is_taken_ahead(batch, prompt, gib):
 
 
 def test_growing_stays_a_small_part():
-    """Moves from 16 tokens to 32768 at a batch of 64: each is a copy and a new graph."""
+    """The moves from 16 to 32768 tokens at a batch of 64; each is a copy and a new graph."""
     capacity, moves, copied = caches.room_for(16, row_bytes(64)), 0, 0
     while capacity < 32768:
         copied += capacity
@@ -66,7 +66,7 @@ def test_a_large_cache_is_not_kept(generate, device, monkeypatch):
 
 @pytest.mark.parametrize("limit", [0, GIB])
 def test_a_returned_cache_holds_its_own(limit, device, monkeypatch):
-    """Whether ours is kept or not, layer by layer freed as it is handed over."""
+    """Layer by layer the buffers are freed as their contents are copied to the returned cache, unless they are kept."""
     monkeypatch.setattr(caches, "KEPT_BYTES", limit)
     model, ids = small_model(device=device), tiny_inputs(device)
     llmkernels.patch(model)
@@ -118,7 +118,7 @@ def test_release_within_a_call(device):
 
 @pytest.mark.gpu
 def test_memory_is_free_again():
-    """At most what is kept stays behind a call, and nothing behind release()."""
+    """After a call at most the kept cache is allocated, after release() nothing."""
     model, ids = small_model(device="cuda", dtype=torch.bfloat16), tiny_inputs("cuda")
     llmkernels.patch(model)
     hf_generate(model, ids)

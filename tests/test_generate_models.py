@@ -1,4 +1,4 @@
-"""Which models take the decode step, and what goes by their modules instead, with a reason in the report."""
+"""Which models run the decode step, and which run their modules instead, with a reason in the report."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from llmkernels.hf import trunk, unpatch
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configurations(family, changes, device):
-    # Past the 16 positions, where the rope variants begin to differ.
+    # Beyond 16 positions, where the rope variants differ.
     model = small_model(family, device, **{"max_position_embeddings": 16} | changes)
     check_steps(model, tiny_inputs(device, 3), attention_mask=left_padded(device), max_new_tokens=12)
 
@@ -48,7 +48,7 @@ def test_another_scale(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(dtype, device):
-    """Rounding may change a token, so the logits behind the same tokens are compared."""
+    """Rounding may change a token, so the logits after the same tokens are compared."""
     model, ids = small_model(device=device, dtype=dtype), tiny_inputs(device)
     llmkernels.patch(model)
     options = {"return_dict_in_generate": True, "output_logits": True}
@@ -151,7 +151,7 @@ def test_configurations_without_a_step(changes, reason, device):
 
 
 def test_broken_after_the_first_steps(device):
-    """The model is looked at in every call."""
+    """The model is checked in every call."""
     model, ids = small_model(device=device), tiny_inputs(device)
     llmkernels.patch(model)
     hf_generate(model, ids)

@@ -31,7 +31,7 @@ def test_two_models_at_once(device):
         for model, text in zip(models, expected, strict=True):
             assert torch.equal(hf_generate(model, ids), text)
             assert torch.equal(llmkernels.generate(model, ids, max_new_tokens=NEW), text)
-    # One within the other.
+    # Nested calls.
     inner = []
 
     class Nested(Stream):
@@ -64,7 +64,7 @@ def test_threads():
 
 
 def test_growing_and_shrinking(device):
-    """Batches and lengths one after the other, each with the right cache and the right graph."""
+    """Different batches and lengths one after another: each gets a cache and a graph that fit."""
     model = small_model(device=device)
     calls = [(2, 11, 8), (2, 7, 3), (3, 5, 6), (2, 11, 300), (1, 3, 9), (2, 11, 8), (2, 11, 8)]
     expected = [hf_generate(model, tiny_inputs(device, b, t), max_new_tokens=n) for b, t, n in calls]
@@ -75,7 +75,7 @@ def test_growing_and_shrinking(device):
 
 
 def test_a_cache_that_grows(device, late, monkeypatch):
-    """It starts small however large max_length is, and moves on; one that was returned does so too."""
+    """A cache starts small even if max_length is large, and grows; one that was returned grows, too."""
     monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "AHEAD_TOKENS", 4)
     monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "STEP", 4)
     model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
@@ -116,7 +116,7 @@ def test_nothing_keeps_a_model_alive(device):
     gc.disable()
     try:
         del model
-        assert dead() is None  # by its reference count alone, as unpatched: its memory is free at once
+        assert dead() is None  # without the garbage collector, as unpatched
     finally:
         gc.enable()
     gc.collect()
@@ -124,7 +124,7 @@ def test_nothing_keeps_a_model_alive(device):
 
 
 def test_a_graph_is_bound_to_its_addresses():
-    """What on CUDA makes a new graph: weights that moved, another cache."""
+    """Weights that moved and another cache, which need a new graph on CUDA."""
     model, ids = small_model(), tiny_inputs()
     llmkernels.patch(model)
     hf_generate(model, ids)

@@ -1,4 +1,4 @@
-"""What the decode step must not be taken for: models and calls that compute something else, or that have changed."""
+"""Models and calls that compute something else than the decode step, or have changed: they must not run it."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from llmkernels.hf import unpatch
 
 
 def test_attention_of_somebody_else(device):
-    """It calls apply_rotary_pos_emb as it should, and does more."""
+    """It calls apply_rotary_pos_emb as expected, and does more."""
     from transformers.models.qwen2 import modeling_qwen2
     from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
@@ -81,7 +81,7 @@ def test_helpers_of_generate_overridden(name, device):
 
 
 def test_layers_in_another_order(device):
-    """The cache is written by layer_idx, not by place."""
+    """The cache is written by layer_idx, not in the order of the layers."""
     model = small_model(device=device)
     layers = model.model.layers
     layers[0].self_attn.layer_idx, layers[1].self_attn.layer_idx = 1, 0
@@ -125,13 +125,13 @@ def test_a_weight_that_is_no_parameter(device):
 
 
 def test_a_cache_that_is_full_when_the_text_ends(device, monkeypatch):
-    """Reading one step late, the loop must not ask for room for a step that is not wanted."""
+    """The loop reads the stop flag one step late. It must not ask for room for a step that is not needed."""
     from llmkernels.hf import reading
 
     monkeypatch.setattr(reading, "is_late", lambda device: True)
     model, ids = small_model(device=device), tiny_inputs(device, 1)
     tokens = hf_generate(model, ids)[0, ids.shape[1] :].tolist()
-    last = next(i for i in range(2, NEW) if tokens[i] not in tokens[:i])  # ends behind it
+    last = next(i for i in range(2, NEW) if tokens[i] not in tokens[:i])  # the end token
     options = {"eos_token_id": tokens[last], "pad_token_id": 0}
     expected = hf_generate(model, ids, **options)
     llmkernels.patch(model)

@@ -1,4 +1,4 @@
-"""Processors, criteria and streamers of the caller: they see the steps and tensors that transformers shows them."""
+"""Processors, criteria and streamers of the caller get the same calls and tensors as from transformers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from llmkernels.hf.decode import decoder
 
 
 def both(model, call):
-    """What a call returns patched and unpatched; patched, it takes the decode step."""
+    """What a call returns patched and unpatched; patched, it runs the decode step."""
     llmkernels.patch(model)
     found = call()
     assert list(decoder(model).calls) == [generate_step()]
@@ -22,7 +22,7 @@ def both(model, call):
 
 
 class Recorder(LogitsProcessor):
-    """Stateful: remembers every call, and draws random numbers of its own."""
+    """Stateful: records every call, and draws random numbers of its own."""
 
     def __init__(self):
         self.calls = []
@@ -42,7 +42,7 @@ class Deadline(StoppingCriteria):
 
 
 def test_a_trie_that_ends_at_eos(device, late):
-    """transformers' processor raises where nothing is allowed: it must not be asked behind the end."""
+    """transformers' processor raises if no token is allowed: it must not be called after the end."""
     model, ids = small_model(device=device), tiny_inputs(device, 1)
     allowed, asked = {11: [4, 7], 12: [9], 13: [3]}, []
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of one thread beside the work of others: hf/graphs.py. On the CPU with a runtime that keeps books."""
+"""CUDA graphs of one thread beside the work of others: hf/graphs.py. On the CPU with a stub that records all calls."""
 
 import contextlib
 import gc
@@ -16,10 +16,10 @@ DEVICE = torch.device("cuda:0")
 
 
 class Books:
-    """In place of the library's functions and of torch's: what was done, and whether a capture was under way."""
+    """Replaces the library's functions and torch's. Records what was called, and whether during a capture."""
 
     def __init__(self):
-        self.captures = 0  # under way
+        self.captures = 0  # in progress
         self.most = 0
         self.done = []
         self.fails = ""  # the name of a function that fails
@@ -100,7 +100,7 @@ def test_a_capture_that_fails_is_a_step_without_a_graph(books, fails):
     assert [program.run(lambda: 3, DEVICE) for _ in range(9)] == [3] * 9
     assert program.graph is None
     assert program.calls == {"a step without a CUDA graph: CUDA graph: no such luck": 1}
-    assert books.done.count(fails) == 3  # it is not tried for ever
+    assert books.done.count(fails) == 3  # then it is not tried again
     assert books.done.count("beginAllocateCurrentThreadToPool") == books.done.count("endAllocateToPool")
     graphs.release_memory()
     assert books.done.count("beginAllocateCurrentThreadToPool") == books.done.count("releasePool")
@@ -108,7 +108,7 @@ def test_a_capture_that_fails_is_a_step_without_a_graph(books, fails):
 
 
 def test_a_step_that_cannot_be_captured(books):
-    """Whatever it raises ends the capture; then it runs as it is."""
+    """Any exception ends the capture; then the function runs without a graph."""
     program = graphs.Program()
 
     def step():
@@ -139,7 +139,7 @@ def test_an_interrupt_ends_the_capture(books):
 
 
 def test_one_capture_at_a_time(books):
-    """Of many threads; and none in a block without captures."""
+    """One capture at a time, from many threads; none within no_capture()."""
 
     def step():
         assert books.captures == 1
@@ -161,7 +161,7 @@ def test_one_capture_at_a_time(books):
 
 
 def test_graphs_die_when_nobody_captures(books):
-    """By a reference count or the garbage collector, in any thread: also in the one that captures."""
+    """A graph dies by its reference count or by the garbage collector, in any thread, also in one that captures."""
     graph, _ = graphs.capture(lambda: 0, DEVICE)
     other = [graphs.capture(lambda: 0, DEVICE)[0]]
 
@@ -174,7 +174,7 @@ def test_graphs_die_when_nobody_captures(books):
 
     def step():
         assert not gc.isenabled()
-        gc.collect()  # as if an allocation had set it off
+        gc.collect()  # as if an allocation had triggered it
         thread = threading.Thread(target=other.clear)
         thread.start()
         thread.join()
@@ -216,7 +216,7 @@ def test_a_graph_has_a_place_of_its_own(books):
 
 
 def test_the_names_of_the_library():
-    """What ctypes looks up is in csrc/kernels/graph.cu, with as many parameters."""
+    """The functions that ctypes looks up are in csrc/kernels/graph.cu, with the same number of parameters."""
     source = graphs._library.PATH.parent.parent / "csrc/kernels/graph.cu"
     if not source.exists():
         pytest.skip("needs csrc")
@@ -225,7 +225,7 @@ def test_the_names_of_the_library():
         assert f" {name}(" in text.replace("*", " "), name
 
 
-# On a GPU, with the real ones.
+# On a GPU, with the real functions.
 
 
 def busy_threads(stop, errors, count=4):
@@ -258,7 +258,7 @@ def busy_threads(stop, errors, count=4):
 
 @pytest.mark.gpu
 def test_captures_beside_busy_threads():
-    """200 captures and deaths of graphs; neither they nor the others see each other."""
+    """200 graphs are captured and destroyed, without any effect on the other threads' work, and the other way round."""
     stop, errors = threading.Event(), []
     x = torch.arange(4096.0, device="cuda")
     (x * 2 + 1).sum()
@@ -280,7 +280,7 @@ def test_captures_beside_busy_threads():
 
 @pytest.mark.gpu
 def test_a_graph_has_memory_of_its_own():
-    """What is captured may not lie where later tensors, or other graphs, are."""
+    """The memory of a graph is not used for later tensors or other graphs."""
     x = torch.ones(1 << 16, device="cuda")
 
     def step():
@@ -345,7 +345,8 @@ def test_memory_of_dead_graphs_is_used_again():
 
 @pytest.mark.gpu
 def test_a_synchronizing_thread_spoils_at_most_a_graph():
-    """CUDA lets nobody wait for the device meanwhile: that thread gets an error, and we run without a graph."""
+    """CUDA lets no thread wait for the device during a capture: that thread gets an error, and the step runs without a
+    graph."""
     x = torch.ones(100, device="cuda")
     stop = threading.Event()
 
@@ -368,7 +369,7 @@ def test_a_synchronizing_thread_spoils_at_most_a_graph():
 
 @pytest.mark.gpu
 def test_counters_of_graphs_outlast_other_captures():
-    """More captures of attention one after another than there are sets of counters: the first still has its own."""
+    """More captures of attention than there are sets of counters: the first graph still has a set of its own."""
     import llmkernels
 
     q = torch.randn(1, 1, 2, 64, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Generation, caches, masks and positions, and torch.compile: a patched model against itself unpatched."""
+"""Generation, caches, masks, positions and torch.compile: a patched model against the same model unpatched."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def generate(model, ids, **options):
 
 
 def check_generate(model, ids, **options):
-    """Same tokens, and where there are logits the same logits, on our ops."""
+    """The same tokens and logits, by our ops."""
     llmkernels.patch(model)
     assert count_ops(generate, model, ids, **options).keys() >= OPS.keys()
     found = generate(model, ids, **options)
@@ -56,7 +56,7 @@ def test_assisted_decoding(device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_generate_in_low_precision(dtype, device):
-    """Rounding may change a token, so only that it runs and that the first logits are right."""
+    """Rounding may change a token, so only the first logits are compared."""
     model, ids = tiny_model(device=device, dtype=dtype), tiny_inputs(device)
     before = logits_of(model, ids)
     llmkernels.patch(model)
@@ -117,7 +117,7 @@ def test_four_dimensional_mask(device):
 
 
 def test_packed_sequences(device):
-    """Positions that start again, one row of cos and sin per batch entry."""
+    """Positions that start again, with one row of cos and sin for each sequence."""
     model, ids = tiny_model(device=device), tiny_inputs(device)
     positions = torch.stack([torch.arange(11) % 4, torch.arange(11).flip(0)]).to(device)
     before = logits_of(model, ids, position_ids=positions)

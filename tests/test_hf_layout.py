@@ -1,4 +1,4 @@
-"""What patch leaves alone, with the reason it gives, and the checks that find out."""
+"""Modules that patch does not replace, the reasons that it gives, and the checks behind them."""
 
 import functools
 import types
@@ -17,7 +17,7 @@ from llmkernels.hf.layout import UnknownLayout, bind_global, check_rope, check_s
 
 
 def left_alone(model, kind, **asked):
-    """The reasons for one kind, after patching; the rest of the model still equals transformers'."""
+    """The reasons for one kind, after patching; the model still equals transformers'."""
     ids = tiny_inputs()
     before = logits_of(model, ids)
     handle = llmkernels.patch(model, **asked)
@@ -26,7 +26,7 @@ def left_alone(model, kind, **asked):
 
 
 def as_transformers(function):
-    """`function`, looking as if it came from a transformers release."""
+    """`function`, as if it were from a transformers release."""
     scope = {**function.__globals__, "__name__": "transformers.models.qwen2.modeling_qwen2"}
     return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
 
@@ -61,7 +61,7 @@ def test_activation_changed_after_patching():
     assert_close(patched, logits_of(model, ids))
 
 
-# --- a class or an instance that is not what it was
+# --- classes and instances that were changed
 
 
 def test_instance_forward_is_left_alone():
@@ -111,7 +111,7 @@ def test_another_class_on_top_stops_unpatch():
 
 
 def test_class_forward_replaced_by_someone_is_left_alone(monkeypatch):
-    """A global patch of another package keeps working: its functions run, not ours."""
+    """A global patch of another package still works: its functions run, not ours."""
     original = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: original(self, x))
     reasons = left_alone(tiny_model("llama"), "gated_mlp")
@@ -136,7 +136,7 @@ class WideAttention(modeling_qwen2.Qwen2Attention):
 
 
 def test_subclasses_of_known_classes():
-    """One that changes no forward is patched, one that does is left alone, norms and attention alike."""
+    """A class with the same forward is patched; one with another forward is not. Norms and attention alike."""
     model, ids = tiny_model(), tiny_inputs()
     model.model.norm.__class__ = PlainNorm
     model.model.layers[0].post_attention_layernorm.__class__ = LoudNorm

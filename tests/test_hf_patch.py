@@ -1,4 +1,4 @@
-"""patch, report and unpatch: what is replaced, that it runs and computes the same, and that it goes away."""
+"""patch, report and unpatch: what is replaced, that it runs, computes the same, and is undone."""
 
 import copy
 import gc
@@ -35,7 +35,7 @@ def test_counts_in_28_layers(device):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_unpatched(family, dtype, device):
-    """As close to the model in float64 as transformers is, or twice as far at most."""
+    """The error against float64 is at most twice that of transformers."""
     model, ids = tiny_model(family, device, dtype), tiny_inputs(device)
     oracle = logits_of(copy.deepcopy(model).cpu().double(), ids.cpu())
     unpatched = logits_of(model, ids).cpu()
@@ -147,7 +147,7 @@ def test_nothing_to_patch_is_an_error_that_says_why():
     assert count_ops(model, tiny_inputs()) == {}
 
 
-# --- nothing leaks
+# --- nothing global changes
 
 
 def _globals_snapshot():
@@ -179,14 +179,14 @@ def test_no_global_is_written_and_other_models_are_untouched():
 
 
 def test_globals_changed_after_patching_still_count(monkeypatch):
-    """A user who replaces a function of the modeling module, to log attention say, gets what he asked for."""
+    """A user may replace a function of the modeling module, for example to log attention: it is called."""
     module = transformers.models.qwen2.modeling_qwen2
     model, ids = tiny_model(attn_implementation="eager"), tiny_inputs()
     llmkernels.patch(model)
     calls = []
     original = module.eager_attention_forward
     monkeypatch.setattr(module, "eager_attention_forward", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", None)  # ours stays
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", None)  # ours is still called
     assert count_ops(model, ids) == OPS
     assert len(calls) == LAYERS
 

@@ -1,4 +1,4 @@
-"""The widths of Qwen2.5-7B on a GPU, far less on the CPU: accuracy, training, CUDA graphs and compiled decoding."""
+"""Accuracy, training, CUDA graphs and compiled decoding at the widths of Qwen2.5-7B, or smaller ones on the CPU."""
 
 import copy
 
@@ -109,7 +109,7 @@ def test_reduce_overhead():
 
 @pytest.mark.gpu
 def test_generate_compiles_the_decode_step():
-    """generate() with a static cache compiles the forward on a GPU, graphs and all."""
+    """generate() with a static cache compiles the forward on a GPU, with CUDA graphs."""
     model = tiny_model(device="cuda")
     llmkernels.patch(model)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What is done to a patched model between two calls: it keeps running on the kernels, with the right numbers."""
+"""Changes of a patched model between two calls: it still runs on the kernels, with the right results."""
 
 import copy
 import subprocess
@@ -28,7 +28,7 @@ from llmkernels.hf import unpatch
 
 
 def check(model, ids, ops=OPS, tolerance=1e-5):
-    """The model runs these ops and computes what it computes unpatched. Leaves it unpatched."""
+    """The model runs these ops and computes the same as unpatched. Unpatches it."""
     assert count_ops(model, ids) == ops
     patched = logits_of(model, ids)
     unpatch(model)
@@ -244,7 +244,7 @@ def test_heads(family, head, device):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_configurations(family, changes, device):
     model = tiny_model(family, device, max_position_embeddings=16, **changes)
-    ids = tiny_inputs(device, tokens=24)  # past the 16 positions, where the rope variants begin to differ
+    ids = tiny_inputs(device, tokens=24)  # beyond 16 positions, where the rope variants differ
     before = logits_of(model, ids)
     llmkernels.patch(model)
     assert_close(check(model, ids), before)
@@ -262,7 +262,7 @@ def test_sliding_window(device):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_see_and_change_what_they_should(when):
-    """Forward hooks on every module, some of which change the value; they fire and the result is unpatched's."""
+    """Forward hooks on every module, some of which change the value: they run, and the result is as unpatched."""
     ids = tiny_inputs()
     results = []
     for patched in (False, True):
@@ -327,7 +327,7 @@ def test_hidden_states_and_attentions(family, device):
     llmkernels.patch(model)
     with torch.no_grad():
         found = model(ids, **options)
-        again = model(tiny_inputs(device, seed=2), **options)  # must not write into what was returned
+        again = model(tiny_inputs(device, seed=2), **options)  # must not write to what was returned
         unpatch(model)
         expected = model(ids, **options)
     for key, length in (("hidden_states", LAYERS + 1), ("attentions", LAYERS)):
@@ -342,7 +342,7 @@ def test_hidden_states_and_attentions(family, device):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_accelerate_hooks(when):
-    """They set a forward on the instance. Each one runs, whether it or the patch came first."""
+    """Packages that set a forward on the instance: it runs, whether it was set before or after the patch."""
     accelerate = pytest.importorskip("accelerate")
     model, ids = tiny_model(), tiny_inputs()
     before = logits_of(model, ids)
@@ -408,5 +408,5 @@ def test_peft_on_the_norms_themselves():
         for name, parameter in adapted.named_parameters():
             if "modules_to_save" in name:
                 parameter.mul_(1.5)
-    # The wrapper is called, not read through: it picks which of its norms runs.
+    # The wrapper is called, since it chooses which of its norms runs.
     check(adapted, ids, {"rms_norm": 2 * LAYERS + 1, "rope": LAYERS, "swiglu": LAYERS})

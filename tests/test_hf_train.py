@@ -19,7 +19,7 @@ def gradients(model, ids):
 
 
 def check_gradients(model, ids, tolerance=1e-4, norms=OPS["rms_norm"] + OPS["add_rms_norm"]):
-    """Patched and unpatched give the same gradients, for the same parameters. Leaves the model unpatched.
+    """Patched and unpatched give the same gradients for the same parameters. Unpatches the model.
 
     `norms` is how many of them have a gradient to pass on.
     """
@@ -48,7 +48,7 @@ def test_gradient_of_every_parameter(family, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_in_low_precision(dtype, device):
-    """Against float32: as close as unpatched, or twice as far at most."""
+    """The error against float32 is at most twice that of the unpatched model."""
     model, ids = tiny_model(device=device, dtype=dtype).train(), tiny_inputs(device)
     _, oracle = gradients(copy.deepcopy(model).float(), ids)
     _, unpatched = gradients(model, ids)

@@ -1,4 +1,4 @@
-"""python -m llmkernels info: what it lists, and that it finds what is wrong."""
+"""python -m llmkernels info: what it lists, and which faults it finds."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ def test_text_lists_versions_and_ops(capsys):
 
 
 def test_works_without_the_library(tmp_path):
-    """When nothing can be imported it is needed most."""
+    """It also works if the library cannot be imported."""
     shutil.copytree(_library.PATH.parent, tmp_path / "llmkernels", ignore=shutil.ignore_patterns("*.so"))
     command = [sys.executable, "-m", "llmkernels", "info"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""KVCache as transformers uses it, and the pages of PagedKVCache."""
+"""KVCache as a cache of transformers, and the pages of PagedKVCache."""
 
 import copy
 
@@ -331,7 +331,7 @@ def test_writing_needs_room_of_ones_own():
 
 
 class Pages(RuleBasedStateMachine):
-    """Any order of operations: every sequence reads back what was written to it, and no page is lost."""
+    """Operations in any order: every sequence reads back what was written to it, and no page is lost."""
 
     def __init__(self):
         super().__init__()

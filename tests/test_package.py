@@ -1,4 +1,4 @@
-"""The package as it is installed: import errors that say what to do, the build's switches, the GPU report."""
+"""The installed package: import errors that say what to do, the library's dependencies, the GPU report."""
 
 import importlib.metadata
 import importlib.util
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def python(*arguments, folder: Path) -> subprocess.CompletedProcess:
-    """Another Python, which finds llmkernels in `folder` first."""
+    """Runs a Python that finds llmkernels in `folder` first."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder, env=environment)
 
@@ -128,7 +128,7 @@ def test_names_are_listed_without_transformers():
 
 @pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
 def test_library_needs_torch_and_nothing_of_cuda():
-    """One library for every torch: CUDA is inside or looked up at run time, and there is no search path to mislead."""
+    """One library for every torch: CUDA is linked statically or looked up at run time, and there is no RPATH."""
     text = subprocess.run(["readelf", "-d", _library.PATH], capture_output=True, text=True, check=True).stdout
     needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", text))
     assert {"libtorch.so", "libtorch_cpu.so"} <= needed  # libtorch.so brings libtorch_cuda into scope where it exists

@@ -1,4 +1,4 @@
-"""Weights packed for the decode step: views into one storage, and everything still works on them."""
+"""Weights packed for the decode step, as views into one storage: everything else still works on them."""
 
 import copy
 
@@ -199,7 +199,7 @@ def test_packing_one_group():
 
 @pytest.mark.parametrize("how", ["accelerate", "accelerate_state", "safetensors"])
 def test_savers_that_look_at_storages(how, tmp_path):
-    """They take views into one storage for tied weights, and would drop all but one."""
+    """These savers take views into one storage for tied weights, and would drop all but one."""
     accelerate, safetensors = pytest.importorskip("accelerate"), pytest.importorskip("safetensors.torch")
     model, _, _ = packed_model()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
@@ -218,7 +218,7 @@ def test_savers_that_look_at_storages(how, tmp_path):
 
 
 def test_a_state_dict_is_the_weights(device):
-    """Not copies: what is written into it is written into the model."""
+    """A state dict has views, not copies: writes to it are writes to the model."""
     model, _, _ = packed_model(device)
     for name, value in model.state_dict().items():
         parameter = model.get_parameter(name)
