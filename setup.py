@@ -29,6 +29,11 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # setuptools before 70.1
+    from wheel.bdist_wheel import bdist_wheel
+
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "scripts"))
 from fingerprint import LIBRARY_SOURCES, fingerprint  # noqa: E402
@@ -41,6 +46,11 @@ OLDEST_ARCHITECTURE = 80
 OLDEST_CUDA = (12, 0)  # the first with C++20 and sm_90a
 OLDEST_DRIVER = {12: 525, 13: 580}  # by the major version of CUDA, whose minor versions all run on it
 OLDEST_TORCH = "2.10"
+# manylinux_2_X: the newest of glibc 2.X, libstdc++'s GLIBCXX_3.4.Y and CXXABI_1.3.Z, as X: (Y, Z). torch needs 2_28.
+MANYLINUX = {
+    28: (24, 11), 31: (28, 12), 34: (29, 13), 35: (30, 13), 36: (30, 13),
+    38: (30, 13), 39: (33, 15), 40: (33, 15), 41: (33, 15),
+}  # fmt: skip
 
 CXX_FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -Wall -Wextra"
 NVCC_FLAGS = "-std=c++20 -O3 -Xcompiler -fPIC,-fvisibility=hidden"
@@ -356,8 +366,34 @@ class Build(build_ext):
             self.copy_file(str(built), target)
 
 
+# ---- the wheel's name
+
+
+def manylinux(symbols: str) -> str | None:
+    """The tag that fits what `objdump -p` says of libraries; None where none does."""
+    needed = [
+        max((int(number) for number in re.findall(rf"\b{name}\.(\d+)", symbols)), default=0)
+        for name in ("GLIBC_2", r"GLIBCXX_3\.4", r"CXXABI_1\.3")
+    ]
+    for glibc, (libstdcxx, abi) in MANYLINUX.items():
+        if all(have >= need for have, need in zip((glibc, libstdcxx, abi), needed, strict=True)):
+            return f"manylinux_2_{glibc}_{platform.machine()}"
+    return None
+
+
+class Wheel(bdist_wheel):
+    """Its tag says how new a Linux it needs: by `linux` pip would install it on any, and indexes refuse it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, name = super().get_tag()
+        built = self.get_finalized_command("build_ext").get_outputs()
+        if all(Path(path).exists() for path in built):  # not so for an editable wheel
+            name = manylinux(output_of("objdump", "-p", *built)) or name
+        return python, abi, name
+
+
 if __name__ == "__main__":
     setup(
         ext_modules=[Extension("llmkernels._C", []), Extension("llmkernels.libllmkernels", [])],
-        cmdclass={"build_ext": Build},
+        cmdclass={"bdist_wheel": Wheel, "build_ext": Build},
     )

@@ -75,7 +75,7 @@ if [ ! -x "$venv/bin/python" ]; then
   "$python" -m venv "$venv"
 fi
 say "$torch $transformers"
-install "$torch" "$transformers" setuptools wheel pybind11 ninja
+install "$torch" "$transformers" "setuptools>=70.1" wheel pybind11 ninja
 if [ -z "$wheel" ] && cuda_is_wanted && ! have_nvcc; then install_nvcc; fi
 if [ -n "$wheel" ]; then
   say "$wheel"

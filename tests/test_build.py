@@ -4,7 +4,9 @@ import os
 import platform
 import runpy
 import shutil
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -227,3 +229,54 @@ def test_stale_library_is_not_reused(build, monkeypatch, tmp_path):
     monkeypatch.setitem(reused_info.__globals__, "fingerprint", lambda parts: "0" * 64)
     with pytest.raises(SystemExit, match="is stale: it was built from sources"):
         reused_info()
+
+
+# ---- what is released
+
+
+@pytest.mark.parametrize(
+    ("symbols", "tag"),
+    [
+        ("GLIBC_2.2.5 GLIBC_2.17 CXXABI_1.3", "manylinux_2_28"),  # torch's own wheels need that
+        ("GLIBC_2.29 GLIBCXX_3.4.21", "manylinux_2_31"),
+        ("GLIBC_2.34 GLIBC_2.2.5 GLIBCXX_3.4.29 CXXABI_1.3.13", "manylinux_2_34"),
+        ("GLIBC_2.14 GLIBCXX_3.4.30", "manylinux_2_35"),  # the compiler's library may be newer than glibc
+        ("GLIBC_2.36", "manylinux_2_36"),
+        ("GLIBC_2.17 CXXABI_1.3.14", "manylinux_2_39"),
+        ("GLIBC_2.99", None),
+    ],
+)
+def test_manylinux_tag(build, symbols, tag):
+    lines = "\n".join(f"    0x0297f870 0x00 16 {name}" for name in symbols.split())
+    assert build["manylinux"](lines) == (tag and f"{tag}_{platform.machine()}")
+
+
+@pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump")
+def test_wheel_is_named_by_what_its_libraries_need(build, monkeypatch, tmp_path):
+    from setuptools import Distribution, Extension
+
+    distribution = Distribution({"name": "llmkernels", "ext_modules": [Extension("a", []), Extension("b", [])]})
+    wheel = build["Wheel"](distribution)
+    wheel.finalize_options()
+    builder = distribution.get_command_obj("build_ext")
+    paths = [str(_library.PATH), str(tmp_path / "missing.so")]
+    monkeypatch.setattr(builder, "get_outputs", lambda: paths)
+    assert "-linux_" in "-".join(wheel.get_tag())
+    paths.pop()
+    symbols = subprocess.run(["objdump", "-p", *paths], check=True, capture_output=True, text=True).stdout
+    assert wheel.get_tag()[2] == build["manylinux"](symbols)
+
+
+@pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="needs the whole source tree")
+def test_sdist_holds_all_that_builds_and_tests_it(tmp_path):
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path]
+    subprocess.run(command, check=True, cwd=ROOT)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as sdist:
+        held = {Path(*Path(name).parts[1:]) for name in sdist.getnames()}
+    suffixes = (".cpp", ".cu", ".cuh", ".h", ".py", ".sh", ".typed")
+    for folder in ("benchmarks", "csrc", "llmkernels", "scripts", "tests"):
+        files = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in suffixes}
+        assert files - held == set()
+    assert {Path("setup.py"), Path("pyproject.toml"), Path("README.md"), Path("LICENSE")} <= held
+    assert not any(path.suffix in (".so", ".pyc") for path in held)

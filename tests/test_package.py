@@ -120,6 +120,10 @@ def test_public_names():
     assert {"KVCache", *llmkernels.hf.__all__} <= set(dir(llmkernels.hf))
 
 
+def test_type_checkers_read_the_annotations():
+    assert (_library.PATH.parent / "py.typed").exists()
+
+
 def test_names_are_listed_without_transformers():
     listed = "import sys, llmkernels; assert 'KVCache' in dir(llmkernels); assert 'transformers' not in sys.modules"
     result = python("-c", listed, folder=_library.PATH.parent.parent)
