@@ -1,18 +1,20 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
-- `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: ops with gradients, and
-  `llmkernels.nn` with modules of them; `decode_attention`, `rope_kv_write`, `sample`: for decoding, without
-- `patch(model)`: the ops inside a Hugging Face model that is there already; `unpatch(model)`
-- `generate(model, ids)`: tokens from it, on a GPU by a CUDA graph; `KVCache`, `PagedKVCache`
-- `python -m llmkernels generate`: the same as a command; `python -m llmkernels info`: what is installed, and what is
-  wrong with it
+- `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: ops with gradients; as modules
+  in `llmkernels.nn`
+- `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
+- `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
+- `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
+  `KVCache`, `PagedKVCache`
+- `python -m llmkernels generate`: the same as a command; `python -m llmkernels info`: what is installed, and any
+  faults
 """
 
 from llmkernels import _library
 
 __version__ = "0.1.0"
 
-# False only for `python -m llmkernels`, which reports what stopped it; everybody else gets the ImportError.
+# False only for `python -m llmkernels`, which reports what is wrong; any other import raises ImportError.
 if _library.load():
     from llmkernels import nn
     from llmkernels.hf import PagedKVCache, generate, patch, release, unpatch

@@ -29,7 +29,7 @@ namespace {
 constexpr int64_t kQueryTile = 16;      // queries
 constexpr int64_t kKvTile = 64;         // keys
 constexpr int64_t kMinSplitKeys = 256;  // fewer are not worth a merge
-constexpr int64_t kMinTasks = 64;       // keys are split to get so many tasks, for as many threads
+constexpr int64_t kMinTasks = 64;       // keys are split until there are this many tasks
 constexpr int64_t kPrefetchAhead = 8;   // keys or values: each may lie on a memory page of its own
 constexpr int kValuesAtOnce = 4;        // added to the sum in one pass, so that it is read and written less often
 constexpr int kLanes = 8;               // of a dot product, which takes kStep elements at a time

@@ -10,8 +10,9 @@
 namespace llmk::kernels {
 
 // A tensor of 16-bit elements, up to five-dimensional, contiguous along dimension 0, and the box that one copy moves.
-// In shared memory a box is dense, dimension 0 first, in 128-byte swizzle: 16-byte unit u of row r lies at u ^ (r % 8),
-// so that a column of units meets every bank. Elements beyond the tensor are zero. L2 promotion is 128 bytes:
+// In shared memory a box is dense, dimension 0 first, in 128-byte swizzle: 16-byte vector v of row r lies at
+// v ^ (r % 8), so that a column of vectors covers every bank. Elements beyond the tensor are zero. L2 promotion is
+// 128 bytes:
 //
 //   value     | case                            | result
 //   ----------|---------------------------------|---------

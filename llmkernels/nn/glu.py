@@ -36,9 +36,9 @@ _ACTIVATIONS = {
 
 
 class GatedMLP(nn.Module):
-    """The feed-forward block of Llama and its like, ``down_proj(act(gate_proj(x)) * up_proj(x))``.
+    """The feed-forward block of Llama and similar models, ``down_proj(act(gate_proj(x)) * up_proj(x))``.
 
-    Takes the place of ``LlamaMLP``: the parameters have the same names and shapes.
+    Replaces ``LlamaMLP``: the parameters have the same names and shapes.
 
     Args:
         hidden_size, intermediate_size: sizes of the input and of the gate.

@@ -1,4 +1,4 @@
-"""RMSNorm and the linear layer behind it as one module."""
+"""RMSNorm and the linear layer after it as one module."""
 
 import torch
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ from llmkernels.ops import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """:func:`llmkernels.rms_norm` with a weight of its own; takes the place of ``LlamaRMSNorm`` and its like.
+    """:func:`llmkernels.rms_norm` with a weight of its own; replaces ``LlamaRMSNorm`` and similar modules.
 
     Args:
         hidden_size: size of the last dimension.

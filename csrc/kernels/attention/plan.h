@@ -27,8 +27,8 @@ struct DecodePlan {
   int clusters;
   int min_tiles;     // see plan_splits()
   int stages;        // of the ring
-  int pdl_tiles;     // KV tiles that a block has left when the next kernel may start; or 0: at once
-  int log2_boxes;    // a copy brings kKvTile >> log2_boxes keys: 64, 32 or 16
+  int pdl_tiles;     // KV tiles that a block has left when the next kernel may start; 0: it may from the beginning
+  int log2_boxes;    // a copy is a box of kKvTile >> log2_boxes keys: 64, 32 or 16
   bool evict_first;  // L2 policy of the copies of keys and values
 
   __host__ __device__ int boxes() const { return 1 << log2_boxes; }

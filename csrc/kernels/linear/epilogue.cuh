@@ -73,7 +73,7 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
     if (column >= a.out) continue;
     const int box = !a.swiglu && row >= plan.box_rows;
     T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
-    // Global loads first: they wait in line behind the copies of weights in flight.
+    // Global loads first: they are served after the copies of weights in flight.
     V bias, residual, next_weight;
     if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
     if (a.add_residual) residual = V::load(y);

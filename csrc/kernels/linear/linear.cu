@@ -148,7 +148,7 @@ bool has_wgmma(const DeviceInfo& device) {
 }
 
 // Boxes of `chunks` chunks by `box_rows` rows, swizzled, zeros beyond the tensor. Where chunks divide K they are a
-// dimension of their own, so that one copy brings several; else they lie along the columns.
+// dimension of their own, so that one copy moves several; else they are columns.
 cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t cols, int64_t stride, int box_rows,
                        int chunks, Dtype dtype) {
   if (rows == 1) stride = cols;  // the given one is not used, and may be out of range

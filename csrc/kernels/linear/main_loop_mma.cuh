@@ -1,8 +1,8 @@
 // Main loop for up to 16 tokens: six consumer warps, mma.sync, float32 accumulators.
 //
 // W is the A operand (16 rows) and x the B operand (8 tokens), so 8 tokens cost no more than one. Both operands are
-// read by ldmatrix from rows of 128 bytes in TMA's 128-byte swizzle: 16-byte unit u of row r lies at u ^ (r % 8), which
-// touches every bank once.
+// read by ldmatrix from rows of 128 bytes in TMA's 128-byte swizzle: 16-byte vector v of row r lies at v ^ (r % 8), so
+// that a read covers every bank once.
 #pragma once
 #include "device/mma.cuh"
 #include "prologue.cuh"
@@ -19,8 +19,8 @@ __device__ inline void mma_squares(float (&d)[2], uint32_t low, uint32_t high) {
   d[0] = all[0], d[1] = all[1];
 }
 
-// The address of 16-byte unit `unit` of the swizzled row at `row`.
-__device__ inline uint32_t swizzled(uint32_t row, int unit) { return row + (unit ^ (row / 128 % 8)) * 16; }
+// The address of 16-byte vector `vector` of the swizzled row at `row`.
+__device__ inline uint32_t swizzled(uint32_t row, int vector) { return row + (vector ^ (row / 128 % 8)) * 16; }
 
 // Multiplies the k tiles of this warp in [begin, end), those of one output tile, and writes its partial sums to shared
 // memory. kTiles: consumer.mma_tiles.
@@ -30,8 +30,8 @@ __device__ void main_loop_mma(const Arguments& a, const Layout& layout, const KR
   const LinearPlan& plan = a.plan;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = a.m, chunks = plan.chunks;
   const uint32_t chunk_bytes = plan.box_rows * 128;
-  // ldmatrix brings four 8 x 8 matrices: of W 16 rows and two units of 8 columns, of x 8 tokens and four units.
-  const int w_unit = lane / 16, x_unit = lane / 8;
+  // ldmatrix loads four 8 x 8 matrices: of W 16 rows by two vectors of 8 columns, of x 8 tokens by four vectors.
+  const int w_vector = lane / 16, x_vector = lane / 8;
   const bool fold_norm = a.fold_norm;
   // Each of the (at most two) token tiles has one row consumer that sums up its squares.
   const auto owns_squares = [&](int n) { return (n < plan.row_consumers ? n : 0) == consumer.row_consumer; };
@@ -49,11 +49,12 @@ __device__ void main_loop_mma(const Arguments& a, const Layout& layout, const KR
   while (consumer.k_tile < end) {
     const uint32_t w = layout.ring + consumer.stage * plan.stage_bytes, x = w + plan.boxes * plan.box_bytes;
     uint32_t w_row = w + lane % 16 * 128, x_row = x + lane % 8 * 128;
-    uint32_t norm_weight = layout.norm_weight + (k_range.begin + consumer.k_tile - begin) * chunks * 128 + x_unit * 16;
+    uint32_t norm_weight =
+        layout.norm_weight + (k_range.begin + consumer.k_tile - begin) * chunks * 128 + x_vector * 16;
     barrier_wait(layout.full + 8 * consumer.stage, consumer.phase);
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c, w_row += chunk_bytes, x_row += m * 128, norm_weight += 128) {
-      const uint32_t w_lane = swizzled(w_row, w_unit), x_lane = swizzled(x_row, x_unit);
+      const uint32_t w_lane = swizzled(w_row, w_vector), x_lane = swizzled(x_row, x_vector);
 #pragma unroll
       for (int half = 0; half < 128; half += 64) {
         uint32_t rows[2][kTiles][4], scales[4], b[kTokenTiles][4];
@@ -73,8 +74,7 @@ __device__ void main_loop_mma(const Arguments& a, const Layout& layout, const KR
               mma_squares<T>(squares[n], b[n][2], b[n][3]);
             }
 #pragma unroll
-            for (int unit = 0; unit < 4; ++unit)
-              b[n][unit] = apply_norm_weight<T>(b[n][unit], scales[unit], a.norm_offset);
+            for (int i = 0; i < 4; ++i) b[n][i] = apply_norm_weight<T>(b[n][i], scales[i], a.norm_offset);
           }
         }
 #pragma unroll

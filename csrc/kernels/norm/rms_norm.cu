@@ -1,4 +1,4 @@
-// RMSNorm (Zhang & Sennrich 2019), alone or behind a residual add:
+// RMSNorm (Zhang & Sennrich 2019), alone or after a residual add:
 //
 //   s = round(x + residual)                                       (add_rms_norm; s = x without a residual)
 //   n = s / sqrt(mean(s^2) + eps)                                 fp32
