@@ -36,7 +36,7 @@ def shape(keys: dict) -> str:
     if keys["op"] == "rope":
         words = [f"{keys['tokens']} tokens, {keys['heads']}+{keys['kv_heads']} heads", "in place" * keys["in_place"]]
     elif "m" in keys:
-        words = [f"{keys['n']}x{keys['k']}, {keys['m']} rows"]
+        words = [f"{keys['n']}x{keys['k']}, {keys['m']} row{'s' * (keys['m'] > 1)}"]
     elif "kv_tokens" in keys:
         words = [f"batch {keys['batch']}, {keys['kv_tokens']} keys", "paged" * (keys["cache"] == "paged")]
     elif "vocab" in keys:

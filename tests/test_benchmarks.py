@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import call_overhead, models, report, results, sections, step_parts, timing
+from benchmarks import call_overhead, models, plots, report, results, sections, step_parts, timing
 from benchmarks.cases import OURS, PROVIDERS
 from benchmarks.ops import DECODE_OPS, OPS
 from benchmarks.run import Run
@@ -62,7 +62,12 @@ def test_a_short_decode_run(tmp_path):
     assert {row["provider"] for row in steps} == {OURS, "generate", "eager"}
     assert {(row["batch"], row["context"]) for row in steps} == {(1, 128), (8, 128)}
     assert all(row["logits_error_float32"] < 1e-5 for row in steps if row["provider"] != "generate")
-    assert (tmp_path / "decode.png").exists() and (tmp_path / "decode_ops.png").exists()
+    assert {path.stem for path in tmp_path.glob("*.png")} == {
+        "decode",
+        "decode_throughput",
+        "decode_attention",
+        "sample",
+    }
 
 
 def test_a_short_run_of_a_model_in_a_folder(tmp_path):
@@ -81,7 +86,7 @@ def test_a_short_run_of_a_model_in_a_folder(tmp_path):
     assert [(row["tokens"], row["logits"]) for row in rows if row["provider"] == "compile"] == [(128, "last")]
     ours = found["prefill", OURS]
     assert ours["patched_rms_norm"] == 5 and ours["logits_error_eager"] < 1e-4
-    assert (tmp_path / "model.png").exists()
+    assert drawn_from(tmp_path / "prefill.png") == plots.content_hash(tmp_path / "model.json")
 
 
 # ---- sections
@@ -205,6 +210,29 @@ def test_committed_results_are_of_the_table():
         assert {row["section"] for row in rows} == set(meta["sections"])
         assert set(meta["sections"]) <= {section.name for section in sections.find([file])}
         assert all(set(one) >= META for one in (meta, *meta["sections"].values()))
+
+
+def drawn_from(picture):
+    from PIL import Image
+
+    return Image.open(picture).info["Source"]
+
+
+def test_committed_pictures_are_of_the_committed_results():
+    if not (ROOT / "results").exists():
+        pytest.skip("needs the results")
+    wanted = {f"{draw.__name__}.png": file for file, pictures in plots.PICTURES.items() for draw in pictures}
+    assert {path.name for path in (ROOT / "results").glob("*.png")} == set(wanted)
+    for picture, file in wanted.items():
+        hashed = plots.content_hash(ROOT / "results" / f"{file}.json")
+        assert drawn_from(ROOT / "results" / picture) == hashed, "python -m benchmarks plot"
+
+
+def test_a_colour_is_one_implementation():
+    colours = {name: colour for name, (_, colour) in plots.NAMES_AND_COLOURS.items()}
+    shared = {name for name in colours if list(colours.values()).count(colours[name]) > 1}
+    assert shared == {"eager", "eager_generate", "compile", "static_compile"}  # transformers as it is; torch.compile
+    assert set(PROVIDERS) <= set(colours)
 
 
 def test_the_parts_of_a_step_run():
