@@ -1,5 +1,6 @@
 """The installed package: import errors that say what to do, the library's dependencies, the GPU report."""
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import llmkernels
 from llmkernels import _library
@@ -138,6 +140,18 @@ def test_library_needs_torch_and_nothing_of_cuda():
     assert {"libtorch.so", "libtorch_cpu.so"} <= needed  # libtorch.so brings libtorch_cuda into scope where it exists
     assert not any("cuda" in name or "python" in name for name in needed)
     assert "PATH" not in text
+
+
+@pytest.mark.skipif(not shutil.which("nm"), reason="needs nm")
+def test_functions_of_torch_beside_its_stable_ones():
+    """This torch has them all: where one is absent, the library takes a stable function that loses the error's type."""
+    text = subprocess.run(["nm", "-D", _library.PATH], capture_output=True, text=True, check=True).stdout
+    wanted = re.findall(r" w (_ZN2at.+)", text)
+    folder = Path(torch.__file__).parent / "lib"
+    libraries = [ctypes.CDLL(path) for path in folder.glob("libtorch_c[pu]*.so")]
+    absent = [name for name in wanted if not any(hasattr(library, name) for library in libraries)]
+    assert len(wanted) == 8
+    assert absent == [name for name in wanted if "cuda" in name and not torch.version.cuda]
 
 
 @pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs the README")

@@ -1,9 +1,5 @@
 // What every binding needs: argument checks that name the op, dtypes, rows, allocation.
 #pragma once
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <array>
 #include <optional>
 #include <sstream>
@@ -12,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "aten.h"
 #include "dtype.h"
 
 namespace llmk {
@@ -47,7 +44,7 @@ inline std::string shape(const Tensor& tensor) { return text(tensor.sizes()); }
 // The dtype as torch's C functions have it: cheaper to get, compare and pass on than a ScalarType.
 inline int32_t dtype_code(const Tensor& tensor) {
   int32_t code = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  aten::check(aoti_torch_get_dtype(tensor.get(), &code), "get_dtype");
   return code;
 }
 
@@ -95,17 +92,7 @@ inline int32_t dtype_code(ScalarType type) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
 }
 
-// An uninitialised tensor on the device of `like`.
-inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, const int64_t* strides, int32_t dtype, const Tensor& like) {
-  int32_t device_type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype,
-                                                  device_type, like.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
-// A contiguous one.
+// An uninitialised contiguous tensor on the device of `like`.
 inline Tensor empty(IntHeaderOnlyArrayRef sizes, int32_t dtype, const Tensor& like) {
   std::array<int64_t, 8> few;
   std::vector<int64_t> many(sizes.size() > few.size() ? sizes.size() : 0);
@@ -115,7 +102,7 @@ inline Tensor empty(IntHeaderOnlyArrayRef sizes, int32_t dtype, const Tensor& li
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
-  return empty_strided(sizes, strides, dtype, like);
+  return aten::empty_strided(sizes, strides, dtype, like);
 }
 inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& like) {
   return empty(sizes, dtype_code(type), like);
@@ -145,7 +132,7 @@ inline Rows as_rows(const Tensor& tensor) {
     rows *= sizes[i];
   }
   if (regular || tensor.numel() == 0) return {tensor, rows, cols, stride};
-  return {torch::stable::contiguous(tensor), rows, cols, cols};
+  return {aten::contiguous(tensor), rows, cols, cols};
 }
 
 inline bool has_unit_last_stride(const Tensor& tensor) {
@@ -154,23 +141,16 @@ inline bool has_unit_last_stride(const Tensor& tensor) {
 
 // The tensor, or a contiguous copy.
 inline Tensor with_unit_last_stride(const Tensor& tensor) {
-  return has_unit_last_stride(tensor) ? tensor : torch::stable::contiguous(tensor);
+  return has_unit_last_stride(tensor) ? tensor : aten::contiguous(tensor);
 }
 
 // A view of the same memory, `offset` elements further on.
 inline Tensor view(const Tensor& tensor, IntHeaderOnlyArrayRef sizes, IntHeaderOnlyArrayRef strides, int64_t offset) {
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                        strides.data(), offset, &handle));
+  aten::check(aoti_torch__reinterpret_tensor(tensor.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
+                                             strides.data(), offset, &handle),
+              "reinterpret_tensor");
   return Tensor(handle);
-}
-
-// Calls an op through the dispatcher; `Result` is Tensor or void.
-template <typename Result, typename... Values>
-Result call(const char* op, const char* overload, const Values&... values) {
-  std::array<StableIValue, sizeof...(Values)> stack{torch::stable::detail::from(values)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
-  if constexpr (!std::is_void_v<Result>) return torch::stable::detail::to<Result>(stack[0]);
 }
 
 }  // namespace llmk

@@ -1,6 +1,7 @@
 // swiglu and geglu, separate and packed, and their backward.
 #include "cpu/glu.h"
 #include "backend.h"
+#include "step.h"
 #if LLMK_CUDA
 #include "kernels/activation/glu.h"
 #endif
@@ -113,7 +114,13 @@ Tensor swiglu(const Tensor& gate, const Tensor& up) { return forward("swiglu", g
 std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
   return backward("swiglu_backward", grad_y, gate, up, Activation::kSilu);
 }
+
+}  // namespace
+
 Tensor swiglu_packed(const Tensor& gate_up) { return packed_forward("swiglu_packed", gate_up, Activation::kSilu); }
+
+namespace {
+
 Tensor swiglu_packed_backward(const Tensor& grad_y, const Tensor& gate_up) {
   return packed_backward("swiglu_packed_backward", grad_y, gate_up, Activation::kSilu);
 }

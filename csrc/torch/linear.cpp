@@ -14,10 +14,10 @@ using torch::stable::detail::StableLibrary;
 
 // PyTorch's linear, on x as a matrix: a dimension of one may have any stride, which cuBLAS would take literally.
 Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  if (x.numel() == 0) return call<Tensor>("aten::linear", "", x, weight, bias);
+  if (x.numel() == 0) return aten::linear(x, weight, bias);
   const Rows rows = as_rows(x);
   const Tensor matrix = view(rows.tensor, {rows.rows, rows.cols}, {rows.rows > 1 ? rows.stride : rows.cols, 1}, 0);
-  const Tensor y = call<Tensor>("aten::linear", "", matrix, weight, bias);
+  const Tensor y = aten::linear(matrix, weight, bias);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end()), strides(sizes.size());
   sizes.back() = weight.size(0);
   for (int64_t i = x.dim() - 1, stride = 1; i >= 0; stride *= sizes[i--]) strides[i] = stride;
@@ -143,7 +143,7 @@ Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::opti
 #endif
   const Tensor normalized = f.norm ? rms_norm_between(x, f.norm->weight, f.norm->options) : x;
   const Tensor y = library_linear(normalized, f.weight, f.bias);
-  return f.epilogue == LinearEpilogue::kSwiglu ? call<Tensor>("llmkernels::swiglu_packed", "no_grad", y) : y;
+  return f.epilogue == LinearEpilogue::kSwiglu ? swiglu_packed(y) : y;
 }
 
 std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f,
@@ -165,8 +165,7 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
     if (run_kernel(x, f, set)) return scaled;
   }
 #endif
-  // residual - (-1) y, which the stable ABI has, rounds as residual + y.
-  torch::stable::copy_(residual, torch::stable::subtract(residual, library_linear(x, f.weight, f.bias), -1.0));
+  aten::add_(residual, library_linear(x, f.weight, f.bias));
   return std::nullopt;
 }
 

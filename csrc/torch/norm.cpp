@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor&
   const int64_t grad_weight_size = weight && needs_grad_weight ? x.size(x.dim() - 1) : 0;
   Tensor grad_x = empty_rows(x), grad_weight = empty({&grad_weight_size, 1}, x.scalar_type(), x);
   if (x.numel() == 0) {
-    torch::stable::zero_(grad_weight);
+    aten::zero_(grad_weight);
     return {grad_x, grad_weight};
   }
 

@@ -160,9 +160,9 @@ bool is_dense(const Tensor& tensor) {
 // In the memory order of `tensor` if that keeps heads contiguous.
 Tensor output_like(const Tensor& tensor) {
   if (is_dense(tensor) && tensor.stride(3) == 1) {  // the usual case, without a call of the dispatcher
-    return empty_strided(tensor.sizes(), tensor.strides().data(), dtype_code(tensor), tensor);
+    return aten::empty_strided(tensor.sizes(), tensor.strides().data(), dtype_code(tensor), tensor);
   }
-  Tensor out = torch::stable::empty_like(tensor);
+  Tensor out = aten::empty_like(tensor);
   return has_unit_last_stride(out) ? out : empty_rows(tensor);
 }
 

@@ -1,5 +1,5 @@
-// What decode_layer and the linears are composed of, from norm.cpp, linear.cpp and attention.cpp. Called directly,
-// since an error that passes through the dispatcher loses its text.
+// What decode_layer and the linears are composed of, from norm.cpp, linear.cpp, glu.cpp and attention.cpp. Called
+// directly, since an error that passes through the dispatcher loses its text.
 #pragma once
 #include "binding.h"
 #include "params/linear.h"
@@ -37,6 +37,8 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
 // rms_norm between kernels that are not of this library: without the overlap with its neighbours, which then costs
 // 0.3 us instead of saving some.
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options);
+
+Tensor swiglu_packed(const Tensor& gate_up);
 
 Tensor rope_decode_attention(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& positions,
                              const Tensor& cache_seqlens, std::optional<Tensor> cache_leftpad, const Tensor& k_cache,

@@ -1,0 +1,150 @@
+// What the bindings call in ATen, so that its errors reach Python whole: torch.OutOfMemoryError, and the text of each.
+//
+// torch's stable C functions catch every exception and return a code: the type is lost, the text too (before torch
+// 2.13), and the exception with its C++ frames is printed. So what can fail is called by the C++ functions behind them,
+// under the names of their symbols. A symbol spells every type of its signature, and these are references, pointers,
+// integers and optionals of integers: a torch with another signature lacks the symbol. All are weak. Where one is
+// absent, the stable function is called; tests/test_package.py tells of such a torch.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+// Of torch 2.13 and newer: the text of the last exception that a stable function has caught on this thread.
+extern "C" const char* torch_exception_get_what_without_backtrace() __attribute__((weak));
+
+namespace llmk::aten {
+
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::stable::Tensor;
+
+// c10 and at types as they are passed. What has a destructor is returned through memory that the caller gives.
+struct Array {
+  const int64_t* data;
+  size_t size;
+};
+struct Device {
+  int8_t type, index;
+};
+struct NewTensor {
+  void* impl;
+  ~NewTensor() {}
+};
+struct OptionalTensor {
+  void* impl;
+  bool exists;
+};
+struct Scalar {
+  alignas(16) char bytes[64];  // of which c10::Scalar takes 32
+  ~Scalar() {}
+};
+using Code = std::optional<int8_t>;  // of a dtype, a layout, a memory format
+
+namespace symbol {
+
+#define LLMK_SYMBOL(name) __asm__(name) __attribute__((weak))
+NewTensor empty_strided_cpu(Array sizes, Array strides, int8_t dtype, bool pinned)
+    LLMK_SYMBOL("_ZN2at6detail17empty_strided_cpuEN3c108ArrayRefIlEES3_NS1_10ScalarTypeEb");
+NewTensor empty_strided_cuda(Array sizes, Array strides, int8_t dtype, std::optional<Device> device)
+    LLMK_SYMBOL("_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_6DeviceEE");
+NewTensor empty_like(AtenTensorHandle tensor, Code dtype, Code layout, std::optional<Device> device,
+                     std::optional<bool> pinned, Code memory_format)
+    LLMK_SYMBOL(
+        "_ZN2at4_ops10empty_like4callERKNS_6TensorESt8optionalIN3c1010ScalarTypeEES5_INS6_6LayoutEES5_"
+        "INS6_6DeviceEES5_IbES5_INS6_12MemoryFormatEE");
+NewTensor contiguous(AtenTensorHandle tensor, int8_t memory_format)
+    LLMK_SYMBOL("_ZN2at4_ops10contiguous4callERKNS_6TensorEN3c1012MemoryFormatE");
+NewTensor linear(AtenTensorHandle x, AtenTensorHandle weight, const OptionalTensor& bias)
+    LLMK_SYMBOL("_ZN2at4_ops6linear4callERKNS_6TensorES4_RKSt8optionalIS2_E");
+AtenTensorHandle zero_(AtenTensorHandle tensor) LLMK_SYMBOL("_ZN2at4_ops5zero_4callERNS_6TensorE");
+AtenTensorHandle add_(AtenTensorHandle target, AtenTensorHandle other, const Scalar& factor)
+    LLMK_SYMBOL("_ZN2at4_ops11add__Tensor4callERNS_6TensorERKS2_RKN3c106ScalarE");
+Scalar item(AtenTensorHandle tensor) LLMK_SYMBOL("_ZN2at4_ops4item4callERKNS_6TensorE");
+#undef LLMK_SYMBOL
+
+}  // namespace symbol
+
+// The result of call(), which returns a NewTensor. A handle is a pointer to an at::Tensor on the heap.
+template <typename Call>
+Tensor own(const Call& call) {
+  return Tensor(reinterpret_cast<AtenTensorHandle>(new NewTensor(call())));
+}
+
+// Throws what is left of an error that a stable function has caught.
+inline void check(AOTITorchError code, const char* name) {
+  if (code == AOTI_TORCH_SUCCESS) return;
+  const char* what = torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : "";
+  throw std::runtime_error(std::string(name) + " failed" + (*what ? ": " : "") + what);
+}
+
+// Calls an op through the dispatcher; `Result` is Tensor or void.
+template <typename Result, typename... Values>
+Result call_stable(const char* op, const Values&... values) {
+  std::array<StableIValue, sizeof...(Values)> stack{torch::stable::detail::from(values)...};
+  check(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION), op);
+  if constexpr (!std::is_void_v<Result>) return torch::stable::detail::to<Result>(stack[0]);
+}
+
+// An uninitialised tensor on the device of `like`.
+inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, const int64_t* strides, int32_t dtype, const Tensor& like) {
+  const Array size_array{sizes.data(), sizes.size()}, stride_array{strides, sizes.size()};
+  const auto code = static_cast<int8_t>(dtype);
+  if (like.is_cpu() && symbol::empty_strided_cpu) {
+    return own([&] { return symbol::empty_strided_cpu(size_array, stride_array, code, false); });
+  }
+  int32_t device_type = 0;
+  check(aoti_torch_get_device_type(like.get(), &device_type), "get_device_type");
+  if (like.is_cuda() && symbol::empty_strided_cuda) {
+    const Device device{static_cast<int8_t>(device_type), static_cast<int8_t>(like.get_device_index())};
+    return own([&] { return symbol::empty_strided_cuda(size_array, stride_array, code, device); });
+  }
+  AtenTensorHandle handle = nullptr;
+  check(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype, device_type,
+                                 like.get_device_index(), &handle),
+        "aten::empty_strided");
+  return Tensor(handle);
+}
+
+// In the memory order of `tensor`.
+inline Tensor empty_like(const Tensor& tensor) {
+  if (!symbol::empty_like) return torch::stable::empty_like(tensor);
+  return own([&] { return symbol::empty_like(tensor.get(), {}, {}, {}, {}, {}); });
+}
+
+inline Tensor contiguous(const Tensor& tensor) {
+  if (!symbol::contiguous) return torch::stable::contiguous(tensor);
+  constexpr int8_t kContiguousFormat = 0;
+  return own([&] { return symbol::contiguous(tensor.get(), kContiguousFormat); });
+}
+
+inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  if (!symbol::linear) return call_stable<Tensor>("aten::linear", x, weight, bias);
+  OptionalTensor borrowed{nullptr, bias.has_value()};
+  if (bias) borrowed.impl = reinterpret_cast<const NewTensor*>(bias->get())->impl;
+  return own([&] { return symbol::linear(x.get(), weight.get(), borrowed); });
+}
+
+inline void zero_(Tensor tensor) {
+  if (symbol::zero_) {
+    symbol::zero_(tensor.get());
+  } else {
+    torch::stable::zero_(tensor);
+  }
+}
+
+// target += other
+inline void add_(Tensor target, const Tensor& other) {
+  if (symbol::add_ && symbol::item) {
+    static const Scalar one = symbol::item(torch::stable::full({}, 1.0).get());
+    symbol::add_(target.get(), other.get(), one);
+  } else {  // the stable functions have no sum: target - (-1) other
+    torch::stable::copy_(target, torch::stable::subtract(target, other, -1.0));
+  }
+}
+
+}  // namespace llmk::aten

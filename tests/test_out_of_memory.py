@@ -1,0 +1,82 @@
+"""Errors of ATen inside an op arrive as torch's own: their text, torch.OutOfMemoryError on a GPU, nothing on stderr."""
+
+import pytest
+import torch
+
+import llmkernels
+
+_ops = torch.ops.llmkernels
+
+
+def expanded(device) -> torch.Tensor:
+    """One element that looks like an exbibyte: can be read, but not allocated a second time."""
+    return torch.zeros((), device=device).expand(2**30, 2**28)
+
+
+# In each of these the allocation is another one: outputs, a contiguous copy of an operand, torch's own linear.
+CALLS = {
+    "rms_norm": lambda x: llmkernels.rms_norm(x),
+    "rms_norm of a leaf": lambda x: llmkernels.rms_norm(x.detach().requires_grad_()),
+    "rms_norm_backward": lambda x: _ops.rms_norm_backward(x, x, None, None, 1e-6, 0.0, True, False),
+    "add_rms_norm": lambda x: llmkernels.add_rms_norm(x, x),
+    "swiglu": lambda x: llmkernels.swiglu(x, x),
+    "swiglu packed": lambda x: llmkernels.swiglu(x),
+    "swiglu_backward": lambda x: _ops.swiglu_backward(x, x, x),
+    "geglu": lambda x: llmkernels.geglu(x, x),
+    "rope": lambda x: llmkernels.rope(x[:, None, None], x[:, None, None], x[:1], x[:1]),
+    "rope_backward": lambda x: _ops.rope_backward(*[x[:, None, None]] * 2, x[:1], x[:1], None, False, False, None),
+    "linear": lambda x: llmkernels.linear(x[:, :1], x[:1].t()),
+    "linear, copied": lambda x: llmkernels.linear(x, x[:1]),
+    "rms_norm_linear": lambda x: llmkernels.rms_norm_linear(x[:, :1], None, x[:1].t()),
+    "rms_norm_swiglu_linear": lambda x: _ops.rms_norm_swiglu_linear(x[:, :1], None, x[:1].t()),
+    "linear_add_": lambda x: _ops.linear_add_(x.new_zeros(2, 1), x.reshape(1, -1).expand(2, -1), x.reshape(1, -1)),
+}
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+
+
+@every_call
+def test_more_memory_than_there_is(call, device, capfd):
+    kind, text = (RuntimeError, "DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+    if device == "cuda":
+        kind, text = torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate"
+    with pytest.raises(kind, match=text):
+        call(expanded(device))
+    assert capfd.readouterr().err == ""
+
+
+def test_another_error_of_aten(device, capfd):
+    x = torch.zeros((), device=device).expand(2**31, 2**30)
+    with pytest.raises(RuntimeError, match="Storage size calculation overflowed"):
+        llmkernels.rms_norm(x)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.gpu
+def test_a_full_gpu():
+    """The output would fit into the memory of the GPU, but not into what this process may have of it."""
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 2**28
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties("cuda").total_memory)
+    try:
+        x = torch.ones(2**24, 5, device="cuda", dtype=torch.bfloat16)  # 160 MiB, and as much again for the result
+        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 160\.00 MiB"):
+            llmkernels.rms_norm(x)
+        assert (llmkernels.rms_norm(x[: 2**22]) == 1).all()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_accelerate_finds_a_batch_size(device):
+    memory = pytest.importorskip("accelerate.utils.memory")
+    sizes = []
+
+    def halve():
+        return sizes[-1] // 2**20
+
+    @memory.find_executable_batch_size(starting_batch_size=2**60, reduce_batch_size_fn=halve)
+    def run(batch_size):
+        sizes.append(batch_size)
+        return llmkernels.rms_norm(torch.ones((), device=device).expand(batch_size, 1))
+
+    assert run().shape == (2**20, 1)
+    assert sizes == [2**60, 2**40, 2**20]
