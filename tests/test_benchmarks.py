@@ -94,10 +94,15 @@ def test_a_short_run_of_a_model_in_a_folder(tmp_path):
 
 A_ROW = {"op": "call_overhead", "function": "rope", "provider": OURS, "timing": "wall", "dtype": "float32"}
 
+A_META = {
+    "gpu": "a GPU", "cpu": "a CPU", "torch": "old", "date": "2026-01-01", "sources": "0", "copy_gb_s": 1, "read_gb_s": 1,
+    "sm_clock_mhz": 0,
+}  # fmt: skip
+
 
 def a_file(folder, measured, **meta):
     """A results file with a row for each section: {name: its number}."""
-    meta = {"gpu": "a GPU", "cpu": "a CPU", "torch": "old", "date": "2026-01-01", "sources": "0"} | meta
+    meta = A_META | meta
     rows = [{"section": name, **A_ROW, "time_us": number} for name, number in measured.items()]
     results.merge(folder / "ops.json", {**meta, "sections": dict.fromkeys(measured, meta)}, rows)
 
@@ -144,9 +149,7 @@ def fakes(monkeypatch):
 
         return sections.Section("ops", name, ("benchmarks/timing.py",), measure, seconds)
 
-    monkeypatch.setattr(sections.machine, "describe", lambda device: {
-        "gpu": "a GPU", "cpu": "", "copy_gb_s": 1, "read_gb_s": 1, "sm_clock_mhz": 0, "sources": "0", "date": "2026",
-    })  # fmt: skip
+    monkeypatch.setattr(sections.machine, "describe", lambda device: A_META)
     return [fake("a", 10), fake("b", 20), fake("c", 300), fake("d", 10)], order
 
 
