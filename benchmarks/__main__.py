@@ -8,6 +8,7 @@ import torch
 from benchmarks import report, results, sections
 from benchmarks.cases import PROVIDERS
 from benchmarks.run import Run
+from llmkernels._command import Problem, check_model_path, run_command
 
 RESULTS = Path("results")
 MODEL_PROVIDERS = ("eager", "llmkernels", "liger", "compile")
@@ -25,6 +26,7 @@ def main() -> int:
     else:
         wanted = sections.find(sections.COMMANDS[arguments.what], arguments.section)
         output = arguments.output or default_output(arguments)
+        output.mkdir(parents=True, exist_ok=True)  # before hours of measuring
         failed = sections.measure(wanted, run_of(arguments), output, known=RESULTS)
         draw(output)
         return len(failed)
@@ -47,7 +49,7 @@ def stale(arguments: argparse.Namespace) -> int:
 
 def merge(source: Path, target: Path) -> None:
     """Takes over the sections of the results files in a folder."""
-    for path in sorted(source.glob("*.json")):
+    for path in results_in(source):
         meta, rows = results.load(path)
         if "sections" in meta:
             try:
@@ -61,7 +63,14 @@ def merge(source: Path, target: Path) -> None:
 def draw(folder: Path) -> None:
     from benchmarks import plots
 
+    results_in(folder)
     plots.draw(folder)
+
+
+def results_in(folder: Path) -> list[Path]:
+    if found := sorted(folder.glob("*.json")):
+        return found
+    raise Problem(f"there are no results in {folder}")
 
 
 def parse() -> argparse.Namespace:
@@ -109,6 +118,8 @@ def run_of(arguments: argparse.Namespace) -> Run:
     kind = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     providers, model_id = tuple(getattr(arguments, "providers", ())), getattr(arguments, "model", None)
+    if model_id:
+        check_model_path(model_id)
     return Run(device, arguments.quick, providers, model_id)
 
 
@@ -120,4 +131,4 @@ def default_output(arguments: argparse.Namespace) -> Path:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command("benchmarks", main))

@@ -2,8 +2,11 @@
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
+
+from llmkernels._command import Problem, check_model_path
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -39,81 +42,109 @@ def add_command(commands):
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the text; 1 with a message on standard error where there is none."""
-    try:
-        _generate(options)
-    except _Problem as problem:
-        print(f"llmkernels generate: {problem}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print()
-        return 130
-    return 0
-
-
-class _Problem(Exception):
-    """What the user has to know."""
-
-
-def _generate(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
+    """Print the text."""
     import llmkernels
     from llmkernels import _library
 
     if _library.error:
-        raise _Problem(_library.error)
+        raise Problem(_library.error)
     try:
         import transformers
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise _Problem("transformers must be installed: pip install 'llmkernels[hf]'") from None
+        raise Problem("transformers must be installed: pip install 'llmkernels[hf]'") from None
     import torch
 
     device = _device(options.device)
     dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            options.model, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
-        )
-    except (OSError, ValueError) as error:
-        raise _Problem(f"MODEL must be a causal language model with its tokenizer: {error}") from error
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr or not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    prompt = _prompt(options.prompt)
+    tokenizer = _tokenizer(options.model)
+    if options.chat:
+        prompt = _chat(tokenizer, prompt)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not options.chat).to(device)
+    if inputs.input_ids.numel() == 0:
+        raise Problem("--prompt must have at least one token")
+    model = _model(options.model, dtype if dtype == "auto" else getattr(torch, dtype))
     model = model.to(device).eval()
     try:
         handle = llmkernels.patch(model)
     except ValueError as error:
-        raise _Problem(str(error)) from error
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    if options.chat:
-        if not tokenizer.chat_template:
-            raise _Problem("--chat must have a model with a chat template")
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not options.chat).to(device)
-    if inputs.input_ids.numel() == 0:
-        raise _Problem("--prompt must have at least one token")
+        raise Problem(str(error)) from error
     if options.seed is not None:
         torch.manual_seed(options.seed)
     temperature = options.temperature
     if temperature is None:
         temperature = 1.0 if options.top_k or options.top_p < 1 or options.min_p else 0.0
     sampling = {"temperature": temperature, "top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p}
-    try:
-        llmkernels.generate(
-            model,
-            inputs.input_ids,
-            attention_mask=inputs.get("attention_mask"),
-            max_new_tokens=options.max_new_tokens,
-            do_sample=temperature > 0,
-            **(sampling if temperature > 0 else dict.fromkeys(sampling)),
-            repetition_penalty=options.repetition_penalty,
-            streamer=transformers.TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True),
-        )
-    except torch.OutOfMemoryError as error:
-        raise _Problem(f"out of memory on {device}: {error}") from error
+    llmkernels.generate(
+        model,
+        inputs.input_ids,
+        attention_mask=inputs.get("attention_mask"),
+        max_new_tokens=options.max_new_tokens,
+        do_sample=temperature > 0,
+        **(sampling if temperature > 0 else dict.fromkeys(sampling)),
+        repetition_penalty=options.repetition_penalty,
+        streamer=transformers.TextStreamer(tokenizer, skip_prompt=options.chat, skip_special_tokens=True),
+    )
     if options.report:
         print(handle.report(), file=sys.stderr)
+
+
+def _prompt(text: str) -> str:
+    if text == "-" and not sys.stdin:
+        raise Problem("--prompt - must have a standard input")
+    # As bytes, since Python lets what is no text through in some locales.
+    data = sys.stdin.buffer.read() if text == "-" else os.fsencode(text)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        where = "standard input" if text == "-" else "--prompt"
+        raise Problem(f"{where} must be text in UTF-8, got the byte {data[error.start]:#04x}") from None
+
+
+def _tokenizer(name: str):
+    import transformers
+
+    check_model_path(name)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:
+        raise Problem(f"the tokenizer of {name} cannot be loaded: {error}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
+        raise Problem(f"{name} has no tokenizer")
+    return tokenizer
+
+
+def _model(name: str, dtype):
+    import torch
+    import transformers
+
+    try:
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise Problem(f"the model of {name} cannot be loaded: {error}") from error
+    if missing := sorted(loading["missing_keys"]):  # which transformers fills with random numbers
+        raise Problem(f"the checkpoint of {name} lacks {len(missing)} weights, {missing[0]} for one")
+    return model
+
+
+def _chat(tokenizer, prompt: str) -> str:
+    if not tokenizer.chat_template:
+        raise Problem("--chat must have a model with a chat template")
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        raise Problem(f"the model's chat template cannot be used: {type(error).__name__}: {error}") from error
 
 
 def _device(name: str | None):
@@ -123,10 +154,14 @@ def _device(name: str | None):
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise _Problem(f"--device must be cpu, cuda or cuda:N, got {name}") from error
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise Problem(f"--device must be cpu, cuda or cuda:N, got {name}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise _Problem(f"--device {name} must have a GPU that torch can use; python -m llmkernels info says more")
+        raise Problem(f"--device {name} must have a GPU that torch can use; python -m llmkernels info says more")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Problem(f"--device {name} must be one of the {torch.cuda.device_count()} GPUs here")
     return device
 
 

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        show(report)
+        print(text(report), end="")
     return 1 if report["problems"] else 0
 
 
@@ -202,12 +202,14 @@ def _gpu_problems(report: dict) -> list[str]:
 # ---- printing
 
 
-def show(report: dict):
+def text(report: dict) -> str:
+    """As a terminal shows it, or a file holds it: rich looks at what standard output is."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
+    console.begin_capture()
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -235,3 +237,4 @@ def show(report: dict):
         console.print(f"[bold red]problem[/] {escape(problem)}", soft_wrap=True)
     if not report["problems"]:
         console.print("[green]nothing is wrong[/]")
+    return console.end_capture()

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-import transformers
 
 import llmkernels
 from generating import NEW, Stream, check_counts, generate_step, hf_generate, lean_steps, left_padded, small_model
-from hf_models import FAMILIES, count_ops, lora, tiny_config, tiny_inputs
-from llmkernels import KVCache, __main__
+from hf_models import FAMILIES, count_ops, lora, tiny_inputs
+from llmkernels import KVCache
 from llmkernels.hf import generate
 from llmkernels.hf.decode import decoder
 
@@ -136,87 +135,6 @@ def test_lean_errors():
         options = {"input_ids": ids, "max_new_tokens": NEW, "do_sample": True} | arguments
         with pytest.raises(TypeError, match=match):
             llmkernels.generate(model, **options)
-
-
-CHARACTERS = [chr(33 + i) for i in range(94)] + [" "]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """A tiny model with a tokenizer of one character per token."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    vocabulary = {CHARACTERS[i]: i for i in range(94)} | {"Ġ": 94, "<|endoftext|>": 95, "<x>": 96}
-    transformers.Qwen2Tokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder)
-    small_model(config=tiny_config(head_dim=64)).save_pretrained(folder)
-    return str(folder)
-
-
-def test_command(checkpoint, capsys):
-    prompt = [4, 8, 15]
-    expected = hf_generate(small_model(), torch.tensor([prompt]))[0].tolist()
-    arguments = ["generate", checkpoint, "--prompt", "".join(CHARACTERS[i] for i in prompt), "--device", "cpu"]
-    assert __main__.main([*arguments, "--max-new-tokens", str(NEW), "--report"]) == 0
-    out, err = capsys.readouterr()
-    assert out.strip("\n") == "".join(CHARACTERS[i] for i in expected if i < 95)
-    assert "decodes by the decode step (calls of generate: 1 by the decode step)" in err
-    texts = []
-    for seed in ("1", "1", "2"):
-        options = ["--temperature", "2", "--top-p", "0.99", "--seed", seed, "--dtype", "bfloat16"]
-        assert __main__.main([*arguments, *options]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_command_errors(checkpoint, capsys, tmp_path):
-    for arguments, message in (
-        ([str(tmp_path), "--prompt", "a"], "MODEL must be a causal language model"),
-        ([checkpoint, "--prompt", "a", "--device", "nope"], "--device must be cpu, cuda or cuda:N, got nope"),
-        ([checkpoint, "--prompt", ""], "--prompt must have at least one token"),
-        ([checkpoint, "--prompt", "a", "--chat"], "--chat must have a model with a chat template"),
-    ):
-        assert __main__.main(["generate", *arguments]) == 1
-        assert message in capsys.readouterr().err
-
-
-BAD_OPTIONS = {
-    ("--max-new-tokens", "0"): "must be positive, got 0",
-    ("--temperature", "-1"): "must be at least 0, got -1",
-    ("--temperature", "nan"): "must be at least 0, got nan",
-    ("--temperature", "warm"): "invalid float value: 'warm'",
-    ("--top-k", "-1"): "must be at least 0 and below 2^31, got -1",
-    ("--top-k", "2147483648"): "must be at least 0 and below 2^31, got 2147483648",
-    ("--top-p", "2"): "must be in (0, 1], got 2",
-    ("--top-p", "0"): "must be in (0, 1], got 0",
-    ("--min-p", "3"): "must be in [0, 1], got 3",
-    ("--repetition-penalty", "0"): "must be positive, got 0",
-    ("--seed", str(2**64)): "must be of 64 bits, got 18446744073709551616",
-}
-
-
-@pytest.mark.parametrize("option, message", BAD_OPTIONS.items(), ids=map(" ".join, BAD_OPTIONS))
-def test_command_refuses_options_out_of_range(capsys, option, message):
-    with pytest.raises(SystemExit) as stop:
-        __main__.main(["generate", "no-model", "--prompt", "a", *option])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith(f"error: argument {option[0]}: {message}\n")
-
-
-def test_command_samples_where_an_option_asks_for_it(checkpoint, monkeypatch):
-    calls = []
-    monkeypatch.setattr(llmkernels, "generate", lambda *arguments, **options: calls.append(options))
-    for arguments, expected in (
-        ([], (False, None)),
-        (["--repetition-penalty", "1.2", "--seed", "1"], (False, None)),
-        (["--top-k", "0", "--top-p", "1", "--min-p", "0"], (False, None)),
-        (["--top-k", "5"], (True, 1.0)),
-        (["--top-p", "0.9"], (True, 1.0)),
-        (["--min-p", "0.1"], (True, 1.0)),
-        (["--temperature", "0.5"], (True, 0.5)),
-        (["--temperature", "0.5", "--top-p", "0.9"], (True, 0.5)),
-        (["--temperature", "0", "--top-p", "0.9"], (False, None)),
-    ):
-        assert __main__.main(["generate", checkpoint, "--prompt", "a", "--device", "cpu", *arguments]) == 0
-        assert (calls[-1]["do_sample"], calls[-1]["temperature"]) == expected, arguments
 
 
 assert generate is llmkernels.generate

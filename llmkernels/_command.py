@@ -1,0 +1,72 @@
+"""Commands say what stopped them in one line on standard error, and exit with status 1."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+LONGEST = 500  # characters of a message; some of transformers' list every architecture there is
+
+
+class Problem(Exception):
+    """What the user has to know, in words that need no type before them."""
+
+
+def check_model_path(name: str) -> None:
+    """Raise Problem for a path without a model, which transformers would look for on the Hub."""
+    path = Path(name)
+    if name.startswith(("/", "./", "../")) or path.exists():
+        if not path.is_dir():
+            raise Problem(f"MODEL must be a folder, and {name} {'is a file' if path.exists() else 'does not exist'}")
+        if not any((path / config).exists() for config in ("config.json", "adapter_config.json")):
+            raise Problem(f"MODEL must be a folder with a model, and {name} has no config.json")
+
+
+def run_command(name: str, run: Callable[[], int | None]) -> int:
+    """The exit status of `run()`. `python -X dev` shows tracebacks instead of lines."""
+    if sys.flags.dev_mode:
+        return run() or 0
+    if sys.stdout:
+        with suppress(AttributeError):  # another file in its place
+            sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that don't have every character
+    status = 1
+    try:
+        try:
+            return run() or 0
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()  # at exit it would be too late to say why it fails
+    except KeyboardInterrupt:
+        status, message = 130, "interrupted"
+    except BrokenPipeError:
+        message = "standard output was closed before the end"
+    except Problem as problem:
+        message = str(problem)
+    except Exception as error:
+        message = _describe(error)
+    message = " ".join(message.split())
+    with suppress(OSError, ValueError):
+        print(f"{name}: {message[:LONGEST]}{'...' * (len(message) > LONGEST)}", file=sys.stderr, flush=True)
+    _discard_output()
+    return status
+
+
+def _describe(error: Exception) -> str:
+    text = str(error).strip() or "no message"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory: {text}"
+    if isinstance(error, OSError) and error.errno:
+        return f"{error.filename or 'standard output'}: {error.strerror}"
+    return f"{type(error).__name__}: {text} (python -X dev shows where)"
+
+
+def _discard_output() -> None:
+    """What is left in the buffer where it can't be written: Python would try again at exit."""
+    try:
+        if sys.stdout:
+            sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
