@@ -280,7 +280,7 @@ ERRORS = {
     r"window_size must be .* right -1 or 0, got \(4, 1\)": lambda q, k, v, n: decode_attention(
         q, k, v, n, window_size=(4, 1)
     ),
-    "softcap must not be negative": lambda q, k, v, n: decode_attention(q, k, v, n, softcap=-1.0),
+    "softcap must be finite and at least 0, got -1": lambda q, k, v, n: decode_attention(q, k, v, n, softcap=-1.0),
     "k_cache must not require a gradient": lambda q, k, v, n: decode_attention(q, k.requires_grad_(), v, n),
 }
 

@@ -138,11 +138,11 @@ def test_a_full_cache_is_not_written_past(device):
     [
         ({"hidden": lambda x: x[0]}, "decode_layer: hidden must have shape"),
         ({"qkv_weight": lambda x: x[:-1]}, "decode_layer: qkv_weight must have shape"),
-        ({"o_weight": lambda x: x[:, :-8]}, "weight must have shape"),
-        ({"gate_up_weight": lambda x: x[:-1]}, "weight must have an even number of rows"),
-        ({"cache_seqlens": lambda x: x.long()}, "cache_seqlens must be int32"),
-        ({"v_cache": lambda x: x[..., :-1]}, "v_cache must have"),
-        ({"down_weight": lambda x: x.double()}, "must have the dtype of"),
+        ({"o_weight": lambda x: x[:, :-8]}, "decode_layer: o_weight must have shape"),
+        ({"gate_up_weight": lambda x: x[:-1]}, "decode_layer: gate_up_weight must have an even number of rows"),
+        ({"cache_seqlens": lambda x: x.long()}, "decode_layer: cache_seqlens must be int32"),
+        ({"v_cache": lambda x: x[..., :-1]}, "decode_layer: v_cache must have"),
+        ({"down_weight": lambda x: x.double()}, "decode_layer: down_weight must have the dtype of hidden"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -363,43 +363,49 @@ def test_lists_of_other_lengths(device, name):
     "name, change, message",
     [
         ("hidden", lambda x: x[0], "hidden must have shape"),
-        ("hidden", lambda x: x[:, :-8], "qkv_weight must have shape|weight must have shape"),
-        ("input_norms", lambda x: x[:-8], "norm_weight must have shape"),
-        ("qkv_weights", lambda x: x[:-8], "qkv_weight must have shape"),
-        ("qkv_weights", lambda x: x[:, :-8], "weight must have shape"),
-        ("qkv_biases", lambda x: x[:-1], "bias must have shape"),
-        ("o_weights", lambda x: x[:, :-8], "weight must have shape"),
-        ("o_weights", lambda x: x[:-8], "bias must have shape"),
-        ("o_biases", lambda x: x[:, None], "bias must have shape"),
-        ("post_norms", lambda x: x.float(), "must have the dtype of"),
-        ("gate_up_weights", lambda x: x[:-1], "weight must have an even number of rows"),
-        ("gate_up_weights", lambda x: x[:-16], "weight must have shape"),
-        ("down_weights", lambda x: x[:, :-8], "weight must have shape"),
-        ("down_weights", lambda x: x.half(), "must have the dtype of"),
-        ("norm", lambda x: x[:8], "norm_weight must have shape"),
-        ("head", lambda x: x[:, :8], "weight must have shape"),
-        ("head_bias", lambda x: x[:8], "bias must have shape"),
+        ("hidden", lambda x: x[:, :-8], r"input_norms\[0\] must have shape"),
+        ("input_norms", lambda x: x[:-8], r"input_norms\[1\] must have shape"),
+        ("qkv_weights", lambda x: x[:-8], r"qkv_weights\[1\] must have shape"),
+        ("qkv_weights", lambda x: x[:, :-8], r"qkv_weights\[1\] must have shape"),
+        ("qkv_biases", lambda x: x[:-1], r"qkv_biases\[1\] must have shape"),
+        ("o_weights", lambda x: x[:, :-8], r"o_weights\[1\] must have shape"),
+        ("o_weights", lambda x: x[:-8], r"o_weights\[1\] must have shape"),
+        ("o_biases", lambda x: x[:, None], r"o_biases\[1\] must have shape"),
+        ("post_norms", lambda x: x.float(), r"post_norms\[1\] must have the dtype of"),
+        ("gate_up_weights", lambda x: x[:-1], r"gate_up_weights\[1\] must have an even number of rows"),
+        ("gate_up_weights", lambda x: x[:-16], r"down_weights\[1\] must have shape"),
+        ("down_weights", lambda x: x[:, :-8], r"down_weights\[1\] must have shape"),
+        ("down_weights", lambda x: x.half(), r"down_weights\[1\] must have the dtype of"),
+        ("norm", lambda x: x[:8], "norm must have shape"),
+        ("head", lambda x: x[:, :8], "head must have shape"),
+        ("head_bias", lambda x: x[:8], "head_bias must have shape"),
         ("cos", lambda x: x[:, :8], "cos must be a table"),
         ("sin", lambda x: x[:8], "sin must have the shape of cos"),
         ("positions", lambda x: x.long().float(), "position"),
         ("cache_seqlens", lambda x: x.long(), "cache_seqlens must be int32"),
         ("cache_seqlens", lambda x: x[:0], "cache_seqlens must have shape"),
         ("cache_leftpad", lambda x: torch.zeros(2).int(), "cache_leftpad must"),
-        ("k_caches", lambda x: x[0], "k_cache must have"),
-        ("k_caches", lambda x: x[..., :-8], "qkv_weight must have shape"),
-        ("k_caches", lambda x: x[:0], "v_cache must have the shape"),
-        ("k_caches", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "contiguous along head_dim"),
-        ("v_caches", lambda x: x[:, :-1], "v_cache must have the shape"),
-        ("heads", lambda x: 3, "qkv_weight must have shape"),
-        ("heads", lambda x: -4, "qkv_weight must have shape"),
+        ("k_caches", lambda x: x[0], r"k_caches\[1\] must have"),
+        ("k_caches", lambda x: x[..., :-8], r"qkv_weights\[1\] must have shape"),
+        ("k_caches", lambda x: x[:0], r"v_caches\[1\] must have the shape"),
+        (
+            "k_caches",
+            lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+            r"k_caches\[1\] must be contiguous along head_dim",
+        ),
+        ("v_caches", lambda x: x[:, :-1], r"v_caches\[1\] must have the shape"),
+        ("heads", lambda x: 3, r"qkv_weights\[0\] must have shape"),
+        ("heads", lambda x: -4, "heads must be finite and at least 0"),
         ("windows_left", lambda x: -2, "window_left must be at least -1"),
     ],
 )
 def test_errors(device, name, change, message):
     values = make(1, torch.bfloat16, device)
     wrong = [*values[name][:-1], change(values[name][-1])] if isinstance(values[name], list) else change(values[name])
-    with pytest.raises(RuntimeError, match=message):
+    before = values["hidden"].clone(), values["k_caches"][0].clone()
+    with pytest.raises((RuntimeError, ValueError), match="^decode_step: " + message):
         step(values | {name: wrong})
+    assert_same((values["hidden"], values["k_caches"][0]), before)  # a wrong last layer is found before the first runs
 
 
 @pytest.mark.gpu

@@ -365,7 +365,7 @@ ERRORS = {
     "linear: weight must have the dtype of x, Float, got Half": lambda x, w, b: linear(x, w.half()),
     r"linear: bias must have shape \[4\] .* got \[3\]": lambda x, w, b: linear(x, w, b[:3]),
     r"rms_norm_linear: norm_weight must have shape \[8\] .* got \[4\]": lambda x, w, b: rms_norm_linear(x, b, w),
-    r"linear_add_: residual must have shape \[2, 4\] .* got \[2, 8\]": lambda x, w, b: _op.linear_add_(x, x, w),
+    r"linear_add_: residual must have shape \[2, 4\] .* got \[2, 8\]": lambda x, w, b: _op.linear_add_(x.clone(), x, w),
     r"rms_norm_swiglu_linear: weight must have an even number of rows.* got shape \[3, 8\]": lambda x, w, b: (
         _op.rms_norm_swiglu_linear(x, None, w[:3])
     ),

@@ -339,10 +339,10 @@ ERRORS = {
     "inplace must be False where q or k requires a gradient": lambda q, k, c: rope(
         q, k.requires_grad_(), c, c, inplace=True
     ),
-    r"q must not overlap itself .* got shape \[2, 4, 5, 16\] with strides \[0, ": lambda q, k, c: rope(
+    r"q must not overlap itself.* got shape \[2, 4, 5, 16\] with strides \[0, ": lambda q, k, c: rope(
         q[:1].expand(2, 4, 5, 16), k, c, c, inplace=True
     ),
-    r"k must not overlap itself .* with strides \[160, 80, 8, 1\]": lambda q, k, c: rope(
+    r"k must not overlap itself.* with strides \[160, 80, 8, 1\]": lambda q, k, c: rope(
         q, k.as_strided((2, 2, 5, 16), (160, 80, 8, 1)), c, c, inplace=True
     ),
     "q must be contiguous along head_dim .* got strides": lambda q, k, c: rope(
@@ -369,7 +369,7 @@ def test_errors_about_devices():
     for name, arguments in {
         "k must be on the device of q": (q.cuda(), k, cos.cuda(), cos.cuda()),
         "cos must be on the device of q": (q.cuda(), k.cuda(), cos, cos.cuda()),
-        "sin must be on the device of cos": (q.cuda(), k.cuda(), cos.cuda(), cos),
+        "sin must be on the device of q": (q.cuda(), k.cuda(), cos.cuda(), cos),
         "position_ids must be on the device of q": (q.cuda(), k.cuda(), cos.cuda(), cos.cuda(), ids(cos, 5)),
         "q is float64, which is supported on the CPU only": [t.cuda().double() for t in (q, k, cos, cos)],
     }.items():

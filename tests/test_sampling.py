@@ -385,21 +385,23 @@ ERRORS = {
     r"top_p must be in \(0, 1\], got 0": lambda x: sample(x, top_p=0.0),
     r"top_p must be in \(0, 1\], got 1.5": lambda x: sample(x, top_p=1.5),
     r"min_p must be in \[0, 1\], got 2": lambda x: sample(x, min_p=2.0),
-    "repetition_penalty must be positive, got 0": lambda x: sample(x, repetition_penalty=0.0),
+    "repetition_penalty must be positive and finite, got 0": lambda x: sample(x, repetition_penalty=0.0),
     "temperature must be Float, got Int": lambda x: sample(x, temperature=torch.ones(2, device=x.device).int()),
     "top_k must be Int, got Long": lambda x: sample(x, top_k=torch.ones(2, device=x.device).long()),
     r"top_p must have shape \[2\] .* got \[3\]": lambda x: sample(x, top_p=torch.ones(3, device=x.device)),
     r"min_p must have shape \[2\] .* got \[2, 1\]": lambda x: sample(x, min_p=torch.ones(2, 1, device=x.device)),
-    "seen must be Bool or Byte, got Float": lambda x: sample(x, seen=x),
+    "seen must be Bool or Byte, got Float": lambda x: sample(x, seen=x.clone()),
     r"seen must have the shape of logits, \[2, 8\], got \[2, 7\]": lambda x: sample(x, seen=x[:, :7].bool()),
     "seen must have contiguous rows, got stride 2": lambda x: sample(x, seen=x.bool().t().contiguous().t()),
-    r"rng_state must be a contiguous Long tensor of shape \[2\], got Float \[2, 8\]": lambda x: sample(x, rng_state=x),
+    r"rng_state must be a contiguous Long tensor of shape \[2\], got Float \[2, 8\]": lambda x: sample(
+        x, rng_state=x.clone()
+    ),
 }
 
 
 @pytest.mark.parametrize("message, call", ERRORS.items(), ids=range(len(ERRORS)))
 def test_errors_name_op_argument_and_what_was_got(device, message, call):
-    with pytest.raises(RuntimeError, match="sample: " + message):
+    with pytest.raises((RuntimeError, ValueError), match="sample: " + message):
         call(torch.ones(2, 8, device=device))
 
 

@@ -4,6 +4,7 @@
 
 #include "backend.h"
 #include "cpu/attention.h"
+#include "positions.h"
 #include "step.h"
 #if LLMK_CUDA
 #include "kernels/attention/decode_attention.h"
@@ -15,65 +16,69 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// int32 (batch,), contiguous.
-Tensor check_per_sequence(const char* op, const Argument& argument, const Argument& model, int64_t batch) {
-  const Tensor& tensor = argument.tensor;
-  check_same_device(op, argument, model);
-  LLMK_CHECK(tensor.scalar_type() == ScalarType::Int, op, argument.name, " must be int32, got ",
-             name(tensor.scalar_type()));
-  LLMK_CHECK(tensor.dim() == 1 && tensor.size(0) == batch, op, argument.name, " must have shape [", batch,
-             "] (the batch of q), got ", shape(tensor));
-  return with_unit_last_stride(tensor);
-}
-
 void check_heads(const char* op, const Argument& argument, const char* axes) {
-  LLMK_CHECK(argument.tensor.dim() == 4, op, argument.name, " must have shape ", axes, ", got ",
-             shape(argument.tensor));
+  LLMK_CHECK(argument->dim() == 4, op, argument.name, " must have shape ", axes, ", got ", shape(*argument));
 }
 
-// The two caches, [batch, capacity, ...] or, with a block table, [pages, page_size, ...].
-KvCache check_cache(const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                    const std::optional<Tensor>& block_table, std::optional<Tensor>& kept_table) {
+// int32 (batch,)
+void check_per_sequence(const char* op, const Argument& argument, int64_t batch) {
+  if (!argument) return;
+  LLMK_CHECK(argument->scalar_type() == ScalarType::Int, op, argument.name, " must be int32, got ",
+             name(argument->scalar_type()));
+  LLMK_CHECK(argument->dim() == 1 && argument->size(0) == batch, op, argument.name, " must have shape [", batch,
+             "] (the batch), got ", shape(*argument));
+}
+
+// The two caches, [batch, capacity, ...] or, with a block table, [pages, page_size, ...], for queries of `heads` heads
+// and the dtype of `model`.
+void check_caches(const char* op, const Argument& model, int64_t batch, int64_t heads, const Argument& k_cache,
+                  const Argument& v_cache, const std::optional<Tensor>& block_table) {
   const char* axes = block_table ? "(pages, page_size, kv_heads, head_dim)" : "(batch, capacity, kv_heads, head_dim)";
-  check_heads(op, {"k_cache", k_cache}, axes);
-  check_same_dtype_and_device(op, {"k_cache", k_cache}, {"q", q});
-  check_like(op, {"v_cache", v_cache}, {"k_cache", k_cache});
-  const int64_t batch = q.size(0), heads = q.size(2), kv_heads = k_cache.size(2);
-  LLMK_CHECK(block_table || k_cache.size(0) == batch, op, "k_cache must have the batch of q, ", batch, ", got shape ",
-             shape(k_cache));
+  check_heads(op, k_cache, axes);
+  check_dtype(op, k_cache, model);
+  check_like(op, v_cache, k_cache);
+  const int64_t kv_heads = k_cache->size(2);
+  LLMK_CHECK(block_table || k_cache->size(0) == batch, op, k_cache.name, " must have the batch of ", model.name, ", ",
+             batch, ", got shape ", shape(*k_cache));
+  LLMK_CHECK(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, op, model.name,
+             " must have a multiple of the heads of ", k_cache.name, ", got ", heads, " and ", kv_heads);
+  for (const Argument& cache : {k_cache, v_cache}) {
+    LLMK_CHECK(has_unit_last_stride(*cache), op, cache.name, " must be contiguous along head_dim, got strides ",
+               text(cache->strides()));
+  }
+  if (!block_table) return;
+  LLMK_CHECK(block_table->scalar_type() == ScalarType::Int, op, "block_table must be int32, got ",
+             name(block_table->scalar_type()));
+  LLMK_CHECK(block_table->dim() == 2 && block_table->size(0) == batch, op, "block_table must have shape (", batch,
+             ", pages of a sequence), got ", shape(*block_table));
+}
+
+// That queries have the head_dim of the cache.
+void check_head_dim(const char* op, const Tensor& q, const Tensor& k_cache) {
   LLMK_CHECK(k_cache.size(3) == q.size(3), op, "k_cache must have the head_dim of q, ", q.size(3), ", got shape ",
              shape(k_cache));
-  LLMK_CHECK(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, op,
-             "q must have a multiple of the heads of k_cache, got ", heads, " and ", kv_heads);
-  for (const Argument& cache : {Argument{"k_cache", k_cache}, Argument{"v_cache", v_cache}}) {
-    LLMK_CHECK(has_unit_last_stride(cache.tensor), op, cache.name, " must be contiguous along head_dim, got strides ",
-               text(cache.tensor.strides()));
-  }
-  KvCache cache{k_cache.mutable_data_ptr(),
-                v_cache.mutable_data_ptr(),
-                k_cache.stride(0),
-                k_cache.stride(1),
-                k_cache.stride(2),
-                v_cache.stride(0),
-                v_cache.stride(1),
-                v_cache.stride(2),
-                k_cache.size(0),
-                k_cache.size(1),
-                nullptr,
-                0,
-                k_cache.size(1)};
-  if (block_table) {
-    check_same_device(op, {"block_table", *block_table}, {"q", q});
-    LLMK_CHECK(block_table->scalar_type() == ScalarType::Int, op, "block_table must be int32, got ",
-               name(block_table->scalar_type()));
-    LLMK_CHECK(block_table->dim() == 2 && block_table->size(0) == batch, op, "block_table must have shape (", batch,
-               ", pages of a sequence), got ", shape(*block_table));
-    kept_table = with_unit_last_stride(*block_table);
-    cache.block_table = static_cast<const int32_t*>(kept_table->const_data_ptr());
-    cache.table_stride = kept_table->stride(0);
-    cache.capacity = block_table->size(1) * cache.page_size;
-  }
-  return cache;
+}
+
+// `table`: block_table, contiguous; it has to live as long as the result.
+KvCache kv_cache(const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& table) {
+  const int64_t page_size = k_cache.size(1);
+  return {k_cache.mutable_data_ptr(),
+          v_cache.mutable_data_ptr(),
+          k_cache.stride(0),
+          k_cache.stride(1),
+          k_cache.stride(2),
+          v_cache.stride(0),
+          v_cache.stride(1),
+          v_cache.stride(2),
+          k_cache.size(0),
+          page_size,
+          static_cast<const int32_t*>(data(table)),
+          table ? table->stride(0) : 0,
+          table ? table->size(1) * page_size : page_size};
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+  return tensor ? std::optional(with_unit_last_stride(*tensor)) : std::nullopt;
 }
 
 // On the CPU, where it costs nothing: that keys [0, count) of a sequence are in pages that exist.
@@ -94,34 +99,28 @@ struct Attention {
 };
 
 // Everything but `out`, from q with contiguous heads.
-Attention prepare(const char* op, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                  const Tensor& given_seqlens, const std::optional<Tensor>& given_leftpad,
-                  const std::optional<Tensor>& block_table, std::optional<double> softmax_scale, int64_t window_left,
-                  double softcap) {
-  const int64_t batch = q.size(0);
-  std::optional<Tensor> table, cache_leftpad;
-  const KvCache cache = check_cache(op, q, k_cache, v_cache, block_table, table);
-  const Tensor cache_seqlens = check_per_sequence(op, {"cache_seqlens", given_seqlens}, {"q", q}, batch);
-  if (given_leftpad) cache_leftpad = check_per_sequence(op, {"cache_leftpad", *given_leftpad}, {"q", q}, batch);
-  LLMK_CHECK(window_left >= -1, op, "window_left must be at least -1 (unlimited), got ", window_left);
-  LLMK_CHECK(softcap >= 0, op, "softcap must not be negative, got ", softcap);
-  Attention attention{{}, cache_seqlens, cache_leftpad, table};
+Attention prepare(const Tensor& q, const Attended& attended) {
+  const Tensor &k_cache = *attended.k_cache, &v_cache = *attended.v_cache;
+  Attention attention{{},
+                      with_unit_last_stride(attended.cache_seqlens),
+                      contiguous(attended.cache_leftpad),
+                      contiguous(attended.block_table)};
   DecodeAttentionParams& params = attention.params;
   params.q = q.const_data_ptr();
   params.q_batch = q.stride(0);
   params.q_token = q.stride(1);
   params.q_head = q.stride(2);
-  params.cache = cache;
-  params.cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr());
-  params.cache_leftpad = cache_leftpad ? static_cast<const int32_t*>(cache_leftpad->const_data_ptr()) : nullptr;
-  params.batch = batch;
+  params.cache = kv_cache(k_cache, v_cache, attention.table);
+  params.cache_seqlens = static_cast<const int32_t*>(attention.cache_seqlens.const_data_ptr());
+  params.cache_leftpad = static_cast<const int32_t*>(data(attention.cache_leftpad));
+  params.batch = q.size(0);
   params.tokens = q.size(1);
   params.heads = q.size(2);
   params.kv_heads = k_cache.size(2);
   params.head_dim = q.size(3);
-  params.softmax_scale = softmax_scale.value_or(1 / std::sqrt(static_cast<double>(params.head_dim)));
-  params.window_left = std::min<int64_t>(window_left, INT32_MAX);
-  params.softcap = softcap;
+  params.softmax_scale = attended.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(params.head_dim)));
+  params.window_left = std::min<int64_t>(attended.window_left, INT32_MAX);
+  params.softcap = attended.softcap;
   return attention;
 }
 
@@ -156,16 +155,10 @@ void run_on_cpu(DecodeAttentionParams& params, Dtype dtype, int64_t longest, con
                [&](int64_t begin, int64_t end) { cpu::merge_attention(params, plan, dtype, begin, end); });
 }
 
-Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tensor& v_cache,
-                        const Tensor& cache_seqlens, std::optional<Tensor> cache_leftpad,
-                        std::optional<Tensor> block_table, std::optional<double> softmax_scale, int64_t window_left,
-                        double softcap) {
-  constexpr const char* op = "decode_attention";
+Tensor attend(const char* op, const Tensor& given_q, const Attended& attended) {
   const Dtype dtype = to_dtype(op, {"q", given_q});
-  check_heads(op, {"q", given_q}, "(batch, tokens, heads, head_dim)");
   const Tensor q = with_unit_last_stride(given_q);
-  Attention attention =
-      prepare(op, q, k_cache, v_cache, cache_seqlens, cache_leftpad, block_table, softmax_scale, window_left, softcap);
+  Attention attention = prepare(q, attended);
   DecodeAttentionParams& params = attention.params;
   Tensor out = empty_rows(q);
   if (q.numel() == 0) return out;
@@ -184,13 +177,32 @@ Tensor decode_attention(const Tensor& given_q, const Tensor& k_cache, const Tens
   return out;
 }
 
+Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_seqlens,
+                        std::optional<Tensor> cache_leftpad, std::optional<Tensor> block_table,
+                        std::optional<double> softmax_scale, int64_t window_left, double softcap) {
+  constexpr const char* op = "decode_attention";
+  check_tensors(op, {{"q", q},
+                     {"k_cache", k_cache},
+                     {"v_cache", v_cache},
+                     {"cache_seqlens", cache_seqlens},
+                     {"cache_leftpad", cache_leftpad},
+                     {"block_table", block_table}});
+  to_dtype(op, {"q", q});
+  check_heads(op, {"q", q}, "(batch, tokens, heads, head_dim)");
+  const Attended attended{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, cache_leftpad,
+                          block_table,          softmax_scale,        window_left,   softcap};
+  check_attention(op, {"q", q}, q.size(0), q.size(2), attended);
+  check_head_dim(op, q, k_cache);
+  return attend(op, q, attended);
+}
+
 // cos and sin of every position.
-void check_tables(const char* op, const Tensor& cos, const Tensor& sin, const Tensor& q) {
-  check_same_dtype_and_device(op, {"cos", cos}, {"q", q});
-  const int64_t head_dim = q.size(3);
-  LLMK_CHECK(cos.dim() == 2 && (cos.size(1) == head_dim || cos.size(1) * 2 == head_dim), op,
-             "cos must be a table of head_dim or head_dim / 2 columns (head_dim is ", head_dim, "), got ", shape(cos));
-  check_like(op, {"sin", sin}, {"cos", cos});
+void check_tables(const char* op, const Argument& model, const Argument& cos, const Argument& sin, int64_t head_dim) {
+  check_dtype(op, cos, model);
+  LLMK_CHECK(head_dim % 2 == 0, op, "head_dim must be even, got ", head_dim);
+  LLMK_CHECK(cos->dim() == 2 && (cos->size(1) == head_dim || cos->size(1) * 2 == head_dim), op,
+             "cos must be a table of head_dim or head_dim / 2 columns (head_dim is ", head_dim, "), got ", shape(*cos));
+  check_like(op, sin, cos);
 }
 
 RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
@@ -198,118 +210,133 @@ RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
           sin.stride(0),        cos.size(0),          cos.size(1) != head_dim};
 }
 
-void rope_kv_write(const Tensor& q, const Tensor& given_k, const Tensor& given_v, const Tensor& given_cos,
-                   const Tensor& given_sin, const Tensor& position_ids, const Tensor& k_cache, const Tensor& v_cache,
-                   const Tensor& given_seqlens, std::optional<Tensor> block_table, bool interleaved) {
-  constexpr const char* op = "rope_kv_write";
-  const Dtype dtype = to_dtype(op, {"q", q});
-  check_heads(op, {"q", q}, "(batch, tokens, heads, head_dim)");
-  LLMK_CHECK(has_unit_last_stride(q), op, "q must be contiguous along head_dim to be rotated in place, got strides ",
-             text(q.strides()));
-  RopeKvWriteParams params{};
-  std::optional<Tensor> table;
-  params.cache = check_cache(op, q, k_cache, v_cache, block_table, table);
-  const int64_t batch = q.size(0), tokens = q.size(1), head_dim = q.size(3), kv_heads = k_cache.size(2);
-  LLMK_CHECK(head_dim % 2 == 0, op, "q must have an even head_dim, got ", head_dim);
-  for (const Argument& argument : {Argument{"k", given_k}, Argument{"v", given_v}}) {
-    check_heads(op, argument, "(batch, tokens, kv_heads, head_dim)");
-    check_same_dtype_and_device(op, argument, {"q", q});
-    const Tensor& x = argument.tensor;
-    LLMK_CHECK(x.size(0) == batch && x.size(1) == tokens && x.size(2) == kv_heads && x.size(3) == head_dim, op,
-               argument.name, " must have shape [", batch, ", ", tokens, ", ", kv_heads, ", ", head_dim, "], got ",
-               shape(x));
-  }
-  check_tables(op, given_cos, given_sin, q);
-  check_same_device(op, {"position_ids", position_ids}, {"q", q});
-  const ScalarType type = position_ids.scalar_type();
-  LLMK_CHECK(type == ScalarType::Int || type == ScalarType::Long, op, "position_ids must be int32 or int64, got ",
-             name(type));
-  const bool fits = (position_ids.dim() == 1 && position_ids.size(0) == tokens) ||
-                    (position_ids.dim() == 2 && (position_ids.size(0) == 1 || position_ids.size(0) == batch) &&
-                     position_ids.size(1) == tokens);
-  LLMK_CHECK(fits, op, "position_ids must have shape [", tokens, "], [1, ", tokens, "] or [", batch, ", ", tokens,
-             "], got ", shape(position_ids));
-  const Tensor cache_seqlens = check_per_sequence(op, {"cache_seqlens", given_seqlens}, {"q", q}, batch);
-  if (q.numel() == 0 && given_k.numel() == 0) return;
+struct NewTokens {
+  const Tensor &q, &k, &v, &cos, &sin, &position_ids;
+};
 
-  const Tensor k = with_unit_last_stride(given_k), v = with_unit_last_stride(given_v);
-  const Tensor cos = with_unit_last_stride(given_cos), sin = with_unit_last_stride(given_sin);
+void write(const char* op, const NewTokens& tokens, const Attended& to, bool interleaved) {
+  const Tensor& q = tokens.q;
+  if (q.numel() == 0 && tokens.k.numel() == 0) return;
+  const Dtype dtype = to_dtype(op, {"q", q});
+  const Tensor k = with_unit_last_stride(tokens.k), v = with_unit_last_stride(tokens.v);
+  const Tensor cos = with_unit_last_stride(tokens.cos), sin = with_unit_last_stride(tokens.sin);
+  const Tensor cache_seqlens = with_unit_last_stride(to.cache_seqlens);
+  const std::optional<Tensor> table = contiguous(to.block_table);
+  RopeKvWriteParams params{};
   params.q = q.mutable_data_ptr();
   params.k = k.const_data_ptr();
   params.v = v.const_data_ptr();
   params.q_batch = q.stride(0), params.q_token = q.stride(1), params.q_head = q.stride(2);
   params.k_batch = k.stride(0), params.k_token = k.stride(1), params.k_head = k.stride(2);
   params.v_batch = v.stride(0), params.v_token = v.stride(1), params.v_head = v.stride(2);
-  params.rope = rope_tables(cos, sin, head_dim);
-  params.position_ids = position_ids.const_data_ptr();
-  params.position_ids_int64 = type == ScalarType::Long;
-  const bool has_batch = position_ids.dim() == 2;
-  params.positions_batch = has_batch && position_ids.size(0) > 1 ? position_ids.stride(0) : 0;
-  params.positions_token = position_ids.stride(has_batch ? 1 : 0);
-  params.cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr());
-  params.batch = batch;
-  params.tokens = tokens;
+  params.cache = kv_cache(*to.k_cache, *to.v_cache, table);
+  params.batch = q.size(0);
+  params.tokens = q.size(1);
   params.heads = q.size(2);
-  params.kv_heads = kv_heads;
-  params.head_dim = head_dim;
+  params.kv_heads = k.size(2);
+  params.head_dim = q.size(3);
+  params.rope = rope_tables(cos, sin, params.head_dim);
+  params.position_ids = tokens.position_ids.const_data_ptr();
+  params.position_ids_int64 = tokens.position_ids.scalar_type() == ScalarType::Long;
+  std::tie(params.positions_batch, params.positions_token) = batch_and_token_strides(tokens.position_ids, 0);
+  params.cache_seqlens = static_cast<const int32_t*>(cache_seqlens.const_data_ptr());
   params.interleaved = interleaved;
   on_device(op, q, LLMK_CUDA_ONLY([&](auto stream) { return kernels::rope_kv_write(params, dtype, stream); }), [&] {
-    for (int64_t b = 0; b < batch; ++b) {
-      for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t b = 0; b < params.batch; ++b) {
+      for (int64_t t = 0; t < params.tokens; ++t) {
         const int64_t at = b * params.positions_batch + t * params.positions_token;
         const int64_t position = params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
                                                            : static_cast<const int32_t*>(params.position_ids)[at];
         LLMK_CHECK(position >= 0 && position < params.rope.rows, op, "position_ids must lie in [0, ", params.rope.rows,
                    "), the rows of cos, but that of [", b, ", ", t, "] is ", position);
-        const int64_t place = params.cache_seqlens[b] - tokens + t;
+        const int64_t place = params.cache_seqlens[b] - params.tokens + t;
         if (params.cache.block_table == nullptr || place < 0 || place >= params.cache.capacity) continue;
         const int64_t page = params.cache.block_table[b * params.cache.table_stride + place / params.cache.page_size];
         LLMK_CHECK(page >= 0 && page < params.cache.pages, op, "block_table must lie in [0, ", params.cache.pages,
                    ") for token ", place, " of sequence ", b, ", got ", page);
       }
     }
-    parallel_for(batch * tokens, (params.heads + 2 * kv_heads) * head_dim,
+    parallel_for(params.batch * params.tokens, (params.heads + 2 * params.kv_heads) * params.head_dim,
                  [&](int64_t begin, int64_t end) { cpu::rope_kv_write(params, dtype, begin, end); });
   });
 }
 
+void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                   const Tensor& position_ids, const Tensor& k_cache, const Tensor& v_cache,
+                   const Tensor& cache_seqlens, std::optional<Tensor> block_table, bool interleaved) {
+  constexpr const char* op = "rope_kv_write";
+  check_tensors(op, {{"q", q, Access::kWrite},
+                     {"k", k},
+                     {"v", v},
+                     {"cos", cos},
+                     {"sin", sin},
+                     {"position_ids", position_ids},
+                     {"k_cache", k_cache, Access::kWrite},
+                     {"v_cache", v_cache, Access::kWrite},
+                     {"cache_seqlens", cache_seqlens},
+                     {"block_table", block_table}});
+  to_dtype(op, {"q", q});
+  check_heads(op, {"q", q}, "(batch, tokens, heads, head_dim)");
+  LLMK_CHECK(has_unit_last_stride(q), op, "q must be contiguous along head_dim to be rotated in place, got strides ",
+             text(q.strides()));
+  const int64_t batch = q.size(0), tokens = q.size(1), head_dim = q.size(3);
+  const Attended to{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, {}, block_table, {}, -1, 0};
+  check_attention(op, {"q", q}, batch, q.size(2), to);
+  check_head_dim(op, q, k_cache);
+  const std::array<int64_t, 4> expected{batch, tokens, k_cache.size(2), head_dim};
+  for (const Argument& argument : {Argument{"k", k}, Argument{"v", v}}) {
+    check_heads(op, argument, "(batch, tokens, kv_heads, head_dim)");
+    check_dtype(op, argument, {"q", q});
+    LLMK_CHECK(argument->sizes().equals({expected.data(), 4}), op, argument.name, " must have shape ",
+               text({expected.data(), 4}), ", got ", shape(*argument));
+  }
+  check_tables(op, {"q", q}, {"cos", cos}, {"sin", sin}, head_dim);
+  check_position_ids(op, position_ids, batch, tokens);
+  write(op, {q, k, v, cos, sin, position_ids}, to, interleaved);
+}
+
 }  // namespace
+
+void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads, const Attended& attended) {
+  check_caches(op, model, batch, heads, attended.k_cache, attended.v_cache, attended.block_table);
+  check_per_sequence(op, {"cache_seqlens", attended.cache_seqlens}, batch);
+  check_per_sequence(op, {"cache_leftpad", attended.cache_leftpad}, batch);
+  check_finite(op, "softmax_scale", attended.softmax_scale.value_or(1));
+  LLMK_CHECK_OPTION(attended.window_left >= -1, op, "window_left must be at least -1 (unlimited), got ",
+                    attended.window_left);
+  check_not_negative(op, "softcap", attended.softcap);
+}
+
+void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation) {
+  check_tables(op, model, {"cos", rotation.cos}, {"sin", rotation.sin}, head_dim);
+  check_per_sequence(op, {"positions", rotation.positions}, batch);
+}
 
 // One new token per sequence, from a packed q|k|v: rope_kv_write, then decode_attention, in one launch where the fast
 // kernel takes it. The new token is the one at cache_seqlens - 1.
-Tensor rope_decode_attention(const Tensor& qkv, const Tensor& given_cos, const Tensor& given_sin,
-                             const Tensor& given_positions, const Tensor& cache_seqlens,
-                             std::optional<Tensor> cache_leftpad, const Tensor& k_cache, const Tensor& v_cache,
-                             std::optional<Tensor> block_table, int64_t heads, std::optional<double> softmax_scale,
-                             int64_t window_left, double softcap, bool prefetch_cache) {
-  constexpr const char* op = "rope_decode_attention";
-  const Dtype dtype = to_dtype(op, {"qkv", qkv});
-  check_heads(op, {"k_cache", k_cache}, "(batch or pages, tokens, kv_heads, head_dim)");
-  const int64_t kv_heads = k_cache.size(2), head_dim = k_cache.size(3), columns = (heads + 2 * kv_heads) * head_dim;
-  LLMK_CHECK(qkv.dim() == 2 && qkv.size(1) == columns && has_unit_last_stride(qkv), op,
-             "qkv must have shape (batch, (heads + 2 kv_heads) head_dim), ", columns, " contiguous columns, got ",
-             shape(qkv));
-  const int64_t batch = qkv.size(0), row = qkv.stride(0);
+Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const Attended& attended,
+                             int64_t heads, [[maybe_unused]] bool prefetch_cache) {
+  const Tensor& k_cache = *attended.k_cache;
+  const int64_t batch = qkv.size(0), row = qkv.stride(0), kv_heads = k_cache.size(2), head_dim = k_cache.size(3);
   const auto part = [&](int64_t first, int64_t count) {
     return view(qkv, {batch, 1, count, head_dim}, {row, row, head_dim, 1}, first * head_dim);
   };
   const Tensor q = part(0, heads), k = part(heads, kv_heads), v = part(heads + kv_heads, kv_heads);
-  Attention attention =
-      prepare(op, q, k_cache, v_cache, cache_seqlens, cache_leftpad, block_table, softmax_scale, window_left, softcap);
   const int64_t width = heads * head_dim;
 #if LLMK_CUDA
-  check_tables(op, given_cos, given_sin, q);
-  const Tensor positions = check_per_sequence(op, {"positions", given_positions}, {"q", q}, batch);
-  const Tensor cos = with_unit_last_stride(given_cos), sin = with_unit_last_stride(given_sin);
-  DecodeAttentionParams& params = attention.params;
-  params.new_k = k.const_data_ptr();
-  params.new_v = v.const_data_ptr();
-  params.new_k_batch = params.new_v_batch = row;
-  params.new_k_head = params.new_v_head = head_dim;
-  params.rope = rope_tables(cos, sin, head_dim);
-  params.positions = static_cast<const int32_t*>(positions.const_data_ptr());
-  params.prefetch_cache = prefetch_cache;
   if (q.is_cuda() && q.numel() > 0) {
+    const Dtype dtype = to_dtype(op, {"qkv", qkv});
+    const Tensor positions = with_unit_last_stride(rotation.positions);
+    const Tensor cos = with_unit_last_stride(rotation.cos), sin = with_unit_last_stride(rotation.sin);
+    Attention attention = prepare(q, attended);
+    DecodeAttentionParams& params = attention.params;
+    params.new_k = k.const_data_ptr();
+    params.new_v = v.const_data_ptr();
+    params.new_k_batch = params.new_v_batch = row;
+    params.new_k_head = params.new_v_head = head_dim;
+    params.rope = rope_tables(cos, sin, head_dim);
+    params.positions = static_cast<const int32_t*>(positions.const_data_ptr());
+    params.prefetch_cache = prefetch_cache;
     const std::array<int64_t, 2> sizes{batch, width};
     Tensor out = empty({sizes.data(), 2}, dtype_code(q), q);
     params.out = out.mutable_data_ptr();
@@ -320,20 +347,47 @@ Tensor rope_decode_attention(const Tensor& qkv, const Tensor& given_cos, const T
     }
   }
 #endif
-  check_per_sequence(op, {"positions", given_positions}, {"q", q}, batch);
-  const Tensor position_ids = view(given_positions, {batch, 1}, {given_positions.stride(0), 1}, 0);
-  rope_kv_write(q, k, v, given_cos, given_sin, position_ids, k_cache, v_cache, cache_seqlens, block_table, false);
-  const Tensor out = decode_attention(q, k_cache, v_cache, cache_seqlens, cache_leftpad, block_table, softmax_scale,
-                                      window_left, softcap);
-  return view(out, {batch, width}, {width, 1}, 0);
+  const Tensor position_ids = view(rotation.positions, {batch, 1}, {rotation.positions.stride(0), 1}, 0);
+  write(op, {q, k, v, rotation.cos, rotation.sin, position_ids}, attended, false);
+  return view(attend(op, q, attended), {batch, width}, {width, 1}, 0);
 }
 
 namespace {
 
+Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                                const Tensor& cache_seqlens, std::optional<Tensor> cache_leftpad, const Tensor& k_cache,
+                                const Tensor& v_cache, std::optional<Tensor> block_table, int64_t heads,
+                                std::optional<double> softmax_scale, int64_t window_left, double softcap,
+                                bool prefetch_cache) {
+  constexpr const char* op = "rope_decode_attention";
+  check_tensors(op, {{"qkv", qkv, Access::kWrite},
+                     {"cos", cos},
+                     {"sin", sin},
+                     {"positions", positions},
+                     {"cache_seqlens", cache_seqlens},
+                     {"cache_leftpad", cache_leftpad},
+                     {"k_cache", k_cache, Access::kWrite},
+                     {"v_cache", v_cache, Access::kWrite},
+                     {"block_table", block_table}});
+  to_dtype(op, {"qkv", qkv});
+  check_not_negative(op, "heads", static_cast<double>(heads));
+  check_heads(op, {"k_cache", k_cache}, "(batch or pages, tokens, kv_heads, head_dim)");
+  const int64_t head_dim = k_cache.size(3), columns = (heads + 2 * k_cache.size(2)) * head_dim;
+  LLMK_CHECK(qkv.dim() == 2 && qkv.size(1) == columns && has_unit_last_stride(qkv), op,
+             "qkv must have shape (batch, (heads + 2 kv_heads) head_dim), ", columns, " contiguous columns, got ",
+             shape(qkv));
+  const Attended attended{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, cache_leftpad,
+                          block_table,          softmax_scale,        window_left,   softcap};
+  const Rotation rotation{cos, sin, positions};
+  check_attention(op, {"qkv", qkv}, qkv.size(0), heads, attended);
+  check_rotation(op, {"qkv", qkv}, qkv.size(0), head_dim, rotation);
+  return rope_decode_attention(op, qkv, rotation, attended, heads, prefetch_cache);
+}
+
 void register_ops(StableLibrary& ops) {
   ops.impl("decode_attention", TORCH_BOX(&decode_attention));
   ops.impl("rope_kv_write", TORCH_BOX(&rope_kv_write));
-  ops.impl("rope_decode_attention", TORCH_BOX(&rope_decode_attention));
+  ops.impl("rope_decode_attention", TORCH_BOX(&rope_decode_attention_op));
 }
 
 }  // namespace

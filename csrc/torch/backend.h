@@ -35,7 +35,8 @@ inline void check_cuda(const char* op, cudaError_t status) {
 }
 #endif
 
-// Calls cuda(stream) with the device of `tensor` current, or cpu().
+// Calls cuda(stream) with the device of `tensor` current, or cpu(), or nothing: a fake runs an op on meta tensors for
+// its checks alone.
 template <typename Cuda, typename Cpu>
 void on_device(const char* op, const Tensor& tensor, const Cuda& cuda, const Cpu& cpu) {
 #if LLMK_CUDA
@@ -52,7 +53,7 @@ void on_device(const char* op, const Tensor& tensor, const Cuda& cuda, const Cpu
 #else
   (void)op, (void)tensor, (void)cuda;  // registered for the CPU only
 #endif
-  cpu();
+  if (tensor.is_cpu()) cpu();
 }
 
 // Registers one function for an op and for its overload without autograd: see differentiable() in ops.cpp.

@@ -1,6 +1,8 @@
 // What every binding needs: argument checks that name the op, dtypes, rows, allocation.
 #pragma once
 #include <array>
+#include <cmath>
+#include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -17,19 +19,23 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// LLMK_CHECK(ok, "rms_norm", "x must have a dimension"): raised in Python as
-// RuntimeError("rms_norm: x must have a dimension").
-#define LLMK_CHECK(condition, op, ...)               \
-  do {                                               \
-    if (!(condition)) ::llmk::fail(op, __VA_ARGS__); \
+// LLMK_CHECK(ok, "rms_norm", "x must have a dimension") is for tensors that do not fit: raised in Python as
+// RuntimeError("rms_norm: x must have a dimension"). LLMK_CHECK_OPTION is for numbers and words: a ValueError.
+#define LLMK_CHECK(condition, op, ...)                                   \
+  do {                                                                   \
+    if (!(condition)) ::llmk::fail<std::runtime_error>(op, __VA_ARGS__); \
+  } while (false)
+#define LLMK_CHECK_OPTION(condition, op, ...)                               \
+  do {                                                                      \
+    if (!(condition)) ::llmk::fail<std::invalid_argument>(op, __VA_ARGS__); \
   } while (false)
 
-template <typename... Parts>
+template <typename Error, typename... Parts>
 [[noreturn]] void fail(const char* op, const Parts&... parts) {
   std::ostringstream text;
   text << op << ": ";
   (text << ... << parts);
-  throw std::runtime_error(text.str());
+  throw Error(text.str());
 }
 
 inline std::string text(IntHeaderOnlyArrayRef values) {
@@ -48,44 +54,94 @@ inline int32_t dtype_code(const Tensor& tensor) {
   return code;
 }
 
+// Without memory: a fake asks for the checks of an op.
+inline bool is_meta(const Tensor& tensor) { return !tensor.is_cuda() && !tensor.is_cpu(); }
+
 inline const char* name(ScalarType type) { return torch::headeronly::toString(type); }
 
-// A tensor argument and what to call it in an error.
-struct Argument {
-  const char* name;
-  const Tensor& tensor;
+// What to call a tensor in an error: "weight", or "weights[2]" in a list.
+struct Name {
+  Name(const char* text, int64_t index = -1) : text(text), index(index) {}
+
+  const char* text;
+  int64_t index;
 };
 
+inline std::ostream& operator<<(std::ostream& out, const Name& name) {
+  out << name.text;
+  return name.index < 0 ? out : out << "[" << name.index << "]";
+}
+
+enum class Access { kRead, kWrite };
+
+// A tensor that an op was called with, or that is optional and was not given.
+class Argument {
+ public:
+  Argument(Name name, const Tensor& tensor, Access access = Access::kRead)
+      : name(name), access(access), tensor_(&tensor) {}
+  Argument(Name name, const std::optional<Tensor>& tensor, Access access = Access::kRead)
+      : name(name), access(access), tensor_(tensor ? &*tensor : nullptr) {}
+
+  explicit operator bool() const { return tensor_ != nullptr; }
+  const Tensor& operator*() const { return *tensor_; }
+  const Tensor* operator->() const { return tensor_; }
+  std::optional<Tensor> optional() const { return tensor_ ? std::optional(*tensor_) : std::nullopt; }
+
+  Name name;
+  Access access;
+
+ private:
+  const Tensor* tensor_;
+};
+
+// What each op begins with: the tensors that it was given are tensors, on the device of the first, and what it writes
+// to shares no memory with another one, nor an element with another element.
+void check_tensors(const char* op, const Argument* arguments, size_t count);
+inline void check_tensors(const char* op, std::initializer_list<Argument> arguments) {
+  check_tensors(op, arguments.begin(), arguments.size());
+}
+
 inline Dtype to_dtype(const char* op, const Argument& argument) {
-  const ScalarType type = argument.tensor.scalar_type();
+  const ScalarType type = argument->scalar_type();
   switch (type) {
     case ScalarType::Float: return Dtype::kFloat32;
     case ScalarType::Half: return Dtype::kFloat16;
     case ScalarType::BFloat16: return Dtype::kBFloat16;
     case ScalarType::Double:
-      LLMK_CHECK(!argument.tensor.is_cuda(), op, argument.name, " is float64, which is supported on the CPU only");
+      LLMK_CHECK(!argument->is_cuda(), op, argument.name, " is float64, which is supported on the CPU only");
       return Dtype::kFloat64;
     default: break;
   }
-  fail(op, argument.name, " must be float32, float16, bfloat16 (or float64 on the CPU), got ", name(type));
+  fail<std::runtime_error>(op, argument.name, " must be float32, float16, bfloat16 (or float64 on the CPU), got ",
+                           name(type));
 }
 
-inline void check_same_device(const char* op, const Argument& argument, const Argument& model) {
-  const bool same = argument.tensor.is_cuda() == model.tensor.is_cuda() &&
-                    argument.tensor.get_device_index() == model.tensor.get_device_index();
-  LLMK_CHECK(same, op, argument.name, " must be on the device of ", model.name);
-}
-
-inline void check_same_dtype_and_device(const char* op, const Argument& argument, const Argument& model) {
-  check_same_device(op, argument, model);
-  LLMK_CHECK(dtype_code(argument.tensor) == dtype_code(model.tensor), op, argument.name, " must have the dtype of ",
-             model.name, ", ", name(model.tensor.scalar_type()), ", got ", name(argument.tensor.scalar_type()));
+inline void check_dtype(const char* op, const Argument& argument, const Argument& model) {
+  LLMK_CHECK(dtype_code(*argument) == dtype_code(*model), op, argument.name, " must have the dtype of ", model.name,
+             ", ", name(model->scalar_type()), ", got ", name(argument->scalar_type()));
 }
 
 inline void check_like(const char* op, const Argument& argument, const Argument& model) {
-  check_same_dtype_and_device(op, argument, model);
-  LLMK_CHECK(argument.tensor.sizes().equals(model.tensor.sizes()), op, argument.name, " must have the shape of ",
-             model.name, ", ", shape(model.tensor), ", got ", shape(argument.tensor));
+  check_dtype(op, argument, model);
+  LLMK_CHECK(argument->sizes().equals(model->sizes()), op, argument.name, " must have the shape of ", model.name, ", ",
+             shape(*model), ", got ", shape(*argument));
+}
+
+// The dtype of `model`, and one dimension; or nothing, for one that is optional.
+inline void check_vector(const char* op, const Argument& argument, const Argument& model, int64_t size,
+                         const char* meaning) {
+  if (!argument) return;
+  check_dtype(op, argument, model);
+  LLMK_CHECK(argument->dim() == 1 && argument->size(0) == size, op, argument.name, " must have shape [", size, "] (",
+             meaning, "), got ", shape(*argument));
+}
+
+inline void check_finite(const char* op, const char* name, double value) {
+  LLMK_CHECK_OPTION(std::isfinite(value), op, name, " must be finite, got ", value);
+}
+
+inline void check_not_negative(const char* op, const char* name, double value) {
+  LLMK_CHECK_OPTION(std::isfinite(value) && value >= 0, op, name, " must be finite and at least 0, got ", value);
 }
 
 inline int32_t dtype_code(ScalarType type) {

@@ -31,50 +31,109 @@ using torch::stable::detail::StableLibrary;
 // Weights, tables, and what was in the cache before this step, are complete when it begins.
 constexpr bool kPrefetch = true;
 
-Linear norm_linear(const Norm& norm, const Tensor& weight, const std::optional<Tensor>& bias) {
-  return {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, kPrefetch};
-}
-Linear norm_swiglu_linear(const Norm& norm, const Tensor& weight) {
-  return {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, kPrefetch};
-}
-Linear add_linear(const Tensor& weight, const std::optional<Tensor>& bias) {
-  return {"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, kPrefetch};
-}
-
+// One layer: its tensors by the names of the op that was called.
 struct Layer {
-  Linear qkv, o, gate_up, down;
-  const Tensor &k_cache, &v_cache;
+  Argument input_norm, qkv_weight, qkv_bias, o_weight, o_bias, post_norm, gate_up_weight, down_weight;
+  Argument k_cache, v_cache;
   int64_t window_left;
+
+  std::array<Argument, 10> tensors() const {
+    return {input_norm, qkv_weight,     qkv_bias,    o_weight, o_bias,
+            post_norm,  gate_up_weight, down_weight, k_cache,  v_cache};
+  }
 };
 
 // What the layers of a step share.
 struct Step {
-  const Tensor &cos, &sin, &positions, &cache_seqlens;
-  std::optional<Tensor> cache_leftpad, block_table;
+  const char* op;
+  const Tensor& hidden;
+  Rotation rotation;
+  const Tensor& cache_seqlens;
+  const std::optional<Tensor>&cache_leftpad, &block_table;
   int64_t heads;
+  RmsNormOptions norm;
   std::optional<double> softmax_scale;
+
+  Attended attended(const Layer& layer) const {
+    return {layer.k_cache, layer.v_cache, cache_seqlens,     cache_leftpad,
+            block_table,   softmax_scale, layer.window_left, 0.0};
+  }
+  Linear norm_linear(const Argument& norm_weight, const Argument& weight, const Argument& bias) const {
+    return {"rms_norm_linear",     *weight,  bias.optional(), Norm{norm_weight.optional(), norm},
+            LinearEpilogue::kNone, kPrefetch};
+  }
+  Linear norm_swiglu_linear(const Argument& norm_weight, const Argument& weight) const {
+    return {"rms_norm_swiglu_linear", *weight,  std::nullopt, Norm{norm_weight.optional(), norm},
+            LinearEpilogue::kSwiglu,  kPrefetch};
+  }
 };
 
-void check(const char* op, const Tensor& hidden, const Layer& layer, int64_t heads) {
-  LLMK_CHECK(hidden.dim() == 2, op, "hidden must have shape (batch, hidden), got ", shape(hidden));
-  LLMK_CHECK(layer.k_cache.dim() == 4, op, "k_cache must have shape (batch or pages, tokens, kv_heads, head_dim), got ",
-             shape(layer.k_cache));
-  const Tensor& weight = layer.qkv.weight;
-  const int64_t columns = (heads + 2 * layer.k_cache.size(2)) * layer.k_cache.size(3);
-  LLMK_CHECK(weight.dim() == 2 && weight.size(0) == columns, op, "qkv_weight must have shape [", columns, ", ",
-             hidden.size(1), "] ((heads + 2 kv_heads) head_dim, hidden), got ", shape(weight));
+const Argument kNoBias{"", std::nullopt};
+
+Linear add_linear(const Argument& weight, const Argument& bias) {
+  return {"linear_add_", *weight, bias.optional(), std::nullopt, LinearEpilogue::kNone, kPrefetch};
+}
+
+// (rows, cols) of the dtype of hidden, and a bias (rows,) if there is one.
+void check_linear(const Step& step, const Argument& weight, const Argument& bias, int64_t rows, int64_t cols,
+                  const char* meaning) {
+  check_dtype(step.op, weight, {"hidden", step.hidden});
+  LLMK_CHECK(weight->dim() == 2 && weight->size(0) == rows && weight->size(1) == cols, step.op, weight.name,
+             " must have shape [", rows, ", ", cols, "] (", meaning, "), got ", shape(*weight));
+  check_vector(step.op, bias, {"hidden", step.hidden}, rows, "the rows of its weight");
+}
+
+// All that can be wrong with the tensors and numbers, so that nothing is written before an error.
+void check(const Step& step, const std::vector<Layer>& layers, const std::vector<Argument>& others) {
+  const char* const op = step.op;
+  std::vector<Argument> tensors{{"hidden", step.hidden, Access::kWrite}};
+  for (const Layer& layer : layers) {
+    for (const Argument& tensor : layer.tensors()) tensors.push_back(tensor);
+  }
+  tensors.insert(tensors.end(), others.begin(), others.end());
+  tensors.insert(tensors.end(), {{"cos", step.rotation.cos},
+                                 {"sin", step.rotation.sin},
+                                 {"positions", step.rotation.positions},
+                                 {"cache_seqlens", step.cache_seqlens},
+                                 {"cache_leftpad", step.cache_leftpad},
+                                 {"block_table", step.block_table}});
+  check_tensors(op, tensors.data(), tensors.size());
+  const Argument hidden{"hidden", step.hidden};
+  to_dtype(op, hidden);
+  LLMK_CHECK(hidden->dim() == 2, op, "hidden must have shape (batch, hidden), got ", shape(*hidden));
+  check_options(op, step.norm);
+  check_not_negative(op, "heads", static_cast<double>(step.heads));
+  const int64_t batch = hidden->size(0), size = hidden->size(1);
+  for (const Layer& layer : layers) {
+    const Argument& cache = layer.k_cache;
+    LLMK_CHECK(cache->dim() == 4, op, cache.name, " must have shape (batch or pages, tokens, kv_heads, head_dim), got ",
+               shape(*cache));
+    const int64_t head_dim = cache->size(3), width = step.heads * head_dim;
+    check_vector(op, layer.input_norm, hidden, size, "hidden");
+    check_linear(step, layer.qkv_weight, layer.qkv_bias, width + 2 * cache->size(2) * head_dim, size,
+                 "(heads + 2 kv_heads) head_dim, hidden");
+    check_attention(op, hidden, batch, step.heads, step.attended(layer));
+    check_rotation(op, hidden, batch, head_dim, step.rotation);
+    check_linear(step, layer.o_weight, layer.o_bias, size, width, "hidden, heads head_dim");
+    check_vector(op, layer.post_norm, hidden, size, "hidden");
+    const Argument& gate_up = layer.gate_up_weight;
+    LLMK_CHECK(gate_up->dim() == 2 && gate_up->size(0) % 2 == 0, op, gate_up.name,
+               " must have an even number of rows, [gate | up], got shape ", shape(*gate_up));
+    check_linear(step, gate_up, kNoBias, gate_up->size(0), size, "2 intermediate, hidden");
+    check_linear(step, layer.down_weight, kNoBias, size, gate_up->size(0) / 2, "hidden, intermediate");
+  }
 }
 
 // `scaled`: what the layer before has left; returns what this one leaves to `next`, if there is one.
-std::optional<Scaled> run(const Tensor& hidden, const Layer& layer, const Step& step,
-                          const std::optional<Scaled>& scaled, const Linear* next) {
-  if (hidden.numel() == 0) return std::nullopt;
-  const Tensor qkv = linear(hidden, layer.qkv, scaled);
-  const Tensor attended = rope_decode_attention(qkv, step.cos, step.sin, step.positions, step.cache_seqlens,
-                                                step.cache_leftpad, layer.k_cache, layer.v_cache, step.block_table,
-                                                step.heads, step.softmax_scale, layer.window_left, 0.0, kPrefetch);
-  const Tensor activated = linear(hidden, layer.gate_up, linear_add_(hidden, attended, layer.o, &layer.gate_up));
-  return linear_add_(hidden, activated, layer.down, next);
+std::optional<Scaled> run(const Step& step, const Layer& layer, const std::optional<Scaled>& scaled,
+                          const Linear* next) {
+  const Tensor& hidden = step.hidden;
+  const Linear qkv = step.norm_linear(layer.input_norm, layer.qkv_weight, layer.qkv_bias);
+  const Linear gate_up = step.norm_swiglu_linear(layer.post_norm, layer.gate_up_weight);
+  const Tensor attended = rope_decode_attention(step.op, linear(hidden, qkv, scaled), step.rotation,
+                                                step.attended(layer), step.heads, kPrefetch);
+  const auto after_attention = linear_add_(hidden, attended, add_linear(layer.o_weight, layer.o_bias), &gate_up);
+  return linear_add_(hidden, linear(hidden, gate_up, after_attention), add_linear(layer.down_weight, kNoBias), next);
 }
 
 void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& qkv_weight,
@@ -84,17 +143,28 @@ void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& 
                   std::optional<Tensor> cache_leftpad, const Tensor& k_cache, const Tensor& v_cache,
                   std::optional<Tensor> block_table, int64_t heads, double eps, double weight_offset,
                   bool cast_before_weight, std::optional<double> softmax_scale, int64_t window_left) {
-  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
-  const Layer layer{norm_linear({input_norm, options}, qkv_weight, qkv_bias),
-                    add_linear(o_weight, o_bias),
-                    norm_swiglu_linear({post_norm, options}, gate_up_weight),
-                    add_linear(down_weight, std::nullopt),
-                    k_cache,
-                    v_cache,
+  const Step step{"decode_layer",
+                  hidden,
+                  {cos, sin, positions},
+                  cache_seqlens,
+                  cache_leftpad,
+                  block_table,
+                  heads,
+                  {eps, weight_offset, cast_before_weight},
+                  softmax_scale};
+  const Layer layer{{"input_norm", input_norm},
+                    {"qkv_weight", qkv_weight},
+                    {"qkv_bias", qkv_bias},
+                    {"o_weight", o_weight},
+                    {"o_bias", o_bias},
+                    {"post_norm", post_norm},
+                    {"gate_up_weight", gate_up_weight},
+                    {"down_weight", down_weight},
+                    {"k_cache", k_cache, Access::kWrite},
+                    {"v_cache", v_cache, Access::kWrite},
                     window_left};
-  check("decode_layer", hidden, layer, heads);
-  run(hidden, layer, {cos, sin, positions, cache_seqlens, cache_leftpad, block_table, heads, softmax_scale},
-      std::nullopt, nullptr);
+  check(step, {layer}, {});
+  if (hidden.numel() > 0 && !is_meta(hidden)) run(step, layer, std::nullopt, nullptr);
 }
 
 Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms, const std::vector<Tensor>& qkv_weights,
@@ -124,23 +194,40 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
   check_count("k_caches", k_caches);
   check_count("v_caches", v_caches);
   check_count("windows_left", windows_left);
-  const auto bias = [](const std::vector<Tensor>& biases, size_t i) {
-    return biases.empty() ? std::nullopt : std::optional(biases[i]);
-  };
-  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
-  const Linear last = norm_linear({norm, options}, head, head_bias);
+  const std::optional<Tensor> block_table;
+  const Step step{op,
+                  hidden,
+                  {cos, sin, positions},
+                  cache_seqlens,
+                  cache_leftpad,
+                  block_table,
+                  heads,
+                  {eps, weight_offset, cast_before_weight},
+                  softmax_scale};
   std::vector<Layer> layers;
   for (size_t i = 0; i < count; ++i) {
-    layers.push_back({norm_linear({input_norms[i], options}, qkv_weights[i], bias(qkv_biases, i)),
-                      add_linear(o_weights[i], bias(o_biases, i)),
-                      norm_swiglu_linear({post_norms[i], options}, gate_up_weights[i]),
-                      add_linear(down_weights[i], std::nullopt), k_caches[i], v_caches[i], windows_left[i]});
-    check(op, hidden, layers[i], heads);
+    const auto element = [i](const char* name, const std::vector<Tensor>& list, Access access = Access::kRead) {
+      const Name element_name(name, static_cast<int64_t>(i));
+      return list.empty() ? Argument(element_name, std::nullopt) : Argument(element_name, list[i], access);
+    };
+    layers.push_back({element("input_norms", input_norms), element("qkv_weights", qkv_weights),
+                      element("qkv_biases", qkv_biases), element("o_weights", o_weights), element("o_biases", o_biases),
+                      element("post_norms", post_norms), element("gate_up_weights", gate_up_weights),
+                      element("down_weights", down_weights), element("k_caches", k_caches, Access::kWrite),
+                      element("v_caches", v_caches, Access::kWrite), windows_left[i]});
   }
-  const Step step{cos, sin, positions, cache_seqlens, cache_leftpad, std::nullopt, heads, softmax_scale};
+  const Argument last_norm{"norm", norm}, last_weight{"head", head}, last_bias{"head_bias", head_bias};
+  check(step, layers, {last_norm, last_weight, last_bias});
+  const int64_t size = hidden.size(1);
+  check_vector(op, last_norm, {"hidden", hidden}, size, "hidden");
+  check_linear(step, last_weight, last_bias, head.dim() > 0 ? head.size(0) : 0, size, "vocab, hidden");
+  const Linear last = step.norm_linear(last_norm, last_weight, last_bias);
   std::optional<Scaled> scaled;
-  for (size_t i = 0; i < count; ++i) {
-    scaled = run(hidden, layers[i], step, scaled, i + 1 < count ? &layers[i + 1].qkv : &last);
+  for (size_t i = 0; i < count && hidden.numel() > 0 && !is_meta(hidden); ++i) {
+    const bool is_last = i + 1 == count;
+    const Linear next =
+        is_last ? last : step.norm_linear(layers[i + 1].input_norm, layers[i + 1].qkv_weight, layers[i + 1].qkv_bias);
+    scaled = run(step, layers[i], scaled, &next);
   }
   return linear(hidden, last, scaled);
 }

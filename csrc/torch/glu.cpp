@@ -29,6 +29,7 @@ void run(const char* op, const GluBackwardParams& params, Activation activation,
 }
 
 Tensor forward(const char* op, const Tensor& gate, const Tensor& up, Activation activation) {
+  check_tensors(op, {{"gate", gate}, {"up", up}});
   const Dtype dtype = to_dtype(op, {"gate", gate});
   LLMK_CHECK(gate.dim() >= 1, op, "gate must have at least one dimension, got a scalar");
   check_like(op, {"up", up}, {"gate", gate});
@@ -44,6 +45,7 @@ Tensor forward(const char* op, const Tensor& gate, const Tensor& up, Activation 
 
 std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y, const Tensor& gate, const Tensor& up,
                                     Activation activation) {
+  check_tensors(op, {{"grad_y", grad_y}, {"gate", gate}, {"up", up}});
   const Dtype dtype = to_dtype(op, {"gate", gate});
   LLMK_CHECK(gate.dim() >= 1, op, "gate must have at least one dimension, got a scalar");
   check_like(op, {"up", up}, {"gate", gate});
@@ -74,6 +76,7 @@ std::vector<int64_t> unpacked_shape(const char* op, const Tensor& gate_up) {
 }
 
 Tensor packed_forward(const char* op, const Tensor& gate_up, Activation activation) {
+  check_tensors(op, {{"gate_up", gate_up}});
   const Dtype dtype = to_dtype(op, {"gate_up", gate_up});
   Tensor y = empty(unpacked_shape(op, gate_up), gate_up.scalar_type(), gate_up);
   if (gate_up.numel() == 0) return y;
@@ -87,9 +90,10 @@ Tensor packed_forward(const char* op, const Tensor& gate_up, Activation activati
 }
 
 Tensor packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_up, Activation activation) {
+  check_tensors(op, {{"grad_y", grad_y}, {"gate_up", gate_up}});
   const Dtype dtype = to_dtype(op, {"gate_up", gate_up});
   const auto sizes = unpacked_shape(op, gate_up);
-  check_same_dtype_and_device(op, {"grad_y", grad_y}, {"gate_up", gate_up});
+  check_dtype(op, {"grad_y", grad_y}, {"gate_up", gate_up});
   LLMK_CHECK(grad_y.sizes().equals(sizes), op, "grad_y must have shape ", text(sizes), ", got ", shape(grad_y));
   Tensor grad = empty_rows(gate_up);
   if (gate_up.numel() == 0) return grad;
@@ -105,8 +109,8 @@ Tensor packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_
 }
 
 Activation gelu(const char* op, const std::string& approximate) {
-  LLMK_CHECK(approximate == "tanh" || approximate == "none", op, "approximate must be 'tanh' or 'none' (erf), got '",
-             approximate, "'");
+  LLMK_CHECK_OPTION(approximate == "tanh" || approximate == "none", op,
+                    "approximate must be 'tanh' or 'none' (erf), got '", approximate, "'");
   return approximate == "tanh" ? Activation::kGeluTanh : Activation::kGeluErf;
 }
 

@@ -24,29 +24,28 @@ Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional
   return view(y, sizes, strides, 0);
 }
 
-// Checks the arguments and returns the shape of x weight^T.
-std::vector<int64_t> check(const Tensor& x, const Linear& f) {
+// The shape of the result.
+std::vector<int64_t> result_shape(const Tensor& x, const Linear& f) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = f.epilogue == LinearEpilogue::kSwiglu ? f.weight.size(0) / 2 : f.weight.size(0);
+  return sizes;
+}
+
+void check(const Tensor& x, const Linear& f) {
   const char* const op = f.op;
   to_dtype(op, {"x", x});
   LLMK_CHECK(x.dim() >= 1, op, "x must have at least one dimension, got a scalar");
-  check_same_dtype_and_device(op, {"weight", f.weight}, {"x", x});
+  check_dtype(op, {"weight", f.weight}, {"x", x});
   const int64_t k = x.size(x.dim() - 1);
   LLMK_CHECK(f.weight.dim() == 2 && f.weight.size(1) == k, op, "weight must have shape [N, ", k, "] (x.size(-1)), got ",
              shape(f.weight));
-  if (f.bias) {
-    check_same_dtype_and_device(op, {"bias", *f.bias}, {"x", x});
-    LLMK_CHECK(f.bias->dim() == 1 && f.bias->size(0) == f.weight.size(0), op, "bias must have shape [",
-               f.weight.size(0), "] (weight.size(0)), got ", shape(*f.bias));
+  check_vector(op, {"bias", f.bias}, {"x", x}, f.weight.size(0), "weight.size(0)");
+  if (f.norm) {
+    check_vector(op, {"norm_weight", f.norm->weight}, {"x", x}, k, "x.size(-1)");
+    check_options(op, f.norm->options);
   }
-  if (f.norm && f.norm->weight) {
-    const Tensor& norm_weight = *f.norm->weight;
-    check_same_dtype_and_device(op, {"norm_weight", norm_weight}, {"x", x});
-    LLMK_CHECK(norm_weight.dim() == 1 && norm_weight.size(0) == k, op, "norm_weight must have shape [", k,
-               "] (x.size(-1)), got ", shape(norm_weight));
-  }
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = f.weight.size(0);
-  return sizes;
+  LLMK_CHECK(f.epilogue != LinearEpilogue::kSwiglu || f.weight.size(0) % 2 == 0, op,
+             "weight must have an even number of rows, [gate | up], got shape ", shape(f.weight));
 }
 
 #if LLMK_CUDA
@@ -120,12 +119,7 @@ bool run_kernel(const Tensor& x, const Linear& f, const Set& set) {
 }  // namespace
 
 Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::optional<Scaled>& scaled) {
-  std::vector<int64_t> sizes = check(x, f);
-  if (f.epilogue == LinearEpilogue::kSwiglu) {
-    LLMK_CHECK(sizes.back() % 2 == 0, f.op, "weight must have an even number of rows, [gate | up], got shape ",
-               shape(f.weight));
-    sizes.back() /= 2;
-  }
+  const std::vector<int64_t> sizes = result_shape(x, f);
 #if LLMK_CUDA
   if (x.is_cuda() && x.numel() > 0 && f.weight.numel() > 0) {
     const Tensor y = empty(sizes, x.scalar_type(), x);
@@ -141,6 +135,7 @@ Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::opti
     if (run_kernel(x, f, set)) return y;
   }
 #endif
+  if (is_meta(x)) return empty(sizes, x.scalar_type(), x);
   const Tensor normalized = f.norm ? rms_norm_between(x, f.norm->weight, f.norm->options) : x;
   const Tensor y = library_linear(normalized, f.weight, f.bias);
   return f.epilogue == LinearEpilogue::kSwiglu ? swiglu_packed(y) : y;
@@ -148,12 +143,7 @@ Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::opti
 
 std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f,
                                   [[maybe_unused]] const Linear* next) {
-  const std::vector<int64_t> sizes = check(x, f);
-  check_same_dtype_and_device(f.op, {"residual", residual}, {"x", x});
-  LLMK_CHECK(residual.sizes().equals(sizes), f.op, "residual must have shape ", text(sizes),
-             " (that of x weight^T), got ", shape(residual));
-  if (next) check(residual, *next);
-  if (residual.numel() == 0) return std::nullopt;
+  if (residual.numel() == 0 || is_meta(residual)) return std::nullopt;
 #if LLMK_CUDA
   std::optional<Scaled> scaled;
   if (const Rows rows = as_rows(residual); rows.tensor.get() == residual.get()) {
@@ -171,26 +161,41 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
 
 namespace {
 
+Tensor checked_linear(const Tensor& x, const Linear& f) {
+  const std::optional<Tensor> norm_weight = f.norm ? f.norm->weight : std::nullopt;
+  check_tensors(f.op, {{"x", x}, {"norm_weight", norm_weight}, {"weight", f.weight}, {"bias", f.bias}});
+  check(x, f);
+  return linear(x, f);
+}
+
 Tensor linear_op(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool prefetch_weights) {
-  return linear(x, {"linear", weight, bias, std::nullopt, LinearEpilogue::kNone, prefetch_weights});
+  return checked_linear(x, {"linear", weight, bias, std::nullopt, LinearEpilogue::kNone, prefetch_weights});
 }
 
 Tensor rms_norm_linear_op(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
                           std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight,
                           bool prefetch_weights) {
   const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return linear(x, {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, prefetch_weights});
+  return checked_linear(x, {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, prefetch_weights});
 }
 
 Tensor rms_norm_swiglu_linear_op(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight, double eps,
                                  double weight_offset, bool cast_before_weight, bool prefetch_weights) {
   const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return linear(x, {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, prefetch_weights});
+  return checked_linear(
+      x, {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, prefetch_weights});
 }
 
 void linear_add_op(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
                    bool prefetch_weights) {
-  linear_add_(residual, x, {"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, prefetch_weights});
+  const Linear f{"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, prefetch_weights};
+  check_tensors(f.op, {{"residual", residual, Access::kWrite}, {"x", x}, {"weight", weight}, {"bias", bias}});
+  check(x, f);
+  check_dtype(f.op, {"residual", residual}, {"x", x});
+  const std::vector<int64_t> sizes = result_shape(x, f);
+  LLMK_CHECK(residual.sizes().equals(sizes), f.op, "residual must have shape ", text(sizes),
+             " (that of x weight^T), got ", shape(residual));
+  linear_add_(residual, x, f);
 }
 
 void register_ops(StableLibrary& ops) {

@@ -15,12 +15,8 @@ using torch::stable::detail::StableLibrary;
 
 // The weight, contiguous.
 std::optional<Tensor> check_weight(const char* op, const std::optional<Tensor>& weight, const Tensor& x) {
-  if (!weight) return std::nullopt;
-  check_same_dtype_and_device(op, {"weight", *weight}, {"x", x});
-  const int64_t cols = x.size(x.dim() - 1);
-  LLMK_CHECK(weight->dim() == 1 && weight->size(0) == cols, op, "weight must have shape [", cols,
-             "] (x.size(-1)), got ", shape(*weight));
-  return with_unit_last_stride(*weight);
+  check_vector(op, {"weight", weight}, {"x", x}, x.size(x.dim() - 1), "x.size(-1)");
+  return weight ? std::optional(with_unit_last_stride(*weight)) : std::nullopt;
 }
 
 void check_x(const char* op, const Tensor& x) {
@@ -28,12 +24,14 @@ void check_x(const char* op, const Tensor& x) {
 }
 
 // y and, with a residual, x + residual.
-std::pair<Tensor, std::optional<Tensor>> forward(const char* op, const Tensor& x, const Tensor* residual,
+std::pair<Tensor, std::optional<Tensor>> forward(const char* op, const Tensor& x, const std::optional<Tensor>& residual,
                                                  const std::optional<Tensor>& given_weight,
                                                  const RmsNormOptions& options,
                                                  [[maybe_unused]] bool may_overlap = true) {
+  check_tensors(op, {{"x", x}, {"residual", residual}, {"weight", given_weight}});
   const Dtype dtype = to_dtype(op, {"x", x});
   check_x(op, x);
+  check_options(op, options);
   if (residual) check_like(op, {"residual", *residual}, {"x", x});
   const auto weight = check_weight(op, given_weight, x);
   Tensor y = empty_rows(x);
@@ -63,12 +61,12 @@ std::pair<Tensor, std::optional<Tensor>> forward(const char* op, const Tensor& x
 
 Tensor rms_norm(const Tensor& x, std::optional<Tensor> weight, double eps, double weight_offset,
                 bool cast_before_weight) {
-  return forward("rms_norm", x, nullptr, weight, {eps, weight_offset, cast_before_weight}).first;
+  return forward("rms_norm", x, std::nullopt, weight, {eps, weight_offset, cast_before_weight}).first;
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
                                         double eps, double weight_offset, bool cast_before_weight) {
-  const auto [y, sum] = forward("add_rms_norm", x, &residual, weight, {eps, weight_offset, cast_before_weight});
+  const auto [y, sum] = forward("add_rms_norm", x, residual, weight, {eps, weight_offset, cast_before_weight});
   return {y, *sum};
 }
 
@@ -76,8 +74,11 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor&
                                              std::optional<Tensor> grad_sum, double eps, double weight_offset,
                                              bool cast_before_weight, bool needs_grad_weight) {
   constexpr const char* op = "rms_norm_backward";
+  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
+  check_tensors(op, {{"grad_y", grad_y}, {"x", x}, {"weight", given_weight}, {"grad_sum", grad_sum}});
   const Dtype dtype = to_dtype(op, {"x", x});
   check_x(op, x);
+  check_options(op, options);
   check_like(op, {"grad_y", grad_y}, {"x", x});
   if (grad_sum) check_like(op, {"grad_sum", *grad_sum}, {"x", x});
   const auto weight = check_weight(op, given_weight, x);
@@ -103,7 +104,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor&
                                grad_y_rows.stride,
                                x_rows.stride,
                                grad_sum ? grad_sum_rows->stride : 0,
-                               {eps, weight_offset, cast_before_weight}};
+                               options};
   std::optional<Tensor> partials;  // kept until the kernels are launched; the allocator orders its reuse behind them
   const auto allocate_partials = [&](int64_t count, ScalarType type) {
     partials = empty({&count, 1}, type, x);
@@ -140,8 +141,13 @@ void register_ops(StableLibrary& ops) {
 
 }  // namespace
 
+void check_options(const char* op, const RmsNormOptions& options) {
+  check_not_negative(op, "eps", options.eps);
+  check_finite(op, "weight_offset", options.weight_offset);
+}
+
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options) {
-  return forward("rms_norm", x, nullptr, weight, options, false).first;
+  return forward("rms_norm", x, std::nullopt, weight, options, false).first;
 }
 
 LLMK_IMPLEMENT(register_ops)

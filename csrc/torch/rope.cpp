@@ -3,6 +3,7 @@
 
 #include "backend.h"
 #include "cpu/rope.h"
+#include "positions.h"
 #if LLMK_CUDA
 #include "kernels/rope/rope.h"
 #endif
@@ -29,12 +30,14 @@ struct Call {
   bool transposed = false;
 };
 
-void check_q_and_k(const Call& call, const Tensor& q, const Tensor& k) {
+void check_q_and_k(const Call& call, const Argument& given_q, const Argument& given_k) {
+  check_tensors(call.op, {given_q, given_k, {"cos", call.cos}, {"sin", call.sin}, {"position_ids", call.position_ids}});
+  const Tensor &q = *given_q, &k = *given_k;
   const Layout layout(call.heads_first);
   const char* shape_text = call.heads_first ? "(batch, heads, tokens, head_dim)" : "(batch, tokens, heads, head_dim)";
   LLMK_CHECK(q.dim() == 4, call.op, "q must have shape ", shape_text, ", got ", shape(q));
   LLMK_CHECK(k.dim() == 4, call.op, "k must have shape ", shape_text, ", got ", shape(k));
-  check_same_dtype_and_device(call.op, {"k", k}, {"q", q});
+  check_dtype(call.op, {"k", k}, {"q", q});
   LLMK_CHECK(k.size(0) == q.size(0) && k.size(layout.tokens) == q.size(layout.tokens) && k.size(3) == q.size(3),
              call.op, "k must have the batch, tokens and head_dim of q, ", shape(q), ", got ", shape(k));
 }
@@ -43,7 +46,7 @@ void check_q_and_k(const Call& call, const Tensor& q, const Tensor& k) {
 // position_ids.
 void check_angles(const Call& call, const Tensor& q, int64_t rotary_dim) {
   const Tensor& cos = call.cos;
-  check_same_dtype_and_device(call.op, {"cos", cos}, {"q", q});
+  check_dtype(call.op, {"cos", cos}, {"q", q});
   const auto sizes = cos.sizes();
   const int64_t dims = static_cast<int64_t>(sizes.size()), width = dims > 0 ? sizes[dims - 1] : 0;
   LLMK_CHECK(width == rotary_dim || width * 2 == rotary_dim, call.op,
@@ -62,27 +65,6 @@ void check_angles(const Call& call, const Tensor& q, int64_t rotary_dim) {
   check_like(call.op, {"sin", call.sin}, {"cos", cos});
 }
 
-// Strides over (batch, tokens) of a tensor of shape (tokens, ...), (1, tokens, ...) or (batch, tokens, ...) that has
-// `inner` dimensions behind the tokens.
-std::pair<int64_t, int64_t> batch_and_token_strides(const Tensor& tensor, int64_t inner) {
-  const bool has_batch = tensor.dim() == 2 + inner;
-  const int64_t token = tensor.stride(has_batch ? 1 : 0);
-  return {has_batch && tensor.size(0) > 1 ? tensor.stride(0) : 0, token};
-}
-
-void check_position_ids(const Call& call, const Tensor& position_ids, const Tensor& q) {
-  check_same_device(call.op, {"position_ids", position_ids}, {"q", q});
-  const ScalarType type = position_ids.scalar_type();
-  LLMK_CHECK(type == ScalarType::Int || type == ScalarType::Long, call.op, "position_ids must be int32 or int64, got ",
-             name(type));
-  const int64_t batch = q.size(0), tokens = q.size(Layout(call.heads_first).tokens);
-  const bool fits = (position_ids.dim() == 1 && position_ids.size(0) == tokens) ||
-                    (position_ids.dim() == 2 && (position_ids.size(0) == 1 || position_ids.size(0) == batch) &&
-                     position_ids.size(1) == tokens);
-  LLMK_CHECK(fits, call.op, "position_ids must have shape [", tokens, "], [1, ", tokens, "] or [", batch, ", ", tokens,
-             "], got ", shape(position_ids));
-}
-
 RopeTensor rope_tensor(const Tensor& in, const Tensor& out, const Layout& layout) {
   return {in.const_data_ptr(), out.mutable_data_ptr(),    in.size(layout.heads),
           in.stride(0),        in.stride(layout.tokens),  in.stride(layout.heads),
@@ -93,11 +75,13 @@ void run(const Call& call, const Tensor& q, const Tensor& k, const Tensor& q_out
   const Dtype dtype = to_dtype(call.op, {"q", q});
   const int64_t width = call.cos.dim() > 0 ? call.cos.size(call.cos.dim() - 1) : 0;
   const int64_t rotary_dim = call.rotary_dim.value_or(width), head_dim = q.size(3);
-  LLMK_CHECK(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= head_dim, call.op,
-             "rotary_dim must be even, positive and at most head_dim, ", head_dim, ", got ", rotary_dim);
+  LLMK_CHECK_OPTION(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= head_dim, call.op,
+                    "rotary_dim must be even, positive and at most head_dim, ", head_dim, ", got ", rotary_dim);
   check_angles(call, q, rotary_dim);
   const Tensor cos = with_unit_last_stride(call.cos), sin = with_unit_last_stride(call.sin);
-  if (call.position_ids) check_position_ids(call, *call.position_ids, q);
+  if (call.position_ids) {
+    check_position_ids(call.op, *call.position_ids, q.size(0), q.size(Layout(call.heads_first).tokens));
+  }
   if (q.numel() == 0 && k.numel() == 0) return;
 
   const Layout layout(call.heads_first);
@@ -167,7 +151,7 @@ Tensor output_like(const Tensor& tensor) {
 }
 
 std::tuple<Tensor, Tensor> out_of_place(const Call& call, const Tensor& q, const Tensor& k) {
-  check_q_and_k(call, q, k);
+  check_q_and_k(call, {"q", q}, {"k", k});
   Tensor q_out = output_like(q), k_out = output_like(k);
   run(call, with_unit_last_stride(q), with_unit_last_stride(k), q_out, k_out);
   return {q_out, k_out};
@@ -186,48 +170,14 @@ std::tuple<Tensor, Tensor> rope_backward(const Tensor& grad_q, const Tensor& gra
                       grad_k);
 }
 
-// Whether two elements of the tensor share memory. May say yes where strides interlock in an unusual way.
-bool overlaps_itself(const Tensor& tensor) {
-  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    if (tensor.size(i) > 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t reach = 0;  // how far the dimensions so far extend
-  for (const auto& [stride, size] : dims) {
-    if (stride <= reach) return true;
-    reach += stride * (size - 1);
-  }
-  return false;
-}
-
-// Whether some head of q and some head of k share memory. Looked at where both lie at equal strides, as slices of one
-// tensor do.
-bool overlap(const Tensor& q, const Tensor& k, bool heads_first) {
-  if (q.numel() == 0 || k.numel() == 0 || !q.strides().equals(k.strides())) return false;
-  const int64_t heads = heads_first ? 1 : 2, step = std::max<int64_t>(q.stride(heads), 1), width = q.size(3);
-  const auto address = [](const Tensor& x) { return reinterpret_cast<intptr_t>(x.const_data_ptr()); };
-  const int64_t apart = (address(k) - address(q)) / static_cast<int64_t>(q.element_size());
-  const int64_t below = apart >= 0 ? apart / step : -((step - 1 - apart) / step);
-  for (const int64_t n : {below, below + 1}) {  // head i of q and head i - n of k lie nearest to each other
-    if (n > -k.size(heads) && n < q.size(heads) && std::abs(apart - n * step) < width) return true;
-  }
-  return false;
-}
-
 void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, std::optional<Tensor> position_ids,
            bool heads_first, bool interleaved, std::optional<int64_t> rotary_dim) {
   const Call call{"rope_", cos, sin, position_ids, heads_first, interleaved, rotary_dim};
-  check_q_and_k(call, q, k);
+  check_q_and_k(call, {"q", q, Access::kWrite}, {"k", k, Access::kWrite});
   for (const Argument& argument : {Argument{"q", q}, Argument{"k", k}}) {
-    LLMK_CHECK(has_unit_last_stride(argument.tensor), call.op, argument.name,
-               " must be contiguous along head_dim to be rotated in place, got strides ",
-               text(argument.tensor.strides()));
-    LLMK_CHECK(argument.tensor.numel() == 0 || !overlaps_itself(argument.tensor), call.op, argument.name,
-               " must not overlap itself to be rotated in place, got shape ", shape(argument.tensor), " with strides ",
-               text(argument.tensor.strides()));
+    LLMK_CHECK(has_unit_last_stride(*argument), call.op, argument.name,
+               " must be contiguous along head_dim to be rotated in place, got strides ", text(argument->strides()));
   }
-  LLMK_CHECK(!overlap(q, k, heads_first), call.op, "k must not share memory with q to be rotated in place");
   run(call, q, k, q, k);
 }
 

@@ -25,7 +25,6 @@ RowParameter<T> check_parameter(const char* name, const std::optional<Tensor>& g
   constexpr const char* op = "sample";
   if (!given) return {std::nullopt, value};
   constexpr ScalarType type = std::is_same_v<T, float> ? ScalarType::Float : ScalarType::Int;
-  check_same_device(op, {name, *given}, {"logits", logits});
   LLMK_CHECK(given->scalar_type() == type, op, name, " must be ", llmk::name(type), ", got ",
              llmk::name(given->scalar_type()));
   LLMK_CHECK(given->dim() == 1 && given->size(0) == logits.size(0), op, name, " must have shape [", logits.size(0),
@@ -38,24 +37,31 @@ Tensor sample(const Tensor& logits, std::optional<Tensor> temperature, std::opti
               std::optional<Tensor> seen, Tensor rng_state, double temperature_value, int64_t top_k_value,
               double top_p_value, double min_p_value, double repetition_penalty_value) {
   constexpr const char* op = "sample";
+  check_tensors(op, {{"logits", logits},
+                     {"temperature", temperature},
+                     {"top_k", top_k},
+                     {"top_p", top_p},
+                     {"min_p", min_p},
+                     {"repetition_penalty", repetition_penalty},
+                     {"seen", seen, Access::kWrite},
+                     {"rng_state", rng_state, Access::kWrite}});
   const Dtype dtype = to_dtype(op, {"logits", logits});
   LLMK_CHECK(logits.dim() == 2, op, "logits must have shape [rows, vocab], got ", shape(logits));
   const int64_t count = logits.size(0), vocab = logits.size(1);
   LLMK_CHECK(vocab >= 1 && vocab <= sampling::kMaxVocab, op, "logits must have from 1 to ", sampling::kMaxVocab,
              " columns, got ", vocab);
   LLMK_CHECK(count <= sampling::kMaxRows, op, "logits must have at most ", sampling::kMaxRows, " rows, got ", count);
-  LLMK_CHECK(temperature_value >= 0, op, "temperature must be at least 0, got ", temperature_value);
-  LLMK_CHECK(top_k_value >= 0, op, "top_k must be at least 0, got ", top_k_value);
-  LLMK_CHECK(top_p_value > 0 && top_p_value <= 1, op, "top_p must be in (0, 1], got ", top_p_value);
-  LLMK_CHECK(min_p_value >= 0 && min_p_value <= 1, op, "min_p must be in [0, 1], got ", min_p_value);
-  LLMK_CHECK(repetition_penalty_value > 0, op, "repetition_penalty must be positive, got ", repetition_penalty_value);
-  check_same_device(op, {"rng_state", rng_state}, {"logits", logits});
+  LLMK_CHECK_OPTION(temperature_value >= 0, op, "temperature must be at least 0, got ", temperature_value);
+  LLMK_CHECK_OPTION(top_k_value >= 0, op, "top_k must be at least 0, got ", top_k_value);
+  LLMK_CHECK_OPTION(top_p_value > 0 && top_p_value <= 1, op, "top_p must be in (0, 1], got ", top_p_value);
+  LLMK_CHECK_OPTION(min_p_value >= 0 && min_p_value <= 1, op, "min_p must be in [0, 1], got ", min_p_value);
+  LLMK_CHECK_OPTION(repetition_penalty_value > 0 && std::isfinite(repetition_penalty_value), op,
+                    "repetition_penalty must be positive and finite, got ", repetition_penalty_value);
   LLMK_CHECK(rng_state.scalar_type() == ScalarType::Long && rng_state.dim() == 1 && rng_state.size(0) == 2 &&
                  rng_state.stride(0) == 1,
              op, "rng_state must be a contiguous Long tensor of shape [2], got ", name(rng_state.scalar_type()), " ",
              shape(rng_state));
   if (seen) {
-    check_same_device(op, {"seen", *seen}, {"logits", logits});
     const ScalarType type = seen->scalar_type();
     LLMK_CHECK(type == ScalarType::Bool || type == ScalarType::Byte, op, "seen must be Bool or Byte, got ", name(type));
     LLMK_CHECK(seen->sizes().equals(logits.sizes()), op, "seen must have the shape of logits, ", shape(logits),

@@ -1,5 +1,5 @@
 // What decode_layer and the linears are composed of, from norm.cpp, linear.cpp, glu.cpp and attention.cpp. Called
-// directly, since an error that passes through the dispatcher loses its text.
+// directly, since an error that passes through the dispatcher loses its text, by ops that have checked their arguments.
 #pragma once
 #include "binding.h"
 #include "params/linear.h"
@@ -34,16 +34,34 @@ Tensor linear(const Tensor& x, const Linear& f, const std::optional<Scaled>& sca
 // residual += x weight^T + bias; `next`: what follows.
 std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, const Linear* next = nullptr);
 
+void check_options(const char* op, const RmsNormOptions& options);
+
 // rms_norm between kernels that are not of this library: without the overlap with its neighbours, which then costs
 // 0.3 us instead of saving some.
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options);
 
 Tensor swiglu_packed(const Tensor& gate_up);
 
-Tensor rope_decode_attention(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& positions,
-                             const Tensor& cache_seqlens, std::optional<Tensor> cache_leftpad, const Tensor& k_cache,
-                             const Tensor& v_cache, std::optional<Tensor> block_table, int64_t heads,
-                             std::optional<double> softmax_scale, int64_t window_left, double softcap,
-                             bool prefetch_cache);
+// What a query attends to: the caches of one layer, and how.
+struct Attended {
+  Argument k_cache, v_cache;  // (batch, capacity, kv_heads, head_dim), or pages with a block table
+  const Tensor& cache_seqlens;
+  const std::optional<Tensor>&cache_leftpad, &block_table;
+  std::optional<double> softmax_scale;
+  int64_t window_left;
+  double softcap;
+};
+
+// The rotation of one new token per sequence.
+struct Rotation {
+  const Tensor &cos, &sin, &positions;
+};
+
+// For `heads` query heads of one token in each of `batch` sequences; `model` has their dtype.
+void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads, const Attended& attended);
+void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation);
+
+Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const Attended& attended,
+                             int64_t heads, bool prefetch_cache);
 
 }  // namespace llmk

@@ -43,9 +43,7 @@ class Text:
         return self._ids[:, self.length - 1]
 
     def result(self) -> Tensor:
-        """All tokens, with no more memory than they take."""
-        text = self.read()
-        return text if text.untyped_storage().nbytes() == text.nbytes else text.clone()
+        return self.read().contiguous()
 
 
 def is_late(device: torch.device) -> bool:

@@ -1,11 +1,16 @@
 """What the op files share: how a public function reaches its op, and how an op gets its fake."""
 
+import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 _functions: dict[str, type[torch.autograd.Function]] = {}
 
@@ -68,18 +73,66 @@ def _refuse_tangents(name: str, args) -> None:
 
 
 def register_fake(name: str, fake: Callable, overloads: tuple[str, ...] = ("", ".no_grad")) -> None:
-    """Shape inference of op `name`; a differentiable one has two overloads."""
+    """Shape inference of op `name`, behind the checks of its binding; a differentiable one has two overloads."""
+    op = getattr(torch.ops.llmkernels, name).default
 
     @functools.wraps(fake)
     def checked(*args, **named):
-        devices = {argument.device for argument in (*args, *named.values()) if isinstance(argument, Tensor)}
-        if len(devices) > 1:  # this also runs for real tensors if one beside them is on meta
-            found = " and ".join(sorted(map(str, devices)))
-            raise RuntimeError(f"{name}: all tensors must be on one device, got {found}")
+        _check(op, args, named)
         return fake(*args, **named)
 
     for overload in overloads:
         torch.library.register_fake(f"llmkernels::{name}{overload}", checked)
+
+
+_BINDING = DispatchKeySet(DispatchKey.CPU)
+
+
+def _check(op: torch._ops.OpOverload, args: tuple, named: dict) -> None:
+    """Refuse what the op refuses, by its own words: the binding itself gets tensors without memory and only checks.
+
+    A dynamic size stands for what it is in the example at hand. Where a size is not known at all nothing is checked:
+    the binding does that once more whenever the op runs.
+    """
+    _check_devices(op, args, named)  # which tensors without memory have no more; also where only some are on meta
+    with _disable_current_modes(), contextlib.suppress(_UnknownSize):
+        args, named = tree_map(_without_memory, (args, named))
+        op.redispatch(_BINDING, *args, **named)
+
+
+class _UnknownSize(Exception):
+    pass
+
+
+def _without_memory(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        sizes, strides = ([_without_memory(x) for x in numbers] for numbers in (value.shape, value.stride()))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if not value.node.has_hint():
+            raise _UnknownSize
+        return value.node.hint
+    return value
+
+
+def _check_devices(op: torch._ops.OpOverload, args: tuple, named: dict) -> None:
+    """As check_tensors() in csrc/torch/binding.h does it with real tensors, and its to_dtype()."""
+    name = op._schema.name.removeprefix("llmkernels::")
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | named
+    tensors = []
+    for argument, value in given.items():
+        if isinstance(value, Tensor):
+            tensors.append((argument, value))
+        elif isinstance(value, list | tuple):
+            tensors += [(f"{argument}[{i}]", x) for i, x in enumerate(value) if isinstance(x, Tensor)]
+    (first, model), *_ = tensors
+    for argument, tensor in tensors:
+        if tensor.device != model.device:
+            raise RuntimeError(
+                f"{name}: {argument} must be on the device of {first}, {model.device}, got {tensor.device}"
+            )
+    if model.is_cuda and model.dtype == torch.float64:
+        raise RuntimeError(f"{name}: {first} is float64, which is supported on the CPU only")
 
 
 class _Refusal(torch.autograd.Function):
