@@ -47,6 +47,7 @@ def collect() -> dict:
         "cuda_of_torch": None,
         "cuda_of_library": library.get("cuda"),
         "cuda_of_driver": driver_cuda(),
+        "driver": driver_version(),
     }
     gpus, gpu_error, ops = [], None, {}
     if versions["torch"]:
@@ -78,6 +79,17 @@ def driver_cuda() -> str | None:
     except OSError:
         return None
     return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def driver_version() -> str | None:
+    """The driver's own version, as nvidia-smi has it, or None without a driver."""
+    version = ctypes.create_string_buffer(80)
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    failed = nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(version, len(version))
+    return None if failed else version.value.decode()
 
 
 def list_gpus(architectures: list[str]) -> list[dict]:
@@ -173,17 +185,24 @@ def _module_problems() -> list[str]:
     return []
 
 
+def driver_suffices(report: dict) -> bool:
+    """By its CUDA rather than its version, as NVIDIA's compatibility packages let older drivers run a newer CUDA."""
+    built, newest = report["library"]["cuda"], report["versions"]["cuda_of_driver"]
+    # Within a major version an older driver serves a newer runtime.
+    return _library.parse_version(newest)[0] >= _library.parse_version(built)[0]
+
+
 def _gpu_problems(report: dict) -> list[str]:
     versions, library, gpus = report["versions"], report["library"], report["gpus"]
     if gpus and not library["cuda"]:
         return ["there is a GPU, but the library was built for the CPU only: build it again where nvcc is found"]
     problems = []
-    built, driver = library["cuda"], versions["cuda_of_driver"]
-    # Within a major version an older driver serves a newer runtime.
-    if built and driver and _library.parse_version(driver)[0] < _library.parse_version(built)[0]:
+    if library["cuda"] and versions["cuda_of_driver"] and not driver_suffices(report):
+        built, newest = library["cuda"], versions["cuda_of_driver"]
         problems.append(
-            f"the GPU driver supports CUDA {driver}, and the library was built with CUDA {built}: install a driver for "
-            f"CUDA {built.split('.')[0]}, or build the library with CUDA {driver.split('.')[0]}"
+            f"the GPU driver, {versions['driver'] or 'of unknown version'}, supports CUDA {newest}, and the library was"
+            f" built with CUDA {built}: install driver {library.get('oldest_driver')} or newer, or build the library "
+            f"with CUDA {newest.split('.')[0]}"
         )
     for index, gpu in enumerate(gpus):
         capability = gpu["compute_capability"]
@@ -221,6 +240,8 @@ def text(report: dict) -> str:
         compilers = ", ".join(filter(None, [library["cxx"], library["nvcc"] and f"nvcc {library['nvcc']}"]))
         table.add_row("built with", escape(f"torch {library['torch']}, {compilers}"))
         table.add_row("architectures", ", ".join(library["architectures"]) or "CPU only")
+    if library.get("cuda"):
+        table.add_row("needs a driver", f"{library.get('oldest_driver')} or newer; {_driver_here(report)}")
     for index, gpu in enumerate(report["gpus"]):
         runs = f"runs {gpu['runs']}" if gpu["runs"] else "no kernels for it"
         table.add_row(f"GPU {index}", f"{gpu['name']}, {gpu['compute_capability']}, {gpu['memory_gib']} GiB, {runs}")
@@ -238,3 +259,10 @@ def text(report: dict) -> str:
     if not report["problems"]:
         console.print("[green]nothing is wrong[/]")
     return console.end_capture()
+
+
+def _driver_here(report: dict) -> str:
+    versions = report["versions"]
+    if not versions["cuda_of_driver"]:
+        return "there is none here"
+    return f"{versions['driver'] or 'the one here'} {'suffices' if driver_suffices(report) else 'is too old'}"

@@ -228,6 +228,32 @@ def test_more_calls_left_to_transformers(device):
     assert "by transformers: the cache has 3 layers" in decoder(model).calls
 
 
+def test_prefill_in_chunks_behind_a_cache(device):
+    """transformers up to 5.22 computes what is in the cache once more, and goes on behind both."""
+    model, ids = small_model(device=device), tiny_inputs(device, 3)
+    texts = []
+    for patched in (True, False):
+        if patched:
+            llmkernels.patch(model)
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids[:, :9], past_key_values=cache)
+        texts.append(hf_generate(model, ids, past_key_values=cache, prefill_chunk_size=2))
+        if patched:
+            assert list(decoder(model).calls) == ["by transformers: prefill_chunk_size with tokens in the cache"]
+            unpatch(model)
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("generate", [hf_generate, llmkernels.generate])
+def test_the_text_takes_no_more_memory_than_it_needs(generate, device):
+    """torch.save writes the whole storage."""
+    model, ids = small_model(device=device), tiny_inputs(device, 1)
+    llmkernels.patch(model)
+    for new in (1, 5):
+        text = generate(model, ids, max_new_tokens=new)
+        assert text.untyped_storage().nbytes() == 8 * (11 + new)
+
+
 def test_hidden_states_once_asked_for_do_not_stay_in_the_way(device):
     """transformers leaves its hooks in the model."""
     model, ids = small_model(device=device), tiny_inputs(device)

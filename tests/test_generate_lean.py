@@ -113,6 +113,11 @@ def test_lean_errors():
     for match, arguments in {
         r"input_ids must be \(batch, tokens\) of integers, got torch.float32 \(2, 11\)": {"input_ids": ids.float()},
         r"input_ids must be \(batch, tokens\) of integers, got torch.int64 \(11,\)": {"input_ids": ids[0]},
+        r"input_ids must be \(batch, tokens\) of integers, got torch.int64 \(2, 0\)": {"input_ids": ids[:, :0]},
+    }.items():
+        with pytest.raises(RuntimeError, match=match):
+            llmkernels.generate(model, **{"max_new_tokens": NEW} | arguments)
+    for match, arguments in {
         "`max_new_tokens` must be greater than 0, but is 0": {"max_new_tokens": 0},
         "capacity must be at least 18 tokens": {"past_key_values": KVCache(model, 17)},
         r"temperature must be a number or one per sequence \(2,\), got \(3,\)": {"temperature": [1.0, 2.0, 3.0]},

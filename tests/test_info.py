@@ -67,8 +67,8 @@ def test_covering(capability, architectures, runs):
 def healthy():
     """A report from a machine with an H200, on which nothing is wrong."""
     report = copy.deepcopy(_info.collect())
-    report["library"] |= {"cuda": "13.0", "architectures": ["sm_80", "sm_90a", "compute_90"]}
-    report["versions"] |= {"cuda_of_library": "13.0", "cuda_of_driver": "13.0"}
+    report["library"] |= {"cuda": "13.0", "architectures": ["sm_80", "sm_90a", "compute_90"], "oldest_driver": 580}
+    report["versions"] |= {"cuda_of_library": "13.0", "cuda_of_driver": "13.0", "driver": "580.82.07"}
     report["gpus"] = [H200]
     for kernels in report["ops"].values():
         kernels["cuda"] = True
@@ -81,8 +81,9 @@ def healthy():
     [
         (
             "versions",
-            {"cuda_of_driver": "12.8"},
-            "the GPU driver supports CUDA 12.8, and the library was built with CUDA",
+            {"cuda_of_driver": "12.8", "driver": "570.124.06"},
+            "the GPU driver, 570.124.06, supports CUDA 12.8, and the library was built with CUDA 13.0: "
+            "install driver 580 or newer, or build the library with CUDA 12",
         ),
         ("versions", {"transformers": "5.16.2"}, "transformers 5.16.2 is older than 5.17"),
         ("library", {"cuda": None, "architectures": []}, "there is a GPU, but the library was built for the CPU only"),
@@ -110,3 +111,27 @@ def test_driver_within_the_major_version_is_fine(healthy):
     report["versions"]["cuda_of_driver"] = "13.1"
     report["library"]["cuda"] = "13.2"
     assert _info.find_problems(report) == []
+
+
+@pytest.mark.parametrize(
+    ("built", "oldest", "cuda", "driver", "words"),
+    [
+        ("13.0", 580, "13.0", "580.82.07", "580 or newer; 580.82.07 suffices"),
+        ("13.0", 580, "13.0", "570.124.06", "580 or newer; 570.124.06 suffices"),  # with a compatibility package
+        ("13.0", 580, "12.8", "570.124.06", "580 or newer; 570.124.06 is too old"),
+        ("12.4", 525, "12.8", "570.124.06", "525 or newer; 570.124.06 suffices"),
+        ("12.4", 525, "13.0", None, "525 or newer; the one here suffices"),
+        ("12.4", 525, None, None, "525 or newer; there is none here"),
+    ],
+)
+def test_text_says_which_driver_is_needed(healthy, built, oldest, cuda, driver, words):
+    report = copy.deepcopy(healthy)
+    report["library"] |= {"cuda": built, "oldest_driver": oldest}
+    report["versions"] |= {"cuda_of_driver": cuda, "driver": driver}
+    assert words in " ".join(_info.text(report).split())
+
+
+def test_a_build_for_the_cpu_needs_no_driver(healthy):
+    report = copy.deepcopy(healthy)
+    report["library"] |= {"cuda": None, "architectures": [], "oldest_driver": None}
+    assert "needs a driver" not in _info.text(report)

@@ -13,6 +13,7 @@ from llmkernels.ops import sample
 
 from . import reading
 from .decode import decoder
+from .layers import has_kernel
 from .loop import prepare
 from .reading import Reading, Text
 from .report import STEP, by_forward
@@ -58,7 +59,8 @@ def generate(
     Differentiable: no. Deterministic: yes; random numbers included, by the seed.
     Raises: ValueError for an option out of range, or one that only ``model.generate`` has (beam search, processors and
         criteria of one's own, scores), by its name; TypeError for arguments of another kind, and for a model that does
-        not generate. What ``model.generate`` raises besides.
+        not generate; RuntimeError for ``input_ids`` that are not (B, T) integers. What ``model.generate`` raises
+        besides.
 
     >>> llmkernels.patch(model)
     >>> llmkernels.generate(model, ids, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.9)
@@ -67,7 +69,7 @@ def generate(
     _check_arguments(input_ids, streamer, generator, options)
     per_sequence = {name: options[name] for name in _OPTIONS if _is_several(options.get(name))}
     options |= dict.fromkeys(per_sequence)
-    if _is_several(options.get("eos_token_id")) and not len(options["eos_token_id"]):
+    if isinstance(options.get("eos_token_id"), Sequence) and not options["eos_token_id"]:
         options["eos_token_id"] = None
 
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
@@ -110,6 +112,9 @@ _TAKEN = {
     "transformers_version",
 }
 
+# What has no place in a generation_config and none here, though model.generate would let some of it pass unused.
+_REFUSED = ("custom_generate", "assistant_model", "inputs_embeds", "input_ids", "inputs", "stop_strings", "synced_gpus")
+
 
 def _check_model(model: Any) -> None:
     can_generate = getattr(model, "can_generate", None)
@@ -135,17 +140,17 @@ def _check_arguments(input_ids, streamer, generator, options: dict[str, Any]) ->
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise TypeError(f"generate: streamer must have put() and end(), got {type(streamer).__name__}")
     if input_ids.ndim != 2 or input_ids.numel() == 0 or input_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
+        raise RuntimeError(
             f"generate: input_ids must be (batch, tokens) of integers, got {input_ids.dtype} {tuple(input_ids.shape)}"
         )
-    for name in ("custom_generate", "assistant_model", "inputs_embeds", "input_ids", "inputs"):
-        if options.get(name) is not None:
+    for name in _REFUSED:
+        if options.get(name) is not None and options[name] is not False:
             raise ValueError(f"generate: {name} must not be given; model.generate takes it")
     for name, (_, dtype, is_valid, words) in _OPTIONS.items():
         value = options.get(name)
         if not _is_several(value):
             continue
-        value = torch.as_tensor(value, device=value.device if isinstance(value, Tensor) else "cpu")
+        value = _tensor(value)
         if value.dtype == torch.bool or value.is_complex() or value.is_floating_point() > dtype.is_floating_point:
             kind = "a number" if dtype.is_floating_point else "an integer"
             raise TypeError(f"generate: {name} must be {kind}, or one per sequence, got {options[name]!r}")
@@ -157,6 +162,14 @@ def _check_arguments(input_ids, streamer, generator, options: dict[str, Any]) ->
 
 def _is_several(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, Sequence) and not isinstance(value, str))
+
+
+def _tensor(value: Any) -> Tensor:
+    """Numbers as a tensor; floats in full, though the default dtype may be a short one, and the default device any."""
+    if isinstance(value, Tensor):
+        return value
+    tensor = torch.as_tensor(value, device="cpu")
+    return torch.as_tensor(value, device="cpu", dtype=torch.float64) if tensor.is_floating_point() else tensor
 
 
 def _check_config(config, stopping_criteria) -> None:
@@ -318,7 +331,7 @@ class _Choice:
 
     @staticmethod
     def _fill(buffer: Tensor, name: str, value, vocab: int) -> Tensor:
-        value = torch.as_tensor(value, device=value.device if isinstance(value, Tensor) else "cpu")
+        value = _tensor(value)
         if value.ndim and value.shape != buffer.shape:
             raise ValueError(
                 f"generate: {name} must be a number or one per sequence {tuple(buffer.shape)}, got {tuple(value.shape)}"
@@ -331,6 +344,8 @@ class _Choice:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """The next token of each sequence, int64 (B,), into the step's `tokens`."""
+        if not has_kernel(logits):
+            logits = logits.float()
         tokens = sample(logits, **self._options)
         if self._eos is not None:
             tokens = torch.where(self.finished, self._pad, tokens)

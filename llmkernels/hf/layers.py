@@ -8,6 +8,7 @@ collective works.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -53,6 +54,8 @@ def _unpickle(original: type[nn.Module]) -> nn.Module:
 
 class RMSNorm(Patched):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not has_kernel(hidden_states):
+            return self.original.forward(self, hidden_states)
         family = self.family
         return rms_norm(
             hidden_states,
@@ -80,13 +83,13 @@ class MLP(Patched):
         # Looked up per call, since both a hook on the activation and another activation may come after patch().
         act_fn = self.act_fn
         glu = gated_unit(act_fn)
-        if glu is None or not runs_only_forward(act_fn):
+        if glu is None or not runs_only_forward(act_fn) or not has_kernel(x):
             return self.down_proj(act_fn(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Attention(Patched):
-    """Its forward is the original's with `apply_rotary_pos_emb` below in place of the module's."""
+    """Its forward is the original's with `rotation_by_kernel` of the module's `apply_rotary_pos_emb` in its place."""
 
 
 class DecoderLayer(Patched):
@@ -119,7 +122,7 @@ class DecoderLayer(Patched):
         )
         norm = self.post_attention_layernorm
         # Checked per call: the norm may get a hook or be replaced after patch().
-        if fuses_add(norm):
+        if fuses_add(norm) and has_kernel(hidden_states):
             hidden_states, residual = norm.add(hidden_states, residual)
         else:
             residual = residual + hidden_states
@@ -129,9 +132,15 @@ class DecoderLayer(Patched):
         return residual + hidden_states
 
 
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    """What transformers' function of this name does: `unsqueeze_dim` is the dim of the heads in q and k."""
-    return rope(q, k, cos, sin, layout="bhtd" if unsqueeze_dim == 1 else "bthd")
+def rotation_by_kernel(original: Callable) -> Callable:
+    """What transformers' `apply_rotary_pos_emb` does, by our op where it has a kernel."""
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # unsqueeze_dim is the dim of the heads in q and k
+        if not has_kernel(q):
+            return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return rope(q, k, cos, sin, layout="bhtd" if unsqueeze_dim == 1 else "bthd")
+
+    return apply_rotary_pos_emb
 
 
 def geglu_erf(gate, up):
@@ -155,6 +164,11 @@ def gated_unit(activation: nn.Module):
     """The function for activation(gate) * up, or None."""
     cls = type(activation)
     return _GATED_UNITS.get((cls.__module__, cls.__name__))
+
+
+def has_kernel(x: torch.Tensor) -> bool:
+    """Whether the ops take such a tensor: on CUDA none takes float64, to which a model may move after patch()."""
+    return not (x.dtype is torch.float64 and x.is_cuda)
 
 
 def runs_only_forward(module: nn.Module) -> bool:
@@ -224,8 +238,9 @@ def _patched_class(cls, forward, rotation):
     # transformers, accelerate and PEFT look at __name__; __module__ says the truth about where forward is from.
     members = {"original": cls, "family": family, "__module__": __name__, "__doc__": cls.__doc__}
     if kind == "rope":
-        members["forward"] = bind_global(forward, _ROTATION, apply_rotary_pos_emb)
-        check_rope(rotation, apply_rotary_pos_emb)
+        by_kernel = rotation_by_kernel(rotation)
+        members["forward"] = bind_global(forward, _ROTATION, by_kernel)
+        check_rope(rotation, by_kernel)
     elif kind == "gated_mlp":
         check_symbolically(forward, MLP.forward, dict.fromkeys(("gate_proj", "up_proj", "down_proj", "act_fn"), False))
     elif kind == "add_rms_norm":

@@ -180,6 +180,8 @@ def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config) -> tuple[Te
         raise NoStep("position_ids run ahead of the tokens")
     # As transformers has it: input_ids are all tokens, or where the mask is longer, those behind the ones in the cache.
     past, given = inputs["past_key_values"].get_seq_length(), input_ids.shape[1]
+    if past and config.prefill_chunk_size is not None:  # up to 5.22 it computes what is in the cache once more
+        raise NoStep("prefill_chunk_size with tokens in the cache")
     if tokens not in (given, past + given) or tokens <= past:
         raise NoStep("input_ids and attention_mask do not go on where the cache ends")
     return None if full else (~live).sum(1), tokens

@@ -14,6 +14,7 @@ from .layers import (
     gated_unit,
     generating_class,
     generating_family,
+    has_kernel,
     patched_class,
     runs_only_forward,
 )
@@ -240,6 +241,9 @@ def _obstacle(module: nn.Module) -> str | None:
 
 def _fallback(module: nn.Module, kind: str) -> str | None:
     """Why a patched module does without its kernel for now, or None."""
+    weight = next(module.parameters(), None)
+    if weight is not None and not has_kernel(weight):
+        return f"no kernel for {weight.dtype} on {weight.device.type}"
     if kind == "gated_mlp":
         if not runs_only_forward(module.act_fn):
             return "hooks on its activation have to see it"

@@ -43,7 +43,9 @@ class Text:
         return self._ids[:, self.length - 1]
 
     def result(self) -> Tensor:
-        return self.read().contiguous()
+        """All tokens, with no more memory than they take."""
+        text = self.read()
+        return text if text.untyped_storage().nbytes() == text.nbytes else text.clone()
 
 
 def is_late(device: torch.device) -> bool:
