@@ -3,10 +3,10 @@
 //
 // A kernel processes its elements in blocks:
 //
-//   const Stage<T>* x = load(source, count, buffer);   // `source` itself; float16: a converted copy in the buffer
-//   Stage<T>* y = staging(target, other_buffer);       // `target` itself; float16: the buffer
+//   const LoopType<T>* x = load(source, count, buffer);    // `source` itself; float16: a converted copy in the buffer
+//   LoopType<T>* y = output_buffer(target, other_buffer);  // `target` itself; float16: the buffer
 //   for (int64_t i = 0; i < count; ++i) y[i] = narrow<T>(f(widen(x[i])));
-//   store(y, count, target);                           // nothing; float16: converts the buffer
+//   store(y, count, target);                               // nothing; float16: converts the buffer
 //
 // float16 goes through buffers because compilers do not use the conversion instruction in such a loop, and without it a
 // conversion takes a dozen instructions. The arithmetic is the same on every instruction set (build with
@@ -82,11 +82,11 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The type that T is computed in, and the type of the elements that loops read and write.
+// The type that T is computed in, and the type that loops read and write: that of the buffers for float16.
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <typename T>
-using Stage = std::conditional_t<std::is_same_v<T, Half>, float, T>;
+using LoopType = std::conditional_t<std::is_same_v<T, Half>, float, T>;
 
 template <typename To, typename From>
 inline To bit_cast(From from) {
@@ -102,7 +102,7 @@ inline float widen(BFloat16 x) { return bit_cast<float>(static_cast<uint32_t>(x.
 
 // Rounds to nearest even; for float16 store() does.
 template <typename T>
-inline Stage<T> narrow(Wide<T> x) {
+inline LoopType<T> narrow(Wide<T> x) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     // A NaN stays NaN: its low half is 0, since it comes from another bfloat16 or from an invalid operation.
     const uint32_t bits = bit_cast<uint32_t>(x);
@@ -187,7 +187,7 @@ __attribute__((noinline)) inline void narrow_halves(const float* source, int64_t
 
 // `count` elements to read: the source itself, or a converted copy in the buffer.
 template <typename T>
-inline const Stage<T>* load(const T* source, int64_t count, [[maybe_unused]] Stage<T>* buffer) {
+inline const LoopType<T>* load(const T* source, int64_t count, [[maybe_unused]] LoopType<T>* buffer) {
   if constexpr (std::is_same_v<T, Half>) {
     widen_halves(source, count, buffer);
     return buffer;
@@ -198,7 +198,7 @@ inline const Stage<T>* load(const T* source, int64_t count, [[maybe_unused]] Sta
 
 // Where to write the elements for store(): the target itself, or the buffer.
 template <typename T>
-inline Stage<T>* staging([[maybe_unused]] T* target, [[maybe_unused]] Stage<T>* buffer) {
+inline LoopType<T>* output_buffer([[maybe_unused]] T* target, [[maybe_unused]] LoopType<T>* buffer) {
   if constexpr (std::is_same_v<T, Half>) {
     return buffer;
   } else {
@@ -207,8 +207,9 @@ inline Stage<T>* staging([[maybe_unused]] T* target, [[maybe_unused]] Stage<T>* 
 }
 
 template <typename T>
-inline void store([[maybe_unused]] const Stage<T>* staged, [[maybe_unused]] int64_t count, [[maybe_unused]] T* target) {
-  if constexpr (std::is_same_v<T, Half>) narrow_halves(staged, count, target);
+inline void store([[maybe_unused]] const LoopType<T>* output, [[maybe_unused]] int64_t count,
+                  [[maybe_unused]] T* target) {
+  if constexpr (std::is_same_v<T, Half>) narrow_halves(output, count, target);
 }
 
 // Calls body(begin, count) for the blocks of [0, size).

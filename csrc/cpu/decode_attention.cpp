@@ -158,9 +158,9 @@ inline A weights_of(A* __restrict values, int64_t count, A maximum) {
 
 template <typename T>
 inline void write_output(const DecodeAttentionParams& p, int64_t flat, Wide<T> total, const Wide<T>* sum,
-                         Stage<T>* buffer) {
+                         LoopType<T>* buffer) {
   T* const out = static_cast<T*>(p.out) + flat * p.head_dim;
-  Stage<T>* output = staging(out, buffer);
+  LoopType<T>* output = output_buffer(out, buffer);
   const Wide<T> factor = total == 0 ? Wide<T>(0) : 1 / total;  // no key: zeros
   for (int64_t d = 0; d < p.head_dim; ++d) output[d] = narrow<T>(sum[d] * factor);
   store(output, p.head_dim, out);
@@ -200,7 +200,7 @@ inline void process_tasks(const DecodeAttentionParams& p, const AttentionPlan& p
   Query<A> queries[kQueryTile];
   A scores[kQueryTile][kKvTile];
   std::vector<A> q(kQueryTile * padded), sums(kQueryTile * dim), buffer(kValuesAtOnce * padded);
-  std::vector<Stage<T>> out_buffer(dim);
+  std::vector<LoopType<T>> out_buffer(dim);
   for (int64_t task = task_begin; task < task_end; ++task) {
     const int64_t split = task % plan.splits, query_tile = task / plan.splits % plan.tiles;
     const int64_t kv_head = task / plan.splits / plan.tiles % p.kv_heads;
@@ -274,7 +274,7 @@ inline void merge(const DecodeAttentionParams& p, const AttentionPlan& plan, int
   using A = Wide<T>;
   const int64_t dim = p.head_dim, size = dim + 2;
   std::vector<A> sum(dim);
-  std::vector<Stage<T>> out_buffer(dim);
+  std::vector<LoopType<T>> out_buffer(dim);
   for (int64_t flat = flat_begin; flat < flat_end; ++flat) {
     const A* const partials = static_cast<const A*>(p.workspace) + flat * plan.splits * size;
     A maximum = partials[0], total = 0;

@@ -84,12 +84,12 @@ inline void exponentials(const S* x, int64_t count, A* e) {
 
 template <typename T, typename Act>
 inline void forward(const T* gate, const T* up, T* y, int64_t size) {
-  Stage<T> gate_buffer[kBlock], up_buffer[kBlock], y_buffer[kBlock];
+  LoopType<T> gate_buffer[kBlock], up_buffer[kBlock], y_buffer[kBlock];
   Wide<T> e[kBlock];
   for_blocks<kBlock>(size, [&](int64_t begin, int64_t count) {
-    const Stage<T>* g = load(gate + begin, count, gate_buffer);
-    const Stage<T>* u = load(up + begin, count, up_buffer);
-    Stage<T>* out = staging(y + begin, y_buffer);
+    const LoopType<T>* g = load(gate + begin, count, gate_buffer);
+    const LoopType<T>* u = load(up + begin, count, up_buffer);
+    LoopType<T>* out = output_buffer(y + begin, y_buffer);
     exponentials<Act>(g, count, e);
     for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(rounded<T>(Act::value(widen(g[i]), e[i])) * widen(u[i]));
     store(out, count, y + begin);
@@ -98,14 +98,14 @@ inline void forward(const T* gate, const T* up, T* y, int64_t size) {
 
 template <typename T, typename Act>
 inline void backward(const T* grad_y, const T* gate, const T* up, T* grad_gate, T* grad_up, int64_t size) {
-  Stage<T> grad_y_buffer[kBlock], gate_buffer[kBlock], up_buffer[kBlock], out_buffer[2 * kBlock];
+  LoopType<T> grad_y_buffer[kBlock], gate_buffer[kBlock], up_buffer[kBlock], out_buffer[2 * kBlock];
   Wide<T> e[kBlock];
   for_blocks<kBlock>(size, [&](int64_t begin, int64_t count) {
-    const Stage<T>* dy = load(grad_y + begin, count, grad_y_buffer);
-    const Stage<T>* g = load(gate + begin, count, gate_buffer);
-    const Stage<T>* u = load(up + begin, count, up_buffer);
-    Stage<T>* dg = staging(grad_gate + begin, out_buffer);
-    Stage<T>* du = staging(grad_up + begin, out_buffer + kBlock);
+    const LoopType<T>* dy = load(grad_y + begin, count, grad_y_buffer);
+    const LoopType<T>* g = load(gate + begin, count, gate_buffer);
+    const LoopType<T>* u = load(up + begin, count, up_buffer);
+    LoopType<T>* dg = output_buffer(grad_gate + begin, out_buffer);
+    LoopType<T>* du = output_buffer(grad_up + begin, out_buffer + kBlock);
     exponentials<Act>(g, count, e);
     for (int64_t i = 0; i < count; ++i) {
       // Reads come before writes, since the compiler must assume that both may be to the same memory.

@@ -40,13 +40,13 @@ class Operand {
     if (row == nullptr) std::fill_n(buffer_, kBlock, narrow<T>(value_if_absent));
   }
   void set_row(const T* row) { row_ = row; }
-  const Stage<T>* load(int64_t begin, int64_t count) {
+  const LoopType<T>* load(int64_t begin, int64_t count) {
     return row_ != nullptr ? cpu::load(row_ + begin, count, buffer_) : buffer_;
   }
 
  private:
   const T* row_;
-  Stage<T> buffer_[kBlock];
+  LoopType<T> buffer_[kBlock];
 };
 
 // In double, since it is one per row, and its error is that of the whole row.
@@ -58,7 +58,7 @@ inline A reciprocal_rms(A sum_of_squares, int64_t cols, double eps) {
 template <typename T>
 inline void forward_rows(const RmsNormParams& p, int64_t row_begin, int64_t row_end) {
   using A = Wide<T>;
-  Stage<T> x_buffer[kBlock], residual_buffer[kBlock], out_buffer[kBlock];
+  LoopType<T> x_buffer[kBlock], residual_buffer[kBlock], out_buffer[kBlock];
   Operand<T> weight(static_cast<const T*>(p.weight), 1);
   const A offset = p.weight != nullptr ? static_cast<A>(p.options.weight_offset) : A(0);
   const bool cast_before_weight = p.options.cast_before_weight;
@@ -69,9 +69,9 @@ inline void forward_rows(const RmsNormParams& p, int64_t row_begin, int64_t row_
       const T* residual = static_cast<const T*>(p.residual) + row * p.residual_stride;
       T* sum = static_cast<T*>(p.sum) + row * p.cols;
       for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
-        const Stage<T>* a = load(x + begin, count, x_buffer);
-        const Stage<T>* b = load(residual + begin, count, residual_buffer);
-        Stage<T>* s = staging(sum + begin, out_buffer);
+        const LoopType<T>* a = load(x + begin, count, x_buffer);
+        const LoopType<T>* b = load(residual + begin, count, residual_buffer);
+        LoopType<T>* s = output_buffer(sum + begin, out_buffer);
         for (int64_t i = 0; i < count; ++i) s[i] = narrow<T>(widen(a[i]) + widen(b[i]));
         store(s, count, sum + begin);
       });
@@ -80,16 +80,16 @@ inline void forward_rows(const RmsNormParams& p, int64_t row_begin, int64_t row_
 
     A squares = 0;
     for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
-      const Stage<T>* v = load(x + begin, count, x_buffer);
+      const LoopType<T>* v = load(x + begin, count, x_buffer);
       squares += sum_of<A>(count, [=](int64_t i) { return widen(v[i]) * widen(v[i]); });
     });
     const A rstd = reciprocal_rms(squares, p.cols, p.options.eps);
 
     T* y = static_cast<T*>(p.y) + row * p.cols;
     for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
-      const Stage<T>* v = load(x + begin, count, x_buffer);
-      const Stage<T>* w = weight.load(begin, count);
-      Stage<T>* out = staging(y + begin, out_buffer);
+      const LoopType<T>* v = load(x + begin, count, x_buffer);
+      const LoopType<T>* w = weight.load(begin, count);
+      LoopType<T>* out = output_buffer(y + begin, out_buffer);
       for (int64_t i = 0; i < count; ++i) {
         const A n = widen(v[i]) * rstd;
         out[i] = narrow<T>((cast_before_weight ? rounded<T>(n) : n) * (offset + widen(w[i])));
@@ -102,7 +102,7 @@ inline void forward_rows(const RmsNormParams& p, int64_t row_begin, int64_t row_
 template <typename T>
 inline void backward_chunks(const RmsNormBackwardParams& p, int64_t partial_begin, int64_t partial_end) {
   using A = Wide<T>;
-  Stage<T> x_buffer[kBlock], grad_y_buffer[kBlock], out_buffer[kBlock];
+  LoopType<T> x_buffer[kBlock], grad_y_buffer[kBlock], out_buffer[kBlock];
   Operand<T> weight(static_cast<const T*>(p.weight), 1);
   Operand<T> grad_sum(static_cast<const T*>(p.grad_sum), 0);
   const A offset = p.weight != nullptr ? static_cast<A>(p.options.weight_offset) : A(0);
@@ -119,9 +119,9 @@ inline void backward_chunks(const RmsNormBackwardParams& p, int64_t partial_begi
 
       A squares = 0, products = 0;  // of x with itself and with g
       for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
-        const Stage<T>* v = load(x + begin, count, x_buffer);
-        const Stage<T>* dy = load(grad_y + begin, count, grad_y_buffer);
-        const Stage<T>* w = weight.load(begin, count);
+        const LoopType<T>* v = load(x + begin, count, x_buffer);
+        const LoopType<T>* dy = load(grad_y + begin, count, grad_y_buffer);
+        const LoopType<T>* w = weight.load(begin, count);
         squares += sum_of<A>(count, [=](int64_t i) { return widen(v[i]) * widen(v[i]); });
         products += sum_of<A>(count, [=](int64_t i) { return widen(dy[i]) * (offset + widen(w[i])) * widen(v[i]); });
       });
@@ -130,11 +130,11 @@ inline void backward_chunks(const RmsNormBackwardParams& p, int64_t partial_begi
 
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.cols;
       for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
-        const Stage<T>* v = load(x + begin, count, x_buffer);
-        const Stage<T>* dy = load(grad_y + begin, count, grad_y_buffer);
-        const Stage<T>* w = weight.load(begin, count);
-        const Stage<T>* ds = grad_sum.load(begin, count);
-        Stage<T>* dx = staging(grad_x + begin, out_buffer);
+        const LoopType<T>* v = load(x + begin, count, x_buffer);
+        const LoopType<T>* dy = load(grad_y + begin, count, grad_y_buffer);
+        const LoopType<T>* w = weight.load(begin, count);
+        const LoopType<T>* ds = grad_sum.load(begin, count);
+        LoopType<T>* dx = output_buffer(grad_x + begin, out_buffer);
         for (int64_t i = 0; i < count; ++i) {
           const A g = widen(dy[i]) * (offset + widen(w[i])), n = widen(v[i]) * rstd;
           dx[i] = narrow<T>(rstd * (g - n * projection) + widen(ds[i]));
@@ -156,7 +156,7 @@ template <typename T>
 inline void add_partials(const RmsNormBackwardParams& p, int64_t col_begin, int64_t col_end) {
   using A = Wide<T>;
   A sum[kBlock];
-  Stage<T> buffer[kBlock];
+  LoopType<T> buffer[kBlock];
   for_blocks<kBlock>(col_end - col_begin, [&](int64_t begin, int64_t count) {
     const int64_t col = col_begin + begin;
     std::fill_n(sum, count, A(0));
@@ -165,7 +165,7 @@ inline void add_partials(const RmsNormBackwardParams& p, int64_t col_begin, int6
       for (int64_t i = 0; i < count; ++i) sum[i] += partial[i];
     }
     T* target = static_cast<T*>(p.grad_weight) + col;
-    Stage<T>* dw = staging(target, buffer);
+    LoopType<T>* dw = output_buffer(target, buffer);
     for (int64_t i = 0; i < count; ++i) dw[i] = narrow<T>(sum[i]);
     store(dw, count, target);
   });

@@ -43,9 +43,9 @@ struct Pairs {
 };
 
 template <typename T>
-inline Pairs<const Stage<T>> load_pairs(const T* row, const Runs& runs, Stage<T>* buffer) {
-  const Stage<T>* a = load(row + runs.first, runs.count, buffer);
-  const Stage<T>* b = load(row + runs.second, runs.count, buffer + runs.count);
+inline Pairs<const LoopType<T>> load_pairs(const T* row, const Runs& runs, LoopType<T>* buffer) {
+  const LoopType<T>* a = load(row + runs.first, runs.count, buffer);
+  const LoopType<T>* b = load(row + runs.second, runs.count, buffer + runs.count);
   return {a, runs.interleaved ? a + 1 : b};
 }
 
@@ -54,7 +54,7 @@ inline void load_factors(const RopeParams& p, const T* cos, const T* sin, int64_
                          Factors<Wide<T>>& f) {
   const Runs runs =
       p.half_width ? Runs::of(false, begin, count, 0) : Runs::of(p.interleaved, begin, count, p.rotary_dim / 2);
-  Stage<T> buffer[2 * kPairs];
+  LoopType<T> buffer[2 * kPairs];
   const int64_t step = runs.interleaved ? 2 : 1;
   const auto c = load_pairs(cos, runs, buffer);
   for (int64_t i = 0; i < count; ++i) {
@@ -70,7 +70,7 @@ inline void load_factors(const RopeParams& p, const T* cos, const T* sin, int64_
 }
 
 template <typename T, int kStep>
-inline void rotate(Pairs<const Stage<T>> in, Pairs<Stage<T>> out, int64_t count, const Factors<Wide<T>>& f) {
+inline void rotate(Pairs<const LoopType<T>> in, Pairs<LoopType<T>> out, int64_t count, const Factors<Wide<T>>& f) {
   using A = Wide<T>;
   LLMK_INDEPENDENT
   for (int64_t i = 0; i < count; ++i) {
@@ -85,11 +85,11 @@ inline void rotate_heads(const RopeTensor& x, int64_t batch, int64_t token, cons
                          const Factors<Wide<T>>& f) {
   const T* in = static_cast<const T*>(x.in) + batch * x.in_batch + token * x.in_token;
   T* out = static_cast<T*>(x.out) + batch * x.out_batch + token * x.out_token;
-  Stage<T> in_buffer[2 * kPairs], out_buffer[2 * kPairs];
+  LoopType<T> in_buffer[2 * kPairs], out_buffer[2 * kPairs];
   for (int64_t head = 0; head < x.heads; ++head, in += x.in_head, out += x.out_head) {
     const auto from = load_pairs(in, runs, in_buffer);
-    Stage<T>* first = staging(out + runs.first, out_buffer);
-    Stage<T>* second = staging(out + runs.second, out_buffer + runs.count);
+    LoopType<T>* first = output_buffer(out + runs.first, out_buffer);
+    LoopType<T>* second = output_buffer(out + runs.second, out_buffer + runs.count);
     if (runs.interleaved) {
       rotate<T, 2>(from, {first, first + 1}, runs.count, f);
     } else {

@@ -13,26 +13,26 @@ namespace {
 // out = the head at `in`, rotated; may be in place.
 template <typename T>
 inline void rotate_head(const T* in, T* out, const Wide<T>* cos, const Wide<T>* sin, int64_t dim, bool interleaved,
-                        Stage<T>* buffer, Wide<T>* head) {
-  const Stage<T>* x = load(in, dim, buffer);
+                        LoopType<T>* buffer, Wide<T>* head) {
+  const LoopType<T>* x = load(in, dim, buffer);
   for (int64_t d = 0; d < dim; ++d) head[d] = widen(x[d]);
-  Stage<T>* staged = staging(out, buffer);
+  LoopType<T>* output = output_buffer(out, buffer);
   // Two loops, since in one loop GCC would fuse multiplications and additions in spite of -ffp-contract=off.
   const int64_t step = interleaved ? 2 : 1, distance = interleaved ? 1 : dim / 2;
   for (int64_t low = 0; low < dim / 2 * step; low += step) {
-    staged[low] = narrow<T>(rounded<T>(head[low] * cos[low]) - rounded<T>(head[low + distance] * sin[low]));
+    output[low] = narrow<T>(rounded<T>(head[low] * cos[low]) - rounded<T>(head[low + distance] * sin[low]));
   }
   for (int64_t high = distance; high < dim / 2 * step + distance; high += step) {
-    staged[high] = narrow<T>(rounded<T>(head[high] * cos[high]) + rounded<T>(head[high - distance] * sin[high]));
+    output[high] = narrow<T>(rounded<T>(head[high] * cos[high]) + rounded<T>(head[high - distance] * sin[high]));
   }
-  store(staged, dim, out);
+  store(output, dim, out);
 }
 
 template <typename T>
 inline void load_angles(const RopeTables& rope, const void* table, int64_t row_stride, int64_t position, int64_t dim,
-                        bool interleaved, Stage<T>* buffer, Wide<T>* angles) {
+                        bool interleaved, LoopType<T>* buffer, Wide<T>* angles) {
   const int64_t width = rope.half_width ? dim / 2 : dim;
-  const Stage<T>* row = load(static_cast<const T*>(table) + position * row_stride, width, buffer);
+  const LoopType<T>* row = load(static_cast<const T*>(table) + position * row_stride, width, buffer);
   for (int64_t d = 0; d < dim; ++d) angles[d] = widen(row[!rope.half_width ? d : interleaved ? d / 2 : d % width]);
 }
 
@@ -40,7 +40,7 @@ template <typename T>
 inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t flat_end) {
   using A = Wide<T>;
   const int64_t dim = p.head_dim;
-  std::vector<Stage<T>> buffer(dim);
+  std::vector<LoopType<T>> buffer(dim);
   std::vector<A> head(dim), cos(dim), sin(dim);
   for (int64_t flat = flat_begin; flat < flat_end; ++flat) {
     const int64_t b = flat / p.tokens, t = flat % p.tokens;

@@ -72,8 +72,8 @@ class Sampler {
     const Penalty penalised(penalty);
     const uint8_t* const seen = penalises ? params_.seen + row * params_.seen_stride : nullptr;
     for_blocks<512>(params_.vocab, [&](int64_t begin, int64_t count) {
-      Stage<T> buffer[512];
-      const Stage<T>* const x = cpu::load(logits + begin, count, buffer);
+      LoopType<T> buffer[512];
+      const LoopType<T>* const x = cpu::load(logits + begin, count, buffer);
       for (int64_t i = 0; i < count; ++i) {
         const float value = sanitize(static_cast<float>(widen(x[i])), kLargestFinite<T>);
         values_[begin + i] = seen && seen[begin + i] ? penalised(value) : value;
