@@ -1,4 +1,4 @@
-"""Benchmarks of llmkernels beside its peers: `python -m benchmarks ops | model | decode | stale | merge | plot`.
+"""Benchmarks of llmkernels beside its peers: `python -m benchmarks ops | model | decode | stale | merge | show`.
 
 sections.py        the table of sections: what is measured at once, and which sources it depends on
 measure.py         the sections of an op: every case by every provider
@@ -11,5 +11,6 @@ triton_kernels.py  short Triton kernels of ours, for a head to head with CUDA C+
 timing.py          the timer: CUDA graphs over rotated inputs, single launches, wall time
 results.py         results files, into which sections are merged; machine.py: what goes into their `meta`
 report.py          tables on the terminal and progress
-plots.py           the pictures, drawn from the results files alone; references.py: numbers of other runs in them
+plots.py           the pictures and tables.py the tables of the documents, from the results files alone
+references.py      numbers of other runs in the pictures
 """

@@ -1,4 +1,4 @@
-"""python -m benchmarks ops | model | decode | stale | merge | plot"""
+"""python -m benchmarks ops | model | decode | stale | merge | show"""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,7 @@ import torch
 from benchmarks import report, results, sections
 from benchmarks.cases import PROVIDERS
 from benchmarks.run import Run
+from benchmarks.sources import ROOT
 from llmkernels._command import Problem, check_model_path, run_command
 
 RESULTS = Path("results")
@@ -17,10 +18,10 @@ DECODE_PROVIDERS = ("llmkernels", "generate", "eager", "eager_generate", "static
 
 def main() -> int:
     arguments = parse()
-    if arguments.what == "plot":
-        draw(arguments.output or RESULTS)
+    if arguments.what == "show":
+        show(RESULTS)
     elif arguments.what == "merge":
-        merge(arguments.folder, arguments.output or RESULTS)
+        merge(arguments.folder, arguments.output)
     elif arguments.what == "stale":
         return stale(arguments)
     else:
@@ -28,7 +29,7 @@ def main() -> int:
         output = arguments.output or default_output(arguments)
         output.mkdir(parents=True, exist_ok=True)  # before hours of measuring
         failed = sections.measure(wanted, run_of(arguments), output, known=RESULTS)
-        draw(output)
+        show(output)
         return len(failed)
     return 0
 
@@ -57,14 +58,18 @@ def merge(source: Path, target: Path) -> None:
             except ValueError as problem:
                 raise SystemExit(str(problem)) from None
             report.console.print(f"{target / path.name}: {', '.join(meta['sections'])}")
-    draw(target)
+    show(target)
 
 
-def draw(folder: Path) -> None:
-    from benchmarks import plots
+def show(folder: Path) -> None:
+    """Draws the pictures; of results/ also the tables in the documents."""
+    from benchmarks import plots, tables
 
     results_in(folder)
     plots.draw(folder)
+    if folder.resolve() == (ROOT / RESULTS).resolve():
+        for document in tables.write(ROOT):
+            report.console.print(f"{document}: tables written")
 
 
 def results_in(folder: Path) -> list[Path]:
@@ -81,7 +86,7 @@ def parse() -> argparse.Namespace:
     decode = commands.add_parser("decode", help="the kernels of a decode step, and tokens per second of a model")
     stale = commands.add_parser("stale", help="which sections of results/ were measured on other sources; 1 if any")
     merge = commands.add_parser("merge", help="take over the sections of the results files in a folder")
-    plot = commands.add_parser("plot", help="draw the pictures again from the results files")
+    commands.add_parser("show", help="draw the pictures of results/ again, and write the tables of the documents")
     for command, providers in ((ops, PROVIDERS), (model, MODEL_PROVIDERS), (decode, DECODE_PROVIDERS)):
         names = [section.name for section in sections.find(sections.COMMANDS[command.prog.split()[-1]])]
         command.add_argument(
@@ -104,7 +109,8 @@ def parse() -> argparse.Namespace:
     for command in (model, decode):
         command.add_argument("--model", metavar="ID_OR_PATH", help="weights by from_pretrained (default: random)")
     merge.add_argument("folder", type=Path)
-    for command in (ops, model, decode, stale, merge, plot):
+    merge.add_argument("--output", type=Path, metavar="DIR", default=RESULTS, help="default: results")
+    for command in (ops, model, decode, stale):
         command.add_argument(
             "--output",
             type=Path,

@@ -1,4 +1,4 @@
-"""The pictures, one message each, drawn from the results files alone; `python -m benchmarks plot` draws them again.
+"""The pictures, one message each, drawn from the results files alone; `python -m benchmarks show` draws them again.
 
 A colour is an implementation, in all of them. Each picture carries the hash of the file that it was drawn from.
 """
@@ -9,12 +9,13 @@ from pathlib import Path
 
 from benchmarks import references, report
 from benchmarks.cases import OURS
-from benchmarks.report import cases, ordered
+from benchmarks.report import cases
 from benchmarks.results import load
 
 NAMES_AND_COLOURS = {
     "llmkernels": ("llmkernels", "#d62728"),
     "generate": ("model.generate, patched", "#f4a3a3"),
+    "empty": ("an empty op", "#dddddd"),
     "eager": ("eager", "#9d9d9d"),
     "eager_generate": ("model.generate, unpatched", "#9d9d9d"),
     "torch": ("torch, fused", "#4c78a8"),
@@ -25,7 +26,6 @@ NAMES_AND_COLOURS = {
     "cublas": ("cuBLAS", "#1f3d7a"),
     "cudnn": ("cuDNN", "#17a2a2"),
     "flash": ("FlashAttention-2 (torch)", "#8c564b"),
-    "empty": ("an empty op", "#dddddd"),
     "quack": ("quack", "#5c4a1f"),
     "flashinfer": ("FlashInfer", "#e377c2"),
 }
@@ -332,12 +332,13 @@ def sequences(count: int) -> str:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Ours first, then the others."""
-    return sorted(ordered(names), key=lambda name: (name != OURS, name != "generate"))
+    """Ours first."""
+    known = list(NAMES_AND_COLOURS)
+    return sorted(names, key=lambda name: (known.index(name) if name in known else len(known), name))
 
 
 def label(row: dict) -> str:
-    if is_ours(row) and row["op"] == "decode":
+    if is_ours(row) and row["section"] in ("steps", "other_sizes"):
         return "llmkernels.generate"
     return NAMES_AND_COLOURS.get(row["provider"], (row["provider"],))[0]
 

@@ -56,7 +56,7 @@ def shape(keys: dict) -> str:
 
 def ordered(names: Iterable[str]) -> list[str]:
     known = ("empty", *PROVIDERS)
-    return sorted(names, key=lambda name: known.index(name) if name in known else len(known))
+    return sorted(names, key=lambda name: (known.index(name) if name in known else len(known), name))
 
 
 def number(time_us: float) -> str:

@@ -2,18 +2,20 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise, permutations
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import call_overhead, models, plots, report, results, sections, step_parts, timing
+from benchmarks import call_overhead, models, plots, report, results, sections, step_parts, tables, timing
 from benchmarks.cases import OURS, PROVIDERS
 from benchmarks.ops import DECODE_OPS, OPS
 from benchmarks.run import Run
@@ -95,8 +97,8 @@ def test_a_short_run_of_a_model_in_a_folder(tmp_path):
 A_ROW = {"op": "call_overhead", "function": "rope", "provider": OURS, "timing": "wall", "dtype": "float32"}
 
 A_META = {
-    "gpu": "a GPU", "cpu": "a CPU", "torch": "old", "date": "2026-01-01", "sources": "0", "copy_gb_s": 1, "read_gb_s": 1,
-    "sm_clock_mhz": 0,
+    "gpu": "a GPU", "cpu": "a CPU", "torch": "old", "date": "2026-01-01", "sources": "0", "copy_gb_s": 1,
+    "read_gb_s": 1, "sm_clock_mhz": 0,
 }  # fmt: skip
 
 
@@ -228,7 +230,42 @@ def test_committed_pictures_are_of_the_committed_results():
     assert {path.name for path in (ROOT / "results").glob("*.png")} == set(wanted)
     for picture, file in wanted.items():
         hashed = plots.content_hash(ROOT / "results" / f"{file}.json")
-        assert drawn_from(ROOT / "results" / picture) == hashed, "python -m benchmarks plot"
+        assert drawn_from(ROOT / "results" / picture) == hashed, "python -m benchmarks show"
+
+
+def test_the_tables_of_the_documents_are_of_the_committed_results():
+    if not (ROOT / "results").exists():
+        pytest.skip("needs the results")
+    committed = tables.Results(ROOT / "results")
+    found = set()
+    for name in tables.DOCUMENTS:
+        text = (ROOT / name).read_text()
+        assert tables.filled(text, committed) == text, f"{name}: python -m benchmarks show"
+        found |= {block[2] for block in tables.BLOCK.finditer(text)}
+        assert text.count("<!-- table") == text.count("<!-- end -->") == len(tables.BLOCK.findall(text))
+        for picture in re.findall(r"\]\((?:results/)?(\w+\.png)\)", text):
+            assert (ROOT / "results" / picture).exists()
+    assert found == set(tables.TABLES)
+
+
+def test_losses_are_counted(tmp_path):
+    """By more than the noise, worst first; what only serves for comparison is no peer."""
+
+    class Some:
+        rows: ClassVar = {"ops": [
+            {**A_ROW, "function": function, "provider": name, "time_us": time_us, **more}
+            for function, times in {
+                "draw": {OURS: (1.005, {}), "eager": (1, {})},
+                "lost": {OURS: (1.5, {}), "eager": (1, {}), "torch": (2, {})},
+                "badly": {OURS: (3, {}), "eager": (1, {})},
+                "won": {OURS: (1, {}), "eager": (2, {}), "cublas": (0.5, {"approximate": True}), "empty": (0.1, {})},
+                "alone": {OURS: (1, {})},
+            }.items() for name, (time_us, more) in times.items()
+        ]}  # fmt: skip
+
+    assert [keys["function"] for keys, _, _ in tables.lost(Some)] == ["badly", "lost"]
+    assert "2 of 4" in tables.score(Some)
+    assert tables.losses(Some).splitlines()[2].split(" | ")[0].endswith("badly")
 
 
 def test_a_colour_is_one_implementation():

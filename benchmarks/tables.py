@@ -1,0 +1,269 @@
+"""The tables of README.md and results/README.md, written from the results files: `python -m benchmarks show`.
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; a test compares it with the results.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.cases import OURS
+from benchmarks.plots import (
+    DTYPES,
+    bandwidth,
+    dates,
+    in_order,
+    is_ours,
+    label,
+    main_rows,
+    microseconds,
+    milliseconds,
+    number,
+    pick,
+)  # fmt: skip
+from benchmarks.report import METHODS, cases
+from benchmarks.results import load
+
+DOCUMENTS = ("README.md", "results/README.md")
+BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SIZES = ((1, 512), (1, 8192), (8, 512), (64, 512))  # batch and context of the README's table of decoding
+NO_PEERS = ("generate", "empty")
+NOISE = 1.01  # what is closer than that is a draw
+
+Rows = list[dict]
+Value = Callable[[dict], float]
+
+
+class Results:
+    """The rows of each file, and what was measured on what."""
+
+    def __init__(self, folder: Path):
+        self.metas, self.rows = {}, {}
+        for file in ("ops", "model", "decode", "decode_ops"):
+            self.metas[file], self.rows[file] = load(folder / f"{file}.json")
+        self.tests = json.loads((folder / "gpu_tests.json").read_text())
+
+    def below(self, file: str, rows: Rows) -> str:
+        meta = self.metas[file]
+        return f"\n{meta['gpu']}, torch {meta['torch']}, transformers {meta['transformers']}, {dates(meta, rows)}.\n"
+
+
+def write(root: Path) -> list[str]:
+    """Writes every table again. Returns the documents that have changed."""
+    results, changed = Results(root / "results"), []
+    for name in DOCUMENTS:
+        path = root / name
+        text = path.read_text()
+        if (new := filled(text, results)) != text:
+            path.write_text(new)
+            changed.append(name)
+    return changed
+
+
+def filled(text: str, results: Results) -> str:
+    return BLOCK.sub(lambda found: found[1] + TABLES[found[2]](results) + found[3], text)
+
+
+# ---- each table
+
+
+def decode(results: Results) -> str:
+    """ms per token at a few sizes, a line for each way to generate."""
+    steps = [row for row in pick(results.rows["decode"], op="decode") if row["provider"] != "eager"]
+    columns = [{row["provider"]: row for row in pick(steps, batch=batch, context=context)} for batch, context in SIZES]
+    labels = {row["provider"]: label(row) for row in steps}
+    body = [
+        [labels[name], *(cell(found.get(name), milliseconds, fastest(found.values())) for found in columns)]
+        for name in in_order(labels)
+    ]
+    head = ["ms per token", *(f"batch {batch}, context {context}" for batch, context in SIZES)]
+    return markdown(head, body) + results.below("decode", steps)
+
+
+def decode_all(results: Results) -> str:
+    rows = sorted(pick(results.rows["decode"], op="decode"), key=lambda row: (row["batch"], row["context"]))
+    return side_by_side(rows, milliseconds, "ms per token") + results.below("decode", rows)
+
+
+def ops(results: Results) -> str:
+    """A case of each op, beside its best peer."""
+    wanted = (
+        {"op": "rms_norm", "rows": 2048, "cols": 3584, "pass": "fwd"},
+        {"op": "rms_norm", "rows": 16384, "cols": 3584, "pass": "fwd"},
+        {"op": "rms_norm", "rows": 16384, "cols": 3584, "pass": "bwd"},
+        {"op": "add_rms_norm", "rows": 16384, "cols": 3584, "pass": "fwd"},
+        {"op": "rope", "tokens": 8192, "kv_heads": 8, "in_place": False, "pass": "fwd"},
+        {"op": "swiglu", "rows": 2048, "cols": 18944, "pass": "fwd"},
+        {"op": "swiglu", "rows": 2048, "cols": 18944, "pass": "bwd"},
+        {"op": "geglu", "rows": 2048, "cols": 18944, "pass": "fwd"},
+    )
+    rows = [row for keys in wanted for row in pick(main_rows(results.rows["ops"]), **keys)]
+    return beside_best_peer(rows) + results.below("ops", rows)
+
+
+def decode_ops(results: Results) -> str:
+    """A few cases of each kernel of a step, beside its best peer."""
+    of = results.rows["decode_ops"]
+    rows = [row for row in pick(of, op="linear") if row["m"] in (1, 16, 64) and row["n"] != 3584]
+    rows += [row for row in pick(of, op="decode_attention") if row["cache"] == "contiguous" and row["kv_tokens"] > 512]
+    rows += [row for row in pick(of, op="sample") if row["rows"] in (1, 64)]
+    return beside_best_peer(rows) + results.below("decode_ops", rows)
+
+
+def beside_best_peer(rows: Rows) -> str:
+    head, body = ["case", "µs", "TB/s", "best peer", "its µs", "eager, µs"], []
+    for keys, found in cases(rows):
+        ours, peer = found[OURS], best_peer(found)
+        best = fastest((ours, *([peer] if peer else [])))
+        body.append([
+            case_of(keys), cell(ours, microseconds, best), number(bandwidth(ours)),
+            label(peer) if peer else "", cell(peer, microseconds, best), cell(found.get("eager"), microseconds),
+        ])  # fmt: skip
+    return markdown(head, body)
+
+
+def prefill(results: Results, logits: str = "last") -> str:
+    rows = pick(results.rows["model"], op="prefill", logits=logits)
+    return side_by_side(rows, milliseconds, "ms") + results.below("model", rows)
+
+
+def forward_decode(results: Results) -> str:
+    rows = pick(results.rows["model"], op="decode")
+    return side_by_side(rows, milliseconds, "ms per token") + results.below("model", rows)
+
+
+def of_ops(results: Results, direction: str, method: str) -> str:
+    rows = [row for row in results.rows["ops"] if row["op"] != "call_overhead"]
+    rows = pick(rows, **{"pass": direction, "timing": method})
+    return side_by_side(rows, microseconds, "µs", bandwidth) + results.below("ops", rows)
+
+
+def overhead(results: Results) -> str:
+    rows = pick(results.rows["ops"], op="call_overhead")
+    return side_by_side(rows, microseconds, "µs") + results.below("ops", rows)
+
+
+def kernel(results: Results, op: str) -> str:
+    rows = pick(results.rows["decode_ops"], op=op)
+    return side_by_side(rows, microseconds, "µs", bandwidth) + results.below("decode_ops", rows)
+
+
+def parts(results: Results) -> str:
+    rows = pick(results.rows["decode"], op="decode_part")
+    batches = sorted({row["batch"] for row in rows})
+    found = {(row["part"], row["batch"]): row for row in rows}
+    names = dict.fromkeys(row["part"] for row in rows)
+    body = [[part, *(cell(found.get((part, batch)), milliseconds) for batch in batches)] for part in names]
+    return markdown(["ms", *(f"batch {batch}" for batch in batches)], body) + results.below("decode", rows)
+
+
+def side_by_side(rows: Rows, value: Value, unit: str, rate: Value | None = None) -> str:
+    """A line for every case, a column for every implementation."""
+    names = in_order({row["provider"] for row in rows})
+    labels = {row["provider"]: label(row) for row in rows}
+    head = [unit, *(labels[name] for name in names), *(["TB/s"] if rate else [])]
+    body = []
+    for keys, found in cases(rows):
+        best = fastest(row for name, row in found.items() if name not in NO_PEERS and not row.get("approximate"))
+        cells = [cell(found.get(name), value, best) for name in names]
+        body.append([case_of(keys), *cells, *([number(rate(found[OURS]))] if rate else [])])
+    return markdown(head, body)
+
+
+def losses(results: Results) -> str:
+    """Every case in which a peer is faster than ours by more than the noise, worst first."""
+    head, body = ["case", "timed by", "µs", "the faster one", "its µs", "by"], []
+    for keys, ours, peer in lost(results):
+        factor = ours["time_us"] / peer["time_us"] - 1
+        body.append([
+            case_of(keys), METHODS[keys["timing"]], number(ours["time_us"]), label(peer),
+            number(peer["time_us"]), f"{factor:.0%}",
+        ])  # fmt: skip
+    return markdown(head, body) + "\n"
+
+
+def score(results: Results) -> str:
+    """How many cases are lost, of how many."""
+    lines = []
+    for method, words in METHODS.items():
+        compared = [keys for keys, _, _ in compare(results) if keys["timing"] == method]
+        behind = [keys for keys, _, _ in lost(results) if keys["timing"] == method]
+        lines.append(f"- {words}: a peer is faster in {len(behind)} of {len(compared)} cases\n")
+    return "".join(lines)
+
+
+def lost(results: Results) -> list[tuple[dict, dict, dict]]:
+    found = [one for one in compare(results) if one[1]["time_us"] > NOISE * one[2]["time_us"]]
+    return sorted(found, key=lambda one: one[2]["time_us"] / one[1]["time_us"])
+
+
+def compare(results: Results) -> Iterator[tuple[dict, dict, dict]]:
+    """Every case with peers: its keys, our row, and that of the best peer."""
+    for rows in results.rows.values():
+        for keys, found in cases(rows):
+            if OURS in found and (peer := best_peer(found)):
+                yield keys, found[OURS], peer
+
+
+def tests(results: Results) -> str:
+    meta, counts, tools = (results.tests[key] for key in ("meta", "tests", "sanitizer"))
+    said = [f"{name} {found['errors']} errors in {found['tests']} tests" for name, found in tools.items()]
+    counted = ", ".join(f"{count} {what}" for what, count in counts.items())
+    return f"{meta['gpu']}, {meta['date'][:10]}: {counted}. compute-sanitizer: {'; '.join(said)}.\n"
+
+
+TABLES: dict[str, Callable[[Results], str]] = {
+    "decode": decode,
+    "decode_all": decode_all,
+    "ops": ops,
+    "decode_ops": decode_ops,
+    "prefill": prefill,
+    "prefill_all_logits": partial(prefill, logits="all"),
+    "forward_decode": forward_decode,
+    "ops_forward": partial(of_ops, direction="fwd", method="graph"),
+    "ops_backward": partial(of_ops, direction="bwd", method="graph"),
+    "call_overhead": overhead,
+    "linear": partial(kernel, op="linear"),
+    "rms_norm_linear": partial(kernel, op="rms_norm_linear"),
+    "decode_attention": partial(kernel, op="decode_attention"),
+    "sample": partial(kernel, op="sample"),
+    "decode_parts": parts,
+    "score": score,
+    "losses": losses,
+    "tests": tests,
+}
+
+
+# ---- what they share
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    lines = [" | ".join(text.replace("|", r"\|") for text in line) for line in (head, *body)]
+    lines.insert(1, " | ".join(["---"] + ["---:"] * (len(head) - 1)))
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def cell(row: dict | None, value: Value, best: float | None = None) -> str:
+    if row is None:
+        return ""
+    return f"**{number(value(row))}**" if row["time_us"] == best else number(value(row))
+
+
+def fastest(rows: Iterable[dict]) -> float:
+    return min(row["time_us"] for row in rows)
+
+
+def best_peer(found: dict[str, dict]) -> dict | None:
+    peers = [row for name, row in found.items() if not is_ours(row) and name not in NO_PEERS]
+    return min((row for row in peers if not row.get("approximate")), key=lambda row: row["time_us"], default=None)
+
+
+def case_of(keys: dict) -> str:
+    """`rms_norm` backward 2048x3584 fp16"""
+    name = "" if keys["op"] in ("call_overhead", "prefill", "decode") else f"`{keys['op']}`"
+    backward = "backward" if keys.get("pass") == "bwd" else ""
+    dtype = DTYPES[keys["dtype"]] if keys["op"] in ("rms_norm", "add_rms_norm") else ""
+    return " ".join(word for word in (name, backward, report.shape(keys), dtype) if word)
