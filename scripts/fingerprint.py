@@ -121,14 +121,16 @@ class Cpp:
             for i, token in enumerate(tokens[:-2])
             if token == DIRECTIVE and tokens[i + 1] == "include"
         ]
-        self.declared: Counter[str] = Counter()
+        self.declared: Counter[str] = Counter()  # with the namespace in front
         self.defined: set[str] = set()
         self._read(tokens)
         words = Counter(token for token in tokens if token[0].isalpha() or token[0] == "_")
-        self.used = set(words - self.declared)
+        words.subtract(unqualified(name) for name in self.declared.elements())
+        self.used = {word for word, count in words.items() if count > 0}
 
     def _read(self, tokens: tuple[str, ...]):
         """Functions at namespace scope. An explicit instantiation is a definition."""
+        namespaces: list[str] = []
         statement: list[str] = []
         names: list[str] = []
         parentheses = braces = 0
@@ -142,12 +144,18 @@ class Cpp:
                 parentheses -= 1
             elif token == "(":
                 if parentheses == 0 and "=" not in statement and (name := called(statement)):
-                    names.append(name)
+                    names.append("".join((*namespaces, name)))
                 parentheses += 1
             elif parentheses == 0 and token in ("{", "}", ";"):
-                if token == "{" and not {"namespace", "extern"} & set(statement):
+                if token == "{" and "namespace" in statement:
+                    namespaces.append("".join(statement[statement.index("namespace") + 1 :] or ["(unnamed)"]) + "::")
+                elif token == "{" and statement[:1] == ["extern"] and len(statement) == 2:
+                    namespaces.append("")
+                elif token == "{":
                     self.defined.update(names)
                     braces = 1
+                elif token == "}":
+                    del namespaces[-1:]
                 elif token == ";" and statement[:1] == ["template"] and statement[1:2] != ["<"]:
                     self.defined.update(names)
                 elif token == ";":
@@ -164,6 +172,10 @@ def called(statement: list[str]) -> str | None:
         depth += (statement[place] == ">") - (statement[place] == "<")
         place -= 1
     return statement[place] if place >= 0 and re.match(r"[A-Za-z_]", statement[place]) else None
+
+
+def unqualified(name: str) -> str:
+    return name.rpartition("::")[2]
 
 
 cpp_file = cache(Cpp)
@@ -297,7 +309,7 @@ class Tree:
 
     @cached_property
     def definers(self) -> dict[str, list[str]]:
-        """The files that are compiled and define a function, by its name."""
+        """The files that are compiled and define a function, by its name with the namespace."""
         found: dict[str, list[str]] = {}
         for name in self.cpp_files:
             if Path(name).suffix in (".cpp", ".cu"):
@@ -308,8 +320,9 @@ class Tree:
     def _cpp_needs(self, name: str) -> list[str]:
         needed = list(self._included(name))
         for header in {name, *self.headers(name)}:
-            for function in self.cpp(name).used & self.cpp(header).declared.keys():
-                needed += [file for file in self.definers.get(function, ()) if header in self.headers(file)]
+            for function in self.cpp(header).declared:
+                if unqualified(function) in self.cpp(name).used:
+                    needed += [file for file in self.definers.get(function, ()) if header in self.headers(file)]
         # What a header declares inside a class is defined in the file of the same name.
         twins = (str(Path(name).with_suffix(suffix)) for suffix in (".cu", ".cpp"))
         return needed + [path for path in twins if path in self.cpp_files]

@@ -142,7 +142,7 @@ def change(path: Path, text: str):
         ("csrc/kernels/launch.cu", {*OPS, "decode"}),
         ("csrc/torch/binding.h", {*OPS, "decode"}),
         ("csrc/device/reduce.cuh", {"rms_norm", "linear", "decode"}),  # whoever works on the norms says so
-        ("csrc/kernels/activation/glu.cu", {"glu", "decode"}),
+        ("csrc/kernels/activation/glu.cu", {"glu", "linear", "decode"}),  # the binding of linears has one with SwiGLU
         ("csrc/kernels/norm/rms_norm_backward.cu", {"rms_norm", "linear", "decode"}),  # a linear behind a norm
         ("csrc/kernels/linear/linear.cu", {"linear", "decode"}),
         ("csrc/kernels/attention/decode_attention_bf16.cu", {"attention", "decode"}),
@@ -210,10 +210,12 @@ def test_a_source_of_the_cpu_counts_for_a_result_of_the_cpu(copy):
 def test_a_definition_in_another_file_is_found(tmp_path):
     """By the header that both include; a function of the same name elsewhere is another one."""
     files = {
-        "csrc/a.h": "int f(int a = {});\nstruct S { int g(); };",
+        "csrc/a.h": "namespace n {\nint f(int a = {});\n}\nstruct S { int g(); };",
         "csrc/user.cpp": '#include "a.h"\nint use() { return f(1); }',
         "csrc/defines.cu": '#include "a.h"\nnamespace n {\nint f(int a) { return a; }\n}',
-        "csrc/instance.cu": '#include "a.h"\ntemplate int f<int>(int);',
+        "csrc/instance.cu": '#include "a.h"\ntemplate int f<int>(int);\nnamespace n { template int f<int>(int); }',
+        "csrc/unnamed.cu": '#include "a.h"\nnamespace { int f(int a) { return a; } }',
+        "csrc/inner.cu": '#include "a.h"\nnamespace n::m { int f(int a) { return a; } }',
         "csrc/a.cu": "int S::g() { return 0; }",
         "csrc/other.cu": "int f(int a) { return a; }",
         "csrc/mentions.cu": '#include "a.h"\nint h() { return f(2); }',
