@@ -70,6 +70,11 @@ def run(options: argparse.Namespace) -> None:
     if inputs.input_ids.numel() == 0:
         raise Problem("--prompt must have at least one token")
     model = _model(options.model, dtype if dtype == "auto" else getattr(torch, dtype))
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if (largest := int(inputs.input_ids.max())) >= vocabulary:
+        raise Problem(
+            f"the tokenizer does not fit the model: it has token {largest}, and the model {vocabulary} tokens"
+        )
     model = model.to(device).eval()
     try:
         handle = llmkernels.patch(model)
@@ -126,13 +131,17 @@ def _model(name: str, dtype):
 
     try:
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            name, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True
         )
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise Problem(f"the model of {name} cannot be loaded: {error}") from error
-    if missing := sorted(loading["missing_keys"]):  # which transformers fills with random numbers
+    # What is missing or does not fit, transformers fills with random numbers.
+    if others := sorted(loading["mismatched_keys"]):
+        key, found, expected = others[0]
+        raise Problem(f"{key} of {name} must be {list(expected)} by its config.json, got {list(found)}")
+    if missing := sorted(loading["missing_keys"]):
         raise Problem(f"the checkpoint of {name} lacks {len(missing)} weights, {missing[0]} for one")
     return model
 

@@ -1,5 +1,6 @@
 """The command line: what it does, and that whatever stops it is said in one line, with status 1 and no traceback."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import llmkernels
 from generating import NEW, hf_generate, small_model
-from hf_models import tiny_config
+from hf_models import VOCAB, tiny_config
 from llmkernels import __main__, _library
 from llmkernels._command import run_command
 
@@ -75,6 +76,26 @@ def a_weight_missing(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def another_shape(folder):
+    change_config(folder, vocab_size=50)
+
+
+def tokenizer_of_another_model(folder):
+    change_config(folder, vocab_size=50)
+    weights = load_file(folder / "model.safetensors")
+    fitting = {name: weight[:50].clone() if weight.shape[0] == VOCAB else weight for name, weight in weights.items()}
+    save_file(fitting, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def truncated_tokenizer(folder):
+    os.truncate(folder / "tokenizer.json", 100)
+
+
 def no_config(folder):
     (folder / "config.json").unlink()
 
@@ -107,6 +128,9 @@ def refusing_template(folder):
         (corrupt_weights, "cannot be loaded: Error while deserializing header"),
         (no_weights, "cannot be loaded: Error no file named model.safetensors"),
         (a_weight_missing, "lacks 1 weights, model.layers.1.mlp.down_proj.weight for one"),
+        (another_shape, "must be [50, 112] by its config.json, got [97, 112]"),
+        (tokenizer_of_another_model, "the tokenizer does not fit the model: it has token 64, and the model 50 tokens"),
+        (truncated_tokenizer, "the tokenizer of "),
         (no_config, "has no config.json"),
         (broken_config, "cannot be loaded: "),
         (another_kind_of_model, "cannot be loaded: "),
