@@ -45,7 +45,11 @@ def stale(arguments: argparse.Namespace) -> int:
         return int(bool(found))
     wanted = [section for section, _ in found]
     run, output = run_of(arguments), arguments.output or default_output(arguments)
-    return len(sections.measure(wanted, run, output, arguments.budget_s, known=RESULTS))
+    output.mkdir(parents=True, exist_ok=True)
+    failed = sections.measure(wanted, run, output, arguments.budget_s, known=RESULTS)
+    if not arguments.output:
+        show(output)
+    return len(failed)
 
 
 def merge(source: Path, target: Path) -> None:
@@ -53,10 +57,7 @@ def merge(source: Path, target: Path) -> None:
     for path in results_in(source):
         meta, rows = results.load(path)
         if "sections" in meta:
-            try:
-                results.merge(target / path.name, meta, rows)
-            except ValueError as problem:
-                raise SystemExit(str(problem)) from None
+            results.merge(target / path.name, meta, rows)
             report.console.print(f"{target / path.name}: {', '.join(meta['sections'])}")
     show(target)
 
