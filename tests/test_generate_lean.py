@@ -1,9 +1,12 @@
 """llmkernels.generate, the loop that samples on the device, and the command that uses it."""
 
 import copy
+import re
+import sys
 
 import pytest
 import torch
+import transformers
 
 import llmkernels
 from generating import NEW, Stream, check_counts, generate_step, hf_generate, lean_steps, left_padded, small_model
@@ -11,6 +14,8 @@ from hf_models import FAMILIES, count_ops, lora, tiny_inputs
 from llmkernels import KVCache
 from llmkernels.hf import generate
 from llmkernels.hf.decode import decoder
+
+module = sys.modules["llmkernels.hf.generate"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -105,6 +110,130 @@ def test_lean_continues_on_its_cache(device):
     assert torch.equal(llmkernels.generate(model, part, past_key_values=cache, **options), whole)
     rest = llmkernels.generate(model, part[:, -1:], past_key_values=twin, **options)  # or those behind the cache
     assert torch.equal(torch.cat([part[:, :-1], rest], 1), whole)
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_lean_defaults_are_those_of_model_generate(patched, device, monkeypatch):
+    """First those of model.generation_config, then those of transformers."""
+    model, ids = small_model(device=device), tiny_inputs(device, 3)
+    if patched:
+        llmkernels.patch(model)
+    seen = []
+    real = module.sample
+    monkeypatch.setattr(module, "sample", lambda logits, **options: seen.append(options) or real(logits, **options))
+
+    def options_of(**options):
+        seen.clear()
+        text = llmkernels.generate(model, ids, **options)
+        numbers = {name: seen[0][name] for name in seen[0] if name not in ("seen", "rng_state")}
+        numbers = {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in numbers.items()}
+        return text.shape[1] - 11, numbers
+
+    new, numbers = options_of()
+    assert (new, numbers) == (model.generate(ids).shape[1] - 11, {"temperature": 0.0})
+    assert options_of(do_sample=True)[1] == {"top_k": [50] * 3}
+    assert options_of(do_sample=True, top_k=0)[1] == {}
+    assert options_of(do_sample=True, top_k=10**12)[1] == {"top_k": [97] * 3}
+    model.generation_config.update(do_sample=True, temperature=0.5, top_k=7, max_new_tokens=5, repetition_penalty=1.5)
+    assert options_of() == (5, {"temperature": [0.5] * 3, "top_k": [7] * 3, "repetition_penalty": [1.5] * 3})
+    assert options_of(temperature=1.0, max_new_tokens=2)[1] == {"top_k": [7] * 3, "repetition_penalty": [1.5] * 3}
+    assert options_of(temperature=None, top_k=[1, 2, 3], repetition_penalty=1.0)[1] == {"top_k": [1, 2, 3]}
+    assert options_of(do_sample=False, repetition_penalty=None) == (5, {"temperature": 0.0})
+    config = transformers.GenerationConfig(do_sample=True, max_new_tokens=3, top_p=0.5, top_k=0)
+    new, numbers = options_of(generation_config=config)
+    assert (new, numbers["top_p"], "top_k" in numbers) == (3, [0.5] * 3, False)
+    first = hf_generate(model, ids, do_sample=False, repetition_penalty=1.0)[:, 11].tolist()
+    model.generation_config.update(eos_token_id=first, do_sample=False, repetition_penalty=None)
+    assert options_of()[0] == 1
+    assert options_of(eos_token_id=[])[0] == options_of(eos_token_id=None)[0] == 5
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_lean_infers_the_mask_from_pad_tokens(patched, device):
+    """Where there is a pad token that does not end a text, as transformers has it."""
+    model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
+    padded = ids.masked_fill(mask == 0, 0)
+    with_mask, without = hf_generate(model, padded, attention_mask=mask), hf_generate(model, padded)
+    assert torch.equal(with_mask, without)
+    as_text = hf_generate(model, padded, eos_token_id=0)
+    assert not torch.equal(as_text[0], without[0])
+    if patched:
+        llmkernels.patch(model)
+    assert torch.equal(llmkernels.generate(model, padded, max_new_tokens=NEW), without)
+    assert torch.equal(llmkernels.generate(model, padded, max_new_tokens=NEW, eos_token_id=0), as_text)
+
+
+@pytest.mark.parametrize("penalty", [1.6, [1.6, 1.6, 1.6]], ids=["one", "several"])
+@pytest.mark.parametrize("make", [transformers.DynamicCache, lambda: None], ids=["DynamicCache", "KVCache"])
+def test_lean_penalty_of_a_continued_text(make, penalty, device, late):
+    """It sees all ids, those in the cache too, but no padding where transformers' does not."""
+    model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
+    ids = ids.masked_fill(mask == 0, 5)
+    options = {"attention_mask": mask, "max_new_tokens": NEW}
+    whole = hf_generate(model, ids, repetition_penalty=1.6, **options)
+    assert not torch.equal(whole, hf_generate(model, ids, **options))
+    llmkernels.patch(model)
+    options["past_key_values"] = make() or KVCache(model, 40)
+    part = llmkernels.generate(model, ids, repetition_penalty=penalty, **options | {"max_new_tokens": 3})
+    assert torch.equal(part, whole[:, :14])
+    options |= {"attention_mask": torch.cat([mask, mask.new_ones(3, 3)], 1), "max_new_tokens": NEW - 3}
+    assert torch.equal(llmkernels.generate(model, part, repetition_penalty=penalty, **options), whole)
+    assert list(decoder(model).calls) == [generate_step()]
+
+
+def test_lean_options_in_full_whatever_the_default_dtype():
+    """0.999 is 1 in bfloat16, and off."""
+    model, ids = small_model(), tiny_inputs()
+    llmkernels.patch(model)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for top_p in (0.999, [0.999, 0.9]):
+            llmkernels.generate(model, ids, do_sample=True, top_p=top_p, temperature=0.7, max_new_tokens=2)
+            (programs,) = decoder(model)._programs.values()
+            (buffers,) = (program.buffers for kind, program in programs.items() if kind != "step")
+            expected = torch.tensor(top_p, dtype=torch.float32).expand(2)
+            assert torch.equal(buffers["top_p"], expected)
+            assert torch.equal(buffers["temperature"], torch.full((2,), 0.7, dtype=torch.float32))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_lean_refuses_what_does_not_generate():
+    model, ids = small_model(), tiny_inputs()
+    t5 = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=97)
+    for wrong, message in (
+        (model.model, "must be a causal language model of transformers, which has generate(), got Qwen2Model"),
+        (torch.nn.Linear(2, 2), "which has generate(), got Linear"),
+        (None, "which has generate(), got NoneType"),
+        (transformers.T5ForConditionalGeneration(t5), "must have a decoder only, got T5ForConditionalGeneration"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            llmkernels.generate(wrong, ids)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"output_scores": True},
+        {"return_dict_in_generate": True},
+        {"max_time": 3.0},
+        {"no_repeat_ngram_size": 2},
+        {"prompt_lookup_num_tokens": 2},
+        {"stop_strings": ["a"]},
+        {"synced_gpus": True},
+        {"inputs": torch.ones(1, 3)},
+        {"logits_processor": [transformers.generation.MinLengthLogitsProcessor(3, 5)]},
+        {"stopping_criteria": [transformers.generation.MaxTimeCriteria(3.0)]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_lean_names_what_only_model_generate_has(options):
+    model, (name,) = small_model(), options
+    with pytest.raises(ValueError, match=rf"generate: {name} must .*; model\.generate takes it"):
+        llmkernels.generate(model, tiny_inputs(batch=1), max_new_tokens=2, **options)
 
 
 def test_lean_errors():

@@ -69,15 +69,18 @@ def generate(
     _check_arguments(input_ids, streamer, generator, options)
     per_sequence = {name: options[name] for name in _OPTIONS if _is_several(options.get(name))}
     options |= dict.fromkeys(per_sequence)
+    if "repetition_penalty" in per_sequence:
+        options["repetition_penalty"] = 2.0  # any: for its processor, which knows what ids it sees
     if isinstance(options.get("eos_token_id"), Sequence) and not options["eos_token_id"]:
         options["eos_token_id"] = None
 
     def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
         _check_config(generation_config, stopping_criteria)
         numbers = _sampling(logits_processor) | per_sequence
+        seen = _seen(input_ids, logits_processor)
         if not generation_config.do_sample:
             numbers = {name: value for name, value in numbers.items() if name == "repetition_penalty"}
-        return _run(model, input_ids, numbers, stopping_criteria, generation_config, streamer, generator, inputs)
+        return _run(model, input_ids, seen, numbers, stopping_criteria, generation_config, streamer, generator, inputs)
 
     return model.generate(input_ids, streamer=streamer, custom_generate=loop, **options)
 
@@ -208,12 +211,22 @@ def _sampling(logits_processor) -> dict[str, float | int]:
     found = {}
     for processor in logits_processor:
         kind = type(processor)
-        if kind not in order or getattr(processor, "prompt_ignore_length", None):
+        if kind not in order or isinstance(getattr(processor, "prompt_ignore_length", None), int):
             raise ValueError(f"generate: logits_processor must be empty, got {kind.__name__}; model.generate takes it")
         del order[: order.index(kind) + 1]
         name, attribute = known[kind]
         found[name] = getattr(processor, attribute)
     return found
+
+
+def _seen(ids: Tensor, logits_processor) -> Tensor:
+    """The prompt as the penalty sees it: transformers 5.23 leaves out padding, where the last token stands here."""
+    for processor in logits_processor:
+        padding = getattr(processor, "prompt_ignore_length", None)
+        if padding is not None:
+            positions = torch.arange(ids.shape[1], device=ids.device)
+            ids = ids.where(positions >= padding.to(ids.device)[:, None], ids[:, -1:])
+    return ids
 
 
 # --- the loop
@@ -245,7 +258,7 @@ class _ModuleStep:
         return function()
 
 
-def _run(model, input_ids, numbers, stopping_criteria, config, streamer, generator, inputs) -> Tensor:
+def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, generator, inputs) -> Tensor:
     state = decoder(model)
     try:
         call = prepare(model, input_ids, stopping_criteria, config, False, inputs)
@@ -264,7 +277,7 @@ def _run(model, input_ids, numbers, stopping_criteria, config, streamer, generat
         else:
             step = _ModuleStep(model, outputs, inputs, input_ids[:, -1])
         del outputs
-        choice = _Choice(step, logits, input_ids, numbers, config, generator)
+        choice = _Choice(step, logits, seen, numbers, config, generator)
         late = call is not None and reading.is_late(input_ids.device)
         _loop(step, choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)
     if streamer is not None:
@@ -305,17 +318,17 @@ def _loop(step, choice: "_Choice", logits: Tensor, text: Text, limit: int, strea
 class _Choice:
     """Logits to tokens. What it reads and writes stays in place, so that the graph of a step covers it too."""
 
-    def __init__(self, step, logits: Tensor, ids: Tensor, numbers: dict[str, Any], config, generator):
+    def __init__(self, step, logits: Tensor, prompt: Tensor, numbers: dict[str, Any], config, generator):
         self._step = step
         batch, vocab = logits.shape
-        buffer = functools.partial(step.program.buffer, device=ids.device)
+        buffer = functools.partial(step.program.buffer, device=prompt.device)
         eos, pad = config._eos_token_tensor, config._pad_token_tensor
         self._eos = self.finished = None
         if eos is not None:
             self._eos = buffer("eos", (len(eos),), torch.long).copy_(eos)
             self._pad = buffer("pad", (), torch.long).copy_(pad)
             self.finished = buffer("finished", (batch,), torch.bool).zero_()
-        self._going = torch.zeros((), dtype=torch.bool, device=ids.device)
+        self._going = torch.zeros((), dtype=torch.bool, device=prompt.device)
         # Tensors, and not numbers that a graph would keep; but those that are off are not there, which costs nothing.
         self._options = {
             name: self._fill(buffer(name, (batch,), _OPTIONS[name][1]), name, value, vocab)
@@ -324,7 +337,7 @@ class _Choice:
         if not config.do_sample:
             self._options["temperature"] = 0.0
         if "repetition_penalty" in numbers:
-            self._options["seen"] = buffer("seen", (batch, vocab), torch.bool).zero_().scatter_(1, ids.long(), True)
+            self._options["seen"] = buffer("seen", (batch, vocab), torch.bool).zero_().scatter_(1, prompt.long(), True)
         self._options["rng_state"] = buffer("rng_state", (2,), torch.long)
         home = "cpu" if generator is None else generator.device  # said in full: the default device may be another one
         self._options["rng_state"].copy_(torch.randint(1 << 43, (2,), generator=generator, device=home))
