@@ -209,10 +209,16 @@ def compare(results: Results) -> Iterator[tuple[dict, dict, dict]]:
 
 
 def tests(results: Results) -> str:
-    meta, counts, tools = (results.tests[key] for key in ("meta", "tests", "sanitizer"))
-    said = [f"{name} {found['errors']} errors in {found['tests']} tests" for name, found in tools.items()]
-    counted = ", ".join(f"{count} {what}" for what, count in counts.items())
-    return f"{meta['gpu']}, {meta['date'][:10]}: {counted}. compute-sanitizer: {'; '.join(said)}.\n"
+    meta = results.tests["meta"]
+    parts = {"tests": "all", "two_gpus": "those that need two GPUs"}
+    lines = [
+        f"- {words}: {', '.join(f'{count} {what}' for what, count in results.tests[part].items())}"
+        for part, words in parts.items()
+        if part in results.tests
+    ]
+    for tool, found in results.tests["sanitizer"].items():
+        lines.append(f"- under {tool}: {found['errors']} errors in {found['tests']} tests")
+    return "\n".join([f"{meta['gpu']}, {meta['date'][:10]}:\n", *lines, ""])
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
