@@ -54,25 +54,25 @@ decode_op = partial(of_op, "decode_ops", methods=("graph",))
 
 # Those that matter most come first.
 TABLE = (
-    of("ops", "call_overhead", "call_overhead", "measure", 30),  # soon: before others have filled the host's caches
-    of("decode", "steps", "steps_patched", "measure_first_sizes", 60),
-    decode_op("linear", "linear", 60),
-    decode_op("rms_norm_linear", "linear", 60),
-    decode_op("decode_attention", "decode_attention", 60),
-    decode_op("sample", "sample", 30),
-    op("rms_norm", "rms_norm", 100),
-    op("add_rms_norm", "add_rms_norm", 50),
-    op("rope", "rope", 70),
-    op("swiglu", "swiglu", 60),
-    op("geglu", "geglu", 20),
-    of("model", "prefill", "forward_compared", "measure_prefill", 120),
-    of("model", "decode", "forward_compared", "measure_decode", 60),
-    of("decode", "other_sizes", "steps_patched", "measure_other_sizes", 240),
-    of("decode", "parts", "step_parts", "measure", 40),
-    of("decode", "unpatched", "steps_unpatched", "measure_first_sizes", 80),
-    of("decode", "unpatched_other_sizes", "steps_unpatched", "measure_other_sizes", 180),
-    of("model", "compiled", "forward_compiled", "measure", 180),
-    of("decode", "compiled", "steps_unpatched", "measure_compiled", 300),
+    of("ops", "call_overhead", "call_overhead", "measure", 15),  # soon: before others have filled the host's caches
+    of("decode", "steps", "steps_patched", "measure_first_sizes", 30),
+    decode_op("linear", "linear", 30),
+    decode_op("rms_norm_linear", "linear", 40),
+    decode_op("decode_attention", "decode_attention", 30),
+    decode_op("sample", "sample", 15),
+    op("rms_norm", "rms_norm", 65),
+    op("add_rms_norm", "add_rms_norm", 25),
+    op("rope", "rope", 40),
+    op("swiglu", "swiglu", 35),
+    op("geglu", "geglu", 10),
+    of("model", "prefill", "forward_compared", "measure_prefill", 70),
+    of("model", "decode", "forward_compared", "measure_decode", 30),
+    of("decode", "other_sizes", "steps_patched", "measure_other_sizes", 100),
+    of("decode", "parts", "step_parts", "measure", 15),
+    of("decode", "unpatched", "steps_unpatched", "measure_first_sizes", 35),
+    of("decode", "unpatched_other_sizes", "steps_unpatched", "measure_other_sizes", 80),
+    of("model", "compiled", "forward_compiled", "measure", 120),
+    of("decode", "compiled", "steps_unpatched", "measure_compiled", 130),
 )
 COMMANDS = {"ops": ("ops",), "decode": ("decode_ops", "decode"), "model": ("model",)}  # and the files that they write
 
