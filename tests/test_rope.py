@@ -327,7 +327,7 @@ ERRORS = {
     "rotary_dim must be even, positive and at most head_dim, 16, got 7": lambda q, k, c: rope(q, k, c, c, rotary_dim=7),
     "rotary_dim must .* got 32": lambda q, k, c: rope(q, k, c, c, rotary_dim=32),
     "rotary_dim must .* got -2": lambda q, k, c: rope(q, k, c, c, rotary_dim=-2),
-    "rotary_dim must .* got 0": lambda q, k, c: rope(q, k, c[:, :0], c[:, :0]),
+    "cos must have an even number of columns": lambda q, k, c: rope(q, k, c[:, :0], c[:, :0]),
     r"cos must be a table of shape \(positions, 16\).* got \[1, 5, 16\]": lambda q, k, c: rope(
         q, k, c[None], c[None], ids(c, 5)
     ),

@@ -302,8 +302,7 @@ void check_attention(const char* op, const Argument& model, int64_t batch, int64
   check_per_sequence(op, {"cache_seqlens", attended.cache_seqlens}, batch);
   check_per_sequence(op, {"cache_leftpad", attended.cache_leftpad}, batch);
   check_finite(op, "softmax_scale", attended.softmax_scale.value_or(1));
-  LLMK_CHECK_OPTION(attended.window_left >= -1, op, "window_left must be at least -1 (unlimited), got ",
-                    attended.window_left);
+  LLMK_CHECK(attended.window_left >= -1, op, "window_left must be at least -1 (unlimited), got ", attended.window_left);
   check_not_negative(op, "softcap", attended.softcap);
 }
 

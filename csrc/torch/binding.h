@@ -19,23 +19,20 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// LLMK_CHECK(ok, "rms_norm", "x must have a dimension") is for tensors that do not fit: raised in Python as
-// RuntimeError("rms_norm: x must have a dimension"). LLMK_CHECK_OPTION is for numbers and words: a ValueError.
-#define LLMK_CHECK(condition, op, ...)                                   \
-  do {                                                                   \
-    if (!(condition)) ::llmk::fail<std::runtime_error>(op, __VA_ARGS__); \
-  } while (false)
-#define LLMK_CHECK_OPTION(condition, op, ...)                               \
-  do {                                                                      \
-    if (!(condition)) ::llmk::fail<std::invalid_argument>(op, __VA_ARGS__); \
+// LLMK_CHECK(ok, "rms_norm", "x must have a dimension"): raised in Python as
+// RuntimeError("rms_norm: x must have a dimension"), from which the public functions make a ValueError where the
+// argument is no tensor: the type of any other C++ exception is lost on its way through some versions of torch.
+#define LLMK_CHECK(condition, op, ...)               \
+  do {                                               \
+    if (!(condition)) ::llmk::fail(op, __VA_ARGS__); \
   } while (false)
 
-template <typename Error, typename... Parts>
+template <typename... Parts>
 [[noreturn]] void fail(const char* op, const Parts&... parts) {
   std::ostringstream text;
   text << op << ": ";
   (text << ... << parts);
-  throw Error(text.str());
+  throw std::runtime_error(text.str());
 }
 
 inline std::string text(IntHeaderOnlyArrayRef values) {
@@ -112,8 +109,7 @@ inline Dtype to_dtype(const char* op, const Argument& argument) {
       return Dtype::kFloat64;
     default: break;
   }
-  fail<std::runtime_error>(op, argument.name, " must be float32, float16, bfloat16 (or float64 on the CPU), got ",
-                           name(type));
+  fail(op, argument.name, " must be float32, float16, bfloat16 (or float64 on the CPU), got ", name(type));
 }
 
 inline void check_dtype(const char* op, const Argument& argument, const Argument& model) {
@@ -137,11 +133,11 @@ inline void check_vector(const char* op, const Argument& argument, const Argumen
 }
 
 inline void check_finite(const char* op, const char* name, double value) {
-  LLMK_CHECK_OPTION(std::isfinite(value), op, name, " must be finite, got ", value);
+  LLMK_CHECK(std::isfinite(value), op, name, " must be finite, got ", value);
 }
 
 inline void check_not_negative(const char* op, const char* name, double value) {
-  LLMK_CHECK_OPTION(std::isfinite(value) && value >= 0, op, name, " must be finite and at least 0, got ", value);
+  LLMK_CHECK(std::isfinite(value) && value >= 0, op, name, " must be finite and at least 0, got ", value);
 }
 
 inline int32_t dtype_code(ScalarType type) {

@@ -109,8 +109,8 @@ Tensor packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_
 }
 
 Activation gelu(const char* op, const std::string& approximate) {
-  LLMK_CHECK_OPTION(approximate == "tanh" || approximate == "none", op,
-                    "approximate must be 'tanh' or 'none' (erf), got '", approximate, "'");
+  LLMK_CHECK(approximate == "tanh" || approximate == "none", op, "approximate must be 'tanh' or 'none' (erf), got '",
+             approximate, "'");
   return approximate == "tanh" ? Activation::kGeluTanh : Activation::kGeluErf;
 }
 

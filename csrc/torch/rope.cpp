@@ -35,11 +35,14 @@ void check_q_and_k(const Call& call, const Argument& given_q, const Argument& gi
   const Tensor &q = *given_q, &k = *given_k;
   const Layout layout(call.heads_first);
   const char* shape_text = call.heads_first ? "(batch, heads, tokens, head_dim)" : "(batch, tokens, heads, head_dim)";
-  LLMK_CHECK(q.dim() == 4, call.op, "q must have shape ", shape_text, ", got ", shape(q));
-  LLMK_CHECK(k.dim() == 4, call.op, "k must have shape ", shape_text, ", got ", shape(k));
-  check_dtype(call.op, {"k", k}, {"q", q});
+  for (const Argument& argument : {given_q, given_k}) {
+    LLMK_CHECK(argument->dim() == 4, call.op, argument.name, " must have shape ", shape_text, ", got ",
+               shape(*argument));
+  }
+  check_dtype(call.op, given_k, given_q);
   LLMK_CHECK(k.size(0) == q.size(0) && k.size(layout.tokens) == q.size(layout.tokens) && k.size(3) == q.size(3),
-             call.op, "k must have the batch, tokens and head_dim of q, ", shape(q), ", got ", shape(k));
+             call.op, given_k.name, " must have the batch, tokens and head_dim of ", given_q.name, ", ", shape(q),
+             ", got ", shape(k));
 }
 
 // cos and sin must be (tokens, width), (1 or batch, tokens, width), or a table (positions, width) when there are
@@ -75,8 +78,10 @@ void run(const Call& call, const Tensor& q, const Tensor& k, const Tensor& q_out
   const Dtype dtype = to_dtype(call.op, {"q", q});
   const int64_t width = call.cos.dim() > 0 ? call.cos.size(call.cos.dim() - 1) : 0;
   const int64_t rotary_dim = call.rotary_dim.value_or(width), head_dim = q.size(3);
-  LLMK_CHECK_OPTION(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= head_dim, call.op,
-                    "rotary_dim must be even, positive and at most head_dim, ", head_dim, ", got ", rotary_dim);
+  const bool fits = rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= head_dim;
+  LLMK_CHECK(fits || call.rotary_dim, call.op, "cos must have an even number of columns, at most head_dim, ", head_dim,
+             ", got shape ", shape(call.cos));
+  LLMK_CHECK(fits, call.op, "rotary_dim must be even, positive and at most head_dim, ", head_dim, ", got ", rotary_dim);
   check_angles(call, q, rotary_dim);
   const Tensor cos = with_unit_last_stride(call.cos), sin = with_unit_last_stride(call.sin);
   if (call.position_ids) {
@@ -150,8 +155,9 @@ Tensor output_like(const Tensor& tensor) {
   return has_unit_last_stride(out) ? out : empty_rows(tensor);
 }
 
-std::tuple<Tensor, Tensor> out_of_place(const Call& call, const Tensor& q, const Tensor& k) {
-  check_q_and_k(call, {"q", q}, {"k", k});
+std::tuple<Tensor, Tensor> out_of_place(const Call& call, const Argument& given_q, const Argument& given_k) {
+  check_q_and_k(call, given_q, given_k);
+  const Tensor &q = *given_q, &k = *given_k;
   Tensor q_out = output_like(q), k_out = output_like(k);
   run(call, with_unit_last_stride(q), with_unit_last_stride(k), q_out, k_out);
   return {q_out, k_out};
@@ -160,14 +166,14 @@ std::tuple<Tensor, Tensor> out_of_place(const Call& call, const Tensor& q, const
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 std::optional<Tensor> position_ids, bool heads_first, bool interleaved,
                                 std::optional<int64_t> rotary_dim) {
-  return out_of_place({"rope", cos, sin, position_ids, heads_first, interleaved, rotary_dim}, q, k);
+  return out_of_place({"rope", cos, sin, position_ids, heads_first, interleaved, rotary_dim}, {"q", q}, {"k", k});
 }
 
 std::tuple<Tensor, Tensor> rope_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& cos,
                                          const Tensor& sin, std::optional<Tensor> position_ids, bool heads_first,
                                          bool interleaved, std::optional<int64_t> rotary_dim) {
-  return out_of_place({"rope_backward", cos, sin, position_ids, heads_first, interleaved, rotary_dim, true}, grad_q,
-                      grad_k);
+  return out_of_place({"rope_backward", cos, sin, position_ids, heads_first, interleaved, rotary_dim, true},
+                      {"grad_q", grad_q}, {"grad_k", grad_k});
 }
 
 void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, std::optional<Tensor> position_ids,

@@ -51,12 +51,12 @@ Tensor sample(const Tensor& logits, std::optional<Tensor> temperature, std::opti
   LLMK_CHECK(vocab >= 1 && vocab <= sampling::kMaxVocab, op, "logits must have from 1 to ", sampling::kMaxVocab,
              " columns, got ", vocab);
   LLMK_CHECK(count <= sampling::kMaxRows, op, "logits must have at most ", sampling::kMaxRows, " rows, got ", count);
-  LLMK_CHECK_OPTION(temperature_value >= 0, op, "temperature must be at least 0, got ", temperature_value);
-  LLMK_CHECK_OPTION(top_k_value >= 0, op, "top_k must be at least 0, got ", top_k_value);
-  LLMK_CHECK_OPTION(top_p_value > 0 && top_p_value <= 1, op, "top_p must be in (0, 1], got ", top_p_value);
-  LLMK_CHECK_OPTION(min_p_value >= 0 && min_p_value <= 1, op, "min_p must be in [0, 1], got ", min_p_value);
-  LLMK_CHECK_OPTION(repetition_penalty_value > 0 && std::isfinite(repetition_penalty_value), op,
-                    "repetition_penalty must be positive and finite, got ", repetition_penalty_value);
+  LLMK_CHECK(temperature_value >= 0, op, "temperature must be at least 0, got ", temperature_value);
+  LLMK_CHECK(top_k_value >= 0, op, "top_k must be at least 0, got ", top_k_value);
+  LLMK_CHECK(top_p_value > 0 && top_p_value <= 1, op, "top_p must be in (0, 1], got ", top_p_value);
+  LLMK_CHECK(min_p_value >= 0 && min_p_value <= 1, op, "min_p must be in [0, 1], got ", min_p_value);
+  LLMK_CHECK(repetition_penalty_value > 0 && std::isfinite(repetition_penalty_value), op,
+             "repetition_penalty must be positive and finite, got ", repetition_penalty_value);
   LLMK_CHECK(rng_state.scalar_type() == ScalarType::Long && rng_state.dim() == 1 && rng_state.size(0) == 2 &&
                  rng_state.stride(0) == 1,
              op, "rng_state must be a contiguous Long tensor of shape [2], got ", name(rng_state.scalar_type()), " ",

@@ -2,8 +2,12 @@
 
 import contextlib
 import functools
+import inspect
+import re
 from collections.abc import Callable
-from typing import Any
+from numbers import Integral, Number, Real
+from types import NoneType, UnionType
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -70,6 +74,63 @@ def _refuse_tangents(name: str, args) -> None:
     for argument in args:
         if isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None:
             raise RuntimeError(f"{name}: forward-mode differentiation is not supported, only reverse mode")
+
+
+def public(function: Callable) -> Callable:
+    """A public function whose errors have the right type.
+
+    TypeError: an argument is of another kind than its annotation says, None for a tensor included. ValueError: a number
+    or a word that the op refuses. It looks only once something has failed, so it costs nothing where all is well.
+    """
+    signature = inspect.signature(function)
+    is_compiling = torch.compiler.is_compiling
+
+    @functools.wraps(function)
+    def call(*args, **named):
+        if is_compiling():
+            return function(*args, **named)
+        try:
+            return function(*args, **named)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            _explain(function.__name__, signature, args, named, error)
+            raise
+
+    return call
+
+
+_KINDS = {
+    Tensor: ("a tensor", lambda value: isinstance(value, Tensor)),
+    torch.Generator: ("a torch.Generator", lambda value: isinstance(value, torch.Generator)),
+    float: ("a number", lambda value: isinstance(value, Real)),
+    int: ("an integer", lambda value: isinstance(value, Integral)),
+    bool: ("a bool", lambda value: isinstance(value, bool)),
+    str: ("a string", lambda value: isinstance(value, str)),
+    NoneType: ("None", lambda value: value is None),
+    tuple[int, int]: (
+        "a pair of integers",
+        lambda value: isinstance(value, tuple | list) and [isinstance(x, Integral) for x in value] == [True, True],
+    ),
+}
+
+
+def _explain(op: str, signature: inspect.Signature, args: tuple, named: dict, error: Exception) -> None:
+    try:
+        given = signature.bind(*args, **named).arguments
+    except TypeError:  # an argument is missing or unknown: Python's own error names it
+        return
+    for name, value in given.items():
+        annotation = signature.parameters[name].annotation
+        kinds = [_KINDS[kind] for kind in (get_args(annotation) if isinstance(annotation, UnionType) else [annotation])]
+        if not any(accepts(value) for _, accepts in kinds):
+            expected = " or ".join(text for text, _ in kinds)
+            got = repr(value) if value is None or isinstance(value, str | Number | tuple) else type(value).__name__
+            raise TypeError(f"{op}: {name} must be {expected}, got {got}") from None
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(number, Integral) and not -(2**63) <= number < 2**63:
+                raise ValueError(f"{op}: {name} must fit in 64 bits, got {value}") from None
+    culprit = re.match(r"\w+: (\w+) must ", str(error))
+    if type(error) is RuntimeError and culprit and isinstance(given.get(culprit[1]), Number | str):
+        raise ValueError(str(error)) from None
 
 
 def register_fake(name: str, fake: Callable, overloads: tuple[str, ...] = ("", ".no_grad")) -> None:

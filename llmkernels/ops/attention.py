@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import contiguous_like, register_fake
+from llmkernels.ops._common import contiguous_like, public, register_fake
 
 _ops = torch.ops.llmkernels
 
 
+@public
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -81,6 +82,7 @@ def decode_attention(
     )
 
 
+@public
 def rope_kv_write(
     q: Tensor,
     k: Tensor,

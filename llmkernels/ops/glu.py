@@ -6,13 +6,21 @@ Kernels: csrc/kernels/activation/glu.cu, csrc/cpu/glu.cpp.
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, contiguous_like, differentiable_once, register_autograd, register_fake
+from llmkernels.ops._common import (
+    caller,
+    contiguous_like,
+    differentiable_once,
+    public,
+    register_autograd,
+    register_fake,
+)
 
 _ops = torch.ops.llmkernels
 _swiglu, _swiglu_packed = caller("swiglu"), caller("swiglu_packed")
 _geglu, _geglu_packed = caller("geglu"), caller("geglu_packed")
 
 
+@public
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     r"""SiLU-gated product, :math:`y = \mathrm{silu}(g) \cdot u` with :math:`\mathrm{silu}(g) = g / (1 + e^{-g})`.
 
@@ -40,6 +48,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _swiglu(*_promoted(gate, up))
 
 
+@public
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
     r"""GELU-gated product, :math:`y = \mathrm{gelu}(g) \cdot u`.
 

@@ -6,13 +6,14 @@ Kernels: csrc/kernels/linear; composition of the rest: csrc/torch/linear.cpp.
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, differentiable_once, register_autograd, register_fake
+from llmkernels.ops._common import caller, differentiable_once, public, register_autograd, register_fake
 from llmkernels.ops.rms_norm import rms_norm
 
 _ops = torch.ops.llmkernels
 _linear, _rms_norm_linear = caller("linear"), caller("rms_norm_linear")
 
 
+@public
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     r"""Linear layer, :math:`y = x W^\top + b`, as fast as W can be read when x has few rows.
 
@@ -42,6 +43,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _linear(*_autocast(x, weight, bias), False)
 
 
+@public
 def rms_norm_linear(
     x: Tensor,
     norm_weight: Tensor | None,

@@ -6,12 +6,20 @@ Kernels: csrc/kernels/norm, csrc/cpu/norm.cpp.
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, contiguous_like, differentiable_once, register_autograd, register_fake
+from llmkernels.ops._common import (
+    caller,
+    contiguous_like,
+    differentiable_once,
+    public,
+    register_autograd,
+    register_fake,
+)
 
 _ops = torch.ops.llmkernels
 _rms_norm, _add_rms_norm = caller("rms_norm"), caller("add_rms_norm")
 
 
+@public
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -53,6 +61,7 @@ def rms_norm(
     return _rms_norm(x, weight, eps, weight_offset, cast_before_weight)
 
 
+@public
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,

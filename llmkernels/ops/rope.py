@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, differentiable_once, register_autograd, register_fake
+from llmkernels.ops._common import caller, differentiable_once, public, register_autograd, register_fake
 
 _ops = torch.ops.llmkernels
 _rope = caller("rope")
@@ -11,6 +11,7 @@ _rope = caller("rope")
 _HEADS_FIRST = {"bthd": False, "bhtd": True}
 
 
+@public
 def rope(
     q: Tensor,
     k: Tensor,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import register_fake
+from llmkernels.ops._common import public, register_fake
 
 _sample = torch.ops.llmkernels.sample.default
 
@@ -11,6 +11,7 @@ _OFFSETS = 1 << 43  # the op counts up from here to 2^44
 _OFF = (1.0, 0, 1.0, 0.0, 1.0)
 
 
+@public
 def sample(
     logits: Tensor,
     temperature: float | Tensor = 1.0,
@@ -68,8 +69,8 @@ def sample(
         ``TopPLogitsWarper`` and ``MinPLogitsWarper`` of transformers, in this order, then ``softmax`` and
         ``multinomial``: the same distribution, other random numbers. (Which of equal logits top-p keeps depends there
         on a sort that need not be stable; here it is as if it were.)
-    Raises: RuntimeError for shapes, dtypes, devices and numbers out of range; ValueError for both a generator and a
-        random state.
+    Raises: RuntimeError for shapes, dtypes, devices and tensors that share memory with ``seen`` or ``rng_state``;
+        ValueError for numbers out of range, and for both a generator and a random state.
     Source: Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Keskar et al. 2019 (the penalty), Salmon et al.
         2011 (Philox).
 

@@ -1,0 +1,433 @@
+"""Every op refuses what does not fit, by name: each tensor and number of each op in turn, taken from its schema.
+
+A fake (meta, FakeTensorMode, torch.compile, torch.export) has to raise what the op raises with real tensors.
+"""
+
+import inspect
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+import llmkernels
+from oracles import angles
+
+BATCH, HEADS, KV_HEADS, DIM, HIDDEN, INTERMEDIATE, CAPACITY, VOCAB = 2, 4, 2, 8, 24, 16, 6, 10
+
+_F32, _I32 = torch.float32, torch.int32
+
+
+def _layer(plural: bool) -> dict:
+    shapes = {
+        ("input_norm", "input_norms"): (HIDDEN,),
+        ("qkv_weight", "qkv_weights"): ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
+        ("qkv_bias", "qkv_biases"): ((HEADS + 2 * KV_HEADS) * DIM,),
+        ("o_weight", "o_weights"): (HIDDEN, HEADS * DIM),
+        ("o_bias", "o_biases"): (HIDDEN,),
+        ("post_norm", "post_norms"): (HIDDEN,),
+        ("gate_up_weight", "gate_up_weights"): (2 * INTERMEDIATE, HIDDEN),
+        ("down_weight", "down_weights"): (HIDDEN, INTERMEDIATE),
+        ("k_cache", "k_caches"): (BATCH, CAPACITY, KV_HEADS, DIM),
+        ("v_cache", "v_caches"): (BATCH, CAPACITY, KV_HEADS, DIM),
+    }
+    if plural:
+        return {names[1]: [torch.ones(shape) for _ in range(2)] for names, shape in shapes.items()}
+    return {names[0]: torch.ones(shape) for names, shape in shapes.items()}
+
+
+def _per_sequence(value: int) -> Tensor:
+    return torch.full((BATCH,), value, dtype=_I32)
+
+
+def valid(op: str) -> dict:
+    """Arguments by name that the op takes, every tensor that is optional among them."""
+    x, weight = torch.ones(BATCH, 3, 8), torch.ones(8)
+    q, k = torch.ones(BATCH, 3, HEADS, DIM), torch.ones(BATCH, 3, KV_HEADS, DIM)
+    cos, sin = angles(5, DIM)
+    norm_options = {"eps": 1e-6, "weight_offset": 0.0}
+    rope = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": torch.arange(3).expand(BATCH, 3)}
+    rotation = {"cos": cos, "sin": sin, "positions": _per_sequence(1), "cache_seqlens": _per_sequence(2)}
+    caches = {name: torch.ones(BATCH, CAPACITY, KV_HEADS, DIM) for name in ("k_cache", "v_cache")}
+    pages = {"block_table": torch.arange(BATCH, dtype=_I32)[:, None], "softmax_scale": 0.5, "window_left": 4}
+    lengths = {"cache_seqlens": _per_sequence(3), "cache_leftpad": _per_sequence(0)}
+    hidden = {"hidden": torch.ones(BATCH, HIDDEN)}
+    decode = rotation | {"cache_leftpad": _per_sequence(0), "heads": HEADS, "cast_before_weight": True, **norm_options}
+    rows = {"norm_weight": weight, "weight": torch.ones(6, 8)}
+    values = {
+        "rms_norm": {"x": x, "weight": weight, **norm_options},
+        "add_rms_norm": {"x": x, "residual": x.clone(), "weight": weight, **norm_options},
+        "rms_norm_backward": {"grad_y": x, "x": x, "weight": weight, "grad_sum": x, **norm_options,
+                              "cast_before_weight": True, "needs_grad_weight": True},
+        "rope": rope,
+        "rope_": rope,
+        "rope_backward": {"grad_q": q, "grad_k": k, **dict(list(rope.items())[2:]), "heads_first": False,
+                          "interleaved": False, "rotary_dim": DIM},
+        "swiglu": {"gate": x, "up": x},
+        "swiglu_backward": {"grad_y": x, "gate": x, "up": x},
+        "swiglu_packed": {"gate_up": x},
+        "swiglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x},
+        "geglu": {"gate": x, "up": x},
+        "geglu_backward": {"grad_y": x, "gate": x, "up": x, "approximate": "none"},
+        "geglu_packed": {"gate_up": x},
+        "geglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "approximate": "none"},
+        "sample": {"logits": torch.ones(BATCH, VOCAB), "temperature": torch.ones(BATCH), "top_k": _per_sequence(2),
+                   "top_p": torch.ones(BATCH), "min_p": torch.zeros(BATCH), "repetition_penalty": torch.ones(BATCH),
+                   "seen": torch.zeros(BATCH, VOCAB, dtype=torch.bool), "rng_state": torch.zeros(2).long(),
+                   "temperature_value": 1.0, "top_p_value": 1.0, "min_p_value": 0.0, "repetition_penalty_value": 1.0},
+        "linear": {"x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6)},
+        "rms_norm_linear": {"x": x, **rows, "bias": torch.ones(6), **norm_options},
+        "linear_add_": {"residual": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6)},
+        "rms_norm_swiglu_linear": {"x": x, **rows, **norm_options},
+        "decode_attention": {"q": q, **caches, **lengths, **pages, "softcap": 0.0},
+        "rope_kv_write": {**rope, "v": k.clone(), **caches, "cache_seqlens": _per_sequence(3),
+                          "block_table": pages["block_table"]},
+        "rope_decode_attention": {"qkv": torch.ones(BATCH, (HEADS + 2 * KV_HEADS) * DIM), **rotation,
+                                  "cache_leftpad": _per_sequence(0), **caches, **pages, "heads": HEADS,
+                                  "softcap": 0.0},
+        "decode_layer": {**hidden, **_layer(plural=False), **decode, **pages},
+        "decode_step": {**hidden, **_layer(plural=True), **decode, "norm": torch.ones(HIDDEN),
+                        "head": torch.ones(VOCAB, HIDDEN), "head_bias": torch.ones(VOCAB), "softmax_scale": 0.5,
+                        "windows_left": [-1, 4]},
+    }  # fmt: skip
+    return tree_map_only(Tensor, torch.clone, values[op])
+
+
+OPS = sorted(name.removeprefix("llmkernels::") for name in torch._C._dispatch_get_all_op_names()
+             if name.startswith("llmkernels::") and not name.endswith(".no_grad"))  # fmt: skip
+
+
+def overload(op: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.llmkernels, op).default
+
+
+def call(op: str, values: dict):
+    return overload(op)(**values)
+
+
+def tensors_of(op: str) -> list[tuple[str, int | None]]:
+    """The name of every tensor argument, and the last index of a list."""
+    return [
+        (name, len(value) - 1 if isinstance(value, list) else None)
+        for name, value in valid(op).items()
+        if isinstance(value, Tensor) or (isinstance(value, list) and isinstance(value[0], Tensor))
+    ]
+
+
+EVERY_TENSOR = [(op, name, index) for op in OPS for name, index in tensors_of(op)]
+every_op = pytest.mark.parametrize("op", OPS)
+every_tensor = pytest.mark.parametrize("op, name, index", EVERY_TENSOR, ids=lambda x: "" if x is None else str(x))
+
+
+def changed(op: str, name: str, index: int | None, change) -> dict:
+    values = valid(op)
+    if index is None:
+        return values | {name: change(values[name])}
+    return values | {name: [*values[name][:index], change(values[name][index])]}
+
+
+def written(op: str) -> list[str]:
+    """The arguments that the schema says are written to."""
+    return [argument.name for argument in overload(op)._schema.arguments if argument.is_write]
+
+
+def fakes(values: dict, mode: FakeTensorMode) -> dict:
+    return tree_map_only(Tensor, mode.from_tensor, values)
+
+
+def error_of(function, *args) -> tuple[type, str]:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        function(*args)
+    return caught.type, str(caught.value)
+
+
+# A longer last dimension fits what has none of its size prescribed; there it is another dimension too many.
+_ANY_LAST = {("decode_attention", "block_table"), ("rope_kv_write", "block_table"),
+             ("rope_decode_attention", "block_table"), ("decode_layer", "block_table")}  # fmt: skip
+
+
+def wrong_shape(op: str, name: str):
+    if (op, name) in _ANY_LAST:
+        return lambda x: x[None]
+    return lambda x: x.new_zeros(*x.shape[:-1], x.shape[-1] + 1)
+
+
+@every_op
+def test_the_values_are_valid(op, device):
+    call(op, tree_map_only(Tensor, lambda x: x.to(device), valid(op)))
+    call(op, tree_map_only(Tensor, lambda x: x.to("meta"), valid(op)))
+    assert {argument.name for argument in overload(op)._schema.arguments if "Tensor" in str(argument.type)} == {
+        name for name, _ in tensors_of(op)
+    }
+
+
+@pytest.mark.parametrize("kind", ["dtype", "shape"])
+@every_tensor
+def test_fakes_refuse_what_the_op_refuses(op, name, index, kind):
+    change = (lambda x: x.to(torch.int16)) if kind == "dtype" else wrong_shape(op, name)
+    values = changed(op, name, index, change)
+    before = tree_map_only(Tensor, torch.clone, values)
+    error = error_of(call, op, values)
+    assert error[0] is RuntimeError and error[1].startswith(f"{op}: ")
+    if kind == "dtype":
+        assert name.removesuffix("s") in error[1] or "gate" in error[1] or op.endswith("backward")
+    for argument in written(op):
+        torch.testing.assert_close(values[argument], before[argument], rtol=0, atol=0)
+    assert error_of(call, op, tree_map_only(Tensor, lambda x: x.to("meta"), values)) == error
+    with FakeTensorMode() as mode:
+        assert error_of(call, op, fakes(values, mode)) == error
+
+
+@every_tensor
+def test_tensors_on_two_devices(op, name, index):
+    first = next(iter(tensors_of(op)))[0]
+    if name == first and len(tensors_of(op)) == 1:
+        pytest.skip("one tensor")
+    values = changed(op, name, index, lambda x: x.to("meta"))
+    error = error_of(call, op, values)
+    schema_names = [argument.name for argument in overload(op)._schema.arguments]
+    first = next(argument for argument in schema_names if isinstance(values.get(argument), Tensor))
+    if name == first:
+        assert re.fullmatch(rf"{op}: \S+ must be on the device of {first}, meta, got cpu", error[1])
+    else:
+        where = name if index is None else f"{name}[{index}]"
+        assert error[1] == f"{op}: {where} must be on the device of {first}, cpu, got meta"
+
+
+@pytest.mark.parametrize("name", ["add_rms_norm", "rope", "decode_attention", "linear_add_", "sample", "decode_step"])
+def test_float64_on_a_gpu(name):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        values = tree_map_only(Tensor, lambda x: x.to(torch.float64) if x.is_floating_point() else x, valid(name))
+        values = tree_map_only(Tensor, lambda x: torch.empty_like(mode.from_tensor(x), device="cuda"), values)
+        assert "is float64, which is supported on the CPU only" in error_of(call, name, values)[1]
+
+
+@every_op
+def test_dynamic_shapes(op):
+    """Sizes without a value are checked when the op runs; those with one as they are in the example."""
+    torch._dynamo.reset()
+    name, index = tensors_of(op)[-1]
+    compiled = torch.compile(lambda values: call(op, values), fullgraph=True, dynamic=True, backend="eager")
+    compiled(valid(op))
+    error = error_of(call, op, changed(op, name, index, lambda x: x.to(torch.int16)))
+    with pytest.raises(Exception, match=re.escape(error[1].split(",")[0])):
+        compiled(changed(op, name, index, lambda x: x.to(torch.int16)))
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_nobody_knows():
+    """What a mask leaves: checked when the op runs."""
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, mask, weight: llmkernels.rms_norm(x[mask], weight), fullgraph=True, backend="aot_eager"
+    )
+    x, mask = torch.randn(5, 8), torch.tensor([True, False, True, True, False])
+    torch.testing.assert_close(compiled(x, mask, torch.ones(8)), llmkernels.rms_norm(x[mask], torch.ones(8)))
+    with pytest.raises(Exception, match=r"rms_norm: weight must have shape \[8\]"):
+        compiled(x, mask, torch.ones(7))
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, op: str):
+        super().__init__()
+        self.op = op
+
+    def forward(self, values):
+        return call(self.op, values)
+
+
+@every_op
+def test_export(op):
+    name, index = tensors_of(op)[-1]
+    values = changed(op, name, index, wrong_shape(op, name))
+    error = error_of(call, op, values)
+    torch.export.export(Calls(op), (valid(op),))
+    with pytest.raises(Exception, match=re.escape(error[1])):
+        torch.export.export(Calls(op), (values,))
+
+
+# None and other kinds of Python objects.
+
+
+@every_tensor
+def test_none_for_a_tensor(op, name, index):
+    argument = next(argument for argument in overload(op)._schema.arguments if argument.name == name)
+    if "Optional" in str(argument.type) or index is not None or len(tensors_of(op)) == 1:
+        pytest.skip("may be None, or torch names it")
+    error = error_of(call, op, valid(op) | {name: None})
+    assert error == (RuntimeError, f"{op}: {name} must be a tensor, got None")
+    with FakeTensorMode() as mode:
+        assert error_of(call, op, fakes(valid(op) | {name: None}, mode)) == error
+
+
+def public_values(op: str) -> dict:
+    names = inspect.signature(getattr(llmkernels, op)).parameters
+    return {name: value for name, value in valid(op).items() if name in names}
+
+
+PUBLIC = [op for op in OPS if hasattr(llmkernels, op)]
+PARAMETERS = [
+    (op, name, parameter.annotation)
+    for op in PUBLIC
+    for name, parameter in inspect.signature(getattr(llmkernels, op)).parameters.items()
+    if parameter.annotation is not bool  # torch takes the truth of any object
+]
+
+
+@pytest.mark.parametrize("op, name, annotation", PARAMETERS, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_kinds_of_objects(op, name, annotation):
+    public = getattr(llmkernels, op)
+    public(**public_values(op))
+    is_tensor = "Tensor" in str(annotation)
+    wrong = [b"", *(() if "None" in str(annotation) or name == "layout" else (None,)), *([[1.0]] if is_tensor else [])]
+    for value in wrong:
+        if name == "up" and op in ("swiglu", "geglu") and value is None:
+            continue
+        kind = "layout must be" if name == "layout" else rf"{op}: {name} must be an? "
+        with pytest.raises((TypeError, ValueError) if name == "layout" else TypeError, match=kind):
+            public(**public_values(op) | {name: value})
+
+
+# Numbers.
+
+NUMBERS = [
+    (op, argument.name)
+    for op in OPS
+    for argument in overload(op)._schema.arguments
+    if str(argument.type) in ("float", "Optional[float]")
+]
+
+
+def check_number(op: str, name: str, number) -> None:
+    """The op, its fake and its public function, if it has one, all refuse the number by name."""
+    values = {key: None if key + "_value" == name else value for key, value in valid(op).items()} | {name: number}
+    error = error_of(call, op, values)
+    argument = name.removesuffix("_value")
+    assert error[0] is RuntimeError and re.match(f"{op}: {argument} must .*, got {number}$", error[1])
+    with FakeTensorMode() as mode:
+        assert error_of(call, op, fakes(values, mode)) == error
+    if op in PUBLIC and argument in inspect.signature(getattr(llmkernels, op)).parameters:
+        with pytest.raises(ValueError, match=re.escape(error[1])):
+            getattr(llmkernels, op)(**public_values(op) | {argument: number})
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("op, name", NUMBERS)
+def test_numbers_that_are_none(op, name, number):
+    if name == "temperature_value" and number == math.inf:
+        pytest.skip("the limit of a high temperature: all tokens are as likely")
+    check_number(op, name, number)
+
+
+@pytest.mark.parametrize(
+    "op, name, number",
+    [("rms_norm", "eps", -1e-6), ("decode_attention", "softcap", -1), ("decode_attention", "window_left", -2),
+     ("rope", "rotary_dim", 3), ("rope", "rotary_dim", 0), ("rope", "rotary_dim", 10), ("sample", "top_k_value", -1),
+     ("sample", "temperature_value", -0.5), ("sample", "top_p_value", 0), ("sample", "min_p_value", 1.5),
+     ("sample", "repetition_penalty_value", 0), ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
+     ("decode_layer", "window_left", -2)],
+)  # fmt: skip
+def test_numbers_out_of_range(op, name, number):
+    check_number(op, name, number)
+
+
+def test_words_that_are_unknown():
+    gate = torch.ones(2, 8)
+    for arguments in ((gate, gate), (gate,)):
+        with pytest.raises(ValueError, match=r"geglu(_packed)?: approximate must be 'tanh' or 'none'.*, got 'erf'"):
+            llmkernels.geglu(*arguments, approximate="erf")
+    with pytest.raises(ValueError, match="rope: layout must be 'bthd' or 'bhtd', got 'thd'"):
+        llmkernels.rope(**public_values("rope"), layout="thd")
+
+
+def test_integers_beyond_64_bits():
+    logits = torch.ones(2, 8)
+    assert llmkernels.sample(logits, 0.0, top_k=2**40).tolist() == [0, 0]  # more than there are: off
+    with pytest.raises(ValueError, match="sample: top_k must fit in 64 bits"):
+        llmkernels.sample(logits, top_k=2**70)
+    values = public_values("decode_attention")
+    with pytest.raises(ValueError, match="decode_attention: window_size must fit in 64 bits"):
+        llmkernels.decode_attention(**values, window_size=(2**70, 0))
+
+
+# Memory that is shared.
+
+WRITTEN = [(op, name) for op in OPS for name in written(op)]
+
+
+def elements(value) -> list[Tensor]:
+    return value if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("op, name", WRITTEN)
+def test_targets_that_overlap_themselves(op, name):
+    def expand(x: Tensor) -> Tensor:
+        return x[:1].expand_as(x)
+
+    values = valid(op)
+    index = len(values[name]) - 1 if isinstance(values[name], list) else None
+    where = name if index is None else f"{name}[{index}]"
+    values = changed(op, name, index, expand)
+    error = error_of(call, op, values)
+    assert error[0] is RuntimeError and f"{op}: {where} must not overlap itself" in error[1]
+    with FakeTensorMode() as mode:
+        assert error_of(call, op, fakes(values, mode)) == error
+
+
+@pytest.mark.parametrize("op, name", WRITTEN)
+def test_targets_that_overlap_another_tensor(op, name, device):
+    """Shares the last bytes of the target with the first ones of each other tensor in turn."""
+    for other, index in tensors_of(op):
+        values = tree_map_only(Tensor, lambda x: x.to(device), valid(op))
+        target, shared = elements(values[name])[0], elements(values[other])[index or 0]
+        if target is shared:
+            continue
+        offset = (target.nbytes - 1) // 8 * 8  # a multiple of every element size
+        memory = torch.zeros(offset + shared.nbytes, dtype=torch.uint8, device=device)
+        for x, start in ((target, 0), (shared, offset)):
+            memory[start : start + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+
+        def at(x, start, memory=memory):
+            return memory[start : start + x.nbytes].view(x.dtype).view(x.shape)
+
+        def replaced(value, x, start, at=at):
+            if isinstance(value, list):
+                return [at(y, start) if y is x else y for y in value]
+            return at(value, start)
+
+        values[name] = replaced(values[name], target, 0)
+        values[other] = replaced(values[other], shared, offset)
+        error = error_of(call, op, values)
+        assert error[0] is RuntimeError and "must not share memory with" in error[1]
+        assert name in error[1] and other in error[1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_overlap_is_exact(seed):
+    """Against a count of the addresses, for random strides: through linear_add_, whose residual may be any matrix."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    memory = torch.zeros(200)
+    rows, cols, k = draw(1, 5), draw(1, 5), draw(1, 5)
+
+    def place(*sizes):
+        strides = [draw(1, 12) for _ in sizes]
+        return memory.as_strided(sizes, strides, draw(0, 60))
+
+    residual, x = place(rows, cols), place(rows, k)
+    addresses = [[t.storage_offset() + i * t.stride(0) + j * t.stride(1) for i in range(t.shape[0])
+                  for j in range(t.shape[1])] for t in (residual, x)]  # fmt: skip
+    itself, each_other = len(set(addresses[0])) < len(addresses[0]), bool({*addresses[0]} & {*addresses[1]})
+    arguments = residual, x, torch.ones(cols, k)
+    if not itself and not each_other:
+        torch.ops.llmkernels.linear_add_(*arguments)
+        return
+    expected = "residual must not overlap itself" if itself else "residual must not share memory with x"
+    with pytest.raises(RuntimeError, match=expected):
+        torch.ops.llmkernels.linear_add_(*arguments)
