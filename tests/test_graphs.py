@@ -29,18 +29,18 @@ class Books:
         self.done.append(name)
         return 999 * (name == self.fails)
 
-    def llmk_graph_place(self, place, stream):
-        place._obj.value, stream._obj.value = next(self._names), next(self._names)
-        return self._do("place")
+    def llmk_graph_slot(self, slot, stream):
+        slot._obj.value, stream._obj.value = next(self._names), next(self._names)
+        return self._do("slot")
 
-    def llmk_graph_begin(self, place):
+    def llmk_graph_begin(self, slot):
         if status := self._do("begin"):
             return status
         self.captures += 1
         self.most = max(self.most, self.captures)
         return 0
 
-    def llmk_graph_end(self, place, handle):
+    def llmk_graph_end(self, slot, handle):
         self.captures -= 1
         if handle is not None:
             handle._obj.value = next(self._names)
@@ -76,6 +76,8 @@ def books(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda which: contextlib.nullcontext())
+    gc.collect()  # graphs that earlier tests have left
+    del books.done[:]
     yield books
     gc.collect()
     assert books.captures == 0
@@ -93,7 +95,7 @@ def test_a_program_runs_then_captures_then_replays(books):
     assert program.run(lambda: "anew", DEVICE) == "anew"
 
 
-@pytest.mark.parametrize("fails", ["place", "begin", "end"])
+@pytest.mark.parametrize("fails", ["slot", "begin", "end"])
 def test_a_capture_that_fails_is_a_step_without_a_graph(books, fails):
     books.fails = fails
     program = graphs.Program()
@@ -192,22 +194,22 @@ def test_graphs_die_when_nobody_captures(books):
     del last
 
 
-def test_a_graph_has_a_place_of_its_own(books):
-    """While it lives; and a thread comes back to where it has captured before. The memory there is used again."""
+def test_a_graph_has_a_slot_of_its_own(books):
+    """While it is alive. A thread captures again in the slot that it used before, with the same memory."""
     alive = [graphs.capture(lambda: 0, DEVICE)[0] for _ in range(3)]
-    assert books.done.count("place") == 3
+    assert books.done.count("slot") == 3
     with ThreadPoolExecutor(1) as pool:
         alive.append(pool.submit(graphs.capture, lambda: 0, DEVICE).result()[0])
-        assert books.done.count("place") == 4
+        assert books.done.count("slot") == 4
         alive.clear()
         del books.done[:]
-        places = {place.handle: place.thread for place in graphs._free[0]}
+        slots = {slot.handle: slot.thread for slot in graphs._free[0]}
         for _ in range(5):
             alive.append(pool.submit(graphs.capture, lambda: 0, DEVICE).result()[0])
             graphs.capture(lambda: 0, DEVICE)
             alive.clear()
-    assert "place" not in books.done
-    assert {place.handle: place.thread for place in graphs._free[0]} == places
+    assert "slot" not in books.done
+    assert {slot.handle: slot.thread for slot in graphs._free[0]} == slots
     assert books.done.count("beginAllocateCurrentThreadToPool") == books.done.count("releasePool")
     del books.done[:]
     graphs.release_memory()

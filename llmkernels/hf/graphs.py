@@ -1,18 +1,18 @@
-"""CUDA graphs for one thread of many: captured while others work, and destroyed when nobody captures.
+"""CUDA graphs in a process of several threads: captured while other threads work, destroyed while none captures.
 
     Program          a function of fixed buffers: run once, then captured, then replayed
-    capture          a function as a Graph
-    no_capture       a block in which nothing is captured, for what must wait for the device
+    capture          captures a function; returns a Graph
+    no_capture       a block during which no thread captures, for calls that wait for the device
 
-A capture of ours meets nobody else's work. There is one at a time in a process; it is on a stream of its own, which no
-other code is handed; it waits for nothing and frees nothing. torch.cuda.CUDAGraph, up to torch 2.11, ties every capture
-and every replay to the device's default generator: while one thread captures, others may neither replay nor draw a
-random number. So the library captures (csrc/kernels/graph.cu), and torch's allocator has a pool for each graph. What is
-captured takes its random numbers from buffers.
+A capture does not touch the work of other threads. A process makes one at a time, on a stream that no other code uses;
+it does not wait for the device, and frees no memory. torch.cuda.CUDAGraph can not be used: up to torch 2.11 it ties
+every capture and replay to the device's default generator, so that while one thread captures, others may neither replay
+nor draw random numbers. Here the library captures (csrc/kernels/graph.cu), with a memory pool of torch's allocator for
+each graph. A captured function takes its random numbers from buffers.
 
-CUDA itself forbids one thing to all threads while one of them captures, which takes some milliseconds for each new
-batch size or cache: to wait for the whole device. So torch.cuda.synchronize() and torch.cuda.empty_cache() in another
-thread may raise then, as they do beside any capture. The capture is lost with it, and the step runs without a graph.
+One thing CUDA forbids to all threads during a capture, which takes some milliseconds for each new batch size or cache:
+to wait for the whole device. So torch.cuda.synchronize() and torch.cuda.empty_cache() in another thread may raise then,
+as beside any capture. The capture then fails, too, and the step runs without a graph.
 """
 
 import ctypes
@@ -31,9 +31,9 @@ from torch import Tensor
 
 from llmkernels import _library
 
-_ATTEMPTS = 3  # to capture a program, before it is run without a graph for good
+_ATTEMPTS = 3  # captures of a program that may fail before it runs without a graph for good
 
-_LOCK = threading.Lock()  # held by whoever captures, destroys graphs, or needs that nobody does
+_LOCK = threading.Lock()  # held by a thread that captures or destroys graphs, and within no_capture()
 
 
 class NoGraph(Exception):
@@ -41,30 +41,30 @@ class NoGraph(Exception):
 
 
 @dataclass
-class _Place:
-    """Where a graph is captured: what graphs that live at the same time must not share.
+class _CaptureSlot:
+    """What graphs that are alive at the same time must not share.
 
-    The stream, because PyTorch has a workspace of cuBLAS for each thread and stream; the pool of the memory for what
-    the graph computes; and in the library, counters of attention.
+    That is the stream, since PyTorch keeps a cuBLAS workspace for each thread and stream; the memory pool of the
+    graph's tensors; and in the library, the counters of decode attention.
     """
 
     handle: int
     stream: torch.cuda.Stream
-    thread: int = 0  # that was the last to capture here
+    thread: int = 0  # the last one that captured in this slot
     pool: tuple[int, int] | None = None
 
 
-_free: dict[int, list[_Place]] = defaultdict(list)  # by device: places that no living graph has
-_retired: deque[tuple[ctypes.c_void_p, int, _Place]] = deque()  # dead graphs that are to be destroyed
+_free: dict[int, list[_CaptureSlot]] = defaultdict(list)  # by device: slots without a living graph
+_retired: deque[tuple[ctypes.c_void_p, int, _CaptureSlot]] = deque()  # dead graphs, not yet destroyed
 
 
 class Graph:
     """A captured function. `replay()` queues it in the current stream of its device."""
 
-    def __init__(self, handle: ctypes.c_void_p, device: int, place: _Place):
+    def __init__(self, handle: ctypes.c_void_p, device: int, slot: _CaptureSlot):
         self._handle = handle
         self._device = device
-        weakref.finalize(self, _retire, handle, device, place).atexit = False
+        weakref.finalize(self, _retire, handle, device, slot).atexit = False
 
     def replay(self) -> None:
         _check(_functions().llmk_graph_launch(self._handle, torch.cuda.current_stream(self._device).cuda_stream))
@@ -72,31 +72,31 @@ class Graph:
 
 @contextmanager
 def no_capture() -> Iterator[None]:
-    """Nothing is captured inside: for what waits for the device, or gives memory back to it."""
+    """No thread captures inside: for code that waits for the device, or frees memory of it."""
     with _LOCK:
         yield
 
 
 def release_memory() -> None:
-    """Leave the memory of dead graphs to PyTorch's allocator, which frees it when it has to, or in empty_cache()."""
+    """Return the memory of dead graphs to PyTorch's allocator, which frees it when needed or in empty_cache()."""
     with _LOCK:
         _destroy_retired()
-        for device, places in _free.items():
-            for place in places:
-                if place.pool is not None:
-                    torch._C._cuda_releasePool(device, place.pool)
-                    place.pool = None
+        for device, slots in _free.items():
+            for slot in slots:
+                if slot.pool is not None:
+                    torch._C._cuda_releasePool(device, slot.pool)
+                    slot.pool = None
 
 
 def capture(function: Callable[[], Any], device: torch.device) -> tuple[Graph, Any]:
-    """The graph of what `function` does on `device`, the current one, and what it returns: tensors that a replay fills.
+    """A graph of what `function` does on `device`, the current one, and its return value: tensors that a replay fills.
 
-    `function` has run before, so that everything it uses is loaded. Raises NoGraph; nothing has been done then.
+    `function` must have run before, so that everything it uses is loaded. Raises NoGraph, without side effects.
     """
     with _LOCK:
         _destroy_retired()
         collects = gc.isenabled()
-        gc.disable()  # else this thread may come to destroy anything at all, also what must not be while it captures
+        gc.disable()  # it might destroy objects whose destructors are forbidden during a capture
         try:
             return _capture(function, torch.cuda.current_device() if device.index is None else device.index)
         except Exception as error:
@@ -107,57 +107,57 @@ def capture(function: Callable[[], Any], device: torch.device) -> tuple[Graph, A
 
 
 def _capture(function: Callable[[], Any], device: int) -> tuple[Graph, Any]:
-    place = _take_place(device)
+    slot = _take_slot(device)
     try:
-        # From here on this thread's allocations, and nobody else's, come from the pool.
-        if place.pool is None:
+        # From here on the allocations of this thread, and of no other, come from the pool.
+        if slot.pool is None:
             pool = torch.cuda.graph_pool_handle()
             torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
-            place.pool = pool
+            slot.pool = pool
         else:
-            torch._C._cuda_beginAllocateCurrentThreadToPool(device, place.pool)
-            torch._C._cuda_releasePool(device, place.pool)  # which is counted once for the place
+            torch._C._cuda_beginAllocateCurrentThreadToPool(device, slot.pool)
+            torch._C._cuda_releasePool(device, slot.pool)  # the slot counts as one user of it
         try:
-            with torch.cuda.stream(place.stream):
-                handle, output = _record(function, place)
+            with torch.cuda.stream(slot.stream):
+                handle, output = _record(function, slot)
         finally:
-            torch._C._cuda_endAllocateToPool(device, place.pool)
+            torch._C._cuda_endAllocateToPool(device, slot.pool)
     except BaseException:
-        _free[device].append(place)
+        _free[device].append(slot)
         raise
-    return Graph(handle, device, place), output
+    return Graph(handle, device, slot), output
 
 
-def _record(function: Callable[[], Any], place: _Place) -> tuple[ctypes.c_void_p, Any]:
-    _check(_functions().llmk_graph_begin(place.handle))
+def _record(function: Callable[[], Any], slot: _CaptureSlot) -> tuple[ctypes.c_void_p, Any]:
+    _check(_functions().llmk_graph_begin(slot.handle))
     try:
         output = function()
     except BaseException:
-        _functions().llmk_graph_end(place.handle, None)
+        _functions().llmk_graph_end(slot.handle, None)
         raise
     handle = ctypes.c_void_p()
-    _check(_functions().llmk_graph_end(place.handle, ctypes.byref(handle)))
+    _check(_functions().llmk_graph_end(slot.handle, ctypes.byref(handle)))
     return handle, output
 
 
-def _take_place(device: int) -> _Place:
-    """The one that was freed last, so that few pools grow; this thread's last, for its workspace of cuBLAS, if any."""
+def _take_slot(device: int) -> _CaptureSlot:
+    """A slot that this thread used last, for its cuBLAS workspace; else the one freed last, so that few pools grow."""
     free, thread = _free[device], threading.get_ident()
     if free:
-        place = next((place for place in reversed(free) if place.thread == thread), free[-1])
-        free.remove(place)
+        slot = next((slot for slot in reversed(free) if slot.thread == thread), free[-1])
+        free.remove(slot)
     else:
         handle, stream = ctypes.c_void_p(), ctypes.c_void_p()
-        _check(_functions().llmk_graph_place(ctypes.byref(handle), ctypes.byref(stream)))
-        place = _Place(handle.value, torch.cuda.ExternalStream(stream.value, device=device))
-    place.thread = thread
-    return place
+        _check(_functions().llmk_graph_slot(ctypes.byref(handle), ctypes.byref(stream)))
+        slot = _CaptureSlot(handle.value, torch.cuda.ExternalStream(stream.value, device=device))
+    slot.thread = thread
+    return slot
 
 
 def _retire(*graph: Any) -> None:
-    """Called when a Graph dies, which is at any time and in any thread: also in one that captures."""
+    """Called when a Graph dies: at any time and in any thread, also in one that captures."""
     _retired.append(graph)
-    if _LOCK.acquire(blocking=False):  # else who captures next destroys it
+    if _LOCK.acquire(blocking=False):  # else the next capture destroys it
         try:
             _destroy_retired()
         finally:
@@ -166,16 +166,16 @@ def _retire(*graph: Any) -> None:
 
 def _destroy_retired() -> None:
     while _retired:
-        handle, device, place = _retired.popleft()
+        handle, device, slot = _retired.popleft()
         _functions().llmk_graph_destroy(handle)
-        _free[device].append(place)
+        _free[device].append(slot)
 
 
 @functools.cache
 def _functions() -> ctypes.CDLL:
     """The library's functions for graphs; calls of them release the GIL."""
     library, pointer = ctypes.CDLL(str(_library.PATH)), ctypes.c_void_p
-    library.llmk_graph_place.argtypes = [pointer, pointer]
+    library.llmk_graph_slot.argtypes = [pointer, pointer]
     library.llmk_graph_begin.argtypes = [pointer]
     library.llmk_graph_end.argtypes = [pointer, pointer]
     library.llmk_graph_launch.argtypes = [pointer, pointer]
