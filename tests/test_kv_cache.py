@@ -96,11 +96,11 @@ def test_a_cache_that_grows(device):
 
 def test_errors():
     cache, keys = filled()
-    with pytest.raises(ValueError, match=r"\(batch, heads, head_dim\) \(2, 2, 4\), got \(1, 2, 4\)"):
+    with pytest.raises(RuntimeError, match=r"\(batch, heads, head_dim\) \(2, 2, 4\), got \(1, 2, 4\)"):
         cache.update(keys[:1, :, :1], keys[:1, :, :1], 0)
-    with pytest.raises(ValueError, match=r"must be torch.float32 on cpu, got torch.float16 on cpu"):
+    with pytest.raises(RuntimeError, match=r"must be torch.float32 on cpu, got torch.float16 on cpu"):
         cache.update(keys.half(), keys.half(), 0)
-    with pytest.raises(ValueError, match="no_grad"):
+    with pytest.raises(RuntimeError, match="no_grad"):
         cache.update(keys[:, :, :1].clone().requires_grad_(), keys[:, :, :1], 0)
     with pytest.raises(ValueError, match="capacity must be positive, got 0"):
         KVCache(tiny_model().config, 0)
@@ -245,7 +245,7 @@ def test_sliding_window(device):
 
 
 def pages(**changes):
-    options = {"layers": 2, "pages": 7, "page_size": 4, "heads": 1, "head_dim": 2, "dtype": torch.float32}
+    options = {"layers": 2, "pages": 7, "page_size": 4, "kv_heads": 1, "head_dim": 2, "dtype": torch.float32}
     return PagedKVCache(**options | changes)
 
 
@@ -325,9 +325,29 @@ def test_writing_needs_room_of_ones_own():
     fork = cache.fork(a)
     with pytest.raises(ValueError, match="must be its own, got shared"):
         cache.write(0, [fork], keys_for(1), keys_for(1))
-    for name in ("layers", "pages", "page_size"):
+    for name in ("layers", "pages", "page_size", "kv_heads", "head_dim"):
         with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
             pages(**{name: 0})
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got 1.5"):
+            pages(**{name: 1.5})
+
+
+def test_writing_what_does_not_fit_changes_nothing():
+    """A v of one token, head or sequence was broadcast, or raised after k had been written."""
+    cache = pages()
+    a = cache.allocate()
+    cache.append(a, 2)
+    k = keys_for(2)
+    for name, wrong in (("v", k[:, :1]), ("v", k[..., :1]), ("v", k[0]), ("k", k[0]), ("k", torch.cat([k, k]))):
+        with pytest.raises(RuntimeError, match=f"PagedKVCache.write: {name} must have shape"):
+            cache.write(0, [a], **({"k": k, "v": k} | {name: wrong}))
+    with pytest.raises(TypeError, match="v must be a tensor, got NoneType"):
+        cache.write(0, [a], k, None)
+    with pytest.raises(ValueError, match="tokens must not be negative, got -1"):
+        cache.append(a, -1)
+    with pytest.raises(TypeError, match="tokens must be an integer, got 1"):
+        cache.append(a, 1.5)
+    assert not any(x.any() for x in cache.read(0, a))
 
 
 class Pages(RuleBasedStateMachine):

@@ -1,7 +1,7 @@
-"""transformers' DynamicCache around a decode step, which needs a KVCache.
+"""Decode steps for a caller with transformers' DynamicCache: a step needs a KVCache.
 
-What the caller's cache holds is copied into a KVCache, and what the call has written there is appended to the caller's
-cache by its own `update`. So it ends as transformers' loop would have left it, and is nothing but what it was.
+The tokens of the caller's cache are copied to a KVCache before the first step. After the last one the new tokens are
+appended to the caller's cache by its own `update`, so that it holds the same as after transformers' loop.
 
 Importing this module imports transformers.
 """
@@ -49,7 +49,7 @@ def _check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
 
 
 def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
-    """Put what `theirs` holds into `ours`, which is empty. What a sliding window has dropped there is not needed."""
+    """Copy the tokens of `theirs` to `ours`, which is empty. Those that a sliding window has dropped are not needed."""
     tokens = theirs.get_seq_length()
     for ours_layer, layer in zip(ours.layers, theirs.layers if tokens else (), strict=False):
         if not ours_layer.is_initialized:
@@ -62,11 +62,11 @@ def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
 
 @torch.no_grad()
 def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
-    """Append to `theirs` what `ours` holds behind its tokens. `frees`: and let go of each layer of `ours`."""
+    """Append to `theirs` the tokens of `ours` that it does not have. With `frees`, then free each layer of `ours`."""
     first = theirs.get_seq_length()
     sliding = theirs.is_sliding or [False] * len(ours.layers)
     for index, layer in enumerate(ours.layers):
-        # A sliding window keeps a view of the tensor it is made of: with the last token alone, that is a short one.
+        # A sliding window keeps a view of the tensor that update() makes: a short one if the last token is alone.
         cuts = [first, layer.length - 1, layer.length] if sliding[index] else [first, layer.length]
         for start, end in pairwise(cuts):
             if start < end:

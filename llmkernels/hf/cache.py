@@ -13,36 +13,36 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ._checks import check_count
 
-STEP = 64  # a cache that grows has a multiple of so many tokens
-AHEAD_TOKENS = 2048  # ... and room for at most so many more than it needs,
-AHEAD_BYTES = 512 << 20  # which take at most so much, or a quarter of what it holds where that is more
-KEPT_BYTES = 1 << 30  # a larger one is not kept for the next call of generate
+STEP = 64  # the capacity of a cache that grows is a multiple of this
+AHEAD_TOKENS = 2048  # it has room ahead for at most this many tokens,
+AHEAD_BYTES = 512 << 20  # of at most this size, or for a quarter of its tokens if that is more
+KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 
 
 def room_for(tokens: int, row_bytes: int, limit: int | None = None) -> int:
-    """How many tokens to allocate where there are `tokens` and up to `limit` may follow.
+    """The capacity of a cache that has `tokens` and may grow up to `limit`.
 
-    `row_bytes` is what one token takes in all layers and sequences. In proportion to what is there, so that moving to
-    larger buffers, and capturing a new graph, stays a small part of the time however long it becomes.
+    `row_bytes` is the size of one token in all layers and sequences. The room ahead is in proportion to the tokens, so
+    that moves to larger buffers, each with a new graph, stay a small part of the time at any length.
     """
     room = tokens + max(tokens // 4, min(AHEAD_TOKENS, AHEAD_BYTES // max(row_bytes, 1)), 1)
     return -(-min(room, room if limit is None else max(limit, tokens)) // STEP) * STEP
 
 
 class KVCacheLayer(CacheLayerMixin):
-    """The keys and values of one layer: buffers `k` and `v` (B, capacity, Hkv, D), of which `length` tokens are live.
+    """The keys and values of one layer: buffers `k` and `v` (B, capacity, Hkv, D), filled with `length` tokens.
 
-    `keys` and `values` are the live part as transformers has it, (B, Hkv, length, D), views into the buffers.
+    `keys` and `values` are views of these tokens in transformers' layout, (B, Hkv, length, D).
     """
 
-    is_compileable = False  # or generate() would compile the forward, and that without need
-    is_sliding = False  # a window is the attention's business: every token is kept
+    is_compileable = False  # else generate() would compile the forward, without need
+    is_sliding = False  # every token is kept; the attention applies a window
     is_croppable = True
 
-    def __init__(self, capacity: int, grows: bool = False, layers: int = 1):  # not the mixin's, which assigns keys
+    def __init__(self, capacity: int, grows: bool = False, layers: int = 1):  # the mixin's __init__ assigns keys
         self.capacity = capacity
         self.grows = grows
-        self._layers = layers  # that grow alike
+        self._layers = layers  # of the cache; they grow together
         self.length = 0
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -55,7 +55,7 @@ class KVCacheLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         if self.k is None:
-            raise AttributeError("a KVCache without tensors has no batch_size yet")  # which transformers asks for
+            raise AttributeError("a KVCache without tensors has no batch_size yet")  # transformers expects this type
         return self.k.shape[0]
 
     @property
@@ -87,11 +87,12 @@ class KVCacheLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Append (B, Hkv, T, D) keys and values; returns `keys` and `values`.
 
-        Raises: ValueError when they do not fit, before anything is written.
+        Raises: RuntimeError when they do not fit the buffers or require a gradient, ValueError when the capacity is too
+            small; before anything is written.
         """
         self._check(key_states, value_states)
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise ValueError("KVCache: key_states must not require a gradient; call the model under torch.no_grad()")
+            raise RuntimeError("KVCache: key_states must not require a gradient; call the model under torch.no_grad()")
         if self.k is None:
             self.lazy_initialization(key_states, value_states)
         tokens = key_states.shape[2]
@@ -103,30 +104,32 @@ class KVCacheLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Raise unless both fit, so that nothing is written of what fits only by half."""
+        """Raise unless both fit, so that nothing is written if one of them does not."""
         for name, states in (("key_states", key_states), ("value_states", value_states)):
             if not isinstance(states, Tensor):
                 raise TypeError(f"KVCache: {name} must be a tensor, got {type(states).__name__}")
             if states.ndim != 4:
-                raise ValueError(f"KVCache: {name} must be (batch, heads, tokens, head_dim), got {tuple(states.shape)}")
+                raise RuntimeError(
+                    f"KVCache: {name} must be (batch, heads, tokens, head_dim), got {tuple(states.shape)}"
+                )
         held = key_states.transpose(1, 2) if self.k is None else self.k
         batch, _, heads, dim = held.shape
         tokens = key_states.shape[2]
         for name, states in (("key_states", key_states), ("value_states", value_states)):
             if states.shape[:2] != (batch, heads) or states.shape[3] != dim:
                 found = states.shape[0], states.shape[1], states.shape[3]
-                raise ValueError(
+                raise RuntimeError(
                     f"KVCache: {name} must have (batch, heads, head_dim) {(batch, heads, dim)}, got {tuple(found)}"
                 )
             if states.shape[2] != tokens:
-                raise ValueError(f"KVCache: {name} must have {tokens} tokens, got {states.shape[2]}")
+                raise RuntimeError(f"KVCache: {name} must have {tokens} tokens, got {states.shape[2]}")
             if (states.dtype, states.device) != (held.dtype, held.device):
-                raise ValueError(
+                raise RuntimeError(
                     f"KVCache: {name} must be {held.dtype} on {held.device}, got {states.dtype} on {states.device}"
                 )
 
     def make_room(self, tokens: int) -> None:
-        """Raises ValueError where there is none; a layer that grows has new buffers then."""
+        """A layer that grows moves to new buffers if needed; any other raises ValueError."""
         needed = self.length + tokens
         if needed <= self.capacity:
             return
@@ -140,7 +143,9 @@ class KVCacheLayer(CacheLayerMixin):
             self._move(slice(None))
 
     def _move(self, rows: Any) -> None:
-        self.k = self._moved(self.k, rows)  # one after the other: the old one is free before the next is made
+        self.k = self._moved(
+            self.k, rows
+        )  # one after the other, so that k's old buffer is freed before v's new one is allocated
         self.v = self._moved(self.v, rows)
 
     def _moved(self, buffer: Tensor, rows: Any) -> Tensor:
@@ -179,7 +184,7 @@ class KVCacheLayer(CacheLayerMixin):
             self.k, self.v = (buffer.to(self._home, non_blocking=True) for buffer in (self.k, self.v))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; a negative number, as transformers 5.23 has it."""
+        """Forget the last `-tokens_to_remove` tokens: a negative number, as in transformers 5.23."""
         if not -self.length <= tokens_to_remove <= 0:
             raise ValueError(
                 f"KVCache.crop: tokens_to_remove must be from {-self.length} to 0 (the live tokens, negative), "
@@ -192,7 +197,7 @@ class KVCacheLayer(CacheLayerMixin):
             return
         if len(beam_idx) != self.k.shape[0]:
             return self.batch_select_indices(beam_idx)
-        for buffer in (self.k, self.v):  # in place: whoever reads the buffers keeps reading them
+        for buffer in (self.k, self.v):  # in place: CUDA graphs have their addresses
             live = buffer[:, : self.length]
             live.copy_(live.index_select(0, beam_idx.to(buffer.device)))
 
@@ -202,14 +207,14 @@ class KVCacheLayer(CacheLayerMixin):
             self._move(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep these sequences: a tensor, a list or whatever else selects rows."""
+        """Keep these sequences: a tensor, a list, or any index of rows."""
         if self.k is not None:
             self._move(indices)
 
 
 def _zeros(x: Tensor, capacity: int) -> Tensor:
     batch, heads, _, dim = x.shape
-    # Zeros: what lies behind the live tokens may be read, and must not be NaN.
+    # Zeros: memory beyond the length may be read, and must not be NaN.
     return torch.zeros(batch, capacity, heads, dim, dtype=x.dtype, device=x.device)
 
 
@@ -222,19 +227,19 @@ class KVCache(Cache):
 
     Args:
         config: of the model, or the model itself: says how many layers there are.
-        capacity: tokens per sequence. For each of them memory is taken at once.
+        capacity: tokens per sequence. Their memory is allocated at once.
         batch_size, dtype, device: allocate the buffers now. Without them they are allocated at the first ``update``
             of their layer, with its batch, heads, dtype and device.
         grows: move to larger buffers when ``capacity`` is reached. A decode step then needs a new CUDA graph.
 
     Attributes:
-        cache_seqlens: int32 (B,) on the device, the live tokens of each sequence.
-        cache_leftpad: int32 (B,) on the device, the first of them that is no padding; set by ``begin``.
-        counters: int32 (2, B) on the device: rope position and cache_seqlens as of the last token, which a decode step
-            advances by adding one to both.
+        cache_seqlens: int32 (B,) on the device, the tokens of each sequence.
+        cache_leftpad: int32 (B,) on the device, the index of the first token after left padding; set by ``begin``.
+        counters: int32 (2, B) on the device: the rope position of the last token, and cache_seqlens. A decode step adds
+            one to both.
 
-    Raises: ValueError for more tokens than ``capacity``, unless it grows, and for keys or values that do not fit;
-        nothing is written then. TypeError for arguments of another kind.
+    Raises: ValueError for more tokens than ``capacity``, unless it grows; RuntimeError for keys or values that do not
+        fit or require a gradient; TypeError for arguments of another kind. Nothing is written then.
 
     >>> cache = llmkernels.KVCache(model, capacity=4096)
     >>> model.generate(**inputs, past_key_values=cache)
@@ -271,7 +276,7 @@ class KVCache(Cache):
 
     @classmethod
     def growable(cls, layers: int, row_bytes: int, tokens: int, limit: int) -> "KVCache":
-        """A cache that grows, with room for some tokens behind the first `tokens`, up to `limit`."""
+        """A cache that grows, with room for `tokens` and some more, up to `limit`."""
         cache = cls.__new__(cls)
         cache._make_layers(layers, room_for(tokens, row_bytes, limit), grows=True)
         return cache
@@ -280,15 +285,15 @@ class KVCache(Cache):
         super().__init__(layers=[KVCacheLayer(capacity, grows, layers) for _ in range(layers)])
         self.counters: Tensor | None = None
         self.cache_leftpad: Tensor | None = None
-        self._counted = -1  # the length that the counters stand at
+        self._counted = -1  # the length in the counters on the device
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
-        """Keys, values and None for each layer, as DynamicCache has it where there is no sliding window."""
+        """Keys, values and None for each layer, as a DynamicCache without sliding window."""
         return ((layer.keys, layer.values, None) for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """What the buffers of all layers take."""
+        """The size of the buffers of all layers."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
@@ -297,7 +302,7 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """The live tokens, as the host knows them."""
+        """The tokens of each sequence, as counted on the host."""
         return self.layers[-1].length
 
     @property
@@ -308,9 +313,9 @@ class KVCache(Cache):
         return self.counters[1]
 
     def begin(self, positions: Tensor, cache_leftpad: Tensor | None = None) -> None:
-        """Set the counters for decoding behind the live tokens.
+        """Set the counters before the first decode step.
 
-        `positions` (B,) are the rope positions of the last of them; `cache_leftpad` (B,) the first that is no padding.
+        `positions` (B,) are the rope positions of the last tokens; `cache_leftpad` (B,) as in :func:`decode_attention`.
         """
         self._allocate_counters()
         self._count()
@@ -318,12 +323,12 @@ class KVCache(Cache):
         self.cache_leftpad.zero_() if cache_leftpad is None else self.cache_leftpad.copy_(cache_leftpad)
 
     def has_room(self, tokens: int) -> bool:
-        """Whether so many more tokens are no error."""
+        """Whether there is room for this many more tokens, or the cache can grow."""
         layer = self.layers[0]
         return layer.grows or layer.length + tokens <= layer.capacity
 
     def make_room(self, tokens: int) -> bool:
-        """Whether buffers moved to have room for more tokens. Raises ValueError where there is none."""
+        """Make room for more tokens. Returns whether the buffers moved; raises ValueError if they can not."""
         if self.layers[0].length + tokens <= self.layers[0].capacity:
             return False
         for layer in self.layers:
@@ -331,7 +336,7 @@ class KVCache(Cache):
         return True
 
     def advance(self, tokens: int = 1) -> None:
-        """Count tokens that were written on the device, by whoever advanced the counters there."""
+        """Count tokens on the host that a decode step has written and counted on the device."""
         for layer in self.layers:
             layer.length += tokens
         self._counted += tokens

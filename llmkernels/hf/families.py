@@ -1,11 +1,11 @@
-"""The model families that `patch` knows. One that is built like these is an entry in FAMILIES, and a test.
+"""The model families that `patch` supports. Another one of this structure needs an entry in FAMILIES, and a test.
 
-What an entry claims is checked (layout.py, trunk.py): a class that computes something else is left alone.
+layout.py and trunk.py check that a class computes what its entry says; else it is not replaced.
 """
 
 from dataclasses import dataclass
 
-# What a class replaces, by the end of its name. The order is that of the report.
+# The kind of a class, by the end of its name. The report has this order.
 KINDS = {"RMSNorm": "rms_norm", "Attention": "rope", "MLP": "gated_mlp", "DecoderLayer": "add_rms_norm"}
 
 

@@ -1,7 +1,7 @@
-"""Does a transformers class compute what its replacement computes? Asked before anything is replaced.
+"""Checks, before a class is replaced, that it computes the same as its replacement.
 
-The answer comes from running both, on symbols or on a few numbers, not from version numbers: a transformers release
-that changes a formula makes its classes fall back, and one that only moves code around does not.
+The checks run both, on symbols or on a few numbers, and do not look at version numbers. If a transformers release
+changes a formula, its class is not replaced; if it only moves code, nothing changes.
 """
 
 import ast
@@ -17,11 +17,11 @@ from torch import nn
 
 
 class UnknownLayout(Exception):
-    """Why a class has to be left alone."""
+    """Why a class is not replaced."""
 
 
 class _Symbol(str):
-    """An expression that writes itself down."""
+    """An expression as text: arithmetic on it gives the text of the result."""
 
     def __add__(self, other):
         return _Symbol(f"({self} + {other})")
@@ -43,7 +43,7 @@ def check_symbolically(forward: Callable, replacement: Callable, submodules: dic
     """Raise UnknownLayout unless both forwards make the same calls of the submodules, written as expressions.
 
     `submodules` maps each name to whether it returns a tuple. Both forwards get the arguments of the original's
-    signature, the first by position and the rest by name, and one more where it takes any.
+    signature, the first by position, the others by name, and an additional one if it has **kwargs.
     """
     check_origin(forward)
     first, *named = [p for p in inspect.signature(forward).parameters.values() if p.name != "self"]
@@ -71,7 +71,7 @@ def check_rms_norm(cls: type, replacement: type, eps: str) -> None:
     check_origin(cls.forward)
     norm = replacement.__new__(replacement)
     nn.Module.__init__(norm)
-    setattr(norm, eps, 0.25)  # large, so that its place in the formula shows
+    setattr(norm, eps, 0.25)  # large, so that its place in the formula matters
     x = torch.linspace(-1.5, 2.5, 256, device="cpu").view(4, 64)
     for dtype in (torch.float32, torch.bfloat16):
         norm.weight = nn.Parameter(torch.linspace(0.3, 1.7, 64, device="cpu", dtype=dtype), requires_grad=False)
@@ -79,8 +79,8 @@ def check_rms_norm(cls: type, replacement: type, eps: str) -> None:
             found, expected = cls.forward(norm, x.to(dtype)), norm.forward(x.to(dtype))
         except Exception as error:
             raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
-        # The sum of squares may round differently in its last bit, which moves few bfloat16 results or none;
-        # another rounding order or formula moves many.
+        # The sum of squares may differ in its last bit, which changes few bfloat16 results or none; another rounding
+        # order or formula changes many.
         agree = torch.isclose(found.float(), expected.float(), rtol=1e-5 if dtype is torch.float32 else 0, atol=1e-7)
         if found.dtype != dtype or agree.float().mean() < 0.95:
             raise UnknownLayout("its forward computes another norm than this family's")
@@ -99,9 +99,9 @@ def check_rope(original: Callable, replacement: Callable) -> None:
 
 
 def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)) -> None:
-    """Raise UnknownLayout for a forward that is not transformers' own: it may do more than compute.
+    """Raise UnknownLayout for a forward that is not transformers' own: it may have side effects.
 
-    What wraps it must be from one of these packages, too.
+    Its wrappers must be from one of these packages, too.
     """
     while forward is not None:
         origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
@@ -111,12 +111,12 @@ def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)
 
 
 def bind_global(function: Callable, name: str, value: Any) -> Callable:
-    """A copy of `function` for which the global `name` is `value`, while every other global stays live.
+    """A copy of `function` for which the global `name` is `value`. It shares all other globals with the original.
 
-    The function's source is compiled again inside of a scope that has `name` as a local, which turns the global into
-    a closure variable. The alternative, a copied globals dict, goes stale when another global of that module is
-    changed later, and TorchDynamo up to 2.11 guards such a function on the original module.
-    Raises UnknownLayout where that cannot be done faithfully.
+    The function's source is compiled again inside a scope that has `name` as a local, which turns the global into a
+    closure variable. With a copied dict of globals instead, later changes of other globals of that module would not be
+    seen, and TorchDynamo up to 2.11 guards such a function on the original module.
+    Raises UnknownLayout if the source does not give the same function.
     """
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__") or name not in code.co_names:
@@ -126,7 +126,7 @@ def bind_global(function: Callable, name: str, value: Any) -> Callable:
         same = _compile_in_scope(source, code, code.co_freevars)
     except (OSError, SyntaxError) as error:
         raise UnknownLayout(f"the source of its forward is not available ({error})") from error
-    if (same.co_names, same.co_varnames) != (code.co_names, code.co_varnames):  # the file changed since the import
+    if (same.co_names, same.co_varnames) != (code.co_names, code.co_varnames):  # the file has changed since
         raise UnknownLayout("the source of its forward is not what was loaded")
     bound = _compile_in_scope(source, code, (*code.co_freevars, name))
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True)) | {name: types.CellType(value)}

@@ -1,10 +1,12 @@
-"""A paged KV cache: pages of tokens, handed to sequences as they grow."""
+"""A paged KV cache: sequences get pages as they grow."""
 
 from collections import Counter
 from itertools import count
 
 import torch
 from torch import Tensor
+
+from ._checks import check_count
 
 
 class OutOfPages(RuntimeError):
@@ -14,27 +16,29 @@ class OutOfPages(RuntimeError):
 class PagedKVCache:
     r"""Keys and values of every layer in pages, which sequences of any length share.
 
-    A sequence owns ``ceil(length / page_size)`` pages, in the order of its tokens; ``fork`` makes a second sequence on
-    the same pages, and whoever writes first into a page of several owners gets a copy of it. The bookkeeping is on the
-    host, the pages on the device.
+    A sequence owns ``ceil(length / page_size)`` pages, in the order of its tokens. ``fork`` makes a second sequence on
+    the same pages; ``append`` copies a shared page before a sequence gets new tokens in it (copy on write). The page
+    numbers are kept on the host.
 
     Args:
-        layers, heads, head_dim: of the keys and values.
+        layers: of the model.
         pages: how many there are, for all sequences together.
         page_size: tokens per page.
+        kv_heads, head_dim: of the keys and values.
+        dtype, device: of the pages.
 
     Attributes:
-        k, v: the pages of each layer, a list of (pages, page_size, heads, head_dim).
+        k, v: the pages of each layer, a list of (pages, page_size, kv_heads, head_dim).
 
-    Layout: the block table of a batch is int32 (B, max_pages), filled up with 0; token t of sequence b lies in page
+    Layout: the block table of a batch is int32 (B, width), padded with 0. Token t of sequence b lies in page
         ``table[b, t // page_size]`` at row ``t % page_size``.
-    Raises: OutOfPages when a sequence can not grow, KeyError for a sequence that is not there.
+    Raises: OutOfPages when a sequence can not grow, KeyError for an unknown sequence.
     Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 
-    >>> cache = PagedKVCache(layers=28, pages=4096, page_size=16, heads=4, head_dim=128)
+    >>> cache = PagedKVCache(layers=28, pages=4096, page_size=16, kv_heads=4, head_dim=128)
     >>> sequence = cache.allocate()
     >>> cache.append(sequence, 7)
-    >>> cache.write(0, [sequence], k, v)  # (1, 7, heads, head_dim)
+    >>> cache.write(0, [sequence], k, v)  # (1, 7, kv_heads, head_dim)
     """
 
     def __init__(
@@ -43,15 +47,15 @@ class PagedKVCache:
         layers: int,
         pages: int,
         page_size: int,
-        heads: int,
+        kv_heads: int,
         head_dim: int,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ):
-        for name, value in (("layers", layers), ("pages", pages), ("page_size", page_size)):
-            if value < 1:
-                raise ValueError(f"PagedKVCache: {name} must be positive, got {value}")
-        shape = pages, page_size, heads, head_dim
+        sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, value in sizes.items():
+            check_count(f"PagedKVCache: {name}", value)
+        shape = pages, page_size, kv_heads, head_dim
         with torch.inference_mode(False):
             self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
             self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
@@ -83,7 +87,7 @@ class PagedKVCache:
         return sequence
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence. Its pages that nobody else owns are free again."""
+        """Forget a sequence. Those of its pages that no other sequence owns are free again."""
         del self._length[sequence]
         for page in reversed(self._pages.pop(sequence)):
             self._release(page)
@@ -99,10 +103,9 @@ class PagedKVCache:
     def append(self, sequence: int, tokens: int = 1) -> None:
         """Make room for `tokens` more at the end of a sequence; `write` fills it.
 
-        A last page that has room and another owner is copied first.
+        If the last page has room but is shared, it is copied first.
         """
-        if tokens < 0:
-            raise ValueError(f"PagedKVCache.append: tokens must not be negative, got {tokens}")
+        check_count("PagedKVCache.append: tokens", tokens, least=0)
         pages, length = self._pages[sequence], self._length[sequence]
         shared = tokens > 0 and length % self.page_size != 0 and self._owners[pages[-1]] > 1
         needed = -(-(length + tokens) // self.page_size) - len(pages) + shared
@@ -123,7 +126,7 @@ class PagedKVCache:
         self._length[sequence] = length + tokens
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget the tokens behind the first `length`."""
+        """Keep the first `length` tokens."""
         if not 0 <= length <= self._length[sequence]:
             raise ValueError(f"PagedKVCache.truncate: length must be from 0 to {self._length[sequence]}, got {length}")
         pages, kept = self._pages[sequence], -(-length // self.page_size)
@@ -137,20 +140,23 @@ class PagedKVCache:
         return self._to_device([self._length[sequence] for sequence in sequences])
 
     def block_table(self, sequences: list[int], width: int | None = None) -> Tensor:
-        """int32 (B, width) on the device; `width` defaults to the most pages that one of them has."""
+        """int32 (B, width) on the device; `width` defaults to the most pages of a sequence."""
         rows = [self._pages[sequence] for sequence in sequences]
         longest = max(map(len, rows), default=0)
         width = longest if width is None else width
         if width < longest:
             raise ValueError(f"PagedKVCache.block_table: width must be at least {longest}, got {width}")
-        # Filled up with a page that exists: an address computed ahead of the check against the length is harmless.
+        # Padded with a page that exists, so that an address computed before the check against the length is valid.
         return self._to_device([row + [0] * (width - len(row)) for row in rows]).view(len(rows), width)
 
     def write(self, layer: int, sequences: list[int], k: Tensor, v: Tensor) -> None:
-        """Store the keys and values, (B, T, heads, head_dim), of the last T tokens of each sequence.
+        """Store the keys and values, (B, T, kv_heads, head_dim), of the last T tokens of each sequence.
 
-        Raises: ValueError when they have fewer tokens, or one of these lies in a page of several owners.
+        They are cast to the dtype of the cache.
+        Raises: RuntimeError for a k or v of another shape or device; ValueError when a sequence has fewer tokens, or
+            one of these tokens lies in a shared page. Nothing is written then.
         """
+        self._check(sequences, k, v)
         rows = []
         for sequence in sequences:
             length, pages = self._length[sequence], self._pages[sequence]
@@ -167,10 +173,23 @@ class PagedKVCache:
             buffer.flatten(0, 1).index_copy_(0, index, new.flatten(0, 1).to(buffer.dtype))
 
     def read(self, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of one sequence, (length, heads, head_dim)."""
+        """Copies of the keys and values of one sequence, (length, kv_heads, head_dim)."""
         pages = self._pages[sequence]
         index = self._to_device([self._row(pages, token) for token in range(self._length[sequence])], torch.long)
         return self.k[layer].flatten(0, 1)[index], self.v[layer].flatten(0, 1)[index]
+
+    def _check(self, sequences: list[int], k: Tensor, v: Tensor) -> None:
+        for name, states in (("k", k), ("v", v)):
+            if not isinstance(states, Tensor):
+                raise TypeError(f"PagedKVCache.write: {name} must be a tensor, got {type(states).__name__}")
+            pages = self.k[0]
+            tokens = k.shape[1] if k.ndim == 4 else 1
+            expected = (len(sequences), tokens, *pages.shape[2:])
+            if states.shape != expected or states.device != pages.device:
+                raise RuntimeError(
+                    f"PagedKVCache.write: {name} must have shape {expected} on {pages.device}, "
+                    f"got {tuple(states.shape)} on {states.device}"
+                )
 
     def _row(self, pages: list[int], token: int) -> int:
         return pages[token // self.page_size] * self.page_size + token % self.page_size

@@ -1,8 +1,8 @@
-"""What the loops around the decode step share: the text so far, and reading on the host what a step decided.
+"""Shared by the loops around the decode step: the tokens so far, and asynchronous copies of results to the host.
 
-On CUDA the next step is queued before the host has read whether there is to be one, so that the device need not wait;
-one that was not wanted is taken back. What a user's code sees of a step, processors and criteria, runs only after the
-host knows that the step counts. Source of the idea: transformers' DeferredStopCheck, which does it on MPS.
+On CUDA the next step is queued before the host has read the stop flag of the last one, so that the device does not
+wait. If the text had ended, that step is undone. The user's code (processors, criteria) is called for a step only when
+the host knows that it counts. Idea: transformers' DeferredStopCheck, which does this on MPS.
 """
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 
 class Text:
-    """The tokens so far, int64, in a buffer that is appended to.
+    """The tokens so far, int64, in a buffer with room for more.
 
-    With `copies` they are a new tensor for every token, as in transformers: code that we do not know may need them
-    contiguous, may keep what it gets, and may write into it.
+    With `copies` every token makes a new tensor, as in transformers: the user's code may need a contiguous tensor, may
+    keep it, and may write to it.
     """
 
     def __init__(self, ids: Tensor, limit: int, copies: bool = False):
@@ -35,11 +35,11 @@ class Text:
         self.length += 1
 
     def read(self) -> Tensor:
-        """The tokens as processors and criteria get them: rows may be further apart than they are long."""
+        """The tokens, as processors and criteria get them. Rows may be longer in memory than in the tensor."""
         return self._ids[:, : self.length]
 
     def last(self) -> Tensor:
-        """The tokens (B,) that the next step takes: those chosen, unless somebody has written over them."""
+        """The tokens (B,) that the next step takes: those chosen, or what the user's code has written over them."""
         return self._ids[:, self.length - 1]
 
     def result(self) -> Tensor:
@@ -49,12 +49,12 @@ class Text:
 
 
 def is_late(device: torch.device) -> bool:
-    """Whether a step is queued before it is known that it is wanted."""
+    """Whether a step is queued before the host has read the stop flag of the last one."""
     return device.type == "cuda"
 
 
 class Reading:
-    """The tokens of a step and a number, on their way to the host."""
+    """An asynchronous copy of a step's tokens and a number to the host."""
 
     def __init__(self, tokens: Tensor, number: Tensor):
         self._tensors = tokens.detach(), number.detach()
@@ -66,7 +66,7 @@ class Reading:
 
     @staticmethod
     def _start(x: Tensor) -> Tensor:
-        # Said in full: the default device may be another one.
+        # With the device, since torch.set_default_device() may have set another one.
         return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
     def wait(self) -> tuple[Tensor, int]:
