@@ -11,23 +11,22 @@ namespace llmk::cpu {
 // Split-KV: how decode attention is divided among threads. Neither the plan nor the bits of the result depend on the
 // number of threads.
 struct AttentionPlan {
-  int64_t tiles;   // of queries that share one reading of the keys, per sequence and kv head
-  int64_t splits;  // of the keys of a sequence; their partial results are merged if there is more than one
-  int64_t units;   // (batch * kv_heads + kv_head) * tiles + tile, times splits, + split
+  int64_t query_tiles;  // per sequence and kv head; the queries of a tile share one reading of the keys
+  int64_t splits;       // of the keys of a work tile; their partial outputs are merged if there is more than one
+  int64_t tasks;        // number ((b * kv_heads + kv_head) * query_tiles + query_tile) * splits + split is that split
 };
 
 // `longest`: the most keys of a sequence.
 AttentionPlan plan_decode_attention(const DecodeAttentionParams& params, int64_t longest);
 
-// Bytes of the partial results of all units.
+// Bytes of the partial outputs of all tasks.
 size_t attention_partials_bytes(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype);
 
-// The units in [begin, end): partial results, or the output where there is one split. No fused form.
+// Runs the tasks [begin, end). They write partial outputs, or the output if there is one split. No fused form.
 void decode_attention(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype, int64_t begin,
                       int64_t end);
 
-// Merges the partial results of the queries at the flat indices (batch * tokens + token) * heads + head in [begin,
-// end).
+// Merges the partial outputs of the queries at the flat indices (b * tokens + token) * heads + head in [begin, end).
 void merge_attention(const DecodeAttentionParams& params, const AttentionPlan& plan, Dtype dtype, int64_t begin,
                      int64_t end);
 

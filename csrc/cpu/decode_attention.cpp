@@ -202,9 +202,9 @@ inline void process_tasks(const DecodeAttentionParams& p, const AttentionPlan& p
   std::vector<A> q(kQueryTile * padded), sums(kQueryTile * dim), buffer(kValuesAtOnce * padded);
   std::vector<LoopType<T>> out_buffer(dim);
   for (int64_t task = task_begin; task < task_end; ++task) {
-    const int64_t split = task % plan.splits, query_tile = task / plan.splits % plan.tiles;
-    const int64_t kv_head = task / plan.splits / plan.tiles % p.kv_heads;
-    const int64_t b = task / plan.splits / plan.tiles / p.kv_heads;
+    const int64_t split = task % plan.splits, query_tile = task / plan.splits % plan.query_tiles;
+    const int64_t kv_head = task / plan.splits / plan.query_tiles % p.kv_heads;
+    const int64_t b = task / plan.splits / plan.query_tiles / p.kv_heads;
     const int64_t rows = std::min(kQueryTile, p.tokens * group - query_tile * kQueryTile);
     const int64_t start = p.cache_leftpad != nullptr ? std::max<int64_t>(p.cache_leftpad[b], 0) : 0;
     for (int64_t r = 0; r < rows; ++r) {
@@ -293,10 +293,10 @@ inline void merge(const DecodeAttentionParams& p, const AttentionPlan& plan, int
 }  // namespace
 
 AttentionPlan plan_decode_attention(const DecodeAttentionParams& p, int64_t longest) {
-  const int64_t tiles = (p.tokens * (p.heads / p.kv_heads) + kQueryTile - 1) / kQueryTile,
-                work_tiles = p.batch * p.kv_heads * tiles;
+  const int64_t query_tiles = (p.tokens * (p.heads / p.kv_heads) + kQueryTile - 1) / kQueryTile,
+                work_tiles = p.batch * p.kv_heads * query_tiles;
   const int64_t splits = std::clamp<int64_t>(kMinTasks / work_tiles, 1, std::max<int64_t>(1, longest / kMinSplitKeys));
-  return {tiles, splits, work_tiles * splits};
+  return {query_tiles, splits, work_tiles * splits};
 }
 
 size_t attention_partials_bytes(const DecodeAttentionParams& p, const AttentionPlan& plan, Dtype dtype) {

@@ -1,10 +1,11 @@
-// What the bindings call in ATen, so that its errors reach Python whole: torch.OutOfMemoryError, and the text of each.
+// The ATen functions that the bindings call. Their errors reach Python with type and text, torch.OutOfMemoryError among
+// them.
 //
-// torch's stable C functions catch every exception and return a code: the type is lost, the text too (before torch
-// 2.13), and the exception with its C++ frames is printed. So what can fail is called by the C++ functions behind them,
-// under the names of their symbols. A symbol spells every type of its signature, and these are references, pointers,
-// integers and optionals of integers: a torch with another signature lacks the symbol. All are weak. Where one is
-// absent, the stable function is called; tests/test_package.py tells of such a torch.
+// torch's stable C functions catch every exception and return a code: the type is lost, before torch 2.13 the text too,
+// and the exception is printed with its C++ frames. So functions that can fail are called by the symbols of the C++
+// functions that the stable ones wrap. A symbol contains all types of the signature (here references, pointers,
+// integers and optionals of integers), so a torch with another signature lacks the symbol. All symbols are weak. If one
+// is missing, the stable function is called instead; tests/test_package.py reports such a torch.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -75,7 +76,7 @@ Tensor own(const Call& call) {
   return Tensor(reinterpret_cast<AtenTensorHandle>(new NewTensor(call())));
 }
 
-// Throws what is left of an error that a stable function has caught.
+// Throws an error that a stable function has caught, as far as it is known.
 inline void check(AOTITorchError code, const char* name) {
   if (code == AOTI_TORCH_SUCCESS) return;
   const char* what = torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : "";

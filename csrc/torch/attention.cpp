@@ -53,7 +53,7 @@ void check_caches(const char* op, const Argument& model, int64_t batch, int64_t 
              ", pages of a sequence), got ", shape(*block_table));
 }
 
-// That queries have the head_dim of the cache.
+// Checks that queries have the head_dim of the cache.
 void check_head_dim(const char* op, const Tensor& q, const Tensor& k_cache) {
   LLMK_CHECK(k_cache.size(3) == q.size(3), op, "k_cache must have the head_dim of q, ", q.size(3), ", got shape ",
              shape(k_cache));
@@ -81,7 +81,7 @@ std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
   return tensor ? std::optional(with_unit_last_stride(*tensor)) : std::nullopt;
 }
 
-// On the CPU, where it costs nothing: that keys [0, count) of a sequence are in pages that exist.
+// Checks that keys [0, count) of a sequence are in pages that exist. On the CPU only, where this costs nothing.
 void check_pages(const char* op, const KvCache& cache, int64_t b, int64_t count) {
   if (cache.block_table == nullptr) return;
   for (int64_t i = 0; i * cache.page_size < count; ++i) {
@@ -91,7 +91,7 @@ void check_pages(const char* op, const KvCache& cache, int64_t b, int64_t count)
   }
 }
 
-// The parameters of an attention, and what they point to.
+// The parameters of an attention, and the tensors that they point to.
 struct Attention {
   DecodeAttentionParams params{};
   Tensor cache_seqlens;
@@ -99,12 +99,12 @@ struct Attention {
 };
 
 // Everything but `out`, from q with contiguous heads.
-Attention prepare(const Tensor& q, const Attended& attended) {
-  const Tensor &k_cache = *attended.k_cache, &v_cache = *attended.v_cache;
+Attention prepare(const Tensor& q, const AttentionInputs& inputs) {
+  const Tensor &k_cache = *inputs.k_cache, &v_cache = *inputs.v_cache;
   Attention attention{{},
-                      with_unit_last_stride(attended.cache_seqlens),
-                      contiguous(attended.cache_leftpad),
-                      contiguous(attended.block_table)};
+                      with_unit_last_stride(inputs.cache_seqlens),
+                      contiguous(inputs.cache_leftpad),
+                      contiguous(inputs.block_table)};
   DecodeAttentionParams& params = attention.params;
   params.q = q.const_data_ptr();
   params.q_batch = q.stride(0);
@@ -118,15 +118,15 @@ Attention prepare(const Tensor& q, const Attended& attended) {
   params.heads = q.size(2);
   params.kv_heads = k_cache.size(2);
   params.head_dim = q.size(3);
-  params.softmax_scale = attended.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(params.head_dim)));
-  params.window_left = std::min<int64_t>(attended.window_left, INT32_MAX);
-  params.softcap = attended.softcap;
+  params.softmax_scale = inputs.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(params.head_dim)));
+  params.window_left = std::min<int64_t>(inputs.window_left, INT32_MAX);
+  params.softcap = inputs.softcap;
   return attention;
 }
 
 #if LLMK_CUDA
 cudaError_t launch(const char* op, DecodeAttentionParams& params, Dtype dtype, const Tensor& q, cudaStream_t stream) {
-  std::optional<Tensor> workspace;  // kept until the kernel is launched; the allocator orders its reuse behind it
+  std::optional<Tensor> workspace;  // kept until the launch; later uses of the memory are ordered after the kernel
   if (kernels::decode_attention_is_fast(params, dtype)) {
     size_t bytes = 0;
     check_cuda(op, kernels::decode_attention_workspace_bytes(params, bytes));
@@ -148,17 +148,17 @@ void run_on_cpu(DecodeAttentionParams& params, Dtype dtype, int64_t longest, con
   const Tensor partials = empty({&bytes, 1}, ScalarType::Byte, q);
   params.workspace = partials.mutable_data_ptr();
   const int64_t rows = params.batch * params.tokens * params.heads;
-  parallel_for(plan.units, rows * longest / plan.units * params.head_dim,
+  parallel_for(plan.tasks, rows * longest / plan.tasks * params.head_dim,
                [&](int64_t begin, int64_t end) { cpu::decode_attention(params, plan, dtype, begin, end); });
   if (plan.splits == 1) return;
   parallel_for(rows, plan.splits * params.head_dim,
                [&](int64_t begin, int64_t end) { cpu::merge_attention(params, plan, dtype, begin, end); });
 }
 
-Tensor attend(const char* op, const Tensor& given_q, const Attended& attended) {
+Tensor run_attention(const char* op, const Tensor& given_q, const AttentionInputs& inputs) {
   const Dtype dtype = to_dtype(op, {"q", given_q});
   const Tensor q = with_unit_last_stride(given_q);
-  Attention attention = prepare(q, attended);
+  Attention attention = prepare(q, inputs);
   DecodeAttentionParams& params = attention.params;
   Tensor out = empty_rows(q);
   if (q.numel() == 0) return out;
@@ -189,14 +189,14 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
                      {"block_table", block_table}});
   to_dtype(op, {"q", q});
   check_heads(op, {"q", q}, "(batch, tokens, heads, head_dim)");
-  const Attended attended{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, cache_leftpad,
-                          block_table,          softmax_scale,        window_left,   softcap};
-  check_attention(op, {"q", q}, q.size(0), q.size(2), attended);
+  const AttentionInputs inputs{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, cache_leftpad,
+                               block_table,          softmax_scale,        window_left,   softcap};
+  check_attention(op, {"q", q}, q.size(0), q.size(2), inputs);
   check_head_dim(op, q, k_cache);
-  return attend(op, q, attended);
+  return run_attention(op, q, inputs);
 }
 
-// cos and sin of every position.
+// Checks the tables of cos and sin by position.
 void check_tables(const char* op, const Argument& model, const Argument& cos, const Argument& sin, int64_t head_dim) {
   check_dtype(op, cos, model);
   LLMK_CHECK(head_dim % 2 == 0, op, "head_dim must be even, got ", head_dim);
@@ -214,7 +214,7 @@ struct NewTokens {
   const Tensor &q, &k, &v, &cos, &sin, &position_ids;
 };
 
-void write(const char* op, const NewTokens& tokens, const Attended& to, bool interleaved) {
+void write(const char* op, const NewTokens& tokens, const AttentionInputs& to, bool interleaved) {
   const Tensor& q = tokens.q;
   if (q.numel() == 0 && tokens.k.numel() == 0) return;
   const Dtype dtype = to_dtype(op, {"q", q});
@@ -280,7 +280,7 @@ void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   LLMK_CHECK(has_unit_last_stride(q), op, "q must be contiguous along head_dim to be rotated in place, got strides ",
              text(q.strides()));
   const int64_t batch = q.size(0), tokens = q.size(1), head_dim = q.size(3);
-  const Attended to{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, {}, block_table, {}, -1, 0};
+  const AttentionInputs to{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, {}, block_table, {}, -1, 0};
   check_attention(op, {"q", q}, batch, q.size(2), to);
   check_head_dim(op, q, k_cache);
   const std::array<int64_t, 4> expected{batch, tokens, k_cache.size(2), head_dim};
@@ -297,13 +297,14 @@ void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 
 }  // namespace
 
-void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads, const Attended& attended) {
-  check_caches(op, model, batch, heads, attended.k_cache, attended.v_cache, attended.block_table);
-  check_per_sequence(op, {"cache_seqlens", attended.cache_seqlens}, batch);
-  check_per_sequence(op, {"cache_leftpad", attended.cache_leftpad}, batch);
-  check_finite(op, "softmax_scale", attended.softmax_scale.value_or(1));
-  LLMK_CHECK(attended.window_left >= -1, op, "window_left must be at least -1 (unlimited), got ", attended.window_left);
-  check_not_negative(op, "softcap", attended.softcap);
+void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads,
+                     const AttentionInputs& inputs) {
+  check_caches(op, model, batch, heads, inputs.k_cache, inputs.v_cache, inputs.block_table);
+  check_per_sequence(op, {"cache_seqlens", inputs.cache_seqlens}, batch);
+  check_per_sequence(op, {"cache_leftpad", inputs.cache_leftpad}, batch);
+  check_finite(op, "softmax_scale", inputs.softmax_scale.value_or(1));
+  LLMK_CHECK(inputs.window_left >= -1, op, "window_left must be at least -1 (unlimited), got ", inputs.window_left);
+  check_not_negative(op, "softcap", inputs.softcap);
 }
 
 void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation) {
@@ -311,11 +312,11 @@ void check_rotation(const char* op, const Argument& model, int64_t batch, int64_
   check_per_sequence(op, {"positions", rotation.positions}, batch);
 }
 
-// One new token per sequence, from a packed q|k|v: rope_kv_write, then decode_attention, in one launch where the fast
-// kernel takes it. The new token is the one at cache_seqlens - 1.
-Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const Attended& attended,
+// rope_kv_write, then decode_attention, for one new token per sequence from a packed q|k|v: one launch where the fast
+// kernel supports it. The new token is at cache_seqlens - 1.
+Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const AttentionInputs& inputs,
                              int64_t heads, [[maybe_unused]] bool prefetch_cache) {
-  const Tensor& k_cache = *attended.k_cache;
+  const Tensor& k_cache = *inputs.k_cache;
   const int64_t batch = qkv.size(0), row = qkv.stride(0), kv_heads = k_cache.size(2), head_dim = k_cache.size(3);
   const auto part = [&](int64_t first, int64_t count) {
     return view(qkv, {batch, 1, count, head_dim}, {row, row, head_dim, 1}, first * head_dim);
@@ -327,7 +328,7 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
     const Dtype dtype = to_dtype(op, {"qkv", qkv});
     const Tensor positions = with_unit_last_stride(rotation.positions);
     const Tensor cos = with_unit_last_stride(rotation.cos), sin = with_unit_last_stride(rotation.sin);
-    Attention attention = prepare(q, attended);
+    Attention attention = prepare(q, inputs);
     DecodeAttentionParams& params = attention.params;
     params.new_k = k.const_data_ptr();
     params.new_v = v.const_data_ptr();
@@ -347,8 +348,8 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
   }
 #endif
   const Tensor position_ids = view(rotation.positions, {batch, 1}, {rotation.positions.stride(0), 1}, 0);
-  write(op, {q, k, v, rotation.cos, rotation.sin, position_ids}, attended, false);
-  return view(attend(op, q, attended), {batch, width}, {width, 1}, 0);
+  write(op, {q, k, v, rotation.cos, rotation.sin, position_ids}, inputs, false);
+  return view(run_attention(op, q, inputs), {batch, width}, {width, 1}, 0);
 }
 
 namespace {
@@ -375,12 +376,12 @@ Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tens
   LLMK_CHECK(qkv.dim() == 2 && qkv.size(1) == columns && has_unit_last_stride(qkv), op,
              "qkv must have shape (batch, (heads + 2 kv_heads) head_dim), ", columns, " contiguous columns, got ",
              shape(qkv));
-  const Attended attended{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, cache_leftpad,
-                          block_table,          softmax_scale,        window_left,   softcap};
+  const AttentionInputs inputs{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, cache_leftpad,
+                               block_table,          softmax_scale,        window_left,   softcap};
   const Rotation rotation{cos, sin, positions};
-  check_attention(op, {"qkv", qkv}, qkv.size(0), heads, attended);
+  check_attention(op, {"qkv", qkv}, qkv.size(0), heads, inputs);
   check_rotation(op, {"qkv", qkv}, qkv.size(0), head_dim, rotation);
-  return rope_decode_attention(op, qkv, rotation, attended, heads, prefetch_cache);
+  return rope_decode_attention(op, qkv, rotation, inputs, heads, prefetch_cache);
 }
 
 void register_ops(StableLibrary& ops) {

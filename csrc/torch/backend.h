@@ -14,10 +14,11 @@ extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** str
 
 namespace llmk {
 
-// Elements that are worth a thread of their own on the CPU.
+// The fewest elements for which a further CPU thread is worth it.
 constexpr int64_t kGrain = 32768;
 
-// Calls body(begin, end) on parts of [0, count), each at least kGrain elements of work; one item is `size` elements.
+// Calls body(begin, end) on parts of [0, count), in parallel. An item is `size` elements of work, a part at least
+// kGrain of them.
 template <typename Body>
 void parallel_for(int64_t count, int64_t size, const Body& body) {
   torch::stable::parallel_for(0, count, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, size)), body);
@@ -35,8 +36,8 @@ inline void check_cuda(const char* op, cudaError_t status) {
 }
 #endif
 
-// Calls cuda(stream) with the device of `tensor` current, or cpu(), or nothing: a fake runs an op on meta tensors for
-// its checks alone.
+// Calls cuda(stream), with the device of `tensor` current, or cpu(). Does nothing for meta tensors: a fake runs the op
+// on them for its checks only.
 template <typename Cuda, typename Cpu>
 void on_device(const char* op, const Tensor& tensor, const Cuda& cuda, const Cpu& cpu) {
 #if LLMK_CUDA

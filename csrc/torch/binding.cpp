@@ -13,7 +13,7 @@ std::string device(const Tensor& tensor) {
   return tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index()) : "cpu";
 }
 
-// Where an argument lies in memory.
+// The memory of an argument.
 struct Span {
   const Argument* argument;
   uintptr_t begin, end;

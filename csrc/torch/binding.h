@@ -1,4 +1,4 @@
-// What every binding needs: argument checks that name the op, dtypes, rows, allocation.
+// Shared by all bindings: argument checks whose errors name the op, dtypes, rows, allocation.
 #pragma once
 #include <array>
 #include <cmath>
@@ -51,12 +51,12 @@ inline int32_t dtype_code(const Tensor& tensor) {
   return code;
 }
 
-// Without memory: a fake asks for the checks of an op.
+// Whether the tensor has no memory: a fake runs the checks of an op.
 inline bool is_meta(const Tensor& tensor) { return !tensor.is_cuda() && !tensor.is_cpu(); }
 
 inline const char* name(ScalarType type) { return torch::headeronly::toString(type); }
 
-// What to call a tensor in an error: "weight", or "weights[2]" in a list.
+// The name of a tensor in errors: "weight", or "weights[2]" in a list.
 struct Name {
   Name(const char* text, int64_t index = -1) : text(text), index(index) {}
 
@@ -71,7 +71,7 @@ inline std::ostream& operator<<(std::ostream& out, const Name& name) {
 
 enum class Access { kRead, kWrite };
 
-// A tensor that an op was called with, or that is optional and was not given.
+// A tensor argument of an op; empty if it is optional and was not given.
 class Argument {
  public:
   Argument(Name name, const Tensor& tensor, Access access = Access::kRead)
@@ -91,8 +91,8 @@ class Argument {
   const Tensor* tensor_;
 };
 
-// What each op begins with: the tensors that it was given are tensors, on the device of the first, and what it writes
-// to shares no memory with another one, nor an element with another element.
+// Every op begins with this. Checks that all arguments are tensors on the device of the first, that no argument which
+// the op writes shares memory with another argument, and that no two elements of it share memory.
 void check_tensors(const char* op, const Argument* arguments, size_t count);
 inline void check_tensors(const char* op, std::initializer_list<Argument> arguments) {
   check_tensors(op, arguments.begin(), arguments.size());

@@ -6,18 +6,27 @@
 //   m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_swiglu_linear
 //   hidden += m Wdown^T                            linear_add_
 //
-// Five launches on a GPU. For up to 16 sequences the linears behind a norm normalize on the way; for up to 64 the
-// linear_add_ before has done the most of it (Scaled in step.h), but for the first norm, which is a launch of its own
-// unless there is a layer before. Where cuBLAS takes over there are more. They are chained by programmatic dependent
-// launch: each requests its weights, or the keys and values of old tokens, while its predecessor still runs. The former
-// is sound because weights have long been there when a step begins: nothing here writes them, and who has just done so
-// did it by kernels that let nothing begin before they have ended, as PyTorch's do. The latter is sound because what a
-// step finds in the cache was written before `cache_seqlens` was last changed, and because the kernel that changed it
-// is such a one, too. It allocates what lies between the launches and is meant to be captured into a CUDA graph.
+// These are five launches on a GPU, more where cuBLAS is faster. The norms are folded into the linears: for up to 16
+// sequences the linear after a norm normalizes x itself; for up to 64 the linear_add_ before the norm has done most of
+// it (Scaled in step.h). Then the first norm of the first layer is a launch of its own. Intermediate tensors are
+// allocated. The op is meant to be captured into a CUDA graph.
 //
-// decode_step: that for every layer, then logits = rms_norm(hidden) Whead^T + b. One launch for all of it, with
-// barriers of the whole grid in between, was given up: for one sequence on an H200 it took from 2 % less (a Llama of 8
-// billion parameters) over 4 % more (Qwen2.5, 7 billion) to 59 % more (half a billion).
+// The launches overlap by programmatic dependent launch: each requests its weights, or the keys and values of earlier
+// tokens, while the previous kernel still runs. This is correct because
+//
+//   weights   were complete when the step began. The step does not write them, and a kernel that has just written them
+//             does not let the next one start before it has ended (PyTorch's kernels do not).
+//   cache     The keys and values of earlier tokens were written before `cache_seqlens` was last changed, and the
+//             kernel that changed it does not let the next one start early either.
+//
+// decode_step does that for every layer, then logits = rms_norm(hidden) Whead^T + b. A single launch for a whole step,
+// with barriers of the grid between the layers, was tried on an H200 with one sequence:
+//
+//   value       | case                         | result
+//   ------------|------------------------------|------------
+//   one launch  | Llama, 8 billion parameters  | 2 % faster
+//   one launch  | Qwen2.5, 7 billion           | 4 % slower
+//   one launch  | Qwen2.5, half a billion      | 59 % slower
 #include <type_traits>
 
 #include "backend.h"
@@ -28,7 +37,7 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// Weights, tables, and what was in the cache before this step, are complete when it begins.
+// Weights, tables, and the keys and values of earlier tokens are complete when a step begins: see above.
 constexpr bool kPrefetch = true;
 
 // One layer: its tensors by the names of the op that was called.
@@ -54,7 +63,7 @@ struct Step {
   RmsNormOptions norm;
   std::optional<double> softmax_scale;
 
-  Attended attended(const Layer& layer) const {
+  AttentionInputs attention_inputs(const Layer& layer) const {
     return {layer.k_cache, layer.v_cache, cache_seqlens,     cache_leftpad,
             block_table,   softmax_scale, layer.window_left, 0.0};
   }
@@ -83,7 +92,7 @@ void check_linear(const Step& step, const Argument& weight, const Argument& bias
   check_vector(step.op, bias, {"hidden", step.hidden}, rows, "the rows of its weight");
 }
 
-// All that can be wrong with the tensors and numbers, so that nothing is written before an error.
+// All checks of tensors and numbers, so that nothing is written before an error.
 void check(const Step& step, const std::vector<Layer>& layers, const std::vector<Argument>& others) {
   const char* const op = step.op;
   std::vector<Argument> tensors{{"hidden", step.hidden, Access::kWrite}};
@@ -112,7 +121,7 @@ void check(const Step& step, const std::vector<Layer>& layers, const std::vector
     check_vector(op, layer.input_norm, hidden, size, "hidden");
     check_linear(step, layer.qkv_weight, layer.qkv_bias, width + 2 * cache->size(2) * head_dim, size,
                  "(heads + 2 kv_heads) head_dim, hidden");
-    check_attention(op, hidden, batch, step.heads, step.attended(layer));
+    check_attention(op, hidden, batch, step.heads, step.attention_inputs(layer));
     check_rotation(op, hidden, batch, head_dim, step.rotation);
     check_linear(step, layer.o_weight, layer.o_bias, size, width, "hidden, heads head_dim");
     check_vector(op, layer.post_norm, hidden, size, "hidden");
@@ -124,15 +133,15 @@ void check(const Step& step, const std::vector<Layer>& layers, const std::vector
   }
 }
 
-// `scaled`: what the layer before has left; returns what this one leaves to `next`, if there is one.
+// `scaled` is from the layer before; returns that for `next`, the linear after this layer, if there is one.
 std::optional<Scaled> run(const Step& step, const Layer& layer, const std::optional<Scaled>& scaled,
                           const Linear* next) {
   const Tensor& hidden = step.hidden;
   const Linear qkv = step.norm_linear(layer.input_norm, layer.qkv_weight, layer.qkv_bias);
   const Linear gate_up = step.norm_swiglu_linear(layer.post_norm, layer.gate_up_weight);
-  const Tensor attended = rope_decode_attention(step.op, linear(hidden, qkv, scaled), step.rotation,
-                                                step.attended(layer), step.heads, kPrefetch);
-  const auto after_attention = linear_add_(hidden, attended, add_linear(layer.o_weight, layer.o_bias), &gate_up);
+  const Tensor attention = rope_decode_attention(step.op, linear(hidden, qkv, scaled), step.rotation,
+                                                 step.attention_inputs(layer), step.heads, kPrefetch);
+  const auto after_attention = linear_add_(hidden, attention, add_linear(layer.o_weight, layer.o_bias), &gate_up);
   return linear_add_(hidden, linear(hidden, gate_up, after_attention), add_linear(layer.down_weight, kNoBias), next);
 }
 

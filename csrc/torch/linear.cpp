@@ -1,5 +1,5 @@
-// linear, rms_norm_linear, linear_add_ and rms_norm_swiglu_linear. Few tokens on a recent GPU have a kernel; everything
-// else is composed of the library's own ops and PyTorch's linear (cuBLAS, MKL).
+// linear, rms_norm_linear, linear_add_ and rms_norm_swiglu_linear: a kernel for few tokens on a recent GPU, else the
+// library's other ops and PyTorch's linear (cuBLAS, MKL).
 #include "backend.h"
 #if LLMK_CUDA
 #include "kernels/linear/linear.h"
@@ -12,7 +12,7 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// PyTorch's linear, on x as a matrix: a dimension of one may have any stride, which cuBLAS would take literally.
+// PyTorch's linear, on x as a matrix. A dimension of size 1 may have any stride, which cuBLAS would use.
 Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   if (x.numel() == 0) return aten::linear(x, weight, bias);
   const Rows rows = as_rows(x);
@@ -49,7 +49,7 @@ void check(const Tensor& x, const Linear& f) {
 }
 
 #if LLMK_CUDA
-// What the kernel is told, but for x and the result; nothing if there is none for so many rows or such weights.
+// The kernel's parameters, except for x and the result. Nothing if there is no kernel for so many rows or such weights.
 std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
   const auto unit = [](const std::optional<Tensor>& t) { return !t || has_unit_last_stride(*t); };
   if (rows > kernels::kLinearMaxTokens || !unit(f.weight) || !unit(f.bias) || (f.norm && !unit(f.norm->weight))) {
@@ -72,8 +72,8 @@ std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
   return params;
 }
 
-// Makes room for what `next` is to be left, if it takes anything.
-std::optional<Scaled> leave(LinearParams& params, Dtype dtype, const Linear& next, const Tensor& like) {
+// Allocates the tensors of the norm hand-off to `next` (params/linear.h), if `next` takes it.
+std::optional<Scaled> prepare_handoff(LinearParams& params, Dtype dtype, const Linear& next, const Tensor& like) {
   const std::optional<LinearParams> described = describe(next, params.m);
   const int parts = described ? kernels::linear_parts(params, *described, dtype) : 0;
   if (parts == 0) return std::nullopt;
@@ -86,7 +86,7 @@ std::optional<Scaled> leave(LinearParams& params, Dtype dtype, const Linear& nex
   return result;
 }
 
-// Runs the kernel if there is one for this. `set` tells it where the result goes, and may change x.
+// Runs the kernel if there is one. `set` sets the parameters of the result, and may change x.
 template <typename Set>
 bool run_kernel(const Tensor& x, const Linear& f, const Set& set) {
   const int64_t k = f.weight.size(1);
@@ -104,7 +104,7 @@ bool run_kernel(const Tensor& x, const Linear& f, const Set& set) {
         set(*params, dtype);
         if (!kernels::linear_supported(*params, dtype) || !kernels::linear_is_faster(*params)) return cudaSuccess;
         done = true;
-        std::optional<Tensor> workspace;  // the allocator orders its reuse behind the kernels
+        std::optional<Tensor> workspace;  // later uses of the memory are ordered after the kernels
         if (const int64_t bytes = kernels::linear_workspace_bytes(*params, dtype); bytes > 0) {
           workspace = empty({&bytes, 1}, ScalarType::Byte, x);
           params->workspace = workspace->mutable_data_ptr();
@@ -150,7 +150,7 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
     const auto set = [&](LinearParams& params, Dtype dtype) {
       params.residual = residual.mutable_data_ptr();
       params.y_stride = rows.stride;
-      if (next) scaled = leave(params, dtype, *next, x);
+      if (next) scaled = prepare_handoff(params, dtype, *next, x);
     };
     if (run_kernel(x, f, set)) return scaled;
   }

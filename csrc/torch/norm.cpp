@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor&
                                x_rows.stride,
                                grad_sum ? grad_sum_rows->stride : 0,
                                options};
-  std::optional<Tensor> partials;  // kept until the kernels are launched; the allocator orders its reuse behind them
+  std::optional<Tensor> partials;  // kept until the launch; later uses of the memory are ordered after the kernels
   const auto allocate_partials = [&](int64_t count, ScalarType type) {
     partials = empty({&count, 1}, type, x);
     params.partials = partials->mutable_data_ptr();

@@ -1,12 +1,12 @@
-// Every op of the package: the table of contents. The bindings are beside this file, one file per family, for both
-// devices; the public functions, with gradients and shape inference, are in llmkernels/ops.
+// The schemas of all ops. Their bindings, for both devices, are beside this file, one file per family. The public
+// functions, with gradients and shape inference, are in llmkernels/ops.
 #include <torch/csrc/stable/library.h>
 
 #include <string>
 
 STABLE_TORCH_LIBRARY(llmkernels, ops) {
-  // An op with a gradient, and its overload `no_grad`: the same without an autograd kernel, which the public functions
-  // call where no input needs a gradient. An autograd kernel in Python would cost them 4 us even so.
+  // An op with a gradient, and its overload `no_grad`, the same without an autograd kernel. The public functions call
+  // that one if no input needs a gradient: an autograd kernel in Python costs 4 us even then.
   const auto differentiable = [&](const std::string& name, const std::string& signature) {
     ops.def((name + signature).c_str());
     ops.def((name + ".no_grad" + signature).c_str());
@@ -44,7 +44,7 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   differentiable("geglu_packed", "(Tensor gate_up, str approximate=\"none\") -> Tensor");
   ops.def("geglu_packed_backward(Tensor grad_y, Tensor gate_up, str approximate) -> Tensor");
 
-  // sampling.cpp; a value holds for every row where there is no tensor of that name
+  // sampling.cpp; without the tensor of a parameter its `_value` holds for every row
   ops.def(
       "sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
       "Tensor? repetition_penalty, Tensor(b!)? seen, Tensor(a!) rng_state, float temperature_value=1.0, "
@@ -75,7 +75,7 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor? cache_leftpad, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? block_table, int heads, "
       "float? softmax_scale=None, int window_left=-1, float softcap=0.0, bool prefetch_cache=False) -> Tensor");
 
-  // decode.cpp; decode_step has its lists by layer, and an empty one where there are no biases
+  // decode.cpp; the lists of decode_step have an entry per layer, or none if there are no biases
   ops.def(
       "decode_layer(Tensor(a!) hidden, Tensor input_norm, Tensor qkv_weight, Tensor? qkv_bias, Tensor o_weight, "
       "Tensor? o_bias, Tensor post_norm, Tensor gate_up_weight, Tensor down_weight, Tensor cos, Tensor sin, "

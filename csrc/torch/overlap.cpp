@@ -11,15 +11,15 @@ using torch::stable::Tensor;
 
 constexpr int kMaxSteps = 1 << 14;  // of a search
 
-// `step` bytes times any number from `low` to `high`: how far apart two addresses are along one dimension.
+// The distance of two addresses along one dimension: `step` bytes times a number from `low` to `high`.
 struct Distance {
   int64_t step, low, high;
 };
 
 int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 
-// Whether `sum` and one number of each distance from `first` on can add up to 0. The largest steps come first, so that
-// one or two numbers of a dimension are left to try: what the later ones add up to is less than a step.
+// Whether `sum` plus one value of each distance from `first` on can be 0. The largest steps come first. The later
+// distances usually add up to less than one step, so that there are one or two numbers per dimension to try.
 bool reaches_zero(const std::vector<Distance>& distances, size_t first, int64_t sum, int& steps) {
   if (first == distances.size()) return sum == 0;
   if (--steps < 0) return true;
@@ -36,7 +36,7 @@ bool reaches_zero(const std::vector<Distance>& distances, size_t first, int64_t 
   return false;
 }
 
-// The dimensions with more than one address, by falling strides, in bytes.
+// The dimensions with more than one address; steps in bytes.
 std::vector<Distance> dimensions(const Tensor& tensor, bool backwards) {
   std::vector<Distance> result;
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -70,7 +70,7 @@ bool overlaps_itself(const Tensor& tensor) {
   }
   std::vector<Distance> distances = dimensions(tensor, false);
   sort_by_step(distances);
-  // Two elements: the first dimension in which they differ is the one that is left of those tried here.
+  // For two different elements, `i` is the first dimension in which they differ.
   int steps = kMaxSteps;
   for (Distance& distance : distances) distance.low = -distance.high;
   for (size_t i = 0; i < distances.size(); ++i) {

@@ -6,16 +6,15 @@
 
 namespace llmk {
 
-// Both are exact for the layouts that views and slices make; where strides interlock in an unusual way, so that the
-// search would take long, the answer is yes.
+// Both are exact for views and slices. For unusual strides, for which the search would take long, they return true.
 
-// Whether two elements of the tensor lie at one address.
+// Whether two elements of the tensor share memory.
 bool overlaps_itself(const torch::stable::Tensor& tensor);
 
-// From the first byte of a tensor to behind its last.
+// The bytes from the first to the last element.
 int64_t extent_bytes(const torch::stable::Tensor& tensor);
 
-// Whether a byte belongs to both tensors, which have elements.
+// Whether two tensors, neither of them empty, share memory.
 bool overlap(const torch::stable::Tensor& a, const torch::stable::Tensor& b);
 
 }  // namespace llmk

@@ -18,7 +18,7 @@ inline void check_position_ids(const char* op, const Tensor& position_ids, int64
 }
 
 // Strides over (batch, tokens) of a tensor of shape (tokens, ...), (1, tokens, ...) or (batch, tokens, ...) that has
-// `inner` dimensions behind the tokens.
+// `inner` dimensions after the tokens.
 inline std::pair<int64_t, int64_t> batch_and_token_strides(const Tensor& tensor, int64_t inner) {
   const bool has_batch = tensor.dim() == 2 + inner;
   const int64_t token = tensor.stride(has_batch ? 1 : 0);

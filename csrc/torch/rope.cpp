@@ -13,13 +13,13 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// Which axes are which in q and k.
+// The axes of q and k.
 struct Layout {
   int64_t tokens, heads;
   explicit Layout(bool heads_first) : tokens(heads_first ? 2 : 1), heads(heads_first ? 1 : 2) {}
 };
 
-// Everything but q's and k's memory.
+// All arguments but q and k.
 struct Call {
   const char* op;
   const Tensor& cos;
@@ -132,11 +132,11 @@ void run(const Call& call, const Tensor& q, const Tensor& k, const Tensor& q_out
             });
 }
 
-// Whether the elements fill their memory without gaps or overlaps, heads contiguous: then a tensor of the same strides
-// is what eager elementwise arithmetic would return.
+// Whether the elements fill a range of memory without gaps or overlaps. Eager elementwise arithmetic then returns a
+// tensor of the same strides.
 bool is_dense(const Tensor& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
-  int64_t expected = 1;  // the stride of the next dimension outwards
+  int64_t expected = 1;  // the stride of the next larger dimension
   for (int remaining = 4; remaining > 0; --remaining) {
     int next = 0;
     while (next < 4 && (sizes[next] <= 1 || strides[next] != expected)) ++next;

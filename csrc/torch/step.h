@@ -1,5 +1,5 @@
-// What decode_layer and the linears are composed of, from norm.cpp, linear.cpp, glu.cpp and attention.cpp. Called
-// directly, since an error that passes through the dispatcher loses its text, by ops that have checked their arguments.
+// The functions of norm.cpp, linear.cpp, glu.cpp and attention.cpp that the ops of decode steps are composed of. Called
+// without the dispatcher, since an error that passes through it loses its text, and with checked arguments.
 #pragma once
 #include "binding.h"
 #include "params/linear.h"
@@ -13,7 +13,7 @@ struct Norm {
 
 // epilogue(norm(x) weight^T + bias)
 struct Linear {
-  const char* op;  // that errors name
+  const char* op;  // for errors
   Tensor weight;
   std::optional<Tensor> bias;
   std::optional<Norm> norm;
@@ -21,29 +21,32 @@ struct Linear {
   bool prefetch_weights;
 };
 
-// What linear_add_ leaves to a linear behind a norm where that saves the norm's launch: the new residual times the
-// norm's weight, and sums of its squares (params/linear.h).
+// The norm hand-off (params/linear.h): for the linear after the next norm linear_add_ writes the new residual times the
+// norm's weight, and sums of its squares. This saves the norm's launch.
 struct Scaled {
   Tensor x, squares;
   int parts;
 };
 
-// `scaled`: of x, by a linear_add_ that was told of this linear.
+// `scaled`: from the linear_add_ that made x, if this linear was its `next`.
 Tensor linear(const Tensor& x, const Linear& f, const std::optional<Scaled>& scaled = std::nullopt);
 
-// residual += x weight^T + bias; `next`: what follows.
+// residual += x weight^T + bias. `next`: the linear after the next norm, for a hand-off.
 std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, const Linear* next = nullptr);
 
 void check_options(const char* op, const RmsNormOptions& options);
 
-// rms_norm between kernels that are not of this library: without the overlap with its neighbours, which then costs
-// 0.3 us instead of saving some.
+// rms_norm between kernels of other libraries, without programmatic dependent launch:
+//
+//   value        | case                              | result
+//   -------------|-----------------------------------|--------------
+//   with overlap | between kernels of other libraries | 0.3 us slower
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options);
 
 Tensor swiglu_packed(const Tensor& gate_up);
 
-// What a query attends to: the caches of one layer, and how.
-struct Attended {
+// The arguments of an attention besides the queries.
+struct AttentionInputs {
   Argument k_cache, v_cache;  // (batch, capacity, kv_heads, head_dim), or pages with a block table
   const Tensor& cache_seqlens;
   const std::optional<Tensor>&cache_leftpad, &block_table;
@@ -52,16 +55,17 @@ struct Attended {
   double softcap;
 };
 
-// The rotation of one new token per sequence.
+// The tables and positions by which one new token per sequence is rotated.
 struct Rotation {
   const Tensor &cos, &sin, &positions;
 };
 
-// For `heads` query heads of one token in each of `batch` sequences; `model` has their dtype.
-void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads, const Attended& attended);
+// Checks them for `heads` query heads of one token in each of `batch` sequences; `model` has their dtype.
+void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads,
+                     const AttentionInputs& inputs);
 void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation);
 
-Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const Attended& attended,
+Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const AttentionInputs& inputs,
                              int64_t heads, bool prefetch_cache);
 
 }  // namespace llmk
