@@ -12,28 +12,115 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
-from torch.autograd import forward_ad
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import Function, forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-_functions: dict[str, type[torch.autograd.Function]] = {}
+_functions: dict[str, type[Function]] = {}
+_library = torch.library.Library("llmkernels", "FRAGMENT")
+_is_transforming = torch._C._are_functorch_transforms_active  # whether inside grad, vmap, jacrev, ... of torch.func
 
 
 def register_autograd(name: str, backward: Callable, setup_context: Callable) -> None:
-    """Differentiates op `name`, through the dispatcher and, with the same two functions, for `caller`.
+    """Differentiates op `name`, for `caller` and, as its autograd kernel, for whoever calls it through the dispatcher.
 
-    What torch.library makes of them costs some 10 µs more per recorded call: it looks up the defaults of arguments.
+    torch.library.register_autograd would make a kernel that no transform of torch.func can be applied to, and that
+    looks up the defaults of arguments for some 10 µs per recorded call.
     """
-    torch.library.register_autograd(f"llmkernels::{name}", backward, setup_context=setup_context)
-    no_grad = _no_grad(name)
+    op, no_grad = getattr(torch.ops.llmkernels, name).default, _no_grad(name)
+    defaults = [argument.default_value for argument in op._schema.arguments]
 
     def forward(ctx, *args):
         output = no_grad(*args)
         setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    _functions[name] = type(name, (torch.autograd.Function,), methods)
+    _functions[name] = _function(name, Function, forward, backward)
+
+    def run(keyset, args):
+        with contextlib.ExitStack() as stack:
+            if _is_transforming():  # one transform hands on to the next, which may differentiate, too
+                stack.enter_context(torch.enable_grad())
+                stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
+            stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def forward_dispatched(ctx, *args):
+        *args, keyset = args
+        output = run(keyset, args)
+        setup_context(ctx, args, output)
+        return output
+
+    def backward_dispatched(ctx, *grads):
+        return *backward(ctx, *grads), None
+
+    dispatched = _function(name, Function, forward_dispatched, backward_dispatched)
+    transformed = _function(name, _SingleLevelFunction, forward_dispatched, backward_dispatched)
+
+    def kernel(keyset, *args):
+        args = (*args, *defaults[len(args) :])  # the dispatcher leaves out what is as by default
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, args)
+        if not (torch.is_grad_enabled() and _requires_grad(args)):
+            return run(keyset, args)
+        if not _is_transforming():
+            return dispatched.apply(*args, keyset)
+        with enable_single_level_autograd_function():
+            return transformed.apply(*args, keyset)
+
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _function(name: str, base: type, forward: Callable, backward: Callable) -> type:
+    return type(name, (base,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+
+
+def register_vmap(name: str, at_once: Callable) -> None:
+    """How vmap runs op `name`: as `at_once(op, size, dims, *args)` does, or one by one where that returns None.
+
+    `size` is that of the batch, `dims` has its dimension in each argument, None where all of the batch share one.
+    Returned are the results of the op and the batch's dimension in each.
+    """
+    op = getattr(torch.ops.llmkernels, name).default
+    defaults = [argument.default_value for argument in op._schema.arguments]
+
+    def rule(info, dims, *args):
+        size, missing = info.batch_size, defaults[len(args) :]
+        dims, args = (*dims, *(None for _ in missing)), (*args, *missing)
+        found = at_once(op, size, dims, *args)
+        if found is not None:
+            return found
+        columns = [[x] * size if dim is None else x.unbind(dim) for x, dim in zip(args, dims, strict=True)]
+        results = [op(*row) for row in zip(*columns, strict=True)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(map(torch.stack, zip(*results, strict=True))), tuple(0 for _ in results[0])
+
+    torch.library.register_vmap(f"llmkernels::{name}", rule)
+
+
+def batched_rows(*rows: int) -> Callable:
+    """For register_vmap: the arguments at `rows` and the results are (..., N), so a batch is only more rows."""
+
+    def at_once(op, size, dims, *args):
+        if any(dim is not None for i, dim in enumerate(dims) if i not in rows):
+            return None
+        args = [
+            batch_first(x, dim, size) if i in rows else x for i, (x, dim) in enumerate(zip(args, dims, strict=True))
+        ]
+        results = op(*args)
+        return results, 0 if isinstance(results, Tensor) else tuple(0 for _ in results)
+
+    return at_once
+
+
+def batch_first(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """x with the batch as its first dimension; repeated if it has none."""
+    if x is None:
+        return None
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _no_grad(name: str) -> Callable:
@@ -42,16 +129,16 @@ def _no_grad(name: str) -> Callable:
 
 
 def caller(name: str) -> Callable:
-    """The function that calls op `name`, with all of its arguments, past torch.library's autograd kernel.
+    """The function that calls op `name`, with all of its arguments, past its autograd kernel.
 
-    That kernel is Python and costs about 4 µs even when there is nothing to record. Compilers, exporters and anything
-    else that traces see the plain op.
+    That kernel is Python and costs about 4 µs even when there is nothing to record. Compilers, exporters, transforms of
+    torch.func and anything else that traces see the plain op.
     """
     op, no_grad = getattr(torch.ops.llmkernels, name).default, _no_grad(name)
     is_grad_enabled, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 
     def call(*args):
-        if is_compiling():
+        if is_compiling() or _is_transforming():
             return op(*args)
         if forward_ad._current_level >= 0:
             _refuse_tangents(name, args)
@@ -196,16 +283,24 @@ def _check_devices(op: torch._ops.OpOverload, args: tuple, named: dict) -> None:
         raise RuntimeError(f"{name}: {first} is float64, which is supported on the CPU only")
 
 
-class _Refusal(torch.autograd.Function):
+class _Refusal(Function):
     """Passes gradients on; whoever differentiates them again gets an error."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, count, *tensors):
+    def forward(count, *tensors):
         return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, *grads):
         raise RuntimeError("an op of llmkernels can be differentiated once: there is nothing to differentiate again")
+
+    jvp = backward
 
 
 def differentiable_once(backward: Callable) -> Callable:
@@ -220,7 +315,9 @@ def differentiable_once(backward: Callable) -> Callable:
             return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        sources = [t for t in (*grads, *ctx.saved_tensors) if isinstance(t, Tensor) and t.requires_grad]
+        sources = [t for t in (*grads, *ctx.saved_tensors) if isinstance(t, Tensor)]
+        if not _is_transforming():  # else another transform than the first may need the gradient
+            sources = [t for t in sources if t.requires_grad]
         found = [result for result in _tuple(results) if isinstance(result, Tensor)]
         if not sources or not found:
             return results

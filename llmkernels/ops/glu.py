@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from llmkernels.ops._common import (
+    batched_rows,
     caller,
     contiguous_like,
     differentiable_once,
     public,
     register_autograd,
     register_fake,
+    register_vmap,
 )
 
 _ops = torch.ops.llmkernels
@@ -112,6 +114,10 @@ def _register(name: str) -> None:
 
     register_autograd(name, backward_separate, setup_separate)
     register_autograd(f"{name}_packed", backward_packed, setup_packed)
+    register_vmap(name, batched_rows(0, 1))
+    register_vmap(f"{name}_packed", batched_rows(0))
+    register_vmap(f"{name}_backward", batched_rows(0, 1, 2))
+    register_vmap(f"{name}_packed_backward", batched_rows(0, 1))
 
 
 _register("swiglu")

@@ -6,7 +6,15 @@ Kernels: csrc/kernels/linear; composition of the rest: csrc/torch/linear.cpp.
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, differentiable_once, public, register_autograd, register_fake
+from llmkernels.ops._common import (
+    batched_rows,
+    caller,
+    differentiable_once,
+    public,
+    register_autograd,
+    register_fake,
+    register_vmap,
+)
 from llmkernels.ops.rms_norm import rms_norm
 
 _ops = torch.ops.llmkernels
@@ -181,3 +189,5 @@ def _rms_norm_linear_backward(ctx, grad_y):
 
 register_autograd("linear", _linear_backward, _setup_linear)
 register_autograd("rms_norm_linear", _rms_norm_linear_backward, _setup_rms_norm_linear)
+register_vmap("linear", batched_rows(0))
+register_vmap("rms_norm_linear", batched_rows(0))

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from llmkernels.ops._common import (
+    batched_rows,
     caller,
     contiguous_like,
     differentiable_once,
     public,
     register_autograd,
     register_fake,
+    register_vmap,
 )
 
 _ops = torch.ops.llmkernels
@@ -151,3 +153,14 @@ def _add_rms_norm_backward(ctx, grad_y, grad_sum):
 
 register_autograd("rms_norm", _rms_norm_backward, _setup_rms_norm)
 register_autograd("add_rms_norm", _add_rms_norm_backward, _setup_add_rms_norm)
+
+
+def _batched_backward(op, size, dims, *args):
+    *_, needs_grad_weight = args
+    found = None if needs_grad_weight else batched_rows(0, 1, 3)(op, size, dims, *args)
+    return found and (found[0], (0, None))
+
+
+register_vmap("rms_norm", batched_rows(0))
+register_vmap("add_rms_norm", batched_rows(0, 1))
+register_vmap("rms_norm_backward", _batched_backward)

@@ -3,11 +3,20 @@
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, differentiable_once, public, register_autograd, register_fake
+from llmkernels.ops._common import (
+    batch_first,
+    caller,
+    differentiable_once,
+    public,
+    register_autograd,
+    register_fake,
+    register_vmap,
+)
 
 _ops = torch.ops.llmkernels
 _rope = caller("rope")
 
+_NO_GRADIENT = "rope: cos and sin must not require a gradient, there is none for them; detach() them"
 _HEADS_FIRST = {"bthd": False, "bhtd": True}
 
 
@@ -67,7 +76,7 @@ def rope(
     if heads_first is None:
         raise ValueError(f"rope: layout must be 'bthd' or 'bhtd', got {layout!r}")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
-        raise RuntimeError("rope: cos and sin must not require a gradient, there is none for them; detach() them")
+        raise RuntimeError(_NO_GRADIENT)
     if inplace:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             raise RuntimeError("rope: inplace must be False where q or k requires a gradient, got True")
@@ -103,8 +112,40 @@ def _setup_context(ctx, inputs, output):
 
 @differentiable_once
 def _backward(ctx, grad_q, grad_k):
+    if any(ctx.needs_input_grad[2:4]):  # rope() cannot see it inside two transforms of torch.func
+        raise RuntimeError(_NO_GRADIENT)
     grad_q, grad_k = _ops.rope_backward(grad_q, grad_k, *ctx.saved_tensors, *ctx.options)
     return grad_q, grad_k, None, None, None, None, None, None
 
 
 register_autograd("rope", _backward, _setup_context)
+
+
+def _at_once(op, size, dims, q, k, cos, sin, position_ids, *options):
+    """A batch of vmap becomes part of the op's own, B. A table of angles for each is left to one by one."""
+    if position_ids is not None and dims[2:4] != (None, None):
+        return None
+
+    def fold(x, dim):
+        return batch_first(x, dim, size).flatten(0, 1)
+
+    def fold_shared(own, *pairs):
+        """Angles or positions with the batch's dimension in each: `own` dimensions behind B, which may be missing."""
+        if all(dim is None and (x.dim() == own or x.shape[0] == 1) for x, dim in pairs):
+            return [x for x, _ in pairs]
+        tensors = [batch_first(x, dim, size) for x, dim in pairs]
+        tensors = [x if x.dim() == own + 2 else x.unsqueeze(1) for x in tensors]
+        return [x.expand(-1, batch, *x.shape[2:]).flatten(0, 1) for x in tensors]
+
+    q, k = fold(q, dims[0]), fold(k, dims[1])
+    batch = q.shape[0] // max(size, 1)
+    if position_ids is None:
+        cos, sin = fold_shared(2, (cos, dims[2]), (sin, dims[3]))
+    else:
+        (position_ids,) = fold_shared(1, (position_ids, dims[4]))
+    results = op(q, k, cos, sin, position_ids, *options)
+    return tuple(x.unflatten(0, (size, batch)) for x in results), (0, 0)
+
+
+register_vmap("rope", _at_once)
+register_vmap("rope_backward", _at_once)

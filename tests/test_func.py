@@ -1,0 +1,193 @@
+"""torch.func: first derivatives of every op and of a patched model, alone, nested and batched, against eager; second
+ones and forward mode are refused at any depth."""
+
+import warnings
+
+import pytest
+import torch
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.utils import _pytree
+
+import llmkernels
+import oracles
+from cases import Case, every_case
+from hf_models import tiny_inputs, tiny_model
+from oracles import scaled_rows, tensors
+
+
+@pytest.fixture(autouse=True)
+def _no_fallback_of_vmap():
+    """torch warns where an op has no rule for a batch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*batching rule for llmkernels")
+        yield
+
+
+def inputs_of(case, device) -> list:
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    return [t.to(dtype) if t.is_floating_point() else t for t in case.inputs(3, 8, device=device)]
+
+
+def argnums(case, inputs) -> tuple:
+    return tuple(range(min(case.differentiable, len(inputs))))
+
+
+def loss(function):
+    return lambda *inputs: sum(t.sin().sum() for t in tensors(function(*inputs)))
+
+
+def batches(inputs) -> list:
+    """As vmap takes them: (inputs, in_dims) with all of them batched, each in turn, and along the last dimension."""
+    stacked = [torch.stack([t, t.flip(-1), t], -1) for t in inputs]
+    yield stacked, -1
+    for i in range(len(inputs)):
+        dims = [-1 if j == i else None for j in range(len(inputs))]
+        yield [a if dim else b for a, b, dim in zip(stacked, inputs, dims, strict=True)], tuple(dims)
+
+
+def assert_close(results, expected, tolerance=None):
+    results, expected = _pytree.tree_leaves(results), _pytree.tree_leaves(expected)
+    for a, b in zip(results, expected, strict=True):
+        wide = tolerance or (2e-4 if b.dtype == torch.float32 else 1e-10)
+        torch.testing.assert_close(a, b, rtol=wide, atol=wide)
+
+
+@every_case
+def test_grad_vjp_and_jacrev(case, device):
+    inputs = inputs_of(case, device)
+    wanted = argnums(case, inputs)
+    assert_close(grad(loss(case.ours), wanted)(*inputs), grad(loss(case.eager), wanted)(*inputs))
+    assert_close(jacrev(case.ours, wanted)(*inputs), jacrev(case.eager, wanted)(*inputs))
+
+    def pull_back(function):
+        outputs, pull = vjp(lambda *leaves: function(*leaves, *inputs[len(wanted) :]), *(inputs[i] for i in wanted))
+        return pull(outputs)
+
+    assert_close(pull_back(case.ours), pull_back(case.eager))
+
+
+@every_case
+def test_vmap_and_gradients_of_samples(case, device):
+    inputs = inputs_of(case, device)
+    wanted = argnums(case, inputs)
+    for batch, dims in batches(inputs):
+        assert_close(vmap(case.ours, dims)(*batch), vmap(case.eager, dims)(*batch))
+        ours, eager = (vmap(grad(loss(function), wanted), dims)(*batch) for function in (case.ours, case.eager))
+        assert_close(ours, eager)
+        ours, eager = (
+            grad(lambda *batch, function=function: vmap(loss(function), dims)(*batch).sum(), wanted)(*batch)  # noqa: B023
+            for function in (case.ours, case.eager)
+        )
+        assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linears(device, bias):
+    x, norm_weight = scaled_rows(5, 16, device=device), torch.randn(16, device=device)
+    weight, bias = torch.randn(8, 16, device=device), torch.randn(8, device=device) if bias else None
+
+    def eager(x, norm_weight, weight, bias=None):
+        return torch.nn.functional.linear(oracles.rms_norm(x, norm_weight), weight, bias)
+
+    inputs = (x, norm_weight, weight) if bias is None else (x, norm_weight, weight, bias)
+    norm_then_linear = Case("rms_norm_linear", llmkernels.rms_norm_linear, eager, None, (), differentiable=4)
+    linear = Case("linear", llmkernels.linear, torch.nn.functional.linear, None, (), differentiable=3)
+    for case, given in ((norm_then_linear, inputs), (linear, (x, *inputs[2:]))):
+        wanted = argnums(case, given)
+        assert_close(jacrev(case.ours, wanted)(*given), jacrev(case.eager, wanted)(*given))
+        for batch, dims in batches(given):
+            ours, eager = (vmap(grad(loss(function), wanted), dims)(*batch) for function in (case.ours, case.eager))
+            assert_close(ours, eager)
+
+
+@every_case
+def test_inside_another_transform(case, device):
+    """The gradient comes out of a transform that differentiates something else, to torch.func and to backward()."""
+    inputs = inputs_of(case, device)
+
+    def scaled(function):
+        def outer(x):
+            outputs = tensors(function(x, *inputs[1:]))
+            inner = lambda factor: sum((t * factor).sin().sum() for t in outputs)  # noqa: E731
+            return grad(inner)(torch.ones((), device=device, dtype=x.dtype))
+
+        return outer
+
+    def inside(function):
+        def outer(x):
+            inner = lambda factor: sum((t * factor).sum() for t in tensors(function(x, *inputs[1:])))  # noqa: E731
+            return grad(inner)(torch.ones((), device=device, dtype=x.dtype))
+
+        return outer
+
+    for nest in (scaled, inside):
+        expected = grad(nest(case.eager))(inputs[0])
+        assert_close(grad(nest(case.ours))(inputs[0]), expected)
+        leaf = inputs[0].detach().requires_grad_()
+        nest(case.ours)(leaf).backward()
+        assert_close(leaf.grad, expected)
+
+
+@every_case
+def test_batched_gradients_of_a_recorded_call(case, device):
+    inputs = inputs_of(case, device)
+
+    def jacobian(function):
+        return torch.autograd.functional.jacobian(lambda x: function(x, *inputs[1:]), inputs[0], vectorize=True)
+
+    assert_close(jacobian(case.ours), jacobian(case.eager))
+
+
+@every_case
+def test_second_derivatives_and_forward_mode_are_refused(case, device):
+    inputs = inputs_of(case, device)
+    scalar = loss(case.ours)
+    for second in (grad(lambda *x: grad(scalar)(*x).sum()), jacrev(jacrev(scalar)), hessian(scalar)):
+        with pytest.raises(RuntimeError, match=r"can be differentiated once|forward-mode differentiation is not"):
+            second(*inputs)
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        jvp(lambda x: case.ours(x, *inputs[1:]), (inputs[0],), (inputs[0],))
+
+
+def test_rope_has_no_gradient_for_its_angles_inside_vmap(device):
+    q = torch.randn(2, 1, 3, 2, 8, device=device)
+
+    def rotated(angle):
+        return vmap(lambda q: llmkernels.rope(q, q, angle, angle)[0])(q).sum()
+
+    with pytest.raises(RuntimeError, match="cos and sin must not require a gradient"):
+        grad(rotated)(torch.ones(3, 8, device=device))
+
+
+@every_case
+@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), vmap], ids=["grad", "vmap-grad", "vmap"])
+def test_compiled(case, device, transform):
+    inputs = [torch.stack([t, t]) for t in case.inputs(3, 8, device=device)]
+    inputs = [t[0] for t in inputs] if transform is grad else inputs
+    torch._dynamo.reset()  # which counts what it compiled for the other cases
+    compiled = torch.compile(transform(loss(case.ours)), fullgraph=True, backend="aot_eager")
+    assert_close(compiled(*inputs), transform(loss(case.eager))(*inputs))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_patched_model(device, family):
+    """Gradients of its parameters by functional_call, those of each sample, and a Jacobian of its embeddings."""
+    plain, patched = (tiny_model(family, device, torch.float64 if device == "cpu" else torch.float32) for _ in range(2))
+    llmkernels.hf.patch(patched)
+    ids = tiny_inputs(device, 3, 5)
+
+    def objective(model):
+        def run(parameters, ids):
+            return functional_call(model, parameters, (ids,), {"use_cache": False}).logits.logsumexp(-1).sum()
+
+        return run
+
+    def transformed(model):
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        yield grad(objective(model))(parameters, ids)
+        yield vmap(grad(objective(model)), (None, 0))(parameters, ids[:, None])
+        embedded = model.get_input_embeddings()(ids[:1]).detach()
+        yield jacrev(lambda x: model(inputs_embeds=x, use_cache=False).logits.logsumexp(-1))(embedded)
+
+    for ours, eager in zip(transformed(patched), transformed(plain), strict=True):
+        assert_close(ours, eager, tolerance=1e-4)  # transformers' norm is in float32
