@@ -222,7 +222,7 @@ def test_more_calls_left_to_transformers(device):
     assert "by transformers: inputs_embeds" in decoder(model).calls
     assert torch.equal(found, hf_generate(model, ids)[:, 11:])
     hf_generate(model, ids, past_key_values=KVCache(small_model(num_hidden_layers=3), 30))
-    with pytest.raises(ValueError, match=r"must have \(batch, heads, head_dim\) \(3, 1, 64\), got \(2, 1, 64\)"):
+    with pytest.raises(RuntimeError, match=r"key_states must have shape \(3, 1, 11, 64\), got \(2, 1, 11, 64\)"):
         hf_generate(model, ids, past_key_values=KVCache(model, 30, batch_size=3))
     assert "by transformers: the cache was made for other keys and values" in decoder(model).calls
     assert "by transformers: the cache has 3 layers" in decoder(model).calls

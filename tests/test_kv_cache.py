@@ -96,17 +96,50 @@ def test_a_cache_that_grows(device):
 
 def test_errors():
     cache, keys = filled()
-    with pytest.raises(RuntimeError, match=r"\(batch, heads, head_dim\) \(2, 2, 4\), got \(1, 2, 4\)"):
-        cache.update(keys[:1, :, :1], keys[:1, :, :1], 0)
-    with pytest.raises(RuntimeError, match=r"must be torch.float32 on cpu, got torch.float16 on cpu"):
-        cache.update(keys.half(), keys.half(), 0)
+    new = keys[:, :, :1]
+    wrong = {
+        r"must have shape \(2, 2, 1, 4\), got \(1, 2, 1, 4\)": new[:1],
+        r"must have shape \(2, 2, 1, 4\), got \(2, 1, 1, 4\)": new[:, :1],  # would be broadcast
+        r"must have shape \(2, 2, 1, 4\), got \(2, 2, 1, 3\)": new[..., :3],
+        r"must be \(batch, heads, tokens, head_dim\), got \(2, 1, 4\)": new[0],
+        r"must be torch.float32 on cpu, got torch.float16 on cpu": new.half(),
+        r"must be torch.float32 on cpu, got torch.float32 on meta": new.to("meta"),
+    }
+    for message, states in wrong.items():
+        with pytest.raises(RuntimeError, match="KVCache: key_states " + message):
+            cache.update(states, new, 0)
+        with pytest.raises(RuntimeError, match="KVCache: value_states " + message):
+            cache.update(new, states, 0)
+    with pytest.raises(RuntimeError, match=r"value_states must have shape \(2, 2, 1, 4\), got \(2, 2, 2, 4\)"):
+        cache.update(new, keys[:, :, :2], 0)
+    with pytest.raises(TypeError, match="KVCache: value_states must be a tensor, got NoneType"):
+        cache.update(new, None, 0)
     with pytest.raises(RuntimeError, match="no_grad"):
-        cache.update(keys[:, :, :1].clone().requires_grad_(), keys[:, :, :1], 0)
-    with pytest.raises(ValueError, match="capacity must be positive, got 0"):
-        KVCache(tiny_model().config, 0)
-    with pytest.raises(ValueError, match="there must be tokens in it"):
-        _ = KVCache(tiny_model().config, 4).cache_seqlens
+        cache.update(new.clone().requires_grad_(), new, 0)
     assert_holds(cache, keys)
+
+
+def test_errors_of_a_cache_without_tensors():
+    config = tiny_model().config
+    cache = KVCache(config, 4)
+    with pytest.raises(ValueError, match="there must be tokens in it"):
+        _ = cache.cache_seqlens
+    states = torch.ones(2, 2, 1, 4)
+    for value in (states[:1], states[:, :1], states.expand(2, 2, 3, 4), states.double()):
+        with pytest.raises(RuntimeError, match="KVCache: value_states must "):
+            cache.update(states, value, 0)
+    assert cache.layers[0].k is None and repr(cache) == f"KVCache(length=0, capacity=4, layers={LAYERS})"
+    cache.update(states, states[..., :3], 0)  # values may be shorter than keys, as in DeepSeek
+    with pytest.raises(ValueError, match="capacity must be positive, got 0"):
+        KVCache(config, 0)
+    for wrong in (1.5, "4", None, True):
+        with pytest.raises(TypeError, match="KVCache: capacity must be an integer, got"):
+            KVCache(config, wrong)
+        if wrong is not None:
+            with pytest.raises(TypeError, match="KVCache: batch_size must be an integer, got"):
+                KVCache(config, 4, batch_size=wrong)
+    with pytest.raises(TypeError, match="KVCache: config must be a model of transformers or its config, got int"):
+        KVCache(3, 4)
 
 
 def test_crop():
@@ -343,6 +376,8 @@ def test_writing_what_does_not_fit_changes_nothing():
             cache.write(0, [a], **({"k": k, "v": k} | {name: wrong}))
     with pytest.raises(TypeError, match="v must be a tensor, got NoneType"):
         cache.write(0, [a], k, None)
+    with pytest.raises(ValueError, match=r"sequences must differ, got \[0, 0\]"):
+        cache.write(0, [a, a], torch.cat([k, k]), torch.cat([k, k]))
     with pytest.raises(ValueError, match="tokens must not be negative, got -1"):
         cache.append(a, -1)
     with pytest.raises(TypeError, match="tokens must be an integer, got 1"):

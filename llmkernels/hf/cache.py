@@ -112,17 +112,16 @@ class KVCacheLayer(CacheLayerMixin):
                 raise RuntimeError(
                     f"KVCache: {name} must be (batch, heads, tokens, head_dim), got {tuple(states.shape)}"
                 )
-        held = key_states.transpose(1, 2) if self.k is None else self.k
-        batch, _, heads, dim = held.shape
         tokens = key_states.shape[2]
-        for name, states in (("key_states", key_states), ("value_states", value_states)):
-            if states.shape[:2] != (batch, heads) or states.shape[3] != dim:
-                found = states.shape[0], states.shape[1], states.shape[3]
+        for name, states, buffer in (("key_states", key_states, self.k), ("value_states", value_states, self.v)):
+            held = key_states.transpose(1, 2) if buffer is None else buffer
+            batch, _, heads, dim = held.shape
+            if buffer is None:
+                dim = states.shape[3]  # values may have another head_dim than keys
+            if states.shape != (batch, heads, tokens, dim):
                 raise RuntimeError(
-                    f"KVCache: {name} must have (batch, heads, head_dim) {(batch, heads, dim)}, got {tuple(found)}"
+                    f"KVCache: {name} must have shape {(batch, heads, tokens, dim)}, got {tuple(states.shape)}"
                 )
-            if states.shape[2] != tokens:
-                raise RuntimeError(f"KVCache: {name} must have {tokens} tokens, got {states.shape[2]}")
             if (states.dtype, states.device) != (held.dtype, held.device):
                 raise RuntimeError(
                     f"KVCache: {name} must be {held.dtype} on {held.device}, got {states.dtype} on {states.device}"
