@@ -164,6 +164,23 @@ def test_an_exception_leaves_what_transformers_leaves(device, late):
     assert_same_cache(*patched_and_not(model, call))
 
 
+@pytest.mark.parametrize("window", [{}, WINDOW])
+def test_a_call_that_fails_at_once_adds_nothing(window):
+    model, ids = small_model(**window), tiny_inputs()
+    llmkernels.patch(model)
+    cache = DynamicCache(config=model.config)
+    logits_of(model, ids[:, :9], past_key_values=cache)
+    before = copy.deepcopy(cache)
+
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("at the prefill")
+
+    model._prefill = fail
+    with pytest.raises(torch.OutOfMemoryError, match="at the prefill"):
+        hf_generate(model, ids, past_key_values=cache)
+    assert_same_cache(cache, before)
+
+
 class Other(DynamicCache):
     pass
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 import llmkernels
 from generating import NEW, Stream, generate_step, hf_generate, small_model
@@ -111,6 +111,34 @@ def test_what_a_processor_keeps_stays_as_it_was(device, late):
     hf_generate(model, ids, logits_processor=[Keep()])
     assert len(kept) == NEW
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in kept)
+
+
+@pytest.mark.parametrize("who", ["processor", "criterion", "streamer"])
+@pytest.mark.parametrize("window", [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}])
+def test_the_caller_may_look_at_its_cache(who, window, device, late):
+    """At each step it holds every token but the last, as it does unpatched."""
+    model, ids = small_model(device=device, **window), tiny_inputs(device, 2)
+
+    def call():
+        cache, seen = DynamicCache(config=model.config), []
+
+        class Looks(Recorder if who == "processor" else Deadline if who == "criterion" else Stream):
+            def __call__(self, *args, **kwargs):
+                seen.append((cache.get_seq_length(), [round(x.keys.sum().item(), 1) for x in cache.layers]))
+                return super().__call__(*args, **kwargs)
+
+            def put(self, tokens):
+                seen.append(cache.get_seq_length())
+                super().put(tokens)
+
+        user = Looks() if who != "criterion" else Looks(30)
+        name = {"processor": "logits_processor", "criterion": "stopping_criteria", "streamer": "streamer"}[who]
+        return hf_generate(model, ids, past_key_values=cache, **{name: user if who == "streamer" else [user]}), seen
+
+    (found, seen), (expected, expected_seen) = both(model, call)
+    assert torch.equal(found, expected)
+    assert seen == expected_seen
+    assert len(seen) == NEW + (who == "streamer")  # which gets the prompt, too
 
 
 @pytest.mark.parametrize("foreign", [False, True])

@@ -67,7 +67,7 @@ def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
     sliding = theirs.is_sliding or [False] * len(ours.layers)
     for index, layer in enumerate(ours.layers):
         # A sliding window keeps a view of the tensor that update() makes: a short one if the last token is alone.
-        cuts = [first, layer.length - 1, layer.length] if sliding[index] else [first, layer.length]
+        cuts = [first, max(first, layer.length - 1), layer.length] if sliding[index] else [first, layer.length]
         for start, end in pairwise(cuts):
             if start < end:
                 theirs.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)

@@ -25,6 +25,7 @@ from .report import STEP
 from .trunk import NoStep, Trunk, check_batch, check_cache, is_ours, pack, trunk
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Call:
         if is_ours(given):
             return nullcontext(given)
         return state.lend_cache(self.parts, self.batch, self.tokens, self.limit, given, self.returned)
+
+    def shown_cache(self):
+        """The DynamicCache that the caller has given, and may look at between two steps; else None."""
+        given = self.inputs["past_key_values"]
+        return given if getattr(given, "_is_user_defined", False) and not is_ours(given) else None
 
     def begin(self, state: Decoder, cache, kind: Any = "step") -> DecodeStep:
         """The step behind the prompt, which is in the cache now."""
@@ -187,8 +193,15 @@ def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config) -> tuple[Te
     return None if full else (~live).sum(1), tokens
 
 
+def _is_transformers(user: Any) -> bool:
+    """Whether a processor, criterion or streamer is transformers' own, or none."""
+    return user is None or type(user).__module__.startswith("transformers.")
+
+
 def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor, stopping_criteria, config, streamer):
     """transformers' GenerationMixin._sample by the decode step: same scores, same random numbers, same results."""
+    from .adopt import hand_back
+
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits
     scores, raw_logits = () if keep_scores else None, () if keep_logits else None
@@ -196,7 +209,8 @@ def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor,
     pad = None if pad is None else pad.to(input_ids.device)
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     # transformers' own processors read any layout and keep nothing; other people's get what transformers gives them.
-    own = all(type(x).__module__.startswith("transformers.") for x in (*logits_processor, *stopping_criteria))
+    own = all(map(_is_transformers, (*logits_processor, *stopping_criteria)))
+    shown = None if own and _is_transformers(streamer) else call.shown_cache()
     text = Text(input_ids, stopping_criteria.max_length, copies=not own)
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     late = reading.is_late(input_ids.device)
@@ -205,6 +219,8 @@ def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor,
     step = None
     going = True
     while going:
+        if shown is not None:
+            hand_back(cache, shown, frees=False)
         # A copy: processors write into it, and the next step into logits.
         next_logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
         next_scores = logits_processor(text.read(), next_logits)
