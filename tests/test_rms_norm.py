@@ -147,6 +147,30 @@ def test_grad_weight_sums_many_rows(device, dtype):
         check_norm(rms_norm, oracles.rms_norm, make(rows, cols, dtype, device))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cast_before_weight", [True, False])
+@pytest.mark.parametrize("cols", [64, 257, 2048, 40000])
+def test_grad_weight_is_of_what_the_weight_multiplied(device, cols, cast_before_weight, dtype):
+    """Two rows whose normalized values differ by a tenth of a rounding: rounded, most are equal and cancel."""
+    row = torch.randn(cols).to(dtype)
+    x, options = torch.stack([row, 2 * row]), {"eps": torch.finfo(dtype).eps / 8}
+    grad_y = torch.ones_like(x) * torch.tensor([[1], [-1]], dtype=dtype)
+
+    def grad_weight(function, x, grad_y, **options):
+        weight = torch.ones(cols, dtype=x.dtype, device=x.device, requires_grad=True)
+        return torch.autograd.grad(function(x, weight, **options), weight, grad_y)[0]
+
+    options["cast_before_weight"] = cast_before_weight
+    result = grad_weight(rms_norm, x.to(device), grad_y.to(device), **options).cpu()
+    if cast_before_weight:
+        expected = grad_weight(oracles.rms_norm, x, grad_y, **options)
+        assert (expected == 0).double().mean() > 0.7
+        assert (result == expected).double().mean() > 0.95  # the others are within a bit of where the rounding turns
+    else:
+        exact = grad_weight(oracles.rms_norm, x.double(), grad_y.double(), **options)
+        torch.testing.assert_close(result.double(), exact, rtol=0.02, atol=1e-6)
+
+
 def test_a_frozen_weight_gets_no_gradient(device):
     x, weight = make(5, 32, torch.float32, device)
     x.requires_grad_()

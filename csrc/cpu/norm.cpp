@@ -1,7 +1,8 @@
 // RMSNorm on the CPU, computed in float32 (float64 for float64):
 //   rstd = 1 / sqrt(mean(x^2) + eps), n = x * rstd, y = n * (offset + weight), after x has been increased by the
 //   residual; backward, with g = grad_y * (offset + weight): grad_x = rstd * (g - n * mean(g * n)) + grad_sum,
-//   grad_weight = sum over rows of grad_y * n (of the rounded n, when that is what the weight was multiplied by).
+//   grad_weight = sum over rows of grad_y * m, where m is what the weight was multiplied by: round(n) with
+//   cast_before_weight, else n.
 // Rows are read twice, the second time from cache, in blocks.
 #include "cpu/norm.h"
 

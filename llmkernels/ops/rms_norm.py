@@ -47,7 +47,8 @@ def rms_norm(
 
     Layout: rows any constant distance apart are read in place; any other layout is copied first.
     Arithmetic: float32 (float64 for float64).
-    Differentiable: once, in ``x`` and ``weight``; saves both, nothing else.
+    Differentiable: once, in ``x`` and ``weight``; saves both, nothing else. The gradient of the weight is that of what
+        it was multiplied by, n rounded or not, as in eager autograd.
     Deterministic: yes, gradients included. A row's bits do not depend on the other rows.
     Matches: with ``cast_before_weight`` (default) ``LlamaRMSNorm`` and ``Qwen2RMSNorm`` of transformers, which round
         before they multiply; without it ``torch.nn.functional.rms_norm``, and with ``weight_offset=1``

@@ -39,6 +39,14 @@ CPU = [
         "tests/test_rms_norm.py -k rounding_order",
     ),
     Mutation(
+        "cpu_grad_weight_of_the_unrounded",
+        "the gradient of the weight is of n before it is rounded",
+        CPU_NORM,
+        "dw[i] += widen(dy[i]) * (cast_before_weight ? rounded<T>(n) : n);",
+        "dw[i] += widen(dy[i]) * (cast_before_weight ? n : n);",
+        "tests/test_rms_norm.py -k of_what_the_weight_multiplied",
+    ),
+    Mutation(
         "cpu_eps_outside_the_root",
         "eps is added to the root instead of under it",
         CPU_NORM,

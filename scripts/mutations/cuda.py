@@ -97,6 +97,14 @@ CUDA = [
         "tests/test_rms_norm.py -k 'rounding_order and cuda'",
     ),
     Mutation(
+        "cuda_grad_weight_of_the_unrounded",
+        "the gradient of the weight is of n before it is rounded",
+        BACKWARD,
+        "return cast_before_weight ? to_float(from_float<T>(n)) : n;",
+        "return cast_before_weight ? n : n;",
+        "tests/test_rms_norm.py -k 'of_what_the_weight_multiplied and cuda'",
+    ),
+    Mutation(
         "cuda_eps_outside_the_mean",
         "eps is added before the division by the row length",
         NORM,

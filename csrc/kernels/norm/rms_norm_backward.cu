@@ -1,7 +1,9 @@
 // Backward of RMSNorm. With n = x rstd, g = grad_y (offset + w) and a second gradient of x, grad_sum (add_rms_norm):
 //
 //   grad_x = round(rstd (g - n mean(g n)) + grad_sum)
-//   grad_w = round(sum over rows of grad_y n)
+//   grad_w = round(sum over rows of grad_y m)
+//
+// m is what the forward multiplied by the weight: round(n) with cast_before_weight, else n, as in eager autograd.
 //
 // rstd is recomputed: the row is read anyway, and the forward needs to save x only. float32, float16 or bfloat16;
 // float32 arithmetic. Moves 3 elements per element (4 with grad_sum), plus one float32 row of partial grad_w per block.
@@ -32,6 +34,12 @@ struct Scalars {
 __device__ Scalars row_scalars(const float (&sums)[2], float inverse_cols, float eps) {
   const float rstd = rsqrtf(sums[0] * inverse_cols + eps);
   return {rstd, sums[1] * inverse_cols * rstd};
+}
+
+// What the forward multiplied by the weight.
+template <typename T>
+__device__ float weighted(float n, bool cast_before_weight) {
+  return cast_before_weight ? to_float(from_float<T>(n)) : n;
 }
 
 // Where a row begins in each operand.
@@ -142,7 +150,7 @@ __global__ void __launch_bounds__(512) rms_norm_backward_kernel(const RmsNormBac
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         n[i] = x[v][i] * scalars.rstd;
-        grad_weight[v][i] += grad_y[v][i] * n[i];
+        grad_weight[v][i] += grad_y[v][i] * weighted<T>(n[i], params.options.cast_before_weight);
       }
       const auto grad = [&](int i) { return scalars.rstd * (grad_y[v][i] * scale[v][i] - n[i] * scalars.mean_gn); };
       const V result = params.grad_sum ? V::of([&](int i) { return grad(i) + extra[i]; }) : V::of(grad);
@@ -230,7 +238,8 @@ __global__ void __launch_bounds__(256)
 #pragma unroll 4
   for (int64_t row = begin; row < end; ++row) {
     const Rows<T> rows(params, row);
-    sum += to_float(rows.grad_y[col]) * (to_float(rows.x[col]) * rstd[row]);
+    const float n = to_float(rows.x[col]) * rstd[row];
+    sum += to_float(rows.grad_y[col]) * weighted<T>(n, params.options.cast_before_weight);
   }
   static_cast<float*>(params.partials)[part * params.cols + col] = sum;
 }
