@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 # False only for `python -m llmkernels`, which reports what is wrong; any other import raises ImportError.
 if _library.load():
     from llmkernels import nn
-    from llmkernels.hf import PagedKVCache, generate, patch, release, unpatch
+    from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, release, unpatch
     from llmkernels.ops import (
         add_rms_norm,
         decode_attention,
@@ -33,6 +33,7 @@ if _library.load():
 
 __all__ = [
     "KVCache",
+    "OutOfPages",
     "PagedKVCache",
     "__version__",
     "add_rms_norm",
