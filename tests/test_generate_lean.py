@@ -243,6 +243,7 @@ def test_lean_errors():
         r"input_ids must be \(batch, tokens\) of integers, got torch.float32 \(2, 11\)": {"input_ids": ids.float()},
         r"input_ids must be \(batch, tokens\) of integers, got torch.int64 \(11,\)": {"input_ids": ids[0]},
         r"input_ids must be \(batch, tokens\) of integers, got torch.int64 \(2, 0\)": {"input_ids": ids[:, :0]},
+        "input_ids must be on the model's device, cpu, got meta": {"input_ids": ids.to("meta")},
     }.items():
         with pytest.raises(RuntimeError, match=match):
             llmkernels.generate(model, **{"max_new_tokens": NEW} | arguments)

@@ -59,14 +59,14 @@ def generate(
     Differentiable: no. Deterministic: yes; random numbers included, by the seed.
     Raises: ValueError for an option out of range, or one that only ``model.generate`` has (beam search, processors and
         criteria of one's own, scores), by its name; TypeError for arguments of another kind, and for a model that does
-        not generate; RuntimeError for ``input_ids`` that are not (B, T) integers. What ``model.generate`` raises
-        besides.
+        not generate; RuntimeError for ``input_ids`` that are not (B, T) integers or elsewhere. What
+        ``model.generate`` raises besides.
 
     >>> llmkernels.patch(model)
     >>> llmkernels.generate(model, ids, max_new_tokens=64, do_sample=True, temperature=0.7, top_p=0.9)
     """
     _check_model(model)
-    _check_arguments(input_ids, streamer, generator, options)
+    _check_arguments(model.device, input_ids, streamer, generator, options)
     per_sequence = {name: options[name] for name in _OPTIONS if _is_several(options.get(name))}
     options |= dict.fromkeys(per_sequence)
     if "repetition_penalty" in per_sequence:
@@ -130,7 +130,7 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"generate: model must have a decoder only, got {type(model).__name__}; use model.generate")
 
 
-def _check_arguments(input_ids, streamer, generator, options: dict[str, Any]) -> None:
+def _check_arguments(device: torch.device, input_ids, streamer, generator, options: dict[str, Any]) -> None:
     for name, value in (("input_ids", input_ids), ("attention_mask", options.get("attention_mask"))):
         if not isinstance(value, Tensor) and (value is not None or name == "input_ids"):
             raise TypeError(f"generate: {name} must be a tensor, got {type(value).__name__}")
@@ -146,6 +146,8 @@ def _check_arguments(input_ids, streamer, generator, options: dict[str, Any]) ->
         raise RuntimeError(
             f"generate: input_ids must be (batch, tokens) of integers, got {input_ids.dtype} {tuple(input_ids.shape)}"
         )
+    if input_ids.device != device and device.type != "meta":  # which is where weights are that come only when used
+        raise RuntimeError(f"generate: input_ids must be on the model's device, {device}, got {input_ids.device}")
     for name in _REFUSED:
         if options.get(name) is not None and options[name] is not False:
             raise ValueError(f"generate: {name} must not be given; model.generate takes it")
@@ -252,7 +254,7 @@ class _ModuleStep:
         inputs = self._model.prepare_inputs_for_generation(self.tokens[:, None], next_sequence_length=1, **self._inputs)
         outputs = self._model(**inputs, return_dict=True)
         self._inputs = self._model._update_model_kwargs_for_generation(outputs, self._inputs)
-        return outputs.logits[:, -1]
+        return outputs.logits[:, -1].to(self.tokens.device)  # parts of a model may be on several devices
 
     def run(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -270,7 +272,7 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
     text = Text(input_ids, stopping_criteria.max_length)
     with call.cache(state) if call else nullcontext(inputs["past_key_values"]) as cache:
         outputs = model._prefill(input_ids, config, inputs | {"past_key_values": cache})
-        logits = outputs.logits[:, -1]
+        logits = outputs.logits[:, -1].to(input_ids.device)
         if call:
             kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)
             step = call.begin(state, cache, kind)
