@@ -221,7 +221,7 @@ def _explain(op: str, signature: inspect.Signature, args: tuple, named: dict, er
 
 
 def register_fake(name: str, fake: Callable, overloads: tuple[str, ...] = ("", ".no_grad")) -> None:
-    """Shape inference of op `name`, behind the checks of its binding; a differentiable one has two overloads."""
+    """Shape inference of op `name`, after the checks of its binding; a differentiable one has two overloads."""
     op = getattr(torch.ops.llmkernels, name).default
 
     @functools.wraps(fake)
@@ -284,7 +284,7 @@ def _check_devices(op: torch._ops.OpOverload, args: tuple, named: dict) -> None:
 
 
 class _Refusal(Function):
-    """Passes gradients on; whoever differentiates them again gets an error."""
+    """Passes gradients on. Differentiating them again is an error."""
 
     generate_vmap_rule = True
 

@@ -38,20 +38,21 @@ def decode_attention(
         q: (B, T, H, D), rotated; float32, float16 or bfloat16, on the CPU also float64. On a GPU D is at most 512.
         k_cache, v_cache: (B, capacity, Hkv, D); or pages (pages, page_size, Hkv, D) with a ``block_table``. H is any
             multiple of Hkv: query head h belongs to kv head h // (H // Hkv).
-        cache_seqlens: int32 (B,), on the device of ``q``: how many keys are live, the T new ones included. Beyond the
-            capacity it raises on the CPU; on a GPU it counts as the capacity, since finding out would stop the stream.
-        cache_leftpad: int32 (B,): the first key that counts, behind left padding. Default 0.
+        cache_seqlens: int32 (B,), on the device of ``q``: how many keys each sequence has, the T new ones included. If
+            there are more than the capacity it raises on the CPU; on a GPU the capacity counts, since the host would
+            have to wait for a check.
+        cache_leftpad: int32 (B,): the index of the first key after left padding. Default 0.
         block_table: int32 (B, pages of a sequence): key j is in page ``block_table[b, j // page_size]``. A page that
             does not exist raises on the CPU; on a GPU its keys and values are zeros.
         softmax_scale: default 1 / sqrt(D).
-        window_size: (left, right): a query sees ``left`` keys before its own; -1: all of them. It sees none behind its
-            own, so ``right`` is 0, or -1, which is the same here.
-        softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; 0: they stay.
+        window_size: (left, right): a query sees ``left`` keys before its own; -1: all of them. It sees none after its
+            own, so ``right`` is 0, or -1, which means the same here.
+        softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; 0: unchanged.
 
     Returns:
         y, (B, T, H, D), contiguous. Zeros for a query that sees no key.
 
-    Layout: any strides with contiguous heads. What lies behind ``cache_seqlens`` is not read.
+    Layout: any strides with contiguous heads. Keys and values from ``cache_seqlens`` on are not read.
     Fast: float16 and bfloat16, D of 64, 96, 128 or 256, every head aligned to 16 bytes, pages a multiple of 16 keys,
         few tokens (H / Hkv * T up to 16 queries share one reading of the keys). Everything else works, slowly.
     Arithmetic: float32 (float64 for float64); on the fast path probabilities are rounded to the dtype before they meet
@@ -106,9 +107,9 @@ def rope_kv_write(
         position_ids: (T,), (1, T) or (B, T), int32 or int64: rows of the tables, as in :func:`llmkernels.rope`. A
             position outside [0, P) raises on the CPU; on a GPU it makes that token NaN.
         k_cache, v_cache, block_table: as in :func:`decode_attention`; written in place.
-        cache_seqlens: int32 (B,): how many keys are live once the T new ones are there, as in
-            :func:`decode_attention`: token t of sequence b goes to place ``cache_seqlens[b] - T + t`` of its cache. A
-            token whose place is negative, or beyond the capacity, is not written.
+        cache_seqlens: int32 (B,): how many keys each sequence has with the T new ones, as in
+            :func:`decode_attention`: token t of sequence b becomes key ``cache_seqlens[b] - T + t``. A token with a
+            negative index, or one beyond the capacity, is not written.
         interleaved: pairs are (2i, 2i + 1) instead of (i, i + D/2).
 
     Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection.

@@ -1,4 +1,4 @@
-"""Linear layers for few tokens, behind an RMSNorm or not: public functions, fakes, autograd.
+"""Linear layers for few tokens, with or without an RMSNorm before: public functions, fakes, autograd.
 
 Kernels: csrc/kernels/linear; composition of the rest: csrc/torch/linear.cpp.
 """
@@ -62,7 +62,7 @@ def rms_norm_linear(
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
 ) -> Tensor:
-    r"""RMSNorm and the linear layer behind it, :math:`y = \mathrm{rms\_norm}(x) W^\top + b`.
+    r"""RMSNorm and the linear layer after it, :math:`y = \mathrm{rms\_norm}(x) W^\top + b`.
 
     Args:
         x: (..., K); float32, float16 or bfloat16, on the CPU also float64.

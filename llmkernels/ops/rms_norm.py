@@ -1,4 +1,4 @@
-"""RMSNorm, alone or behind a residual add: public functions, fakes, autograd.
+"""RMSNorm, alone or after a residual add: public functions, fakes, autograd.
 
 Kernels: csrc/kernels/norm, csrc/cpu/norm.cpp.
 """
