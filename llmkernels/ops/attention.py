@@ -63,8 +63,8 @@ def decode_attention(
     Deterministic: yes. But how the keys are split depends on the batch, so the bits of a sequence do, too.
     Differentiable: no.
     Matches: ``torch.nn.functional.scaled_dot_product_attention`` with the mask described.
-    Raises: ValueError for a ``window_size`` that looks ahead; RuntimeError for shapes, dtypes and devices that do not
-        fit, each by name, and for inputs that need a gradient.
+    Raises: ValueError for a ``window_size`` that looks ahead, a negative ``softcap``, numbers that are not finite;
+        RuntimeError for shapes, dtypes and devices that do not fit, each by name, and for inputs that need a gradient.
     Source: Dao et al. 2022, "FlashAttention"; Dao et al. 2023, "Flash-Decoding"; Kwon et al. 2023, "PagedAttention".
 
     >>> k = v = torch.eye(2).view(1, 2, 1, 2)
@@ -117,8 +117,8 @@ def rope_kv_write(
     Deterministic: yes.
     Differentiable: no.
     Matches: ``apply_rotary_pos_emb`` of transformers' Llama and Qwen2, bit for bit.
-    Raises: RuntimeError for shapes, dtypes and devices that do not fit, each by name, and for inputs that need a
-        gradient.
+    Raises: RuntimeError for shapes, dtypes and devices that do not fit, each by name, for ``q`` or caches that overlap
+        themselves, each other or another input, and for inputs that need a gradient.
     """
     _refuse_gradients("rope_kv_write", q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
     _ops.rope_kv_write(q, k, v, cos, sin, position_ids, k_cache, v_cache, cache_seqlens, block_table, interleaved)

@@ -60,7 +60,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
             :math:`g (1 + \tanh(\sqrt{2/\pi} (g + 0.044715 g^3))) / 2`; as in ``torch.nn.functional.gelu``.
 
     Matches: ``torch.nn.functional.gelu(gate, approximate=approximate) * up``, on a GPU bit for bit.
-    Everything else as in :func:`swiglu`.
+    Raises: ValueError for another ``approximate``. Everything else as in :func:`swiglu`.
 
     >>> geglu(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0]))
     tensor([0.0000, 1.9545])

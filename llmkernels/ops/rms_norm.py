@@ -53,7 +53,8 @@ def rms_norm(
     Matches: with ``cast_before_weight`` (default) ``LlamaRMSNorm`` and ``Qwen2RMSNorm`` of transformers, which round
         before they multiply; without it ``torch.nn.functional.rms_norm``, and with ``weight_offset=1``
         ``GemmaRMSNorm``.
-    Raises: RuntimeError for other dtypes, a weight that is not (N,), or tensors on different devices.
+    Raises: RuntimeError for other dtypes, a weight that is not (N,), or tensors on different devices; ValueError for
+        an ``eps`` that is negative or not finite, or such a ``weight_offset``.
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
 
     >>> rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0]))

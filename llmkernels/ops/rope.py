@@ -53,8 +53,8 @@ def rope(
         layout: order of the axes of ``q`` and ``k``.
         interleaved: which elements form a pair.
         rotary_dim: R, even; default W.
-        inplace: write into ``q`` and ``k``, which must not need a gradient, nor overlap themselves or each
-            other (looked at where both have the same strides).
+        inplace: write into ``q`` and ``k``, which must not need a gradient, nor overlap themselves, each other or
+            another input.
 
     Returns:
         (q', k') in the memory order of ``q`` and ``k``, or these tensors themselves when ``inplace``. A ``cos`` of
@@ -65,7 +65,8 @@ def rope(
     Differentiable: once, in ``q`` and ``k`` (not in ``cos`` and ``sin``), when not in place.
     Deterministic: yes, each token independent of the others.
     Matches: ``apply_rotary_pos_emb`` of transformers' Llama and Qwen2, bit for bit.
-    Raises: ValueError for an unknown layout; RuntimeError for shapes, dtypes and devices that do not fit, each by name.
+    Raises: ValueError for an unknown layout or a ``rotary_dim`` that is odd or too large; RuntimeError for shapes,
+        dtypes and devices that do not fit, each by name.
     Source: Su et al. 2021, "RoFormer".
 
     >>> q = k = torch.ones(1, 1, 1, 2)
