@@ -159,6 +159,42 @@ def test_rope_has_no_gradient_for_its_angles_inside_vmap(device):
         grad(rotated)(torch.ones(3, 8, device=device))
 
 
+def attend(q):
+    lengths = torch.ones(1, dtype=torch.int32, device=q.device)
+    cache = torch.ones(1, 4, 1, 8, device=q.device, dtype=q.dtype)
+    return llmkernels.decode_attention(q, cache, cache, lengths)
+
+
+def rotate_in_place(q):
+    angle = torch.ones(1, 8, device=q.device, dtype=q.dtype)
+    return llmkernels.rope(q.clone(), torch.zeros_like(q), angle, angle, inplace=True)[0]
+
+
+def write(q):
+    angle, position = (
+        torch.ones(1, 8, device=q.device, dtype=q.dtype),
+        torch.zeros(1, dtype=torch.int64, device=q.device),
+    )
+    cache = torch.zeros(2, 1, 4, 1, 8, device=q.device, dtype=q.dtype)
+    lengths = torch.ones(1, dtype=torch.int32, device=q.device)
+    q = q.clone()
+    llmkernels.rope_kv_write(
+        q, *torch.zeros_like(q)[:, :, :1].expand(2, -1, -1, -1, -1), angle, angle, position, *cache, lengths
+    )
+    return q
+
+
+@pytest.mark.parametrize("function", [attend, rotate_in_place, write])
+def test_what_has_no_gradient_says_so(device, function):
+    """Also where a vmap hides from it that a gradient is wanted, and in forward mode."""
+    q = torch.randn(2, 1, 1, 2, 8, device=device)
+    for wanted in (grad(lambda q: function(q[0]).sum()), grad(lambda q: vmap(function)(q).sum())):
+        with pytest.raises((RuntimeError, ValueError), match="a gradient"):
+            wanted(q)
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        jvp(function, (q[0],), (q[0],))
+
+
 @every_case
 @pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), vmap], ids=["grad", "vmap-grad", "vmap"])
 def test_compiled(case, device, transform):

@@ -156,6 +156,23 @@ def _requires_grad(args) -> bool:
     return False
 
 
+def refuse_gradients(op: str, message: str, **inputs: Tensor) -> None:
+    """For what has no gradient: refuse inputs that need one. `message` may name the input, as {name}."""
+    if torch.is_grad_enabled():
+        for name, tensor in inputs.items():
+            if tensor.requires_grad or (_is_transforming() and _is_differentiated(tensor)):
+                raise RuntimeError(f"{op}: {message.format(name=name)}")
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(op, inputs.values())
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    """Whether a transform of torch.func wants its gradient, also one around a vmap, which hides it."""
+    while not tensor.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
 def _refuse_tangents(name: str, args) -> None:
     """Forward-mode differentiation would take the result for a constant."""
     for argument in args:

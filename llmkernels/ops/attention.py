@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import contiguous_like, public, register_fake
+from llmkernels.ops._common import contiguous_like, public, refuse_gradients, register_fake
 
 _ops = torch.ops.llmkernels
 
@@ -71,7 +71,7 @@ def decode_attention(
     >>> decode_attention(torch.zeros(1, 1, 1, 2), k, v, torch.tensor([2], dtype=torch.int32))
     tensor([[[[0.5000, 0.5000]]]])
     """
-    _refuse_gradients("decode_attention", q=q, k_cache=k_cache, v_cache=v_cache)
+    refuse_gradients("decode_attention", _NO_GRADIENT, q=q, k_cache=k_cache, v_cache=v_cache)
     left, right = window_size
     if left < -1 or right not in (-1, 0):
         raise ValueError(
@@ -120,17 +120,13 @@ def rope_kv_write(
     Raises: RuntimeError for shapes, dtypes and devices that do not fit, each by name, for ``q`` or caches that overlap
         themselves, each other or another input, and for inputs that need a gradient.
     """
-    _refuse_gradients("rope_kv_write", q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
+    refuse_gradients("rope_kv_write", _NO_GRADIENT, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
     _ops.rope_kv_write(q, k, v, cos, sin, position_ids, k_cache, v_cache, cache_seqlens, block_table, interleaved)
     if not torch.compiler.is_compiling():  # nobody else tells autograd of the writes
         torch.autograd.graph.increment_version([x for x in (q, k_cache, v_cache) if not x.is_inference()])
 
 
-def _refuse_gradients(op: str, **inputs: Tensor) -> None:
-    if torch.is_grad_enabled():
-        for name, tensor in inputs.items():
-            if tensor.requires_grad:
-                raise RuntimeError(f"{op}: {name} must not require a gradient, there is none for it; use no_grad()")
+_NO_GRADIENT = "{name} must not require a gradient, there is none for it; use no_grad()"
 
 
 def _fake(name: str, fake: Callable) -> None:

@@ -8,6 +8,7 @@ from llmkernels.ops._common import (
     caller,
     differentiable_once,
     public,
+    refuse_gradients,
     register_autograd,
     register_fake,
     register_vmap,
@@ -79,8 +80,7 @@ def rope(
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise RuntimeError(_NO_GRADIENT)
     if inplace:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            raise RuntimeError("rope: inplace must be False where q or k requires a gradient, got True")
+        refuse_gradients("rope", "inplace must be False where q or k requires a gradient, got True", q=q, k=k)
         _ops.rope_(q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
         if not torch.compiler.is_compiling():  # nobody else tells autograd of the write
             torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])
