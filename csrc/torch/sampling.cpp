@@ -55,7 +55,8 @@ Tensor sample(const Tensor& logits, std::optional<Tensor> temperature, std::opti
   LLMK_CHECK(top_k_value >= 0, op, "top_k must be at least 0, got ", top_k_value);
   LLMK_CHECK(top_p_value > 0 && top_p_value <= 1, op, "top_p must be in (0, 1], got ", top_p_value);
   LLMK_CHECK(min_p_value >= 0 && min_p_value <= 1, op, "min_p must be in [0, 1], got ", min_p_value);
-  LLMK_CHECK(repetition_penalty_value > 0 && std::isfinite(repetition_penalty_value), op,
+  const auto penalty_value = static_cast<float>(repetition_penalty_value);  // 1e-50 is 0, and 1e50 infinite
+  LLMK_CHECK(penalty_value > 0 && std::isfinite(penalty_value), op,
              "repetition_penalty must be positive and finite, got ", repetition_penalty_value);
   LLMK_CHECK(rng_state.scalar_type() == ScalarType::Long && rng_state.dim() == 1 && rng_state.size(0) == 2 &&
                  rng_state.stride(0) == 1,
@@ -73,8 +74,7 @@ Tensor sample(const Tensor& logits, std::optional<Tensor> temperature, std::opti
       check_parameter("top_k", top_k, static_cast<int32_t>(std::min<int64_t>(top_k_value, INT32_MAX)), logits);
   const auto top_ps = check_parameter("top_p", top_p, static_cast<float>(top_p_value), logits);
   const auto min_ps = check_parameter("min_p", min_p, static_cast<float>(min_p_value), logits);
-  const auto penalties =
-      check_parameter("repetition_penalty", repetition_penalty, static_cast<float>(repetition_penalty_value), logits);
+  const auto penalties = check_parameter("repetition_penalty", repetition_penalty, penalty_value, logits);
   Tensor tokens = empty({&count, 1}, ScalarType::Long, logits);
   if (count == 0) return tokens;
 
