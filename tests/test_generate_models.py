@@ -114,10 +114,10 @@ BROKEN = {
     "class": "model.layers.1.self_attn.q_proj is a test_generate_models.Other, not torch.nn.Linear",
     "bias": "model.layers.1.mlp.up_proj has a bias",
     "some biases": "only some of q, k, v in model.layers.1.self_attn have a bias",
-    "activation": "no decode step with GELUActivation",
+    "activation": "model.layers.1.mlp.act_fn is a GELUActivation, for which there is no decode step",
     "shared": "a weight shares its memory with other tensors",
     "twice": "layers share weights",
-    "training": "the model is in training mode",
+    "training": "Qwen2ForCausalLM is in training mode",
     "norm": "model.layers.1.input_layernorm is not patched",
     "eps": "the norms differ in eps",
     "scale": "the layers differ in heads, biases or the scale of their scores",
@@ -141,7 +141,7 @@ def test_what_the_step_can_not_do_goes_by_the_module_path(how, device):
     ("changes", "reason"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope of type dynamic"),
-        ({"hidden_act": "gelu"}, "no decode step with GELUActivation"),
+        ({"hidden_act": "gelu"}, "is a GELUActivation, for which there is no decode step"),
         ({"hidden_act": "relu"}, "model.layers.0.mlp is not patched"),
     ],
     ids=["dynamic", "gelu", "relu"],
@@ -230,6 +230,6 @@ def test_report():
     hf_generate(model, ids, num_beams=2)
     assert str(handle.report()).splitlines()[-1] == (
         "Qwen2ForCausalLM decodes by the decode step "
-        "(calls of generate: 2 by the decode step; 1 by transformers: beam search)"
+        "(calls of generate: 2 by the decode step, 14 steps; 1 by transformers: beam search)"
     )
     assert llmkernels.patch(tiny_model().model).report().decode == []

@@ -205,7 +205,7 @@ def test_rope_formula(monkeypatch):
         turned = [torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k)]
         return q * cos + turned[0] * sin, k * cos + turned[1] * sin
 
-    ours = layers.apply_rotary_pos_emb
+    ours = layers.rotation_by_kernel(modeling_qwen2.apply_rotary_pos_emb)
     check_rope(modeling_qwen2.apply_rotary_pos_emb, ours)
     for other in (interleaved, lambda q, k, cos, sin: (q, k), lambda *tensors: tensors[5]):
         with pytest.raises(UnknownLayout, match="apply_rotary_pos_emb"):

@@ -184,11 +184,13 @@ def test_globals_changed_after_patching_still_count(monkeypatch):
     model, ids = tiny_model(attn_implementation="eager"), tiny_inputs()
     llmkernels.patch(model)
     calls = []
-    original = module.eager_attention_forward
+    original, rotation = module.eager_attention_forward, module.apply_rotary_pos_emb
     monkeypatch.setattr(module, "eager_attention_forward", lambda *a, **k: (calls.append(1), original(*a, **k))[1])
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", None)  # ours is still called
     assert count_ops(model, ids) == OPS
     assert len(calls) == LAYERS
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda *a, **k: (calls.append(2), rotation(*a, **k))[1])
+    assert count_ops(model, ids) == {op: n for op, n in OPS.items() if op != "rope"}
+    assert calls == [1] * LAYERS + [2, 1] * LAYERS
 
 
 def test_import_does_not_load_transformers():

@@ -10,6 +10,7 @@ The op is five launches per layer on a GPU of compute capability 9.0, for up to 
 one or two for the head. Other GPUs take more.
 """
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import graphs, packing
-from .families import Family
+from . import graphs
 from .graphs import Program
-from .layers import DecoderLayer
+from .report import STEP
 from .trunk import Trunk, fits_cache
 
 _ops = torch.ops.llmkernels
@@ -35,12 +35,13 @@ class DecodeStep:
     returns the logits (B, V) of the next. `forward` may be captured; `run` runs what calls it.
     """
 
-    def __init__(self, parts: Trunk, family: Family, cache: Any, program: Program):
+    def __init__(self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None]):
         self.cache = cache
         self.program = program
         self.device = parts.head.device
+        self.count = 0  # of the steps that ran
         self._parts = parts
-        self._norm_options = (getattr(parts.norm, family.eps), family.weight_offset, family.cast_before_weight)
+        self._note = note  # called with that count
         self.tokens = program.buffer("tokens", (cache.layers[0].k.shape[0],), torch.long, self.device)
         self._bind()
 
@@ -48,20 +49,19 @@ class DecodeStep:
         """Collect the arguments of the op, and with them the addresses that a graph has to have."""
         parts, cache = self._parts, self.cache
         layers, buffers = parts.layers, cache.layers
-        self._embedding = parts.embedding.weight
-        eps, weight_offset, cast_before_weight = self._norm_options
+        self._embedding = parts.embedding
         cos, sin = self._tables(parts.rotary)
         positions, cache_seqlens = cache.counters
         self.arguments = {  # but for the embedded tokens
-            "input_norms": [layer.input_norm.weight for layer in layers],
-            "qkv_weights": [packing.packed(layer.qkv) for layer in layers],
-            "qkv_biases": [packing.packed(layer.qkv_bias) for layer in layers if layer.qkv_bias],
+            "input_norms": [layer.input_norm for layer in layers],
+            "qkv_weights": parts.packed["qkv"],
+            "qkv_biases": parts.packed["qkv_bias"],
             "o_weights": [layer.output for layer in layers],
             "o_biases": [layer.output_bias for layer in layers if layer.output_bias is not None],
-            "post_norms": [layer.post_norm.weight for layer in layers],
-            "gate_up_weights": [packing.packed(layer.gate_up) for layer in layers],
+            "post_norms": [layer.post_norm for layer in layers],
+            "gate_up_weights": parts.packed["gate_up"],
             "down_weights": [layer.down for layer in layers],
-            "norm": parts.norm.weight,
+            "norm": parts.norm,
             "head": parts.head,
             "head_bias": parts.head_bias,
             "cos": cos,
@@ -72,9 +72,9 @@ class DecodeStep:
             "k_caches": [buffer.k for buffer in buffers],
             "v_caches": [buffer.v for buffer in buffers],
             "heads": layers[0].heads,
-            "eps": eps,
-            "weight_offset": weight_offset,
-            "cast_before_weight": cast_before_weight,
+            "eps": parts.eps,
+            "weight_offset": parts.family.weight_offset,
+            "cast_before_weight": parts.family.cast_before_weight,
             "softmax_scale": layers[0].scale,
             "windows_left": [layer.window_left for layer in layers],
         }
@@ -93,6 +93,8 @@ class DecodeStep:
             self._bind()
         result = self.program.run(function, self.device)
         self.cache.advance()
+        self.count += 1
+        self._note(self.count)
         return result
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -116,13 +118,28 @@ class Decoder:
 
     def __init__(self):
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
+        self.steps = 0  # that ran, of all calls
+        self._lock = threading.Lock()
+        self._closed = False
         self._programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: graphs die with it
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
     def begin(self, model: nn.Module, parts: Trunk, cache: Any, kind: Any = "step") -> DecodeStep:
         """The step of a model on a cache whose counters are set. Programs of one `kind` run the same function."""
         programs = self._programs.setdefault(cache, {})
-        return DecodeStep(parts, model.family, cache, programs.setdefault(kind, Program(self.calls)))
+        return DecodeStep(parts, cache, programs.setdefault(kind, Program(self.calls)), self._note_step)
+
+    def count(self, way: str) -> None:
+        """Note that a call of generate went this way."""
+        with self._lock:
+            self.calls[way] += 1
+
+    def _note_step(self, number: int) -> None:
+        """Note a step that ran. With the first one the call went by the decode step, and not before."""
+        with self._lock:
+            self.steps += 1
+            if number == 1:
+                self.calls[STEP] += 1
 
     @contextmanager
     def lend_cache(
@@ -151,7 +168,7 @@ class Decoder:
             keeps = 0 < cache.nbytes <= KEPT_BYTES
             if returned:
                 adopt.hand_back(cache, caller, frees=not keeps)
-            if keeps:
+            if keeps and not self._closed:
                 self._spare[:] = [(cache, _stream(device))]
 
     def _take(self, parts: Trunk, batch: int, tokens: int, stream: int | None) -> Any:
@@ -171,6 +188,11 @@ class Decoder:
         self._spare.clear()
         self._programs.clear()
         graphs.release_memory()
+
+    def close(self) -> None:
+        """Keep nothing any more, of calls under way either."""
+        self._closed = True
+        self.release()
 
 
 def _stream(device: torch.device) -> int | None:
@@ -201,9 +223,7 @@ def release(model: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Undo what decoding did to a model: its weights are unpacked, its graphs and its cache gone."""
-    _DECODERS.pop(model, None)
+    """Undo what decoding did to a model, which is not patched any more: its graphs and its cache are gone."""
+    if (state := _DECODERS.pop(model, None)) is not None:
+        state.close()
     graphs.release_memory()
-    for layer in model.modules():
-        if isinstance(layer, DecoderLayer):
-            packing.unpack(packing.groups_of(layer))

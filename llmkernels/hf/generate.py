@@ -16,7 +16,7 @@ from .decode import decoder
 from .layers import has_kernel
 from .loop import prepare
 from .reading import Reading, Text
-from .report import STEP, by_forward
+from .report import PREFILL, by_forward
 from .trunk import NoStep
 
 
@@ -264,10 +264,9 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
     state = decoder(model)
     try:
         call = prepare(model, input_ids, stopping_criteria, config, False, inputs)
-        state.calls[STEP] += 1
     except NoStep as reason:
         call = None
-        state.calls[by_forward(reason)] += 1
+        state.count(by_forward(reason))
     eos = config._eos_token_tensor
     text = Text(input_ids, stopping_criteria.max_length)
     with call.cache(state) if call else nullcontext(inputs["past_key_values"]) as cache:
@@ -282,6 +281,8 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
         choice = _Choice(step, logits, seen, numbers, config, generator)
         late = call is not None and reading.is_late(input_ids.device)
         _loop(step, choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)
+    if call and not step.count:
+        state.count(PREFILL)
     if streamer is not None:
         streamer.end()
     return text.result()

@@ -1,10 +1,12 @@
 """The forwards that replace transformers' own, and the subclasses that carry them.
 
-A patched module has its class changed to a subclass of it that differs in `forward` only (and a decoder layer in how
-its packed weights appear in a state dict). So isinstance, parameters,
+A patched module has its class changed to a subclass of it that differs in `forward` only. So isinstance, parameters,
 state dict, submodules, hooks, `copy.deepcopy` and attribute access stay what they were, and changing the class back
 is all there is to undo. Submodules are always called, never read through: a Linear with a LoRA adapter, a hook or a
-collective works.
+collective works. Where somebody has replaced the original's forward since, that one runs.
+
+Another thread may patch or unpatch a module while its forward runs. So a forward finds what it needs in its closure,
+never by way of the module's class.
 """
 
 import functools
@@ -16,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_rms_norm, geglu, rms_norm, rope, swiglu
 
-from . import families, packing
+from . import families
 from .families import Family, find
 from .layout import UnknownLayout, bind_global, check_rms_norm, check_rope, check_symbolically
 
@@ -32,31 +34,78 @@ class Replaced:
 
     def __reduce_ex__(self, protocol):
         # The class is made at run time, so a pickle names the one it was made from, and loading makes it again.
-        _, _, *state = super().__reduce_ex__(max(protocol, 2))
-        return (_unpickle, (self.original,), *state)
+        _, _, state, *rest = super().__reduce_ex__(max(protocol, 2))
+        if _RUNS in state:
+            state = {key: value for key, value in state.items() if key != _RUNS}
+        return (_unpickle, (self.original, isinstance(self, FusedNorm) and not isinstance(self, RMSNorm)), state, *rest)
 
 
 class Patched(Replaced):
-    """Base of every class with another forward."""
+    """Base of every class with another forward.
+
+    `made` is that forward. `is_current()` says whether it still stands for what the original computes: False where
+    somebody has replaced a function that it was made from.
+    """
+
+    made: Callable
+    is_current: Callable[[], bool]
 
 
 class Generating(Replaced):
     """Base of every model class with another loop behind generate()."""
 
 
-def _unpickle(original: type[nn.Module]) -> nn.Module:
+def _unpickle(original: type[nn.Module], only_fused: bool = False) -> nn.Module:
     try:
-        cls = patched_class(original) if generating_family(original) is None else generating_class(original)
+        is_layer = generating_family(original) is None
+        cls = patched_class(original, only_fused) if is_layer else generating_class(original)
     except UnknownLayout:  # another transformers than the one that wrote the pickle: what it computes is the same
         cls = original
     return cls.__new__(cls)
 
 
-class RMSNorm(Patched):
+_RUNS = "_llmkernels_runs"  # the member in which a patched module counts
+
+
+def count(module: nn.Module, op: str) -> None:
+    """Note that a module has run an op, for the report. Inside of a compiled graph nobody counts."""
+    if torch.compiler.is_compiling():
+        return
+    members = module.__dict__
+    runs = members.get(_RUNS)
+    if runs is None:
+        runs = members.setdefault(_RUNS, {})
+    runs[op] = runs.get(op, 0) + 1
+
+
+def runs_of(module: nn.Module) -> dict[str, int]:
+    """How often a patched module has run which op. Calls of several threads at the same time may count as one."""
+    return dict(vars(module).get(_RUNS, {}))
+
+
+def forget_runs(module: nn.Module) -> None:
+    vars(module).pop(_RUNS, None)
+
+
+WITHOUT = "without a kernel"
+
+
+class FusedNorm(Patched):
+    """A norm that its decoder layer fuses with the add in front of it, by `add(norm, x, residual)`, a static method."""
+
+    add: Callable
+
+
+class RMSNorm(FusedNorm):
+    """A norm that runs on a kernel where it is called, too."""
+
+
+def _norm_members(original: Callable, family: Family) -> dict[str, Callable]:
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if not has_kernel(hidden_states):
-            return self.original.forward(self, hidden_states)
-        family = self.family
+            count(self, WITHOUT)
+            return original(self, hidden_states)
+        count(self, "rms_norm")
         return rms_norm(
             hidden_states,
             self.weight,
@@ -65,17 +114,19 @@ class RMSNorm(Patched):
             cast_before_weight=family.cast_before_weight,
         )
 
-    def add(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(norm, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of the sum, and the sum."""
-        family = self.family
+        count(norm, "add_rms_norm")
         return add_rms_norm(
             hidden_states,
             residual,
-            self.weight,
-            getattr(self, family.eps),
+            norm.weight,
+            getattr(norm, family.eps),
             weight_offset=family.weight_offset,
             cast_before_weight=family.cast_before_weight,
         )
+
+    return {"forward": forward, "add": staticmethod(add)}
 
 
 class MLP(Patched):
@@ -84,7 +135,9 @@ class MLP(Patched):
         act_fn = self.act_fn
         glu = gated_unit(act_fn)
         if glu is None or not runs_only_forward(act_fn) or not has_kernel(x):
+            count(self, WITHOUT)
             return self.down_proj(act_fn(self.gate_proj(x)) * self.up_proj(x))
+        count(self, op_name(glu))
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x)))
 
 
@@ -93,12 +146,6 @@ class Attention(Patched):
 
 
 class DecoderLayer(Patched):
-    def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
-        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if not keep_vars:
-            packing.separate(state, packing.groups_of(self))
-        return state
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -122,9 +169,13 @@ class DecoderLayer(Patched):
         )
         norm = self.post_attention_layernorm
         # Checked per call: the norm may get a hook or be replaced after patch().
-        if fuses_add(norm) and has_kernel(hidden_states):
-            hidden_states, residual = norm.add(hidden_states, residual)
+        add = fused_add(norm)
+        # The op takes a weight of the same dtype only.
+        if add is not None and has_kernel(hidden_states) and norm.weight.dtype == hidden_states.dtype == residual.dtype:
+            count(self, "add_rms_norm")
+            hidden_states, residual = add(norm, hidden_states, residual)
         else:
+            count(self, WITHOUT)
             residual = residual + hidden_states
             hidden_states = norm(residual)
         hidden_states = self.mlp(hidden_states)
@@ -160,7 +211,7 @@ _GATED_UNITS = {
 }
 
 
-def gated_unit(activation: nn.Module):
+def gated_unit(activation: Callable) -> Callable | None:
     """The function for activation(gate) * up, or None."""
     cls = type(activation)
     return _GATED_UNITS.get((cls.__module__, cls.__name__))
@@ -169,6 +220,10 @@ def gated_unit(activation: nn.Module):
 def has_kernel(x: torch.Tensor) -> bool:
     """Whether the ops take such a tensor: on CUDA none takes float64, to which a model may move after patch()."""
     return not (x.dtype is torch.float64 and x.is_cuda)
+
+
+def op_name(glu: Callable) -> str:
+    return "swiglu" if glu is swiglu else "geglu"
 
 
 def runs_only_forward(module: nn.Module) -> bool:
@@ -183,8 +238,11 @@ def runs_only_forward(module: nn.Module) -> bool:
     )
 
 
-def fuses_add(norm: nn.Module) -> bool:
-    return isinstance(norm, RMSNorm) and type(norm).forward is RMSNorm.forward and runs_only_forward(norm)
+def fused_add(norm: nn.Module) -> Callable | None:
+    """The function for norm(x + residual), or None where somebody has to see that the norm is called."""
+    cls = type(norm)
+    fuses = issubclass(cls, FusedNorm) and cls.forward is cls.made and cls.is_current() and runs_only_forward(norm)
+    return cls.add if fuses else None
 
 
 def generating_family(cls: type) -> Family | None:
@@ -216,37 +274,76 @@ def generating_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 _ROTATION = "apply_rotary_pos_emb"
 _REPLACEMENTS = {"rms_norm": RMSNorm, "gated_mlp": MLP, "rope": Attention, "add_rms_norm": DecoderLayer}
+# What their forwards call, and whether it returns a tuple.
+_SUBMODULES = {
+    "gated_mlp": dict.fromkeys(("gate_proj", "up_proj", "down_proj", "act_fn"), False),
+    "add_rms_norm": dict.fromkeys(("input_layernorm", "post_attention_layernorm", "mlp"), False) | {"self_attn": True},
+}
 
 
-def patched_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The patched subclass of a transformers class.
+def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Module]:
+    """The patched subclass of a transformers class. `only_fused`: of a norm, whose own forward stays.
 
     The same one every time, so that compiled graphs of a model stay valid when it is patched again.
     Raises UnknownLayout when cls does not compute what the replacement does.
     """
     # Keyed by the functions it is made from too, which somebody may have replaced since the last call.
     rotation = getattr(cls.forward, "__globals__", {}).get(_ROTATION)
-    return _patched_class(cls, cls.forward, rotation)
+    return _patched_class(cls, cls.forward, rotation, only_fused)
 
 
 @functools.cache
-def _patched_class(cls, forward, rotation):
+def _patched_class(cls, forward, rotation, only_fused):
     if (match := find(cls)) is None:
         raise UnknownLayout(f"{cls.__name__} belongs to no known family")
     family, kind = match
-    replacement = _REPLACEMENTS[kind]
-    # transformers, accelerate and PEFT look at __name__; __module__ says the truth about where forward is from.
-    members = {"original": cls, "family": family, "__module__": __name__, "__doc__": cls.__doc__}
-    if kind == "rope":
+    replacement = FusedNorm if only_fused else _REPLACEMENTS[kind]
+    is_current = _is_current(cls, forward, rotation if kind == "rope" else None)
+    members = {}
+    if kind == "rms_norm":
+        members = _norm_members(forward, family)
+        made = members["forward"]
+    elif kind == "rope":
         by_kernel = rotation_by_kernel(rotation)
-        members["forward"] = bind_global(forward, _ROTATION, by_kernel)
+        made = bind_global(forward, _ROTATION, by_kernel)
         check_rope(rotation, by_kernel)
-    elif kind == "gated_mlp":
-        check_symbolically(forward, MLP.forward, dict.fromkeys(("gate_proj", "up_proj", "down_proj", "act_fn"), False))
-    elif kind == "add_rms_norm":
-        submodules = dict.fromkeys(("input_layernorm", "post_attention_layernorm", "mlp"), False)
-        check_symbolically(forward, DecoderLayer.forward, submodules | {"self_attn": True})
+    else:
+        made = replacement.forward
+        check_symbolically(forward, made, _SUBMODULES[kind])
+    made = forward if only_fused else _stepping_aside(cls, is_current, made, "rope" if kind == "rope" else None)
+    # transformers, accelerate and PEFT look at __name__; __module__ says the truth about where forward is from.
+    members |= {"forward": made, "is_current": staticmethod(is_current)}
+    members |= {"original": cls, "family": family, "__module__": __name__, "__doc__": cls.__doc__}
     patched = type(cls.__name__, (replacement, cls), members)
+    patched.made = patched.forward  # which a base may have wrapped, as transformers' layers do from 5.23
     if kind == "rms_norm":
         check_rms_norm(cls, patched, family.eps)
     return patched
+
+
+def _is_current(cls: type[nn.Module], forward: Callable, rotation: Callable | None) -> Callable[[], bool]:
+    namespace = getattr(forward, "__globals__", {})
+
+    def is_current() -> bool:
+        if cls.forward is not forward:
+            return False
+        return rotation is None or torch.compiler.is_compiling() or namespace.get(_ROTATION) is rotation
+
+    return is_current
+
+
+def _stepping_aside(
+    cls: type[nn.Module], is_current: Callable[[], bool], forward: Callable, op: str | None
+) -> Callable:
+    """`forward`, which runs `op` in every call, or where it is not current any more the forward of cls."""
+
+    @functools.wraps(forward)
+    def forward_or_original(self, *args, **kwargs):
+        if not is_current():
+            count(self, WITHOUT)
+            return cls.forward(self, *args, **kwargs)
+        if op is not None:
+            count(self, op if has_kernel(args[0] if args else kwargs["hidden_states"]) else WITHOUT)
+        return forward(self, *args, **kwargs)
+
+    return forward_or_original

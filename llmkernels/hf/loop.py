@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from . import reading
 from .decode import Decoder, DecodeStep, decoder
 from .reading import Reading, Text
-from .report import STEP
+from .report import PREFILL, by_transformers
 from .trunk import NoStep, Trunk, check_batch, check_cache, is_ours, pack, trunk
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -71,7 +71,7 @@ def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inpu
         raise NoStep("gradients are enabled")
     _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
     leftpad, tokens = _left_padding(input_ids, inputs, config)
-    pack(parts)
+    parts = pack(model, parts)
     behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
     cache = inputs["past_key_values"]
     return Call(
@@ -102,7 +102,7 @@ def _sampling_loop(original: Callable) -> Callable:
         try:
             call = prepare(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
         except NoStep as reason:
-            state.calls[f"by transformers: {reason}"] += 1
+            state.count(by_transformers(reason))
             return original(
                 self,
                 input_ids,
@@ -113,7 +113,6 @@ def _sampling_loop(original: Callable) -> Callable:
                 streamer=streamer,
                 **model_kwargs,
             )
-        state.calls[STEP] += 1
         with call.cache(state) as cache:
             return _run(call, state, cache, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
 
@@ -121,18 +120,38 @@ def _sampling_loop(original: Callable) -> Callable:
 
 
 def _other_loop(original: Callable) -> Callable:
-    name = original.__name__.strip("_").replace("_", " ")
+    name = original.__name__.removeprefix("init").strip("_").replace("_", " ")
 
     @functools.wraps(original)
     def loop(self, *args, **kwargs):
-        decoder(self).calls[f"by transformers: {name}"] += 1
+        decoder(self).count(by_transformers(name))
         return original(self, *args, **kwargs)
 
     return loop
 
 
+def _generate(original: Callable) -> Callable:
+    """Only counts: a loop that the caller brings along is not looked up on the class."""
+
+    @functools.wraps(original)
+    def generate(self, *args, **kwargs):
+        loop = kwargs.get("custom_generate")
+        if loop is not None and getattr(loop, "__module__", None) != "llmkernels.hf.generate":
+            decoder(self).count("by custom_generate")
+        return original(self, *args, **kwargs)
+
+    generate.__wrapped__ = getattr(original, "__wrapped__", original)  # as without us: generate() with gradients
+    return generate
+
+
 # By the names of transformers' own, which it looks up on the class.
-LOOPS = {"_sample": _sampling_loop, "_beam_search": _other_loop, "_assisted_decoding": _other_loop}
+LOOPS = {
+    "_sample": _sampling_loop,
+    "_beam_search": _other_loop,
+    "_assisted_decoding": _other_loop,
+    "init_continuous_batching": _other_loop,  # generate_batch begins with it
+    "generate": _generate,
+}
 
 
 def _check_call(parts: Trunk, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
@@ -254,6 +273,8 @@ def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor,
         if going and not ahead:
             step = step or call.begin(state, cache)
             logits = step(text.last())
+    if step is None:
+        state.count(PREFILL)
     if streamer is not None:
         streamer.end()
     if not config.return_dict_in_generate:

@@ -1,21 +1,36 @@
-"""Packed weights: parameters that are used together, as consecutive rows of one storage.
+"""Packed weights: parameters that are used together, as consecutive rows of one tensor.
 
-q|k|v and gate|up of a layer become one tensor each, and the parameters views into it: the same objects with the same
-values, so state dicts, optimizers and the model's own forward go on as before, and there is one copy of every weight.
-Whether parameters are packed is read off their addresses, never remembered. `.to()`, `load_state_dict(assign=True)`
-and `copy.deepcopy` take them apart again; the next decode step packs them again.
+q|k|v and gate|up of a layer become one tensor each, and the parameters its rows: the same objects with the same values,
+so state dicts, optimizers and the model's own forward go on as before, and there is one copy of every weight.
+
+    base    [ q rows          | k rows | v rows ]     one allocation
+    q, k, v [ storage         ][storage][storage]     a storage object each, over its part of the memory
+
+With a storage of its own each parameter passes for an ordinary tensor: whoever saves one writes that one, and nobody
+takes q, k and v for tied weights. Together they keep the base alive, and nothing else does. Whether parameters are
+packed is read off their addresses in every call. A weight that gets another tensor (`.to()`,
+`load_state_dict(assign=True)`, a merged adapter) takes its group apart; the next decode step packs that group again.
+
+Other threads may use the parameters meanwhile, in a forward of the model's modules: the memory that a parameter had is
+freed when each call of its module that began on it has ended.
 """
 
+import sys
 import threading
-from collections.abc import MutableMapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .graphs import no_capture
 
-_LOCK = threading.Lock()
+LOCK = threading.RLock()  # held by whoever packs, unpacks, or needs that nobody does
 _TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while packing
+
+_bases: dict[int, StorageWeakRef] = {}  # by the address of a packed parameter: the storage of its base, if it is alive
 
 
 def groups_of(layer: nn.Module) -> list[list[nn.Parameter]]:
@@ -27,42 +42,38 @@ def groups_of(layer: nn.Module) -> list[list[nn.Parameter]]:
         linears = [getattr(module, key, None) for key in keys]
         for name in ("weight", "bias"):
             group = [getattr(linear, name, None) for linear in linears]
-            if all(type(parameter) is nn.Parameter and type(parameter.data) is Tensor for parameter in group):
-                groups.append(group)
+            groups.append([p for p in group if type(p) is nn.Parameter and type(p.data) is Tensor])
     return groups
-
-
-def is_packed(parameters: Sequence[Tensor]) -> bool:
-    """Whether the parameters are consecutive rows of one tensor."""
-    first = parameters[0]
-    start = address = first.data_ptr()
-    for parameter in parameters:
-        if parameter.data_ptr() != address or not parameter.is_contiguous() or parameter.dtype != first.dtype:
-            return False
-        address += parameter.numel() * parameter.element_size()
-    if not start:  # no memory: on meta, sharded away
-        return False
-    storage = first.untyped_storage()  # memory within it can not be another's
-    return storage.data_ptr() <= start and address <= storage.data_ptr() + storage.nbytes()
 
 
 def packed(parameters: Sequence[Tensor]) -> Tensor | None:
     """The tensor whose consecutive rows the parameters are, or None where they are not."""
-    if not is_packed(parameters):
-        return None
     first = parameters[0]
-    rows = sum(parameter.shape[0] for parameter in parameters)
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    start = address = first.data_ptr()
+    ref = _bases.get(start)
+    if ref is None:
+        return None
+    rows = 0
+    for parameter in parameters:
+        if parameter.data_ptr() != address or not parameter.is_contiguous() or parameter.dtype != first.dtype:
+            return None
+        address += parameter.nbytes
+        rows += parameter.shape[0]
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    if storage is None or not storage.data_ptr() <= start <= address <= storage.data_ptr() + storage.nbytes():
+        return None  # memory within a living storage can not be another's
+    offset = (start - storage.data_ptr()) // first.element_size()
+    return _on(storage, offset, (rows, *first.shape[1:]), first)
+
+
+def _on(storage: torch.UntypedStorage, offset: int, shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, offset, shape, like.stride())
 
 
 def obstacle(parameters: Sequence[Tensor]) -> str | None:
     """Why parameters can not be packed, or None."""
     first = parameters[0]
-    if type(first) is nn.Parameter and is_packed(parameters):
-        return None
     for parameter in parameters:
-        if type(parameter) is not nn.Parameter or type(parameter.data) is not Tensor:
-            return f"a weight is a {type(parameter.data).__name__}, not a plain parameter"
         if parameter.is_inference():
             return "a weight was made in inference mode"
         if parameter.layout != torch.strided or parameter.device.type == "meta" or not parameter.is_contiguous():
@@ -74,41 +85,70 @@ def obstacle(parameters: Sequence[Tensor]) -> str | None:
     if len({id(parameter) for parameter in parameters}) < len(parameters):
         return "one weight is used twice"
     for parameter in parameters:
-        if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+        if parameter.untyped_storage().nbytes() != parameter.nbytes:
             return "a weight shares its memory with other tensors"  # as ZeRO's and FSDP's flat buffers do
     return None
 
 
-def pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
+def pack(groups: Iterable[Sequence[nn.Parameter]]) -> None:
     """Pack each group of parameters that is not packed yet, one after the other.
 
     Needs memory for one group on top of the weights. Nobody may hold an address of the parameters.
     """
-    with _LOCK:
-        groups = [group for group in groups if not is_packed(group)]
-        if groups:
-            _pack(groups)
+    with LOCK:
+        for address in [address for address, ref in _bases.items() if ref.expired()]:
+            del _bases[address]
+        _replace_all([group for group in groups if packed(group) is None], _packed_rows)
 
 
-@no_capture()
-def _pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
-    freed = 0
-    on_cuda = groups[0][0].is_cuda
-    if on_cuda:
-        torch.cuda.synchronize(groups[0][0].device)  # other streams may be reading what is freed here
+def unpack(groups: Iterable[Sequence[nn.Parameter]]) -> None:
+    """Give each packed parameter memory of its own again."""
+    with LOCK:
+        _replace_all([[p for p in group if _is_in_base(p)] for group in groups], _separate_rows)
+
+
+def _is_in_base(parameter: Tensor) -> bool:
+    ref = _bases.get(parameter.data_ptr())
+    return ref is not None and not ref.expired()
+
+
+def _packed_rows(group: Sequence[nn.Parameter]) -> list[Tensor]:
+    first, counts = group[0], [parameter.shape[0] for parameter in group]
+    base = torch.empty(sum(counts), *first.shape[1:], dtype=first.dtype, device=first.device)
+    storage, ends = base.untyped_storage(), 0
+    rows = []
+    for parameter in group:
+        begins, ends = ends, ends + parameter.nbytes
+        rows.append(_on(storage[begins:ends], 0, parameter.shape, parameter))
+        _bases[rows[-1].data_ptr()] = StorageWeakRef(storage)
+    return rows
+
+
+def _separate_rows(group: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [torch.empty_like(parameter.data) for parameter in group]
+
+
+def _replace_all(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> None:
+    """Give the parameters of each group what `make_rows(group)` makes for them."""
+    groups = [group for group in groups if group]
+    if groups:
+        with no_capture(), torch.no_grad(), torch.inference_mode(False):
+            _replace(groups, make_rows)
+
+
+def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> None:
+    freed, on_cuda = 0, groups[0][0].is_cuda
     for group in groups:
-        first = group[0]
-        with torch.no_grad(), torch.inference_mode(False):
-            storage = torch.empty(
-                sum(parameter.shape[0] for parameter in group),
-                *first.shape[1:],
-                dtype=first.dtype,
-                device=first.device,
-            )
-            for parameter, rows in zip(group, storage.split([p.shape[0] for p in group]), strict=True):
-                rows.copy_(parameter.data)
-                parameter.data = rows
-        freed += storage.numel() * storage.element_size()
+        old = [parameter.data for parameter in group]
+        for parameter, new in zip(group, make_rows(group), strict=True):
+            new.copy_(parameter.data)
+            # A thread that reads it at this moment has the old storage or the new one, both from offset 0.
+            parameter.data = new
+        _wait_for_readers(group)
+        freed += sum(tensor.nbytes for tensor in old)
+        if on_cuda:
+            torch.cuda.synchronize(group[0].device)  # streams may still read what is freed here
+        del old
         if on_cuda and freed >= _TRIM_BYTES:  # freed blocks have sizes that no packed tensor can use
             torch.cuda.empty_cache()
             freed = 0
@@ -116,27 +156,25 @@ def _pack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
         torch.cuda.empty_cache()
 
 
-def unpack(groups: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Give each parameter of the packed groups a storage of its own again."""
-    for group in groups:
-        tensor = packed(group)
-        if tensor is None or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-            continue  # not packed, or not by us
-        del tensor
-        with torch.no_grad(), torch.inference_mode(False):
-            for parameter in group:
-                parameter.data = parameter.data.clone()
+def _wait_for_readers(parameters: Sequence[nn.Parameter]) -> None:
+    """Return when each call of a Linear in another thread that has one of the parameters now has ended."""
+    inside = _calls_of(parameters)
+    while inside:
+        time.sleep(1e-4)
+        inside &= _calls_of(parameters)
 
 
-def separate(state: MutableMapping[str, Tensor], groups: Sequence[Sequence[nn.Parameter]]) -> None:
-    """In a state dict, give each parameter of the packed groups a storage object of its own, over the same memory.
-
-    Savers that know tensors by their storage take views into one for tied weights, and drop all but one.
-    """
-    addresses = {parameter.data_ptr() for group in groups if is_packed(group) for parameter in group}
-    for key, tensor in state.items():
-        if type(tensor) is Tensor and addresses and tensor.data_ptr() in addresses:
-            begin = tensor.storage_offset() * tensor.element_size()
-            storage = tensor.untyped_storage()[begin : begin + tensor.nbytes]
-            own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            state[key] = own.set_(storage, 0, tensor.shape, tensor.stride())
+def _calls_of(parameters: Sequence[nn.Parameter]) -> set[FrameType]:
+    """The calls that other threads are in of modules with one of the parameters."""
+    found = set()
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # which would keep all that the callers hold alive, in a cycle
+    for frame in frames.values():
+        while frame is not None:
+            module = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+            if isinstance(module, nn.Module):
+                mine = vars(module)["_parameters"].values()
+                if any(a is b for a in mine for b in parameters):
+                    found.add(frame)
+            frame = frame.f_back
+    return found

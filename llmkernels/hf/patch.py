@@ -1,25 +1,36 @@
 """patch, unpatch and the handle between them."""
 
+import weakref
+
 import torch
 from torch import nn
 
 from . import decode as decoding
-from . import trunk
+from . import packing, trunk
 from .families import FAMILIES, KINDS, find
 from .layers import (
+    WITHOUT,
+    DecoderLayer,
     Generating,
     Patched,
     Replaced,
-    fuses_add,
+    forget_runs,
+    fused_add,
     gated_unit,
     generating_class,
     generating_family,
     has_kernel,
+    op_name,
     patched_class,
+    runs_of,
     runs_only_forward,
 )
 from .layout import UnknownLayout
 from .report import Decode, Report, Row
+from .trust import calls_only_its_class
+
+# By patched module: which call of patch it was. Not of a copy, and not in a pickle.
+_PATCHES: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
 
 
 def patch(
@@ -39,7 +50,8 @@ def patch(
         rms_norm: patch the RMSNorm modules.
         rope: patch the rotary embedding of q and k in the attention modules.
         gated_mlp: patch the gated MLPs, with silu, gelu or gelu_pytorch_tanh.
-        add_rms_norm: fuse the residual add after attention into the norm behind it, in each decoder layer.
+        add_rms_norm: fuse the residual add after attention into the norm behind it, in each decoder layer. Without
+            ``rms_norm`` that norm runs on a kernel where it is fused, and not where it is called.
         decode: generate by the decode step: greedy search and sampling of ``model.generate`` and
             ``llmkernels.generate``, for up to 64 sequences. The first such call packs q|k|v and gate|up of each layer
             into one storage, with the parameters as views into it; a CUDA graph that somebody captured before then no
@@ -52,7 +64,11 @@ def patch(
     Only this instance changes: modules get a subclass of their class, parameters and state dict stay as they are.
     A module that cannot be replaced faithfully is left alone: one with a forward of its own on the instance, with
     an activation without a kernel, on a device without one, or whose class computes something else than expected.
-    Layers look at their hooks on every call and run unfused where a hook has to see the unfused value.
+    Layers look at their hooks on every call and run unfused where a hook has to see the unfused value. Where the
+    forward of a class is replaced later, the modules of that class run that one. The decode step looks at every module
+    and parameter in every call, and leaves the call to the modules where one is not what it was: see trust.py.
+    Threads: patch and unpatch may be called while other threads generate with the model. A call of generate that is
+    under way finishes as it began, with the weights that it began with.
     Survives: train/eval, `.to()`, load_state_dict, copy.deepcopy and torch.save (the copy is patched too and
     undone by `llmkernels.hf.unpatch(copy)`), gradient checkpointing, torch.compile(fullgraph=True), adapters
     and hooks added before or after.
@@ -85,69 +101,97 @@ def patch(
             continue
         plan[module] = patched_class(type(module))
         if kind == "add_rms_norm":  # it reads weight and eps of this norm
-            plan[module.post_attention_layernorm] = patched_class(type(module.post_attention_layernorm))
+            norm = module.post_attention_layernorm
+            plan[norm] = patched_class(type(norm), only_fused=not rms_norm)
     handle = PatchHandle(model, {kind for kind, wanted in (asked | {"decode": decode}).items() if wanted})
     if not any(issubclass(cls, Patched) for cls in plan.values()):
         raise ValueError(f"patch: nothing to patch\n{handle.report()}")
-    for module, cls in plan.items():
-        module.__class__ = cls
+    with packing.LOCK:
+        for module, cls in plan.items():
+            if issubclass(cls, Patched):
+                vars(module).pop("forward", None)  # left behind, and no more than its class's
+            else:
+                decoding.forget(module)  # what a call noted that was still under way when unpatch ended
+            module.__class__ = cls
+            _PATCHES[module] = handle.token
     return handle
 
 
 def unpatch(model: nn.Module) -> None:
     """Undo `patch` in every module of `model`, which may be a copy of a patched model. No-op where there is none.
 
+    Weights that were packed for the decode step have memory of their own again. Calls of generate in other threads
+    finish with what they began with; what they hold of the packed weights is free when they end.
+
     Raises: RuntimeError when something was put on top of a patched module that has to go first: another class (as
     fully_shard and parametrize do) or a forward of the instance (as accelerate's hooks do). Nothing is changed then.
     """
-    replaced = {name: module for name, module in model.named_modules() if isinstance(module, Replaced)}
-    for name, module in replaced.items():
-        if "original" not in vars(type(module)):
-            raise RuntimeError(f"unpatch: the class of {name} must be the patched one, got {type(module)} made later")
-        if isinstance(module, Patched) and "forward" in vars(module) and not _is_class_forward(module):
-            raise RuntimeError(f"unpatch: {name} must not have a forward of its own, got one set after patch()")
+    with packing.LOCK:
+        replaced = {name: module for name, module in model.named_modules() if isinstance(module, Replaced)}
+        for name, module in replaced.items():
+            if "original" not in vars(type(module)):
+                raise RuntimeError(
+                    f"unpatch: the class of {name} must be the patched one, got {type(module)} made later"
+                )
+            if isinstance(module, Patched) and "forward" in vars(module) and not calls_only_its_class(module):
+                raise RuntimeError(f"unpatch: {name} must not have a forward of its own, got one set after patch()")
+        groups = []
+        for module in replaced.values():
+            _PATCHES.pop(module, None)
+            if isinstance(module, Patched):
+                vars(module).pop("forward", None)
+            if isinstance(module, DecoderLayer):
+                groups += packing.groups_of(module)
+            module.__class__ = type(module).original
+            forget_runs(module)
+        packing.unpack(groups)
     for module in replaced.values():
-        if isinstance(module, Generating):
-            decoding.forget(module)
-    for module in replaced.values():
-        if isinstance(module, Patched):
-            vars(module).pop("forward", None)
-        module.__class__ = type(module).original
+        decoding.forget(module)
 
 
 class PatchHandle:
     """A patched model: `report()`, `unpatch()`, or a `with` block that ends in `unpatch()`."""
 
     def __init__(self, model: nn.Module, kinds: set[str]):
+        self.token = object()  # stands for the call of patch
         self._model = model
         self._kinds = kinds
 
     def unpatch(self) -> None:
-        """Restore the model; its results are again bit for bit those before `patch`. A second call does nothing.
+        """Restore the model; its results are again bit for bit those before `patch`.
 
-        Raises as `llmkernels.hf.unpatch` does.
+        Does nothing where that was done already, by this or by `llmkernels.unpatch`, also if the model was patched
+        again since: each handle undoes the patch that returned it, and no later one.
+        Raises as `llmkernels.unpatch` does.
         """
-        unpatch(self._model)
+        if self._is_current():
+            unpatch(self._model)
+
+    def _is_current(self) -> bool:
+        return any(_PATCHES.get(module) is self.token for module in self._model.modules())
 
     def release(self) -> None:
         """Free the cache and the CUDA graphs that are kept for the next call of generate: `llmkernels.release`."""
         decoding.release(self._model)
 
     def report(self) -> Report:
-        """What runs on which kernel now, and why the rest does not.
+        """What runs on which kernel now, why the rest does not, and what was counted as run so far.
 
-        Reads the model as it is at this moment, so hooks, new activations and moves since `patch` show.
+        Reads the model as it is at this moment, so hooks, new activations and moves since `patch` show. Says "not
+        patched" of all where the patch was undone, also if the model was patched again since.
         """
         rows = {kind: Row(kind) for kind in KINDS.values()}
+        is_current = self._is_current()
         run_by_layer = set()
         for name, module in self._model.named_modules():
             if (kind := _kind(module)) is None:
                 continue
             row = rows[kind]
-            if kind not in self._kinds:
+            if kind not in self._kinds and module not in run_by_layer:
                 row.left_alone[name] = "not asked for"
-            elif not isinstance(module, Patched):
-                row.left_alone[name] = _obstacle(module) or "not patched"
+            elif not isinstance(module, Patched) or not is_current:
+                row.left_alone[name] = None if isinstance(module, Patched) else _obstacle(module)
+                row.left_alone[name] = row.left_alone[name] or "not patched"
             elif reason := _fallback(module, kind):
                 row.left_alone[name] = reason
             else:
@@ -156,20 +200,24 @@ class PatchHandle:
                 row.patched.append(name)
                 row.kernels["llmkernels::" + _op(module, "add_rms_norm" if module in run_by_layer else kind)] += 1
                 row.backends[_device_type(module)] += 1
-        return Report(f"llmkernels in {type(self._model).__name__}", rows, self._decode())
+            if is_current:
+                for op, times in runs_of(module).items():
+                    row.runs[op if op == WITHOUT else f"llmkernels::{op}"] += times
+        return Report(f"llmkernels in {type(self._model).__name__}", rows, self._decode(is_current))
 
-    def _decode(self) -> list[Decode]:
+    def _decode(self, is_current: bool) -> list[Decode]:
         entries = []
         for module in self._model.modules():
             if generating_family(type(module)) is None:
                 continue
             if "decode" not in self._kinds:
                 reason = "not asked for"
-            elif isinstance(module, Generating):
+            elif isinstance(module, Generating) and is_current:
                 reason = trunk.why_not(module)
             else:
-                reason = _decode_obstacle(module) or "not patched"
-            entries.append(Decode(type(module).__name__, reason, decoding.decoder(module).calls.copy()))
+                reason = (None if isinstance(module, Generating) else _decode_obstacle(module)) or "not patched"
+            state = decoding.decoder(module)
+            entries.append(Decode(type(module).__name__, reason, state.calls.copy(), state.steps))
         return entries
 
     def __enter__(self) -> "PatchHandle":
@@ -180,12 +228,6 @@ class PatchHandle:
 
     def __repr__(self) -> str:
         return f"PatchHandle({type(self._model).__name__})"
-
-
-def _is_class_forward(module: nn.Module) -> bool:
-    """Whether a forward of the instance is just that of its class, as accelerate leaves it when its hooks go."""
-    forward = vars(module)["forward"]
-    return getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
 
 
 def _kind(module: nn.Module) -> str | None:
@@ -211,21 +253,21 @@ def _device_type(module: nn.Module) -> str:
 def _op(module: nn.Module, kind: str) -> str:
     """The name of the op that a module of this kind runs."""
     if kind == "gated_mlp":
-        return gated_unit(module.act_fn).__name__.partition("_")[0]  # geglu for geglu_tanh
+        return op_name(gated_unit(module.act_fn))
     return kind
 
 
 def _obstacle(module: nn.Module) -> str | None:
     """Why a module of a known kind cannot be patched, or None."""
     kind = _kind(module)
-    if "forward" in vars(module):
+    if _has_own_forward(module):
         return "it has a forward of its own, set on the instance"
     try:
         patched_class(type(module))
     except UnknownLayout as reason:
         return str(reason)
     if kind == "gated_mlp" and gated_unit(module.act_fn) is None:
-        return f"no kernel for its activation, {type(module.act_fn).__name__}"
+        return _no_kernel_for(module.act_fn)
     if kind == "add_rms_norm":
         norm = module.post_attention_layernorm
         if _kind(norm) != "rms_norm":
@@ -244,11 +286,28 @@ def _fallback(module: nn.Module, kind: str) -> str | None:
     weight = next(module.parameters(), None)
     if weight is not None and not has_kernel(weight):
         return f"no kernel for {weight.dtype} on {weight.device.type}"
+    cls = type(module)
+    if _has_own_forward(module):
+        return "it has a forward of its own, set on the instance"
+    if cls.forward is not cls.made or not cls.is_current():
+        return "the forward of its class was replaced"
     if kind == "gated_mlp":
+        if gated_unit(module.act_fn) is None:
+            return _no_kernel_for(module.act_fn)
         if not runs_only_forward(module.act_fn):
             return "hooks on its activation have to see it"
-        if gated_unit(module.act_fn) is None:
-            return f"no kernel for its activation, {type(module.act_fn).__name__}"
-    if kind == "add_rms_norm" and not fuses_add(module.post_attention_layernorm):
-        return "post_attention_layernorm has hooks or was replaced"
+    if kind == "add_rms_norm":
+        norm, linear = module.post_attention_layernorm, next(module.self_attn.parameters(), None)
+        if fused_add(norm) is None:
+            return "post_attention_layernorm has hooks or was replaced"
+        if linear is not None and norm.weight.dtype != linear.dtype:
+            return "post_attention_layernorm has another dtype"
     return None
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    return "forward" in vars(module) and not calls_only_its_class(module)
+
+
+def _no_kernel_for(activation) -> str:
+    return f"no kernel for its activation, {getattr(activation, '__name__', type(activation).__name__)}"

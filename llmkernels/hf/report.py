@@ -4,11 +4,17 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-STEP = "by the decode step"  # how a call of generate went
+# How a call of generate went.
+STEP = "by the decode step"
+PREFILL = "by the prefill alone"  # which has the first token
 
 
 def by_forward(reason: object) -> str:
     return f"by the model's forward: {reason}"
+
+
+def by_transformers(reason: object) -> str:
+    return f"by transformers: {reason}"
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,8 @@ class Row:
         left_alone: why each other module of this kind does not, by name.
         kernels: the ops that run, as `llmkernels::swiglu`, with the number of modules.
         backends: the device types that the patched modules are on, with their number.
+        runs: what the patched modules ran so far, each time counted: an op, or "without a kernel". What a graph replays
+            and what is compiled is not seen. `kernels` is the plan, `runs` what came of it.
     """
 
     kind: str
@@ -28,6 +36,7 @@ class Row:
     left_alone: dict[str, str] = field(default_factory=dict)
     kernels: Counter = field(default_factory=Counter)
     backends: Counter = field(default_factory=Counter)
+    runs: Counter = field(default_factory=Counter)
 
     @property
     def found(self) -> int:
@@ -41,16 +50,19 @@ class Decode:
     Attributes:
         model: its class.
         reason: why the decode step can not run now, or None.
-        calls: the calls of generate so far, by the way they took.
+        calls: the calls of generate so far, by the way they took: `by the decode step` if one ran.
+        steps: the decode steps that ran in all of them.
     """
 
     model: str
     reason: str | None
     calls: Counter = field(default_factory=Counter)
+    steps: int = 0
 
     def __str__(self) -> str:
         way = STEP if self.reason is None else by_forward(self.reason)
-        counts = "; ".join(f"{count} {way}" for way, count in self.calls.items())
+        names = {way: f"{way}, {self.steps} steps" if way == STEP else way for way in self.calls}
+        counts = "; ".join(f"{count} {names[way]}" for way, count in self.calls.items())
         return f"{self.model} decodes {way}" + (f" (calls of generate: {counts})" if counts else "")
 
 
@@ -66,10 +78,10 @@ class Report:
         return self.rows[kind]
 
     def __str__(self) -> str:
-        cells = [("kind", "patched", "kernel", "backend")]
+        cells = [("kind", "patched", "kernel", "backend", "has run")]
         for row in self.rows.values():
             counts = f"{len(row.patched)} of {row.found}"
-            cells.append((row.kind, counts, _counted(row.kernels), _counted(row.backends)))
+            cells.append((row.kind, counts, _counted(row.kernels), _counted(row.backends), _times(row.runs)))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [self.title, *("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)]
         for row in self.rows.values():
@@ -86,6 +98,10 @@ def _counted(counter: Counter) -> str:
     if len(counter) < 2:
         return next(iter(counter), "-")
     return ", ".join(f"{name} ({count})" for name, count in counter.items())
+
+
+def _times(counter: Counter) -> str:
+    return ", ".join(f"{name} {count} times" for name, count in counter.items()) or "-"
 
 
 def abbreviate(names: list[str]) -> str:

@@ -1,0 +1,255 @@
+"""Whether the modules and parameters of a model compute what they were made to: asked before they are not called.
+
+The decode step reads weights and calls no module. That is right as long as nobody has anything to say about those
+calls. `Inspection` asks so of every module and every parameter, in every call of generate, and remembers nothing:
+
+    a module       its class and its class's forward are those expected; no forward of the instance and no hook that
+                   does something; the children and parameters that its forward reads, and no others; not training
+    a parameter    a plain nn.Parameter of a dtype and on a device, contiguous, with memory
+    all around     no mode, global hook or autocast; torch's functions, and those that a forward names, are their own
+
+What is left behind and does nothing is looked through: see `_does_nothing` and `calls_only_its_class`.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .layout import UnknownLayout, check_origin
+
+# Modes that change no result, and need not see what is computed. DeviceContext is that of set_default_device.
+OBSERVERS = {DeviceContext}
+
+_FORWARDS = {cls: cls.forward for cls in (nn.Linear, nn.Embedding, nn.ModuleList)}
+_CALLS = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl", "__getattr__")}
+# What the forwards of a model call by an attribute of torch.
+_FUNCTIONS = [
+    (owner, name, getattr(owner, name))
+    for owner, names in (
+        (F, ("linear", "embedding", "silu", "softmax", "dropout", "scaled_dot_product_attention")),
+        (torch, ("matmul", "cat", "rsqrt")),
+    )
+    for name in names
+]
+
+
+class NoStep(Exception):
+    """Why the decode step can not run."""
+
+
+class Distrust(NoStep):
+    """Why a module can not be read without calling it. `{}` in the reason stands for the module's name."""
+
+    def __init__(self, module: nn.Module, reason: str):
+        super().__init__(reason)
+        self.module = module
+
+    def named_in(self, model: nn.Module) -> NoStep:
+        name = next((name for name, module in model.named_modules() if module is self.module), "")
+        return NoStep(str(self).replace("{}", name or type(model).__name__))
+
+
+def check_surroundings() -> None:
+    """Raise NoStep where something around a call sees or changes what is computed."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+            if type(mode) not in OBSERVERS:
+                raise NoStep(f"{type(mode).__name__}, an active mode, has to see what is computed")
+    if _has_any_global_hook():
+        raise NoStep("hooks on all modules have to see their calls")
+    for owner, name, function in _FUNCTIONS:
+        if getattr(owner, name) is not function:
+            raise NoStep(f"{owner.__name__}.{name} was replaced")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What modules with one part to play look like.
+
+    `check_class(cls)` raises UnknownLayout for a class that may compute something else. `trains` says that the forward
+    is another one in training mode.
+    """
+
+    check_class: Callable[[type], None]
+    children: frozenset[str] | None = frozenset()  # None: any
+    parameters: frozenset[str] = frozenset()
+    trains: bool = False
+
+
+class Inspection:
+    """The checks of one call, for parameters of one dtype on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+        self._classes: set[tuple[type, Kind]] = set()
+
+    def module(self, module: nn.Module, kind: Kind) -> dict[str, Any]:
+        """The members of a module that passes for its kind. Raises Distrust."""
+        cls = type(module)
+        if (cls, kind) not in self._classes:
+            self._check_class(module, cls, kind)
+        members = module.__dict__
+        if kind.trains and members["training"]:
+            raise Distrust(module, "{} is in training mode")
+        if "forward" in members and not calls_only_its_class(module, self.dtype, self.device):
+            raise Distrust(module, "{} has a forward of its own")
+        for hooks in (members["_forward_pre_hooks"], members["_forward_hooks"]):
+            if hooks and not all(_does_nothing(hook) for hook in hooks.values()):
+                raise Distrust(module, "hooks on {} have to see its calls")
+        if kind.children is None:
+            return members
+        parameters = members["_parameters"]
+        if members["_modules"].keys() != kind.children or not members.keys().isdisjoint(kind.children):
+            raise Distrust(module, "{} has other parts than expected")
+        if parameters.keys() != kind.parameters or not members.keys().isdisjoint(kind.parameters):
+            raise Distrust(module, "{} has tensors that are no parameters, or others than expected")
+        for parameter in parameters.values():
+            if parameter is not None:
+                self._check_parameter(module, parameter)
+        return members
+
+    def _check_class(self, module: nn.Module, cls: type, kind: Kind) -> None:
+        try:
+            kind.check_class(cls)
+            for name, original in _CALLS.items():
+                if getattr(cls, name) is not original:
+                    _check_function(getattr(cls, name))
+        except UnknownLayout as reason:
+            raise Distrust(module, f"{{}} {reason}") from None
+        self._classes.add((cls, kind))
+
+    def _check_parameter(self, module: nn.Module, parameter: Tensor) -> None:
+        if type(parameter) is not nn.Parameter:
+            raise Distrust(module, f"a weight of {{}} is a {type(parameter).__name__}, not a plain parameter")
+        if parameter.dtype != self.dtype or parameter.device != self.device:
+            raise NoStep("weights differ in dtype or device")
+        if parameter.layout != torch.strided or not parameter.is_contiguous() or not parameter.data_ptr():
+            raise Distrust(module, "a weight of {} has no ordinary memory")
+
+
+# --- classes
+
+
+def torch_kind(expected: type[nn.Module], **options: Any) -> Kind:
+    """Modules of this very class of torch, with the forward that it had."""
+
+    def check(cls: type) -> None:
+        if cls is not expected:
+            raise UnknownLayout(f"is a {cls.__module__}.{cls.__name__}, not torch.nn.{expected.__name__}")
+        if cls.forward is not _FORWARDS[cls]:
+            raise UnknownLayout("has another forward: that of its class was replaced")
+
+    return Kind(check, **options)
+
+
+def check_base(cls: type, module: str, name: str) -> None:
+    """Raise UnknownLayout unless the forward of cls is that of the class of this name, and transformers' own."""
+    for base in cls.__mro__:
+        if (base.__module__, base.__name__) == (module, name) and "original" not in vars(base):
+            if cls.forward is base.forward:
+                return _check_function(base.forward)
+            break
+    raise UnknownLayout("is of an unknown kind")
+
+
+def _check_function(function: Callable) -> None:
+    """Raise UnknownLayout unless a function, and those that it names, are transformers' or torch's own."""
+    chain = (function, *_wrapped_by(function))
+    for part in chain:
+        names, values = _global_functions(part)
+        found = tuple(map(values.get, names))
+        if _vetted.get(part) == found:
+            continue
+        for value in (part, *found):
+            if value is not None:
+                check_origin(value, ("transformers", "torch"))
+        _vetted[part] = found
+
+
+_vetted: dict[Callable, tuple] = {}  # what each function's names stood for when they were found to be in order
+
+
+@functools.cache
+def _global_functions(function: Callable) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The globals of its module that a function names and that are functions, and all globals."""
+    values, code = getattr(function, "__globals__", {}), getattr(function, "__code__", None)
+    names = code.co_names if code is not None else ()
+    return tuple(name for name in names if isinstance(values.get(name), types.FunctionType)), values
+
+
+def _wrapped_by(function: Callable):
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        yield function
+
+
+# --- leftovers
+
+
+def _does_nothing(hook: Callable) -> bool:
+    """Whether a forward hook can be left out: it does nothing when nobody asks, or while gradients are disabled."""
+    module, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
+    return module == "transformers.utils.output_capturing" or (
+        name in ("make_inputs_require_grads", "make_inputs_require_grad")  # gradient checkpointing leaves it behind
+        and module.split(".")[0] in ("transformers", "peft")
+    )
+
+
+def calls_only_its_class(module: nn.Module, dtype: torch.dtype | None = None, device: Any = None) -> bool:
+    """Whether the forward set on a module comes to its class's forward.
+
+    accelerate leaves that behind when its hooks go. With a dtype and a device of the weights, its hooks that move
+    nothing and its autocast to that very dtype, which changes nothing, are looked through as well.
+    """
+    forward = vars(module)["forward"]
+    own = {type(module).forward, *_wrapped_by(type(module).forward)}
+    while forward is not None:
+        if isinstance(forward, types.MethodType):
+            if forward.__self__ is not module:
+                return False
+            forward = forward.__func__
+        if type(forward) is types.FunctionType and forward in own:
+            return True
+        forward = None if dtype is None else _looked_through(module, forward, dtype, device)
+    return False
+
+
+def _looked_through(module: nn.Module, forward: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """What a wrapper around forward calls, or None where that is not all it does."""
+    if isinstance(forward, functools.partial):  # add_hook_to_module
+        is_hook = forward.func.__module__ == "accelerate.hooks" and forward.args == (module,)
+        members = vars(module)
+        return members.get("_old_forward") if is_hook and _moves_nothing(members.get("_hf_hook"), device) else None
+    origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
+    if origin == "accelerate.utils.operations":  # convert_outputs_to_fp32, which logits are converted to in any case
+        return getattr(forward, "model_forward", None) or getattr(forward, "__wrapped__", None)
+    if origin == "torch.amp.autocast_mode" and forward.__code__.co_name == "decorate_autocast":
+        cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
+        autocast = cells["autocast_instance"].cell_contents
+        if not autocast._enabled or autocast.device != device.type or autocast.fast_dtype == dtype:
+            return cells["func"].cell_contents
+    return None
+
+
+def _moves_nothing(hook: Any, device: torch.device) -> bool:
+    """Whether a hook of accelerate's leaves everything as and where it is."""
+    cls = type(hook)
+    if cls.__module__ != "accelerate.hooks":
+        return False
+    if cls.__name__ == "SequentialHook":
+        return all(_moves_nothing(inner, device) for inner in hook.hooks)
+    if cls.__name__ == "AlignDevicesHook":
+        target = hook.execution_device
+        if isinstance(target, int):
+            target = torch.device(device.type, target)
+        return not hook.offload and (target is None or torch.device(target) == device)
+    return cls.__name__ == "ModelHook"
