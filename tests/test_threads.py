@@ -14,6 +14,7 @@ import every_op
 import llmkernels
 from generating import generate_step, hf_generate, small_model
 from hf_models import tiny_inputs
+from llmkernels import unpatch
 
 THREADS = 8
 CALLS = [(1, 5, 9), (2, 11, 12), (3, 7, 6), (5, 3, 20), (8, 9, 10), (17, 4, 7)]  # sequences, prompt, new tokens
@@ -86,3 +87,17 @@ def test_generating(device, count):
         (decode,) = handle.report().decode
         assert decode.reason is None
         assert generate_step() in decode.calls
+
+
+def test_generating_while_another_thread_patches(device):
+    """Each call is right, whichever way it goes."""
+    model = small_model(device=device)
+    pauses = itertools.cycle((0.0, 0.001, 0.02, 0.1))
+
+    def patch_and_unpatch():
+        unpatch(model)
+        time.sleep(next(pauses))
+        llmkernels.patch(model)
+        time.sleep(next(pauses))
+
+    serve([model], device, 60 if device == "cuda" else 3, patch_and_unpatch)

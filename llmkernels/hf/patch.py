@@ -70,7 +70,7 @@ def patch(
     Threads: patch and unpatch may be called while other threads generate with the model. A call of generate that is
     under way finishes as it began, with the weights that it began with.
     Survives: train/eval, `.to()`, load_state_dict, copy.deepcopy and torch.save (the copy is patched too and
-    undone by `llmkernels.hf.unpatch(copy)`), gradient checkpointing, torch.compile(fullgraph=True), adapters
+    undone by `llmkernels.unpatch(copy)`), gradient checkpointing, torch.compile(fullgraph=True), adapters
     and hooks added before or after.
     Raises: TypeError when model is no module; RuntimeError when it is patched already; ValueError when there is
     nothing to patch.
@@ -90,7 +90,7 @@ def patch(
     if count := sum(isinstance(module, Patched) for module in model.modules()):
         raise RuntimeError(
             f"patch: model must not be patched already, got one with {count} patched modules; call unpatch() on its "
-            "handle, or llmkernels.hf.unpatch(model) if it is a copy or was loaded"
+            "handle, or llmkernels.unpatch(model) if it is a copy or was loaded"
         )
     plan = {}
     for module in model.modules():
