@@ -18,8 +18,7 @@ class Bench(steps.Bench):
 
     def step(self, cache):
         """A function from tokens to logits: the decode step without its graph, and its arguments."""
-        parts = trunk(self.model)
-        pack(parts)
+        parts = pack(self.model, trunk(self.model))
         return decoder(self.model).begin(self.model, parts, cache)
 
     def last_logits(self, ids):
