@@ -14,6 +14,7 @@ from hf_models import tiny_inputs
 from llmkernels import KVCache
 from llmkernels.hf import unpatch
 from llmkernels.hf.decode import decoder
+from llmkernels.hf.report import PREFILL
 
 STEP, BEAMS, ASSISTED = generate_step(), "by transformers: beam search", "by transformers: assisted decoding"
 
@@ -173,7 +174,9 @@ def test_habit(habit, tokenizer, device, late):
     expected = habit(model, tokenizer)
     llmkernels.patch(model)
     found = habit(model, tokenizer)
-    ways = {way: count for way, count in decoder(model).calls.items() if "assistant of" not in way}
+    calls = decoder(model).calls
+    calls[STEP] += calls.pop(PREFILL, 0)  # which of them ends without time depends on when the host looks
+    ways = {way: count for way, count in calls.items() if count and "assistant of" not in way}
     unpatch(model)
     check_same(found, expected)
     assert ways == HABITS[habit]

@@ -5,18 +5,19 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 import llmkernels
-from generating import NEW, Stream, generate_step, hf_generate, small_model
+from generating import NEW, Stream, hf_generate, small_model
 from hf_models import VOCAB, tiny_inputs
 from llmkernels import KVCache
 from llmkernels.hf import unpatch
 from llmkernels.hf.decode import decoder
+from llmkernels.hf.report import PREFILL, STEP
 
 
-def both(model, call):
+def both(model, call, way=STEP):
     """What a call returns patched and unpatched; patched, it runs the decode step."""
     llmkernels.patch(model)
     found = call()
-    assert list(decoder(model).calls) == [generate_step()]
+    assert list(decoder(model).calls) == [way]
     unpatch(model)
     return found, call()
 
@@ -146,7 +147,7 @@ def test_the_caller_may_look_at_its_cache(who, window, device, late):
 def test_int32_ids(tokens, foreign, device, late):
     model, ids = small_model(device=device), tiny_inputs(device, 2).int()
     options = {"max_new_tokens": tokens, "logits_processor": [Recorder()] if foreign else []}
-    found, expected = both(model, lambda: hf_generate(model, ids, **options))
+    found, expected = both(model, lambda: hf_generate(model, ids, **options), STEP if tokens > 1 else PREFILL)
     assert found.dtype == expected.dtype == torch.int64
     assert torch.equal(found, expected)
 

@@ -12,7 +12,7 @@ packed is read off their addresses in every call. A weight that gets another ten
 `load_state_dict(assign=True)`, a merged adapter) takes its group apart; the next decode step packs that group again.
 
 Other threads may use the parameters meanwhile, in a forward of the model's modules: the memory that a parameter had is
-freed when each call of its module that began on it has ended.
+freed when each call of a Linear that may have begun on it has ended.
 """
 
 import sys
@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .graphs import no_capture
 
 LOCK = threading.RLock()  # held by whoever packs, unpacks, or needs that nobody does
+_LINEAR_FORWARD = nn.Linear.forward.__code__
 _TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while packing
 
 _bases: dict[int, StorageWeakRef] = {}  # by the address of a packed parameter: the storage of its base, if it is alive
@@ -144,7 +145,7 @@ def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> N
             new.copy_(parameter.data)
             # A thread that reads it at this moment has the old storage or the new one, both from offset 0.
             parameter.data = new
-        _wait_for_readers(group)
+        _wait_for_readers()
         freed += sum(tensor.nbytes for tensor in old)
         if on_cuda:
             torch.cuda.synchronize(group[0].device)  # streams may still read what is freed here
@@ -156,25 +157,22 @@ def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> N
         torch.cuda.empty_cache()
 
 
-def _wait_for_readers(parameters: Sequence[nn.Parameter]) -> None:
-    """Return when each call of a Linear in another thread that has one of the parameters now has ended."""
-    inside = _calls_of(parameters)
+def _wait_for_readers() -> None:
+    """Return when each call of a Linear that other threads are in now has ended."""
+    inside = _calls_of_linears()
     while inside:
         time.sleep(1e-4)
-        inside &= _calls_of(parameters)
+        inside &= _calls_of_linears()
 
 
-def _calls_of(parameters: Sequence[nn.Parameter]) -> set[FrameType]:
-    """The calls that other threads are in of modules with one of the parameters."""
+def _calls_of_linears() -> set[FrameType]:
+    """The calls of Linear.forward in other threads, of whatever Linear: their variables can not be read safely."""
     found = set()
     frames = sys._current_frames()
     del frames[threading.get_ident()]  # which would keep all that the callers hold alive, in a cycle
     for frame in frames.values():
         while frame is not None:
-            module = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
-            if isinstance(module, nn.Module):
-                mine = vars(module)["_parameters"].values()
-                if any(a is b for a in mine for b in parameters):
-                    found.add(frame)
+            if frame.f_code is _LINEAR_FORWARD:
+                found.add(frame)
             frame = frame.f_back
     return found

@@ -249,7 +249,13 @@ def _moves_nothing(hook: Any, device: torch.device) -> bool:
         return all(_moves_nothing(inner, device) for inner in hook.hooks)
     if cls.__name__ == "AlignDevicesHook":
         target = hook.execution_device
-        if isinstance(target, int):
-            target = torch.device(device.type, target)
-        return not hook.offload and (target is None or torch.device(target) == device)
+        return not hook.offload and (target is None or _device_meant(target, device.type) == device)
     return cls.__name__ == "ModelHook"
+
+
+def _device_meant(target: Any, kind: str) -> torch.device:
+    """The device that accelerate means: a number is an index, and cuda without an index is the current device."""
+    device = torch.device(kind, target) if isinstance(target, int) else torch.device(target)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
