@@ -13,7 +13,7 @@ handle, on a deep copy or a loaded pickle.
     packing.py   weights that are read together, in one storage
     cache.py     a KV cache of fixed buffers, as transformers takes it; paged.py, one of pages
     adopt.py     transformers' own DynamicCache around a decode step
-    trunk.py     what the decode step reads of a model, or why it can not run
+    trunk.py     what the decode step reads of a model, or why it can not run; trust.py, whether a module may be read
     decode.py    the decode step: one token for every sequence
     loop.py      the loop behind model.generate(); generate.py, our own; reading.py, what they share
 
