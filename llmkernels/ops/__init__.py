@@ -2,8 +2,8 @@
 
 Every op raises, by the names of op and argument: TypeError for an argument of another kind, None for a tensor included;
 ValueError for a number or a word that it does not take; RuntimeError for tensors that do not fit (shape, dtype, device,
-strides, memory shared with what it writes to); torch.OutOfMemoryError. Nothing is written then, unless it is a length or
-position out of range, which the CPU may find in the middle of a decode step. Its fake (meta tensors, torch.compile,
+strides, memory shared with what it writes to); torch.OutOfMemoryError. Nothing is written then, unless it is a length
+or position out of range, which the CPU may find in the middle of a decode step. Its fake (meta tensors, torch.compile,
 torch.export) raises the same, but cannot see whether two tensors share memory.
 """
 
