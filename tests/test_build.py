@@ -187,6 +187,7 @@ def test_layouts_of_toolkits(toolkit, include, lib):
 # ---- switches and platforms
 
 
+@pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="needs the source tree")
 @pytest.mark.parametrize("lineinfo", [False, True])
 def test_line_numbers_for_profilers(build, toolkit, monkeypatch, lineinfo):
     if lineinfo:

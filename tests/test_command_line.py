@@ -38,7 +38,7 @@ def test_command(checkpoint, capsys):
     assert __main__.main([*arguments, "--max-new-tokens", str(NEW), "--report"]) == 0
     out, err = capsys.readouterr()
     assert out.strip("\n") == "".join(CHARACTERS[i] for i in expected if i < 95)
-    assert "decodes by the decode step (calls of generate: 1 by the decode step)" in err
+    assert f"decodes by the decode step (calls of generate: 1 by the decode step, {NEW - 1} steps)" in err
     texts = []
     for seed in ("1", "1", "2"):
         options = ["--temperature=2", "--top-p=0.99", "--seed", seed, "--dtype=bfloat16", "--max-new-tokens=40"]
