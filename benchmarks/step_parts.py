@@ -69,5 +69,5 @@ class Bench(steps_patched.Bench):
             calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None, True))
         head = [given[name] for name in ("norm", "head", "head_bias")]
         calls["head"].append(partial(ops.rms_norm_linear, hidden, *head, *norm, True))
-        calls[WHOLE_STEP] = [partial(ops.decode_step, hidden, **given)]
+        calls[WHOLE_STEP] = [partial(ops.decode_step, **given | {"hidden": hidden})]
         return calls

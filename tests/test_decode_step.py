@@ -440,6 +440,13 @@ def test_one_step_of_many(batch, dtype):
     check(make(batch, dtype, "cuda", capacity=16))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [16, 33, 48, 64])
+def test_a_large_vocabulary(batch):
+    """More rows than SMs can keep, behind a norm that the last linear_add_ has done most of."""
+    check(make(batch, torch.bfloat16, "cuda", capacity=16, vocab=40000, layers=1))
+
+
 LARGE = {"hidden": 2048, "ffn": 5504, "heads": 16, "dim": 128, "capacity": 3072, "lengths": [3000]}
 SMALL = {"hidden": 64, "ffn": 64, "vocab": 40, "heads": 2, "kv_heads": 1, "layers": 3}
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <utility>
 
+#include "graph.h"
 #include "per_device.h"
 
 namespace llmk::kernels {
@@ -113,6 +114,28 @@ class ConfiguredKernels {
   std::array<std::atomic<const void*>, kSlots> slots_{};
 };
 
+cudaError_t launch_now(const void* kernel, const LaunchShape& shape, bool overlaps, cudaStream_t stream,
+                       void** arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (overlaps) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
 }  // namespace
 
 cudaError_t device_info(DeviceInfo& info) {
@@ -132,6 +155,24 @@ cudaError_t set_kernel_attributes(const void* kernel) {
   if (configured[device].contains(kernel)) return cudaSuccess;
   const cudaError_t status = set_attributes(*info, kernel);
   if (status == cudaSuccess) configured[device].add(kernel);
+  return status;
+}
+
+cudaError_t launch_kernel(const void* kernel, const LaunchShape& shape, cudaStream_t stream, void** arguments) {
+  const DeviceInfo* device = nullptr;
+  cudaError_t status = cached_info(device);
+  if (status == cudaSuccess && shape.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  // Up to 48 KiB, static shared memory included, and clusters of up to 8 blocks need no attribute.
+  if (status == cudaSuccess && (shape.shared_bytes > 32 * 1024 || shape.cluster > 8)) {
+    status = set_kernel_attributes(kernel);
+  }
+  if (status == cudaSuccess) {
+    const bool overlaps = shape.may_overlap && device->compute_capability >= 90;
+    Recording* const recording = current_recording();
+    status = recording ? record_launch(*recording, kernel, shape, overlaps, arguments)
+                       : launch_now(kernel, shape, overlaps, stream, arguments);
+  }
+  if (status != cudaSuccess) (void)cudaGetLastError();  // clears it, or the next launch would report it
   return status;
 }
 

@@ -4,7 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
+#include <type_traits>
 
 namespace llmk::kernels {
 
@@ -37,38 +37,15 @@ struct LaunchShape {
 };
 
 // Launches `kernel`, with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
-// it touches global memory, except for what the caller knows to be complete (see ptx.cuh).
-template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream, Args&&... args) {
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  if (shape.blocks > 0x7fffffff) return cudaErrorInvalidConfiguration;
-  cudaError_t status = cudaSuccess;
-  // Up to 48 KiB, static shared memory included, and clusters of up to 8 blocks need no attribute.
-  if (shape.shared_bytes > 32 * 1024 || shape.cluster > 8)
-    status = set_kernel_attributes(reinterpret_cast<const void*>(kernel));
-  if (status == cudaSuccess) {
-    cudaLaunchAttribute attributes[2]{};
-    unsigned count = 0;
-    if (shape.may_overlap && device.compute_capability >= 90) {
-      attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      attributes[count++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (shape.cluster > 1) {
-      attributes[count].id = cudaLaunchAttributeClusterDimension;
-      attributes[count++].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-    }
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-    config.blockDim = shape.threads;
-    config.dynamicSmemBytes = shape.shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = count;
-    status = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
-  }
-  if (status != cudaSuccess) (void)cudaGetLastError();  // clears it, or the next launch would report it
-  return status;
+// it touches global memory, except for what the caller knows to be complete (see ptx.cuh). While this thread records a
+// graph, the launch becomes a part of it (graph.h).
+cudaError_t launch_kernel(const void* kernel, const LaunchShape& shape, cudaStream_t stream, void** arguments);
+
+template <typename... Params>
+cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t stream,
+                   const std::decay_t<Params>&... arguments) {
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&arguments))..., nullptr};
+  return launch_kernel(reinterpret_cast<const void*>(kernel), shape, stream, pointers);
 }
 
 // Whether a kernel that streams `bytes`, in and out, should load its inputs with the L2 policy evict_last. The inputs

@@ -39,6 +39,8 @@ struct LinearParams {
   // CUDA only: read the weights before the previous kernel of the stream has ended. The caller promises that they were
   // complete before that kernel could start: see linear.cu.
   bool prefetch_weights;
+  // CUDA only: take the kernel wherever it exists, also where cuBLAS is faster.
+  bool no_cublas;
 };
 
 }  // namespace llmk

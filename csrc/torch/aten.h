@@ -16,6 +16,10 @@
 #include <stdexcept>
 #include <string>
 
+#if LLMK_CUDA
+#include "kernels/graph.h"
+#endif
+
 // Of torch 2.13 and newer: the text of the last exception that a stable function has caught on this thread.
 extern "C" const char* torch_exception_get_what_without_backtrace() __attribute__((weak));
 
@@ -23,6 +27,13 @@ namespace llmk::aten {
 
 using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::stable::Tensor;
+
+// Around each function that may launch a kernel.
+#if LLMK_CUDA
+using kernels::CaptureOthers;
+#else
+struct CaptureOthers {};
+#endif
 
 // c10 and at types as they are passed. What has a destructor is returned through memory that the caller gives.
 struct Array {
@@ -118,12 +129,14 @@ inline Tensor empty_like(const Tensor& tensor) {
 }
 
 inline Tensor contiguous(const Tensor& tensor) {
+  [[maybe_unused]] const CaptureOthers capture;
   if (!symbol::contiguous) return torch::stable::contiguous(tensor);
   constexpr int8_t kContiguousFormat = 0;
   return own([&] { return symbol::contiguous(tensor.get(), kContiguousFormat); });
 }
 
 inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  [[maybe_unused]] const CaptureOthers capture;
   if (!symbol::linear) return call_stable<Tensor>("aten::linear", x, weight, bias);
   OptionalTensor borrowed{nullptr, bias.has_value()};
   if (bias) borrowed.impl = reinterpret_cast<const NewTensor*>(bias->get())->impl;
@@ -131,6 +144,7 @@ inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<
 }
 
 inline void zero_(Tensor tensor) {
+  [[maybe_unused]] const CaptureOthers capture;
   if (symbol::zero_) {
     symbol::zero_(tensor.get());
   } else {
@@ -142,8 +156,10 @@ inline void zero_(Tensor tensor) {
 inline void add_(Tensor target, const Tensor& other) {
   if (symbol::add_ && symbol::item) {
     static const Scalar one = symbol::item(torch::stable::full({}, 1.0).get());
+    [[maybe_unused]] const CaptureOthers capture;
     symbol::add_(target.get(), other.get(), one);
   } else {  // the stable functions have no sum: target - (-1) other
+    [[maybe_unused]] const CaptureOthers capture;
     torch::stable::copy_(target, torch::stable::subtract(target, other, -1.0));
   }
 }

@@ -69,6 +69,7 @@ std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
   params.weight_stride = params.n > 1 ? f.weight.stride(0) : params.k;
   params.epilogue = f.epilogue;
   params.prefetch_weights = f.prefetch_weights;
+  params.no_cublas = f.no_cublas;
   return params;
 }
 

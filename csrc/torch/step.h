@@ -19,6 +19,7 @@ struct Linear {
   std::optional<Norm> norm;
   LinearEpilogue epilogue;
   bool prefetch_weights;
+  bool no_cublas = false;  // params/linear.h
 };
 
 // The norm hand-off (params/linear.h): for the linear after the next norm linear_add_ writes the new residual times the

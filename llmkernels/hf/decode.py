@@ -26,13 +26,15 @@ from .report import STEP
 from .trunk import Trunk, fits_cache
 
 _ops = torch.ops.llmkernels
+_index = torch.ops.aten.index.Tensor_out
 
 
 class DecodeStep:
     """One model on one cache, for one call of generate.
 
-    `tokens` int64 (B,) are the last token of each sequence, which is not in the cache yet: `forward` appends it and
-    returns the logits (B, V) of the next. `forward` may be captured; `run` runs what calls it.
+    `tokens` int64 (B,) are the last token of each sequence, which is not in the cache yet: `run` embeds it, then runs
+    what calls `forward`, which appends it to the cache and returns the logits (B, V) of the next. What is run may be
+    recorded, so it calls ops of llmkernels only.
     """
 
     def __init__(self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None]):
@@ -42,7 +44,9 @@ class DecodeStep:
         self.count = 0  # of the steps that ran
         self._parts = parts
         self._note = note  # called with that count
-        self.tokens = program.buffer("tokens", (cache.layers[0].k.shape[0],), torch.long, self.device)
+        batch = cache.layers[0].k.shape[0]
+        self.tokens = program.buffer("tokens", (batch,), torch.long, self.device)
+        self._hidden = program.buffer("hidden", (batch, parts.embedding.shape[1]), parts.embedding.dtype, self.device)
         self._bind()
 
     def _bind(self) -> None:
@@ -52,7 +56,8 @@ class DecodeStep:
         self._embedding = parts.embedding
         cos, sin = self._tables(parts.rotary)
         positions, cache_seqlens = cache.counters
-        self.arguments = {  # but for the embedded tokens
+        self.arguments = {
+            "hidden": self._hidden,
             "input_norms": [layer.input_norm for layer in layers],
             "qkv_weights": parts.packed["qkv"],
             "qkv_biases": parts.packed["qkv_bias"],
@@ -78,19 +83,20 @@ class DecodeStep:
             "softmax_scale": layers[0].scale,
             "windows_left": [layer.window_left for layer in layers],
         }
-        used = [self._embedding, cache.counters]
+        used = []
         for argument in self.arguments.values():
             used += argument if isinstance(argument, list) else [argument]
         self.program.bind(tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in used))
 
     def forward(self) -> Tensor:
-        self.cache.counters.add_(1)
-        return _ops.decode_step(self._embedding[self.tokens], **self.arguments)  # F.embedding takes three times as long
+        return _ops.decode_step(**self.arguments)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph."""
         if self.cache.make_room(1):
             self._bind()
+        _index(self._embedding, [self.tokens], out=self._hidden)  # F.embedding takes three times as long
+        self.cache.counters.add_(1)
         result = self.program.run(function, self.device)
         self.cache.advance()
         self.count += 1
@@ -147,9 +153,9 @@ class Decoder:
     ) -> Iterator[Any]:
         """A KVCache with room for `tokens` and some more, up to `limit`; behind that it grows.
 
-        The same as last time where possible, as its graphs need no new capture then. `caller` is the DynamicCache that
-        the call was given: what it holds is in the KVCache at the beginning, and if it is `returned`, it holds the rest
-        at the end.
+        The same as last time where possible, as its graphs need not be recorded anew then. `caller` is the DynamicCache
+        that the call was given: what it holds is in the KVCache at the beginning, and if it is `returned`, it holds the
+        rest at the end.
         """
         from . import adopt
         from .cache import KEPT_BYTES, KVCache

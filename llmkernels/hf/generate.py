@@ -319,7 +319,7 @@ def _loop(step, choice: "_Choice", logits: Tensor, text: Text, limit: int, strea
 
 
 class _Choice:
-    """Logits to tokens. What it reads and writes stays in place, so that the graph of a step covers it too."""
+    """Logits to tokens. What the sampling reads stays in place, so that the graph of a step covers it too."""
 
     def __init__(self, step, logits: Tensor, prompt: Tensor, numbers: dict[str, Any], config, generator):
         self._step = step
@@ -360,20 +360,24 @@ class _Choice:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """The next token of each sequence, int64 (B,), into the step's `tokens`."""
-        if not has_kernel(logits):
-            logits = logits.float()
-        tokens = sample(logits, **self._options)
+        return self._finish(self._sample(logits))
+
+    def next(self) -> Tensor:
+        """The same after a step."""
+        return self._finish(self._step.run(self._advance))
+
+    def _advance(self) -> Tensor:
+        return self._sample(self._step.forward())
+
+    def _sample(self, logits: Tensor) -> Tensor:
+        return sample(logits if has_kernel(logits) else logits.float(), **self._options)
+
+    def _finish(self, tokens: Tensor) -> Tensor:
         if self._eos is not None:
             tokens = torch.where(self.finished, self._pad, tokens)
             self.finished |= (tokens[:, None] == self._eos).any(1)
         self._step.tokens.copy_(tokens)
         return tokens
-
-    def next(self) -> Tensor:
-        return self._step.run(self._advance)
-
-    def _advance(self) -> Tensor:
-        return self(self._step.forward())
 
     def all_finished(self) -> Tensor:
         return self._going if self.finished is None else self.finished.all()

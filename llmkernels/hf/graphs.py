@@ -1,26 +1,25 @@
-"""CUDA graphs in a process of several threads: captured while other threads work, destroyed while none captures.
+"""CUDA graphs in a process of several threads, made and destroyed without any effect on other threads.
 
-    Program          a function of fixed buffers: run once, then captured, then replayed
-    capture          captures a function; returns a Graph
-    no_capture       a block during which no thread captures, for calls that wait for the device
+    Program          a function of fixed buffers: run once, then recorded, then replayed
+    record           records a function; returns a Graph
+    no_recording     a block during which no thread records, for calls that wait for the device
 
-A capture does not touch the work of other threads. A process makes one at a time, on a stream that no other code uses;
-it does not wait for the device, and frees no memory. torch.cuda.CUDAGraph can not be used: up to torch 2.11 it ties
-every capture and replay to the device's default generator, so that while one thread captures, others may neither replay
-nor draw random numbers. Here the library captures (csrc/kernels/graph.cu), with a memory pool of torch's allocator for
-each graph. A captured function takes its random numbers from buffers.
+The library records its own launches, as nodes of a graph (csrc/kernels/graph.h), with a memory pool of torch's
+allocator for each graph. So a recorded function may call ops of llmkernels only; its random numbers come from buffers.
+torch.cuda.CUDAGraph captures streams. While it does, no other thread may wait for the device; and up to torch 2.11 it
+ties every capture and replay to the device's default generator, so that others may neither replay nor draw random
+numbers.
 
-One thing CUDA forbids to all threads during a capture, which takes some milliseconds for each new batch size or cache:
-to wait for the whole device. So torch.cuda.synchronize() and torch.cuda.empty_cache() in another thread may raise then,
-as beside any capture. The capture then fails, too, and the step runs without a graph.
+Where an op takes cuBLAS (on GPUs before Hopper, in float32, for more than 64 sequences), only that call is captured. A
+torch.cuda.synchronize() in another thread at this very moment raises, as beside any capture, and the step runs without
+a graph.
 """
 
 import ctypes
 import functools
-import gc
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,20 +27,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmkernels import _library
 
-_ATTEMPTS = 3  # captures of a program that may fail before it runs without a graph for good
+_ATTEMPTS = 3  # recordings of a program that may fail before it runs without a graph for good
 
-_LOCK = threading.Lock()  # held by a thread that captures or destroys graphs, and within no_capture()
+_LOCK = threading.Lock()  # held by a thread that records or releases memory, and within no_recording()
 
 
 class NoGraph(Exception):
-    """Why a function was not captured."""
+    """Why a function was not recorded."""
 
 
-@dataclass
-class _CaptureSlot:
+@dataclass(eq=False)
+class _Slot:
     """What graphs that are alive at the same time must not share.
 
     That is the stream, since PyTorch keeps a cuBLAS workspace for each thread and stream; the memory pool of the
@@ -50,29 +50,34 @@ class _CaptureSlot:
 
     handle: int
     stream: torch.cuda.Stream
-    thread: int = 0  # the last one that captured in this slot
+    thread: int = 0  # the last one that recorded in this slot
     pool: tuple[int, int] | None = None
 
 
-_free: dict[int, list[_CaptureSlot]] = defaultdict(list)  # by device: slots without a living graph
-_retired: deque[tuple[ctypes.c_void_p, int, _CaptureSlot]] = deque()  # dead graphs, not yet destroyed
+_free: dict[int, list[_Slot]] = defaultdict(list)  # by device: slots without a living graph
 
 
 class Graph:
-    """A captured function. `replay()` queues it in the current stream of its device."""
+    """A recorded function. `replay()` queues it in the current stream of its device."""
 
-    def __init__(self, handle: ctypes.c_void_p, device: int, slot: _CaptureSlot):
+    def __init__(self, handle: ctypes.c_void_p, device: int, slot: _Slot):
         self._handle = handle
         self._device = device
-        weakref.finalize(self, _retire, handle, device, slot).atexit = False
+        weakref.finalize(self, _destroy, handle, device, slot).atexit = False
 
     def replay(self) -> None:
         _check(_functions().llmk_graph_launch(self._handle, torch.cuda.current_stream(self._device).cuda_stream))
 
 
+def _destroy(handle: ctypes.c_void_p, device: int, slot: _Slot) -> None:
+    """Called when a Graph dies, at any time and in any thread: takes no lock."""
+    _functions().llmk_graph_destroy(handle)
+    _free[device].append(slot)
+
+
 @contextmanager
-def no_capture() -> Iterator[None]:
-    """No thread captures inside: for code that waits for the device, or frees memory of it."""
+def no_recording() -> Iterator[None]:
+    """No thread records inside: for code that waits for the device, or frees memory of it."""
     with _LOCK:
         yield
 
@@ -80,33 +85,28 @@ def no_capture() -> Iterator[None]:
 def release_memory() -> None:
     """Return the memory of dead graphs to PyTorch's allocator, which frees it when needed or in empty_cache()."""
     with _LOCK:
-        _destroy_retired()
-        for device, slots in _free.items():
-            for slot in slots:
+        for device in list(_free):
+            for slot in _free[device][:]:
                 if slot.pool is not None:
                     torch._C._cuda_releasePool(device, slot.pool)
                     slot.pool = None
 
 
-def capture(function: Callable[[], Any], device: torch.device) -> tuple[Graph, Any]:
+def record(function: Callable[[], Any], device: torch.device) -> tuple[Graph, Any]:
     """A graph of what `function` does on `device`, the current one, and its return value: tensors that a replay fills.
 
-    `function` must have run before, so that everything it uses is loaded. Raises NoGraph, without side effects.
+    Raises NoGraph, without side effects.
     """
+    if torch.cuda.get_allocator_backend() != "native":
+        raise NoGraph(f"the allocator is {torch.cuda.get_allocator_backend()}, which has no memory pools")
     with _LOCK:
-        _destroy_retired()
-        collects = gc.isenabled()
-        gc.disable()  # it might destroy objects whose destructors are forbidden during a capture
         try:
-            return _capture(function, torch.cuda.current_device() if device.index is None else device.index)
+            return _record(function, torch.cuda.current_device() if device.index is None else device.index)
         except Exception as error:
             raise NoGraph(next(iter(str(error).splitlines()), type(error).__name__)) from error
-        finally:
-            if collects:
-                gc.enable()
 
 
-def _capture(function: Callable[[], Any], device: int) -> tuple[Graph, Any]:
+def _record(function: Callable[[], Any], device: int) -> tuple[Graph, Any]:
     slot = _take_slot(device)
     try:
         # From here on the allocations of this thread, and of no other, come from the pool.
@@ -119,7 +119,7 @@ def _capture(function: Callable[[], Any], device: int) -> tuple[Graph, Any]:
             torch._C._cuda_releasePool(device, slot.pool)  # the slot counts as one user of it
         try:
             with torch.cuda.stream(slot.stream):
-                handle, output = _record(function, slot)
+                handle, output = _record_launches(function, slot)
         finally:
             torch._C._cuda_endAllocateToPool(device, slot.pool)
     except BaseException:
@@ -128,47 +128,40 @@ def _capture(function: Callable[[], Any], device: int) -> tuple[Graph, Any]:
     return Graph(handle, device, slot), output
 
 
-def _record(function: Callable[[], Any], slot: _CaptureSlot) -> tuple[ctypes.c_void_p, Any]:
+def _record_launches(function: Callable[[], Any], slot: _Slot) -> tuple[ctypes.c_void_p, Any]:
     _check(_functions().llmk_graph_begin(slot.handle))
     try:
-        output = function()
+        with _OnlyOurs():
+            output = function()
     except BaseException:
-        _functions().llmk_graph_end(slot.handle, None)
+        _functions().llmk_graph_end(None)
         raise
     handle = ctypes.c_void_p()
-    _check(_functions().llmk_graph_end(slot.handle, ctypes.byref(handle)))
+    _check(_functions().llmk_graph_end(ctypes.byref(handle)))
     return handle, output
 
 
-def _take_slot(device: int) -> _CaptureSlot:
+class _OnlyOurs(TorchDispatchMode):
+    """Other ops than the library's raise: they would run at once, and not be part of the graph."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace != "llmkernels":
+            raise NoGraph(f"{op} is not an op of llmkernels")
+        return op(*args, **kwargs or {})
+
+
+def _take_slot(device: int) -> _Slot:
     """A slot that this thread used last, for its cuBLAS workspace; else the one freed last, so that few pools grow."""
     free, thread = _free[device], threading.get_ident()
-    if free:
-        slot = next((slot for slot in reversed(free) if slot.thread == thread), free[-1])
+    if slots := free[:]:
+        slot = next((slot for slot in reversed(slots) if slot.thread == thread), slots[-1])
         free.remove(slot)
     else:
         handle, stream = ctypes.c_void_p(), ctypes.c_void_p()
         _check(_functions().llmk_graph_slot(ctypes.byref(handle), ctypes.byref(stream)))
-        slot = _CaptureSlot(handle.value, torch.cuda.ExternalStream(stream.value, device=device))
+        slot = _Slot(handle.value, torch.cuda.ExternalStream(stream.value, device=device))
     slot.thread = thread
     return slot
-
-
-def _retire(*graph: Any) -> None:
-    """Called when a Graph dies: at any time and in any thread, also in one that captures."""
-    _retired.append(graph)
-    if _LOCK.acquire(blocking=False):  # else the next capture destroys it
-        try:
-            _destroy_retired()
-        finally:
-            _LOCK.release()
-
-
-def _destroy_retired() -> None:
-    while _retired:
-        handle, device, slot = _retired.popleft()
-        _functions().llmk_graph_destroy(handle)
-        _free[device].append(slot)
 
 
 @functools.cache
@@ -177,7 +170,7 @@ def _functions() -> ctypes.CDLL:
     library, pointer = ctypes.CDLL(str(_library.PATH)), ctypes.c_void_p
     library.llmk_graph_slot.argtypes = [pointer, pointer]
     library.llmk_graph_begin.argtypes = [pointer]
-    library.llmk_graph_end.argtypes = [pointer, pointer]
+    library.llmk_graph_end.argtypes = [pointer]
     library.llmk_graph_launch.argtypes = [pointer, pointer]
     library.llmk_graph_destroy.argtypes = [pointer]
     library.llmk_graph_error.restype = ctypes.c_char_p
@@ -191,9 +184,9 @@ def _check(status: int) -> None:
 
 @dataclass
 class Program:
-    """A function of fixed buffers: on CUDA run once, then captured, then replayed. One thread at a time runs it.
+    """A function of fixed buffers: on CUDA run once, then recorded, then replayed. One thread at a time runs it.
 
-    Where it can not be captured it is run without a graph, and `calls` counts why.
+    Where it can not be recorded it is run without a graph, and `calls` counts why.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -224,19 +217,19 @@ class Program:
         if device.type != "cuda":
             return function()
         with torch.cuda.device(device):
-            if not self.warm:  # loads kernels and libraries, which can not be done while capturing
+            if not self.warm:  # a single step is not worth a graph; and cuBLAS has to be loaded before it is captured
                 self.warm = True
                 return function()
             if self.graph is None and self.failures < _ATTEMPTS and not torch.cuda.is_current_stream_capturing():
-                self._capture(function, device)
+                self._record(function, device)
             if self.graph is None:
                 return function()
             self.graph.replay()
             return self.output
 
-    def _capture(self, function: Callable[[], Any], device: torch.device) -> None:
+    def _record(self, function: Callable[[], Any], device: torch.device) -> None:
         try:
-            self.graph, self.output = capture(function, device)
+            self.graph, self.output = record(function, device)
         except NoGraph as reason:
             self.failures += 1
             if self.failures == 1:

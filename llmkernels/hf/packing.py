@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .graphs import no_capture
+from .graphs import no_recording
 
 LOCK = threading.RLock()  # held by whoever packs, unpacks, or needs that nobody does
 _LINEAR_FORWARD = nn.Linear.forward.__code__
@@ -133,7 +133,7 @@ def _replace_all(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) 
     """Give the parameters of each group what `make_rows(group)` makes for them."""
     groups = [group for group in groups if group]
     if groups:
-        with no_capture(), torch.no_grad(), torch.inference_mode(False):
+        with no_recording(), torch.no_grad(), torch.inference_mode(False):
             _replace(groups, make_rows)
 
 

@@ -159,7 +159,6 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel* kernel, const cud
   if (status == cudaSuccess) *count = stub::clusters(stub::device, config->attrs[0].val.clusterDim.x);
   return status;
 }
-template <typename... Params, typename... Args>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&...) {
-  return check_launch(reinterpret_cast<const void*>(kernel), *config);
+inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
+  return check_launch(kernel, *config);
 }

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <utility>
 
+#include "../graph.h"
 #include "decode_attention.h"
 #include "plan.h"
 
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int kSets = 2048, kGraphSets = 1024;
 static_assert(kDecodeAttentionCounters == kMaxBlocks);
-// One array per device. The last kGraphSets sets are reserved for the library's own graphs, see graph.cu.
+// One array per device. The last kGraphSets sets are reserved for the library's own graphs, see graph.h.
 __device__ int counter_sets[(kSets + kGraphSets) * kDecodeAttentionCounters];
 
 // Launches of the same key never overlap, so they may share a set: those of one stream, and within one capture those of
@@ -24,9 +25,6 @@ class Sets {
  public:
   int of(const Key& key) {
     const std::lock_guard lock(mutex_);
-    if (key.second != 0) {
-      if (const auto found = of_captures_.find(key.second); found != of_captures_.end()) return found->second;
-    }
     // Round robin: a new key takes the next set, and with it the set's previous key, if any, is dropped. So the kSets
     // newest keys have sets of their own; a dropped key takes a new set. One case remains: a graph that another library
     // captured keeps its set, and after kSets newer streams or captures a launch may share it.
@@ -44,14 +42,6 @@ class Sets {
     const std::lock_guard lock(mutex_);
     return reserved_ < kGraphSets ? kSets + reserved_++ : -1;
   }
-  void use(uint64_t capture, int set) {
-    const std::lock_guard lock(mutex_);
-    of_captures_[capture] = set;
-  }
-  void forget(uint64_t capture) {
-    const std::lock_guard lock(mutex_);
-    of_captures_.erase(capture);
-  }
 
  private:
   std::mutex mutex_;
@@ -59,7 +49,6 @@ class Sets {
   Key owners_[kSets];
   int64_t taken_ = 0;
   int reserved_ = 0;
-  std::map<uint64_t, int> of_captures_;  // captures in progress that have a reserved set
 };
 
 Sets& sets() {
@@ -70,23 +59,29 @@ Sets& sets() {
 }  // namespace
 
 cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long capture = 0, id = 0;
-  if (const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &capture); error != cudaSuccess) return error;
-  if (status == cudaStreamCaptureStatusNone) {
-    capture = 0;
-    if (const cudaError_t error = cudaStreamGetId(stream, &id); error != cudaSuccess) return error;
+  int set = 0;
+  if (const Recording* const recording = current_recording()) {
+    set = recorded_counters(*recording);
   } else {
-    id = reinterpret_cast<uintptr_t>(stream);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0, id = 0;
+    if (const cudaError_t error = cudaStreamGetCaptureInfo(stream, &status, &capture); error != cudaSuccess) {
+      return error;
+    }
+    if (status == cudaStreamCaptureStatusNone) {
+      capture = 0;
+      if (const cudaError_t error = cudaStreamGetId(stream, &id); error != cudaSuccess) return error;
+    } else {
+      id = reinterpret_cast<uintptr_t>(stream);
+    }
+    set = sets().of({id, capture});
   }
   void* memory = nullptr;
   if (const cudaError_t error = cudaGetSymbolAddress(&memory, counter_sets); error != cudaSuccess) return error;
-  counters = static_cast<int*>(memory) + sets().of({id, capture}) * kDecodeAttentionCounters;
+  counters = static_cast<int*>(memory) + set * kDecodeAttentionCounters;
   return cudaSuccess;
 }
 
 int reserve_counters() { return sets().reserve(); }
-void use_counters(uint64_t capture, int set) { sets().use(capture, set); }
-void forget_counters(uint64_t capture) { sets().forget(capture); }
 
 }  // namespace llmk::kernels

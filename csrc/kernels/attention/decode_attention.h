@@ -16,13 +16,11 @@ bool decode_attention_is_fast(const DecodeAttentionParams& params, Dtype dtype);
 // DecodeAttentionParams::workspace and ::counters, on the current device.
 constexpr int kDecodeAttentionCounters = 288;
 cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params, size_t& bytes);
-// Counters for a launch in this stream, or in its capture: no launch that may run at the same time uses them.
+// Counters for a launch in this stream, or in its capture: no launch that may run at the same time uses them. While this
+// thread records a graph, those of the graph.
 cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters);
-// For graphs that the library captures: reserves a set of counters for good (-1: none left); makes a capture, given by
-// its id, use a reserved set, until the capture is forgotten.
+// Reserves a set of counters for a graph, for good. -1: none left.
 int reserve_counters();
-void use_counters(uint64_t capture, int set);
-void forget_counters(uint64_t capture);
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream);
 

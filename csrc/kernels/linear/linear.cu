@@ -268,9 +268,11 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
 //   37888 x 3584, SwiGLU  |    66.7           75.2   |    74.2           74.9
 //   152064 x 3584         |   258.2          284     |   266.6          273.9
 //   the norm's launch     |     1.6, overlapped      |     2.2
+//
+// Decode steps do without cuBLAS up to 64 tokens: a graph of the library's own launches needs no stream capture (graph.h).
 bool linear_is_faster(const LinearParams& p) {
   DeviceInfo device;
-  if (p.m <= kLinearMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu) return true;
+  if (p.m <= kLinearMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu || p.no_cublas) return true;
   if (device_info(device) != cudaSuccess) return false;
   if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32;
   if (linear_has_long_rows(p.k) || p.residual) return true;
