@@ -411,6 +411,32 @@ def test_a_spoilt_recording_leaves_nothing_behind(spoil):
 
 
 @pytest.mark.gpu
+def test_cublas_that_cannot_be_captured():
+    """It does not run either: nothing is written, and the recording fails."""
+    residual, x = rows(100, torch.float32), rows(100, torch.float32)
+    weight = torch.randn(512, 512, device="cuda")
+    before = residual.clone()
+
+    def step():
+        other = torch.cuda.CUDAGraph()
+        other.capture_begin(capture_error_mode="relaxed")  # of the same stream
+        try:
+            torch.ops.llmkernels.linear_add_(residual, x, weight)
+        finally:
+            other.capture_end()
+
+    for _ in range(3):
+        with pytest.raises(graphs.NoGraph):
+            graphs.record(step, torch.device("cuda"))
+    torch.cuda.synchronize()
+    assert torch.equal(residual, before)
+    graph, _ = graphs.record(lambda: torch.ops.llmkernels.linear_add_(residual, x, weight), torch.device("cuda"))
+    graph.replay()
+    torch.ops.llmkernels.linear_add_(before, x, weight)
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.gpu
 def test_memory_of_dead_graphs_is_used_again():
     x = rows(1 << 13)
     weight, wanted = torch.ones_like(x[0]), norm(x)
@@ -454,6 +480,32 @@ def test_a_synchronizing_thread_spoils_nothing():
         stop.set()
         thread.join()
     assert not errors
+
+
+@pytest.mark.gpu
+def test_two_graphs_at_once():
+    """Of attention that is split, on two streams: each counts its parts for itself."""
+    graphs_and_results, expected = [], []
+    for batch, length in ((1, 3000), (3, 1777)):
+        q = torch.randn(batch, 1, 4, 128, device="cuda", dtype=torch.bfloat16)
+        cache = torch.randn(batch, 3072, 2, 128, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
+
+        def run(q=q, cache=cache, lengths=lengths):
+            return [llmkernels.decode_attention(q, cache, cache, lengths) for _ in range(20)]
+
+        expected.append(run()[0])
+        graphs_and_results.append((*graphs.record(run, q.device), torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for graph, results, stream in graphs_and_results:
+            with torch.cuda.stream(stream):
+                for y in results:
+                    y.zero_()
+                graph.replay()
+        torch.cuda.synchronize()
+        for (_, results, _), wanted in zip(graphs_and_results, expected, strict=True):
+            assert all(torch.equal(y, wanted) for y in results)
 
 
 @pytest.mark.gpu

@@ -1,15 +1,16 @@
-// Recording and launching CUDA graphs, see graph.h. llmkernels/hf/graphs.py calls the exported functions through ctypes.
-// They return a cudaError_t. Any thread may call them, but only one at a time may use a slot or launch a graph. The
-// current device must be that of the slot.
-#include "graph.h"
-
+// Recording and launching CUDA graphs, see recorder.h. llmkernels/hf/graphs.py calls the exported functions through
+// ctypes. They return a cudaError_t. Any thread may call them, but only one at a time may use a slot or launch a graph.
+// The current device must be that of the slot.
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <memory>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
-#include "attention/decode_attention.h"
 #include "launch.h"
+#include "recorder.h"
 
 namespace llmk::kernels {
 namespace {
@@ -18,7 +19,7 @@ namespace {
 struct GraphSlot {
   cudaStream_t stream;  // for captures only; does not synchronize with the legacy default stream
   cudaEvent_t done;     // the end of the last launch of a graph of this slot
-  int counters;         // a reserved set of decode_attention's
+  int number;
 };
 
 struct Graph {
@@ -52,8 +53,7 @@ cudaError_t captured_tail(cudaStream_t stream, std::vector<cudaGraphNode_t>& tai
   const cudaGraphNode_t* nodes = nullptr;
   size_t count = 0;
 #if CUDART_VERSION >= 13000
-  const cudaError_t status =
-      cudaStreamGetCaptureInfo(stream, &capturing, nullptr, nullptr, &nodes, nullptr, &count);
+  const cudaError_t status = cudaStreamGetCaptureInfo(stream, &capturing, nullptr, nullptr, &nodes, nullptr, &count);
 #else
   const cudaError_t status = cudaStreamGetCaptureInfo_v2(stream, &capturing, nullptr, nullptr, &nodes, &count);
 #endif
@@ -63,66 +63,78 @@ cudaError_t captured_tail(cudaStream_t stream, std::vector<cudaGraphNode_t>& tai
   return cudaSuccess;
 }
 
-thread_local Recording* current = nullptr;
+// One line of launches.
+class GraphRecorder final : public Recorder {
+ public:
+  explicit GraphRecorder(GraphSlot* slot) : slot_(slot), status_(cudaGraphCreate(&graph_, 0)) {}
+  ~GraphRecorder() {
+    if (graph_) (void)cudaGraphDestroy(graph_);
+  }
+  GraphRecorder(const GraphRecorder&) = delete;
+  GraphRecorder& operator=(const GraphRecorder&) = delete;
 
-}  // namespace
+  cudaError_t add_launch(const void* kernel, const LaunchShape& shape, bool overlaps, void** arguments) override {
+    if (status_ != cudaSuccess) return status_;
+    cudaKernelNodeParams params{};
+    params.func = const_cast<void*>(kernel);
+    params.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+    params.blockDim = shape.threads;
+    params.sharedMemBytes = static_cast<unsigned>(shape.shared_bytes);
+    params.kernelParams = arguments;
+    cudaGraphNode_t node = nullptr;
+    cudaError_t status = cudaGraphAddKernelNode(&node, graph_, nullptr, 0, &params);
+    if (status == cudaSuccess && shape.cluster > 1) {
+      cudaLaunchAttributeValue value{};
+      value.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+      status = cudaGraphKernelNodeSetAttribute(node, cudaLaunchAttributeClusterDimension, &value);
+    }
+    for (size_t i = 0; i < last_.size() && status == cudaSuccess; ++i) {
+      status = add_edge(graph_, last_[i], node, overlaps && last_is_ours_);
+    }
+    last_ = {node};
+    last_is_ours_ = true;
+    return status_ = status;
+  }
 
-// One line of launches, on one thread.
-struct Recording {
-  GraphSlot* slot;
-  cudaGraph_t graph = nullptr;
-  std::vector<cudaGraphNode_t> last;  // what the next node comes after
-  bool last_is_ours = false;          // one kernel of this library
-  cudaError_t status = cudaSuccess;   // of the captures
+  void begin_capture() override {
+    if (status_ == cudaSuccess) {
+      status_ = cudaStreamBeginCaptureToGraph(slot_->stream, graph_, last_.empty() ? nullptr : last_.data(), nullptr,
+                                              last_.size(), cudaStreamCaptureModeRelaxed);
+    }
+    if (status_ != cudaSuccess) throw std::runtime_error(cudaGetErrorString(clear_error(status_)));
+  }
+
+  void end_capture() override {
+    const cudaError_t status = captured_tail(slot_->stream, last_);
+    cudaGraph_t graph = nullptr;  // graph_
+    const cudaError_t ended = cudaStreamEndCapture(slot_->stream, &graph);
+    status_ = clear_error(status == cudaSuccess ? ended : status);
+    last_is_ours_ = false;
+  }
+
+  int slot() const override { return slot_->number; }
+
+  cudaError_t finish(Graph*& result) const {
+    cudaGraphExec_t executable = nullptr;
+    if (status_ != cudaSuccess) return status_;
+    const cudaError_t status = cudaGraphInstantiate(&executable, graph_, 0);
+    if (status == cudaSuccess) result = new Graph{executable, slot_, nullptr, false};
+    return status;
+  }
+
+  cudaError_t status() const { return status_; }
+
+ private:
+  GraphSlot* const slot_;
+  cudaGraph_t graph_ = nullptr;
+  std::vector<cudaGraphNode_t> last_;  // what the next node comes after
+  bool last_is_ours_ = false;          // one kernel of this library
+  cudaError_t status_;                 // the first failure
 };
 
-Recording* current_recording() { return current; }
+thread_local std::unique_ptr<GraphRecorder> own_recorder;  // current_recorder
 
-int recorded_counters(const Recording& recording) { return recording.slot->counters; }
-
-cudaError_t record_launch(Recording& recording, const void* kernel, const LaunchShape& shape, bool overlaps,
-                          void** arguments) {
-  if (recording.status != cudaSuccess) return recording.status;
-  cudaKernelNodeParams params{};
-  params.func = const_cast<void*>(kernel);
-  params.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-  params.blockDim = shape.threads;
-  params.sharedMemBytes = static_cast<unsigned>(shape.shared_bytes);
-  params.kernelParams = arguments;
-  cudaGraphNode_t node = nullptr;
-  cudaError_t status = cudaGraphAddKernelNode(&node, recording.graph, nullptr, 0, &params);
-  if (status == cudaSuccess && shape.cluster > 1) {
-    cudaLaunchAttributeValue value{};
-    value.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-    status = cudaGraphKernelNodeSetAttribute(node, cudaLaunchAttributeClusterDimension, &value);
-  }
-  for (size_t i = 0; i < recording.last.size() && status == cudaSuccess; ++i) {
-    status = add_edge(recording.graph, recording.last[i], node, overlaps && recording.last_is_ours);
-  }
-  recording.last = {node};
-  recording.last_is_ours = true;
-  return status;
-}
-
-CaptureOthers::CaptureOthers() : recording_(current) {
-  if (!recording_ || recording_->status != cudaSuccess) return;
-  const std::vector<cudaGraphNode_t>& last = recording_->last;
-  recording_->status =
-      cudaStreamBeginCaptureToGraph(recording_->slot->stream, recording_->graph, last.empty() ? nullptr : last.data(),
-                                    nullptr, last.size(), cudaStreamCaptureModeRelaxed);
-  clear_error(recording_->status);
-}
-
-CaptureOthers::~CaptureOthers() {
-  if (!recording_ || recording_->status != cudaSuccess) return;
-  const cudaStream_t stream = recording_->slot->stream;
-  cudaError_t status = captured_tail(stream, recording_->last);
-  cudaGraph_t graph = nullptr;  // the recording's
-  const cudaError_t ended = cudaStreamEndCapture(stream, &graph);
-  recording_->status = clear_error(status == cudaSuccess ? ended : status);
-  recording_->last_is_ours = false;
-}
-
+}  // namespace
 }  // namespace llmk::kernels
 
 using namespace llmk::kernels;
@@ -131,9 +143,10 @@ using namespace llmk::kernels;
 
 // A new slot, which is never destroyed, and its stream.
 LLMK_EXPORT int llmk_graph_slot(void** result, void** stream) {
+  static std::atomic<int> count{0};
   GraphSlot slot{};
-  slot.counters = reserve_counters();
-  cudaError_t status = slot.counters < 0 ? cudaErrorMemoryAllocation : cudaSuccess;
+  slot.number = count++;
+  cudaError_t status = slot.number < kMaxGraphs ? cudaSuccess : cudaErrorMemoryAllocation;
   if (status == cudaSuccess) status = cudaStreamCreateWithFlags(&slot.stream, cudaStreamNonBlocking);
   if (status == cudaSuccess) status = cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming);
   if (status != cudaSuccess) return clear_error(status);
@@ -144,26 +157,22 @@ LLMK_EXPORT int llmk_graph_slot(void** result, void** stream) {
 
 // From here on this thread records, in the stream of the slot.
 LLMK_EXPORT int llmk_graph_begin(void* slot) {
-  if (current) return cudaErrorIllegalState;
-  auto recording = std::make_unique<Recording>(static_cast<GraphSlot*>(slot));
-  const cudaError_t status = cudaGraphCreate(&recording->graph, 0);
-  if (status == cudaSuccess) current = recording.release();
-  return clear_error(status);
+  if (own_recorder) return cudaErrorIllegalState;
+  auto recorder = std::make_unique<GraphRecorder>(static_cast<GraphSlot*>(slot));
+  if (recorder->status() != cudaSuccess) return clear_error(recorder->status());
+  own_recorder = std::move(recorder);
+  current_recorder = own_recorder.get();
+  return cudaSuccess;
 }
 
 // Ends this thread's recording. `result` receives the graph; null: no graph is made.
 LLMK_EXPORT int llmk_graph_end(void** result) {
-  const std::unique_ptr<Recording> recording(current);
-  current = nullptr;
-  if (!recording) return cudaErrorIllegalState;
-  cudaGraphExec_t executable = nullptr;
-  cudaError_t status = recording->status;
-  if (status == cudaSuccess && result) {
-    // The flag is for what allocates inside a capture by cudaMallocAsync.
-    status = cudaGraphInstantiate(&executable, recording->graph, cudaGraphInstantiateFlagAutoFreeOnLaunch);
-  }
-  (void)cudaGraphDestroy(recording->graph);
-  if (status == cudaSuccess && result) *result = new Graph{executable, recording->slot, nullptr, false};
+  const std::unique_ptr<GraphRecorder> recorder = std::move(own_recorder);
+  current_recorder = nullptr;
+  if (!recorder) return cudaErrorIllegalState;
+  Graph* graph = nullptr;
+  const cudaError_t status = result ? recorder->finish(graph) : cudaSuccess;
+  if (graph) *result = graph;
   return clear_error(status);
 }
 

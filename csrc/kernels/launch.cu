@@ -5,8 +5,8 @@
 #include <atomic>
 #include <utility>
 
-#include "graph.h"
 #include "per_device.h"
+#include "recorder.h"
 
 namespace llmk::kernels {
 namespace {
@@ -168,9 +168,8 @@ cudaError_t launch_kernel(const void* kernel, const LaunchShape& shape, cudaStre
   }
   if (status == cudaSuccess) {
     const bool overlaps = shape.may_overlap && device->compute_capability >= 90;
-    Recording* const recording = current_recording();
-    status = recording ? record_launch(*recording, kernel, shape, overlaps, arguments)
-                       : launch_now(kernel, shape, overlaps, stream, arguments);
+    status = current_recorder ? current_recorder->add_launch(kernel, shape, overlaps, arguments)
+                              : launch_now(kernel, shape, overlaps, stream, arguments);
   }
   if (status != cudaSuccess) (void)cudaGetLastError();  // clears it, or the next launch would report it
   return status;

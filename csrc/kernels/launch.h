@@ -38,7 +38,7 @@ struct LaunchShape {
 
 // Launches `kernel`, with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
 // it touches global memory, except for what the caller knows to be complete (see ptx.cuh). While this thread records a
-// graph, the launch becomes a part of it (graph.h).
+// graph, the launch becomes a part of it (recorder.h).
 cudaError_t launch_kernel(const void* kernel, const LaunchShape& shape, cudaStream_t stream, void** arguments);
 
 template <typename... Params>

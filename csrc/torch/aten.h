@@ -17,7 +17,7 @@
 #include <string>
 
 #if LLMK_CUDA
-#include "kernels/graph.h"
+#include "kernels/recorder.h"
 #endif
 
 // Of torch 2.13 and newer: the text of the last exception that a stable function has caught on this thread.
@@ -28,12 +28,18 @@ namespace llmk::aten {
 using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::stable::Tensor;
 
-// Around each function that may launch a kernel.
+// Around each call that may launch a kernel: see recorder.h.
+struct CaptureScope {
 #if LLMK_CUDA
-using kernels::CaptureOthers;
-#else
-struct CaptureOthers {};
+  CaptureScope() {
+    if (recorder) recorder->begin_capture();
+  }
+  ~CaptureScope() {
+    if (recorder) recorder->end_capture();
+  }
+  kernels::Recorder* const recorder = kernels::current_recorder;
 #endif
+};
 
 // c10 and at types as they are passed. What has a destructor is returned through memory that the caller gives.
 struct Array {
@@ -129,14 +135,14 @@ inline Tensor empty_like(const Tensor& tensor) {
 }
 
 inline Tensor contiguous(const Tensor& tensor) {
-  [[maybe_unused]] const CaptureOthers capture;
+  [[maybe_unused]] const CaptureScope capture;
   if (!symbol::contiguous) return torch::stable::contiguous(tensor);
   constexpr int8_t kContiguousFormat = 0;
   return own([&] { return symbol::contiguous(tensor.get(), kContiguousFormat); });
 }
 
 inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  [[maybe_unused]] const CaptureOthers capture;
+  [[maybe_unused]] const CaptureScope capture;
   if (!symbol::linear) return call_stable<Tensor>("aten::linear", x, weight, bias);
   OptionalTensor borrowed{nullptr, bias.has_value()};
   if (bias) borrowed.impl = reinterpret_cast<const NewTensor*>(bias->get())->impl;
@@ -144,7 +150,7 @@ inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<
 }
 
 inline void zero_(Tensor tensor) {
-  [[maybe_unused]] const CaptureOthers capture;
+  [[maybe_unused]] const CaptureScope capture;
   if (symbol::zero_) {
     symbol::zero_(tensor.get());
   } else {
@@ -156,10 +162,10 @@ inline void zero_(Tensor tensor) {
 inline void add_(Tensor target, const Tensor& other) {
   if (symbol::add_ && symbol::item) {
     static const Scalar one = symbol::item(torch::stable::full({}, 1.0).get());
-    [[maybe_unused]] const CaptureOthers capture;
+    [[maybe_unused]] const CaptureScope capture;
     symbol::add_(target.get(), other.get(), one);
   } else {  // the stable functions have no sum: target - (-1) other
-    [[maybe_unused]] const CaptureOthers capture;
+    [[maybe_unused]] const CaptureScope capture;
     torch::stable::copy_(target, torch::stable::subtract(target, other, -1.0));
   }
 }

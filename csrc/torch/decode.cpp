@@ -6,10 +6,10 @@
 //   m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_swiglu_linear
 //   hidden += m Wdown^T                            linear_add_
 //
-// These are five launches on a GPU of compute capability 9.0 for up to 64 sequences; elsewhere they are more, and cuBLAS
-// among them. The norms are folded into the linears: for up to 16 sequences the linear after a norm normalizes x itself;
-// for up to 64 the linear_add_ before the norm has done most of it (Scaled in step.h). Then the first norm of the first
-// layer is a launch of its own. Intermediate tensors are allocated. The op is meant to be in a CUDA graph.
+// These are five launches on a GPU of compute capability 9.0 for up to 64 sequences; elsewhere they are more, and
+// cuBLAS among them. The norms are folded into the linears: for up to 16 sequences the linear after a norm normalizes x
+// itself; for up to 64 the linear_add_ before the norm has done most of it (Scaled in step.h). Then the first norm of
+// the first layer is a launch of its own. Intermediate tensors are allocated. The op is meant to be in a CUDA graph.
 //
 // The launches overlap by programmatic dependent launch: each requests its weights, or the keys and values of earlier
 // tokens, while the previous kernel still runs. This is correct because
@@ -39,7 +39,7 @@ using torch::stable::detail::StableLibrary;
 
 // Weights, tables, and the keys and values of earlier tokens are complete when a step begins: see above.
 constexpr bool kPrefetch = true;
-constexpr bool kNoCublas = true;  // so that graphs of steps need no stream capture: kernels/graph.h
+constexpr bool kNoCublas = true;  // so that graphs of steps need no stream capture: kernels/recorder.h
 
 // One layer: its tensors by the names of the op that was called.
 struct Layer {
@@ -69,11 +69,11 @@ struct Step {
             block_table,   softmax_scale, layer.window_left, 0.0};
   }
   Linear norm_linear(const Argument& norm_weight, const Argument& weight, const Argument& bias) const {
-    return {"rms_norm_linear",     *weight,  bias.optional(), Norm{norm_weight.optional(), norm},
+    return {"rms_norm_linear",     *weight,   bias.optional(), Norm{norm_weight.optional(), norm},
             LinearEpilogue::kNone, kPrefetch, kNoCublas};
   }
   Linear norm_swiglu_linear(const Argument& norm_weight, const Argument& weight) const {
-    return {"rms_norm_swiglu_linear", *weight,  std::nullopt, Norm{norm_weight.optional(), norm},
+    return {"rms_norm_swiglu_linear", *weight,   std::nullopt, Norm{norm_weight.optional(), norm},
             LinearEpilogue::kSwiglu,  kPrefetch, kNoCublas};
   }
 };

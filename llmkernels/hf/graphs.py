@@ -4,13 +4,13 @@
     record           records a function; returns a Graph
     no_recording     a block during which no thread records, for calls that wait for the device
 
-The library records its own launches, as nodes of a graph (csrc/kernels/graph.h), with a memory pool of torch's
+The library records its own launches, as nodes of a graph (csrc/kernels/recorder.h), with a memory pool of torch's
 allocator for each graph. So a recorded function may call ops of llmkernels only; its random numbers come from buffers.
 torch.cuda.CUDAGraph captures streams. While it does, no other thread may wait for the device; and up to torch 2.11 it
 ties every capture and replay to the device's default generator, so that others may neither replay nor draw random
 numbers.
 
-Where an op takes cuBLAS (on GPUs before Hopper, in float32, for more than 64 sequences), only that call is captured. A
+Where an op takes cuBLAS (in float32, on GPUs of another compute capability than 9.0), only that call is captured. A
 torch.cuda.synchronize() in another thread at this very moment raises, as beside any capture, and the step runs without
 a graph.
 """

@@ -249,4 +249,29 @@ CUDA_DECODE = [
         "cache.block_table[place / cache.page_size]",
         "tests/test_rope_kv_write.py -k 'pages and cuda'",
     ),
+    Mutation(
+        "cuda_recorded_launches_are_made",
+        "a launch that is recorded is made as well",
+        "csrc/kernels/launch.cu",
+        "    status = current_recorder ? current_recorder->add_launch(",
+        "    if (current_recorder) (void)launch_now(kernel, shape, overlaps, stream, arguments);\n"
+        "    status = current_recorder ? current_recorder->add_launch(",
+        "tests/test_graphs.py -k 'nothing_is_done or recorded_decode_step'",
+    ),
+    Mutation(
+        "cuda_recorded_launches_do_not_wait",
+        "the kernels of a recorded graph do not depend on each other",
+        "csrc/kernels/graph.cu",
+        "i < last_.size() && status == cudaSuccess; ++i)",
+        "i < last_.size() && status == cudaErrorUnknown; ++i)",
+        "tests/test_graphs.py -k recorded_decode_step",
+    ),
+    Mutation(
+        "cuda_graphs_share_counters",
+        "all graphs use the same counters of attention",
+        "csrc/kernels/attention/counters.cu",
+        "set = kSets + current_recorder->slot();",
+        "set = kSets;",
+        "tests/test_graphs.py -k two_graphs_at_once",
+    ),
 ]

@@ -7,12 +7,6 @@
 
 #include "kernels/launch.cu"
 
-// Nothing is recorded here.
-llmk::kernels::Recording* llmk::kernels::current_recording() { return nullptr; }
-cudaError_t llmk::kernels::record_launch(Recording&, const void*, const LaunchShape&, bool, void**) {
-  return cudaErrorUnknown;
-}
-
 namespace {
 
 using llmk::kernels::device_info;

@@ -4,17 +4,17 @@
 #include <mutex>
 #include <utility>
 
-#include "../graph.h"
 #include "decode_attention.h"
+#include "kernels/recorder.h"
 #include "plan.h"
 
 namespace llmk::kernels {
 namespace {
 
-constexpr int kSets = 2048, kGraphSets = 1024;
+constexpr int kSets = 2048;
 static_assert(kDecodeAttentionCounters == kMaxBlocks);
-// One array per device. The last kGraphSets sets are reserved for the library's own graphs, see graph.h.
-__device__ int counter_sets[(kSets + kGraphSets) * kDecodeAttentionCounters];
+// One array per device. The last kMaxGraphs sets are those of the library's own graphs, by their slots.
+__device__ int counter_sets[(kSets + kMaxGraphs) * kDecodeAttentionCounters];
 
 // Launches of the same key never overlap, so they may share a set: those of one stream, and within one capture those of
 // one captured stream (the branches of a graph come from several). The key has the stream's id. While a stream captures
@@ -38,17 +38,11 @@ class Sets {
     return found->second;
   }
 
-  int reserve() {
-    const std::lock_guard lock(mutex_);
-    return reserved_ < kGraphSets ? kSets + reserved_++ : -1;
-  }
-
  private:
   std::mutex mutex_;
   std::map<Key, int> sets_;
   Key owners_[kSets];
   int64_t taken_ = 0;
-  int reserved_ = 0;
 };
 
 Sets& sets() {
@@ -60,8 +54,8 @@ Sets& sets() {
 
 cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters) {
   int set = 0;
-  if (const Recording* const recording = current_recording()) {
-    set = recorded_counters(*recording);
+  if (current_recorder) {
+    set = kSets + current_recorder->slot();
   } else {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long capture = 0, id = 0;
@@ -81,7 +75,5 @@ cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters) {
   counters = static_cast<int*>(memory) + set * kDecodeAttentionCounters;
   return cudaSuccess;
 }
-
-int reserve_counters() { return sets().reserve(); }
 
 }  // namespace llmk::kernels

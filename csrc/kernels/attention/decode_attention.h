@@ -16,11 +16,9 @@ bool decode_attention_is_fast(const DecodeAttentionParams& params, Dtype dtype);
 // DecodeAttentionParams::workspace and ::counters, on the current device.
 constexpr int kDecodeAttentionCounters = 288;
 cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params, size_t& bytes);
-// Counters for a launch in this stream, or in its capture: no launch that may run at the same time uses them. While this
-// thread records a graph, those of the graph.
+// Counters for a launch in this stream, or in its capture: no launch that may run at the same time uses them. While
+// this thread records a graph, those of the graph.
 cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters);
-// Reserves a set of counters for a graph, for good. -1: none left.
-int reserve_counters();
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream);
 

@@ -269,7 +269,8 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
 //   152064 x 3584         |   258.2          284     |   266.6          273.9
 //   the norm's launch     |     1.6, overlapped      |     2.2
 //
-// Decode steps do without cuBLAS up to 64 tokens: a graph of the library's own launches needs no stream capture (graph.h).
+// Decode steps do without cuBLAS up to 64 tokens: a graph of the library's own launches needs no stream capture
+// (recorder.h).
 bool linear_is_faster(const LinearParams& p) {
   DeviceInfo device;
   if (p.m <= kLinearMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu || p.no_cublas) return true;
