@@ -1,6 +1,7 @@
 """CUDA graphs of one thread beside the work of others: hf/graphs.py. On the CPU with a stub that notes all calls."""
 
 import contextlib
+import ctypes
 import gc
 import threading
 import time
@@ -413,24 +414,28 @@ def test_a_spoilt_recording_leaves_nothing_behind(spoil):
 @pytest.mark.gpu
 def test_cublas_that_cannot_be_captured():
     """It does not run either: nothing is written, and the recording fails."""
+    runtime = ctypes.CDLL(next(line.split()[-1] for line in open("/proc/self/maps") if "libcudart.so" in line))
     residual, x = rows(100, torch.float32), rows(100, torch.float32)
     weight = torch.randn(512, 512, device="cuda")
     before = residual.clone()
 
+    def add():
+        torch.ops.llmkernels.linear_add_(residual, x, weight)
+
     def step():
-        other = torch.cuda.CUDAGraph()
-        other.capture_begin(capture_error_mode="relaxed")  # of the same stream
+        stream, graph = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), ctypes.c_void_p()
+        assert runtime.cudaStreamBeginCapture(stream, 2) == 0  # it can not begin twice
         try:
-            torch.ops.llmkernels.linear_add_(residual, x, weight)
+            add()
         finally:
-            other.capture_end()
+            runtime.cudaStreamEndCapture(stream, ctypes.byref(graph))
 
     for _ in range(3):
         with pytest.raises(graphs.NoGraph):
             graphs.record(step, torch.device("cuda"))
     torch.cuda.synchronize()
     assert torch.equal(residual, before)
-    graph, _ = graphs.record(lambda: torch.ops.llmkernels.linear_add_(residual, x, weight), torch.device("cuda"))
+    graph, _ = graphs.record(add, torch.device("cuda"))
     graph.replay()
     torch.ops.llmkernels.linear_add_(before, x, weight)
     assert torch.equal(residual, before)
@@ -485,26 +490,24 @@ def test_a_synchronizing_thread_spoils_nothing():
 @pytest.mark.gpu
 def test_two_graphs_at_once():
     """Of attention that is split, on two streams: each counts its parts for itself."""
-    graphs_and_results, expected = [], []
+    inputs, recorded, expected = [], [], []
     for batch, length in ((1, 3000), (3, 1777)):
         q = torch.randn(batch, 1, 4, 128, device="cuda", dtype=torch.bfloat16)
         cache = torch.randn(batch, 3072, 2, 128, device="cuda", dtype=torch.bfloat16)
-        lengths = torch.full((batch,), length, device="cuda", dtype=torch.int32)
-
-        def run(q=q, cache=cache, lengths=lengths):
-            return [llmkernels.decode_attention(q, cache, cache, lengths) for _ in range(20)]
-
+        inputs.append((q, cache, cache, torch.full((batch,), length, device="cuda", dtype=torch.int32)))
+    for tensors in inputs:
+        run = lambda tensors=tensors: [llmkernels.decode_attention(*tensors) for _ in range(20)]  # noqa: E731
         expected.append(run()[0])
-        graphs_and_results.append((*graphs.record(run, q.device), torch.cuda.Stream()))
+        recorded.append((*graphs.record(run, torch.device("cuda")), torch.cuda.Stream()))
     torch.cuda.synchronize()
     for _ in range(50):
-        for graph, results, stream in graphs_and_results:
+        for graph, results, stream in recorded:
             with torch.cuda.stream(stream):
                 for y in results:
                     y.zero_()
                 graph.replay()
         torch.cuda.synchronize()
-        for (_, results, _), wanted in zip(graphs_and_results, expected, strict=True):
+        for (_, results, _), wanted in zip(recorded, expected, strict=True):
             assert all(torch.equal(y, wanted) for y in results)
 
 
