@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -414,7 +415,8 @@ def test_a_spoilt_recording_leaves_nothing_behind(spoil):
 @pytest.mark.gpu
 def test_cublas_that_cannot_be_captured():
     """It does not run either: nothing is written, and the recording fails."""
-    runtime = ctypes.CDLL(next(line.split()[-1] for line in open("/proc/self/maps") if "libcudart.so" in line))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    runtime = ctypes.CDLL(next(line.split()[-1] for line in maps if "libcudart.so" in line))  # torch's
     residual, x = rows(100, torch.float32), rows(100, torch.float32)
     weight = torch.randn(512, 512, device="cuda")
     before = residual.clone()
