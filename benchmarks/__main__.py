@@ -21,7 +21,7 @@ def main() -> int:
     if arguments.what == "show":
         show(RESULTS)
     elif arguments.what == "merge":
-        merge(arguments.folder, arguments.output)
+        return merge(arguments.folder, arguments.output)
     elif arguments.what == "stale":
         return stale(arguments)
     else:
@@ -52,14 +52,19 @@ def stale(arguments: argparse.Namespace) -> int:
     return len(failed)
 
 
-def merge(source: Path, target: Path) -> None:
-    """Takes over the sections of the results files in a folder."""
+def merge(source: Path, target: Path) -> int:
+    """Takes over the sections of the results files in a folder. Returns how many files were refused."""
+    refused = 0
     for path in results_in(source):
         meta, rows = results.load(path)
-        if "sections" in meta:
+        try:
             results.merge(target / path.name, meta, rows)
             report.console.print(f"{target / path.name}: {', '.join(meta['sections'])}")
+        except ValueError as reason:
+            refused += 1
+            report.console.print(f"left out: {reason}")
     show(target)
+    return refused
 
 
 def show(folder: Path) -> None:
@@ -74,7 +79,8 @@ def show(folder: Path) -> None:
 
 
 def results_in(folder: Path) -> list[Path]:
-    if found := sorted(folder.glob("*.json")):
+    names = {f"{section.file}.json" for section in sections.TABLE}
+    if found := sorted(path for path in folder.glob("*.json") if path.name in names):
         return found
     raise Problem(f"there are no results in {folder}")
 

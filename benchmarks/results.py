@@ -28,15 +28,25 @@ def sections(path: Path) -> dict[str, dict]:
 
 
 def merge(path: Path, meta: dict, rows: Sequence[dict]) -> None:
-    """Puts whole sections into a results file, in the places of those that it has."""
+    """Puts whole sections into a results file, in the places of those that it has.
+
+    Raises ValueError for results of another machine, and for those without a provider that the file has.
+    """
     if path.exists():
         old_meta, old_rows = load(path)
         here, there = (one["gpu"] or one["cpu"] for one in (old_meta, meta))
         if here != there:
             raise ValueError(f"{path} was measured on {here}, and these results on {there}")
+        for section in meta["sections"]:
+            if lost := providers(old_rows, section) - providers(rows, section):
+                raise ValueError(f"{path} has {', '.join(sorted(lost))} in {section}, and these results have not")
         newer = max(old_meta, meta, key=lambda one: one["date"])
         meta = {**newer, "sections": {**old_meta["sections"], **meta["sections"]}}
         fresh = {row["section"] for row in rows}
         rows = [*(row for row in old_rows if row["section"] not in fresh), *rows]
     places = {name: place for place, name in enumerate(meta["sections"])}
     save(path, meta, sorted(rows, key=lambda row: places[row["section"]]))
+
+
+def providers(rows: Sequence[dict], section: str) -> set[str]:
+    return {row["provider"] for row in rows if row["section"] == section}

@@ -127,10 +127,25 @@ def test_sections_merge_into_their_file(tmp_path):
     assert numbers(tmp_path)["rope"] == 5
 
 
+def test_results_without_a_peer_are_left_out(tmp_path):
+    """A peer that was not installed does not vanish from the tables."""
+    a_file(tmp_path / "here", {"rope": 1, "swiglu": 2})
+    path = tmp_path / "here" / "ops.json"
+    meta, rows = results.load(path)
+    results.save(path, meta, [*rows, {**rows[0], "provider": "liger", "time_us": 9}])
+    before = path.read_text()
+    a_file(tmp_path / "there", {"rope": 3})
+    command = [sys.executable, "-m", "benchmarks", "merge", str(tmp_path / "there"), "--output", str(tmp_path / "here")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "has liger in rope, and these results have not" in " ".join(done.stdout.split())
+    assert path.read_text() == before
+
+
 def test_merge_takes_over_a_folder(tmp_path):
     a_file(tmp_path / "here", {"rope": 1, "swiglu": 2})
     a_file(tmp_path / "there", {"swiglu": 3})
-    (tmp_path / "there" / "gpu_tests.json").write_text('{"meta": {}, "rows": []}')
+    (tmp_path / "there" / "gpu_tests.json").write_text('{"meta": {}, "tests": {}}')
     command = [sys.executable, "-m", "benchmarks", "merge", str(tmp_path / "there"), "--output", str(tmp_path / "here")]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     assert numbers(tmp_path / "here") == {"rope": 1, "swiglu": 3}
