@@ -251,8 +251,16 @@ def test_hooks_of_accelerate_that_do_nothing(when, device):
 # --- what is not noticed on the modules
 
 
-@pytest.mark.parametrize("name", ["Qwen2MLP", "Qwen2RMSNorm", "Qwen2DecoderLayer", "Qwen2Attention"])
-def test_the_forward_of_a_class_replaced_after_patch(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen2MLP", "gated_mlp"),
+        ("Qwen2RMSNorm", "rms_norm"),
+        ("Qwen2DecoderLayer", "add_rms_norm"),
+        ("Qwen2Attention", "rope"),
+    ],
+)
+def test_the_forward_of_a_class_replaced_after_patch(name, kind, monkeypatch):
     cls = getattr(modeling_qwen2, name)
     original = cls.forward
 
@@ -267,15 +275,38 @@ def test_the_forward_of_a_class_replaced_after_patch(name, monkeypatch):
     monkeypatch.setattr(cls, "forward", forward)
     found = logits_of(model, ids)
     assert not torch.allclose(found, plain, atol=1e-2)
-    kind = {"MLP": "gated_mlp", "Norm": "rms_norm", "ayer": "add_rms_norm", "tion": "rope"}[
-        name[-4:].replace("2MLP", "MLP")
-    ]
     assert set(handle.report()[kind].left_alone.values()) == {"the forward of its class was replaced"}
     reason = trunk.why_not(model)
     assert "has another forward: that of its class was replaced" in reason
     text = hf_generate(model, ids)
     unpatch(model)
     assert_close(found, logits_of(model, ids))
+    assert torch.equal(text, hf_generate(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("Qwen2ForCausalLM", "logits"), ("Qwen2Model", "last_hidden_state"), ("Qwen2RotaryEmbedding", None)],
+)
+def test_the_forward_of_a_class_that_nobody_patches_replaced(name, part, monkeypatch):
+    cls = getattr(modeling_qwen2, name)
+    original = cls.forward
+
+    def forward(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        if part is None:
+            return result[0].roll(1, -2), result[1].roll(1, -2)
+        result[part] = -result[part]
+        return result
+
+    model, ids = small_model(), tiny_inputs()
+    llmkernels.patch(model)
+    plain = hf_generate(model, ids)
+    monkeypatch.setattr(cls, "forward", forward)
+    assert trunk.why_not(model)
+    text = hf_generate(model, ids)
+    assert part is None or not torch.equal(text, plain)
+    unpatch(model)
     assert torch.equal(text, hf_generate(model, ids))
 
 

@@ -142,9 +142,8 @@ class KVCacheLayer(CacheLayerMixin):
             self._move(slice(None))
 
     def _move(self, rows: Any) -> None:
-        self.k = self._moved(
-            self.k, rows
-        )  # one after the other, so that k's old buffer is freed before v's new one is allocated
+        # One after the other, so that k's old buffer is freed before v's new one is allocated.
+        self.k = self._moved(self.k, rows)
         self.v = self._moved(self.v, rows)
 
     def _moved(self, buffer: Tensor, rows: Any) -> Tensor:

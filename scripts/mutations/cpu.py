@@ -356,7 +356,7 @@ CPU = [
         "llmkernels/hf/trust.py",
         "        for value in (part, *found):\n",
         "        for value in ():\n",
-        "tests/test_hf_trust.py -k forward_of_a_class",
+        "tests/test_hf_trust.py -k nobody_patches",
     ),
     Mutation(
         "py_other_ops_are_recorded",
