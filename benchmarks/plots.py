@@ -35,6 +35,7 @@ OPS = {
     "rope": "RoPE",
     "swiglu": "SwiGLU",
     "geglu": "GEGLU",
+    "softmax": "softmax",
     "linear": "",
     "decode_attention": "",
     "sample": "",

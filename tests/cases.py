@@ -62,6 +62,11 @@ def _packed_inputs(rows, cols, dtype, device):
     return (torch.randn(rows, 2 * cols, device=device).mul_(2).to(dtype),)
 
 
+def _masked_inputs(rows, cols, dtype, device):
+    mask = torch.rand(rows, cols, device=device) > 0.3
+    return scaled_rows(rows, cols, dtype=dtype, device=device), mask
+
+
 def _rope_inputs(rows, cols, dtype, device, with_positions=False):
     """q with 4 heads, k with 1, as views of one packed projection; `cols` is head_dim, made even, up to 128."""
     dim = min(max(cols // 2 * 2, 2), 128)
@@ -104,6 +109,18 @@ def _glu_case(name, function, packed=False, **options):
     )
 
 
+def _softmax_case(name, make=_unweighted_inputs, **options):
+    function = name.removesuffix("_masked")
+    return Case(
+        name,
+        partial(getattr(llmkernels, function), **options),
+        partial(getattr(oracles, function), **options),
+        make,
+        row_dims=(0,) if make is _unweighted_inputs else (0, 0),
+        differentiable=1,
+    )
+
+
 CASES = [
     _norm_case("rms_norm"),
     _norm_case("rms_norm_gemma", weight_offset=1.0, cast_before_weight=False),
@@ -130,6 +147,9 @@ CASES = [
     _glu_case("swiglu_packed", "swiglu", packed=True),
     _glu_case("geglu_tanh", "geglu", approximate="tanh"),
     _glu_case("geglu_erf_packed", "geglu", packed=True),
+    _softmax_case("softmax"),
+    _softmax_case("softmax_masked", _masked_inputs, scale=0.5),
+    _softmax_case("log_softmax"),
 ]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

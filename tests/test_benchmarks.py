@@ -325,6 +325,7 @@ def test_cases_have_the_keys_of_the_format():
         "rope": {"batch", "tokens", "heads", "kv_heads", "head_dim", "in_place"},
         "swiglu": rows_cols | {"packed"},
         "geglu": rows_cols | {"packed"},
+        "softmax": rows_cols,
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},
         "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},

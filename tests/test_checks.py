@@ -74,6 +74,10 @@ def valid(op: str) -> dict:
         "geglu_backward": {"grad_y": x, "gate": x, "up": x, "approximate": "none"},
         "geglu_packed": {"gate_up": x},
         "geglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "approximate": "none"},
+        "softmax": {"x": x, "mask": torch.ones(3, 8), "scale": 0.5, "causal": True},
+        "softmax_backward": {"grad_y": x, "y": x, "scale": 0.5},
+        "log_softmax": {"x": x, "scale": 0.5},
+        "log_softmax_backward": {"grad_y": x, "y": x, "scale": 0.5},
         "sample": {"logits": torch.ones(BATCH, VOCAB), "temperature": torch.ones(BATCH), "top_k": _per_sequence(2),
                    "top_p": torch.ones(BATCH), "min_p": torch.zeros(BATCH), "repetition_penalty": torch.ones(BATCH),
                    "seen": torch.zeros(BATCH, VOCAB, dtype=torch.bool), "rng_state": torch.zeros(2).long(),
@@ -152,6 +156,8 @@ _ANY_LAST = {("decode_attention", "block_table"), ("rope_kv_write", "block_table
 def wrong_shape(op: str, name: str):
     if (op, name) in _ANY_LAST:
         return lambda x: x[None]
+    if op == "log_softmax":  # any shape but a scalar
+        return lambda x: x.flatten()[0]
     return lambda x: x.new_zeros(*x.shape[:-1], x.shape[-1] + 1)
 
 

@@ -11,7 +11,19 @@ import torch
 
 import llmkernels
 import oracles
-from oracles import DEVICES, DTYPES, LAYOUTS, angles, assert_same, check, check_glu, check_norm, laid_out, scaled_rows
+from oracles import (
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    angles,
+    assert_same,
+    check,
+    check_glu,
+    check_norm,
+    check_softmax,
+    laid_out,
+    scaled_rows,
+)
 
 SEEDS = {"cpu": 200, "cuda": 2000}
 SEEDS_PER_TEST = 50
@@ -101,6 +113,20 @@ def fuzz_glu(generator, device):
     check_glu(ours, eager, inputs, grad_layout)
 
 
+def fuzz_softmax(generator, device):
+    rows, cols = rows_and_cols(generator, device)
+    dtype, name = generator.choice(DTYPES), generator.choice(["softmax", "softmax", "log_softmax"])
+    x = maybe_laid_out(generator, scaled_rows(rows, cols, dtype=dtype, device=device))
+    options, mask = {"scale": generator.choice([1.0, 0.125, -2.0])}, None
+    if name == "softmax":
+        options["causal"] = generator.random() < 0.3
+        shape = generator.choice([(rows, cols), (1, cols), (rows, 1), (cols,)])
+        mask = generator.choice([None, torch.rand(shape) > 0.3, torch.randn(shape).to(dtype)])
+        mask = mask if mask is None else mask.to(device)
+    grad_layout = generator.choice([None, "row_strided", "transposed", "offset"])
+    check_softmax(getattr(llmkernels, name), getattr(oracles, name), x, mask, grad_layout, **options)
+
+
 def fuzz_rope(generator, device):
     dtype = generator.choice(DTYPES)
     batch, tokens = generator.randint(1, 3), size(generator, 300 if device == "cuda" else 30)
@@ -141,6 +167,7 @@ def fuzz_rope(generator, device):
 
 
 KINDS = {
+    "softmax": fuzz_softmax,
     "rms_norm": fuzz_norm,
     "add_rms_norm": lambda generator, device: fuzz_norm(generator, device, added=True),
     "glu": fuzz_glu,

@@ -23,6 +23,8 @@ CALLS = {
     "swiglu packed": lambda x: llmkernels.swiglu(x),
     "swiglu_backward": lambda x: _ops.swiglu_backward(x, x, x),
     "geglu": lambda x: llmkernels.geglu(x, x),
+    "softmax": lambda x: llmkernels.softmax(x),
+    "log_softmax_backward": lambda x: _ops.log_softmax_backward(x, x, 1.0),
     "rope": lambda x: llmkernels.rope(x[:, None, None], x[:, None, None], x[:1], x[:1]),
     "rope_backward": lambda x: _ops.rope_backward(*[x[:, None, None]] * 2, x[:1], x[:1], None, False, False, None),
     "linear": lambda x: llmkernels.linear(x[:, :1], x[:1].t()),

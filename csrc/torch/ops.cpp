@@ -23,6 +23,12 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, "
       "bool cast_before_weight, bool needs_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
 
+  // softmax.cpp
+  differentiable("softmax", "(Tensor x, Tensor? mask=None, float scale=1.0, bool causal=False) -> Tensor");
+  ops.def("softmax_backward(Tensor grad_y, Tensor y, float scale) -> Tensor");
+  differentiable("log_softmax", "(Tensor x, float scale=1.0) -> Tensor");
+  ops.def("log_softmax_backward(Tensor grad_y, Tensor y, float scale) -> Tensor");
+
   // rope.cpp
   differentiable("rope",
                  "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=False, "

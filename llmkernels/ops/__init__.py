@@ -13,16 +13,19 @@ from llmkernels.ops.linear import linear, rms_norm_linear
 from llmkernels.ops.rms_norm import add_rms_norm, rms_norm
 from llmkernels.ops.rope import rope
 from llmkernels.ops.sampling import sample
+from llmkernels.ops.softmax import log_softmax, softmax
 
 __all__ = [
     "add_rms_norm",
     "decode_attention",
     "geglu",
     "linear",
+    "log_softmax",
     "rms_norm",
     "rms_norm_linear",
     "rope",
     "rope_kv_write",
     "sample",
+    "softmax",
     "swiglu",
 ]
