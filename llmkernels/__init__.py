@@ -2,7 +2,7 @@
 
 - `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: ops with gradients; as modules
   in `llmkernels.nn`
-- `softmax`, `log_softmax`: ops with gradients
+- `softmax`, `log_softmax`, `cross_entropy`: ops with gradients
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
@@ -21,6 +21,7 @@ if _library.load():
     from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, release, unpatch
     from llmkernels.ops import (
         add_rms_norm,
+        cross_entropy,
         decode_attention,
         geglu,
         linear,
@@ -40,6 +41,7 @@ __all__ = [
     "PagedKVCache",
     "__version__",
     "add_rms_norm",
+    "cross_entropy",
     "decode_attention",
     "geglu",
     "generate",
