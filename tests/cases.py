@@ -67,6 +67,10 @@ def _masked_inputs(rows, cols, dtype, device):
     return scaled_rows(rows, cols, dtype=dtype, device=device), mask
 
 
+def _loss_inputs(rows, cols, dtype, device):
+    return scaled_rows(rows, cols, dtype=dtype, device=device), torch.randint(cols, (rows,), device=device)
+
+
 def _rope_inputs(rows, cols, dtype, device, with_positions=False):
     """q with 4 heads, k with 1, as views of one packed projection; `cols` is head_dim, made even, up to 128."""
     dim = min(max(cols // 2 * 2, 2), 128)
@@ -121,6 +125,17 @@ def _softmax_case(name, make=_unweighted_inputs, **options):
     )
 
 
+def _loss_case(name, gradient_in_forward=True, **options):
+    return Case(
+        name,
+        partial(llmkernels.cross_entropy, reduction="none", gradient_in_forward=gradient_in_forward, **options),
+        partial(oracles.cross_entropy, reduction="none", **options),
+        _loss_inputs,
+        row_dims=(0, 0),
+        differentiable=1,
+    )
+
+
 CASES = [
     _norm_case("rms_norm"),
     _norm_case("rms_norm_gemma", weight_offset=1.0, cast_before_weight=False),
@@ -150,6 +165,8 @@ CASES = [
     _softmax_case("softmax"),
     _softmax_case("softmax_masked", _masked_inputs, scale=0.5),
     _softmax_case("log_softmax"),
+    _loss_case("cross_entropy", label_smoothing=0.1),
+    _loss_case("cross_entropy_in_backward", gradient_in_forward=False, softcap=5.0),
 ]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -60,6 +60,25 @@ def log_softmax(x, *, scale=1.0):
     return (x * scale).log_softmax(-1)
 
 
+def cross_entropy(logits, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0,
+                  lse_square_scale=0.0, softcap=0.0):  # fmt: skip
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    weight = weight if weight is None else weight.to(z.dtype)
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    z, target, shape = z.reshape(-1, z.size(-1)), target.reshape(-1), target.shape
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    losses = F.cross_entropy(z, target, weight, reduction="none", **options)
+    counts = target != ignore_index
+    losses = (
+        losses + torch.where(counts, lse_square_scale * z.logsumexp(-1).square(), 0) if lse_square_scale else losses
+    )
+    if reduction == "none":
+        return losses.view(shape)
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (counts.sum() if weight is None else weight[target[counts]].sum())
+
+
 def rope(q, k, cos, sin, position_ids=None, *, layout="bthd", interleaved=False, rotary_dim=None):
     rotary_dim = rotary_dim or cos.size(-1)
     if position_ids is not None:
@@ -206,6 +225,25 @@ def check_softmax(ours, eager, x, mask=None, grad_layout=None, **options):
     if scale.size(-1):
         scale = scale.amax(-1, keepdim=True)
     check(ours, eager, inputs, count=1, scales=[None, scale], grad_outputs=[grad_y])
+
+
+def check_cross_entropy(ours, inputs, **options):
+    """`check` for cross_entropy, with errors relative to a loss of at least a guess and to a gradient of one."""
+    ours, eager = partial(ours, **options), partial(cross_entropy, **{k: v for k, v in options.items() if k in _LOSS})
+    loss, exact = eager(*inputs), eager(*in_double(inputs))
+    grad_loss = torch.rand_like(loss) + 0.5
+    vocab, divisor = inputs[0].size(-1), 1.0
+    if options.get("reduction", "mean") == "mean" and exact.isfinite():
+        divisor = (eager(*in_double(inputs), reduction="sum") / exact).abs() if exact else divisor
+    counted = grad_loss.max().double() if loss.numel() else 1.0
+    scales = [
+        exact.abs() + torch.tensor(float(vocab)).log().to(exact),
+        torch.ones_like(exact).max() * counted / divisor,
+    ]
+    check(ours, eager, inputs, count=1, scales=scales if loss.numel() else None, grad_outputs=[grad_loss])
+
+
+_LOSS = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap")
 
 
 # Scalars of a (rows, cols) output whose gradient reaches the op with other strides: none at all, none between rows,

@@ -18,6 +18,7 @@ from oracles import (
     angles,
     assert_same,
     check,
+    check_cross_entropy,
     check_glu,
     check_norm,
     check_softmax,
@@ -127,6 +128,22 @@ def fuzz_softmax(generator, device):
     check_softmax(getattr(llmkernels, name), getattr(oracles, name), x, mask, grad_layout, **options)
 
 
+def fuzz_cross_entropy(generator, device):
+    rows, vocab = rows_and_cols(generator, device)
+    logits = maybe_laid_out(generator, torch.randn(rows, vocab, device=device).to(generator.choice(DTYPES)))
+    target = torch.randint(-1, vocab, (rows,), device=device)
+    weight = generator.choice([(), (torch.rand(vocab, device=device) + 0.5,)])
+    options = {
+        "ignore_index": -1,
+        "reduction": generator.choice(["sum", "none"]),
+        "label_smoothing": generator.choice([0.0, 0.1]),
+        "lse_square_scale": generator.choice([0.0, 1e-3]),
+        "softcap": generator.choice([0.0, 10.0]),
+        "gradient_in_forward": generator.random() < 0.5,
+    }
+    check_cross_entropy(llmkernels.cross_entropy, (logits, target, *weight), **options)
+
+
 def fuzz_rope(generator, device):
     dtype = generator.choice(DTYPES)
     batch, tokens = generator.randint(1, 3), size(generator, 300 if device == "cuda" else 30)
@@ -168,6 +185,7 @@ def fuzz_rope(generator, device):
 
 KINDS = {
     "softmax": fuzz_softmax,
+    "cross_entropy": fuzz_cross_entropy,
     "rms_norm": fuzz_norm,
     "add_rms_norm": lambda generator, device: fuzz_norm(generator, device, added=True),
     "glu": fuzz_glu,

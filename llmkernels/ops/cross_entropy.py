@@ -141,6 +141,7 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(lse, grad)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, target, weight, lse)
+    ctx.in_forward = has_gradient
     ctx.gradient = grad.detach() if has_gradient else None
 
 
@@ -150,12 +151,12 @@ def _backward(ctx, grad_loss, _grad_lse, _grad_grad):
     if grad_loss is None:
         return None, *none
     logits, target, weight, lse = ctx.saved_tensors
-    gradient = ctx.gradient
-    if gradient is None or _is_transforming():
-        gradient = _ops.cross_entropy_backward(grad_loss, logits, target, weight, lse, *ctx.options)
-    else:
-        ctx.gradient = None  # it is the caller's now: another backward computes its own
-        _ops.cross_entropy_scale_(gradient, grad_loss)
+    if not ctx.in_forward or _is_transforming():
+        return _ops.cross_entropy_backward(grad_loss, logits, target, weight, lse, *ctx.options), *none
+    gradient, ctx.gradient = ctx.gradient, None
+    if gradient is None:  # it is the caller's since the first backward; another one repeats the forward, bit for bit
+        *_, gradient = _ops.cross_entropy.no_grad(logits, target, weight, *ctx.options, True)
+    _ops.cross_entropy_scale_(gradient, grad_loss)
     return gradient, *none
 
 
