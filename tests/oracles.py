@@ -63,20 +63,20 @@ def log_softmax(x, *, scale=1.0):
 def cross_entropy(logits, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0,
                   lse_square_scale=0.0, softcap=0.0):  # fmt: skip
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    weight = weight if weight is None else weight.to(z.dtype)
+    weight = z.new_ones(z.size(-1)) if weight is None else weight.to(z.dtype)
     z = softcap * torch.tanh(z / softcap) if softcap else z
-    z, target, shape = z.reshape(-1, z.size(-1)), target.reshape(-1), target.shape
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    losses = F.cross_entropy(z, target, weight, reduction="none", **options)
     counts = target != ignore_index
-    losses = (
-        losses + torch.where(counts, lse_square_scale * z.logsumexp(-1).square(), 0) if lse_square_scale else losses
-    )
+    of_target, log_p = torch.where(counts, target, 0), z.log_softmax(-1)
+    weights = weight[of_target] * counts
+    losses = -(1 - label_smoothing) * weight[of_target] * log_p.gather(-1, of_target[..., None])[..., 0]
+    if label_smoothing:
+        losses = losses - label_smoothing / z.size(-1) * (weight * log_p).sum(-1)
+    if lse_square_scale:
+        losses = losses + lse_square_scale * z.logsumexp(-1).square()
+    losses = torch.where(counts, losses, 0)
     if reduction == "none":
-        return losses.view(shape)
-    if reduction == "sum":
-        return losses.sum()
-    return losses.sum() / (counts.sum() if weight is None else weight[target[counts]].sum())
+        return losses
+    return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
 
 
 def rope(q, k, cos, sin, position_ids=None, *, layout="bthd", interleaved=False, rotary_dim=None):

@@ -82,7 +82,8 @@ def valid(op: str) -> dict:
         "log_softmax_backward": {"grad_y": x, "y": x, "scale": 0.5},
         "cross_entropy": loss,
         "cross_entropy_": loss,
-        "cross_entropy_backward": {"grad_loss": torch.ones(()), **loss, "lse": torch.ones(BATCH, 3)},
+        "cross_entropy_backward": {"grad_loss": torch.ones(BATCH, 3), **loss, "lse": torch.ones(BATCH, 3),
+                                   "reduction": "none"},
         "cross_entropy_scale_": {"grad": x, "grad_loss": torch.ones(BATCH, 3)},
         "sample": {"logits": torch.ones(BATCH, VOCAB), "temperature": torch.ones(BATCH), "top_k": _per_sequence(2),
                    "top_p": torch.ones(BATCH), "min_p": torch.zeros(BATCH), "repetition_penalty": torch.ones(BATCH),
@@ -162,7 +163,7 @@ _ANY_LAST = {("decode_attention", "block_table"), ("rope_kv_write", "block_table
 def wrong_shape(op: str, name: str):
     if (op, name) in _ANY_LAST:
         return lambda x: x[None]
-    if op == "log_softmax":  # any shape but a scalar
+    if (op, name) in (("log_softmax", "x"), ("cross_entropy_scale_", "grad")):  # any shape but a scalar
         return lambda x: x.flatten()[0]
     return lambda x: x.new_zeros(*x.shape[:-1], x.shape[-1] + 1)
 
