@@ -36,6 +36,8 @@ OPS = {
     "swiglu": "SwiGLU",
     "geglu": "GEGLU",
     "softmax": "softmax",
+    "cross_entropy": "cross-entropy",
+    "cross_entropy_gradient": "cross-entropy, gradient",
     "linear": "",
     "decode_attention": "",
     "sample": "",

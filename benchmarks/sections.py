@@ -66,6 +66,8 @@ TABLE = (
     op("swiglu", "swiglu", 35),
     op("geglu", "geglu", 10),
     op("softmax", "softmax", 60),
+    op("cross_entropy", "cross_entropy", 60),
+    op("cross_entropy_gradient", "cross_entropy", 60),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),
     of("decode", "other_sizes", "steps_patched", "measure_other_sizes", 100),

@@ -326,6 +326,8 @@ def test_cases_have_the_keys_of_the_format():
         "swiglu": rows_cols | {"packed"},
         "geglu": rows_cols | {"packed"},
         "softmax": rows_cols,
+        "cross_entropy": {"rows", "vocab"},
+        "cross_entropy_gradient": {"rows", "vocab"},
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},
         "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
