@@ -2,6 +2,7 @@
 
 - `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: ops with gradients; as modules
   in `llmkernels.nn`
+- `softmax`, `log_softmax`, `cross_entropy`: ops with gradients
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
@@ -20,14 +21,17 @@ if _library.load():
     from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, release, unpatch
     from llmkernels.ops import (
         add_rms_norm,
+        cross_entropy,
         decode_attention,
         geglu,
         linear,
+        log_softmax,
         rms_norm,
         rms_norm_linear,
         rope,
         rope_kv_write,
         sample,
+        softmax,
         swiglu,
     )
 
@@ -37,10 +41,12 @@ __all__ = [
     "PagedKVCache",
     "__version__",
     "add_rms_norm",
+    "cross_entropy",
     "decode_attention",
     "geglu",
     "generate",
     "linear",
+    "log_softmax",
     "nn",
     "patch",
     "release",
@@ -49,6 +55,7 @@ __all__ = [
     "rope",
     "rope_kv_write",
     "sample",
+    "softmax",
     "swiglu",
     "unpatch",
 ]

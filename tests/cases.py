@@ -62,6 +62,15 @@ def _packed_inputs(rows, cols, dtype, device):
     return (torch.randn(rows, 2 * cols, device=device).mul_(2).to(dtype),)
 
 
+def _masked_inputs(rows, cols, dtype, device):
+    mask = torch.rand(rows, cols, device=device) > 0.3
+    return scaled_rows(rows, cols, dtype=dtype, device=device), mask
+
+
+def _loss_inputs(rows, cols, dtype, device):
+    return scaled_rows(rows, cols, dtype=dtype, device=device), torch.randint(cols, (rows,), device=device)
+
+
 def _rope_inputs(rows, cols, dtype, device, with_positions=False):
     """q with 4 heads, k with 1, as views of one packed projection; `cols` is head_dim, made even, up to 128."""
     dim = min(max(cols // 2 * 2, 2), 128)
@@ -104,6 +113,29 @@ def _glu_case(name, function, packed=False, **options):
     )
 
 
+def _softmax_case(name, make=_unweighted_inputs, **options):
+    function = name.removesuffix("_masked")
+    return Case(
+        name,
+        partial(getattr(llmkernels, function), **options),
+        partial(getattr(oracles, function), **options),
+        make,
+        row_dims=(0,) if make is _unweighted_inputs else (0, 0),
+        differentiable=1,
+    )
+
+
+def _loss_case(name, gradient_in_forward=True, **options):
+    return Case(
+        name,
+        partial(llmkernels.cross_entropy, reduction="none", gradient_in_forward=gradient_in_forward, **options),
+        partial(oracles.cross_entropy, reduction="none", **options),
+        _loss_inputs,
+        row_dims=(0, 0),
+        differentiable=1,
+    )
+
+
 CASES = [
     _norm_case("rms_norm"),
     _norm_case("rms_norm_gemma", weight_offset=1.0, cast_before_weight=False),
@@ -130,6 +162,11 @@ CASES = [
     _glu_case("swiglu_packed", "swiglu", packed=True),
     _glu_case("geglu_tanh", "geglu", approximate="tanh"),
     _glu_case("geglu_erf_packed", "geglu", packed=True),
+    _softmax_case("softmax"),
+    _softmax_case("softmax_masked", _masked_inputs, scale=0.5),
+    _softmax_case("log_softmax"),
+    _loss_case("cross_entropy", label_smoothing=0.1),
+    _loss_case("cross_entropy_in_backward", gradient_in_forward=False, softcap=5.0),
 ]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

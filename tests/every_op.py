@@ -66,6 +66,18 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     yield "swiglu_packed_backward", (z, packed)
     yield "geglu_packed_backward", (z, packed, "tanh")
 
+    yield "softmax", (x, y, 0.5, True)
+    yield "log_softmax", (x, 0.5)
+    yield "softmax_backward", (x, y.softmax(-1), 0.5)
+    yield "log_softmax_backward", (x, y.log_softmax(-1), 0.5)
+
+    target, of_loss = torch.randint(cols, (rows,), generator=generator).to(device), draw(rows, dtype=torch.float32)
+    loss_options = (-100, "none", 0.1, 1e-3, 10.0)
+    yield "cross_entropy", (x, target, None, *loss_options, True)
+    yield "cross_entropy_", (x, target, None, *loss_options)
+    yield "cross_entropy_backward", (of_loss, x, target, None, x.float().logsumexp(-1), *loss_options)
+    yield "cross_entropy_scale_", (x.contiguous(), of_loss)
+
     logits, rng_state = draw(2, vocab, scale=3.0, dtype=torch.float32), torch.tensor([seed, 5], device=device)
     seen = torch.zeros(2, vocab, dtype=torch.bool, device=device)
     yield "sample", (logits, None, None, None, None, None, seen, rng_state, 0.9, 50, 0.9, 0.01, 1.1)

@@ -45,6 +45,40 @@ def geglu(gate, up=None, *, approximate="none"):
     return F.gelu(gate, approximate=approximate) * up
 
 
+def softmax(x, mask=None, *, scale=1.0, causal=False):
+    z, infinity = x * scale, float("inf")
+    if mask is not None:
+        z = z.masked_fill(~mask, -infinity) if mask.dtype == torch.bool else z + mask
+    if causal:
+        rows, cols = x.shape[-2:]
+        z = z.masked_fill(~torch.ones(rows, cols, dtype=torch.bool, device=x.device).tril(cols - rows), -infinity)
+    nothing = (z == -infinity).all(-1, keepdim=True)
+    return z.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+
+
+def log_softmax(x, *, scale=1.0):
+    return (x * scale).log_softmax(-1)
+
+
+def cross_entropy(logits, target, weight=None, *, ignore_index=-100, reduction="mean", label_smoothing=0.0,
+                  lse_square_scale=0.0, softcap=0.0):  # fmt: skip
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    weight = z.new_ones(z.size(-1)) if weight is None else weight.to(z.dtype)
+    z = softcap * torch.tanh(z / softcap) if softcap else z
+    counts = target != ignore_index
+    of_target, log_p = torch.where(counts, target, 0), z.log_softmax(-1)
+    weights = weight[of_target] * counts
+    losses = -(1 - label_smoothing) * weight[of_target] * log_p.gather(-1, of_target[..., None])[..., 0]
+    if label_smoothing:
+        losses = losses - label_smoothing / z.size(-1) * (weight * log_p).sum(-1)
+    if lse_square_scale:
+        losses = losses + lse_square_scale * z.logsumexp(-1).square()
+    losses = torch.where(counts, losses, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
+
+
 def rope(q, k, cos, sin, position_ids=None, *, layout="bthd", interleaved=False, rotary_dim=None):
     rotary_dim = rotary_dim or cos.size(-1)
     if position_ids is not None:
@@ -176,6 +210,42 @@ def check_glu(ours, eager, inputs, grad_layout=None):
     check(ours, eager, inputs, scales=[y, *grads], grad_outputs=[grad_y])
 
 
+def check_softmax(ours, eager, x, mask=None, grad_layout=None, **options):
+    """`check` for softmax and log_softmax, with the errors of gradients relative to the size of what cancels."""
+    ours, eager = partial(ours, **options), partial(eager, **options)
+    inputs = (x,) if mask is None else (x, mask)
+    grad_y = torch.randn_like(eager(*inputs))
+    if grad_layout:
+        grad_y = laid_out(grad_y, grad_layout)
+    y, g = eager(*in_double(inputs)), grad_y.double()
+    terms = (g * y).abs() + y.abs() * (g * y).sum(-1, keepdim=True).abs()
+    if eager.func is log_softmax:
+        terms = g.abs() + y.exp() * g.sum(-1, keepdim=True).abs()
+    scale = abs(options.get("scale", 1.0)) * terms
+    if scale.size(-1):
+        scale = scale.amax(-1, keepdim=True)
+    check(ours, eager, inputs, count=1, scales=[None, scale], grad_outputs=[grad_y])
+
+
+def check_cross_entropy(ours, inputs, **options):
+    """`check` for cross_entropy, with errors relative to a loss of at least a guess and to a gradient of one."""
+    ours, eager = partial(ours, **options), partial(cross_entropy, **{k: v for k, v in options.items() if k in _LOSS})
+    loss, exact = eager(*inputs), eager(*in_double(inputs))
+    grad_loss = torch.rand_like(loss) + 0.5
+    vocab, divisor = inputs[0].size(-1), 1.0
+    if options.get("reduction", "mean") == "mean" and exact.isfinite():
+        divisor = (eager(*in_double(inputs), reduction="sum") / exact).abs() if exact else divisor
+    counted = grad_loss.max().double() if loss.numel() else 1.0
+    scales = [
+        exact.abs() + torch.tensor(float(vocab)).log().to(exact),
+        torch.ones_like(exact).max() * counted / divisor,
+    ]
+    check(ours, eager, inputs, count=1, scales=scales if loss.numel() else None, grad_outputs=[grad_loss])
+
+
+_LOSS = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap")
+
+
 # Scalars of a (rows, cols) output whose gradient reaches the op with other strides: none at all, none between rows,
 # zeros around a slice, rows of a wider tensor, columns before rows. opcheck and gradcheck pass none of these.
 SCALARS = {
@@ -187,13 +257,13 @@ SCALARS = {
 }
 
 
-def check_scalar_gradients(ours, eager, inputs, scalar):
-    """The gradients of scalar(ours(...)), against float64, to a few roundings of the largest of them."""
+def check_scalar_gradients(ours, eager, inputs, scalar, least=0.0):
+    """The gradients of scalar(ours(...)), against float64, to a few roundings of the largest of them, or of `least`."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     exact = [t.double().requires_grad_() for t in inputs]
     grads = torch.autograd.grad(scalar(ours(*leaves)), leaves)
     for a, b in zip(grads, torch.autograd.grad(scalar(eager(*exact)), exact), strict=True):
-        tolerance = 10 * torch.finfo(a.dtype).eps * b.abs().max().item()
+        tolerance = 10 * torch.finfo(a.dtype).eps * max(b.abs().max().item(), least)
         torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance)
 
 

@@ -57,6 +57,8 @@ def valid(op: str) -> dict:
     hidden = {"hidden": torch.ones(BATCH, HIDDEN)}
     decode = rotation | {"cache_leftpad": _per_sequence(0), "heads": HEADS, "cast_before_weight": True, **norm_options}
     rows = {"norm_weight": weight, "weight": torch.ones(6, 8)}
+    loss = {"logits": x, "target": torch.ones(BATCH, 3, dtype=torch.long), "weight": weight, "ignore_index": -100,
+            "reduction": "mean", "label_smoothing": 0.1, "lse_square_scale": 0.0, "softcap": 0.0}  # fmt: skip
     values = {
         "rms_norm": {"x": x, "weight": weight, **norm_options},
         "add_rms_norm": {"x": x, "residual": x.clone(), "weight": weight, **norm_options},
@@ -74,6 +76,15 @@ def valid(op: str) -> dict:
         "geglu_backward": {"grad_y": x, "gate": x, "up": x, "approximate": "none"},
         "geglu_packed": {"gate_up": x},
         "geglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "approximate": "none"},
+        "softmax": {"x": x, "mask": torch.ones(3, 8), "scale": 0.5, "causal": True},
+        "softmax_backward": {"grad_y": x, "y": x, "scale": 0.5},
+        "log_softmax": {"x": x, "scale": 0.5},
+        "log_softmax_backward": {"grad_y": x, "y": x, "scale": 0.5},
+        "cross_entropy": loss,
+        "cross_entropy_": loss,
+        "cross_entropy_backward": {"grad_loss": torch.ones(BATCH, 3), **loss, "lse": torch.ones(BATCH, 3),
+                                   "reduction": "none"},
+        "cross_entropy_scale_": {"grad": x, "grad_loss": torch.ones(BATCH, 3)},
         "sample": {"logits": torch.ones(BATCH, VOCAB), "temperature": torch.ones(BATCH), "top_k": _per_sequence(2),
                    "top_p": torch.ones(BATCH), "min_p": torch.zeros(BATCH), "repetition_penalty": torch.ones(BATCH),
                    "seen": torch.zeros(BATCH, VOCAB, dtype=torch.bool), "rng_state": torch.zeros(2).long(),
@@ -152,6 +163,8 @@ _ANY_LAST = {("decode_attention", "block_table"), ("rope_kv_write", "block_table
 def wrong_shape(op: str, name: str):
     if (op, name) in _ANY_LAST:
         return lambda x: x[None]
+    if (op, name) in (("log_softmax", "x"), ("cross_entropy_scale_", "grad")):  # any shape but a scalar
+        return lambda x: x.flatten()[0]
     return lambda x: x.new_zeros(*x.shape[:-1], x.shape[-1] + 1)
 
 
@@ -329,7 +342,8 @@ def test_numbers_that_are_none(op, name, number):
      ("sample", "temperature_value", -0.5), ("sample", "top_p_value", 0), ("sample", "min_p_value", 1.5),
      ("sample", "repetition_penalty_value", 0),
      ("sample", "repetition_penalty_value", 1e-50), ("sample", "repetition_penalty_value", 1e50),
-     ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
+     ("cross_entropy", "label_smoothing", 1.5), ("cross_entropy", "lse_square_scale", -1),
+     ("cross_entropy_", "softcap", -1), ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
      ("decode_layer", "window_left", -2)],
 )  # fmt: skip
 def test_numbers_out_of_range(op, name, number):

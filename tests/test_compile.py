@@ -68,14 +68,47 @@ def glu_backward_calls(device):
     yield "geglu_packed_backward", (up[..., :8], gate, "none")
 
 
+def softmax_calls(device):
+    x = torch.randn(2, 3, 4, 16, device=device)
+    yield "softmax", (x,)
+    yield "softmax", (x.transpose(0, 1), torch.rand(2, 1, 16, device=device) > 0.3, 0.5, True)
+    yield "softmax", (x[..., :15], torch.zeros(4, 1, device=device))
+    yield "log_softmax", (x, 0.5)
+
+
+def loss_calls(device):
+    logits, target = torch.randn(2, 3, 16, device=device), torch.randint(16, (2, 3), device=device)
+    yield "cross_entropy", (logits, target)
+    yield "cross_entropy", (logits, target, None, 5, "none", 0.1, 1e-3, 5.0, False)
+
+
+def loss_backward_calls(device):
+    (_, (logits, target)), (_, (*_, ignore, kind, smoothing, scale, cap, _early)) = loss_calls(device)
+    options, weight = (ignore, kind, smoothing, scale, cap), torch.rand(16, device=device)
+    yield "cross_entropy", (logits, target, weight, *options, True)
+    yield "cross_entropy_", (logits, target, weight, *options)
+    yield "cross_entropy_backward", (logits[..., 0], logits, target, weight, logits.logsumexp(-1), *options)
+    yield "cross_entropy_scale_", (logits, logits[0, 0, 0].clone())
+
+
+def softmax_backward_calls(device):
+    y, grad_y = torch.randn(2, 2, 3, 16, device=device).softmax(-1)
+    yield "softmax_backward", (grad_y, y, 0.5)
+    yield "log_softmax_backward", (grad_y.transpose(0, 1), y.log().transpose(0, 1), 0.5)
+
+
 def differentiable_calls(device):
     yield from norm_calls(device)
+    yield from softmax_calls(device)
+    yield from loss_calls(device)
     yield from (("rope", arguments) for arguments in rope_arguments(device))
     yield from glu_calls(device)
 
 
 def other_calls(device):
     yield from norm_backward_calls(device)
+    yield from softmax_backward_calls(device)
+    yield from loss_backward_calls(device)
     for arguments in rope_arguments(device):
         yield "rope_backward", arguments
         if arguments[1].stride(-1) == 1:
@@ -87,7 +120,7 @@ def other_calls(device):
 @pytest.mark.parametrize("index", range(len(list(differentiable_calls("cpu")))))
 def test_opcheck(device, index, requires_grad):
     name, arguments = list(differentiable_calls(device))[index]
-    takes_gradient = 2 if name == "rope" else 3  # cos and sin do not
+    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1}.get(name, 3)  # cos, sin and masks do not
     arguments = [
         a.detach().requires_grad_(requires_grad and i < takes_gradient) if isinstance(a, torch.Tensor) else a
         for i, a in enumerate(arguments)

@@ -11,7 +11,20 @@ import torch
 
 import llmkernels
 import oracles
-from oracles import DEVICES, DTYPES, LAYOUTS, angles, assert_same, check, check_glu, check_norm, laid_out, scaled_rows
+from oracles import (
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    angles,
+    assert_same,
+    check,
+    check_cross_entropy,
+    check_glu,
+    check_norm,
+    check_softmax,
+    laid_out,
+    scaled_rows,
+)
 
 SEEDS = {"cpu": 200, "cuda": 2000}
 SEEDS_PER_TEST = 50
@@ -101,6 +114,36 @@ def fuzz_glu(generator, device):
     check_glu(ours, eager, inputs, grad_layout)
 
 
+def fuzz_softmax(generator, device):
+    rows, cols = rows_and_cols(generator, device)
+    dtype, name = generator.choice(DTYPES), generator.choice(["softmax", "softmax", "log_softmax"])
+    x = maybe_laid_out(generator, scaled_rows(rows, cols, dtype=dtype, device=device))
+    options, mask = {"scale": generator.choice([1.0, 0.125, -2.0])}, None
+    if name == "softmax":
+        options["causal"] = generator.random() < 0.3
+        shape = generator.choice([(rows, cols), (1, cols), (rows, 1), (cols,)])
+        mask = generator.choice([None, torch.rand(shape) > 0.3, torch.randn(shape).to(dtype)])
+        mask = mask if mask is None else mask.to(device)
+    grad_layout = generator.choice([None, "row_strided", "transposed", "offset"])
+    check_softmax(getattr(llmkernels, name), getattr(oracles, name), x, mask, grad_layout, **options)
+
+
+def fuzz_cross_entropy(generator, device):
+    rows, vocab = rows_and_cols(generator, device)
+    logits = maybe_laid_out(generator, torch.randn(rows, vocab, device=device).to(generator.choice(DTYPES)))
+    target = torch.randint(-1, vocab, (rows,), device=device)
+    weight = generator.choice([(), (torch.rand(vocab, device=device) + 0.5,)])
+    options = {
+        "ignore_index": -1,
+        "reduction": generator.choice(["sum", "none"]),
+        "label_smoothing": generator.choice([0.0, 0.1]),
+        "lse_square_scale": generator.choice([0.0, 1e-3]),
+        "softcap": generator.choice([0.0, 10.0]),
+        "gradient_in_forward": generator.random() < 0.5,
+    }
+    check_cross_entropy(llmkernels.cross_entropy, (logits, target, *weight), **options)
+
+
 def fuzz_rope(generator, device):
     dtype = generator.choice(DTYPES)
     batch, tokens = generator.randint(1, 3), size(generator, 300 if device == "cuda" else 30)
@@ -141,6 +184,8 @@ def fuzz_rope(generator, device):
 
 
 KINDS = {
+    "softmax": fuzz_softmax,
+    "cross_entropy": fuzz_cross_entropy,
     "rms_norm": fuzz_norm,
     "add_rms_norm": lambda generator, device: fuzz_norm(generator, device, added=True),
     "glu": fuzz_glu,

@@ -10,28 +10,12 @@
 #include <cmath>
 
 #include "cpu/convert.h"
+#include "cpu/row_sums.h"
 
 namespace llmk::cpu {
 namespace {
 
 constexpr int64_t kBlock = 1024;
-
-// The sum of term(i) over i < count, in independent lanes, since one accumulator would wait for its own last addition.
-// The order depends on count only; callers add up blocks, so that long rows lose no accuracy.
-template <typename A, typename Term>
-inline A sum_of(int64_t count, Term&& term) {
-  constexpr int kLanes = 16;
-  A lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += term(i + lane);
-  }
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  for (; i < count; ++i) lanes[0] += term(i);
-  return lanes[0];
-}
 
 // Blocks of a row operand that may be absent, and then is the same value everywhere.
 template <typename T>

@@ -15,6 +15,13 @@ __device__ inline float reciprocal_approximate(float x) {
   return result;
 }
 
+// e^x to about two units in the last place; 0 where the result would be subnormal.
+__device__ inline float exp_approximate(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
+  return result;
+}
+
 // The smaller one; NaN if either is.
 __device__ inline float min_nan(float a, float b) {
   float result;

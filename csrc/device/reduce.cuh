@@ -1,5 +1,17 @@
-// Reductions over the threads that share a row.
+// Reductions over the threads that share a row: lanes of a warp, warps of a block, blocks of a cluster.
+//
+//   what       | warp                  | block          | cluster
+//   -----------|-----------------------|----------------|------------------
+//   sum        | warp_sum()            | group_sum()    | cluster_reduce()
+//   max, sum   | warp_max_sum()        | group_reduce() | cluster_reduce()
+//   max, other | warp_reduce(), an op  | group_reduce() | cluster_reduce()
+//
+// An arg max is the maximum of numbers that have the index in their low bits.
 #pragma once
+#include <cmath>
+
+#include "device/cluster.cuh"
+#include "device/ptx.cuh"
 
 namespace llmk {
 
@@ -20,6 +32,87 @@ __device__ inline void warp_sum(float (&values)[kValues], int threads) {
       for (int i = 0; i < kValues; ++i) values[i] += __shfl_xor_sync(0xffffffffu, values[i], offset);
     }
   }
+}
+
+// Combines the values of neighbouring lanes, `threads` of them, by an op that is symmetric; every lane gets the result.
+template <typename Value, typename Combine>
+__device__ inline Value warp_reduce(Value value, int threads, const Combine& combine) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset >>= 1) {
+    if (offset < threads) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  }
+  return value;
+}
+
+// The sum of one value per lane.
+__device__ inline float warp_sum(float value, int threads) {
+  float values[1] = {value};
+  warp_sum(values, threads);
+  return values[0];
+}
+
+// NaN counts as missing.
+__device__ inline float warp_max(float value, int threads) {
+  return warp_reduce(value, threads, [](float a, float b) { return fmaxf(a, b); });
+}
+
+// What an online softmax knows of the numbers seen so far. A NaN or +inf among them makes the sum NaN.
+struct alignas(8) MaxSum {
+  float max;  // -INFINITY if there are none
+  float sum;  // of e^(x - shift())
+
+  __device__ static MaxSum none() { return {-INFINITY, 0.f}; }
+
+  // What is subtracted from the numbers: their maximum, or 0 where that is -inf, since -inf - -inf is NaN.
+  __device__ static float shift(float max) { return max == -INFINITY ? 0.f : max; }
+  __device__ float shift() const { return shift(max); }
+
+  __device__ MaxSum with_max(float higher) const { return {higher, sum * exp_approximate(max - shift(higher))}; }
+  template <int N>
+  __device__ void add(const float (&x)[N]) {
+    float higher = max;
+#pragma unroll
+    for (int i = 0; i < N; ++i) higher = fmaxf(higher, x[i]);
+    *this = with_max(higher);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += exp_approximate(x[i] - shift());
+  }
+};
+
+__device__ inline MaxSum warp_max_sum(const MaxSum& value, int threads) {
+  const float max = warp_max(value.max, threads);
+  return {max, warp_sum(value.with_max(max).sum, threads)};
+}
+
+// Reduces over a group by reduce(value, lanes), one of the functions above; every thread gets the result. `shared`
+// holds one value per warp of the block; see group_sum() on its reuse, and on who must call it. `none` is the value
+// of nothing.
+template <typename Value, typename Reduce>
+__device__ inline Value group_reduce(const Value& value, const Value& none, const Group& group, Value* shared,
+                                     const Reduce& reduce) {
+  const Value of_warp = reduce(value, group.threads);
+  if (group.threads <= 32) return of_warp;
+  const int warps = group.threads / 32;
+  Value* const values = shared + group.index * warps;
+  if (group.rank % 32 == 0) values[group.rank / 32] = of_warp;
+  __syncthreads();
+  const int width = warps <= 4 ? 4 : warps <= 8 ? 8 : warps <= 16 ? 16 : 32;
+  const int from = threadIdx.x & (width - 1);
+  return reduce(from < warps ? values[from] : none, width);
+}
+
+// Reduces over the blocks of a cluster. All threads of a block pass their block's value, and get the result. `shared`
+// holds one value per block of the cluster, and is not to be used again. Every thread has called cluster.arrive()
+// before, and not waited: no block may write to another one's memory before that has begun.
+template <typename Value, typename Reduce>
+__device__ inline Value cluster_reduce(const Value& value, const Cluster& cluster, Value* shared,
+                                       const Reduce& reduce) {
+  if (cluster.size == 1) return value;
+  cluster.wait();
+  if (threadIdx.x < cluster.size) *in_block(shared + cluster.rank, threadIdx.x) = value;
+  cluster.arrive();
+  cluster.wait();
+  return reduce(shared[threadIdx.x & (cluster.size - 1)], cluster.size);
 }
 
 // Sums over a group; every thread gets the total. `shared` holds kValues floats per warp of the block. Every thread

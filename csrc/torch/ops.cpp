@@ -23,6 +23,25 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, "
       "bool cast_before_weight, bool needs_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
 
+  // softmax.cpp
+  differentiable("softmax", "(Tensor x, Tensor? mask=None, float scale=1.0, bool causal=False) -> Tensor");
+  ops.def("softmax_backward(Tensor grad_y, Tensor y, float scale) -> Tensor");
+  differentiable("log_softmax", "(Tensor x, float scale=1.0) -> Tensor");
+  ops.def("log_softmax_backward(Tensor grad_y, Tensor y, float scale) -> Tensor");
+
+  // cross_entropy.cpp; `gradient_in_forward`: `grad` is that of the logits, else empty; lse: of each row
+  differentiable("cross_entropy",
+                 "(Tensor logits, Tensor target, Tensor? weight=None, int ignore_index=-100, str reduction=\"mean\", "
+                 "float label_smoothing=0.0, float lse_square_scale=0.0, float softcap=0.0, "
+                 "bool gradient_in_forward=False) -> (Tensor loss, Tensor lse, Tensor grad)");
+  ops.def(
+      "cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? weight=None, int ignore_index=-100, "
+      "str reduction=\"mean\", float label_smoothing=0.0, float lse_square_scale=0.0, float softcap=0.0) -> Tensor");
+  ops.def(
+      "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, "
+      "int ignore_index, str reduction, float label_smoothing, float lse_square_scale, float softcap) -> Tensor");
+  ops.def("cross_entropy_scale_(Tensor(a!) grad, Tensor grad_loss) -> ()");
+
   // rope.cpp
   differentiable("rope",
                  "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor? position_ids=None, bool heads_first=False, "

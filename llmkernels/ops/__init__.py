@@ -8,21 +8,26 @@ torch.export) raises the same, but cannot see whether two tensors share memory.
 """
 
 from llmkernels.ops.attention import decode_attention, rope_kv_write
+from llmkernels.ops.cross_entropy import cross_entropy
 from llmkernels.ops.glu import geglu, swiglu
 from llmkernels.ops.linear import linear, rms_norm_linear
 from llmkernels.ops.rms_norm import add_rms_norm, rms_norm
 from llmkernels.ops.rope import rope
 from llmkernels.ops.sampling import sample
+from llmkernels.ops.softmax import log_softmax, softmax
 
 __all__ = [
     "add_rms_norm",
+    "cross_entropy",
     "decode_attention",
     "geglu",
     "linear",
+    "log_softmax",
     "rms_norm",
     "rms_norm_linear",
     "rope",
     "rope_kv_write",
     "sample",
+    "softmax",
     "swiglu",
 ]

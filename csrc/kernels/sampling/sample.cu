@@ -19,6 +19,7 @@
 #include <cfloat>
 
 #include "device/ptx.cuh"
+#include "device/reduce.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "sample.h"
@@ -106,9 +107,7 @@ class Sampler {
       if (x > best_value) best_value = x, best_index = index;
     });
     const auto warp_max = [](uint64_t best) {
-#pragma unroll
-      for (int offset = 16; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, offset));
-      return best;
+      return warp_reduce(best, 32, [](uint64_t a, uint64_t b) { return max(a, b); });
     };
     const uint64_t best = static_cast<uint64_t>(key_of(best_value)) << 32 | static_cast<uint32_t>(~best_index);
     const int lane = threadIdx.x % 32;

@@ -1,0 +1,114 @@
+// Rows that are read more than once, for kernels that need a reduction of a row before they can write its first
+// element.
+//
+// Long rows are split over the blocks of a cluster. Each block copies its part to shared memory once, by cp.async, and
+// reads it there as often as it likes. A thread copies what it will read itself, so the copy needs no barrier:
+//
+//   row    |-- block 0 --|-- block 1 --|-- block 2 --|-- block 3 -|   a cluster
+//   part   |t0|t1|..|tn|t0|t1|..|tn|..                                vectors of 16 bytes, thread by thread
+//
+// Rows that do not fit a cluster's shared memory, or whose vectors are not aligned, are read from global memory each
+// time by one group of threads. How a row is split depends on its length, its alignment and the device alone, never on
+// the number of rows.
+#pragma once
+#include <algorithm>
+
+#include "device/cluster.cuh"
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+#include "kernels/launch.h"
+#include "kernels/norm/plan.h"
+
+namespace llmk::kernels {
+
+struct RowSplit {
+  int width;           // elements per access
+  bool cached;         // whether the parts are kept in shared memory
+  int cluster;         // blocks per row: 1 if it is not cached
+  int64_t part;        // elements per block, but for the last ones
+  int threads;         // per row and block
+  int rows_per_block;  // 1 if it is cached
+  size_t shared_bytes;
+
+  int64_t blocks(int64_t rows) const { return (rows + rows_per_block - 1) / rows_per_block * cluster; }
+  LaunchShape shape(int64_t rows) const {
+    return {blocks(rows), dim3(threads, rows_per_block), shared_bytes, true, cluster};
+  }
+};
+
+constexpr size_t kPartBytes = 64 << 10;  // of shared memory: three blocks per SM, so that one loads while one writes
+constexpr int kCachedThreads = 512, kMaxCluster = 16;
+
+// `operands` rows of `cols` elements are read; `vector`: all of them by 16-byte accesses.
+inline RowSplit split_row(int64_t cols, size_t element_bytes, int operands, bool vector, const DeviceInfo& device) {
+  const int width = vector ? static_cast<int>(16 / element_bytes) : 1;
+  const int64_t count = cols / width, bytes = cols * static_cast<int64_t>(element_bytes) * operands;
+  int cluster = 1;
+  while (cluster < kMaxCluster && bytes > cluster * static_cast<int64_t>(kPartBytes)) cluster *= 2;
+  const bool fits = bytes <= cluster * static_cast<int64_t>(kPartBytes);
+  if (vector && fits && (cluster == 1 || device.clusters[cluster] > 0)) {
+    const int64_t part = (count + cluster - 1) / cluster;
+    return {width,
+            true,
+            cluster,
+            part * width,
+            std::max(32, group_threads(part, 8, kCachedThreads)),
+            1,
+            static_cast<size_t>(part) * 16 * operands};
+  }
+  const int threads = group_threads(count, 4, 1024);
+  return {width, false, 1, cols, threads, std::max(1, 256 / threads), 0};
+}
+
+// The block's part of a row, for a thread of a group.
+template <typename T, int N, bool kCached>
+class RowPart {
+ public:
+  using V = Vec<T, N>;
+  using Index = std::conditional_t<kCached, int, int64_t>;
+
+  // Columns [begin, end) of the row; `cache` has room for them.
+  __device__ RowPart(const T* row, Index begin, Index end, T* cache, const Group& group)
+      : row_(row),
+        cache_(cache - begin),
+        first_(begin + group.rank * N),
+        end_(end),
+        step_(static_cast<Index>(group.threads) * N) {}
+
+  // Begins to copy; to be waited for by cp_async_wait().
+  __device__ void prefetch(uint64_t policy) const {
+    if constexpr (kCached) {
+#pragma unroll 4
+      for (Index c = first_; c < end_; c += step_) cp_async_16(cache_ + c, row_ + c, policy);
+      cp_async_commit();
+    }
+  }
+  __device__ V load(Index c) const { return V::load((kCached ? cache_ : row_) + c); }
+
+  // Calls visit(column) for the first column of each of this thread's vectors.
+  template <typename Visit>
+  __device__ void for_each(const Visit& visit) const {
+    for (Index c = first_; c < end_; c += step_) visit(c);
+  }
+
+ private:
+  const T* row_;
+  T* cache_;  // of column 0
+  Index first_, end_, step_;
+};
+
+// Which row and which part of it a block of split_row() has.
+struct RowPosition {
+  Cluster cluster;
+  Group group;
+  int64_t row, begin, end;  // no columns where there is no such row
+
+  __device__ RowPosition(const RowSplit& split, int64_t rows, int64_t cols)
+      : cluster(Cluster::of(split.cluster, 0)),
+        group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)},
+        row(split.cached ? cluster.index : static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y),
+        begin(min(cols, cluster.rank * split.part)),
+        end(row < rows ? min(cols, begin + split.part) : begin) {}
+};
+
+}  // namespace llmk::kernels

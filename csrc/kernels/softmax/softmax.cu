@@ -1,0 +1,199 @@
+// Softmax of the last dimension, or its logarithm:
+//
+//   z = scale x + mask;  m = max(z);  y = round(e^(z - m) / sum(e^(z - m)))   or   round(z - m - log(sum(e^(z - m))))
+//
+// x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 arithmetic. Masks:
+// the columns after the row's own (causal), a tensor that is added, a tensor of bool. A row without any column gives
+// zeros. Moves 2 elements per element, and what there is of a mask: memory is the limit. Maximum and sum are one
+// reduction (online softmax, Milakov & Gimelshein 2018). Short rows are kept in registers, long ones in the shared
+// memory of a cluster (row_part.cuh); the rest is read twice.
+#include "softmax.h"
+
+#include "kernels/dispatch.cuh"
+#include "kernels/row_part.cuh"
+
+namespace llmk::kernels {
+namespace {
+
+// The numbers z of a row.
+template <typename T, int N, bool kMasked>
+struct Scores {
+  float scale;
+  int64_t visible;      // columns before this one may take part
+  const T* bias;        // of the row, or null
+  const uint8_t* keep;  // likewise
+  int64_t col_stride;
+  bool is_vector;
+
+  __device__ Scores(const SoftmaxParams& params, int64_t row, bool mask_is_vector)
+      : scale(static_cast<float>(params.scale)), visible(params.cols), bias(nullptr), keep(nullptr) {
+    if constexpr (kMasked) {
+      const SoftmaxMask& mask = params.mask;
+      if (params.causal_rows > 0) {
+        const int64_t below = params.causal_rows - 1 - row % params.causal_rows;  // rows of its matrix after it
+        visible = max(int64_t{0}, params.cols - below);
+      }
+      const int64_t middle = row / mask.sizes[1], offset = middle / mask.sizes[0] * mask.strides[0] +
+                                                           middle % mask.sizes[0] * mask.strides[1] +
+                                                           row % mask.sizes[1] * mask.strides[2];
+      if (mask.data && mask.is_bool) keep = static_cast<const uint8_t*>(mask.data) + offset;
+      if (mask.data && !mask.is_bool) bias = static_cast<const T*>(mask.data) + offset;
+      col_stride = mask.col_stride;
+      is_vector = mask_is_vector;
+    }
+  }
+
+  __device__ void operator()(const Vec<T, N>& x, int64_t c, float (&z)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) z[i] = x[i] * scale;
+    if constexpr (kMasked) {
+      if (bias && is_vector) {
+        const auto values = Vec<T, N>::load(bias + c);
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] += values[i];
+      } else if (bias) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] += to_float(bias[(c + i) * col_stride]);
+      } else if (keep && N > 1 && is_vector) {
+        const auto flags = Vec < uint8_t, N == 1 ? 2 : N > ::load(keep + c);
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] = flags.data[i] ? z[i] : -INFINITY;
+      } else if (keep) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] = keep[(c + i) * col_stride] ? z[i] : -INFINITY;
+      }
+#pragma unroll
+      for (int i = 0; i < N; ++i) z[i] = c + i < visible ? z[i] : -INFINITY;
+    }
+  }
+};
+
+// From the numbers of a row to y.
+struct Result {
+  float shift, factor, log_sum;
+  bool log;
+
+  __device__ Result(const MaxSum& total, bool log) : shift(total.shift()), log(log) {
+    factor = total.sum == 0.f ? 0.f : 1.f / total.sum;
+    log_sum = log ? logf(total.sum) : 0.f;
+  }
+  __device__ float operator()(float z) const { return log ? z - shift - log_sum : exp_approximate(z - shift) * factor; }
+};
+
+// A row in registers: kVectors vectors per thread. Template parameter kMasked, since the masks' branches and pointers
+// would cost the plain softmax registers.
+template <typename T, int kVectors, bool kMasked>
+__global__ void __launch_bounds__(256) softmax_kernel(const SoftmaxParams params, bool mask_is_vector) {
+  constexpr int N = kVecWidth<T>;
+  using V = Vec<T, N>;
+  __shared__ MaxSum shared[8];
+  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
+  const T* const x = static_cast<const T*>(params.x) + row * params.x_stride;
+  T* const y = static_cast<T*>(params.y) + row * params.cols;
+  const int cols = row < params.rows ? static_cast<int>(params.cols) : 0;
+  const auto column = [&](int v) { return (group.rank + v * group.threads) * N; };
+  pdl_launch_dependents();
+  pdl_wait();
+  V values[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column(v) < cols) values[v] = V::load(x + column(v));
+  }
+  const Scores<T, N, kMasked> scores(params, row, mask_is_vector);
+  float z[kVectors][N];
+  MaxSum sum = MaxSum::none();
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column(v) >= cols) continue;
+    scores(values[v], column(v), z[v]);
+    sum.add(z[v]);
+  }
+  const Result result(group_reduce(sum, MaxSum::none(), group, shared, warp_max_sum), params.log);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column(v) < cols) V::of([&](int i) { return result(z[v][i]); }).store(y + column(v));
+  }
+}
+
+// A row in the shared memory of a cluster, or read twice.
+template <typename T, int N, bool kCached, bool kMasked>
+__global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
+    softmax_long_kernel(const SoftmaxParams params, const RowSplit split, bool mask_is_vector, bool keep_inputs) {
+  using V = Vec<T, N>;
+  extern __shared__ int4 cache[];
+  __shared__ MaxSum warps[32], blocks[kMaxCluster];
+  const RowPosition at(split, params.rows, params.cols);
+  const RowPart<T, N, kCached> part(static_cast<const T*>(params.x) + at.row * params.x_stride, at.begin, at.end,
+                                    reinterpret_cast<T*>(cache), at.group);
+  at.cluster.arrive();
+  pdl_launch_dependents();
+  pdl_wait();
+  part.prefetch(l2_policy(keep_inputs));
+  const Scores<T, N, kMasked> scores(params, at.row, mask_is_vector);
+  cp_async_wait<0>();
+  MaxSum sum = MaxSum::none();
+  float z[N];
+  part.for_each([&](auto c) {
+    scores(part.load(c), c, z);
+    sum.add(z);
+  });
+  sum = group_reduce(sum, MaxSum::none(), at.group, warps, warp_max_sum);
+  const Result result(cluster_reduce(sum, at.cluster, blocks, warp_max_sum), params.log);
+  T* const y = static_cast<T*>(params.y) + at.row * params.cols;
+  part.for_each([&](auto c) {
+    scores(part.load(c), c, z);
+    V::of([&](int i) { return result(z[i]); }).store(y + c);
+  });
+}
+
+template <typename T>
+bool is_vector(const SoftmaxParams& p) {
+  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) && is_aligned(p.y, 16);
+}
+
+// Whether every row of the mask can be read by vectors of as many elements as x is.
+template <typename T>
+bool mask_is_vector(const SoftmaxMask& mask) {
+  constexpr int N = kVecWidth<T>;
+  if (!mask.data || mask.col_stride != 1) return false;
+  return is_aligned(mask.data, mask.is_bool ? N : 16) &&
+         std::all_of(mask.strides, mask.strides + 3, [](int64_t stride) { return stride % N == 0; });
+}
+
+constexpr int kShortVectors = 4, kShortThreads = 256;
+
+template <typename T, bool kMasked>
+cudaError_t launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
+  constexpr int N = kVecWidth<T>;
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  const bool vector = is_vector<T>(params), vector_mask = vector && mask_is_vector<T>(params.mask);
+  const int64_t count = params.cols / N;
+  if (vector && count <= kShortVectors * kShortThreads) {
+    const int vectors = count <= 128 ? 1 : kShortVectors;
+    const int threads = group_threads(count, vectors, kShortThreads), groups = kShortThreads / threads;
+    const LaunchShape shape{(params.rows + groups - 1) / groups, dim3(threads, groups)};
+    return launch(vectors == 1 ? softmax_kernel<T, 1, kMasked> : softmax_kernel<T, kShortVectors, kMasked>, shape,
+                  stream, params, vector_mask);
+  }
+  const RowSplit split = split_row(params.cols, sizeof(T), 1, vector, device);
+  const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 2);
+  const auto kernel = split.cached      ? softmax_long_kernel<T, N, true, kMasked>
+                      : split.width > 1 ? softmax_long_kernel<T, N, false, kMasked>
+                                        : softmax_long_kernel<T, 1, false, kMasked>;
+  return launch(kernel, split.shape(params.rows), stream, params, split, vector_mask, keep);
+}
+
+}  // namespace
+
+cudaError_t softmax(const SoftmaxParams& params, Dtype dtype, cudaStream_t stream) {
+  if (params.rows == 0 || params.cols == 0) return cudaSuccess;
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const bool masked = params.mask.data || params.causal_rows > 0;
+    return masked ? launch_softmax<T, true>(params, stream) : launch_softmax<T, false>(params, stream);
+  });
+}
+
+}  // namespace llmk::kernels

@@ -1,0 +1,124 @@
+// Backward of softmax and of its logarithm, from their result y:
+//
+//   grad_x = round(scale y (grad_y - sum(grad_y y)))   or   round(scale (grad_y - e^y sum(grad_y)))
+//
+// grad_y and y [rows, cols] with rows any distance apart, grad_x contiguous; float32, float16 or bfloat16; float32
+// arithmetic. Moves 3 elements per element. Rows as in softmax.cu. A masked column has y = 0, and so no gradient.
+#include "kernels/dispatch.cuh"
+#include "kernels/row_part.cuh"
+#include "softmax.h"
+
+namespace llmk::kernels {
+namespace {
+
+// What is summed over a row.
+template <int N, typename V>
+__device__ float add_terms(float sum, const V& grad_y, const V& y, bool log) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += log ? grad_y[i] : grad_y[i] * y[i];
+  return sum;
+}
+
+template <typename V>
+__device__ V grad_x_of(const V& grad_y, const V& y, float sum, float scale, bool log) {
+  if (log) return V::of([&](int i) { return scale * (grad_y[i] - exp_approximate(y[i]) * sum); });
+  return V::of([&](int i) { return scale * (y[i] * (grad_y[i] - sum)); });
+}
+
+// A row in registers: kVectors vectors of each operand per thread.
+template <typename T, int kVectors>
+__global__ void __launch_bounds__(256) softmax_backward_kernel(const SoftmaxBackwardParams params) {
+  constexpr int N = kVecWidth<T>;
+  using V = Vec<T, N>;
+  __shared__ float shared[8];
+  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
+  const T* const grad_y = static_cast<const T*>(params.grad_y) + row * params.grad_y_stride;
+  const T* const y = static_cast<const T*>(params.y) + row * params.y_stride;
+  T* const grad_x = static_cast<T*>(params.grad_x) + row * params.cols;
+  const int cols = row < params.rows ? static_cast<int>(params.cols) : 0;
+  const float scale = static_cast<float>(params.scale);
+  const auto column = [&](int v) { return (group.rank + v * group.threads) * N; };
+  pdl_launch_dependents();
+  pdl_wait();
+  V g[kVectors], values[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column(v) < cols) g[v] = V::load(grad_y + column(v)), values[v] = V::load(y + column(v));
+  }
+  float sum[1] = {0.f};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column(v) < cols) sum[0] = add_terms<N>(sum[0], g[v], values[v], params.log);
+  }
+  group_sum(sum, group, shared);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (column(v) < cols) grad_x_of(g[v], values[v], sum[0], scale, params.log).store(grad_x + column(v));
+  }
+}
+
+// A row in the shared memory of a cluster, or read twice.
+template <typename T, int N, bool kCached>
+__global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
+    softmax_backward_long_kernel(const SoftmaxBackwardParams params, const RowSplit split, bool keep_inputs) {
+  extern __shared__ int4 cache[];
+  __shared__ float warps[32], blocks[kMaxCluster];
+  const RowPosition at(split, params.rows, params.cols);
+  const auto* const grad_y = static_cast<const T*>(params.grad_y) + at.row * params.grad_y_stride;
+  const auto* const y = static_cast<const T*>(params.y) + at.row * params.y_stride;
+  T* const room = reinterpret_cast<T*>(cache);
+  const RowPart<T, N, kCached> part(grad_y, at.begin, at.end, room, at.group);
+  const RowPart<T, N, kCached> y_part(y, at.begin, at.end, room + split.part, at.group);
+  at.cluster.arrive();
+  pdl_launch_dependents();
+  pdl_wait();
+  const uint64_t policy = l2_policy(keep_inputs);
+  part.prefetch(policy);
+  y_part.prefetch(policy);
+  cp_async_wait<0>();
+  float sum[1] = {0.f};
+  part.for_each([&](auto c) { sum[0] = add_terms<N>(sum[0], part.load(c), y_part.load(c), params.log); });
+  group_sum(sum, at.group, warps);
+  const float total = cluster_reduce(sum[0], at.cluster, blocks, [](float x, int lanes) { return warp_sum(x, lanes); });
+  const float scale = static_cast<float>(params.scale);
+  T* const grad_x = static_cast<T*>(params.grad_x) + at.row * params.cols;
+  part.for_each([&](auto c) { grad_x_of(part.load(c), y_part.load(c), total, scale, params.log).store(grad_x + c); });
+}
+
+template <typename T>
+bool is_vector(const SoftmaxBackwardParams& p) {
+  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.grad_y, p.grad_y_stride, p.rows, sizeof(T)) &&
+         rows_aligned(p.y, p.y_stride, p.rows, sizeof(T)) && is_aligned(p.grad_x, 16);
+}
+
+constexpr int kShortVectors = 4, kShortThreads = 256;
+
+}  // namespace
+
+cudaError_t softmax_backward(const SoftmaxBackwardParams& params, Dtype dtype, cudaStream_t stream) {
+  if (params.rows == 0 || params.cols == 0) return cudaSuccess;
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int N = kVecWidth<T>;
+    const bool vector = is_vector<T>(params);
+    const int64_t count = params.cols / N;
+    if (vector && count <= kShortVectors * kShortThreads) {
+      const int vectors = count <= 128 ? 1 : kShortVectors;
+      const int threads = group_threads(count, vectors, kShortThreads), groups = kShortThreads / threads;
+      const LaunchShape shape{(params.rows + groups - 1) / groups, dim3(threads, groups)};
+      return launch(vectors == 1 ? softmax_backward_kernel<T, 1> : softmax_backward_kernel<T, kShortVectors>, shape,
+                    stream, params);
+    }
+    const RowSplit split = split_row(params.cols, sizeof(T), 2, vector, device);
+    const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 3);
+    const auto kernel = split.cached      ? softmax_backward_long_kernel<T, N, true>
+                        : split.width > 1 ? softmax_backward_long_kernel<T, N, false>
+                                          : softmax_backward_long_kernel<T, 1, false>;
+    return launch(kernel, split.shape(params.rows), stream, params, split, keep);
+  });
+}
+
+}  // namespace llmk::kernels

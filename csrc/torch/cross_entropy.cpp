@@ -1,0 +1,247 @@
+// cross_entropy, its backward and its variant in place.
+#include "cpu/cross_entropy.h"
+
+#include "backend.h"
+#if LLMK_CUDA
+#include "kernels/loss/cross_entropy.h"
+#endif
+
+namespace llmk {
+namespace {
+
+using torch::stable::detail::StableLibrary;
+
+// The dtype of losses, log-sum-exp and class weights.
+ScalarType wide(Dtype dtype) { return dtype == Dtype::kFloat64 ? ScalarType::Double : ScalarType::Float; }
+
+// The arguments of a call, checked; tensors of which parameters hold pointers.
+struct Call {
+  const char* op;
+  Dtype dtype;
+  bool reduced, mean;
+  Tensor target;
+  std::optional<Tensor> weight, sums;
+  CrossEntropyParams params;
+};
+
+void check_wide(const char* op, const Argument& argument, Dtype dtype) {
+  LLMK_CHECK(argument->scalar_type() == wide(dtype), op, argument.name, " must be ", name(wide(dtype)), ", got ",
+             name(argument->scalar_type()));
+}
+
+// Whether `argument` has the shape of x without its last dimension.
+bool is_per_row(const Argument& argument, const Tensor& x) {
+  return argument->dim() == x.dim() - 1 && argument->sizes().equals(x.sizes().slice(0, x.dim() - 1));
+}
+void check_per_row(const char* op, const Argument& argument, const Tensor& logits) {
+  LLMK_CHECK(is_per_row(argument, logits), op, argument.name, " must have the shape of logits but its last dimension, ",
+             shape(logits), ", got ", shape(*argument));
+}
+
+void check_targets(const Call& call) {
+  const CrossEntropyParams& p = call.params;
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const int64_t target = p.target[row];
+    LLMK_CHECK((target >= 0 && target < p.vocab) || target == p.options.ignore_index, call.op,
+               "target must be from 0 to ", p.vocab - 1, " or ignore_index, got ", target);
+  }
+}
+
+// Checks what all variants have, after check_tensors(), and begins to fill in the parameters.
+Call begin(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& weight,
+           const std::string& reduction, const CrossEntropyOptions& options) {
+  const Dtype dtype = to_dtype(op, {"logits", logits});
+  LLMK_CHECK(logits.dim() >= 1, op, "logits must have at least one dimension, got a scalar");
+  const int64_t vocab = logits.size(logits.dim() - 1);
+  LLMK_CHECK(target.scalar_type() == ScalarType::Long, op, "target must be Long, got ", name(target.scalar_type()));
+  check_per_row(op, {"target", target}, logits);
+  if (weight) {
+    check_wide(op, {"weight", weight}, dtype);
+    LLMK_CHECK(weight->dim() == 1 && weight->size(0) == vocab, op, "weight must have shape [", vocab,
+               "] (logits.size(-1)), got ", shape(*weight));
+  }
+  LLMK_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", op,
+             "reduction must be 'mean', 'sum' or 'none', got '", reduction, "'");
+  LLMK_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1, op,
+             "label_smoothing must be from 0 to 1, got ", options.label_smoothing);
+  check_not_negative(op, "lse_square_scale", options.lse_square_scale);
+  check_not_negative(op, "softcap", options.softcap);
+  LLMK_CHECK(vocab >= 1 || target.numel() == 0, op, "logits must have at least one class");
+  Call call{op,
+            dtype,
+            reduction != "none",
+            reduction == "mean",
+            aten::contiguous(target),
+            weight ? std::optional(with_unit_last_stride(*weight)) : std::nullopt,
+            std::nullopt,
+            {}};
+  call.params.options = options;
+  call.params.vocab = vocab;
+  call.params.rows = target.numel();
+  if (is_meta(logits)) return call;
+  call.params.target = static_cast<const int64_t*>(call.target.const_data_ptr());
+  call.params.weight = data(call.weight);
+  if (call.mean || call.weight) {
+    const int64_t two = 2;
+    call.sums = empty({&two, 1}, wide(dtype), logits);
+    call.params.sums = call.sums->const_data_ptr();
+  }
+  if (logits.is_cpu()) check_targets(call);
+  return call;
+}
+
+void set_logits(CrossEntropyParams& params, const Rows& rows) {
+  params.logits = rows.data();
+  params.logits_stride = rows.stride;
+}
+
+// Computes what the parameters have room for: losses, lse, the gradient; and the loss, if it is a mean or a sum.
+void run_forward(const Call& call, const Tensor& logits, Tensor& loss) {
+  const CrossEntropyParams& params = call.params;
+  on_device(call.op, logits, LLMK_CUDA_ONLY([&](auto stream) {
+              cudaError_t status = cudaSuccess;
+              if (call.sums) {
+                auto* const sums = static_cast<float*>(call.sums->mutable_data_ptr());
+                status = kernels::cross_entropy_sums(params, call.mean, sums, stream);
+              }
+              if (status == cudaSuccess) status = kernels::cross_entropy(params, call.dtype, stream);
+              if (status != cudaSuccess || !call.reduced) return status;
+              return kernels::cross_entropy_reduce(params, static_cast<float*>(loss.mutable_data_ptr()), stream);
+            }),
+            [&] {
+              if (call.sums) {
+                cpu::cross_entropy_sums(params, call.mean, call.dtype, call.sums->mutable_data_ptr());
+              }
+              parallel_for(params.rows, 4 * params.vocab,
+                           [&](int64_t begin, int64_t end) { cpu::cross_entropy(params, call.dtype, begin, end); });
+              if (call.reduced) cpu::cross_entropy_reduce(params, call.dtype, loss.mutable_data_ptr());
+            });
+}
+
+// Loss and log-sum-exp. The gradient goes to `grad`, if there is one, whose rows are `grad_stride` elements apart.
+std::pair<Tensor, Tensor> forward(Call& call, const Tensor& logits, const std::optional<Tensor>& grad,
+                                  int64_t grad_stride) {
+  const Tensor& like = call.target;
+  Tensor lse = empty(like.sizes(), wide(call.dtype), logits);
+  Tensor losses = empty(like.sizes(), wide(call.dtype), logits);
+  Tensor loss = call.reduced ? empty(like.sizes().slice(0, 0), wide(call.dtype), logits) : losses;
+  if (is_meta(logits)) return {loss, lse};
+  const Rows rows = as_rows(logits);
+  set_logits(call.params, rows);
+  call.params.losses = losses.mutable_data_ptr();
+  call.params.lse = lse.mutable_data_ptr();
+  call.params.grad = grad ? grad->mutable_data_ptr() : nullptr;
+  call.params.grad_stride = grad_stride;
+  run_forward(call, logits, loss);
+  return {loss, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
+                                                 std::optional<Tensor> weight, int64_t ignore_index,
+                                                 std::string reduction, double label_smoothing, double lse_square_scale,
+                                                 double softcap, bool gradient_in_forward) {
+  constexpr const char* op = "cross_entropy";
+  check_tensors(op, {{"logits", logits}, {"target", target}, {"weight", weight}});
+  Call call = begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
+  const int64_t zero = 0;
+  Tensor grad = gradient_in_forward ? empty_rows(logits) : empty({&zero, 1}, dtype_code(logits), logits);
+  const auto [loss, lse] =
+      forward(call, logits, gradient_in_forward ? std::optional(grad) : std::nullopt, call.params.vocab);
+  return {loss, lse, grad};
+}
+
+// The gradient replaces the logits.
+Tensor cross_entropy_(Tensor logits, const Tensor& target, std::optional<Tensor> weight, int64_t ignore_index,
+                      std::string reduction, double label_smoothing, double lse_square_scale, double softcap) {
+  constexpr const char* op = "cross_entropy_";
+  check_tensors(op, {{"logits", logits, Access::kWrite}, {"target", target}, {"weight", weight}});
+  Call call = begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
+  const bool in_place = is_meta(logits) || as_rows(logits).data() == logits.const_data_ptr();
+  LLMK_CHECK(in_place, op, "logits must have contiguous rows at one distance, got strides ", text(logits.strides()));
+  return forward(call, logits, logits, is_meta(logits) ? 0 : as_rows(logits).stride).first;
+}
+
+// The gradient of the loss, of the right shape, contiguous.
+Tensor check_grad_loss(const char* op, const Tensor& grad_loss, const Tensor& logits, bool reduced, Dtype dtype) {
+  check_wide(op, {"grad_loss", grad_loss}, dtype);
+  if (reduced) {
+    LLMK_CHECK(grad_loss.dim() == 0, op, "grad_loss must be a scalar, got ", shape(grad_loss));
+  } else {
+    check_per_row(op, {"grad_loss", grad_loss}, logits);
+  }
+  return aten::contiguous(grad_loss);
+}
+
+Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, const Tensor& target,
+                              std::optional<Tensor> weight, const Tensor& lse, int64_t ignore_index,
+                              std::string reduction, double label_smoothing, double lse_square_scale, double softcap) {
+  constexpr const char* op = "cross_entropy_backward";
+  check_tensors(op,
+                {{"grad_loss", grad_loss}, {"logits", logits}, {"target", target}, {"weight", weight}, {"lse", lse}});
+  Call call = begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
+  check_wide(op, {"lse", lse}, call.dtype);
+  check_per_row(op, {"lse", lse}, logits);
+  const Tensor of_loss = check_grad_loss(op, grad_loss, logits, call.reduced, call.dtype),
+               every_lse = aten::contiguous(lse);
+  Tensor grad = empty_rows(logits);
+  if (is_meta(logits) || logits.numel() == 0) return grad;
+  const Rows rows = as_rows(logits);
+  CrossEntropyParams& params = call.params;
+  set_logits(params, rows);
+  params.lse = const_cast<void*>(every_lse.const_data_ptr());
+  params.grad_loss = of_loss.const_data_ptr();
+  params.grad_loss_stride = call.reduced ? 0 : 1;
+  params.grad = grad.mutable_data_ptr();
+  params.grad_stride = params.vocab;
+  on_device(op, logits, LLMK_CUDA_ONLY([&](auto stream) {
+              cudaError_t status = cudaSuccess;
+              if (call.sums) {
+                auto* const sums = static_cast<float*>(call.sums->mutable_data_ptr());
+                status = kernels::cross_entropy_sums(params, call.mean, sums, stream);
+              }
+              return status == cudaSuccess ? kernels::cross_entropy_backward(params, call.dtype, stream) : status;
+            }),
+            [&] {
+              if (call.sums) {
+                cpu::cross_entropy_sums(params, call.mean, call.dtype, call.sums->mutable_data_ptr());
+              }
+              parallel_for(params.rows, 2 * params.vocab, [&](int64_t begin, int64_t end) {
+                cpu::cross_entropy_backward(params, call.dtype, begin, end);
+              });
+            });
+  return grad;
+}
+
+void cross_entropy_scale_(Tensor grad, const Tensor& grad_loss) {
+  constexpr const char* op = "cross_entropy_scale_";
+  check_tensors(op, {{"grad", grad, Access::kWrite}, {"grad_loss", grad_loss}});
+  const Dtype dtype = to_dtype(op, {"grad", grad});
+  LLMK_CHECK(grad.dim() >= 1, op, "grad must have at least one dimension, got a scalar");
+  const bool is_scalar = grad_loss.dim() == 0;
+  const Tensor of_loss = check_grad_loss(op, grad_loss, grad, is_scalar, dtype);
+  LLMK_CHECK(
+      grad.numel() == 0 || is_meta(grad) || (as_rows(grad).stride == as_rows(grad).cols || as_rows(grad).rows == 1), op,
+      "grad must be contiguous, got strides ", text(grad.strides()));
+  if (is_meta(grad) || grad.numel() == 0) return;
+  const int64_t vocab = grad.size(grad.dim() - 1);
+  const CrossEntropyScaleParams params{grad.mutable_data_ptr(), of_loss.const_data_ptr(), grad.numel() / vocab, vocab,
+                                       is_scalar ? 0 : 1};
+  on_device(op, grad, LLMK_CUDA_ONLY([&](auto stream) { return kernels::cross_entropy_scale(params, dtype, stream); }),
+            [&] {
+              parallel_for(params.rows, vocab,
+                           [&](int64_t begin, int64_t end) { cpu::cross_entropy_scale(params, dtype, begin, end); });
+            });
+}
+
+void register_ops(StableLibrary& ops) {
+  implement_differentiable(ops, "cross_entropy", TORCH_BOX(&cross_entropy));
+  ops.impl("cross_entropy_", TORCH_BOX(&cross_entropy_));
+  ops.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  ops.impl("cross_entropy_scale_", TORCH_BOX(&cross_entropy_scale_));
+}
+
+}  // namespace
+
+LLMK_IMPLEMENT(register_ops)
+
+}  // namespace llmk

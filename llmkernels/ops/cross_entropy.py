@@ -1,0 +1,169 @@
+"""Cross-entropy: public function, fakes, autograd.
+
+Kernels: csrc/kernels/loss, csrc/cpu/cross_entropy.cpp.
+"""
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.autograd import Function
+
+from llmkernels.ops._common import (
+    _is_transforming,
+    caller,
+    contiguous_like,
+    differentiable_once,
+    public,
+    refuse_gradients,
+    register_autograd,
+    register_fake,
+    register_vmap,
+)
+
+_ops = torch.ops.llmkernels
+_cross_entropy = caller("cross_entropy")
+
+
+@public
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float = 0.0,
+    gradient_in_forward: bool = True,
+    inplace_backward: bool = False,
+) -> Tensor:
+    r"""Cross-entropy of logits and target classes, and with it the gradient of the logits.
+
+    .. math::
+        z &= \mathrm{softcap} \tanh(x / \mathrm{softcap}), \qquad \mathrm{lse} = \log \sum_c e^{z_c} \\
+        l &= (1 - \epsilon) w_t (\mathrm{lse} - z_t) + \frac{\epsilon}{V} \sum_c w_c (\mathrm{lse} - z_c)
+             + \mathrm{lse\_square\_scale} \cdot \mathrm{lse}^2
+
+    Args:
+        logits: x, (..., V); float32, float16 or bfloat16, on the CPU also float64. V of any size.
+        target: t, (...), int64.
+        weight: w, (V,), a factor for each class; by default 1.
+        ignore_index: rows with this target have neither loss nor gradient, and do not count in a mean.
+        reduction: "mean", the sum of the losses divided by that of the weights of their targets; "sum"; or "none".
+        label_smoothing: the share epsilon of the loss that is a mean over all classes.
+        lse_square_scale: of the squared log-sum-exp (z-loss), as in flash-attn. A mean divides it as the rest.
+        softcap: caps the logits; 0 leaves them as they are.
+        gradient_in_forward: if a gradient will be needed, compute it in the forward, from logits that are read anyway.
+            It takes the memory of another set of logits. The backward then only multiplies it by the gradient of the
+            loss, and on a GPU returns at once where that is 1.
+        inplace_backward: write that gradient over ``logits``, whose values are lost. They must be contiguous, or it is
+            written to other memory, as it is under torch.compile and the transforms of torch.func. The backward can
+            run once.
+
+    Returns:
+        the loss, a scalar, or (...) for reduction "none"; float32, for float64 float64.
+
+    Layout: rows any constant distance apart are read in place; any other layout is copied first.
+    Arithmetic: float32 (float64 for float64); the gradient is rounded once, twice where the loss has one but 1.
+    Differentiable: once, in ``logits``; saves logits, target, weight, the log-sum-exp of each row, and the gradient.
+    Deterministic: yes, gradients included. A row's bits do not depend on the other rows.
+    Matches: ``torch.nn.functional.cross_entropy(logits.float(), target, ...)`` for logits of two dimensions, a mean
+        over no rows included, which is NaN; loss and gradient of a row are NaN where its logits have NaN or +inf.
+    Raises: RuntimeError for other dtypes or shapes, tensors on different devices, a weight that requires a gradient,
+        and on the CPU for a target that is no class, which on a GPU makes the loss NaN; ValueError for another
+        ``reduction`` and for numbers out of range.
+    Source: the gradient in the forward is Liger-Kernel's.
+
+    >>> cross_entropy(torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([1, -100]))
+    tensor(0.6931)
+    """
+    if weight is not None:
+        refuse_gradients("cross_entropy", "{name} must not require a gradient", weight=weight)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        weight = weight if weight.dtype == wide else weight.to(wide)
+    options = ignore_index, reduction, label_smoothing, lse_square_scale, softcap
+    early = (gradient_in_forward or inplace_backward) and torch.is_grad_enabled() and logits.requires_grad
+    early = early and not _is_transforming()
+    if early and inplace_backward and logits.is_contiguous() and not torch.compiler.is_compiling():
+        return _InPlace.apply(logits, target, weight, *options)
+    return _cross_entropy(logits, target, weight, *options, early)[0]
+
+
+class _InPlace(Function):
+    """The gradient replaces the logits, which others then cannot have saved: autograd is told that they changed."""
+
+    @staticmethod
+    def forward(ctx, logits, target, weight, *options):
+        gradient = logits.detach()
+        loss = _ops.cross_entropy_(gradient, target, weight, *options)
+        torch.autograd.graph.increment_version(gradient)
+        ctx.gradient, ctx.version = gradient, gradient._version
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        if torch.is_grad_enabled():
+            raise RuntimeError("cross_entropy: with inplace_backward there is nothing to differentiate again")
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:
+            raise RuntimeError("cross_entropy: with inplace_backward the backward can run once")
+        if gradient._version != ctx.version:
+            raise RuntimeError("cross_entropy: with inplace_backward logits must not be changed before the backward")
+        _ops.cross_entropy_scale_(gradient, grad_loss)
+        return gradient, *(None for _ in ctx.needs_input_grad[1:])
+
+
+def _wide_like(logits: Tensor, shape) -> Tensor:
+    return logits.new_empty(shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _fake_loss(logits, target, weight=None, ignore_index=-100, reduction="mean", *options, **named):
+    return _wide_like(logits, target.shape if reduction == "none" else ())
+
+
+def _fake(logits, target, weight=None, ignore_index=-100, reduction="mean", *options, gradient_in_forward=False, **_):
+    gradient_in_forward = options[3] if len(options) > 3 else gradient_in_forward
+    grad = contiguous_like(logits) if gradient_in_forward else logits.new_empty(0)
+    return _fake_loss(logits, target, weight, ignore_index, reduction), _wide_like(logits, target.shape), grad
+
+
+register_fake("cross_entropy", _fake)
+register_fake("cross_entropy_", _fake_loss, overloads=("",))
+register_fake(
+    "cross_entropy_backward", lambda grad_loss, logits, *others, **named: contiguous_like(logits), overloads=("",)
+)
+register_fake("cross_entropy_scale_", lambda grad, grad_loss: None, overloads=("",))
+
+
+def _setup(ctx, inputs, output):
+    logits, target, weight, *ctx.options, has_gradient = inputs
+    _loss, lse, grad = output
+    ctx.mark_non_differentiable(lse, grad)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, target, weight, lse)
+    ctx.in_forward = has_gradient
+    ctx.gradient = grad.detach() if has_gradient else None
+
+
+@differentiable_once
+def _backward(ctx, grad_loss, _grad_lse, _grad_grad):
+    none = (None,) * (3 + len(ctx.options))
+    if grad_loss is None:
+        return None, *none
+    logits, target, weight, lse = ctx.saved_tensors
+    batched = _is_transforming() or is_legacy_batchedtensor(grad_loss)  # for which there is no op in place
+    if batched or not ctx.in_forward:
+        return _ops.cross_entropy_backward(grad_loss, logits, target, weight, lse, *ctx.options), *none
+    gradient, ctx.gradient = ctx.gradient, None
+    if gradient is None:  # it is the caller's since the first backward; another one repeats the forward, bit for bit
+        *_, gradient = _ops.cross_entropy.no_grad(logits, target, weight, *ctx.options, True)
+    _ops.cross_entropy_scale_(gradient, grad_loss)
+    return gradient, *none
+
+
+register_autograd("cross_entropy", _backward, _setup)
+
+# One by one: samples have divisors of their own.
+register_vmap("cross_entropy", lambda *call: None)
+register_vmap("cross_entropy_backward", lambda *call: None)
