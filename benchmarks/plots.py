@@ -32,6 +32,7 @@ NAMES_AND_COLOURS = {
 OPS = {
     "rms_norm": "RMSNorm",
     "add_rms_norm": "add + RMSNorm",
+    "layer_norm": "LayerNorm",
     "rope": "RoPE",
     "swiglu": "SwiGLU",
     "geglu": "GEGLU",

@@ -62,6 +62,7 @@ TABLE = (
     decode_op("sample", "sample", 15),
     op("rms_norm", "rms_norm", 65),
     op("add_rms_norm", "add_rms_norm", 25),
+    op("layer_norm", "layer_norm", 40),
     op("rope", "rope", 40),
     op("swiglu", "swiglu", 35),
     op("geglu", "geglu", 10),

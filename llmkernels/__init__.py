@@ -1,7 +1,7 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
-- `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: ops with gradients; as modules
-  in `llmkernels.nn`
+- `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`:
+  ops with gradients; as modules in `llmkernels.nn`
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
@@ -19,9 +19,11 @@ if _library.load():
     from llmkernels import nn
     from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, release, unpatch
     from llmkernels.ops import (
+        add_layer_norm,
         add_rms_norm,
         decode_attention,
         geglu,
+        layer_norm,
         linear,
         rms_norm,
         rms_norm_linear,
@@ -36,10 +38,12 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "__version__",
+    "add_layer_norm",
     "add_rms_norm",
     "decode_attention",
     "geglu",
     "generate",
+    "layer_norm",
     "linear",
     "nn",
     "patch",

@@ -54,6 +54,13 @@ def _add_norm_inputs(rows, cols, dtype, device):
     return x, scaled_rows(rows, cols, dtype=dtype, device=device), weight
 
 
+def _layer_norm_inputs(rows, cols, dtype, device, added=False):
+    """Rows with a mean that is not zero."""
+    x, weight = _norm_inputs(rows, cols, dtype, device)
+    residual = (scaled_rows(rows, cols, dtype=dtype, device=device),) if added else ()
+    return x + 1, *residual, weight, torch.randn(cols, device=device).to(dtype)
+
+
 def _glu_inputs(rows, cols, dtype, device):
     return tuple(torch.randn(rows, cols, device=device).mul_(2).to(dtype) for _ in range(2))
 
@@ -122,6 +129,30 @@ CASES = [
         _add_norm_inputs,
         row_dims=(0, 0, None),
         differentiable=3,
+    ),
+    Case(
+        "layer_norm",
+        llmkernels.layer_norm,
+        oracles.layer_norm,
+        _layer_norm_inputs,
+        row_dims=(0, None, None),
+        differentiable=3,
+    ),
+    Case(
+        "layer_norm_unweighted",
+        llmkernels.layer_norm,
+        oracles.layer_norm,
+        _unweighted_inputs,
+        row_dims=(0,),
+        differentiable=1,
+    ),
+    Case(
+        "add_layer_norm",
+        llmkernels.add_layer_norm,
+        oracles.add_layer_norm,
+        partial(_layer_norm_inputs, added=True),
+        row_dims=(0, 0, None, None),
+        differentiable=4,
     ),
     _rope_case("rope"),
     _rope_case("rope_interleaved", interleaved=True),

@@ -49,6 +49,10 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     yield "add_rms_norm", (x, y, weight)
     yield "rms_norm_backward", (x, y, weight, z, 1e-6, 0.0, True, True)
 
+    yield "layer_norm", (x, weight, z[0])
+    yield "add_layer_norm", (x, y, None, weight)
+    yield "layer_norm_backward", (x, y, weight, z, 1e-5, True, True)
+
     angles = torch.outer(torch.arange(4096.0), 1e4 ** -(torch.arange(dim // 2) * 2 / dim))
     cos, sin = (torch.cat((t, t), -1).to(device, dtype) for t in (angles.cos(), angles.sin()))
     q, k = draw(1, rows, heads, dim), draw(1, rows, kv_heads, dim)

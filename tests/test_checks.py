@@ -62,6 +62,10 @@ def valid(op: str) -> dict:
         "add_rms_norm": {"x": x, "residual": x.clone(), "weight": weight, **norm_options},
         "rms_norm_backward": {"grad_y": x, "x": x, "weight": weight, "grad_sum": x, **norm_options,
                               "cast_before_weight": True, "needs_grad_weight": True},
+        "layer_norm": {"x": x, "weight": weight, "bias": weight, "eps": 1e-5},
+        "add_layer_norm": {"x": x, "residual": x.clone(), "weight": weight, "bias": weight, "eps": 1e-5},
+        "layer_norm_backward": {"grad_y": x, "x": x, "weight": weight, "grad_sum": x, "eps": 1e-5,
+                                "needs_grad_weight": True, "needs_grad_bias": True},
         "rope": rope,
         "rope_": rope,
         "rope_backward": {"grad_q": q, "grad_k": k, **dict(list(rope.items())[2:]), "heads_first": False,
@@ -324,7 +328,8 @@ def test_numbers_that_are_none(op, name, number):
 
 @pytest.mark.parametrize(
     "op, name, number",
-    [("rms_norm", "eps", -1e-6), ("decode_attention", "softcap", -1), ("decode_attention", "window_left", -2),
+    [("rms_norm", "eps", -1e-6), ("layer_norm", "eps", -1e-6), ("decode_attention", "softcap", -1),
+     ("decode_attention", "window_left", -2),
      ("rope", "rotary_dim", 3), ("rope", "rotary_dim", 0), ("rope", "rotary_dim", 10), ("sample", "top_k_value", -1),
      ("sample", "temperature_value", -0.5), ("sample", "top_p_value", 0), ("sample", "min_p_value", 1.5),
      ("sample", "repetition_penalty_value", 0),

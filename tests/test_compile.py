@@ -32,8 +32,22 @@ def norm_calls(device):
     yield "add_rms_norm", (x, strided, weight, 1e-5, 1.0, False)
 
 
+def layer_norm_calls(device):
+    x, parameters = scaled_rows(3, 4, 16, device=device), torch.randn(2, 16, device=device)
+    strided = scaled_rows(3, 4, 32, device=device)[..., :16]
+    yield "layer_norm", (x,)
+    yield "layer_norm", (strided.transpose(0, 1), *parameters)
+    yield "layer_norm", (x, None, parameters[0], 1e-3)
+    yield "layer_norm", (x[:0], *parameters)
+    yield "add_layer_norm", (x, strided)
+    yield "add_layer_norm", (x, strided, *parameters)
+
+
 def norm_backward_calls(device):
     x, weight = scaled_rows(3, 4, 16, device=device), torch.randn(16, device=device)
+    for given_weight, grad_sum, wanted in ((weight, x, (True, True)), (weight, None, (False, True)),
+                                           (None, x, (True, False)), (None, None, (False, False))):  # fmt: skip
+        yield "layer_norm_backward", (x, x, given_weight, grad_sum, 1e-5, *wanted)
     for given_weight in (weight, None):
         for grad_sum in (x, None):
             for needs_grad_weight in (True, False):
@@ -70,6 +84,7 @@ def glu_backward_calls(device):
 
 def differentiable_calls(device):
     yield from norm_calls(device)
+    yield from layer_norm_calls(device)
     yield from (("rope", arguments) for arguments in rope_arguments(device))
     yield from glu_calls(device)
 
@@ -87,7 +102,7 @@ def other_calls(device):
 @pytest.mark.parametrize("index", range(len(list(differentiable_calls("cpu")))))
 def test_opcheck(device, index, requires_grad):
     name, arguments = list(differentiable_calls(device))[index]
-    takes_gradient = 2 if name == "rope" else 3  # cos and sin do not
+    takes_gradient = 2 if name == "rope" else 4  # cos and sin do not
     arguments = [
         a.detach().requires_grad_(requires_grad and i < takes_gradient) if isinstance(a, torch.Tensor) else a
         for i, a in enumerate(arguments)

@@ -11,7 +11,19 @@ import torch
 
 import llmkernels
 import oracles
-from oracles import DEVICES, DTYPES, LAYOUTS, angles, assert_same, check, check_glu, check_norm, laid_out, scaled_rows
+from oracles import (
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    angles,
+    assert_same,
+    check,
+    check_glu,
+    check_layer_norm,
+    check_norm,
+    laid_out,
+    scaled_rows,
+)
 
 SEEDS = {"cpu": 200, "cuda": 2000}
 SEEDS_PER_TEST = 50
@@ -89,6 +101,22 @@ def fuzz_norm(generator, device, added=False):
     )
 
 
+def fuzz_layer_norm(generator, device):
+    rows, cols = rows_and_cols(generator, device)
+    dtype = generator.choice(DTYPES)
+    added = generator.random() < 0.5
+    x = [maybe_laid_out(generator, scaled_rows(rows, cols, dtype=dtype, device=device)) for _ in range(1 + added)]
+    parameters = {name: torch.randn(1, cols, device=device).to(dtype) for name in ("weight", "bias")}
+    layouts = ["offset", "every_other", "row_strided"]
+    parameters = {
+        name: laid_out(t, generator.choice(layouts))[0] for name, t in parameters.items() if generator.random() < 0.7
+    }
+    name = "add_layer_norm" if added else "layer_norm"
+    grad_layout = generator.choice([None, "row_strided", "transposed", "offset"])
+    ours, eager = (getattr(module, name) for module in (llmkernels, oracles))
+    check_layer_norm(ours, eager, x, parameters, grad_layout, eps=10 ** generator.uniform(-6, -1))
+
+
 def fuzz_glu(generator, device):
     rows, cols = rows_and_cols(generator, device)
     dtype = generator.choice(DTYPES)
@@ -143,6 +171,7 @@ def fuzz_rope(generator, device):
 KINDS = {
     "rms_norm": fuzz_norm,
     "add_rms_norm": lambda generator, device: fuzz_norm(generator, device, added=True),
+    "layer_norm": fuzz_layer_norm,
     "glu": fuzz_glu,
     "rope": fuzz_rope,
 }

@@ -22,6 +22,13 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def(
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, "
       "bool cast_before_weight, bool needs_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
+  differentiable("layer_norm", "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor");
+  differentiable("add_layer_norm",
+                 "(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> "
+                 "(Tensor y, Tensor sum)");
+  ops.def(
+      "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, "
+      "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 
   // rope.cpp
   differentiable("rope",

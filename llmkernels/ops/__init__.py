@@ -9,15 +9,18 @@ torch.export) raises the same, but cannot see whether two tensors share memory.
 
 from llmkernels.ops.attention import decode_attention, rope_kv_write
 from llmkernels.ops.glu import geglu, swiglu
+from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
 from llmkernels.ops.rms_norm import add_rms_norm, rms_norm
 from llmkernels.ops.rope import rope
 from llmkernels.ops.sampling import sample
 
 __all__ = [
+    "add_layer_norm",
     "add_rms_norm",
     "decode_attention",
     "geglu",
+    "layer_norm",
     "linear",
     "rms_norm",
     "rms_norm_linear",

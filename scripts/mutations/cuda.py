@@ -2,7 +2,7 @@
 
 from .mutation import Mutation
 
-NORM, BACKWARD = "csrc/kernels/norm/rms_norm.cu", "csrc/kernels/norm/rms_norm_backward.cu"
+NORM, BACKWARD = "csrc/kernels/norm/forward.cuh", "csrc/kernels/norm/backward.cuh"
 ROPE, GLU, REDUCE = "csrc/kernels/rope/rope.cu", "csrc/kernels/activation/glu.cu", "csrc/device/reduce.cuh"
 
 CUDA = [
@@ -10,7 +10,7 @@ CUDA = [
         "cuda_skipped_reduction",
         "a row's sum of squares is that of one thread",
         NORM,
-        "rsqrtf(row_sum(squares, group, shared) * inverse_cols + eps)",
+        "rsqrtf(row_sum(squares, group, shared[kCentered ? 1 : 0]) * inverse_cols + eps)",
         "rsqrtf(squares[0] * inverse_cols + eps)",
         "tests/test_rms_norm.py -k 'forward_and_backward and cuda'",
     ),
@@ -27,8 +27,8 @@ CUDA = [
         "cuda_reused_buffer",
         "one buffer for the sums of successive rows, with no barrier in between",
         BACKWARD,
-        "group_sum(sums, group, shared[parity]);\n    const Scalars scalars = row_scalars(sums, inverse_cols, eps);\n",
-        "group_sum(sums, group, shared[0]);\n    const Scalars scalars = row_scalars(sums, inverse_cols, eps);\n",
+        "group_sum(sums, group, shared[kCentered ? 0 : parity]);",
+        "group_sum(sums, group, shared[0]);",
         "tests/test_memory.py -k 'every_kernel_path and rms_norm-float16-2048x900'",
         tool="racecheck",
     ),
@@ -108,8 +108,8 @@ CUDA = [
         "cuda_eps_outside_the_mean",
         "eps is added before the division by the row length",
         NORM,
-        "rsqrtf(row_sum(squares, group, shared) * inverse_cols + eps)",
-        "rsqrtf((row_sum(squares, group, shared) + eps) * inverse_cols)",
+        "rsqrtf(row_sum(squares, group, shared[kCentered ? 1 : 0]) * inverse_cols + eps)",
+        "rsqrtf((row_sum(squares, group, shared[kCentered ? 1 : 0]) + eps) * inverse_cols)",
         "tests/test_rms_norm.py -k 'cuda and (variants or eps)'",
     ),
     Mutation(
@@ -121,9 +121,26 @@ CUDA = [
         "tests/test_add_rms_norm.py -k 'forward_and_backward and cuda'",
     ),
     Mutation(
+        "cuda_layer_norm_shared_buffer",
+        "both sums of a LayerNorm's row go through one buffer, with no barrier in between",
+        NORM,
+        "row_sum(differences, group, shared[0])",
+        "row_sum(differences, group, shared[kCentered ? 1 : 0])",
+        "tests/test_memory.py -k 'every_kernel_path and layer_norm-bfloat16-10000'",
+        tool="racecheck",
+    ),
+    Mutation(
+        "cuda_layer_norm_uncorrected_mean",
+        "the backward takes the first sum's mean as it is",
+        BACKWARD,
+        "return {mean + error, rstd,",
+        "return {mean + 0 * error, rstd,",
+        "tests/test_layer_norm.py -k 'equal_numbers and cuda'",
+    ),
+    Mutation(
         "cuda_lost_last_partial",
         "the last partial sum of the weight's gradient is left out",
-        BACKWARD,
+        "csrc/kernels/column_sum.cuh",
         "row < params.partial_rows; row += 32",
         "row < params.partial_rows - 1; row += 32",
         "tests/test_rms_norm.py -k 'cuda and (forward_and_backward or many_rows)'",
