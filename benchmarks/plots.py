@@ -36,6 +36,7 @@ OPS = {
     "rope": "RoPE",
     "swiglu": "SwiGLU",
     "geglu": "GEGLU",
+    "bias_gelu": "bias + GELU",
     "linear": "",
     "decode_attention": "",
     "sample": "",

@@ -66,6 +66,7 @@ TABLE = (
     op("rope", "rope", 40),
     op("swiglu", "swiglu", 35),
     op("geglu", "geglu", 10),
+    op("bias_gelu", "bias_gelu", 20),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),
     of("decode", "other_sizes", "steps_patched", "measure_other_sizes", 100),

@@ -1,7 +1,8 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
-- `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`:
-  ops with gradients; as modules in `llmkernels.nn`
+- `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `swiglu`, `geglu`, `relu2_glu`, `bias_swiglu`,
+  `bias_geglu`, `bias_gelu`, `relu2`, `linear`, `rms_norm_linear`: ops with gradients; the most used as modules in
+  `llmkernels.nn`
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
@@ -21,10 +22,15 @@ if _library.load():
     from llmkernels.ops import (
         add_layer_norm,
         add_rms_norm,
+        bias_geglu,
+        bias_gelu,
+        bias_swiglu,
         decode_attention,
         geglu,
         layer_norm,
         linear,
+        relu2,
+        relu2_glu,
         rms_norm,
         rms_norm_linear,
         rope,
@@ -40,6 +46,9 @@ __all__ = [
     "__version__",
     "add_layer_norm",
     "add_rms_norm",
+    "bias_geglu",
+    "bias_gelu",
+    "bias_swiglu",
     "decode_attention",
     "geglu",
     "generate",
@@ -48,6 +57,8 @@ __all__ = [
     "nn",
     "patch",
     "release",
+    "relu2",
+    "relu2_glu",
     "rms_norm",
     "rms_norm_linear",
     "rope",

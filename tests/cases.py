@@ -69,6 +69,22 @@ def _packed_inputs(rows, cols, dtype, device):
     return (torch.randn(rows, 2 * cols, device=device).mul_(2).to(dtype),)
 
 
+def _biased_inputs(rows, cols, dtype, device, matrices):
+    rows = tuple(torch.randn(rows, cols, device=device).mul_(2).to(dtype) for _ in range(matrices))
+    return *rows, *(torch.randn(cols, device=device).to(dtype) for _ in range(matrices))
+
+
+def _bias_act_case(name, function, matrices, **options):
+    return Case(
+        name,
+        partial(getattr(llmkernels, function), **options),
+        partial(getattr(oracles, function), **options),
+        partial(_biased_inputs, matrices=matrices),
+        row_dims=(0,) * matrices + (None,) * matrices,
+        differentiable=2 * matrices,
+    )
+
+
 def _rope_inputs(rows, cols, dtype, device, with_positions=False):
     """q with 4 heads, k with 1, as views of one packed projection; `cols` is head_dim, made even, up to 128."""
     dim = min(max(cols // 2 * 2, 2), 128)
@@ -161,6 +177,11 @@ CASES = [
     _glu_case("swiglu_packed", "swiglu", packed=True),
     _glu_case("geglu_tanh", "geglu", approximate="tanh"),
     _glu_case("geglu_erf_packed", "geglu", packed=True),
+    _glu_case("relu2_glu", "relu2_glu"),
+    _bias_act_case("bias_gelu", "bias_gelu", 1),
+    _bias_act_case("relu2", "relu2", 1),
+    _bias_act_case("bias_swiglu", "bias_swiglu", 2),
+    _bias_act_case("bias_geglu_tanh", "bias_geglu", 2, approximate="tanh"),
 ]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -57,6 +57,31 @@ def geglu(gate, up=None, *, approximate="none"):
     return F.gelu(gate, approximate=approximate) * up
 
 
+def relu2_glu(gate, up=None):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return F.relu(gate).square() * up
+
+
+def biased(x, bias):
+    return x if bias is None else x + bias
+
+
+def bias_gelu(x, bias=None, *, approximate="none"):
+    return F.gelu(biased(x, bias), approximate=approximate)
+
+
+def relu2(x, bias=None):
+    return F.relu(biased(x, bias)).square()
+
+
+def bias_swiglu(gate, up, gate_bias=None, up_bias=None):
+    return swiglu(biased(gate, gate_bias), biased(up, up_bias))
+
+
+def bias_geglu(gate, up, gate_bias=None, up_bias=None, *, approximate="none"):
+    return geglu(biased(gate, gate_bias), biased(up, up_bias), approximate=approximate)
+
+
 def rope(q, k, cos, sin, position_ids=None, *, layout="bthd", interleaved=False, rotary_dim=None):
     rotary_dim = rotary_dim or cos.size(-1)
     if position_ids is not None:

@@ -69,13 +69,39 @@ def glu_calls(device):
     yield "swiglu", (gate, up)
     yield "swiglu", (gate.transpose(0, 1), up.transpose(0, 1))
     yield "swiglu_packed", (gate,)
+    yield "relu2_glu", (gate, up)
+    yield "relu2_glu_packed", (gate,)
     for approximate in ("tanh", "none"):
         yield "geglu", (gate, up, approximate)
         yield "geglu_packed", (gate, approximate)
 
 
+def bias_act_calls(device):
+    gate, up = torch.randn(2, 3, 4, 16, device=device)
+    biases = torch.randn(2, 16, device=device)
+    yield "bias_gelu", (gate,)
+    yield "bias_gelu", (gate.transpose(0, 1), biases[0], "tanh")
+    yield "relu2", (gate, biases[0])
+    yield "bias_swiglu", (gate, up)
+    yield "bias_swiglu", (gate, up.transpose(0, 1).contiguous().transpose(0, 1), *biases)
+    yield "bias_geglu", (gate[:0], up[:0], *biases, "tanh")
+    yield "bias_geglu", (gate, up, None, biases[0])
+
+
+def bias_act_backward_calls(device):
+    grad_y, gate, up = torch.randn(3, 3, 4, 16, device=device)
+    biases = torch.randn(2, 16, device=device)
+    for wanted in (True, False):
+        yield "bias_gelu_backward", (grad_y, gate, biases[0], "none", wanted)
+        yield "relu2_backward", (grad_y, gate, None, wanted)
+        yield "bias_swiglu_backward", (grad_y, gate, up, *biases, wanted, True)
+        yield "bias_geglu_backward", (grad_y, gate, up, *biases, "tanh", True, wanted)
+
+
 def glu_backward_calls(device):
     gate, up = torch.randn(2, 3, 4, 16, device=device)
+    yield "relu2_glu_backward", (up, gate, up)
+    yield "relu2_glu_packed_backward", (up[..., :8], gate)
     yield "swiglu_backward", (up, gate, up)
     yield "swiglu_packed_backward", (up[..., :8], gate)
     yield "geglu_backward", (up, gate, up, "tanh")
@@ -87,6 +113,7 @@ def differentiable_calls(device):
     yield from layer_norm_calls(device)
     yield from (("rope", arguments) for arguments in rope_arguments(device))
     yield from glu_calls(device)
+    yield from bias_act_calls(device)
 
 
 def other_calls(device):
@@ -96,6 +123,7 @@ def other_calls(device):
         if arguments[1].stride(-1) == 1:
             yield "rope_", arguments
     yield from glu_backward_calls(device)
+    yield from bias_act_backward_calls(device)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -81,7 +81,7 @@ CPU = [
     Mutation(
         "cpu_lost_last_partial",
         "the last partial sum of the weight's gradient is left out",
-        CPU_NORM,
+        "csrc/cpu/rows.h",
         "for (int64_t row = 0; row < rows; ++row) {",
         "for (int64_t row = 0; row + 1 < rows; ++row) {",
         "tests/test_rms_norm.py -k forward_and_backward",

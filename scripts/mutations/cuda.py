@@ -3,7 +3,8 @@
 from .mutation import Mutation
 
 NORM, BACKWARD = "csrc/kernels/norm/forward.cuh", "csrc/kernels/norm/backward.cuh"
-ROPE, GLU, REDUCE = "csrc/kernels/rope/rope.cu", "csrc/kernels/activation/glu.cu", "csrc/device/reduce.cuh"
+ROPE, ACTIVATION = "csrc/kernels/rope/rope.cu", "csrc/kernels/activation/activation.cuh"
+REDUCE = "csrc/device/reduce.cuh"
 
 CUDA = [
     Mutation(
@@ -75,7 +76,7 @@ CUDA = [
     Mutation(
         "cuda_dropped_tail",
         "the elements that do not fill a block are left out",
-        GLU,
+        ACTIVATION,
         "const int64_t blocks_per_row = (params.cols + per_block - 1) / per_block;",
         "const int64_t blocks_per_row = params.cols < per_block ? 1 : params.cols / per_block;",
         "tests/test_memory.py tests/test_glu.py -k 'cuda and (every_output or forward_and_backward) and swiglu'",
@@ -204,7 +205,7 @@ CUDA = [
     Mutation(
         "cuda_fast_exponential",
         "an approximate exponential in the activation",
-        GLU,
+        ACTIVATION,
         "const float e = expf(-x);",
         "const float e = __expf(-x);",
         "tests/test_glu.py -k '(every_gate or equals_eager) and (cuda or gpu)'",
