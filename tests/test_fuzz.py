@@ -24,6 +24,7 @@ from oracles import (
     laid_out,
     scaled_rows,
 )
+from test_bias_act import FUNCTIONS, check_biased, make
 
 SEEDS = {"cpu": 200, "cuda": 2000}
 SEEDS_PER_TEST = 50
@@ -129,6 +130,17 @@ def fuzz_glu(generator, device):
     check_glu(ours, eager, inputs, grad_layout)
 
 
+def fuzz_bias_act(generator, device):
+    rows, cols = rows_and_cols(generator, device)
+    ours, eager, matrices = generator.choice(list(FUNCTIONS.values()))
+    inputs = list(make(matrices, rows, cols, generator.choice(DTYPES), device))
+    inputs[:matrices] = [maybe_laid_out(generator, x) for x in inputs[:matrices]]
+    layouts = ["offset", "every_other", "row_strided"]
+    inputs[matrices:] = [laid_out(b[None], generator.choice(layouts))[0] for b in inputs[matrices:]]
+    grad_layout = generator.choice([None, "row_strided", "transposed", "offset"])
+    check_biased(ours, eager, inputs if generator.random() < 0.8 else inputs[:matrices], matrices, grad_layout)
+
+
 def fuzz_rope(generator, device):
     dtype = generator.choice(DTYPES)
     batch, tokens = generator.randint(1, 3), size(generator, 300 if device == "cuda" else 30)
@@ -173,5 +185,6 @@ KINDS = {
     "add_rms_norm": lambda generator, device: fuzz_norm(generator, device, added=True),
     "layer_norm": fuzz_layer_norm,
     "glu": fuzz_glu,
+    "bias_act": fuzz_bias_act,
     "rope": fuzz_rope,
 }

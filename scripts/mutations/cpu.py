@@ -111,6 +111,14 @@ CPU = [
         "tests/test_glu.py -k rounds_where",
     ),
     Mutation(
+        "cpu_bias_rounded_late",
+        "the sum with the bias is not rounded",
+        "csrc/cpu/bias_act.cpp",
+        "out[i] = rounded<T>(widen(x[i]) + widen(bias[i]));",
+        "out[i] = widen(x[i]) + widen(bias[i]);",
+        "tests/test_bias_act.py -k rounds_where",
+    ),
+    Mutation(
         "ignored_irregular_strides",
         "rows that no single stride describes are taken as if one did",
         "csrc/torch/binding.h",

@@ -82,6 +82,14 @@ CUDA = [
         "tests/test_memory.py tests/test_glu.py -k 'cuda and (every_output or forward_and_backward) and swiglu'",
     ),
     Mutation(
+        "cuda_bias_act_lost_rows",
+        "the last row of each range is left out of the gradients",
+        "csrc/kernels/activation/bias_act.cu",
+        "for (int64_t row = begin; row < end; ++row) {",
+        "for (int64_t row = begin; row + 1 < end; ++row) {",
+        "tests/test_bias_act.py -k 'many_rows and cuda'",
+    ),
+    Mutation(
         "cuda_misaligned_vectors",
         "16-byte accesses whatever the alignment",
         "csrc/kernels/launch.h",
