@@ -1,8 +1,8 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
-- `rms_norm`, `add_rms_norm`, `rope`, `swiglu`, `geglu`, `linear`, `rms_norm_linear`: ops with gradients; as modules
-  in `llmkernels.nn`
-- `softmax`, `log_softmax`, `cross_entropy`: ops with gradients
+- `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `swiglu`, `geglu`, `relu2_glu`, `bias_swiglu`,
+  `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`, `linear`, `rms_norm_linear`: ops with
+  gradients; the most used as modules in `llmkernels.nn`
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
@@ -20,12 +20,19 @@ if _library.load():
     from llmkernels import nn
     from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, release, unpatch
     from llmkernels.ops import (
+        add_layer_norm,
         add_rms_norm,
+        bias_geglu,
+        bias_gelu,
+        bias_swiglu,
         cross_entropy,
         decode_attention,
         geglu,
+        layer_norm,
         linear,
         log_softmax,
+        relu2,
+        relu2_glu,
         rms_norm,
         rms_norm_linear,
         rope,
@@ -40,16 +47,23 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "__version__",
+    "add_layer_norm",
     "add_rms_norm",
+    "bias_geglu",
+    "bias_gelu",
+    "bias_swiglu",
     "cross_entropy",
     "decode_attention",
     "geglu",
     "generate",
+    "layer_norm",
     "linear",
     "log_softmax",
     "nn",
     "patch",
     "release",
+    "relu2",
+    "relu2_glu",
     "rms_norm",
     "rms_norm_linear",
     "rope",

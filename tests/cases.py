@@ -54,6 +54,13 @@ def _add_norm_inputs(rows, cols, dtype, device):
     return x, scaled_rows(rows, cols, dtype=dtype, device=device), weight
 
 
+def _layer_norm_inputs(rows, cols, dtype, device, added=False):
+    """Rows with a mean that is not zero."""
+    x, weight = _norm_inputs(rows, cols, dtype, device)
+    residual = (scaled_rows(rows, cols, dtype=dtype, device=device),) if added else ()
+    return x + 1, *residual, weight, torch.randn(cols, device=device).to(dtype)
+
+
 def _glu_inputs(rows, cols, dtype, device):
     return tuple(torch.randn(rows, cols, device=device).mul_(2).to(dtype) for _ in range(2))
 
@@ -69,6 +76,22 @@ def _masked_inputs(rows, cols, dtype, device):
 
 def _loss_inputs(rows, cols, dtype, device):
     return scaled_rows(rows, cols, dtype=dtype, device=device), torch.randint(cols, (rows,), device=device)
+
+
+def _biased_inputs(rows, cols, dtype, device, matrices):
+    rows = tuple(torch.randn(rows, cols, device=device).mul_(2).to(dtype) for _ in range(matrices))
+    return *rows, *(torch.randn(cols, device=device).to(dtype) for _ in range(matrices))
+
+
+def _bias_act_case(name, function, matrices, **options):
+    return Case(
+        name,
+        partial(getattr(llmkernels, function), **options),
+        partial(getattr(oracles, function), **options),
+        partial(_biased_inputs, matrices=matrices),
+        row_dims=(0,) * matrices + (None,) * matrices,
+        differentiable=2 * matrices,
+    )
 
 
 def _rope_inputs(rows, cols, dtype, device, with_positions=False):
@@ -155,6 +178,30 @@ CASES = [
         row_dims=(0, 0, None),
         differentiable=3,
     ),
+    Case(
+        "layer_norm",
+        llmkernels.layer_norm,
+        oracles.layer_norm,
+        _layer_norm_inputs,
+        row_dims=(0, None, None),
+        differentiable=3,
+    ),
+    Case(
+        "layer_norm_unweighted",
+        llmkernels.layer_norm,
+        oracles.layer_norm,
+        _unweighted_inputs,
+        row_dims=(0,),
+        differentiable=1,
+    ),
+    Case(
+        "add_layer_norm",
+        llmkernels.add_layer_norm,
+        oracles.add_layer_norm,
+        partial(_layer_norm_inputs, added=True),
+        row_dims=(0, 0, None, None),
+        differentiable=4,
+    ),
     _rope_case("rope"),
     _rope_case("rope_interleaved", interleaved=True),
     _rope_case("rope_positions", with_positions=True),
@@ -167,6 +214,11 @@ CASES = [
     _softmax_case("log_softmax"),
     _loss_case("cross_entropy", label_smoothing=0.1),
     _loss_case("cross_entropy_in_backward", gradient_in_forward=False, softcap=5.0),
+    _glu_case("relu2_glu", "relu2_glu"),
+    _bias_act_case("bias_gelu", "bias_gelu", 1),
+    _bias_act_case("relu2", "relu2", 1),
+    _bias_act_case("bias_swiglu", "bias_swiglu", 2),
+    _bias_act_case("bias_geglu_tanh", "bias_geglu", 2, approximate="tanh"),
 ]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -35,6 +35,18 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
     return rms_norm(total, weight, eps, **options), total
 
 
+def layer_norm(x, weight=None, bias=None, eps=1e-5):
+    if x.dtype == torch.float64 or weight is None or weight.dtype == x.dtype:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    wide = (None if t is None else t.float() for t in (weight, bias))
+    return F.layer_norm(x.float(), x.shape[-1:], *wide, eps).to(x.dtype)
+
+
+def add_layer_norm(x, residual, weight=None, bias=None, eps=1e-5):
+    total = x + residual
+    return layer_norm(total, weight, bias, eps), total
+
+
 def swiglu(gate, up=None):
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     return F.silu(gate) * up
@@ -77,6 +89,31 @@ def cross_entropy(logits, target, weight=None, *, ignore_index=-100, reduction="
     if reduction == "none":
         return losses
     return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
+
+
+def relu2_glu(gate, up=None):
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return F.relu(gate).square() * up
+
+
+def biased(x, bias):
+    return x if bias is None else x + bias
+
+
+def bias_gelu(x, bias=None, *, approximate="none"):
+    return F.gelu(biased(x, bias), approximate=approximate)
+
+
+def relu2(x, bias=None):
+    return F.relu(biased(x, bias)).square()
+
+
+def bias_swiglu(gate, up, gate_bias=None, up_bias=None):
+    return swiglu(biased(gate, gate_bias), biased(up, up_bias))
+
+
+def bias_geglu(gate, up, gate_bias=None, up_bias=None, *, approximate="none"):
+    return geglu(biased(gate, gate_bias), biased(up, up_bias), approximate=approximate)
 
 
 def rope(q, k, cos, sin, position_ids=None, *, layout="bthd", interleaved=False, rotary_dim=None):
@@ -196,6 +233,33 @@ def check_norm(ours, eager, inputs, grad_layout=None, **options):
         terms = grad_y * normed
         scales.append(torch.maximum(terms.square().sum(0).sqrt(), terms.sum(0).abs()).max())
     check(ours, eager, inputs, scales=scales, grad_outputs=grad_outputs)
+
+
+def check_layer_norm(ours, eager, rows, parameters, grad_layout=None, eps=1e-5):
+    """`check` for layer_norm and add_layer_norm, with errors relative to what is summed up, as in `check_norm`.
+
+    `parameters` has the weight, the bias, both or none, by name.
+    """
+    count = len(rows)
+
+    def named(function):
+        return lambda *t: function(*t[:count], **dict(zip(parameters, t[count:], strict=True)), eps=eps)
+
+    inputs = (*rows, *parameters.values())
+    grad_outputs = [torch.randn_like(t) for t in tensors(named(eager)(*inputs))]
+    if grad_layout:
+        grad_outputs = [laid_out(t, grad_layout) for t in grad_outputs]
+    total, grad_y = sum(in_double(rows)), grad_outputs[0].double()
+    rstd = torch.rsqrt((total - total.mean(-1, keepdim=True)).square().mean(-1, keepdim=True) + eps)
+    weighted = grad_y * parameters["weight"].double() if "weight" in parameters else grad_y
+    of_row = weighted.abs() * rstd + sum(in_double(grad_outputs[1:]), torch.zeros_like(total)).abs()
+    scales = [None] * len(grad_outputs) + [of_row.amax(-1, keepdim=True)] * count
+    if grad_y.numel():
+        of_columns = {"weight": grad_y * layer_norm(total, eps=eps), "bias": grad_y}
+        scales += [of_columns[name].square().sum(0).sqrt().max() for name in parameters]
+    else:
+        scales += [None] * len(parameters)
+    check(named(ours), named(eager), inputs, scales=scales, grad_outputs=grad_outputs)
 
 
 def check_glu(ours, eager, inputs, grad_layout=None):

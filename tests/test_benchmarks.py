@@ -322,12 +322,14 @@ def test_cases_have_the_keys_of_the_format():
     keys = {
         "rms_norm": rows_cols,
         "add_rms_norm": rows_cols,
+        "layer_norm": rows_cols,
         "rope": {"batch", "tokens", "heads", "kv_heads", "head_dim", "in_place"},
         "swiglu": rows_cols | {"packed"},
         "geglu": rows_cols | {"packed"},
         "softmax": rows_cols,
         "cross_entropy": {"rows", "vocab"},
         "cross_entropy_gradient": {"rows", "vocab"},
+        "bias_gelu": rows_cols,
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},
         "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
@@ -357,7 +359,7 @@ def test_a_replay_touches_more_than_the_cache(case):
     if case.op == "rope":
         size = case.keys["tokens"] * (case.keys["heads"] + case.keys["kv_heads"]) * case.keys["head_dim"] * itemsize
     else:
-        tensors = 1 if case.op == "rms_norm" else 2
+        tensors = 1 if case.op in ("rms_norm", "layer_norm", "bias_gelu") else 2
         size = tensors * case.keys["rows"] * case.keys["cols"] * itemsize
     plan = timing.plan(size, case.bytes, timing.FULL)
     if case.keys.get("rows") == 1:  # in the cache on purpose: see MAX_SETS

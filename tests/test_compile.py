@@ -32,8 +32,22 @@ def norm_calls(device):
     yield "add_rms_norm", (x, strided, weight, 1e-5, 1.0, False)
 
 
+def layer_norm_calls(device):
+    x, parameters = scaled_rows(3, 4, 16, device=device), torch.randn(2, 16, device=device)
+    strided = scaled_rows(3, 4, 32, device=device)[..., :16]
+    yield "layer_norm", (x,)
+    yield "layer_norm", (strided.transpose(0, 1), *parameters)
+    yield "layer_norm", (x, None, parameters[0], 1e-3)
+    yield "layer_norm", (x[:0], *parameters)
+    yield "add_layer_norm", (x, strided)
+    yield "add_layer_norm", (x, strided, *parameters)
+
+
 def norm_backward_calls(device):
     x, weight = scaled_rows(3, 4, 16, device=device), torch.randn(16, device=device)
+    for given_weight, grad_sum, wanted in ((weight, x, (True, True)), (weight, None, (False, True)),
+                                           (None, x, (True, False)), (None, None, (False, False))):  # fmt: skip
+        yield "layer_norm_backward", (x, x, given_weight, grad_sum, 1e-5, *wanted)
     for given_weight in (weight, None):
         for grad_sum in (x, None):
             for needs_grad_weight in (True, False):
@@ -55,13 +69,39 @@ def glu_calls(device):
     yield "swiglu", (gate, up)
     yield "swiglu", (gate.transpose(0, 1), up.transpose(0, 1))
     yield "swiglu_packed", (gate,)
+    yield "relu2_glu", (gate, up)
+    yield "relu2_glu_packed", (gate,)
     for approximate in ("tanh", "none"):
         yield "geglu", (gate, up, approximate)
         yield "geglu_packed", (gate, approximate)
 
 
+def bias_act_calls(device):
+    gate, up = torch.randn(2, 3, 4, 16, device=device)
+    biases = torch.randn(2, 16, device=device)
+    yield "bias_gelu", (gate,)
+    yield "bias_gelu", (gate.transpose(0, 1), biases[0], "tanh")
+    yield "relu2", (gate, biases[0])
+    yield "bias_swiglu", (gate, up)
+    yield "bias_swiglu", (gate, up.transpose(0, 1).contiguous().transpose(0, 1), *biases)
+    yield "bias_geglu", (gate[:0], up[:0], *biases, "tanh")
+    yield "bias_geglu", (gate, up, None, biases[0])
+
+
+def bias_act_backward_calls(device):
+    grad_y, gate, up = torch.randn(3, 3, 4, 16, device=device)
+    biases = torch.randn(2, 16, device=device)
+    for wanted in (True, False):
+        yield "bias_gelu_backward", (grad_y, gate, biases[0], "none", wanted)
+        yield "relu2_backward", (grad_y, gate, None, wanted)
+        yield "bias_swiglu_backward", (grad_y, gate, up, *biases, wanted, True)
+        yield "bias_geglu_backward", (grad_y, gate, up, *biases, "tanh", True, wanted)
+
+
 def glu_backward_calls(device):
     gate, up = torch.randn(2, 3, 4, 16, device=device)
+    yield "relu2_glu_backward", (up, gate, up)
+    yield "relu2_glu_packed_backward", (up[..., :8], gate)
     yield "swiglu_backward", (up, gate, up)
     yield "swiglu_packed_backward", (up[..., :8], gate)
     yield "geglu_backward", (up, gate, up, "tanh")
@@ -101,8 +141,10 @@ def differentiable_calls(device):
     yield from norm_calls(device)
     yield from softmax_calls(device)
     yield from loss_calls(device)
+    yield from layer_norm_calls(device)
     yield from (("rope", arguments) for arguments in rope_arguments(device))
     yield from glu_calls(device)
+    yield from bias_act_calls(device)
 
 
 def other_calls(device):
@@ -114,13 +156,14 @@ def other_calls(device):
         if arguments[1].stride(-1) == 1:
             yield "rope_", arguments
     yield from glu_backward_calls(device)
+    yield from bias_act_backward_calls(device)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("index", range(len(list(differentiable_calls("cpu")))))
 def test_opcheck(device, index, requires_grad):
     name, arguments = list(differentiable_calls(device))[index]
-    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1}.get(name, 3)  # cos, sin and masks do not
+    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1}.get(name, 4)  # cos, sin and masks do not
     arguments = [
         a.detach().requires_grad_(requires_grad and i < takes_gradient) if isinstance(a, torch.Tensor) else a
         for i, a in enumerate(arguments)

@@ -51,6 +51,10 @@ def test_every_row_alone_has_the_bits_it_has_in_a_batch(device, cols):
     assert_same(torch.cat([llmkernels.rms_norm(row) for row in x.split(1)]), y)
     alone = [llmkernels.add_rms_norm(*rows) for rows in zip(x.split(1), residual.split(1), strict=True)]
     assert_same((torch.cat([a for a, _ in alone]), torch.cat([b for _, b in alone])), (z, s))
+    y, (z, s) = llmkernels.layer_norm(x), llmkernels.add_layer_norm(x, residual)
+    assert_same(torch.cat([llmkernels.layer_norm(row) for row in x.split(1)]), y)
+    alone = [llmkernels.add_layer_norm(*rows) for rows in zip(x.split(1), residual.split(1), strict=True)]
+    assert_same((torch.cat([a for a, _ in alone]), torch.cat([b for _, b in alone])), (z, s))
 
 
 @pytest.mark.gpu
@@ -120,11 +124,16 @@ PRODUCERS = {
     "swiglu": lambda x: llmkernels.swiglu(x, x),
     "rope": lambda x: even_rope(x)[0, 0],
     "rms_norm_backward": lambda x: torch.ops.llmkernels.rms_norm_backward(x, x, x[0], None, 1e-6, 0.0, True, True)[0],
+    "layer_norm": lambda x: llmkernels.layer_norm(x, x[0], x[1]),
+    "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, True, True)[0],
     "swiglu_backward": lambda x: torch.ops.llmkernels.swiglu_backward(x, x, x)[1],
 }
 CONSUMERS = {
     "rms_norm": lambda x: llmkernels.rms_norm(x),
     "rms_norm of unaligned rows": lambda x: llmkernels.rms_norm(x[:, 1:]),
+    "layer_norm": lambda x: llmkernels.layer_norm(x, x[0], x[1]),
+    "layer_norm of unaligned rows": lambda x: llmkernels.layer_norm(x[:, 1:]),
+    "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, True, True),
     "swiglu": lambda x: llmkernels.swiglu(x, x),
     "rope": lambda x: even_rope(x[:, : x.size(1) // 2 * 2]),
     "rms_norm_backward": lambda x: torch.ops.llmkernels.rms_norm_backward(x, x, x[0], None, 1e-6, 0.0, True, True),

@@ -143,7 +143,7 @@ def change(path: Path, text: str):
         ("csrc/torch/binding.h", {*OPS, "decode"}),
         ("csrc/device/reduce.cuh", {"rms_norm", "linear", "decode"}),  # whoever works on the norms says so
         ("csrc/kernels/activation/glu.cu", {"glu", "linear", "decode"}),  # the binding of linears has one with SwiGLU
-        ("csrc/kernels/norm/rms_norm_backward.cu", {"rms_norm", "linear", "decode"}),  # a linear behind a norm
+        ("csrc/kernels/norm/backward.cuh", {"rms_norm", "linear", "decode"}),  # a linear behind a norm
         ("csrc/kernels/linear/linear.cu", {"linear", "decode"}),
         ("csrc/kernels/attention/decode_attention_bf16.cu", {"attention", "decode"}),
         ("csrc/torch/decode.cpp", {"decode"}),

@@ -20,11 +20,13 @@ from oracles import (
     check,
     check_cross_entropy,
     check_glu,
+    check_layer_norm,
     check_norm,
     check_softmax,
     laid_out,
     scaled_rows,
 )
+from test_bias_act import FUNCTIONS, check_biased, make
 
 SEEDS = {"cpu": 200, "cuda": 2000}
 SEEDS_PER_TEST = 50
@@ -102,6 +104,22 @@ def fuzz_norm(generator, device, added=False):
     )
 
 
+def fuzz_layer_norm(generator, device):
+    rows, cols = rows_and_cols(generator, device)
+    dtype = generator.choice(DTYPES)
+    added = generator.random() < 0.5
+    x = [maybe_laid_out(generator, scaled_rows(rows, cols, dtype=dtype, device=device)) for _ in range(1 + added)]
+    parameters = {name: torch.randn(1, cols, device=device).to(dtype) for name in ("weight", "bias")}
+    layouts = ["offset", "every_other", "row_strided"]
+    parameters = {
+        name: laid_out(t, generator.choice(layouts))[0] for name, t in parameters.items() if generator.random() < 0.7
+    }
+    name = "add_layer_norm" if added else "layer_norm"
+    grad_layout = generator.choice([None, "row_strided", "transposed", "offset"])
+    ours, eager = (getattr(module, name) for module in (llmkernels, oracles))
+    check_layer_norm(ours, eager, x, parameters, grad_layout, eps=10 ** generator.uniform(-6, -1))
+
+
 def fuzz_glu(generator, device):
     rows, cols = rows_and_cols(generator, device)
     dtype = generator.choice(DTYPES)
@@ -142,6 +160,17 @@ def fuzz_cross_entropy(generator, device):
         "gradient_in_forward": generator.random() < 0.5,
     }
     check_cross_entropy(llmkernels.cross_entropy, (logits, target, *weight), **options)
+
+
+def fuzz_bias_act(generator, device):
+    rows, cols = rows_and_cols(generator, device)
+    ours, eager, matrices = generator.choice(list(FUNCTIONS.values()))
+    inputs = list(make(matrices, rows, cols, generator.choice(DTYPES), device))
+    inputs[:matrices] = [maybe_laid_out(generator, x) for x in inputs[:matrices]]
+    layouts = ["offset", "every_other", "row_strided"]
+    inputs[matrices:] = [laid_out(b[None], generator.choice(layouts))[0] for b in inputs[matrices:]]
+    grad_layout = generator.choice([None, "row_strided", "transposed", "offset"])
+    check_biased(ours, eager, inputs if generator.random() < 0.8 else inputs[:matrices], matrices, grad_layout)
 
 
 def fuzz_rope(generator, device):
@@ -188,6 +217,8 @@ KINDS = {
     "cross_entropy": fuzz_cross_entropy,
     "rms_norm": fuzz_norm,
     "add_rms_norm": lambda generator, device: fuzz_norm(generator, device, added=True),
+    "layer_norm": fuzz_layer_norm,
     "glu": fuzz_glu,
+    "bias_act": fuzz_bias_act,
     "rope": fuzz_rope,
 }

@@ -11,7 +11,7 @@ import torch
 
 from llmkernels import __main__, _info, _library
 
-OPS = ("add_rms_norm", "geglu", "rms_norm", "rope", "rope_", "swiglu")
+OPS = ("add_layer_norm", "add_rms_norm", "geglu", "layer_norm", "rms_norm", "rope", "rope_", "swiglu")
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory_gib": 139.8, "runs": "sm_90a"}
 
 

@@ -135,6 +135,8 @@ def assert_far_rows(device):
         weight = near[0].clone()
         assert_same(llmkernels.rms_norm(x), llmkernels.rms_norm(near))
         assert_same(llmkernels.add_rms_norm(near, x), llmkernels.add_rms_norm(near, near))
+        assert_same(llmkernels.layer_norm(x), llmkernels.layer_norm(near))
+        assert_same(llmkernels.add_layer_norm(near, x), llmkernels.add_layer_norm(near, near))
         far, close = (_backward(t, t, weight, t, 1e-6, 0.0, True, True) for t in (x, near))
         assert_same(far, close)
         assert_same(llmkernels.swiglu(x, near), llmkernels.swiglu(near, near))
@@ -270,7 +272,7 @@ def every_path():
     for case in CASES:
         for cols in (64, 63):  # vectors, single elements
             yield case, torch.bfloat16, cols, 5
-    for name in ("rms_norm", "add_rms_norm"):
+    for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
         case = case_named(name)
         for cols in (8, 2048, 10000, 36864, 4099):  # rows of one lane, of 1 and 2 vectors per thread, read twice
             yield case, torch.bfloat16, cols, 3
@@ -278,8 +280,9 @@ def every_path():
         yield case, torch.float32, 16384, 2
         yield case, torch.float16, 2048, 900  # several rows per group in the persistent backward
         yield case, torch.float32, 33, 70  # more rows than partial sums
-    for name in ("rope", "swiglu_packed"):
+    for name in ("rope", "swiglu_packed", "bias_swiglu"):
         yield case_named(name), torch.float32, 256, 4
+    yield case_named("bias_gelu"), torch.bfloat16, 2064, 1100  # several strips, several rows per block in the backward
 
 
 @pytest.mark.sanitizer

@@ -131,6 +131,25 @@ def test_add_rms_norm(device):
     assert_same(module(x, residual), llmkernels.add_rms_norm(x, residual, module.weight, 1e-5))
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}, {"eps": 0.1}], ids=str)
+@pytest.mark.parametrize("shape", [48, (48,), (4, 12)], ids=str)
+def test_layer_norm_takes_the_place_of_torchs(device, shape, options):
+    theirs = torch_nn.LayerNorm(shape, **options).to(device)
+    for parameter in theirs.parameters():
+        torch_nn.init.normal_(parameter)
+    ours = nn.LayerNorm(shape, **options).to(device)
+    ours.load_state_dict(theirs.state_dict())
+    x, residual = scaled_rows(2, 3, 5, 48, device=device).unflatten(-1, shape if shape == (4, 12) else (48,))
+    assert_close(forward_and_gradients(ours, x), forward_and_gradients(theirs, x))
+    both = nn.AddLayerNorm(shape, **options).to(device)
+    both.load_state_dict(theirs.state_dict())
+    y, total = both(x, residual)
+    torch.testing.assert_close(y, theirs(x + residual), rtol=1e-4, atol=1e-5)
+    assert_same(total, x + residual)
+    with pytest.raises(RuntimeError, match=r"LayerNorm: x must have shape \[\.\.\., (4, 12|48)\], got \[3, 7\]"):
+        ours(torch.ones(3, 7, device=device))
+
+
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.AddRMSNorm])
 def test_a_new_norm_only_normalizes(kind):
     x = scaled_rows(5, 32)
@@ -142,7 +161,15 @@ def test_a_new_norm_only_normalizes(kind):
 
 @pytest.mark.parametrize(
     "module",
-    [nn.RMSNorm(16), nn.AddRMSNorm(16, 1e-5), nn.GatedMLP(16, 32), nn.RotaryEmbedding(16), nn.GEGLU()],
+    [
+        nn.RMSNorm(16),
+        nn.AddRMSNorm(16, 1e-5),
+        nn.LayerNorm((4, 16)),
+        nn.AddLayerNorm(16),
+        nn.GatedMLP(16, 32),
+        nn.RotaryEmbedding(16),
+        nn.GEGLU(),
+    ],
     ids=repr,
 )
 def test_modules_can_be_saved_and_printed(module):

@@ -2,9 +2,11 @@
 
 from benchmarks.ops import (
     add_rms_norm,
+    bias_gelu,
     cross_entropy,
     decode_attention,
     geglu,
+    layer_norm,
     linear,
     rms_norm,
     rope,
@@ -18,9 +20,11 @@ OPS = {
     for op in (
         rms_norm.OP,
         add_rms_norm.OP,
+        layer_norm.OP,
         rope.OP,
         swiglu.OP,
         geglu.OP,
+        bias_gelu.OP,
         softmax.OP,
         cross_entropy.OP,
         cross_entropy.GRADIENT,

@@ -4,83 +4,14 @@
 #include "cpu/glu.h"
 
 #include <algorithm>
-#include <cmath>
 
+#include "cpu/activation.h"
 #include "cpu/convert.h"
-#include "cpu/exponential.h"
 
 namespace llmk::cpu {
 namespace {
 
-// An activation is a function of x and e = exponential(argument(x)). It is a product with x, so that NaN stays NaN.
-struct Silu {
-  template <typename A>
-  static A argument(A x) {
-    return -x;
-  }
-  template <typename A>
-  static A value(A x, A e) {
-    return x / (A(1) + e);
-  }
-  template <typename A>
-  static A slope(A x, A e) {
-    const A sigmoid = A(1) / (A(1) + e);
-    return sigmoid * (A(1) + x * (A(1) - sigmoid));
-  }
-};
-
-// 0.5 x (1 + tanh(z / 2)) = x / (1 + e^-z), which has no cancellation for negative x.
-struct GeluTanh {
-  static constexpr double kScale = 1.5957691216057308, kCubic = 0.044715;  // 2 sqrt(2 / pi)
-  template <typename A>
-  static A argument(A x) {
-    return A(-kScale) * (x + A(kCubic) * (x * x * x));
-  }
-  template <typename A>
-  static A value(A x, A e) {
-    return x / (A(1) + e);
-  }
-  template <typename A>
-  static A slope(A x, A e) {
-    const A sigmoid = A(1) / (A(1) + e), slope_of_z = A(kScale) + A(3 * kScale * kCubic) * (x * x);
-    const A complement = std::min(e, A(1e30)) * sigmoid;  // 1 - sigmoid, without cancellation
-    return sigmoid + x * (sigmoid * complement) * slope_of_z;
-  }
-};
-
-// x times the normal distribution function; e is the density without its constant factor.
-struct GeluErf {
-  template <typename A>
-  static A argument(A x) {
-    return A(-0.5) * x * x;
-  }
-  static double distribution(double x, double) { return 0.5 * std::erfc(-0.7071067811865476 * x); }
-  static float distribution(float x, float e) {
-    // At -a it is e p(a) / q(a), a minimax approximation; from a = 16 on e is 0.
-    const float a = bit_cast<float>(std::min(bit_cast<int32_t>(std::abs(x)), bit_cast<int32_t>(16.f))), a2 = a * a;
-    const float p = (0.5f + 0.333630532f * a) + a2 * (0.103956588f + 0.0135161234f * a);
-    const float q = (1.f + 1.46514273f * a) + a2 * ((0.876959085f + 0.260014653f * a) + 0.0339010507f * a2);
-    const float tail = e * p / q;
-    return x > 0.f ? 1.f - tail : tail;
-  }
-  template <typename A>
-  static A value(A x, A e) {
-    return x * distribution(x, e);
-  }
-  template <typename A>
-  static A slope(A x, A e) {
-    return distribution(x, e) + A(0.3989422804014327) * x * e;
-  }
-};
-
 constexpr int64_t kBlock = 512;
-
-// The exponentials have their own loop. In one loop with the rest, the chains of dependent instructions would be too
-// long for the processor to overlap iterations.
-template <typename Act, typename S, typename A>
-inline void exponentials(const S* x, int64_t count, A* e) {
-  for (int64_t i = 0; i < count; ++i) e[i] = exponential(Act::argument(widen(x[i])));
-}
 
 template <typename T, typename Act>
 inline void forward(const T* gate, const T* up, T* y, int64_t size) {
@@ -117,16 +48,6 @@ inline void backward(const T* grad_y, const T* gate, const T* up, T* grad_gate, 
     store(dg, count, grad_gate + begin);
     store(du, count, grad_up + begin);
   });
-}
-
-// Calls body(TypeTag<Act>{}).
-template <typename Body>
-inline void dispatch_activation(Activation activation, Body&& body) {
-  switch (activation) {
-    case Activation::kSilu: return body(TypeTag<Silu>{});
-    case Activation::kGeluTanh: return body(TypeTag<GeluTanh>{});
-    case Activation::kGeluErf: return body(TypeTag<GeluErf>{});
-  }
 }
 
 // Calls body(row, col, count) for each piece of a row in the flat range [begin, end).

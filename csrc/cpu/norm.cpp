@@ -1,9 +1,10 @@
-// RMSNorm on the CPU, computed in float32 (float64 for float64):
-//   rstd = 1 / sqrt(mean(x^2) + eps), n = x * rstd, y = n * (offset + weight), after x has been increased by the
-//   residual; backward, with g = grad_y * (offset + weight): grad_x = rstd * (g - n * mean(g * n)) + grad_sum,
-//   grad_weight = sum over rows of grad_y * m, where m is what the weight was multiplied by: round(n) with
-//   cast_before_weight, else n.
-// Rows are read twice, the second time from cache, in blocks.
+// RMSNorm and LayerNorm on the CPU, computed in float32 (float64 for float64):
+//   rstd = 1 / sqrt(mean((x - m)^2) + eps), n = (x - m) * rstd, y = n * (offset + weight) + bias, after x has been
+//   increased by the residual; m is mean(x) for LayerNorm, which has no offset, and 0 for RMSNorm, which has no bias.
+//   Backward, with g = grad_y * (offset + weight): grad_x = rstd * (g - c - n * mean(g * n)) + grad_sum, where c is
+//   mean(g) for LayerNorm and 0 for RMSNorm; grad_weight = sum over rows of grad_y * k, where k is what the weight was
+//   multiplied by: round(n) with cast_before_weight, else n; grad_bias = sum over rows of grad_y.
+// Rows are read twice, or three times for LayerNorm, all but the first time from cache, in blocks.
 #include "cpu/norm.h"
 
 #include <algorithm>
@@ -11,28 +12,21 @@
 
 #include "cpu/convert.h"
 #include "cpu/row_sums.h"
+#include "cpu/rows.h"
 
 namespace llmk::cpu {
 namespace {
 
-constexpr int64_t kBlock = 1024;
+template <typename A>
+inline A square(A x) {
+  return x * x;
+}
 
-// Blocks of a row operand that may be absent, and then is the same value everywhere.
-template <typename T>
-class Operand {
- public:
-  Operand(const T* row, Wide<T> value_if_absent) : row_(row) {
-    if (row == nullptr) std::fill_n(buffer_, kBlock, narrow<T>(value_if_absent));
-  }
-  void set_row(const T* row) { row_ = row; }
-  const LoopType<T>* load(int64_t begin, int64_t count) {
-    return row_ != nullptr ? cpu::load(row_ + begin, count, buffer_) : buffer_;
-  }
-
- private:
-  const T* row_;
-  LoopType<T> buffer_[kBlock];
-};
+// Those of grad_bias come after those of grad_weight, if there are any.
+template <typename A>
+inline A* bias_partials(const NormBackwardParams& p) {
+  return static_cast<A*>(p.partials) + (p.grad_weight != nullptr ? p.partial_rows * p.cols : 0);
+}
 
 // In double, since it is one per row, and its error is that of the whole row.
 template <typename A>
@@ -40,11 +34,28 @@ inline A reciprocal_rms(A sum_of_squares, int64_t cols, double eps) {
   return static_cast<A>(1.0 / std::sqrt(static_cast<double>(sum_of_squares) / static_cast<double>(cols) + eps));
 }
 
+// The mean of x, from the differences to one of its elements: exact where all are equal. It is the median of three:
+// next to one that is far larger than the others these would lose their last digits.
 template <typename T>
-inline void forward_rows(const RmsNormParams& p, int64_t row_begin, int64_t row_end) {
+inline Wide<T> mean_of(const T* x, int64_t cols, LoopType<T>* buffer) {
+  using A = Wide<T>;
+  const auto at = [=](int64_t i) { return widen(*load(x + i, 1, buffer)); };
+  const A a = at(0), b = at(cols / 2), c = at(cols - 1);
+  const A median = std::max(std::min(a, b), std::min(std::max(a, b), c));
+  A sum = 0;
+  for_blocks<kBlock>(cols, [&](int64_t begin, int64_t count) {
+    const LoopType<T>* v = load(x + begin, count, buffer);
+    sum += sum_of<A>(count, [=](int64_t i) { return widen(v[i]) - median; });
+  });
+  return median + sum / static_cast<A>(cols);
+}
+
+template <typename T, bool kCentered>
+inline void forward_rows(const NormParams& p, int64_t row_begin, int64_t row_end) {
   using A = Wide<T>;
   LoopType<T> x_buffer[kBlock], residual_buffer[kBlock], out_buffer[kBlock];
   Operand<T> weight(static_cast<const T*>(p.weight), 1);
+  [[maybe_unused]] Operand<T> bias(static_cast<const T*>(p.bias), 0);
   const A offset = p.weight != nullptr ? static_cast<A>(p.options.weight_offset) : A(0);
   const bool cast_before_weight = p.options.cast_before_weight;
 
@@ -63,10 +74,11 @@ inline void forward_rows(const RmsNormParams& p, int64_t row_begin, int64_t row_
       x = sum;
     }
 
+    const A mean = kCentered ? mean_of(x, p.cols, x_buffer) : A(0);
     A squares = 0;
     for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
       const LoopType<T>* v = load(x + begin, count, x_buffer);
-      squares += sum_of<A>(count, [=](int64_t i) { return widen(v[i]) * widen(v[i]); });
+      squares += sum_of<A>(count, [=](int64_t i) { return square(widen(v[i]) - mean); });
     });
     const A rstd = reciprocal_rms(squares, p.cols, p.options.eps);
 
@@ -75,17 +87,24 @@ inline void forward_rows(const RmsNormParams& p, int64_t row_begin, int64_t row_
       const LoopType<T>* v = load(x + begin, count, x_buffer);
       const LoopType<T>* w = weight.load(begin, count);
       LoopType<T>* out = output_buffer(y + begin, out_buffer);
-      for (int64_t i = 0; i < count; ++i) {
-        const A n = widen(v[i]) * rstd;
-        out[i] = narrow<T>((cast_before_weight ? rounded<T>(n) : n) * (offset + widen(w[i])));
+      if constexpr (kCentered) {
+        const LoopType<T>* b = bias.load(begin, count);
+        for (int64_t i = 0; i < count; ++i) {
+          out[i] = narrow<T>((widen(v[i]) - mean) * rstd * widen(w[i]) + widen(b[i]));
+        }
+      } else {
+        for (int64_t i = 0; i < count; ++i) {
+          const A n = widen(v[i]) * rstd;
+          out[i] = narrow<T>((cast_before_weight ? rounded<T>(n) : n) * (offset + widen(w[i])));
+        }
       }
       store(out, count, y + begin);
     });
   }
 }
 
-template <typename T>
-inline void backward_chunks(const RmsNormBackwardParams& p, int64_t partial_begin, int64_t partial_end) {
+template <typename T, bool kCentered>
+inline void backward_chunks(const NormBackwardParams& p, int64_t partial_begin, int64_t partial_end) {
   using A = Wide<T>;
   LoopType<T> x_buffer[kBlock], grad_y_buffer[kBlock], out_buffer[kBlock];
   Operand<T> weight(static_cast<const T*>(p.weight), 1);
@@ -94,24 +113,31 @@ inline void backward_chunks(const RmsNormBackwardParams& p, int64_t partial_begi
   const bool cast_before_weight = p.options.cast_before_weight;
 
   for (int64_t chunk = partial_begin; chunk < partial_end; ++chunk) {
-    A* partial = p.grad_weight != nullptr ? static_cast<A*>(p.partials) + chunk * p.cols : nullptr;
-    if (partial != nullptr) std::fill_n(partial, p.cols, A(0));
+    A* const weight_partial = p.grad_weight != nullptr ? static_cast<A*>(p.partials) + chunk * p.cols : nullptr;
+    A* const bias_partial = p.grad_bias != nullptr ? bias_partials<A>(p) + chunk * p.cols : nullptr;
+    for (A* partial : {weight_partial, bias_partial}) {
+      if (partial != nullptr) std::fill_n(partial, p.cols, A(0));
+    }
     const int64_t row_end = p.rows * (chunk + 1) / p.partial_rows;
     for (int64_t row = p.rows * chunk / p.partial_rows; row < row_end; ++row) {
       const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
       const T* grad_y = static_cast<const T*>(p.grad_y) + row * p.grad_y_stride;
       if (p.grad_sum != nullptr) grad_sum.set_row(static_cast<const T*>(p.grad_sum) + row * p.grad_sum_stride);
 
-      A squares = 0, products = 0;  // of x with itself and with g
+      const A mean = kCentered ? mean_of(x, p.cols, x_buffer) : A(0);
+      A squares = 0, products = 0, sum_g = 0;  // of x - mean with itself and with g; of g
       for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
         const LoopType<T>* v = load(x + begin, count, x_buffer);
         const LoopType<T>* dy = load(grad_y + begin, count, grad_y_buffer);
         const LoopType<T>* w = weight.load(begin, count);
-        squares += sum_of<A>(count, [=](int64_t i) { return widen(v[i]) * widen(v[i]); });
-        products += sum_of<A>(count, [=](int64_t i) { return widen(dy[i]) * (offset + widen(w[i])) * widen(v[i]); });
+        squares += sum_of<A>(count, [=](int64_t i) { return square(widen(v[i]) - mean); });
+        products +=
+            sum_of<A>(count, [=](int64_t i) { return widen(dy[i]) * (offset + widen(w[i])) * (widen(v[i]) - mean); });
+        if (kCentered) sum_g += sum_of<A>(count, [=](int64_t i) { return widen(dy[i]) * widen(w[i]); });
       });
       const A rstd = reciprocal_rms(squares, p.cols, p.options.eps);
       const A projection = products * rstd / static_cast<A>(p.cols);  // mean(g * n)
+      const A mean_g = sum_g / static_cast<A>(p.cols);
 
       T* grad_x = static_cast<T*>(p.grad_x) + row * p.cols;
       for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
@@ -121,54 +147,60 @@ inline void backward_chunks(const RmsNormBackwardParams& p, int64_t partial_begi
         const LoopType<T>* ds = grad_sum.load(begin, count);
         LoopType<T>* dx = output_buffer(grad_x + begin, out_buffer);
         for (int64_t i = 0; i < count; ++i) {
-          const A g = widen(dy[i]) * (offset + widen(w[i])), n = widen(v[i]) * rstd;
-          dx[i] = narrow<T>(rstd * (g - n * projection) + widen(ds[i]));
+          const A g = widen(dy[i]) * (offset + widen(w[i])), n = (widen(v[i]) - mean) * rstd;
+          dx[i] = narrow<T>(rstd * (g - mean_g - n * projection) + widen(ds[i]));
         }
         store(dx, count, grad_x + begin);
-        if (partial != nullptr) {
-          A* dw = partial + begin;
+        if (weight_partial != nullptr) {
+          A* dw = weight_partial + begin;
           for (int64_t i = 0; i < count; ++i) {
-            const A n = widen(v[i]) * rstd;
+            const A n = (widen(v[i]) - mean) * rstd;
             dw[i] += widen(dy[i]) * (cast_before_weight ? rounded<T>(n) : n);
           }
+        }
+        if (bias_partial != nullptr) {
+          A* db = bias_partial + begin;
+          for (int64_t i = 0; i < count; ++i) db[i] += widen(dy[i]);
         }
       });
     }
   }
 }
 
-template <typename T>
-inline void add_partials(const RmsNormBackwardParams& p, int64_t col_begin, int64_t col_end) {
-  using A = Wide<T>;
-  A sum[kBlock];
-  LoopType<T> buffer[kBlock];
-  for_blocks<kBlock>(col_end - col_begin, [&](int64_t begin, int64_t count) {
-    const int64_t col = col_begin + begin;
-    std::fill_n(sum, count, A(0));
-    for (int64_t row = 0; row < p.partial_rows; ++row) {
-      const A* partial = static_cast<const A*>(p.partials) + row * p.cols + col;
-      for (int64_t i = 0; i < count; ++i) sum[i] += partial[i];
-    }
-    T* target = static_cast<T*>(p.grad_weight) + col;
-    LoopType<T>* dw = output_buffer(target, buffer);
-    for (int64_t i = 0; i < count; ++i) dw[i] = narrow<T>(sum[i]);
-    store(dw, count, target);
+}  // namespace
+
+void rms_norm(const NormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end) {
+  dispatch_kernel(dtype,
+                  [&](auto tag) { forward_rows<typename decltype(tag)::type, false>(params, row_begin, row_end); });
+}
+
+void layer_norm(const NormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end) {
+  dispatch_kernel(dtype,
+                  [&](auto tag) { forward_rows<typename decltype(tag)::type, true>(params, row_begin, row_end); });
+}
+
+void rms_norm_backward(const NormBackwardParams& params, Dtype dtype, int64_t partial_begin, int64_t partial_end) {
+  dispatch_kernel(dtype, [&](auto tag) {
+    backward_chunks<typename decltype(tag)::type, false>(params, partial_begin, partial_end);
   });
 }
 
-}  // namespace
-
-void rms_norm(const RmsNormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end) {
-  dispatch_kernel(dtype, [&](auto tag) { forward_rows<typename decltype(tag)::type>(params, row_begin, row_end); });
+void layer_norm_backward(const NormBackwardParams& params, Dtype dtype, int64_t partial_begin, int64_t partial_end) {
+  dispatch_kernel(dtype, [&](auto tag) {
+    backward_chunks<typename decltype(tag)::type, true>(params, partial_begin, partial_end);
+  });
 }
 
-void rms_norm_backward(const RmsNormBackwardParams& params, Dtype dtype, int64_t partial_begin, int64_t partial_end) {
-  dispatch_kernel(dtype,
-                  [&](auto tag) { backward_chunks<typename decltype(tag)::type>(params, partial_begin, partial_end); });
-}
-
-void rms_norm_grad_weight(const RmsNormBackwardParams& params, Dtype dtype, int64_t col_begin, int64_t col_end) {
-  dispatch_kernel(dtype, [&](auto tag) { add_partials<typename decltype(tag)::type>(params, col_begin, col_end); });
+void norm_grad_weight_and_bias(const NormBackwardParams& params, Dtype dtype, int64_t col_begin, int64_t col_end) {
+  dispatch_kernel(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto add_up = [&](const Wide<T>* partials, void* target) {
+      if (target == nullptr) return;
+      add_partials(partials, params.partial_rows, params.cols, col_begin, col_end, static_cast<T*>(target));
+    };
+    add_up(static_cast<const Wide<T>*>(params.partials), params.grad_weight);
+    add_up(bias_partials<Wide<T>>(params), params.grad_bias);
+  });
 }
 
 }  // namespace llmk::cpu

@@ -1,5 +1,5 @@
-// RMSNorm on the CPU. Every function computes a part, so that the caller can divide the work among threads; the result
-// does not depend on how.
+// RMSNorm and LayerNorm on the CPU. Every function computes a part, so that the caller can divide the work among
+// threads; the result does not depend on how.
 #pragma once
 #include <cstdint>
 
@@ -9,14 +9,17 @@
 namespace llmk::cpu {
 
 // Rows [row_begin, row_end) of y and, with a residual, of sum.
-void rms_norm(const RmsNormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end);
+void rms_norm(const NormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end);
+void layer_norm(const NormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end);
 
 // The rows are cut into params.partial_rows chunks, chunk i being rows [rows * i / partial_rows,
 // rows * (i + 1) / partial_rows). For chunks [partial_begin, partial_end): grad_x of their rows and, when grad_weight
-// is wanted, their sums over rows into partials[i, :]. partial_rows >= 1 also when grad_weight is not wanted.
-void rms_norm_backward(const RmsNormBackwardParams& params, Dtype dtype, int64_t partial_begin, int64_t partial_end);
+// and grad_bias are wanted, their sums over rows into row i of each one's partials. partial_rows >= 1 in any case.
+void rms_norm_backward(const NormBackwardParams& params, Dtype dtype, int64_t partial_begin, int64_t partial_end);
+void layer_norm_backward(const NormBackwardParams& params, Dtype dtype, int64_t partial_begin, int64_t partial_end);
 
-// Columns [col_begin, col_end) of grad_weight: the sum of all partials, to be called when these are complete.
-void rms_norm_grad_weight(const RmsNormBackwardParams& params, Dtype dtype, int64_t col_begin, int64_t col_end);
+// Columns [col_begin, col_end) of grad_weight and grad_bias: the sum of all partials, to be called when these are
+// complete.
+void norm_grad_weight_and_bias(const NormBackwardParams& params, Dtype dtype, int64_t col_begin, int64_t col_end);
 
 }  // namespace llmk::cpu

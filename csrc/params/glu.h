@@ -4,7 +4,7 @@
 
 namespace llmk {
 
-enum class Activation { kSilu, kGeluTanh, kGeluErf };
+enum class Activation { kSilu, kGeluTanh, kGeluErf, kRelu2 };
 
 struct GluParams {
   const void* gate;  // [rows, cols]
@@ -22,6 +22,33 @@ struct GluBackwardParams {
   void* grad_up;       // [rows, cols], rows grad_stride apart
   int64_t rows, cols;
   int64_t grad_y_stride, gate_stride, up_stride, grad_stride;  // between rows
+};
+
+// An activation with biases in front, gated or not: y = act(gate + gate_bias) (up + up_bias), or act(gate + gate_bias).
+struct BiasActParams {
+  const void* gate;       // [rows, cols]
+  const void* up;         // [rows, cols], or null: not gated
+  const void* gate_bias;  // [cols], or null
+  const void* up_bias;    // [cols], or null
+  void* y;                // [rows, cols], contiguous
+  int64_t rows, cols;
+  int64_t gate_stride, up_stride;  // between rows
+};
+
+struct BiasActBackwardParams {
+  const void* grad_y;     // [rows, cols]
+  const void* gate;       // [rows, cols]
+  const void* up;         // [rows, cols], or null: not gated
+  const void* gate_bias;  // [cols], or null
+  const void* up_bias;    // [cols], or null
+  void* grad_gate;        // [rows, cols], contiguous
+  void* grad_up;          // [rows, cols], contiguous, if gated
+  void* grad_gate_bias;   // [cols], or null when it is not wanted
+  void* grad_up_bias;     // [cols], or null when it is not wanted
+  void* partials;         // workspace [partial_rows, cols] of the accumulation dtype for each of the two that is wanted
+  int64_t partial_rows;   // how many partial sums over rows are made; fixes the order of the summation
+  int64_t rows, cols;
+  int64_t grad_y_stride, gate_stride, up_stride;  // between rows
 };
 
 }  // namespace llmk

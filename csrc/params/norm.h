@@ -1,19 +1,20 @@
-// Parameters of the RMSNorm kernels, on either device. Strides count elements; columns are contiguous.
+// Parameters of the RMSNorm and LayerNorm kernels, on either device. Strides count elements; columns are contiguous.
 #pragma once
 #include <cstdint>
 
 namespace llmk {
 
-struct RmsNormOptions {
+struct RmsNormOptions {  // of LayerNorm: {eps, 0, false}
   double eps;
   double weight_offset;     // the row is scaled by weight_offset + weight: 0, or 1 for Gemma
   bool cast_before_weight;  // round x / rms to the dtype before the multiplication by the weight, as Hugging Face does
 };
 
-struct RmsNormParams {
+struct NormParams {
   const void* x;         // [rows, cols]
   const void* residual;  // [rows, cols], or null: the norm of x alone
   const void* weight;    // [cols], or null
+  const void* bias;      // [cols], or null; of LayerNorm only
   void* y;               // [rows, cols], contiguous
   void* sum;             // [rows, cols], contiguous: x + residual, when there is a residual
   int64_t rows, cols;
@@ -21,14 +22,15 @@ struct RmsNormParams {
   RmsNormOptions options;
 };
 
-struct RmsNormBackwardParams {
+struct NormBackwardParams {
   const void* grad_y;    // [rows, cols]
   const void* x;         // [rows, cols]: what was normalized
   const void* weight;    // [cols], or null
   const void* grad_sum;  // [rows, cols], or null: a second gradient of x, added to its result
   void* grad_x;          // [rows, cols], contiguous
   void* grad_weight;     // [cols], or null when it is not wanted
-  void* partials;        // workspace [partial_rows, cols] of the accumulation dtype, when grad_weight is wanted
+  void* grad_bias;       // [cols], or null when it is not wanted; of LayerNorm only
+  void* partials;        // workspace [partial_rows, cols] of the accumulation dtype for each of the two that is wanted
   int64_t partial_rows;  // how many partial sums over rows are made; fixes the order of the summation
   int64_t rows, cols;
   int64_t grad_y_stride, x_stride, grad_sum_stride;  // between rows

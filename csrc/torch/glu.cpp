@@ -1,4 +1,4 @@
-// swiglu and geglu, separate and packed, and their backward.
+// swiglu, geglu and relu2_glu, separate and packed, and their backward.
 #include "cpu/glu.h"
 #include "backend.h"
 #include "step.h"
@@ -143,7 +143,22 @@ Tensor geglu_packed_backward(const Tensor& grad_y, const Tensor& gate_up, std::s
   return packed_backward("geglu_packed_backward", grad_y, gate_up, gelu("geglu_packed_backward", approximate));
 }
 
+Tensor relu2_glu(const Tensor& gate, const Tensor& up) { return forward("relu2_glu", gate, up, Activation::kRelu2); }
+std::tuple<Tensor, Tensor> relu2_glu_backward(const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
+  return backward("relu2_glu_backward", grad_y, gate, up, Activation::kRelu2);
+}
+Tensor relu2_glu_packed(const Tensor& gate_up) {
+  return packed_forward("relu2_glu_packed", gate_up, Activation::kRelu2);
+}
+Tensor relu2_glu_packed_backward(const Tensor& grad_y, const Tensor& gate_up) {
+  return packed_backward("relu2_glu_packed_backward", grad_y, gate_up, Activation::kRelu2);
+}
+
 void register_ops(StableLibrary& ops) {
+  implement_differentiable(ops, "relu2_glu", TORCH_BOX(&relu2_glu));
+  ops.impl("relu2_glu_backward", TORCH_BOX(&relu2_glu_backward));
+  implement_differentiable(ops, "relu2_glu_packed", TORCH_BOX(&relu2_glu_packed));
+  ops.impl("relu2_glu_packed_backward", TORCH_BOX(&relu2_glu_packed_backward));
   implement_differentiable(ops, "swiglu", TORCH_BOX(&swiglu));
   ops.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
   implement_differentiable(ops, "swiglu_packed", TORCH_BOX(&swiglu_packed));

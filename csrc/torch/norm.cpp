@@ -1,10 +1,11 @@
-// rms_norm, add_rms_norm and their backward.
+// rms_norm, layer_norm, both also after a residual add, and their backward.
 #include <algorithm>
 
 #include "backend.h"
 #include "cpu/norm.h"
 #include "step.h"
 #if LLMK_CUDA
+#include "kernels/norm/layer_norm.h"
 #include "kernels/norm/rms_norm.h"
 #endif
 
@@ -13,10 +14,13 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// The weight, contiguous.
-std::optional<Tensor> check_weight(const char* op, const std::optional<Tensor>& weight, const Tensor& x) {
-  check_vector(op, {"weight", weight}, {"x", x}, x.size(x.dim() - 1), "x.size(-1)");
-  return weight ? std::optional(with_unit_last_stride(*weight)) : std::nullopt;
+enum class NormKind { kRms, kLayer };
+
+// The weight or bias, contiguous.
+std::optional<Tensor> check_of_columns(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                                       const Tensor& x) {
+  check_vector(op, {name, tensor}, {"x", x}, x.size(x.dim() - 1), "x.size(-1)");
+  return tensor ? std::optional(with_unit_last_stride(*tensor)) : std::nullopt;
 }
 
 void check_x(const char* op, const Tensor& x) {
@@ -24,16 +28,18 @@ void check_x(const char* op, const Tensor& x) {
 }
 
 // y and, with a residual, x + residual.
-std::pair<Tensor, std::optional<Tensor>> forward(const char* op, const Tensor& x, const std::optional<Tensor>& residual,
+std::pair<Tensor, std::optional<Tensor>> forward(const char* op, NormKind kind, const Tensor& x,
+                                                 const std::optional<Tensor>& residual,
                                                  const std::optional<Tensor>& given_weight,
-                                                 const RmsNormOptions& options,
+                                                 const std::optional<Tensor>& given_bias, const RmsNormOptions& options,
                                                  [[maybe_unused]] bool may_overlap = true) {
-  check_tensors(op, {{"x", x}, {"residual", residual}, {"weight", given_weight}});
+  check_tensors(op, {{"x", x}, {"residual", residual}, {"weight", given_weight}, {"bias", given_bias}});
   const Dtype dtype = to_dtype(op, {"x", x});
   check_x(op, x);
   check_options(op, options);
   if (residual) check_like(op, {"residual", *residual}, {"x", x});
-  const auto weight = check_weight(op, given_weight, x);
+  const auto weight = check_of_columns(op, "weight", given_weight, x);
+  const auto bias = check_of_columns(op, "bias", given_bias, x);
   Tensor y = empty_rows(x);
   std::optional<Tensor> sum;
   if (residual) sum = empty_rows(x);
@@ -41,102 +47,139 @@ std::pair<Tensor, std::optional<Tensor>> forward(const char* op, const Tensor& x
 
   const Rows x_rows = as_rows(x);
   const std::optional<Rows> residual_rows = residual ? std::optional(as_rows(*residual)) : std::nullopt;
-  const RmsNormParams params{x_rows.data(),
-                             residual ? residual_rows->data() : nullptr,
-                             data(weight),
-                             y.mutable_data_ptr(),
-                             sum ? sum->mutable_data_ptr() : nullptr,
-                             x_rows.rows,
-                             x_rows.cols,
-                             x_rows.stride,
-                             residual ? residual_rows->stride : 0,
-                             options};
-  on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) { return kernels::rms_norm(params, dtype, stream, may_overlap); }),
+  const NormParams params{x_rows.data(),        residual ? residual_rows->data() : nullptr, data(weight), data(bias),
+                          y.mutable_data_ptr(), sum ? sum->mutable_data_ptr() : nullptr,    x_rows.rows,  x_rows.cols,
+                          x_rows.stride,        residual ? residual_rows->stride : 0,       options};
+  on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) {
+              return (kind == NormKind::kRms ? kernels::rms_norm : kernels::layer_norm)(params, dtype, stream,
+                                                                                        may_overlap);
+            }),
             [&] {
-              parallel_for(params.rows, params.cols,
-                           [&](int64_t begin, int64_t end) { cpu::rms_norm(params, dtype, begin, end); });
+              parallel_for(params.rows, params.cols, [&](int64_t begin, int64_t end) {
+                (kind == NormKind::kRms ? cpu::rms_norm : cpu::layer_norm)(params, dtype, begin, end);
+              });
             });
   return {y, sum};
 }
 
 Tensor rms_norm(const Tensor& x, std::optional<Tensor> weight, double eps, double weight_offset,
                 bool cast_before_weight) {
-  return forward("rms_norm", x, std::nullopt, weight, {eps, weight_offset, cast_before_weight}).first;
+  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
+  return forward("rms_norm", NormKind::kRms, x, std::nullopt, weight, std::nullopt, options).first;
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
                                         double eps, double weight_offset, bool cast_before_weight) {
-  const auto [y, sum] = forward("add_rms_norm", x, residual, weight, {eps, weight_offset, cast_before_weight});
+  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
+  const auto [y, sum] = forward("add_rms_norm", NormKind::kRms, x, residual, weight, std::nullopt, options);
   return {y, *sum};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor& x, std::optional<Tensor> given_weight,
-                                             std::optional<Tensor> grad_sum, double eps, double weight_offset,
-                                             bool cast_before_weight, bool needs_grad_weight) {
-  constexpr const char* op = "rms_norm_backward";
-  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
+Tensor layer_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps) {
+  return forward("layer_norm", NormKind::kLayer, x, std::nullopt, weight, bias, {eps, 0, false}).first;
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
+                                          std::optional<Tensor> bias, double eps) {
+  const auto [y, sum] = forward("add_layer_norm", NormKind::kLayer, x, residual, weight, bias, {eps, 0, false});
+  return {y, *sum};
+}
+
+// The gradients of x, weight and bias; those of the latter two are empty if they are not wanted.
+std::tuple<Tensor, Tensor, Tensor> backward(const char* op, NormKind kind, const Tensor& grad_y, const Tensor& x,
+                                            const std::optional<Tensor>& given_weight,
+                                            const std::optional<Tensor>& grad_sum, const RmsNormOptions& options,
+                                            bool needs_grad_weight, bool needs_grad_bias) {
   check_tensors(op, {{"grad_y", grad_y}, {"x", x}, {"weight", given_weight}, {"grad_sum", grad_sum}});
   const Dtype dtype = to_dtype(op, {"x", x});
   check_x(op, x);
   check_options(op, options);
   check_like(op, {"grad_y", grad_y}, {"x", x});
   if (grad_sum) check_like(op, {"grad_sum", *grad_sum}, {"x", x});
-  const auto weight = check_weight(op, given_weight, x);
-  const int64_t grad_weight_size = weight && needs_grad_weight ? x.size(x.dim() - 1) : 0;
-  Tensor grad_x = empty_rows(x), grad_weight = empty({&grad_weight_size, 1}, x.scalar_type(), x);
+  const auto weight = check_of_columns(op, "weight", given_weight, x);
+  const int64_t cols = x.size(x.dim() - 1), none = 0;
+  needs_grad_weight = needs_grad_weight && weight;
+  Tensor grad_x = empty_rows(x);
+  Tensor grad_weight = empty({needs_grad_weight ? &cols : &none, 1}, x.scalar_type(), x);
+  Tensor grad_bias = empty({needs_grad_bias ? &cols : &none, 1}, x.scalar_type(), x);
   if (x.numel() == 0) {
     aten::zero_(grad_weight);
-    return {grad_x, grad_weight};
+    aten::zero_(grad_bias);
+    return {grad_x, grad_weight, grad_bias};
   }
 
   const Rows x_rows = as_rows(x), grad_y_rows = as_rows(grad_y);
   const std::optional<Rows> grad_sum_rows = grad_sum ? std::optional(as_rows(*grad_sum)) : std::nullopt;
-  RmsNormBackwardParams params{grad_y_rows.data(),
-                               x_rows.data(),
-                               data(weight),
-                               grad_sum ? grad_sum_rows->data() : nullptr,
-                               grad_x.mutable_data_ptr(),
-                               grad_weight_size ? grad_weight.mutable_data_ptr() : nullptr,
-                               nullptr,
-                               0,
-                               x_rows.rows,
-                               x_rows.cols,
-                               grad_y_rows.stride,
-                               x_rows.stride,
-                               grad_sum ? grad_sum_rows->stride : 0,
-                               options};
+  NormBackwardParams params{grad_y_rows.data(),
+                            x_rows.data(),
+                            data(weight),
+                            grad_sum ? grad_sum_rows->data() : nullptr,
+                            grad_x.mutable_data_ptr(),
+                            needs_grad_weight ? grad_weight.mutable_data_ptr() : nullptr,
+                            needs_grad_bias ? grad_bias.mutable_data_ptr() : nullptr,
+                            nullptr,
+                            0,
+                            x_rows.rows,
+                            x_rows.cols,
+                            grad_y_rows.stride,
+                            x_rows.stride,
+                            grad_sum ? grad_sum_rows->stride : 0,
+                            options};
   std::optional<Tensor> partials;  // kept until the launch; later uses of the memory are ordered after the kernels
   const auto allocate_partials = [&](int64_t count, ScalarType type) {
     partials = empty({&count, 1}, type, x);
     params.partials = partials->mutable_data_ptr();
   };
   on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) {
-              kernels::RmsNormBackwardWorkspace workspace{};
-              check_cuda(op, kernels::rms_norm_backward_workspace(params, dtype, workspace));
+              const bool rms = kind == NormKind::kRms;
+              kernels::NormBackwardWorkspace workspace{};
+              check_cuda(op, (rms ? kernels::rms_norm_backward_workspace : kernels::layer_norm_backward_workspace)(
+                                 params, dtype, workspace));
               params.partial_rows = workspace.partial_rows;
-              if (params.grad_weight) allocate_partials(workspace.floats, ScalarType::Float);
-              return kernels::rms_norm_backward(params, dtype, stream);
+              if (workspace.floats > 0) allocate_partials(workspace.floats, ScalarType::Float);
+              return (rms ? kernels::rms_norm_backward : kernels::layer_norm_backward)(params, dtype, stream);
             }),
             [&] {
               params.partial_rows = std::min<int64_t>(params.rows, 64);
-              if (params.grad_weight) {
-                allocate_partials(params.partial_rows * params.cols,
+              if (const int sums = needs_grad_weight + needs_grad_bias; sums > 0) {
+                allocate_partials(sums * params.partial_rows * params.cols,
                                   dtype == Dtype::kFloat64 ? ScalarType::Double : ScalarType::Float);
               }
-              parallel_for(params.partial_rows, x.numel() / params.partial_rows,
-                           [&](int64_t begin, int64_t end) { cpu::rms_norm_backward(params, dtype, begin, end); });
-              if (params.grad_weight) {
-                parallel_for(params.cols, params.partial_rows,
-                             [&](int64_t begin, int64_t end) { cpu::rms_norm_grad_weight(params, dtype, begin, end); });
+              parallel_for(params.partial_rows, x.numel() / params.partial_rows, [&](int64_t begin, int64_t end) {
+                (kind == NormKind::kRms ? cpu::rms_norm_backward : cpu::layer_norm_backward)(params, dtype, begin, end);
+              });
+              if (params.partials) {
+                parallel_for(params.cols, params.partial_rows, [&](int64_t begin, int64_t end) {
+                  cpu::norm_grad_weight_and_bias(params, dtype, begin, end);
+                });
               }
             });
+  return {grad_x, grad_weight, grad_bias};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor& x, std::optional<Tensor> weight,
+                                             std::optional<Tensor> grad_sum, double eps, double weight_offset,
+                                             bool cast_before_weight, bool needs_grad_weight) {
+  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
+  const auto [grad_x, grad_weight, _] =
+      backward("rms_norm_backward", NormKind::kRms, grad_y, x, weight, grad_sum, options, needs_grad_weight, false);
   return {grad_x, grad_weight};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, const Tensor& x,
+                                                       std::optional<Tensor> weight, std::optional<Tensor> grad_sum,
+                                                       double eps, bool needs_grad_weight, bool needs_grad_bias) {
+  return backward("layer_norm_backward", NormKind::kLayer, grad_y, x, weight, grad_sum, {eps, 0, false},
+                  needs_grad_weight, needs_grad_bias);
 }
 
 void register_ops(StableLibrary& ops) {
   implement_differentiable(ops, "rms_norm", TORCH_BOX(&rms_norm));
   implement_differentiable(ops, "add_rms_norm", TORCH_BOX(&add_rms_norm));
   ops.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  implement_differentiable(ops, "layer_norm", TORCH_BOX(&layer_norm));
+  implement_differentiable(ops, "add_layer_norm", TORCH_BOX(&add_layer_norm));
+  ops.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
 }
 
 }  // namespace
@@ -147,7 +190,7 @@ void check_options(const char* op, const RmsNormOptions& options) {
 }
 
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options) {
-  return forward("rms_norm", x, std::nullopt, weight, options, false).first;
+  return forward("rms_norm", NormKind::kRms, x, std::nullopt, weight, std::nullopt, options, false).first;
 }
 
 LLMK_IMPLEMENT(register_ops)

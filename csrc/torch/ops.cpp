@@ -22,6 +22,13 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def(
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, "
       "bool cast_before_weight, bool needs_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
+  differentiable("layer_norm", "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor");
+  differentiable("add_layer_norm",
+                 "(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> "
+                 "(Tensor y, Tensor sum)");
+  ops.def(
+      "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, "
+      "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 
   // softmax.cpp
   differentiable("softmax", "(Tensor x, Tensor? mask=None, float scale=1.0, bool causal=False) -> Tensor");
@@ -53,7 +60,31 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "rope_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, Tensor? position_ids, bool heads_first, "
       "bool interleaved, int? rotary_dim) -> (Tensor, Tensor)");
 
+  // bias_act.cpp
+  differentiable("bias_gelu", "(Tensor x, Tensor? bias=None, str approximate='none') -> Tensor");
+  ops.def(
+      "bias_gelu_backward(Tensor grad_y, Tensor x, Tensor? bias, str approximate, bool needs_grad_bias) -> "
+      "(Tensor grad_x, Tensor grad_bias)");
+  differentiable("relu2", "(Tensor x, Tensor? bias=None) -> Tensor");
+  ops.def(
+      "relu2_backward(Tensor grad_y, Tensor x, Tensor? bias, bool needs_grad_bias) -> (Tensor grad_x, Tensor "
+      "grad_bias)");
+  differentiable("bias_swiglu", "(Tensor gate, Tensor up, Tensor? gate_bias=None, Tensor? up_bias=None) -> Tensor");
+  ops.def(
+      "bias_swiglu_backward(Tensor grad_y, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
+      "bool needs_grad_gate_bias, bool needs_grad_up_bias) -> (Tensor, Tensor, Tensor, Tensor)");
+  differentiable("bias_geglu",
+                 "(Tensor gate, Tensor up, Tensor? gate_bias=None, Tensor? up_bias=None, str approximate='none') -> "
+                 "Tensor");
+  ops.def(
+      "bias_geglu_backward(Tensor grad_y, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
+      "str approximate, bool needs_grad_gate_bias, bool needs_grad_up_bias) -> (Tensor, Tensor, Tensor, Tensor)");
+
   // glu.cpp; a packed input is [gate | up] along its last dimension
+  differentiable("relu2_glu", "(Tensor gate, Tensor up) -> Tensor");
+  ops.def("relu2_glu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor, Tensor)");
+  differentiable("relu2_glu_packed", "(Tensor gate_up) -> Tensor");
+  ops.def("relu2_glu_packed_backward(Tensor grad_y, Tensor gate_up) -> Tensor");
   differentiable("swiglu", "(Tensor gate, Tensor up) -> Tensor");
   ops.def("swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor, Tensor)");
   differentiable("swiglu_packed", "(Tensor gate_up) -> Tensor");

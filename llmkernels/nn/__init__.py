@@ -2,7 +2,17 @@
 
 from llmkernels.nn.glu import GEGLU, GatedMLP, SwiGLU
 from llmkernels.nn.linear import RMSNormLinear
-from llmkernels.nn.norm import AddRMSNorm, RMSNorm
+from llmkernels.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from llmkernels.nn.rope import RotaryEmbedding
 
-__all__ = ["GEGLU", "AddRMSNorm", "GatedMLP", "RMSNorm", "RMSNormLinear", "RotaryEmbedding", "SwiGLU"]
+__all__ = [
+    "GEGLU",
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "GatedMLP",
+    "LayerNorm",
+    "RMSNorm",
+    "RMSNormLinear",
+    "RotaryEmbedding",
+    "SwiGLU",
+]

@@ -8,8 +8,10 @@ torch.export) raises the same, but cannot see whether two tensors share memory.
 """
 
 from llmkernels.ops.attention import decode_attention, rope_kv_write
+from llmkernels.ops.bias_act import bias_geglu, bias_gelu, bias_swiglu, relu2
 from llmkernels.ops.cross_entropy import cross_entropy
-from llmkernels.ops.glu import geglu, swiglu
+from llmkernels.ops.glu import geglu, relu2_glu, swiglu
+from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
 from llmkernels.ops.rms_norm import add_rms_norm, rms_norm
 from llmkernels.ops.rope import rope
@@ -17,12 +19,19 @@ from llmkernels.ops.sampling import sample
 from llmkernels.ops.softmax import log_softmax, softmax
 
 __all__ = [
+    "add_layer_norm",
     "add_rms_norm",
+    "bias_geglu",
+    "bias_gelu",
+    "bias_swiglu",
     "cross_entropy",
     "decode_attention",
     "geglu",
+    "layer_norm",
     "linear",
     "log_softmax",
+    "relu2",
+    "relu2_glu",
     "rms_norm",
     "rms_norm_linear",
     "rope",

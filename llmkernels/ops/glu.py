@@ -1,4 +1,4 @@
-"""Gated activations, SwiGLU and GEGLU: public functions, fakes, autograd.
+"""Gated activations, SwiGLU, GEGLU and squared ReLU: public functions, fakes, autograd.
 
 Kernels: csrc/kernels/activation/glu.cu, csrc/cpu/glu.cpp.
 """
@@ -20,6 +20,7 @@ from llmkernels.ops._common import (
 _ops = torch.ops.llmkernels
 _swiglu, _swiglu_packed = caller("swiglu"), caller("swiglu_packed")
 _geglu, _geglu_packed = caller("geglu"), caller("geglu_packed")
+_relu2_glu, _relu2_glu_packed = caller("relu2_glu"), caller("relu2_glu_packed")
 
 
 @public
@@ -68,6 +69,25 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") 
     if up is None:
         return _geglu_packed(gate, approximate)
     return _geglu(*_promoted(gate, up), approximate)
+
+
+@public
+def relu2_glu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    r"""Squared-ReLU-gated product, :math:`y = \max(g, 0)^2 \cdot u`.
+
+    Args:
+        gate, up: as in :func:`swiglu`.
+
+    Matches: ``torch.nn.functional.relu(gate).square() * up``, on a GPU bit for bit. Everything else as in
+        :func:`swiglu`.
+    Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
+
+    >>> relu2_glu(torch.tensor([-1.0, 2.0]), torch.tensor([5.0, 0.5]))
+    tensor([0., 2.])
+    """
+    if up is None:
+        return _relu2_glu_packed(gate)
+    return _relu2_glu(*_promoted(gate, up))
 
 
 def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,3 +142,4 @@ def _register(name: str) -> None:
 
 _register("swiglu")
 _register("geglu")
+_register("relu2_glu")

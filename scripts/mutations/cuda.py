@@ -2,15 +2,16 @@
 
 from .mutation import Mutation
 
-NORM, BACKWARD = "csrc/kernels/norm/rms_norm.cu", "csrc/kernels/norm/rms_norm_backward.cu"
-ROPE, GLU, REDUCE = "csrc/kernels/rope/rope.cu", "csrc/kernels/activation/glu.cu", "csrc/device/reduce.cuh"
+NORM, BACKWARD = "csrc/kernels/norm/forward.cuh", "csrc/kernels/norm/backward.cuh"
+ROPE, ACTIVATION = "csrc/kernels/rope/rope.cu", "csrc/kernels/activation/activation.cuh"
+REDUCE = "csrc/device/reduce.cuh"
 
 CUDA = [
     Mutation(
         "cuda_skipped_reduction",
         "a row's sum of squares is that of one thread",
         NORM,
-        "rsqrtf(row_sum(squares, group, shared) * inverse_cols + eps)",
+        "rsqrtf(row_sum(squares, group, shared[kCentered ? 1 : 0]) * inverse_cols + eps)",
         "rsqrtf(squares[0] * inverse_cols + eps)",
         "tests/test_rms_norm.py -k 'forward_and_backward and cuda'",
     ),
@@ -27,8 +28,8 @@ CUDA = [
         "cuda_reused_buffer",
         "one buffer for the sums of successive rows, with no barrier in between",
         BACKWARD,
-        "group_sum(sums, group, shared[parity]);\n    const Scalars scalars = row_scalars(sums, inverse_cols, eps);\n",
-        "group_sum(sums, group, shared[0]);\n    const Scalars scalars = row_scalars(sums, inverse_cols, eps);\n",
+        "group_sum(sums, group, shared[kCentered ? 0 : parity]);",
+        "group_sum(sums, group, shared[0]);",
         "tests/test_memory.py -k 'every_kernel_path and rms_norm-float16-2048x900'",
         tool="racecheck",
     ),
@@ -75,10 +76,18 @@ CUDA = [
     Mutation(
         "cuda_dropped_tail",
         "the elements that do not fill a block are left out",
-        GLU,
+        ACTIVATION,
         "const int64_t blocks_per_row = (params.cols + per_block - 1) / per_block;",
         "const int64_t blocks_per_row = params.cols < per_block ? 1 : params.cols / per_block;",
         "tests/test_memory.py tests/test_glu.py -k 'cuda and (every_output or forward_and_backward) and swiglu'",
+    ),
+    Mutation(
+        "cuda_bias_act_lost_rows",
+        "the last row of each range is left out of the gradients",
+        "csrc/kernels/activation/bias_act.cu",
+        "for (int64_t row = begin; row < end; ++row) {",
+        "for (int64_t row = begin; row + 1 < end; ++row) {",
+        "tests/test_bias_act.py -k 'many_rows and cuda'",
     ),
     Mutation(
         "cuda_misaligned_vectors",
@@ -108,8 +117,8 @@ CUDA = [
         "cuda_eps_outside_the_mean",
         "eps is added before the division by the row length",
         NORM,
-        "rsqrtf(row_sum(squares, group, shared) * inverse_cols + eps)",
-        "rsqrtf((row_sum(squares, group, shared) + eps) * inverse_cols)",
+        "rsqrtf(row_sum(squares, group, shared[kCentered ? 1 : 0]) * inverse_cols + eps)",
+        "rsqrtf((row_sum(squares, group, shared[kCentered ? 1 : 0]) + eps) * inverse_cols)",
         "tests/test_rms_norm.py -k 'cuda and (variants or eps)'",
     ),
     Mutation(
@@ -121,9 +130,26 @@ CUDA = [
         "tests/test_add_rms_norm.py -k 'forward_and_backward and cuda'",
     ),
     Mutation(
+        "cuda_layer_norm_shared_buffer",
+        "both sums of a LayerNorm's row go through one buffer, with no barrier in between",
+        NORM,
+        "row_sum(differences, group, shared[0])",
+        "row_sum(differences, group, shared[kCentered ? 1 : 0])",
+        "tests/test_memory.py -k 'every_kernel_path and layer_norm-bfloat16-10000'",
+        tool="racecheck",
+    ),
+    Mutation(
+        "cuda_layer_norm_uncorrected_mean",
+        "the backward takes the first sum's mean as it is",
+        BACKWARD,
+        "return {mean + error, rstd,",
+        "return {mean + 0 * error, rstd,",
+        "tests/test_layer_norm.py -k 'equal_numbers and cuda'",
+    ),
+    Mutation(
         "cuda_lost_last_partial",
         "the last partial sum of the weight's gradient is left out",
-        BACKWARD,
+        "csrc/kernels/column_sum.cuh",
         "row < params.partial_rows; row += 32",
         "row < params.partial_rows - 1; row += 32",
         "tests/test_rms_norm.py -k 'cuda and (forward_and_backward or many_rows)'",
@@ -187,7 +213,7 @@ CUDA = [
     Mutation(
         "cuda_fast_exponential",
         "an approximate exponential in the activation",
-        GLU,
+        ACTIVATION,
         "const float e = expf(-x);",
         "const float e = __expf(-x);",
         "tests/test_glu.py -k '(every_gate or equals_eager) and (cuda or gpu)'",

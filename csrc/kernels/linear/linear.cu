@@ -302,7 +302,7 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   LinearParams p = params;
   if (p.normalize && p.parts == 0 && !folds_norm(p, dtype)) {
-    const RmsNormParams norm{p.x, nullptr, p.norm_weight, p.workspace, nullptr, p.m, p.k, p.x_stride, 0, p.norm};
+    const NormParams norm{p.x, nullptr, p.norm_weight, nullptr, p.workspace, nullptr, p.m, p.k, p.x_stride, 0, p.norm};
     if (const cudaError_t status = rms_norm(norm, dtype, stream); status != cudaSuccess) return status;
     p.x = p.workspace;
     p.x_stride = p.k;

@@ -1,6 +1,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include "backward.h"
 #include "dtype.h"
 #include "params/norm.h"
 
@@ -8,15 +9,10 @@ namespace llmk::kernels {
 
 // y = rms_norm(x), or sum = x + residual and y = rms_norm(sum) when there is a residual. `may_overlap`: see
 // LaunchShape.
-cudaError_t rms_norm(const RmsNormParams& params, Dtype dtype, cudaStream_t stream, bool may_overlap = true);
+cudaError_t rms_norm(const NormParams& params, Dtype dtype, cudaStream_t stream, bool may_overlap = true);
 
-// The rows of partial sums, and the floats of workspace in all, that rms_norm_backward needs on the current device.
-struct RmsNormBackwardWorkspace {
-  int64_t partial_rows;
-  int64_t floats;
-};
-cudaError_t rms_norm_backward_workspace(const RmsNormBackwardParams& params, Dtype dtype,
-                                        RmsNormBackwardWorkspace& workspace);
-cudaError_t rms_norm_backward(const RmsNormBackwardParams& params, Dtype dtype, cudaStream_t stream);
+cudaError_t rms_norm_backward_workspace(const NormBackwardParams& params, Dtype dtype,
+                                        NormBackwardWorkspace& workspace);
+cudaError_t rms_norm_backward(const NormBackwardParams& params, Dtype dtype, cudaStream_t stream);
 
 }  // namespace llmk::kernels

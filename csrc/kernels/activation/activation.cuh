@@ -1,0 +1,118 @@
+// The activations, and how the kernels of this folder lie over a matrix.
+#pragma once
+#include <cfloat>
+
+#include "device/ptx.cuh"
+#include "device/vec.cuh"
+#include "kernels/launch.h"
+#include "params/glu.h"
+
+namespace llmk::kernels::activation {
+
+constexpr int kThreads = 256;
+
+// The activations. kBlocksPerSm gives the forward enough registers to load both operands before the arithmetic. Without
+// a bound the compiler saves registers: it loads the second operand halfway through.
+struct Silu {
+  static constexpr int kBlocksPerSm = 8;
+  template <typename T>
+  __device__ static float value(float x) {
+    const float e = expf(-x);
+    if constexpr (sizeof(T) == 4) return x / (1.f + e);
+    // The same quotient without the division's branch for special operands, which would keep the compiler from
+    // interleaving the elements of a vector: a Newton step for the reciprocal, then a correction that rounds the
+    // quotient correctly. The scaling by 1/4 and the bounds keep every step finite and normal. What they change lies
+    // beyond the range of 16 bits, and rounds to the same number.
+    const float d = min_nan(__fmaf_rn(0.25f, e, 0.25f), FLT_MAX);
+    const float dividend = min_nan(0.25f * x, 0.25f * FLT_MAX);
+    const float r0 = reciprocal_approximate(d);
+    const float r = __fmaf_rn(__fmaf_rn(-d, r0, 1.f), r0, r0);
+    const float q = __fmul_rn(dividend, r);
+    return __fmaf_rn(__fmaf_rn(-d, q, dividend), r, q);
+  }
+  __device__ static void value_and_slope(float x, float& value, float& slope) {
+    const float sigmoid = 1.f / (1.f + expf(-x));
+    value = x * sigmoid;
+    slope = sigmoid * (1.f + x * (1.f - sigmoid));
+  }
+};
+
+struct GeluTanh {
+  static constexpr int kBlocksPerSm = 8;
+  static constexpr float kBeta = 0.7978845608028654f, kKappa = 0.044715f;  // sqrt(2 / pi), and its cubic term
+  template <typename T>
+  __device__ static float value(float x) {
+    return 0.5f * x * (1.f + tanhf(kBeta * (x + kKappa * (x * x * x))));
+  }
+  __device__ static void value_and_slope(float x, float& value, float& slope) {
+    const float t = tanhf(kBeta * (x + kKappa * (x * x * x)));
+    value = 0.5f * x * (1.f + t);
+    slope = 0.5f * (1.f + t) + 0.5f * x * (1.f - t * t) * kBeta * (1.f + 3.f * kKappa * x * x);
+  }
+};
+
+struct GeluErf {
+  static constexpr int kBlocksPerSm = 5;
+  static constexpr float kRsqrt2 = 0.7071067811865476f, kDensity = 0.3989422804014327f;  // 1 / sqrt(2 pi)
+  template <typename T>
+  __device__ static float value(float x) {
+    return x * 0.5f * (1.f + erff(x * kRsqrt2));
+  }
+  __device__ static void value_and_slope(float x, float& value, float& slope) {
+    const float cdf = 0.5f * (1.f + erff(x * kRsqrt2));
+    value = x * cdf;
+    slope = cdf + x * kDensity * expf(-0.5f * x * x);
+  }
+};
+
+struct Relu2 {
+  static constexpr int kBlocksPerSm = 8;
+  template <typename T>
+  __device__ static float value(float x) {
+    const float r = x < 0.f ? 0.f : x;  // NaN stays NaN
+    return r * r;
+  }
+  __device__ static void value_and_slope(float x, float& value, float& slope) {
+    const float r = x < 0.f ? 0.f : x;
+    value = r * r;
+    slope = 2.f * r;
+  }
+};
+
+// The position of this thread's vector; a block covers kThreads vectors of one row.
+struct VectorPosition {
+  int64_t row, col;
+};
+
+template <int N, bool kOneRow>
+__device__ VectorPosition
+vector_position(unsigned blocks_per_row) {  // the division takes most of the time before the loads
+  const unsigned row = kOneRow ? 0 : blockIdx.x / blocks_per_row;
+  const unsigned block = blockIdx.x - row * blocks_per_row;
+  return {row, (static_cast<int64_t>(block) * kThreads + threadIdx.x) * N};
+}
+
+template <typename Body>
+cudaError_t dispatch_activation(Activation activation, Body&& body) {
+  switch (activation) {
+    case Activation::kSilu: return body(Silu{});
+    case Activation::kGeluTanh: return body(GeluTanh{});
+    case Activation::kGeluErf: return body(GeluErf{});
+    case Activation::kRelu2: return body(Relu2{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Launches `kernel` over rows x cols, `width` elements per access; it moves `element_bytes` for each element.
+template <typename Params>
+cudaError_t run(void (*kernel)(Params, unsigned, bool), const Params& params, int width, size_t element_bytes,
+                cudaStream_t stream) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  const int64_t per_block = static_cast<int64_t>(kThreads) * width;
+  const int64_t blocks_per_row = (params.cols + per_block - 1) / per_block;
+  return launch(kernel, {blocks_per_row * params.rows, dim3(kThreads)}, stream, params,
+                static_cast<unsigned>(blocks_per_row), keeps_inputs(device, params.rows * params.cols * element_bytes));
+}
+
+}  // namespace llmk::kernels::activation

@@ -1,0 +1,181 @@
+// Activations with biases in front, gated (bias_swiglu, bias_geglu) or not (bias_gelu, relu2). With r = rounding to the
+// dtype, g = r(gate + gate_bias) and u = r(up + up_bias):
+//
+//   y = r(act(g)), gated r(r(act(g)) u)
+//   grad_gate = r(grad_y u act'(g))      grad_up = r(grad_y act(g))      their biases: r(sum over rows of these)
+//
+// The roundings of the forward are those of eager PyTorch, bitwise. Rows any distance apart, the outputs contiguous;
+// float32, float16 or bfloat16; float32 arithmetic. Forward as in glu.cu. In the backward each thread has one vector of
+// columns and goes over a range of rows, with the sums for the biases in registers: nothing is read twice. Partial sums
+// are added in a fixed order.
+#include "bias_act.h"
+
+#include <algorithm>
+
+#include "activation.cuh"
+#include "device/ptx.cuh"
+#include "device/vec.cuh"
+#include "kernels/column_sum.cuh"
+#include "kernels/dispatch.cuh"
+#include "kernels/launch.h"
+
+namespace llmk::kernels {
+
+using namespace activation;
+
+namespace {
+
+// The vector at `col` of a bias, 0 without one.
+template <typename T, int N>
+__device__ Vec<T, N> load_bias(const void* bias, int64_t col) {
+  return bias ? Vec<T, N>::load(static_cast<const T*>(bias) + col) : Vec<T, N>::of([](int) { return 0.f; });
+}
+
+// kGated is a template parameter, since the second operand takes registers.
+template <typename Act, typename T, int N, bool kGated>
+__global__ void __launch_bounds__(kThreads, Act::kBlocksPerSm)
+    bias_act_kernel(const BiasActParams params, unsigned blocks_per_row, bool keep_inputs) {
+  using V = Vec<T, N>;
+  const uint64_t policy = l2_policy(keep_inputs);
+  pdl_launch_dependents();
+  pdl_wait();
+  const auto [row, col] = vector_position<N, false>(blocks_per_row);
+  if (col >= params.cols) return;
+  T* const y = static_cast<T*>(params.y) + row * params.cols + col;
+  const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
+  if constexpr (kGated) {
+    const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy);
+    const V g = add(gate, load_bias<T, N>(params.gate_bias, col)), u = add(up, load_bias<T, N>(params.up_bias, col));
+    mul(V::of([&](int i) { return Act::template value<T>(g[i]); }), u).store(y);
+  } else {
+    const V g = add(gate, load_bias<T, N>(params.gate_bias, col));
+    V::of([&](int i) { return Act::template value<T>(g[i]); }).store(y);
+  }
+}
+
+// Block (s, p) takes strip s of the columns, a vector per thread, over the p-th range of rows.
+template <typename Act, typename T, int N, bool kGated>
+__global__ void __launch_bounds__(kThreads)
+    bias_act_backward_kernel(const BiasActBackwardParams params, unsigned strips, bool keep_inputs) {
+  using V = Vec<T, N>;
+  const uint64_t policy = l2_policy(keep_inputs);
+  pdl_launch_dependents();
+  pdl_wait();
+  const auto [part, col] = vector_position<N, false>(strips);
+  if (col >= params.cols) return;
+  const V gate_bias = load_bias<T, N>(params.gate_bias, col), up_bias = load_bias<T, N>(params.up_bias, col);
+  const int64_t begin = params.rows * part / params.partial_rows, end = params.rows * (part + 1) / params.partial_rows;
+  float gate_sums[N] = {}, up_sums[N] = {};
+#pragma unroll 2
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t out = row * params.cols + col;
+    const V grad_y = V::load(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride + col, policy);
+    const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
+    V u;
+    if constexpr (kGated) {
+      u = add(V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy), up_bias);
+    }
+    const V g = add(gate, gate_bias);
+    float value[N], slope[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) Act::value_and_slope(g[i], value[i], slope[i]);
+    const V grad_gate = V::of([&](int i) { return (kGated ? grad_y[i] * u[i] : grad_y[i]) * slope[i]; });
+    grad_gate.store(static_cast<T*>(params.grad_gate) + out);
+#pragma unroll
+    for (int i = 0; i < N; ++i) gate_sums[i] += grad_gate[i];
+    if constexpr (kGated) {
+      const V grad_up = V::of([&](int i) { return grad_y[i] * value[i]; });
+      grad_up.store(static_cast<T*>(params.grad_up) + out);
+#pragma unroll
+      for (int i = 0; i < N; ++i) up_sums[i] += grad_up[i];
+    }
+  }
+  auto* partial = static_cast<float*>(params.partials) + part * params.cols + col;
+  if (params.grad_gate_bias) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) partial[i] = gate_sums[i];
+    partial += params.partial_rows * params.cols;
+  }
+  if (kGated && params.grad_up_bias) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) partial[i] = up_sums[i];
+  }
+}
+
+template <typename T>
+bool is_vector(const BiasActParams& p) {
+  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.gate, p.gate_stride, p.rows, sizeof(T)) &&
+         rows_aligned(p.up, p.up_stride, p.rows, sizeof(T)) && is_aligned(p.gate_bias, 16) &&
+         is_aligned(p.up_bias, 16) && is_aligned(p.y, 16);
+}
+
+template <typename T>
+bool is_vector(const BiasActBackwardParams& p) {
+  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.grad_y, p.grad_y_stride, p.rows, sizeof(T)) &&
+         rows_aligned(p.gate, p.gate_stride, p.rows, sizeof(T)) && rows_aligned(p.up, p.up_stride, p.rows, sizeof(T)) &&
+         is_aligned(p.gate_bias, 16) && is_aligned(p.up_bias, 16) && is_aligned(p.grad_gate, 16) &&
+         is_aligned(p.grad_up, 16);
+}
+
+int64_t count_strips(int64_t cols, int width) {
+  const int64_t strip = static_cast<int64_t>(kThreads) * width;
+  return (cols + strip - 1) / strip;
+}
+
+}  // namespace
+
+cudaError_t bias_act(const BiasActParams& params, Activation activation, Dtype dtype, cudaStream_t stream) {
+  if (params.rows == 0 || params.cols == 0) return cudaSuccess;
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int N = kVecWidth<T>;
+    const bool vector = is_vector<T>(params);
+    return dispatch_activation(activation, [&](auto act) {
+      using Act = decltype(act);
+      const auto kernel = params.up ? (vector ? bias_act_kernel<Act, T, N, true> : bias_act_kernel<Act, T, 1, true>)
+                                    : (vector ? bias_act_kernel<Act, T, N, false> : bias_act_kernel<Act, T, 1, false>);
+      return run(kernel, params, vector ? N : 1, (params.up ? 3 : 2) * sizeof(T), stream);
+    });
+  });
+}
+
+cudaError_t bias_act_backward_partial_rows(const BiasActBackwardParams& params, Dtype dtype, int64_t& partial_rows) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t strips = count_strips(params.cols, is_vector<T>(params) ? kVecWidth<T> : 1);
+    // Enough blocks to fill the GPU, and no sum over more than 1024 rows, for accuracy.
+    const int64_t wanted = std::max<int64_t>((8 * device.sm_count + strips - 1) / strips, params.rows / 1024);
+    partial_rows = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, params.rows));
+    return cudaSuccess;
+  });
+}
+
+cudaError_t bias_act_backward(const BiasActBackwardParams& params, Activation activation, Dtype dtype,
+                              cudaStream_t stream) {
+  if (params.rows == 0 || params.cols == 0) return cudaSuccess;
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int N = kVecWidth<T>;
+    const bool vector = is_vector<T>(params);
+    const int64_t strips = count_strips(params.cols, vector ? N : 1);
+    const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (params.up ? 5 : 3));
+    const cudaError_t status = dispatch_activation(activation, [&](auto act) {
+      using Act = decltype(act);
+      const auto kernel =
+          params.up
+              ? (vector ? bias_act_backward_kernel<Act, T, N, true> : bias_act_backward_kernel<Act, T, 1, true>)
+              : (vector ? bias_act_backward_kernel<Act, T, N, false> : bias_act_backward_kernel<Act, T, 1, false>);
+      return launch(kernel, {strips * params.partial_rows, dim3(kThreads)}, stream, params,
+                    static_cast<unsigned>(strips), keep);
+    });
+    if (status != cudaSuccess) return status;
+    return column_sum<T>(
+        {params.partials, params.partial_rows, params.cols, params.grad_gate_bias, params.grad_up_bias}, stream);
+  });
+}
+
+}  // namespace llmk::kernels

@@ -1,0 +1,449 @@
+// Backward of RMSNorm and of LayerNorm (see forward.cuh). With n = x rstd, of LayerNorm (x - m) rstd, g = grad_y
+// (offset + w) and a second gradient of x, grad_sum (add_rms_norm, add_layer_norm):
+//
+//   RMSNorm:    grad_x = round(rstd (g - n mean(g n)) + grad_sum)
+//   LayerNorm:  grad_x = round(rstd (g - mean(g) - n mean(g n)) + grad_sum)
+//   grad_w = round(sum over rows of grad_y m)        grad_b = round(sum over rows of grad_y)
+//
+// m is what the forward multiplied by the weight: round(n) with cast_before_weight, else n, as in eager autograd.
+//
+// m and rstd are recomputed: the row is read anyway, and the forward needs to save x only. float32, float16 or
+// bfloat16; float32 arithmetic. Moves 3 elements per element (4 with grad_sum), plus a float32 row of each partial sum
+// per block.
+//
+// Rows that fit: a persistent grid. Each thread keeps the partial grad_w and grad_b of its columns in registers over
+// all rows of its block. cp.async copies the next rows to a ring of stages in shared memory. Each thread copies what it
+// will read itself, so the ring needs no barriers. Other rows: one kernel over rows for grad_x, m and rstd, one over
+// column strips for grad_w and grad_b. Partial sums are added in a fixed order; no atomics. Persistent-grid idea:
+// quack's rmsnorm backward.
+#pragma once
+#include <algorithm>
+
+#include "backward.h"
+#include "device/ptx.cuh"
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+#include "kernels/column_sum.cuh"
+#include "kernels/dispatch.cuh"
+#include "kernels/launch.h"
+#include "params/norm.h"
+#include "plan.h"
+
+namespace llmk::kernels::norm {
+
+// Of a row; the means are of LayerNorm only, and 0 otherwise.
+struct Scalars {
+  float mean, rstd;
+  float mean_g, mean_gn;
+};
+
+// sums: of d^2, g d and, centered, d, where d = x - mean. The sum of d would be 0 if the mean were exact: what it is
+// corrects the mean and all that was made from it.
+template <bool kCentered, int kSums>
+__device__ inline Scalars row_scalars(const float (&sums)[kSums], float mean, float mean_g, float inverse_cols,
+                                      float eps) {
+  if constexpr (kCentered) {
+    const float error = sums[2] * inverse_cols;
+    const float rstd = rsqrtf(fmaxf(sums[0] * inverse_cols - error * error, 0.f) + eps);
+    return {mean + error, rstd, mean_g, (sums[1] * inverse_cols - error * mean_g) * rstd};
+  } else {
+    const float rstd = rsqrtf(sums[0] * inverse_cols + eps);
+    return {0.f, rstd, 0.f, sums[1] * inverse_cols * rstd};
+  }
+}
+
+template <bool kCentered>
+__device__ inline float centered(float x, float mean) {
+  return kCentered ? x - mean : x;
+}
+
+// g - mean(g) - n mean(g n)
+template <bool kCentered>
+__device__ inline float without_means(float g, float n, const Scalars& scalars) {
+  return kCentered ? g - scalars.mean_g - n * scalars.mean_gn : g - n * scalars.mean_gn;
+}
+
+// What the forward multiplied by the weight.
+template <typename T>
+__device__ float weighted(float n, bool cast_before_weight) {
+  return cast_before_weight ? to_float(from_float<T>(n)) : n;
+}
+
+// Where a row begins in each operand.
+template <typename T>
+struct Rows {
+  const T *x, *grad_y, *grad_sum, *weight;
+  T* grad_x;
+  __device__ Rows(const NormBackwardParams& params, int64_t row)
+      : x(static_cast<const T*>(params.x) + row * params.x_stride),
+        grad_y(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride),
+        grad_sum(static_cast<const T*>(params.grad_sum) + row * params.grad_sum_stride),
+        weight(static_cast<const T*>(params.weight)),
+        grad_x(static_cast<T*>(params.grad_x) + row * params.cols) {}
+};
+
+// Stages of the ring, each with one row per group: as many as fit when a thread has four vectors of each operand.
+template <int kVectors>
+constexpr int kStages = kVectors == 4 ? 2 : 3;
+// Vectors of a thread, at most: four of LayerNorm, with its second sum over rows, would not fit the registers.
+template <typename T, bool kCentered>
+constexpr int kMostVectors = kCentered && sizeof(T) == 2 ? 2 : 4;
+// Of the rings of all blocks of an SM:
+//
+//   value             | case | result
+//   ------------------|------|-------------------------------
+//   more than 116 KiB | all  | slower, since blocks drift apart
+constexpr size_t kBytesInFlight = 116 << 10;
+
+// Group g of a block processes the rows (blockIdx.x + i * gridDim.x) * groups + g, with kVectors vectors per thread.
+// kRounds: round(n) is what the forward multiplied by the weight. Asked in the loop, it takes 10 % longer.
+template <typename T, int kVectors, bool kCentered, bool kRounds>
+__global__ void __launch_bounds__(512) norm_backward_kernel(const NormBackwardParams params, bool keep_inputs) {
+  constexpr int N = kVecWidth<T>, kDepth = kStages<kVectors>, kSums = kCentered ? 3 : 2;
+  using V = Vec<T, N>;
+  const uint64_t policy = l2_policy(keep_inputs);
+  extern __shared__ int4 ring[];  // [stage][operand][vector][thread of the block]
+  __shared__ float shared[2][kSums * 16];
+  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int operands = params.grad_sum ? 3 : 2;
+  const int count = static_cast<int>(params.cols / N);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  const auto stage_vector = [&](int stage, int operand, int v) -> int4* {
+    return ring + ((stage * operands + operand) * kVectors + v) * threads + thread;
+  };
+  const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
+  const auto prefetch = [&](int64_t row, int stage) {
+    if (row < params.rows) {
+      const Rows<T> rows(params, row);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (group.rank + v * group.threads < count) {
+          cp_async_16(stage_vector(stage, 0, v), rows.x + offset(v), policy);
+          cp_async_16(stage_vector(stage, 1, v), rows.grad_y + offset(v), policy);
+          if (params.grad_sum) cp_async_16(stage_vector(stage, 2, v), rows.grad_sum + offset(v), policy);
+        }
+      }
+    }
+    cp_async_commit();  // also when empty, so that cp_async_wait() counts stages
+  };
+
+  pdl_wait();
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y;
+#pragma unroll
+  for (int stage = 0; stage < kDepth - 1; ++stage) prefetch(first + stage * step + group.index, stage);
+
+  const auto* weight = static_cast<const T*>(params.weight);
+  const float weight_offset = static_cast<float>(params.options.weight_offset);
+  const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
+  float scale[kVectors][N], grad_weight[kVectors][N];
+  [[maybe_unused]] float grad_bias[kVectors][N];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const bool has_weight = weight && group.rank + v * group.threads < count;
+    const V w = has_weight ? V::load(weight + offset(v)) : V{};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      scale[v][i] = has_weight ? weight_offset + w[i] : 1.f;
+      grad_weight[v][i] = grad_bias[v][i] = 0.f;
+    }
+  }
+
+  int stage = 0, parity = 0;
+  for (int64_t base = first; base < params.rows; base += step, parity ^= 1, stage = (stage + 1) % kDepth) {
+    const int64_t row = base + group.index;
+    prefetch(row + (kDepth - 1) * step, (stage + kDepth - 1) % kDepth);
+    cp_async_wait<kDepth - 1>();
+    const auto mine = [&](int v) { return row < params.rows && group.rank + v * group.threads < count; };
+    const auto load_operand = [&](int operand, int v) {
+      return V::load(reinterpret_cast<const T*>(stage_vector(stage, operand, v)));
+    };
+    V x[kVectors], grad_y[kVectors];
+    const auto load_row = [&](int v) {
+      x[v] = load_operand(0, v);
+      grad_y[v] = load_operand(1, v);
+    };
+    float mean = 0.f, mean_g = 0.f;
+    if constexpr (kCentered) {
+      float sums[2] = {0.f, 0.f};
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        if (!mine(v)) continue;
+        load_row(v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          sums[0] += x[v][i];
+          sums[1] += grad_y[v][i] * scale[v][i];
+        }
+      }
+      group_sum(sums, group, shared[1]);
+      mean = sums[0] * inverse_cols, mean_g = sums[1] * inverse_cols;
+    }
+    float sums[kSums] = {};
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!mine(v)) continue;
+      if constexpr (!kCentered) load_row(v);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float d = centered<kCentered>(x[v][i], mean);
+        sums[0] += d * d;
+        sums[1] += grad_y[v][i] * scale[v][i] * d;
+        if constexpr (kCentered) sums[2] += d;
+      }
+    }
+    group_sum(sums, group, shared[kCentered ? 0 : parity]);
+    const Scalars scalars = row_scalars<kCentered>(sums, mean, mean_g, inverse_cols, eps);
+    T* const grad_x = static_cast<T*>(params.grad_x) + row * params.cols;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!mine(v)) continue;
+      const V extra = params.grad_sum ? load_operand(2, v) : V{};
+      float n[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) n[i] = centered<kCentered>(x[v][i], scalars.mean) * scalars.rstd;
+      const V rounded = V::of([&](int i) { return n[i]; });
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        grad_weight[v][i] += grad_y[v][i] * (kRounds ? rounded[i] : n[i]);
+        if constexpr (kCentered) grad_bias[v][i] += grad_y[v][i];
+      }
+      const auto grad = [&](int i) {
+        return scalars.rstd * without_means<kCentered>(grad_y[v][i] * scale[v][i], n[i], scalars);
+      };
+      const V result = params.grad_sum ? V::of([&](int i) { return grad(i) + extra[i]; }) : V::of(grad);
+      result.store(grad_x + offset(v));
+    }
+  }
+
+  pdl_launch_dependents();
+  // One row of each partial sum per block: its groups are added up in shared memory, in a fixed order.
+  auto* const group_sums = reinterpret_cast<float*>(ring);  // [group][column]; at most one stage of the ring
+  auto* partial = static_cast<float*>(params.partials) + blockIdx.x * params.cols;
+  const auto add_groups = [&](const float(&of_thread)[kVectors][N]) {
+    __syncthreads();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (group.rank + v * group.threads >= count) continue;
+      float4* const mine = reinterpret_cast<float4*>(group_sums + group.index * params.cols + offset(v));
+#pragma unroll
+      for (int i = 0; i < N; i += 4) {
+        const float* const g = &of_thread[v][i];
+        mine[i / 4] = make_float4(g[0], g[1], g[2], g[3]);
+      }
+    }
+    __syncthreads();
+    for (int c = thread; c < params.cols; c += threads) {
+      float sum = group_sums[c];
+      for (int g = 1; g < blockDim.y; ++g) sum += group_sums[g * params.cols + c];
+      partial[c] = sum;
+    }
+    partial += params.partial_rows * params.cols;
+  };
+  cp_async_wait<0>();
+  if (params.grad_weight) add_groups(grad_weight);
+  if constexpr (kCentered) {
+    if (params.grad_bias) add_groups(grad_bias);
+  }
+}
+
+// grad_x of a row of any length and alignment, read twice, or three times if centered. `statistics`: where to leave
+// rstd [rows] and, if centered, the mean [rows]; or null.
+template <typename T, int N, bool kCentered>
+__global__ void __launch_bounds__(1024) norm_backward_long_kernel(const NormBackwardParams params, float* statistics) {
+  using V = Vec<T, N>;
+  constexpr int kSums = kCentered ? 3 : 2;
+  __shared__ float shared[kCentered ? 2 : 1][kSums * 32];
+  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+  const float weight_offset = static_cast<float>(params.options.weight_offset);
+  const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
+  pdl_launch_dependents();
+  pdl_wait();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
+  const Rows<T> rows(params, row);
+  const int64_t end = row < params.rows ? params.cols : 0;
+  const int64_t begin = static_cast<int64_t>(group.rank) * N, step = static_cast<int64_t>(group.threads) * N;
+  const auto g = [&](const V& grad_y, const V& w, int i) {
+    return rows.weight ? grad_y[i] * (weight_offset + w[i]) : grad_y[i];
+  };
+  const auto for_elements = [&](const auto& body) {
+    for (int64_t c = begin; c < end; c += step) {
+      const V x = V::load(rows.x + c), grad_y = V::load(rows.grad_y + c);
+      const V w = rows.weight ? V::load(rows.weight + c) : V{};
+#pragma unroll
+      for (int i = 0; i < N; ++i) body(x[i], g(grad_y, w, i));
+    }
+  };
+  float mean = 0.f, mean_g = 0.f;
+  if constexpr (kCentered) {
+    float sums[2] = {0.f, 0.f};
+    for_elements([&](float x, float g) { sums[0] += x, sums[1] += g; });
+    group_sum(sums, group, shared[1]);
+    mean = sums[0] * inverse_cols, mean_g = sums[1] * inverse_cols;
+  }
+  float sums[kSums] = {};
+  for_elements([&](float x, float g) {
+    const float d = centered<kCentered>(x, mean);
+    sums[0] += d * d;
+    sums[1] += g * d;
+    if constexpr (kCentered) sums[2] += d;
+  });
+  group_sum(sums, group, shared[0]);
+  const Scalars scalars = row_scalars<kCentered>(sums, mean, mean_g, inverse_cols, eps);
+  if (statistics && group.rank == 0 && row < params.rows) {
+    statistics[row] = scalars.rstd;
+    if constexpr (kCentered) statistics[params.rows + row] = scalars.mean;
+  }
+  for (int64_t c = begin; c < end; c += step) {
+    const V x = V::load(rows.x + c), grad_y = V::load(rows.grad_y + c);
+    const V w = rows.weight ? V::load(rows.weight + c) : V{};
+    const V extra = rows.grad_sum ? V::load(rows.grad_sum + c) : V{};
+    const V result = V::of([&](int i) {
+      const float n = centered<kCentered>(x[i], scalars.mean) * scalars.rstd;
+      const float grad = scalars.rstd * without_means<kCentered>(g(grad_y, w, i), n, scalars);
+      return rows.grad_sum ? grad + extra[i] : grad;
+    });
+    result.store(rows.grad_x + c);
+  }
+}
+
+// Partial grad_w and grad_b after the kernel above: block (s, p) sums strip s of 256 columns over the p-th range of
+// rows.
+template <typename T, bool kCentered>
+__global__ void __launch_bounds__(256)
+    partial_sums_kernel(const NormBackwardParams params, const float* statistics, int64_t strips) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int64_t col = blockIdx.x % strips * blockDim.x + threadIdx.x, part = blockIdx.x / strips;
+  if (col >= params.cols) return;
+  const int64_t begin = params.rows * part / params.partial_rows, end = params.rows * (part + 1) / params.partial_rows;
+  float grad_weight = 0.f, grad_bias = 0.f;
+#pragma unroll 4
+  for (int64_t row = begin; row < end; ++row) {
+    const Rows<T> rows(params, row);
+    const float mean = kCentered ? statistics[params.rows + row] : 0.f;
+    const float n = centered<kCentered>(to_float(rows.x[col]), mean) * statistics[row];
+    const float grad_y = to_float(rows.grad_y[col]);
+    grad_weight += grad_y * weighted<T>(n, params.options.cast_before_weight);
+    grad_bias += grad_y;
+  }
+  auto* partial = static_cast<float*>(params.partials) + part * params.cols + col;
+  if (params.grad_weight) *partial = grad_weight, partial += params.partial_rows * params.cols;
+  if (params.grad_bias) *partial = grad_bias;
+}
+
+// How many of grad_w and grad_b are wanted.
+inline int wanted_sums(const NormBackwardParams& p) { return (p.grad_weight != nullptr) + (p.grad_bias != nullptr); }
+
+template <typename T>
+bool is_vector(const NormBackwardParams& p) {
+  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) &&
+         rows_aligned(p.grad_y, p.grad_y_stride, p.rows, sizeof(T)) &&
+         rows_aligned(p.grad_sum, p.grad_sum_stride, p.rows, sizeof(T)) && is_aligned(p.weight, 16) &&
+         is_aligned(p.grad_x, 16);
+}
+
+// The persistent kernel's plan for a row, and its grid; no vectors when the row is not for it.
+struct PersistentPlan {
+  RowPlan row;
+  size_t ring_bytes;
+  int64_t blocks;
+  bool keep_inputs;
+};
+
+template <typename T, bool kCentered>
+cudaError_t plan_persistent(const NormBackwardParams& params, PersistentPlan& plan) {
+  constexpr int kMaxThreads = 512;
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  RowPlan& row = plan.row;
+  row = {kVecWidth<T>, 0, 0, 1};
+  const int64_t count = params.cols / row.width;
+  if (!is_vector<T>(params) || count > kMostVectors<T, kCentered> * kMaxThreads) return cudaSuccess;
+  const int vectors = count > 2 * kMaxThreads ? 4 : count > 128 ? 2 : 1;
+  row.threads_per_row = group_threads(count, vectors, kMaxThreads);
+  row.rows_per_block = std::max(1, 256 / row.threads_per_row);
+  const int operands = params.grad_sum ? 3 : 2, stages = vectors == 4 ? kStages<4> : kStages<1>;
+  plan.ring_bytes = sizeof(int4) * stages * operands * vectors * row.threads();
+  if (plan.ring_bytes > device.shared_bytes - 1024) return cudaSuccess;  // the reduction needs some, too
+  row.vectors = vectors;
+  const int per_sm = std::clamp(static_cast<int>(kBytesInFlight / plan.ring_bytes), 1, 1024 / row.threads());
+  plan.blocks = std::min<int64_t>((params.rows + row.rows_per_block - 1) / row.rows_per_block,
+                                  static_cast<int64_t>(device.sm_count) * per_sm);
+  plan.keep_inputs = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (operands + 1));
+  return cudaSuccess;
+}
+
+template <typename T, bool kCentered>
+cudaError_t launch_persistent(const PersistentPlan& plan, const NormBackwardParams& params, cudaStream_t stream) {
+  const LaunchShape shape{plan.blocks, dim3(plan.row.threads_per_row, plan.row.rows_per_block), plan.ring_bytes,
+                          /*may_overlap=*/false};
+  return dispatch_int<1, 2, 4>(plan.row.vectors, [&](auto vectors) {
+    constexpr int kVectors = decltype(vectors)::value;
+    if constexpr (kVectors > kMostVectors<T, kCentered>) {
+      return cudaErrorInvalidValue;  // no such plan
+    } else {
+      constexpr bool kMayRound = sizeof(T) == 2 && !kCentered;
+      const auto kernel = params.options.cast_before_weight ? norm_backward_kernel<T, kVectors, kCentered, kMayRound>
+                                                            : norm_backward_kernel<T, kVectors, kCentered, false>;
+      return launch(kernel, shape, stream, params, plan.keep_inputs);
+    }
+  });
+}
+
+constexpr int kStrip = 256;  // columns of a block of partial_sums_kernel
+
+template <typename T, bool kCentered>
+cudaError_t launch_long(const NormBackwardParams& params, cudaStream_t stream) {
+  const int width = is_vector<T>(params) ? kVecWidth<T> : 1;
+  const int threads = group_threads(params.cols / width, 4, 1024), groups = std::max(1, 256 / threads);
+  const int sums = wanted_sums(params);
+  float* const statistics =
+      sums > 0 ? static_cast<float*>(params.partials) + sums * params.partial_rows * params.cols : nullptr;
+  const LaunchShape shape{(params.rows + groups - 1) / groups, dim3(threads, groups)};
+  const auto kernel =
+      width == 1 ? norm_backward_long_kernel<T, 1, kCentered> : norm_backward_long_kernel<T, kVecWidth<T>, kCentered>;
+  const cudaError_t status = launch(kernel, shape, stream, params, statistics);
+  if (status != cudaSuccess || sums == 0) return status;
+  const int64_t strips = (params.cols + kStrip - 1) / kStrip;
+  return launch(partial_sums_kernel<T, kCentered>, {strips * params.partial_rows, dim3(kStrip)}, stream, params,
+                statistics, strips);
+}
+
+template <bool kCentered>
+cudaError_t backward_workspace(const NormBackwardParams& params, Dtype dtype, NormBackwardWorkspace& workspace) {
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    PersistentPlan plan;
+    if (const cudaError_t status = plan_persistent<T, kCentered>(params, plan); status != cudaSuccess) return status;
+    int64_t statistics = 0;
+    if (plan.row.vectors > 0) {
+      workspace.partial_rows = plan.blocks;
+    } else {
+      // Enough partial sums to fill the GPU, and none over more than 1024 rows, for accuracy.
+      workspace.partial_rows = std::min<int64_t>(params.rows, std::max<int64_t>(64, params.rows / 1024));
+      statistics = kCentered ? 2 * params.rows : params.rows;
+    }
+    const int sums = wanted_sums(params);
+    workspace.floats = sums > 0 ? sums * workspace.partial_rows * params.cols + statistics : 0;
+    return cudaSuccess;
+  });
+}
+
+template <bool kCentered>
+cudaError_t backward(const NormBackwardParams& params, Dtype dtype, cudaStream_t stream) {
+  if (params.rows == 0 || params.cols == 0) return cudaSuccess;
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    PersistentPlan plan;
+    cudaError_t status = plan_persistent<T, kCentered>(params, plan);
+    if (status != cudaSuccess) return status;
+    status = plan.row.vectors > 0 ? launch_persistent<T, kCentered>(plan, params, stream)
+                                  : launch_long<T, kCentered>(params, stream);
+    if (status != cudaSuccess) return status;
+    return column_sum<T>({params.partials, params.partial_rows, params.cols, params.grad_weight, params.grad_bias},
+                         stream);
+  });
+}
+
+}  // namespace llmk::kernels::norm

@@ -1,0 +1,297 @@
+// Normalization of rows, alone or after a residual add: RMSNorm (Zhang & Sennrich 2019) and, centered, LayerNorm (Ba,
+// Kiros & Hinton 2016), which is the RMSNorm of a row minus its mean, plus a bias:
+//
+//   s = round(x + residual)                                       (s = x without a residual)
+//   RMSNorm:    n = s / sqrt(mean(s^2) + eps)                     fp32
+//               y = round(round(n) (offset + w))   or   round(n (offset + w)) the two rounding orders in use
+//   LayerNorm:  n = (s - m) / sqrt(mean((s - m)^2) + eps), m = mean(s); y = round(n w + b)
+//
+// x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 accumulation.
+// Moves 2 elements per element (4 with a residual): memory is the limit. A group of threads loads a row by 16-byte
+// accesses and keeps it in registers from the reductions to the store. Rows that are too long for that, or not aligned
+// to 16 bytes, are read once per reduction and once more; all reads but the first mostly hit the cache.
+//
+// The mean is that of the differences to an element of the row, and the variance that of the differences to the mean:
+// exact where all elements are equal, and without cancellation where the mean is large. The element is the median of
+// three, since next to one that is far larger than the others these would lose their last digits.
+//
+// kCentered is a template parameter in all that follows, since the second reduction costs RMSNorm registers and time.
+#pragma once
+#include "device/ptx.cuh"
+#include "device/reduce.cuh"
+#include "device/vec.cuh"
+#include "kernels/dispatch.cuh"
+#include "kernels/launch.h"
+#include "params/norm.h"
+#include "plan.h"
+
+namespace llmk::kernels::norm {
+
+// How a vector of an RMSNorm is scaled; `w` is read only where there is a weight.
+struct Scale {
+  bool has_weight, cast_before_weight;
+  float weight_offset;
+
+  __device__ explicit Scale(const NormParams& params)
+      : has_weight(params.weight != nullptr),
+        cast_before_weight(params.options.cast_before_weight),
+        weight_offset(static_cast<float>(params.options.weight_offset)) {}
+
+  template <typename T, int N>
+  __device__ Vec<T, N> operator()(const Vec<T, N>& s, const Vec<T, N>& w, float rstd) const {
+    using V = Vec<T, N>;
+    if (has_weight && !cast_before_weight) {
+      return V::of([&](int i) { return s[i] * rstd * (weight_offset + w[i]); });
+    }
+    const V n = V::of([&](int i) { return s[i] * rstd; });
+    if (!has_weight) return n;
+    if (weight_offset == 0.f) return mul(n, w);
+    return V::of([&](int i) { return n[i] * (weight_offset + w[i]); });
+  }
+};
+
+// The vector of a LayerNorm's output; `w` is 1 without a weight and `b` 0 without a bias.
+template <typename T, int N>
+__device__ Vec<T, N> scale_and_shift(const Vec<T, N>& s, float mean, float rstd, const Vec<T, N>& w,
+                                     const Vec<T, N>& b) {
+  return Vec<T, N>::of([&](int i) { return (s[i] - mean) * rstd * w[i] + b[i]; });
+}
+
+template <typename T, int N>
+__device__ Vec<T, N> load_or(const T* source, int64_t offset, float value) {
+  return source ? Vec<T, N>::load(source + offset) : Vec<T, N>::of([=](int) { return value; });
+}
+
+template <typename T, int N>
+__device__ float sum_of_differences(const Vec<T, N>& s, float shift, float total) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) total += s[i] - shift;
+  return total;
+}
+
+template <bool kCentered, typename T, int N>
+__device__ float sum_of_squares(const Vec<T, N>& s, float mean, float total) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float d = kCentered ? s[i] - mean : s[i];
+    total += d * d;
+  }
+  return total;
+}
+
+// Has the elements converted to float once more where they are used next. Else the compiler keeps them as they are and
+// as floats, in three times the registers.
+template <typename T, int N>
+__device__ void forget_floats(Vec<T, N>& s) {
+  if constexpr (Vec<T, N>::kPaired) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) asm volatile("" : "+r"(reinterpret_cast<unsigned&>(s.data[i])));
+  }
+}
+
+// Where a row begins in each operand.
+template <typename T>
+struct Row {
+  const T *x, *residual, *weight, *bias;
+  T *y, *sum;
+
+  __device__ Row(const NormParams& params, int64_t row)
+      : x(static_cast<const T*>(params.x) + row * params.x_stride),
+        residual(static_cast<const T*>(params.residual) + row * params.residual_stride),
+        weight(static_cast<const T*>(params.weight)),
+        bias(static_cast<const T*>(params.bias)),
+        y(static_cast<T*>(params.y) + row * params.cols),
+        sum(static_cast<T*>(params.sum) + row * params.cols) {}
+
+  // The median of the first, middle and last element of what is normalized.
+  __device__ float median_of_three(bool has_residual, int64_t cols) const {
+    using V = Vec<T, 1>;
+    const auto at = [&](int64_t c) {
+      return has_residual ? add(V::load(x + c), V::load(residual + c))[0] : V::load(x + c)[0];
+    };
+    const float a = at(0), b = at(cols / 2), c = at(cols - 1);
+    return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+  }
+};
+
+// The threads that share a row, and which row.
+__device__ inline Group row_group() {
+  return {static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+}
+__device__ inline int64_t row_index() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
+
+// A row in registers: kVectors vectors of N elements per thread. Blocks of several rows have one vector per thread.
+// Template parameters: kResidual, since its registers would cost the plain norm occupancy; kKeepInputs, since an L2
+// policy on a load has a cost:
+//
+//   value              | case     | result
+//   -------------------|----------|-------------------------------
+//   the default policy | rms_norm | 2 % slower than a load without
+template <typename T, int N, int kVectors, bool kCentered, bool kResidual, bool kKeepInputs>
+__global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, float inverse_cols) {
+  using V = Vec<T, N>;
+  __shared__ float shared[kCentered ? 2 : 1][kMaxRowsPerBlock * kMaxVirtualWarps];
+  constexpr bool kOneRow = kVectors > 1;
+  const Group group = row_group();
+  const int64_t index = kOneRow ? blockIdx.x : row_index();
+  const Row<T> row(params, index);
+  const int count = kOneRow || index < params.rows ? static_cast<int>(params.cols / N) : 0;
+  const auto mine = [&](int v) { return group.rank + v * group.threads < count; };
+  const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
+  const float eps = static_cast<float>(params.options.eps);
+  [[maybe_unused]] const uint64_t policy = kKeepInputs ? l2_policy(true) : 0;
+  const auto load = [&](const T* source) {
+    if constexpr (kKeepInputs) return V::load(source, policy);
+    return V::load(source);
+  };
+  pdl_launch_dependents();
+  pdl_wait();
+  V s[kVectors], r[kVectors], w[kVectors], b[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (mine(v)) s[v] = load(row.x + offset(v));
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (kResidual && mine(v)) r[v] = load(row.residual + offset(v));
+  }
+  float mean = 0.f;
+  if constexpr (kCentered) {
+    const float shift = count > 0 ? row.median_of_three(kResidual, params.cols) : 0.f;
+    float differences[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      differences[v] = 0.f;
+      if (!mine(v)) continue;
+      if constexpr (kResidual) s[v] = add(s[v], r[v]);
+      differences[v] = sum_of_differences(s[v], shift, 0.f);
+    }
+    mean = shift + row_sum(differences, group, shared[0]) * inverse_cols;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!mine(v)) continue;
+      w[v] = load_or<T, N>(row.weight, offset(v), 1.f);  // in flight during the second reduction
+      b[v] = load_or<T, N>(row.bias, offset(v), 0.f);
+    }
+  } else {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (params.weight && mine(v)) w[v] = load(row.weight + offset(v));  // in flight during the reduction
+    }
+  }
+  float squares[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    squares[v] = 0.f;
+    if (!mine(v)) continue;
+    if constexpr (kResidual && !kCentered) s[v] = add(s[v], r[v]);
+    if constexpr (kCentered) forget_floats(s[v]);
+    squares[v] = sum_of_squares<kCentered>(s[v], mean, 0.f);
+  }
+  const float rstd = rsqrtf(row_sum(squares, group, shared[kCentered ? 1 : 0]) * inverse_cols + eps);
+  const Scale scale(params);
+  const auto output = [&](int v) {
+    if constexpr (kCentered) {
+      forget_floats(s[v]), forget_floats(w[v]), forget_floats(b[v]);
+      return scale_and_shift(s[v], mean, rstd, w[v], b[v]);
+    }
+    return scale(s[v], w[v], rstd);
+  };
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!mine(v)) continue;
+    if constexpr (kResidual) {
+      s[v].store(row.sum + offset(v));
+      output(v).store(row.y + offset(v));
+    } else {
+      output(v).assign_to(row.y + offset(v));
+    }
+  }
+}
+
+// A row of any length and alignment, read once per reduction and once more.
+template <typename T, int N, bool kCentered>
+__global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params) {
+  using V = Vec<T, N>;
+  __shared__ float shared[kCentered ? 2 : 1][32];
+  const Group group = row_group();
+  const int64_t index = row_index();
+  const Row<T> row(params, index);
+  const int64_t end = index < params.rows ? params.cols : 0;
+  const int64_t begin = static_cast<int64_t>(group.rank) * N, step = static_cast<int64_t>(group.threads) * N;
+  const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
+  pdl_launch_dependents();
+  pdl_wait();
+  const auto load = [&](int64_t c) {  // at the first reading
+    V s = V::load(row.x + c);
+    if (params.residual) (s = add(s, V::load(row.residual + c))).store(row.sum + c);
+    return s;
+  };
+  const T* source = params.residual ? row.sum : row.x;  // each thread reads back what it wrote itself
+  float mean = 0.f;
+  if constexpr (kCentered) {
+    const float shift = end > 0 ? row.median_of_three(params.residual != nullptr, params.cols) : 0.f;
+    float differences[1] = {0.f};
+    for (int64_t c = begin; c < end; c += step) differences[0] = sum_of_differences(load(c), shift, differences[0]);
+    group_sum(differences, group, shared[0]);
+    mean = shift + differences[0] * inverse_cols;
+  }
+  float squares[1] = {0.f};
+  for (int64_t c = begin; c < end; c += step) {
+    squares[0] = sum_of_squares<kCentered>(kCentered ? V::load(source + c) : load(c), mean, squares[0]);
+  }
+  group_sum(squares, group, shared[kCentered ? 1 : 0]);
+  const float rstd = rsqrtf(squares[0] * inverse_cols + eps);
+  const Scale scale(params);
+  for (int64_t c = begin; c < end; c += step) {
+    const V s = V::load(source + c);
+    if constexpr (kCentered) {
+      const V w = load_or<T, N>(row.weight, c, 1.f), b = load_or<T, N>(row.bias, c, 0.f);
+      scale_and_shift(s, mean, rstd, w, b).store(row.y + c);
+    } else {
+      const V w = params.weight ? V::load(row.weight + c) : V{};
+      scale(s, w, rstd).store(row.y + c);
+    }
+  }
+}
+
+template <typename T>
+bool is_vector(const NormParams& p) {
+  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) &&
+         rows_aligned(p.residual, p.residual_stride, p.rows, sizeof(T)) && is_aligned(p.weight, 16) &&
+         is_aligned(p.bias, 16) && is_aligned(p.y, 16) && is_aligned(p.sum, 16);
+}
+
+template <bool kCentered>
+cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, bool may_overlap) {
+  if (params.rows == 0 || params.cols == 0) return cudaSuccess;
+  return dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int N = kVecWidth<T>;
+    DeviceInfo device;
+    if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+    const bool few_rows = params.rows <= kFewRowsPerSm * device.sm_count;
+    const RowPlan plan =
+        plan_rms_norm(params.cols, sizeof(T), is_vector<T>(params), params.residual != nullptr, few_rows);
+    LaunchShape shape{(params.rows + plan.rows_per_block - 1) / plan.rows_per_block,
+                      dim3(plan.threads_per_row, plan.rows_per_block)};
+    shape.may_overlap = may_overlap;
+    if (plan.vectors == 0) {
+      const auto kernel = plan.width == 1 ? norm_long_kernel<T, 1, kCentered> : norm_long_kernel<T, N, kCentered>;
+      return launch(kernel, shape, stream, params);
+    }
+    const int64_t bytes = params.rows * params.cols * sizeof(T) * (params.residual ? 4 : 2);
+    return dispatch_int<1, 2>(plan.vectors, [&](auto vectors) {
+      return dispatch_int<0, 1>(params.residual != nullptr, [&](auto residual) {
+        return dispatch_int<0, 1>(keeps_inputs(device, bytes), [&](auto keep) {
+          constexpr int kVectors = decltype(vectors)::value;
+          constexpr bool kResidual = decltype(residual)::value, kKeepInputs = decltype(keep)::value;
+          return launch(norm_kernel<T, N, kVectors, kCentered, kResidual, kKeepInputs>, shape, stream, params,
+                        1.f / static_cast<float>(params.cols));
+        });
+      });
+    });
+  });
+}
+
+}  // namespace llmk::kernels::norm

@@ -1,0 +1,18 @@
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "backward.h"
+#include "dtype.h"
+#include "params/norm.h"
+
+namespace llmk::kernels {
+
+// y = layer_norm(x), or sum = x + residual and y = layer_norm(sum) when there is a residual. `may_overlap`: see
+// LaunchShape.
+cudaError_t layer_norm(const NormParams& params, Dtype dtype, cudaStream_t stream, bool may_overlap = true);
+
+cudaError_t layer_norm_backward_workspace(const NormBackwardParams& params, Dtype dtype,
+                                          NormBackwardWorkspace& workspace);
+cudaError_t layer_norm_backward(const NormBackwardParams& params, Dtype dtype, cudaStream_t stream);
+
+}  // namespace llmk::kernels
