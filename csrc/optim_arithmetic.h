@@ -19,11 +19,33 @@ LLMK_ANYWHERE A clip_factor(A norm, A max_norm) {
 struct LogBetas {
   double log_beta1, log_beta2;
 
-  explicit LogBetas(const AdamOptions& options) : log_beta1(std::log(options.beta1)), log_beta2(std::log(options.beta2)) {}
+  explicit LogBetas(const AdamOptions& options)
+      : log_beta1(std::log(options.beta1)), log_beta2(std::log(options.beta2)) {}
 };
 
 LLMK_ANYWHERE float one_minus_power(float log_base, float exponent) { return -expm1f(exponent * log_base); }
 LLMK_ANYWHERE double one_minus_power(double log_base, double exponent) { return -expm1(exponent * log_base); }
+
+// On a GPU right to 2 units in the last place. IEEE's have branches for special operands, which would keep the compiler
+// from interleaving elements. The divisor is 0 or far from subnormal, being a root.
+LLMK_ANYWHERE float root(float x) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return std::sqrt(x);
+#endif
+}
+LLMK_ANYWHERE float quotient(float x, float y) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(x, y);
+#else
+  return x / y;
+#endif
+}
+LLMK_ANYWHERE double root(double x) { return std::sqrt(x); }
+LLMK_ANYWHERE double quotient(double x, double y) { return x / y; }
 
 template <typename A>
 struct AdamScalars {
@@ -43,7 +65,7 @@ struct AdamScalars {
     v = beta2 * v + beta2_complement * g * g;
     A largest = v;
     if constexpr (kAmsgrad) v_max = largest = v > v_max || v != v ? v : v_max;
-    return p - step_size * (m / (std::sqrt(largest) * bias_factor + eps));
+    return p - step_size * quotient(m, root(largest) * bias_factor + eps);
   }
 };
 

@@ -57,6 +57,9 @@ def valid(op: str) -> dict:
     hidden = {"hidden": torch.ones(BATCH, HIDDEN)}
     decode = rotation | {"cache_leftpad": _per_sequence(0), "heads": HEADS, "cast_before_weight": True, **norm_options}
     rows = {"norm_weight": weight, "weight": torch.ones(6, 8)}
+    one = torch.ones(1)
+    lists = {name: [torch.ones(2, 3), torch.ones(5)] for name in
+             ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")}  # fmt: skip
     values = {
         "rms_norm": {"x": x, "weight": weight, **norm_options},
         "add_rms_norm": {"x": x, "residual": x.clone(), "weight": weight, **norm_options},
@@ -92,6 +95,12 @@ def valid(op: str) -> dict:
         "decode_step": {**hidden, **_layer(plural=True), **decode, "norm": torch.ones(HIDDEN),
                         "head": torch.ones(VOCAB, HIDDEN), "head_bias": torch.ones(VOCAB), "softmax_scale": 0.5,
                         "windows_left": [-1, 4]},
+        "adam_": {**lists, "steps": [one, one], "lr": one, "grad_scale": one, "found_inf": torch.zeros(1),
+                  "grad_norm": one, "rng_state": torch.zeros(2).long(), "counter": torch.zeros(1, dtype=_I32),
+                  "lr_value": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0,
+                  "decoupled_weight_decay": True, "maximize": False},
+        "grad_norm": {"grads": lists["grads"], "norm_type": 2.0},
+        "clip_grads_": {"grads": lists["grads"], "norm": one, "max_norm": 1.0},
     }  # fmt: skip
     return tree_map_only(Tensor, torch.clone, values[op])
 
@@ -189,11 +198,13 @@ def test_tensors_on_two_devices(op, name, index):
     values = changed(op, name, index, lambda x: x.to("meta"))
     error = error_of(call, op, values)
     schema_names = [argument.name for argument in overload(op)._schema.arguments]
-    first = next(argument for argument in schema_names if isinstance(values.get(argument), Tensor))
-    if name == first:
+    first = next(argument for argument in schema_names if argument in values)
+    first_is_list = isinstance(values[first], list)
+    if name == first and not first_is_list:
         assert re.fullmatch(rf"{op}: \S+ must be on the device of {first}, meta, got cpu", error[1])
     else:
         where = name if index is None else f"{name}[{index}]"
+        first += "[0]" * first_is_list
         assert error[1] == f"{op}: {where} must be on the device of {first}, cpu, got meta"
 
 
@@ -330,7 +341,9 @@ def test_numbers_that_are_none(op, name, number):
      ("sample", "repetition_penalty_value", 0),
      ("sample", "repetition_penalty_value", 1e-50), ("sample", "repetition_penalty_value", 1e50),
      ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
-     ("decode_layer", "window_left", -2)],
+     ("decode_layer", "window_left", -2), ("adam_", "lr_value", -1.0), ("adam_", "beta1", 1.0), ("adam_", "beta2", -0.1),
+     ("adam_", "eps", -1e-8), ("adam_", "weight_decay", -1.0), ("adam_", "max_norm", -1.0), ("grad_norm", "norm_type", 1.0),
+     ("clip_grads_", "max_norm", -1.0)],
 )  # fmt: skip
 def test_numbers_out_of_range(op, name, number):
     check_number(op, name, number)

@@ -66,9 +66,9 @@ template <typename P, typename S>
 inline void update(const AdamParams& params, int64_t number, int64_t begin, int64_t end) {
   const AdamTensor& tensor = params.tensors[number];
   using A = Wide<P>;
-  const optim::AdamScalars<A> scalars = optim::AdamConstants<A>(params.options)
-                                            .at(static_cast<A>(*tensor.step) + A(1), params.lr, params.grad_scale,
-                                                params.grad_norm);
+  const optim::AdamScalars<A> scalars =
+      optim::AdamConstants<A>(params.options)
+          .at(static_cast<A>(*tensor.step) + A(1), params.lr, params.grad_scale, params.grad_norm);
   const Operands<P, S> at{static_cast<P*>(tensor.param) + begin, static_cast<const P*>(tensor.grad) + begin,
                           static_cast<S*>(tensor.exp_avg) + begin, static_cast<S*>(tensor.exp_avg_sq) + begin,
                           params.amsgrad ? static_cast<S*>(tensor.max_exp_avg_sq) + begin : nullptr};

@@ -47,7 +47,7 @@ struct GradTensor {
 struct GradNormParams {
   const GradTensor* tensors;
   int64_t count;
-  bool infinity;   // the largest magnitude, instead of the square root of the sum of squares
+  bool infinity;    // the largest magnitude, instead of the square root of the sum of squares
   float* partials;  // workspace of grad_norm_partials() floats
   float* norm;
 };

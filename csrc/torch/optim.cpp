@@ -68,8 +68,9 @@ void check_lists(const char* op, const AdamLists& lists, std::vector<Argument> a
   const size_t count = lists.params.size();
   LLMK_CHECK(count > 0, op, "params must have at least one tensor, got none");
   const auto add = [&](const char* name, const List& list, Access access, bool may_be_empty = false) {
-    LLMK_CHECK(list.size() == count || (may_be_empty && list.empty()), op, name, " must have one tensor per parameter (",
-               count, may_be_empty ? ") or none, got " : "), got ", list.size());
+    LLMK_CHECK(list.size() == count || (may_be_empty && list.empty()), op, name,
+               " must have one tensor per parameter (", count, may_be_empty ? ") or none, got " : "), got ",
+               list.size());
     for (size_t i = 0; i < list.size(); ++i) arguments.push_back(element(name, list, i, access));
   };
   std::vector<Argument> numbers;
@@ -140,8 +141,7 @@ void check_max_norm(const char* op, double max_norm) {
 void adam_on_cpu(const AdamParams& params) {
   if (params.found_inf && *params.found_inf != 0) return;
   for (int64_t i = 0; i < params.count; ++i) {
-    parallel_for(params.tensors[i].size, 4,
-                 [&](int64_t begin, int64_t end) { cpu::adam(params, i, begin, end); });
+    parallel_for(params.tensors[i].size, 4, [&](int64_t begin, int64_t end) { cpu::adam(params, i, begin, end); });
     *params.tensors[i].step += 1;
   }
 }
@@ -153,8 +153,7 @@ void adam_(const List& param_list, const List& grads, const List& exp_avgs, cons
            double max_norm, bool decoupled_weight_decay, bool maximize) {
   constexpr const char* op = "adam_";
   const AdamLists lists{param_list, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps};
-  const AdamOptions options{lr_value,     beta1,    beta2,   eps,
-                            weight_decay, max_norm, decoupled_weight_decay, maximize};
+  const AdamOptions options{lr_value, beta1, beta2, eps, weight_decay, max_norm, decoupled_weight_decay, maximize};
   check_lists(op, lists,
               {{"lr", lr},
                {"grad_scale", grad_scale},
@@ -222,8 +221,7 @@ float norm_on_cpu(const std::vector<GradTensor>& tensors, bool infinity) {
     std::vector<double> partials((tensor.size + kCpuChunk - 1) / kCpuChunk);
     parallel_for(static_cast<int64_t>(partials.size()), kCpuChunk, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        partials[i] =
-            cpu::grad_norm(tensor, infinity, i * kCpuChunk, std::min((i + 1) * kCpuChunk, tensor.size));
+        partials[i] = cpu::grad_norm(tensor, infinity, i * kCpuChunk, std::min((i + 1) * kCpuChunk, tensor.size));
       }
     });
     for (const double partial : partials) {
@@ -245,10 +243,10 @@ Tensor grad_norm(const List& grads, double norm_type) {
               const auto count = static_cast<int64_t>(tensors.size());
               const int64_t floats = kernels::grad_norm_partials(tensors.data(), count);
               partials = empty({&floats, 1}, ScalarType::Float, grads[0]);
-              return kernels::grad_norm({tensors.data(), count, infinity,
-                                         static_cast<float*>(partials->mutable_data_ptr()),
-                                         static_cast<float*>(norm.mutable_data_ptr())},
-                                        stream);
+              return kernels::grad_norm(
+                  {tensors.data(), count, infinity, static_cast<float*>(partials->mutable_data_ptr()),
+                   static_cast<float*>(norm.mutable_data_ptr())},
+                  stream);
             }),
             [&] { *static_cast<float*>(norm.mutable_data_ptr()) = norm_on_cpu(tensors, infinity); });
   return norm;
@@ -261,18 +259,17 @@ void clip_grads_(const List& grads, const Tensor& norm, double max_norm) {
   check_max_norm(op, max_norm);
   if (is_meta(grads[0])) return;
   const auto* const value = static_cast<const float*>(norm.const_data_ptr());
-  on_device(op, grads[0], LLMK_CUDA_ONLY([&](auto stream) {
-              return kernels::clip_grads({tensors.data(), static_cast<int64_t>(tensors.size()), value, max_norm},
-                                         stream);
-            }),
-            [&] {
-              const float factor = optim::clip_factor(*value, static_cast<float>(max_norm));
-              for (const GradTensor& tensor : tensors) {
-                if (factor == 1.f) break;
-                parallel_for(tensor.size, 1,
-                             [&](int64_t begin, int64_t end) { cpu::scale(tensor, factor, begin, end); });
-              }
-            });
+  on_device(
+      op, grads[0], LLMK_CUDA_ONLY([&](auto stream) {
+        return kernels::clip_grads({tensors.data(), static_cast<int64_t>(tensors.size()), value, max_norm}, stream);
+      }),
+      [&] {
+        const float factor = optim::clip_factor(*value, static_cast<float>(max_norm));
+        for (const GradTensor& tensor : tensors) {
+          if (factor == 1.f) break;
+          parallel_for(tensor.size, 1, [&](int64_t begin, int64_t end) { cpu::scale(tensor, factor, begin, end); });
+        }
+      });
 }
 
 void register_ops(StableLibrary& ops) {

@@ -7,6 +7,4 @@ from llmkernels.ops._common import register_fake
 
 register_fake("adam_", lambda *arguments, **named: None, overloads=("",))
 register_fake("clip_grads_", lambda *arguments, **named: None, overloads=("",))
-register_fake(
-    "grad_norm", lambda grads, *others, **named: grads[0].new_empty((), dtype=torch.float32), overloads=("",)
-)
+register_fake("grad_norm", lambda grads, *others, **named: grads[0].new_empty((), dtype=torch.float32), overloads=("",))

@@ -56,7 +56,7 @@ class _OneLaunch:
             for param in group["params"]:
                 found = self.state.get(param)
                 if found:
-                    found["step"] = found["step"].to(local(param).device, torch.float32)
+                    found["step"] = found["step"].to(local(param).device, torch.float32, copy=True)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim has it, which loads it: without ``capturable`` and ``fused`` the steps are on the CPU."""

@@ -32,7 +32,8 @@ def clip_grad_norm_(
         parameters: what has gradients; those without one are passed over.
         max_norm: the norm that the gradients are scaled down to.
         norm_type: 2 or inf; any other norm is left to PyTorch's function.
-        error_if_nonfinite: raise instead of clipping where the norm is inf or NaN. **The host waits for the norm then.**
+        error_if_nonfinite: raise instead of clipping where the norm is inf or NaN. **The host waits for the norm
+            then.**
         foreach: for compatibility; has no effect.
 
     Returns:

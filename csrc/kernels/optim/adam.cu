@@ -57,9 +57,9 @@ constexpr int kAligned = 1, kBFloat16State = 2, kDtypeShift = 2;
 
 int kind_of(const AdamTensor& tensor) {
   bool aligned = true;
-  for (const void* pointer : {static_cast<const void*>(tensor.param), tensor.grad,
-                              static_cast<const void*>(tensor.exp_avg), static_cast<const void*>(tensor.exp_avg_sq),
-                              static_cast<const void*>(tensor.max_exp_avg_sq)}) {
+  for (const void* pointer :
+       {static_cast<const void*>(tensor.param), tensor.grad, static_cast<const void*>(tensor.exp_avg),
+        static_cast<const void*>(tensor.exp_avg_sq), static_cast<const void*>(tensor.max_exp_avg_sq)}) {
     aligned = aligned && is_aligned(pointer, 16);
   }
   return (aligned ? kAligned : 0) | (tensor.state_dtype == Dtype::kBFloat16 ? kBFloat16State : 0) |
@@ -73,35 +73,31 @@ struct Shared {
   bool skip, last;
 };
 
-// The memory of one tensor.
+// The memory of one tensor. P: parameter and gradient, S: state.
 template <typename P, typename S>
 struct Operands {
   P* param;
   const P* grad;
   S *exp_avg, *exp_avg_sq, *max_exp_avg_sq;
-  bool aligned;
 };
 
-// P: parameter and gradient, S: state. The first loads are under way while a thread prepares the scalars.
-template <typename P, typename S, bool kAmsgrad, bool kStochastic>
-__device__ void update_chunk(const Operands<P, S>& at, const Chunk& chunk, int64_t tensor, const Shared& shared) {
-  constexpr int N = kVecWidth<P>;
+// N neighbouring elements of a tensor, from element i on.
+template <typename P, typename S, int N, bool kAmsgrad>
+struct Slice {
   Elements<P, N> p, g;
   Elements<S, N> m, v, v_max;
-  const auto load = [&](int64_t i) {
-    const int64_t left = chunk.end - i;
-    p.load(at.param + i, left, at.aligned);
-    g.load(at.grad + i, left, at.aligned);
-    m.load(at.exp_avg + i, left, at.aligned);
-    v.load(at.exp_avg_sq + i, left, at.aligned);
-    if constexpr (kAmsgrad) v_max.load(at.max_exp_avg_sq + i, left, at.aligned);
-  };
-  int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N;
-  if (i < chunk.end) load(i);
-  __syncthreads();  // the scalars are there
-  if (shared.skip) return;
-  const AdamScalars<float> scalars = shared.scalars;
-  while (i < chunk.end) {
+
+  __device__ void load(const Operands<P, S>& at, int64_t i) {
+    p.load(at.param + i);
+    g.load(at.grad + i);
+    m.load(at.exp_avg + i);
+    v.load(at.exp_avg_sq + i);
+    if constexpr (kAmsgrad) v_max.load(at.max_exp_avg_sq + i);
+  }
+
+  template <bool kStochastic>
+  __device__ void update(const Operands<P, S>& at, int64_t i, int64_t tensor, const Shared& shared) const {
+    const AdamScalars<float>& scalars = shared.scalars;
     float new_p[N], new_m[N], new_v[N], new_max[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
@@ -111,24 +107,48 @@ __device__ void update_chunk(const Operands<P, S>& at, const Chunk& chunk, int64
       new_p[k] = scalars.update<kAmsgrad>(p[k], g[k], new_m[k], new_v[k], new_max[k]);
     }
     if constexpr (kStochastic && sizeof(P) == 2) {
+      constexpr int kQuad = N < 4 ? N : 4;
 #pragma unroll
-      for (int k = 0; k < N; k += 4) {
-        const uint64_t bits = optim::random_quad(shared.rng_state, tensor, (i + k) / 4);
+      for (int k = 0; k < N; k += kQuad) {
+        const uint64_t bits = optim::random_quad(shared.rng_state, tensor, (i + k) / 4) >> (i + k) % 4 * 16;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
+        for (int j = 0; j < kQuad; ++j) {
           const uint32_t random = static_cast<uint32_t>(bits >> 16 * j) & 0xffffu;
           new_p[k + j] = std::is_same_v<P, __half> ? optim::round_to_float16(new_p[k + j], random)
                                                    : optim::round_to_bfloat16(new_p[k + j], random);
         }
       }
     }
-    const int64_t left = chunk.end - i;
-    Elements<P, N>::store(new_p, at.param + i, left, at.aligned);
-    Elements<S, N>::store(new_m, at.exp_avg + i, left, at.aligned);
-    Elements<S, N>::store(new_v, at.exp_avg_sq + i, left, at.aligned);
-    if constexpr (kAmsgrad) Elements<S, N>::store(new_max, at.max_exp_avg_sq + i, left, at.aligned);
+    p.store(new_p, at.param + i);
+    m.store(new_m, at.exp_avg + i);
+    v.store(new_v, at.exp_avg_sq + i);
+    if constexpr (kAmsgrad) v_max.store(new_max, at.max_exp_avg_sq + i);
+  }
+};
+
+// The first loads are under way while a thread prepares the scalars.
+template <typename P, typename S, bool kAmsgrad, bool kStochastic>
+__device__ void update_chunk(const Operands<P, S>& at, const Chunk& chunk, bool aligned, int64_t tensor, int* counter,
+                             Shared& shared) {
+  constexpr int N = kVecWidth<P>;
+  const int64_t middle = end_of_vectors<N>(chunk, aligned);
+  int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N;
+  Slice<P, S, N, kAmsgrad> vectors;
+  if (i < middle) vectors.load(at, i);
+  __syncthreads();  // the scalars are there
+  // Behind the read of the step, by release. Only one warp waits for the answer.
+  if (threadIdx.x == 0) shared.last = atomic_add_acq_rel(counter, 1) == static_cast<int>(gridDim.x) - 1;
+  if (shared.skip) return;
+  while (i < middle) {
+    vectors.template update<kStochastic>(at, i, tensor, shared);
     i += kListThreads * N;
-    if (i < chunk.end) load(i);
+    if (i < middle) vectors.load(at, i);
+  }
+#pragma unroll 1
+  for (i = middle + threadIdx.x; i < chunk.end; i += kListThreads) {
+    Slice<P, S, 1, kAmsgrad> single;
+    single.load(at, i);
+    single.template update<kStochastic>(at, i, tensor, shared);
   }
 }
 
@@ -149,9 +169,10 @@ __device__ void dispatch_kind(int kind, const Body& body) {
   }
 }
 
-// Template parameters: kAmsgrad and kStochastic, since they cost registers; Table, since its size is that of the launch.
+// Template parameters: kAmsgrad and kStochastic, since they cost registers; Table, since its size is that of the
+// launch.
 template <bool kAmsgrad, bool kStochastic, typename Table>
-__global__ void __launch_bounds__(kListThreads, 4)
+__global__ void __launch_bounds__(kListThreads, kAmsgrad || kStochastic ? 3 : 4)
     adam_kernel(const __grid_constant__ Table table, const __grid_constant__ AdamLaunch launch) {
   __shared__ Shared shared;
   const int t = tensor_of_block(table.first_block, launch.count);
@@ -166,17 +187,17 @@ __global__ void __launch_bounds__(kListThreads, 4)
       shared.rng_state[0] = launch.rng_state[0];
       shared.rng_state[1] = launch.rng_state[1];
     }
-    // Behind the read of the step, by release.
-    shared.last = atomic_add_acq_rel(launch.counter, 1) == static_cast<int>(gridDim.x) - 1;
   }
   dispatch_kind(table.kind[t], [&](auto param, auto state) {
     using P = typename decltype(param)::type;
     using S = typename decltype(state)::type;
-    const Operands<P, S> at{static_cast<P*>(table.param[t]),        static_cast<const P*>(table.grad[t]),
-                            static_cast<S*>(table.exp_avg[t]),      static_cast<S*>(table.exp_avg_sq[t]),
-                            static_cast<S*>(table.max_exp_avg_sq[t]), (table.kind[t] & kAligned) != 0};
-    update_chunk<P, S, kAmsgrad, kStochastic>(at, chunk, launch.first_tensor + t, shared);
+    const Operands<P, S> at{static_cast<P*>(table.param[t]), static_cast<const P*>(table.grad[t]),
+                            static_cast<S*>(table.exp_avg[t]), static_cast<S*>(table.exp_avg_sq[t]),
+                            static_cast<S*>(table.max_exp_avg_sq[t])};
+    update_chunk<P, S, kAmsgrad, kStochastic>(at, chunk, table.kind[t] & kAligned, launch.first_tensor + t,
+                                              launch.counter, shared);
   });
+  __syncthreads();
   if (!shared.last) return;
   if (threadIdx.x == 0) *launch.counter = 0;
   if (shared.skip) return;

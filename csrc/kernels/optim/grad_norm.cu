@@ -3,7 +3,8 @@
 //   norm = sqrt(sum g^2) or max |g|               g = g min(1, max_norm / (norm + 1e-6))
 //
 // Gradients are float32, float16 or bfloat16. A first kernel sums up each chunk in float32, a second one, of one block,
-// the chunks in float64; the order depends on the sizes alone. The norm reads each element once, clipping reads and
+// the chunks in float64; the order depends on the sizes
+// and the alignment to 16 bytes alone. The norm reads each element once, clipping reads and
 // writes it, or ends at once if there is nothing to clip.
 #include "grad_norm.h"
 
@@ -34,8 +35,8 @@ constexpr int kAligned = 1, kDtypeShift = 1;
 template <typename Table>
 void set(Table& table, int i, const GradTensor& tensor) {
   table.data[i] = tensor.data;
-  table.kind[i] = static_cast<uint8_t>((is_aligned(tensor.data, 16) ? kAligned : 0) |
-                                       static_cast<int>(tensor.dtype) << kDtypeShift);
+  table.kind[i] = static_cast<uint8_t>((is_aligned(tensor.data, 16) ? kAligned : 0) | static_cast<int>(tensor.dtype)
+                                                                                          << kDtypeShift);
 }
 
 // Calls body(TypeTag<T>{}) with the type of a kind.
@@ -84,14 +85,16 @@ __global__ void __launch_bounds__(kListThreads)
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
     const T* const data = static_cast<const T*>(table.data[t]);
-    // What an unaligned tensor reads one by one it adds up in the same order.
+    const auto add = [&](float g) { total = combine<kInfinity>(kInfinity ? fabsf(g) : g * g, total); };
+    const int64_t middle = end_of_vectors<N>(chunk, table.kind[t] & kAligned);
 #pragma unroll 4
-    for (int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N; i < chunk.end; i += kListThreads * N) {
+    for (int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N; i < middle; i += kListThreads * N) {
       Elements<T, N> g;
-      g.load(data + i, chunk.end - i, table.kind[t] & kAligned);
+      g.load(data + i);
 #pragma unroll
-      for (int k = 0; k < N; ++k) total = combine<kInfinity>(kInfinity ? fabsf(g[k]) : g[k] * g[k], total);
+      for (int k = 0; k < N; ++k) add(g[k]);
     }
+    for (int64_t i = middle + threadIdx.x; i < chunk.end; i += kListThreads) add(to_float(data[i]));
   });
   total = combine_block<kInfinity>(total, shared);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
@@ -127,14 +130,17 @@ __global__ void __launch_bounds__(kListThreads)
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
     T* const data = static_cast<T*>(table.data[t]);
-    const bool aligned = table.kind[t] & kAligned;
-    for (int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N; i < chunk.end; i += kListThreads * N) {
+    const int64_t middle = end_of_vectors<N>(chunk, table.kind[t] & kAligned);
+    for (int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N; i < middle; i += kListThreads * N) {
       Elements<T, N> g;
-      g.load(data + i, chunk.end - i, aligned);
+      g.load(data + i);
       float scaled[N];
 #pragma unroll
       for (int k = 0; k < N; ++k) scaled[k] = g[k] * factor;
-      Elements<T, N>::store(scaled, data + i, chunk.end - i, aligned);
+      g.store(scaled, data + i);
+    }
+    for (int64_t i = middle + threadIdx.x; i < chunk.end; i += kListThreads) {
+      data[i] = from_float<T>(to_float(data[i]) * factor);
     }
   });
 }
@@ -178,14 +184,13 @@ cudaError_t grad_norm(const GradNormParams& params, cudaStream_t stream) {
 
 cudaError_t clip_grads(const ClipGradParams& params, cudaStream_t stream) {
   const int64_t chunk = chunk_for(params.tensors, params.count);
-  return for_grads(params.tensors, params.count, chunk,
-                   [&](const auto& table, int64_t first, int64_t end, int64_t blocks) {
-                     if (blocks == 0) return cudaSuccess;
-                     using Table = std::decay_t<decltype(table)>;
-                     return launch(clip_grads_kernel<Table>, {blocks, dim3(kListThreads)}, stream, table,
-                                   static_cast<int>(end - first), chunk, params.norm,
-                                   static_cast<float>(params.max_norm));
-                   });
+  return for_grads(
+      params.tensors, params.count, chunk, [&](const auto& table, int64_t first, int64_t end, int64_t blocks) {
+        if (blocks == 0) return cudaSuccess;
+        using Table = std::decay_t<decltype(table)>;
+        return launch(clip_grads_kernel<Table>, {blocks, dim3(kListThreads)}, stream, table,
+                      static_cast<int>(end - first), chunk, params.norm, static_cast<float>(params.max_norm));
+      });
 }
 
 }  // namespace llmk::kernels

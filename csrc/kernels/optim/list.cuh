@@ -5,8 +5,8 @@
 //   elements   [-------------]  [----]  [--------]
 //   chunks      0   1   2   3    4  5    6  7  8      chunk c is block c, first_block = {0, 4, 6}
 //
-// A table of many tensors takes almost all of the 32,764 bytes that parameters may have from CUDA 12.1 on; that of a few
-// fits the 4 KiB that are always there, and costs the host less per launch. Longer lists take several launches.
+// A table of many tensors takes almost all of the 32,764 bytes that parameters may have from CUDA 12.1 on; that of a
+// few fits the 4 KiB that are always there, and costs the host less per launch. Longer lists take several launches.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -48,43 +48,43 @@ __device__ inline Chunk chunk_of_block(int first_block, int64_t chunk, int64_t s
   return {begin, begin + chunk < size ? begin + chunk : size};
 }
 
-// N neighbouring elements in registers, of a type that may take two accesses of 16 bytes.
+// N neighbouring elements in registers, of a type that may take two accesses of 16 bytes. They are kept as words: kept
+// as elements over the iterations of a loop, those of 16 bits would take a register each.
 template <typename T, int N>
 struct Elements {
   static constexpr int kWidth = N < kVecWidth<T> ? N : kVecWidth<T>;
-  Vec<T, kWidth> parts[N / kWidth];
+  using V = Vec<T, kWidth>;
+  typename V::Raw words[N / kWidth];
 
-  __device__ float operator[](int i) const { return parts[i / kWidth][i % kWidth]; }
-
-  // Of `count` elements that are left. What is missing reads as 0 and is not written.
-  __device__ void load(const T* source, int64_t count, bool aligned) {
-    if (aligned && count >= N) {
-#pragma unroll
-      for (int i = 0; i < N / kWidth; ++i) parts[i] = Vec<T, kWidth>::load(source + i * kWidth);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) parts[i / kWidth].data[i % kWidth] = i < count ? source[i] : from_float<T>(0.f);
-    }
+  __device__ float operator[](int i) const {
+    V part;
+    *reinterpret_cast<typename V::Raw*>(&part) = words[i / kWidth];
+    return part[i % kWidth];
   }
 
-  __device__ static void store(const float (&values)[N], T* target, int64_t count, bool aligned) {
-    if (aligned && count >= N) {
+  __device__ void load(const T* source) {
 #pragma unroll
-      for (int i = 0; i < N / kWidth; ++i) {
-        Vec<T, kWidth>::of([&](int j) { return values[i * kWidth + j]; }).store(target + i * kWidth);
-      }
-    } else {
+    for (int i = 0; i < N / kWidth; ++i) {
+      words[i] = *reinterpret_cast<const typename V::Raw*>(source + i * kWidth);
+    }
+  }
+  __device__ static void store(const float (&values)[N], T* target) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (i < count) target[i] = from_float<T>(values[i]);
-      }
+    for (int i = 0; i < N / kWidth; ++i) {
+      V::of([&](int j) { return values[i * kWidth + j]; }).store(target + i * kWidth);
     }
   }
 };
 
+// The first element of the chunk that vectors of N do not reach; `aligned`: whether there are vectors.
+template <int N>
+__device__ int64_t end_of_vectors(const Chunk& chunk, bool aligned) {
+  return aligned ? chunk.end - (chunk.end - chunk.begin) % N : chunk.begin;
+}
+
 // Elements per block: a power of two, so that the list has up to kListBlocks blocks; larger lists have more blocks of
 // kMaxChunk elements. It depends on the sizes alone, and so does the order of sums.
-constexpr int64_t kMinChunk = 1024, kMaxChunk = 16384, kListBlocks = 4096;
+constexpr int64_t kMinChunk = 1024, kMaxChunk = 16384, kListBlocks = 8192;
 
 template <typename Tensors>
 int64_t chunk_for(const Tensors* tensors, int64_t count) {
@@ -123,8 +123,8 @@ cudaError_t for_tables(const Tensors* tensors, int64_t count, int64_t chunk, con
     return {body(table, first, i, blocks), i};
   };
   for (int64_t first = 0; first < count;) {
-    const auto [status, end] = count - first > Few::kTensors && takes_many_bytes() ? fill_and_run(Many{}, first)
-                                                                                    : fill_and_run(Few{}, first);
+    const auto [status, end] =
+        count - first > Few::kTensors && takes_many_bytes() ? fill_and_run(Many{}, first) : fill_and_run(Few{}, first);
     if (status != cudaSuccess) return status;
     first = end;
   }
