@@ -158,6 +158,10 @@ _ANY_LAST = {("decode_attention", "block_table"), ("rope_kv_write", "block_table
              ("rope_decode_attention", "block_table"), ("decode_layer", "block_table")}  # fmt: skip
 
 
+# Lists of whatever shapes.
+_ANY_SHAPE = {("grad_norm", "grads"), ("clip_grads_", "grads")}
+
+
 def wrong_shape(op: str, name: str):
     if (op, name) in _ANY_LAST:
         return lambda x: x[None]
@@ -176,6 +180,8 @@ def test_the_values_are_valid(op, device):
 @pytest.mark.parametrize("kind", ["dtype", "shape"])
 @every_tensor
 def test_fakes_refuse_what_the_op_refuses(op, name, index, kind):
+    if kind == "shape" and (op, name) in _ANY_SHAPE:
+        pytest.skip("any shape fits")
     change = (lambda x: x.to(torch.int16)) if kind == "dtype" else wrong_shape(op, name)
     values = changed(op, name, index, change)
     before = tree_map_only(Tensor, torch.clone, values)
@@ -253,7 +259,8 @@ class Calls(torch.nn.Module):
 @every_op
 def test_export(op):
     name, index = tensors_of(op)[-1]
-    values = changed(op, name, index, wrong_shape(op, name))
+    fits = (op, name) in _ANY_SHAPE
+    values = changed(op, name, index, (lambda x: x.to(torch.int16)) if fits else wrong_shape(op, name))
     error = error_of(call, op, values)
     torch.export.export(Calls(op), (valid(op),))
     with pytest.raises(Exception, match=re.escape(error[1])):
@@ -330,6 +337,8 @@ def check_number(op: str, name: str, number) -> None:
 def test_numbers_that_are_none(op, name, number):
     if name == "temperature_value" and number == math.inf:
         pytest.skip("the limit of a high temperature: all tokens are as likely")
+    if name in ("max_norm", "norm_type") and number == math.inf:
+        pytest.skip("a norm")
     check_number(op, name, number)
 
 
@@ -341,9 +350,9 @@ def test_numbers_that_are_none(op, name, number):
      ("sample", "repetition_penalty_value", 0),
      ("sample", "repetition_penalty_value", 1e-50), ("sample", "repetition_penalty_value", 1e50),
      ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
-     ("decode_layer", "window_left", -2), ("adam_", "lr_value", -1.0), ("adam_", "beta1", 1.0), ("adam_", "beta2", -0.1),
-     ("adam_", "eps", -1e-8), ("adam_", "weight_decay", -1.0), ("adam_", "max_norm", -1.0), ("grad_norm", "norm_type", 1.0),
-     ("clip_grads_", "max_norm", -1.0)],
+     ("decode_layer", "window_left", -2), ("adam_", "lr_value", -0.5), ("adam_", "beta1", 1),
+     ("adam_", "beta2", -0.1), ("adam_", "eps", -1e-8), ("adam_", "weight_decay", -0.5), ("adam_", "max_norm", -0.5),
+     ("grad_norm", "norm_type", 1), ("clip_grads_", "max_norm", -0.5)],
 )  # fmt: skip
 def test_numbers_out_of_range(op, name, number):
     check_number(op, name, number)
@@ -384,6 +393,8 @@ def test_targets_that_overlap_themselves(op, name):
 
     values = valid(op)
     index = len(values[name]) - 1 if isinstance(values[name], list) else None
+    if elements(values[name])[-1].numel() == 1:
+        pytest.skip("one element")
     where = name if index is None else f"{name}[{index}]"
     values = changed(op, name, index, expand)
     error = error_of(call, op, values)
@@ -401,7 +412,7 @@ def test_targets_that_overlap_another_tensor(op, name, device):
         if target is shared:
             continue
         offset = (target.nbytes - 1) // 8 * 8  # a multiple of every element size
-        memory = torch.zeros(offset + shared.nbytes, dtype=torch.uint8, device=device)
+        memory = torch.zeros(max(offset + shared.nbytes, target.nbytes), dtype=torch.uint8, device=device)
         for x, start in ((target, 0), (shared, offset)):
             memory[start : start + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
 

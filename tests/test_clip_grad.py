@@ -23,7 +23,7 @@ def with_grads(grads):
 
 def in_double(params, max_norm, norm_type):
     exact = with_grads([param.grad.double() for param in params])
-    norm = torch.nn.utils.clip_grad_norm_(exact, max_norm, norm_type)
+    norm = torch.nn.utils.clip_grad_norm_([param for param in exact if param.numel()], max_norm, norm_type)
     return norm, [param.grad for param in exact]
 
 
@@ -44,7 +44,7 @@ def test_against_float64(norm_type, dtype, max_norm, device):
     torch.testing.assert_close(norm.double(), expected_norm, rtol=1e-6, atol=0)
     for param, grad in zip(params, expected, strict=True):
         tiny = 1e-7 if dtype == torch.float16 else 1e-38
-        torch.testing.assert_close(param.grad.double(), grad, rtol=torch.finfo(dtype).eps, atol=tiny)
+        torch.testing.assert_close(param.grad.double(), grad, rtol=2 * torch.finfo(dtype).eps, atol=tiny)
     if max_norm > 1e5:
         assert_same(tuple(param.grad for param in params), tuple(before))
 
