@@ -65,6 +65,7 @@ TABLE = (
     op("rope", "rope", 40),
     op("swiglu", "swiglu", 35),
     op("geglu", "geglu", 10),
+    op("adamw", "adamw", 60),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),
     of("decode", "other_sizes", "steps_patched", "measure_other_sizes", 100),

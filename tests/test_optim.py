@@ -353,7 +353,7 @@ def test_sparse_gradients_and_complex_parameters_are_refused(ours):
     assert torch.equal(dense, torch.ones(3))
     param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
     param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match="parameters must be floating-point numbers, got torch.complex64"):
+    with pytest.raises(RuntimeError, match=r"parameters must be floating-point numbers, got torch\.complex64"):
         ours([param]).step()
 
 
@@ -664,8 +664,11 @@ def test_stochastic_rounding_of_the_rest(dtype, device):
 # On a GPU.
 
 
+GRAPH_OPTIONS = [{}, {"max_grad_norm": 0.1, "amsgrad": True}, {"stochastic_rounding": True}]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1, "amsgrad": True}, {"stochastic_rounding": True}], ids=str)
+@pytest.mark.parametrize("options", GRAPH_OPTIONS, ids=str)
 def test_cuda_graph(options):
     """Captured steps count on, read the learning rate and draw new random numbers."""
     start, rounds = drawn(dtype=torch.bfloat16, device="cuda"), [drawn(device="cuda") for _ in range(6)]
