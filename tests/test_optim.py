@@ -661,6 +661,18 @@ def test_stochastic_rounding_of_the_rest(dtype, device):
     assert not torch.equal(results[0][0], results[2][0]) and not torch.equal(results[0][0], results[0][1])
 
 
+def test_compiled_step():
+    start, rounds = drawn([(9,), (33,)]), [drawn([(9,), (33,)]) for _ in range(3)]
+    params, others = parameters(start), parameters(start)
+    optimizer = AdamW(params, max_grad_norm=0.5, amsgrad=True)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for grads in rounds:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        step()
+    assert_same(tuple(params), tuple(run(AdamW(others, max_grad_norm=0.5, amsgrad=True), others, rounds)))
+
+
 # On a GPU.
 
 

@@ -62,15 +62,11 @@ class _OneLaunch:
         """As torch.optim has it, which loads it: without ``capturable`` and ``fused`` the steps are on the CPU."""
         result = super().state_dict()
         for group in result["param_groups"]:
-            states = [result["state"][i] for i in group["params"] if i in result["state"]]
-            states = [state for state in states if state and state["step"].is_cuda]
-            if not states or group["capturable"] or group["fused"]:
-                continue
-            steps = torch.stack([state["step"] for state in states]).cpu().unbind()
-            copies = {id(state): {**state, "step": step.clone()} for state, step in zip(states, steps, strict=True)}
-            for i in group["params"]:
-                state = result["state"].get(i)
-                result["state"][i] = copies.get(id(state), state) if state is not None else {}
+            on_gpu = [i for i in group["params"] if i in result["state"] and result["state"][i]["step"].is_cuda]
+            if on_gpu and not group["capturable"] and not group["fused"]:
+                steps = torch.stack([result["state"][i]["step"] for i in on_gpu]).cpu()  # one wait for all
+                for i, step in zip(on_gpu, steps, strict=True):
+                    result["state"][i] = {**result["state"][i], "step": step.clone()}
         return result
 
     @torch._disable_dynamo
@@ -110,10 +106,12 @@ class _OneLaunch:
             groups = [
                 (group, [param for param in group["params"] if param.grad is not None]) for group in self.param_groups
             ]
-            for group, params in groups:  # nothing is written before all are known to be good
+            for _, params in groups:  # nothing is written before all are known to be good
                 for param in params:
                     self._check(param)
-                    if not self.state[param]:
+            for group, params in groups:
+                for param in params:
+                    if not self.state.get(param):
                         self._init_state(group, param)
             norm = None
             if self.max_grad_norm is not None:
