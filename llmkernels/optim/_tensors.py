@@ -6,11 +6,13 @@ from torch import Tensor
 
 def local(x: Tensor) -> Tensor:
     """The part of a DTensor in this process; any other tensor itself."""
-    return x.to_local() if hasattr(x, "to_local") else x
+    return x.to_local() if is_distributed(x) else x
 
 
 def is_distributed(x: Tensor) -> bool:
-    return hasattr(x, "full_tensor")
+    return type(x) not in (Tensor, torch.nn.Parameter) and hasattr(
+        x, "to_local"
+    )  # looking up what is not there is slow
 
 
 def is_dense(x: Tensor) -> bool:
@@ -27,8 +29,10 @@ def is_dense(x: Tensor) -> bool:
 
 def same_order(x: Tensor, model: Tensor) -> Tensor:
     """x in the memory order of `model`, which is dense: itself or a copy."""
-    pairs = zip(x.stride(), model.stride(), model.shape, strict=True)
-    if model.numel() == 0 or all(a == b or n == 1 for a, b, n in pairs):
+    strides, others = x.stride(), model.stride()
+    if strides == others or model.numel() == 0:
+        return x
+    if all(a == b or n == 1 for a, b, n in zip(strides, others, model.shape, strict=True)):
         return x
     return torch.empty_like(model, dtype=x.dtype, memory_format=torch.preserve_format).copy_(x)
 
