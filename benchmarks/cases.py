@@ -32,6 +32,8 @@ class Case:
             shape = f"{keys['m']} x {keys['n']}x{keys['k']}"
         elif "kv_tokens" in keys:
             shape = f"batch {keys['batch']} {keys['kv_tokens']} keys {keys['cache']}"
+        elif "parameters" in keys:
+            shape = f"{keys['parameters']} parameters in {keys['tensors']}"
         elif "vocab" in keys:
             shape = f"{keys['rows']}x{keys['vocab']}"
         elif "tokens" in keys:

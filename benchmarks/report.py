@@ -17,8 +17,9 @@ console = Console(width=None if os.isatty(1) else 170, highlight=False)
 
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
-    "op", "function", "part", "model", "rows", "cols", "vocab", "packed", "m", "n", "k", "batch", "tokens", "kv_tokens",
-    "heads", "kv_heads", "head_dim", "in_place", "cache", "context", "logits", "dtype", "pass", "timing",
+    "op", "function", "part", "model", "parameters", "tensors", "rows", "cols", "vocab", "packed", "m", "n", "k",
+    "batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "in_place", "cache", "context", "logits",
+    "dtype", "pass", "timing",
 )  # fmt: skip
 
 
@@ -39,6 +40,8 @@ def shape(keys: dict) -> str:
         words = [f"{keys['n']}x{keys['k']}, {keys['m']} row{'s' * (keys['m'] > 1)}"]
     elif "kv_tokens" in keys:
         words = [f"batch {keys['batch']}, {keys['kv_tokens']} keys", "paged" * (keys["cache"] == "paged")]
+    elif "parameters" in keys:
+        words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']}" * (keys["tensors"] > 1)]
     elif "vocab" in keys:
         words = [f"{keys['rows']}x{keys['vocab']}"]
     elif "rows" in keys:

@@ -7,6 +7,7 @@
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
   `KVCache`, `PagedKVCache`
+- `optim.AdamW`, `optim.Adam`: optimizers with one launch for a whole list of parameters; `optim.clip_grad_norm_`
 - `python -m llmkernels generate`: the same as a command; `python -m llmkernels info`: what is installed, and any
   faults
 """
@@ -17,7 +18,7 @@ __version__ = "0.1.0"
 
 # False only for `python -m llmkernels`, which reports what is wrong; any other import raises ImportError.
 if _library.load():
-    from llmkernels import nn
+    from llmkernels import nn, optim
     from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, release, unpatch
     from llmkernels.ops import (
         add_layer_norm,
@@ -60,6 +61,7 @@ __all__ = [
     "linear",
     "log_softmax",
     "nn",
+    "optim",
     "patch",
     "release",
     "relu2",

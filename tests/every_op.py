@@ -98,6 +98,19 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     seen = torch.zeros(2, vocab, dtype=torch.bool, device=device)
     yield "sample", (logits, None, None, None, None, None, seen, rng_state, 0.9, 50, 0.9, 0.01, 1.1)
 
+    def one(value, dtype=torch.float32):
+        return torch.tensor([value], dtype=dtype, device=device)
+
+    params = [draw(rows, cols), draw(cols, dtype=torch.float32), draw(17)]
+    grads, averages = [z, *(p.neg() for p in params[1:])], [p.float() * 0.1 for p in params]
+    squares = [p.float().square() for p in params]
+    averages[1], squares[1] = averages[1].bfloat16(), squares[1].bfloat16()
+    numbers = (one(0.1), one(2.0), one(0.0), one(7.0), rng_state, one(0, torch.int32))
+    lists = (params, grads, averages, squares, [], [one(3.0), one(0.0), one(1e4)])
+    yield "adam_", (*lists, *numbers, 0.0, 0.9, 0.99, 1e-8, 0.1, 1.0, True, False)
+    yield "grad_norm", (grads, 2.0)
+    yield "clip_grads_", (grads, one(7.0), 1.0)
+
     w, bias, norm = draw(hidden, cols, scale=cols**-0.5), draw(hidden), weight
     yield "linear", (x, w, bias)
     yield "rms_norm_linear", (x, norm, w, bias)

@@ -334,6 +334,7 @@ def test_cases_have_the_keys_of_the_format():
         "rms_norm_linear": {"m", "n", "k"},
         "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
         "sample": {"rows", "vocab"},
+        "adamw": {"parameters", "tensors"},
     }
     ops = OPS | DECODE_OPS
     assert all(set(case.keys) == keys[op.name] for op in ops.values() for case in op.cases)
@@ -358,6 +359,8 @@ def test_a_replay_touches_more_than_the_cache(case):
     itemsize = case.dtype.itemsize
     if case.op == "rope":
         size = case.keys["tokens"] * (case.keys["heads"] + case.keys["kv_heads"]) * case.keys["head_dim"] * itemsize
+    elif case.op == "adamw":
+        size = 4 * case.keys["parameters"] * itemsize
     else:
         tensors = 1 if case.op in ("rms_norm", "layer_norm", "bias_gelu") else 2
         size = tensors * case.keys["rows"] * case.keys["cols"] * itemsize

@@ -137,6 +137,19 @@ def softmax_backward_calls(device):
     yield "log_softmax_backward", (grad_y.transpose(0, 1), y.log().transpose(0, 1), 0.5)
 
 
+def optimizer_calls(device):
+    def draw():
+        return [torch.rand(size, device=device) for size in ((3, 5), (7,))]
+
+    one, seed = torch.ones(1, device=device), torch.ones(2, dtype=torch.int64, device=device)
+    steps, counter = [one.clone(), one.clone()], torch.zeros(1, dtype=torch.int32, device=device)
+    numbers = 0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, True, False
+    yield "adam_", (draw(), draw(), draw(), draw(), draw(), steps, one, one, one - 1, one, seed, counter, *numbers)
+    yield "adam_", (draw(), draw(), draw(), draw(), [], steps, *[None] * 5, counter, *numbers)
+    yield "grad_norm", (draw(), 2.0)
+    yield "clip_grads_", (draw(), one, 1.0)
+
+
 def differentiable_calls(device):
     yield from norm_calls(device)
     yield from softmax_calls(device)
@@ -157,6 +170,7 @@ def other_calls(device):
             yield "rope_", arguments
     yield from glu_backward_calls(device)
     yield from bias_act_backward_calls(device)
+    yield from optimizer_calls(device)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -1,6 +1,7 @@
 """The table of benchmarks: a new op adds a file here and a line below."""
 
 from benchmarks.ops import (
+    adamw,
     add_rms_norm,
     bias_gelu,
     cross_entropy,
@@ -28,6 +29,7 @@ OPS = {
         softmax.OP,
         cross_entropy.OP,
         cross_entropy.GRADIENT,
+        adamw.OP,
     )
 }
 # Those of a decode step, measured by `python -m benchmarks decode`.

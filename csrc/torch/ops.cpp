@@ -138,4 +138,14 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor norm, Tensor head, Tensor? head_bias, Tensor cos, Tensor sin, Tensor positions, "
       "Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, int heads, "
       "float eps, float weight_offset, bool cast_before_weight, float? softmax_scale, int[] windows_left) -> Tensor");
+
+  // optim.cpp; lists with an entry per parameter. `lr` replaces lr_value; with a `grad_norm` gradients are clipped to
+  // max_norm; `counter` is 0 before and after
+  ops.def(
+      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, Tensor? lr, Tensor? grad_scale, Tensor? found_inf, "
+      "Tensor? grad_norm, Tensor? rng_state, Tensor(f!)? counter, float lr_value, float beta1, float beta2, float eps, "
+      "float weight_decay, float max_norm, bool decoupled_weight_decay, bool maximize) -> ()");
+  ops.def("grad_norm(Tensor[] grads, float norm_type=2.0) -> Tensor");
+  ops.def("clip_grads_(Tensor(a!)[] grads, Tensor norm, float max_norm) -> ()");
 }

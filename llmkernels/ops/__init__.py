@@ -7,6 +7,7 @@ or position out of range, which the CPU may find in the middle of a decode step.
 torch.export) raises the same, but cannot see whether two tensors share memory.
 """
 
+from llmkernels.ops import optim as _optim  # noqa: F401, public in llmkernels.optim
 from llmkernels.ops.attention import decode_attention, rope_kv_write
 from llmkernels.ops.bias_act import bias_geglu, bias_gelu, bias_swiglu, relu2
 from llmkernels.ops.cross_entropy import cross_entropy

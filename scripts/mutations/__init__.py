@@ -6,7 +6,8 @@ from .cuda import CUDA
 from .cuda_decode import CUDA_DECODE
 from .host import HOST
 from .mutation import Mutation
+from .optim import OPTIM
 
-MUTATIONS = CUDA + CUDA_DECODE + CPU + HOST
+MUTATIONS = CUDA + CUDA_DECODE + CPU + HOST + OPTIM
 
 __all__ = ["MUTATIONS", "Mutation"]
