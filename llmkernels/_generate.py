@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from llmkernels._command import Problem, check_model_path
+from llmkernels._checkpoint import open_checkpoint
+from llmkernels._command import Problem
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -20,7 +21,7 @@ def add_command(commands):
     min_p = _number(float, lambda x: 0 <= x <= 1, "in [0, 1]")
     penalty = _number(float, lambda x: 0 < x < math.inf, "positive")
     seed = _number(int, lambda x: -(2**63) <= x < 2**64, "of 64 bits")
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hugging Face Hub")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or a name on the Hugging Face Hub")
     parser.add_argument("--prompt", required=True, help="the text to go on from, or - for standard input")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     parser.add_argument("--max-new-tokens", type=count, default=256, metavar="N", help="default: %(default)s")
@@ -36,7 +37,9 @@ def add_command(commands):
     parser.add_argument("--min-p", type=min_p, default=0.0, metavar="P", help="... of at least P times the largest")
     parser.add_argument("--repetition-penalty", type=penalty, default=1.0, metavar="X", help="1, the default: none")
     parser.add_argument("--seed", type=seed, metavar="N", help="for the same text every time")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, on the CPU float32")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="default: float32 on the CPU, else the checkpoint's, or bfloat16 of a GGUF file"
+    )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--report", action="store_true", help="print what ran on which kernel, to standard error")
     parser.set_defaults(run=run)
@@ -58,24 +61,10 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     device = _device(options.device)
-    dtype = options.dtype or ("float32" if device.type == "cpu" else "auto")
     transformers.logging.set_verbosity_error()
     if not sys.stderr or not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
-    prompt = _prompt(options.prompt)
-    tokenizer = _tokenizer(options.model)
-    if options.chat:
-        prompt = _chat(tokenizer, prompt)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not options.chat).to(device)
-    if inputs.input_ids.numel() == 0:
-        raise Problem("--prompt must have at least one token")
-    model = _model(options.model, dtype if dtype == "auto" else getattr(torch, dtype))
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    if (largest := int(inputs.input_ids.max())) >= vocabulary:
-        raise Problem(
-            f"the tokenizer does not fit the model: it has token {largest}, and the model {vocabulary} tokens"
-        )
-    model = model.to(device).eval()
+    tokenizer, inputs, model = _load(options, device)
     try:
         handle = llmkernels.patch(model)
     except ValueError as error:
@@ -100,6 +89,28 @@ def run(options: argparse.Namespace) -> None:
         print(handle.report(), file=sys.stderr)
 
 
+def _load(options: argparse.Namespace, device) -> tuple:
+    """The tokenizer, what it makes of the prompt, and the model."""
+    import torch
+
+    prompt = _prompt(options.prompt)
+    checkpoint = open_checkpoint(options.model)
+    tokenizer = checkpoint.tokenizer()
+    if options.chat:
+        prompt = _chat(tokenizer, prompt)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not options.chat).to(device)
+    if inputs.input_ids.numel() == 0:
+        raise Problem("--prompt must have at least one token")
+    dtype = options.dtype or ("float32" if device.type == "cpu" else checkpoint.dtype)
+    model = checkpoint.model(dtype if dtype == "auto" else getattr(torch, dtype))
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if (largest := int(inputs.input_ids.max())) >= vocabulary:
+        raise Problem(
+            f"the tokenizer does not fit the model: it has token {largest}, and the model {vocabulary} tokens"
+        )
+    return tokenizer, inputs, model.to(device).eval()
+
+
 def _prompt(text: str) -> str:
     if text == "-" and not sys.stdin:
         raise Problem("--prompt - must have a standard input")
@@ -110,40 +121,6 @@ def _prompt(text: str) -> str:
     except UnicodeDecodeError as error:
         where = "standard input" if text == "-" else "--prompt"
         raise Problem(f"{where} must be text in UTF-8, got the byte {data[error.start]:#04x}") from None
-
-
-def _tokenizer(name: str):
-    import transformers
-
-    check_model_path(name)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:
-        raise Problem(f"the tokenizer of {name} cannot be loaded: {error}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of no files at all
-        raise Problem(f"{name} has no tokenizer")
-    return tokenizer
-
-
-def _model(name: str, dtype):
-    import torch
-    import transformers
-
-    try:
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True, output_loading_info=True
-        )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise Problem(f"the model of {name} cannot be loaded: {error}") from error
-    # What is missing or does not fit, transformers fills with random numbers.
-    if others := sorted(loading["mismatched_keys"]):
-        key, found, expected = others[0]
-        raise Problem(f"{key} of {name} must be {list(expected)} by its config.json, got {list(found)}")
-    if missing := sorted(loading["missing_keys"]):
-        raise Problem(f"the checkpoint of {name} lacks {len(missing)} weights, {missing[0]} for one")
-    return model
 
 
 def _chat(tokenizer, prompt: str) -> str:

@@ -128,7 +128,7 @@ def refusing_template(folder):
         (corrupt_weights, "cannot be loaded: Error while deserializing header"),
         (no_weights, "cannot be loaded: Error no file named model.safetensors"),
         (a_weight_missing, "lacks 1 weights, model.layers.1.mlp.down_proj.weight for one"),
-        (another_shape, "must be [50, 112] by its config.json, got [97, 112]"),
+        (another_shape, "must be [50, 112] by its configuration, got [97, 112]"),
         (tokenizer_of_another_model, "the tokenizer does not fit the model: it has token 64, and the model 50 tokens"),
         (truncated_tokenizer, "the tokenizer of "),
         (no_config, "has no config.json"),
