@@ -28,6 +28,15 @@ TEXT = (Path(__file__).parent / "harbour.txt").read_text()
 PERPLEXITY = 26.682  # of TEXT, in float32
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads that share their cores with other processes wait for each other, several times as long as they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def file():
     pytest.importorskip("gguf")
@@ -126,22 +135,22 @@ def test_greedy_text_in_low_precision(model, tokenizer):
 
 
 def test_batch_padded_on_the_left(model, tokenizer):
-    prompts = chat(tokenizer, QUESTION, "Write one sentence about the sea and its people.", "List colors.")
+    prompts = chat(tokenizer, QUESTION, "Write one sentence about the sea and its people.")
     assert inputs_of(tokenizer, model, prompts).attention_mask[0, 0] == 0
-    expected = texts(model, tokenizer, prompts, 10)
+    expected = texts(model, tokenizer, prompts, 8)
     assert expected[0] == ANSWER
     with llmkernels.patch(model) as handle:
-        assert texts(model, tokenizer, prompts, 10) == expected
-        assert texts(model, tokenizer, prompts, 10, generate=ours(model)) == expected
+        assert texts(model, tokenizer, prompts, 8) == expected
+        assert texts(model, tokenizer, prompts, 8, generate=ours(model)) == expected
         check_steps(handle, 2)
 
 
 def test_sampled_text_by_seed(model, tokenizer):
     prompt, sampling = chat(tokenizer, "Tell me a story."), {"do_sample": True, "temperature": 1.0, "top_p": 0.95}
-    expected = texts(model, tokenizer, prompt, 8, seed=1, **sampling)
+    expected = texts(model, tokenizer, prompt, 6, seed=1, **sampling)
     with llmkernels.patch(model) as handle:
-        assert texts(model, tokenizer, prompt, 8, seed=1, **sampling) == expected
-        by_seed = [texts(model, tokenizer, prompt, 8, seed, ours(model), **sampling) for seed in (1, 1, 2)]
+        assert texts(model, tokenizer, prompt, 6, seed=1, **sampling) == expected
+        by_seed = [texts(model, tokenizer, prompt, 6, seed, ours(model), **sampling) for seed in (1, 1, 2)]
         check_steps(handle, 4)
     assert by_seed[0] == by_seed[1] != by_seed[2]
 
