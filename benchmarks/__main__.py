@@ -1,6 +1,7 @@
 """python -m benchmarks ops | model | decode | stale | merge | show"""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ def main() -> int:
     if arguments.what == "show":
         show(RESULTS)
     elif arguments.what == "merge":
-        return merge(arguments.folder, arguments.output)
+        return merge(arguments.folder, arguments.output, arguments.without)
     elif arguments.what == "stale":
         return stale(arguments)
     else:
@@ -52,13 +53,13 @@ def stale(arguments: argparse.Namespace) -> int:
     return len(failed)
 
 
-def merge(source: Path, target: Path) -> int:
+def merge(source: Path, target: Path, without: Sequence[str]) -> int:
     """Takes over the sections of the results files in a folder. Returns how many files were refused."""
     refused = 0
     for path in results_in(source):
         meta, rows = results.load(path)
         try:
-            results.merge(target / path.name, meta, rows)
+            results.merge(target / path.name, meta, rows, without)
             report.console.print(f"{target / path.name}: {', '.join(meta['sections'])}")
         except ValueError as reason:
             refused += 1
@@ -117,6 +118,7 @@ def parse() -> argparse.Namespace:
         command.add_argument("--model", metavar="ID_OR_PATH", help="weights by from_pretrained (default: random)")
     merge.add_argument("folder", type=Path)
     merge.add_argument("--output", type=Path, metavar="DIR", default=RESULTS, help="default: results")
+    merge.add_argument("--without", nargs="+", default=[], metavar="PEER", help="peers that these results may lack")
     for command in (ops, model, decode, stale):
         command.add_argument(
             "--output",

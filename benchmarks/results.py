@@ -5,7 +5,7 @@ that of the section measured last.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 
@@ -27,10 +27,11 @@ def sections(path: Path) -> dict[str, dict]:
     return load(path)[0].get("sections", {}) if path.exists() else {}
 
 
-def merge(path: Path, meta: dict, rows: Sequence[dict]) -> None:
+def merge(path: Path, meta: dict, rows: Sequence[dict], without: Collection[str] = ()) -> None:
     """Puts whole sections into a results file, in the places of those that it has.
 
-    Raises ValueError for results of another machine, and for those without a provider that the file has.
+    Raises ValueError for results of another machine, and for those that lack a provider that the file has, unless it
+    is one of `without`.
     """
     if path.exists():
         old_meta, old_rows = load(path)
@@ -38,7 +39,7 @@ def merge(path: Path, meta: dict, rows: Sequence[dict]) -> None:
         if here != there:
             raise ValueError(f"{path} was measured on {here}, and these results on {there}")
         for section in meta["sections"]:
-            if lost := providers(old_rows, section) - providers(rows, section):
+            if lost := providers(old_rows, section) - providers(rows, section) - set(without):
                 raise ValueError(f"{path} has {', '.join(sorted(lost))} in {section}, and these results have not")
         newer = max(old_meta, meta, key=lambda one: one["date"])
         meta = {**newer, "sections": {**old_meta["sections"], **meta["sections"]}}

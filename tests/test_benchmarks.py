@@ -140,6 +140,8 @@ def test_results_without_a_peer_are_left_out(tmp_path):
     assert done.returncode == 1
     assert "has liger in rope, and these results have not" in " ".join(done.stdout.split())
     assert path.read_text() == before
+    subprocess.run([*command, "--without", "liger"], cwd=ROOT, check=True, timeout=300)
+    assert numbers(tmp_path / "here") == {"rope": 3, "swiglu": 2}
 
 
 def test_merge_takes_over_a_folder(tmp_path):
