@@ -723,7 +723,7 @@ def test_cuda_graph(options):
 def test_capture_without_capturable_is_refused():
     params = parameters([torch.ones(3, device="cuda")])
     optimizer = AdamW(params)
-    run(optimizer, params, [[torch.ones(3)]])
+    run(optimizer, params, [[torch.ones(3, device="cuda")]])
     with pytest.raises(RuntimeError, match="capturable"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
 

@@ -11,12 +11,13 @@
 namespace llmk::kernels {
 namespace {
 
-// What is summed over a row.
+// What is summed over a row. Those of a vector are added up by themselves, since long sums lose more.
 template <int N, typename V>
 __device__ float add_terms(float sum, const V& grad_y, const V& y, bool log) {
+  float terms = 0.f;
 #pragma unroll
-  for (int i = 0; i < N; ++i) sum += log ? grad_y[i] : grad_y[i] * y[i];
-  return sum;
+  for (int i = 0; i < N; ++i) terms += log ? grad_y[i] : grad_y[i] * y[i];
+  return sum + terms;
 }
 
 template <typename V>
