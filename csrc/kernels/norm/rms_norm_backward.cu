@@ -144,7 +144,8 @@ __global__ void __launch_bounds__(kMaxThreads)
       }
     }
     group_sum(sums, group, shared[parity]);
-    const Scalars scalars = row_scalars(sums, inverse_cols, eps);
+    Scalars scalars = row_scalars(sums, inverse_cols, eps);
+    if (row >= rows) scalars = {};  // with an eps of 0, those of zeros would be infinite
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if constexpr (kVectors == 4) x[v] = load(0, v), grad_y[v] = load(1, v);  // registers are scarce
