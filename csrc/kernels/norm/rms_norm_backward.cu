@@ -90,7 +90,9 @@ __global__ void __launch_bounds__(kMaxThreads)
 
   const int unit_rows = unit_size(group.threads), row_of_unit = group.index % unit_rows;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  const int64_t first = (static_cast<int64_t>(group.index / unit_rows) * gridDim.x + blockIdx.x) * unit_rows;
+  // Rows between the block's first unit and this one.
+  const int64_t ahead = static_cast<int64_t>(group.index / unit_rows) * gridDim.x * unit_rows;
+  const int64_t first = ahead + static_cast<int64_t>(blockIdx.x) * unit_rows;
   const int64_t rows = params.rows - row_of_unit;  // a group has a row if the first of its unit is less than this
   Rows<T> next(params, first + row_of_unit);       // to be copied
   T* grad_x = next.grad_x;
@@ -127,7 +129,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   const auto scale = [&](int v, int i) { return weight_offset + weight[v][i]; };
 
   int stage = thread, free_stage = thread + (kDepth - 1) * stage_size, parity = 0;
-  for (int64_t row = first; row < params.rows; row += step) {
+  // As many turns for every unit of a block: racecheck takes warps that met less often at barriers for earlier ones.
+  for (int64_t row = first; row < params.rows + ahead; row += step) {
     copy_next(free_stage);
     cp_async_wait<kDepth - 1>();
     const auto load = [&](int operand, int v) { return V::load(reinterpret_cast<const T*>(slot(stage, operand, v))); };
