@@ -60,20 +60,34 @@ def plans(tmp_path_factory):
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
-def test_attention_waits_for_no_cluster(plans, device):
+@pytest.mark.parametrize("fused", [0, 1], ids=["alone", "behind_a_linear"])
+def test_attention_waits_for_no_cluster(plans, device, fused):
     """All clusters of several blocks run at the same time; else the last ones would start when the first are done."""
     shapes = itertools.product(
         (1, 2, 4, 7, 16, 33), (1, 2, 4, 8), (1, 7), (1, 3), (1, 512, 600, 768, 2048, 9000), (64, 128)
     )
-    questions = [(*device, *shape) for shape in shapes]
+    questions = [(*device, *shape, fused) for shape in shapes]
     for question, plan in zip(questions, plans(questions), strict=True):
-        assert plan["cluster"] == 1 or plan["clusters"] <= plan["at_once"], (question, plan)
+        two_fit = fused and 2 * (plan["bytes"] + 1024) <= 228 * 1024
+        assert plan["cluster"] == 1 or plan["clusters"] <= plan["at_once"] * (2 if two_fit else 1), (question, plan)
         assert 1 <= plan["cluster"] * plan["clusters"] <= 288
+
+
+def test_attention_has_two_blocks_per_sm_behind_a_linear(plans):
+    """Of long contexts; of one block per SM, two would start on an SM that is free early."""
+    questions = [
+        (*DEVICES["H200"], batch, 4, 7, 1, capacity, 128, fused)
+        for batch, capacity, fused in itertools.product((1, 4, 16, 32), (512, 32768), (0, 1))
+    ]
+    for question, plan in zip(questions, plans(questions), strict=True):
+        *_, capacity, _, fused = question
+        assert plan["cluster"] * plan["clusters"] == 264 or not (fused and capacity == 32768), (question, plan)
+        assert plan["cluster"] * plan["clusters"] <= 132 or (fused and capacity == 32768), (question, plan)
 
 
 def test_attention_counts_kv_tiles_in_32_bits(plans):
     """A launch has so few sequences that twice their KV tiles are less than 2^31."""
-    shapes = itertools.product((1, 65535), (1, 64, 65535), (1, 128), (1, 16), (64, 2**20, 2**30 - 1), (64,))
+    shapes = itertools.product((1, 65535), (1, 64, 65535), (1, 128), (1, 16), (64, 2**20, 2**30 - 1), (64,), (0, 1))
     questions = [(*DEVICES["H200"], *shape) for shape in shapes]
     for question, plan in zip(questions, plans(questions), strict=True):
         batch, kv_heads, capacity = question[5], question[6], question[9]

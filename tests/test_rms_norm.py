@@ -50,6 +50,13 @@ def test_variants(device, options, weighted, dtype):
     check_norm(rms_norm, oracles.rms_norm, inputs if weighted else inputs[:1], **options)
 
 
+@every_dtype
+@pytest.mark.parametrize("rows, cols", [(5, 8), (3, 64), (33, 72), (133, 256), (1, 896), (267, 520)])
+def test_no_eps(device, rows, cols, dtype):
+    """Threads without a row have a rms of 0, and 1 / 0 must stay with them."""
+    check_norm(rms_norm, oracles.rms_norm, make(rows, cols, dtype, device), eps=0.0)
+
+
 # Both sides of every limit of the launch plans: lanes of a warp, registers of a block, rows read twice; a vocabulary.
 LENGTHS = [16, 48, 256, 264, 1024, 1032, 2048, 4096, 8192, 8200, 16384, 16392, 32776, 40001, 152064]
 

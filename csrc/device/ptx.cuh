@@ -50,10 +50,11 @@ __device__ inline uint4 load_16(const void* global, uint64_t policy) {
 // Prefetches the line of an address to the L2 cache.
 __device__ inline void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
-// Asynchronous copy of 16 bytes from global to shared memory, bypassing L1.
-__device__ inline void cp_async_16(void* shared, const void* global, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "l"(policy)
+// Asynchronous copy of 16 bytes from global to shared memory, bypassing L1. Only the first `bytes` are read (none: the
+// address may be any), and the rest is filled with zeros.
+__device__ inline void cp_async_16(void* shared, const void* global, int bytes, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(bytes), "l"(policy)
                : "memory");
 }
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -61,6 +62,15 @@ __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;"
 template <int kPending>
 __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Barrier `id` of the block, 0 to 15, for `threads` threads: whole warps. Barrier 0 is that of __syncthreads().
+__device__ inline void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+// Arrives at it without waiting.
+__device__ inline void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // Adds to a counter in global memory and returns the old value. Used by one thread of a block between two barriers:

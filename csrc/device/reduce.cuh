@@ -85,8 +85,7 @@ __device__ inline MaxSum warp_max_sum(const MaxSum& value, int threads) {
 }
 
 // Reduces over a group by reduce(value, lanes), one of the functions above; every thread gets the result. `shared`
-// holds one value per warp of the block; see group_sum() on its reuse, and on who must call it. `none` is the value
-// of nothing.
+// holds one value per warp of the block; see group_sum() on its reuse, and on barriers. `none` is the value of nothing.
 template <typename Value, typename Reduce>
 __device__ inline Value group_reduce(const Value& value, const Value& none, const Group& group, Value* shared,
                                      const Reduce& reduce) {
@@ -95,7 +94,7 @@ __device__ inline Value group_reduce(const Value& value, const Value& none, cons
   const int warps = group.threads / 32;
   Value* const values = shared + group.index * warps;
   if (group.rank % 32 == 0) values[group.rank / 32] = of_warp;
-  __syncthreads();
+  named_barrier(1 + group.index, group.threads);
   const int width = warps <= 4 ? 4 : warps <= 8 ? 8 : warps <= 16 ? 16 : 32;
   const int from = threadIdx.x & (width - 1);
   return reduce(from < warps ? values[from] : none, width);
@@ -115,43 +114,57 @@ __device__ inline Value cluster_reduce(const Value& value, const Cluster& cluste
   return reduce(shared[threadIdx.x & (cluster.size - 1)], cluster.size);
 }
 
-// Sums over a group; every thread gets the total. `shared` holds kValues floats per warp of the block. Every thread
-// of the block must call it. Successive calls must alternate between two `shared` buffers: a fast warp may already
-// write the next sums while a slow one still reads these, but it cannot pass the barrier in between.
+// Sums each of the values, a power of two of them, over the lanes up to 2 kOffset apart; lane l gets the sum of value
+// l / (32 / kCount).
+template <int kCount, int kOffset = 16>
+__device__ inline float warp_sum_each(const float (&values)[kCount]) {
+  if constexpr (kCount == 1) {
+    return warp_sum(values[0], 2 * kOffset);
+  } else {
+    const bool upper = threadIdx.x & kOffset;  // half of the lanes go on with half of the values
+    float kept[kCount / 2];
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float mine = upper ? values[i + kCount / 2] : values[i], given = upper ? values[i] : values[i + kCount / 2];
+      kept[i] = mine + __shfl_xor_sync(0xffffffffu, given, kOffset);
+    }
+    return warp_sum_each<kCount / 2, kOffset / 2>(kept);
+  }
+}
+
+// Sums up to four values over a group; every thread gets the totals. `shared` holds kValues floats per warp of the
+// block. Groups need not call it in step, but those of more than a warp take barriers 1, 2, ... of the block (15 such
+// groups at most). Successive calls must alternate between two `shared` buffers: a fast warp may already write the next
+// sums while a slow one still reads these, but it cannot pass the barrier in between.
 template <int kValues>
 __device__ inline void group_sum(float (&values)[kValues], const Group& group, float* shared) {
-  warp_sum(values, group.threads);
-  if (group.threads <= 32) return;
-  const int warps = group.threads / 32;
-  float* sums = shared + group.index * warps * kValues;
-  if (group.rank % 32 == 0) {
+  if (group.threads < 32) return warp_sum(values, group.threads);
+  constexpr int kCount = kValues == 3 ? 4 : kValues, kLanes = 32 / kCount;  // so many lanes sum one of the values
+  float padded[kCount] = {};
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) sums[group.rank / 32 * kValues + i] = values[i];
+  for (int i = 0; i < kValues; ++i) padded[i] = values[i];
+  float total = warp_sum_each(padded);
+  const int warps = group.threads / 32, lane = group.rank % 32, value = lane / kLanes, from = lane % kLanes;
+  if (warps > 1) {
+    float* const sums = shared + (group.index * kValues + value) * warps;
+    if (from == 0 && value < kValues) sums[group.rank / 32] = total;
+    named_barrier(1 + group.index, group.threads);
+    // Every warp adds up the sums of all warps by itself, which saves a broadcast and its barrier.
+    total = 0.f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (from + i * kLanes < warps && value < kValues) total += sums[from + i * kLanes];
+    }
+    total = warp_sum(total, kLanes);
   }
-  __syncthreads();
-  // Every warp adds up the sums of all warps by itself, which saves a broadcast and its barrier.
-  const int width = warps <= 4 ? 4 : warps <= 8 ? 8 : warps <= 16 ? 16 : 32;
-  const int from = threadIdx.x & (width - 1);
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) values[i] = from < warps ? sums[from * kValues + i] : 0.f;
-  warp_sum(values, width);
+  for (int i = 0; i < kValues; ++i) values[i] = __shfl_sync(0xffffffffu, total, i * kLanes);
 }
 
 // The sum over a row of vectors in an order that depends on the row alone. However many vectors a thread has, vector i
 // belongs to lane i % 32 of virtual warp i / 32: the lanes of a virtual warp are added up as a tree, then the virtual
 // warps. So launches may differ in threads per row and agree bitwise.
 constexpr int kMaxVirtualWarps = 64;
-
-// Sums each of the values over the warp; lane l gets the sum of value l / (32 / kCount).
-template <int kCount>
-__device__ inline float warp_sum_each(const float (&values)[kCount]) {
-  static_assert(kCount == 1 || kCount == 2);
-  const bool second = kCount == 2 && threadIdx.x & 16;  // half of the warp sums one value, half the other
-  const float kept = values[second], given = values[kCount - 1 - second];
-  float sum[1] = {kept + __shfl_xor_sync(0xffffffffu, given, 16)};
-  warp_sum(sum, 16);
-  return sum[0];
-}
 
 // values[v]: of this thread's v-th vector, number rank + v * threads of the row; 0 where there is none. A group of up
 // to 32 lanes must have one vector each. `shared` holds kMaxVirtualWarps floats per group; see group_sum() on

@@ -1,4 +1,4 @@
-// Bulk and tensor copies (TMA), mbarriers, named barriers, and distributed shared memory: sm_90 and later. One
+// Bulk and tensor copies (TMA), mbarriers, and distributed shared memory: sm_90 and later. One
 // instruction per function; below sm_90 this header is empty.
 #pragma once
 #include <cuda.h>
@@ -104,16 +104,6 @@ __device__ inline bool elect() {
 }
 // Orders ordinary accesses to shared memory before TMA copies that are issued later.
 __device__ inline void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Barrier `id` of the block, for `threads` threads.
-__device__ inline void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Arrives at a named barrier without waiting.
-__device__ inline void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 // cluster_sync() without memory ordering.
 __device__ inline void cluster_barrier_relaxed() {

@@ -79,7 +79,7 @@ class RowPart {
   __device__ void prefetch(uint64_t policy) const {
     if constexpr (kCached) {
 #pragma unroll 4
-      for (Index c = first_; c < end_; c += step_) cp_async_16(cache_ + c, row_ + c, policy);
+      for (Index c = first_; c < end_; c += step_) cp_async_16(cache_ + c, row_ + c, 16, policy);
       cp_async_commit();
     }
   }

@@ -1,5 +1,6 @@
 // Plans of csrc/kernels/attention/plan.h for devices that this machine does not have: one line of JSON per line of
-// standard input, "sm_count clusters2 clusters4 clusters8 clusters16 batch kv_heads group tokens capacity head_dim".
+// standard input, "sm_count clusters2 clusters4 clusters8 clusters16 batch kv_heads group tokens capacity head_dim
+// fused".
 #include <cstdio>
 
 #define __host__
@@ -13,16 +14,19 @@ int main() {
   device.compute_capability = 90;
   device.shared_bytes = stub::kShared;
   DecodeAttentionParams params{};
-  long long batch, kv_heads, group, tokens, capacity, head_dim;
-  while (std::scanf("%d %d %d %d %d %lld %lld %lld %lld %lld %lld", &device.sm_count, &device.clusters[2],
+  long long batch, kv_heads, group, tokens, capacity, head_dim, fused;
+  while (std::scanf("%d %d %d %d %d %lld %lld %lld %lld %lld %lld %lld", &device.sm_count, &device.clusters[2],
                     &device.clusters[4], &device.clusters[8], &device.clusters[16], &batch, &kv_heads, &group, &tokens,
-                    &capacity, &head_dim) == 11) {
+                    &capacity, &head_dim, &fused) == 12) {
     device.clusters[1] = device.sm_count;
     params.batch = batch, params.tokens = tokens, params.kv_heads = kv_heads, params.heads = kv_heads * group;
     params.cache.capacity = params.cache.page_size = capacity, params.head_dim = head_dim;
+    params.new_k = fused ? &params : nullptr;
     const DecodePlan plan = plan_decode_attention(params, device);
-    std::printf("{\"cluster\": %d, \"clusters\": %d, \"at_once\": %d, \"query_tiles\": %d, \"sequences\": %lld}\n",
-                plan.cluster, plan.clusters, device.clusters[plan.cluster], plan.query_tiles,
-                static_cast<long long>(sequences_per_launch(params)));
+    const long long bytes = plan.layout(head_dim).bytes, sequences = sequences_per_launch(params);
+    std::printf(
+        "{\"cluster\": %d, \"clusters\": %d, \"at_once\": %d, \"query_tiles\": %d, \"sequences\": %lld, \"bytes\": "
+        "%lld}\n",
+        plan.cluster, plan.clusters, device.clusters[plan.cluster], plan.query_tiles, sequences, bytes);
   }
 }

@@ -52,6 +52,19 @@ constexpr size_t kSmallShared = 64 * 1024, kThirdOfShared = 76 * 1024, kLessThan
 //   1     | clusters of one block                                  | 15 % slower
 constexpr int kPdlTiles = 1;
 
+// Two blocks for every SM where a kernel of one block per SM and half of its shared memory would be unbalanced: behind
+// a linear, whose blocks do not end together, two of its blocks would start on an SM that is free early, and none on
+// another. In us or ms, an H200; "step" is a decode step of Qwen2.5-7B:
+//
+//   case                               | one block | two blocks
+//   -----------------------------------|-----------|-----------
+//   step, 16 sequences of 8192 keys    |      5.81 |       5.31
+//   step, 32 sequences of 32768 keys   |      19.8 |       17.3
+//   step, 1 sequence of 32768 keys     |      3.98 |       3.90
+//   step, 1 of 8192, 16 of 512         |           | up to 0.5 % slower: fewer than kManyKvTiles per SM
+//   attention by itself, 32 of 4096    |      68.4 |       70.0
+constexpr int64_t kManyKvTiles = 8;
+
 // As many stages as fit into `bytes`; a ring needs at least two.
 inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
   plan.stages = 0;
@@ -87,14 +100,14 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
       plan.cluster = 4;
       blocks = static_cast<int>(work_tiles) * plan.cluster;
       bytes = kThirdOfShared;
-    } else if (work_tiles <= device.clusters[2]) {
-      plan.cluster = 2;
-      blocks = 2 * device.clusters[2];
     } else {
-      plan.cluster = 1;
+      // new_k: what the linear before has just made.
+      const bool unbalanced = params.new_k && work_tiles * (max_seqlen / kKvTile) >= kManyKvTiles * device.sm_count;
       const bool many = work_tiles > device.sm_count;
-      // Two blocks per SM: one computes while the other waits for its block table.
-      if (is_small && (many || params.cache.block_table)) {
+      plan.cluster = work_tiles <= device.clusters[2] ? 2 : 1;
+      if (plan.cluster == 2) blocks = 2 * device.clusters[2];
+      // With two blocks per SM one also computes while the other waits for its block table.
+      if (is_small && (unbalanced || many || (params.cache.block_table && plan.cluster == 1))) {
         blocks *= 2;
         bytes = many ? kSmallShared : kLessThanHalf;
       }

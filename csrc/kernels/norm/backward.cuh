@@ -12,7 +12,7 @@
 // per block.
 //
 // Rows that fit: a persistent grid. Each thread keeps the partial grad_w and grad_b of its columns in registers over
-// all rows of its block. cp.async copies the next rows to a ring of stages in shared memory. Each thread copies what it
+// all rows that it sees. cp.async copies the next rows to a ring of stages in shared memory. Each thread copies what it
 // will read itself, so the ring needs no barriers. Other rows: one kernel over rows for grad_x, m and rstd, one over
 // column strips for grad_w and grad_b. Partial sums are added in a fixed order; no atomics. Persistent-grid idea:
 // quack's rmsnorm backward.
@@ -82,98 +82,102 @@ struct Rows {
         grad_x(static_cast<T*>(params.grad_x) + row * params.cols) {}
 };
 
-// Stages of the ring, each with one row per group: as many as fit when a thread has four vectors of each operand.
+// Threads of a block, at most, and stages of the ring, each with one row per group: as many as fit with four vectors of
+// each operand per thread. Rows of bfloat16, an H200:
+//
+//   value       | case              | result
+//   ------------|-------------------|--------------------------------------------
+//   672 threads | two vectors       | 1.6 times slower: 80 registers are too few
+//   4 stages    | up to two vectors | up to 10 % slower
+constexpr int kMaxThreads = 512;
 template <int kVectors>
 constexpr int kStages = kVectors == 4 ? 2 : 3;
+
 // Vectors of a thread, at most: four of LayerNorm, with its second sum over rows, would not fit the registers.
 template <typename T, bool kCentered>
 constexpr int kMostVectors = kCentered && sizeof(T) == 2 ? 2 : 4;
-// Of the rings of all blocks of an SM:
-//
-//   value             | case | result
-//   ------------------|------|-------------------------------
-//   more than 116 KiB | all  | slower, since blocks drift apart
-constexpr size_t kBytesInFlight = 116 << 10;
 
-// Group g of a block processes the rows (blockIdx.x + i * gridDim.x) * groups + g, with kVectors vectors per thread.
-// kRounds: round(n) is what the forward multiplied by the weight. Asked in the loop, it takes 10 % longer.
+// Groups that share a warp go in step, over rows that lie side by side: they are a unit. So is a longer group, alone.
+__host__ __device__ constexpr int unit_size(int group_threads) { return group_threads < 32 ? 32 / group_threads : 1; }
+
+// A block for every SM, whose units take rows as they go, with kVectors vectors per thread. There is little to do for a
+// byte, so that every instruction in the loop counts: what a thread does not have (columns behind the end, rows behind
+// the last) is copied as zeros, which add nothing to a sum, instead of being asked for. kRounds: round(n) is what the
+// forward multiplied by the weight.
 template <typename T, int kVectors, bool kCentered, bool kRounds>
-__global__ void __launch_bounds__(512) norm_backward_kernel(const NormBackwardParams params, bool keep_inputs) {
+__global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBackwardParams params, bool keep_inputs) {
   constexpr int N = kVecWidth<T>, kDepth = kStages<kVectors>, kSums = kCentered ? 3 : 2;
+  constexpr bool kReloads = kVectors == 4 || kCentered;  // after a reduction, since registers are scarce
   using V = Vec<T, N>;
   const uint64_t policy = l2_policy(keep_inputs);
   extern __shared__ int4 ring[];  // [stage][operand][vector][thread of the block]
-  __shared__ float shared[2][kSums * 16];
+  __shared__ float shared[2][kSums * kMaxThreads / 32];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-  const int operands = params.grad_sum ? 3 : 2;
-  const int count = static_cast<int>(params.cols / N);
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  const auto stage_vector = [&](int stage, int operand, int v) -> int4* {
-    return ring + ((stage * operands + operand) * kVectors + v) * threads + thread;
-  };
+  const int stage_size = (params.grad_sum ? 3 : 2) * kVectors * threads;
+  const auto slot = [&](int stage, int operand, int v) { return ring + stage + (operand * kVectors + v) * threads; };
+  const auto has = [&](int v) { return group.rank + v * group.threads < static_cast<int>(params.cols / N); };
   const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
-  const auto prefetch = [&](int64_t row, int stage) {
-    if (row < params.rows) {
-      const Rows<T> rows(params, row);
+
+  const int unit_rows = unit_size(group.threads), row_of_unit = group.index % unit_rows;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  // Rows between the block's first unit and this one.
+  const int64_t ahead = static_cast<int64_t>(group.index / unit_rows) * gridDim.x * unit_rows;
+  const int64_t first = ahead + static_cast<int64_t>(blockIdx.x) * unit_rows;
+  const int64_t rows = params.rows - row_of_unit;  // a group has a row if the first of its unit is less than this
+  Rows<T> next(params, first + row_of_unit);       // to be copied
+  T* grad_x = next.grad_x;
+  int64_t next_row = first;
+  const auto copy_next = [&](int stage) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (group.rank + v * group.threads < count) {
-          cp_async_16(stage_vector(stage, 0, v), rows.x + offset(v), policy);
-          cp_async_16(stage_vector(stage, 1, v), rows.grad_y + offset(v), policy);
-          if (params.grad_sum) cp_async_16(stage_vector(stage, 2, v), rows.grad_sum + offset(v), policy);
-        }
-      }
+    for (int v = 0; v < kVectors; ++v) {
+      const int bytes = has(v) && next_row < rows ? 16 : 0;
+      cp_async_16(slot(stage, 0, v), next.x + offset(v), bytes, policy);
+      cp_async_16(slot(stage, 1, v), next.grad_y + offset(v), bytes, policy);
+      if (params.grad_sum) cp_async_16(slot(stage, 2, v), next.grad_sum + offset(v), bytes, policy);
     }
-    cp_async_commit();  // also when empty, so that cp_async_wait() counts stages
+    cp_async_commit();
+    next_row += step;
+    next.x += step * params.x_stride;
+    next.grad_y += step * params.grad_y_stride;
+    next.grad_sum += step * params.grad_sum_stride;
   };
 
   pdl_wait();
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y;
 #pragma unroll
-  for (int stage = 0; stage < kDepth - 1; ++stage) prefetch(first + stage * step + group.index, stage);
+  for (int stage = 0; stage < kDepth - 1; ++stage) copy_next(thread + stage * stage_size);
 
-  const auto* weight = static_cast<const T*>(params.weight);
-  const float weight_offset = static_cast<float>(params.options.weight_offset);
   const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
-  float scale[kVectors][N], grad_weight[kVectors][N];
+  const float weight_offset = next.weight ? static_cast<float>(params.options.weight_offset) : 0.f;
+  V weight[kVectors];
+  float grad_weight[kVectors][N];
   [[maybe_unused]] float grad_bias[kVectors][N];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const bool has_weight = weight && group.rank + v * group.threads < count;
-    const V w = has_weight ? V::load(weight + offset(v)) : V{};
+    weight[v] = next.weight && has(v) ? V::load(next.weight + offset(v)) : V::of([](int) { return 1.f; });
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      scale[v][i] = has_weight ? weight_offset + w[i] : 1.f;
-      grad_weight[v][i] = grad_bias[v][i] = 0.f;
-    }
+    for (int i = 0; i < N; ++i) grad_weight[v][i] = grad_bias[v][i] = 0.f;
   }
+  const auto scale = [&](int v, int i) { return weight_offset + weight[v][i]; };
 
-  int stage = 0, parity = 0;
-  for (int64_t base = first; base < params.rows; base += step, parity ^= 1, stage = (stage + 1) % kDepth) {
-    const int64_t row = base + group.index;
-    prefetch(row + (kDepth - 1) * step, (stage + kDepth - 1) % kDepth);
+  int stage = thread, free_stage = thread + (kDepth - 1) * stage_size, parity = 0;
+  // As many turns for every unit of a block: racecheck takes warps that met less often at barriers for earlier ones.
+  for (int64_t row = first; row < params.rows + ahead; row += step) {
+    copy_next(free_stage);
     cp_async_wait<kDepth - 1>();
-    const auto mine = [&](int v) { return row < params.rows && group.rank + v * group.threads < count; };
-    const auto load_operand = [&](int operand, int v) {
-      return V::load(reinterpret_cast<const T*>(stage_vector(stage, operand, v)));
-    };
+    const auto load = [&](int operand, int v) { return V::load(reinterpret_cast<const T*>(slot(stage, operand, v))); };
     V x[kVectors], grad_y[kVectors];
-    const auto load_row = [&](int v) {
-      x[v] = load_operand(0, v);
-      grad_y[v] = load_operand(1, v);
-    };
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) x[v] = load(0, v), grad_y[v] = load(1, v);
     float mean = 0.f, mean_g = 0.f;
     if constexpr (kCentered) {
       float sums[2] = {0.f, 0.f};
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        if (!mine(v)) continue;
-        load_row(v);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           sums[0] += x[v][i];
-          sums[1] += grad_y[v][i] * scale[v][i];
+          sums[1] += grad_y[v][i] * scale(v, i);
         }
       }
       group_sum(sums, group, shared[1]);
@@ -182,24 +186,23 @@ __global__ void __launch_bounds__(512) norm_backward_kernel(const NormBackwardPa
     float sums[kSums] = {};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (!mine(v)) continue;
-      if constexpr (!kCentered) load_row(v);
+      if (kCentered && !has(v)) continue;  // the difference of no number from the mean is not 0
+      if constexpr (kCentered && kReloads) x[v] = load(0, v), grad_y[v] = load(1, v);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const float d = centered<kCentered>(x[v][i], mean);
         sums[0] += d * d;
-        sums[1] += grad_y[v][i] * scale[v][i] * d;
+        sums[1] += grad_y[v][i] * scale(v, i) * d;
         if constexpr (kCentered) sums[2] += d;
       }
     }
     group_sum(sums, group, shared[kCentered ? 0 : parity]);
-    const Scalars scalars = row_scalars<kCentered>(sums, mean, mean_g, inverse_cols, eps);
-    T* const grad_x = static_cast<T*>(params.grad_x) + row * params.cols;
+    Scalars scalars = row_scalars<kCentered>(sums, mean, mean_g, inverse_cols, eps);
+    if (row >= rows) scalars = {};  // with an eps of 0, those of zeros would be infinite
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (!mine(v)) continue;
-      const V extra = params.grad_sum ? load_operand(2, v) : V{};
-      float n[N];
+      if constexpr (kReloads) x[v] = load(0, v), grad_y[v] = load(1, v);
+      float n[N], grad[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) n[i] = centered<kCentered>(x[v][i], scalars.mean) * scalars.rstd;
       const V rounded = V::of([&](int i) { return n[i]; });
@@ -207,13 +210,19 @@ __global__ void __launch_bounds__(512) norm_backward_kernel(const NormBackwardPa
       for (int i = 0; i < N; ++i) {
         grad_weight[v][i] += grad_y[v][i] * (kRounds ? rounded[i] : n[i]);
         if constexpr (kCentered) grad_bias[v][i] += grad_y[v][i];
+        grad[i] = scalars.rstd * without_means<kCentered>(grad_y[v][i] * scale(v, i), n[i], scalars);
       }
-      const auto grad = [&](int i) {
-        return scalars.rstd * without_means<kCentered>(grad_y[v][i] * scale[v][i], n[i], scalars);
-      };
-      const V result = params.grad_sum ? V::of([&](int i) { return grad(i) + extra[i]; }) : V::of(grad);
-      result.store(grad_x + offset(v));
+      if (params.grad_sum) {
+        const V extra = load(2, v);
+#pragma unroll
+        for (int i = 0; i < N; ++i) grad[i] += extra[i];
+      }
+      if (has(v) && row < rows) V::of([&](int i) { return grad[i]; }).store(grad_x + offset(v));
     }
+    grad_x += step * params.cols;
+    parity ^= 1;
+    free_stage = stage;
+    stage = stage + stage_size < kDepth * stage_size ? stage + stage_size : thread;
   }
 
   pdl_launch_dependents();
@@ -224,7 +233,7 @@ __global__ void __launch_bounds__(512) norm_backward_kernel(const NormBackwardPa
     __syncthreads();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (group.rank + v * group.threads >= count) continue;
+      if (!has(v)) continue;
       float4* const mine = reinterpret_cast<float4*>(group_sums + group.index * params.cols + offset(v));
 #pragma unroll
       for (int i = 0; i < N; i += 4) {
@@ -353,7 +362,6 @@ struct PersistentPlan {
 
 template <typename T, bool kCentered>
 cudaError_t plan_persistent(const NormBackwardParams& params, PersistentPlan& plan) {
-  constexpr int kMaxThreads = 512;
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   RowPlan& row = plan.row;
@@ -362,14 +370,19 @@ cudaError_t plan_persistent(const NormBackwardParams& params, PersistentPlan& pl
   if (!is_vector<T>(params) || count > kMostVectors<T, kCentered> * kMaxThreads) return cudaSuccess;
   const int vectors = count > 2 * kMaxThreads ? 4 : count > 128 ? 2 : 1;
   row.threads_per_row = group_threads(count, vectors, kMaxThreads);
-  row.rows_per_block = std::max(1, 256 / row.threads_per_row);
+  const int unit_rows = unit_size(row.threads_per_row);
+  const int64_t units = (params.rows + unit_rows - 1) / unit_rows;
   const int operands = params.grad_sum ? 3 : 2, stages = vectors == 4 ? kStages<4> : kStages<1>;
-  plan.ring_bytes = sizeof(int4) * stages * operands * vectors * row.threads();
-  if (plan.ring_bytes > device.shared_bytes - 1024) return cudaSuccess;  // the reduction needs some, too
+  const size_t unit_bytes = sizeof(int4) * stages * operands * vectors * row.threads_per_row * unit_rows;
+  const int64_t units_per_block = std::min<int64_t>({kMaxThreads / (row.threads_per_row * unit_rows),
+                                                     (units + device.sm_count - 1) / device.sm_count,
+                                                     // the reduction needs some, too
+                                                     static_cast<int64_t>((device.shared_bytes - 1024) / unit_bytes)});
+  if (units_per_block == 0) return cudaSuccess;
+  row.rows_per_block = static_cast<int>(units_per_block) * unit_rows;
   row.vectors = vectors;
-  const int per_sm = std::clamp(static_cast<int>(kBytesInFlight / plan.ring_bytes), 1, 1024 / row.threads());
-  plan.blocks = std::min<int64_t>((params.rows + row.rows_per_block - 1) / row.rows_per_block,
-                                  static_cast<int64_t>(device.sm_count) * per_sm);
+  plan.ring_bytes = unit_bytes * units_per_block;
+  plan.blocks = std::min<int64_t>(units, device.sm_count);
   plan.keep_inputs = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (operands + 1));
   return cudaSuccess;
 }
