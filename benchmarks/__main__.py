@@ -1,4 +1,4 @@
-"""python -m benchmarks ops | model | decode | stale | merge | show"""
+"""python -m benchmarks ops | model | decode | train | stale | merge | show"""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from benchmarks.sources import ROOT
 from llmkernels._command import Problem, check_model_path, run_command
 
 RESULTS = Path("results")
-MODEL_PROVIDERS = ("eager", "llmkernels", "liger", "compile")
+MODEL_PROVIDERS = ("eager", "llmkernels", "liger", "compile")  # of train, too
 DECODE_PROVIDERS = ("llmkernels", "generate", "eager", "eager_generate", "static_compile")
 
 
@@ -92,10 +92,12 @@ def parse() -> argparse.Namespace:
     ops = commands.add_parser("ops", help="every op beside eager, torch, torch.compile, Triton and Liger-Kernel")
     model = commands.add_parser("model", help="prefill and decode of a live Hugging Face model")
     decode = commands.add_parser("decode", help="the kernels of a decode step, and tokens per second of a model")
+    train = commands.add_parser("train", help="a step of fine-tuning a live Hugging Face model, and its memory")
     stale = commands.add_parser("stale", help="which sections of results/ were measured on other sources; 1 if any")
     merge = commands.add_parser("merge", help="take over the sections of the results files in a folder")
     commands.add_parser("show", help="draw the pictures of results/ again, and write the tables of the documents")
-    for command, providers in ((ops, PROVIDERS), (model, MODEL_PROVIDERS), (decode, DECODE_PROVIDERS)):
+    found = ((ops, PROVIDERS), (model, MODEL_PROVIDERS), (decode, DECODE_PROVIDERS), (train, MODEL_PROVIDERS))
+    for command, providers in found:
         names = [section.name for section in sections.find(sections.COMMANDS[command.prog.split()[-1]])]
         command.add_argument(
             "--section", nargs="+", default=(), choices=names, metavar="NAME", help="only these: " + ", ".join(names)
@@ -111,7 +113,7 @@ def parse() -> argparse.Namespace:
         metavar="S",
         help="begin none that may end after S seconds",
     )
-    for command in (ops, model, decode, stale):
+    for command in (ops, model, decode, train, stale):
         command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         command.add_argument("--quick", action="store_true", help="few sizes, few samples")
     for command in (model, decode):
@@ -119,7 +121,7 @@ def parse() -> argparse.Namespace:
     merge.add_argument("folder", type=Path)
     merge.add_argument("--output", type=Path, metavar="DIR", default=RESULTS, help="default: results")
     merge.add_argument("--without", nargs="+", default=[], metavar="PEER", help="peers that these results may lack")
-    for command in (ops, model, decode, stale):
+    for command in (ops, model, decode, train, stale):
         command.add_argument(
             "--output",
             type=Path,

@@ -45,7 +45,11 @@ OPS = {
     "sample": "",
 }
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-MODELS = {"qwen2.5-7b": "Qwen2.5-7B"}
+MODELS = {
+    "qwen2.5-7b": "Qwen2.5-7B",
+    "qwen2.5-0.5b": "Qwen2.5-0.5B",
+    "qwen2.5-7b-lora": "Qwen2.5-7B, LoRA",
+}
 PARTS = {"q|k|v": "norm, q|k|v", "gate|up": "norm, gate|up, SwiGLU", "head": "norm, head", "step": "the whole step"}
 PART_COLOUR = "#9fb6cd"
 READ_LIMIT = "weights and cache read once"
@@ -141,7 +145,35 @@ def sample(meta: dict, rows: Rows, path: Path) -> None:
     bars("Sampling, top-k 50 and top-p 0.9: shorter is better", "µs", found, microseconds, meta, path)
 
 
+def train_step(meta: dict, rows: Rows, path: Path) -> None:
+    found = pick(rows, op="train_step")
+    bars("A step of fine-tuning: shorter is better", "ms", found, milliseconds, meta, path)
+
+
+def train_memory(meta: dict, rows: Rows, path: Path) -> None:
+    found = [row for row in pick(rows, op="train_step") if "peak_bytes" in row]
+    if found:
+        bars("Memory of fine-tuning, at its peak: shorter is better", "GB", found, peak_gb, meta, path)
+
+
+def train_loss(meta: dict, rows: Rows, path: Path) -> None:
+    """Ours beside eager's: one line on the other, if the kernels are right."""
+    found = [row for row in pick(rows, op="train_step") if row["provider"] in (OURS, "eager")]
+    models = list(dict.fromkeys(row["model"] for row in found))
+    figure, axes = canvas("Loss over the steps of fine-tuning, the same weights and tokens", height=3.6)
+    for row in found:
+        options = {"color": colour(row), "linewidth": 4 if row["provider"] == "eager" else 1.5}
+        name = label(row) if row["model"] == models[0] else None
+        axes.plot(range(1, len(row["losses"]) + 1), row["losses"], label=name, **options)
+        if row["provider"] == OURS:
+            last = (len(row["losses"]), row["losses"][-1])
+            axes.annotate(MODELS.get(row["model"], row["model"]), last, (7, 0), textcoords="offset points", va="center")
+    axes.set(xlabel="step", ylabel="loss")
+    finish(figure, meta, found, path)
+
+
 PICTURES = {
+    "train": (train_step, train_memory, train_loss),
     "ops": (ops_forward, ops_backward, one_row, call_overhead),
     "model": (prefill,),
     "decode": (decode, decode_throughput, decode_context, decode_parts),
@@ -396,6 +428,10 @@ def tokens_per_second(row: dict) -> float:
 
 def microseconds(row: dict) -> float:
     return row["time_us"]
+
+
+def peak_gb(row: dict) -> float:
+    return row["peak_bytes"] / 1e9
 
 
 def milliseconds(row: dict) -> float:

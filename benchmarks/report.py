@@ -50,6 +50,8 @@ def shape(keys: dict) -> str:
         words = [f"{keys['part']}, batch {keys['batch']}"]
     elif keys["op"] == "prefill":
         words = [f"{keys['tokens']} tokens, {keys['logits']} logits"]
+    elif keys["op"] == "train_step":
+        words = [keys["model"], f"{keys['batch']} x {keys['tokens']} tokens"]
     elif keys["op"] == "decode":
         words = [f"batch {keys['batch']}, context {keys['context']}"]
     else:
@@ -81,7 +83,7 @@ def print_rows(rows: Sequence[dict], meta: dict) -> None:
     """A table for each op and method of timing."""
     for op, method in dict.fromkeys((row["op"], row["timing"]) for row in rows):
         found = [row for row in rows if (row["op"], row["timing"]) == (op, method)]
-        unit, unit_us = ("ms", 1e3) if op in ("prefill", "decode") else ("us", 1)
+        unit, unit_us = ("ms", 1e3) if op in ("prefill", "decode", "train_step") else ("us", 1)
         limit = "read" if op in READERS else "copy"
         limit_gb_s = 0 if op == "call_overhead" or not all("bytes" in row for row in found) else meta[f"{limit}_gb_s"]
         print_table(f"{op}, {METHODS[method]}, {unit}", found, limit_gb_s, unit_us, limit)

@@ -77,10 +77,17 @@ TABLE = (
     of("decode", "parts", "step_parts", "measure", 15),
     of("decode", "unpatched", "steps_unpatched", "measure_first_sizes", 35),
     of("decode", "unpatched_other_sizes", "steps_unpatched", "measure_other_sizes", 80),
+    of("train", "full", "training", "measure_full", 60),
+    of("train", "adapters", "training", "measure_adapters", 90),
     of("model", "compiled", "forward_compiled", "measure", 120),
     of("decode", "compiled", "steps_unpatched", "measure_compiled", 130),
 )
-COMMANDS = {"ops": ("ops",), "decode": ("decode_ops", "decode"), "model": ("model",)}  # and the files that they write
+COMMANDS = {
+    "ops": ("ops",),
+    "decode": ("decode_ops", "decode"),
+    "model": ("model",),
+    "train": ("train",),
+}  # and the files that they write
 
 
 def find(files: Iterable[str], names: Sequence[str] = ()) -> list[Section]:

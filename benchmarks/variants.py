@@ -18,10 +18,10 @@ def eager(model: nn.Module):
 
 
 @contextmanager
-def llmkernels(model: nn.Module):
+def llmkernels(model: nn.Module, training: bool = False):
     import llmkernels
 
-    handle = llmkernels.patch(model)
+    handle = llmkernels.patch(model, training=training)
     try:
         report = handle.report()
         yield model, {f"patched_{row.kind}": len(row.patched) for row in report.rows.values()}
@@ -31,15 +31,15 @@ def llmkernels(model: nn.Module):
 
 
 @contextmanager
-def liger(model: nn.Module):
-    """Liger's own patch of an instance, without its loss. It also writes into the model's Python module: undone."""
+def liger(model: nn.Module, training: bool = False):
+    """Liger's own patch of an instance, its loss in training alone. It also writes into the model's module: undone."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     source = source_module(model)
     global_names = dict(vars(source))
     attributes = {module: dict(vars(module)) for module in model.modules()}
     try:
-        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
+        _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=training)
         changed = [module for module in model.modules() if "forward" in vars(module)]
         swapped = [name for name, value in vars(source).items() if global_names.get(name) is not value]
         if not changed or "apply_rotary_pos_emb" not in swapped:

@@ -91,6 +91,22 @@ def test_a_short_run_of_a_model_in_a_folder(tmp_path):
     assert drawn_from(tmp_path / "prefill.png") == plots.content_hash(tmp_path / "model.json")
 
 
+def test_a_short_run_of_fine_tuning(tmp_path):
+    """The same losses for all, of all weights and of adapters."""
+    pytest.importorskip("peft")
+    out = run(tmp_path, "train")
+    assert "left out" not in out
+    rows = json.loads((tmp_path / "train.json").read_text())["rows"]
+    assert all(set(row) >= ROW and row["op"] == "train_step" for row in rows)
+    found = {(row["model"], row["provider"]): row["losses"] for row in rows}
+    assert set(found) == {(model, name) for model in ("qwen2-small", "qwen2-small-lora") for name in ("eager", OURS)}
+    for model in ("qwen2-small", "qwen2-small-lora"):
+        ours, eager = found[model, OURS], found[model, "eager"]
+        assert ours == pytest.approx(eager, rel=1e-3)
+    assert found["qwen2-small", OURS][-1] < found["qwen2-small", OURS][0]
+    assert drawn_from(tmp_path / "train_loss.png") == plots.content_hash(tmp_path / "train.json")
+
+
 # ---- sections
 
 

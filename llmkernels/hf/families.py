@@ -6,7 +6,13 @@ layout.py and trunk.py check that a class computes what its entry says; else it 
 from dataclasses import dataclass
 
 # The kind of a class, by the end of its name. The report has this order.
-KINDS = {"RMSNorm": "rms_norm", "Attention": "rope", "MLP": "gated_mlp", "DecoderLayer": "add_rms_norm"}
+KINDS = {
+    "RMSNorm": "rms_norm",
+    "Attention": "rope",
+    "MLP": "gated_mlp",
+    "DecoderLayer": "add_rms_norm",
+    "ForCausalLM": "loss",
+}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ class Replaced:
         _, _, state, *rest = super().__reduce_ex__(max(protocol, 2))
         if _RUNS in state:
             state = {key: value for key, value in state.items() if key != _RUNS}
-        return (_unpickle, (self.original, isinstance(self, FusedNorm) and not isinstance(self, RMSNorm)), state, *rest)
+        only_fused = isinstance(self, FusedNorm) and not isinstance(self, RMSNorm)
+        options = only_fused, isinstance(self, Generating), isinstance(self, CausalLM)
+        return (_unpickle, (self.original, *options), state, *rest)
 
 
 class Patched(Replaced):
@@ -55,10 +57,14 @@ class Generating(Replaced):
     """Base of every model class with another loop behind generate()."""
 
 
-def _unpickle(original: type[nn.Module], only_fused: bool = False) -> nn.Module:
+class CausalLM(Patched):
+    """Base of every model class whose loss is computed without the logits: see loss.py."""
+
+
+def _unpickle(original: type[nn.Module], only_fused: bool, generates: bool, loss: bool) -> nn.Module:
     try:
         is_layer = generating_family(original) is None
-        cls = patched_class(original, only_fused) if is_layer else generating_class(original)
+        cls = patched_class(original, only_fused) if is_layer else model_class(original, generates, loss)
     except UnknownLayout:  # another transformers than the one that wrote the pickle: what it computes is the same
         cls = original
     return cls.__new__(cls)
@@ -254,22 +260,48 @@ def generating_family(cls: type) -> Family | None:
     return None
 
 
-@functools.cache
-def generating_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a transformers model class whose generate() decodes by the decode step.
+def model_class(cls: type[nn.Module], generates: bool, loss: bool) -> type[nn.Module]:
+    """The subclass of a transformers model class that generates by the decode step, has another loss, or both.
 
-    `generate` takes its loop from the class by name, one for greedy search and sampling and others for the rest.
-    Raises UnknownLayout when cls has no such loop.
+    Raises UnknownLayout when cls does not compute what the replacement does.
     """
+    return _model_class(cls, cls.forward, generates, loss)
+
+
+@functools.cache
+def _model_class(cls, forward, generates, loss):
+    # What it computes is what the original computes, so __module__ and the name under which transformers keeps facts
+    # about it are the original's, too.
+    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {"original": cls, "family": generating_family(cls)}
+    bases: tuple[type, ...] = (cls,)
+    if generates:
+        members, bases = members | _loops(cls), (Generating, *bases)
+    if loss:
+        members, bases = members | _loss_members(cls, forward), (CausalLM, *bases)
+    made = type(cls.__name__, bases, members)
+    if loss:
+        made.made = made.forward
+    return made
+
+
+def _loops(cls: type[nn.Module]) -> dict[str, Callable]:
+    """`generate` takes its loop from the class by name, one for greedy search and sampling and others for the rest."""
     from .loop import LOOPS
 
     loops = {name: loop(getattr(cls, name)) for name, loop in LOOPS.items() if hasattr(cls, name)}
     if "_sample" not in loops or not hasattr(cls, "_prefill"):
         raise UnknownLayout("generate() of this transformers has no loop of a known name")
-    # Its forward is the original's, so __module__ and the name under which transformers keeps facts about it are too.
-    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"original": cls, "family": generating_family(cls)}
-    return type(cls.__name__, (Generating, cls), members | loops)
+    return loops
+
+
+def _loss_members(cls: type[nn.Module], forward: Callable) -> dict[str, Callable]:
+    from . import loss
+
+    loss.check_forward(forward)
+    is_current = _is_current(cls, forward, None)
+    made = _stepping_aside(cls, is_current, loss.forward_without_logits(forward), None)
+    return {"forward": made, "is_current": staticmethod(is_current)}
 
 
 _ROTATION = "apply_rotary_pos_emb"

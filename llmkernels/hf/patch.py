@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from . import decode as decoding
+from . import loss as losses
 from . import packing, trunk
 from .families import FAMILIES, KINDS, find
 from .layers import (
@@ -17,9 +18,9 @@ from .layers import (
     forget_runs,
     fused_add,
     gated_unit,
-    generating_class,
     generating_family,
     has_kernel,
+    model_class,
     op_name,
     patched_class,
     runs_of,
@@ -41,6 +42,7 @@ def patch(
     gated_mlp: bool = True,
     add_rms_norm: bool = True,
     decode: bool = True,
+    training: bool = False,
 ) -> "PatchHandle":
     """Run the layers of a Hugging Face model on llmkernels' ops, in place and reversibly.
 
@@ -57,6 +59,9 @@ def patch(
             into one storage, with the parameters as views into it; a CUDA graph that somebody captured before then no
             longer has the weights. The cache of the last call, if it takes no more than 1 GiB, and its graphs are kept
             for the next one; ``handle.release()`` or ``llmkernels.release(model)`` frees them.
+        training: compute the loss of a model for causal language modelling in training mode without its logits, by
+            ``linear_cross_entropy``, which takes a part of the memory. ``output.logits`` computes them when somebody
+            asks. The layers have gradients in any case.
 
     Returns:
         a PatchHandle. Its `report()` says what runs on which kernel, and why anything was left alone.
@@ -84,6 +89,7 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
     asked = {"rms_norm": rms_norm, "rope": rope, "gated_mlp": gated_mlp, "add_rms_norm": add_rms_norm}
+    asked["loss"] = training
     if not any(find(type(module)) for module in model.modules()):
         families = ", ".join(family.prefix for family in FAMILIES)
         raise ValueError(f"patch: model must contain layers of a supported family ({families}), got {type(model)}")
@@ -94,10 +100,12 @@ def patch(
         )
     plan = {}
     for module in model.modules():
-        if decode and _decode_obstacle(module) is None:
-            plan[module] = generating_class(type(module))
         kind = _kind(module)
-        if kind is None or not asked[kind] or _obstacle(module):
+        generates = decode and _decode_obstacle(module) is None
+        loss = kind == "loss" and training and _obstacle(module) is None
+        if generates or loss:
+            plan[module] = model_class(type(module), generates, loss)
+        if kind in (None, "loss") or not asked[kind] or _obstacle(module):
             continue
         plan[module] = patched_class(type(module))
         if kind == "add_rms_norm":  # it reads weight and eps of this norm
@@ -110,7 +118,7 @@ def patch(
         for module, cls in plan.items():
             if issubclass(cls, Patched):
                 vars(module).pop("forward", None)  # left behind, and no more than its class's
-            else:
+            if issubclass(cls, Generating):
                 decoding.forget(module)  # what a call noted that was still under way when unpatch ended
             module.__class__ = cls
             _PATCHES[module] = handle.token
@@ -180,13 +188,12 @@ class PatchHandle:
         Reads the model as it is at this moment, so hooks, new activations and moves since `patch` show. Says "not
         patched" of all where the patch was undone, also if the model was patched again since.
         """
-        rows = {kind: Row(kind) for kind in KINDS.values()}
+        rows = {kind: Row(kind) for kind in KINDS.values() if kind != "loss" or "loss" in self._kinds}
         is_current = self._is_current()
         run_by_layer = set()
         for name, module in self._model.named_modules():
-            if (kind := _kind(module)) is None:
+            if (row := rows.get(kind := _kind(module))) is None:
                 continue
-            row = rows[kind]
             if kind not in self._kinds and module not in run_by_layer:
                 row.left_alone[name] = "not asked for"
             elif not isinstance(module, Patched) or not is_current:
@@ -240,7 +247,7 @@ def _decode_obstacle(module: nn.Module) -> str | None:
     if generating_family(type(module)) is None:
         return "no model of a supported family that generates"
     try:
-        generating_class(type(module))
+        model_class(type(module), generates=True, loss=False)
     except UnknownLayout as reason:
         return str(reason)
     return None
@@ -254,7 +261,7 @@ def _op(module: nn.Module, kind: str) -> str:
     """The name of the op that a module of this kind runs."""
     if kind == "gated_mlp":
         return op_name(gated_unit(module.act_fn))
-    return kind
+    return "linear_cross_entropy" if kind == "loss" else kind
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -263,7 +270,7 @@ def _obstacle(module: nn.Module) -> str | None:
     if _has_own_forward(module):
         return "it has a forward of its own, set on the instance"
     try:
-        patched_class(type(module))
+        model_class(type(module), False, True) if kind == "loss" else patched_class(type(module))
     except UnknownLayout as reason:
         return str(reason)
     if kind == "gated_mlp" and gated_unit(module.act_fn) is None:
@@ -291,6 +298,8 @@ def _fallback(module: nn.Module, kind: str) -> str | None:
         return "it has a forward of its own, set on the instance"
     if cls.forward is not cls.made or not cls.is_current():
         return "the forward of its class was replaced"
+    if kind == "loss":
+        return losses.why_not(module)
     if kind == "gated_mlp":
         if gated_unit(module.act_fn) is None:
             return _no_kernel_for(module.act_fn)

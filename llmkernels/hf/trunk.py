@@ -17,7 +17,7 @@ from llmkernels.ops import swiglu
 
 from . import packing, trust
 from .families import Family
-from .layers import MLP, Attention, DecoderLayer, Generating, RMSNorm, gated_unit
+from .layers import MLP, Attention, CausalLM, DecoderLayer, Generating, RMSNorm, gated_unit
 from .layout import UnknownLayout, check_origin
 from .trust import Distrust, Inspection, Kind, NoStep
 
@@ -106,7 +106,13 @@ _ACTIVATION = Kind(_check_activation)
 
 
 def _of_family(family: Family, suffix: str, **options: Any) -> Kind:
-    return Kind(lambda cls: trust.check_base(cls, family.module, family.prefix + suffix), **options)
+    def check(cls: type) -> None:
+        if issubclass(cls, CausalLM):  # without labels it computes what the original does
+            _check_patched(CausalLM)(cls)
+            cls = cls.original
+        trust.check_base(cls, family.module, family.prefix + suffix)
+
+    return Kind(check, **options)
 
 
 def trunk(model: nn.Module) -> Trunk:
