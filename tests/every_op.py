@@ -81,6 +81,14 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     yield "cross_entropy_", (x, target, None, *loss_options)
     yield "cross_entropy_backward", (of_loss, x, target, None, x.float().logsumexp(-1), *loss_options)
     yield "cross_entropy_scale_", (x.contiguous(), of_loss)
+    head, lse = draw(37, cols, scale=cols**-0.5), draw(rows, dtype=torch.float32)
+    budget = 37 * x.element_size() * max(rows // 3, 1)  # chunks
+    classes = (target % 37, head[:, 0].contiguous(), None, -100)
+    yield "linear_cross_entropy", (x, head, *classes, "mean", 0.1, 1e-3, 10.0, budget, True, True, True)
+    yield (
+        "linear_cross_entropy_backward",
+        (of_loss, x, head, *classes[:3], lse + 9, -100, *loss_options[1:], budget, True, True, True),
+    )
     yield "relu2_glu", (x, y)
     yield "relu2_glu_packed", (packed,)
     yield "relu2_glu_backward", (z, x, y)

@@ -59,6 +59,9 @@ def valid(op: str) -> dict:
     rows = {"norm_weight": weight, "weight": torch.ones(6, 8)}
     loss = {"logits": x, "target": torch.ones(BATCH, 3, dtype=torch.long), "weight": weight, "ignore_index": -100,
             "reduction": "mean", "label_smoothing": 0.1, "lse_square_scale": 0.0, "softcap": 0.0}  # fmt: skip
+    linear_loss = {"x": x, "linear_weight": torch.ones(6, 8), "linear_bias": torch.ones(6),
+                   **{name: value for name, value in loss.items() if name != "logits"}, "weight": torch.ones(6),
+                   "max_logits_bytes": 100}  # fmt: skip
     one = torch.ones(1)
     lists = {name: [torch.ones(2, 3), torch.ones(5)] for name in
              ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")}  # fmt: skip
@@ -91,6 +94,10 @@ def valid(op: str) -> dict:
         "cross_entropy_": loss,
         "cross_entropy_backward": {"grad_loss": torch.ones(BATCH, 3), **loss, "lse": torch.ones(BATCH, 3),
                                    "reduction": "none"},
+        "linear_cross_entropy": linear_loss,
+        "linear_cross_entropy_backward": {"grad_loss": torch.ones(BATCH, 3), **linear_loss,
+                                          "lse": torch.ones(BATCH, 3), "reduction": "none", "needs_x": True,
+                                          "needs_weight": True, "needs_bias": True},
         "cross_entropy_scale_": {"grad": x, "grad_loss": torch.ones(BATCH, 3)},
         "relu2_glu": {"gate": x, "up": x},
         "relu2_glu_backward": {"grad_y": x, "gate": x, "up": x},

@@ -122,6 +122,13 @@ def loss_calls(device):
     yield "cross_entropy", (logits, target, None, 5, "none", 0.1, 1e-3, 5.0, False)
 
 
+def linear_loss_calls(device):
+    x, weight, bias = torch.randn(2, 3, 8, device=device), torch.randn(16, 8, device=device), torch.randn(16)
+    target, options = torch.randint(16, (2, 3), device=device), (5, "none", 0.1, 1e-3, 5.0, 100, False, False, False)
+    yield "linear_cross_entropy", (x, weight, target)
+    yield "linear_cross_entropy", (x, weight, target, bias.to(device), None, *options)
+
+
 def loss_backward_calls(device):
     (_, (logits, target)), (_, (*_, ignore, kind, smoothing, scale, cap, _early)) = loss_calls(device)
     options, weight = (ignore, kind, smoothing, scale, cap), torch.rand(16, device=device)
@@ -129,6 +136,10 @@ def loss_backward_calls(device):
     yield "cross_entropy_", (logits, target, weight, *options)
     yield "cross_entropy_backward", (logits[..., 0], logits, target, weight, logits.logsumexp(-1), *options)
     yield "cross_entropy_scale_", (logits, logits[0, 0, 0].clone())
+    (_, linear), (_, (x, head, target, bias, _, *options, _, _, _)) = linear_loss_calls(device)
+    yield "linear_cross_entropy", (*linear, bias, None, -100, "mean", 0.0, 0.0, 0.0, 100, True, True, True)
+    saved = x, head, target, bias, weight, x.sum(-1)
+    yield "linear_cross_entropy_backward", (logits[..., 0], *saved, *options, True, True, False)
 
 
 def softmax_backward_calls(device):
@@ -154,6 +165,7 @@ def differentiable_calls(device):
     yield from norm_calls(device)
     yield from softmax_calls(device)
     yield from loss_calls(device)
+    yield from linear_loss_calls(device)
     yield from layer_norm_calls(device)
     yield from (("rope", arguments) for arguments in rope_arguments(device))
     yield from glu_calls(device)
@@ -177,7 +189,7 @@ def other_calls(device):
 @pytest.mark.parametrize("index", range(len(list(differentiable_calls("cpu")))))
 def test_opcheck(device, index, requires_grad):
     name, arguments = list(differentiable_calls(device))[index]
-    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1}.get(name, 4)  # cos, sin and masks do not
+    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}.get(name, 4)  # cos, masks, ... not
     arguments = [
         a.detach().requires_grad_(requires_grad and i < takes_gradient) if isinstance(a, torch.Tensor) else a
         for i, a in enumerate(arguments)

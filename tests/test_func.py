@@ -100,6 +100,37 @@ def test_linears(device, bias):
             assert_close(ours, eager)
 
 
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"gradient_in_forward": False}], ids=str)
+def test_linear_cross_entropy(device, options):
+    """Gradients of samples, whose means have divisors of their own, and of a recorded call."""
+    x, head, bias = (torch.randn(*shape, device=device) for shape in ((5, 8), (11, 8), (11,)))
+    target = torch.tensor([1, -100, 10, 0, -100], device=device)
+
+    def ours(x, head, bias, target):
+        return llmkernels.linear_cross_entropy(x, head, target, linear_bias=bias, max_logits_bytes=99, **options)
+
+    def eager(x, head, bias, target):
+        logits = torch.nn.functional.linear(x, head, bias)
+        return oracles.cross_entropy(logits, target, reduction=options.get("reduction", "mean"))
+
+    wanted, inputs = (0, 1, 2), (x, head, bias, target)
+    assert_close(jacrev(ours, wanted)(*inputs), jacrev(eager, wanted)(*inputs))
+    for batch, dims in batches(inputs):
+        found, expected = (vmap(grad(loss(function), wanted), dims)(*batch) for function in (ours, eager))
+        assert_close(found, expected)
+    found, expected = (
+        torch.autograd.functional.jacobian(lambda x, f=function: f(x, *inputs[1:]), x, vectorize=True)
+        for function in (ours, eager)
+    )
+    assert_close(found, expected)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        hessian(loss(ours), wanted[:1])(*inputs)
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(ours)(leaf, *inputs[1:]), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        first.sum().backward()
+
+
 @every_case
 def test_inside_another_transform(case, device):
     """The gradient comes out of a transform that differentiates something else, to torch.func and to backward()."""

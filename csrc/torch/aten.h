@@ -82,6 +82,16 @@ NewTensor linear(AtenTensorHandle x, AtenTensorHandle weight, const OptionalTens
 AtenTensorHandle zero_(AtenTensorHandle tensor) LLMK_SYMBOL("_ZN2at4_ops5zero_4callERNS_6TensorE");
 AtenTensorHandle add_(AtenTensorHandle target, AtenTensorHandle other, const Scalar& factor)
     LLMK_SYMBOL("_ZN2at4_ops11add__Tensor4callERNS_6TensorERKS2_RKN3c106ScalarE");
+AtenTensorHandle mm_out(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle out)
+    LLMK_SYMBOL("_ZN2at4_ops6mm_out4callERKNS_6TensorES4_RS2_");
+AtenTensorHandle mm_dtype_out(AtenTensorHandle a, AtenTensorHandle b, int8_t dtype, AtenTensorHandle out)
+    LLMK_SYMBOL("_ZN2at4_ops12mm_dtype_out4callERKNS_6TensorES4_N3c1010ScalarTypeERS2_");
+AtenTensorHandle addmm_out(AtenTensorHandle self, AtenTensorHandle a, AtenTensorHandle b, const Scalar& beta,
+                           const Scalar& alpha, AtenTensorHandle out)
+    LLMK_SYMBOL("_ZN2at4_ops9addmm_out4callERKNS_6TensorES4_S4_RKN3c106ScalarES8_RS2_");
+AtenTensorHandle addmm_dtype_out(AtenTensorHandle self, AtenTensorHandle a, AtenTensorHandle b, int8_t dtype,
+                                 const Scalar& beta, const Scalar& alpha, AtenTensorHandle out)
+    LLMK_SYMBOL("_ZN2at4_ops15addmm_dtype_out4callERKNS_6TensorES4_S4_N3c1010ScalarTypeERKNS5_6ScalarES9_RS2_");
 Scalar item(AtenTensorHandle tensor) LLMK_SYMBOL("_ZN2at4_ops4item4callERKNS_6TensorE");
 #undef LLMK_SYMBOL
 
@@ -100,12 +110,16 @@ inline void check(AOTITorchError code, const char* name) {
   throw std::runtime_error(std::string(name) + " failed" + (*what ? ": " : "") + what);
 }
 
-// Calls an op through the dispatcher; `Result` is Tensor or void.
+// Calls an overload of an op through the dispatcher; `Result` is Tensor or void.
+template <typename Result, typename... Values>
+Result call_overload(const char* op, const char* overload, const Values&... values) {
+  std::array<StableIValue, sizeof...(Values)> stack{torch::stable::detail::from(values)...};
+  check(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION), op);
+  if constexpr (!std::is_void_v<Result>) return torch::stable::detail::to<Result>(stack[0]);
+}
 template <typename Result, typename... Values>
 Result call_stable(const char* op, const Values&... values) {
-  std::array<StableIValue, sizeof...(Values)> stack{torch::stable::detail::from(values)...};
-  check(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION), op);
-  if constexpr (!std::is_void_v<Result>) return torch::stable::detail::to<Result>(stack[0]);
+  return call_overload<Result>(op, "", values...);
 }
 
 // An uninitialised tensor on the device of `like`.
@@ -158,16 +172,68 @@ inline void zero_(Tensor tensor) {
   }
 }
 
+// The number one, or null where this torch has no symbol to make it with.
+inline const Scalar* one() {
+  if (!symbol::item) return nullptr;
+  static const Scalar value = symbol::item(torch::stable::full({}, 1.0).get());
+  return &value;
+}
+
 // target += other
 inline void add_(Tensor target, const Tensor& other) {
-  if (symbol::add_ && symbol::item) {
-    static const Scalar one = symbol::item(torch::stable::full({}, 1.0).get());
+  if (const Scalar* const factor = symbol::add_ ? one() : nullptr) {
     [[maybe_unused]] const CaptureScope capture;
-    symbol::add_(target.get(), other.get(), one);
+    symbol::add_(target.get(), other.get(), *factor);
   } else {  // the stable functions have no sum: target - (-1) other
     [[maybe_unused]] const CaptureScope capture;
     torch::stable::copy_(target, torch::stable::subtract(target, other, -1.0));
   }
+}
+
+// out = a b
+inline void mm_out(Tensor out, const Tensor& a, const Tensor& b) {
+  [[maybe_unused]] const CaptureScope capture;
+  if (symbol::mm_out) {
+    symbol::mm_out(a.get(), b.get(), out.get());
+  } else {
+    call_overload<Tensor>("aten::mm", "out", a, b, out);
+  }
+}
+
+// out = self + a b; `self` has the shape of `out` or of one row, and may be `out`.
+inline void addmm_out(Tensor out, const Tensor& self, const Tensor& a, const Tensor& b) {
+  if (const Scalar* const factor = symbol::addmm_out ? one() : nullptr) {
+    [[maybe_unused]] const CaptureScope capture;
+    symbol::addmm_out(self.get(), a.get(), b.get(), *factor, *factor, out.get());
+  } else if (self.get() == out.get()) {
+    const Tensor product = aten::empty_like(out);
+    mm_out(product, a, b);
+    add_(out, product);
+  } else {
+    mm_out(out, a, b);
+    add_(out, self);
+  }
+}
+
+// Whether this torch has the next function. Its kernels are for CUDA only.
+inline bool has_wide_products() { return symbol::mm_dtype_out && symbol::addmm_dtype_out && one(); }
+
+// out = a b, or out += a b; a and b have 16 bits, `out` is float32.
+inline void mm_wide_out(Tensor out, const Tensor& a, const Tensor& b, int32_t float32, bool add) {
+  const Scalar& factor = *one();
+  const auto code = static_cast<int8_t>(float32);
+  [[maybe_unused]] const CaptureScope capture;
+  if (add) {
+    symbol::addmm_dtype_out(out.get(), a.get(), b.get(), code, factor, factor, out.get());
+  } else {
+    symbol::mm_dtype_out(a.get(), b.get(), code, out.get());
+  }
+}
+
+// target = source, in the dtype of the target.
+inline void copy_(Tensor target, const Tensor& source) {
+  [[maybe_unused]] const CaptureScope capture;
+  torch::stable::copy_(target, source);
 }
 
 }  // namespace llmk::aten

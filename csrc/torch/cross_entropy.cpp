@@ -1,7 +1,7 @@
-// cross_entropy, its backward and its variant in place.
-#include "cpu/cross_entropy.h"
+// cross_entropy, its backward and its variant in place; what linear_cross_entropy shares with them.
+#include "cross_entropy.h"
 
-#include "backend.h"
+#include "cpu/cross_entropy.h"
 #if LLMK_CUDA
 #include "kernels/loss/cross_entropy.h"
 #endif
@@ -11,34 +11,12 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// The dtype of losses, log-sum-exp and class weights.
-ScalarType wide(Dtype dtype) { return dtype == Dtype::kFloat64 ? ScalarType::Double : ScalarType::Float; }
-
-// The arguments of a call, checked; tensors of which parameters hold pointers.
-struct Call {
-  const char* op;
-  Dtype dtype;
-  bool reduced, mean;
-  Tensor target;
-  std::optional<Tensor> weight, sums;
-  CrossEntropyParams params;
-};
-
-void check_wide(const char* op, const Argument& argument, Dtype dtype) {
-  LLMK_CHECK(argument->scalar_type() == wide(dtype), op, argument.name, " must be ", name(wide(dtype)), ", got ",
-             name(argument->scalar_type()));
-}
-
 // Whether `argument` has the shape of x without its last dimension.
 bool is_per_row(const Argument& argument, const Tensor& x) {
   return argument->dim() == x.dim() - 1 && argument->sizes().equals(x.sizes().slice(0, x.dim() - 1));
 }
-void check_per_row(const char* op, const Argument& argument, const Tensor& logits) {
-  LLMK_CHECK(is_per_row(argument, logits), op, argument.name, " must have the shape of logits but its last dimension, ",
-             shape(logits), ", got ", shape(*argument));
-}
 
-void check_targets(const Call& call) {
+void check_targets(const CrossEntropyCall& call) {
   const CrossEntropyParams& p = call.params;
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t target = p.target[row];
@@ -47,18 +25,38 @@ void check_targets(const Call& call) {
   }
 }
 
-// Checks what all variants have, after check_tensors(), and begins to fill in the parameters.
-Call begin(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& weight,
-           const std::string& reduction, const CrossEntropyOptions& options) {
-  const Dtype dtype = to_dtype(op, {"logits", logits});
-  LLMK_CHECK(logits.dim() >= 1, op, "logits must have at least one dimension, got a scalar");
-  const int64_t vocab = logits.size(logits.dim() - 1);
+}  // namespace
+
+void check_wide(const char* op, const Argument& argument, Dtype dtype) {
+  LLMK_CHECK(argument->scalar_type() == wide(dtype), op, argument.name, " must be ", name(wide(dtype)), ", got ",
+             name(argument->scalar_type()));
+}
+
+void check_per_row(const char* op, const Argument& argument, const Argument& rows) {
+  LLMK_CHECK(is_per_row(argument, *rows), op, argument.name, " must have the shape of ", rows.name,
+             " but its last dimension, ", shape(*rows), ", got ", shape(*argument));
+}
+
+Tensor check_grad_loss(const char* op, const Tensor& grad_loss, const Argument& rows, bool reduced, Dtype dtype) {
+  check_wide(op, {"grad_loss", grad_loss}, dtype);
+  if (reduced) {
+    LLMK_CHECK(grad_loss.dim() == 0, op, "grad_loss must be a scalar, got ", shape(grad_loss));
+  } else {
+    check_per_row(op, {"grad_loss", grad_loss}, rows);
+  }
+  return aten::contiguous(grad_loss);
+}
+
+CrossEntropyCall begin_cross_entropy(const char* op, const LossRows& of, const Tensor& target,
+                                     const std::optional<Tensor>& weight, const std::string& reduction,
+                                     const CrossEntropyOptions& options) {
+  const Dtype dtype = to_dtype(op, of.rows);
   LLMK_CHECK(target.scalar_type() == ScalarType::Long, op, "target must be Long, got ", name(target.scalar_type()));
-  check_per_row(op, {"target", target}, logits);
+  check_per_row(op, {"target", target}, of.rows);
   if (weight) {
     check_wide(op, {"weight", weight}, dtype);
-    LLMK_CHECK(weight->dim() == 1 && weight->size(0) == vocab, op, "weight must have shape [", vocab,
-               "] (logits.size(-1)), got ", shape(*weight));
+    LLMK_CHECK(weight->dim() == 1 && weight->size(0) == of.vocab, op, "weight must have shape [", of.vocab, "] (",
+               of.vocab_text, "), got ", shape(*weight));
   }
   LLMK_CHECK(reduction == "mean" || reduction == "sum" || reduction == "none", op,
              "reduction must be 'mean', 'sum' or 'none', got '", reduction, "'");
@@ -66,28 +64,70 @@ Call begin(const char* op, const Tensor& logits, const Tensor& target, const std
              "label_smoothing must be from 0 to 1, got ", options.label_smoothing);
   check_not_negative(op, "lse_square_scale", options.lse_square_scale);
   check_not_negative(op, "softcap", options.softcap);
-  LLMK_CHECK(vocab >= 1 || target.numel() == 0, op, "logits must have at least one class");
-  Call call{op,
-            dtype,
-            reduction != "none",
-            reduction == "mean",
-            aten::contiguous(target),
-            weight ? std::optional(with_unit_last_stride(*weight)) : std::nullopt,
-            std::nullopt,
-            {}};
+  LLMK_CHECK(of.vocab >= 1 || target.numel() == 0, op, of.classes, " must have at least one class");
+  CrossEntropyCall call{op,
+                        dtype,
+                        reduction != "none",
+                        reduction == "mean",
+                        aten::contiguous(target),
+                        weight ? std::optional(with_unit_last_stride(*weight)) : std::nullopt,
+                        std::nullopt,
+                        {}};
   call.params.options = options;
-  call.params.vocab = vocab;
+  call.params.vocab = of.vocab;
   call.params.rows = target.numel();
-  if (is_meta(logits)) return call;
+  if (is_meta(target)) return call;
   call.params.target = static_cast<const int64_t*>(call.target.const_data_ptr());
   call.params.weight = data(call.weight);
   if (call.mean || call.weight) {
     const int64_t two = 2;
-    call.sums = empty({&two, 1}, wide(dtype), logits);
+    call.sums = empty({&two, 1}, wide(dtype), target);
     call.params.sums = call.sums->const_data_ptr();
   }
-  if (logits.is_cpu()) check_targets(call);
+  if (target.is_cpu()) check_targets(call);
   return call;
+}
+
+void run_sums(const CrossEntropyCall& call, bool mean, const Tensor& sums) {
+  on_device(call.op, call.target, LLMK_CUDA_ONLY([&](auto stream) {
+              auto* const into = static_cast<float*>(sums.mutable_data_ptr());
+              return kernels::cross_entropy_sums(call.params, mean, into, stream);
+            }),
+            [&] { cpu::cross_entropy_sums(call.params, mean, call.dtype, sums.mutable_data_ptr()); });
+}
+
+void run_rows(const CrossEntropyCall& call, const CrossEntropyParams& params) {
+  on_device(call.op, call.target,
+            LLMK_CUDA_ONLY([&](auto stream) { return kernels::cross_entropy(params, call.dtype, stream); }), [&] {
+              parallel_for(params.rows, 4 * params.vocab,
+                           [&](int64_t begin, int64_t end) { cpu::cross_entropy(params, call.dtype, begin, end); });
+            });
+}
+
+void run_reduce(const CrossEntropyCall& call, const CrossEntropyParams& params, const Tensor& loss) {
+  on_device(call.op, call.target, LLMK_CUDA_ONLY([&](auto stream) {
+              return kernels::cross_entropy_reduce(params, static_cast<float*>(loss.mutable_data_ptr()), stream);
+            }),
+            [&] { cpu::cross_entropy_reduce(params, call.dtype, loss.mutable_data_ptr()); });
+}
+
+void run_backward(const CrossEntropyCall& call, const CrossEntropyParams& params) {
+  on_device(
+      call.op, call.target,
+      LLMK_CUDA_ONLY([&](auto stream) { return kernels::cross_entropy_backward(params, call.dtype, stream); }), [&] {
+        parallel_for(params.rows, 2 * params.vocab,
+                     [&](int64_t begin, int64_t end) { cpu::cross_entropy_backward(params, call.dtype, begin, end); });
+      });
+}
+
+namespace {
+
+CrossEntropyCall begin(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& weight,
+                       const std::string& reduction, const CrossEntropyOptions& options) {
+  to_dtype(op, {"logits", logits});
+  LLMK_CHECK(logits.dim() >= 1, op, "logits must have at least one dimension, got a scalar");
+  const LossRows of{{"logits", logits}, "logits", logits.size(logits.dim() - 1), "logits.size(-1)"};
+  return begin_cross_entropy(op, of, target, weight, reduction, options);
 }
 
 void set_logits(CrossEntropyParams& params, const Rows& rows) {
@@ -95,31 +135,8 @@ void set_logits(CrossEntropyParams& params, const Rows& rows) {
   params.logits_stride = rows.stride;
 }
 
-// Computes what the parameters have room for: losses, lse, the gradient; and the loss, if it is a mean or a sum.
-void run_forward(const Call& call, const Tensor& logits, Tensor& loss) {
-  const CrossEntropyParams& params = call.params;
-  on_device(call.op, logits, LLMK_CUDA_ONLY([&](auto stream) {
-              cudaError_t status = cudaSuccess;
-              if (call.sums) {
-                auto* const sums = static_cast<float*>(call.sums->mutable_data_ptr());
-                status = kernels::cross_entropy_sums(params, call.mean, sums, stream);
-              }
-              if (status == cudaSuccess) status = kernels::cross_entropy(params, call.dtype, stream);
-              if (status != cudaSuccess || !call.reduced) return status;
-              return kernels::cross_entropy_reduce(params, static_cast<float*>(loss.mutable_data_ptr()), stream);
-            }),
-            [&] {
-              if (call.sums) {
-                cpu::cross_entropy_sums(params, call.mean, call.dtype, call.sums->mutable_data_ptr());
-              }
-              parallel_for(params.rows, 4 * params.vocab,
-                           [&](int64_t begin, int64_t end) { cpu::cross_entropy(params, call.dtype, begin, end); });
-              if (call.reduced) cpu::cross_entropy_reduce(params, call.dtype, loss.mutable_data_ptr());
-            });
-}
-
 // Loss and log-sum-exp. The gradient goes to `grad`, if there is one, whose rows are `grad_stride` elements apart.
-std::pair<Tensor, Tensor> forward(Call& call, const Tensor& logits, const std::optional<Tensor>& grad,
+std::pair<Tensor, Tensor> forward(CrossEntropyCall& call, const Tensor& logits, const std::optional<Tensor>& grad,
                                   int64_t grad_stride) {
   const Tensor& like = call.target;
   Tensor lse = empty(like.sizes(), wide(call.dtype), logits);
@@ -132,7 +149,9 @@ std::pair<Tensor, Tensor> forward(Call& call, const Tensor& logits, const std::o
   call.params.lse = lse.mutable_data_ptr();
   call.params.grad = grad ? grad->mutable_data_ptr() : nullptr;
   call.params.grad_stride = grad_stride;
-  run_forward(call, logits, loss);
+  if (call.sums) run_sums(call, call.mean, *call.sums);
+  run_rows(call, call.params);
+  if (call.reduced) run_reduce(call, call.params, loss);
   return {loss, lse};
 }
 
@@ -142,7 +161,8 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Ten
                                                  double softcap, bool gradient_in_forward) {
   constexpr const char* op = "cross_entropy";
   check_tensors(op, {{"logits", logits}, {"target", target}, {"weight", weight}});
-  Call call = begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
+  CrossEntropyCall call =
+      begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
   const int64_t zero = 0;
   Tensor grad = gradient_in_forward ? empty_rows(logits) : empty({&zero, 1}, dtype_code(logits), logits);
   const auto [loss, lse] =
@@ -155,21 +175,11 @@ Tensor cross_entropy_(Tensor logits, const Tensor& target, std::optional<Tensor>
                       std::string reduction, double label_smoothing, double lse_square_scale, double softcap) {
   constexpr const char* op = "cross_entropy_";
   check_tensors(op, {{"logits", logits, Access::kWrite}, {"target", target}, {"weight", weight}});
-  Call call = begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
+  CrossEntropyCall call =
+      begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
   const bool in_place = is_meta(logits) || as_rows(logits).data() == logits.const_data_ptr();
   LLMK_CHECK(in_place, op, "logits must have contiguous rows at one distance, got strides ", text(logits.strides()));
   return forward(call, logits, logits, is_meta(logits) ? 0 : as_rows(logits).stride).first;
-}
-
-// The gradient of the loss, of the right shape, contiguous.
-Tensor check_grad_loss(const char* op, const Tensor& grad_loss, const Tensor& logits, bool reduced, Dtype dtype) {
-  check_wide(op, {"grad_loss", grad_loss}, dtype);
-  if (reduced) {
-    LLMK_CHECK(grad_loss.dim() == 0, op, "grad_loss must be a scalar, got ", shape(grad_loss));
-  } else {
-    check_per_row(op, {"grad_loss", grad_loss}, logits);
-  }
-  return aten::contiguous(grad_loss);
 }
 
 Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, const Tensor& target,
@@ -178,10 +188,11 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, con
   constexpr const char* op = "cross_entropy_backward";
   check_tensors(op,
                 {{"grad_loss", grad_loss}, {"logits", logits}, {"target", target}, {"weight", weight}, {"lse", lse}});
-  Call call = begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
+  CrossEntropyCall call =
+      begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
   check_wide(op, {"lse", lse}, call.dtype);
-  check_per_row(op, {"lse", lse}, logits);
-  const Tensor of_loss = check_grad_loss(op, grad_loss, logits, call.reduced, call.dtype),
+  check_per_row(op, {"lse", lse}, {"logits", logits});
+  const Tensor of_loss = check_grad_loss(op, grad_loss, {"logits", logits}, call.reduced, call.dtype),
                every_lse = aten::contiguous(lse);
   Tensor grad = empty_rows(logits);
   if (is_meta(logits) || logits.numel() == 0) return grad;
@@ -193,22 +204,8 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, con
   params.grad_loss_stride = call.reduced ? 0 : 1;
   params.grad = grad.mutable_data_ptr();
   params.grad_stride = params.vocab;
-  on_device(op, logits, LLMK_CUDA_ONLY([&](auto stream) {
-              cudaError_t status = cudaSuccess;
-              if (call.sums) {
-                auto* const sums = static_cast<float*>(call.sums->mutable_data_ptr());
-                status = kernels::cross_entropy_sums(params, call.mean, sums, stream);
-              }
-              return status == cudaSuccess ? kernels::cross_entropy_backward(params, call.dtype, stream) : status;
-            }),
-            [&] {
-              if (call.sums) {
-                cpu::cross_entropy_sums(params, call.mean, call.dtype, call.sums->mutable_data_ptr());
-              }
-              parallel_for(params.rows, 2 * params.vocab, [&](int64_t begin, int64_t end) {
-                cpu::cross_entropy_backward(params, call.dtype, begin, end);
-              });
-            });
+  if (call.sums) run_sums(call, call.mean, *call.sums);
+  run_backward(call, params);
   return grad;
 }
 
@@ -218,7 +215,7 @@ void cross_entropy_scale_(Tensor grad, const Tensor& grad_loss) {
   const Dtype dtype = to_dtype(op, {"grad", grad});
   LLMK_CHECK(grad.dim() >= 1, op, "grad must have at least one dimension, got a scalar");
   const bool is_scalar = grad_loss.dim() == 0;
-  const Tensor of_loss = check_grad_loss(op, grad_loss, grad, is_scalar, dtype);
+  const Tensor of_loss = check_grad_loss(op, grad_loss, {"grad", grad}, is_scalar, dtype);
   LLMK_CHECK(
       grad.numel() == 0 || is_meta(grad) || (as_rows(grad).stride == as_rows(grad).cols || as_rows(grad).rows == 1), op,
       "grad must be contiguous, got strides ", text(grad.strides()));

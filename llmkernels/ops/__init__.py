@@ -14,6 +14,7 @@ from llmkernels.ops.cross_entropy import cross_entropy
 from llmkernels.ops.glu import geglu, relu2_glu, swiglu
 from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
+from llmkernels.ops.linear_cross_entropy import linear_cross_entropy
 from llmkernels.ops.rms_norm import add_rms_norm, rms_norm
 from llmkernels.ops.rope import rope
 from llmkernels.ops.sampling import sample
@@ -30,6 +31,7 @@ __all__ = [
     "geglu",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "log_softmax",
     "relu2",
     "relu2_glu",
