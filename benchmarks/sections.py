@@ -79,6 +79,7 @@ TABLE = (
     of("decode", "unpatched_other_sizes", "steps_unpatched", "measure_other_sizes", 80),
     of("train", "full", "training", "measure_full", 60),
     of("train", "adapters", "training", "measure_adapters", 90),
+    of("train", "real", "training_real", "measure", 120),
     of("model", "compiled", "forward_compiled", "measure", 120),
     of("decode", "compiled", "steps_unpatched", "measure_compiled", 130),
 )

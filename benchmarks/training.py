@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from benchmarks import timing, variants
 from benchmarks.cases import OURS
-from benchmarks.models import QWEN, QWEN_05B, QWEN_05B_CONFIG, QWEN_CONFIG, SMALL, SMALL_CONFIG, with_random_weights
+from benchmarks.models import (
+    QWEN,
+    QWEN_05B,
+    QWEN_05B_CONFIG,
+    QWEN_CONFIG,
+    SMALL,
+    SMALL_CONFIG,
+    default_dtype,
+    with_random_weights,
+)
 from benchmarks.run import Run
 
 STEPS, FIRST_TIMED = 50, 10
@@ -71,10 +80,17 @@ def measure_one(case: Case, run: Run, name: str, provider: Callable) -> dict:
     vocabulary, shape = model.config.vocab_size, (BATCHES, case.batch, case.tokens)
     batches = torch.randint(vocabulary, shape, device=run.device, generator=generator)
     steps, first_timed = (8, 2) if run.small else (STEPS, FIRST_TIMED)
+    with provider(model, case.learning_rate) as parts:
+        return row_of(run, name, case.model, batches, *train(run, parts, batches, steps), first_timed)
+
+
+def train(run: Run, parts: Parts, batches: Tensor, steps: int) -> tuple[list[float], list[float]]:
+    """What each step took, in microseconds, and its loss."""
+    forward, optimizer = parts
     times, losses = [], []
-    with provider(model, case) as (forward, optimizer), timing.garbage_collection_paused():
+    with timing.garbage_collection_paused():
         for number in range(steps):
-            ids = batches[number % BATCHES]
+            ids = batches[number % len(batches)]
             timing.synchronize(run.device)
             start = time.perf_counter()
             losses.append(step(forward, optimizer, ids))
@@ -82,13 +98,20 @@ def measure_one(case: Case, run: Run, name: str, provider: Callable) -> dict:
             times.append((time.perf_counter() - start) * 1e6)
             if number == 0 and run.on_gpu:  # what the optimizer allocates is there from now on
                 torch.cuda.reset_peak_memory_stats(run.device)
+    return times, torch.stack(losses).tolist()
+
+
+def row_of(
+    run: Run, name: str, model: str, batches: Tensor, times: list[float], losses: list[float], first_timed: int
+) -> dict:
+    _, batch, tokens = batches.shape
     summary = timing.summary(times[first_timed:])
-    row = {"op": "train_step", "model": case.model, "batch": case.batch, "tokens": case.tokens}
-    row |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch."), "provider": name, "timing": "wall"}
-    row |= {**summary, "tokens_per_s": round(case.batch * case.tokens / summary["time_us"] * 1e6)}
+    dtype = str(default_dtype(run.device)).removeprefix("torch.")
+    row = {"op": "train_step", "model": model, "batch": batch, "tokens": tokens, "dtype": dtype, "provider": name}
+    row |= {"timing": "wall", **summary, "tokens_per_s": round(batch * tokens / summary["time_us"] * 1e6)}
     if run.on_gpu:
         row["peak_bytes"] = torch.cuda.max_memory_allocated(run.device)
-    return row | {"losses": [round(loss, 5) for loss in torch.stack(losses).tolist()]}
+    return row | {"losses": [round(loss, 5) for loss in losses]}
 
 
 def step(forward: Callable, optimizer: torch.optim.Optimizer, ids: Tensor) -> Tensor:
@@ -101,12 +124,14 @@ def step(forward: Callable, optimizer: torch.optim.Optimizer, ids: Tensor) -> Te
 
 def build(case: Case, device: torch.device) -> nn.Module:
     model = with_random_weights(case.config, device)
-    if case.lora:
-        from peft import LoraConfig, get_peft_model
+    return (with_adapters(model) if case.lora else model).train()
 
-        torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(**LORA))
-    return model.train()
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(**LORA))
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -118,37 +143,37 @@ def base(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def torch_adamw(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(trained(model), lr=case.learning_rate, fused=True)
+def torch_adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained(model), lr=learning_rate, fused=True)
 
 
-# ---- providers: (model, case) -> a context of Parts
-
-
-@contextmanager
-def eager(model: nn.Module, case: Case) -> Iterator[Parts]:
-    yield model, torch_adamw(model, case)
+# ---- providers: (model, learning rate) -> a context of Parts
 
 
 @contextmanager
-def compiled(model: nn.Module, case: Case) -> Iterator[Parts]:
+def eager(model: nn.Module, learning_rate: float) -> Iterator[Parts]:
+    yield model, torch_adamw(model, learning_rate)
+
+
+@contextmanager
+def compiled(model: nn.Module, learning_rate: float) -> Iterator[Parts]:
     torch._dynamo.reset()
-    yield torch.compile(model, dynamic=False), torch_adamw(model, case)
+    yield torch.compile(model, dynamic=False), torch_adamw(model, learning_rate)
     torch._dynamo.reset()
 
 
 @contextmanager
-def liger(model: nn.Module, case: Case) -> Iterator[Parts]:
+def liger(model: nn.Module, learning_rate: float) -> Iterator[Parts]:
     with variants.liger(base(model), training=True):
-        yield model, torch_adamw(model, case)
+        yield model, torch_adamw(model, learning_rate)
 
 
 @contextmanager
-def llmkernels(model: nn.Module, case: Case) -> Iterator[Parts]:
+def llmkernels(model: nn.Module, learning_rate: float) -> Iterator[Parts]:
     from llmkernels.optim import AdamW
 
     with variants.llmkernels(base(model), training=True):
-        yield model, AdamW(trained(model), lr=case.learning_rate)
+        yield model, AdamW(trained(model), lr=learning_rate)
 
 
 PROVIDERS = {"eager": eager, "compile": compiled, "liger": liger, OURS: llmkernels}
