@@ -55,18 +55,26 @@ def gradients(function, inputs, grad_loss=None, **options):
 
 
 def check(inputs, way, max_logits_bytes=2**29, grad_loss=None, **options):
-    """Errors relative to the largest gradient: what is summed up cancels."""
+    """Errors relative to a loss of at least a guess, and to what a gradient of 1 of a logit makes: these cancel."""
     results = gradients(ours, inputs, grad_loss, max_logits_bytes=max_logits_bytes, **way, **options)
     rounded = gradients(eager, inputs, grad_loss, **options)
     exact_loss = None if grad_loss is None else grad_loss.double()
     exact = gradients(eager, in_double(inputs), exact_loss, **options)
-    for name, a, b, c in zip(("loss", "grad_x", "grad_weight", "grad_bias"), results, rounded, exact, strict=False):
-        scale = c.abs().max().clamp_min(1e-30) if c.numel() else None
-        if name == "loss" and c.numel():
-            scale = scale + torch.tensor(float(inputs[1].size(0))).log().to(c)
+    if not inputs[0].numel():
+        scales = [None] * len(exact)
+    else:
+        factor = exact[0].new_ones(()) if grad_loss is None else exact_loss.abs().max()
+        vocab = torch.tensor(float(len(inputs[1])))
+        if options.get("reduction", "mean") == "mean" and exact[0].isfinite() and exact[0]:
+            factor = factor * exact[0] / gradients(eager, in_double(inputs), **options | {"reduction": "sum"})[0]
+        reaches = inputs[1].double().abs().max(), inputs[0].double().abs().max(), factor.new_ones(())
+        scales = [exact[0].abs() + vocab.log().to(exact[0]), *(factor.abs() * reach for reach in reaches)]
+        scales = [torch.maximum(c.abs().max(), scale) for c, scale in zip(exact, scales, strict=False)]
+    for name, a, b, c, scale in zip(NAMES, results, rounded, exact, scales, strict=False):
         assert_accurate(a, b, c, scale, name)
 
 
+NAMES = ("loss", "grad_x", "grad_weight", "grad_bias")
 SHAPES = [(rows, 127, 40) for rows in (0, 1, 2, 7, 255, 257)]
 SHAPES += [(7, vocab, 40) for vocab in (1, 7, 8, 3584)] + [(7, 127, k) for k in (1, 8, 257)]
 
