@@ -1,13 +1,187 @@
-"""Mutations of softmax and of cross-entropy, of logits and of hidden states, on both devices."""
+"""Mutations of softmax and of the losses, on both devices."""
 
 from .mutation import Mutation
 
-SOFTMAX, LOSS, TERMS = (
-    "csrc/kernels/softmax/softmax.cu",
-    "csrc/kernels/loss/cross_entropy.cu",
-    "csrc/kernels/loss/row_terms.cuh",
-)
-CPU_LOSS, CHUNKS = "csrc/cpu/cross_entropy.cpp", "csrc/torch/linear_cross_entropy.cpp"
-PYTHON = "llmkernels/ops/linear_cross_entropy.py"
+CPU_SOFTMAX, SOFTMAX = "csrc/cpu/softmax.cpp", "csrc/kernels/softmax/softmax.cu"
+CPU_LOSS, LOSS = "csrc/cpu/cross_entropy.cpp", "csrc/kernels/loss/cross_entropy.cu"
+LOSS_TERMS, LOSS_BACKWARD = "csrc/kernels/loss/row_terms.cuh", "csrc/kernels/loss/cross_entropy_backward.cu"
+CHUNKS, CHUNKS_PYTHON = "csrc/torch/linear_cross_entropy.cpp", "llmkernels/ops/linear_cross_entropy.py"
 
-LOSS_MUTATIONS = []
+LOSSES = [
+    Mutation(
+        "cpu_softmax_without_a_shift",
+        "the maximum is not taken off before the exponential",
+        CPU_SOFTMAX,
+        "const A shift = std::isinf(max) && max < A(0) ? A(0) : max;  // -inf - -inf is NaN",
+        "const A shift = A(0);",
+        "tests/test_softmax.py -k special_values",
+    ),
+    Mutation(
+        "cpu_softmax_of_nothing_is_nan",
+        "a row of which nothing takes part is divided by zero",
+        CPU_SOFTMAX,
+        "sum == A(0) ? A(0) : A(1) / sum",
+        "A(1) / sum",
+        "tests/test_softmax.py -k nothing_takes_part",
+    ),
+    Mutation(
+        "cpu_softmax_causal_from_the_first_row",
+        "the causal mask is aligned to the first column, not to the last",
+        CPU_SOFTMAX,
+        "p.cols - (p.causal_rows - 1 - row % p.causal_rows)",
+        "row % p.causal_rows + 1",
+        "tests/test_softmax.py -k causal",
+    ),
+    Mutation(
+        "cpu_loss_counts_ignored_rows",
+        "a mean divides by the number of all rows",
+        CPU_LOSS,
+        "if (p.target[row] != p.options.ignore_index) targets +=",
+        "if (p.target[row] == p.options.ignore_index) targets += A(1); else targets +=",
+        "tests/test_cross_entropy.py -k test_options",
+    ),
+    Mutation(
+        "cpu_loss_cap_without_its_derivative",
+        "the gradient is that of the capped logits",
+        CPU_LOSS,
+        "g[i] *= A(1) - (z[i] / cap) * (z[i] / cap);",
+        "g[i] *= A(1);",
+        "tests/test_cross_entropy.py -k gradcheck",
+    ),
+    Mutation(
+        "cpu_loss_z_loss_without_a_gradient",
+        "the squared log-sum-exp is added to the loss, but not to the gradient",
+        CPU_LOSS,
+        "of_target + terms.smoothing * terms.class_weights + A(2) * terms.lse_square_scale * lse",
+        "of_target + terms.smoothing * terms.class_weights + A(0) * terms.lse_square_scale * lse",
+        "tests/test_cross_entropy.py -k gradcheck",
+    ),
+    Mutation(
+        "cpu_chunks_forget_the_earlier",
+        "the gradient of the weight is that of the last chunk",
+        CHUNKS,
+        "matrix(p.x.tensor, count, p.k(), p.x.stride, row), row > 0);",
+        "matrix(p.x.tensor, count, p.k(), p.x.stride, row), false);",
+        "tests/test_linear_cross_entropy.py -k it_is_cross_entropy_of_linear",
+    ),
+    Mutation(
+        "cpu_chunks_share_targets",
+        "every chunk has the targets of the first",
+        CHUNKS,
+        "chunk.target += row;",
+        "",
+        "tests/test_linear_cross_entropy.py -k it_is_cross_entropy_of_linear",
+    ),
+    Mutation(
+        "cpu_chunks_share_the_gradient_of_the_loss",
+        "every chunk has the gradients of the losses of the first",
+        CHUNKS,
+        "if (params.grad_loss_stride) chunk.grad_loss = at(params.grad_loss, row);",
+        "",
+        "tests/test_linear_cross_entropy.py -k the_gradient_of_the_loss",
+    ),
+    Mutation(
+        "cpu_chunks_add_up_in_16_bits",
+        "the gradient of the weight is rounded after every chunk",
+        CHUNKS,
+        "const ScalarType type = p.chunk_rows < p.rows() ? wide(call.dtype) : x.scalar_type();",
+        "const ScalarType type = x.scalar_type();",
+        "tests/test_linear_cross_entropy.py -k many_chunks",
+    ),
+    Mutation(
+        "cpu_chunks_without_a_budget",
+        "all logits are one chunk",
+        CHUNKS,
+        "if (most >= rows) return rows;",
+        "if (most >= 0) return rows;",
+        "tests/test_linear_cross_entropy.py -k nothing_but_a_chunk",
+    ),
+    Mutation(
+        "cpu_no_rows_leave_the_gradient_unwritten",
+        "the gradient of the weight is not set to zero where there are no rows",
+        CHUNKS,
+        "if (is_meta(like_x) || p.rows() > 0) return;",
+        "return;",
+        "tests/test_linear_cross_entropy.py -k leading_shape",
+    ),
+    Mutation(
+        "py_chunks_of_a_sum_for_a_mean",
+        "the gradients of a mean are those of the sum",
+        CHUNKS_PYTHON,
+        "0.0, grad_loss / divisor[0])",
+        "0.0, grad_loss)",
+        "tests/test_linear_cross_entropy.py -k gradcheck",
+    ),
+    Mutation(
+        "py_chunks_of_nothing_are_nan",
+        "a mean over no row divides its gradients, which are zero, by zero",
+        CHUNKS_PYTHON,
+        "torch.where(divisor[0] == 0, 0.0, grad_loss / divisor[0])",
+        "grad_loss / divisor[0]",
+        "tests/test_linear_cross_entropy.py -k all_ignored",
+    ),
+    Mutation(
+        "py_chunks_give_gradients_away_twice",
+        "a second backward multiplies what the first one has given to the caller",
+        CHUNKS_PYTHON,
+        "early, ctx.gradients = ctx.gradients, None",
+        "early = ctx.gradients",
+        "tests/test_linear_cross_entropy.py -k more_than_one_backward",
+    ),
+    Mutation(
+        "cuda_softmax_of_nothing_is_nan",
+        "a row of which nothing takes part is divided by zero",
+        SOFTMAX,
+        "factor = total.sum == 0.f ? 0.f : 1.f / total.sum;",
+        "factor = 1.f / total.sum;",
+        "tests/test_softmax.py -k 'nothing_takes_part and cuda'",
+    ),
+    Mutation(
+        "cuda_softmax_does_not_wait",
+        "rows are read while the kernel before still writes them",
+        SOFTMAX,
+        "  pdl_wait();\n  V values[kVectors];",
+        "  V values[kVectors];",
+        "tests/test_execution.py -k 'overlapping and softmax' -m gpu",
+    ),
+    Mutation(
+        "cuda_loss_of_one_block",
+        "a row that several blocks share is reduced over the first block's part",
+        LOSS,
+        "sums = cluster_reduce(sums, at.cluster, blocks, warp_row_sums);",
+        "",
+        "tests/test_cross_entropy.py -k 'vocabularies and cuda'",
+    ),
+    Mutation(
+        "cuda_loss_reads_ignored_rows",
+        "a row that is ignored has a gradient",
+        LOSS,
+        "const bool ignored = target == params.options.ignore_index;\n  if (!ignored) part",
+        "const bool ignored = !exists;\n  if (!ignored) part",
+        "tests/test_cross_entropy.py -k 'all_ignored and cuda'",
+    ),
+    Mutation(
+        "cuda_loss_hot_class_of_the_vector",
+        "the target's 1 is taken from the first element of its vector",
+        LOSS_TERMS,
+        "grad[i] -= from_target == i ? hot : 0.f;",
+        "grad[i] -= i == 0 ? hot : 0.f;",
+        "tests/test_cross_entropy.py -k 'loss_and_gradient and cuda'",
+    ),
+    Mutation(
+        "cuda_loss_backward_drops_the_tail",
+        "the last tile of a row is left out",
+        LOSS_BACKWARD,
+        "return (vocab + tile - 1) / tile;",
+        "return std::max<int64_t>(1, vocab / tile);",
+        "tests/test_cross_entropy.py -k 'vocabularies and cuda'",
+    ),
+    Mutation(
+        "cuda_loss_scaled_once_for_all_rows",
+        "every row is multiplied by the gradient of the first row's loss",
+        LOSS_BACKWARD,
+        "const float factor = grad_loss[row * params.grad_loss_stride];",
+        "const float factor = grad_loss[0 * row];",
+        "tests/test_cross_entropy.py -k 'gradient_of_the_loss and cuda'",
+    ),
+]
