@@ -189,7 +189,9 @@ def other_calls(device):
 @pytest.mark.parametrize("index", range(len(list(differentiable_calls("cpu")))))
 def test_opcheck(device, index, requires_grad):
     name, arguments = list(differentiable_calls(device))[index]
-    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}.get(name, 4)  # cos, masks, ... not
+    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}.get(
+        name, 4
+    )  # cos, masks, ... not
     arguments = [
         a.detach().requires_grad_(requires_grad and i < takes_gradient) if isinstance(a, torch.Tensor) else a
         for i, a in enumerate(arguments)
