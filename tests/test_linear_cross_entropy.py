@@ -324,7 +324,7 @@ def test_memory(way):
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(x, weight, target, max_logits_bytes=budget, **way).backward()
     used = torch.cuda.max_memory_allocated() - before
-    assert used < budget + 3 * weight.nbytes + 2 * x.nbytes + 2**21, used
+    assert used < budget + 3 * weight.nbytes + 2 * x.nbytes + 2**25, used  # and cuBLAS's workspace
 
 
 @pytest.mark.gpu
