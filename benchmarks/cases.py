@@ -35,7 +35,7 @@ class Case:
         elif "parameters" in keys:
             shape = f"{keys['parameters']} parameters in {keys['tensors']}"
         elif "vocab" in keys:
-            shape = f"{keys['rows']}x{keys['vocab']}"
+            shape = f"{keys['rows']}x{keys['vocab']}" + (f" of {keys['k']}" if "k" in keys else "")
         elif "tokens" in keys:
             shape = f"{keys['tokens']} tokens {keys['heads']}+{keys['kv_heads']} heads" + " in place" * keys["in_place"]
         else:

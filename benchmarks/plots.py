@@ -39,6 +39,7 @@ OPS = {
     "softmax": "softmax",
     "cross_entropy": "cross-entropy",
     "cross_entropy_gradient": "cross-entropy, gradient",
+    "linear_cross_entropy": "linear + cross-entropy",
     "bias_gelu": "bias + GELU",
     "linear": "",
     "decode_attention": "",

@@ -43,7 +43,7 @@ def shape(keys: dict) -> str:
     elif "parameters" in keys:
         words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']}" * (keys["tensors"] > 1)]
     elif "vocab" in keys:
-        words = [f"{keys['rows']}x{keys['vocab']}"]
+        words = [f"{keys['rows']}x{keys['vocab']}", f"of {keys['k']}" if "k" in keys else ""]
     elif "rows" in keys:
         words = [f"{keys['rows']}x{keys['cols']}", "packed" * keys.get("packed", False)]
     elif "part" in keys:

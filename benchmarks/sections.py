@@ -69,6 +69,7 @@ TABLE = (
     op("softmax", "softmax", 60),
     op("cross_entropy", "cross_entropy", 60),
     op("cross_entropy_gradient", "cross_entropy", 60),
+    op("linear_cross_entropy", "linear_cross_entropy", 45),
     op("bias_gelu", "bias_gelu", 20),
     op("adamw", "adamw", 60),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),

@@ -347,6 +347,7 @@ def test_cases_have_the_keys_of_the_format():
         "softmax": rows_cols,
         "cross_entropy": {"rows", "vocab"},
         "cross_entropy_gradient": {"rows", "vocab"},
+        "linear_cross_entropy": {"rows", "vocab", "k"},
         "bias_gelu": rows_cols,
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},

@@ -1,5 +1,6 @@
 """Execution of the ops: determinism, batch invariance, streams, devices, CUDA graphs, launches that overlap."""
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -117,6 +118,17 @@ def even_rope(x):
     return llmkernels.rope(x[None, None], x[None, None], x, x, layout="bhtd")[0]
 
 
+@functools.cache
+def classes(rows):
+    """Made once: a kernel that makes them would come between the two."""
+    return torch.zeros(rows, dtype=torch.int64, device="cuda")
+
+
+def loss_and_gradient(x):
+    loss, _, grad = torch.ops.llmkernels.cross_entropy(x, classes(len(x)), gradient_in_forward=True)
+    return grad, loss
+
+
 PRODUCERS = {
     "rms_norm": lambda x: llmkernels.rms_norm(x),
     "rms_norm of unaligned rows": lambda x: llmkernels.rms_norm(x[:, 1:]),
@@ -127,6 +139,9 @@ PRODUCERS = {
     "layer_norm": lambda x: llmkernels.layer_norm(x, x[0], x[1]),
     "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, True, True)[0],
     "swiglu_backward": lambda x: torch.ops.llmkernels.swiglu_backward(x, x, x)[1],
+    "softmax": lambda x: llmkernels.softmax(x),
+    "softmax_backward": lambda x: torch.ops.llmkernels.softmax_backward(x, x, 1.0),
+    "cross_entropy": lambda x: loss_and_gradient(x)[0],
 }
 CONSUMERS = {
     "rms_norm": lambda x: llmkernels.rms_norm(x),
@@ -141,6 +156,11 @@ CONSUMERS = {
         x[:, 1:], x[:, 1:], x[0, 1:], None, 1e-6, 0.0, True, True
     ),
     "swiglu_backward": lambda x: torch.ops.llmkernels.swiglu_backward(x, x, x),
+    "softmax": lambda x: llmkernels.softmax(x),
+    "softmax of unaligned rows": lambda x: llmkernels.softmax(x[:, 1:]),
+    "softmax_backward": lambda x: torch.ops.llmkernels.softmax_backward(x, x, 1.0),
+    "cross_entropy": loss_and_gradient,
+    "cross_entropy of unaligned rows": lambda x: loss_and_gradient(x[:, 1:]),
 }
 
 

@@ -27,6 +27,8 @@ from oracles import (
     scaled_rows,
 )
 from test_bias_act import FUNCTIONS, check_biased, make
+from test_linear_cross_entropy import check as check_linear_loss
+from test_linear_cross_entropy import make as linear_loss_inputs
 
 SEEDS = {"cpu": 200, "cuda": 2000}
 SEEDS_PER_TEST = 50
@@ -162,6 +164,22 @@ def fuzz_cross_entropy(generator, device):
     check_cross_entropy(llmkernels.cross_entropy, (logits, target, *weight), **options)
 
 
+def fuzz_linear_cross_entropy(generator, device):
+    rows, vocab = rows_and_cols(generator, device)
+    k, dtype = generator.choice([1, 8, 40, 131]), generator.choice(DTYPES)
+    x, weight, bias, target = linear_loss_inputs(min(rows, 300), vocab, k, dtype, device)
+    inputs = maybe_laid_out(generator, x), maybe_laid_out(generator, weight), generator.choice([None, bias]), target
+    of_classes = generator.choice([(), (torch.rand(vocab, device=device) + 0.5,)])
+    options = {
+        "reduction": generator.choice(["sum", "none"]),
+        "label_smoothing": generator.choice([0.0, 0.1]),
+        "lse_square_scale": generator.choice([0.0, 1e-3]),
+        "softcap": generator.choice([0.0, 10.0]),
+    }
+    budget = vocab * dtype.itemsize * generator.choice([5, 40, 10**6])  # PyTorch sums single rows in another order
+    check_linear_loss((*inputs, *of_classes), {"gradient_in_forward": generator.random() < 0.5}, budget, **options)
+
+
 def fuzz_bias_act(generator, device):
     rows, cols = rows_and_cols(generator, device)
     ours, eager, matrices = generator.choice(list(FUNCTIONS.values()))
@@ -215,6 +233,7 @@ def fuzz_rope(generator, device):
 KINDS = {
     "softmax": fuzz_softmax,
     "cross_entropy": fuzz_cross_entropy,
+    "linear_cross_entropy": fuzz_linear_cross_entropy,
     "rms_norm": fuzz_norm,
     "add_rms_norm": lambda generator, device: fuzz_norm(generator, device, added=True),
     "layer_norm": fuzz_layer_norm,

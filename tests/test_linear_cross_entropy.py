@@ -1,5 +1,8 @@
 """linear_cross_entropy: accuracy, options, chunks, which gradients, the gradient of the loss, autocast, errors."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,18 +58,26 @@ def gradients(function, inputs, grad_loss=None, **options):
 
 
 def check(inputs, way, max_logits_bytes=2**29, grad_loss=None, **options):
-    """Errors relative to the largest gradient: what is summed up cancels."""
+    """Errors relative to a loss of at least a guess, and to what a gradient of 1 of a logit makes: these cancel."""
     results = gradients(ours, inputs, grad_loss, max_logits_bytes=max_logits_bytes, **way, **options)
     rounded = gradients(eager, inputs, grad_loss, **options)
     exact_loss = None if grad_loss is None else grad_loss.double()
     exact = gradients(eager, in_double(inputs), exact_loss, **options)
-    for name, a, b, c in zip(("loss", "grad_x", "grad_weight", "grad_bias"), results, rounded, exact, strict=False):
-        scale = c.abs().max().clamp_min(1e-30) if c.numel() else None
-        if name == "loss" and c.numel():
-            scale = scale + torch.tensor(float(inputs[1].size(0))).log().to(c)
+    if not inputs[0].numel():
+        scales = [None] * len(exact)
+    else:
+        factor = exact[0].new_ones(()) if grad_loss is None else exact_loss.abs().max()
+        vocab = torch.tensor(float(len(inputs[1])))
+        if options.get("reduction", "mean") == "mean" and exact[0].isfinite() and exact[0]:
+            factor = factor * exact[0] / gradients(eager, in_double(inputs), **options | {"reduction": "sum"})[0]
+        reaches = inputs[1].double().abs().max(), inputs[0].double().abs().max(), factor.new_ones(())
+        scales = [exact[0].abs() + vocab.log().to(exact[0]), *(factor.abs() * reach for reach in reaches)]
+        scales = [torch.maximum(c.abs().max(), scale) for c, scale in zip(exact, scales, strict=False)]
+    for name, a, b, c, scale in zip(NAMES, results, rounded, exact, scales, strict=False):
         assert_accurate(a, b, c, scale, name)
 
 
+NAMES = ("loss", "grad_x", "grad_weight", "grad_bias")
 SHAPES = [(rows, 127, 40) for rows in (0, 1, 2, 7, 255, 257)]
 SHAPES += [(7, vocab, 40) for vocab in (1, 7, 8, 3584)] + [(7, 127, k) for k in (1, 8, 257)]
 
@@ -291,15 +302,21 @@ def test_compiled(device, way, reduction, dynamic):
     assert_same(gradients(compiled, inputs), gradients(scaled, inputs))
 
 
-def test_nothing_but_a_chunk_of_the_logits_is_allocated():
-    """The largest tensor that the CPU's allocator is asked for."""
-    x, weight, _, target = make(512, 2048, 8, torch.float32, "cpu")
+def resident_kb(name):
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@every_way
+def test_nothing_but_a_chunk_of_the_logits_is_allocated(way):
+    """By the most memory that this process has had: all logits are 128 MiB."""
+    x, weight, _, target = make(1024, 2**15, 4, torch.float32, "cpu")
     x.requires_grad_(), weight.requires_grad_()
-    for way in WAYS.values():
-        with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            linear_cross_entropy(x, weight, target, max_logits_bytes=2**18, **way).backward()
-        largest = max(event.cpu_memory_usage for event in profile.events() if event.name == "[memory]")
-        assert 2**18 <= largest < 2**19, largest
+    linear_cross_entropy(x[:9], weight, target[:9], **way).backward()
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what there is
+    before = resident_kb("VmRSS")
+    linear_cross_entropy(x, weight, target, max_logits_bytes=2**21, **way).backward()
+    assert resident_kb("VmHWM") - before < 2**15
 
 
 @pytest.mark.gpu
@@ -316,7 +333,7 @@ def test_memory(way):
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(x, weight, target, max_logits_bytes=budget, **way).backward()
     used = torch.cuda.max_memory_allocated() - before
-    assert used < budget + 3 * weight.nbytes + 2 * x.nbytes + 2**21, used
+    assert used < budget + 3 * weight.nbytes + 2 * x.nbytes + 2**25, used  # and cuBLAS's workspace
 
 
 @pytest.mark.gpu

@@ -150,6 +150,82 @@ def test_layer_norm_takes_the_place_of_torchs(device, shape, options):
         ours(torch.ones(3, 7, device=device))
 
 
+LOSS_OPTIONS = [{}, {"reduction": "none"}, {"ignore_index": 3, "label_smoothing": 0.1, "reduction": "sum"}]
+
+
+@pytest.mark.parametrize("options", LOSS_OPTIONS, ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(7,), (5, 7), (2, 7, 3), (2, 7, 3, 4)], ids=str)
+def test_cross_entropy_loss_takes_the_place_of_torchs(device, shape, weighted, options):
+    weight = torch.rand(7, device=device) if weighted else None
+    theirs, ours = torch_nn.CrossEntropyLoss(weight, **options), nn.CrossEntropyLoss(weight, **options)
+    ours.load_state_dict(theirs.state_dict())
+    logits = torch.randn(shape, device=device)
+    target = torch.randint(7, shape[:1] + shape[2:] if len(shape) > 1 else (), device=device)
+    leaves = [logits.clone().requires_grad_() for _ in range(2)]
+    found, expected = (module(leaf, target) for module, leaf in zip((ours, theirs), leaves, strict=True))
+    torch.testing.assert_close(found, expected)
+    found.sum().backward(), expected.sum().backward()
+    torch.testing.assert_close(*(leaf.grad for leaf in leaves))
+    likely = logits.softmax(0 if len(shape) == 1 else 1)
+    if "ignore_index" not in options:  # torch refuses it
+        assert_same(ours(logits, likely), theirs(logits, likely))
+    with pytest.raises(RuntimeError, match="CrossEntropyLoss: target must be classes for lse_square_scale and softcap"):
+        nn.CrossEntropyLoss(softcap=5.0)(logits, likely)
+
+
+def test_cross_entropy_loss_hands_on_its_options(device):
+    logits, target = torch.randn(5, 7, device=device), torch.randint(7, (5,), device=device)
+    options = {"lse_square_scale": 0.1, "softcap": 5.0, "gradient_in_forward": False, "inplace_backward": False}
+    assert_same(nn.CrossEntropyLoss(**options)(logits, target), llmkernels.cross_entropy(logits, target, **options))
+    leaf = logits.clone().requires_grad_()
+    given = leaf * 1
+    nn.CrossEntropyLoss(inplace_backward=True)(given, target).backward()
+    assert_same(given.detach(), leaf.grad)
+
+
+@pytest.mark.parametrize("options", LOSS_OPTIONS, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_cross_entropy_loss(device, bias, options):
+    module = nn.LinearCrossEntropyLoss(8, 11, bias=bias, max_logits_bytes=100, device=device, **options)
+    x, target = torch.randn(2, 3, 8, device=device), torch.randint(11, (2, 3), device=device)
+
+    def composed(x):
+        logits = module.linear(x).flatten(0, 1)
+        return F.cross_entropy(logits, target.flatten(), **options)
+
+    def scalar(loss):
+        return loss.sum(), *torch.autograd.grad(loss.square().sum(), list(module.parameters()))
+
+    assert_close(scalar(module(x, target)), scalar(composed(x)))
+    weighted = nn.LinearCrossEntropyLoss(8, 11, bias=bias, weight=torch.rand(11), softcap=5.0).to(device)
+    linear, capped = weighted.linear, {"weight": weighted.weight, "softcap": 5.0}
+    expected = llmkernels.linear_cross_entropy(x, linear.weight, target, linear_bias=linear.bias, **capped)
+    assert_same(weighted(x, target), expected)
+
+
+def test_linear_cross_entropy_loss_has_the_state_of_torchs(device):
+    if not hasattr(torch_nn, "LinearCrossEntropyLoss"):
+        pytest.skip("this torch has none")
+    theirs = torch_nn.LinearCrossEntropyLoss(8, 11, bias=True, weight=torch.rand(11), device=device).to(device)
+    ours = nn.LinearCrossEntropyLoss(8, 11, bias=True, weight=torch.rand(11), device=device).to(device)
+    ours.load_state_dict(theirs.state_dict())
+    x, target = torch.randn(5, 8, device=device), torch.randint(11, (5,), device=device)
+    torch.testing.assert_close(ours(x, target), theirs(x, target))
+
+
+def test_a_tied_head(device):
+    """The embedding's gradient is the sum of both uses."""
+    embedding, loss = torch_nn.Embedding(11, 8, device=device), nn.LinearCrossEntropyLoss(8, 11)
+    loss.linear.weight = embedding.weight
+    ids = torch.randint(11, (2, 4), device=device)
+    loss(embedding(ids), ids).backward()
+    (expected,) = torch.autograd.grad(
+        F.cross_entropy((embedding(ids) @ embedding.weight.t()).flatten(0, 1), ids.flatten()), embedding.weight
+    )
+    torch.testing.assert_close(embedding.weight.grad, expected)
+
+
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.AddRMSNorm])
 def test_a_new_norm_only_normalizes(kind):
     x = scaled_rows(5, 32)
@@ -169,6 +245,8 @@ def test_a_new_norm_only_normalizes(kind):
         nn.GatedMLP(16, 32),
         nn.RotaryEmbedding(16),
         nn.GEGLU(),
+        nn.CrossEntropyLoss(torch.ones(16)),
+        nn.LinearCrossEntropyLoss(16, 32, bias=True),
     ],
     ids=repr,
 )

@@ -9,6 +9,7 @@ from benchmarks.ops import (
     geglu,
     layer_norm,
     linear,
+    linear_cross_entropy,
     rms_norm,
     rope,
     sample,
@@ -29,6 +30,7 @@ OPS = {
         softmax.OP,
         cross_entropy.OP,
         cross_entropy.GRADIENT,
+        linear_cross_entropy.OP,
         adamw.OP,
     )
 }

@@ -2,6 +2,7 @@
 
 from llmkernels.nn.glu import GEGLU, GatedMLP, SwiGLU
 from llmkernels.nn.linear import RMSNormLinear
+from llmkernels.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from llmkernels.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from llmkernels.nn.rope import RotaryEmbedding
 
@@ -9,8 +10,10 @@ __all__ = [
     "GEGLU",
     "AddLayerNorm",
     "AddRMSNorm",
+    "CrossEntropyLoss",
     "GatedMLP",
     "LayerNorm",
+    "LinearCrossEntropyLoss",
     "RMSNorm",
     "RMSNormLinear",
     "RotaryEmbedding",

@@ -69,7 +69,8 @@ def linear_cross_entropy(
         once; on the CPU, which has no such product, that of each chunk is rounded first. In the forward the gradients
         are those of the sum of the losses, and the backward multiplies them by the gradient of the loss, divided
         by what a mean divides by: in float16 they do not underflow where that gradient is a GradScaler's.
-    Memory: the chunk; with gradients in the forward 4 V K bytes for W's, and for another 16-bit one in the backward.
+    Memory: a chunk of logits; 4 V K bytes for the sum of W's gradient, which is kept until the backward; for a W of
+        16 bits another 2 V K bytes there, for the rounded gradient. Without gradients the chunk alone.
     Differentiable: once, in x, linear_weight and linear_bias; saves them, target, weight, the log-sum-exp of each row,
         and the gradients, which are the caller's after the first backward. Another one computes them again.
     Deterministic: yes, gradients included, as far as PyTorch's matrix products are. The order of sums depends on the

@@ -5,9 +5,10 @@ from .cpu import CPU
 from .cuda import CUDA
 from .cuda_decode import CUDA_DECODE
 from .host import HOST
+from .loss import LOSSES
 from .mutation import Mutation
 from .optim import OPTIM
 
-MUTATIONS = CUDA + CUDA_DECODE + CPU + HOST + OPTIM
+MUTATIONS = CUDA + CUDA_DECODE + CPU + HOST + OPTIM + LOSSES
 
 __all__ = ["MUTATIONS", "Mutation"]

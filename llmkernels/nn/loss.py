@@ -1,0 +1,127 @@
+"""Cross-entropy, of logits and of hidden states, as modules."""
+
+import torch
+from torch import Tensor, nn
+
+from llmkernels.ops import cross_entropy, linear_cross_entropy
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """``torch.nn.CrossEntropyLoss`` computed by :func:`llmkernels.cross_entropy`, with its arguments and state.
+
+    Args:
+        weight, ignore_index, reduction, label_smoothing: as in ``torch.nn.CrossEntropyLoss``.
+        lse_square_scale, softcap, gradient_in_forward, inplace_backward: see :func:`llmkernels.cross_entropy`.
+
+    Shape: (V,), (N, V) or (N, V, d1, ...) and classes of the same shape without V, to the loss, which is float32 for
+    float16 and bfloat16, too. Probabilities for targets are left to PyTorch, as far as no other option is in use.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float = 0.0,
+        gradient_in_forward: bool = True,
+        inplace_backward: bool = False,
+    ):
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        self.lse_square_scale = lse_square_scale
+        self.softcap = softcap
+        self.gradient_in_forward = gradient_in_forward
+        self.inplace_backward = inplace_backward
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        if target.is_floating_point():
+            if self.lse_square_scale or self.softcap:
+                raise RuntimeError("CrossEntropyLoss: target must be classes for lse_square_scale and softcap")
+            return super().forward(logits, target)
+        return cross_entropy(
+            logits if logits.dim() <= 2 else logits.movedim(1, -1),
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            softcap=self.softcap,
+            gradient_in_forward=self.gradient_in_forward,
+            inplace_backward=self.inplace_backward,
+        )
+
+    def extra_repr(self) -> str:
+        return _describe(self, "gradient_in_forward", "inplace_backward")
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """:func:`llmkernels.linear_cross_entropy` with a linear layer of its own, whose logits never exist as a whole.
+
+    Names and state are those of ``torch.nn.LinearCrossEntropyLoss`` of newer versions of PyTorch.
+
+    Args:
+        in_features, num_classes, bias: sizes of the linear layer, and whether it has a bias.
+        weight: (num_classes,), a factor for each class.
+        The others: see :func:`llmkernels.linear_cross_entropy`.
+
+    Parameters: ``linear.weight`` (num_classes, in_features), ``linear.bias`` (num_classes,). A head that is tied to
+    another module's weight is set as ``loss.linear.weight = embedding.weight``.
+    Shape: (..., in_features) and classes (...), to the loss.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float = 0.0,
+        gradient_in_forward: bool = True,
+        max_logits_bytes: int = 2**29,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.lse_square_scale = lse_square_scale
+        self.softcap = softcap
+        self.gradient_in_forward = gradient_in_forward
+        self.max_logits_bytes = max_logits_bytes
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            x,
+            self.linear.weight,
+            target,
+            linear_bias=self.linear.bias,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            lse_square_scale=self.lse_square_scale,
+            softcap=self.softcap,
+            gradient_in_forward=self.gradient_in_forward,
+            max_logits_bytes=self.max_logits_bytes,
+        )
+
+    def extra_repr(self) -> str:
+        return _describe(self, "gradient_in_forward", "max_logits_bytes")
+
+
+def _describe(module: nn.Module, *more: str) -> str:
+    names = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", *more)
+    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
