@@ -280,6 +280,9 @@ def every_path():
         yield case, torch.float32, 16384, 2
         yield case, torch.float16, 2048, 900  # several rows per group in the persistent backward
         yield case, torch.float32, 33, 70  # more rows than partial sums
+    for name in ("rms_norm_rope", "rms_norm_rope_gemma", "rms_norm_rope_row_wise"):
+        yield case_named(name), torch.bfloat16, 128, 1500  # several rows per group in the persistent backward
+        yield case_named(name), torch.float32, 126, 9
     for name in ("rope", "swiglu_packed", "bias_swiglu"):
         yield case_named(name), torch.float32, 256, 4
     yield case_named("bias_gelu"), torch.bfloat16, 2064, 1100  # several strips, several rows per block in the backward
