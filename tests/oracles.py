@@ -142,7 +142,7 @@ def rms_norm_rope(q, k, q_weight, k_weight, cos, sin, position_ids=None, *, eps=
     def norm(x, weight):
         rows = x.transpose(1, 2) if layout == "bhtd" else x
         shape = rows.shape
-        rows = rows.reshape(*shape[:2], -1) if row_wise else rows
+        rows = rows.flatten(2) if row_wise else rows
         rows = rms_norm(rows, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
         rows = rows.reshape(shape)
         return rows.transpose(1, 2) if layout == "bhtd" else rows

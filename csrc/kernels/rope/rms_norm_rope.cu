@@ -95,16 +95,16 @@ __global__ void __launch_bounds__(kMaxThreads<N>, N == 8 ? 2 : 1)
   } else {
     const SlotOf slot(params.rope, of_head, group.rank);
     const bool has_slot = group.rank < slots;
-    Values<T, N> x = Values<T, N>::all(0.f), weight = x;
+    Values<T, N> x = Values<T, N>::all(0.f);
     Rotation<A, N> rotation;
-    if (has_slot) {  // all loads are in flight during the reduction
+    if (has_slot) {
       x = load(slot);
-      weight = load_weight<T>(norm.weight, slot, policy);
-      if (slot.is_rotated) rotation = load_angles_of(slot);
+      if (slot.is_rotated) rotation = load_angles_of(slot);  // in flight during the reduction
     }
     add_squares(x);
     const float rstd = rstd_of_row();
-    if (has_slot) finish(slot, x, weight, rstd, rotation);
+    // The weight is in L1: its registers are worth more than its latency.
+    if (has_slot) finish(slot, x, load_weight<T>(norm.weight, slot, policy), rstd, rotation);
   }
 }
 
