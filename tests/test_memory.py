@@ -281,7 +281,8 @@ def every_path():
         yield case, torch.float16, 2048, 900  # several rows per group in the persistent backward
         yield case, torch.float32, 33, 70  # more rows than partial sums
     for name in ("rms_norm_rope", "rms_norm_rope_gemma", "rms_norm_rope_row_wise"):
-        yield case_named(name), torch.bfloat16, 128, 1500  # several rows per group in the persistent backward
+        for dtype in (torch.bfloat16, torch.float32):
+            yield case_named(name), dtype, 128, 1500  # several rows per group in the persistent backward
         yield case_named(name), torch.float32, 126, 9
     for name in ("rope", "swiglu_packed", "bias_swiglu"):
         yield case_named(name), torch.float32, 256, 4
