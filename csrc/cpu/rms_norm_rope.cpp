@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/convert.h"
@@ -41,39 +42,40 @@ struct Strides {
 
 // The rows of q or of k, one at a time.
 template <typename T>
-class Tensor {
+struct Rows {
   using A = Wide<T>;
 
- public:
-  Tensor(const RmsNormRopeParams& p, const RopeTensor& tensor, const HeadNorm& norm)
-      : norm(norm),
-        rows(p.row_wise ? 1 : tensor.heads),
+  Rows(const RmsNormRopeParams& p, const RopeTensor& tensor, const HeadNorm& norm)
+      : tensor(tensor),
+        norm(norm),
+        of_token(p.row_wise ? 1 : tensor.heads),
         heads(p.row_wise ? tensor.heads : 1),
-        tensor_(tensor),
-        dim_(p.rope.head_dim),
+        dim(p.rope.head_dim),
         scale(norm.cols, A(1)),
         x(norm.cols),
         other(norm.cols),
-        buffer_(std::max(norm.cols, p.rope.rotary_dim)) {
+        rotated(norm.cols),
+        buffer(norm.cols) {
     if (norm.weight == nullptr) return;
-    widen_all(static_cast<const T*>(norm.weight), norm.cols, buffer_.data(), scale.data());
+    widen_all(static_cast<const T*>(norm.weight), norm.cols, buffer.data(), scale.data());
     for (A& value : scale) value += static_cast<A>(p.norm.weight_offset);
   }
 
+  // Row `row` of a token, of a tensor with these strides.
   void load_row(const void* data, const Strides& strides, int64_t batch, int64_t token, int64_t row, A* target) {
     const T* source = static_cast<const T*>(data) + batch * strides.batch + token * strides.token;
     for (int64_t head = 0; head < heads; ++head) {
-      widen_all(source + (row * heads + head) * strides.head, dim_, buffer_.data(), target + head * dim_);
+      widen_all(source + (row * heads + head) * strides.head, dim, buffer.data(), target + head * dim);
     }
   }
   void store_row(const A* source, int64_t batch, int64_t token, int64_t row) {
-    T* target = static_cast<T*>(tensor_.out) + batch * tensor_.out_batch + token * tensor_.out_token;
+    T* target = static_cast<T*>(tensor.out) + batch * tensor.out_batch + token * tensor.out_token;
     for (int64_t head = 0; head < heads; ++head) {
-      narrow_all(source + head * dim_, dim_, buffer_.data(), target + (row * heads + head) * tensor_.out_head);
+      narrow_all(source + head * dim, dim, buffer.data(), target + (row * heads + head) * tensor.out_head);
     }
   }
-  Strides in_strides() const { return {tensor_.in_batch, tensor_.in_token, tensor_.in_head}; }
-  const void* in() const { return tensor_.in; }
+  Strides in_strides() const { return {tensor.in_batch, tensor.in_token, tensor.in_head}; }
+  Strides x_strides() const { return {norm.x_batch, norm.x_token, norm.x_head}; }
 
   // 1 / sqrt(mean(x^2) + eps)
   A rstd(double eps) const {
@@ -85,18 +87,11 @@ class Tensor {
     return static_cast<A>(1.0 / std::sqrt(static_cast<double>(squares) / static_cast<double>(norm.cols) + eps));
   }
 
+  const RopeTensor& tensor;
   const HeadNorm& norm;
-  const int64_t rows, heads;  // rows of a token, heads of a row
-
- private:
-  const RopeTensor& tensor_;
-  const int64_t dim_;
-
- public:
-  std::vector<A> scale, x, other;  // offset + weight; two rows
-
- private:
-  std::vector<LoopType<T>> buffer_;
+  const int64_t of_token, heads, dim;       // rows of a token, heads of a row
+  std::vector<A> scale, x, other, rotated;  // offset + weight; three rows
+  std::vector<LoopType<T>> buffer;
 };
 
 // cos and sin of one token, an element for each of the first rotary_dim dimensions.
@@ -104,7 +99,7 @@ template <typename T>
 struct Angles {
   using A = Wide<T>;
   explicit Angles(const RmsNormRopeParams& p)
-      : cos(p.rope.rotary_dim), sin(p.rope.rotary_dim), other(p.rope.rotary_dim), buffer(p.rope.rotary_dim) {}
+      : cos(p.rope.rotary_dim), sin(p.rope.rotary_dim), buffer(p.rope.rotary_dim) {}
 
   void load(const RmsNormRopeParams& p, int64_t batch, int64_t token) {
     const RopeParams& rope = p.rope;
@@ -120,7 +115,7 @@ struct Angles {
     load_row(p, rope.sin, position * rope.sin_row, sin.data());
   }
 
-  std::vector<A> cos, sin, other;
+  std::vector<A> cos, sin;
 
  private:
   void load_row(const RmsNormRopeParams& p, const void* table, int64_t offset, A* target) {
@@ -145,51 +140,60 @@ struct Angles {
   std::vector<LoopType<T>> buffer;
 };
 
-// Rotates the first rotary_dim elements of a head in place. Two loops, since in one loop GCC would fuse multiplications
-// and additions in spite of -ffp-contract=off.
-template <typename T, bool kRoundsProducts>
-inline void rotate(const RopeParams& p, Wide<T>* head, const Wide<T>* cos, const Wide<T>* sin, Wide<T>* first) {
+// Rotates the first rotary_dim elements of a head and copies the others. kStep: from one pair to the next, 2 if
+// interleaved. Two loops, since in one loop GCC would fuse multiplications and additions in spite of -ffp-contract=off.
+template <typename T, bool kRoundsProducts, int kStep>
+inline void rotate(const RopeParams& p, const Wide<T>* __restrict head, const Wide<T>* __restrict cos,
+                   const Wide<T>* __restrict sin, Wide<T>* __restrict out) {
   using A = Wide<T>;
   const auto product = [](A a, A b) { return kRoundsProducts ? rounded<T>(a * b) : a * b; };
-  const int64_t half = p.rotary_dim / 2, step = p.interleaved ? 2 : 1, distance = p.interleaved ? 1 : half;
-  const bool transposed = p.transposed;
+  const int64_t half = p.rotary_dim / 2, distance = kStep == 2 ? 1 : half;
+  // The sines by which b and a are multiplied, and their signs.
+  const A* const of_b = p.transposed ? sin + distance : sin;
+  const A* const of_a = p.transposed ? sin : sin + distance;
+  const A sign = p.transposed ? A(1) : A(-1);
   for (int64_t i = 0; i < half; ++i) {
-    const int64_t a = i * step, b = a + distance;
-    const A turned = transposed ? product(head[b], sin[b]) : -product(head[b], sin[a]);
-    first[i] = rounded<T>(product(head[a], cos[a]) + turned);
+    const int64_t a = i * kStep, b = a + distance;
+    out[a] = rounded<T>(product(head[a], cos[a]) + sign * product(head[b], of_b[a]));
   }
   for (int64_t i = 0; i < half; ++i) {
-    const int64_t a = i * step, b = a + distance;
-    const A turned = transposed ? -product(head[a], sin[a]) : product(head[a], sin[b]);
-    head[b] = rounded<T>(product(head[b], cos[b]) + turned);
+    const int64_t a = i * kStep, b = a + distance;
+    out[b] = rounded<T>(product(head[b], cos[b]) - sign * product(head[a], of_a[a]));
   }
-  for (int64_t i = 0; i < half; ++i) head[i * step] = first[i];
+  std::copy(head + p.rotary_dim, head + p.head_dim, out + p.rotary_dim);
 }
 
 // Rotates all heads of a row.
 template <typename T>
-inline void rotate_row(const RmsNormRopeParams& p, Wide<T>* row, int64_t heads, Angles<T>& angles) {
+inline void rotate_row(const RmsNormRopeParams& p, const Wide<T>* row, int64_t heads, const Angles<T>& angles,
+                       Wide<T>* out) {
   // The backward pass rounds the products in any case: they are gradients of a tensor of the dtype.
   const bool rounds = !p.float_angles || p.rope.transposed;
-  for (int64_t head = 0; head < heads; ++head, row += p.rope.head_dim) {
-    if (rounds) {
-      rotate<T, true>(p.rope, row, angles.cos.data(), angles.sin.data(), angles.other.data());
-    } else {
-      rotate<T, false>(p.rope, row, angles.cos.data(), angles.sin.data(), angles.other.data());
-    }
+  const bool interleaved = p.rope.interleaved;
+  for (int64_t head = 0; head < heads; ++head, row += p.rope.head_dim, out += p.rope.head_dim) {
+    const auto turn = [&](auto rounds_products, auto step) {
+      rotate<T, decltype(rounds_products)::value, decltype(step)::value>(p.rope, row, angles.cos.data(),
+                                                                         angles.sin.data(), out);
+    };
+    const auto turn_by = [&](auto step) {
+      if (rounds) turn(std::true_type{}, step);
+      if (!rounds) turn(std::false_type{}, step);
+    };
+    if (interleaved) turn_by(std::integral_constant<int, 2>{});
+    if (!interleaved) turn_by(std::integral_constant<int, 1>{});
   }
 }
 
-// Calls visit(tensor, batch, token, row) for every row of the tokens [begin, end), with the angles of its token loaded.
+// Calls visit(rows, batch, token, row) for every row of the tokens [begin, end), with the angles of its token loaded.
 template <typename T, typename Visit>
-inline void for_rows(const RmsNormRopeParams& p, int64_t begin, int64_t end, Tensor<T>& q, Tensor<T>& k,
-                     Angles<T>& angles, const Visit& visit) {
+inline void for_rows(const RmsNormRopeParams& p, int64_t begin, int64_t end, Rows<T>& q, Rows<T>& k, Angles<T>& angles,
+                     const Visit& visit) {
   for (int64_t flat = begin; flat < end; ++flat) {
     const int64_t batch = flat / p.rope.tokens, token = flat % p.rope.tokens;
     angles.load(p, batch, token);
-    for (Tensor<T>* tensor : {&q, &k}) {
-      if (tensor->norm.cols == 0) continue;
-      for (int64_t row = 0; row < tensor->rows; ++row) visit(*tensor, batch, token, row);
+    for (Rows<T>* rows : {&q, &k}) {
+      if (rows->norm.cols == 0) continue;
+      for (int64_t row = 0; row < rows->of_token; ++row) visit(*rows, batch, token, row);
     }
   }
 }
@@ -197,27 +201,27 @@ inline void for_rows(const RmsNormRopeParams& p, int64_t begin, int64_t end, Ten
 template <typename T>
 inline void forward(const RmsNormRopeParams& p, int64_t begin, int64_t end) {
   using A = Wide<T>;
-  Tensor<T> q(p, p.rope.q, p.q), k(p, p.rope.k, p.k);
+  Rows<T> q(p, p.rope.q, p.q), k(p, p.rope.k, p.k);
   Angles<T> angles(p);
   const bool cast_before_weight = p.norm.cast_before_weight;
   const double eps = p.norm.eps;
-  for_rows(p, begin, end, q, k, angles, [&](Tensor<T>& tensor, int64_t batch, int64_t token, int64_t row) {
-    A *const x = tensor.x.data(), *const scale = tensor.scale.data();
-    tensor.load_row(tensor.in(), tensor.in_strides(), batch, token, row, x);
-    const A rstd = tensor.rstd(eps);
-    for (int64_t i = 0, cols = tensor.norm.cols; i < cols; ++i) {
+  for_rows(p, begin, end, q, k, angles, [&](Rows<T>& rows, int64_t batch, int64_t token, int64_t row) {
+    A *const x = rows.x.data(), *const scale = rows.scale.data();
+    rows.load_row(rows.tensor.in, rows.in_strides(), batch, token, row, x);
+    const A rstd = rows.rstd(eps);
+    for (int64_t i = 0, cols = rows.norm.cols; i < cols; ++i) {
       const A n = x[i] * rstd;
       x[i] = rounded<T>((cast_before_weight ? rounded<T>(n) : n) * scale[i]);
     }
-    rotate_row(p, x, tensor.heads, angles);
-    tensor.store_row(x, batch, token, row);
+    rotate_row(p, x, rows.heads, angles, rows.rotated.data());
+    rows.store_row(rows.rotated.data(), batch, token, row);
   });
 }
 
 template <typename T>
 inline void backward(const RmsNormRopeParams& p, int64_t chunk_begin, int64_t chunk_end) {
   using A = Wide<T>;
-  Tensor<T> q(p, p.rope.q, p.q), k(p, p.rope.k, p.k);
+  Rows<T> q(p, p.rope.q, p.q), k(p, p.rope.k, p.k);
   Angles<T> angles(p);
   const bool cast_before_weight = p.norm.cast_before_weight;
   const double eps = p.norm.eps;
@@ -230,14 +234,14 @@ inline void backward(const RmsNormRopeParams& p, int64_t chunk_begin, int64_t ch
       if (A* const sums = partial(*norm)) std::fill_n(sums, norm->cols, A(0));
     }
     const int64_t begin = all * chunk / p.partial_rows, end = all * (chunk + 1) / p.partial_rows;
-    for_rows(p, begin, end, q, k, angles, [&](Tensor<T>& tensor, int64_t batch, int64_t token, int64_t row) {
-      A *const x = tensor.x.data(), *const g = tensor.other.data(), *const scale = tensor.scale.data();
-      const HeadNorm& norm = tensor.norm;
+    for_rows(p, begin, end, q, k, angles, [&](Rows<T>& rows, int64_t batch, int64_t token, int64_t row) {
+      A *const x = rows.x.data(), *const g = rows.rotated.data(), *const scale = rows.scale.data();
+      const HeadNorm& norm = rows.norm;
       const int64_t cols = norm.cols;
-      tensor.load_row(norm.x, {norm.x_batch, norm.x_token, norm.x_head}, batch, token, row, x);
-      tensor.load_row(tensor.in(), tensor.in_strides(), batch, token, row, g);
-      rotate_row(p, g, tensor.heads, angles);
-      const A rstd = tensor.rstd(eps);
+      rows.load_row(norm.x, rows.x_strides(), batch, token, row, x);
+      rows.load_row(rows.tensor.in, rows.in_strides(), batch, token, row, rows.other.data());
+      rotate_row(p, rows.other.data(), rows.heads, angles, g);
+      const A rstd = rows.rstd(eps);
       A products = 0;
       for_blocks<kBlock>(cols, [&](int64_t from, int64_t count) {
         const A *xs = x + from, *gs = g + from, *scales = scale + from;
@@ -251,7 +255,7 @@ inline void backward(const RmsNormRopeParams& p, int64_t chunk_begin, int64_t ch
         }
       }
       for (int64_t i = 0; i < cols; ++i) x[i] = rstd * (g[i] * scale[i] - x[i] * rstd * projection);
-      tensor.store_row(x, batch, token, row);
+      rows.store_row(x, batch, token, row);
     });
   }
 }

@@ -28,8 +28,8 @@ CPU = [
         "cpu_norm_rope_inverse",
         "the backward is the inverse of the rotation, not its transpose",
         CPU_NORM_ROPE,
-        "const A turned = transposed ? product(head[b], sin[b]) : -product(head[b], sin[a]);",
-        "const A turned = transposed ? product(head[b], sin[a]) : -product(head[b], sin[a]);",
+        "of_b = p.transposed ? sin + distance : sin;",
+        "of_b = p.transposed ? sin : sin;",
         "tests/test_rms_norm_rope.py -k gradcheck",
     ),
     Mutation(
