@@ -34,6 +34,7 @@ OPS = {
     "add_rms_norm": "add + RMSNorm",
     "layer_norm": "LayerNorm",
     "rope": "RoPE",
+    "rms_norm_rope": "QK-norm + RoPE",
     "swiglu": "SwiGLU",
     "geglu": "GEGLU",
     "softmax": "softmax",

@@ -34,7 +34,7 @@ def cases(rows: Iterable[dict]) -> list[tuple[dict, dict[str, dict]]]:
 
 def shape(keys: dict) -> str:
     """The case in a few words, for a table's first column or a picture's axis."""
-    if keys["op"] == "rope":
+    if keys["op"] in ("rope", "rms_norm_rope"):
         words = [f"{keys['tokens']} tokens, {keys['heads']}+{keys['kv_heads']} heads", "in place" * keys["in_place"]]
     elif "m" in keys:
         words = [f"{keys['n']}x{keys['k']}, {keys['m']} row{'s' * (keys['m'] > 1)}"]

@@ -64,6 +64,7 @@ TABLE = (
     op("add_rms_norm", "add_rms_norm", 25),
     op("layer_norm", "layer_norm", 40),
     op("rope", "rope", 40),
+    op("rms_norm_rope", "rms_norm_rope", 30),
     op("swiglu", "swiglu", 35),
     op("geglu", "geglu", 10),
     op("softmax", "softmax", 60),

@@ -1,8 +1,9 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
-- `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `swiglu`, `geglu`, `relu2_glu`, `bias_swiglu`,
-  `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`, `linear_cross_entropy`, `linear`,
-  `rms_norm_linear`: ops with gradients; the most used as modules in `llmkernels.nn`
+<<<<<<< HEAD
+- `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `rms_norm_rope`, `swiglu`, `geglu`, `relu2_glu`,
+  `bias_swiglu`, `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`,
+  `linear_cross_entropy`, `linear`, `rms_norm_linear`: ops with gradients; the most used as modules in `llmkernels.nn`
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
@@ -37,6 +38,7 @@ if _library.load():
         relu2_glu,
         rms_norm,
         rms_norm_linear,
+        rms_norm_rope,
         rope,
         rope_kv_write,
         sample,
@@ -70,6 +72,7 @@ __all__ = [
     "relu2_glu",
     "rms_norm",
     "rms_norm_linear",
+    "rms_norm_rope",
     "rope",
     "rope_kv_write",
     "sample",

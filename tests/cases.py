@@ -115,6 +115,27 @@ def _rope_case(name, with_positions=False, **options):
     )
 
 
+def _rms_norm_rope_inputs(rows, cols, dtype, device, row_wise=False, with_positions=False):
+    """q and k of 4 and 1 heads, of many scales, and their weights."""
+    q, k, *rotation = _rope_inputs(rows, cols, dtype, device, with_positions)
+    q, k = (scaled_rows(*x.shape, dtype=dtype, device=device) for x in (q, k))
+    sizes = [x.size(-1) * (x.size(1) if row_wise else 1) for x in (q, k)]
+    return q, k, *(torch.randn(size, device=device).to(dtype) for size in sizes), *rotation
+
+
+def _rms_norm_rope_case(name, row_wise=False, with_positions=False, **options):
+    options |= {"layout": "bhtd", "row_wise": row_wise}
+    return Case(
+        name,
+        partial(llmkernels.rms_norm_rope, **options),
+        partial(oracles.rms_norm_rope, **options),
+        partial(_rms_norm_rope_inputs, row_wise=row_wise, with_positions=with_positions),
+        row_dims=(2, 2, None, None, None, None, 0) if with_positions else (2, 2, None, None, 0, 0),
+        out_row_dim=2,
+        differentiable=4,
+    )
+
+
 def _norm_case(name, **options):
     return Case(
         name,
@@ -205,6 +226,9 @@ CASES = [
     _rope_case("rope"),
     _rope_case("rope_interleaved", interleaved=True),
     _rope_case("rope_positions", with_positions=True),
+    _rms_norm_rope_case("rms_norm_rope"),
+    _rms_norm_rope_case("rms_norm_rope_gemma", weight_offset=1.0, cast_before_weight=False, interleaved=True),
+    _rms_norm_rope_case("rms_norm_rope_row_wise", row_wise=True, with_positions=True, cast_before_weight=False),
     _glu_case("swiglu", "swiglu"),
     _glu_case("swiglu_packed", "swiglu", packed=True),
     _glu_case("geglu_tanh", "geglu", approximate="tanh"),

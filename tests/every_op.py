@@ -60,6 +60,12 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
         yield name, (q, k, cos[:rows], sin[:rows])
     yield "rope_backward", (q, k, cos[:rows], sin[:rows], None, False, False, None)
 
+    norms = (draw(dim), draw(dim))
+    for name in ("rms_norm_rope", "rms_norm_rope_"):
+        yield name, (q, k, *norms, cos[:rows], sin[:rows])
+    of_norm = (1e-6, 0.0, True, False, False, False, None)
+    yield "rms_norm_rope_backward", (q, k, q.neg(), k.neg(), *norms, cos[:rows], sin[:rows], None, *of_norm, True, True)
+
     packed = draw(rows, 2 * cols)
     yield "swiglu", (x, y)
     yield "geglu", (x, y, "tanh")

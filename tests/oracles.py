@@ -137,6 +137,21 @@ def rope(q, k, cos, sin, position_ids=None, *, layout="bthd", interleaved=False,
     return apply(q), apply(k)
 
 
+def rms_norm_rope(q, k, q_weight, k_weight, cos, sin, position_ids=None, *, eps=1e-6, weight_offset=0.0,
+                  cast_before_weight=True, row_wise=False, layout="bthd", **options):  # fmt: skip
+    def norm(x, weight):
+        rows = x.transpose(1, 2) if layout == "bhtd" else x
+        shape = rows.shape
+        rows = rows.flatten(2) if row_wise else rows
+        rows = rms_norm(rows, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
+        rows = rows.reshape(shape)
+        return rows.transpose(1, 2) if layout == "bhtd" else rows
+
+    q, k = norm(q, q_weight), norm(k, k_weight)
+    results = rope(q, k, cos, sin, position_ids, layout=layout, **options)
+    return tuple(result.to(x.dtype) for result, x in zip(results, (q, k), strict=True))  # OLMo 2's is float32 before
+
+
 # Inputs.
 
 

@@ -336,12 +336,13 @@ def test_every_case_compares_like_with_like():
 
 
 def test_cases_have_the_keys_of_the_format():
-    rows_cols = {"rows", "cols"}
+    rows_cols, heads = {"rows", "cols"}, {"batch", "tokens", "heads", "kv_heads", "head_dim", "in_place"}
     keys = {
         "rms_norm": rows_cols,
         "add_rms_norm": rows_cols,
         "layer_norm": rows_cols,
-        "rope": {"batch", "tokens", "heads", "kv_heads", "head_dim", "in_place"},
+        "rope": heads,
+        "rms_norm_rope": heads,
         "swiglu": rows_cols | {"packed"},
         "geglu": rows_cols | {"packed"},
         "softmax": rows_cols,
@@ -376,7 +377,7 @@ def test_the_empty_op_has_our_signature(name):
 @pytest.mark.parametrize("case", [case for op in OPS.values() for case in op.cases], ids=lambda case: case.title)
 def test_a_replay_touches_more_than_the_cache(case):
     itemsize = case.dtype.itemsize
-    if case.op == "rope":
+    if case.op in ("rope", "rms_norm_rope"):
         size = case.keys["tokens"] * (case.keys["heads"] + case.keys["kv_heads"]) * case.keys["head_dim"] * itemsize
     elif case.op == "adamw":
         size = 4 * case.keys["parameters"] * itemsize

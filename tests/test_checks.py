@@ -50,6 +50,8 @@ def valid(op: str) -> dict:
     cos, sin = angles(5, DIM)
     norm_options = {"eps": 1e-6, "weight_offset": 0.0}
     rope = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": torch.arange(3).expand(BATCH, 3)}
+    qk_norm = {"q": q, "k": k, "q_weight": torch.ones(DIM), "k_weight": torch.ones(DIM), **dict(list(rope.items())[2:]),
+               **norm_options}  # fmt: skip
     rotation = {"cos": cos, "sin": sin, "positions": _per_sequence(1), "cache_seqlens": _per_sequence(2)}
     caches = {name: torch.ones(BATCH, CAPACITY, KV_HEADS, DIM) for name in ("k_cache", "v_cache")}
     pages = {"block_table": torch.arange(BATCH, dtype=_I32)[:, None], "softmax_scale": 0.5, "window_left": 4}
@@ -78,6 +80,11 @@ def valid(op: str) -> dict:
         "rope_": rope,
         "rope_backward": {"grad_q": q, "grad_k": k, **dict(list(rope.items())[2:]), "heads_first": False,
                           "interleaved": False, "rotary_dim": DIM},
+        "rms_norm_rope": qk_norm,
+        "rms_norm_rope_": qk_norm,
+        "rms_norm_rope_backward": {"grad_q": q, "grad_k": k, **qk_norm, "cast_before_weight": True, "row_wise": False,
+                                   "heads_first": False, "interleaved": False, "rotary_dim": DIM,
+                                   "needs_grad_q_weight": True, "needs_grad_k_weight": True},
         "swiglu": {"gate": x, "up": x},
         "swiglu_backward": {"grad_y": x, "gate": x, "up": x},
         "swiglu_packed": {"gate_up": x},
@@ -384,7 +391,8 @@ def test_numbers_that_are_none(op, name, number):
     "op, name, number",
     [("rms_norm", "eps", -1e-6), ("layer_norm", "eps", -1e-6), ("decode_attention", "softcap", -1),
      ("decode_attention", "window_left", -2),
-     ("rope", "rotary_dim", 3), ("rope", "rotary_dim", 0), ("rope", "rotary_dim", 10), ("sample", "top_k_value", -1),
+     ("rope", "rotary_dim", 3), ("rope", "rotary_dim", 0), ("rope", "rotary_dim", 10),
+     ("rms_norm_rope", "eps", -1e-6), ("rms_norm_rope", "rotary_dim", 3), ("sample", "top_k_value", -1),
      ("sample", "temperature_value", -0.5), ("sample", "top_p_value", 0), ("sample", "min_p_value", 1.5),
      ("sample", "repetition_penalty_value", 0),
      ("sample", "repetition_penalty_value", 1e-50), ("sample", "repetition_penalty_value", 1e50),
@@ -405,6 +413,8 @@ def test_words_that_are_unknown():
             llmkernels.geglu(*arguments, approximate="erf")
     with pytest.raises(ValueError, match="rope: layout must be 'bthd' or 'bhtd', got 'thd'"):
         llmkernels.rope(**public_values("rope"), layout="thd")
+    with pytest.raises(ValueError, match="rms_norm_rope: layout must be 'bthd' or 'bhtd', got 'thd'"):
+        llmkernels.rms_norm_rope(**public_values("rms_norm_rope"), layout="thd")
 
 
 def test_integers_beyond_64_bits():

@@ -64,6 +64,25 @@ def rope_arguments(device):
     yield q, k.transpose(2, 3).contiguous().transpose(2, 3), *angles(5, 16, device=device), None, True, False, None
 
 
+def rms_norm_rope_calls(device):
+    """The op, and below the backward, each with a layout of its own."""
+    for q, k, cos, sin, ids, *options in rope_arguments(device):
+        heads_axis = 1 if options[0] else 2
+        for row_wise in (False, True):
+            sizes = [x.size(3) * (x.size(heads_axis) if row_wise else 1) for x in (q, k)]
+            weights = [torch.randn(size, device=device) for size in sizes]
+            yield "rms_norm_rope", (q, k, *weights, cos, sin, ids, 1e-6, 1.0, False, row_wise, *options)
+
+
+def rms_norm_rope_other_calls(device):
+    for index, (_, (q, k, q_weight, k_weight, *options)) in enumerate(rms_norm_rope_calls(device)):
+        if k.stride(-1) == 1:
+            yield "rms_norm_rope_", (q, k, q_weight, k_weight, *options)
+        weights = (None, k_weight) if index % 3 == 0 else (q_weight, k_weight)
+        grads = (torch.randn_like(q), torch.randn_like(k))
+        yield "rms_norm_rope_backward", (*grads, q, k, *weights, *options, True, index % 2 == 0)
+
+
 def glu_calls(device):
     gate, up = torch.randn(2, 3, 4, 16, device=device)
     yield "swiglu", (gate, up)
@@ -168,6 +187,7 @@ def differentiable_calls(device):
     yield from linear_loss_calls(device)
     yield from layer_norm_calls(device)
     yield from (("rope", arguments) for arguments in rope_arguments(device))
+    yield from rms_norm_rope_calls(device)
     yield from glu_calls(device)
     yield from bias_act_calls(device)
 
@@ -180,6 +200,7 @@ def other_calls(device):
         yield "rope_backward", arguments
         if arguments[1].stride(-1) == 1:
             yield "rope_", arguments
+    yield from rms_norm_rope_other_calls(device)
     yield from glu_backward_calls(device)
     yield from bias_act_backward_calls(device)
     yield from optimizer_calls(device)

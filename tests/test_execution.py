@@ -129,12 +129,23 @@ def loss_and_gradient(x):
     return grad, loss
 
 
+def even_rms_norm_rope(x):
+    return llmkernels.rms_norm_rope(x[None, None], x[None, None], x[0], x[0], x, x, layout="bhtd")[0]
+
+
+def rms_norm_rope_backward(x):
+    heads, options = [x[None, None]] * 4, (1e-6, 0.0, True, False, True, False, None, True, True)
+    return torch.ops.llmkernels.rms_norm_rope_backward(*heads, x[0], x[0], x, x, None, *options)
+
+
 PRODUCERS = {
     "rms_norm": lambda x: llmkernels.rms_norm(x),
     "rms_norm of unaligned rows": lambda x: llmkernels.rms_norm(x[:, 1:]),
     "add_rms_norm": lambda x: llmkernels.add_rms_norm(x, x)[1],
     "swiglu": lambda x: llmkernels.swiglu(x, x),
     "rope": lambda x: even_rope(x)[0, 0],
+    "rms_norm_rope": lambda x: even_rms_norm_rope(x)[0, 0],
+    "rms_norm_rope_backward": lambda x: rms_norm_rope_backward(x)[0][0, 0],
     "rms_norm_backward": lambda x: torch.ops.llmkernels.rms_norm_backward(x, x, x[0], None, 1e-6, 0.0, True, True)[0],
     "layer_norm": lambda x: llmkernels.layer_norm(x, x[0], x[1]),
     "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, True, True)[0],
@@ -151,6 +162,10 @@ CONSUMERS = {
     "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, True, True),
     "swiglu": lambda x: llmkernels.swiglu(x, x),
     "rope": lambda x: even_rope(x[:, : x.size(1) // 2 * 2]),
+    "rms_norm_rope": even_rms_norm_rope,
+    "rms_norm_rope of unaligned rows": lambda x: even_rms_norm_rope(x[:, 1:-1]),
+    "rms_norm_rope_backward": rms_norm_rope_backward,
+    "rms_norm_rope_backward of unaligned rows": lambda x: rms_norm_rope_backward(x[:, 1:-1]),
     "rms_norm_backward": lambda x: torch.ops.llmkernels.rms_norm_backward(x, x, x[0], None, 1e-6, 0.0, True, True),
     "rms_norm_backward of unaligned rows": lambda x: torch.ops.llmkernels.rms_norm_backward(
         x[:, 1:], x[:, 1:], x[0, 1:], None, 1e-6, 0.0, True, True

@@ -230,6 +230,33 @@ def fuzz_rope(generator, device):
     assert_same(ours(*inputs, inplace=True), rotated, "in place")
 
 
+def fuzz_rms_norm_rope(generator, device):
+    dtype = generator.choice(DTYPES)
+    batch, tokens = generator.randint(1, 3), size(generator, 200 if device == "cuda" else 20)
+    heads, kv_heads = (generator.choice([1, 2, 3, 4, 7, 8, 17, 28]) for _ in range(2))
+    head_dim = generator.choice([2, 16, 60, 64, 80, 128, 256, generator.randint(2, 300)])
+    rotary_dim = generator.choice([head_dim // 2 * 2, 2 * generator.randint(1, head_dim // 2)])
+    layout, row_wise = generator.choice(["bhtd", "bthd"]), generator.random() < 0.4
+    options = {"layout": layout, "interleaved": generator.random() < 0.4, "rotary_dim": rotary_dim}
+    options |= {"row_wise": row_wise, "cast_before_weight": generator.random() < 0.5, "eps": 1e-5}
+
+    packed = scaled_rows(batch, tokens, heads + kv_heads + 1, head_dim, dtype=dtype, device=device)
+    if generator.random() < 0.2:  # misaligned
+        packed = torch.cat((packed.new_zeros(1), packed.flatten()))[1:].view(packed.shape)
+    q, k, _ = packed.split((heads, kv_heads, 1), 2)
+    if layout == "bhtd":
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+    sizes = [head_dim * (h if row_wise else 1) for h in (heads, kv_heads)]
+    weights = [torch.randn(length, device=device).to(dtype) for length in sizes]
+    angle_dtype = generator.choice([dtype, torch.float32])
+    width = rotary_dim // 2 if generator.random() < 0.5 else rotary_dim
+    inputs = q, k, *weights, *angles(tokens, width, dtype=angle_dtype, device=device)
+    ours, eager = (partial(module.rms_norm_rope, **options) for module in (llmkernels, oracles))
+    check(ours, eager, inputs, count=4)
+    expected = ours(*inputs)
+    assert_same(ours(*inputs, inplace=True), expected, "in place")
+
+
 KINDS = {
     "softmax": fuzz_softmax,
     "cross_entropy": fuzz_cross_entropy,
@@ -240,4 +267,5 @@ KINDS = {
     "glu": fuzz_glu,
     "bias_act": fuzz_bias_act,
     "rope": fuzz_rope,
+    "rms_norm_rope": fuzz_rms_norm_rope,
 }

@@ -250,6 +250,23 @@ def test_more_than_2_32_elements_rope(layout):
     assert torch.equal(q, rotated)
 
 
+@pytest.mark.large(50)
+def test_more_than_2_32_elements_rms_norm_rope():
+    """Every head is as if it were alone, forward and backward."""
+    tokens, heads, dim = 2**20 + 1, 32, 128
+    q = torch.empty(1, tokens, heads, dim, dtype=torch.bfloat16, device="cuda").normal_()
+    k, weight = q[:, :, :1].clone(), torch.rand(dim, device="cuda").bfloat16()
+    shared = weight, weight, *angles(tokens, dim, dtype=q.dtype, device="cuda")
+    out, out_k = llmkernels.rms_norm_rope(q, k, *shared)
+    backward, options = torch.ops.llmkernels.rms_norm_rope_backward, (1e-6, 0.0, True, False, False, False, None)
+    grad = backward(out, out_k, q, k, *shared, None, *options, True, True)[0]
+    for head in (0, 17, 31):
+        one, one_out = (t[:, :, head : head + 1].clone() for t in (q, out))
+        assert torch.equal(llmkernels.rms_norm_rope(one, k, *shared)[0], one_out)
+        expected = backward(one_out, out_k, one, k, *shared, None, *options, True, True)[0]
+        assert torch.equal(grad[:, :, head : head + 1], expected)
+
+
 @pytest.mark.large(60)
 def test_more_than_2_31_rows():
     x = torch.ones(2**31 + 5, 1, dtype=torch.bfloat16, device="cuda")
@@ -280,6 +297,10 @@ def every_path():
         yield case, torch.float32, 16384, 2
         yield case, torch.float16, 2048, 900  # several rows per group in the persistent backward
         yield case, torch.float32, 33, 70  # more rows than partial sums
+    for name in ("rms_norm_rope", "rms_norm_rope_gemma", "rms_norm_rope_row_wise"):
+        for dtype in (torch.bfloat16, torch.float32):
+            yield case_named(name), dtype, 128, 1500  # several rows per group in the persistent backward
+        yield case_named(name), torch.float32, 126, 9
     for name in ("rope", "swiglu_packed", "bias_swiglu"):
         yield case_named(name), torch.float32, 256, 4
     yield case_named("bias_gelu"), torch.bfloat16, 2064, 1100  # several strips, several rows per block in the backward

@@ -74,6 +74,22 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "rope_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin, Tensor? position_ids, bool heads_first, "
       "bool interleaved, int? rotary_dim) -> (Tensor, Tensor)");
 
+  // rms_norm_rope.cpp; a row of the norm is a head of a token, or all of its heads if row_wise
+  differentiable("rms_norm_rope",
+                 "(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
+                 "Tensor? position_ids=None, float eps=1e-6, float weight_offset=0.0, bool cast_before_weight=True, "
+                 "bool row_wise=False, bool heads_first=False, bool interleaved=False, int? rotary_dim=None) -> "
+                 "(Tensor, Tensor)");
+  ops.def(
+      "rms_norm_rope_(Tensor(a!) q, Tensor(b!) k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, "
+      "Tensor? position_ids=None, float eps=1e-6, float weight_offset=0.0, bool cast_before_weight=True, "
+      "bool row_wise=False, bool heads_first=False, bool interleaved=False, int? rotary_dim=None) -> ()");
+  ops.def(
+      "rms_norm_rope_backward(Tensor grad_q, Tensor grad_k, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, "
+      "Tensor cos, Tensor sin, Tensor? position_ids, float eps, float weight_offset, bool cast_before_weight, "
+      "bool row_wise, bool heads_first, bool interleaved, int? rotary_dim, bool needs_grad_q_weight, "
+      "bool needs_grad_k_weight) -> (Tensor, Tensor, Tensor, Tensor)");
+
   // bias_act.cpp
   differentiable("bias_gelu", "(Tensor x, Tensor? bias=None, str approximate='none') -> Tensor");
   ops.def(

@@ -16,6 +16,7 @@ from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
 from llmkernels.ops.linear_cross_entropy import linear_cross_entropy
 from llmkernels.ops.rms_norm import add_rms_norm, rms_norm
+from llmkernels.ops.rms_norm_rope import rms_norm_rope
 from llmkernels.ops.rope import rope
 from llmkernels.ops.sampling import sample
 from llmkernels.ops.softmax import log_softmax, softmax
@@ -37,6 +38,7 @@ __all__ = [
     "relu2_glu",
     "rms_norm",
     "rms_norm_linear",
+    "rms_norm_rope",
     "rope",
     "rope_kv_write",
     "sample",

@@ -18,7 +18,7 @@ _ops = torch.ops.llmkernels
 _rope = caller("rope")
 
 _NO_GRADIENT = "rope: cos and sin must not require a gradient, there is none for them; detach() them"
-_HEADS_FIRST = {"bthd": False, "bhtd": True}
+HEADS_FIRST = {"bthd": False, "bhtd": True}
 
 
 @public
@@ -74,7 +74,7 @@ def rope(
     >>> rope(q, k, cos=torch.zeros(1, 2), sin=torch.ones(1, 2))[0]
     tensor([[[[-1.,  1.]]]])
     """
-    heads_first = _HEADS_FIRST.get(layout)
+    heads_first = HEADS_FIRST.get(layout)
     if heads_first is None:
         raise ValueError(f"rope: layout must be 'bthd' or 'bhtd', got {layout!r}")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
@@ -82,8 +82,7 @@ def rope(
     if inplace:
         refuse_gradients("rope", "inplace must be False where q or k requires a gradient, got True", q=q, k=k)
         _ops.rope_(q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
-        if not torch.compiler.is_compiling():  # nobody else tells autograd of the write
-            torch.autograd.graph.increment_version([x for x in (q, k) if not x.is_inference()])
+        count_writes(q, k)
         return q, k
     if cos.dtype != q.dtype and cos.is_floating_point():
         common = torch.promote_types(q.dtype, cos.dtype)
@@ -91,18 +90,24 @@ def rope(
     return _rope(q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    """In the memory order of x if that keeps the heads contiguous: see output_like() in csrc/torch/rope.cpp."""
+def count_writes(*tensors: Tensor) -> None:
+    """Nobody else tells autograd that an op has written to them."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """In the memory order of x if that keeps the heads contiguous: see output_like() in csrc/torch/rope_call.h."""
     out = torch.empty_like(x)
     return out if out.shape[-1] <= 1 or out.stride(-1) == 1 else out.contiguous()
 
 
-register_fake("rope", lambda q, k, *options, **named: (_empty_like(q), _empty_like(k)))
+register_fake("rope", lambda q, k, *options, **named: (empty_like(q), empty_like(k)))
 
 
 register_fake("rope_", lambda *arguments, **named: None, overloads=("",))
 register_fake(
-    "rope_backward", lambda grad_q, grad_k, *others: (_empty_like(grad_q), _empty_like(grad_k)), overloads=("",)
+    "rope_backward", lambda grad_q, grad_k, *others: (empty_like(grad_q), empty_like(grad_k)), overloads=("",)
 )
 
 
@@ -122,7 +127,7 @@ def _backward(ctx, grad_q, grad_k):
 register_autograd("rope", _backward, _setup_context)
 
 
-def _at_once(op, size, dims, q, k, cos, sin, position_ids, *options):
+def at_once(op, size, dims, q, k, cos, sin, position_ids, *options):
     """A batch of vmap becomes part of the op's own, B. A table of angles for each is left to one by one."""
     if position_ids is not None and dims[2:4] != (None, None):
         return None
@@ -148,5 +153,5 @@ def _at_once(op, size, dims, q, k, cos, sin, position_ids, *options):
     return tuple(x.unflatten(0, (size, batch)) for x in results), (0, 0)
 
 
-register_vmap("rope", _at_once)
-register_vmap("rope_backward", _at_once)
+register_vmap("rope", at_once)
+register_vmap("rope_backward", at_once)

@@ -5,7 +5,33 @@ from .mutation import Mutation
 CPU_ATTENTION, CPU_SAMPLING = "csrc/cpu/decode_attention.cpp", "csrc/cpu/sampling.cpp"
 CPU_NORM, CPU_ROPE, CPU_GLU = "csrc/cpu/norm.cpp", "csrc/cpu/rope.cpp", "csrc/cpu/glu.cpp"
 
+CPU_NORM_ROPE = "csrc/cpu/rms_norm_rope.cpp"
+
 CPU = [
+    Mutation(
+        "cpu_norm_rope_swapped_rounding",
+        "multiplies by the weight before it rounds",
+        CPU_NORM_ROPE,
+        "x[i] = rounded<T>((cast_before_weight ? rounded<T>(n) : n) * scale[i]);",
+        "x[i] = rounded<T>((cast_before_weight ? n : n) * scale[i]);",
+        "tests/test_rms_norm_rope.py -k 'where_eager_does or two_ops'",
+    ),
+    Mutation(
+        "cpu_norm_rope_unrounded_norm",
+        "rotates what has not been rounded",
+        CPU_NORM_ROPE,
+        "x[i] = rounded<T>((cast_before_weight ? rounded<T>(n) : n) * scale[i]);",
+        "x[i] = (cast_before_weight ? rounded<T>(n) : n) * scale[i];",
+        "tests/test_rms_norm_rope.py -k 'where_eager_does or two_ops'",
+    ),
+    Mutation(
+        "cpu_norm_rope_inverse",
+        "the backward is the inverse of the rotation, not its transpose",
+        CPU_NORM_ROPE,
+        "of_b = p.transposed ? sin + distance : sin;",
+        "of_b = p.transposed ? sin : sin;",
+        "tests/test_rms_norm_rope.py -k gradcheck",
+    ),
     Mutation(
         "cpu_skipped_reduction",
         "a row's sum of squares is that of its last block",

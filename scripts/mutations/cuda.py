@@ -6,7 +6,34 @@ NORM, BACKWARD = "csrc/kernels/norm/forward.cuh", "csrc/kernels/norm/backward.cu
 ROPE, ACTIVATION = "csrc/kernels/rope/rope.cu", "csrc/kernels/activation/activation.cuh"
 REDUCE = "csrc/device/reduce.cuh"
 
+NORM_ROPE, NORM_ROPE_BACKWARD = "csrc/kernels/rope/rms_norm_rope.cu", "csrc/kernels/rope/rms_norm_rope_backward.cu"
+
 CUDA = [
+    Mutation(
+        "cuda_norm_rope_swapped_rounding",
+        "multiplies by the weight before it rounds",
+        NORM_ROPE,
+        "(cast_before_weight ? n[i] : v[i] * rstd) * (offset + w[i])",
+        "(cast_before_weight ? v[i] * rstd : v[i] * rstd) * (offset + w[i])",
+        "tests/test_rms_norm_rope.py -k 'where_eager_does and cuda'",
+    ),
+    Mutation(
+        "cuda_norm_rope_reused_buffer",
+        "one buffer for the sums of successive rows, with no barrier in between",
+        NORM_ROPE_BACKWARD,
+        "group_sum(sums, group, shared[parity]);",
+        "group_sum(sums, group, shared[0]);",
+        "tests/test_memory.py -k 'every_kernel_path and rms_norm_rope_row_wise-float32-128x1500'",
+        tool="racecheck",
+    ),
+    Mutation(
+        "cuda_norm_rope_first_group_only",
+        "the gradient of a weight lacks the rows of a block's other groups",
+        NORM_ROPE_BACKWARD,
+        "for (int g = 1; g < blockDim.y; ++g) sum += group_sums[g * norm.cols + c];",
+        "",
+        "tests/test_rms_norm_rope.py -k 'forward_and_backward and cuda'",
+    ),
     Mutation(
         "cuda_skipped_reduction",
         "a row's sum of squares is that of one thread",

@@ -13,85 +13,17 @@
 #include "rope.h"
 
 #include <algorithm>
-#include <initializer_list>
 
 #include "device/ptx.cuh"
 #include "device/vec.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "rotation.cuh"
 
 namespace llmk::kernels {
 namespace {
 
 constexpr int kHeads = 2;  // heads per thread and iteration, whose loads are in flight together
-
-// Where the two vectors of the thread at pair d (a multiple of N) begin in a head. With N = 1 an interleaved pair is
-// two neighbours; with N > 1 each vector holds whole interleaved pairs.
-template <int N, bool kInterleaved>
-struct Span {
-  int64_t low, high;
-  __device__ Span(int64_t d, int64_t half)
-      : low(kInterleaved && N == 1 ? 2 * d : d), high(kInterleaved && N == 1 ? 2 * d + 1 : d + half) {}
-};
-
-// Whether both elements of a pair lie in the same vector, rather than one each in the low and the high vector.
-template <int N, bool kInterleaved>
-constexpr bool kNeighbours = kInterleaved&& N > 1;
-
-// The elements of `low` and `high` that each element is paired with.
-template <typename T, int N, bool kInterleaved>
-__device__ void partners(const Vec<T, N>& low, const Vec<T, N>& high, Vec<T, N>& of_low, Vec<T, N>& of_high) {
-  if constexpr (kNeighbours<N, kInterleaved>) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) of_low.data[i] = low.data[i ^ 1], of_high.data[i] = high.data[i ^ 1];
-  } else {
-    of_low = high;
-    of_high = low;
-  }
-}
-
-// The factors of the two vectors of a thread: out = x * own + partner * other.
-template <typename T, int N>
-struct Rotation {
-  Vec<T, N> own_low, own_high, other_low, other_high;
-};
-
-// cos or sin of the two vectors.
-template <typename T, int N, bool kInterleaved>
-__device__ void load_angles(const T* row, int64_t d, const Span<N, kInterleaved>& at, bool half_width, Vec<T, N>& low,
-                            Vec<T, N>& high) {
-  if (!half_width) {
-    low = Vec<T, N>::load(row + at.low);
-    high = Vec<T, N>::load(row + at.high);
-  } else if constexpr (kNeighbours<N, kInterleaved>) {  // one angle for two neighbours
-#pragma unroll
-    for (int i = 0; i < N; ++i) low.data[i] = row[(at.low + i) / 2], high.data[i] = row[(at.high + i) / 2];
-  } else {
-    low = high = Vec<T, N>::load(row + d);
-  }
-}
-
-template <typename T, int N, bool kInterleaved>
-__device__ Rotation<T, N> load_rotation(const T* cos, const T* sin, int64_t d, const Span<N, kInterleaved>& at,
-                                        const RopeParams& params) {
-  using V = Vec<T, N>;
-  Rotation<T, N> rotation;
-  V sin_low, sin_high;
-  load_angles(cos, d, at, params.half_width, rotation.own_low, rotation.own_high);
-  load_angles(sin, d, at, params.half_width, sin_low, sin_high);
-  if (params.transposed) {  // the sin of the other element of the pair
-    V other_low, other_high;
-    partners<T, N, kInterleaved>(sin_low, sin_high, other_low, other_high);
-    sin_low = other_low;
-    sin_high = other_high;
-  }
-  // The first element of a pair gets -sin, the second sin; the transpose has it the other way round.
-  const float sign = params.transposed ? 1.f : -1.f;
-  constexpr bool kAlternating = kNeighbours<N, kInterleaved>;
-  rotation.other_low = V::of([&](int i) { return (kAlternating && i % 2 ? -sign : sign) * sin_low[i]; });
-  rotation.other_high = V::of([&](int i) { return (kAlternating && i % 2 == 0 ? sign : -sign) * sin_high[i]; });
-  return rotation;
-}
 
 // One head of one token.
 template <typename T>
@@ -106,25 +38,6 @@ struct Head {
     out = static_cast<T*>(tensor.out) + b * tensor.out_batch + t * tensor.out_token + h * tensor.out_head;
   }
 };
-
-// Finds the rows of cos and sin that belong to a token; false for a position outside the table.
-template <typename T>
-__device__ bool angle_rows(const RopeParams& params, int64_t b, int64_t t, const T*& cos, const T*& sin) {
-  cos = static_cast<const T*>(params.cos);
-  sin = static_cast<const T*>(params.sin);
-  if (!params.position_ids) {
-    cos += b * params.cos_batch + t * params.cos_token;
-    sin += b * params.sin_batch + t * params.sin_token;
-    return true;
-  }
-  const int64_t at = b * params.positions_batch + t * params.positions_token;
-  const int64_t position = params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
-                                                     : static_cast<const int32_t*>(params.position_ids)[at];
-  if (position < 0 || position >= params.table_rows) return false;
-  cos += position * params.cos_row;
-  sin += position * params.sin_row;
-  return true;
-}
 
 // N: elements per access, 1 where something is not aligned to 16 bytes. kInterleaved is a template parameter because
 // its pairs lie in other registers.
@@ -156,14 +69,7 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams params, bool
     };
     int first = threadIdx.y;
     load(first);  // before the angles, so that both loads are in flight
-    Rotation<T, N> rotation;
-    const T *cos, *sin;
-    if (angle_rows(params, b, t, cos, sin)) {
-      rotation = load_rotation(cos, sin, d, at, params);
-    } else {  // no such position: NaN, rather than a wrong rotation
-      rotation.own_low = rotation.own_high = rotation.other_low = rotation.other_high =
-          V::of([](int) { return __int_as_float(0x7fc00000); });
-    }
+    const Rotation<T, N> rotation = load_rotation_of<T>(params, b, t, d, at);
     while (true) {
 #pragma unroll
       for (int j = 0; j < kHeads; ++j) {
@@ -192,18 +98,7 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams params, bool
 template <typename T>
 bool is_vector(const RopeParams& p) {
   constexpr int N = kVecWidth<T>;
-  const auto multiple = [](std::initializer_list<int64_t> strides) {
-    return std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride % N == 0; });
-  };
-  const auto tensor = [&](const RopeTensor& x) {
-    return is_aligned(x.in, 16) && is_aligned(x.out, 16) &&
-           multiple({x.in_batch, x.in_token, x.in_head, x.out_batch, x.out_token, x.out_head});
-  };
-  // Interleaved angles of half width are read one by one.
-  const bool angles = (p.interleaved && p.half_width) ||
-                      (is_aligned(p.cos, 16) && is_aligned(p.sin, 16) &&
-                       multiple({p.cos_batch, p.cos_token, p.cos_row, p.sin_batch, p.sin_token, p.sin_row}));
-  return p.rotary_dim / 2 % N == 0 && tensor(p.q) && tensor(p.k) && angles;
+  return p.rotary_dim / 2 % N == 0 && are_vectors<T>(p.q, N) && are_vectors<T>(p.k, N) && has_vector_angles<T>(p, N);
 }
 
 // x: pairs of a head, y: heads, in as few rounds as 256 threads allow and then evenly, z: tokens.

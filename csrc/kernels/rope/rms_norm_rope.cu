@@ -1,0 +1,136 @@
+// RMSNorm of queries and keys, of every head by itself or of all heads of a token, then rotary embedding, in one
+// launch. With r = rounding to the dtype, n = x / sqrt(mean(x^2) + eps), m = r(n) with cast_before_weight, else n:
+//
+//   y = r(m (offset + weight))        out = y rotated, as in rope.cu
+//
+// rounded where eager modules round that do one after the other (Qwen3, OLMo 2, Gemma 3). Where cos and sin are float32
+// although q and k are not, the rotation is computed in float32 and rounded once, as OLMo 2 does.
+// Tensors are [batch, tokens, heads, head_dim] by any strides; float32, float16 or bfloat16; float32 arithmetic.
+//
+// Reads and writes every element of q and k once; weights and angles come from the caches. The result may be in place:
+// a thread writes what it alone has read.
+#include "rms_norm_rope.h"
+
+#include "device/ptx.cuh"
+#include "kernels/launch.h"
+#include "rms_norm_rope.cuh"
+#include "rope.h"
+
+namespace llmk::kernels {
+namespace {
+
+using namespace norm_rope;
+
+// The rows of a token: its heads of q, then its heads of k; or q, then k.
+int64_t rows_of_token(const RmsNormRopeParams& params) {
+  return params.row_wise ? 2 : params.rope.q.heads + params.rope.k.heads;
+}
+
+// A: the type of the angles. N: elements per access; 1: threads loop over slots. kInterleaved: see rope.cu.
+template <typename T, typename A, int N, bool kInterleaved>
+__global__ void __launch_bounds__(kMaxThreads<N>, N == 8 ? 2 : 1)
+    rms_norm_rope_kernel(const RmsNormRopeParams params, int slots_per_head, int rows, bool keep_inputs) {
+  constexpr bool kLoops = N == 1;
+  __shared__ float shared[kMaxThreads<N> / 32];
+  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
+  const bool exists = index < params.rope.batch * params.rope.tokens * rows;
+  const Row row(params, rows, index);
+  const int64_t rows_of_q = params.row_wise ? 1 : params.rope.q.heads;
+  const bool is_q = row.head < rows_of_q;
+  const RopeTensor tensor = is_q ? params.rope.q : params.rope.k;
+  const HeadNorm norm = is_q ? params.q : params.k;
+  const int64_t first_head = params.row_wise ? 0 : is_q ? row.head : row.head - rows_of_q;
+  const T* const in = static_cast<const T*>(tensor.in) + row.b * tensor.in_batch + row.t * tensor.in_token +
+                      first_head * tensor.in_head;
+  T* const out =
+      static_cast<T*>(tensor.out) + row.b * tensor.out_batch + row.t * tensor.out_token + first_head * tensor.out_head;
+  const int slots = exists ? static_cast<int>(params.row_wise ? tensor.heads : 1) * slots_per_head : 0;
+  const int of_head = params.row_wise ? slots_per_head : 0;  // 0: there is but one head, and nothing to divide
+  const float eps = static_cast<float>(params.norm.eps), inverse_cols = 1.f / static_cast<float>(norm.cols);
+  const float offset = norm.weight ? static_cast<float>(params.norm.weight_offset) : 0.f;
+  const bool cast_before_weight = params.norm.cast_before_weight;
+  const uint64_t policy = l2_policy(keep_inputs);
+  pdl_launch_dependents();
+  pdl_wait();
+
+  using SlotOf = Slot<N, kInterleaved>;
+  const auto load = [&](const SlotOf& slot) {
+    Values<T, N> x = Values<T, N>::all(0.f);
+    x.load(in + slot.head * tensor.in_head, slot, policy);
+    return x;
+  };
+  const auto load_angles_of = [&](const SlotOf& slot) {
+    return load_rotation_of<A>(params.rope, row.b, row.t, slot.pair, slot.at);
+  };
+  float sums[1] = {0.f};
+  const auto add_squares = [&](const Values<T, N>& x) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[0] += x.low[i] * x.low[i] + x.high[i] * x.high[i];
+  };
+  const auto finish = [&](const SlotOf& slot, const Values<T, N>& x, const Values<T, N>& weight, float rstd,
+                          const Rotation<A, N>& rotation) {
+    const auto normalized = [&](const Vec<T, N>& v, const Vec<T, N>& w) {
+      const auto n = Vec<T, N>::of([&](int i) { return v[i] * rstd; });
+      return Vec<T, N>::of([&](int i) { return (cast_before_weight ? n[i] : v[i] * rstd) * (offset + w[i]); });
+    };
+    const Values<T, N> y{normalized(x.low, weight.low), normalized(x.high, weight.high)};
+    const Values<T, N> result = slot.is_rotated ? rotate</*kRounds=*/false, kInterleaved>(y, rotation) : y;
+    result.store(out + slot.head * tensor.out_head, slot);
+  };
+  const auto rstd_of_row = [&] {
+    group_sum(sums, group, shared);
+    return rsqrtf(sums[0] * inverse_cols + eps);
+  };
+
+  if constexpr (kLoops) {
+    for (int i = group.rank; i < slots; i += group.threads) add_squares(load(SlotOf(params.rope, of_head, i)));
+    const float rstd = rstd_of_row();
+    for (int i = group.rank; i < slots; i += group.threads) {
+      const SlotOf slot(params.rope, of_head, i);
+      Rotation<A, N> rotation;
+      if (slot.is_rotated) rotation = load_angles_of(slot);
+      finish(slot, load(slot), load_weight<T>(norm.weight, slot, policy), rstd, rotation);
+    }
+  } else {
+    const SlotOf slot(params.rope, of_head, group.rank);
+    const bool has_slot = group.rank < slots;
+    Values<T, N> x = Values<T, N>::all(0.f);
+    Rotation<A, N> rotation;
+    if (has_slot) {
+      x = load(slot);
+      if (slot.is_rotated) rotation = load_angles_of(slot);  // in flight during the reduction
+    }
+    add_squares(x);
+    const float rstd = rstd_of_row();
+    // The weight is in L1: its registers are worth more than its latency.
+    if (has_slot) finish(slot, x, load_weight<T>(norm.weight, slot, policy), rstd, rotation);
+  }
+}
+
+}  // namespace
+
+cudaError_t rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStream_t stream) {
+  const int64_t tokens = params.rope.batch * params.rope.tokens, rows = rows_of_token(params);
+  if (tokens == 0 || params.rope.head_dim == 0 || rows == 0) return cudaSuccess;
+  if (tokens > kMaxRopeTokens) return cudaErrorInvalidValue;
+  return dispatch_types(params, dtype, [&](auto element, auto angle, auto width) {
+    using T = typename decltype(element)::type;
+    using A = typename decltype(angle)::type;
+    constexpr int N = decltype(width)::value;
+    DeviceInfo device;
+    if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+    const int64_t bytes = 2 * tokens * (params.rope.q.heads + params.rope.k.heads) * params.rope.head_dim * sizeof(T);
+    const Plan plan = plan_rows<T, N>(params);
+    const auto run = [&](auto kernel) {
+      return launch(kernel, {(tokens * rows + plan.groups - 1) / plan.groups, dim3(plan.threads, plan.groups)}, stream,
+                    params, plan.slots_per_head, static_cast<int>(rows), keeps_inputs(device, bytes));
+    };
+    if (!plan.vector) {
+      return run(params.rope.interleaved ? rms_norm_rope_kernel<T, A, 1, true> : rms_norm_rope_kernel<T, A, 1, false>);
+    }
+    return run(params.rope.interleaved ? rms_norm_rope_kernel<T, A, N, true> : rms_norm_rope_kernel<T, A, N, false>);
+  });
+}
+
+}  // namespace llmk::kernels
