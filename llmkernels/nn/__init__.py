@@ -1,5 +1,6 @@
 """The ops as drop-in modules."""
 
+from llmkernels.nn.fp8 import FP8Linear
 from llmkernels.nn.glu import GEGLU, GatedMLP, SwiGLU
 from llmkernels.nn.linear import RMSNormLinear
 from llmkernels.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -9,6 +10,7 @@ __all__ = [
     "GEGLU",
     "AddLayerNorm",
     "AddRMSNorm",
+    "FP8Linear",
     "GatedMLP",
     "LayerNorm",
     "RMSNorm",
