@@ -11,6 +11,8 @@ namespace llmk::fp8 {
 
 constexpr int64_t kBlock = 128;  // elements of a row that share a scale, where the scales are per block
 
+LLMK_ANYWHERE int64_t groups_per_row(int64_t cols, int64_t group) { return (cols + group - 1) / group; }
+
 // The largest finite number.
 LLMK_ANYWHERE constexpr float max_of(Fp8Format format) { return format == Fp8Format::kE4M3 ? 448.f : 57344.f; }
 

@@ -16,8 +16,6 @@ struct Fp8Output {
   int64_t scale_row_stride, scale_group_stride;
   Fp8Format format;
   bool power_of_two;
-
-  int64_t groups_per_row() const { return (cols + group - 1) / group; }
 };
 
 struct Fp8QuantizeParams {

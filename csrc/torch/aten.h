@@ -82,6 +82,8 @@ NewTensor linear(AtenTensorHandle x, AtenTensorHandle weight, const OptionalTens
 NewTensor scaled_mm(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle a_scale, AtenTensorHandle b_scale,
                     const OptionalTensor& bias, const OptionalTensor& result_scale, Code dtype, bool fast_accumulation)
     LLMK_SYMBOL("_ZN2at4_ops10_scaled_mm4callERKNS_6TensorES4_S4_S4_RKSt8optionalIS2_ES8_S5_IN3c1010ScalarTypeEEb");
+AtenTensorHandle mm_out(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle result)
+    LLMK_SYMBOL("_ZN2at4_ops6mm_out4callERKNS_6TensorES4_RS2_");
 AtenTensorHandle zero_(AtenTensorHandle tensor) LLMK_SYMBOL("_ZN2at4_ops5zero_4callERNS_6TensorE");
 AtenTensorHandle add_(AtenTensorHandle target, AtenTensorHandle other, const Scalar& factor)
     LLMK_SYMBOL("_ZN2at4_ops11add__Tensor4callERNS_6TensorERKS2_RKN3c106ScalarE");
@@ -105,10 +107,14 @@ inline void check(AOTITorchError code, const char* name) {
 
 // Calls an op through the dispatcher; `Result` is Tensor or void.
 template <typename Result, typename... Values>
-Result call_stable(const char* op, const Values&... values) {
+Result call_overload(const char* op, const char* overload, const Values&... values) {
   std::array<StableIValue, sizeof...(Values)> stack{torch::stable::detail::from(values)...};
-  check(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION), op);
+  check(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION), op);
   if constexpr (!std::is_void_v<Result>) return torch::stable::detail::to<Result>(stack[0]);
+}
+template <typename Result, typename... Values>
+Result call_stable(const char* op, const Values&... values) {
+  return call_overload<Result>(op, "", values...);
 }
 
 // An uninitialised tensor on the device of `like`.
@@ -154,6 +160,16 @@ inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<
   if (!symbol::linear) return call_stable<Tensor>("aten::linear", x, weight, bias);
   const OptionalTensor borrowed = borrow(bias);
   return own([&] { return symbol::linear(x.get(), weight.get(), borrowed); });
+}
+
+// result = a b. Autocast leaves it alone, unlike linear().
+inline void mm(const Tensor& a, const Tensor& b, const Tensor& result) {
+  [[maybe_unused]] const CaptureScope capture;
+  if (symbol::mm_out) {
+    symbol::mm_out(a.get(), b.get(), result.get());
+  } else {
+    call_overload<Tensor>("aten::mm", "out", a, b, result);
+  }
 }
 
 // a b of FP8 matrices, times their scales.

@@ -39,7 +39,7 @@ Tensor empty_scale(const Options& options, IntHeaderOnlyArrayRef sizes, const Te
   std::vector<int64_t> shape(sizes.begin(), sizes.end()), strides(sizes.size());
   const bool by_block = options.granularity == "block";
   int64_t& groups = shape.back();
-  groups = by_block ? (groups + fp8::kBlock - 1) / fp8::kBlock : 1;
+  groups = by_block ? fp8::groups_per_row(groups, fp8::kBlock) : 1;
   int64_t rows = 1;
   for (size_t i = sizes.size() - 1; i-- > 0; rows *= std::max<int64_t>(1, sizes[i])) strides[i] = rows;
   strides.back() = by_block ? rows : 1;

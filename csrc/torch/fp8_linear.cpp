@@ -5,8 +5,8 @@
 //   GPU, bfloat16 result           | _scaled_mm of torch, scales by rows       | in the product
 //   the same, float16 result       | the same, where cuBLASLt has that         | in the product
 //   GPU, any other                 | _scaled_mm of torch, unit scales, float32 | a kernel
-//   CPU                            | linear of torch in float32, of as many    | a function
-//                                  | rows of the weight as fit the cache       |
+//   CPU                            | mm of torch in float32, of a part of the  | a function
+//                                  | weight at a time                          |
 //
 // The product is torch's, since it takes cuBLASLt or CUTLASS by GPU and version, and its op has had this signature from
 // torch 2.10 to 2.15. It takes sizes and rows that are multiples of 16 bytes; others are copied and padded by zeros.
@@ -115,13 +115,14 @@ Tensor widened(const Rows& source, int64_t begin, int64_t end) {
 
 Tensor on_cpu(const Fp8Linear& f, IntHeaderOnlyArrayRef sizes) {
   const Tensor y = empty(sizes, f.out_type, f.x);
-  constexpr int64_t kElements = int64_t{1} << 20;  // of the weight that are floats at a time
+  constexpr int64_t kElements = int64_t{1} << 22;  // of the weight that are floats at a time
   const Rows x = as_rows(f.x), weight = as_rows(f.weight);
   const Tensor wide_x = widened(x, 0, x.rows);
   const int64_t step = std::max<int64_t>(16, kElements / std::max<int64_t>(1, weight.cols));
   for (int64_t begin = 0; begin < weight.rows; begin += step) {
     const int64_t end = std::min(weight.rows, begin + step);
-    const Tensor acc = aten::linear(wide_x, widened(weight, begin, end), std::nullopt);
+    const Tensor part = widened(weight, begin, end), acc = empty({x.rows, end - begin}, ScalarType::Float, f.x);
+    aten::mm(wide_x, view(part, {weight.cols, end - begin}, {1, weight.cols}, 0), acc);
     Fp8EpilogueParams params = epilogue(f, y, x.rows, begin, end);
     params.acc = floats(acc);
     params.acc_stride = params.cols;

@@ -42,9 +42,9 @@ def fp8_quantize(
         power_of_two: round scales up to a power of two: the quotients are exact then.
 
     Returns:
-        (q, scale): q of ``fp8_dtype`` with the shape of ``x``, contiguous; scale float32, to multiply q by. Its shape is
-        (..., 1) for "token", contiguous; (..., ceil(N / 128)) for "block", with the rows next to each other in memory,
-        so that its strides are (1, rows) for a matrix ``x``; () for "tensor". These are the layouts that
+        (q, scale): q of ``fp8_dtype`` with the shape of ``x``, contiguous; scale of float32, to multiply q by. Its
+        shape is (..., 1) for "token", contiguous; (..., ceil(N / 128)) for "block", with the rows next to each other in
+        memory, so that its strides are (1, rows) for a matrix ``x``; () for "tensor". These are the layouts that
         ``torch._scaled_mm`` takes: ``q, scale`` for its first operand, ``q.t(), scale.t()`` for its second, which is a
         weight with a scale per output channel.
 

@@ -32,7 +32,8 @@ struct GroupOfRow {
 
   __device__ explicit GroupOfRow(const Fp8Output& out)
       : threads{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)} {
-    const int64_t group = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y, per_row = out.groups_per_row();
+    const int64_t group = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    const int64_t per_row = fp8::groups_per_row(out.cols, out.group);
     row = per_row == 1 ? group : group / per_row;
     index = group - row * per_row;
     begin = index * out.group;
@@ -165,7 +166,7 @@ cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStrea
     DeviceInfo device;
     if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
     const bool vector = is_vector<T>(params);
-    const int64_t groups = out.rows * out.groups_per_row(), cols = std::min(out.group, out.cols);
+    const int64_t groups = out.rows * fp8::groups_per_row(out.cols, out.group), cols = std::min(out.group, out.cols);
     const int most = !vector ? 0 : params.up ? Swiglu<T>::kMostVectors : Plain<T>::kMostVectors;
     const bool few_groups = vector && groups <= kFewRowsPerSm * device.sm_count;
     const GroupPlan plan = plan_group(cols / (vector ? N : 1), few_groups, most);

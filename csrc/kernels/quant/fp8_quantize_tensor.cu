@@ -1,6 +1,8 @@
 // FP8 quantization with one scale for all elements, by the formula of fp8_quantize.cu: a kernel for the maximum of each
 // block's elements, then one that takes the maximum of those and converts. Both are grids of as many blocks as fill the
 // GPU, and a block reads the same elements in both. Reads x twice, since nothing can be written before all is read.
+#include <algorithm>
+
 #include "fp8.cuh"
 #include "fp8.h"
 #include "kernels/dispatch.cuh"
