@@ -12,33 +12,30 @@
 namespace llmk::cpu {
 namespace {
 
-// A format of one sign, `exponent` and kMantissa bits, as integers of float32.
-struct E4M3 {
-  static constexpr Fp8Format kFormat = Fp8Format::kE4M3;
-  static constexpr int kMantissa = 3, kBias = 7;
+// A format: the bits of its mantissa, the bias of its exponent, and in float32 how far it is from there and its
+// smallest normal number.
+template <Fp8Format kFormat_, int32_t kMantissa_, int32_t kBias_>
+struct Format {
+  static constexpr Fp8Format kFormat = kFormat_;
+  static constexpr int32_t kMantissa = kMantissa_, kBias = kBias_;
+  static constexpr int32_t kShift = 23 - kMantissa, kSmallestNormal = (127 - kBias + 1) << 23;
 };
-struct E5M2 {
-  static constexpr Fp8Format kFormat = Fp8Format::kE5M2;
-  static constexpr int kMantissa = 2, kBias = 15;
-};
-
-template <typename F>
-constexpr int32_t kShift = 23 - F::kMantissa;
-template <typename F>
-constexpr int32_t kSmallestNormal = (127 - F::kBias + 1) << 23;  // as float32
+using E4M3 = Format<Fp8Format::kE4M3, 3, 7>;
+using E5M2 = Format<Fp8Format::kE5M2, 2, 15>;
 
 // Rounds to nearest even, saturated; NaN stays NaN.
 template <typename F>
 inline uint8_t to_fp8(float x) {
-  constexpr int32_t kOne = 1, kMax = kSmallestNormal<F>;
+  constexpr int32_t kOne = 1;
   // Adding a power of two whose last bit is the smallest subnormal aligns the bits of a subnormal result.
   constexpr int32_t kAligned = (127 + 23 - (F::kBias - 1 + F::kMantissa)) << 23;
   const int32_t bits = bit_cast<int32_t>(x), given = bits & INT32_MAX;
   const int32_t magnitude = std::min(given, bit_cast<int32_t>(fp8::max_of(F::kFormat)));
-  const int32_t half = (kOne << (kShift<F> - 1)) - 1 + ((magnitude >> kShift<F>)&1);
-  const int32_t normal = ((magnitude + half) >> kShift<F>)-((127 - F::kBias) << F::kMantissa);
+  const int32_t last_bit = (magnitude >> F::kShift) & 1, almost_half = (kOne << (F::kShift - 1)) - 1;
+  const int32_t nearest = (magnitude + almost_half + last_bit) >> F::kShift;
+  const int32_t normal = nearest - ((127 - F::kBias) << F::kMantissa);
   const int32_t subnormal = bit_cast<int32_t>(bit_cast<float>(magnitude) + bit_cast<float>(kAligned)) - kAligned;
-  int32_t code = magnitude < kMax ? subnormal : normal;
+  int32_t code = magnitude < F::kSmallestNormal ? subnormal : normal;
   code = given > 0x7f800000 ? 0x7f : code;
   return static_cast<uint8_t>(code | ((bits >> 24) & 0x80));
 }
@@ -47,9 +44,9 @@ inline uint8_t to_fp8(float x) {
 template <typename F>
 inline float from_fp8(uint8_t x) {
   constexpr uint32_t kRebias = static_cast<uint32_t>(127 - F::kBias) << 23;
-  const uint32_t code = x & 0x7fu, magnitude = code << kShift<F>;
+  const uint32_t code = x & 0x7fu, magnitude = code << F::kShift;
   const float normal = bit_cast<float>(magnitude + kRebias);
-  const float subnormal = bit_cast<float>(magnitude + kRebias + 0x00800000u) - bit_cast<float>(kSmallestNormal<F>);
+  const float subnormal = bit_cast<float>(magnitude + kRebias + 0x00800000u) - bit_cast<float>(F::kSmallestNormal);
   float value = magnitude < 0x00800000u ? subnormal : normal;
   if constexpr (F::kFormat == Fp8Format::kE4M3) {
     value = code == 0x7fu ? bit_cast<float>(0x7fc00000u) : value;

@@ -4,10 +4,11 @@ replacement of text, and the tests that must notice."""
 from .cpu import CPU
 from .cuda import CUDA
 from .cuda_decode import CUDA_DECODE
+from .fp8 import FP8
 from .host import HOST
 from .mutation import Mutation
 from .optim import OPTIM
 
-MUTATIONS = CUDA + CUDA_DECODE + CPU + HOST + OPTIM
+MUTATIONS = CUDA + CUDA_DECODE + CPU + HOST + OPTIM + FP8
 
 __all__ = ["MUTATIONS", "Mutation"]
