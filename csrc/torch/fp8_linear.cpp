@@ -2,8 +2,8 @@
 //
 //   where                          | product                                   | scales and bias
 //   -------------------------------|-------------------------------------------|--------------------
-//   GPU, bfloat16 result           | _scaled_mm of torch, scales by rows       | in the product
-//   the same, float16 result       | the same, where cuBLASLt has that         | in the product
+//   GPU, weight of e4m3, bfloat16  | _scaled_mm of torch, scales by rows       | in the product
+//   the same, float16              | the same, where cuBLASLt has that         | in the product
 //   GPU, any other                 | _scaled_mm of torch, unit scales, float32 | a kernel
 //   CPU                            | mm of torch in float32, of a part of the  | a function
 //                                  | weight at a time                          |
@@ -164,9 +164,10 @@ int compute_capability() {
   return 10 * major + minor;
 }
 
-// Whether the product itself takes scales by rows, for this result: torch's CUTLASS kernels do for bfloat16, cuBLASLt
-// from 12.9 on for any result on a Hopper GPU, but for a bias of float32.
+// Whether the product itself takes scales by rows. torch's CUTLASS kernels do for a weight of e4m3 and a result of
+// bfloat16, cuBLASLt from 12.9 on for float16, too, on a Hopper GPU.
 bool scales_by_rows(const Fp8Linear& f, int capability) {
+  if (format_of(f.weight) != Fp8Format::kE4M3) return false;
   if (f.out_type == ScalarType::BFloat16) return true;
   return f.out_type == ScalarType::Half && capability / 10 == 9 && cublasLtGetVersion && cublasLtGetVersion() >= 120900;
 }

@@ -173,9 +173,10 @@ def fp8_linear(
         y, (..., N), of ``out_dtype``, contiguous.
 
     On a GPU the product is ``torch._scaled_mm`` (cuBLASLt or CUTLASS), which needs a compute capability of 8.9 or
-    later. A bfloat16 result comes from it directly, a float16 result from a Hopper GPU with cuBLASLt 12.9. Others, and
-    float32, take a float32 product and a further kernel. K, N or rows that are no multiple of 16 bytes are copied and
-    padded first. On the CPU the product is that of float32 numbers, of a part of the weight at a time.
+    later. With a weight of float8_e4m3fn a bfloat16 result comes from it directly, a float16 result on a Hopper GPU
+    with cuBLASLt 12.9. Everything else takes a float32 product and a further kernel. K, N or rows that are no multiple
+    of 16 bytes are copied and padded first. On the CPU the product is that of float32 numbers, of a part of the weight
+    at a time.
     Layout: any; rows of ``x`` and ``weight`` any constant distance apart, aligned to 16 bytes, are read in place.
     Arithmetic: products, which are exact, are summed in float32; scales, bias and one rounding follow.
     Differentiable: no; tensors that require a gradient are refused.
