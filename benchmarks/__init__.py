@@ -1,4 +1,4 @@
-"""Benchmarks of llmkernels beside its peers: `python -m benchmarks ops | model | decode | train | stale | merge | show`.
+"""Benchmarks of llmkernels beside its peers: `python -m benchmarks ops|model|decode|train|stale|merge|show`.
 
 sections.py        the table of sections: what is measured at once, and which sources it depends on
 measure.py         the sections of an op: every case by every provider

@@ -29,7 +29,7 @@ class Case:
     def title(self) -> str:
         keys = self.keys
         if "m" in keys:
-            shape = f"{keys['m']} x {keys['n']}x{keys['k']}"
+            shape = f"{keys['m']} x {keys['n']}x{keys['k']}" + " fast" * keys.get("fast", False)
         elif "kv_tokens" in keys:
             shape = f"batch {keys['batch']} {keys['kv_tokens']} keys {keys['cache']}"
         elif "parameters" in keys:

@@ -130,6 +130,6 @@ def flat(*lists: list[Tensors]) -> list[Tensor]:
 def relative_error(outputs: Tensor | Tensors, expected: Tensors) -> float:
     errors = [
         ((output.float() - wanted).norm() / wanted.norm()).item()
-        for output, wanted in zip(as_tuple(outputs), expected, strict=True)
+        for output, wanted in zip(as_tuple(outputs), (tensor.float() for tensor in expected), strict=True)
     ]
     return max(errors)

@@ -1,9 +1,10 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
-<<<<<<< HEAD
 - `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `rms_norm_rope`, `swiglu`, `geglu`, `relu2_glu`,
-  `bias_swiglu`, `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`,
-  `linear_cross_entropy`, `linear`, `rms_norm_linear`: ops with gradients; the most used as modules in `llmkernels.nn`
+  `bias_swiglu`, `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`, `linear_cross_entropy`,
+  `linear`, `rms_norm_linear`: ops with gradients; the most used as modules in `llmkernels.nn`
+- `fp8_quantize`, `rms_norm_fp8_quantize`, `swiglu_fp8_quantize`, `fp8_linear`: FP8 for inference, without gradients;
+  `nn.FP8Linear` quantizes a linear layer
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
@@ -29,6 +30,8 @@ if _library.load():
         bias_swiglu,
         cross_entropy,
         decode_attention,
+        fp8_linear,
+        fp8_quantize,
         geglu,
         layer_norm,
         linear,
@@ -37,6 +40,7 @@ if _library.load():
         relu2,
         relu2_glu,
         rms_norm,
+        rms_norm_fp8_quantize,
         rms_norm_linear,
         rms_norm_rope,
         rope,
@@ -44,6 +48,7 @@ if _library.load():
         sample,
         softmax,
         swiglu,
+        swiglu_fp8_quantize,
     )
 
 __all__ = [
@@ -58,6 +63,8 @@ __all__ = [
     "bias_swiglu",
     "cross_entropy",
     "decode_attention",
+    "fp8_linear",
+    "fp8_quantize",
     "geglu",
     "generate",
     "layer_norm",
@@ -71,6 +78,7 @@ __all__ = [
     "relu2",
     "relu2_glu",
     "rms_norm",
+    "rms_norm_fp8_quantize",
     "rms_norm_linear",
     "rms_norm_rope",
     "rope",
@@ -78,6 +86,7 @@ __all__ = [
     "sample",
     "softmax",
     "swiglu",
+    "swiglu_fp8_quantize",
     "unpatch",
 ]
 

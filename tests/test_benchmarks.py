@@ -350,6 +350,10 @@ def test_cases_have_the_keys_of_the_format():
         "cross_entropy_gradient": {"rows", "vocab"},
         "linear_cross_entropy": {"rows", "vocab", "k"},
         "bias_gelu": rows_cols,
+        "fp8_quantize": rows_cols,
+        "rms_norm_fp8_quantize": rows_cols,
+        "swiglu_fp8_quantize": rows_cols,
+        "fp8_linear": {"m", "n", "k", "fast"},
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},
         "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
@@ -382,7 +386,7 @@ def test_a_replay_touches_more_than_the_cache(case):
     elif case.op == "adamw":
         size = 4 * case.keys["parameters"] * itemsize
     else:
-        tensors = 2 if case.op in ("add_rms_norm", "swiglu", "geglu") else 1
+        tensors = 2 if case.op in ("add_rms_norm", "swiglu", "geglu", "swiglu_fp8_quantize") else 1
         size = tensors * case.keys["rows"] * case.keys.get("cols", case.keys.get("vocab")) * itemsize
     plan = timing.plan(size, case.bytes, timing.FULL)
     if case.keys.get("rows") == 1:  # in the cache on purpose: see MAX_SETS

@@ -128,6 +128,12 @@ def valid(op: str) -> dict:
         "rms_norm_linear": {"x": x, **rows, "bias": torch.ones(6), **norm_options},
         "linear_add_": {"residual": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6)},
         "rms_norm_swiglu_linear": {"x": x, **rows, **norm_options},
+        "fp8_quantize": {"x": x},
+        "rms_norm_fp8_quantize": {"x": x, "weight": weight, **norm_options},
+        "swiglu_fp8_quantize": {"gate": x, "up": x},
+        "fp8_linear": {"x": x.to(torch.float8_e4m3fn), "weight": torch.ones(6, 8).to(torch.float8_e4m3fn),
+                       "x_scale": torch.ones(BATCH, 3, 1), "weight_scale": torch.ones(6, 1),
+                       "bias": torch.ones(6).bfloat16()},
         "decode_attention": {"q": q, **caches, **lengths, **pages, "softcap": 0.0},
         "rope_kv_write": {**rope, "v": k.clone(), **caches, "cache_seqlens": _per_sequence(3),
                           "block_table": pages["block_table"]},
@@ -208,7 +214,11 @@ _ANY_SHAPE = {("grad_norm", "grads"), ("clip_grads_", "grads")}
 def wrong_shape(op: str, name: str):
     if (op, name) in _ANY_LAST:
         return lambda x: x[None]
-    if (op, name) in (("log_softmax", "x"), ("cross_entropy_scale_", "grad")):  # any shape but a scalar
+    if (op, name) in (
+        ("log_softmax", "x"),
+        ("cross_entropy_scale_", "grad"),
+        ("fp8_quantize", "x"),
+    ):  # any shape but a scalar
         return lambda x: x.flatten()[0]
     return lambda x: x.new_zeros(*x.shape[:-1], x.shape[-1] + 1)
 

@@ -167,6 +167,16 @@ def softmax_backward_calls(device):
     yield "log_softmax_backward", (grad_y.transpose(0, 1), y.log().transpose(0, 1), 0.5)
 
 
+def fp8_calls(device):
+    x, weight = torch.randn(3, 4, 160, device=device), torch.randn(160, device=device)
+    for granularity in ("token", "block", "tensor"):
+        yield "fp8_quantize", (x, granularity, "float8_e5m2", True)
+        yield "rms_norm_fp8_quantize", (x.transpose(0, 1), weight, 1e-6, 0.0, True, granularity)
+        yield "swiglu_fp8_quantize", (x, None, granularity)
+        yield "swiglu_fp8_quantize", (x, x.neg(), granularity)
+    yield "fp8_quantize", (x[:0],)
+
+
 def optimizer_calls(device):
     def draw():
         return [torch.rand(size, device=device) for size in ((3, 5), (7,))]
@@ -204,6 +214,7 @@ def other_calls(device):
     yield from glu_backward_calls(device)
     yield from bias_act_backward_calls(device)
     yield from optimizer_calls(device)
+    yield from fp8_calls(device)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -227,7 +238,7 @@ def test_opcheck_of_ops_without_a_gradient(device, index):
 
 
 # Tested in their own files.
-CHECKED_ELSEWHERE = {"decode_attention", "decode_layer", "decode_step", "linear", "linear_add_",
+CHECKED_ELSEWHERE = {"decode_attention", "decode_layer", "decode_step", "fp8_linear", "linear", "linear_add_",
                      "rms_norm_linear", "rms_norm_swiglu_linear", "rope_decode_attention", "rope_kv_write",
                      "sample"}  # fmt: skip
 

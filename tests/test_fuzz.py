@@ -27,6 +27,7 @@ from oracles import (
     scaled_rows,
 )
 from test_bias_act import FUNCTIONS, check_biased, make
+from test_fp8 import FORMATS, GRANULARITIES, assert_equal, quantized
 from test_linear_cross_entropy import check as check_linear_loss
 from test_linear_cross_entropy import make as linear_loss_inputs
 
@@ -191,6 +192,20 @@ def fuzz_bias_act(generator, device):
     check_biased(ours, eager, inputs if generator.random() < 0.8 else inputs[:matrices], matrices, grad_layout)
 
 
+def fuzz_fp8(generator, device):
+    rows, cols = rows_and_cols(generator, device)
+    dtype = generator.choice(DTYPES)
+    x, up = (maybe_laid_out(generator, scaled_rows(rows, cols, dtype=dtype, device=device)) for _ in range(2))
+    options = [generator.choice(GRANULARITIES), generator.choice(FORMATS), generator.random() < 0.5]
+    named = dict(zip(("granularity", "fp8_dtype", "power_of_two"), options, strict=True))
+    assert_equal(llmkernels.fp8_quantize(x, **named), quantized(x.contiguous(), *options))
+    y = llmkernels.swiglu(x, up)
+    assert_equal(llmkernels.swiglu_fp8_quantize(x, up, **named), llmkernels.fp8_quantize(y, **named))
+    weight = torch.randn(cols, device=device).to(dtype)
+    y = llmkernels.rms_norm(x, weight)
+    assert_equal(llmkernels.rms_norm_fp8_quantize(x, weight, **named), llmkernels.fp8_quantize(y, **named))
+
+
 def fuzz_rope(generator, device):
     dtype = generator.choice(DTYPES)
     batch, tokens = generator.randint(1, 3), size(generator, 300 if device == "cuda" else 30)
@@ -268,4 +283,5 @@ KINDS = {
     "bias_act": fuzz_bias_act,
     "rope": fuzz_rope,
     "rms_norm_rope": fuzz_rms_norm_rope,
+    "fp8": fuzz_fp8,
 }

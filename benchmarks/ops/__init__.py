@@ -6,6 +6,7 @@ from benchmarks.ops import (
     bias_gelu,
     cross_entropy,
     decode_attention,
+    fp8,
     geglu,
     layer_norm,
     linear,
@@ -29,6 +30,9 @@ OPS = {
         swiglu.OP,
         geglu.OP,
         bias_gelu.OP,
+        fp8.QUANTIZE,
+        fp8.RMS_NORM,
+        fp8.SWIGLU,
         softmax.OP,
         cross_entropy.OP,
         cross_entropy.GRADIENT,
@@ -36,5 +40,5 @@ OPS = {
         adamw.OP,
     )
 }
-# Those of a decode step, measured by `python -m benchmarks decode`.
-DECODE_OPS = {op.name: op for op in (linear.LINEAR, linear.RMS_NORM_LINEAR, decode_attention.OP, sample.OP)}
+# Those of a decode step, and products, measured by `python -m benchmarks decode`.
+DECODE_OPS = {op.name: op for op in (linear.LINEAR, linear.RMS_NORM_LINEAR, fp8.LINEAR, decode_attention.OP, sample.OP)}

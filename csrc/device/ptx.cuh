@@ -29,6 +29,13 @@ __device__ inline float min_nan(float a, float b) {
   return result;
 }
 
+// The larger one; NaN if either is.
+__device__ inline float max_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
 // An L2 cache policy for loads: evict_last with `keep`, else evict_normal. To be created once per thread; Vec::load()
 // and cp_async_16() take it.
 __device__ inline uint64_t l2_policy(bool keep) {

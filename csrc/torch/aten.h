@@ -79,6 +79,9 @@ NewTensor contiguous(AtenTensorHandle tensor, int8_t memory_format)
     LLMK_SYMBOL("_ZN2at4_ops10contiguous4callERKNS_6TensorEN3c1012MemoryFormatE");
 NewTensor linear(AtenTensorHandle x, AtenTensorHandle weight, const OptionalTensor& bias)
     LLMK_SYMBOL("_ZN2at4_ops6linear4callERKNS_6TensorES4_RKSt8optionalIS2_E");
+NewTensor scaled_mm(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle a_scale, AtenTensorHandle b_scale,
+                    const OptionalTensor& bias, const OptionalTensor& result_scale, Code dtype, bool fast_accumulation)
+    LLMK_SYMBOL("_ZN2at4_ops10_scaled_mm4callERKNS_6TensorES4_S4_S4_RKSt8optionalIS2_ES8_S5_IN3c1010ScalarTypeEEb");
 AtenTensorHandle zero_(AtenTensorHandle tensor) LLMK_SYMBOL("_ZN2at4_ops5zero_4callERNS_6TensorE");
 AtenTensorHandle add_(AtenTensorHandle target, AtenTensorHandle other, const Scalar& factor)
     LLMK_SYMBOL("_ZN2at4_ops11add__Tensor4callERNS_6TensorERKS2_RKN3c106ScalarE");
@@ -155,12 +158,53 @@ inline Tensor contiguous(const Tensor& tensor) {
   return own([&] { return symbol::contiguous(tensor.get(), kContiguousFormat); });
 }
 
+// The same tensor, without a reference of its own.
+inline OptionalTensor borrow(const std::optional<Tensor>& tensor) {
+  return {tensor ? reinterpret_cast<const NewTensor*>(tensor->get())->impl : nullptr, tensor.has_value()};
+}
+
 inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   [[maybe_unused]] const CaptureScope capture;
   if (!symbol::linear) return call_stable<Tensor>("aten::linear", x, weight, bias);
-  OptionalTensor borrowed{nullptr, bias.has_value()};
-  if (bias) borrowed.impl = reinterpret_cast<const NewTensor*>(bias->get())->impl;
+  const OptionalTensor borrowed = borrow(bias);
   return own([&] { return symbol::linear(x.get(), weight.get(), borrowed); });
+}
+
+// result = a b. Autocast leaves it alone, unlike linear().
+inline void mm(const Tensor& a, const Tensor& b, const Tensor& result) {
+  [[maybe_unused]] const CaptureScope capture;
+  if (symbol::mm_out) {
+    symbol::mm_out(a.get(), b.get(), result.get());
+  } else {
+    call_overload<Tensor>("aten::mm", "out", a, b, result);
+  }
+}
+
+// a b of FP8 matrices, times their scales.
+inline Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
+                        const std::optional<Tensor>& bias, torch::headeronly::ScalarType type, int32_t dtype,
+                        bool fast_accumulation) {
+  [[maybe_unused]] const CaptureScope capture;
+  const std::optional<Tensor> none;
+  if (!symbol::scaled_mm) {
+    return call_stable<Tensor>("aten::_scaled_mm", a, b, a_scale, b_scale, bias, none, std::optional(type),
+                               fast_accumulation);
+  }
+  const OptionalTensor borrowed = borrow(bias), no_scale = borrow(none);
+  return own([&] {
+    return symbol::scaled_mm(a.get(), b.get(), a_scale.get(), b_scale.get(), borrowed, no_scale,
+                             static_cast<int8_t>(dtype), fast_accumulation);
+  });
+}
+
+inline void fill_(Tensor tensor, double value) {
+  [[maybe_unused]] const CaptureScope capture;
+  torch::stable::fill_(tensor, value);
+}
+
+inline void copy_(Tensor target, const Tensor& source) {
+  [[maybe_unused]] const CaptureScope capture;
+  torch::stable::copy_(target, source);
 }
 
 inline void zero_(Tensor tensor) {

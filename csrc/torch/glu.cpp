@@ -114,12 +114,13 @@ Activation gelu(const char* op, const std::string& approximate) {
   return approximate == "tanh" ? Activation::kGeluTanh : Activation::kGeluErf;
 }
 
-Tensor swiglu(const Tensor& gate, const Tensor& up) { return forward("swiglu", gate, up, Activation::kSilu); }
 std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
   return backward("swiglu_backward", grad_y, gate, up, Activation::kSilu);
 }
 
 }  // namespace
+
+Tensor swiglu(const Tensor& gate, const Tensor& up) { return forward("swiglu", gate, up, Activation::kSilu); }
 
 Tensor swiglu_packed(const Tensor& gate_up) { return packed_forward("swiglu_packed", gate_up, Activation::kSilu); }
 

@@ -142,6 +142,24 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "rms_norm_swiglu_linear(Tensor x, Tensor? norm_weight, Tensor weight, float eps=1e-6, float weight_offset=0.0, "
       "bool cast_before_weight=True, bool prefetch_weights=False) -> Tensor");
 
+  // fp8.cpp; granularity: an element of scale per "token" (row), per "block" of 128 elements of a row, or one per
+  // "tensor"; without `up`, gate is [gate | up]
+  ops.def(
+      "fp8_quantize(Tensor x, str granularity='token', str fp8_dtype='float8_e4m3fn', bool power_of_two=False) -> "
+      "(Tensor q, Tensor scale)");
+  ops.def(
+      "rms_norm_fp8_quantize(Tensor x, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0, "
+      "bool cast_before_weight=True, str granularity='token', str fp8_dtype='float8_e4m3fn', "
+      "bool power_of_two=False) -> (Tensor q, Tensor scale)");
+  ops.def(
+      "swiglu_fp8_quantize(Tensor gate, Tensor? up=None, str granularity='token', str fp8_dtype='float8_e4m3fn', "
+      "bool power_of_two=False) -> (Tensor q, Tensor scale)");
+
+  // fp8_linear.cpp
+  ops.def(
+      "fp8_linear(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias=None, "
+      "str out_dtype='bfloat16', bool use_fast_accum=False) -> Tensor");
+
   // attention.cpp; a cache is (batch, capacity, kv_heads, head_dim), or pages with a block table
   ops.def(
       "decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? cache_leftpad=None, "

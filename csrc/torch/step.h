@@ -1,5 +1,5 @@
-// The functions of norm.cpp, linear.cpp, glu.cpp and attention.cpp that the ops of decode steps are composed of. Called
-// without the dispatcher, since an error that passes through it loses its text, and with checked arguments.
+// The functions of norm.cpp, linear.cpp, glu.cpp and attention.cpp that the ops of decode steps and of FP8 are composed
+// of. Called without the dispatcher, since an error that passes through it loses its text, and with checked arguments.
 #pragma once
 #include "binding.h"
 #include "params/linear.h"
@@ -44,6 +44,7 @@ void check_options(const char* op, const RmsNormOptions& options);
 //   with overlap | between kernels of other libraries | 0.3 us slower
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options);
 
+Tensor swiglu(const Tensor& gate, const Tensor& up);
 Tensor swiglu_packed(const Tensor& gate_up);
 
 // The arguments of an attention besides the queries.

@@ -1,5 +1,6 @@
 """The ops as drop-in modules."""
 
+from llmkernels.nn.fp8 import FP8Linear
 from llmkernels.nn.glu import GEGLU, GatedMLP, SwiGLU
 from llmkernels.nn.linear import RMSNormLinear
 from llmkernels.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
@@ -11,6 +12,7 @@ __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "CrossEntropyLoss",
+    "FP8Linear",
     "GatedMLP",
     "LayerNorm",
     "LinearCrossEntropyLoss",

@@ -11,6 +11,7 @@ from llmkernels.ops import optim as _optim  # noqa: F401, public in llmkernels.o
 from llmkernels.ops.attention import decode_attention, rope_kv_write
 from llmkernels.ops.bias_act import bias_geglu, bias_gelu, bias_swiglu, relu2
 from llmkernels.ops.cross_entropy import cross_entropy
+from llmkernels.ops.fp8 import fp8_linear, fp8_quantize, rms_norm_fp8_quantize, swiglu_fp8_quantize
 from llmkernels.ops.glu import geglu, relu2_glu, swiglu
 from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
@@ -29,6 +30,8 @@ __all__ = [
     "bias_swiglu",
     "cross_entropy",
     "decode_attention",
+    "fp8_linear",
+    "fp8_quantize",
     "geglu",
     "layer_norm",
     "linear",
@@ -37,6 +40,7 @@ __all__ = [
     "relu2",
     "relu2_glu",
     "rms_norm",
+    "rms_norm_fp8_quantize",
     "rms_norm_linear",
     "rms_norm_rope",
     "rope",
@@ -44,4 +48,5 @@ __all__ = [
     "sample",
     "softmax",
     "swiglu",
+    "swiglu_fp8_quantize",
 ]

@@ -209,6 +209,7 @@ _KINDS = {
     int: ("an integer", lambda value: isinstance(value, Integral)),
     bool: ("a bool", lambda value: isinstance(value, bool)),
     str: ("a string", lambda value: isinstance(value, str)),
+    torch.dtype: ("a torch.dtype", lambda value: isinstance(value, torch.dtype)),
     NoneType: ("None", lambda value: value is None),
     tuple[int, int]: (
         "a pair of integers",
@@ -233,7 +234,7 @@ def _explain(op: str, signature: inspect.Signature, args: tuple, named: dict, er
             if isinstance(number, Integral) and not -(2**63) <= number < 2**63:
                 raise ValueError(f"{op}: {name} must fit in 64 bits, got {value}") from None
     culprit = re.match(r"\w+: (\w+) must ", str(error))
-    if type(error) is RuntimeError and culprit and isinstance(given.get(culprit[1]), Number | str):
+    if type(error) is RuntimeError and culprit and isinstance(given.get(culprit[1]), Number | str | torch.dtype):
         raise ValueError(str(error)) from None
 
 

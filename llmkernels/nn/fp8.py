@@ -1,0 +1,107 @@
+"""A linear layer of FP8 as a module."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from llmkernels.ops import fp8_linear, fp8_quantize
+from llmkernels.ops.fp8 import FP8_DTYPES
+from llmkernels.ops.linear import _autocast
+
+
+class FP8Linear(nn.Module):
+    """:func:`llmkernels.fp8_linear` with a weight of its own, in place of a ``torch.nn.Linear`` for inference.
+
+    The weight is float8_e4m3fn with a float32 scale per output channel; x is quantized per token at every call. A new
+    module's weight is zero: make one by :meth:`from_linear`, or load a state dict, which may be that of a
+    ``torch.nn.Linear``: its weight is quantized then.
+
+    Args:
+        in_features, out_features, bias: as in ``torch.nn.Linear``.
+        use_fast_accum: see :func:`llmkernels.fp8_linear`.
+        dtype: that of the bias.
+
+    Buffers: ``weight`` (out_features, in_features), ``weight_scale`` (out_features, 1). They keep their dtypes when the
+    module is cast. Parameter: ``bias`` (out_features,).
+    Shape: (..., in_features) to (..., out_features), of the dtype of x: float32, float16 or bfloat16. Under autocast x
+    and bias are cast as those of ``torch.nn.Linear``.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        use_fast_accum: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.use_fast_accum = use_fast_accum
+        weight = torch.zeros(out_features, in_features, device=device, dtype=torch.float8_e4m3fn)
+        self.register_buffer("weight", weight)
+        self.register_buffer("weight_scale", torch.ones(out_features, 1, device=device))
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, use_fast_accum: bool = False) -> "FP8Linear":
+        """The quantized copy of a linear layer, on its device and in its mode. It shares no memory with it."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{cls.__name__}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
+        module = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            use_fast_accum=use_fast_accum,
+            device=linear.weight.device,
+            dtype=linear.weight.dtype,
+        )
+        module.weight, module.weight_scale = fp8_quantize(linear.weight.detach())
+        if linear.bias is not None:
+            with torch.no_grad():
+                module.bias.copy_(linear.bias)
+            module.bias.requires_grad_(linear.bias.requires_grad)
+        return module.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = _autocast(x, self.bias)
+        q, scale = fp8_quantize(x)
+        return fp8_linear(
+            q, self.weight, scale, self.weight_scale, bias, out_dtype=x.dtype, use_fast_accum=self.use_fast_accum
+        )
+
+    def dequantize(self) -> Tensor:
+        """The weight as float32."""
+        return self.weight.float() * self.weight_scale
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FP8Linear":
+        """What moves or casts a module: the quantized weight and its scales are moved only."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            is_quantized = tensor is self.weight or tensor is self.weight_scale
+            return tensor.to(moved.device) if is_quantized and moved.dtype != tensor.dtype else moved
+
+        return super()._apply(move, recurse)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        weight = state_dict.get(prefix + "weight")
+        if isinstance(weight, Tensor) and weight.dtype not in FP8_DTYPES and prefix + "weight_scale" not in state_dict:
+            q, scale = fp8_quantize(weight.detach())
+            state_dict = state_dict | {prefix + "weight": q, prefix + "weight_scale": scale}
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"use_fast_accum={self.use_fast_accum}"
+        )
