@@ -1,8 +1,8 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
 - `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `swiglu`, `geglu`, `relu2_glu`, `bias_swiglu`,
-  `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`, `linear`, `rms_norm_linear`: ops with
-  gradients; the most used as modules in `llmkernels.nn`
+  `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`, `linear`, `rms_norm_linear`,
+  `gated_mlp`: ops with gradients; the most used as modules in `llmkernels.nn`
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
@@ -28,6 +28,7 @@ if _library.load():
         bias_swiglu,
         cross_entropy,
         decode_attention,
+        gated_mlp,
         geglu,
         layer_norm,
         linear,
@@ -55,6 +56,7 @@ __all__ = [
     "bias_swiglu",
     "cross_entropy",
     "decode_attention",
+    "gated_mlp",
     "geglu",
     "generate",
     "layer_norm",

@@ -79,6 +79,14 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def(
       "bias_geglu_backward(Tensor grad_y, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
       "str approximate, bool needs_grad_gate_bias, bool needs_grad_up_bias) -> (Tensor, Tensor, Tensor, Tensor)");
+  differentiable("bias_swiglu_packed", "(Tensor gate_up, Tensor? bias=None) -> Tensor");
+  ops.def(
+      "bias_swiglu_packed_backward(Tensor grad_y, Tensor gate_up, Tensor? bias, bool needs_grad_bias) -> "
+      "(Tensor grad_gate_up, Tensor grad_bias)");
+  differentiable("bias_geglu_packed", "(Tensor gate_up, Tensor? bias=None, str approximate='none') -> Tensor");
+  ops.def(
+      "bias_geglu_packed_backward(Tensor grad_y, Tensor gate_up, Tensor? bias, str approximate, bool needs_grad_bias) "
+      "-> (Tensor grad_gate_up, Tensor grad_bias)");
 
   // glu.cpp; a packed input is [gate | up] along its last dimension
   differentiable("relu2_glu", "(Tensor gate, Tensor up) -> Tensor");
@@ -93,6 +101,9 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def("geglu_backward(Tensor grad_y, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
   differentiable("geglu_packed", "(Tensor gate_up, str approximate=\"none\") -> Tensor");
   ops.def("geglu_packed_backward(Tensor grad_y, Tensor gate_up, str approximate) -> Tensor");
+  // Gives y once more; in place grad_y becomes y, and gate_up its gradient.
+  ops.def("glu_packed_backward(Tensor grad_y, Tensor gate_up, str activation) -> (Tensor y, Tensor grad_gate_up)");
+  ops.def("glu_packed_backward_(Tensor(a!) grad_y, Tensor(b!) gate_up, str activation) -> ()");
 
   // sampling.cpp; without the tensor of a parameter its `_value` holds for every row
   ops.def(
@@ -111,6 +122,12 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def(
       "rms_norm_swiglu_linear(Tensor x, Tensor? norm_weight, Tensor weight, float eps=1e-6, float weight_offset=0.0, "
       "bool cast_before_weight=True, bool prefetch_weights=False) -> Tensor");
+
+  // gated_mlp.cpp; without save_gate_up the returned gate_up has no columns, with it the backward may overwrite it
+  differentiable("gated_mlp",
+                 "(Tensor x, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias=None, "
+                 "Tensor? down_bias=None, str activation='silu', bool save_gate_up=False) -> "
+                 "(Tensor y, Tensor gate_up)");
 
   // attention.cpp; a cache is (batch, capacity, kv_heads, head_dim), or pages with a block table
   ops.def(

@@ -1,7 +1,9 @@
-// The functions of norm.cpp, linear.cpp, glu.cpp and attention.cpp that the ops of decode steps are composed of. Called
-// without the dispatcher, since an error that passes through it loses its text, and with checked arguments.
+// The functions of norm.cpp, linear.cpp, glu.cpp and attention.cpp that other ops are composed of, those of decode
+// steps and gated_mlp. Called without the dispatcher, since an error that passes through it loses its text, and with
+// checked arguments.
 #pragma once
 #include "binding.h"
+#include "params/glu.h"
 #include "params/linear.h"
 
 namespace llmk {
@@ -44,7 +46,9 @@ void check_options(const char* op, const RmsNormOptions& options);
 //   with overlap | between kernels of other libraries | 0.3 us slower
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options);
 
-Tensor swiglu_packed(const Tensor& gate_up);
+// act(gate) up, from a packed [gate | up].
+Tensor glu_packed(const char* op, const Tensor& gate_up, Activation activation);
+Activation to_activation(const char* op, const std::string& name);
 
 // The arguments of an attention besides the queries.
 struct AttentionInputs {

@@ -1,6 +1,7 @@
 """The ops as drop-in modules."""
 
-from llmkernels.nn.glu import GEGLU, GatedMLP, SwiGLU
+from llmkernels.nn.gated_mlp import GatedMLP
+from llmkernels.nn.glu import GEGLU, BiasGEGLU, BiasSwiGLU, SwiGLU
 from llmkernels.nn.linear import RMSNormLinear
 from llmkernels.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from llmkernels.nn.rope import RotaryEmbedding
@@ -9,6 +10,8 @@ __all__ = [
     "GEGLU",
     "AddLayerNorm",
     "AddRMSNorm",
+    "BiasGEGLU",
+    "BiasSwiGLU",
     "GatedMLP",
     "LayerNorm",
     "RMSNorm",

@@ -11,6 +11,7 @@ from llmkernels.ops import optim as _optim  # noqa: F401, public in llmkernels.o
 from llmkernels.ops.attention import decode_attention, rope_kv_write
 from llmkernels.ops.bias_act import bias_geglu, bias_gelu, bias_swiglu, relu2
 from llmkernels.ops.cross_entropy import cross_entropy
+from llmkernels.ops.gated_mlp import gated_mlp
 from llmkernels.ops.glu import geglu, relu2_glu, swiglu
 from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
@@ -27,6 +28,7 @@ __all__ = [
     "bias_swiglu",
     "cross_entropy",
     "decode_attention",
+    "gated_mlp",
     "geglu",
     "layer_norm",
     "linear",
