@@ -144,8 +144,6 @@ def _backward(ctx, grad_y, _grad_gate_up):
     none = (None,) * 7
     if grad_y is None:
         return none
-    if ctx.is_overwritten:  # an error ended the first one, say for lack of memory
-        raise RuntimeError("gated_mlp: a backward that has failed can be repeated only with retain_graph=True")
     if torch.is_autocast_enabled(grad_y.device.type):  # the gradients have the dtypes of the forward
         with torch.autocast(grad_y.device.type, enabled=False):
             return _gradients(ctx, grad_y)
@@ -154,6 +152,8 @@ def _backward(ctx, grad_y, _grad_gate_up):
 
 def _gradients(ctx, grad_y):
     x, gate_up_weight, down_weight, gate_up_bias, gate_up = ctx.saved_tensors
+    if ctx.is_overwritten:  # an error ended the first backward, say for lack of memory: nothing was freed
+        raise RuntimeError("gated_mlp: a backward that has failed can be repeated only with retain_graph=True")
     needs_x, needs_gate_up_weight, needs_down_weight, needs_gate_up_bias, needs_down_bias, *_ = ctx.needs_input_grad
     grad_x = grad_gate_up_weight = grad_gate_up_bias = grad_down_weight = None
     grad_down_bias = _grad_bias(grad_y) if needs_down_bias else None
