@@ -40,6 +40,7 @@ OPS = {
     "cross_entropy": "cross-entropy",
     "cross_entropy_gradient": "cross-entropy, gradient",
     "bias_gelu": "bias + GELU",
+    "gated_mlp": "gated MLP",
     "linear": "",
     "decode_attention": "",
     "sample": "",

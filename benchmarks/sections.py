@@ -70,6 +70,7 @@ TABLE = (
     op("cross_entropy", "cross_entropy", 60),
     op("cross_entropy_gradient", "cross_entropy", 60),
     op("bias_gelu", "bias_gelu", 20),
+    op("gated_mlp", "gated_mlp", 120),
     op("adamw", "adamw", 60),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),

@@ -332,6 +332,7 @@ def test_cases_have_the_keys_of_the_format():
         "cross_entropy": {"rows", "vocab"},
         "cross_entropy_gradient": {"rows", "vocab"},
         "bias_gelu": rows_cols,
+        "gated_mlp": {"m", "n", "k"},
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},
         "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
@@ -361,6 +362,8 @@ def test_a_replay_touches_more_than_the_cache(case):
     itemsize = case.dtype.itemsize
     if case.op == "rope":
         size = case.keys["tokens"] * (case.keys["heads"] + case.keys["kv_heads"]) * case.keys["head_dim"] * itemsize
+    elif case.op == "gated_mlp":
+        size = 3 * case.keys["n"] * case.keys["k"] * itemsize
     elif case.op == "adamw":
         size = 4 * case.keys["parameters"] * itemsize
     else:
