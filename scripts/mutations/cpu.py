@@ -135,14 +135,6 @@ CPU = [
         "tests/test_gated_mlp.py -k 'overwrites'",
     ),
     Mutation(
-        "gated_mlp_forgets_the_bias",
-        "SwiGLU is the epilogue of the first product although that one has a bias",
-        "csrc/torch/gated_mlp.cpp",
-        "act == Activation::kSilu && !gate_up_bias && !save_gate_up",
-        "act == Activation::kSilu && !save_gate_up",
-        "tests/test_gated_mlp.py -k 'with_and_without'",
-    ),
-    Mutation(
         "ignored_irregular_strides",
         "rows that no single stride describes are taken as if one did",
         "csrc/torch/binding.h",
