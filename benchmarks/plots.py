@@ -45,6 +45,7 @@ OPS = {
     "fp8_quantize": "FP8",
     "rms_norm_fp8_quantize": "RMSNorm, FP8",
     "swiglu_fp8_quantize": "SwiGLU, FP8",
+    "gated_mlp": "gated MLP",
     "linear": "",
     "decode_attention": "",
     "sample": "",

@@ -76,6 +76,7 @@ TABLE = (
     op("rms_norm_fp8_quantize", "fp8", 15),
     op("swiglu_fp8_quantize", "fp8", 15),
     decode_op("fp8_linear", "fp8", 60),
+    op("gated_mlp", "gated_mlp", 120),
     op("adamw", "adamw", 60),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),

@@ -2,7 +2,7 @@
 
 - `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `rms_norm_rope`, `swiglu`, `geglu`, `relu2_glu`,
   `bias_swiglu`, `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`, `linear_cross_entropy`,
-  `linear`, `rms_norm_linear`: ops with gradients; the most used as modules in `llmkernels.nn`
+  `linear`, `rms_norm_linear`, `gated_mlp`: ops with gradients; the most used as modules in `llmkernels.nn`
 - `fp8_quantize`, `rms_norm_fp8_quantize`, `swiglu_fp8_quantize`, `fp8_linear`: FP8 for inference, without gradients;
   `nn.FP8Linear` quantizes a linear layer
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
@@ -32,6 +32,7 @@ if _library.load():
         decode_attention,
         fp8_linear,
         fp8_quantize,
+        gated_mlp,
         geglu,
         layer_norm,
         linear,
@@ -65,6 +66,7 @@ __all__ = [
     "decode_attention",
     "fp8_linear",
     "fp8_quantize",
+    "gated_mlp",
     "geglu",
     "generate",
     "layer_norm",

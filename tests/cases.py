@@ -24,6 +24,7 @@ class Case:
     row_dims: tuple  # which dimension of each input counts rows; None: none, all rows share this input
     out_row_dim: int = 0
     differentiable: int = 2  # how many inputs, from the first on, take gradients
+    batch_invariant: bool = True  # not where PyTorch's matmul computes a part
 
     def inputs(self, rows=7, cols=64, dtype=torch.float32, device="cpu") -> tuple:
         return self.make(rows, cols, dtype, device)
@@ -91,6 +92,38 @@ def _bias_act_case(name, function, matrices, **options):
         partial(_biased_inputs, matrices=matrices),
         row_dims=(0,) * matrices + (None,) * matrices,
         differentiable=2 * matrices,
+    )
+
+
+def _biased_packed_inputs(rows, cols, dtype, device):
+    packed = torch.randn(rows, 2 * cols, device=device).mul_(2).to(dtype)
+    return packed, torch.randn(2 * cols, device=device).to(dtype)
+
+
+def _bias_packed_case(name, function, **options):
+    def packed(function):
+        return lambda gate_up, bias: function(gate_up, None, bias, **options)
+
+    functions = (packed(getattr(module, function)) for module in (llmkernels, oracles))
+    return Case(name, *functions, _biased_packed_inputs, row_dims=(0, None))
+
+
+def _mlp_inputs(rows, cols, dtype, device, biased, out=24):
+    """`cols` are those of x and of the gate."""
+    weights = [torch.randn(n, cols, device=device).mul_(cols**-0.5).to(dtype) for n in (2 * cols, out)]
+    biases = [torch.randn(n, device=device).to(dtype) for n in (2 * cols, out)] if biased else []
+    return torch.randn(rows, cols, device=device).to(dtype), *weights, *biases
+
+
+def _mlp_case(name, biased=False, **options):
+    return Case(
+        name,
+        partial(llmkernels.gated_mlp, **options),
+        partial(oracles.gated_mlp, **options),
+        partial(_mlp_inputs, biased=biased),
+        row_dims=(0, *[None] * (4 if biased else 2)),
+        differentiable=5 if biased else 3,
+        batch_invariant=False,
     )
 
 
@@ -243,6 +276,10 @@ CASES = [
     _bias_act_case("relu2", "relu2", 1),
     _bias_act_case("bias_swiglu", "bias_swiglu", 2),
     _bias_act_case("bias_geglu_tanh", "bias_geglu", 2, approximate="tanh"),
+    _bias_packed_case("bias_swiglu_packed", "bias_swiglu"),
+    _bias_packed_case("bias_geglu_packed", "bias_geglu"),
+    _mlp_case("gated_mlp"),
+    _mlp_case("gated_mlp_biased_tanh", biased=True, activation="gelu_pytorch_tanh"),
 ]
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -108,6 +108,17 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     yield "bias_swiglu_backward", (z, x, y, weight, z[0], True, True)
     yield "bias_geglu_backward", (z, x, y, weight, z[0], "none", True, True)
 
+    both = torch.cat((weight, z[0]))
+    yield "bias_swiglu_packed", (packed, both)
+    yield "bias_geglu_packed", (packed, both, "none")
+    yield "bias_swiglu_packed_backward", (z, packed, both, True)
+    yield "bias_geglu_packed_backward", (z, packed, both, "tanh", True)
+    yield "glu_packed_backward", (z, packed, "silu")
+    yield "glu_packed_backward_", (z, packed, "gelu")
+    gate_up, down = draw(2 * ffn, cols, scale=cols**-0.5), draw(hidden, ffn, scale=ffn**-0.5)
+    yield "gated_mlp", (x, gate_up, down)
+    yield "gated_mlp", (x, gate_up, down, draw(2 * ffn), draw(hidden), "gelu", True)
+
     logits, rng_state = draw(2, vocab, scale=3.0, dtype=torch.float32), torch.tensor([seed, 5], device=device)
     seen = torch.zeros(2, vocab, dtype=torch.bool, device=device)
     yield "sample", (logits, None, None, None, None, None, seen, rng_state, 0.9, 50, 0.9, 0.01, 1.1)

@@ -108,12 +108,24 @@ def relu2(x, bias=None):
     return F.relu(biased(x, bias)).square()
 
 
-def bias_swiglu(gate, up, gate_bias=None, up_bias=None):
+def bias_swiglu(gate, up=None, gate_bias=None, up_bias=None):
+    if up is None:
+        return swiglu(biased(gate, gate_bias))
     return swiglu(biased(gate, gate_bias), biased(up, up_bias))
 
 
-def bias_geglu(gate, up, gate_bias=None, up_bias=None, *, approximate="none"):
+def bias_geglu(gate, up=None, gate_bias=None, up_bias=None, *, approximate="none"):
+    if up is None:
+        return geglu(biased(gate, gate_bias), approximate=approximate)
     return geglu(biased(gate, gate_bias), biased(up, up_bias), approximate=approximate)
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def gated_mlp(x, gate_up_weight, down_weight, gate_up_bias=None, down_bias=None, *, activation="silu"):
+    gate, up = F.linear(x, gate_up_weight, gate_up_bias).chunk(2, -1)
+    return F.linear(ACTIVATIONS[activation](gate) * up, down_weight, down_bias)
 
 
 def rope(q, k, cos, sin, position_ids=None, *, layout="bthd", interleaved=False, rotary_dim=None):

@@ -354,6 +354,7 @@ def test_cases_have_the_keys_of_the_format():
         "rms_norm_fp8_quantize": rows_cols,
         "swiglu_fp8_quantize": rows_cols,
         "fp8_linear": {"m", "n", "k", "fast"},
+        "gated_mlp": {"m", "n", "k"},
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},
         "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
@@ -383,6 +384,8 @@ def test_a_replay_touches_more_than_the_cache(case):
     itemsize = case.dtype.itemsize
     if case.op in ("rope", "rms_norm_rope"):
         size = case.keys["tokens"] * (case.keys["heads"] + case.keys["kv_heads"]) * case.keys["head_dim"] * itemsize
+    elif case.op == "gated_mlp":
+        size = 3 * case.keys["n"] * case.keys["k"] * itemsize
     elif case.op == "adamw":
         size = 4 * case.keys["parameters"] * itemsize
     else:

@@ -26,6 +26,15 @@ def named(name, **options):
     return tuple(partial(getattr(module, name), **options) for module in (llmkernels, oracles))
 
 
+def packed(name, **options):
+    """Of a packed [gate | up] and its bias."""
+
+    def of(function):
+        return lambda gate_up, bias=None: function(gate_up, None, bias)
+
+    return tuple(map(of, named(name, **options)))
+
+
 # By name: ours, eager, and how many matrices it takes, each with a bias.
 FUNCTIONS = {
     "bias_gelu": (*named("bias_gelu"), 1),
@@ -35,6 +44,12 @@ FUNCTIONS = {
     "bias_geglu": (*named("bias_geglu"), 2),
     "bias_geglu_tanh": (*named("bias_geglu", approximate="tanh"), 2),
 }
+PACKED = {
+    "bias_swiglu": packed("bias_swiglu"),
+    "bias_geglu": packed("bias_geglu"),
+    "bias_geglu_tanh": packed("bias_geglu", approximate="tanh"),
+}
+every_packed = pytest.mark.parametrize("name", PACKED)
 every_function = pytest.mark.parametrize("ours, eager, matrices", FUNCTIONS.values(), ids=FUNCTIONS.keys())
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -179,7 +194,69 @@ def test_mixed_dtypes_compose_as_eager(device, ours, eager, matrices, dtype):
     torch.testing.assert_close(y, eager(*(t.float() for t in inputs)), rtol=1e-4, atol=1e-4)
 
 
+# A packed [gate | up] has the bits of the halves, in any layout.
+
+
+def check_packed(name, gate_up, bias):
+    cols = gate_up.size(-1) // 2
+    inputs, halves = [(gate_up,), gate_up.chunk(2, -1)], FUNCTIONS[name][0]
+    if bias is not None:
+        inputs = [(gate_up, bias), (*inputs[1], *bias.chunk(2))]
+    grad_y = [torch.randn(*gate_up.shape[:-1], cols, device=gate_up.device).to(gate_up.dtype)]
+    y, grad, *of_bias = differentiate(PACKED[name][0], inputs[0], grad_y)
+    expected, grad_gate, grad_up, *of_halves = differentiate(halves, [t.contiguous() for t in inputs[1]], grad_y)
+    assert y.is_contiguous() and grad.is_contiguous()
+    assert_same((y, grad), (expected, torch.cat((grad_gate, grad_up), -1)))
+    for found, parts in zip(of_bias, [torch.cat(of_halves)] if of_halves else [], strict=True):
+        # The halves may be summed in other parts.
+        torch.testing.assert_close(found, parts, rtol=4 * torch.finfo(y.dtype).eps, atol=1e-3)
+
+
+@every_dtype
+@every_packed
+@pytest.mark.parametrize("device, rows, cols", SHAPES)
+def test_packed(device, rows, cols, name, dtype):
+    gate_up, bias = torch.randn(rows, 2 * cols, device=device).mul_(3).to(dtype), torch.randn(2 * cols, device=device)
+    check_packed(name, gate_up, bias.to(dtype))
+    check_packed(name, gate_up, None)
+
+
+@every_dtype
+@every_packed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_layouts(device, name, layout, dtype):
+    gate_up, bias = torch.randn(9, 96, device=device).to(dtype), torch.randn(1, 96, device=device).to(dtype)
+    check_packed(name, laid_out(gate_up, layout), bias[0])
+    check_packed(name, gate_up, laid_out(bias, "offset")[0])
+
+
+@every_packed
+def test_packed_gradcheck(name):
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 10), (10,))]
+    assert gradcheck(PACKED[name][0], inputs)
+    assert gradcheck(PACKED[name][0], inputs[:1])
+
+
+@every_packed
+@pytest.mark.parametrize("shape", [(6,), (2, 0, 6), (3, 0), (2, 1, 2, 1, 6)], ids=str)
+def test_packed_of_any_leading_shape(device, name, shape):
+    x, bias = torch.randn(shape, device=device), torch.randn(shape[-1], device=device)
+    ours, eager = PACKED[name]
+    assert ours(x, bias).shape == (*shape[:-1], shape[-1] // 2)
+    torch.testing.assert_close(ours(x, bias), eager(x, bias))
+
+
 ERRORS = {
+    r"bias_swiglu_packed: gate_up must have an even last dimension.* got shape \[2, 7\]": lambda x, b: (
+        llmkernels.bias_swiglu(x[:, :7])
+    ),
+    r"bias_geglu_packed: bias must have shape \[8\] \(gate_up.size\(-1\)\), got \[4\]": lambda x, b: (
+        llmkernels.bias_geglu(x, None, b[:4])
+    ),
+    "bias_swiglu: up_bias must be None without up": lambda x, b: llmkernels.bias_swiglu(x, None, b, b),
+    r"bias_swiglu_packed_backward: grad_y must have shape \[2, 4\], got \[2, 8\]": lambda x, b: (
+        _op.bias_swiglu_packed_backward(x, x, b, True)
+    ),
     "bias_gelu: x must be float32, float16, bfloat16.* got Int": lambda x, b: llmkernels.bias_gelu(x.int()),
     "bias_gelu: x must have at least one dimension": lambda x, b: llmkernels.bias_gelu(x[0, 0]),
     r"bias_gelu: bias must have shape \[8\] \(x.size\(-1\)\), got \[4\]": lambda x, b: llmkernels.bias_gelu(x, b[:4]),

@@ -120,6 +120,15 @@ def valid(op: str) -> dict:
         "bias_geglu": {"gate": x, "up": x, "gate_bias": weight, "up_bias": weight},
         "bias_geglu_backward": {"grad_y": x, "gate": x, "up": x, "gate_bias": weight, "up_bias": weight,
                                 "approximate": "tanh", "needs_grad_gate_bias": True, "needs_grad_up_bias": True},
+        "bias_swiglu_packed": {"gate_up": x, "bias": weight},
+        "bias_swiglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "bias": weight, "needs_grad_bias": True},
+        "bias_geglu_packed": {"gate_up": x, "bias": weight},
+        "bias_geglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "bias": weight, "approximate": "tanh",
+                                       "needs_grad_bias": True},
+        "glu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "activation": "silu"},
+        "glu_packed_backward_": {"grad_y": x[..., :4], "gate_up": x, "activation": "gelu"},
+        "gated_mlp": {"x": x, "gate_up_weight": torch.ones(10, 8), "down_weight": torch.ones(6, 5),
+                      "gate_up_bias": torch.ones(10), "down_bias": torch.ones(6)},
         "sample": {"logits": torch.ones(BATCH, VOCAB), "temperature": torch.ones(BATCH), "top_k": _per_sequence(2),
                    "top_p": torch.ones(BATCH), "min_p": torch.zeros(BATCH), "repetition_penalty": torch.ones(BATCH),
                    "seen": torch.zeros(BATCH, VOCAB, dtype=torch.bool), "rng_state": torch.zeros(2).long(),
@@ -421,6 +430,8 @@ def test_words_that_are_unknown():
     for arguments in ((gate, gate), (gate,)):
         with pytest.raises(ValueError, match=r"geglu(_packed)?: approximate must be 'tanh' or 'none'.*, got 'erf'"):
             llmkernels.geglu(*arguments, approximate="erf")
+    with pytest.raises(ValueError, match=r"gated_mlp: activation must be 'silu', 'gelu' .*, got 'relu'"):
+        llmkernels.gated_mlp(**public_values("gated_mlp"), activation="relu")
     with pytest.raises(ValueError, match="rope: layout must be 'bthd' or 'bhtd', got 'thd'"):
         llmkernels.rope(**public_values("rope"), layout="thd")
     with pytest.raises(ValueError, match="rms_norm_rope: layout must be 'bthd' or 'bhtd', got 'thd'"):

@@ -127,6 +127,27 @@ def glu_backward_calls(device):
     yield "geglu_packed_backward", (up[..., :8], gate, "none")
 
 
+def packed_calls(device):
+    """Of bias_act, gated_mlp."""
+    x, bias = torch.randn(3, 4, 16, device=device), torch.randn(16, device=device)
+    yield "bias_swiglu_packed", (x, bias)
+    yield "bias_swiglu_packed", (x.transpose(0, 1),)
+    yield "bias_geglu_packed", (x[:0], bias, "tanh")
+    gate_up, down = torch.randn(10, 16, device=device), torch.randn(7, 5, device=device)
+    for is_saved in (True, False):
+        yield "gated_mlp", (x, gate_up, down, None, None, "silu", is_saved)
+        yield "gated_mlp", (x.transpose(0, 1), gate_up, down, bias[:10], bias[:7], "gelu", is_saved)
+
+
+def packed_backward_calls(device):
+    x, bias = torch.randn(3, 4, 16, device=device), torch.randn(16, device=device)
+    for wanted in (True, False):
+        yield "bias_swiglu_packed_backward", (x[..., :8], x, bias, wanted)
+        yield "bias_geglu_packed_backward", (x[..., :8], x, None, "none", wanted)
+    yield "glu_packed_backward", (x[..., :8].transpose(0, 1), x.transpose(0, 1), "gelu")
+    yield "glu_packed_backward_", (x[..., :8].contiguous(), x, "silu")
+
+
 def softmax_calls(device):
     x = torch.randn(2, 3, 4, 16, device=device)
     yield "softmax", (x,)
@@ -200,6 +221,7 @@ def differentiable_calls(device):
     yield from rms_norm_rope_calls(device)
     yield from glu_calls(device)
     yield from bias_act_calls(device)
+    yield from packed_calls(device)
 
 
 def other_calls(device):
@@ -213,6 +235,7 @@ def other_calls(device):
     yield from rms_norm_rope_other_calls(device)
     yield from glu_backward_calls(device)
     yield from bias_act_backward_calls(device)
+    yield from packed_backward_calls(device)
     yield from optimizer_calls(device)
     yield from fp8_calls(device)
 
@@ -221,9 +244,8 @@ def other_calls(device):
 @pytest.mark.parametrize("index", range(len(list(differentiable_calls("cpu")))))
 def test_opcheck(device, index, requires_grad):
     name, arguments = list(differentiable_calls(device))[index]
-    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}.get(
-        name, 4
-    )  # cos, masks, ... not
+    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}  # cos, masks, ... do not
+    takes_gradient = takes_gradient.get(name, 5)
     arguments = [
         a.detach().requires_grad_(requires_grad and i < takes_gradient) if isinstance(a, torch.Tensor) else a
         for i, a in enumerate(arguments)

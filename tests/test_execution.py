@@ -32,6 +32,8 @@ def test_250_equal_reruns(case, device, dtype):
 @every_dtype
 @pytest.mark.parametrize("cols", [136, 3584, 1037])
 def test_a_row_alone_is_the_same_row_in_a_batch_of_300(case, device, dtype, cols):
+    if not case.batch_invariant:
+        pytest.skip("PyTorch's matmul sums in an order that depends on the number of rows")
     inputs = case.inputs(300, cols, dtype, device)
     grad_outputs = case.grad_outputs(inputs)
     row_dims = [d for d in case.row_dims[: case.differentiable] if d is not None]

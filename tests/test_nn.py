@@ -101,12 +101,13 @@ def test_gated_mlp_takes_the_place_of_the_one_in_transformers(device, activation
     theirs = modeling.LlamaMLP(config).to(device)
     ours = copy_of(nn.GatedMLP(24, 56, activation), theirs)
     x = torch.randn(3, 5, 24, device=device)
-    assert_close(forward_and_gradients(ours, x), forward_and_gradients(theirs, x))
+    y, grad_x, grad_gate, grad_up, grad_down = forward_and_gradients(theirs, x)
+    assert_close(forward_and_gradients(ours, x), (y, grad_x, torch.cat((grad_gate, grad_up)), grad_down))
 
 
 def test_gated_mlp_with_bias():
     assert {name for name, _ in nn.GatedMLP(8, 16, bias=True, dtype=torch.bfloat16).named_parameters()} == {
-        f"{projection}_proj.{kind}" for projection in ("gate", "up", "down") for kind in ("weight", "bias")
+        f"{projection}_proj.{kind}" for projection in ("gate_up", "down") for kind in ("weight", "bias")
     }
     with pytest.raises(ValueError, match=r"GatedMLP: activation must be one of silu, .* got 'relu'"):
         nn.GatedMLP(8, 16, "relu")
@@ -122,6 +123,25 @@ def test_activations(device):
     ):
         torch.testing.assert_close(module(gate, up), expected)
         assert_same(module(packed), module(gate, up))
+
+
+def test_activations_with_biases(device):
+    gate, up = torch.randn(2, 5, 32, device=device)
+    packed = torch.cat((gate, up), -1)
+    for module, act in (
+        (nn.BiasSwiGLU(32), F.silu),
+        (nn.BiasGEGLU(32), F.gelu),
+        (nn.BiasGEGLU(32, "tanh"), lambda x: F.gelu(x, approximate="tanh")),
+    ):
+        module = module.to(device)
+        assert not module.bias.any()
+        torch_nn.init.normal_(module.bias)
+        of_gate, of_up = module.bias.chunk(2)
+        expected = act(gate + of_gate) * (up + of_up)
+        torch.testing.assert_close(module(packed), expected)
+        assert_same(module(packed), module(gate, up))
+        grads = [torch.autograd.grad(y.square().sum(), module.bias)[0] for y in (expected, module(packed))]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
 
 
 def test_add_rms_norm(device):
@@ -247,6 +267,7 @@ def test_a_new_norm_only_normalizes(kind):
         nn.GEGLU(),
         nn.CrossEntropyLoss(torch.ones(16)),
         nn.LinearCrossEntropyLoss(16, 32, bias=True),
+        nn.BiasGEGLU(16, "tanh"),
     ],
     ids=repr,
 )
@@ -262,7 +283,7 @@ def test_modules_can_be_saved_and_printed(module):
 
 def test_modules_on_meta_and_in_other_dtypes():
     assert nn.RMSNorm(16, device="meta").weight.is_meta
-    assert nn.GatedMLP(16, 32, device="meta", dtype=torch.bfloat16).up_proj.weight.dtype == torch.bfloat16
+    assert nn.GatedMLP(16, 32, device="meta", dtype=torch.bfloat16).gate_up_proj.weight.dtype == torch.bfloat16
     assert nn.RMSNorm(16, dtype=torch.float16).weight.dtype == torch.float16
     assert nn.RMSNorm(16).half()(torch.ones(2, 16).half()).dtype == torch.float16
 

@@ -65,8 +65,8 @@ inline void backward_chunks(const BiasActBackwardParams& p, int64_t partial_begi
       const T* grad_y = static_cast<const T*>(p.grad_y) + row * p.grad_y_stride;
       const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride;
       const T* up = static_cast<const T*>(p.up) + row * p.up_stride;
-      T* grad_gate = static_cast<T*>(p.grad_gate) + row * p.cols;
-      T* grad_up = static_cast<T*>(p.grad_up) + row * p.cols;
+      T* grad_gate = static_cast<T*>(p.grad_gate) + row * p.grad_stride;
+      T* grad_up = static_cast<T*>(p.grad_up) + row * p.grad_stride;
       for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
         add_bias<T>(load(gate + begin, count, buffer), gate_bias.load(begin, count), count, g);
         if (kGated) add_bias<T>(load(up + begin, count, buffer), up_bias.load(begin, count), count, u);

@@ -22,6 +22,10 @@ struct GluBackwardParams {
   void* grad_up;       // [rows, cols], rows grad_stride apart
   int64_t rows, cols;
   int64_t grad_y_stride, gate_stride, up_stride, grad_stride;  // between rows
+  // [rows, cols], or null: where the result of the forward is computed again. It may be grad_y, and the gradients may
+  // be gate and up: each element is read before it is written.
+  void* y = nullptr;
+  int64_t y_stride = 0;
 };
 
 // An activation with biases in front, gated or not: y = act(gate + gate_bias) (up + up_bias), or act(gate + gate_bias).
@@ -41,14 +45,14 @@ struct BiasActBackwardParams {
   const void* up;         // [rows, cols], or null: not gated
   const void* gate_bias;  // [cols], or null
   const void* up_bias;    // [cols], or null
-  void* grad_gate;        // [rows, cols], contiguous
-  void* grad_up;          // [rows, cols], contiguous, if gated
+  void* grad_gate;        // [rows, cols], rows grad_stride apart
+  void* grad_up;          // [rows, cols], rows grad_stride apart, if gated
   void* grad_gate_bias;   // [cols], or null when it is not wanted
   void* grad_up_bias;     // [cols], or null when it is not wanted
   void* partials;         // workspace [partial_rows, cols] of the accumulation dtype for each of the two that is wanted
   int64_t partial_rows;   // how many partial sums over rows are made; fixes the order of the summation
   int64_t rows, cols;
-  int64_t grad_y_stride, gate_stride, up_stride;  // between rows
+  int64_t grad_y_stride, gate_stride, up_stride, grad_stride;  // between rows
 };
 
 }  // namespace llmk

@@ -170,16 +170,6 @@ inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<
   return own([&] { return symbol::linear(x.get(), weight.get(), borrowed); });
 }
 
-// result = a b. Autocast leaves it alone, unlike linear().
-inline void mm(const Tensor& a, const Tensor& b, const Tensor& result) {
-  [[maybe_unused]] const CaptureScope capture;
-  if (symbol::mm_out) {
-    symbol::mm_out(a.get(), b.get(), result.get());
-  } else {
-    call_overload<Tensor>("aten::mm", "out", a, b, result);
-  }
-}
-
 // a b of FP8 matrices, times their scales.
 inline Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale,
                         const std::optional<Tensor>& bias, torch::headeronly::ScalarType type, int32_t dtype,
@@ -200,11 +190,6 @@ inline Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale,
 inline void fill_(Tensor tensor, double value) {
   [[maybe_unused]] const CaptureScope capture;
   torch::stable::fill_(tensor, value);
-}
-
-inline void copy_(Tensor target, const Tensor& source) {
-  [[maybe_unused]] const CaptureScope capture;
-  torch::stable::copy_(target, source);
 }
 
 inline void zero_(Tensor tensor) {
@@ -234,7 +219,7 @@ inline void add_(Tensor target, const Tensor& other) {
   }
 }
 
-// out = a b
+// out = a b. Autocast leaves it alone, unlike linear().
 inline void mm_out(Tensor out, const Tensor& a, const Tensor& b) {
   [[maybe_unused]] const CaptureScope capture;
   if (symbol::mm_out) {

@@ -16,7 +16,34 @@ struct Operands {
   const char* gate_name;
   Tensor gate;
   MaybeTensor up, gate_bias, up_bias;
+  bool packed = false;  // the four are halves of two tensors, and so are their gradients
 };
+
+// Columns [begin, begin + cols).
+Tensor columns(const Tensor& tensor, int64_t begin, int64_t cols) {
+  std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
+  sizes.back() = cols;
+  return view(tensor, sizes, tensor.strides(), begin * tensor.stride(tensor.dim() - 1));
+}
+
+// The halves of a packed [gate | up] and of its bias, checked.
+Operands unpack(const char* op, const Tensor& gate_up, const MaybeTensor& bias, const MaybeTensor& grad_y = {}) {
+  const Argument packed{"gate_up", gate_up};
+  if (grad_y) {
+    check_tensors(op, {{"grad_y", grad_y}, packed, {"bias", bias}});
+  } else {
+    check_tensors(op, {packed, {"bias", bias}});
+  }
+  to_dtype(op, packed);
+  LLMK_CHECK(gate_up.dim() >= 1 && gate_up.size(gate_up.dim() - 1) % 2 == 0, op,
+             "gate_up must have an even last dimension, [gate | up], got shape ", shape(gate_up));
+  check_vector(op, {"bias", bias}, packed, gate_up.size(gate_up.dim() - 1), "gate_up.size(-1)");
+  const int64_t cols = gate_up.size(gate_up.dim() - 1) / 2;
+  const auto half = [&](const MaybeTensor& tensor, int64_t begin) {
+    return tensor ? std::optional(columns(*tensor, begin, cols)) : std::nullopt;
+  };
+  return {"gate_up", columns(gate_up, 0, cols), columns(gate_up, cols, cols), half(bias, 0), half(bias, cols), true};
+}
 
 // Checks them, and makes the biases contiguous.
 Dtype check(const char* op, Operands& o, const MaybeTensor& grad_y = std::nullopt) {
@@ -64,7 +91,7 @@ Tensor forward(const char* op, Operands o, Activation activation) {
   return y;
 }
 
-// Of gate, up and their biases; what is not wanted is empty.
+// Of gate, up and their biases, or of gate_up, none and their bias; what is not wanted is empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const char* op, const Tensor& grad_y, Operands o,
                                                     Activation activation, bool needs_gate_bias, bool needs_up_bias) {
   const Dtype dtype = check(op, o, grad_y);
@@ -72,9 +99,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const char* op, const Tensor
   needs_gate_bias = needs_gate_bias && o.gate_bias;
   needs_up_bias = needs_up_bias && o.up_bias;
   const ScalarType type = o.gate.scalar_type();
-  Tensor grad_gate = empty_rows(o.gate), grad_up = o.up ? empty_rows(o.gate) : empty({&none, 1}, type, o.gate);
-  Tensor gate_bias = empty({needs_gate_bias ? &cols : &none, 1}, type, o.gate);
-  Tensor up_bias = empty({needs_up_bias ? &cols : &none, 1}, type, o.gate);
+  const int64_t out_cols = o.packed ? 2 * cols : cols;
+  std::vector<int64_t> sizes(o.gate.sizes().begin(), o.gate.sizes().end());
+  sizes.back() = out_cols;
+  Tensor grad_gate = empty(sizes, type, o.gate);
+  Tensor grad_up = o.up && !o.packed ? empty_rows(o.gate) : empty({&none, 1}, type, o.gate);
+  Tensor gate_bias = empty({needs_gate_bias ? &out_cols : &none, 1}, type, o.gate);
+  Tensor up_bias = empty({needs_up_bias && !o.packed ? &cols : &none, 1}, type, o.gate);
+  // Where the gradient of up is written, and that of its bias.
+  const auto of_up = [&](Tensor& gate, Tensor& up) -> void* {
+    return o.packed ? static_cast<char*>(gate.mutable_data_ptr()) + cols * gate.element_size() : up.mutable_data_ptr();
+  };
   if (o.gate.numel() == 0) {
     aten::zero_(gate_bias);
     aten::zero_(up_bias);
@@ -88,16 +123,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const char* op, const Tensor
                                data(o.gate_bias),
                                data(o.up_bias),
                                grad_gate.mutable_data_ptr(),
-                               up ? grad_up.mutable_data_ptr() : nullptr,
+                               up ? of_up(grad_gate, grad_up) : nullptr,
                                needs_gate_bias ? gate_bias.mutable_data_ptr() : nullptr,
-                               needs_up_bias ? up_bias.mutable_data_ptr() : nullptr,
+                               needs_up_bias ? of_up(gate_bias, up_bias) : nullptr,
                                nullptr,
                                0,
                                gate.rows,
                                gate.cols,
                                grad_rows.stride,
                                gate.stride,
-                               up ? up->stride : 0};
+                               up ? up->stride : 0,
+                               out_cols};
   std::optional<Tensor> partials;  // kept until the launch; later uses of the memory are ordered after the kernels
   const auto allocate_partials = [&](ScalarType partial_type) {
     const int64_t count = (needs_gate_bias + needs_up_bias) * params.partial_rows * params.cols;
@@ -172,6 +208,35 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bias_geglu_backward(const Tensor& gra
                   needs_grad_up_bias);
 }
 
+Tensor bias_swiglu_packed(const Tensor& gate_up, MaybeTensor bias) {
+  constexpr const char* op = "bias_swiglu_packed";
+  return forward(op, unpack(op, gate_up, bias), Activation::kSilu);
+}
+
+std::tuple<Tensor, Tensor> packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_up,
+                                           const MaybeTensor& bias, Activation activation, bool needs_grad_bias) {
+  const Operands halves = unpack(op, gate_up, bias, grad_y);
+  check_dtype(op, {"grad_y", grad_y}, {"gate_up", gate_up});
+  LLMK_CHECK(grad_y.sizes().equals(halves.gate.sizes()), op, "grad_y must have shape ", shape(halves.gate), ", got ",
+             shape(grad_y));
+  const auto [grad, _, grad_bias, __] = backward(op, grad_y, halves, activation, needs_grad_bias, needs_grad_bias);
+  return {grad, grad_bias};
+}
+std::tuple<Tensor, Tensor> bias_swiglu_packed_backward(const Tensor& grad_y, const Tensor& gate_up, MaybeTensor bias,
+                                                       bool needs_grad_bias) {
+  return packed_backward("bias_swiglu_packed_backward", grad_y, gate_up, bias, Activation::kSilu, needs_grad_bias);
+}
+
+Tensor bias_geglu_packed(const Tensor& gate_up, MaybeTensor bias, std::string approximate) {
+  constexpr const char* op = "bias_geglu_packed";
+  return forward(op, unpack(op, gate_up, bias), gelu(op, approximate));
+}
+std::tuple<Tensor, Tensor> bias_geglu_packed_backward(const Tensor& grad_y, const Tensor& gate_up, MaybeTensor bias,
+                                                      std::string approximate, bool needs_grad_bias) {
+  constexpr const char* op = "bias_geglu_packed_backward";
+  return packed_backward(op, grad_y, gate_up, bias, gelu(op, approximate), needs_grad_bias);
+}
+
 void register_ops(StableLibrary& ops) {
   implement_differentiable(ops, "bias_gelu", TORCH_BOX(&bias_gelu));
   ops.impl("bias_gelu_backward", TORCH_BOX(&bias_gelu_backward));
@@ -181,6 +246,10 @@ void register_ops(StableLibrary& ops) {
   ops.impl("bias_swiglu_backward", TORCH_BOX(&bias_swiglu_backward));
   implement_differentiable(ops, "bias_geglu", TORCH_BOX(&bias_geglu));
   ops.impl("bias_geglu_backward", TORCH_BOX(&bias_geglu_backward));
+  implement_differentiable(ops, "bias_swiglu_packed", TORCH_BOX(&bias_swiglu_packed));
+  ops.impl("bias_swiglu_packed_backward", TORCH_BOX(&bias_swiglu_packed_backward));
+  implement_differentiable(ops, "bias_geglu_packed", TORCH_BOX(&bias_geglu_packed));
+  ops.impl("bias_geglu_packed_backward", TORCH_BOX(&bias_geglu_packed_backward));
 }
 
 }  // namespace

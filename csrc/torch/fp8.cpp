@@ -195,7 +195,7 @@ Quantized swiglu_fp8_quantize(const Tensor& gate, std::optional<Tensor> up, std:
     }
   }
 #endif
-  return quantize(options, up ? swiglu(gate, *up) : swiglu_packed(gate));
+  return quantize(options, up ? swiglu(gate, *up) : glu_packed("swiglu_packed", gate, Activation::kSilu));
 }
 
 void register_ops(StableLibrary& ops) {

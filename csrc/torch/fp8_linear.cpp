@@ -122,7 +122,7 @@ Tensor on_cpu(const Fp8Linear& f, IntHeaderOnlyArrayRef sizes) {
   for (int64_t begin = 0; begin < weight.rows; begin += step) {
     const int64_t end = std::min(weight.rows, begin + step);
     const Tensor part = widened(weight, begin, end), acc = empty({x.rows, end - begin}, ScalarType::Float, f.x);
-    aten::mm(wide_x, view(part, {weight.cols, end - begin}, {1, weight.cols}, 0), acc);
+    aten::mm_out(acc, wide_x, view(part, {weight.cols, end - begin}, {1, weight.cols}, 0));
     Fp8EpilogueParams params = epilogue(f, y, x.rows, begin, end);
     params.acc = floats(acc);
     params.acc_stride = params.cols;

@@ -7,6 +7,13 @@
 #endif
 
 namespace llmk {
+
+Activation to_activation(const char* op, const std::string& name) {
+  LLMK_CHECK(name == "silu" || name == "gelu" || name == "gelu_pytorch_tanh", op,
+             "activation must be 'silu', 'gelu' (erf) or 'gelu_pytorch_tanh', got '", name, "'");
+  return name == "silu" ? Activation::kSilu : name == "gelu" ? Activation::kGeluErf : Activation::kGeluTanh;
+}
+
 namespace {
 
 using torch::stable::detail::StableLibrary;
@@ -75,7 +82,11 @@ std::vector<int64_t> unpacked_shape(const char* op, const Tensor& gate_up) {
   return sizes;
 }
 
-Tensor packed_forward(const char* op, const Tensor& gate_up, Activation activation) {
+}  // namespace
+
+Tensor swiglu(const Tensor& gate, const Tensor& up) { return forward("swiglu", gate, up, Activation::kSilu); }
+
+Tensor glu_packed(const char* op, const Tensor& gate_up, Activation activation) {
   check_tensors(op, {{"gate_up", gate_up}});
   const Dtype dtype = to_dtype(op, {"gate_up", gate_up});
   Tensor y = empty(unpacked_shape(op, gate_up), gate_up.scalar_type(), gate_up);
@@ -89,23 +100,58 @@ Tensor packed_forward(const char* op, const Tensor& gate_up, Activation activati
   return y;
 }
 
-Tensor packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_up, Activation activation) {
-  check_tensors(op, {{"grad_y", grad_y}, {"gate_up", gate_up}});
-  const Dtype dtype = to_dtype(op, {"gate_up", gate_up});
-  const auto sizes = unpacked_shape(op, gate_up);
-  check_dtype(op, {"grad_y", grad_y}, {"gate_up", gate_up});
-  LLMK_CHECK(grad_y.sizes().equals(sizes), op, "grad_y must have shape ", text(sizes), ", got ", shape(grad_y));
-  Tensor grad = empty_rows(gate_up);
-  if (gate_up.numel() == 0) return grad;
-  const Rows packed = as_rows(gate_up), grad_rows = as_rows(grad_y);
+namespace {
+
+// Writes the gradient of gate_up, and y once more if it is given.
+void write_packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_up, Activation activation,
+                           Tensor grad, std::optional<Tensor> y = std::nullopt) {
+  if (gate_up.numel() == 0) return;
+  const Rows packed = as_rows(gate_up), grad_rows = as_rows(grad_y), out = as_rows(grad);
   const int64_t cols = packed.cols / 2;
   void* const grad_gate = grad.mutable_data_ptr();
   run(op,
       GluBackwardParams{grad_rows.data(), packed.data(), up_half(packed.data(), cols, gate_up), grad_gate,
                         const_cast<void*>(up_half(grad_gate, cols, gate_up)), packed.rows, cols, grad_rows.stride,
-                        packed.stride, packed.stride, packed.cols},
-      activation, dtype, gate_up);
+                        packed.stride, packed.stride, out.stride, y ? y->mutable_data_ptr() : nullptr,
+                        y ? as_rows(*y).stride : 0},
+      activation, to_dtype(op, {"gate_up", gate_up}), gate_up);
+}
+
+void check_packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_up, Access access) {
+  check_tensors(op, {{"grad_y", grad_y, access}, {"gate_up", gate_up, access}});
+  to_dtype(op, {"gate_up", gate_up});
+  const auto sizes = unpacked_shape(op, gate_up);
+  check_dtype(op, {"grad_y", grad_y}, {"gate_up", gate_up});
+  LLMK_CHECK(grad_y.sizes().equals(sizes), op, "grad_y must have shape ", text(sizes), ", got ", shape(grad_y));
+}
+
+Tensor packed_backward(const char* op, const Tensor& grad_y, const Tensor& gate_up, Activation activation) {
+  check_packed_backward(op, grad_y, gate_up, Access::kRead);
+  Tensor grad = empty_rows(gate_up);
+  write_packed_backward(op, grad_y, gate_up, activation, grad);
   return grad;
+}
+
+// For a product behind the activation, whose weight's gradient needs y.
+std::tuple<Tensor, Tensor> glu_packed_backward(const Tensor& grad_y, const Tensor& gate_up, std::string activation) {
+  constexpr const char* op = "glu_packed_backward";
+  check_packed_backward(op, grad_y, gate_up, Access::kRead);
+  const Activation act = to_activation(op, activation);
+  Tensor y = empty_rows(grad_y), grad = empty_rows(gate_up);
+  write_packed_backward(op, grad_y, gate_up, act, grad, y);
+  return {y, grad};
+}
+
+void glu_packed_backward_(Tensor grad_y, Tensor gate_up, std::string activation) {
+  constexpr const char* op = "glu_packed_backward_";
+  check_packed_backward(op, grad_y, gate_up, Access::kWrite);
+  const Activation act = to_activation(op, activation);
+  for (const auto& [name, tensor] : {std::pair("grad_y", grad_y), std::pair("gate_up", gate_up)}) {
+    LLMK_CHECK(as_rows(tensor).tensor.get() == tensor.get(), op, name,
+               " must have contiguous columns and rows a constant distance apart, as it is written to, got shape ",
+               shape(tensor), " with strides ", text(tensor.strides()));
+  }
+  write_packed_backward(op, grad_y, gate_up, act, gate_up, grad_y);
 }
 
 Activation gelu(const char* op, const std::string& approximate) {
@@ -118,14 +164,7 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad_y, const Tensor& g
   return backward("swiglu_backward", grad_y, gate, up, Activation::kSilu);
 }
 
-}  // namespace
-
-Tensor swiglu(const Tensor& gate, const Tensor& up) { return forward("swiglu", gate, up, Activation::kSilu); }
-
-Tensor swiglu_packed(const Tensor& gate_up) { return packed_forward("swiglu_packed", gate_up, Activation::kSilu); }
-
-namespace {
-
+Tensor swiglu_packed(const Tensor& gate_up) { return glu_packed("swiglu_packed", gate_up, Activation::kSilu); }
 Tensor swiglu_packed_backward(const Tensor& grad_y, const Tensor& gate_up) {
   return packed_backward("swiglu_packed_backward", grad_y, gate_up, Activation::kSilu);
 }
@@ -138,7 +177,7 @@ std::tuple<Tensor, Tensor> geglu_backward(const Tensor& grad_y, const Tensor& ga
   return backward("geglu_backward", grad_y, gate, up, gelu("geglu_backward", approximate));
 }
 Tensor geglu_packed(const Tensor& gate_up, std::string approximate) {
-  return packed_forward("geglu_packed", gate_up, gelu("geglu_packed", approximate));
+  return glu_packed("geglu_packed", gate_up, gelu("geglu_packed", approximate));
 }
 Tensor geglu_packed_backward(const Tensor& grad_y, const Tensor& gate_up, std::string approximate) {
   return packed_backward("geglu_packed_backward", grad_y, gate_up, gelu("geglu_packed_backward", approximate));
@@ -148,9 +187,7 @@ Tensor relu2_glu(const Tensor& gate, const Tensor& up) { return forward("relu2_g
 std::tuple<Tensor, Tensor> relu2_glu_backward(const Tensor& grad_y, const Tensor& gate, const Tensor& up) {
   return backward("relu2_glu_backward", grad_y, gate, up, Activation::kRelu2);
 }
-Tensor relu2_glu_packed(const Tensor& gate_up) {
-  return packed_forward("relu2_glu_packed", gate_up, Activation::kRelu2);
-}
+Tensor relu2_glu_packed(const Tensor& gate_up) { return glu_packed("relu2_glu_packed", gate_up, Activation::kRelu2); }
 Tensor relu2_glu_packed_backward(const Tensor& grad_y, const Tensor& gate_up) {
   return packed_backward("relu2_glu_packed_backward", grad_y, gate_up, Activation::kRelu2);
 }
@@ -168,6 +205,8 @@ void register_ops(StableLibrary& ops) {
   ops.impl("geglu_backward", TORCH_BOX(&geglu_backward));
   implement_differentiable(ops, "geglu_packed", TORCH_BOX(&geglu_packed));
   ops.impl("geglu_packed_backward", TORCH_BOX(&geglu_packed_backward));
+  ops.impl("glu_packed_backward", TORCH_BOX(&glu_packed_backward));
+  ops.impl("glu_packed_backward_", TORCH_BOX(&glu_packed_backward_));
 }
 
 }  // namespace

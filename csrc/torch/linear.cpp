@@ -139,7 +139,7 @@ Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::opti
   if (is_meta(x)) return empty(sizes, x.scalar_type(), x);
   const Tensor normalized = f.norm ? rms_norm_between(x, f.norm->weight, f.norm->options) : x;
   const Tensor y = library_linear(normalized, f.weight, f.bias);
-  return f.epilogue == LinearEpilogue::kSwiglu ? swiglu_packed(y) : y;
+  return f.epilogue == LinearEpilogue::kSwiglu ? glu_packed(f.op, y, Activation::kSilu) : y;
 }
 
 std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f,

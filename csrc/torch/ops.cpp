@@ -109,6 +109,14 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def(
       "bias_geglu_backward(Tensor grad_y, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
       "str approximate, bool needs_grad_gate_bias, bool needs_grad_up_bias) -> (Tensor, Tensor, Tensor, Tensor)");
+  differentiable("bias_swiglu_packed", "(Tensor gate_up, Tensor? bias=None) -> Tensor");
+  ops.def(
+      "bias_swiglu_packed_backward(Tensor grad_y, Tensor gate_up, Tensor? bias, bool needs_grad_bias) -> "
+      "(Tensor grad_gate_up, Tensor grad_bias)");
+  differentiable("bias_geglu_packed", "(Tensor gate_up, Tensor? bias=None, str approximate='none') -> Tensor");
+  ops.def(
+      "bias_geglu_packed_backward(Tensor grad_y, Tensor gate_up, Tensor? bias, str approximate, bool needs_grad_bias) "
+      "-> (Tensor grad_gate_up, Tensor grad_bias)");
 
   // glu.cpp; a packed input is [gate | up] along its last dimension
   differentiable("relu2_glu", "(Tensor gate, Tensor up) -> Tensor");
@@ -123,6 +131,9 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def("geglu_backward(Tensor grad_y, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
   differentiable("geglu_packed", "(Tensor gate_up, str approximate=\"none\") -> Tensor");
   ops.def("geglu_packed_backward(Tensor grad_y, Tensor gate_up, str approximate) -> Tensor");
+  // Gives y once more; in place grad_y becomes y, and gate_up its gradient.
+  ops.def("glu_packed_backward(Tensor grad_y, Tensor gate_up, str activation) -> (Tensor y, Tensor grad_gate_up)");
+  ops.def("glu_packed_backward_(Tensor(a!) grad_y, Tensor(b!) gate_up, str activation) -> ()");
 
   // sampling.cpp; without the tensor of a parameter its `_value` holds for every row
   ops.def(
@@ -159,6 +170,11 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def(
       "fp8_linear(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias=None, "
       "str out_dtype='bfloat16', bool use_fast_accum=False) -> Tensor");
+  // gated_mlp.cpp; without save_gate_up the returned gate_up has no columns, with it the backward may overwrite it
+  differentiable("gated_mlp",
+                 "(Tensor x, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias=None, "
+                 "Tensor? down_bias=None, str activation='silu', bool save_gate_up=False) -> "
+                 "(Tensor y, Tensor gate_up)");
 
   // attention.cpp; a cache is (batch, capacity, kv_heads, head_dim), or pages with a block table
   ops.def(

@@ -1,7 +1,9 @@
-// The functions of norm.cpp, linear.cpp, glu.cpp and attention.cpp that the ops of decode steps and of FP8 are composed
-// of. Called without the dispatcher, since an error that passes through it loses its text, and with checked arguments.
+// The functions of norm.cpp, linear.cpp, glu.cpp and attention.cpp that other ops are composed of: those of decode
+// steps, of FP8, gated_mlp. Called without the dispatcher, since an error that passes through it loses its text, and
+// with checked arguments.
 #pragma once
 #include "binding.h"
+#include "params/glu.h"
 #include "params/linear.h"
 
 namespace llmk {
@@ -45,7 +47,9 @@ void check_options(const char* op, const RmsNormOptions& options);
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options);
 
 Tensor swiglu(const Tensor& gate, const Tensor& up);
-Tensor swiglu_packed(const Tensor& gate_up);
+// act(gate) up, from a packed [gate | up].
+Tensor glu_packed(const char* op, const Tensor& gate_up, Activation activation);
+Activation to_activation(const char* op, const std::string& name);
 
 // The arguments of an attention besides the queries.
 struct AttentionInputs {

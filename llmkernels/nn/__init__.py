@@ -1,7 +1,8 @@
 """The ops as drop-in modules."""
 
 from llmkernels.nn.fp8 import FP8Linear
-from llmkernels.nn.glu import GEGLU, GatedMLP, SwiGLU
+from llmkernels.nn.gated_mlp import GatedMLP
+from llmkernels.nn.glu import GEGLU, BiasGEGLU, BiasSwiGLU, SwiGLU
 from llmkernels.nn.linear import RMSNormLinear
 from llmkernels.nn.loss import CrossEntropyLoss, LinearCrossEntropyLoss
 from llmkernels.nn.norm import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
@@ -11,6 +12,8 @@ __all__ = [
     "GEGLU",
     "AddLayerNorm",
     "AddRMSNorm",
+    "BiasGEGLU",
+    "BiasSwiGLU",
     "CrossEntropyLoss",
     "FP8Linear",
     "GatedMLP",

@@ -1,9 +1,9 @@
-"""Gated activations and the MLP around them as modules."""
+"""Gated activations as modules, with a bias in front or without."""
 
 import torch
 from torch import Tensor, nn
 
-from llmkernels.ops import geglu, swiglu
+from llmkernels.ops import bias_geglu, bias_swiglu, geglu, swiglu
 
 
 class SwiGLU(nn.Module):
@@ -27,44 +27,62 @@ class GEGLU(nn.Module):
         return f"approximate={self.approximate!r}"
 
 
-# Names as in transformers' hidden_act.
-_ACTIVATIONS = {
-    "silu": SwiGLU,
-    "gelu_pytorch_tanh": lambda: GEGLU("tanh"),
-    "gelu": lambda: GEGLU("none"),
-}
-
-
-class GatedMLP(nn.Module):
-    """The feed-forward block of Llama and similar models, ``down_proj(act(gate_proj(x)) * up_proj(x))``.
-
-    Replaces ``LlamaMLP``: the parameters have the same names and shapes.
+class BiasSwiGLU(nn.Module):
+    """:func:`llmkernels.bias_swiglu` behind linear layers without biases: silu(gate + bias_g) * (up + bias_u).
 
     Args:
-        hidden_size, intermediate_size: sizes of the input and of the gate.
-        activation: "silu", "gelu_pytorch_tanh" or "gelu".
-        bias: whether the three projections have one.
+        intermediate_size: F.
 
-    Shape: (..., hidden_size) to the same.
+    Parameters: ``bias`` (2F,), that of the gate, then that of up; zeros at first.
+    Shape: gate and up (..., F), or gate (..., 2F) packed as [gate | up], to (..., F).
     """
 
     def __init__(
         self,
-        hidden_size: int,
         intermediate_size: int,
-        activation: str = "silu",
-        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"GatedMLP: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
-        options = {"bias": bias, "device": device, "dtype": dtype}
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
-        self.act = _ACTIVATIONS[activation]()
+        self.intermediate_size = intermediate_size
+        self.bias = nn.Parameter(torch.empty(2 * intermediate_size, device=device, dtype=dtype))
+        self.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x), self.up_proj(x)))
+    def reset_parameters(self) -> None:
+        """Make the bias zero."""
+        nn.init.zeros_(self.bias)
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return bias_swiglu(gate, up, *_biases(self.bias, up))
+
+    def extra_repr(self) -> str:
+        return f"intermediate_size={self.intermediate_size}"
+
+
+class BiasGEGLU(BiasSwiGLU):
+    """:func:`llmkernels.bias_geglu` behind linear layers without biases: gelu(gate + bias_g) * (up + bias_u).
+
+    Args:
+        intermediate_size: as in :class:`BiasSwiGLU`, and so are parameters and shapes.
+        approximate: "none" or "tanh", as in :func:`llmkernels.geglu`.
+    """
+
+    def __init__(
+        self,
+        intermediate_size: int,
+        approximate: str = "none",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(intermediate_size, device, dtype)
+        self.approximate = approximate
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        return bias_geglu(gate, up, *_biases(self.bias, up), approximate=self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, approximate={self.approximate!r}"
+
+
+def _biases(bias: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
+    return (bias,) if up is None else bias.chunk(2)

@@ -12,6 +12,7 @@ from llmkernels.ops.attention import decode_attention, rope_kv_write
 from llmkernels.ops.bias_act import bias_geglu, bias_gelu, bias_swiglu, relu2
 from llmkernels.ops.cross_entropy import cross_entropy
 from llmkernels.ops.fp8 import fp8_linear, fp8_quantize, rms_norm_fp8_quantize, swiglu_fp8_quantize
+from llmkernels.ops.gated_mlp import gated_mlp
 from llmkernels.ops.glu import geglu, relu2_glu, swiglu
 from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
@@ -32,6 +33,7 @@ __all__ = [
     "decode_attention",
     "fp8_linear",
     "fp8_quantize",
+    "gated_mlp",
     "geglu",
     "layer_norm",
     "linear",

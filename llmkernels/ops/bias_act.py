@@ -18,7 +18,8 @@ from llmkernels.ops._common import (
 )
 
 _bias_gelu, _relu2 = caller("bias_gelu"), caller("relu2")
-_bias_swiglu, _bias_geglu = caller("bias_swiglu"), caller("bias_geglu")
+_bias_swiglu, _bias_swiglu_packed = caller("bias_swiglu"), caller("bias_swiglu_packed")
+_bias_geglu, _bias_geglu_packed = caller("bias_geglu"), caller("bias_geglu_packed")
 
 
 @public
@@ -67,26 +68,32 @@ def relu2(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @public
-def bias_swiglu(gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None) -> Tensor:
+def bias_swiglu(
+    gate: Tensor, up: Tensor | None = None, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+) -> Tensor:
     r"""SwiGLU of two linear layers' outputs before their biases, :math:`y = \mathrm{silu}(g + b_g) (u + b_u)`.
 
     Args:
-        gate, up: (..., F), of one shape.
-        gate_bias, up_bias: (F,), or None; each of them without the other, too.
+        gate, up: (..., F), of one shape. Without ``up``, gate: (..., 2F), packed as [gate | up].
+        gate_bias, up_bias: (F,), or None; each of them without the other, too. Without ``up``, gate_bias: (2F,),
+            packed in the same way, or None; no up_bias.
 
     Matches: ``swiglu(gate + gate_bias, up + up_bias)``, on a GPU bit for bit. Layout, arithmetic, differentiable,
-        deterministic, raises: as in :func:`bias_gelu`.
+        deterministic, raises: as in :func:`bias_gelu`; RuntimeError for an up_bias without ``up``.
 
     >>> bias_swiglu(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([1.0]), torch.tensor([0.5]))
     tensor([1.7616])
     """
+    if up is None:
+        _refuse_up_bias("bias_swiglu", up_bias)
+        return _bias_swiglu_packed(*_promoted(gate, gate_bias))
     return _bias_swiglu(*_promoted(gate, up, gate_bias, up_bias))
 
 
 @public
 def bias_geglu(
     gate: Tensor,
-    up: Tensor,
+    up: Tensor | None = None,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     *,
@@ -104,7 +111,15 @@ def bias_geglu(
     >>> bias_geglu(torch.tensor([1.0]), torch.tensor([0.5]), torch.tensor([1.0]), torch.tensor([0.5]))
     tensor([1.9545])
     """
+    if up is None:
+        _refuse_up_bias("bias_geglu", up_bias)
+        return _bias_geglu_packed(*_promoted(gate, gate_bias), approximate)
     return _bias_geglu(*_promoted(gate, up, gate_bias, up_bias), approximate)
+
+
+def _refuse_up_bias(op: str, up_bias: Tensor | None) -> None:
+    if up_bias is not None:
+        raise RuntimeError(f"{op}: up_bias must be None without up: gate_bias is that of the packed [gate | up]")
 
 
 def _promoted(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -116,7 +131,11 @@ def _promoted(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if t is None else t.to(common) for t in (x, *others))
 
 
-def _register(name: str, rows: int) -> None:
+def _empty_half(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+def _register(name: str, rows: int, empty_result=contiguous_like) -> None:
     """Fakes and autograd of op `name`, whose arguments are `rows` matrices, a bias of each, then options."""
     backward_op = getattr(torch.ops.llmkernels, f"{name}_backward")
     tensors = 2 * rows
@@ -126,7 +145,7 @@ def _register(name: str, rows: int) -> None:
         sizes = [bias.shape if bias is not None and want else (0,) for bias, want in zip(biases, wanted, strict=True)]
         return *map(contiguous_like, matrices), *(grad_y.new_empty(size) for size in sizes)
 
-    register_fake(name, lambda x, *others, **named: contiguous_like(x))
+    register_fake(name, lambda x, *others, **named: empty_result(x))
     register_fake(f"{name}_backward", fake_backward, overloads=("",))
 
     def setup(ctx, inputs, output):
@@ -154,3 +173,5 @@ _register("bias_gelu", 1)
 _register("relu2", 1)
 _register("bias_swiglu", 2)
 _register("bias_geglu", 2)
+_register("bias_swiglu_packed", 1, _empty_half)
+_register("bias_geglu_packed", 1, _empty_half)

@@ -152,12 +152,16 @@ def _setup_rms_norm_linear(ctx, inputs, output):
     ctx.has_bias = bias is not None
 
 
+def _matrix(x: Tensor) -> Tensor:
+    return x[None] if x.dim() == 1 else x.flatten(0, -2)
+
+
 def _grad_weight(grad_y: Tensor, x: Tensor) -> Tensor:
-    return grad_y.reshape(-1, grad_y.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return _matrix(grad_y).t() @ _matrix(x)
 
 
 def _grad_bias(grad_y: Tensor) -> Tensor:
-    return grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
+    return _matrix(grad_y).sum(0)
 
 
 @differentiable_once

@@ -145,6 +145,22 @@ CPU = [
         "tests/test_bias_act.py -k rounds_where",
     ),
     Mutation(
+        "cpu_recomputed_without_rounding",
+        "the backward's act(gate) up, computed again, rounds once",
+        CPU_GLU,
+        "out[i] = narrow<T>(rounded<T>(value) * factor);",
+        "out[i] = narrow<T>(value * factor);",
+        "tests/test_gated_mlp.py -k bits_of_the_others",
+    ),
+    Mutation(
+        "py_saved_gate_up_is_always_overwritten",
+        "the backward of gated_mlp writes over [gate | up] although another backward will follow",
+        "llmkernels/ops/gated_mlp.py",
+        "return not _autograd._get_current_graph_task_keep_graph()",
+        "return True",
+        "tests/test_gated_mlp.py -k 'overwrites'",
+    ),
+    Mutation(
         "ignored_irregular_strides",
         "rows that no single stride describes are taken as if one did",
         "csrc/torch/binding.h",

@@ -117,6 +117,22 @@ CUDA = [
         "tests/test_bias_act.py -k 'many_rows and cuda'",
     ),
     Mutation(
+        "cuda_glu_y_over_its_neighbours",
+        "the backward's act(gate) up, computed again, is written as if it were contiguous",
+        "csrc/kernels/activation/glu.cu",
+        "store(static_cast<T*>(params.y) + row * params.y_stride + col);",
+        "store(static_cast<T*>(params.y) + row * params.cols + col);",
+        "tests/test_gated_mlp.py -k 'bits_of_the_others and cuda'",
+    ),
+    Mutation(
+        "cuda_gated_mlp_forgets_the_bias",
+        "SwiGLU is the epilogue of the first product although that one has a bias",
+        "csrc/torch/gated_mlp.cpp",
+        "act == Activation::kSilu && !gate_up_bias && !save_gate_up",
+        "act == Activation::kSilu && !save_gate_up",
+        "tests/test_gated_mlp.py -k 'with_and_without and cuda'",
+    ),
+    Mutation(
         "cuda_misaligned_vectors",
         "16-byte accesses whatever the alignment",
         "csrc/kernels/launch.h",

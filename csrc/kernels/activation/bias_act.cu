@@ -4,10 +4,10 @@
 //   y = r(act(g)), gated r(r(act(g)) u)
 //   grad_gate = r(grad_y u act'(g))      grad_up = r(grad_y act(g))      their biases: r(sum over rows of these)
 //
-// The roundings of the forward are those of eager PyTorch, bitwise. Rows any distance apart, the outputs contiguous;
-// float32, float16 or bfloat16; float32 arithmetic. Forward as in glu.cu. In the backward each thread has one vector of
-// columns and goes over a range of rows, with the sums for the biases in registers: nothing is read twice. Partial sums
-// are added in a fixed order.
+// The roundings of the forward are those of eager PyTorch, bitwise. Rows any distance apart, so a packed [gate | up] is
+// the same kernel, y contiguous; float32, float16 or bfloat16; float32 arithmetic. Forward as in glu.cu. In the
+// backward each thread has one vector of columns and goes over a range of rows, with the sums for the biases in
+// registers: nothing is read twice. Partial sums are added in a fixed order.
 #include "bias_act.h"
 
 #include <algorithm>
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
   float gate_sums[N] = {}, up_sums[N] = {};
 #pragma unroll 2
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t out = row * params.cols + col;
+    const int64_t out = row * params.grad_stride + col;
     const V grad_y = V::load(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride + col, policy);
     const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
     V u;
@@ -113,8 +113,9 @@ template <typename T>
 bool is_vector(const BiasActBackwardParams& p) {
   return p.cols % kVecWidth<T> == 0 && rows_aligned(p.grad_y, p.grad_y_stride, p.rows, sizeof(T)) &&
          rows_aligned(p.gate, p.gate_stride, p.rows, sizeof(T)) && rows_aligned(p.up, p.up_stride, p.rows, sizeof(T)) &&
-         is_aligned(p.gate_bias, 16) && is_aligned(p.up_bias, 16) && is_aligned(p.grad_gate, 16) &&
-         is_aligned(p.grad_up, 16);
+         is_aligned(p.gate_bias, 16) && is_aligned(p.up_bias, 16) &&
+         rows_aligned(p.grad_gate, p.grad_stride, p.rows, sizeof(T)) &&
+         rows_aligned(p.grad_up, p.grad_stride, p.rows, sizeof(T));
 }
 
 int64_t count_strips(int64_t cols, int width) {
