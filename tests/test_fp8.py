@@ -40,13 +40,13 @@ def quantized(x, granularity="token", fp8_dtype=torch.float8_e4m3fn, power_of_tw
     else:
         padded = torch.nn.functional.pad(wide.abs(), (0, 128 * blocks - cols))
         amax = padded.view(rows, blocks, 128).amax(-1)
-    scale = amax / largest
+    scale = amax.cpu() / largest  # on a GPU torch would multiply by the rounded reciprocal
     scale = torch.where(scale < 2**-126, 2**-126, scale)
     if power_of_two:
         mantissa, exponent = torch.frexp(scale)
         rounded = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
         scale = torch.where(scale.isfinite(), rounded, scale)
-    inverse = 1 / scale
+    scale, inverse = scale.to(x.device), (1 / scale).to(x.device)
     if granularity == "block":
         inverse = inverse.repeat_interleave(128, -1)[:, :cols]
     return (wide * inverse).clamp(-largest, largest).to(fp8_dtype), scale
