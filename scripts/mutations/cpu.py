@@ -43,7 +43,7 @@ CPU = [
     Mutation(
         "cpu_dropped_tail",
         "a row's last elements, which fill no vector, are not summed",
-        CPU_NORM,
+        "csrc/cpu/row_sums.h",
         "for (; i < count; ++i) lanes[0] += term(i);",
         "",
         "tests/test_rms_norm.py -k forward_and_backward",
