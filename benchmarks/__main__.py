@@ -26,8 +26,9 @@ def main() -> int:
     elif arguments.what == "stale":
         return stale(arguments)
     else:
-        names = ("real",) if getattr(arguments, "real", False) else arguments.section
-        wanted = sections.find(sections.COMMANDS[arguments.what], names)
+        wanted = sections.find(sections.COMMANDS[arguments.what], arguments.section)
+        if arguments.what == "train" and not arguments.section:
+            wanted = [section for section in wanted if (section.name == "real") == arguments.real]
         output = arguments.output or default_output(arguments)
         output.mkdir(parents=True, exist_ok=True)  # before hours of measuring
         failed = sections.measure(wanted, run_of(arguments), output, known=RESULTS)

@@ -244,7 +244,8 @@ def other_calls(device):
 @pytest.mark.parametrize("index", range(len(list(differentiable_calls("cpu")))))
 def test_opcheck(device, index, requires_grad):
     name, arguments = list(differentiable_calls(device))[index]
-    takes_gradient = {"rope": 2, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}  # cos, masks, ... do not
+    # Not cos, sin, masks, targets.
+    takes_gradient = {"rope": 2, "rms_norm_rope": 4, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}
     takes_gradient = takes_gradient.get(name, 5)
     arguments = [
         a.detach().requires_grad_(requires_grad and i < takes_gradient) if isinstance(a, torch.Tensor) else a
