@@ -1,5 +1,5 @@
-// Bulk and tensor copies (TMA), mbarriers, and distributed shared memory: sm_90 and later. One
-// instruction per function; below sm_90 this header is empty.
+// Bulk and tensor copies (TMA), mbarriers, and distributed shared memory: sm_90 and later. One instruction per
+// function; below sm_90 this header is empty.
 #pragma once
 #include <cuda.h>
 

@@ -54,6 +54,14 @@ HOST = [
         "tests/test_plans.py -k attention",
     ),
     Mutation(
+        "cpu_one_block_behind_a_linear",
+        "attention behind a linear has one block per SM, however long the contexts are",
+        PLAN,
+        "const bool unbalanced = params.new_k &&",
+        "const bool unbalanced = false &&",
+        "tests/test_plans.py -k two_blocks",
+    ),
+    Mutation(
         "cpu_kv_tiles_overflow",
         "a launch of attention has more KV tiles than 32 bits can count",
         PLAN,
