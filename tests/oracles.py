@@ -36,7 +36,8 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
 
 
 def layer_norm(x, weight=None, bias=None, eps=1e-5):
-    if x.dtype == torch.float64 or weight is None or weight.dtype == x.dtype:
+    is_autocast = x.is_cuda and torch.is_autocast_enabled("cuda")  # which gives all of them one dtype
+    if is_autocast or x.dtype == torch.float64 or weight is None or weight.dtype == x.dtype:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     wide = (None if t is None else t.float() for t in (weight, bias))
     return F.layer_norm(x.float(), x.shape[-1:], *wide, eps).to(x.dtype)
@@ -262,6 +263,21 @@ def check_norm(ours, eager, inputs, grad_layout=None, **options):
     check(ours, eager, inputs, scales=scales, grad_outputs=grad_outputs)
 
 
+def check_rms_norm_rope(ours, eager, inputs, **options):
+    """`check` for rms_norm_rope, with errors of the gradients of q and k relative to what cancels."""
+    ours, eager = partial(ours, **options), partial(eager, **options)
+    grad_outputs = [torch.randn_like(t) for t in eager(*inputs)]
+    heads, scales = 1 if options.get("layout", "bthd") == "bhtd" else -2, []
+    for x, weight, grad_y in zip(inputs[:2], inputs[2:4], grad_outputs, strict=True):
+        row = (heads, -1) if options.get("row_wise") else -1
+        square = x.double().square().mean(row, keepdim=True)
+        reach = 1.0 if weight is None else abs(options.get("weight_offset", 0.0)) + weight.double().abs().max()
+        # What is turned back has at most the sum of a pair.
+        scales.append(2 * grad_y.double().abs().amax(row, keepdim=True) * reach * (square + options["eps"]).rsqrt())
+    scales = [None, None, *scales, None, None]
+    check(ours, eager, inputs, count=4, scales=scales, grad_outputs=grad_outputs)
+
+
 def check_layer_norm(ours, eager, rows, parameters, grad_layout=None, eps=1e-5):
     """`check` for layer_norm and add_layer_norm, with errors relative to what is summed up, as in `check_norm`.
 
@@ -311,7 +327,8 @@ def check_softmax(ours, eager, x, mask=None, grad_layout=None, **options):
     y, g = eager(*in_double(inputs)), grad_y.double()
     terms = (g * y).abs() + y.abs() * (g * y).sum(-1, keepdim=True).abs()
     if eager.func is log_softmax:
-        terms = g.abs() + y.exp() * g.sum(-1, keepdim=True).abs()
+        size = torch.maximum(g.sum(-1, keepdim=True).abs(), g.square().sum(-1, keepdim=True).sqrt())
+        terms = g.abs() + y.exp() * size  # a sum that cancels is as exact as its terms let it be
     scale = abs(options.get("scale", 1.0)) * terms
     if scale.size(-1):
         scale = scale.amax(-1, keepdim=True)
@@ -328,7 +345,7 @@ def check_cross_entropy(ours, inputs, **options):
         divisor = (eager(*in_double(inputs), reduction="sum") / exact).abs() if exact else divisor
     counted = grad_loss.max().double() if loss.numel() else 1.0
     scales = [
-        exact.abs() + torch.tensor(float(vocab)).log().to(exact),
+        exact.abs() + torch.tensor(float(vocab)).log().clamp_min(1).to(exact),
         torch.ones_like(exact).max() * counted / divisor,
     ]
     check(ours, eager, inputs, count=1, scales=scales if loss.numel() else None, grad_outputs=[grad_loss])

@@ -132,10 +132,12 @@ def loss_and_gradient(x):
 
 
 def even_rms_norm_rope(x):
+    x = x[:, : x.size(1) // 2 * 2]
     return llmkernels.rms_norm_rope(x[None, None], x[None, None], x[0], x[0], x, x, layout="bhtd")[0]
 
 
 def rms_norm_rope_backward(x):
+    x = x[:, : x.size(1) // 2 * 2]
     heads, options = [x[None, None]] * 4, (1e-6, 0.0, True, False, True, False, None, True, True)
     return torch.ops.llmkernels.rms_norm_rope_backward(*heads, x[0], x[0], x, x, None, *options)
 

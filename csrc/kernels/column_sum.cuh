@@ -23,34 +23,39 @@ struct ColumnSums {
         second(first ? second : nullptr) {}
 };
 
-// target = sum of the partial sums: a block takes 32 columns, its warps split the rows of partial sums.
+// target = sum of the partial sums: a block takes 32 columns, its warps split the rows of partial sums. So few threads
+// that a block fits an SM beside one of the kernel before and waits there for its end.
+constexpr int kColumnSumWarps = 8;
 template <typename T>
-__global__ void __launch_bounds__(1024) column_sum_kernel(const ColumnSums params) {
-  __shared__ float sums[32][33];
+__global__ void __launch_bounds__(32 * kColumnSumWarps) column_sum_kernel(const ColumnSums params) {
+  __shared__ float sums[kColumnSumWarps][32];
   pdl_launch_dependents();
   pdl_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const bool second = blockIdx.x >= gridDim.x / params.count;
   const int64_t strip = (blockIdx.x - (second ? gridDim.x / params.count : 0)) * static_cast<int64_t>(32);
-  const int64_t col = strip + lane, out = strip + warp;
+  const int64_t col = strip + lane;
   const float* const partials = params.partials + (second ? params.partial_rows * params.cols : 0);
   float sum = 0.f;
   if (col < params.cols) {
-#pragma unroll 4
-    for (int64_t row = warp; row < params.partial_rows; row += 32) sum += partials[row * params.cols + col];
+#pragma unroll 16
+    for (int64_t row = warp; row < params.partial_rows; row += kColumnSumWarps) {
+      sum += partials[row * params.cols + col];
+    }
   }
   sums[warp][lane] = sum;
   __syncthreads();
-  float total[1] = {sums[lane][warp]};  // transposed: warp w now holds column w of the strip
-  warp_sum(total, 32);
-  if (lane == 0 && out < params.cols)
-    static_cast<T*>(second ? params.second : params.first)[out] = from_float<T>(total[0]);
+  if (warp > 0 || col >= params.cols) return;
+#pragma unroll
+  for (int w = 1; w < kColumnSumWarps; ++w) sum += sums[w][lane];
+  static_cast<T*>(second ? params.second : params.first)[col] = from_float<T>(sum);
 }
 
 template <typename T>
 cudaError_t column_sum(const ColumnSums& params, cudaStream_t stream) {
   if (params.count == 0) return cudaSuccess;
-  return launch(column_sum_kernel<T>, {(params.cols + 31) / 32 * params.count, dim3(1024)}, stream, params);
+  return launch(column_sum_kernel<T>, {(params.cols + 31) / 32 * params.count, dim3(32 * kColumnSumWarps)}, stream,
+                params);
 }
 
 }  // namespace llmk::kernels

@@ -9,7 +9,8 @@
 //                                  | weight at a time                          |
 //
 // The product is torch's, since it takes cuBLASLt or CUTLASS by GPU and version, and its op has had this signature from
-// torch 2.10 to 2.15. It takes sizes and rows that are multiples of 16 bytes; others are copied and padded by zeros.
+// torch 2.10 to 2.15. It takes sizes and rows that are multiples of 16 bytes, from addresses that are; others are
+// copied and padded by zeros.
 #include "backend.h"
 #include "cpu/fp8.h"
 #include "params/fp8.h"
@@ -141,7 +142,8 @@ Tensor aligned(const Tensor& tensor, int64_t rows, int64_t cols) {
   const int64_t stride = given.rows > 1 ? given.stride : given.cols, width = given.tensor.element_size();
   const Tensor matrix = view(given.tensor, {given.rows, given.cols}, {stride, 1}, 0);
   const bool fits = given.rows == rows && given.cols == cols;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(given.data()) % 16 == 0 && stride * width % 16 == 0;
+  const bool is_aligned =
+      reinterpret_cast<uintptr_t>(given.data()) % 16 == 0 && (given.rows == 1 || stride * width % 16 == 0);
   if (fits && is_aligned && stride >= cols) return matrix;
   Tensor copy = empty({rows, cols}, tensor.scalar_type(), tensor);
   if (!fits) aten::zero_(copy);
@@ -180,7 +182,8 @@ Tensor on_cuda(const Fp8Linear& f, IntHeaderOnlyArrayRef sizes, cudaStream_t str
   const Tensor x = aligned(f.x, rows, k), weight = aligned(f.weight, cols, k);
   const Tensor transposed = view(weight, {k, cols}, {1, weight.stride(0)}, 0);
   if (scales_by_rows(f, capability)) {
-    const Tensor x_scale = view(f.x_scale, {rows, 1}, {1, 1}, 0), weight_scale = *aligned_row(f.weight_scale, cols);
+    const Tensor x_scale = view(*aligned_row(f.x_scale, rows), {rows, 1}, {1, 1}, 0);
+    const Tensor weight_scale = *aligned_row(f.weight_scale, cols);
     std::optional<Tensor> bias = aligned_row(f.bias, cols);
     if (bias) bias = view(*bias, {cols}, {1}, 0);
     const Tensor y = aten::scaled_mm(x, transposed, x_scale, weight_scale, bias, f.out_type, dtype_code(f.out_type),

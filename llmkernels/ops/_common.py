@@ -346,6 +346,14 @@ def differentiable_once(backward: Callable) -> Callable:
     return wrapped
 
 
+def widened_by_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors as autocast on a GPU hands them to the functions that it wants in float32: softmax, norms, powers."""
+    if not (tensors[0].is_cuda and torch.is_autocast_enabled("cuda")):
+        return tensors
+    narrow = (torch.float16, torch.bfloat16)
+    return tuple(t.float() if t is not None and t.is_cuda and t.dtype in narrow else t for t in tensors)
+
+
 def _tuple(results: Tensor | tuple) -> tuple:
     return results if isinstance(results, tuple) else (results,)
 

@@ -15,6 +15,7 @@ from llmkernels.ops._common import (
     register_autograd,
     register_fake,
     register_vmap,
+    widened_by_autocast,
 )
 
 _bias_gelu, _relu2 = caller("bias_gelu"), caller("relu2")
@@ -59,12 +60,13 @@ def relu2(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Matches: ``torch.nn.functional.relu(x + bias).square()``, on a GPU bit for bit. Everything else as in
         :func:`bias_gelu`; gated it is :func:`relu2_glu`.
+    Autocast: on a GPU y is float32, as PyTorch's own power is.
     Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
 
     >>> relu2(torch.tensor([-1.0, 2.0]))
     tensor([0., 4.])
     """
-    return _relu2(*_promoted(x, bias))
+    return _relu2(*widened_by_autocast(*_promoted(x, bias)))
 
 
 @public

@@ -15,6 +15,7 @@ from llmkernels.ops._common import (
     register_autograd,
     register_fake,
     register_vmap,
+    widened_by_autocast,
 )
 
 _ops = torch.ops.llmkernels
@@ -80,14 +81,15 @@ def relu2_glu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Matches: ``torch.nn.functional.relu(gate).square() * up``, on a GPU bit for bit. Everything else as in
         :func:`swiglu`.
+    Autocast: on a GPU y is float32, as PyTorch's own power is.
     Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
 
     >>> relu2_glu(torch.tensor([-1.0, 2.0]), torch.tensor([5.0, 0.5]))
     tensor([0., 2.])
     """
     if up is None:
-        return _relu2_glu_packed(gate)
-    return _relu2_glu(*_promoted(gate, up))
+        return _relu2_glu_packed(*widened_by_autocast(gate))
+    return _relu2_glu(*widened_by_autocast(*_promoted(gate, up)))
 
 
 def _promoted(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

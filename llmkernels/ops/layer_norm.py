@@ -15,6 +15,7 @@ from llmkernels.ops._common import (
     register_autograd,
     register_fake,
     register_vmap,
+    widened_by_autocast,
 )
 
 _ops = torch.ops.llmkernels
@@ -42,6 +43,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Deterministic: yes, gradients included. A row's bits do not depend on the other rows.
     Matches: ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)``. A weight or bias of another dtype
         is computed with in the common type, and y rounded to that of ``x``.
+    Autocast: on a GPU y is float32, as PyTorch's own is.
     Raises: RuntimeError for other dtypes, a weight or bias that is not (N,), or tensors on different devices;
         ValueError for an ``eps`` that is negative or not finite.
     Source: Ba, Kiros and Hinton 2016, "Layer Normalization".
@@ -49,6 +51,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     >>> layer_norm(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]))
     tensor([-1.0000,  3.0000])
     """
+    x, weight, bias = widened_by_autocast(x, weight, bias)
     if _is_mixed(x, weight, bias):
         return _mixed(x, weight, bias, eps)
     return _layer_norm(x, weight, bias, eps)
@@ -69,7 +72,7 @@ def add_layer_norm(
         promoted first, as eager addition does.
 
     Matches: ``s = residual + x; y = layer_norm(s)``, s bit for bit.
-    Differentiable, deterministic, layout, raises: as :func:`layer_norm`.
+    Differentiable, deterministic, layout, autocast, raises: as :func:`layer_norm`.
 
     >>> add_layer_norm(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]))
     (tensor([-1.0000,  1.0000]), tensor([1., 3.]))
@@ -77,9 +80,10 @@ def add_layer_norm(
     if x.dtype != residual.dtype:
         common = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(common), residual.to(common)
-    if _is_mixed(x, weight, bias):
+    (wide_x,) = widened_by_autocast(x)
+    if wide_x.dtype != x.dtype or _is_mixed(x, weight, bias):
         s = x + residual
-        return _mixed(s, weight, bias, eps), s
+        return layer_norm(s, weight, bias, eps), s
     return _add_layer_norm(x, residual, weight, bias, eps)
 
 

@@ -16,6 +16,7 @@ from llmkernels.ops._common import (
     register_autograd,
     register_fake,
     register_vmap,
+    widened_by_autocast,
 )
 
 _ops = torch.ops.llmkernels
@@ -47,6 +48,7 @@ def softmax(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal
     Differentiable: once, in ``x``; saves y, nothing else.
     Deterministic: yes. A row's bits do not depend on the other rows.
     Matches: ``torch.softmax(x * scale + mask, -1)``, in which a row without elements is NaN.
+    Autocast: on a GPU y is float32, as PyTorch's own is.
     Raises: RuntimeError for other dtypes, a mask that does not broadcast or that requires a gradient, a causal mask of
         less than two dimensions, tensors on different devices; ValueError for a ``scale`` that is not finite.
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".
@@ -59,6 +61,7 @@ def softmax(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal
         if mask.dtype != x.dtype:
             common = torch.promote_types(x.dtype, mask.dtype)
             x, mask = x.to(common), mask.to(common)
+    x, mask = widened_by_autocast(x, mask)
     return _softmax(x, mask, scale, causal)
 
 
@@ -77,7 +80,7 @@ def log_softmax(x: Tensor, *, scale: float = 1.0) -> Tensor:
     >>> log_softmax(torch.tensor([0.0, 0.0]))
     tensor([-0.6931, -0.6931])
     """
-    return _log_softmax(x, scale)
+    return _log_softmax(*widened_by_autocast(x), scale)
 
 
 register_fake("softmax", lambda x, *options, **named: contiguous_like(x))

@@ -381,7 +381,8 @@ cudaError_t plan_persistent(const NormBackwardParams& params, PersistentPlan& pl
   if (units_per_block == 0) return cudaSuccess;
   row.rows_per_block = static_cast<int>(units_per_block) * unit_rows;
   row.vectors = vectors;
-  plan.ring_bytes = unit_bytes * units_per_block;
+  // More than half of an SM's, so that two blocks cannot pile up on one that is free early.
+  plan.ring_bytes = std::max<size_t>(unit_bytes * units_per_block, device.shared_bytes / 2 + 1024);
   plan.blocks = std::min<int64_t>(units, device.sm_count);
   plan.keep_inputs = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (operands + 1));
   return cudaSuccess;
@@ -389,8 +390,7 @@ cudaError_t plan_persistent(const NormBackwardParams& params, PersistentPlan& pl
 
 template <typename T, bool kCentered>
 cudaError_t launch_persistent(const PersistentPlan& plan, const NormBackwardParams& params, cudaStream_t stream) {
-  const LaunchShape shape{plan.blocks, dim3(plan.row.threads_per_row, plan.row.rows_per_block), plan.ring_bytes,
-                          /*may_overlap=*/false};
+  const LaunchShape shape{plan.blocks, dim3(plan.row.threads_per_row, plan.row.rows_per_block), plan.ring_bytes};
   return dispatch_int<1, 2, 4>(plan.row.vectors, [&](auto vectors) {
     constexpr int kVectors = decltype(vectors)::value;
     if constexpr (kVectors > kMostVectors<T, kCentered>) {
