@@ -124,7 +124,24 @@ def test_rounds_where_eager_rounds(device, ours, eager, matrices, dtype):
 def test_equals_eager_on_the_gpu(ours, eager, matrices, dtype):
     for cols in (127, 3584):
         inputs = make(matrices, 65, cols, dtype, "cuda")
-        assert_same(ours(*inputs), eager(*inputs))
+        if "gelu" in str(ours) and matrices == 1:  # closer to the true value than eager
+            sums = (inputs[0] + inputs[1]).double()
+            assert_within_ulps(ours(*inputs), eager(sums).to(dtype), ulps=1, share=0.98)
+        else:
+            assert_same(ours(*inputs), eager(*inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_gelu_of_every_number_there_is(dtype, approximate):
+    """Rounded as the true value is, up to one unit in few cases, also where eager's 1 + erf cancels."""
+    ours, eager, _ = FUNCTIONS["bias_gelu" if approximate == "none" else "bias_gelu_tanh"]
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda").view(dtype)
+    exact = eager(x.double())
+    normal = exact.abs() > 1e-30  # below, e^x has no digits left
+    assert_within_ulps(ours(x)[normal], exact.to(dtype)[normal], ulps=1, share=0.98)
+    torch.testing.assert_close(ours(x).double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-7, equal_nan=True)
 
 
 @every_dtype

@@ -36,11 +36,12 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none
         y, (..., F), contiguous.
 
     Layout: rows any constant distance apart are read in place; any other layout is copied first.
-    Arithmetic: float32 (float64 for float64); x + b is rounded to the dtype first, as in eager PyTorch. Other dtypes
-        of x and the bias are promoted, as in eager PyTorch.
+    Arithmetic: float32 (float64 for float64); x + b is rounded to the dtype first, as in eager PyTorch, and gelu of it
+        once, also where the 1 + erf of eager PyTorch cancels. Other dtypes of x and the bias are promoted, as in eager
+        PyTorch.
     Differentiable: once, in both inputs. The gradient of the bias is the sum over rows of that of x, as rounded.
     Deterministic: yes, gradients included. A row's bits do not depend on the other rows.
-    Matches: ``torch.nn.functional.gelu(x + bias, approximate=approximate)``, on a GPU bit for bit.
+    Matches: ``torch.nn.functional.gelu(x + bias, approximate=approximate)``.
     Raises: RuntimeError for other dtypes, a bias that is not (F,), tensors on different devices; ValueError for another
         ``approximate``.
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; the fusion is Megatron-LM's.

@@ -4,10 +4,10 @@
 //   y = r(act(g)), gated r(r(act(g)) u)
 //   grad_gate = r(grad_y u act'(g))      grad_up = r(grad_y act(g))      their biases: r(sum over rows of these)
 //
-// The roundings of the forward are those of eager PyTorch, bitwise. Rows any distance apart, so a packed [gate | up] is
-// the same kernel, y contiguous; float32, float16 or bfloat16; float32 arithmetic. Forward as in glu.cu. In the
-// backward each thread has one vector of columns and goes over a range of rows, with the sums for the biases in
-// registers: nothing is read twice. Partial sums are added in a fixed order.
+// The roundings of the forward are those of eager PyTorch, bitwise where it is gated. Rows any distance apart, so a
+// packed [gate | up] is the same kernel, y contiguous; float32, float16 or bfloat16; float32 arithmetic. Forward as in
+// glu.cu. In the backward each thread has one vector of columns and goes over a range of rows, with the sums for the
+// biases in registers: nothing is read twice. Partial sums are added in a fixed order.
 #include "bias_act.h"
 
 #include <algorithm>
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, Act::kBlocksPerSm)
     mul(V::of([&](int i) { return Act::template value<T>(g[i]); }), u).store(y);
   } else {
     const V g = add(gate, load_bias<T, N>(params.gate_bias, col));
-    V::of([&](int i) { return Act::template value<T>(g[i]); }).store(y);
+    V::of([&](int i) { return Act::template near<T>(g[i]); }).store(y);
   }
 }
 
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
     const V g = add(gate, gate_bias);
     float value[N], slope[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) Act::value_and_slope(g[i], value[i], slope[i]);
+    for (int i = 0; i < N; ++i) Act::template value_and_slope<T>(g[i], value[i], slope[i]);
     const V grad_gate = V::of([&](int i) { return (kGated ? grad_y[i] * u[i] : grad_y[i]) * slope[i]; });
     grad_gate.store(static_cast<T*>(params.grad_gate) + out);
 #pragma unroll

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerSm)
   const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy);
   float value[N], slope[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) Act::value_and_slope(gate[i], value[i], slope[i]);
+  for (int i = 0; i < N; ++i) Act::template value_and_slope<T>(gate[i], value[i], slope[i]);
   const int64_t out = row * params.grad_stride + col;
   V::of([&](int i) { return grad_y[i] * up[i] * slope[i]; }).store(static_cast<T*>(params.grad_gate) + out);
   V::of([&](int i) { return grad_y[i] * value[i]; }).store(static_cast<T*>(params.grad_up) + out);

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         z[i] = terms.score<kGeneral>(x[i]);
-        sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
+        if constexpr (kGeneral) sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
       }
       sums.exponentials.add(z);
     });

@@ -60,7 +60,8 @@ struct RowGradient {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float z = terms.score<kGeneral>(x[i]);
-      grad[i] = exp_approximate(z - shift) * factor - uniform * terms.class_weight<kGeneral>(c + i);
+      grad[i] = exp_approximate(z - shift) * factor;
+      if constexpr (kGeneral) grad[i] -= uniform * terms.class_weight<kGeneral>(c + i);
     }
     if (from_target < N) {
 #pragma unroll
@@ -85,9 +86,7 @@ bool is_vector(const CrossEntropyParams& p) {
          (!p.grad || rows_aligned(p.grad, p.grad_stride, p.rows, sizeof(T)));
 }
 
-// Whether the kernels need what is slower: a cap, or class weights in the smoothed loss.
-inline bool is_general(const CrossEntropyParams& p) {
-  return p.options.softcap > 0 || (p.weight && p.options.label_smoothing > 0);
-}
+// Whether the kernels need what is slower: a cap, or a smoothed loss.
+inline bool is_general(const CrossEntropyParams& p) { return p.options.softcap > 0 || p.options.label_smoothing > 0; }
 
 }  // namespace llmk::kernels

@@ -12,8 +12,9 @@
 // to 16 bytes, are read once per reduction and once more; all reads but the first mostly hit the cache.
 //
 // The mean is that of the differences to an element of the row, and the variance that of the differences to the mean:
-// exact where all elements are equal, and without cancellation where the mean is large. The element is the median of
-// three, since next to one that is far larger than the others these would lose their last digits.
+// exact where all elements are equal, and without cancellation where the mean is large. In float32 the element is the
+// median of three, since next to one that is far larger than the others these would lose their last digits; 16 bits
+// have none to lose.
 //
 // kCentered is a template parameter in all that follows, since the second reduction costs RMSNorm registers and time.
 #pragma once
@@ -50,12 +51,25 @@ struct Scale {
   }
 };
 
-// The vector of a LayerNorm's output; `w` is 1 without a weight and `b` 0 without a bias.
+// s - mean, and from it the vector of a LayerNorm's output; `w` is 1 without a weight and `b` 0 without a bias.
 template <typename T, int N>
-__device__ Vec<T, N> scale_and_shift(const Vec<T, N>& s, float mean, float rstd, const Vec<T, N>& w,
-                                     const Vec<T, N>& b) {
-  return Vec<T, N>::of([&](int i) { return (s[i] - mean) * rstd * w[i] + b[i]; });
-}
+struct Centered {
+  float d[N];
+
+  __device__ void set(const Vec<T, N>& s, float mean) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) d[i] = s[i] - mean;
+  }
+  __device__ float sum_of_squares() const {
+    float total = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) total += d[i] * d[i];
+    return total;
+  }
+  __device__ Vec<T, N> scale_and_shift(float rstd, const Vec<T, N>& w, const Vec<T, N>& b) const {
+    return Vec<T, N>::of([&](int i) { return d[i] * rstd * w[i] + b[i]; });
+  }
+};
 
 template <typename T, int N>
 __device__ Vec<T, N> load_or(const T* source, int64_t offset, float value) {
@@ -69,13 +83,10 @@ __device__ float sum_of_differences(const Vec<T, N>& s, float shift, float total
   return total;
 }
 
-template <bool kCentered, typename T, int N>
-__device__ float sum_of_squares(const Vec<T, N>& s, float mean, float total) {
+template <typename T, int N>
+__device__ float sum_of_squares(const Vec<T, N>& s, float total) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const float d = kCentered ? s[i] - mean : s[i];
-    total += d * d;
-  }
+  for (int i = 0; i < N; ++i) total += s[i] * s[i];
   return total;
 }
 
@@ -103,16 +114,39 @@ struct Row {
         y(static_cast<T*>(params.y) + row * params.cols),
         sum(static_cast<T*>(params.sum) + row * params.cols) {}
 
-  // The median of the first, middle and last element of what is normalized.
-  __device__ float median_of_three(bool has_residual, int64_t cols) const {
+  // An element of what is normalized: in float32 the median of the first, the middle and the last.
+  __device__ float typical(bool has_residual, int64_t cols) const {
     using V = Vec<T, 1>;
     const auto at = [&](int64_t c) {
       return has_residual ? add(V::load(x + c), V::load(residual + c))[0] : V::load(x + c)[0];
     };
-    const float a = at(0), b = at(cols / 2), c = at(cols - 1);
+    const float a = at(0);
+    if constexpr (sizeof(T) == 2) return a;
+    const float b = at(cols / 2), c = at(cols - 1);
     return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
   }
 };
+
+// Centers a row of which a thread has the vectors for which mine(v) is true, and returns 1 / sqrt(variance + eps).
+// `shift`: see Row::typical(). between() is called between the reductions; `shared` is that of row_sum(), for each.
+template <typename T, int N, int kVectors, int kShared, typename Mine, typename Between>
+__device__ float center(const Vec<T, N> (&s)[kVectors], Centered<T, N> (&centered)[kVectors], float shift,
+                        float inverse_cols, float eps, const Group& group, float (&shared)[2][kShared],
+                        const Mine& mine, const Between& between) {
+  float differences[kVectors], squares[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) differences[v] = mine(v) ? sum_of_differences(s[v], shift, 0.f) : 0.f;
+  const float mean = shift + row_sum(differences, group, shared[0]) * inverse_cols;
+  between();
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    squares[v] = 0.f;
+    if (!mine(v)) continue;
+    centered[v].set(s[v], mean);
+    squares[v] = centered[v].sum_of_squares();
+  }
+  return rsqrtf(row_sum(squares, group, shared[1]) * inverse_cols + eps);
+}
 
 // The threads that share a row, and which row.
 __device__ inline Group row_group() {
@@ -130,7 +164,7 @@ __device__ inline int64_t row_index() { return static_cast<int64_t>(blockIdx.x) 
 template <typename T, int N, int kVectors, bool kCentered, bool kResidual, bool kKeepInputs>
 __global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, float inverse_cols) {
   using V = Vec<T, N>;
-  __shared__ float shared[kCentered ? 2 : 1][kMaxRowsPerBlock * kMaxVirtualWarps];
+  __shared__ float shared[2][kMaxRowsPerBlock * kMaxVirtualWarps];
   constexpr bool kOneRow = kVectors > 1;
   const Group group = row_group();
   const int64_t index = kOneRow ? blockIdx.x : row_index();
@@ -155,58 +189,128 @@ __global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, flo
   for (int v = 0; v < kVectors; ++v) {
     if (kResidual && mine(v)) r[v] = load(row.residual + offset(v));
   }
-  float mean = 0.f;
+  float rstd;
+  [[maybe_unused]] Centered<T, N> centered[kVectors];
   if constexpr (kCentered) {
-    const float shift = count > 0 ? row.median_of_three(kResidual, params.cols) : 0.f;
-    float differences[kVectors];
+    const float shift = count > 0 ? row.typical(kResidual, params.cols) : 0.f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      differences[v] = 0.f;
-      if (!mine(v)) continue;
-      if constexpr (kResidual) s[v] = add(s[v], r[v]);
-      differences[v] = sum_of_differences(s[v], shift, 0.f);
+      if (kResidual && mine(v)) (s[v] = add(s[v], r[v])).store(row.sum + offset(v));
     }
-    mean = shift + row_sum(differences, group, shared[0]) * inverse_cols;
+    rstd = center(s, centered, shift, inverse_cols, eps, group, shared, mine, [&] {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (!mine(v)) continue;
-      w[v] = load_or<T, N>(row.weight, offset(v), 1.f);  // in flight during the second reduction
-      b[v] = load_or<T, N>(row.bias, offset(v), 0.f);
-    }
+      for (int v = 0; v < kVectors; ++v) {
+        if (!mine(v)) continue;
+        w[v] = load_or<T, N>(row.weight, offset(v), 1.f);  // in flight during the second reduction
+        b[v] = load_or<T, N>(row.bias, offset(v), 0.f);
+      }
+    });
   } else {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (params.weight && mine(v)) w[v] = load(row.weight + offset(v));  // in flight during the reduction
     }
-  }
-  float squares[kVectors];
+    float squares[kVectors];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    squares[v] = 0.f;
-    if (!mine(v)) continue;
-    if constexpr (kResidual && !kCentered) s[v] = add(s[v], r[v]);
-    if constexpr (kCentered) forget_floats(s[v]);
-    squares[v] = sum_of_squares<kCentered>(s[v], mean, 0.f);
+    for (int v = 0; v < kVectors; ++v) {
+      squares[v] = 0.f;
+      if (!mine(v)) continue;
+      if constexpr (kResidual) s[v] = add(s[v], r[v]);
+      squares[v] = sum_of_squares(s[v], 0.f);
+    }
+    rstd = rsqrtf(row_sum(squares, group, shared[0]) * inverse_cols + eps);
   }
-  const float rstd = rsqrtf(row_sum(squares, group, shared[kCentered ? 1 : 0]) * inverse_cols + eps);
   const Scale scale(params);
   const auto output = [&](int v) {
-    if constexpr (kCentered) {
-      forget_floats(s[v]), forget_floats(w[v]), forget_floats(b[v]);
-      return scale_and_shift(s[v], mean, rstd, w[v], b[v]);
-    }
+    if constexpr (kCentered) return centered[v].scale_and_shift(rstd, w[v], b[v]);
     return scale(s[v], w[v], rstd);
   };
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (!mine(v)) continue;
     if constexpr (kResidual) {
-      s[v].store(row.sum + offset(v));
+      if constexpr (!kCentered) s[v].store(row.sum + offset(v));
       output(v).store(row.y + offset(v));
     } else {
       output(v).assign_to(row.y + offset(v));
     }
   }
+}
+
+// LayerNorm of many rows in registers. Its two reductions leave the memory idle for too long: a persistent grid, whose
+// blocks copy the next rows to a ring of stages in shared memory meanwhile. Each thread copies what it will read
+// itself, so the ring needs no barriers. Weight and bias stay in registers.
+constexpr int kStages = 3;
+template <typename T, int kVectors, bool kResidual>
+__global__ void __launch_bounds__(1024)
+    layer_norm_rows_kernel(const NormParams params, float inverse_cols, bool keep_inputs) {
+  constexpr int N = kVecWidth<T>, kOperands = kResidual ? 2 : 1;
+  using V = Vec<T, N>;
+  extern __shared__ int4 ring[];  // [stage][operand][vector][thread]
+  __shared__ float shared[2][kMaxVirtualWarps];
+  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), 0};
+  const int count = static_cast<int>(params.cols / N);
+  const auto mine = [&](int v) { return group.rank + v * group.threads < count; };
+  const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
+  const auto slot = [&](int stage, int operand, int v) {
+    return ring + ((stage * kOperands + operand) * kVectors + v) * group.threads + group.rank;
+  };
+  const uint64_t policy = l2_policy(keep_inputs);
+  int64_t next = blockIdx.x;
+  const auto copy_next = [&](int stage) {
+    const Row<T> row(params, next);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (next >= params.rows || !mine(v)) continue;
+      cp_async_16(slot(stage, 0, v), row.x + offset(v), 16, policy);
+      if constexpr (kResidual) cp_async_16(slot(stage, 1, v), row.residual + offset(v), 16, policy);
+    }
+    cp_async_commit();
+    next += gridDim.x;
+  };
+  const auto shift_of = [&](int64_t row) {
+    return row < params.rows ? Row<T>(params, row).typical(kResidual, params.cols) : 0.f;
+  };
+  const float eps = static_cast<float>(params.options.eps);
+  pdl_wait();
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) copy_next(stage);
+  V w[kVectors], b[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (!mine(v)) continue;
+    w[v] = load_or<T, N>(static_cast<const T*>(params.weight), offset(v), 1.f);
+    b[v] = load_or<T, N>(static_cast<const T*>(params.bias), offset(v), 0.f);
+  }
+  float shift = shift_of(blockIdx.x);
+  int stage = 0;
+  for (int64_t index = blockIdx.x; index < params.rows; index += gridDim.x) {
+    copy_next(stage == 0 ? kStages - 1 : stage - 1);
+    const float next_shift = shift_of(index + gridDim.x);  // in flight during this row
+    cp_async_wait<kStages - 1>();
+    const Row<T> row(params, index);
+    V s[kVectors];
+    Centered<T, N> centered[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!mine(v)) continue;
+      s[v] = V::load(reinterpret_cast<const T*>(slot(stage, 0, v)));
+      if constexpr (kResidual) {
+        s[v] = add(s[v], V::load(reinterpret_cast<const T*>(slot(stage, 1, v))));
+        s[v].store(row.sum + offset(v));
+      }
+    }
+    const float rstd = center(s, centered, shift, inverse_cols, eps, group, shared, mine, [] {});
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!mine(v)) continue;
+      forget_floats(w[v]), forget_floats(b[v]);
+      centered[v].scale_and_shift(rstd, w[v], b[v]).store(row.y + offset(v));
+    }
+    shift = next_shift;
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+  pdl_launch_dependents();
 }
 
 // A row of any length and alignment, read once per reduction and once more.
@@ -230,15 +334,21 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
   const T* source = params.residual ? row.sum : row.x;  // each thread reads back what it wrote itself
   float mean = 0.f;
   if constexpr (kCentered) {
-    const float shift = end > 0 ? row.median_of_three(params.residual != nullptr, params.cols) : 0.f;
+    const float shift = end > 0 ? row.typical(params.residual != nullptr, params.cols) : 0.f;
     float differences[1] = {0.f};
     for (int64_t c = begin; c < end; c += step) differences[0] = sum_of_differences(load(c), shift, differences[0]);
     group_sum(differences, group, shared[0]);
     mean = shift + differences[0] * inverse_cols;
   }
   float squares[1] = {0.f};
+  [[maybe_unused]] Centered<T, N> centered;
   for (int64_t c = begin; c < end; c += step) {
-    squares[0] = sum_of_squares<kCentered>(kCentered ? V::load(source + c) : load(c), mean, squares[0]);
+    if constexpr (kCentered) {
+      centered.set(V::load(source + c), mean);
+      squares[0] += centered.sum_of_squares();
+    } else {
+      squares[0] = sum_of_squares(load(c), squares[0]);
+    }
   }
   group_sum(squares, group, shared[kCentered ? 1 : 0]);
   const float rstd = rsqrtf(squares[0] * inverse_cols + eps);
@@ -247,7 +357,8 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
     const V s = V::load(source + c);
     if constexpr (kCentered) {
       const V w = load_or<T, N>(row.weight, c, 1.f), b = load_or<T, N>(row.bias, c, 0.f);
-      scale_and_shift(s, mean, rstd, w, b).store(row.y + c);
+      centered.set(s, mean);
+      centered.scale_and_shift(rstd, w, b).store(row.y + c);
     } else {
       const V w = params.weight ? V::load(row.weight + c) : V{};
       scale(s, w, rstd).store(row.y + c);
@@ -260,6 +371,18 @@ bool is_vector(const NormParams& p) {
   return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) &&
          rows_aligned(p.residual, p.residual_stride, p.rows, sizeof(T)) && is_aligned(p.weight, 16) &&
          is_aligned(p.bias, 16) && is_aligned(p.y, 16) && is_aligned(p.sum, 16);
+}
+
+// What layer_norm_rows_kernel takes of a block's shared memory, and its grid: enough blocks to keep memory busy.
+template <typename T>
+LaunchShape persistent_shape(const NormParams& params, const RowPlan& plan, const DeviceInfo& device) {
+  constexpr int kThreadsPerSm = 1024;  // as many as have 64 registers
+  LaunchShape shape{0, dim3(plan.threads_per_row), 0, /*may_overlap=*/false};
+  shape.shared_bytes = sizeof(int4) * kStages * plan.vectors * plan.threads_per_row * (params.residual ? 2 : 1);
+  const auto fits = static_cast<int64_t>(device.shared_bytes / (shape.shared_bytes + 2048));
+  const int64_t per_sm = std::min<int64_t>(std::max(1, kThreadsPerSm / plan.threads_per_row), fits);
+  shape.blocks = std::min(params.rows, per_sm * device.sm_count);
+  return shape;
 }
 
 template <bool kCentered>
@@ -281,6 +404,17 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
       return launch(kernel, shape, stream, params);
     }
     const int64_t bytes = params.rows * params.cols * sizeof(T) * (params.residual ? 4 : 2);
+    if constexpr (kCentered) {
+      const LaunchShape persistent = persistent_shape<T>(params, plan, device);
+      if (!few_rows && plan.rows_per_block == 1 && persistent.blocks > 0) {
+        return dispatch_int<1, 2>(plan.vectors, [&](auto vectors) {
+          return dispatch_int<0, 1>(params.residual != nullptr, [&](auto residual) {
+            return launch(layer_norm_rows_kernel<T, decltype(vectors)::value, decltype(residual)::value>, persistent,
+                          stream, params, 1.f / static_cast<float>(params.cols), keeps_inputs(device, bytes));
+          });
+        });
+      }
+    }
     return dispatch_int<1, 2>(plan.vectors, [&](auto vectors) {
       return dispatch_int<0, 1>(params.residual != nullptr, [&](auto residual) {
         return dispatch_int<0, 1>(keeps_inputs(device, bytes), [&](auto keep) {

@@ -13,9 +13,23 @@ namespace llmk::kernels::quant {
 // The larger of `most` and the magnitudes of x; NaN if there is one.
 template <typename T, int N>
 __device__ float max_magnitude(const Vec<T, N>& x, float most) {
+  if constexpr (Vec<T, N>::kPaired) {
+    auto pair = __habs2(x.pair(0));
 #pragma unroll
-  for (int i = 0; i < N; ++i) most = max_nan(most, fabsf(x[i]));
-  return most;
+    for (int i = 2; i < N; i += 2) pair = __hmax2_nan(pair, __habs2(x.pair(i)));
+    return max_nan(most, max_nan(to_float(pair.x), to_float(pair.y)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) most = max_nan(most, fabsf(x[i]));
+    return most;
+  }
+}
+
+// 1 / scale, rounded once, for a scale of scale_of().
+__device__ inline float inverse_of(float scale) {
+  const float inverse = reciprocal_approximate(scale);
+  const float corrected = __fmaf_rn(__fmaf_rn(-scale, inverse, 1.f), inverse, inverse);
+  return scale < INFINITY ? corrected : inverse;  // 0 or NaN
 }
 
 __device__ inline float warp_max_nan(float value, int threads) {
@@ -27,26 +41,21 @@ __device__ inline float group_max_nan(float value, const Group& group, float* sh
   return group_reduce(value, 0.f, group, shared, warp_max_nan);
 }
 
-template <int N>
-struct alignas(N) Bytes {
-  uint8_t data[N];
-};
-
 template <__nv_fp8_interpretation_t kKind, typename T, int N>
 __device__ void store_as(const Vec<T, N>& x, float inverse, uint8_t* q) {
-  Bytes<N> bytes;
   if constexpr (N == 1) {
-    bytes.data[0] = __nv_cvt_float_to_fp8(__fmul_rn(x[0], inverse), __NV_SATFINITE, kKind);
+    *q = __nv_cvt_float_to_fp8(__fmul_rn(x[0], inverse), __NV_SATFINITE, kKind);
   } else {
+    const auto pair = [&](int i) -> uint32_t {
+      const float2 both = make_float2(__fmul_rn(x[i], inverse), __fmul_rn(x[i + 1], inverse));
+      return __nv_cvt_float2_to_fp8x2(both, __NV_SATFINITE, kKind);
+    };
+    uint32_t words[N / 4];
 #pragma unroll
-    for (int i = 0; i < N; i += 2) {
-      const float2 pair = make_float2(__fmul_rn(x[i], inverse), __fmul_rn(x[i + 1], inverse));
-      const __nv_fp8x2_storage_t both = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, kKind);
-      bytes.data[i] = static_cast<uint8_t>(both & 0xff);
-      bytes.data[i + 1] = static_cast<uint8_t>(both >> 8);
-    }
+    for (int i = 0; i < N; i += 4) words[i / 4] = pair(i) | pair(i + 2) << 16;
+    using Raw = typename Word<N>::type;
+    *reinterpret_cast<Raw*>(q) = *reinterpret_cast<const Raw*>(words);
   }
-  *reinterpret_cast<Bytes<N>*>(q) = bytes;
 }
 
 // Writes x * inverse, rounded to nearest even; NaN stays NaN.

@@ -30,10 +30,10 @@ struct GroupOfRow {
   Group threads;
   int64_t row, index, begin, cols;  // no columns where there is no such group
 
-  __device__ explicit GroupOfRow(const Fp8Output& out)
+  // `per_row`: groups of a row, which the host knows: a 64-bit division takes a hundred instructions.
+  __device__ GroupOfRow(const Fp8Output& out, int64_t per_row)
       : threads{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)} {
     const int64_t group = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t per_row = fp8::groups_per_row(out.cols, out.group);
     row = per_row == 1 ? group : group / per_row;
     index = group - row * per_row;
     begin = index * out.group;
@@ -71,10 +71,10 @@ struct Swiglu {
 
 // Template parameter kVectors: how many vectors of a group a thread has in registers.
 template <template <typename> typename Source, typename T, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads) quantize_kernel(const Fp8QuantizeParams params) {
+__global__ void __launch_bounds__(kMaxThreads) quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row) {
   constexpr int N = kVecWidth<T>;
   __shared__ float shared[kMaxThreads / 32];
-  const GroupOfRow group(params.out);
+  const GroupOfRow group(params.out, groups_per_row);
   const int count = static_cast<int>(group.cols / N), step = group.threads.threads;
   const auto mine = [&](int v) { return group.threads.rank + v * step < count; };
   const auto col = [&](int v) { return group.begin + static_cast<int64_t>(group.threads.rank + v * step) * N; };
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(const Fp8Quantize
   }
   const float scale = scale_of(group_max_nan(amax, group.threads, shared), params.out);
   if (group.threads.rank == 0 && count > 0) *scale_at(params.out, group.row, group.index) = scale;
-  const float inverse = __frcp_rn(scale);
+  const float inverse = inverse_of(scale);
   const int64_t target = group.row * params.out.cols;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -103,10 +103,11 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(const Fp8Quantize
 
 // A group of any length and alignment, read twice.
 template <typename T, int N>
-__global__ void __launch_bounds__(kMaxThreads) quantize_long_kernel(const Fp8QuantizeParams params) {
+__global__ void __launch_bounds__(kMaxThreads)
+    quantize_long_kernel(const Fp8QuantizeParams params, int64_t groups_per_row) {
   using V = Vec<T, N>;
   __shared__ float shared[kMaxThreads / 32];
-  const GroupOfRow group(params.out);
+  const GroupOfRow group(params.out, groups_per_row);
   const T* const x = static_cast<const T*>(params.x) + group.row * params.x_stride;
   const int64_t end = group.begin + group.cols, step = static_cast<int64_t>(group.threads.threads) * N;
   const int64_t begin = group.begin + static_cast<int64_t>(group.threads.rank) * N;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_long_kernel(const Fp8Qua
   for (int64_t c = begin; c < end; c += step) amax = max_magnitude(V::load(x + c), amax);
   const float scale = scale_of(group_max_nan(amax, group.threads, shared), params.out);
   if (group.threads.rank == 0 && group.cols > 0) *scale_at(params.out, group.row, group.index) = scale;
-  const float inverse = __frcp_rn(scale);
+  const float inverse = inverse_of(scale);
   const int64_t target = group.row * params.out.cols;
   for (int64_t c = begin; c < end; c += step) {
     store_fp8(V::load(x + c), inverse, params.out.format, params.out.q, target + c);
@@ -131,15 +132,15 @@ bool is_vector(const Fp8QuantizeParams& params) {
 }
 
 template <template <typename> typename Source, typename T>
-cudaError_t launch_vectors(const Fp8QuantizeParams& params, const GroupPlan& plan, const LaunchShape& shape,
-                           cudaStream_t stream) {
+cudaError_t launch_vectors(const Fp8QuantizeParams& params, const GroupPlan& plan, int64_t per_row,
+                           const LaunchShape& shape, cudaStream_t stream) {
   if constexpr (Source<T>::kMostVectors == 4) {
     return dispatch_int<1, 2, 4>(plan.vectors, [&](auto vectors) {
-      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params);
+      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row);
     });
   } else {
     return dispatch_int<1, 2, 4, 8>(plan.vectors, [&](auto vectors) {
-      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params);
+      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row);
     });
   }
 }
@@ -166,7 +167,8 @@ cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStrea
     DeviceInfo device;
     if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
     const bool vector = is_vector<T>(params);
-    const int64_t groups = out.rows * fp8::groups_per_row(out.cols, out.group), cols = std::min(out.group, out.cols);
+    const int64_t per_row = fp8::groups_per_row(out.cols, out.group), groups = out.rows * per_row;
+    const int64_t cols = std::min(out.group, out.cols);
     const int most = !vector ? 0 : params.up ? Swiglu<T>::kMostVectors : Plain<T>::kMostVectors;
     const bool few_groups = vector && groups <= kFewRowsPerSm * device.sm_count;
     const GroupPlan plan = plan_group(cols / (vector ? N : 1), few_groups, most);
@@ -174,10 +176,10 @@ cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStrea
                             dim3(plan.threads, plan.groups_per_block)};
     if (!vector || plan.vectors == 0) {
       if (params.up) return cudaErrorInvalidValue;  // see fp8_quantize_fuses_swiglu()
-      return launch(vector ? quantize_long_kernel<T, N> : quantize_long_kernel<T, 1>, shape, stream, params);
+      return launch(vector ? quantize_long_kernel<T, N> : quantize_long_kernel<T, 1>, shape, stream, params, per_row);
     }
-    return params.up ? launch_vectors<Swiglu, T>(params, plan, shape, stream)
-                     : launch_vectors<Plain, T>(params, plan, shape, stream);
+    return params.up ? launch_vectors<Swiglu, T>(params, plan, per_row, shape, stream)
+                     : launch_vectors<Plain, T>(params, plan, per_row, shape, stream);
   });
 }
 

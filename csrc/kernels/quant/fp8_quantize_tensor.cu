@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; i < count; i += kThreads) amax = max_nan(amax, partials[i]);
   const float scale = scale_of(group_max_nan(amax, whole_block(), shared), params.out);
   if (blockIdx.x == 0 && threadIdx.x == 0) *params.out.scale = scale;
-  const float inverse = __frcp_rn(scale);
+  const float inverse = inverse_of(scale);
   for_my_vectors<N>(params.out, [&](int64_t row, int64_t col) {
     const auto v = Vec<T, N>::load(x + row * params.x_stride + col);
     store_fp8(v, inverse, params.out.format, params.out.q, row * params.out.cols + col);

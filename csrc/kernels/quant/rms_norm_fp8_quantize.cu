@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(1024)
   float squares[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    squares[v] = mine(v) ? norm::sum_of_squares<false>(s[v], 0.f, 0.f) : 0.f;
+    squares[v] = mine(v) ? norm::sum_of_squares(s[v], 0.f) : 0.f;
   }
   const float rstd = rsqrtf(row_sum(squares, group, shared) * inverse_cols + eps);
   const norm::Scale scale(params);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(1024)
     const float q_scale = scale_of(amax[per_row ? 0 : v], out);
     const int block = per_row ? 0 : vector(v) / kLanes;
     if (vector(v) == block * kLanes) *scale_at(out, row, block) = q_scale;
-    store_fp8(s[v], __frcp_rn(q_scale), out.format, out.q, row * out.cols + vector(v) * N);
+    store_fp8(s[v], inverse_of(q_scale), out.format, out.q, row * out.cols + vector(v) * N);
   }
 }
 

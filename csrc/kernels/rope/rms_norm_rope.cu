@@ -21,26 +21,31 @@ namespace {
 
 using namespace norm_rope;
 
-// The rows of a token: its heads of q, then its heads of k; or q, then k.
-int64_t rows_of_token(const RmsNormRopeParams& params) {
-  return params.row_wise ? 2 : params.rope.q.heads + params.rope.k.heads;
+// Heads that a group takes, with the same angles and weights, where there are many of them.
+constexpr int kManyHeads = 4;
+
+// The rows of a token: its heads of q, `heads` at a time, then its heads of k; or all of q, then all of k.
+int64_t rows_of_token(const RmsNormRopeParams& params, int64_t heads) {
+  if (params.row_wise) return 2;
+  return (params.rope.q.heads + heads - 1) / heads + (params.rope.k.heads + heads - 1) / heads;
 }
 
-// A: the type of the angles. N: elements per access; 1: threads loop over slots. kInterleaved: see rope.cu.
-template <typename T, typename A, int N, bool kInterleaved>
-__global__ void __launch_bounds__(kMaxThreads<N>, N == 8 ? 2 : 1)
+// A: the type of the angles. N: elements per access; 1: threads loop over slots. kInterleaved: see rope.cu. kHeads:
+// of a group, if the norm is of heads; several only without the loop.
+template <typename T, typename A, int N, bool kInterleaved, int kHeads>
+__global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 || N == 8 ? 2 : 1)
     rms_norm_rope_kernel(const RmsNormRopeParams params, int slots_per_head, int rows, bool keep_inputs) {
   constexpr bool kLoops = N == 1;
-  __shared__ float shared[kMaxThreads<N> / 32];
+  __shared__ float shared[kMaxThreads<N> / 32 * kHeads];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
   const bool exists = index < params.rope.batch * params.rope.tokens * rows;
   const Row row(params, rows, index);
-  const int64_t rows_of_q = params.row_wise ? 1 : params.rope.q.heads;
+  const int64_t rows_of_q = params.row_wise ? 1 : (params.rope.q.heads + kHeads - 1) / kHeads;
   const bool is_q = row.head < rows_of_q;
   const RopeTensor tensor = is_q ? params.rope.q : params.rope.k;
   const HeadNorm norm = is_q ? params.q : params.k;
-  const int64_t first_head = params.row_wise ? 0 : is_q ? row.head : row.head - rows_of_q;
+  const int64_t first_head = params.row_wise ? 0 : (is_q ? row.head : row.head - rows_of_q) * kHeads;
   const T* const in = static_cast<const T*>(tensor.in) + row.b * tensor.in_batch + row.t * tensor.in_token +
                       first_head * tensor.in_head;
   T* const out =
@@ -55,20 +60,21 @@ __global__ void __launch_bounds__(kMaxThreads<N>, N == 8 ? 2 : 1)
   pdl_wait();
 
   using SlotOf = Slot<N, kInterleaved>;
-  const auto load = [&](const SlotOf& slot) {
+  const auto load = [&](const SlotOf& slot, int h) {
     Values<T, N> x = Values<T, N>::all(0.f);
-    x.load(in + slot.head * tensor.in_head, slot, policy);
+    x.load(in + (slot.head + h) * tensor.in_head, slot, policy);
     return x;
   };
   const auto load_angles_of = [&](const SlotOf& slot) {
     return load_rotation_of<A>(params.rope, row.b, row.t, slot.pair, slot.at);
   };
-  float sums[1] = {0.f};
-  const auto add_squares = [&](const Values<T, N>& x) {
+  const auto add_squares = [&](float sum, const Values<T, N>& x) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) sums[0] += x.low[i] * x.low[i] + x.high[i] * x.high[i];
+    for (int i = 0; i < N; ++i) sum += x.low[i] * x.low[i] + x.high[i] * x.high[i];
+    return sum;
   };
-  const auto finish = [&](const SlotOf& slot, const Values<T, N>& x, const Values<T, N>& weight, float rstd,
+  const auto rstd_of = [&](float sum) { return rsqrtf(sum * inverse_cols + eps); };
+  const auto finish = [&](const SlotOf& slot, int h, const Values<T, N>& x, const Values<T, N>& weight, float rstd,
                           const Rotation<A, N>& rotation) {
     const auto normalized = [&](const Vec<T, N>& v, const Vec<T, N>& w) {
       const auto n = Vec<T, N>::of([&](int i) { return v[i] * rstd; });
@@ -76,43 +82,49 @@ __global__ void __launch_bounds__(kMaxThreads<N>, N == 8 ? 2 : 1)
     };
     const Values<T, N> y{normalized(x.low, weight.low), normalized(x.high, weight.high)};
     const Values<T, N> result = slot.is_rotated ? rotate</*kRounds=*/false, kInterleaved>(y, rotation) : y;
-    result.store(out + slot.head * tensor.out_head, slot);
-  };
-  const auto rstd_of_row = [&] {
-    group_sum(sums, group, shared);
-    return rsqrtf(sums[0] * inverse_cols + eps);
+    result.store(out + (slot.head + h) * tensor.out_head, slot);
   };
 
   if constexpr (kLoops) {
-    for (int i = group.rank; i < slots; i += group.threads) add_squares(load(SlotOf(params.rope, of_head, i)));
-    const float rstd = rstd_of_row();
+    float sums[1] = {0.f};
+    for (int i = group.rank; i < slots; i += group.threads) {
+      sums[0] = add_squares(sums[0], load(SlotOf(params.rope, of_head, i), 0));
+    }
+    group_sum(sums, group, shared);
     for (int i = group.rank; i < slots; i += group.threads) {
       const SlotOf slot(params.rope, of_head, i);
       Rotation<A, N> rotation;
       if (slot.is_rotated) rotation = load_angles_of(slot);
-      finish(slot, load(slot), load_weight<T>(norm.weight, slot, policy), rstd, rotation);
+      finish(slot, 0, load(slot, 0), load_weight<T>(norm.weight, slot, policy), rstd_of(sums[0]), rotation);
     }
   } else {
     const SlotOf slot(params.rope, of_head, group.rank);
     const bool has_slot = group.rank < slots;
-    Values<T, N> x = Values<T, N>::all(0.f);
+    const auto has = [&](int h) { return has_slot && (kHeads == 1 || first_head + h < tensor.heads); };
+    Values<T, N> x[kHeads];
     Rotation<A, N> rotation;
-    if (has_slot) {
-      x = load(slot);
-      if (slot.is_rotated) rotation = load_angles_of(slot);  // in flight during the reduction
-    }
-    add_squares(x);
-    const float rstd = rstd_of_row();
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) x[h] = has(h) ? load(slot, h) : Values<T, N>::all(0.f);
+    if (has_slot && slot.is_rotated) rotation = load_angles_of(slot);  // in flight during the reduction
+    float sums[kHeads];
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) sums[h] = add_squares(0.f, x[h]);
+    group_sum(sums, group, shared);
+    if (!has_slot) return;
     // The weight is in L1: its registers are worth more than its latency.
-    if (has_slot) finish(slot, x, load_weight<T>(norm.weight, slot, policy), rstd, rotation);
+    const Values<T, N> weight = load_weight<T>(norm.weight, slot, policy);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (has(h)) finish(slot, h, x[h], weight, rstd_of(sums[h]), rotation);
+    }
   }
 }
 
 }  // namespace
 
 cudaError_t rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStream_t stream) {
-  const int64_t tokens = params.rope.batch * params.rope.tokens, rows = rows_of_token(params);
-  if (tokens == 0 || params.rope.head_dim == 0 || rows == 0) return cudaSuccess;
+  const int64_t tokens = params.rope.batch * params.rope.tokens, all_heads = params.rope.q.heads + params.rope.k.heads;
+  if (tokens == 0 || params.rope.head_dim == 0 || rows_of_token(params, 1) == 0) return cudaSuccess;
   if (tokens > kMaxRopeTokens) return cudaErrorInvalidValue;
   return dispatch_types(params, dtype, [&](auto element, auto angle, auto width) {
     using T = typename decltype(element)::type;
@@ -120,16 +132,23 @@ cudaError_t rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStre
     constexpr int N = decltype(width)::value;
     DeviceInfo device;
     if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-    const int64_t bytes = 2 * tokens * (params.rope.q.heads + params.rope.k.heads) * params.rope.head_dim * sizeof(T);
+    const int64_t bytes = 2 * tokens * all_heads * params.rope.head_dim * sizeof(T);
     const Plan plan = plan_rows<T, N>(params);
-    const auto run = [&](auto kernel) {
+    const auto run = [&](auto kernel, int64_t heads) {
+      const int64_t rows = rows_of_token(params, heads);
       return launch(kernel, {(tokens * rows + plan.groups - 1) / plan.groups, dim3(plan.threads, plan.groups)}, stream,
                     params, plan.slots_per_head, static_cast<int>(rows), keeps_inputs(device, bytes));
     };
-    if (!plan.vector) {
-      return run(params.rope.interleaved ? rms_norm_rope_kernel<T, A, 1, true> : rms_norm_rope_kernel<T, A, 1, false>);
-    }
-    return run(params.rope.interleaved ? rms_norm_rope_kernel<T, A, N, true> : rms_norm_rope_kernel<T, A, N, false>);
+    return dispatch_int<0, 1>(params.rope.interleaved, [&](auto interleaved) {
+      constexpr bool kInterleaved = decltype(interleaved)::value;
+      if (!plan.vector) return run(rms_norm_rope_kernel<T, A, 1, kInterleaved, 1>, 1);
+      // Enough groups with several heads each to fill the GPU.
+      const bool many = tokens * all_heads * plan.threads >= int64_t{2048} * kManyHeads * device.sm_count;
+      if (many && !params.row_wise && plan.threads * plan.groups <= 256) {
+        return run(rms_norm_rope_kernel<T, A, N, kInterleaved, kManyHeads>, kManyHeads);
+      }
+      return run(rms_norm_rope_kernel<T, A, N, kInterleaved, 1>, 1);
+    });
   });
 }
 
