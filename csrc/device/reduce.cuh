@@ -166,31 +166,52 @@ __device__ inline void group_sum(float (&values)[kValues], const Group& group, f
 // warps. So launches may differ in threads per row and agree bitwise.
 constexpr int kMaxVirtualWarps = 64;
 
-// values[v]: of this thread's v-th vector, number rank + v * threads of the row; 0 where there is none. A group of up
-// to 32 lanes must have one vector each. `shared` holds kMaxVirtualWarps floats per group; see group_sum() on
-// alternating.
-template <int kVectors>
-__device__ inline float row_sum(const float (&values)[kVectors], const Group& group, float* shared) {
+// values[i][v]: number i of this thread's v-th vector, number rank + v * threads of the row; 0 where there is none. A
+// group of up to 32 lanes must have one vector each. `shared` holds kValues times kMaxVirtualWarps floats per group;
+// see group_sum() on alternating.
+template <int kValues, int kVectors>
+__device__ inline void row_sums(const float (&values)[kValues][kVectors], float (&totals)[kValues], const Group& group,
+                                float* shared) {
   if constexpr (kVectors == 1) {
     if (group.threads <= 32) {
-      float sum[1] = {values[0]};
-      warp_sum(sum, group.threads);
-      return sum[0];
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) totals[i] = values[i][0];
+      return warp_sum(totals, group.threads);
     }
   }
-  const int lane = group.rank % 32, warps = group.threads / 32;
-  float* const sums = shared + group.index * kMaxVirtualWarps;
-  const float sum = warp_sum_each(values);
   constexpr int kLanes = 32 / kVectors;
-  if (lane % kLanes == 0) sums[lane / kLanes * warps + group.rank / 32] = sum;
-  const int count = kVectors * warps;
+  const int lane = group.rank % 32, warps = group.threads / 32, count = kVectors * warps;
+  float* const sums = shared + group.index * kValues * kMaxVirtualWarps;
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const float sum = warp_sum_each(values[i]);
+    if (lane % kLanes == 0) sums[i * kMaxVirtualWarps + lane / kLanes * warps + group.rank / 32] = sum;
+  }
   const int width = count <= 4 ? 4 : count <= 8 ? 8 : count <= 16 ? 16 : 32;
   const int from = lane & (width - 1);
   __syncthreads();
-  if (count == 4) return (sums[0] + sums[2]) + (sums[1] + sums[3]);  // the same tree, without its shuffles
-  float total[1] = {from < count ? sums[from] : 0.f};
-  if (from + 32 < count) total[0] += sums[from + 32];
-  warp_sum(total, width);
+  if (count == 4) {  // the same tree, without its shuffles
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const float* const of = sums + i * kMaxVirtualWarps;
+      totals[i] = (of[0] + of[2]) + (of[1] + of[3]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) {
+    const float* const of = sums + i * kMaxVirtualWarps;
+    totals[i] = from < count ? of[from] : 0.f;
+    if (from + 32 < count) totals[i] += of[from + 32];
+  }
+  warp_sum(totals, width);
+}
+
+// The sum of one number per vector.
+template <int kVectors>
+__device__ inline float row_sum(const float (&values)[kVectors], const Group& group, float* shared) {
+  float total[1];
+  row_sums(reinterpret_cast<const float(&)[1][kVectors]>(values), total, group, shared);
   return total[0];
 }
 

@@ -36,7 +36,7 @@ struct RowSplit {
   }
 };
 
-constexpr size_t kPartBytes = 64 << 10;  // of shared memory: three blocks per SM, so that one loads while one writes
+constexpr size_t kPartBytes = 100 << 10;  // of shared memory: two blocks per SM, so that one loads while one writes
 constexpr int kCachedThreads = 512, kMaxCluster = 16;
 
 // `operands` rows of `cols` elements are read; `vector`: all of them by 16-byte accesses.

@@ -33,7 +33,7 @@ __device__ Vec<T, N> load_bias(const void* bias, int64_t col) {
 
 // kGated is a template parameter, since the second operand takes registers.
 template <typename Act, typename T, int N, bool kGated>
-__global__ void __launch_bounds__(kThreads, Act::kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kGated ? Act::kBlocksPerSm : 8)
     bias_act_kernel(const BiasActParams params, unsigned blocks_per_row, bool keep_inputs) {
   using V = Vec<T, N>;
   const uint64_t policy = l2_policy(keep_inputs);

@@ -51,14 +51,21 @@ struct Scale {
   }
 };
 
-// s - mean, and from it the vector of a LayerNorm's output; `w` is 1 without a weight and `b` 0 without a bias.
+// The differences d of a vector to a number, and the vector of a LayerNorm's output, of which n = d rstd + shift; `w`
+// is 1 without a weight and `b` 0 without a bias.
 template <typename T, int N>
 struct Centered {
   float d[N];
 
-  __device__ void set(const Vec<T, N>& s, float mean) {
+  __device__ void set(const Vec<T, N>& s, float number) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) d[i] = s[i] - mean;
+    for (int i = 0; i < N; ++i) d[i] = s[i] - number;
+  }
+  __device__ float sum() const {
+    float total = 0.f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) total += d[i];
+    return total;
   }
   __device__ float sum_of_squares() const {
     float total = 0.f;
@@ -66,8 +73,8 @@ struct Centered {
     for (int i = 0; i < N; ++i) total += d[i] * d[i];
     return total;
   }
-  __device__ Vec<T, N> scale_and_shift(float rstd, const Vec<T, N>& w, const Vec<T, N>& b) const {
-    return Vec<T, N>::of([&](int i) { return d[i] * rstd * w[i] + b[i]; });
+  __device__ Vec<T, N> scale_and_shift(float rstd, float shift, const Vec<T, N>& w, const Vec<T, N>& b) const {
+    return Vec<T, N>::of([&](int i) { return fmaf(d[i], rstd, shift) * w[i] + b[i]; });
   }
 };
 
@@ -127,25 +134,48 @@ struct Row {
   }
 };
 
-// Centers a row of which a thread has the vectors for which mine(v) is true, and returns 1 / sqrt(variance + eps).
-// `shift`: see Row::typical(). between() is called between the reductions; `shared` is that of row_sum(), for each.
-template <typename T, int N, int kVectors, int kShared, typename Mine, typename Between>
-__device__ float center(const Vec<T, N> (&s)[kVectors], Centered<T, N> (&centered)[kVectors], float shift,
-                        float inverse_cols, float eps, const Group& group, float (&shared)[2][kShared],
-                        const Mine& mine, const Between& between) {
-  float differences[kVectors], squares[kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) differences[v] = mine(v) ? sum_of_differences(s[v], shift, 0.f) : 0.f;
-  const float mean = shift + row_sum(differences, group, shared[0]) * inverse_cols;
-  between();
+// Of a row: n = d rstd + shift, where d are the differences that are left in `centered`.
+struct RowScale {
+  float rstd, shift;
+};
+
+// Centers a row of which a thread has the vectors for which mine(v) is true. `typical`: see Row::typical().
+// between() is called before the last reduction. `first` and `second` are what row_sum() and, with 16 bits, row_sums()
+// of two needs, which has but the first.
+//
+// 16 bits: one reduction, of the differences to `typical` and of their squares. That is an element of the row, so at
+// most sqrt(cols) standard deviations from the mean: what cancels costs the variance no digit that the result shows.
+template <typename T, int N, int kVectors, typename Mine, typename Between>
+__device__ RowScale center(const Vec<T, N> (&s)[kVectors], Centered<T, N> (&centered)[kVectors], float typical,
+                           float inverse_cols, float eps, const Group& group, float* first, float* second,
+                           const Mine& mine, const Between& between) {
+  float sums[2][kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    squares[v] = 0.f;
+    sums[0][v] = sums[1][v] = 0.f;
     if (!mine(v)) continue;
-    centered[v].set(s[v], mean);
-    squares[v] = centered[v].sum_of_squares();
+    centered[v].set(s[v], typical);
+    sums[0][v] = centered[v].sum();
+    sums[1][v] = centered[v].sum_of_squares();
   }
-  return rsqrtf(row_sum(squares, group, shared[1]) * inverse_cols + eps);
+  if constexpr (sizeof(T) == 2) {
+    between();
+    float totals[2];
+    row_sums(sums, totals, group, first);
+    const float mean = totals[0] * inverse_cols;
+    const float rstd = rsqrtf(fmaxf(totals[1] * inverse_cols - mean * mean, 0.f) + eps);
+    return {rstd, -mean * rstd};
+  } else {
+    const float mean = typical + row_sum(sums[0], group, first) * inverse_cols;
+    between();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!mine(v)) continue;
+      centered[v].set(s[v], mean);
+      sums[1][v] = centered[v].sum_of_squares();
+    }
+    return {rsqrtf(row_sum(sums[1], group, second) * inverse_cols + eps), 0.f};
+  }
 }
 
 // The threads that share a row, and which row.
@@ -164,7 +194,7 @@ __device__ inline int64_t row_index() { return static_cast<int64_t>(blockIdx.x) 
 template <typename T, int N, int kVectors, bool kCentered, bool kResidual, bool kKeepInputs>
 __global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, float inverse_cols) {
   using V = Vec<T, N>;
-  __shared__ float shared[2][kMaxRowsPerBlock * kMaxVirtualWarps];
+  __shared__ float shared[2][kMaxRowsPerBlock * kMaxVirtualWarps];  // LayerNorm of 16 bits: all of it for one reduction
   constexpr bool kOneRow = kVectors > 1;
   const Group group = row_group();
   const int64_t index = kOneRow ? blockIdx.x : row_index();
@@ -189,15 +219,15 @@ __global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, flo
   for (int v = 0; v < kVectors; ++v) {
     if (kResidual && mine(v)) r[v] = load(row.residual + offset(v));
   }
-  float rstd;
+  RowScale of_row;
   [[maybe_unused]] Centered<T, N> centered[kVectors];
   if constexpr (kCentered) {
-    const float shift = count > 0 ? row.typical(kResidual, params.cols) : 0.f;
+    const float typical = count > 0 ? row.typical(kResidual, params.cols) : 0.f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (kResidual && mine(v)) (s[v] = add(s[v], r[v])).store(row.sum + offset(v));
     }
-    rstd = center(s, centered, shift, inverse_cols, eps, group, shared, mine, [&] {
+    of_row = center(s, centered, typical, inverse_cols, eps, group, shared[0], shared[1], mine, [&] {
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if (!mine(v)) continue;
@@ -218,12 +248,12 @@ __global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, flo
       if constexpr (kResidual) s[v] = add(s[v], r[v]);
       squares[v] = sum_of_squares(s[v], 0.f);
     }
-    rstd = rsqrtf(row_sum(squares, group, shared[0]) * inverse_cols + eps);
+    of_row = {rsqrtf(row_sum(squares, group, shared[0]) * inverse_cols + eps), 0.f};
   }
   const Scale scale(params);
   const auto output = [&](int v) {
-    if constexpr (kCentered) return centered[v].scale_and_shift(rstd, w[v], b[v]);
-    return scale(s[v], w[v], rstd);
+    if constexpr (kCentered) return centered[v].scale_and_shift(of_row.rstd, of_row.shift, w[v], b[v]);
+    return scale(s[v], w[v], of_row.rstd);
   };
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -247,7 +277,7 @@ __global__ void __launch_bounds__(1024)
   constexpr int N = kVecWidth<T>, kOperands = kResidual ? 2 : 1;
   using V = Vec<T, N>;
   extern __shared__ int4 ring[];  // [stage][operand][vector][thread]
-  __shared__ float shared[2][kMaxVirtualWarps];
+  __shared__ float shared[2][2 * kMaxVirtualWarps];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), 0};
   const int count = static_cast<int>(params.cols / N);
   const auto mine = [&](int v) { return group.rank + v * group.threads < count; };
@@ -268,7 +298,7 @@ __global__ void __launch_bounds__(1024)
     cp_async_commit();
     next += gridDim.x;
   };
-  const auto shift_of = [&](int64_t row) {
+  const auto typical_of = [&](int64_t row) {
     return row < params.rows ? Row<T>(params, row).typical(kResidual, params.cols) : 0.f;
   };
   const float eps = static_cast<float>(params.options.eps);
@@ -282,11 +312,11 @@ __global__ void __launch_bounds__(1024)
     w[v] = load_or<T, N>(static_cast<const T*>(params.weight), offset(v), 1.f);
     b[v] = load_or<T, N>(static_cast<const T*>(params.bias), offset(v), 0.f);
   }
-  float shift = shift_of(blockIdx.x);
-  int stage = 0;
+  float typical = typical_of(blockIdx.x);
+  int stage = 0, parity = 0;
   for (int64_t index = blockIdx.x; index < params.rows; index += gridDim.x) {
     copy_next(stage == 0 ? kStages - 1 : stage - 1);
-    const float next_shift = shift_of(index + gridDim.x);  // in flight during this row
+    const float next_typical = typical_of(index + gridDim.x);  // in flight during this row
     cp_async_wait<kStages - 1>();
     const Row<T> row(params, index);
     V s[kVectors];
@@ -300,14 +330,16 @@ __global__ void __launch_bounds__(1024)
         s[v].store(row.sum + offset(v));
       }
     }
-    const float rstd = center(s, centered, shift, inverse_cols, eps, group, shared, mine, [] {});
+    const RowScale of_row =
+        center(s, centered, typical, inverse_cols, eps, group, shared[parity], shared[parity ^ 1], mine, [] {});
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!mine(v)) continue;
       forget_floats(w[v]), forget_floats(b[v]);
-      centered[v].scale_and_shift(rstd, w[v], b[v]).store(row.y + offset(v));
+      centered[v].scale_and_shift(of_row.rstd, of_row.shift, w[v], b[v]).store(row.y + offset(v));
     }
-    shift = next_shift;
+    typical = next_typical;
+    parity ^= sizeof(T) == 2;  // one reduction per row, else two
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
   pdl_launch_dependents();
@@ -358,7 +390,7 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
     if constexpr (kCentered) {
       const V w = load_or<T, N>(row.weight, c, 1.f), b = load_or<T, N>(row.bias, c, 0.f);
       centered.set(s, mean);
-      centered.scale_and_shift(rstd, w, b).store(row.y + c);
+      centered.scale_and_shift(rstd, 0.f, w, b).store(row.y + c);
     } else {
       const V w = params.weight ? V::load(row.weight + c) : V{};
       scale(s, w, rstd).store(row.y + c);

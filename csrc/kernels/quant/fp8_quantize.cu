@@ -45,7 +45,7 @@ struct GroupOfRow {
 template <typename T>
 struct Plain {
   using V = Vec<T, kVecWidth<T>>;
-  static constexpr int kMostVectors = 8;
+  static constexpr int kMostVectors = 16;
   V x;
 
   __device__ static Plain load(const Fp8QuantizeParams& params, int64_t row, int64_t col) {
@@ -71,7 +71,8 @@ struct Swiglu {
 
 // Template parameter kVectors: how many vectors of a group a thread has in registers.
 template <template <typename> typename Source, typename T, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads) quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row) {
+__global__ void __launch_bounds__(kVectors == 16 ? 512 : kMaxThreads)
+    quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row) {
   constexpr int N = kVecWidth<T>;
   __shared__ float shared[kMaxThreads / 32];
   const GroupOfRow group(params.out, groups_per_row);
@@ -139,7 +140,7 @@ cudaError_t launch_vectors(const Fp8QuantizeParams& params, const GroupPlan& pla
       return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row);
     });
   } else {
-    return dispatch_int<1, 2, 4, 8>(plan.vectors, [&](auto vectors) {
+    return dispatch_int<1, 2, 4, 8, 16>(plan.vectors, [&](auto vectors) {
       return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row);
     });
   }
@@ -152,7 +153,7 @@ bool fp8_quantize_fuses_swiglu(const Fp8QuantizeParams& params, Dtype dtype) {
   (void)dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t count = std::min(params.out.group, params.out.cols) / kVecWidth<T>;
-    fuses = is_vector<T>(params) && plan_group(count, false, Swiglu<T>::kMostVectors).vectors > 0;
+    fuses = is_vector<T>(params) && plan_group(count, params.out.rows, 1, Swiglu<T>::kMostVectors).vectors > 0;
     return cudaSuccess;
   });
   return fuses;
@@ -170,8 +171,7 @@ cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStrea
     const int64_t per_row = fp8::groups_per_row(out.cols, out.group), groups = out.rows * per_row;
     const int64_t cols = std::min(out.group, out.cols);
     const int most = !vector ? 0 : params.up ? Swiglu<T>::kMostVectors : Plain<T>::kMostVectors;
-    const bool few_groups = vector && groups <= kFewRowsPerSm * device.sm_count;
-    const GroupPlan plan = plan_group(cols / (vector ? N : 1), few_groups, most);
+    const GroupPlan plan = plan_group(cols / (vector ? N : 1), groups, device.sm_count, most);
     const LaunchShape shape{(groups + plan.groups_per_block - 1) / plan.groups_per_block,
                             dim3(plan.threads, plan.groups_per_block)};
     if (!vector || plan.vectors == 0) {

@@ -13,20 +13,21 @@ struct GroupPlan {
 
 constexpr int kMaxThreads = 1024, kBlockThreads = 256;
 
-// A group of `count` vectors. With few groups, each takes as many threads as possible. `most_vectors`: per thread.
-inline GroupPlan plan_group(int64_t count, bool few_groups, int most_vectors) {
-  constexpr int kNarrow = 128;
+// `groups` of `count` vectors, at most `most_vectors` per thread. With few groups, each takes as many threads as
+// possible. With many, a warp if that is enough, since most instructions do not depend on the number of vectors.
+inline GroupPlan plan_group(int64_t count, int64_t groups, int sm_count, int most_vectors) {
+  const bool few = groups <= kFewRowsPerSm * sm_count;
   GroupPlan plan{0, 0, 0};
-  if (count <= (few_groups ? kMaxThreads : kNarrow)) {
-    plan.vectors = 1;
-  } else {
-    for (int vectors = 2; vectors <= most_vectors && plan.vectors == 0; vectors *= 2) {
-      const int threads = vectors == most_vectors ? kMaxThreads : kMaxThreads / 2;
-      if (count <= static_cast<int64_t>(vectors) * threads) plan.vectors = vectors;
-    }
+  for (int vectors = 1; vectors <= most_vectors; vectors *= 2) {
+    const int most = vectors == 16 ? kMaxThreads / 2 : kMaxThreads;  // that have the registers
+    const int64_t threads = few || vectors == most_vectors ? most : 32;
+    if (count > vectors * threads) continue;
+    plan.vectors = vectors;
+    break;
   }
   plan.threads = group_threads(count, plan.vectors > 0 ? plan.vectors : 4, kMaxThreads);
-  plan.groups_per_block = std::max(1, kBlockThreads / plan.threads);
+  const int64_t per_sm = std::max<int64_t>(1, groups / sm_count);
+  plan.groups_per_block = static_cast<int>(std::min<int64_t>(std::max(1, kBlockThreads / plan.threads), per_sm));
   return plan;
 }
 

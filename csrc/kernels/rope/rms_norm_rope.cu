@@ -33,7 +33,7 @@ int64_t rows_of_token(const RmsNormRopeParams& params, int64_t heads) {
 // A: the type of the angles. N: elements per access; 1: threads loop over slots. kInterleaved: see rope.cu. kHeads:
 // of a group, if the norm is of heads; several only without the loop.
 template <typename T, typename A, int N, bool kInterleaved, int kHeads>
-__global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 || N == 8 ? 2 : 1)
+__global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 ? 2 : 1)
     rms_norm_rope_kernel(const RmsNormRopeParams params, int slots_per_head, int rows, bool keep_inputs) {
   constexpr bool kLoops = N == 1;
   __shared__ float shared[kMaxThreads<N> / 32 * kHeads];
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
   const int of_head = params.row_wise ? slots_per_head : 0;  // 0: there is but one head, and nothing to divide
   const float eps = static_cast<float>(params.norm.eps), inverse_cols = 1.f / static_cast<float>(norm.cols);
   const float offset = norm.weight ? static_cast<float>(params.norm.weight_offset) : 0.f;
-  const bool cast_before_weight = params.norm.cast_before_weight;
+  const bool cast_before_weight = params.norm.cast_before_weight, is_product = cast_before_weight && offset == 0.f;
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
                           const Rotation<A, N>& rotation) {
     const auto normalized = [&](const Vec<T, N>& v, const Vec<T, N>& w) {
       const auto n = Vec<T, N>::of([&](int i) { return v[i] * rstd; });
+      if (is_product) return mul(n, w);
       return Vec<T, N>::of([&](int i) { return (cast_before_weight ? n[i] : v[i] * rstd) * (offset + w[i]); });
     };
     const Values<T, N> y{normalized(x.low, weight.low), normalized(x.high, weight.high)};
@@ -143,7 +144,7 @@ cudaError_t rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStre
       constexpr bool kInterleaved = decltype(interleaved)::value;
       if (!plan.vector) return run(rms_norm_rope_kernel<T, A, 1, kInterleaved, 1>, 1);
       // Enough groups with several heads each to fill the GPU.
-      const bool many = tokens * all_heads * plan.threads >= int64_t{2048} * kManyHeads * device.sm_count;
+      const bool many = tokens * all_heads * plan.threads >= int64_t{1024} * kManyHeads * device.sm_count;
       if (many && !params.row_wise && plan.threads * plan.groups <= 256) {
         return run(rms_norm_rope_kernel<T, A, N, kInterleaved, kManyHeads>, kManyHeads);
       }
