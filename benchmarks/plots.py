@@ -39,7 +39,6 @@ OPS = {
     "geglu": "GEGLU",
     "softmax": "softmax",
     "cross_entropy": "cross-entropy",
-    "cross_entropy_gradient": "cross-entropy, gradient",
     "linear_cross_entropy": "linear + cross-entropy",
     "bias_gelu": "bias + GELU",
     "fp8_quantize": "FP8",
