@@ -17,9 +17,9 @@ console = Console(width=None if os.isatty(1) else 170, highlight=False)
 
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
-    "op", "function", "part", "model", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed", "m", "n", "k",
-    "batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "in_place", "cache", "context", "logits",
-    "dtype", "pass", "timing",
+    "op", "function", "part", "model", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed",
+    "m", "n", "k", "batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "in_place", "cache", "context",
+    "logits", "dtype", "pass", "timing",
 )  # fmt: skip
 
 

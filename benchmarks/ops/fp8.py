@@ -102,8 +102,8 @@ SWIGLU = Op(
 )
 
 
-# The linear layer: x is quantized in every call, the weight before; `narrow` is the weight as bfloat16. Fast accumulation,
-# which sums with fewer bits, is an op of its own here: its times are compared with those of nothing else.
+# The linear layer: x is quantized in every call, the weight before; `narrow` is the weight as bfloat16. Fast
+# accumulation, which sums with fewer bits, is an op of its own here, so that like is compared with like.
 FAST = "fp8_linear_fast_accum"
 
 

@@ -57,7 +57,7 @@ def case(rows, vocab, hidden, quick=False):
 
 
 def inputs(case, device):
-    """The head is far larger than the cache; so it is no shared one, of which a replay would have to walk over many x."""
+    """The head is larger than the cache, so one call in a replay is enough where every call has a head of its own."""
     rows, vocab, hidden = (case.keys[name] for name in ("rows", "vocab", "hidden"))
     x = torch.randn(rows, hidden, dtype=case.dtype, device=device)
     return x, torch.randn(vocab, hidden, dtype=case.dtype, device=device).mul_(hidden**-0.5)
