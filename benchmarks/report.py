@@ -41,7 +41,7 @@ def shape(keys: dict) -> str:
     elif "kv_tokens" in keys:
         words = [f"batch {keys['batch']}, {keys['kv_tokens']} keys", "paged" * (keys["cache"] == "paged")]
     elif "parameters" in keys:
-        words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']}" * (keys["tensors"] > 1)]
+        words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']} tensors" * (keys["tensors"] > 1)]
     elif "vocab" in keys:
         words = [f"{keys['rows']}x{keys['vocab']}", f"of {keys['hidden']}" if "hidden" in keys else ""]
     elif "rows" in keys:
