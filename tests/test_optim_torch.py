@@ -207,7 +207,7 @@ def test_it_is_printed_as_torchs(ours):
 @both
 def test_a_profiler_sees_the_step(ours):
     optimizer = ours(params := parameters([torch.ones(3)]))
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         run(optimizer, params, [[torch.ones(3)]])
     assert f"Optimizer.step#{ours.__name__}.step" in {event.key for event in profile.key_averages()}
 
@@ -369,17 +369,53 @@ def test_empty_tensors_alone(ours, device):
 
 
 @both
-def test_sparse_gradients_and_complex_parameters_are_refused(ours):
-    dense = torch.nn.Parameter(torch.ones(3))
-    param = torch.nn.Parameter(torch.ones(3))
+def test_sparse_gradients_are_refused(ours):
+    dense, param = parameters([torch.ones(3), torch.ones(3)])
     dense.grad, param.grad = torch.ones(3), torch.ones(3).to_sparse()
     with pytest.raises(RuntimeError, match="does not support sparse gradients, please consider SparseAdam"):
         ours([dense, param]).step()
     assert torch.equal(dense, torch.ones(3))
-    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match=r"parameters must be floating-point numbers, got torch\.complex64"):
-        ours([param]).step()
+
+
+@both
+@every_option
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_parameters(ours, options, dtype, device):
+    """As PyTorch's, and bit for bit as pairs of real numbers, among real parameters in the same list."""
+    if device == "cuda" and dtype == torch.complex128:
+        pytest.skip("float64 is for the CPU")
+    start = [torch.randn(shape, dtype=dtype, device=device) for shape in ((5, 4), (), (0,), (33,))]
+    start[0] = start[0].t()
+    rounds = [[torch.randn_like(x) for x in start] for _ in range(4)]
+    rounds[1][3] = rounds[1][3].conj()
+    reals = torch.randn(7, dtype=dtype.to_real(), device=device)
+    params, others = parameters([*start, reals]), parameters([*start, reals])
+    pairs = parameters([torch.view_as_real(x) for x in start])
+    optimizer = ours(params, max_grad_norm=1e6, **options)
+    found = run(optimizer, params, [[*grads, reals] for grads in rounds])
+    resolved = [[x.resolve_conj() for x in grads] for grads in rounds]
+    expected = run(TORCH[ours](others, foreach=False, **options), others, [[*grads, reals] for grads in resolved])
+    eps = torch.finfo(dtype).eps
+    assert_close_lists(found, expected, rtol=100 * eps, atol=100 * eps)
+    found_pairs = run(ours(pairs, **options), pairs, [[torch.view_as_real(x) for x in grads] for grads in resolved])
+    assert_close_lists([torch.view_as_real(x) for x in found[:4]], found_pairs, rtol=100 * eps, atol=100 * eps)
+    assert {x.dtype for x in state_of(optimizer, "exp_avg")[:4]} == {dtype}
+    loaded = TORCH[ours](params)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    back = ours(params)
+    back.load_state_dict(loaded.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert_same(tuple(state_of(back, name)), tuple(state_of(optimizer, name)))
+
+
+@both
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_other_numbers_are_refused(ours):
+    for dtype in (torch.int64, torch.complex32):
+        param = torch.zeros(3, dtype=dtype)
+        param.grad = torch.zeros(3, dtype=dtype)
+        with pytest.raises(RuntimeError, match=rf"parameters must be floating-point numbers, got {dtype}"):
+            ours([param]).step()
 
 
 @both
