@@ -208,8 +208,8 @@ class Adam(_OneLaunch, torch.optim.Adam):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable, decoupled_weight_decay: as
-            ``torch.optim.Adam`` has them. A learning rate on a GPU is read there, by each step.
-        betas: tensors of one element are read by the host.
+            ``torch.optim.Adam`` has them. A learning rate on a GPU is read there, by each step,
+            betas in tensors by the host.
         foreach, fused: change where ``state_dict`` has the steps, as in ``torch.optim``; the step is always this one.
         differentiable: must be False.
         state_dtype: of the moments: ``torch.float32``, the default, or ``torch.bfloat16``. (float64 for float64.)
