@@ -15,7 +15,10 @@ OURS = "llmkernels"
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a table. `keys` are the case keys of the results format, `bytes` what an ideal kernel moves."""
+    """One line of a table. `keys` are the case keys of the results format, `bytes` what an ideal kernel moves.
+
+    `direction` is "fwd", "bwd" (the backward alone) or "fwd+bwd": a function that returns the gradients.
+    """
 
     op: str
     keys: Mapping[str, int | bool]
@@ -29,13 +32,13 @@ class Case:
     def title(self) -> str:
         keys = self.keys
         if "m" in keys:
-            shape = f"{keys['m']} x {keys['n']}x{keys['k']}" + " fast" * keys.get("fast", False)
+            shape = f"{keys['m']} x {keys['n']}x{keys['k']}"
         elif "kv_tokens" in keys:
             shape = f"batch {keys['batch']} {keys['kv_tokens']} keys {keys['cache']}"
         elif "parameters" in keys:
             shape = f"{keys['parameters']} parameters in {keys['tensors']}"
         elif "vocab" in keys:
-            shape = f"{keys['rows']}x{keys['vocab']}" + (f" of {keys['k']}" if "k" in keys else "")
+            shape = f"{keys['rows']}x{keys['vocab']}" + (f" of {keys['hidden']}" if "hidden" in keys else "")
         elif "tokens" in keys:
             shape = f"{keys['tokens']} tokens {keys['heads']}+{keys['kv_heads']} heads" + " in place" * keys["in_place"]
         else:

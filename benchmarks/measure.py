@@ -35,7 +35,7 @@ def measure_case(op: Op, case: Case, run: Run, methods: Sequence[str]) -> list[d
     device, effort = run.device, run.effort
     shared = op.shared(case, device)
     first = op.inputs(case, device)
-    plan = timing.plan(sum(tensor.nbytes for tensor in first), case.bytes, effort)
+    plan = timing.plan(sum(tensor.nbytes for tensor in first), case.bytes, effort, case.flops or 0)
     more = plan.sets - 1 if run.on_gpu else 0
     sets = [first, *(op.inputs(case, device) for _ in range(more))]
     expected, grads = reference(op, case, (*first, *shared))
@@ -84,7 +84,7 @@ def judge(op: Op, provider: Provider, outputs: Tensor | Tensors, expected: Tenso
 def reference(op: Op, case: Case, inputs: Tensors) -> tuple[Tensors, Tensors]:
     """What a provider has to compute, in float32, and (for a backward pass) the gradients it gets."""
     wide = [tensor.detach().float() if tensor.is_floating_point() else tensor for tensor in inputs]
-    if case.direction == "fwd":
+    if case.direction != "bwd":
         return as_tuple(op.eager(*wide)), ()
     leaves = [tensor.requires_grad_() for tensor in wide[: op.differentiable]]
     outputs = as_tuple(op.eager(*wide))
@@ -102,7 +102,7 @@ def prepare(op: Op, case: Case, provider: Provider, sets: list[Tensors], shared:
         sets, gradients = copies(sets), copies(gradients)
         # Through `.data`, or autograd would see saved tensors that have changed.
         restore = partial(torch._foreach_copy_, [tensor.data for tensor in flat(sets, gradients)], originals)
-    if case.direction == "fwd":
+    if case.direction != "bwd":
         return Subject([partial(forward, *inputs, *shared) for inputs in sets], restore)
     direct = provider.backward() if provider.backward else None
     pairs = zip(sets, gradients, strict=True)

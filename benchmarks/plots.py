@@ -4,6 +4,7 @@ A colour is an implementation, in all of them. Each picture carries the hash of 
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -39,13 +40,13 @@ OPS = {
     "geglu": "GEGLU",
     "softmax": "softmax",
     "cross_entropy": "cross-entropy",
-    "cross_entropy_gradient": "cross-entropy, gradient",
     "linear_cross_entropy": "linear + cross-entropy",
     "bias_gelu": "bias + GELU",
     "fp8_quantize": "FP8",
     "rms_norm_fp8_quantize": "RMSNorm, FP8",
     "swiglu_fp8_quantize": "SwiGLU, FP8",
     "gated_mlp": "gated MLP",
+    "adamw": "AdamW",
     "linear": "",
     "decode_attention": "",
     "sample": "",
@@ -55,6 +56,7 @@ MODELS = {
     "qwen2.5-7b": "Qwen2.5-7B",
     "qwen2.5-0.5b": "Qwen2.5-0.5B",
     "qwen2.5-7b-lora": "Qwen2.5-7B, LoRA",
+    "SmolLM2-135M-Instruct-lora": "SmolLM2-135M-Instruct, LoRA",
 }
 PARTS = {"q|k|v": "norm, q|k|v", "gate|up": "norm, gate|up, SwiGLU", "head": "norm, head", "step": "the whole step"}
 PART_COLOUR = "#9fb6cd"
@@ -80,13 +82,13 @@ Value = Callable[[dict], float]
 
 
 def ops_forward(meta: dict, rows: Rows, path: Path) -> None:
-    forward = [row for row in pick(main_rows(rows), **{"pass": "fwd"}) if row.get("rows") != 1]
+    forward = [row for row in limited_by_memory(rows, "fwd") if row.get("rows") != 1]
     marks = {"copy": meta["copy_gb_s"] / 1e3}
     dots("Forward: bandwidth, further right is better", "TB/s", forward, bandwidth, marks, meta, path)
 
 
 def ops_backward(meta: dict, rows: Rows, path: Path) -> None:
-    backward = pick(main_rows(rows), **{"pass": "bwd"})
+    backward = limited_by_memory(rows, "bwd") + limited_by_memory(rows, "fwd+bwd")
     marks = {"copy": meta["copy_gb_s"] / 1e3}
     dots("Backward: bandwidth, further right is better", "TB/s", backward, bandwidth, marks, meta, path)
 
@@ -163,18 +165,19 @@ def train_memory(meta: dict, rows: Rows, path: Path) -> None:
 
 
 def train_loss(meta: dict, rows: Rows, path: Path) -> None:
-    """Ours beside eager's: one line on the other, if the kernels are right."""
+    """Ours beside eager's, a panel for each model: one line on the other, if the kernels are right."""
     found = [row for row in pick(rows, op="train_step") if row["provider"] in (OURS, "eager")]
-    models = list(dict.fromkeys(row["model"] for row in found))
-    figure, axes = canvas("Loss over the steps of fine-tuning, the same weights and tokens", height=3.6)
-    for row in found:
-        options = {"color": colour(row), "linewidth": 4 if row["provider"] == "eager" else 1.5}
-        name = label(row) if row["model"] == models[0] else None
-        axes.plot(range(1, len(row["losses"]) + 1), row["losses"], label=name, **options)
-        if row["provider"] == OURS:
-            last = (len(row["losses"]), row["losses"][-1])
-            axes.annotate(MODELS.get(row["model"], row["model"]), last, (7, 0), textcoords="offset points", va="center")
-    axes.set(xlabel="step", ylabel="loss")
+    models = dict.fromkeys(row["model"] for row in found)
+    if not models:
+        return
+    title = "Loss over the steps of fine-tuning, the same weights and tokens"
+    figure, panels = canvas(title, height=1 + 2.4 * math.ceil(len(models) / 2), panels=len(models))
+    for axes, name in zip(panels, models, strict=True):
+        for row in sorted(pick(found, model=name), key=is_ours):
+            options = {"color": colour(row), "linewidth": 1.2 if is_ours(row) else 4, "label": label(row)}
+            axes.plot(range(1, len(row["losses"]) + 1), row["losses"], **options)
+        axes.set_title(MODELS.get(name, name), fontsize=9)
+        axes.set(xlabel="step", ylabel="loss")
     finish(figure, meta, found, path)
 
 
@@ -317,13 +320,18 @@ def lines(title: str, xlabel: str, ylabel: str, rows: Rows, key: str, value: Val
 # ---- what they share
 
 
-def canvas(title: str, height: float):
-    """A figure with one panel."""
+def canvas(title: str, height: float, panels: int = 0):
+    """A figure with one panel, or a list of panels, two in a line."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8.4, height), layout="constrained")
+    size = {"nrows": math.ceil(panels / 2), "ncols": min(panels, 2), "squeeze": False} if panels else {}
+    figure, axes = plt.subplots(figsize=(8.4, height), layout="constrained", **size)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
-    return figure, axes
+    if not panels:
+        return figure, axes
+    for unused in axes.flat[panels:]:
+        unused.remove()
+    return figure, list(axes.flat[:panels])
 
 
 def finish(figure, meta: dict, rows: Rows, path: Path) -> None:
@@ -366,8 +374,11 @@ def heading(keys: dict) -> str:
         return f"{keys['tokens']} tokens"
     if keys["op"] == "decode":
         return sequences(keys["batch"])
-    dtype = f" {DTYPES[keys['dtype']]}" if keys["op"] in ("rms_norm",) else ""
-    return f"{OPS.get(keys['op'], '')} {report.shape(keys)}{dtype}".strip()
+    if keys["op"] == "train_step":
+        return f"{MODELS.get(keys['model'], keys['model'])}, {keys['batch']} x {keys['tokens']} tokens"
+    dtype = f" {DTYPES[keys['dtype']]}" if keys["op"] in ("rms_norm", "softmax", "adamw") else ""
+    both = " and backward" if keys.get("pass") == "fwd+bwd" else ""
+    return f"{OPS.get(keys['op'], '')}{both} {report.shape(keys)}{dtype}".strip()
 
 
 def sequences(count: int) -> str:
@@ -420,12 +431,20 @@ def main_rows(rows: Rows) -> Rows:
     return pick(ops, timing="graph") or pick(ops, timing="wall")
 
 
+def limited_by_memory(rows: Rows, direction: str) -> Rows:
+    return [row for row in pick(main_rows(rows), **{"pass": direction}) if "flops" not in row]
+
+
 def pick(among: Rows, /, **keys) -> Rows:
     return [row for row in among if all(row.get(key) == value for key, value in keys.items())]
 
 
 def bandwidth(row: dict) -> float:
     return row["bytes"] / row["time_us"] / 1e6
+
+
+def teraflops(row: dict) -> float:
+    return row["flops"] / row["time_us"] / 1e6
 
 
 def tokens_per_second(row: dict) -> float:

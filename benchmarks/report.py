@@ -17,9 +17,9 @@ console = Console(width=None if os.isatty(1) else 170, highlight=False)
 
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
-    "op", "function", "part", "model", "parameters", "tensors", "rows", "cols", "vocab", "packed", "m", "n", "k",
-    "batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "in_place", "cache", "context", "logits",
-    "dtype", "pass", "timing",
+    "op", "function", "part", "model", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed",
+    "m", "n", "k", "batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "in_place", "cache", "context",
+    "logits", "dtype", "pass", "timing",
 )  # fmt: skip
 
 
@@ -41,9 +41,9 @@ def shape(keys: dict) -> str:
     elif "kv_tokens" in keys:
         words = [f"batch {keys['batch']}, {keys['kv_tokens']} keys", "paged" * (keys["cache"] == "paged")]
     elif "parameters" in keys:
-        words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']}" * (keys["tensors"] > 1)]
+        words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']} tensors" * (keys["tensors"] > 1)]
     elif "vocab" in keys:
-        words = [f"{keys['rows']}x{keys['vocab']}", f"of {keys['k']}" if "k" in keys else ""]
+        words = [f"{keys['rows']}x{keys['vocab']}", f"of {keys['hidden']}" if "hidden" in keys else ""]
     elif "rows" in keys:
         words = [f"{keys['rows']}x{keys['cols']}", "packed" * keys.get("packed", False)]
     elif "part" in keys:

@@ -13,6 +13,7 @@ from benchmarks import report
 from benchmarks.cases import OURS
 from benchmarks.plots import (
     DTYPES,
+    MODELS,
     bandwidth,
     dates,
     in_order,
@@ -22,10 +23,13 @@ from benchmarks.plots import (
     microseconds,
     milliseconds,
     number,
+    peak_gb,
     pick,
+    teraflops,
 )  # fmt: skip
 from benchmarks.report import METHODS, cases
 from benchmarks.results import load
+from benchmarks.sections import COMMANDS
 
 DOCUMENTS = ("README.md", "results/README.md")
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -42,11 +46,16 @@ class Results:
 
     def __init__(self, folder: Path):
         self.metas, self.rows = {}, {}
-        for file in ("ops", "model", "decode", "decode_ops"):
-            self.metas[file], self.rows[file] = load(folder / f"{file}.json")
+        for file in ("ops", "model", "decode", "decode_ops", "train"):
+            path = folder / f"{file}.json"
+            self.metas[file], self.rows[file] = load(path) if path.exists() else ({}, [])
         self.tests = json.loads((folder / "gpu_tests.json").read_text())
 
     def below(self, file: str, rows: Rows) -> str:
+        """On what the rows were measured; or how to measure them."""
+        if not rows:
+            command = next(name for name, files in COMMANDS.items() if file in files)
+            return f"Not measured yet: `python -m benchmarks {command}`.\n"
         meta = self.metas[file]
         return f"\n{meta['gpu']}, torch {meta['torch']}, transformers {meta['transformers']}, {dates(meta, rows)}.\n"
 
@@ -99,6 +108,13 @@ def ops(results: Results) -> str:
         {"op": "swiglu", "rows": 2048, "cols": 18944, "pass": "fwd"},
         {"op": "swiglu", "rows": 2048, "cols": 18944, "pass": "bwd"},
         {"op": "geglu", "rows": 2048, "cols": 18944, "pass": "fwd"},
+        {"op": "layer_norm", "rows": 16384, "pass": "fwd"},
+        {"op": "softmax", "rows": 16384, "cols": 32768},
+        {"op": "bias_gelu", "cols": 16384, "pass": "fwd"},
+        {"op": "rms_norm_rope", "tokens": 8192, "pass": "fwd"},
+        {"op": "cross_entropy", "vocab": 152064, "pass": "fwd+bwd"},
+        {"op": "fp8_quantize", "rows": 2048, "cols": 18944},
+        {"op": "adamw", "dtype": "bfloat16"},
     )
     rows = [row for keys in wanted for row in pick(main_rows(results.rows["ops"]), **keys)]
     return beside_best_peer(rows) + results.below("ops", rows)
@@ -135,10 +151,20 @@ def forward_decode(results: Results) -> str:
     return side_by_side(rows, milliseconds, "ms per token") + results.below("model", rows)
 
 
-def of_ops(results: Results, direction: str, method: str) -> str:
-    rows = [row for row in results.rows["ops"] if row["op"] != "call_overhead"]
-    rows = pick(rows, **{"pass": direction, "timing": method})
+def of_ops(results: Results, direction: str) -> str:
+    """Those that memory limits."""
+    rows = [row for row in graph_rows(results) if "flops" not in row and row["pass"] == direction]
     return side_by_side(rows, microseconds, "µs", bandwidth) + results.below("ops", rows)
+
+
+def of_products(results: Results) -> str:
+    """Those of matrix products."""
+    rows = [row for row in graph_rows(results) if "flops" in row]
+    return side_by_side(rows, microseconds, "µs", teraflops, "TFLOP/s") + results.below("ops", rows)
+
+
+def graph_rows(results: Results) -> Rows:
+    return [row for row in results.rows["ops"] if row["op"] != "call_overhead" and row["timing"] == "graph"]
 
 
 def overhead(results: Results) -> str:
@@ -151,6 +177,36 @@ def kernel(results: Results, op: str) -> str:
     return side_by_side(rows, microseconds, "µs", bandwidth) + results.below("decode_ops", rows)
 
 
+def fp8_linear(results: Results) -> str:
+    rows = [row for row in results.rows["decode_ops"] if row["op"].startswith("fp8_linear")]
+    return side_by_side(rows, microseconds, "µs", teraflops, "TFLOP/s") + results.below("decode_ops", rows)
+
+
+def train(results: Results) -> str:
+    """A line for each way to train each model."""
+    rows = pick(results.rows["train"], op="train_step")
+    head, body = ["model", "by", "ms per step", "tokens/s", "peak, GB", "last loss", "perplexity"], []
+    for keys, found in cases(rows):
+        best = fastest(found.values())
+        for name in in_order(found):
+            row = found[name]
+            memory = number(peak_gb(row)) if "peak_bytes" in row else ""
+            body.append([
+                f"{MODELS.get(keys['model'], keys['model'])}, {keys['batch']} x {keys['tokens']} tokens", label(row),
+                cell(row, milliseconds, best), f"{row['tokens_per_s']:,}", memory, f"{row['losses'][-1]:.3f}",
+                f"{row['perplexity_before']:.2f} to {row['perplexity_after']:.2f}" if "perplexity_after" in row else "",
+            ])  # fmt: skip
+    return (markdown(head, body, words=2) if rows else "") + results.below("train", rows)
+
+
+def train_pictures(results: Results) -> str:
+    """These are drawn as soon as there is something to draw."""
+    if not results.rows["train"]:
+        return results.below("train", [])
+    words = {"train_step": "Time of a step", "train_memory": "Memory", "train_loss": "Loss over the steps"}
+    return "".join(f"![{text}]({name}.png)\n" for name, text in words.items())
+
+
 def parts(results: Results) -> str:
     rows = pick(results.rows["decode"], op="decode_part")
     batches = sorted({row["batch"] for row in rows})
@@ -160,11 +216,13 @@ def parts(results: Results) -> str:
     return markdown(["ms", *(f"batch {batch}" for batch in batches)], body) + results.below("decode", rows)
 
 
-def side_by_side(rows: Rows, value: Value, unit: str, rate: Value | None = None) -> str:
+def side_by_side(rows: Rows, value: Value, unit: str, rate: Value | None = None, rate_unit: str = "TB/s") -> str:
     """A line for every case, a column for every implementation."""
+    if not rows:
+        return ""
     names = in_order({row["provider"] for row in rows})
     labels = {row["provider"]: label(row) for row in rows}
-    head = [unit, *(labels[name] for name in names), *(["TB/s"] if rate else [])]
+    head = [unit, *(labels[name] for name in names), *([rate_unit] if rate else [])]
     body = []
     for keys, found in cases(rows):
         best = fastest(row for name, row in found.items() if name not in NO_PEERS and not row.get("approximate"))
@@ -229,8 +287,13 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "prefill": prefill,
     "prefill_all_logits": partial(prefill, logits="all"),
     "forward_decode": forward_decode,
-    "ops_forward": partial(of_ops, direction="fwd", method="graph"),
-    "ops_backward": partial(of_ops, direction="bwd", method="graph"),
+    "ops_forward": partial(of_ops, direction="fwd"),
+    "ops_backward": partial(of_ops, direction="bwd"),
+    "ops_gradients": partial(of_ops, direction="fwd+bwd"),
+    "products": of_products,
+    "fp8_linear": fp8_linear,
+    "train": train,
+    "train_pictures": train_pictures,
     "call_overhead": overhead,
     "linear": partial(kernel, op="linear"),
     "rms_norm_linear": partial(kernel, op="rms_norm_linear"),
@@ -246,9 +309,10 @@ TABLES: dict[str, Callable[[Results], str]] = {
 # ---- what they share
 
 
-def markdown(head: list[str], body: list[list[str]]) -> str:
+def markdown(head: list[str], body: list[list[str]], words: int = 1) -> str:
+    """The first columns are words, the others numbers."""
     lines = [" | ".join(text.replace("|", r"\|") for text in line) for line in (head, *body)]
-    lines.insert(1, " | ".join(["---"] + ["---:"] * (len(head) - 1)))
+    lines.insert(1, " | ".join(["---"] * words + ["---:"] * (len(head) - words)))
     return "".join(f"| {line} |\n" for line in lines)
 
 
@@ -270,6 +334,6 @@ def best_peer(found: dict[str, dict]) -> dict | None:
 def case_of(keys: dict) -> str:
     """`rms_norm` backward 2048x3584 fp16"""
     name = "" if keys["op"] in ("call_overhead", "prefill", "decode") else f"`{keys['op']}`"
-    backward = "backward" if keys.get("pass") == "bwd" else ""
-    dtype = DTYPES[keys["dtype"]] if keys["op"] in ("rms_norm", "add_rms_norm") else ""
+    backward = {"bwd": "backward", "fwd+bwd": "and backward"}.get(keys.get("pass"), "")
+    dtype = DTYPES[keys["dtype"]] if keys["op"] in ("rms_norm", "add_rms_norm", "softmax", "adamw") else ""
     return " ".join(word for word in (name, backward, report.shape(keys), dtype) if word)

@@ -25,7 +25,7 @@ MAX_SETS = 1024
 REPLAY_US = 2000  # a replay this long makes the 3-5 us around a graph launch invisible
 LONG_REPLAY_MS, MANY_CALLS = 10, 100  # one such replay a round is enough, if it is of so many calls
 FLUSH_BYTES = 1 << 30  # its 0.3 ms on the device also give the CPU time to enqueue the call to be timed
-PEAK_BYTES_PER_US = 4.5e6  # no current GPU moves more; only sets how long a plan is
+PEAK_BYTES_PER_US, PEAK_FLOPS_PER_US = 4.5e6, 1e9  # of an H200, about; only set how long a plan is
 
 Call = Callable[[], object]
 
@@ -53,9 +53,9 @@ class Plan:
     laps: int
 
 
-def plan(input_bytes: int, ideal_bytes: int, effort: Effort) -> Plan:
+def plan(input_bytes: int, ideal_bytes: int, effort: Effort, flops: int = 0) -> Plan:
     sets = min(math.ceil(TOUCHED_BYTES / input_bytes), effort.max_sets)
-    lap_us = sets * max(ideal_bytes / PEAK_BYTES_PER_US, 1.0)
+    lap_us = sets * max(ideal_bytes / PEAK_BYTES_PER_US, flops / PEAK_FLOPS_PER_US, 1.0)
     return Plan(sets, max(1, math.ceil(REPLAY_US / lap_us)))
 
 

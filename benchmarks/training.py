@@ -173,7 +173,8 @@ def llmkernels(model: nn.Module, learning_rate: float) -> Iterator[Parts]:
     from llmkernels.optim import AdamW
 
     with variants.llmkernels(base(model), training=True):
-        yield model, AdamW(trained(model), lr=learning_rate)
+        # PyTorch keeps the moments in the parameters' dtype, ours in float32 if nothing is said: the same for all.
+        yield model, AdamW(trained(model), lr=learning_rate, state_dtype=trained(model)[0].dtype)
 
 
 PROVIDERS = {"eager": eager, "compile": compiled, "liger": liger, OURS: llmkernels}

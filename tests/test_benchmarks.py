@@ -240,11 +240,23 @@ def test_sections_depend_on_what_they_measure():
         assert not any(file.startswith("csrc") for file in reached[title])
 
 
-def test_committed_results_are_of_the_table():
-    if not (ROOT / "results").exists():
+@pytest.fixture
+def committed():
+    """The folder of the results, each file of which has to be there."""
+    folder = ROOT / "results"
+    if not folder.exists():
         pytest.skip("needs the results")
+    files = [(file, command) for command, wanted in sections.COMMANDS.items() for file in wanted]
+    missing = [
+        f"{file}.json: python -m benchmarks {name}" for file, name in files if not (folder / f"{file}.json").exists()
+    ]
+    assert not missing, f"never measured, on a GPU: {', '.join(missing)}"
+    return folder
+
+
+def test_committed_results_are_of_the_table(committed):
     for file in dict.fromkeys(section.file for section in sections.TABLE):
-        meta, rows = results.load(ROOT / "results" / f"{file}.json")
+        meta, rows = results.load(committed / f"{file}.json")
         assert {row["section"] for row in rows} == set(meta["sections"])
         assert set(meta["sections"]) <= {section.name for section in sections.find([file])}
         assert all(set(one) >= META for one in (meta, *meta["sections"].values()))
@@ -256,14 +268,12 @@ def drawn_from(picture):
     return Image.open(picture).info["Source"]
 
 
-def test_committed_pictures_are_of_the_committed_results():
-    if not (ROOT / "results").exists():
-        pytest.skip("needs the results")
+def test_committed_pictures_are_of_the_committed_results(committed):
     wanted = {f"{draw.__name__}.png": file for file, pictures in plots.PICTURES.items() for draw in pictures}
-    assert {path.name for path in (ROOT / "results").glob("*.png")} == set(wanted)
+    assert {path.name for path in committed.glob("*.png")} == set(wanted), "python -m benchmarks show"
     for picture, file in wanted.items():
-        hashed = plots.content_hash(ROOT / "results" / f"{file}.json")
-        assert drawn_from(ROOT / "results" / picture) == hashed, "python -m benchmarks show"
+        hashed = plots.content_hash(committed / f"{file}.json")
+        assert drawn_from(committed / picture) == hashed, "python -m benchmarks show"
 
 
 def test_the_tables_of_the_documents_are_of_the_committed_results():
@@ -299,6 +309,30 @@ def test_losses_are_counted(tmp_path):
     assert [keys["function"] for keys, _, _ in tables.lost(Some)] == ["badly", "lost"]
     assert "2 of 4" in tables.score(Some)
     assert tables.losses(Some).splitlines()[2].split(" | ")[0].endswith("badly")
+
+
+def test_the_table_of_training(tmp_path):
+    """Each way to train a model in a line, the fastest in bold; of a GPU with its memory, of the real model more."""
+    row = {"section": "full", "op": "train_step", "model": "qwen2.5-0.5b", "batch": 4, "tokens": 2048, "timing": "wall",
+           "dtype": "bfloat16", "tokens_per_s": 100_000, "losses": [12.0, 11.5]}  # fmt: skip
+    real = {"model": "SmolLM2-135M-Instruct", "perplexity_before": 11.69, "perplexity_after": 9.5}
+    rows = [
+        {**row, "provider": "eager", "time_us": 101_000, "peak_bytes": 29_300_000_000},
+        {**row, "provider": OURS, "time_us": 68_000, "peak_bytes": 14_100_000_000},
+        {**row, **real, "provider": OURS, "time_us": 50_000},
+    ]
+    found = object.__new__(tables.Results)
+    meta = A_META | {"transformers": "old", "sections": {"full": A_META}}
+    found.metas, found.rows = {"train": meta}, {"train": rows}
+    assert tables.train(found).splitlines()[2:5] == [
+        "| Qwen2.5-0.5B, 4 x 2048 tokens | llmkernels | **68.0** | 100,000 | 14.1 | 11.500 |  |",
+        "| Qwen2.5-0.5B, 4 x 2048 tokens | eager | 101 | 100,000 | 29.3 | 11.500 |  |",
+        "| SmolLM2-135M-Instruct, 4 x 2048 tokens | llmkernels | **50.0** | 100,000 |  | 11.500 | 11.69 to 9.50 |",
+    ]
+    pictures = re.findall(r"\((\w+)\.png\)", tables.train_pictures(found))
+    assert pictures == [draw.__name__ for draw in plots.PICTURES["train"]]
+    found.rows = {"train": []}
+    assert tables.train(found) == tables.train_pictures(found) == "Not measured yet: `python -m benchmarks train`.\n"
 
 
 def test_a_colour_is_one_implementation():
@@ -348,12 +382,12 @@ def test_cases_have_the_keys_of_the_format():
         "softmax": rows_cols,
         "cross_entropy": {"rows", "vocab"},
         "cross_entropy_gradient": {"rows", "vocab"},
-        "linear_cross_entropy": {"rows", "vocab", "k"},
+        "linear_cross_entropy": {"rows", "vocab", "hidden"},
         "bias_gelu": rows_cols,
         "fp8_quantize": rows_cols,
         "rms_norm_fp8_quantize": rows_cols,
         "swiglu_fp8_quantize": rows_cols,
-        "fp8_linear": {"m", "n", "k", "fast"},
+        "fp8_linear": {"m", "n", "k"},
         "gated_mlp": {"m", "n", "k"},
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},
@@ -386,17 +420,20 @@ def test_a_replay_touches_more_than_the_cache(case):
         size = case.keys["tokens"] * (case.keys["heads"] + case.keys["kv_heads"]) * case.keys["head_dim"] * itemsize
     elif case.op == "gated_mlp":
         size = 3 * case.keys["n"] * case.keys["k"] * itemsize
+    elif case.op == "linear_cross_entropy":
+        size = (case.keys["rows"] + case.keys["vocab"]) * case.keys["hidden"] * itemsize
     elif case.op == "adamw":
         size = 4 * case.keys["parameters"] * itemsize
     else:
         tensors = 2 if case.op in ("add_rms_norm", "swiglu", "geglu", "swiglu_fp8_quantize") else 1
         size = tensors * case.keys["rows"] * case.keys.get("cols", case.keys.get("vocab")) * itemsize
-    plan = timing.plan(size, case.bytes, timing.FULL)
+    flops = case.flops or 0
+    plan = timing.plan(size, case.bytes, timing.FULL, flops)
     if case.keys.get("rows") == 1:  # in the cache on purpose: see MAX_SETS
         assert plan.sets == timing.MAX_SETS
     else:
         assert plan.sets * case.bytes >= timing.TOUCHED_BYTES
-    ideal_us = plan.sets * plan.laps * max(case.bytes / timing.PEAK_BYTES_PER_US, 1)
+    ideal_us = plan.sets * plan.laps * max(case.bytes / timing.PEAK_BYTES_PER_US, flops / timing.PEAK_FLOPS_PER_US, 1)
     assert ideal_us >= timing.REPLAY_US
 
 

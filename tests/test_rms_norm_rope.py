@@ -9,14 +9,12 @@ from torch.autograd import gradcheck
 
 import llmkernels
 import oracles
-from oracles import DEVICES, DTYPES, angles, assert_same, check, scaled_rows
+import rope_cases as cases
+from oracles import DTYPES, angles, assert_same, check, scaled_rows
 
 # q and k are (B, H, T, D) in these tests unless they say otherwise.
 ours, eager = (partial(module.rms_norm_rope, layout="bhtd") for module in (llmkernels, oracles))
 
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_order = pytest.mark.parametrize("interleaved", [False, True], ids=["half_split", "interleaved"])
-every_layout = pytest.mark.parametrize("layout", ["bhtd", "bthd"])
 every_norm = pytest.mark.parametrize("row_wise", [False, True], ids=["heads", "rows"])
 every_rounding = pytest.mark.parametrize("cast_before_weight", [True, False], ids=["cast", "no cast"])
 
@@ -24,9 +22,8 @@ every_rounding = pytest.mark.parametrize("cast_before_weight", [True, False], id
 def make(batch=2, tokens=5, heads=4, kv_heads=2, dim=16, layout="bhtd", row_wise=False, dtype=torch.float32,
          device="cpu"):  # fmt: skip
     """q and k, contiguous, of many scales, and their weights."""
-    heads = heads, kv_heads
-    shapes = [(batch, h, tokens, dim) if layout == "bhtd" else (batch, tokens, h, dim) for h in heads]
-    weights = [torch.randn(h * dim if row_wise else dim, device=device).to(dtype) for h in heads]
+    shapes = cases.shapes_of(batch, tokens, heads, kv_heads, dim, layout)
+    weights = [torch.randn(h * dim if row_wise else dim, device=device).to(dtype) for h in (heads, kv_heads)]
     return *(scaled_rows(*shape, dtype=dtype, device=device) for shape in shapes), *weights
 
 
@@ -42,24 +39,22 @@ def assert_op(inputs, **options):
     check(function, expected, inputs, count=4 if inputs[2] is not None else 2)
 
 
-@every_dtype
-@every_order
-@every_layout
+@cases.every_dtype
+@cases.every_order
+@cases.every_layout
 @every_norm
-@pytest.mark.parametrize(
-    "device, tokens", [(device, t) for device in DEVICES for t in (0, 1, 7, 257 if device == "cuda" else 33)]
-)
-@pytest.mark.parametrize("heads, kv_heads, dim", [(28, 4, 128), (14, 2, 64), (1, 1, 2), (3, 3, 6), (5, 1, 80)])
+@cases.few_and_many_tokens
+@cases.usual_sizes
 def test_forward_and_backward(device, heads, kv_heads, dim, tokens, row_wise, layout, interleaved, dtype):
     inputs = make(2, tokens, heads, kv_heads, dim, layout, row_wise, dtype, device)
     cos, sin = angles(tokens, dim, dtype=dtype, device=device)
     assert_op((*inputs, cos, sin), layout=layout, interleaved=interleaved, row_wise=row_wise)
 
 
-@every_dtype
+@cases.every_dtype
 @every_rounding
 @every_norm
-@every_order
+@cases.every_order
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("float_angles", [False, True], ids=["angles", "float angles"])
 def test_rounds_where_eager_does(device, float_angles, offset, interleaved, row_wise, cast_before_weight, dtype):
@@ -79,8 +74,8 @@ def test_rounds_where_eager_does(device, float_angles, offset, interleaved, row_
             torch.testing.assert_close(a, b, rtol=1e-6, atol=2e-6)
 
 
-@every_dtype
-@every_order
+@cases.every_dtype
+@cases.every_order
 def test_equals_the_two_ops_on_the_cpu(interleaved, dtype):
     """A head's sum of squares has the same order in both."""
     q, k, q_weight, k_weight = make(dim=72, dtype=dtype)
@@ -99,7 +94,7 @@ MODELS = {
 }
 
 
-@every_dtype
+@cases.every_dtype
 @pytest.mark.parametrize("model", MODELS)
 def test_matches_transformers(device, model, dtype):
     name, options = MODELS[model]
@@ -140,11 +135,11 @@ def test_matches_transformers(device, model, dtype):
 # Variants.
 
 
-@every_dtype
-@every_order
+@cases.every_dtype
+@cases.every_order
 @every_norm
 @pytest.mark.parametrize("rotary_dim, dim", [(16, 64), (4, 7), (32, 80), (2, 64), (96, 128), (510, 512), (16, 48)])
-@pytest.mark.parametrize("half_width", [False, True], ids=["full", "half"])
+@cases.every_width
 def test_partial_rotation_and_half_width(device, half_width, rotary_dim, dim, row_wise, interleaved, dtype):
     """Dimensions from rotary_dim on are only normalized."""
     inputs = make(dim=dim, row_wise=row_wise, dtype=dtype, device=device)
@@ -152,7 +147,7 @@ def test_partial_rotation_and_half_width(device, half_width, rotary_dim, dim, ro
     assert_op((*inputs, cos, sin), interleaved=interleaved, rotary_dim=rotary_dim, row_wise=row_wise)
 
 
-@every_dtype
+@cases.every_dtype
 @every_norm
 @every_rounding
 def test_without_weights(device, row_wise, cast_before_weight, dtype):
@@ -172,10 +167,8 @@ def test_without_weights(device, row_wise, cast_before_weight, dtype):
     check(partial(of_weight, ours), partial(of_weight, eager), (leaf.detach(),))
 
 
-@pytest.mark.parametrize(
-    "heads, kv_heads, dim", [(16, 1, 60), (33, 1, 62), (1, 1, 256), (64, 8, 8), (300, 1, 2), (7, 0, 16), (0, 7, 16)]
-)
-@every_order
+@cases.odd_sizes
+@cases.every_order
 @every_norm
 def test_any_number_of_heads(device, heads, kv_heads, dim, row_wise, interleaved):
     """Head counts and sizes that leave threads of a block idle."""
@@ -184,7 +177,7 @@ def test_any_number_of_heads(device, heads, kv_heads, dim, row_wise, interleaved
     assert_op((*inputs, cos, sin), interleaved=interleaved, row_wise=row_wise)
 
 
-@every_dtype
+@cases.every_dtype
 @pytest.mark.parametrize("heads", [40, 64, 65, 150])
 def test_long_rows(device, heads, dtype):
     """On a GPU one slot per thread, then threads that loop over slots."""
@@ -194,7 +187,7 @@ def test_long_rows(device, heads, dtype):
 
 
 @pytest.mark.gpu
-@every_dtype
+@cases.every_dtype
 @every_norm
 def test_more_rows_than_groups(row_wise, dtype):
     """Every group of the persistent grid takes several rows, some one less than others."""
@@ -203,11 +196,11 @@ def test_more_rows_than_groups(row_wise, dtype):
     assert_op((*inputs, cos, sin), layout="bthd", row_wise=row_wise)
 
 
-@every_layout
-@every_order
+@cases.every_layout
+@cases.every_order
 @every_norm
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5)], ids=["shared", "batch of one", "batched"])
+@cases.every_index_dtype
+@cases.every_sharing
 def test_position_ids(device, shape, dtype, row_wise, interleaved, layout):
     inputs = make(layout=layout, row_wise=row_wise, device=device)
     positions = torch.randint(50, shape, device=device, dtype=dtype)
@@ -215,7 +208,7 @@ def test_position_ids(device, shape, dtype, row_wise, interleaved, layout):
     assert_op(args, layout=layout, interleaved=interleaved, row_wise=row_wise)
 
 
-@pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1])
+@cases.every_position_outside
 def test_positions_outside_the_table(device, bad):
     q, k, *weights = make(device=device)
     cos, sin = angles(50, 8, device=device)
@@ -235,14 +228,14 @@ def test_positions_outside_the_table(device, bad):
             assert_same(out, good)
 
 
-@every_layout
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5)], ids=["shared", "batch of one", "batched"])
+@cases.every_layout
+@cases.every_sharing
 def test_cos_and_sin_per_batch_or_shared(device, shape, layout):
     cos, sin = angles(*shape, 16, device=device)
     assert_op((*make(layout=layout, device=device), cos, sin), layout=layout)
 
 
-@every_dtype
+@cases.every_dtype
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.1])
 def test_eps(device, eps, dtype):
     q, k, *weights = make(dtype=dtype, device=device)
@@ -252,29 +245,17 @@ def test_eps(device, eps, dtype):
 
 # Memory.
 
-VIEWS = {
-    "contiguous": lambda t: t,
-    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "slice of a packed projection": lambda t: torch.cat((t, t, t), 1)[:, t.size(1) : 2 * t.size(1)],
-    "padded heads": lambda t: torch.cat((t, t), -1)[..., : t.size(-1)],
-    "misaligned": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
-    "expanded over the batch": lambda t: t[:1].expand(t.shape),
-    "head_dim not contiguous": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
-    "every other token": lambda t: t.repeat_interleave(2, 2)[:, :, ::2],
-    "batch of one, absurd stride": lambda t: t[:1].as_strided((1, *t.shape[1:]), (2**40 + 3, *t.stride()[1:])),
-}
 
-
-@every_dtype
+@cases.every_dtype
 @every_norm
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+@cases.every_view
 def test_layouts(device, view, row_wise, dtype):
     q, k, *weights = make(row_wise=row_wise, dtype=dtype, device=device)
     cos, sin = angles(5, 16, dtype=dtype, device=device)
     assert_op((view(q), view(k), *weights, cos, sin), row_wise=row_wise)
 
 
-@pytest.mark.parametrize("view", list(VIEWS.values())[:-1], ids=list(VIEWS)[:-1])
+@cases.every_view_of_the_batch
 def test_q_and_k_of_different_layouts(device, view):
     q, k, *others = *make(device=device), *angles(5, 16, device=device)
     assert_op((q, view(k), *others))
@@ -287,13 +268,12 @@ def test_weights_and_angles_of_other_strides(device):
     expected = ours(q, k, *weights, cos, sin)
     spread = [torch.stack((t, t), -1).flatten(-2)[..., ::2] for t in (*weights, cos, sin)]
     assert_same(ours(q, k, *spread), expected)
-    shifted = [torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for t in (*weights, cos, sin)]
-    torch.testing.assert_close(ours(q, k, *shifted), expected)
+    torch.testing.assert_close(ours(q, k, *map(cases.misaligned, (*weights, cos, sin))), expected)
 
 
-@every_dtype
-@every_order
-@every_layout
+@cases.every_dtype
+@cases.every_order
+@cases.every_layout
 @every_norm
 @pytest.mark.parametrize("view", ["contiguous", "packed", "misaligned"])
 def test_in_place(device, view, row_wise, layout, interleaved, dtype):
@@ -301,7 +281,7 @@ def test_in_place(device, view, row_wise, layout, interleaved, dtype):
     heads, kv_heads, dim = 4, 2, 24
     whole = torch.randn(2, 5, heads + 2 * kv_heads, dim + 8, device=device).to(dtype)
     if view == "misaligned":
-        whole = torch.cat((whole.new_zeros(1), whole.flatten()))[1:].view(whole.shape)
+        whole = cases.misaligned(whole)
     before = whole.clone()
     q, k, _ = whole[..., :dim].split((heads, kv_heads, kv_heads), 2)
     if view == "contiguous":
@@ -309,34 +289,21 @@ def test_in_place(device, view, row_wise, layout, interleaved, dtype):
     if layout == "bhtd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     weights = [torch.randn(h * dim if row_wise else dim, device=device).to(dtype) for h in (heads, kv_heads)]
-    args = q, k, *weights, *angles(5, 16, dtype=dtype, device=device)
-    options = {"layout": layout, "interleaved": interleaved, "row_wise": row_wise}
-    expected = ours(*args, **options)
-    pointers = q.data_ptr(), k.data_ptr()
-    result = ours(*args, inplace=True, **options)
-    assert result[0] is q and result[1] is k and (q.data_ptr(), k.data_ptr()) == pointers
-    assert_same(result, expected)
+    others = *weights, *angles(5, 16, dtype=dtype, device=device)
+    cases.assert_in_place(ours, q, k, others, {"layout": layout, "interleaved": interleaved, "row_wise": row_wise})
     assert torch.equal(whole[:, :, heads + kv_heads :], before[:, :, heads + kv_heads :])
     assert torch.equal(whole[..., dim:], before[..., dim:])
 
 
 def test_in_place_counts_as_a_write(device):
-    q, k, *others = *make(device=device), *angles(5, 16, device=device)
-    product = torch.ones_like(q, requires_grad=True) * q
-    ours(q, k, *others, inplace=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
+    cases.assert_counts_as_a_write(ours, *make(device=device), *angles(5, 16, device=device))
 
 
 def test_inputs_are_left_alone(device):
-    inputs = *make(device=device), *angles(5, 16, device=device)
-    copies = tuple(t.clone() for t in inputs)
-    for out in ours(*inputs):
-        out.zero_()
-    assert_same(inputs, copies)
+    cases.assert_left_alone(ours, (*make(device=device), *angles(5, 16, device=device)))
 
 
-@every_layout
+@cases.every_layout
 def test_output_keeps_the_memory_order(device, layout):
     q, k, *weights = make(layout=layout, device=device)
     q, k, other = q.transpose(1, 2), k.transpose(1, 2), "bthd" if layout == "bhtd" else "bhtd"
@@ -347,9 +314,9 @@ def test_output_keeps_the_memory_order(device, layout):
 # Gradients. The halves of cos and sin differ (see `angles`), so the backward must be the transpose, not the inverse.
 
 
-@pytest.mark.parametrize("half_width", [False, True], ids=["full", "half"])
-@every_order
-@every_layout
+@cases.every_width
+@cases.every_order
+@cases.every_layout
 @every_norm
 @pytest.mark.parametrize("positions", [None, (2, 3)], ids=["no ids", "ids"])
 def test_gradcheck(positions, row_wise, layout, interleaved, half_width):
@@ -372,24 +339,10 @@ def test_one_gradient_wanted(device, row_wise, needed):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@every_dtype
-@pytest.mark.parametrize("kind", ["expanded", "sliced", "concatenated", "transposed"])
-def test_gradients_that_autograd_makes(device, kind, dtype):
-    def scalar(q, k):
-        return {
-            "expanded": lambda: q.sum() + k.sum(),
-            "sliced": lambda: q[:, 1:, :, 3:9].square().sum() + k[:, :, -1].square().sum(),
-            "concatenated": lambda: torch.cat((q, k), 1).square().sum() + torch.cat((q, q), -1)[..., 5:].sum(),
-            "transposed": lambda: (q.transpose(2, 3).flatten(2) * k.transpose(2, 3).flatten(2)[:, :1]).sum(),
-        }[kind]()
-
-    leaves = [t.requires_grad_() for t in make(dtype=dtype, device=device)]
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    cos, sin = angles(5, 16, dtype=dtype, device=device)
-    grads = torch.autograd.grad(scalar(*ours(*leaves, cos, sin)), leaves)
-    expected = torch.autograd.grad(scalar(*eager(*exact, cos.double(), sin.double())), exact)
-    for a, b in zip(grads, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=20 * torch.finfo(dtype).eps * b.abs().max().item())
+@cases.every_dtype
+@cases.every_scalar
+def test_gradients_that_autograd_makes(device, scalar, dtype):
+    cases.assert_gradients(scalar, ours, eager, make(dtype=dtype, device=device), eps=20)
 
 
 @every_norm
@@ -410,7 +363,7 @@ def test_gradient_of_what_the_weight_multiplied(device, cast_before_weight, row_
 # Values, dtypes, errors.
 
 
-@every_dtype
+@cases.every_dtype
 @every_norm
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 0.0])
 def test_special_values(device, value, row_wise, dtype):

@@ -8,19 +8,16 @@ from torch.autograd import gradcheck
 
 import llmkernels
 import oracles
-from oracles import DEVICES, DTYPES, angles, assert_same, check
+import rope_cases as cases
+from oracles import DTYPES, angles, assert_same, check
 
 # q and k are (B, H, T, D) in these tests unless they say otherwise.
 rope, eager_rope = (partial(f, layout="bhtd") for f in (llmkernels.rope, oracles.rope))
 
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_order = pytest.mark.parametrize("interleaved", [False, True], ids=["half_split", "interleaved"])
-every_layout = pytest.mark.parametrize("layout", ["bhtd", "bthd"])
-
 
 def make(batch=2, tokens=5, heads=4, kv_heads=2, dim=16, layout="bhtd", dtype=torch.float32, device="cpu"):
     """q and k, contiguous."""
-    shapes = [(batch, h, tokens, dim) if layout == "bhtd" else (batch, tokens, h, dim) for h in (heads, kv_heads)]
+    shapes = cases.shapes_of(batch, tokens, heads, kv_heads, dim, layout)
     return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
 
 
@@ -31,22 +28,20 @@ def assert_rope(q, k, cos, sin, *args, **options):
     check(ours, eager, (q, k, cos, sin, *args), count=2)
 
 
-@every_dtype
-@every_order
-@every_layout
-@pytest.mark.parametrize(
-    "device, tokens", [(device, t) for device in DEVICES for t in (0, 1, 7, 257 if device == "cuda" else 33)]
-)
-@pytest.mark.parametrize("heads, kv_heads, dim", [(28, 4, 128), (14, 2, 64), (1, 1, 2), (3, 3, 6), (5, 1, 80)])
+@cases.every_dtype
+@cases.every_order
+@cases.every_layout
+@cases.few_and_many_tokens
+@cases.usual_sizes
 def test_equals_eager_bit_for_bit(device, heads, kv_heads, dim, tokens, layout, interleaved, dtype):
     q, k = make(2, tokens, heads, kv_heads, dim, layout, dtype, device)
     assert_rope(q, k, *angles(tokens, dim, dtype=dtype, device=device), layout=layout, interleaved=interleaved)
 
 
-@every_dtype
-@every_order
+@cases.every_dtype
+@cases.every_order
 @pytest.mark.parametrize("rotary_dim, dim", [(16, 64), (4, 7), (32, 80), (2, 64), (96, 128), (510, 512)])
-@pytest.mark.parametrize("half_width", [False, True], ids=["full", "half"])
+@cases.every_width
 def test_partial_rotation_and_half_width(device, half_width, rotary_dim, dim, interleaved, dtype):
     """Dimensions from rotary_dim on are copied; one angle per pair means the same as that angle twice."""
     q, k = make(dim=dim, dtype=dtype, device=device)
@@ -56,18 +51,16 @@ def test_partial_rotation_and_half_width(device, half_width, rotary_dim, dim, in
     assert torch.equal(rope(q, k, cos, sin, **options)[0][..., rotary_dim:], q[..., rotary_dim:])
 
 
-@pytest.mark.parametrize(
-    "heads, kv_heads, dim", [(16, 1, 60), (33, 1, 62), (1, 1, 256), (64, 8, 8), (300, 1, 2), (7, 0, 16), (0, 7, 16)]
-)
-@every_order
+@cases.odd_sizes
+@cases.every_order
 def test_any_number_of_heads(device, heads, kv_heads, dim, interleaved):
     """Head counts and sizes that leave threads of a block idle."""
     q, k = make(heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.float16, device=device)
     assert_rope(q, k, *angles(5, dim, dtype=torch.float16, device=device), interleaved=interleaved)
 
 
-@every_layout
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5)], ids=["shared", "batch of one", "batched"])
+@cases.every_layout
+@cases.every_sharing
 def test_cos_and_sin_per_batch_or_shared(device, shape, layout):
     q, k = make(layout=layout, device=device)
     cos, sin = angles(*shape, 16, device=device)
@@ -84,14 +77,13 @@ def test_cos_and_sin_of_other_strides(device):
     assert_same(rope(q, k, *columns_first), expected)
     assert_same(rope(q, k, cos.transpose(0, 1).contiguous().transpose(0, 1), sin), expected)
     assert_same(rope(q, k, cos[:1].expand(2, 5, 16), sin[:1].expand(2, 5, 16)), rope(q, k, cos[0], sin[0]))
-    misaligned = [torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape) for t in (cos, sin)]
-    assert_same(rope(q, k, *misaligned), expected)
+    assert_same(rope(q, k, cases.misaligned(cos), cases.misaligned(sin)), expected)
 
 
-@every_layout
-@every_order
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 5)], ids=["shared", "batch of one", "batched"])
+@cases.every_layout
+@cases.every_order
+@cases.every_index_dtype
+@cases.every_sharing
 def test_position_ids(device, shape, dtype, interleaved, layout):
     q, k = make(layout=layout, device=device)
     cos, sin = angles(50, 16, device=device)
@@ -107,8 +99,8 @@ def test_position_ids_of_other_strides(device):
     assert_rope(q, k, cos, sin, positions[:1].expand(2, 5))
 
 
-@pytest.mark.parametrize("bad", [-1, 50, 2**31 - 1])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@cases.every_position_outside
+@cases.every_index_dtype
 def test_positions_outside_the_table(device, bad, dtype):
     q, k = make(device=device)
     cos, sin = angles(50, 16, device=device)
@@ -133,29 +125,17 @@ def test_heads_come_behind_tokens_by_default(device):
 
 # Memory.
 
-VIEWS = {
-    "contiguous": lambda t: t,
-    "transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-    "slice of a packed projection": lambda t: torch.cat((t, t, t), 1)[:, t.size(1) : 2 * t.size(1)],
-    "padded heads": lambda t: torch.cat((t, t), -1)[..., : t.size(-1)],
-    "misaligned": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
-    "expanded over the batch": lambda t: t[:1].expand(t.shape),
-    "head_dim not contiguous": lambda t: t.transpose(2, 3).contiguous().transpose(2, 3),
-    "every other token": lambda t: t.repeat_interleave(2, 2)[:, :, ::2],
-    "batch of one, absurd stride": lambda t: t[:1].as_strided((1, *t.shape[1:]), (2**40 + 3, *t.stride()[1:])),
-}
 
-
-@every_dtype
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
-@every_order
+@cases.every_dtype
+@cases.every_view
+@cases.every_order
 def test_layouts(device, view, interleaved, dtype):
     q, k = (view(t) for t in make(dtype=dtype, device=device))
     cos, sin = angles(5, 16, dtype=dtype, device=device)
     assert_rope(q, k, cos, sin, interleaved=interleaved)
 
 
-@pytest.mark.parametrize("view", list(VIEWS.values())[:-1], ids=list(VIEWS)[:-1])
+@cases.every_view_of_the_batch
 def test_q_and_k_of_different_layouts(device, view):
     q, k = make(device=device)
     cos, sin = angles(5, 16, device=device)
@@ -163,7 +143,7 @@ def test_q_and_k_of_different_layouts(device, view):
     assert_rope(view(q), k, cos, sin)
 
 
-@every_layout
+@cases.every_layout
 def test_output_keeps_the_memory_order(device, layout):
     """As with eager arithmetic, so that the transpose back before attention needs no copy."""
     q, k = (t.transpose(1, 2) for t in make(layout=layout, device=device))
@@ -173,16 +153,16 @@ def test_output_keeps_the_memory_order(device, layout):
         assert ours.stride() == source.stride()
 
 
-@every_dtype
-@every_order
-@every_layout
+@cases.every_dtype
+@cases.every_order
+@cases.every_layout
 @pytest.mark.parametrize("view", ["contiguous", "packed", "misaligned", "transposed"])
 def test_in_place(device, view, layout, interleaved, dtype):
     """The same values, written to q and k and to nothing else."""
     heads, kv_heads, dim = 4, 2, 24
     whole = torch.randn(2, 5, heads + kv_heads + 2, dim + 8, device=device).to(dtype)
     if view == "misaligned":
-        whole = torch.cat((whole.new_zeros(1), whole.flatten()))[1:].view(whole.shape)
+        whole = cases.misaligned(whole)
     before = whole.clone()
     q, k = whole[:, :, 1 : heads + 1, :dim], whole[:, :, heads + 1 : -1, :dim]
     if view in ("contiguous", "transposed"):
@@ -191,42 +171,27 @@ def test_in_place(device, view, layout, interleaved, dtype):
         q, k = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k))
     if layout == "bhtd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    cos, sin = angles(5, 16, dtype=dtype, device=device)
-    options = {"layout": layout, "interleaved": interleaved}
-    expected = rope(q, k, cos, sin, **options)
-    pointers = q.data_ptr(), k.data_ptr()
-    result = rope(q, k, cos, sin, inplace=True, **options)
-    assert result[0] is q and result[1] is k and (q.data_ptr(), k.data_ptr()) == pointers
-    assert_same(result, expected)
+    others = angles(5, 16, dtype=dtype, device=device)
+    cases.assert_in_place(rope, q, k, others, {"layout": layout, "interleaved": interleaved})
     for rows in (slice(0, 1), slice(-1, None)):
         assert torch.equal(whole[:, :, rows], before[:, :, rows])
     assert torch.equal(whole[..., dim:], before[..., dim:])
 
 
 def test_in_place_counts_as_a_write(device):
-    """autograd must notice that a tensor it has saved was overwritten."""
-    q, k = make(device=device)
-    leaf = torch.ones_like(q, requires_grad=True)
-    product = leaf * q
-    rope(q, k, *angles(5, 16, device=device), inplace=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.sum().backward()
+    cases.assert_counts_as_a_write(rope, *make(device=device), *angles(5, 16, device=device))
 
 
 def test_inputs_are_left_alone(device):
-    inputs = *make(device=device), *angles(5, 16, device=device)
-    copies = tuple(t.clone() for t in inputs)
-    for out in rope(*inputs):
-        out.zero_()
-    assert_same(inputs, copies)
+    cases.assert_left_alone(rope, (*make(device=device), *angles(5, 16, device=device)))
 
 
 # Gradients. The halves of cos and sin differ (see `angles`), so the backward must be the transpose, not the inverse.
 
 
-@pytest.mark.parametrize("half_width", [False, True], ids=["full", "half"])
-@every_order
-@every_layout
+@cases.every_width
+@cases.every_order
+@cases.every_layout
 @pytest.mark.parametrize("positions", [None, (3,), (2, 3)], ids=["no ids", "shared ids", "batched ids"])
 def test_gradcheck(positions, layout, interleaved, half_width):
     q, k = (t.requires_grad_() for t in make(2, 3, 2, 1, 7, layout, torch.float64))
@@ -245,24 +210,10 @@ def test_one_output_unused(device, used):
     torch.testing.assert_close(ours, eager)
 
 
-@every_dtype
-@pytest.mark.parametrize("kind", ["expanded", "sliced", "concatenated", "transposed"])
-def test_gradients_that_autograd_makes(device, kind, dtype):
-    def scalar(q, k):
-        return {
-            "expanded": lambda: q.sum() + k.sum(),
-            "sliced": lambda: q[:, 1:, :, 3:9].square().sum() + k[:, :, -1].square().sum(),
-            "concatenated": lambda: torch.cat((q, k), 1).square().sum() + torch.cat((q, q), -1)[..., 5:].sum(),
-            "transposed": lambda: (q.transpose(2, 3).flatten(2) * k.transpose(2, 3).flatten(2)[:, :1]).sum(),
-        }[kind]()
-
-    leaves = [t.requires_grad_() for t in make(dtype=dtype, device=device)]
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    cos, sin = angles(5, 16, dtype=dtype, device=device)
-    grads = torch.autograd.grad(scalar(*rope(*leaves, cos, sin)), leaves)
-    expected = torch.autograd.grad(scalar(*eager_rope(*exact, cos.double(), sin.double())), exact)
-    for a, b in zip(grads, expected, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=10 * torch.finfo(dtype).eps * b.abs().max().item())
+@cases.every_dtype
+@cases.every_scalar
+def test_gradients_that_autograd_makes(device, scalar, dtype):
+    cases.assert_gradients(scalar, rope, eager_rope, make(dtype=dtype, device=device), eps=10)
 
 
 def test_backward_through_a_packed_projection(device):
@@ -281,8 +232,8 @@ def test_backward_through_a_packed_projection(device):
 # Values, dtypes, errors.
 
 
-@every_dtype
-@every_order
+@cases.every_dtype
+@cases.every_order
 def test_special_values(device, interleaved, dtype):
     q, k = make(tokens=6, dim=64, dtype=dtype, device=device)
     for token, value in enumerate([float("inf"), float("-inf"), float("nan"), 1e4, 0.0]):

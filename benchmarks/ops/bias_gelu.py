@@ -32,8 +32,8 @@ def case(rows, cols, direction="fwd", quick=False):
 OP = Op(
     name="bias_gelu",
     cases=(
-        *(case(2048, cols, quick=cols == 16384) for cols in (3072, 8192, 16384)),
-        *(case(2048, cols, "bwd") for cols in (3072, 8192, 16384)),
+        *(case(2048, cols, quick=cols == 16384) for cols in (3072, 16384)),
+        *(case(2048, cols, "bwd") for cols in (3072, 16384)),
     ),
     inputs=lambda case, device: (torch.randn(case.keys["rows"], case.keys["cols"], dtype=case.dtype, device=device),),
     shared=lambda case, device: (torch.randn(case.keys["cols"], dtype=case.dtype, device=device),),

@@ -46,23 +46,25 @@ def providers(case):
     }
 
 
-HEADS = ((8192, 151936, 896), (2048, 152064, 3584), (8192, 128256, 2048))  # Qwen2.5-0.5B and -7B, Llama-3.2-1B
+HEADS = ((8192, 151936, 896), (8192, 152064, 3584))  # Qwen2.5-0.5B and -7B
 
 
-def case(rows, vocab, k, quick=False):
-    moved = 2 * (rows + vocab) * k * torch.bfloat16.itemsize
-    keys, products = {"rows": rows, "vocab": vocab, "k": k}, 3
-    return Case("linear_cross_entropy", keys, torch.bfloat16, moved, quick=quick, flops=products * 2 * rows * vocab * k)
+def case(rows, vocab, hidden, quick=False):
+    keys, products = {"rows": rows, "vocab": vocab, "hidden": hidden}, 3
+    moved = 2 * (rows + vocab) * hidden * torch.bfloat16.itemsize
+    flops = products * 2 * rows * vocab * hidden
+    return Case("linear_cross_entropy", keys, torch.bfloat16, moved, "fwd+bwd", quick, flops)
 
 
 def inputs(case, device):
-    return (torch.randn(case.keys["rows"], case.keys["k"], dtype=case.dtype, device=device),)
+    """The head is larger than the cache, so one call in a replay is enough where every call has a head of its own."""
+    rows, vocab, hidden = (case.keys[name] for name in ("rows", "vocab", "hidden"))
+    x = torch.randn(rows, hidden, dtype=case.dtype, device=device)
+    return x, torch.randn(vocab, hidden, dtype=case.dtype, device=device).mul_(hidden**-0.5)
 
 
 def shared(case, device):
-    rows, vocab, k = (case.keys[name] for name in ("rows", "vocab", "k"))
-    weight = torch.randn(vocab, k, dtype=case.dtype, device=device).mul_(k**-0.5)
-    return weight, torch.randint(vocab, (rows,), device=device)
+    return (torch.randint(case.keys["vocab"], (case.keys["rows"],), device=device),)
 
 
 OP = Op(

@@ -75,7 +75,6 @@ OP = Op(
     cases=(
         *(case(tokens, quick=tokens == 2048) for tokens in (512, 2048, 8192)),
         case(2048, in_place=True),
-        case(8192, in_place=True),
         case(2048, direction="bwd", quick=True),
         case(8192, direction="bwd"),
     ),

@@ -9,6 +9,12 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if is_distributed(x) else x
 
 
+def real(x: Tensor) -> Tensor:
+    """As `local`, with complex numbers as pairs of real ones."""
+    x = local(x)
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def is_distributed(x: Tensor) -> bool:
     return type(x) not in (Tensor, torch.nn.Parameter) and hasattr(
         x, "to_local"

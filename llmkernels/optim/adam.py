@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from llmkernels.optim._tensors import by_device, grad_norm, is_dense, local, same_order
+from llmkernels.optim._tensors import by_device, grad_norm, is_dense, local, real, same_order
 
 _adam = torch.ops.llmkernels.adam_.default
 _OFFSETS = 1 << 43  # of a random state
@@ -85,8 +85,10 @@ class _OneLaunch:
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> Tensor:
         """Zeros for a moment of the parameter, in its memory order if that has no gaps."""
-        dtype = group["state_dtype"] or torch.float32
-        return torch.zeros_like(param, dtype=torch.float64 if param.dtype == torch.float64 else dtype)
+        dtype = param.dtype
+        if not param.is_complex() and dtype != torch.float64:
+            dtype = group["state_dtype"] or torch.float32
+        return torch.zeros_like(param, dtype=dtype)
 
     # The step.
 
@@ -116,6 +118,7 @@ class _OneLaunch:
             norm = None
             if self.max_grad_norm is not None:
                 grads = [param.grad for _, params in groups for param in params]
+                grads = [real(grad) if grad.is_complex() else grad for grad in grads]  # DTensors whole
                 norm = self.grad_norm = grad_norm(grads) if grads else None
             for group, params in groups:
                 for device, part in by_device(params, params).items():
@@ -125,7 +128,7 @@ class _OneLaunch:
     def _check(self, param: Tensor) -> None:
         if param.grad.is_sparse:
             raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
-        if not param.is_floating_point():
+        if not (param.is_floating_point() or param.dtype in (torch.complex64, torch.complex128)):
             raise RuntimeError(f"{type(self).__name__}: parameters must be floating-point numbers, got {param.dtype}")
 
     def _init_state(self, group: dict[str, Any], param: Tensor) -> None:
@@ -135,12 +138,13 @@ class _OneLaunch:
             state[name] = self._new_state(group, param)
 
     def _step_on(self, device: torch.device, group: dict[str, Any], params: list[Tensor], norm: Tensor | None) -> None:
-        targets = [local(param) for param in params]
+        part = local if all(param.is_floating_point() for param in params) else real
+        targets = [part(param) for param in params]
         dense = [target if is_dense(target) else target.contiguous() for target in targets]
         states = [self.state[param] for param in params]
 
         def in_order(tensors: list[Tensor]) -> list[Tensor]:
-            return [same_order(local(x), target) for x, target in zip(tensors, dense, strict=True)]
+            return [same_order(part(x), target) for x, target in zip(tensors, dense, strict=True)]
 
         grads = in_order([param.grad for param in params])
         lists = [[state[name] for state in states] for name in (_STATE if group["amsgrad"] else _STATE[:2])]
@@ -186,8 +190,8 @@ class _OneLaunch:
             group["maximize"],
         )
         for own, used in zip((*targets, *itertools.chain(*lists)), (*dense, *itertools.chain(*ordered)), strict=True):
-            if used is not own and used.data_ptr() != local(own).data_ptr():
-                local(own).copy_(used)
+            if used is not own and used.data_ptr() != part(own).data_ptr():
+                part(own).copy_(used)
         if not torch.compiler.is_compiling():  # nobody else tells autograd of the write
             torch.autograd.graph.increment_version([param for param in params if not param.is_inference()])
 
@@ -204,7 +208,8 @@ class Adam(_OneLaunch, torch.optim.Adam):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, capturable, decoupled_weight_decay: as
-            ``torch.optim.Adam`` has them. A learning rate on a GPU is read there, by each step.
+            ``torch.optim.Adam`` has them. A learning rate on a GPU is read there, by each step,
+            betas in tensors by the host.
         foreach, fused: change where ``state_dict`` has the steps, as in ``torch.optim``; the step is always this one.
         differentiable: must be False.
         state_dtype: of the moments: ``torch.float32``, the default, or ``torch.bfloat16``. (float64 for float64.)
@@ -217,7 +222,8 @@ class Adam(_OneLaunch, torch.optim.Adam):
     The last three are options of this class. The first two may be set by group.
 
     Launches: one per group and device for up to 500 parameters. ``max_grad_norm`` adds two, a random state one.
-    Dtype: float32, float16 and bfloat16 in one list; float64 on the CPU.
+    Dtype: float32, float16 and bfloat16 in one list; float64 on the CPU. Complex parameters are pairs of real ones, and
+        their moments complex of the same dtype.
     Layout: any. Parameters or states with gaps in their memory, and gradients in another order than their parameter,
         are copied.
     GradScaler: the step divides by the scale and does nothing where a gradient is infinite, without the host. The
@@ -227,7 +233,7 @@ class Adam(_OneLaunch, torch.optim.Adam):
     Deterministic: yes, for a given state of the random generator.
     Matches: ``torch.optim.Adam``; in float32 but for the rounding of each operation. Parameters of 16 bits are rounded
         once per step, and their moments are float32, where PyTorch has 16 bits.
-    Raises: as ``torch.optim.Adam``; RuntimeError for sparse gradients, complex parameters, and differentiable=True;
+    Raises: as ``torch.optim.Adam``; RuntimeError for sparse gradients and differentiable=True;
         ValueError for a state_dtype or a max_grad_norm that is none.
     Source: Kingma & Ba 2015; Reddi et al. 2018 (amsgrad).
     """

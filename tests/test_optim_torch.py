@@ -1,0 +1,819 @@
+"""What the tests of torch.optim ask of Adam and AdamW, asked of ours: options, errors, groups, closures, schedulers,
+hooks, state dicts in both directions, copies."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau
+
+from llmkernels.optim import Adam, AdamW
+from optim_cases import (
+    FLOATS,
+    TORCH,
+    assert_close_lists,
+    both,
+    drawn,
+    every_option,
+    loss_of,
+    model,
+    parameters,
+    run,
+    same_weights,
+    state_of,
+    train,
+)
+from oracles import assert_same
+
+
+@both
+def test_it_learns(ours, device):
+    network = model(device)
+    losses = train(network, ours(network.parameters(), lr=0.02), 100)
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@both
+@every_option
+def test_training_follows_torch(ours, options, device):
+    network, other = model(device), model(device)
+    train(network, ours(network.parameters(), **options), 10)
+    train(other, TORCH[ours](other.parameters(), **options), 10)
+    same_weights(network, other, rtol=2e-3, atol=2e-4)
+
+
+def number(value, *shape):
+    """An option as a tensor of one element."""
+    return torch.tensor(value).reshape(shape)
+
+
+SWITCHES = {
+    "nothing": {},
+    "foreach": {"foreach": True},
+    "no_foreach": {"foreach": False},
+    "fused": {"fused": True},
+    "capturable": {"capturable": True},
+    "capturable_foreach": {"capturable": True, "foreach": True},
+}
+INPUTS = {
+    "lr": {"lr": 0.01},
+    "weight_decay": {"weight_decay": 0.1},
+    "no_weight_decay": {"weight_decay": 0.0},
+    "maximize": {"weight_decay": 0.1, "maximize": True},
+    "amsgrad": {"weight_decay": 0.1, "amsgrad": True},
+    "tensor_lr": {"lr": number(0.001), "amsgrad": True, "capturable": True},
+    "tensor_lr_1d": {"lr": number(0.001, 1)},
+    "tensor_lr_2d": {"lr": number(0.001, 1, 1), "maximize": True},
+    "tensor_betas": {"lr": number(0.001), "betas": (number(0.9), number(0.99)), "capturable": True},
+    "tensor_betas_nd": {"betas": (number(0.9, 1, 1, 1), number(0.99, 1, 1)), "amsgrad": True, "capturable": True},
+}
+
+
+@both
+@pytest.mark.parametrize("options", INPUTS.values(), ids=INPUTS.keys())
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
+def test_every_option_by_every_switch(ours, options, switches, device):
+    """A long run in float64 on the CPU, in float32 on a GPU, beside PyTorch's step of one tensor after the other.
+
+    Numbers in tensors are for PyTorch's those that they hold: it would divide them in float32.
+    """
+    dtype = torch.float32 if device == "cuda" else torch.float64
+    plain = {name: x for name, x in options.items() if name != "capturable"}
+    plain |= {name: float(x) for name, x in options.items() if isinstance(x, torch.Tensor)}
+    plain |= {"betas": tuple(map(float, options["betas"]))} if "betas" in options else {}
+    start, rounds = drawn(dtype=dtype, device=device), [drawn(dtype=dtype, device=device) for _ in range(40)]
+    params, others = parameters(start), parameters(start)
+    try:
+        optimizer = ours(params, **options | switches)
+    except ValueError as refused:  # numbers in tensors, by PyTorch's own rule
+        assert "is not supported for capturable=False and foreach=True" in str(refused)
+        with pytest.raises(ValueError, match="is not supported for capturable=False and foreach=True"):
+            TORCH[ours](others, **options | switches)
+        return
+    found = run(optimizer, params, rounds)
+    expected = run(other := TORCH[ours](others, foreach=False, **plain), others, rounds)
+    tolerances = {"rtol": 1e-11, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    assert_close_lists(found, expected, **tolerances)
+    for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * options.get("amsgrad", False):
+        assert_close_lists(state_of(optimizer, name), state_of(other, name), **tolerances)
+    assert {float(step) for step in state_of(optimizer, "step")} == {40.0}
+
+
+@both
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_another_default_dtype(ours, default):
+    """It is that of new tensors, and not of steps and moments."""
+    start, rounds = drawn(), [drawn() for _ in range(3)]
+    results = []
+    for dtype in (torch.float32, default):
+        params = parameters(start)
+        optimizer = ours(params)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            results.append(tuple(run(optimizer, params, rounds)))
+            loaded = ours(params)
+            loaded.load_state_dict(optimizer.state_dict())
+        finally:
+            torch.set_default_dtype(before)
+        for one in (optimizer, loaded):
+            assert {step.dtype for step in state_of(one, "step")} == {torch.float32}
+            assert {x.dtype for x in state_of(one, "exp_avg")} == {torch.float32}
+    assert_same(*results)
+
+
+@both
+def test_many_dtypes_and_devices_in_one_group(ours, device):
+    """As in float64, each to its own precision; gradients that come and go."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, *([torch.float64] if device == "cpu" else []))
+    start = [torch.randn(shape).to(dtype) for dtype in dtypes for shape in ((4, 3), (), (17,))]
+    places = [device if i % 2 else "cpu" for i in range(len(start))]
+    params = parameters([x.to(place) for x, place in zip(start, places, strict=True)])
+    exact = parameters(start, torch.float64)
+    optimizer, other = ours(params, eps=1e-4), TORCH[ours](exact, eps=1e-4, foreach=False)
+    for round in range(5):
+        for i, (param, twin) in enumerate(zip(params, exact, strict=True)):
+            grad = torch.randn(param.shape).to(param.dtype)
+            param.grad = None if (i + round) % 4 == 0 else grad.to(param.device)
+            twin.grad = None if (i + round) % 4 == 0 else grad.double()
+        optimizer.step()
+        other.step()
+    for param, twin in zip(params, exact, strict=True):
+        eps = torch.finfo(param.dtype).eps
+        torch.testing.assert_close(param.detach().cpu().double(), twin.detach(), rtol=6 * eps, atol=6 * eps)
+        assert optimizer.state[param]["step"].item() == other.state[twin]["step"].item()
+
+
+def rosenbrock(x: torch.Tensor) -> torch.Tensor:
+    return (1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2
+
+
+@both
+@every_option
+def test_a_curved_valley(ours, options):
+    """Each step as PyTorch's, over hundreds of them, also where only one of two numbers has a gradient at a time."""
+    points = parameters([torch.tensor([1.5, 1.5], dtype=torch.float64)] * 2)
+    optimizers = ours(points[:1], **options), TORCH[ours](points[1:], foreach=False, **options)
+    begin = rosenbrock(points[0]).item()
+    for i in range(300):
+        for point, optimizer in zip(points, optimizers, strict=True):
+            optimizer.zero_grad()
+            rosenbrock(point).backward()
+            if i > 200:
+                point.grad[i % 2] = 0
+            optimizer.step()
+    torch.testing.assert_close(*points, rtol=1e-9, atol=1e-10)
+    assert (rosenbrock(points[0]).item() > begin) == options.get("maximize", False)
+
+
+@both
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(ours, set_to_none):
+    params = parameters([torch.ones(3), torch.ones(2)])
+    params[0].grad = torch.ones(3)
+    optimizer = ours(params)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert params[0].grad is None if set_to_none else not params[0].grad.any()
+    assert params[1].grad is None
+
+
+@both
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_gradients_of_zero(ours, amsgrad, device):
+    """Nothing moves but by weight decay; the moments stay zero, and the steps count."""
+    for weight_decay in (0.0, 0.1):
+        start = torch.randn(5, device=device)
+        (param,) = params = parameters([start])
+        optimizer = ours(params, lr=0.1, weight_decay=weight_decay, amsgrad=amsgrad)
+        (found,) = run(optimizer, params, [[torch.zeros_like(start)]] * 2)
+        assert torch.equal(found, start) == (weight_decay == 0)
+        assert optimizer.state[param]["step"].item() == 2
+        assert bool(optimizer.state[param]["exp_avg_sq"].any()) == (weight_decay > 0 and ours is Adam)
+
+
+@both
+def test_it_is_printed_as_torchs(ours):
+    """With ours at the end of each group."""
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": lr} for lr in (0.1, 0.2)]
+    found, expected = repr(ours(groups)), repr(TORCH[ours](groups))
+    for line in expected.splitlines():
+        assert line in found.splitlines()
+    assert "state_dtype: None" in found and "stochastic_rounding: False" in found
+
+
+@both
+def test_a_profiler_sees_the_step(ours):
+    optimizer = ours(params := parameters([torch.ones(3)]))
+    with torch.profiler.profile(acc_events=True) as profile:
+        run(optimizer, params, [[torch.ones(3)]])
+    assert f"Optimizer.step#{ours.__name__}.step" in {event.key for event in profile.key_averages()}
+
+
+@both
+def test_defaults_are_those_of_torch(ours):
+    param = [torch.nn.Parameter(torch.ones(2))]
+    found, expected = ours(param).defaults, TORCH[ours](param).defaults
+    assert {name: found[name] for name in expected} == expected
+    assert found.keys() - expected.keys() == {"state_dtype", "stochastic_rounding"}
+    assert isinstance(ours(param), TORCH[ours])
+
+
+ONE, OTHER = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+NO_PARAMETERS = {
+    "a tensor": torch.ones(2),
+    "a parameter": ONE,
+    "none": [],
+    "a number": [1],
+    "no leaf": [{"params": [torch.ones(2).requires_grad_().sin()]}],
+    "a set": [{"params": {ONE}}],
+    "in two groups": [{"params": ONE}, {"params": ONE}],
+    "names for some": [("weight", ONE), OTHER],
+    "names in some groups": [{"params": [ONE]}, {"params": [("weight", OTHER)]}],
+}
+
+WRONG = [
+    {"lr": -1.0}, {"eps": -1e-8}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"weight_decay": -1.0},
+    {"lr": torch.ones(2)}, {"lr": torch.tensor(0.1), "foreach": True}, {"betas": (0.9, torch.tensor(0.9))},
+    {"fused": True, "foreach": True}, {"fused": True, "differentiable": True}, {"nonsense": 1},
+    {"lr": float("nan")}, {"eps": float("nan")}, {"betas": (0.9, 1.0)}, {"betas": (-0.1, 0.9)},
+    {"betas": (torch.tensor(0.9), 0.99)}, {"betas": (0, 0)},
+    {"betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": True},
+    {"betas": (torch.tensor([0.9, 0.9]), torch.tensor(0.99))}, {"betas": (torch.tensor(0.9), torch.ones(2) / 2)},
+    {"betas": (torch.tensor(1.0), torch.tensor(0.99))}, {"lr": torch.tensor(-0.1)},
+]  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_arguments_that_torch_refuses(ours, options):
+    param = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises((ValueError, RuntimeError, TypeError)) as expected:
+        TORCH[ours](param, **options)
+    with pytest.raises(expected.type) as found:
+        ours(param, **options)
+    if expected.type is not TypeError:
+        assert str(found.value) == str(expected.value)
+
+
+@both
+@pytest.mark.parametrize("params", NO_PARAMETERS.values(), ids=NO_PARAMETERS.keys())
+def test_parameters_that_torch_refuses(ours, params):
+    with pytest.raises((ValueError, TypeError)) as expected:
+        TORCH[ours](params)
+    with pytest.raises(expected.type) as found:
+        ours(params)
+    assert str(found.value) == str(expected.value)
+
+
+@both
+def test_a_parameter_twice_in_a_group(ours):
+    """PyTorch warns, and so it is; the step goes on."""
+    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
+        ours([ONE, ONE])
+
+
+@both
+def test_groups_that_are_added(ours):
+    """Options of their own or the defaults; the same refusals as at the beginning."""
+    optimizer = ours([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+    optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(3)), "weight_decay": 0.25})
+    added = optimizer.param_groups[1]
+    assert (added["lr"], added["weight_decay"], added["stochastic_rounding"]) == (0.5, 0.25, False)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "state_dtype": torch.bfloat16})
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    optimizer.step()
+    assert [x.dtype for x in state_of(optimizer, "exp_avg")] == [torch.float32, torch.float32, torch.bfloat16]
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [added["params"][0]]})
+    with pytest.raises(TypeError, match="ordered collections"):
+        optimizer.add_param_group({"params": {torch.nn.Parameter(torch.ones(3))}})
+    with pytest.raises(TypeError, match="must be a dict"):
+        optimizer.add_param_group([torch.nn.Parameter(torch.ones(3))])
+
+
+@both
+def test_named_parameters(ours):
+    """Their names are in the state dict, and may be those of another optimizer's."""
+    networks = [model() for _ in range(3)]
+    optimizer = ours(networks[0].named_parameters())
+    other = TORCH[ours](networks[1].named_parameters())
+    names = [name for name, _ in networks[0].named_parameters()]
+    assert optimizer.param_groups[0]["param_names"] == names == optimizer.state_dict()["param_groups"][0]["param_names"]
+    train(networks[0], optimizer)
+    train(networks[1], other)
+    same_weights(*networks[:2], rtol=1e-3, atol=1e-4)
+    for source in (optimizer, other):
+        unnamed = [kind(networks[2].parameters()) for kind in (ours, TORCH[ours])]
+        for loaded in (optimizer, *unnamed):
+            loaded.load_state_dict(source.state_dict())
+        assert ["param_names" in one.param_groups[0] for one in unnamed] in ([True] * 2, [False] * 2)
+    grouped = ours([{"params": networks[2][0].named_parameters()}, {"params": networks[2][2].named_parameters()}])
+    assert [group["param_names"] for group in grouped.param_groups] == [["weight", "bias"]] * 2
+
+
+def test_options_out_of_range():
+    param = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match=r"AdamW: state_dtype must be .* got torch\.float16"):
+        AdamW(param, state_dtype=torch.float16)
+    with pytest.raises(ValueError, match="Adam: max_grad_norm must be at least 0, got -1"):
+        Adam(param, max_grad_norm=-1)
+    with pytest.raises(RuntimeError, match="does not support differentiable"):
+        AdamW(param, differentiable=True)
+
+
+@both
+def test_param_groups(ours, device):
+    """Each with its own options, and one that is added later."""
+    networks, optimizers = [model(device) for _ in range(2)], []
+    for network, kind in zip(networks, (ours, TORCH[ours]), strict=True):
+        groups = [
+            {"params": network[0].parameters(), "lr": 0.1, "weight_decay": 0.5, "maximize": True},
+            {"params": [network[2].weight], "betas": (0.5, 0.6), "amsgrad": True},
+        ]
+        optimizers.append(kind(groups, lr=0.01))
+        train(network, optimizers[-1], 3)
+        optimizers[-1].add_param_group({"params": [network[2].bias], "eps": 0.1})
+        train(network, optimizers[-1], 3)
+    same_weights(*networks, rtol=1e-3, atol=1e-4)
+    assert [step.item() for step in state_of(optimizers[0], "step")] == [6, 6, 6, 3]
+
+
+@both
+def test_parameters_without_gradients(ours, device):
+    """Nothing happens to them; a step without any gradient is nothing at all."""
+    params = parameters([torch.ones(3, device=device) for _ in range(3)])
+    optimizer = ours(params, max_grad_norm=1.0)
+    optimizer.step()
+    assert not any(optimizer.state.values())
+    params[1].grad = torch.ones(3, device=device)
+    optimizer.step()
+    params[2].grad = torch.ones(3, device=device)
+    optimizer.step()
+    assert torch.equal(params[0], torch.ones(3, device=device)) and not optimizer.state[params[0]]
+    assert [optimizer.state[param]["step"].item() for param in params[1:]] == [2, 1]
+    assert not torch.equal(params[1], params[2])
+
+
+@both
+def test_empty_tensors_alone(ours, device):
+    param = torch.nn.Parameter(torch.empty(0, 4, device=device))
+    optimizer = ours([param])
+    for _ in range(2):
+        param.grad = torch.empty_like(param)
+        optimizer.step()
+    assert optimizer.state[param]["step"].item() == 2
+
+
+@both
+def test_sparse_gradients_are_refused(ours):
+    dense, param = parameters([torch.ones(3), torch.ones(3)])
+    dense.grad, param.grad = torch.ones(3), torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients, please consider SparseAdam"):
+        ours([dense, param]).step()
+    assert torch.equal(dense, torch.ones(3))
+
+
+@both
+@every_option
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_parameters(ours, options, dtype, device):
+    """As PyTorch's, and bit for bit as pairs of real numbers, among real parameters in the same list."""
+    if device == "cuda" and dtype == torch.complex128:
+        pytest.skip("float64 is for the CPU")
+    start = [torch.randn(shape, dtype=dtype, device=device) for shape in ((5, 4), (), (0,), (33,))]
+    start[0] = start[0].t()
+    rounds = [[torch.randn_like(x) for x in start] for _ in range(4)]
+    rounds[1][3] = rounds[1][3].conj()
+    reals = torch.randn(7, dtype=dtype.to_real(), device=device)
+    params, others = parameters([*start, reals]), parameters([*start, reals])
+    pairs = parameters([torch.view_as_real(x) for x in start])
+    optimizer = ours(params, max_grad_norm=1e6, **options)
+    found = run(optimizer, params, [[*grads, reals] for grads in rounds])
+    resolved = [[x.resolve_conj() for x in grads] for grads in rounds]
+    expected = run(TORCH[ours](others, foreach=False, **options), others, [[*grads, reals] for grads in resolved])
+    eps = torch.finfo(dtype).eps
+    assert_close_lists(found, expected, rtol=100 * eps, atol=100 * eps)
+    found_pairs = run(ours(pairs, **options), pairs, [[torch.view_as_real(x) for x in grads] for grads in resolved])
+    assert_close_lists([torch.view_as_real(x) for x in found[:4]], found_pairs, rtol=100 * eps, atol=100 * eps)
+    assert {x.dtype for x in state_of(optimizer, "exp_avg")[:4]} == {dtype}
+    loaded = TORCH[ours](params)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    back = ours(params)
+    back.load_state_dict(loaded.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert_same(tuple(state_of(back, name)), tuple(state_of(optimizer, name)))
+
+
+@both
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_other_numbers_are_refused(ours):
+    for dtype in (torch.int64, torch.complex32):
+        param = torch.zeros(3, dtype=dtype)
+        param.grad = torch.zeros(3, dtype=dtype)
+        with pytest.raises(RuntimeError, match=rf"parameters must be floating-point numbers, got {dtype}"):
+            ours([param]).step()
+
+
+@both
+def test_closure(ours):
+    network, other = model(), model()
+    optimizer, torchs = ours(network.parameters()), TORCH[ours](other.parameters())
+
+    def closure(network, optimizer):
+        optimizer.zero_grad()
+        loss = loss_of(network)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        with torch.no_grad():  # the closure needs gradients all the same
+            found = optimizer.step(lambda: closure(network, optimizer))
+        torch.testing.assert_close(found, torchs.step(lambda: closure(other, torchs)), rtol=1e-5, atol=1e-6)
+    assert optimizer.step() is None
+
+
+@both
+@pytest.mark.parametrize("on_device", [False, True])
+def test_learning_rates_that_are_tensors(ours, on_device, device):
+    network, other = model(device), model(device)
+    lr = torch.tensor(0.1, device=device if on_device else "cpu")
+    optimizer = ours(network.parameters(), lr=lr)
+    train(network, optimizer, 3)
+    lr.mul_(0.1)
+    train(network, optimizer, 3)
+    torchs = TORCH[ours](other.parameters(), lr=0.1)
+    train(other, torchs, 3)
+    torchs.param_groups[0]["lr"] = 0.01
+    train(other, torchs, 3)
+    same_weights(network, other, rtol=1e-3, atol=1e-4)
+
+
+def test_betas_that_are_tensors():
+    network, other = model(), model()
+    train(network, AdamW(network.parameters(), betas=(torch.tensor(0.5), torch.tensor(0.75))))
+    train(other, AdamW(other.parameters(), betas=(0.5, 0.75)))
+    same_weights(network, other, rtol=0, atol=0)
+
+
+SCHEDULERS = {
+    "exponential": [lambda o: ExponentialLR(o, 0.7)],
+    "cosine": [lambda o: CosineAnnealingLR(o, 4)],
+    "lambda": [lambda o: LambdaLR(o, lambda epoch: 1 / (1 + epoch))],
+    "plateau": [lambda o: ReduceLROnPlateau(o, patience=0, threshold=0.9)],
+    "chained": [lambda o: ExponentialLR(o, 0.9), lambda o: LambdaLR(o, lambda epoch: 1 / (1 + epoch))],
+}
+
+
+@both
+@pytest.mark.parametrize("makers", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_schedulers(ours, makers, tensor_lr):
+    networks, rates = [model() for _ in range(2)], []
+    for network, kind in zip(networks, (ours, TORCH[ours]), strict=True):
+        optimizer = kind(network.parameters(), lr=torch.tensor(0.1) if tensor_lr else 0.1)
+        schedulers = [maker(optimizer) for maker in makers]
+        for _ in range(6):
+            train(network, optimizer, 1)
+            for scheduler in schedulers:
+                scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+    assert rates[0] == rates[1]
+    same_weights(*networks, rtol=1e-3, atol=1e-4)
+
+
+@both
+def test_hooks(ours):
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.ones(2)
+    optimizer, seen = ours([param]), []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+        optimizer.register_state_dict_post_hook(lambda optimizer, state: seen.append("saved")),
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append("loading")),
+        optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append("loaded")),
+    ]
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before", "after", "saved", "loading", "loaded"]
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert len(seen) == 5
+
+
+@both
+def test_hooks_that_change_what_they_see(ours):
+    """A hook before the step may give it other arguments; those of state dicts may give other ones, in their order."""
+    (param,) = params = parameters([torch.ones(2)])
+    param.grad = torch.ones(2)
+    optimizer = ours(params, lr=0.5)
+    called = []
+
+    def with_closure(optimizer, args, kwargs):
+        return (args[0], lambda: called.append("closure")), {}
+
+    optimizer.register_step_pre_hook(with_closure)
+    optimizer.step()
+    assert called == ["closure"]
+    optimizer.register_state_dict_pre_hook(lambda optimizer: called.append("saving"))
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": [1]})
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": [0]}, prepend=True)
+    state = optimizer.state_dict()
+    assert called == ["closure", "saving"] and state["more"] == [1]
+
+    def faster(optimizer, state):
+        return {**state, "param_groups": [{**group, "lr": 2.0} for group in state["param_groups"]]}
+
+    optimizer.register_load_state_dict_pre_hook(faster)
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: called.append(optimizer.param_groups[0]["lr"]))
+    optimizer.load_state_dict(state)
+    assert called[-1] == 2.0 and state["param_groups"][0]["lr"] == 0.5
+    assert optimizer.state[param]["step"].item() == 1
+
+
+@both
+def test_hooks_of_all_optimizers(ours):
+    """Those for every optimizer come before its own ones ahead of a step, and behind them after it."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    seen = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("all before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("all after")),
+    ]
+    try:
+        orders = []
+        for kind in (ours, TORCH[ours]):
+            (param,) = params = parameters([torch.ones(2)])
+            param.grad = torch.ones(2)
+            optimizer = kind(params)
+            optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+            optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+            optimizer.step()
+            orders.append(tuple(seen))
+            seen.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert orders[0] == orders[1] and sorted(orders[0]) == ["after", "all after", "all before", "before"]
+
+
+@both
+def test_a_scheduler_knows_whether_there_was_a_step(ours):
+    """It warns if it was the first; and goes on where a state dict left it."""
+    network = model()
+    optimizer = ours(network.parameters(), lr=0.5)
+    scheduler = ExponentialLR(optimizer, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(network, optimizer, 1)
+        scheduler.step()
+    other = ours(network.parameters(), lr=0.5)
+    resumed = ExponentialLR(other, 0.5)
+    with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
+        resumed.step()
+    other.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(scheduler.state_dict())
+    train(network, other, 1)
+    resumed.step()
+    assert other.param_groups[0]["lr"] == 0.125
+
+
+@both
+def test_a_scheduler_of_groups_and_of_averages(ours):
+    """Each group by its own factor; SWALR anneals to one rate for all."""
+    rates = []
+    for kind in (ours, TORCH[ours]):
+        network = model()
+        groups = [{"params": network[0].parameters(), "lr": 0.1}, {"params": network[2].parameters(), "lr": 0.01}]
+        optimizer = kind(groups)
+        schedulers = [
+            LambdaLR(optimizer, [lambda epoch: 0.5**epoch, lambda epoch: 0.25**epoch]),
+            torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=2),
+        ]
+        for scheduler in (schedulers[0], schedulers[0], schedulers[1], schedulers[1], schedulers[1]):
+            train(network, optimizer, 1)
+            scheduler.step()
+            rates.append([group["lr"] for group in optimizer.param_groups])
+    assert rates[:5] == rates[5:] and rates[4] == [0.05, 0.05]
+
+
+@both
+def test_backward_knows_of_the_write(ours):
+    """A parameter that a graph has saved has changed since: autograd has to notice."""
+    param = torch.nn.Parameter(torch.ones(3))
+    loss = param.square().sum()
+    param.grad = torch.ones(3)
+    version = param._version
+    ours([param]).step()
+    assert param._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# State dicts, copies.
+
+
+def continued(network, optimizer, steps=4):
+    train(network, optimizer, steps)
+    return network
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"capturable": True}, {"fused": True}], ids=str)
+def test_state_dict_round_trip(ours, options, device):
+    if options.get("capturable") and device == "cpu":
+        options = {}
+    network = model(device)
+    optimizer = ours(network.parameters(), **options)
+    train(network, optimizer)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other = copy.deepcopy(network)
+    loaded = ours(other.parameters(), lr=77.0)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    same_weights(continued(network, optimizer), continued(other, loaded), rtol=0, atol=0)
+    assert loaded.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+@both
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"fused": True}, {"foreach": True}], ids=str)
+def test_state_dicts_of_torch_and_back(ours, options, device):
+    network = model(device)
+    optimizer = TORCH[ours](network.parameters(), **options)
+    train(network, optimizer)
+    for kind in (ours, TORCH[ours], ours):
+        other = copy.deepcopy(network)
+        loaded = kind(other.parameters(), lr=77.0)
+        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch.optim's may share its tensors
+        assert loaded.param_groups[0]["lr"] == 1e-3
+        same_weights(continued(network, optimizer), continued(other, loaded), rtol=1e-5, atol=1e-6)
+        network, optimizer = other, loaded
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_steps_in_a_state_dict_are_where_torch_has_them(fused, device):
+    for kind in (AdamW, torch.optim.AdamW):
+        network = model(device)
+        optimizer = kind(network.parameters(), fused=fused)
+        train(network, optimizer)
+        saved = optimizer.state_dict()["state"]
+        assert {state["step"].device.type for state in saved.values()} == {device if fused else "cpu"}
+        assert {state["step"].item() for state in saved.values()} == {5.0}
+        train(network, optimizer)  # a copy has been saved
+        if kind is AdamW and device == "cuda" and not fused:
+            assert {state["step"].item() for state in saved.values()} == {5.0}
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_moments_keep_their_dtype_when_loaded(dtype, state_dtype, device):
+    network = model(device, dtype)
+    optimizer = AdamW(network.parameters(), state_dtype=state_dtype)
+    train(network, optimizer)
+    other = copy.deepcopy(network)
+    loaded = AdamW(other.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert {x.dtype for x in state_of(loaded, name)} == {state_dtype or torch.float32}
+        assert_same(tuple(state_of(loaded, name)), tuple(state_of(optimizer, name)))
+    same_weights(continued(network, optimizer), continued(other, loaded), rtol=0, atol=0)
+
+
+def test_a_state_dict_of_torch_in_16_bits(device):
+    network = model(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(network.parameters())
+    train(network, optimizer)
+    loaded = AdamW(network.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    assert {x.dtype for x in state_of(loaded, "exp_avg")} == {torch.float32}
+    assert_close_lists(state_of(loaded, "exp_avg"), [x.float() for x in state_of(optimizer, "exp_avg")], rtol=0, atol=0)
+    train(network, loaded)
+    optimizer.load_state_dict(loaded.state_dict())
+    assert {x.dtype for x in state_of(optimizer, "exp_avg")} == {torch.bfloat16}
+    train(network, optimizer)
+
+
+@both
+def test_loading_leaves_a_state_dict_as_it_is(ours, device):
+    """And equal optimizers have equal state dicts."""
+    network = model(device)
+    optimizer = ours(network.parameters(), amsgrad=True)
+    train(network, optimizer)
+    saved = optimizer.state_dict()
+    kept = copy.deepcopy(saved)
+    other = copy.deepcopy(network)
+    loaded = ours(other.parameters())
+    loaded.load_state_dict(saved)
+    assert loaded.state_dict()["param_groups"] == kept["param_groups"]
+    train(other, loaded)
+    assert saved["param_groups"] == kept["param_groups"] and saved["state"].keys() == kept["state"].keys()
+    for number, state in kept["state"].items():
+        assert state.keys() == saved["state"][number].keys()
+        for name, x in state.items():
+            assert_same(x, saved["state"][number][name])
+    train(network, optimizer)
+    for number, state in optimizer.state_dict()["state"].items():
+        for name, x in state.items():
+            assert_same(x, loaded.state_dict()["state"][number][name])
+
+
+@both
+def test_state_dicts_of_older_versions(ours, device):
+    """Without the options that came later; with steps that are numbers."""
+    network = model(device)
+    optimizer = ours(network.parameters())
+    train(network, optimizer)
+    older = copy.deepcopy(optimizer.state_dict())
+    for group in older["param_groups"]:
+        for name in set(group) - {"lr", "betas", "eps", "weight_decay", "params"}:
+            del group[name]
+    for state in older["state"].values():
+        state["step"] = int(state["step"])
+    other = copy.deepcopy(network)
+    loaded = ours(other.parameters())
+    loaded.load_state_dict(older)
+    same_weights(continued(network, optimizer), continued(other, loaded), rtol=0, atol=0)
+    assert {step.item() for step in state_of(loaded, "step")} == {9.0}
+
+
+@both
+def test_a_state_dict_before_the_first_step(ours, device):
+    network = model(device)
+    optimizer = ours(network.parameters(), lr=0.25)
+    assert optimizer.state_dict()["state"] == {}
+    other = copy.deepcopy(network)
+    for kind in (ours, TORCH[ours]):
+        loaded = kind(other.parameters())
+        loaded.load_state_dict(optimizer.state_dict())
+        assert loaded.param_groups[0]["lr"] == 0.25 and not loaded.state
+    back = ours(network.parameters())
+    back.load_state_dict(loaded.state_dict())
+    train(network, back, 1)
+
+
+@both
+def test_state_dicts_of_some_parameters(ours, device):
+    """Those without a gradient so far have no state, before and after."""
+    network, other = model(device), model(device)
+    optimizer = ours(network.parameters())
+    loss_of(network).backward()
+    network[0].weight.grad = None
+    optimizer.step()
+    loaded = TORCH[ours](other.parameters())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    back = ours(other.parameters())
+    back.load_state_dict(copy.deepcopy(loaded.state_dict()))
+    assert [bool(back.state.get(param)) for param in other.parameters()] == [False, True, True, True]
+    other.load_state_dict(network.state_dict())
+    same_weights(continued(network, optimizer), continued(other, back), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@both
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}, {"amsgrad": True}], ids=str)
+def test_state_dicts_move_between_devices(ours, options):
+    """Saved on one device and loaded on the other, by PyTorch's class in between."""
+    network = model("cuda")
+    optimizer = ours(network.parameters(), **options)
+    train(network, optimizer)
+    for device in ("cpu", "cuda"):
+        for kind in (ours, TORCH[ours]):
+            if device == "cpu" and options.get("capturable"):  # which PyTorch has on accelerators alone
+                continue
+            other = copy.deepcopy(network).to(device)
+            loaded = kind(other.parameters())
+            loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            assert {x.device.type for x in state_of(loaded, "exp_avg")} == {device}
+            continued(other, loaded)
+            assert {step.item() for step in state_of(loaded, "step")} == {9.0}
+            back = ours(network.parameters())
+            back.load_state_dict(loaded.state_dict())
+            assert {x.device.type for x in state_of(back, "exp_avg")} == {"cuda"}
+
+
+def test_state_dicts_that_do_not_fit():
+    one, two = parameters([torch.ones(2)]), parameters([torch.ones(2), torch.ones(2)])
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        AdamW(one).load_state_dict(AdamW(two).state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        AdamW([{"params": [x]} for x in two]).load_state_dict(AdamW(one).state_dict())
+
+
+@both
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies(ours, how, device):
+    network = model(device)
+    optimizer = ours(network.parameters(), amsgrad=True, max_grad_norm=0.25, state_dtype=torch.bfloat16)
+    train(network, optimizer)
+    other, copied = how((network, optimizer))
+    assert copied.max_grad_norm == 0.25
+    assert {name for name in vars(copied) if name[0] != "_"} == {name for name in vars(optimizer) if name[0] != "_"}
+    same_weights(continued(network, optimizer), continued(other, copied), rtol=0, atol=0)
+    assert repr(copied) == repr(optimizer)
