@@ -164,10 +164,8 @@ def _forward(y, x, weight, bias, a, b, scaling):
         result = add(parts_of_h, parts_of_b.t())
         return result.view(y.shape), True, parts_of_a, parts_of_b, parts_of_h
     h = rows.to(a.dtype) @ a.t()
-    if y.dtype == a.dtype:
-        result = add(h, b.t(), alpha=scaling)
-    else:
-        result = (sums + (h @ b.t()) * scaling).to(y.dtype)
+    is_same = y.dtype == a.dtype
+    result = add(h, b.t(), alpha=scaling) if is_same else (sums + (h @ b.t()) * scaling).to(y.dtype)
     return result.view(y.shape), False, h
 
 
@@ -232,10 +230,10 @@ def _scaled(t: Tensor, scaling: float) -> Tensor:
 
 def _splits(y: Tensor, x: Tensor, a: Tensor) -> bool:
     """Whether float32 adapters run in two parts. Not in float16, where the lower part of a small number underflows."""
-    return x.is_cuda and a.dtype is torch.float32 and x.dtype is y.dtype is torch.bfloat16 and _HAS_WIDE_PRODUCTS
+    return x.is_cuda and a.dtype is torch.float32 and x.dtype is y.dtype is torch.bfloat16 and _has_wide_products
 
 
-_HAS_WIDE_PRODUCTS = hasattr(_aten.addmm, "dtype_out")
+_has_wide_products = hasattr(_aten.addmm, "dtype_out")  # from some version of PyTorch on
 
 
 def _split(t: Tensor, dim: int, low: int) -> Tensor:
