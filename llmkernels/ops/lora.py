@@ -162,11 +162,11 @@ def _forward(y, x, weight, bias, a, b, scaling):
         h = _sum_of_halves(_wide_product(rows, parts_of_a[: 2 * rank].t(), scaling), 1)
         parts_of_h = _split(h, 1, low=2).flatten(1)
         result = add(parts_of_h, parts_of_b.t())
-        return result.view(y.shape), True, parts_of_a, parts_of_b, parts_of_h
+        return _unflattened(result, y.shape), True, parts_of_a, parts_of_b, parts_of_h
     h = rows.to(a.dtype) @ a.t()
     is_same = y.dtype == a.dtype
     result = add(h, b.t(), alpha=scaling) if is_same else (sums + (h @ b.t()) * scaling).to(y.dtype)
-    return result.view(y.shape), False, h
+    return _unflattened(result, y.shape), False, h
 
 
 def _backward(ctx, grad_y):
@@ -219,6 +219,11 @@ def _plain_gradients(ctx, grads, rows, grad_x, a, b, saved, needs):
             part = (g @ a).to(ctx.x_dtype)
             grad_x = part if grad_x is None else grad_x.add_(part)
     return grad_x, grad_a, grad_b
+
+
+def _unflattened(t: Tensor, shape: torch.Size) -> Tensor:
+    """t.view(shape), and no view for autograd, which forbids to write to a view that a Function returns."""
+    return _aten._unsafe_view.default(t, shape)
 
 
 def _scaled(t: Tensor, scaling: float) -> Tensor:
