@@ -292,15 +292,12 @@ def test_a_replaced_forward_runs(device, monkeypatch):
     handle = llmkernels.patch(model, training=True)
     original = peft.tuners.lora.layer.Linear.forward
     monkeypatch.setattr(peft.tuners.lora.layer.Linear, "forward", lambda self, x: original(self, x) * 0)
-    assert (
-        not logits_of(model.get_base_model().model.layers[0].mlp, ids[..., None].expand(2, 11, 112).float()) if 0 else 1
-    )
     gradients(model, ids)
     assert runs(handle) == {"without a kernel": COUNT}
     assert "the forward of its class was replaced" in str(handle.report())
     handle.unpatch()
     handle = llmkernels.patch(model, training=True)
-    assert "not transformers' own" in str(handle.report())
+    assert "not PEFT's own" in str(handle.report())
 
 
 def test_another_formula_is_left_alone(monkeypatch):
@@ -314,7 +311,6 @@ def test_another_formula_is_left_alone(monkeypatch):
                 result = result + self.lora_B[name](self.lora_A[name](x.to(self.lora_A[name].weight.dtype)))
         return result.to(x.dtype)
 
-    without_scaling.__globals__["__name__"]
     changed = type("Linear", (linear,), {"forward": without_scaling})
     monkeypatch.setattr(layers, "check_origin", lambda *_: None)
     with pytest.raises(UnknownLayout, match="computes something else"):
@@ -371,8 +367,7 @@ def test_copies(copied, device):
     handle = llmkernels.patch(model, training=True)
     twin = copied(model)
     handle.unpatch()
-    loss, grads = gradients(twin, ids)
-    assert_close(loss, expected, 1e-4)
+    assert_close(gradients(twin, ids)[0], expected, 1e-4)
     assert type(next(m for n, m in twin.named_modules() if n.endswith("q_proj"))).original is peft.tuners.lora.Linear
     unpatch(twin)
     assert torch.equal(gradients(twin, ids)[0], expected)

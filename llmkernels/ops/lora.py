@@ -245,8 +245,9 @@ def _split(t: Tensor, dim: int, low: int) -> Tensor:
     """The upper part of float32 numbers three times along a new dimension, but their lower part at `low`."""
     shape = list(t.shape)
     shape.insert(dim, 3)
-    parts = torch.empty(shape, dtype=torch.bfloat16, device=t.device).copy_(t.unsqueeze(dim))
-    torch.sub(t, parts.select(dim, 0), out=parts.select(dim, low))
+    parts = t.new_empty(shape, dtype=torch.bfloat16).copy_(t.unsqueeze(dim))
+    thirds = parts.unbind(dim)
+    torch.sub(t, thirds[0], out=thirds[low])
     return parts
 
 
