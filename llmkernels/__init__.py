@@ -2,7 +2,8 @@
 
 - `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `rms_norm_rope`, `swiglu`, `geglu`, `relu2_glu`,
   `bias_swiglu`, `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`, `linear_cross_entropy`,
-  `linear`, `rms_norm_linear`, `gated_mlp`: ops with gradients; the most used as modules in `llmkernels.nn`
+  `linear`, `rms_norm_linear`, `lora_linear`, `add_lora`, `gated_mlp`: ops with gradients; the most used as modules in
+  `llmkernels.nn`
 - `fp8_quantize`, `rms_norm_fp8_quantize`, `swiglu_fp8_quantize`, `fp8_linear`: FP8 for inference, without gradients;
   `nn.FP8Linear` quantizes a linear layer
 - `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
@@ -24,6 +25,7 @@ if _library.load():
     from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, release, unpatch
     from llmkernels.ops import (
         add_layer_norm,
+        add_lora,
         add_rms_norm,
         bias_geglu,
         bias_gelu,
@@ -38,6 +40,7 @@ if _library.load():
         linear,
         linear_cross_entropy,
         log_softmax,
+        lora_linear,
         relu2,
         relu2_glu,
         rms_norm,
@@ -58,6 +61,7 @@ __all__ = [
     "PagedKVCache",
     "__version__",
     "add_layer_norm",
+    "add_lora",
     "add_rms_norm",
     "bias_geglu",
     "bias_gelu",
@@ -73,6 +77,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "log_softmax",
+    "lora_linear",
     "nn",
     "optim",
     "patch",

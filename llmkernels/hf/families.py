@@ -48,3 +48,11 @@ def find(cls: type) -> tuple[Family, str] | None:
         if (match := known.get((base.__module__, base.__name__))) is not None:
             return match
     return None
+
+
+_LORA = ("peft.tuners.lora.layer", "Linear")
+
+
+def is_lora(cls: type) -> bool:
+    """Whether a class is PEFT's LoRA around a linear layer, or derives from it."""
+    return any((base.__module__, base.__name__) == _LORA for base in cls.__mro__)

@@ -19,18 +19,18 @@ from torch.nn.modules.module import _has_any_global_hook
 from llmkernels.ops import add_rms_norm, geglu, rms_norm, rope, swiglu
 
 from . import families
-from .families import Family, find
+from .families import Family, find, is_lora
 from .layout import UnknownLayout, bind_global, check_rms_norm, check_rope, check_symbolically
 
 
 class Replaced:
     """Base of every class made here.
 
-    `original` is the class it was made from, `family` the entry of FAMILIES.
+    `original` is the class it was made from, `family` the entry of FAMILIES, if it has one.
     """
 
     original: type[nn.Module]
-    family: Family
+    family: Family | None
 
     def __reduce_ex__(self, protocol):
         # The class is made at run time, so a pickle names the one it was made from, and loading makes it again.
@@ -59,6 +59,10 @@ class Generating(Replaced):
 
 class CausalLM(Patched):
     """Base of every model class whose loss is computed without the logits: see loss.py."""
+
+
+class LoRA(Patched):
+    """Base of every LoRA layer of PEFT that runs on our ops: see lora.py."""
 
 
 def _unpickle(original: type[nn.Module], only_fused: bool, generates: bool, loss: bool) -> nn.Module:
@@ -314,12 +318,14 @@ _SUBMODULES = {
 
 
 def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Module]:
-    """The patched subclass of a transformers class. `only_fused`: of a norm, whose own forward stays.
+    """The patched subclass of a layer's class. `only_fused`: of a norm, whose own forward stays.
 
     The same one every time, so that compiled graphs of a model stay valid when it is patched again.
     Raises UnknownLayout when cls does not compute what the replacement does.
     """
     # Keyed by the functions it is made from too, which somebody may have replaced since the last call.
+    if is_lora(cls):
+        return _lora_class(cls, cls.forward)
     rotation = getattr(cls.forward, "__globals__", {}).get(_ROTATION)
     return _patched_class(cls, cls.forward, rotation, only_fused)
 
@@ -350,6 +356,20 @@ def _patched_class(cls, forward, rotation, only_fused):
     patched.made = patched.forward  # which a base may have wrapped, as transformers' layers do from 5.23
     if kind == "rms_norm":
         check_rms_norm(cls, patched, family.eps)
+    return patched
+
+
+@functools.cache
+def _lora_class(cls, forward):
+    from . import lora
+
+    is_current, by_op = _is_current(cls, forward, None), lora.forward_by_op(forward)
+    lora.check_forward(cls, by_op)
+    made = _stepping_aside(cls, is_current, functools.wraps(forward)(by_op), None)
+    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {"forward": made, "is_current": staticmethod(is_current), "original": cls, "family": None}
+    patched = type(cls.__name__, (LoRA, cls), members)
+    patched.made = patched.forward
     return patched
 
 

@@ -99,14 +99,15 @@ def check_rope(original: Callable, replacement: Callable) -> None:
 
 
 def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)) -> None:
-    """Raise UnknownLayout for a forward that is not transformers' own: it may have side effects.
+    """Raise UnknownLayout for a forward that is not of these packages: it may have side effects.
 
-    Its wrappers must be from one of these packages, too.
+    Its wrappers must be from one of them, too.
     """
+    owner = "transformers'" if "transformers" in origins else "PEFT's"
     while forward is not None:
         origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
         if origin.split(".")[0] not in origins:
-            raise UnknownLayout(f"its forward is not transformers' own but from {origin}")
+            raise UnknownLayout(f"its forward is not {owner} own but from {origin}")
         forward = getattr(forward, "__wrapped__", None)
 
 

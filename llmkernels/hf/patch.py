@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from . import decode as decoding
+from . import lora, packing, trunk
 from . import loss as losses
-from . import packing, trunk
-from .families import FAMILIES, KINDS, find
+from .families import FAMILIES, KINDS, find, is_lora
 from .layers import (
     WITHOUT,
     DecoderLayer,
@@ -61,7 +61,8 @@ def patch(
             for the next one; ``handle.release()`` or ``llmkernels.release(model)`` frees them.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by
             ``linear_cross_entropy``, which takes a part of the memory. ``output.logits`` computes them when somebody
-            asks. The layers have gradients in any case.
+            asks. The layers have gradients in any case. Adapters of PEFT's LoRA around linear layers run on
+            ``lora_linear``, where they are there already: patch the model after ``get_peft_model``.
 
     Returns:
         a PatchHandle. Its `report()` says what runs on which kernel, and why anything was left alone.
@@ -89,7 +90,7 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
     asked = {"rms_norm": rms_norm, "rope": rope, "gated_mlp": gated_mlp, "add_rms_norm": add_rms_norm}
-    asked["loss"] = training
+    asked["loss"] = asked["lora"] = training
     if not any(find(type(module)) for module in model.modules()):
         families = ", ".join(family.prefix for family in FAMILIES)
         raise ValueError(f"patch: model must contain layers of a supported family ({families}), got {type(model)}")
@@ -188,7 +189,10 @@ class PatchHandle:
         Reads the model as it is at this moment, so hooks, new activations and moves since `patch` show. Says "not
         patched" of all where the patch was undone, also if the model was patched again since.
         """
-        rows = {kind: Row(kind) for kind in KINDS.values() if kind != "loss" or "loss" in self._kinds}
+        wanted = [kind for kind in KINDS.values() if kind != "loss" or kind in self._kinds]
+        if "lora" in self._kinds and any(_kind(module) == "lora" for module in self._model.modules()):
+            wanted.append("lora")
+        rows = {kind: Row(kind) for kind in wanted}
         is_current = self._is_current()
         run_by_layer = set()
         for name, module in self._model.named_modules():
@@ -239,7 +243,9 @@ class PatchHandle:
 
 def _kind(module: nn.Module) -> str | None:
     match = find(type(module))
-    return None if match is None else match[1]
+    if match is None:
+        return "lora" if is_lora(type(module)) else None
+    return match[1]
 
 
 def _decode_obstacle(module: nn.Module) -> str | None:
@@ -261,7 +267,7 @@ def _op(module: nn.Module, kind: str) -> str:
     """The name of the op that a module of this kind runs."""
     if kind == "gated_mlp":
         return op_name(gated_unit(module.act_fn))
-    return "linear_cross_entropy" if kind == "loss" else kind
+    return {"loss": losses.OP, "lora": lora.OP}.get(kind, kind)
 
 
 def _obstacle(module: nn.Module) -> str | None:
@@ -281,6 +287,8 @@ def _obstacle(module: nn.Module) -> str | None:
             return f"no kernel for its post_attention_layernorm, {type(norm).__name__}"
         if reason := _obstacle(norm):
             return f"post_attention_layernorm: {reason}"
+    if kind == "lora":  # products of PyTorch's, on every device
+        return None
     device = _device_type(module)
     op = f"llmkernels::{_op(module, kind)}"
     if device != "meta" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, device.upper()):
@@ -300,6 +308,8 @@ def _fallback(module: nn.Module, kind: str) -> str | None:
         return "the forward of its class was replaced"
     if kind == "loss":
         return losses.why_not(module)
+    if kind == "lora":
+        return lora.why_not(module)
     if kind == "gated_mlp":
         if gated_unit(module.act_fn) is None:
             return _no_kernel_for(module.act_fn)

@@ -17,6 +17,7 @@ from llmkernels.ops.glu import geglu, relu2_glu, swiglu
 from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
 from llmkernels.ops.linear_cross_entropy import linear_cross_entropy
+from llmkernels.ops.lora import add_lora, lora_linear
 from llmkernels.ops.rms_norm import add_rms_norm, rms_norm
 from llmkernels.ops.rms_norm_rope import rms_norm_rope
 from llmkernels.ops.rope import rope
@@ -25,6 +26,7 @@ from llmkernels.ops.softmax import log_softmax, softmax
 
 __all__ = [
     "add_layer_norm",
+    "add_lora",
     "add_rms_norm",
     "bias_geglu",
     "bias_gelu",
@@ -39,6 +41,7 @@ __all__ = [
     "linear",
     "linear_cross_entropy",
     "log_softmax",
+    "lora_linear",
     "relu2",
     "relu2_glu",
     "rms_norm",
