@@ -394,6 +394,19 @@ def assert_accurate(ours: Tensor, eager: Tensor, exact: Tensor, scale=None, name
     assert ours_l2 <= 2 * eager_l2 + floor_l2, f"{name}: L2 error {ours_l2:.3g}, eager {eager_l2:.3g}"
 
 
+def captured(step) -> tuple:
+    """A CUDA graph of a function, which has run once before on another stream; and what it returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
 def assert_same(ours, expected, name="output"):
     """Equal bit for bit, but any NaN equals any other and -0 equals 0."""
     for index, (a, b) in enumerate(zip(tensors(ours), tensors(expected), strict=True)):

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 
 import oracles
 from llmkernels import cross_entropy
-from oracles import COLS, DEVICES, DTYPES, LAYOUTS, ROWS, assert_same, check_cross_entropy, laid_out
+from oracles import COLS, DEVICES, DTYPES, LAYOUTS, ROWS, assert_same, captured, check_cross_entropy, laid_out
 
 # Where the gradient is computed.
 WAYS = {
@@ -283,13 +283,7 @@ def test_graph(way):
     def step():
         return torch.autograd.grad(cross_entropy(leaf * 1, target, **way), leaf)[0]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+    graph, result = captured(step)
     with torch.no_grad():
         leaf.copy_(torch.randn_like(leaf))
     graph.replay()

@@ -8,7 +8,7 @@ import torch
 
 import llmkernels
 from cases import CASES, every_case
-from oracles import angles, assert_same, scaled_rows, tensors
+from oracles import angles, assert_same, captured, scaled_rows, tensors
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
@@ -99,14 +99,7 @@ def test_cuda_graph(case, cols):
     """Capture forward and backward, change the inputs, replay."""
     static = [t.clone() for t in case.inputs(64, cols, torch.bfloat16, "cuda")]
     static_grads = case.grad_outputs(static)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        case.differentiate(static, static_grads)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = case.differentiate(static, static_grads)
+    graph, results = captured(lambda: case.differentiate(static, static_grads))
     for _ in range(3):
         inputs = case.inputs(64, cols, torch.bfloat16, "cuda")
         grad_outputs = case.grad_outputs(inputs)

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 import oracles
 from llmkernels import cross_entropy, linear, linear_cross_entropy
-from oracles import DEVICES, DTYPES, LAYOUTS, assert_accurate, assert_same, in_double, laid_out
+from oracles import DEVICES, DTYPES, LAYOUTS, assert_accurate, assert_same, captured, in_double, laid_out
 
 WAYS = {"in_forward": {}, "in_backward": {"gradient_in_forward": False}}
 OPTIONS = {
@@ -347,13 +347,7 @@ def test_graph(way):
         loss = ours(*leaves, inputs[3], max_logits_bytes=2**15, **way)
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+    graph, result = captured(step)
     with torch.no_grad():
         leaves[0].copy_(torch.randn_like(leaves[0]))
     graph.replay()

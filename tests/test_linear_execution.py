@@ -6,7 +6,7 @@ from torch.library import opcheck
 
 from linear_cases import add, every_m, make
 from llmkernels import linear, rms_norm_linear
-from oracles import assert_same, scaled_rows
+from oracles import assert_same, captured, scaled_rows
 
 _op = torch.ops.llmkernels
 
@@ -126,14 +126,7 @@ def test_cuda_graph(m):
         _op.linear_add_(residual, x, weight, bias)
         return y, _op.rms_norm_swiglu_linear(x, norm_weight, weight)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for _ in range(3):
         x.copy_(scaled_rows(m, 768, dtype=torch.bfloat16, device="cuda"))
         residual.normal_()

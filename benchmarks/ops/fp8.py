@@ -36,6 +36,10 @@ def ours(name):
     return Provider(build)
 
 
+def peers(function, name):
+    return lambda case: {"eager": plain(function), "compile": compiled(function), "llmkernels": ours(name)}
+
+
 def rounding(function, outputs, inputs):
     """How much larger or smaller the error of the quantization is than that of the formula's."""
     wide = [tensor.float() for tensor in inputs]
@@ -66,7 +70,7 @@ QUANTIZE = Op(
     ),
     inputs=matrices(1),
     eager=eager,
-    providers=lambda case: {"eager": plain(eager), "compile": compiled(eager), "llmkernels": ours("fp8_quantize")},
+    providers=peers(eager, "fp8_quantize"),
     differentiable=0,
 )
 
@@ -78,11 +82,7 @@ RMS_NORM = Op(
         torch.ones(case.keys["cols"], device=device).to(case.dtype),
     ),
     eager=eager_rms_norm,
-    providers=lambda case: {
-        "eager": plain(eager_rms_norm),
-        "compile": compiled(eager_rms_norm),
-        "llmkernels": ours("rms_norm_fp8_quantize"),
-    },
+    providers=peers(eager_rms_norm, "rms_norm_fp8_quantize"),
     differentiable=0,
     error=partial(rounding, rms_norm.eager),
 )
@@ -92,11 +92,7 @@ SWIGLU = Op(
     cases=tuple(case("swiglu_fp8_quantize", 2048, cols, 2, quick=cols == 4864) for cols in (4864, 18944)),
     inputs=matrices(2),
     eager=eager_swiglu,
-    providers=lambda case: {
-        "eager": plain(eager_swiglu),
-        "compile": compiled(eager_swiglu),
-        "llmkernels": ours("swiglu_fp8_quantize"),
-    },
+    providers=peers(eager_swiglu, "swiglu_fp8_quantize"),
     differentiable=0,
     error=partial(rounding, lambda gate, up: F.silu(gate) * up),
 )

@@ -1,5 +1,7 @@
 """Cross-entropy, of logits and of hidden states, as modules."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -44,17 +46,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             logits if logits.dim() <= 2 else logits.movedim(1, -1),
             target,
             self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            softcap=self.softcap,
-            gradient_in_forward=self.gradient_in_forward,
-            inplace_backward=self.inplace_backward,
+            **_options(self, "inplace_backward"),
         )
 
     def extra_repr(self) -> str:
-        return _describe(self, "gradient_in_forward", "inplace_backward")
+        return _describe(self, "inplace_backward")
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -109,19 +105,19 @@ class LinearCrossEntropyLoss(nn.Module):
             target,
             linear_bias=self.linear.bias,
             weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-            lse_square_scale=self.lse_square_scale,
-            softcap=self.softcap,
-            gradient_in_forward=self.gradient_in_forward,
-            max_logits_bytes=self.max_logits_bytes,
+            **_options(self, "max_logits_bytes"),
         )
 
     def extra_repr(self) -> str:
-        return _describe(self, "gradient_in_forward", "max_logits_bytes")
+        return _describe(self, "max_logits_bytes")
 
 
-def _describe(module: nn.Module, *more: str) -> str:
-    names = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", *more)
-    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
+_SHARED = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "gradient_in_forward")
+
+
+def _options(module: nn.Module, more: str) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in (*_SHARED, more)}
+
+
+def _describe(module: nn.Module, more: str) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in _options(module, more).items())
