@@ -51,13 +51,12 @@ struct Scale {
   }
 };
 
-// The differences d of a vector to a number, and the vector of a LayerNorm's output, of which n = d rstd + shift; `w`
-// is 1 without a weight and `b` 0 without a bias.
+// The differences d of a vector to a number.
 template <typename T, int N>
 struct Centered {
   float d[N];
 
-  __device__ void set(const Vec<T, N>& s, float number) {
+  __device__ Centered(const Vec<T, N>& s, float number) {
 #pragma unroll
     for (int i = 0; i < N; ++i) d[i] = s[i] - number;
   }
@@ -73,6 +72,7 @@ struct Centered {
     for (int i = 0; i < N; ++i) total += d[i] * d[i];
     return total;
   }
+  // The vector of a LayerNorm's output, of which n = d rstd + shift; `w` is 1 without a weight, `b` 0 without a bias.
   __device__ Vec<T, N> scale_and_shift(float rstd, float shift, const Vec<T, N>& w, const Vec<T, N>& b) const {
     return Vec<T, N>::of([&](int i) { return fmaf(d[i], rstd, shift) * w[i] + b[i]; });
   }
@@ -134,47 +134,41 @@ struct Row {
   }
 };
 
-// Of a row: n = d rstd + shift, where d are the differences that are left in `centered`.
+// Of a row: n = (s - number) rstd + shift.
 struct RowScale {
-  float rstd, shift;
+  float number, rstd, shift;
 };
 
-// Centers a row of which a thread has the vectors for which mine(v) is true. `typical`: see Row::typical().
-// between() is called before the last reduction. `first` and `second` are what row_sum() and, with 16 bits, row_sums()
-// of two needs, which has but the first.
+// The scale of a row of which a thread has the vectors for which mine(v) is true. `typical`: see Row::typical().
+// `first` and `second` are what row_sum() needs, one behind the other.
 //
 // 16 bits: one reduction, of the differences to `typical` and of their squares. That is an element of the row, so at
 // most sqrt(cols) standard deviations from the mean: what cancels costs the variance no digit that the result shows.
-template <typename T, int N, int kVectors, typename Mine, typename Between>
-__device__ RowScale center(const Vec<T, N> (&s)[kVectors], Centered<T, N> (&centered)[kVectors], float typical,
-                           float inverse_cols, float eps, const Group& group, float* first, float* second,
-                           const Mine& mine, const Between& between) {
+template <typename T, int N, int kVectors, typename Mine>
+__device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], float typical, float inverse_cols, float eps,
+                                 const Group& group, float* first, float* second, const Mine& mine) {
   float sums[2][kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    sums[0][v] = sums[1][v] = 0.f;
-    if (!mine(v)) continue;
-    centered[v].set(s[v], typical);
-    sums[0][v] = centered[v].sum();
-    sums[1][v] = centered[v].sum_of_squares();
-  }
-  if constexpr (sizeof(T) == 2) {
-    between();
-    float totals[2];
-    row_sums(sums, totals, group, first);
-    const float mean = totals[0] * inverse_cols;
-    const float rstd = rsqrtf(fmaxf(totals[1] * inverse_cols - mean * mean, 0.f) + eps);
-    return {rstd, -mean * rstd};
-  } else {
-    const float mean = typical + row_sum(sums[0], group, first) * inverse_cols;
-    between();
+  const auto add_up = [&](float number) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
+      sums[0][v] = sums[1][v] = 0.f;
       if (!mine(v)) continue;
-      centered[v].set(s[v], mean);
-      sums[1][v] = centered[v].sum_of_squares();
+      const Centered<T, N> centered(s[v], number);
+      sums[0][v] = centered.sum();
+      sums[1][v] = centered.sum_of_squares();
     }
-    return {rsqrtf(row_sum(sums[1], group, second) * inverse_cols + eps), 0.f};
+  };
+  add_up(typical);
+  if constexpr (sizeof(T) == 2) {
+    float totals[2];
+    row_sums(sums, totals, group, first);
+    const float mean = totals[0] * inverse_cols, variance = totals[1] * inverse_cols - mean * mean;
+    const float rstd = rsqrtf((variance < 0.f ? 0.f : variance) + eps);  // NaN stays NaN
+    return {typical, rstd, -mean * rstd};
+  } else {
+    const float mean = typical + row_sum(sums[0], group, first) * inverse_cols;
+    add_up(mean);
+    return {mean, rsqrtf(row_sum(sums[1], group, second) * inverse_cols + eps), 0.f};
   }
 }
 
@@ -210,7 +204,7 @@ __global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, flo
   };
   pdl_launch_dependents();
   pdl_wait();
-  V s[kVectors], r[kVectors], w[kVectors], b[kVectors];
+  V s[kVectors], r[kVectors], w[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (mine(v)) s[v] = load(row.x + offset(v));
@@ -219,22 +213,14 @@ __global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, flo
   for (int v = 0; v < kVectors; ++v) {
     if (kResidual && mine(v)) r[v] = load(row.residual + offset(v));
   }
-  RowScale of_row;
-  [[maybe_unused]] Centered<T, N> centered[kVectors];
+  RowScale of_row{};
   if constexpr (kCentered) {
     const float typical = count > 0 ? row.typical(kResidual, params.cols) : 0.f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (kResidual && mine(v)) (s[v] = add(s[v], r[v])).store(row.sum + offset(v));
     }
-    of_row = center(s, centered, typical, inverse_cols, eps, group, shared[0], shared[1], mine, [&] {
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        if (!mine(v)) continue;
-        w[v] = load_or<T, N>(row.weight, offset(v), 1.f);  // in flight during the second reduction
-        b[v] = load_or<T, N>(row.bias, offset(v), 0.f);
-      }
-    });
+    of_row = scale_of_row(s, typical, inverse_cols, eps, group, shared[0], shared[1], mine);
   } else {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -248,11 +234,15 @@ __global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, flo
       if constexpr (kResidual) s[v] = add(s[v], r[v]);
       squares[v] = sum_of_squares(s[v], 0.f);
     }
-    of_row = {rsqrtf(row_sum(squares, group, shared[0]) * inverse_cols + eps), 0.f};
+    of_row.rstd = rsqrtf(row_sum(squares, group, shared[0]) * inverse_cols + eps);
   }
   const Scale scale(params);
   const auto output = [&](int v) {
-    if constexpr (kCentered) return centered[v].scale_and_shift(of_row.rstd, of_row.shift, w[v], b[v]);
+    if constexpr (kCentered) {  // weight and bias come late, since registers are worth more than their latency
+      forget_floats(s[v]);
+      const V weight = load_or<T, N>(row.weight, offset(v), 1.f), bias = load_or<T, N>(row.bias, offset(v), 0.f);
+      return Centered<T, N>(s[v], of_row.number).scale_and_shift(of_row.rstd, of_row.shift, weight, bias);
+    }
     return scale(s[v], w[v], of_row.rstd);
   };
 #pragma unroll
@@ -265,84 +255,6 @@ __global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, flo
       output(v).assign_to(row.y + offset(v));
     }
   }
-}
-
-// LayerNorm of many rows in registers. Its two reductions leave the memory idle for too long: a persistent grid, whose
-// blocks copy the next rows to a ring of stages in shared memory meanwhile. Each thread copies what it will read
-// itself, so the ring needs no barriers. Weight and bias stay in registers.
-constexpr int kStages = 3;
-template <typename T, int kVectors, bool kResidual>
-__global__ void __launch_bounds__(1024)
-    layer_norm_rows_kernel(const NormParams params, float inverse_cols, bool keep_inputs) {
-  constexpr int N = kVecWidth<T>, kOperands = kResidual ? 2 : 1;
-  using V = Vec<T, N>;
-  extern __shared__ int4 ring[];  // [stage][operand][vector][thread]
-  __shared__ float shared[2][2 * kMaxVirtualWarps];
-  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), 0};
-  const int count = static_cast<int>(params.cols / N);
-  const auto mine = [&](int v) { return group.rank + v * group.threads < count; };
-  const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
-  const auto slot = [&](int stage, int operand, int v) {
-    return ring + ((stage * kOperands + operand) * kVectors + v) * group.threads + group.rank;
-  };
-  const uint64_t policy = l2_policy(keep_inputs);
-  int64_t next = blockIdx.x;
-  const auto copy_next = [&](int stage) {
-    const Row<T> row(params, next);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (next >= params.rows || !mine(v)) continue;
-      cp_async_16(slot(stage, 0, v), row.x + offset(v), 16, policy);
-      if constexpr (kResidual) cp_async_16(slot(stage, 1, v), row.residual + offset(v), 16, policy);
-    }
-    cp_async_commit();
-    next += gridDim.x;
-  };
-  const auto typical_of = [&](int64_t row) {
-    return row < params.rows ? Row<T>(params, row).typical(kResidual, params.cols) : 0.f;
-  };
-  const float eps = static_cast<float>(params.options.eps);
-  pdl_wait();
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) copy_next(stage);
-  V w[kVectors], b[kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (!mine(v)) continue;
-    w[v] = load_or<T, N>(static_cast<const T*>(params.weight), offset(v), 1.f);
-    b[v] = load_or<T, N>(static_cast<const T*>(params.bias), offset(v), 0.f);
-  }
-  float typical = typical_of(blockIdx.x);
-  int stage = 0, parity = 0;
-  for (int64_t index = blockIdx.x; index < params.rows; index += gridDim.x) {
-    copy_next(stage == 0 ? kStages - 1 : stage - 1);
-    const float next_typical = typical_of(index + gridDim.x);  // in flight during this row
-    cp_async_wait<kStages - 1>();
-    const Row<T> row(params, index);
-    V s[kVectors];
-    Centered<T, N> centered[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (!mine(v)) continue;
-      s[v] = V::load(reinterpret_cast<const T*>(slot(stage, 0, v)));
-      if constexpr (kResidual) {
-        s[v] = add(s[v], V::load(reinterpret_cast<const T*>(slot(stage, 1, v))));
-        s[v].store(row.sum + offset(v));
-      }
-    }
-    const RowScale of_row =
-        center(s, centered, typical, inverse_cols, eps, group, shared[parity], shared[parity ^ 1], mine, [] {});
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (!mine(v)) continue;
-      forget_floats(w[v]), forget_floats(b[v]);
-      centered[v].scale_and_shift(of_row.rstd, of_row.shift, w[v], b[v]).store(row.y + offset(v));
-    }
-    typical = next_typical;
-    parity ^= sizeof(T) == 2;  // one reduction per row, else two
-    stage = stage == kStages - 1 ? 0 : stage + 1;
-  }
-  pdl_launch_dependents();
 }
 
 // A row of any length and alignment, read once per reduction and once more.
@@ -373,11 +285,9 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
     mean = shift + differences[0] * inverse_cols;
   }
   float squares[1] = {0.f};
-  [[maybe_unused]] Centered<T, N> centered;
   for (int64_t c = begin; c < end; c += step) {
     if constexpr (kCentered) {
-      centered.set(V::load(source + c), mean);
-      squares[0] += centered.sum_of_squares();
+      squares[0] += Centered<T, N>(V::load(source + c), mean).sum_of_squares();
     } else {
       squares[0] = sum_of_squares(load(c), squares[0]);
     }
@@ -389,8 +299,7 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
     const V s = V::load(source + c);
     if constexpr (kCentered) {
       const V w = load_or<T, N>(row.weight, c, 1.f), b = load_or<T, N>(row.bias, c, 0.f);
-      centered.set(s, mean);
-      centered.scale_and_shift(rstd, 0.f, w, b).store(row.y + c);
+      Centered<T, N>(s, mean).scale_and_shift(rstd, 0.f, w, b).store(row.y + c);
     } else {
       const V w = params.weight ? V::load(row.weight + c) : V{};
       scale(s, w, rstd).store(row.y + c);
@@ -403,18 +312,6 @@ bool is_vector(const NormParams& p) {
   return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) &&
          rows_aligned(p.residual, p.residual_stride, p.rows, sizeof(T)) && is_aligned(p.weight, 16) &&
          is_aligned(p.bias, 16) && is_aligned(p.y, 16) && is_aligned(p.sum, 16);
-}
-
-// What layer_norm_rows_kernel takes of a block's shared memory, and its grid: enough blocks to keep memory busy.
-template <typename T>
-LaunchShape persistent_shape(const NormParams& params, const RowPlan& plan, const DeviceInfo& device) {
-  constexpr int kThreadsPerSm = 1024;  // as many as have 64 registers
-  LaunchShape shape{0, dim3(plan.threads_per_row), 0, /*may_overlap=*/false};
-  shape.shared_bytes = sizeof(int4) * kStages * plan.vectors * plan.threads_per_row * (params.residual ? 2 : 1);
-  const auto fits = static_cast<int64_t>(device.shared_bytes / (shape.shared_bytes + 2048));
-  const int64_t per_sm = std::min<int64_t>(std::max(1, kThreadsPerSm / plan.threads_per_row), fits);
-  shape.blocks = std::min(params.rows, per_sm * device.sm_count);
-  return shape;
 }
 
 template <bool kCentered>
@@ -436,17 +333,6 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
       return launch(kernel, shape, stream, params);
     }
     const int64_t bytes = params.rows * params.cols * sizeof(T) * (params.residual ? 4 : 2);
-    if constexpr (kCentered) {
-      const LaunchShape persistent = persistent_shape<T>(params, plan, device);
-      if (!few_rows && plan.rows_per_block == 1 && persistent.blocks > 0) {
-        return dispatch_int<1, 2>(plan.vectors, [&](auto vectors) {
-          return dispatch_int<0, 1>(params.residual != nullptr, [&](auto residual) {
-            return launch(layer_norm_rows_kernel<T, decltype(vectors)::value, decltype(residual)::value>, persistent,
-                          stream, params, 1.f / static_cast<float>(params.cols), keeps_inputs(device, bytes));
-          });
-        });
-      }
-    }
     return dispatch_int<1, 2>(plan.vectors, [&](auto vectors) {
       return dispatch_int<0, 1>(params.residual != nullptr, [&](auto residual) {
         return dispatch_int<0, 1>(keeps_inputs(device, bytes), [&](auto keep) {

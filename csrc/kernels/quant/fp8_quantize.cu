@@ -45,11 +45,11 @@ struct GroupOfRow {
 template <typename T>
 struct Plain {
   using V = Vec<T, kVecWidth<T>>;
-  static constexpr int kMostVectors = 16;
+  static constexpr int kMostVectors = 8;
   V x;
 
-  __device__ static Plain load(const Fp8QuantizeParams& params, int64_t row, int64_t col) {
-    return {V::load(static_cast<const T*>(params.x) + row * params.x_stride + col)};
+  __device__ static Plain load(const Fp8QuantizeParams& params, int64_t row, int64_t col, uint64_t policy) {
+    return {V::load(static_cast<const T*>(params.x) + row * params.x_stride + col, policy)};
   }
   __device__ const V& value() const { return x; }
 };
@@ -60,9 +60,9 @@ struct Swiglu {
   static constexpr int kMostVectors = 4;
   V gate, up;
 
-  __device__ static Swiglu load(const Fp8QuantizeParams& params, int64_t row, int64_t col) {
-    return {V::load(static_cast<const T*>(params.x) + row * params.x_stride + col),
-            V::load(static_cast<const T*>(params.up) + row * params.up_stride + col)};
+  __device__ static Swiglu load(const Fp8QuantizeParams& params, int64_t row, int64_t col, uint64_t policy) {
+    return {V::load(static_cast<const T*>(params.x) + row * params.x_stride + col, policy),
+            V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy)};
   }
   __device__ V value() const {
     return mul(V::of([&](int i) { return activation::Silu::value<T>(gate[i]); }), up);
@@ -71,20 +71,21 @@ struct Swiglu {
 
 // Template parameter kVectors: how many vectors of a group a thread has in registers.
 template <template <typename> typename Source, typename T, int kVectors>
-__global__ void __launch_bounds__(kVectors == 16 ? 512 : kMaxThreads)
-    quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row) {
+__global__ void __launch_bounds__(kMaxThreads)
+    quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row, bool keep_inputs) {
   constexpr int N = kVecWidth<T>;
   __shared__ float shared[kMaxThreads / 32];
   const GroupOfRow group(params.out, groups_per_row);
   const int count = static_cast<int>(group.cols / N), step = group.threads.threads;
   const auto mine = [&](int v) { return group.threads.rank + v * step < count; };
   const auto col = [&](int v) { return group.begin + static_cast<int64_t>(group.threads.rank + v * step) * N; };
+  const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
   Source<T> loaded[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (mine(v)) loaded[v] = Source<T>::load(params, group.row, col(v));
+    if (mine(v)) loaded[v] = Source<T>::load(params, group.row, col(v), policy);
   }
   Vec<T, N> x[kVectors];
   float amax = 0.f;
@@ -133,15 +134,15 @@ bool is_vector(const Fp8QuantizeParams& params) {
 }
 
 template <template <typename> typename Source, typename T>
-cudaError_t launch_vectors(const Fp8QuantizeParams& params, const GroupPlan& plan, int64_t per_row,
+cudaError_t launch_vectors(const Fp8QuantizeParams& params, const GroupPlan& plan, int64_t per_row, bool keep_inputs,
                            const LaunchShape& shape, cudaStream_t stream) {
   if constexpr (Source<T>::kMostVectors == 4) {
     return dispatch_int<1, 2, 4>(plan.vectors, [&](auto vectors) {
-      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row);
+      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row, keep_inputs);
     });
   } else {
-    return dispatch_int<1, 2, 4, 8, 16>(plan.vectors, [&](auto vectors) {
-      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row);
+    return dispatch_int<1, 2, 4, 8>(plan.vectors, [&](auto vectors) {
+      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row, keep_inputs);
     });
   }
 }
@@ -172,14 +173,15 @@ cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStrea
     const int64_t cols = std::min(out.group, out.cols);
     const int most = !vector ? 0 : params.up ? Swiglu<T>::kMostVectors : Plain<T>::kMostVectors;
     const GroupPlan plan = plan_group(cols / (vector ? N : 1), groups, device.sm_count, most);
+    const bool keep = keeps_inputs(device, out.rows * out.cols * (sizeof(T) * (params.up ? 2 : 1) + 1));
     const LaunchShape shape{(groups + plan.groups_per_block - 1) / plan.groups_per_block,
                             dim3(plan.threads, plan.groups_per_block)};
     if (!vector || plan.vectors == 0) {
       if (params.up) return cudaErrorInvalidValue;  // see fp8_quantize_fuses_swiglu()
       return launch(vector ? quantize_long_kernel<T, N> : quantize_long_kernel<T, 1>, shape, stream, params, per_row);
     }
-    return params.up ? launch_vectors<Swiglu, T>(params, plan, per_row, shape, stream)
-                     : launch_vectors<Plain, T>(params, plan, per_row, shape, stream);
+    return params.up ? launch_vectors<Swiglu, T>(params, plan, per_row, keep, shape, stream)
+                     : launch_vectors<Plain, T>(params, plan, per_row, keep, shape, stream);
   });
 }
 

@@ -19,8 +19,7 @@ inline GroupPlan plan_group(int64_t count, int64_t groups, int sm_count, int mos
   const bool few = groups <= kFewRowsPerSm * sm_count;
   GroupPlan plan{0, 0, 0};
   for (int vectors = 1; vectors <= most_vectors; vectors *= 2) {
-    const int most = vectors == 16 ? kMaxThreads / 2 : kMaxThreads;  // that have the registers
-    const int64_t threads = few || vectors == most_vectors ? most : 32;
+    const int64_t threads = few || vectors == most_vectors ? kMaxThreads : 32;
     if (count > vectors * threads) continue;
     plan.vectors = vectors;
     break;
