@@ -29,7 +29,8 @@ class NotPlain(Exception):
 def forward_by_op(original: Callable) -> Callable:
     """The forward of PEFT's layer, with the adapters' products by our op.
 
-    The adapter of a base that is a plain linear layer runs in one op with it; any other base is called.
+    The adapter of a base that is a plain linear layer runs in one op with it; any other base is called. Of several
+    active adapters each rounds the sum to the base's dtype, while PEFT rounds once.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -54,7 +55,7 @@ def forward_by_op(original: Callable) -> Callable:
             else:
                 result = base(x) if result is None else result
                 result = add_lora(result, dropped, a, b, scaling=scaling)
-        return base(x) if result is None else result
+        return result
 
     return forward
 
@@ -81,9 +82,12 @@ def _active_adapters(layer: nn.Module) -> list[Adapter]:
             raise NotPlain("it was told not to cast its input")
         all_a, active = modules["lora_A"]._modules, members["_active_adapter"]
         names = (active,) if isinstance(active, str) else active
-        return [_adapter(members, modules, name) for name in names if name in all_a]
+        adapters = [_adapter(members, modules, name) for name in names if name in all_a]
     except KeyError as missing:
         raise NotPlain(f"it is of an unknown layout, without {missing}") from None
+    if not adapters:
+        raise NotPlain("none of its adapters is active")
+    return adapters
 
 
 def _adapter(members: dict, modules: dict, name: str) -> Adapter:
