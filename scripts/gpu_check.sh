@@ -37,7 +37,7 @@ echo "$command" > "$work/command"
 : > "$work/started"
 build=("$python" -W ignore setup.py -q build_ext --inplace)
 LLMKERNELS_REUSE_LIBRARY=1 "${build[@]}" || "${build[@]}"
-export PYTHONPATH=$PWD
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 "$python" -m llmkernels info
 "$python" -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "gpu_check.sh: torch finds no GPU")'
 
