@@ -26,7 +26,7 @@ constexpr int kManyHeads = 4;
 
 // The rows of a token: its heads of q, `heads` at a time, then its heads of k; or all of q, then all of k.
 int64_t rows_of_token(const RmsNormRopeParams& params, int64_t heads) {
-  if (params.row_wise) return 2;
+  if (params.row_wise) return (params.rope.q.heads > 0) + (params.rope.k.heads > 0);
   return (params.rope.q.heads + heads - 1) / heads + (params.rope.k.heads + heads - 1) / heads;
 }
 
@@ -38,10 +38,13 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
   constexpr bool kLoops = N == 1;
   __shared__ float shared[kMaxThreads<N> / 32 * kHeads];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+  // A group without a row, and a thread without a slot, load what others load: a branch, or zeros instead, would keep
+  // the loads from being in flight together.
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
-  const bool exists = index < params.rope.batch * params.rope.tokens * rows;
-  const Row row(params, rows, index);
-  const int64_t rows_of_q = params.row_wise ? 1 : (params.rope.q.heads + kHeads - 1) / kHeads;
+  const int64_t count = params.rope.batch * params.rope.tokens * rows;
+  const bool exists = index < count;
+  const Row row(params, rows, exists ? index : count - 1);
+  const int64_t rows_of_q = params.row_wise ? params.rope.q.heads > 0 : (params.rope.q.heads + kHeads - 1) / kHeads;
   const bool is_q = row.head < rows_of_q;
   const RopeTensor tensor = is_q ? params.rope.q : params.rope.k;
   const HeadNorm norm = is_q ? params.q : params.k;
@@ -50,7 +53,8 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
                       first_head * tensor.in_head;
   T* const out =
       static_cast<T*>(tensor.out) + row.b * tensor.out_batch + row.t * tensor.out_token + first_head * tensor.out_head;
-  const int slots = exists ? static_cast<int>(params.row_wise ? tensor.heads : 1) * slots_per_head : 0;
+  const int all_slots = static_cast<int>(params.row_wise ? tensor.heads : 1) * slots_per_head;
+  const int slots = exists ? all_slots : 0;
   const int of_head = params.row_wise ? slots_per_head : 0;  // 0: there is but one head, and nothing to divide
   const float eps = static_cast<float>(params.norm.eps), inverse_cols = 1.f / static_cast<float>(norm.cols);
   const float offset = norm.weight ? static_cast<float>(params.norm.weight_offset) : 0.f;
@@ -61,7 +65,8 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
 
   using SlotOf = Slot<N, kInterleaved>;
   const auto load = [&](const SlotOf& slot, int h) {
-    Values<T, N> x = Values<T, N>::all(0.f);
+    Values<T, N> x;
+    if constexpr (kLoops) x = Values<T, N>::all(0.f);
     x.load(in + (slot.head + h) * tensor.in_head, slot, policy);
     return x;
   };
@@ -99,24 +104,24 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
       finish(slot, 0, load(slot, 0), load_weight<T>(norm.weight, slot, policy), rstd_of(sums[0]), rotation);
     }
   } else {
-    const SlotOf slot(params.rope, of_head, group.rank);
+    const SlotOf slot(params.rope, of_head, min(group.rank, all_slots - 1));
     const bool has_slot = group.rank < slots;
-    const auto has = [&](int h) { return has_slot && (kHeads == 1 || first_head + h < tensor.heads); };
+    const int heads = params.row_wise ? 1 : static_cast<int>(min(int64_t{kHeads}, tensor.heads - first_head));
     Values<T, N> x[kHeads];
     Rotation<A, N> rotation;
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) x[h] = has(h) ? load(slot, h) : Values<T, N>::all(0.f);
-    if (has_slot && slot.is_rotated) rotation = load_angles_of(slot);  // in flight during the reduction
+    for (int h = 0; h < kHeads; ++h) x[h] = load(slot, min(h, heads - 1));
+    if (slot.is_rotated) rotation = load_angles_of(slot);  // in flight during the reduction
     float sums[kHeads];
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) sums[h] = add_squares(0.f, x[h]);
+    for (int h = 0; h < kHeads; ++h) sums[h] = has_slot ? add_squares(0.f, x[h]) : 0.f;
     group_sum(sums, group, shared);
     if (!has_slot) return;
     // The weight is in L1: its registers are worth more than its latency.
     const Values<T, N> weight = load_weight<T>(norm.weight, slot, policy);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      if (has(h)) finish(slot, h, x[h], weight, rstd_of(sums[h]), rotation);
+      if (h < heads) finish(slot, h, x[h], weight, rstd_of(sums[h]), rotation);
     }
   }
 }

@@ -44,7 +44,7 @@ template <int N, bool kInterleaved>
 struct Slot {
   int head;  // of the row
   bool is_rotated;
-  bool has_high;  // not the last slot of a rest of odd size
+  bool has_high;  // not the last slot of a rest of odd size; always with several elements
   int64_t pair;   // the first one, in the rotated part
   Span<N, kInterleaved> at;
   int64_t column;  // of the row, where the head begins
@@ -79,12 +79,12 @@ struct Values {
   template <bool kInterleaved>
   __device__ void load(const T* head, const Slot<N, kInterleaved>& slot, uint64_t policy) {
     low = Vec<T, N>::load(head + slot.at.low, policy);
-    if (slot.has_high) high = Vec<T, N>::load(head + slot.at.high, policy);
+    if (N > 1 || slot.has_high) high = Vec<T, N>::load(head + slot.at.high, policy);
   }
   template <bool kInterleaved>
   __device__ void store(T* head, const Slot<N, kInterleaved>& slot) const {
     low.store(head + slot.at.low);
-    if (slot.has_high) high.store(head + slot.at.high);
+    if (N > 1 || slot.has_high) high.store(head + slot.at.high);
   }
 };
 

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kMaxThreads<N>)
     const float inverse_cols = 1.f / static_cast<float>(norm.cols);
     const float offset = norm.weight ? static_cast<float>(params.norm.weight_offset) : 0.f;
     float* const partial = norm.grad_weight ? static_cast<float*>(norm.partials) + blockIdx.x * norm.cols : nullptr;
-    const SlotOf first_slot(params.rope, of_head, group.rank);
+    const SlotOf first_slot(params.rope, of_head, min(group.rank, slots - 1));  // others' where there is no own one
     const bool has_slot = group.rank < slots;
     Values<T, N> weight = Values<T, N>::all(1.f);
     if (!kLoops && has_slot) weight = load_weight<T>(norm.weight, first_slot, policy);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kMaxThreads<N>)
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows; first += step) {
       const int64_t index = first + group.index;
       const bool exists = index < rows;
-      const Row row(params, rows_of_token, index);
+      const Row row(params, rows_of_token, exists ? index : rows - 1);
       const T* const grad_in = static_cast<const T*>(tensor.in) + row.b * tensor.in_batch + row.t * tensor.in_token +
                                row.head * tensor.in_head;
       const T* const x_in =
@@ -134,10 +134,11 @@ __global__ void __launch_bounds__(kMaxThreads<N>)
           if (slot.has_high) partial[slot.column + slot.at.high] += high[0];
         });
       } else {
-        Values<T, N> x = Values<T, N>::all(0.f), grad = x;
+        Values<T, N> x, grad;
         const bool mine = exists && has_slot;
-        if (mine) load(first_slot, x, grad);
+        load(first_slot, x, grad);
         add_up(x.low, grad.low, weight.low), add_up(x.high, grad.high, weight.high);
+        if (!mine) sums[0] = sums[1] = 0.f;
         reduce(rstd, mean);
         if (mine) {
           const Values<T, N> result{finish(x.low, grad.low, weight.low, rstd, mean, grad_weight_low),
