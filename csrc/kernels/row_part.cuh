@@ -73,14 +73,18 @@ class RowPart {
         cache_(cache - begin),
         first_(begin + group.rank * N),
         end_(end),
-        step_(static_cast<Index>(group.threads) * N) {}
+        step_(static_cast<Index>(group.threads) * N),
+        chunk_(((end - begin + step_ - 1) / step_ + kChunks - 1) / kChunks * step_) {}
 
-  // Begins to copy; to be waited for by cp_async_wait().
-  __device__ void prefetch(uint64_t policy) const {
+  // Begins to copy these parts, which are as long as each other, for for_each_arriving().
+  template <typename... Parts>
+  __device__ static void prefetch(uint64_t policy, const Parts&... parts) {
     if constexpr (kCached) {
-#pragma unroll 4
-      for (Index c = first_; c < end_; c += step_) cp_async_16(cache_ + c, row_ + c, 16, policy);
-      cp_async_commit();
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        (parts.copy(chunk, policy), ...);
+        cp_async_commit();
+      }
     }
   }
   __device__ V load(Index c) const { return V::load((kCached ? cache_ : row_) + c); }
@@ -91,10 +95,37 @@ class RowPart {
     for (Index c = first_; c < end_; c += step_) visit(c);
   }
 
+  // The same, of a part that is being copied: the first vectors while the last are under way.
+  template <typename Visit>
+  __device__ void for_each_arriving(const Visit& visit) const {
+    if constexpr (kCached) {
+      for_chunks_from<0>(visit);
+    } else {
+      for_each(visit);
+    }
+  }
+
  private:
+  static constexpr int kChunks = 4;  // that are waited for one by one
+
+  template <int kFirst, typename Visit>
+  __device__ void for_chunks_from(const Visit& visit) const {
+    cp_async_wait<kChunks - 1 - kFirst>();
+    for_chunk(kFirst, visit);
+    if constexpr (kFirst + 1 < kChunks) for_chunks_from<kFirst + 1>(visit);
+  }
+  template <typename Visit>
+  __device__ void for_chunk(int chunk, const Visit& visit) const {
+    const Index end = min(end_, first_ + (chunk + 1) * chunk_);
+    for (Index c = first_ + chunk * chunk_; c < end; c += step_) visit(c);
+  }
+  __device__ void copy(int chunk, uint64_t policy) const {
+    for_chunk(chunk, [&](Index c) { cp_async_16(cache_ + c, row_ + c, 16, policy); });
+  }
+
   const T* row_;
   T* cache_;  // of column 0
-  Index first_, end_, step_;
+  Index first_, end_, step_, chunk_;
 };
 
 // Which row and which part of it a block of split_row() has.

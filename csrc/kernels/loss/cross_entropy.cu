@@ -44,17 +44,16 @@ __global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
   pdl_wait();
   const int64_t target = exists ? params.target[at.row] : params.options.ignore_index;
   const bool ignored = target == params.options.ignore_index;
-  if (!ignored) part.prefetch(l2_policy(keep_inputs));
+  if (!ignored) part.prefetch(l2_policy(keep_inputs), part);
   const LossTerms terms(params);
   const float a = ignored ? 0.f : terms.of_target(target, params.vocab);
   const bool writes_loss = exists && at.cluster.rank == 0 && at.group.rank == 0;
   float z_target = 0.f;
   if (writes_loss && target >= 0 && target < params.vocab) z_target = terms.score<kGeneral>(to_float(logits[target]));
   __syncwarp();  // the gradient may overwrite it
-  cp_async_wait<0>();
   RowSums sums = RowSums::none();
   if (!ignored) {
-    part.for_each([&](auto c) {
+    part.for_each_arriving([&](auto c) {
       const V x = part.load(c);
       float z[N];
 #pragma unroll

@@ -129,12 +129,11 @@ __global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
   at.cluster.arrive();
   pdl_launch_dependents();
   pdl_wait();
-  part.prefetch(l2_policy(keep_inputs));
+  part.prefetch(l2_policy(keep_inputs), part);
   const Scores<T, N, kMasked> scores(params, at.row, mask_is_vector);
-  cp_async_wait<0>();
   MaxSum sum = MaxSum::none();
   float z[N];
-  part.for_each([&](auto c) {
+  part.for_each_arriving([&](auto c) {
     scores(part.load(c), c, z);
     sum.add(z);
   });

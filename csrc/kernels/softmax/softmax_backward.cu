@@ -75,11 +75,9 @@ __global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
   pdl_launch_dependents();
   pdl_wait();
   const uint64_t policy = l2_policy(keep_inputs);
-  part.prefetch(policy);
-  y_part.prefetch(policy);
-  cp_async_wait<0>();
+  part.prefetch(policy, part, y_part);
   float sum[1] = {0.f};
-  part.for_each([&](auto c) { sum[0] = add_terms<N>(sum[0], part.load(c), y_part.load(c), params.log); });
+  part.for_each_arriving([&](auto c) { sum[0] = add_terms<N>(sum[0], part.load(c), y_part.load(c), params.log); });
   group_sum(sum, at.group, warps);
   const float total = cluster_reduce(sum[0], at.cluster, blocks, [](float x, int lanes) { return warp_sum(x, lanes); });
   const float scale = static_cast<float>(params.scale);
