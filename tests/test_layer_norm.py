@@ -162,6 +162,13 @@ def test_special_values(device, cols, dtype):
     )
 
 
+@every_dtype
+def test_squares_out_of_range(device, dtype):
+    """Finite numbers do not become NaN."""
+    x = torch.rand(4, 64, device=device) * (6e4 if dtype == torch.float16 else 1e25)
+    assert layer_norm(x.to(dtype)).isfinite().all()
+
+
 @every_function
 @every_given
 def test_gradcheck(name, given):

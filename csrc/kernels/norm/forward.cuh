@@ -162,7 +162,9 @@ __device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], float typical, 
   if constexpr (sizeof(T) == 2) {
     float totals[2];
     row_sums(sums, totals, group, first);
-    const float mean = totals[0] * inverse_cols, variance = totals[1] * inverse_cols - mean * mean;
+    const float mean = totals[0] * inverse_cols, mean_square = totals[1] * inverse_cols;
+    float variance = mean_square;  // infinite where the squares of finite numbers are: then n is 0, as from eager
+    if (mean_square < INFINITY) variance -= mean * mean;
     const float rstd = rsqrtf((variance < 0.f ? 0.f : variance) + eps);  // NaN stays NaN
     return {typical, rstd, -mean * rstd};
   } else {
