@@ -45,7 +45,7 @@ struct GroupOfRow {
 template <typename T>
 struct Plain {
   using V = Vec<T, kVecWidth<T>>;
-  static constexpr int kMostVectors = 8;
+  static constexpr int kMostVectors = 8, kMostThreads = 1024;
   V x;
 
   __device__ static Plain load(const Fp8QuantizeParams& params, int64_t row, int64_t col, uint64_t policy) {
@@ -57,7 +57,7 @@ struct Plain {
 template <typename T>
 struct Swiglu {
   using V = Vec<T, kVecWidth<T>>;
-  static constexpr int kMostVectors = 4;
+  static constexpr int kMostVectors = 4, kMostThreads = 640;  // of which an SM has room for two blocks
   V gate, up;
 
   __device__ static Swiglu load(const Fp8QuantizeParams& params, int64_t row, int64_t col, uint64_t policy) {
@@ -71,7 +71,8 @@ struct Swiglu {
 
 // Template parameter kVectors: how many vectors of a group a thread has in registers.
 template <template <typename> typename Source, typename T, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(Source<T>::kMostThreads,
+                                  kVectors == 4 && Source<T>::kMostThreads < kMaxThreads ? 2 : 1)
     quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row, bool keep_inputs) {
   constexpr int N = kVecWidth<T>;
   __shared__ float shared[kMaxThreads / 32];
@@ -154,7 +155,8 @@ bool fp8_quantize_fuses_swiglu(const Fp8QuantizeParams& params, Dtype dtype) {
   (void)dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t count = std::min(params.out.group, params.out.cols) / kVecWidth<T>;
-    fuses = is_vector<T>(params) && plan_group(count, params.out.rows, 1, Swiglu<T>::kMostVectors).vectors > 0;
+    fuses = is_vector<T>(params) &&
+            plan_group(count, params.out.rows, 1, Swiglu<T>::kMostVectors, Swiglu<T>::kMostThreads).vectors > 0;
     return cudaSuccess;
   });
   return fuses;
@@ -172,7 +174,8 @@ cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStrea
     const int64_t per_row = fp8::groups_per_row(out.cols, out.group), groups = out.rows * per_row;
     const int64_t cols = std::min(out.group, out.cols);
     const int most = !vector ? 0 : params.up ? Swiglu<T>::kMostVectors : Plain<T>::kMostVectors;
-    const GroupPlan plan = plan_group(cols / (vector ? N : 1), groups, device.sm_count, most);
+    const int most_threads = params.up ? Swiglu<T>::kMostThreads : Plain<T>::kMostThreads;
+    const GroupPlan plan = plan_group(cols / (vector ? N : 1), groups, device.sm_count, most, most_threads);
     const bool keep = keeps_inputs(device, out.rows * out.cols * (sizeof(T) * (params.up ? 2 : 1) + 1));
     const LaunchShape shape{(groups + plan.groups_per_block - 1) / plan.groups_per_block,
                             dim3(plan.threads, plan.groups_per_block)};

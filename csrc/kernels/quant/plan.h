@@ -13,13 +13,14 @@ struct GroupPlan {
 
 constexpr int kMaxThreads = 1024, kBlockThreads = 256;
 
-// `groups` of `count` vectors, at most `most_vectors` per thread. With few groups, each takes as many threads as
-// possible. With many, a warp if that is enough, since most instructions do not depend on the number of vectors.
-inline GroupPlan plan_group(int64_t count, int64_t groups, int sm_count, int most_vectors) {
+// `groups` of `count` vectors, at most `most_vectors` per thread and `most_threads` per group. With few groups, each
+// takes as many threads as possible. With many, a warp if that is enough, since most instructions do not depend on the
+// number of vectors.
+inline GroupPlan plan_group(int64_t count, int64_t groups, int sm_count, int most_vectors, int most_threads) {
   const bool few = groups <= kFewRowsPerSm * sm_count;
   GroupPlan plan{0, 0, 0};
   for (int vectors = 1; vectors <= most_vectors; vectors *= 2) {
-    const int64_t threads = few || vectors == most_vectors ? kMaxThreads : 32;
+    const int64_t threads = few || vectors == most_vectors ? most_threads : 32;
     if (count > vectors * threads) continue;
     plan.vectors = vectors;
     break;

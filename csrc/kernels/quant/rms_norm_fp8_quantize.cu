@@ -58,22 +58,23 @@ __global__ void __launch_bounds__(1024)
     s[v] = scale(s[v], w[v], rstd);
     amax[v] = max_magnitude(s[v], 0.f);
   }
-  const bool per_row = out.group >= out.cols;
-  if (per_row) {
+  const auto quantize = [&](int v, float inverse) {
+    if (mine(v)) store_fp8(s[v], inverse, out.format, out.q, row * out.cols + vector(v) * N);
+  };
+  if (out.group >= out.cols) {
 #pragma unroll
     for (int v = 1; v < kVectors; ++v) amax[0] = max_nan(amax[0], amax[v]);
-    amax[0] = group_max_nan(amax[0], group, maxima);
+    const float q_scale = scale_of(group_max_nan(amax[0], group, maxima), out), inverse = inverse_of(q_scale);
+    if (group.rank == 0 && count > 0) *scale_at(out, row, 0) = q_scale;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) quantize(v, inverse);
   } else {  // rows of more than one block of 128: of whole warps
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) amax[v] = warp_max_nan(amax[v], kLanes);
-  }
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (!mine(v)) continue;
-    const float q_scale = scale_of(amax[per_row ? 0 : v], out);
-    const int block = per_row ? 0 : vector(v) / kLanes;
-    if (vector(v) == block * kLanes) *scale_at(out, row, block) = q_scale;
-    store_fp8(s[v], inverse_of(q_scale), out.format, out.q, row * out.cols + vector(v) * N);
+    for (int v = 0; v < kVectors; ++v) {
+      const float q_scale = scale_of(warp_max_nan(amax[v], kLanes), out);
+      if (mine(v) && vector(v) % kLanes == 0) *scale_at(out, row, vector(v) / kLanes) = q_scale;
+      quantize(v, inverse_of(q_scale));
+    }
   }
 }
 
