@@ -72,7 +72,7 @@ def lora_linear(
     Deterministic: as far as PyTorch's matrix products are. The order of their sums depends on the number of rows.
     torch.compile, transforms of torch.func: run PEFT's formula instead.
     Matches: PEFT's ``lora.Linear`` with a plain adapter, to the rounding of the sums.
-    Raises: RuntimeError for shapes, dtypes or devices that do not fit.
+    Raises: RuntimeError for shapes, dtypes or devices that do not fit; ValueError for a ``scaling`` that is not finite.
     Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"; splitting factors: Henry, Tang and
         Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations".
 
