@@ -46,6 +46,7 @@ OPS = {
     "rms_norm_fp8_quantize": "RMSNorm, FP8",
     "swiglu_fp8_quantize": "SwiGLU, FP8",
     "gated_mlp": "gated MLP",
+    "lora_linear": "LoRA linear",
     "adamw": "AdamW",
     "linear": "",
     "decode_attention": "",

@@ -78,6 +78,7 @@ TABLE = (
     graph_op("swiglu_fp8_quantize", "fp8", 15),
     decode_op("fp8_linear", "fp8", 40),
     graph_op("gated_mlp", "gated_mlp", 40),
+    graph_op("lora_linear", "lora_linear", 40),
     graph_op("adamw", "adamw", 30),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),

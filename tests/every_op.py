@@ -119,6 +119,14 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     yield "gated_mlp", (x, gate_up, down)
     yield "gated_mlp", (x, gate_up, down, draw(2 * ffn), draw(hidden), "gelu", True)
 
+    frozen, a = draw(hidden, cols, scale=cols**-0.5), draw(12, cols, scale=cols**-0.5, dtype=torch.float32)
+    b, split = draw(hidden, 12, dtype=torch.float32), dtype == torch.bfloat16
+    of_y, options = draw(rows, hidden), (0.7, split)
+    yield "lora_linear", (x, frozen, a, b, None, *options)
+    yield "add_lora", (of_y, x, a, b, *options)
+    _, *parts = _op.add_lora(of_y, x, a, b, *options)
+    yield "lora_linear_backward", (of_y, x, frozen, a, b, *parts, *options, True, True, True)
+
     logits, rng_state = draw(2, vocab, scale=3.0, dtype=torch.float32), torch.tensor([seed, 5], device=device)
     seen = torch.zeros(2, vocab, dtype=torch.bool, device=device)
     yield "sample", (logits, None, None, None, None, None, seen, rng_state, 0.9, 50, 0.9, 0.01, 1.1)

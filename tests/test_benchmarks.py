@@ -393,6 +393,7 @@ def test_cases_have_the_keys_of_the_format():
         "rms_norm_linear": {"m", "n", "k"},
         "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
         "sample": {"rows", "vocab"},
+        "lora_linear": {"m", "n", "k", "r"},
         "adamw": {"parameters", "tensors"},
     }
     ops = OPS | DECODE_OPS
@@ -422,6 +423,8 @@ def test_a_replay_touches_more_than_the_cache(case):
         size = 3 * case.keys["n"] * case.keys["k"] * itemsize
     elif case.op == "linear_cross_entropy":
         size = (case.keys["rows"] + case.keys["vocab"]) * case.keys["hidden"] * itemsize
+    elif case.op == "lora_linear":
+        size = (case.keys["m"] + case.keys["n"]) * case.keys["k"] * itemsize
     elif case.op == "adamw":
         size = 4 * case.keys["parameters"] * itemsize
     else:

@@ -64,6 +64,7 @@ def valid(op: str) -> dict:
     linear_loss = {"x": x, "linear_weight": torch.ones(6, 8), "linear_bias": torch.ones(6),
                    **{name: value for name, value in loss.items() if name != "logits"}, "weight": torch.ones(6),
                    "max_logits_bytes": 100}  # fmt: skip
+    adapter = {"lora_a": torch.ones(2, 8), "lora_b": torch.ones(6, 2), "scaling": 0.5}
     one = torch.ones(1)
     lists = {name: [torch.ones(2, 3), torch.ones(5)] for name in
              ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")}  # fmt: skip
@@ -129,6 +130,11 @@ def valid(op: str) -> dict:
         "glu_packed_backward_": {"grad_y": x[..., :4], "gate_up": x, "activation": "gelu"},
         "gated_mlp": {"x": x, "gate_up_weight": torch.ones(10, 8), "down_weight": torch.ones(6, 5),
                       "gate_up_bias": torch.ones(10), "down_bias": torch.ones(6)},
+        "lora_linear": {"x": x, "weight": torch.ones(6, 8), **adapter, "bias": torch.ones(6)},
+        "add_lora": {"y": torch.ones(BATCH, 3, 6), "x": x, **adapter},
+        "lora_linear_backward": {"grad_y": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), **adapter,
+                                 "h": torch.ones(BATCH * 3, 2), "a_parts": torch.ones(0), "b_parts": torch.ones(0),
+                                 "split": False, "needs_x": True, "needs_a": True, "needs_b": True},
         "sample": {"logits": torch.ones(BATCH, VOCAB), "temperature": torch.ones(BATCH), "top_k": _per_sequence(2),
                    "top_p": torch.ones(BATCH), "min_p": torch.zeros(BATCH), "repetition_penalty": torch.ones(BATCH),
                    "seen": torch.zeros(BATCH, VOCAB, dtype=torch.bool), "rng_state": torch.zeros(2).long(),

@@ -148,6 +148,24 @@ def packed_backward_calls(device):
     yield "glu_packed_backward_", (x[..., :8].contiguous(), x, "silu")
 
 
+def lora_calls(device):
+    x, weight = torch.randn(3, 4, 16, device=device), torch.randn(7, 16, device=device)
+    a, b, y = torch.randn(2, 16, device=device), torch.randn(7, 2, device=device), torch.randn(3, 4, 7, device=device)
+    yield "lora_linear", (x, weight, a, b)
+    yield "lora_linear", (x.bfloat16().transpose(0, 1), weight.bfloat16(), a, b, weight[:, 0].bfloat16(), 0.5, True)
+    yield "add_lora", (y.transpose(0, 1), x.bfloat16().transpose(0, 1), a, b, 2.0)
+    yield "add_lora", (y[0, 0].bfloat16(), x[0, 0].bfloat16(), a, b, 2.0, True)
+
+
+def lora_backward_calls(device):
+    for index, (name, arguments) in enumerate(lora_calls(device)):
+        y, *parts = getattr(torch.ops.llmkernels, name)(*arguments)
+        x, weight = arguments[:2] if name == "lora_linear" else (arguments[1], None)
+        scaling, split = ((), (0.5, True), (2.0, False), (2.0, True))[index] or (1.0, False)
+        needs = index != 1, index != 2, index != 3
+        yield "lora_linear_backward", (y, x, weight, *arguments[2:4], *parts, scaling, split, *needs)
+
+
 def softmax_calls(device):
     x = torch.randn(2, 3, 4, 16, device=device)
     yield "softmax", (x,)
@@ -222,6 +240,7 @@ def differentiable_calls(device):
     yield from glu_calls(device)
     yield from bias_act_calls(device)
     yield from packed_calls(device)
+    yield from lora_calls(device)
 
 
 def other_calls(device):
@@ -236,6 +255,7 @@ def other_calls(device):
     yield from glu_backward_calls(device)
     yield from bias_act_backward_calls(device)
     yield from packed_backward_calls(device)
+    yield from lora_backward_calls(device)
     yield from optimizer_calls(device)
     yield from fp8_calls(device)
 

@@ -23,6 +23,7 @@ DTYPES = [
 # rows, N, K, r
 SHAPES = [(33, 40, 48, 16), (1, 8, 8, 1), (7, 13, 29, 3), (64, 72, 24, 8), (130, 24, 200, 64)]
 SPLIT = torch.bfloat16, torch.float32
+_ops = torch.ops.llmkernels
 
 every_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: "-".join(str(d)[6:] for d in pair))
 
@@ -272,6 +273,114 @@ def test_compiled_and_transformed(device):
     a.requires_grad_()
     lora_linear(x, weight, a, b, bias).sum().backward()
     torch.testing.assert_close(gradient, a.grad)
+
+
+def parts_of(t):
+    upper = t.bfloat16()
+    return upper, (t - upper).bfloat16()
+
+
+@pytest.mark.parametrize("layout", ["row_strided", "row_strided_aligned", "offset", "every_other"])
+@pytest.mark.parametrize("shape", [*SHAPES, (70, 5, 4, 12), (3, 1, 4096, 4), (2, 300, 1, 256)], ids=str)
+def test_parts(shape, layout, device):
+    """Bit by bit, whatever the width of the kernel's accesses."""
+    rows, n, k, r = shape
+    a, b = (laid_out(torch.randn(size, device=device) * 3, layout) for size in ((r, k), (n, r)))
+    y, x = torch.randn(rows, n, device=device).bfloat16(), torch.randn(rows, k, device=device).bfloat16()
+    _, h, a_parts, b_parts = _ops.add_lora(y, x, a, b, 0.7, True)
+    (a1, a2), (b1, b2) = parts_of(a), parts_of(b)
+    assert torch.equal(a_parts, torch.cat((a1, a2, a1))) and torch.equal(b_parts, torch.cat((b1, b2, b1), 1))
+    first, again, rest = h.chunk(3, 1)
+    assert torch.equal(first, again)
+    exact = x.double() @ a.double().t() * 0.7
+    assert (first.double() + rest.double() - exact).abs().max() <= 2**-15 * exact.abs().max()
+    assert (first.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+def test_parts_of_what_is_not_finite(device):
+    a = torch.tensor([[float("nan"), float("inf"), -0.0, 1e-45, 3e38]], device=device)
+    x, y, b = (torch.zeros(shape, device=device) for shape in ((1, 5), (1, 1), (1, 1)))
+    a_parts = _ops.add_lora(y.bfloat16(), x.bfloat16(), a, b, 1.0, True)[2]
+    expected = torch.cat([*parts_of(a), a.bfloat16()])
+    torch.testing.assert_close(a_parts, expected, rtol=0, atol=0, equal_nan=True)
+    assert a_parts[0, 2].signbit()
+
+
+def test_batched_gradients(split, device):
+    """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
+    x, weight, a, b, _ = make(5, 8, 16, 4, SPLIT, device)
+    tensors = [t.requires_grad_() for t in (x, a, b)]
+    y = lora_linear(x, weight, a, b, scaling=0.5)
+    grads = torch.randn(3, *y.shape, device=device).bfloat16()
+    found = torch.autograd.grad(y, tensors, grads, is_grads_batched=True, retain_graph=True)
+    for index, grad_y in enumerate(grads):
+        expected = torch.autograd.grad(y, tensors, grad_y, retain_graph=True)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a[index], b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_in_a_graph():
+    tensors = [t.requires_grad_() for t in make(130, 72, 200, 16, SPLIT, "cuda")]
+    grad_y = torch.randn(130, 72, device="cuda").bfloat16()
+
+    def run():
+        y = lora_linear(*tensors, scaling=0.37)
+        return y, *torch.autograd.grad(y, tensors, grad_y)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.mul_(-0.5)
+    graph.replay()
+    for a, b in zip(found, run(), strict=True):
+        assert_close(a, b, 0.02)
+
+
+@pytest.mark.gpu
+def test_only_products_and_our_own_kernels_run():
+    """None of PyTorch's element-wise kernels, of which each costs the host as much as a product."""
+    x, weight, a, b, bias = make(2048, 512, 1024, 16, SPLIT, "cuda")
+    for tensor in (x, a, b):
+        tensor.requires_grad_()
+
+    def run():
+        y = lora_linear(x, weight, a, b, bias, scaling=2.0)
+        torch.autograd.grad(y, (x, a, b), y.detach())
+
+    run()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    ours = [name for name in names if "llmk" in name]
+    assert sum("split_kernel" in name for name in ours) == 3 and sum("sum_kernel" in name for name in ours) == 1
+    assert not [name for name in names if "at::native" in name]
+
+
+def test_errors_of_the_ops(device):
+    x, weight, a, b, _ = make(9, 8, 16, 4, SPLIT, device)
+    with pytest.raises(RuntimeError, match=r"lora_linear: split must be False, .* got BFloat16 and BFloat16"):
+        _ops.lora_linear(x, weight, a.bfloat16(), b.bfloat16(), None, 1.0, True)
+    with pytest.raises(RuntimeError, match="add_lora: y must have the dtype of x"):
+        _ops.add_lora(x[:, :8].float(), x, a, b, 1.0, True)
+    y, *parts = _ops.lora_linear(x, weight, a, b, None, 1.0, True)
+    with pytest.raises(RuntimeError, match="x must be a tensor for the gradient of lora_a, got None"):
+        _ops.lora_linear_backward(y, None, weight, a, b, *parts, 1.0, True, True, True, True)
+    with pytest.raises(RuntimeError, match=r"h must have shape \[8, 12\], got \[9, 12\]"):
+        _ops.lora_linear_backward(y[1:], x[1:], weight, a, b, *parts, 1.0, True, True, True, True)
+    with pytest.raises(RuntimeError, match=r"h must be Float, got BFloat16"):
+        _ops.lora_linear_backward(y, x, weight, a, b, *parts, 1.0, False, True, True, True)
+    for of_x, of_a in ((False, False), (True, False), (False, True)):
+        grads = _ops.lora_linear_backward(y, x, weight, a, b, *parts, 1.0, True, of_x, of_a, False)
+        assert [g.numel() > 0 for g in grads] == [of_x, of_a, False]
 
 
 def test_errors(device):

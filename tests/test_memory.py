@@ -343,6 +343,24 @@ def test_every_kernel_path_strided(layout):
 
 @pytest.mark.sanitizer
 @pytest.mark.gpu
+@pytest.mark.parametrize("rank", [16, 3])  # vectors, single elements
+def test_every_kernel_path_lora(rank):
+    """Of sizes for which no product of cuBLAS runs: without rows, and without columns."""
+    for rows, columns in ((0, 200), (300, 0)):
+        x = torch.randn(rows, columns).bfloat16()
+        a, b = torch.randn(rank, columns), torch.randn(columns, rank)
+        found = []
+        for device in ("cpu", "cuda"):
+            inputs = [t.to(device) for t in (x, x, a, b)]
+            y, *parts = torch.ops.llmkernels.add_lora(*inputs, 0.5, True)
+            options = 0.5, True, True, True, True
+            grads = torch.ops.llmkernels.lora_linear_backward(y, inputs[1], None, *inputs[2:], *parts, *options)
+            found.append(tuple(t.cpu() for t in (y, *parts, *grads)))
+        assert_same(*found)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.gpu
 @pytest.mark.parametrize("inplace", [False, True])
 def test_every_kernel_path_rope_positions(inplace):
     q, k, cos, sin, ids = case_named("rope_positions").inputs(6, 64, torch.bfloat16)

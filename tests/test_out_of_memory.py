@@ -37,6 +37,8 @@ CALLS = {
     "bias_swiglu_packed_backward": lambda x: _ops.bias_swiglu_packed_backward(x[:, ::2], x, None, False),
     "glu_packed_backward": lambda x: _ops.glu_packed_backward(x[:, ::2], x, "silu"),
     "gated_mlp": lambda x: llmkernels.gated_mlp(x[:, :1], x[:1].t(), x[:1, : 2**27]),
+    "lora_linear": lambda x: llmkernels.lora_linear(x[:, :1], x[:1].t(), x[:1, :1], x[:1].t()),
+    "add_lora": lambda x: llmkernels.add_lora(x, x, x[:1], x[:1].t()),
     "rope": lambda x: llmkernels.rope(x[:, None, None], x[:, None, None], x[:1], x[:1]),
     "rope_backward": lambda x: _ops.rope_backward(*[x[:, None, None]] * 2, x[:1], x[:1], None, False, False, None),
     "rms_norm_rope": lambda x: llmkernels.rms_norm_rope(*[x[:, None, None]] * 2, None, None, x[:1], x[:1]),

@@ -12,6 +12,7 @@ from benchmarks.ops import (
     layer_norm,
     linear,
     linear_cross_entropy,
+    lora_linear,
     rms_norm,
     rms_norm_rope,
     rope,
@@ -39,6 +40,7 @@ OPS = {
         cross_entropy.OP,
         cross_entropy.GRADIENT,
         linear_cross_entropy.OP,
+        lora_linear.OP,
         adamw.OP,
     )
 }

@@ -201,26 +201,44 @@ inline void zero_(Tensor tensor) {
   }
 }
 
-// The number one, or null where this torch has no symbol to make it with.
-inline const Scalar* one() {
+// A number, or null where this torch has no symbol to make it with. Until the next call: of those other than 0 and 1
+// each thread keeps the last.
+inline const Scalar* number(double value) {
   if (!symbol::item) return nullptr;
-  static const Scalar value = symbol::item(torch::stable::full({}, 1.0).get());
-  return &value;
+  const auto make = [](double value) {
+    return symbol::item(torch::stable::full({}, value, torch::headeronly::ScalarType::Double).get());
+  };
+  static const Scalar zero = make(0), one = make(1);
+  if (value == 0 || value == 1) return value == 0 ? &zero : &one;
+  thread_local double last = 0;
+  thread_local Scalar kept = zero;
+  if (value != last) kept = make(last = value);
+  return &kept;
 }
 
-// target += other
-inline void add_(Tensor target, const Tensor& other) {
-  if (const Scalar* const factor = symbol::add_ ? one() : nullptr) {
-    [[maybe_unused]] const CaptureScope capture;
-    symbol::add_(target.get(), other.get(), *factor);
-  } else {  // the stable functions have no sum: target - (-1) other
-    [[maybe_unused]] const CaptureScope capture;
-    torch::stable::copy_(target, torch::stable::subtract(target, other, -1.0));
+// target += factor other
+inline void add_(Tensor target, const Tensor& other, double factor = 1) {
+  const Scalar* const scale = symbol::add_ ? number(factor) : nullptr;
+  [[maybe_unused]] const CaptureScope capture;
+  if (scale) {
+    symbol::add_(target.get(), other.get(), *scale);
+  } else {  // the stable functions have no sum: target - (-factor) other
+    torch::stable::copy_(target, torch::stable::subtract(target, other, -factor));
   }
 }
 
-// out = a b. Autocast leaves it alone, unlike linear().
-inline void mm_out(Tensor out, const Tensor& a, const Tensor& b) {
+// out = factor a b. Autocast leaves it alone, unlike linear().
+inline void mm_out(Tensor out, const Tensor& a, const Tensor& b, double factor = 1) {
+  if (factor != 1) {
+    const Scalar* const scale = symbol::addmm_out ? number(factor) : nullptr;
+    if (!scale) {
+      mm_out(out, a, b);
+      return add_(out, out, factor - 1);
+    }
+    [[maybe_unused]] const CaptureScope capture;
+    symbol::addmm_out(out.get(), a.get(), b.get(), *number(0), *scale, out.get());
+    return;
+  }
   [[maybe_unused]] const CaptureScope capture;
   if (symbol::mm_out) {
     symbol::mm_out(a.get(), b.get(), out.get());
@@ -229,27 +247,27 @@ inline void mm_out(Tensor out, const Tensor& a, const Tensor& b) {
   }
 }
 
-// out = self + a b; `self` has the shape of `out` or of one row, and may be `out`.
-inline void addmm_out(Tensor out, const Tensor& self, const Tensor& a, const Tensor& b) {
-  if (const Scalar* const factor = symbol::addmm_out ? one() : nullptr) {
+// out = self + factor a b; `self` has the shape of `out` or of one row, and may be `out`.
+inline void addmm_out(Tensor out, const Tensor& self, const Tensor& a, const Tensor& b, double factor = 1) {
+  if (const Scalar* const scale = symbol::addmm_out ? number(factor) : nullptr) {
     [[maybe_unused]] const CaptureScope capture;
-    symbol::addmm_out(self.get(), a.get(), b.get(), *factor, *factor, out.get());
+    symbol::addmm_out(self.get(), a.get(), b.get(), *number(1), *scale, out.get());
   } else if (self.get() == out.get()) {
     const Tensor product = aten::empty_like(out);
     mm_out(product, a, b);
-    add_(out, product);
+    add_(out, product, factor);
   } else {
-    mm_out(out, a, b);
+    mm_out(out, a, b, factor);
     add_(out, self);
   }
 }
 
 // Whether this torch has the next function. Its kernels are for CUDA only.
-inline bool has_wide_products() { return symbol::mm_dtype_out && symbol::addmm_dtype_out && one(); }
+inline bool has_wide_products() { return symbol::mm_dtype_out && symbol::addmm_dtype_out && number(1); }
 
 // out = a b, or out += a b; a and b have 16 bits, `out` is float32.
 inline void mm_wide_out(Tensor out, const Tensor& a, const Tensor& b, int32_t float32, bool add) {
-  const Scalar& factor = *one();
+  const Scalar& factor = *number(1);
   const auto code = static_cast<int8_t>(float32);
   [[maybe_unused]] const CaptureScope capture;
   if (add) {

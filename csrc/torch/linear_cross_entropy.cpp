@@ -13,6 +13,7 @@
 #include <algorithm>
 
 #include "cross_entropy.h"
+#include "matrix.h"
 
 namespace llmk {
 namespace {
@@ -37,18 +38,6 @@ struct Problem {
   int64_t vocab() const { return call.params.vocab; }
   int64_t k() const { return x.cols; }
 };
-
-Tensor matrix(const Tensor& tensor, int64_t rows, int64_t cols, int64_t stride, int64_t first_row = 0) {
-  return view(tensor, {rows, cols}, {rows > 1 ? stride : cols, 1}, first_row * stride);
-}
-Tensor transposed(const Tensor& m) { return view(m, {m.size(1), m.size(0)}, {m.stride(1), m.stride(0)}, 0); }
-
-// A dimension of size 1 may have any stride, which cuBLAS would use.
-Tensor with_plain_strides(const Tensor& m) {
-  const int64_t rows = m.size(0), cols = m.size(1);
-  if (rows != 1 && cols != 1) return m;
-  return view(m, {rows, cols}, {rows == 1 ? cols : m.stride(0), cols == 1 ? 1 : m.stride(1)}, 0);
-}
 
 // As many rows as the budget allows, at least one; evenly spread, and multiples of a matrix product's tile.
 int64_t rows_per_chunk(int64_t rows, int64_t row_bytes, int64_t budget) {

@@ -189,6 +189,19 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor? cache_leftpad, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? block_table, int heads, "
       "float? softmax_scale=None, int window_left=-1, float softcap=0.0, bool prefetch_cache=False) -> Tensor");
 
+  // lora.cpp; `split`: a float32 lora_a and lora_b, and what is made of them, as sums of two bfloat16 numbers. The
+  // backward takes the last three results of the forward; what is not needed of its own is empty
+  differentiable("lora_linear",
+                 "(Tensor x, Tensor weight, Tensor lora_a, Tensor lora_b, Tensor? bias=None, float scaling=1.0, "
+                 "bool split=False) -> (Tensor y, Tensor h, Tensor a_parts, Tensor b_parts)");
+  differentiable("add_lora",
+                 "(Tensor y, Tensor x, Tensor lora_a, Tensor lora_b, float scaling=1.0, bool split=False) -> "
+                 "(Tensor sum, Tensor h, Tensor a_parts, Tensor b_parts)");
+  ops.def(
+      "lora_linear_backward(Tensor grad_y, Tensor? x, Tensor? weight, Tensor lora_a, Tensor lora_b, Tensor h, "
+      "Tensor a_parts, Tensor b_parts, float scaling, bool split, bool needs_x, bool needs_a, bool needs_b) -> "
+      "(Tensor grad_x, Tensor grad_a, Tensor grad_b)");
+
   // decode.cpp; the lists of decode_step have an entry per layer, or none if there are no biases
   ops.def(
       "decode_layer(Tensor(a!) hidden, Tensor input_norm, Tensor qkv_weight, Tensor? qkv_bias, Tensor o_weight, "

@@ -238,13 +238,17 @@ def op_name(glu: Callable) -> str:
 
 def runs_only_forward(module: nn.Module) -> bool:
     """Whether module(x) is the forward of its class and nothing else: no hooks, no forward of the instance."""
+    return has_no_hooks(module) and not _has_any_global_hook()
+
+
+def has_no_hooks(module: nn.Module) -> bool:
+    """The same, but for hooks on all modules."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
-        or _has_any_global_hook()
     )
 
 

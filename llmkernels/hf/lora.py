@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_lora, lora_linear
 
-from .layers import WITHOUT, count, has_kernel, runs_only_forward
+from .layers import WITHOUT, count, has_kernel, has_no_hooks
 from .layout import UnknownLayout, check_origin
 
 OP = "lora_linear"
@@ -71,6 +72,8 @@ def why_not(layer: nn.Module) -> str | None:
 
 def _active_adapters(layer: nn.Module) -> list[Adapter]:
     """The adapters that a layer adds to its base. Raises NotPlain where it does something else."""
+    if _has_any_global_hook():
+        raise NotPlain("its lora_A and lora_B have to be called: there are hooks on all modules")
     try:
         members = layer.__dict__
         modules = members["_modules"]
@@ -93,24 +96,27 @@ def _active_adapters(layer: nn.Module) -> list[Adapter]:
 def _adapter(members: dict, modules: dict, name: str) -> Adapter:
     if name in members["lora_variant"]:
         raise NotPlain(f"it has another kind of adapter, {type(members['lora_variant'][name]).__name__}")
-    a, b, dropout = (modules[kind]._modules[name] for kind in ("lora_A", "lora_B", "lora_dropout"))
+    a, b = modules["lora_A"]._modules[name], modules["lora_B"]._modules[name]
+    dropout = modules["lora_dropout"]._modules[name]
     if not (_is_plain_linear(a) and _is_plain_linear(b)):
         raise NotPlain("its lora_A and lora_B have to be called: they are no plain linear layers, or have hooks")
     if a._parameters["bias"] is not None or b._parameters["bias"] is not None:
         raise NotPlain("its adapter has a bias")
-    if type(dropout) not in (nn.Identity, nn.Dropout) or not runs_only_forward(dropout):
+    if type(dropout) not in (nn.Identity, nn.Dropout) or not has_no_hooks(dropout):
         raise NotPlain("its dropout has to be called: it is another module, or has hooks")
     scaling = members["scaling"][name]
-    if not isinstance(scaling, Real):
+    if type(scaling) is not float and not isinstance(scaling, Real):
         raise NotPlain(f"its scaling is a {type(scaling).__name__}, not a number")
     return Adapter(a, b, dropout, scaling)
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Whether module(x) is the linear function of two plain parameters, and nobody has to see that it is called."""
-    if type(module) is not nn.Linear or not runs_only_forward(module):
+    """Whether module(x) is the linear function of two plain parameters, and nobody has to see that it is called; but
+    for hooks on all modules."""
+    if type(module) is not nn.Linear or not has_no_hooks(module):
         return False
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    parameters = module._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
     return type(weight) is nn.Parameter and (bias is None or type(bias) is nn.Parameter)
 
 

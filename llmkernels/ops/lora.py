@@ -1,17 +1,29 @@
-"""Low-rank adapters beside a linear layer: public functions, autograd.
+"""Low-rank adapters beside a linear layer: public functions, fakes, autograd.
 
-Matrix products of PyTorch's (cuBLAS) and a few small element-wise kernels; no kernel of its own, so no op of its own.
+Composition: csrc/torch/lora.cpp; kernels between PyTorch's matrix products: csrc/kernels/lora.
 """
+
+import math
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from llmkernels.ops._common import _is_transforming, _requires_grad, differentiable_once, public
-from llmkernels.ops.linear import _autocast, _grad_bias, _grad_weight, _matrix
+from llmkernels.ops._common import (
+    _is_transforming,
+    caller,
+    contiguous_like,
+    differentiable_once,
+    public,
+    register_autograd,
+    register_fake,
+    register_vmap,
+)
+from llmkernels.ops.linear import _autocast, _grad_bias, _grad_weight
 
-_aten = torch.ops.aten
+_lora_linear, _add_lora = caller("lora_linear"), caller("add_lora")
+_backward = torch.ops.llmkernels.lora_linear_backward.default
 
 
 @public
@@ -60,7 +72,7 @@ def lora_linear(
     Deterministic: as far as PyTorch's matrix products are. The order of their sums depends on the number of rows.
     torch.compile, transforms of torch.func: run PEFT's formula instead.
     Matches: PEFT's ``lora.Linear`` with a plain adapter, to the rounding of the sums.
-    Raises: RuntimeError for shapes, dtypes or devices that do not fit.
+    Raises: RuntimeError for shapes, dtypes or devices that do not fit; ValueError for a ``scaling`` that is not finite.
     Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"; splitting factors: Henry, Tang and
         Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations".
 
@@ -68,9 +80,11 @@ def lora_linear(
     >>> lora_linear(x, weight, torch.tensor([[0.0, 1.0]]), torch.tensor([[10.0]]), scaling=0.5)
     tensor([13.])
     """
-    tensors = x, weight, bias, lora_a, lora_b = _autocast(x, weight, bias, lora_a, lora_b)
-    _check("lora_linear", x, lora_a, lora_b, "weight.size(0)", weight.size(0))
-    return _run(None, *tensors, scaling)
+    x, weight, bias, lora_a, lora_b = _autocast(x, weight, bias, lora_a, lora_b)
+    if _runs_formula():
+        _check("lora_linear", x, lora_a, lora_b, "weight.size(0)", weight.size(0))
+        return _formula(F.linear(x, weight, bias), x, lora_a, lora_b, scaling)
+    return _lora_linear(x, weight, lora_a, lora_b, bias, scaling, _splits(x, x, lora_a))[0]
 
 
 @public
@@ -95,10 +109,22 @@ def add_lora(y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, *, scaling: f
     tensor([13.])
     """
     x, lora_a, lora_b = _autocast(x, lora_a, lora_b)
-    _check("add_lora", x, lora_a, lora_b, "y.size(-1)", y.size(-1))
-    if y.shape[:-1] != x.shape[:-1]:
-        raise RuntimeError(f"add_lora: y must have shape {[*x.shape[:-1], y.size(-1)]}, got {list(y.shape)}")
-    return _run(y, x, None, None, lora_a, lora_b, scaling)
+    if _runs_formula():
+        _check("add_lora", x, lora_a, lora_b, "y.size(-1)", y.size(-1))
+        if y.shape[:-1] != x.shape[:-1]:
+            raise RuntimeError(f"add_lora: y must have shape {[*x.shape[:-1], y.size(-1)]}, got {list(y.shape)}")
+        return _formula(y, x, lora_a, lora_b, scaling)
+    return _add_lora(y, x, lora_a, lora_b, scaling, _splits(y, x, lora_a))[0]
+
+
+def _runs_formula() -> bool:
+    """Whether somebody traces, who can fuse or differentiate PEFT's operations one by one."""
+    return torch.compiler.is_compiling() or _is_transforming() or forward_ad._current_level >= 0
+
+
+def _formula(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """What PEFT writes."""
+    return (y + F.linear(F.linear(x.to(a.dtype), a), b) * scaling).to(y.dtype)
 
 
 def _check(op: str, x: Tensor, lora_a: Tensor, lora_b: Tensor, source: str, columns: int) -> None:
@@ -113,160 +139,103 @@ def _check(op: str, x: Tensor, lora_a: Tensor, lora_b: Tensor, source: str, colu
         raise RuntimeError(f"{op}: lora_b must have the dtype of lora_a, {lora_a.dtype}, got {lora_b.dtype}")
 
 
-def _run(y, x, weight, bias, a, b, scaling):
-    """y, or where it is None the linear layer, with the adapter's part added."""
-    if torch.compiler.is_compiling() or _is_transforming() or forward_ad._current_level >= 0:
-        return _formula(y, x, weight, bias, a, b, scaling)
-    tensors = y, x, weight, bias, a, b
-    if torch.is_grad_enabled() and _requires_grad(tensors):
-        return _Lora.apply(*tensors, scaling)
-    return _forward(*tensors, scaling)[0]
-
-
-def _formula(y, x, weight, bias, a, b, scaling):
-    """What PEFT writes."""
-    y = F.linear(x, weight, bias) if y is None else y
-    return (y + F.linear(F.linear(x.to(a.dtype), a), b) * scaling).to(y.dtype)
-
-
-# What a Function does is not recorded in any case. So the many small operations here do not even ask, which saves some
-# 0.3 us each.
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-
-
-class _Lora(Function):
-    @staticmethod
-    def forward(ctx, y, x, weight, bias, a, b, scaling):
-        with _below_autograd():
-            result, ctx.is_split, *saved = _forward(y, x, weight, bias, a, b, scaling)
-        needs = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs[2] or needs[4] else None, weight, a, b, *saved)
-        ctx.scaling, ctx.x_shape, ctx.x_dtype = scaling, x.shape, x.dtype
-        ctx.set_materialize_grads(False)
-        return result
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, grad_y):
-        if grad_y is None:
-            return (None,) * 7
-        saved = ctx.saved_tensors  # checkpointing may run the forward here
-        with _below_autograd():
-            if torch.is_autocast_enabled(grad_y.device.type):  # the gradients have the dtypes of the forward
-                with torch.autocast(grad_y.device.type, enabled=False):
-                    return _backward(ctx, saved, grad_y)
-            return _backward(ctx, saved, grad_y)
-
-
-def _forward(y, x, weight, bias, a, b, scaling):
-    """The result, whether factors were split, and what the backward needs of A, B and h."""
-    is_own = y is None
-    if is_own:
-        y = F.linear(x, weight, bias)
-    rows, sums, rank = _matrix(x), _matrix(y), a.size(0)
-    add = sums.addmm_ if is_own else sums.addmm
-    if _splits(y, x, a):
-        parts_of_a, parts_of_b = _split(a, 0, low=1).flatten(0, 1), _split(b, 1, low=1).flatten(1)
-        h = _sum_of_halves(_wide_product(rows, parts_of_a[: 2 * rank].t(), scaling), 1)
-        parts_of_h = _split(h, 1, low=2).flatten(1)
-        result = add(parts_of_h, parts_of_b.t())
-        return _unflattened(result, y.shape), True, parts_of_a, parts_of_b, parts_of_h
-    h = rows.to(a.dtype) @ a.t()
-    is_same = y.dtype == a.dtype
-    result = add(h, b.t(), alpha=scaling) if is_same else (sums + (h @ b.t()) * scaling).to(y.dtype)
-    return _unflattened(result, y.shape), False, h
-
-
-def _backward(ctx, saved, grad_y):
-    x, weight, a, b, *saved = saved
-    needs_y, needs_x, needs_weight, needs_bias, needs_a, needs_b, _ = ctx.needs_input_grad
-    rows, grads = None if x is None else _matrix(x), _matrix(grad_y)
-    grad_x = grads @ weight if needs_x and weight is not None else None
-    gradients = _split_gradients if ctx.is_split else _plain_gradients
-    grad_x, grad_a, grad_b = gradients(ctx, grads, rows, grad_x, a, b, saved, (needs_x, needs_a, needs_b))
-    return (
-        grad_y if needs_y else None,
-        grad_x.view(ctx.x_shape) if needs_x else None,
-        _grad_weight(grad_y, x) if needs_weight else None,
-        _grad_bias(grad_y) if needs_bias else None,
-        grad_a,
-        grad_b,
-        None,
-    )
-
-
-def _split_gradients(ctx, grads, rows, grad_x, a, b, saved, needs):
-    parts_of_a, parts_of_b, parts_of_h = saved
-    (needs_x, needs_a, needs_b), rank = needs, a.size(0)
-    grad_a = grad_b = None
-    if needs_b:  # h is scaled
-        grad_b = _sum_of_halves(_wide_product(grads.t(), parts_of_h[:, rank:]), 1)
-    if needs_x or needs_a:
-        g = _sum_of_halves(_wide_product(grads, parts_of_b[:, : 2 * rank], ctx.scaling), 1)
-        parts_of_g = _split(g, 1, low=2).flatten(1)
-        if needs_a:
-            grad_a = _sum_of_halves(_wide_product(parts_of_g[:, rank:].t(), rows), 0)
-        if needs_x:
-            grad_x = parts_of_g @ parts_of_a if grad_x is None else grad_x.addmm_(parts_of_g, parts_of_a)
-    return grad_x, grad_a, grad_b
-
-
-def _plain_gradients(ctx, grads, rows, grad_x, a, b, saved, needs):
-    (h,), (needs_x, needs_a, needs_b), scaling = saved, needs, ctx.scaling
-    grad_a = grad_b = None
-    wide = grads.to(a.dtype)
-    if needs_b:
-        grad_b = wide.t() @ _scaled(h, scaling)
-    if needs_x or needs_a:
-        g = _scaled(wide @ b, scaling)
-        if needs_a:
-            grad_a = g.t() @ rows.to(a.dtype)
-        if needs_x and grad_x is not None and grad_x.dtype == a.dtype:
-            grad_x.addmm_(g, a)
-        elif needs_x:
-            part = (g @ a).to(ctx.x_dtype)
-            grad_x = part if grad_x is None else grad_x.add_(part)
-    return grad_x, grad_a, grad_b
-
-
-def _unflattened(t: Tensor, shape: torch.Size) -> Tensor:
-    """t.view(shape), and no view for autograd, which forbids to write to a view that a Function returns."""
-    return _aten._unsafe_view.default(t, shape)
-
-
-def _scaled(t: Tensor, scaling: float) -> Tensor:
-    return t if scaling == 1 else t * scaling
-
-
-# --- float32 factors as sums of two bfloat16 numbers
-
-
 def _splits(y: Tensor, x: Tensor, a: Tensor) -> bool:
     """Whether float32 adapters run in two parts. Not in float16, where the lower part of a small number underflows."""
     return x.is_cuda and a.dtype is torch.float32 and x.dtype is y.dtype is torch.bfloat16 and _has_wide_products
 
 
-_has_wide_products = hasattr(_aten.addmm, "dtype_out")  # from some version of PyTorch on
+_has_wide_products = hasattr(torch.ops.aten.addmm, "dtype_out")  # 16-bit factors, float32 result: from some PyTorch on
 
 
-def _split(t: Tensor, dim: int, low: int) -> Tensor:
-    """The upper part of float32 numbers three times along a new dimension, but their lower part at `low`."""
-    shape = list(t.shape)
-    shape.insert(dim, 3)
-    parts = t.new_empty(shape, dtype=torch.bfloat16).copy_(t.unsqueeze(dim))
-    thirds = parts.unbind(dim)
-    torch.sub(t, thirds[0], out=thirds[low])
-    return parts
+def _fake(x, weight, lora_a, lora_b, bias=None, scaling=1.0, split=False):
+    return _fake_results(x.new_empty((*x.shape[:-1], weight.shape[0])), x, lora_a, lora_b, split)
 
 
-def _sum_of_halves(t: Tensor, dim: int) -> Tensor:
-    first, second = t.chunk(2, dim)
-    return first + second
+def _fake_add(y, x, lora_a, lora_b, scaling=1.0, split=False):
+    return _fake_results(contiguous_like(y), x, lora_a, lora_b, split)
 
 
-def _wide_product(a: Tensor, b: Tensor, factor: float = 1.0) -> Tensor:
-    """factor a b of 16-bit matrices, in float32."""
-    out = torch.empty(a.size(0), b.size(1), dtype=torch.float32, device=a.device)
-    if not a.is_cuda:
-        return torch.addmm(out, a.float(), b.float(), beta=0, alpha=factor, out=out)
-    return _aten.addmm.dtype_out(out, a, b, torch.float32, beta=0, alpha=factor, out=out)
+def _fake_results(y: Tensor, x: Tensor, a: Tensor, b: Tensor, split: bool) -> tuple[Tensor, ...]:
+    rows, rank = math.prod(x.shape[:-1]), a.shape[0]
+    if not split:
+        return y, a.new_empty((rows, rank)), a.new_empty(0), a.new_empty(0)
+    shapes = (rows, 3 * rank), (3 * rank, a.shape[1]), (b.shape[0], 3 * rank)
+    return y, *(a.new_empty(shape, dtype=torch.bfloat16) for shape in shapes)
+
+
+def _fake_backward(grad_y, x, weight, lora_a, lora_b, h, a_parts, b_parts, scaling, split, needs_x, needs_a, needs_b):
+    of_x = grad_y if split or weight is not None else lora_a
+    return (
+        of_x.new_empty((*grad_y.shape[:-1], lora_a.shape[1]) if needs_x else 0),
+        lora_a.new_empty(lora_a.shape if needs_a else 0),
+        lora_b.new_empty(lora_b.shape if needs_b else 0),
+    )
+
+
+register_fake("lora_linear", _fake)
+register_fake("add_lora", _fake_add)
+register_fake("lora_linear_backward", _fake_backward, overloads=("",))
+
+
+def _setup(ctx, inputs, output):
+    x, weight, a, b, _, ctx.scaling, ctx.is_split = inputs
+    _, needs_weight, needs_a, *_ = ctx.needs_input_grad
+    _save(ctx, x if needs_weight or needs_a else None, weight, a, b, *output[1:])
+
+
+def _setup_add(ctx, inputs, output):
+    _, x, a, b, ctx.scaling, ctx.is_split = inputs
+    ctx.dtype_of_x = x.dtype
+    _save(ctx, x if ctx.needs_input_grad[2] else None, None, a, b, *output[1:])
+
+
+def _save(ctx, x, weight, a, b, *parts):
+    ctx.mark_non_differentiable(*parts)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, a, b, *parts)
+
+
+@differentiable_once
+def _linear_backward(ctx, grad_y, *_parts):
+    if grad_y is None:
+        return (None,) * 7
+    needs_x, needs_weight, needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
+    saved = x, *_ = ctx.saved_tensors  # checkpointing may run the forward here
+    grad_x, grad_a, grad_b = _backward(grad_y, *saved, ctx.scaling, ctx.is_split, needs_x, needs_a, needs_b)
+    grad_weight = grad_bias = None
+    if needs_weight or needs_bias:
+        with torch.autocast(grad_y.device.type, enabled=False):  # the gradients have the dtypes of the forward
+            grad_weight = _grad_weight(grad_y, x) if needs_weight else None
+            grad_bias = _grad_bias(grad_y) if needs_bias else None
+    return (
+        grad_x if needs_x else None,
+        grad_weight,
+        grad_a if needs_a else None,
+        grad_b if needs_b else None,
+        grad_bias,
+        None,
+        None,
+    )
+
+
+@differentiable_once
+def _add_backward(ctx, grad_y, *_parts):
+    if grad_y is None:
+        return (None,) * 6
+    needs_y, needs_x, needs_a, needs_b, *_ = ctx.needs_input_grad
+    saved = ctx.saved_tensors
+    grad_x, grad_a, grad_b = _backward(grad_y, *saved, ctx.scaling, ctx.is_split, needs_x, needs_a, needs_b)
+    return (
+        grad_y if needs_y else None,
+        grad_x.to(ctx.dtype_of_x) if needs_x else None,
+        grad_a if needs_a else None,
+        grad_b if needs_b else None,
+        None,
+        None,
+    )
+
+
+register_autograd("lora_linear", _linear_backward, _setup)
+register_autograd("add_lora", _add_backward, _setup_add)
+for _name in ("lora_linear", "add_lora", "lora_linear_backward"):
+    register_vmap(_name, lambda *call: None)  # one by one

@@ -161,6 +161,22 @@ CPU = [
         "tests/test_gated_mlp.py -k 'overwrites'",
     ),
     Mutation(
+        "cpu_lora_forgets_the_lower_part",
+        "the gradient of lora_b is made from the upper part of h twice",
+        "csrc/torch/lora.cpp",
+        "of_b = wide_product(transposed(grad_y), columns(h, rank, 3 * rank));",
+        "of_b = wide_product(transposed(grad_y), columns(h, 0, 2 * rank));",
+        "tests/test_lora.py -k 'accuracy and split'",
+    ),
+    Mutation(
+        "py_lora_forgets_what_it_needs",
+        "x is not saved for the gradient of lora_a",
+        "llmkernels/ops/lora.py",
+        "x if needs_weight or needs_a else None",
+        "x if needs_weight else None",
+        "tests/test_lora.py -k gradients_that_are_needed",
+    ),
+    Mutation(
         "ignored_irregular_strides",
         "rows that no single stride describes are taken as if one did",
         "csrc/torch/binding.h",

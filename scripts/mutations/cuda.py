@@ -133,6 +133,22 @@ CUDA = [
         "tests/test_gated_mlp.py -k 'with_and_without and cuda'",
     ),
     Mutation(
+        "cuda_lora_parts_in_the_wrong_order",
+        "the lower part stands where the upper one has to",
+        "csrc/kernels/lora/lora.cu",
+        "lower.store(parts + params.lower * params.part_stride);",
+        "lower.store(parts + (3 - params.lower) * params.part_stride);",
+        "tests/test_lora.py -k 'parts and cuda'",
+    ),
+    Mutation(
+        "cuda_lora_second_matrix_is_the_first",
+        "of two matrices in one launch the second gets the wrong blocks",
+        "csrc/kernels/lora/lora.cu",
+        "split<N>(params.second, blockIdx.x - first_blocks);",
+        "split<N>(params.second, blockIdx.x);",
+        "tests/test_lora.py -k 'parts and cuda'",
+    ),
+    Mutation(
         "cuda_misaligned_vectors",
         "16-byte accesses whatever the alignment",
         "csrc/kernels/launch.h",
