@@ -66,12 +66,19 @@ struct Rotation {
   const Tensor &cos, &sin, &positions;
 };
 
+// RMSNorm of the heads of q or k before their rotation, where there is a weight.
+struct HeadNorms {
+  Argument q_weight, k_weight;  // (head_dim,)
+  RmsNormOptions options;
+};
+
 // Checks them for `heads` query heads of one token in each of `batch` sequences; `model` has their dtype.
 void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads,
                      const AttentionInputs& inputs);
-void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation);
+void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation,
+                    const HeadNorms& norms);
 
-Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const AttentionInputs& inputs,
-                             int64_t heads, bool prefetch_cache);
+Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const HeadNorms& norms,
+                             const AttentionInputs& inputs, int64_t heads, bool prefetch_cache);
 
 }  // namespace llmk
