@@ -1,7 +1,5 @@
 // Loads the queries of a work tile, and in the fused form the new key and value, to shared memory.
 #pragma once
-#include <bit>
-
 #include "device/vec.cuh"
 #include "qk_norm.cuh"
 #include "rotate.cuh"
@@ -22,7 +20,8 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
   using V = Vec<T, 8>;
   constexpr int kHalf = S::kVectors / 2;
   // Lanes per row: for the sum of its squares a power of two. Then whole warps stay in the loop, for the shuffles.
-  constexpr int kLanes = kNorm ? std::bit_ceil(static_cast<unsigned>(kHalf)) : kHalf;
+  constexpr int kLanes = !kNorm ? kHalf : kHalf <= 4 ? 4 : kHalf <= 8 ? 8 : 16;
+  static_assert(kHalf <= 16);
   const int lane = kNorm ? threadIdx.x % 32 : 0;
   const int tokens = static_cast<int>(params.tokens), queries = group * tokens;
   const int head = query_tiles == 1 ? scheduler.work_tile : divide(scheduler.work_tile, query_tiles),
