@@ -37,7 +37,11 @@ Tensor linear(const Tensor& x, const Linear& f, const std::optional<Scaled>& sca
 // residual += x weight^T + bias. `next`: the linear after the next norm, for a hand-off.
 std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, const Linear* next = nullptr);
 
-void check_options(const char* op, const RmsNormOptions& options);
+// Here, so that ops with a norm of their own do not depend on norm.cpp.
+inline void check_options(const char* op, const RmsNormOptions& options) {
+  check_not_negative(op, "eps", options.eps);
+  check_finite(op, "weight_offset", options.weight_offset);
+}
 
 // rms_norm between kernels of other libraries, without programmatic dependent launch:
 //

@@ -112,11 +112,12 @@ template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) rope_kv_write_kernel(const RopeKvWriteParams params) {
   const int64_t pairs = params.head_dim / 2 / N;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  Head<T> head(params, index / pairs);
+  const int64_t row = index / pairs, d = index % pairs * N;
+  Head<T> head(params, row);
   pdl_launch_dependents();
   pdl_wait();
   if (!head.find(params)) return;
-  Pairs<T, N>(params, head, index % pairs * N).rotate_and_store(params, head);
+  Pairs<T, N>(params, head, d).rotate_and_store(params, head);
 }
 
 // The same with a norm before the rotation: a head has `lanes` neighbouring lanes, a power of two, each with one or
