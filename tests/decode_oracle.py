@@ -38,12 +38,18 @@ def decode_layer(
     cast_before_weight,
     softmax_scale,
     window_left,
+    q_norm=None,
+    k_norm=None,
 ):
-    """One token for each sequence through one layer of Llama or Qwen2. `hidden` (B, hidden) is changed in place."""
+    """One token for each sequence through one layer of Llama, Qwen2 or Qwen3. `hidden` (B, hidden) is changed in place.
+
+    Heads of q and k are normalized where there is a weight.
+    """
     norm = {"eps": eps, "weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
     batch, kv_heads, dim = len(hidden), *k_cache.shape[2:]
     qkv = F.linear(oracles.rms_norm(hidden, input_norm, **norm), qkv_weight, qkv_bias)
     q, k, v = qkv.view(batch, -1, dim).split([heads, kv_heads, kv_heads], 1)
+    q, k = (x if w is None else oracles.rms_norm(x, w, **norm) for x, w in ((q, q_norm), (k, k_norm)))
     q, k = rotate(q, k, cos[positions.long()], sin[positions.long()])
     out = torch.zeros_like(q)
     for b in range(batch):
@@ -96,6 +102,8 @@ def decode_step(
     cast_before_weight,
     softmax_scale,
     windows_left,
+    q_norms=None,
+    k_norms=None,
 ):
     """One token for each sequence through a model, lists by layer. Returns the logits; `hidden` is changed in place."""
     none = [None] * len(input_norms)
@@ -103,8 +111,9 @@ def decode_step(
     weights += (post_norms, gate_up_weights, down_weights)
     places = (cos, sin, positions, cache_seqlens, cache_leftpad)
     options = (heads, eps, weight_offset, cast_before_weight, softmax_scale)
-    for *layer, k_cache, v_cache, window_left in zip(*weights, k_caches, v_caches, windows_left, strict=True):
-        decode_layer(hidden, *layer, *places, k_cache, v_cache, None, *options, window_left)
+    attention = (k_caches, v_caches, windows_left, q_norms or none, k_norms or none)
+    for *layer, k_cache, v_cache, window_left, q_norm, k_norm in zip(*weights, *attention, strict=True):
+        decode_layer(hidden, *layer, *places, k_cache, v_cache, None, *options, window_left, q_norm, k_norm)
     return rms_norm_linear(hidden, norm, head, head_bias, eps, weight_offset, cast_before_weight)
 
 

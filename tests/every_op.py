@@ -162,7 +162,9 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     caches = [draw(batch, keys + 8, kv_heads, dim) for _ in range(2)]
     position = (lengths - 1)[:, None]
     yield "decode_attention", (q, *caches, lengths)
-    yield "rope_kv_write", (q, *new.split(kv_heads, 2), cos, sin, position, *caches, lengths)
+    new_tokens = (q, *new.split(kv_heads, 2), cos, sin, position, *caches, lengths)
+    yield "rope_kv_write", new_tokens
+    yield "rope_kv_write", (*new_tokens, None, False, *norms)
     qkv = draw(batch, (heads + 2 * kv_heads) * dim)
     yield "rope_decode_attention", (qkv, cos, sin, lengths - 1, lengths, None, *caches, None, heads)
 
@@ -171,7 +173,7 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     layer += [draw(2 * ffn, hidden, scale=hidden**-0.5), draw(hidden, ffn, scale=ffn**-0.5)]
     where = (cos, sin, lengths - 1, lengths, None)
     state = draw(batch, hidden)
-    yield "decode_layer", (state, *layer, *where, *caches, None, heads, 1e-6, 0.0, True, None, -1)
+    yield "decode_layer", (state, *layer, *where, *caches, None, heads, 1e-6, 0.0, True, None, -1, *norms)
     head = (draw(hidden), draw(1003, hidden, scale=hidden**-0.5), None)
     lists = ([value] * 2 for value in layer)
     caches = ([cache.clone(), cache] for cache in caches)

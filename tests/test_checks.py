@@ -33,6 +33,8 @@ def _layer(plural: bool) -> dict:
         ("down_weight", "down_weights"): (HIDDEN, INTERMEDIATE),
         ("k_cache", "k_caches"): (BATCH, CAPACITY, KV_HEADS, DIM),
         ("v_cache", "v_caches"): (BATCH, CAPACITY, KV_HEADS, DIM),
+        ("q_norm", "q_norms"): (DIM,),
+        ("k_norm", "k_norms"): (DIM,),
     }
     if plural:
         return {names[1]: [torch.ones(shape) for _ in range(2)] for names, shape in shapes.items()}
@@ -52,6 +54,7 @@ def valid(op: str) -> dict:
     rope = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": torch.arange(3).expand(BATCH, 3)}
     qk_norm = {"q": q, "k": k, "q_weight": torch.ones(DIM), "k_weight": torch.ones(DIM), **dict(list(rope.items())[2:]),
                **norm_options}  # fmt: skip
+    head_norms = {"q_norm_weight": torch.ones(DIM), "k_norm_weight": torch.ones(DIM), **norm_options}
     rotation = {"cos": cos, "sin": sin, "positions": _per_sequence(1), "cache_seqlens": _per_sequence(2)}
     caches = {name: torch.ones(BATCH, CAPACITY, KV_HEADS, DIM) for name in ("k_cache", "v_cache")}
     pages = {"block_table": torch.arange(BATCH, dtype=_I32)[:, None], "softmax_scale": 0.5, "window_left": 4}
@@ -151,10 +154,10 @@ def valid(op: str) -> dict:
                        "bias": torch.ones(6).bfloat16()},
         "decode_attention": {"q": q, **caches, **lengths, **pages, "softcap": 0.0},
         "rope_kv_write": {**rope, "v": k.clone(), **caches, "cache_seqlens": _per_sequence(3),
-                          "block_table": pages["block_table"]},
+                          "block_table": pages["block_table"], **head_norms},
         "rope_decode_attention": {"qkv": torch.ones(BATCH, (HEADS + 2 * KV_HEADS) * DIM), **rotation,
                                   "cache_leftpad": _per_sequence(0), **caches, **pages, "heads": HEADS,
-                                  "softcap": 0.0},
+                                  "softcap": 0.0, **head_norms},
         "decode_layer": {**hidden, **_layer(plural=False), **decode, **pages},
         "decode_step": {**hidden, **_layer(plural=True), **decode, "norm": torch.ones(HIDDEN),
                         "head": torch.ones(VOCAB, HIDDEN), "head_bias": torch.ones(VOCAB), "softmax_scale": 0.5,
@@ -423,7 +426,8 @@ def test_numbers_that_are_none(op, name, number):
      ("sample", "repetition_penalty_value", 1e-50), ("sample", "repetition_penalty_value", 1e50),
      ("cross_entropy", "label_smoothing", 1.5), ("cross_entropy", "lse_square_scale", -1),
      ("cross_entropy_", "softcap", -1), ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
-     ("decode_layer", "window_left", -2), ("adam_", "lr_value", -0.5), ("adam_", "beta1", 1),
+     ("decode_layer", "window_left", -2), ("rope_kv_write", "eps", -1e-6), ("rope_decode_attention", "eps", -1e-6),
+     ("adam_", "lr_value", -0.5), ("adam_", "beta1", 1),
      ("adam_", "beta2", -0.1), ("adam_", "eps", -1e-8), ("adam_", "weight_decay", -0.5), ("adam_", "max_norm", -0.5),
      ("grad_norm", "norm_type", 1), ("clip_grads_", "max_norm", -0.5)],
 )  # fmt: skip

@@ -9,8 +9,9 @@ import llmkernels
 KV_HEADS, CAPACITY, PAGE = 2, 48, 16
 
 
-def make(batch, dtype, device, *, heads=4, dim=64, hidden=256, ffn=384, bias=True, paged=False, lengths=None, seed=0):
-    """Arguments of the op, lengths including the new token."""
+def make(batch, dtype, device, *, heads=4, dim=64, hidden=256, ffn=384, bias=True, paged=False, lengths=None, seed=0,
+         normed=()):  # fmt: skip
+    """Arguments of the op, lengths including the new token. `normed`: which heads are normalized, of "q" and "k"."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape, scale=1.0, shift=0.0):
@@ -38,6 +39,7 @@ def make(batch, dtype, device, *, heads=4, dim=64, hidden=256, ffn=384, bias=Tru
         "cos": angles.cos(),
         "sin": angles.sin(),
     }
+    norms = {f"{x}_norm": draw(dim, scale=0.5, shift=1).to(device, dtype) if x in normed else None for x in "qk"}
     values = {name: None if x is None else x.to(device, dtype) for name, x in floats.items()}
     values |= {"positions": lengths - 1, "cache_seqlens": lengths}
     values |= {
@@ -46,7 +48,7 @@ def make(batch, dtype, device, *, heads=4, dim=64, hidden=256, ffn=384, bias=Tru
         "v_cache": draw(*cache).to(device, dtype),
     }
     values |= {"block_table": table, "heads": heads, "eps": 1e-6, "weight_offset": 0.0, "cast_before_weight": True}
-    values |= {"softmax_scale": None, "window_left": -1}
+    values |= {"softmax_scale": None, "window_left": -1, **norms}
     for name in ("positions", "cache_seqlens", "block_table"):
         values[name] = None if values[name] is None else values[name].int().to(device)
     return values
@@ -98,6 +100,35 @@ def test_shapes(device, changes):
     check(make(3, torch.bfloat16, device, **changes))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 3, 17])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 40])
+@pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0, "cast_before_weight": False}], ids=["cast", "no cast"])
+def test_normed_heads(device, options, dim, batch, dtype):
+    check(make(batch, dtype, device, dim=dim, normed="qk", paged=batch == 3) | options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"normed": "q"}, {"normed": "k"}, {"heads": 2}, {"heads": 14}, {"heads": 32}], ids=str
+)
+def test_normed_heads_of_groups(device, changes, dtype):
+    check(make(3, dtype, device, **{"normed": "qk"} | changes))
+
+
+def test_odd_places_of_the_weights_of_heads(device):
+    """No aligned vectors, for which the attention has no fused form; and a copy."""
+    values = make(2, torch.bfloat16, device, normed="qk")
+    wanted = run(torch.ops.llmkernels.decode_layer, values)
+    room = torch.zeros(2 * 64 + 1, dtype=torch.bfloat16, device=device)
+    for place in (room[1:65], room[::2][:64]):
+        place.copy_(values["q_norm"])
+        arguments = {name: x.clone() if torch.is_tensor(x) else x for name, x in values.items()} | {"q_norm": place}
+        torch.ops.llmkernels.decode_layer(*arguments.values())
+        for name, expected in zip(("hidden", "k_cache", "v_cache"), wanted, strict=True):
+            torch.testing.assert_close(arguments[name].double(), expected, rtol=0.03, atol=0.03)
+
+
 def test_starts_and_window(device):
     values = make(3, torch.bfloat16, device, lengths=[40, 30, 20])
     check(values | {"cache_leftpad": torch.tensor([0, 12, 19], dtype=torch.int32, device=device)})
@@ -143,11 +174,13 @@ def test_a_full_cache_is_not_written_past(device):
         ({"cache_seqlens": lambda x: x.long()}, "decode_layer: cache_seqlens must be int32"),
         ({"v_cache": lambda x: x[..., :-1]}, "decode_layer: v_cache must have"),
         ({"down_weight": lambda x: x.double()}, "decode_layer: down_weight must have the dtype of hidden"),
+        ({"q_norm": lambda x: x[:-1]}, r"decode_layer: q_norm must have shape \[64\] \(head_dim\), got \[63\]"),
+        ({"k_norm": lambda x: x.float()}, "decode_layer: k_norm must have the dtype of hidden"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_errors(device, change, message):
-    values = make(2, torch.bfloat16, device)
+    values = make(2, torch.bfloat16, device, normed="qk")
     ((name, function),) = change.items()
     with pytest.raises(RuntimeError, match=message):
         torch.ops.llmkernels.decode_layer(*(values | {name: function(values[name])}).values())
@@ -155,7 +188,7 @@ def test_errors(device, change, message):
 
 def test_opcheck(device):
     for paged in (False, True):
-        values = make(2, torch.bfloat16, device, paged=paged)
+        values = make(2, torch.bfloat16, device, paged=paged, normed="qk" if paged else "")
         torch.library.opcheck(torch.ops.llmkernels.decode_layer.default, tuple(values.values()))
         qkv = torch.randn(2, (4 + 2 * KV_HEADS) * 64, device=device).bfloat16()
         state = (
@@ -169,23 +202,26 @@ def test_opcheck(device):
             "block_table",
             "heads",
         )
-        arguments = (qkv, *(values[name] for name in state), 0.3, 6, 2.0)
+        arguments = (qkv, *(values[name] for name in state), 0.3, 6, 2.0, False, values["q_norm"], values["k_norm"])
         torch.library.opcheck(torch.ops.llmkernels.rope_decode_attention.default, arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_is_that_of_the_two_ops(device, dtype):
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("normed", ["", "q", "k", "qk"])
+def test_attention_is_that_of_the_two_ops(device, normed, dim, dtype):
     """rope_decode_attention equals rope_kv_write, then decode_attention; the caches bit for bit."""
-    values = make(3, dtype, device, lengths=[40, 1, 17], heads=14)
-    qkv = torch.randn(3, (14 + 2 * KV_HEADS) * 64, device=device).to(dtype)
-    q, k, v = (x.clone() for x in qkv.view(3, 1, -1, 64).split((14, KV_HEADS, KV_HEADS), 2))
+    values = make(3, dtype, device, lengths=[40, 1, 17], heads=14, dim=dim, normed=normed)
+    qkv = torch.randn(3, (14 + 2 * KV_HEADS) * dim, device=device).to(dtype)
+    q, k, v = (x.clone() for x in qkv.view(3, 1, -1, dim).split((14, KV_HEADS, KV_HEADS), 2))
+    norms = {f"{x}_norm_weight": values[f"{x}_norm"] for x in "qk"}
+    norms |= {"eps": 1e-5, "weight_offset": 0.5, "cast_before_weight": False}
     caches = [values[name].clone() for name in ("k_cache", "v_cache")]
     angles, positions, seqlens = (values["cos"], values["sin"]), values["positions"], values["cache_seqlens"]
-    llmkernels.rope_kv_write(q, k, v, *angles, positions[:, None], *caches, seqlens)
+    llmkernels.rope_kv_write(q, k, v, *angles, positions[:, None], *caches, seqlens, **norms)
     expected = llmkernels.decode_attention(q, *caches, seqlens, softcap=3.0)
-    y = torch.ops.llmkernels.rope_decode_attention(
-        qkv.clone(), *angles, positions, seqlens, None, values["k_cache"], values["v_cache"], None, 14, softcap=3.0
-    )
+    places = (*angles, positions, seqlens, None, values["k_cache"], values["v_cache"], None)
+    y = torch.ops.llmkernels.rope_decode_attention(qkv.clone(), *places, 14, softcap=3.0, **norms)
     assert torch.equal(values["k_cache"], caches[0]) and torch.equal(values["v_cache"], caches[1])
     torch.testing.assert_close(y.view(expected.shape), expected)
 
@@ -193,8 +229,9 @@ def test_attention_is_that_of_the_two_ops(device, dtype):
 @pytest.mark.gpu
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
-def test_one_layer(paged):
-    check(make(3, torch.bfloat16, "cuda", paged=paged, heads=14))
+@pytest.mark.parametrize("normed, dim", [("", 64), ("qk", 64), ("qk", 96)])
+def test_one_layer(normed, dim, paged):
+    check(make(3, torch.bfloat16, "cuda", paged=paged, heads=14, normed=normed, dim=dim))
 
 
 @pytest.mark.gpu
@@ -220,7 +257,7 @@ def test_graph_follows_growing_lengths():
 
 @pytest.mark.gpu
 def test_deterministic():
-    values = make(4, torch.bfloat16, "cuda", lengths=[47, 46, 45, 3])
+    values = make(4, torch.bfloat16, "cuda", lengths=[47, 46, 45, 3], normed="qk")
     first = run(torch.ops.llmkernels.decode_layer, values)
     for _ in range(250):
         for ours, wanted in zip(run(torch.ops.llmkernels.decode_layer, values), first, strict=True):

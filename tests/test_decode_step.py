@@ -30,8 +30,9 @@ def make(
     half_width=False,
     lengths=None,
     seed=0,
+    normed="",
 ):
-    """Arguments of the op, lengths including the new token."""
+    """Arguments of the op, lengths including the new token. `normed`: which heads are normalized, of "q" and "k"."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape, scale=1.0, shift=0.0):
@@ -77,6 +78,8 @@ def make(
         "cast_before_weight": True,
         "softmax_scale": None,
         "windows_left": [-1] * layers,
+        "q_norms": each_layer(dim, scale=0.5, shift=1) if "q" in normed else None,
+        "k_norms": each_layer(dim, scale=0.5, shift=1) if "k" in normed else [],
     }
 
 
@@ -164,6 +167,9 @@ SHAPES = [
     {"dim": 32},
     {"hidden": 260},
     {"ffn": 100},
+    *({"normed": "qk", "dim": dim, "heads": 2 * group} for dim in (64, 96, 128, 256, 32) for group in (1, 7, 9)),
+    {"normed": "q"},
+    {"normed": "k", "half_width": True},
 ]
 
 
@@ -187,10 +193,10 @@ def test_activations_that_float16_holds_but_their_scaled_values_would_not(device
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not sm_90")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch", [1, 2, 16, 17, 64])
-def test_a_layer_is_five_launches(batch, dtype):
+@pytest.mark.parametrize("batch, normed", [(1, ""), (2, "qk"), (16, ""), (17, "qk"), (64, "")])
+def test_a_layer_is_five_launches(batch, normed, dtype):
     def launches(layers):
-        values = make(batch, dtype, "cuda", layers=layers)
+        values = make(batch, dtype, "cuda", layers=layers, normed=normed)
         step(values)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step(values)
@@ -202,7 +208,7 @@ def test_a_layer_is_five_launches(batch, dtype):
 
 
 def test_float64():
-    values = make(2, torch.float64, "cpu")
+    values = make(2, torch.float64, "cpu", normed="qk")
     found, expected = (run(f, values) for f in (torch.ops.llmkernels.decode_step, decode_oracle.decode_step))
     torch.testing.assert_close(found, expected)
 
@@ -263,7 +269,7 @@ def test_starts_and_windows(device, length):
 )
 def test_options(device, options):
     for batch in (1, 3):
-        check(make(batch, torch.bfloat16, device) | options)
+        check(make(batch, torch.bfloat16, device, normed="qk" if batch == 3 else "") | options)
 
 
 def test_no_layers(device):
@@ -349,11 +355,12 @@ def test_a_position_outside_of_the_tables_makes_nan(position):
 @pytest.mark.parametrize(
     "name",
     ["qkv_weights", "qkv_biases", "o_weights", "o_biases", "post_norms", "gate_up_weights", "down_weights", "k_caches",
-     "v_caches", "windows_left"],
+     "v_caches", "windows_left", "q_norms", "k_norms"],
 )  # fmt: skip
 def test_lists_of_other_lengths(device, name):
-    values = make(1, torch.bfloat16, device)
-    expected = r"\(2\) or none, got 1" if "biases" in name else r"\(2\), got 1"
+    values = make(1, torch.bfloat16, device, normed="qk")
+    may_be_none = name in ("qkv_biases", "o_biases", "q_norms", "k_norms")
+    expected = r"\(2\) or none, got 1" if may_be_none else r"\(2\), got 1"
     kind = "number" if name == "windows_left" else "tensor"
     with pytest.raises(RuntimeError, match=f"^decode_step: {name} must have one {kind} per layer {expected}$"):
         step(values | {name: values[name][:1]})
@@ -397,10 +404,12 @@ def test_lists_of_other_lengths(device, name):
         ("heads", lambda x: 3, r"qkv_weights\[0\] must have shape"),
         ("heads", lambda x: -4, "heads must be finite and at least 0"),
         ("windows_left", lambda x: -2, "window_left must be at least -1"),
+        ("q_norms", lambda x: x[:-1], r"q_norms\[1\] must have shape \[64\] \(head_dim\), got \[63\]"),
+        ("k_norms", lambda x: x.float(), r"k_norms\[1\] must have the dtype of"),
     ],
 )
 def test_errors(device, name, change, message):
-    values = make(1, torch.bfloat16, device)
+    values = make(1, torch.bfloat16, device, normed="qk")
     wrong = [*values[name][:-1], change(values[name][-1])] if isinstance(values[name], list) else change(values[name])
     before = values["hidden"].clone(), values["k_caches"][0].clone()
     with pytest.raises((RuntimeError, ValueError), match="^decode_step: " + message):
@@ -421,13 +430,17 @@ def test_tensors_on_another_device():
 @pytest.mark.parametrize("batch", [1, 2])
 def test_opcheck(device, batch):
     for bias in (False, True):
-        values = make(batch, torch.bfloat16, device, bias=bias)
+        values = make(batch, torch.bfloat16, device, bias=bias, normed="qk" if bias else "")
         torch.library.opcheck(torch.ops.llmkernels.decode_step.default, tuple(values.values()))
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("changes", [{}, {"dim": 128, "heads": 14, "hidden": 64, "vocab": 40, "bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dim": 128, "heads": 14, "hidden": 64, "vocab": 40, "bias": False}, {"dim": 256, "normed": "qk"}],
+    ids=str,
+)
 def test_one_step(changes):
     check(one(capacity=704, lengths=[700], **changes))
 
@@ -454,7 +467,7 @@ SMALL = {"hidden": 64, "ffn": 64, "vocab": 40, "heads": 2, "kv_heads": 1, "layer
 @pytest.mark.gpu
 def test_deterministic():
     many = [make(batch, torch.bfloat16, "cuda", hidden=2048, ffn=512) for batch in (17, 64)]
-    for values in (one(**LARGE), one(**SMALL), make(3, torch.bfloat16, "cuda"), *many):
+    for values in (one(**LARGE), one(**SMALL), make(3, torch.bfloat16, "cuda", normed="qk"), *many):
         expected = run(torch.ops.llmkernels.decode_step, values)
         for _ in range(250):
             assert_same(run(torch.ops.llmkernels.decode_step, values), expected)

@@ -1,10 +1,11 @@
-"""rope_kv_write: bitwise equal to rope and a copy; pages, tokens outside the cache, errors, CUDA graphs."""
+"""rope_kv_write: bitwise equal to rope and a copy; norms of heads; pages, tokens outside the cache, errors, CUDA
+graphs."""
 
 import pytest
 import torch
 
 import oracles
-from llmkernels import rope_kv_write
+from llmkernels import rms_norm_rope, rope_kv_write
 from oracles import DTYPES, angles, assert_same
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -24,9 +25,22 @@ def make(device, dtype, batch=3, tokens=1, heads=6, kv_heads=2, head_dim=64, cap
     return packed.split([heads, kv_heads, kv_heads], 2), tables, caches
 
 
-def expected(parts, tables, positions, caches, seqlens, interleaved=False):
+def small_integers(parts):
+    """Their squares have the same sum in any order, so that norms agree bit for bit."""
+    return tuple(torch.randint_like(x.float(), -9, 10).to(x.dtype) for x in parts)
+
+
+def norms_of(parts, **options):
+    """The arguments of norms, with weights of four bits, so that eager's offset + weight is exact."""
+    q = parts[0]
+    weights = {name: torch.randint(1, 16, q.shape[3:], device=q.device).div(16).to(q.dtype)
+               for name in ("q_norm_weight", "k_norm_weight")}  # fmt: skip
+    return weights | options
+
+
+def expected(parts, tables, positions, caches, seqlens, interleaved=False, *, rotate=oracles.rope):
     q, k, v = parts
-    q, k = oracles.rope(q, k, *tables, positions, interleaved=interleaved, rotary_dim=q.size(3))
+    q, k = rotate(q, k, *tables, positions, interleaved=interleaved, rotary_dim=q.size(3))
     k_cache, v_cache = (c.clone() for c in caches)
     for b, length in enumerate(seqlens.tolist()):
         for t in range(q.size(1)):
@@ -97,9 +111,174 @@ def test_strided_caches(device, dtype):
     assert_same((parts[0], *views), want)
 
 
+# Norms of heads.
+
+every_rounding = pytest.mark.parametrize("cast_before_weight", [True, False], ids=["cast", "no cast"])
+every_offset = pytest.mark.parametrize("weight_offset", [0.0, 1.0])
+every_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+
+
+def normed(module_or_oracle, q_norm_weight=None, k_norm_weight=None, **options):
+    """A function like rope, with norms before it; a head without a weight is only rotated."""
+
+    def rotate(q, k, *tables, **order):
+        found = module_or_oracle(q, k, q_norm_weight, k_norm_weight, *tables, **order, **options)
+        plain = oracles.rope(q, k, *tables, **order)
+        weights = (q_norm_weight, k_norm_weight)
+        return tuple(a if w is not None else b for a, b, w in zip(found, plain, weights, strict=True))
+
+    return rotate
+
+
+def run(parts, tables, positions, caches, seqlens, **options):
+    """q and the caches after the op; the arguments stay unchanged."""
+    q, *caches = (x.clone() for x in (parts[0], *caches))
+    rope_kv_write(q, *parts[1:], *tables, positions, *caches, seqlens, **options)
+    return q, *caches
+
+
+@every_dtype
+@every_order
+@every_rounding
+@every_offset
+@pytest.mark.parametrize("tokens, head_dim", [(1, 64), (3, 128), (2, 256), (2, 8)])
+def test_norms_round_where_eager_does(device, tokens, head_dim, weight_offset, cast_before_weight, interleaved, dtype):
+    """Bit for bit, on heads of 2^n integers: their mean square is exact."""
+    parts, tables, caches = make(device, dtype, tokens=tokens, head_dim=head_dim)
+    parts, seqlens = small_integers(parts), int32([tokens, 5 + tokens, 20], device)
+    positions = torch.randint(50, (3, tokens), device=device)
+    norms = norms_of(parts, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
+    places = tables, positions, caches, seqlens
+    found = run(parts, *places, interleaved=interleaved, **norms)
+    want = expected(parts, *places, interleaved, rotate=normed(oracles.rms_norm_rope, **norms))
+    if device == "cuda" or dtype != torch.float32:
+        assert_same(found, want)
+    else:  # the CPU's 1 / sqrt(x) is rounded once, eager's twice
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=4e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@every_order
+@pytest.mark.parametrize("half", [False, True], ids=["full", "half"])
+@pytest.mark.parametrize("head_dim", [2, 6, 40, 64, 72, 96, 128, 192, 256, 512, 520])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_is_rms_norm_rope_and_a_copy(device, tokens, head_dim, half, interleaved, dtype):
+    """Bit for bit."""
+    if device == "cuda" and dtype == torch.float64:
+        pytest.skip("on the CPU only")
+    parts, tables, caches = make(device, dtype, tokens=tokens, heads=7, kv_heads=1, head_dim=head_dim, half=half)
+    parts, seqlens = small_integers(parts), int32([tokens, 5 + tokens, 20], device)
+    norms = norms_of(parts, eps=1e-5)
+    places = tables, torch.randint(50, (3, tokens), device=device), caches, seqlens
+    want = expected(parts, *places, interleaved, rotate=normed(rms_norm_rope, **norms))
+    assert_same(run(parts, *places, interleaved=interleaved, **norms), want)
+
+
+@every_dtype
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 80, 6])
+@pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0, "cast_before_weight": False}], ids=["cast", "no cast"])
+def test_norms_against_float64(device, options, head_dim, dtype):
+    """At most twice the error of eager."""
+    parts, tables, caches = make(device, dtype, tokens=2, head_dim=head_dim)
+    parts = tuple(oracles.scaled_rows(*x.shape, dtype=dtype, device=device) for x in parts)
+    caches, seqlens = [c.zero_() for c in caches], int32([2, 9, 20], device)
+    weights = {name: torch.randn(head_dim, device=device).to(dtype) for name in ("q_norm_weight", "k_norm_weight")}
+
+    def eager(dtype):
+        wide = [tuple(x.to(dtype) for x in tensors) for tensors in (parts, tables, caches)]
+        rotate = normed(oracles.rms_norm_rope, **{name: x.to(dtype) for name, x in weights.items()}, **options)
+        return expected(wide[0], wide[1], positions, wide[2], seqlens, rotate=rotate)
+
+    positions = torch.randint(50, (3, 2), device=device)
+    found = run(parts, tables, positions, caches, seqlens, **weights, **options)
+    for ours, theirs, exact in zip(found, eager(dtype), eager(torch.float64), strict=True):
+        error, allowed = ((x.double() - exact).norm() for x in (ours, theirs))
+        assert error <= 2 * allowed + torch.finfo(dtype).eps * exact.norm()
+
+
+@every_dtype
+@every_order
+@pytest.mark.parametrize("missing", ["q_norm_weight", "k_norm_weight"])
+def test_heads_without_a_weight_are_not_normed(device, missing, interleaved, dtype):
+    parts, tables, caches = make(device, dtype, tokens=2)
+    parts, seqlens = small_integers(parts), int32([2, 9, 20], device)
+    norms = norms_of(parts, weight_offset=0.5) | {missing: None}
+    places = tables, torch.randint(50, (3, 2), device=device), caches, seqlens
+    want = expected(parts, *places, interleaved, rotate=normed(rms_norm_rope, **norms))
+    assert_same(run(parts, *places, interleaved=interleaved, **norms), want)
+    # Without weights the other arguments do nothing.
+    options = {name: None if name.endswith("norm_weight") else value for name, value in norms.items()}
+    assert_same(run(parts, *places, **options), expected(parts, *places))
+
+
+@every_dtype
+@pytest.mark.parametrize("misaligned", ["q", "weight", "cache"])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_norms_in_odd_places(device, head_dim, misaligned, dtype):
+    """Slices of a packed projection, weights with gaps; what is not aligned takes the kernel of single elements."""
+
+    def moved(x):
+        return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+    packed, tables, caches = make(device, dtype, tokens=2, head_dim=head_dim)
+    for part in packed:
+        part.copy_(torch.randint_like(part.float(), -9, 10))
+    seqlens, positions = int32([2, 9, 20], device), torch.randint(50, (3, 2), device=device)
+    norms = norms_of(packed)
+    want = expected(packed, tables, positions, caches, seqlens, rotate=normed(rms_norm_rope, **norms))
+    norms["k_norm_weight"] = norms["k_norm_weight"].repeat_interleave(2)[::2]
+    if misaligned == "weight":
+        norms["q_norm_weight"] = moved(norms["q_norm_weight"])
+    q, k, v = packed
+    if misaligned == "q":
+        q = moved(q)
+    if misaligned == "cache":
+        caches = [moved(c) for c in caches]
+    rope_kv_write(q, k, v, *tables, positions, *caches, seqlens, **norms)
+    assert_same((q, *caches), want)
+
+
+@every_dtype
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_norms_with_pages_and_tokens_without_a_place(device, page_size, dtype):
+    parts, tables, _ = make(device, dtype, tokens=6, heads=16, kv_heads=2, head_dim=128)
+    parts, norms = small_integers(parts), norms_of(parts, weight_offset=1.0, cast_before_weight=False)
+    contiguous = [torch.zeros(3, 48, 2, 128, dtype=dtype, device=device) for _ in range(2)]
+    seqlens, positions = int32([3, 19, 50], device), int32([3, 4, 5, 0, 49, 7], device)
+    want = expected(parts, tables, positions, contiguous, seqlens, rotate=normed(rms_norm_rope, **norms))
+    table = torch.randperm(3 * 48 // page_size, device=device).view(3, -1).int()
+    pools = [torch.zeros(3 * 48 // page_size, page_size, 2, 128, dtype=dtype, device=device) for _ in range(2)]
+    q, *pools = run(parts, tables, positions, pools, seqlens, block_table=table, **norms)
+    assert_same(q, want[0])
+    for pool, cache in zip(pools, want[1:], strict=True):
+        assert_same(pool[table.long()].view(cache.shape), cache)
+
+
+@pytest.mark.parametrize("model", ["Qwen3", "Gemma3"])
+def test_matches_transformers(device, model):
+    module = pytest.importorskip(f"transformers.models.{model.lower()}.modeling_{model.lower()}")
+    options = {"weight_offset": 1.0, "cast_before_weight": False} if model == "Gemma3" else {}
+    parts, tables, caches = make(device, torch.bfloat16, tokens=3, head_dim=128)
+    parts, seqlens, positions = small_integers(parts), int32([3, 8, 20], device), int32([4, 5, 6], device)
+    norms = norms_of(parts, **options)
+
+    def theirs(q, k, cos, sin, position_ids, **_):
+        for name in ("q_norm_weight", "k_norm_weight"):
+            norm = getattr(module, f"{model}RMSNorm")(128, eps=1e-6).to(device, torch.bfloat16)
+            norm.weight.data.copy_(norms[name])
+            q, k = (norm(q), k) if name[0] == "q" else (q, norm(k))
+        cos, sin = (t[position_ids.long()][None] for t in (cos, sin))
+        return module.apply_rotary_pos_emb(q.detach(), k.detach(), cos, sin, unsqueeze_dim=2)
+
+    want = expected(parts, tables, positions, caches, seqlens, rotate=theirs)
+    assert_same(run(parts, tables, positions, caches, seqlens, **norms), want)
+
+
 def test_empty(device):
     parts, tables, caches = make(device, torch.float32, batch=0)
-    rope_kv_write(*parts, *tables, int32([0], device), *caches, int32([], device))
+    for norms in ({}, norms_of(parts)):
+        rope_kv_write(*parts, *tables, int32([0], device), *caches, int32([], device), **norms)
 
 
 def test_opcheck(device):
@@ -107,7 +286,9 @@ def test_opcheck(device):
     parts = tuple(x.contiguous() for x in parts)
     caches = [c.nan_to_num() for c in caches]
     at = int32([0, 1, 2], device)
-    torch.library.opcheck(torch.ops.llmkernels.rope_kv_write.default, (*parts, *tables, at[:, None], *caches, at + 1))
+    for norms in ({}, norms_of(parts, weight_offset=1.0)):
+        arguments = (*parts, *tables, at[:, None], *caches, at + 1)
+        torch.library.opcheck(torch.ops.llmkernels.rope_kv_write.default, arguments, norms)
 
 
 ERRORS = {
@@ -123,6 +304,10 @@ ERRORS = {
     "v must have the dtype of q": {"v": torch.zeros(3, 1, 2, 64).half()},
     "k_cache must have the batch of q, 3": {"k_cache": torch.zeros(2, 20, 2, 64), "v_cache": torch.zeros(2, 20, 2, 64)},
     "v must not require a gradient": {"v": torch.zeros(3, 1, 2, 64, requires_grad=True)},
+    r"q_norm_weight must have shape \[64\] \(head_dim\), got \[1, 64\]": {"q_norm_weight": torch.ones(1, 64)},
+    r"k_norm_weight must have shape \[64\] \(head_dim\), got \[128\]": {"k_norm_weight": torch.ones(128)},
+    "k_norm_weight must have the dtype of q": {"k_norm_weight": torch.ones(64).half()},
+    "q_norm_weight must not require a gradient": {"q_norm_weight": torch.ones(64, requires_grad=True)},
     "q must be contiguous along head_dim": {"q": torch.zeros(3, 1, 64, 6).transpose(2, 3)},
 }
 
@@ -134,8 +319,9 @@ def test_errors(device, message, changed):
     names = ["q", "k", "v", "cos", "sin", "positions", "k_cache", "v_cache", "cache_seqlens"]
     arguments = dict(zip(names, (*parts, *tables, at[:, None], *caches, at), strict=True))
     arguments |= {name: x.detach().to(device).requires_grad_(x.requires_grad) for name, x in changed.items()}
+    named = {name: arguments.pop(name) for name in [*arguments] if name not in names}
     with pytest.raises(RuntimeError, match="rope_kv_write: " + message):
-        rope_kv_write(*arguments.values())
+        rope_kv_write(*arguments.values(), **named)
 
 
 def test_errors_that_only_the_cpu_can_afford():
@@ -181,11 +367,15 @@ def test_cuda_graph():
 @pytest.mark.gpu
 @pytest.mark.sanitizer
 @every_dtype
-def test_every_path_once(dtype):
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+def test_every_path_once(is_normed, head_dim, dtype):
     for interleaved in (False, True):
-        parts, tables, caches = make("cuda", dtype)
-        parts = tuple(x.clone() for x in parts)
+        parts, tables, caches = make("cuda", dtype, head_dim=head_dim)
+        parts = small_integers(parts)
         at = int32([0, 1, 2], "cuda")
-        want = expected(parts, tables, at[:, None], caches, at + 1, interleaved)
-        rope_kv_write(*parts, *tables, at[:, None], *caches, at + 1, interleaved=interleaved)
+        norms = norms_of(parts) if is_normed else {}
+        rotate = normed(rms_norm_rope, **norms) if is_normed else oracles.rope
+        want = expected(parts, tables, at[:, None], caches, at + 1, interleaved, rotate=rotate)
+        rope_kv_write(*parts, *tables, at[:, None], *caches, at + 1, interleaved=interleaved, **norms)
         assert_same((parts[0], *caches), want)

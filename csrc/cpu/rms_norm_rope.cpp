@@ -15,18 +15,12 @@
 #include <vector>
 
 #include "cpu/convert.h"
+#include "cpu/head_norm.h"
 #include "cpu/row_sums.h"
 #include "cpu/rows.h"
 
 namespace llmk::cpu {
 namespace {
-
-// source, as the type that is computed in.
-template <typename T>
-inline void widen_all(const T* source, int64_t count, LoopType<T>* buffer, Wide<T>* target) {
-  const LoopType<T>* x = load(source, count, buffer);
-  for (int64_t i = 0; i < count; ++i) target[i] = widen(x[i]);
-}
 
 template <typename T>
 inline void narrow_all(const Wide<T>* source, int64_t count, LoopType<T>* buffer, T* target) {
@@ -51,15 +45,11 @@ struct Rows {
         of_token(p.row_wise ? 1 : tensor.heads),
         heads(p.row_wise ? tensor.heads : 1),
         dim(p.rope.head_dim),
-        scale(norm.cols, A(1)),
+        scale(norm_scale<T>(norm.weight, norm.cols, p.norm.weight_offset)),
         x(norm.cols),
         other(norm.cols),
         rotated(norm.cols),
-        buffer(norm.cols) {
-    if (norm.weight == nullptr) return;
-    widen_all(static_cast<const T*>(norm.weight), norm.cols, buffer.data(), scale.data());
-    for (A& value : scale) value += static_cast<A>(p.norm.weight_offset);
-  }
+        buffer(norm.cols) {}
 
   // Row `row` of a token, of a tensor with these strides.
   void load_row(const void* data, const Strides& strides, int64_t batch, int64_t token, int64_t row, A* target) {
@@ -76,16 +66,6 @@ struct Rows {
   }
   Strides in_strides() const { return {tensor.in_batch, tensor.in_token, tensor.in_head}; }
   Strides x_strides() const { return {norm.x_batch, norm.x_token, norm.x_head}; }
-
-  // 1 / sqrt(mean(x^2) + eps)
-  A rstd(double eps) const {
-    A squares = 0;
-    const A* values = x.data();
-    for_blocks<kBlock>(norm.cols, [&](int64_t begin, int64_t count) {
-      squares += sum_of<A>(count, [=](int64_t i) { return values[begin + i] * values[begin + i]; });
-    });
-    return static_cast<A>(1.0 / std::sqrt(static_cast<double>(squares) / static_cast<double>(norm.cols) + eps));
-  }
 
   const RopeTensor& tensor;
   const HeadNorm& norm;
@@ -200,19 +180,12 @@ inline void for_rows(const RmsNormRopeParams& p, int64_t begin, int64_t end, Row
 
 template <typename T>
 inline void forward(const RmsNormRopeParams& p, int64_t begin, int64_t end) {
-  using A = Wide<T>;
   Rows<T> q(p, p.rope.q, p.q), k(p, p.rope.k, p.k);
   Angles<T> angles(p);
-  const bool cast_before_weight = p.norm.cast_before_weight;
-  const double eps = p.norm.eps;
   for_rows(p, begin, end, q, k, angles, [&](Rows<T>& rows, int64_t batch, int64_t token, int64_t row) {
-    A *const x = rows.x.data(), *const scale = rows.scale.data();
+    Wide<T>* const x = rows.x.data();
     rows.load_row(rows.tensor.in, rows.in_strides(), batch, token, row, x);
-    const A rstd = rows.rstd(eps);
-    for (int64_t i = 0, cols = rows.norm.cols; i < cols; ++i) {
-      const A n = x[i] * rstd;
-      x[i] = rounded<T>((cast_before_weight ? rounded<T>(n) : n) * scale[i]);
-    }
+    normalize<T>(x, rows.scale.data(), rows.norm.cols, p.norm);
     rotate_row(p, x, rows.heads, angles, rows.rotated.data());
     rows.store_row(rows.rotated.data(), batch, token, row);
   });
@@ -241,7 +214,7 @@ inline void backward(const RmsNormRopeParams& p, int64_t chunk_begin, int64_t ch
       rows.load_row(norm.x, rows.x_strides(), batch, token, row, x);
       rows.load_row(rows.tensor.in, rows.in_strides(), batch, token, row, rows.other.data());
       rotate_row(p, rows.other.data(), rows.heads, angles, g);
-      const A rstd = rows.rstd(eps);
+      const A rstd = reciprocal_rms(x, cols, eps);
       A products = 0;
       for_blocks<kBlock>(cols, [&](int64_t from, int64_t count) {
         const A *xs = x + from, *gs = g + from, *scales = scale + from;

@@ -1,21 +1,24 @@
-// Rotation of new queries and keys, and the write to the KV cache, on the CPU. Rounds as cpu/rope.cpp does. Pages have
-// been checked.
+// Norm and rotation of new queries and keys, and the write to the KV cache, on the CPU. Rounds as cpu/rms_norm_rope.cpp
+// and cpu/rope.cpp do. Pages have been checked.
 #include "cpu/attention.h"
 
 #include <algorithm>
 #include <vector>
 
 #include "cpu/convert.h"
+#include "cpu/head_norm.h"
 
 namespace llmk::cpu {
 namespace {
 
-// out = the head at `in`, rotated; may be in place.
+// out = the head at `in`, rotated; may be in place. `scale`: of the norm before that, or null.
 template <typename T>
-inline void rotate_head(const T* in, T* out, const Wide<T>* cos, const Wide<T>* sin, int64_t dim, bool interleaved,
-                        LoopType<T>* buffer, Wide<T>* head) {
-  const LoopType<T>* x = load(in, dim, buffer);
-  for (int64_t d = 0; d < dim; ++d) head[d] = widen(x[d]);
+inline void rotate_head(const RopeKvWriteParams& p, const T* in, T* out, const Wide<T>* scale, const Wide<T>* cos,
+                        const Wide<T>* sin, LoopType<T>* buffer, Wide<T>* head) {
+  const int64_t dim = p.head_dim;
+  const bool interleaved = p.interleaved;
+  widen_all(in, dim, buffer, head);
+  if (scale != nullptr) normalize<T>(head, scale, dim, p.norm.options);
   LoopType<T>* output = output_buffer(out, buffer);
   // Two loops, since in one loop GCC would fuse multiplications and additions in spite of -ffp-contract=off.
   const int64_t step = interleaved ? 2 : 1, distance = interleaved ? 1 : dim / 2;
@@ -42,6 +45,11 @@ inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t
   const int64_t dim = p.head_dim;
   std::vector<LoopType<T>> buffer(dim);
   std::vector<A> head(dim), cos(dim), sin(dim);
+  const auto scale_of = [&](const void* weight) {
+    return weight != nullptr ? norm_scale<T>(weight, dim, p.norm.options.weight_offset) : std::vector<A>();
+  };
+  const std::vector<A> q_scale = scale_of(p.norm.q_weight), k_scale = scale_of(p.norm.k_weight);
+  const auto data = [](const std::vector<A>& scale) { return scale.empty() ? nullptr : scale.data(); };
   for (int64_t flat = flat_begin; flat < flat_end; ++flat) {
     const int64_t b = flat / p.tokens, t = flat % p.tokens;
     const int64_t at = b * p.positions_batch + t * p.positions_token;
@@ -51,15 +59,15 @@ inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t
     load_angles<T>(p.rope, p.rope.sin, p.rope.sin_row, position, dim, p.interleaved, buffer.data(), sin.data());
     T* const q = static_cast<T*>(p.q) + b * p.q_batch + t * p.q_token;
     for (int64_t h = 0; h < p.heads; ++h) {
-      rotate_head(q + h * p.q_head, q + h * p.q_head, cos.data(), sin.data(), dim, p.interleaved, buffer.data(),
+      rotate_head(p, q + h * p.q_head, q + h * p.q_head, data(q_scale), cos.data(), sin.data(), buffer.data(),
                   head.data());
     }
     const int64_t place = p.cache_seqlens[b] - p.tokens + t;
     if (place < 0 || place >= p.cache.capacity) continue;
     for (int64_t h = 0; h < p.kv_heads; ++h) {
-      rotate_head(static_cast<const T*>(p.k) + b * p.k_batch + t * p.k_token + h * p.k_head,
-                  static_cast<T*>(p.cache.k) + cache_offset(p.cache, b, place, h, false), cos.data(), sin.data(), dim,
-                  p.interleaved, buffer.data(), head.data());
+      rotate_head(p, static_cast<const T*>(p.k) + b * p.k_batch + t * p.k_token + h * p.k_head,
+                  static_cast<T*>(p.cache.k) + cache_offset(p.cache, b, place, h, false), data(k_scale), cos.data(),
+                  sin.data(), buffer.data(), head.data());
       std::copy_n(static_cast<const T*>(p.v) + b * p.v_batch + t * p.v_token + h * p.v_head, dim,
                   static_cast<T*>(p.cache.v) + cache_offset(p.cache, b, place, h, true));
     }

@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "params/norm.h"
+
 namespace llmk {
 
 // Keys and values of all sequences. Contiguous: page b is sequence b, as long as its capacity. Paged: the pages of
@@ -26,6 +28,12 @@ struct RopeTables {
   bool half_width;
 };
 
+// RMSNorm of each head of the queries and of the new keys, before their rotation.
+struct QkNorm {
+  const void *q_weight, *k_weight;  // [head_dim]; null: not normalized
+  RmsNormOptions options;
+};
+
 struct DecodeAttentionParams {
   const void* q;  // [batch, tokens, heads, head_dim]
   int64_t q_batch, q_token, q_head;
@@ -44,6 +52,7 @@ struct DecodeAttentionParams {
   int64_t new_k_batch, new_k_head, new_v_batch, new_v_head;
   RopeTables rope;
   const int32_t* positions;  // [batch]: rows of the rope tables
+  QkNorm norm;
 
   // CUDA only. With `prefetch_cache` the caller promises that all inputs but q, new_k and new_v were complete before
   // the previous kernel of the stream could start: see decode_attention.cuh.
@@ -60,6 +69,7 @@ struct RopeKvWriteParams {
   int64_t q_batch, q_token, q_head;
   int64_t k_batch, k_token, k_head;
   int64_t v_batch, v_token, v_head;
+  QkNorm norm;
   RopeTables rope;
   const void* position_ids;  // [batch, tokens] by the strides below, int32 or int64
   bool position_ids_int64;

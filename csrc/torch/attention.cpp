@@ -205,16 +205,34 @@ void check_tables(const char* op, const Argument& model, const Argument& cos, co
   check_like(op, sin, cos);
 }
 
+void check_head_norms(const char* op, const Argument& model, int64_t head_dim, const HeadNorms& norms) {
+  check_options(op, norms.options);
+  check_vector(op, norms.q_weight, model, head_dim, "head_dim");
+  check_vector(op, norms.k_weight, model, head_dim, "head_dim");
+}
+
 RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
   return {cos.const_data_ptr(), sin.const_data_ptr(), cos.stride(0),
           sin.stride(0),        cos.size(0),          cos.size(1) != head_dim};
 }
 
+// The norms of a kernel, and the weights that they point to.
+struct Norms {
+  explicit Norms(const HeadNorms& norms)
+      : q_weight(contiguous(norms.q_weight.optional())),
+        k_weight(contiguous(norms.k_weight.optional())),
+        params{data(q_weight), data(k_weight), norms.options} {}
+
+  std::optional<Tensor> q_weight, k_weight;
+  QkNorm params;
+};
+
 struct NewTokens {
   const Tensor &q, &k, &v, &cos, &sin, &position_ids;
 };
 
-void write(const char* op, const NewTokens& tokens, const AttentionInputs& to, bool interleaved) {
+void write(const char* op, const NewTokens& tokens, const HeadNorms& head_norms, const AttentionInputs& to,
+           bool interleaved) {
   const Tensor& q = tokens.q;
   if (q.numel() == 0 && tokens.k.numel() == 0) return;
   const Dtype dtype = to_dtype(op, {"q", q});
@@ -222,6 +240,7 @@ void write(const char* op, const NewTokens& tokens, const AttentionInputs& to, b
   const Tensor cos = with_unit_last_stride(tokens.cos), sin = with_unit_last_stride(tokens.sin);
   const Tensor cache_seqlens = with_unit_last_stride(to.cache_seqlens);
   const std::optional<Tensor> table = contiguous(to.block_table);
+  const Norms norms(head_norms);
   RopeKvWriteParams params{};
   params.q = q.mutable_data_ptr();
   params.k = k.const_data_ptr();
@@ -235,6 +254,7 @@ void write(const char* op, const NewTokens& tokens, const AttentionInputs& to, b
   params.heads = q.size(2);
   params.kv_heads = k.size(2);
   params.head_dim = q.size(3);
+  params.norm = norms.params;
   params.rope = rope_tables(cos, sin, params.head_dim);
   params.position_ids = tokens.position_ids.const_data_ptr();
   params.position_ids_int64 = tokens.position_ids.scalar_type() == ScalarType::Long;
@@ -263,7 +283,9 @@ void write(const char* op, const NewTokens& tokens, const AttentionInputs& to, b
 
 void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                    const Tensor& position_ids, const Tensor& k_cache, const Tensor& v_cache,
-                   const Tensor& cache_seqlens, std::optional<Tensor> block_table, bool interleaved) {
+                   const Tensor& cache_seqlens, std::optional<Tensor> block_table, bool interleaved,
+                   std::optional<Tensor> q_norm_weight, std::optional<Tensor> k_norm_weight, double eps,
+                   double weight_offset, bool cast_before_weight) {
   constexpr const char* op = "rope_kv_write";
   check_tensors(op, {{"q", q, Access::kWrite},
                      {"k", k},
@@ -274,7 +296,9 @@ void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                      {"k_cache", k_cache, Access::kWrite},
                      {"v_cache", v_cache, Access::kWrite},
                      {"cache_seqlens", cache_seqlens},
-                     {"block_table", block_table}});
+                     {"block_table", block_table},
+                     {"q_norm_weight", q_norm_weight},
+                     {"k_norm_weight", k_norm_weight}});
   to_dtype(op, {"q", q});
   check_heads(op, {"q", q}, "(batch, tokens, heads, head_dim)");
   LLMK_CHECK(has_unit_last_stride(q), op, "q must be contiguous along head_dim to be rotated in place, got strides ",
@@ -290,9 +314,12 @@ void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     LLMK_CHECK(argument->sizes().equals({expected.data(), 4}), op, argument.name, " must have shape ",
                text({expected.data(), 4}), ", got ", shape(*argument));
   }
+  const HeadNorms norms{
+      {"q_norm_weight", q_norm_weight}, {"k_norm_weight", k_norm_weight}, {eps, weight_offset, cast_before_weight}};
   check_tables(op, {"q", q}, {"cos", cos}, {"sin", sin}, head_dim);
+  check_head_norms(op, {"q", q}, head_dim, norms);
   check_position_ids(op, position_ids, batch, tokens);
-  write(op, {q, k, v, cos, sin, position_ids}, to, interleaved);
+  write(op, {q, k, v, cos, sin, position_ids}, norms, to, interleaved);
 }
 
 }  // namespace
@@ -307,15 +334,17 @@ void check_attention(const char* op, const Argument& model, int64_t batch, int64
   check_not_negative(op, "softcap", inputs.softcap);
 }
 
-void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation) {
+void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation,
+                    const HeadNorms& norms) {
   check_tables(op, model, {"cos", rotation.cos}, {"sin", rotation.sin}, head_dim);
+  check_head_norms(op, model, head_dim, norms);
   check_per_sequence(op, {"positions", rotation.positions}, batch);
 }
 
 // rope_kv_write, then decode_attention, for one new token per sequence from a packed q|k|v: one launch where the fast
 // kernel supports it. The new token is at cache_seqlens - 1.
-Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const AttentionInputs& inputs,
-                             int64_t heads, [[maybe_unused]] bool prefetch_cache) {
+Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const HeadNorms& norms,
+                             const AttentionInputs& inputs, int64_t heads, [[maybe_unused]] bool prefetch_cache) {
   const Tensor& k_cache = *inputs.k_cache;
   const int64_t batch = qkv.size(0), row = qkv.stride(0), kv_heads = k_cache.size(2), head_dim = k_cache.size(3);
   const auto part = [&](int64_t first, int64_t count) {
@@ -328,6 +357,7 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
     const Dtype dtype = to_dtype(op, {"qkv", qkv});
     const Tensor positions = with_unit_last_stride(rotation.positions);
     const Tensor cos = with_unit_last_stride(rotation.cos), sin = with_unit_last_stride(rotation.sin);
+    const Norms of_heads(norms);
     Attention attention = prepare(q, inputs);
     DecodeAttentionParams& params = attention.params;
     params.new_k = k.const_data_ptr();
@@ -336,6 +366,7 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
     params.new_k_head = params.new_v_head = head_dim;
     params.rope = rope_tables(cos, sin, head_dim);
     params.positions = static_cast<const int32_t*>(positions.const_data_ptr());
+    params.norm = of_heads.params;
     params.prefetch_cache = prefetch_cache;
     const std::array<int64_t, 2> sizes{batch, width};
     Tensor out = empty({sizes.data(), 2}, dtype_code(q), q);
@@ -348,7 +379,7 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
   }
 #endif
   const Tensor position_ids = view(rotation.positions, {batch, 1}, {rotation.positions.stride(0), 1}, 0);
-  write(op, {q, k, v, rotation.cos, rotation.sin, position_ids}, inputs, false);
+  write(op, {q, k, v, rotation.cos, rotation.sin, position_ids}, norms, inputs, false);
   return view(run_attention(op, q, inputs), {batch, width}, {width, 1}, 0);
 }
 
@@ -358,7 +389,9 @@ Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tens
                                 const Tensor& cache_seqlens, std::optional<Tensor> cache_leftpad, const Tensor& k_cache,
                                 const Tensor& v_cache, std::optional<Tensor> block_table, int64_t heads,
                                 std::optional<double> softmax_scale, int64_t window_left, double softcap,
-                                bool prefetch_cache) {
+                                bool prefetch_cache, std::optional<Tensor> q_norm_weight,
+                                std::optional<Tensor> k_norm_weight, double eps, double weight_offset,
+                                bool cast_before_weight) {
   constexpr const char* op = "rope_decode_attention";
   check_tensors(op, {{"qkv", qkv, Access::kWrite},
                      {"cos", cos},
@@ -368,7 +401,9 @@ Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tens
                      {"cache_leftpad", cache_leftpad},
                      {"k_cache", k_cache, Access::kWrite},
                      {"v_cache", v_cache, Access::kWrite},
-                     {"block_table", block_table}});
+                     {"block_table", block_table},
+                     {"q_norm_weight", q_norm_weight},
+                     {"k_norm_weight", k_norm_weight}});
   to_dtype(op, {"qkv", qkv});
   check_not_negative(op, "heads", static_cast<double>(heads));
   check_heads(op, {"k_cache", k_cache}, "(batch or pages, tokens, kv_heads, head_dim)");
@@ -379,9 +414,11 @@ Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tens
   const AttentionInputs inputs{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, cache_leftpad,
                                block_table,          softmax_scale,        window_left,   softcap};
   const Rotation rotation{cos, sin, positions};
+  const HeadNorms norms{
+      {"q_norm_weight", q_norm_weight}, {"k_norm_weight", k_norm_weight}, {eps, weight_offset, cast_before_weight}};
   check_attention(op, {"qkv", qkv}, qkv.size(0), heads, inputs);
-  check_rotation(op, {"qkv", qkv}, qkv.size(0), head_dim, rotation);
-  return rope_decode_attention(op, qkv, rotation, inputs, heads, prefetch_cache);
+  check_rotation(op, {"qkv", qkv}, qkv.size(0), head_dim, rotation, norms);
+  return rope_decode_attention(op, qkv, rotation, norms, inputs, heads, prefetch_cache);
 }
 
 void register_ops(StableLibrary& ops) {

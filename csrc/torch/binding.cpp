@@ -54,7 +54,10 @@ void check_tensors(const char* op, const Argument* arguments, size_t count) {
     if (!*argument) continue;
     const Tensor& tensor = **argument;
     LLMK_CHECK(tensor.defined(), op, argument->name, " must be a tensor, got None");
-    const bool same = tensor.is_cuda() == first->is_cuda() && tensor.get_device_index() == first->get_device_index();
+    // The dispatcher does not see tensors without memory that are in an optional list.
+    const bool is_cuda = tensor.is_cuda(), same = is_cuda == first->is_cuda() &&
+                                                  tensor.get_device_index() == first->get_device_index() &&
+                                                  (is_cuda || tensor.is_cpu() == first->is_cpu());
     LLMK_CHECK(same, op, argument->name, " must be on the device of ", first.name, ", ", device(*first), ", got ",
                device(tensor));
   }

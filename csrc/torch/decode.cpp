@@ -1,7 +1,8 @@
 // decode_layer: one token per sequence through a decoder layer, composed of the library's own ops:
 //
 //   qkv = rms_norm(hidden) Wqkv^T + b              rms_norm_linear
-//   a = attention(rope(q), cache + rope(k), v)     rope_decode_attention: rotates, writes the cache, attends
+//   a = attention(rope(q), cache + rope(k), v)     rope_decode_attention: rotates, writes the cache, attends; with the
+//                                                  weights q_norm and k_norm, RMSNorm of the heads before rope
 //   hidden += a Wo^T                               linear_add_
 //   m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_swiglu_linear
 //   hidden += m Wdown^T                            linear_add_
@@ -46,10 +47,11 @@ struct Layer {
   Argument input_norm, qkv_weight, qkv_bias, o_weight, o_bias, post_norm, gate_up_weight, down_weight;
   Argument k_cache, v_cache;
   int64_t window_left;
+  Argument q_norm, k_norm;
 
-  std::array<Argument, 10> tensors() const {
-    return {input_norm, qkv_weight,     qkv_bias,    o_weight, o_bias,
-            post_norm,  gate_up_weight, down_weight, k_cache,  v_cache};
+  std::array<Argument, 12> tensors() const {
+    return {input_norm,     qkv_weight,  qkv_bias, o_weight, o_bias, post_norm,
+            gate_up_weight, down_weight, k_cache,  v_cache,  q_norm, k_norm};
   }
 };
 
@@ -68,6 +70,7 @@ struct Step {
     return {layer.k_cache, layer.v_cache, cache_seqlens,     cache_leftpad,
             block_table,   softmax_scale, layer.window_left, 0.0};
   }
+  HeadNorms head_norms(const Layer& layer) const { return {layer.q_norm, layer.k_norm, norm}; }
   Linear norm_linear(const Argument& norm_weight, const Argument& weight, const Argument& bias) const {
     return {"rms_norm_linear",     *weight,   bias.optional(), Norm{norm_weight.optional(), norm},
             LinearEpilogue::kNone, kPrefetch, kNoCublas};
@@ -123,7 +126,7 @@ void check(const Step& step, const std::vector<Layer>& layers, const std::vector
     check_linear(step, layer.qkv_weight, layer.qkv_bias, width + 2 * cache->size(2) * head_dim, size,
                  "(heads + 2 kv_heads) head_dim, hidden");
     check_attention(op, hidden, batch, step.heads, step.attention_inputs(layer));
-    check_rotation(op, hidden, batch, head_dim, step.rotation);
+    check_rotation(op, hidden, batch, head_dim, step.rotation, step.head_norms(layer));
     check_linear(step, layer.o_weight, layer.o_bias, size, width, "hidden, heads head_dim");
     check_vector(op, layer.post_norm, hidden, size, "hidden");
     const Argument& gate_up = layer.gate_up_weight;
@@ -140,8 +143,9 @@ std::optional<Scaled> run(const Step& step, const Layer& layer, const std::optio
   const Tensor& hidden = step.hidden;
   const Linear qkv = step.norm_linear(layer.input_norm, layer.qkv_weight, layer.qkv_bias);
   const Linear gate_up = step.norm_swiglu_linear(layer.post_norm, layer.gate_up_weight);
-  const Tensor attention = rope_decode_attention(step.op, linear(hidden, qkv, scaled), step.rotation,
-                                                 step.attention_inputs(layer), step.heads, kPrefetch);
+  const Tensor attention =
+      rope_decode_attention(step.op, linear(hidden, qkv, scaled), step.rotation, step.head_norms(layer),
+                            step.attention_inputs(layer), step.heads, kPrefetch);
   const auto after_attention = linear_add_(hidden, attention, add_linear(layer.o_weight, layer.o_bias), &gate_up);
   return linear_add_(hidden, linear(hidden, gate_up, after_attention), add_linear(layer.down_weight, kNoBias), next);
 }
@@ -152,7 +156,8 @@ void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& 
                   const Tensor& sin, const Tensor& positions, const Tensor& cache_seqlens,
                   std::optional<Tensor> cache_leftpad, const Tensor& k_cache, const Tensor& v_cache,
                   std::optional<Tensor> block_table, int64_t heads, double eps, double weight_offset,
-                  bool cast_before_weight, std::optional<double> softmax_scale, int64_t window_left) {
+                  bool cast_before_weight, std::optional<double> softmax_scale, int64_t window_left,
+                  std::optional<Tensor> q_norm, std::optional<Tensor> k_norm) {
   const Step step{"decode_layer",
                   hidden,
                   {cos, sin, positions},
@@ -172,7 +177,9 @@ void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& 
                     {"down_weight", down_weight},
                     {"k_cache", k_cache, Access::kWrite},
                     {"v_cache", v_cache, Access::kWrite},
-                    window_left};
+                    window_left,
+                    {"q_norm", q_norm},
+                    {"k_norm", k_norm}};
   check(step, {layer}, {});
   if (hidden.numel() > 0 && !is_meta(hidden)) run(step, layer, std::nullopt, nullptr);
 }
@@ -186,7 +193,8 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
                    std::optional<Tensor> cache_leftpad, const std::vector<Tensor>& k_caches,
                    const std::vector<Tensor>& v_caches, int64_t heads, double eps, double weight_offset,
                    bool cast_before_weight, std::optional<double> softmax_scale,
-                   const std::vector<int64_t>& windows_left) {
+                   const std::vector<int64_t>& windows_left, const std::optional<std::vector<Tensor>>& given_q_norms,
+                   const std::optional<std::vector<Tensor>>& given_k_norms) {
   constexpr const char* op = "decode_step";
   const size_t count = input_norms.size();
   const auto check_count = [&](const char* name, const auto& list, bool may_be_empty = false) {
@@ -194,6 +202,9 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
                std::is_same_v<decltype(list), const std::vector<Tensor>&> ? "tensor" : "number", " per layer (", count,
                may_be_empty ? ") or none, got " : "), got ", list.size());
   };
+  const std::vector<Tensor> no_tensors;
+  const std::vector<Tensor>&q_norms = given_q_norms ? *given_q_norms : no_tensors,
+        &k_norms = given_k_norms ? *given_k_norms : no_tensors;
   check_count("qkv_weights", qkv_weights);
   check_count("qkv_biases", qkv_biases, true);
   check_count("o_weights", o_weights);
@@ -204,6 +215,8 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
   check_count("k_caches", k_caches);
   check_count("v_caches", v_caches);
   check_count("windows_left", windows_left);
+  check_count("q_norms", q_norms, true);
+  check_count("k_norms", k_norms, true);
   const std::optional<Tensor> block_table;
   const Step step{op,
                   hidden,
@@ -224,7 +237,8 @@ Tensor decode_step(const Tensor& hidden, const std::vector<Tensor>& input_norms,
                       element("qkv_biases", qkv_biases), element("o_weights", o_weights), element("o_biases", o_biases),
                       element("post_norms", post_norms), element("gate_up_weights", gate_up_weights),
                       element("down_weights", down_weights), element("k_caches", k_caches, Access::kWrite),
-                      element("v_caches", v_caches, Access::kWrite), windows_left[i]});
+                      element("v_caches", v_caches, Access::kWrite), windows_left[i], element("q_norms", q_norms),
+                      element("k_norms", k_norms)});
   }
   const Argument last_norm{"norm", norm}, last_weight{"head", head}, last_bias{"head_bias", head_bias};
   check(step, layers, {last_norm, last_weight, last_bias});

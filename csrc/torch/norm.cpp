@@ -184,11 +184,6 @@ void register_ops(StableLibrary& ops) {
 
 }  // namespace
 
-void check_options(const char* op, const RmsNormOptions& options) {
-  check_not_negative(op, "eps", options.eps);
-  check_finite(op, "weight_offset", options.weight_offset);
-}
-
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options) {
   return forward("rms_norm", NormKind::kRms, x, std::nullopt, weight, std::nullopt, options, false).first;
 }

@@ -37,7 +37,11 @@ Tensor linear(const Tensor& x, const Linear& f, const std::optional<Scaled>& sca
 // residual += x weight^T + bias. `next`: the linear after the next norm, for a hand-off.
 std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, const Linear* next = nullptr);
 
-void check_options(const char* op, const RmsNormOptions& options);
+// Here, so that ops with a norm of their own do not depend on norm.cpp.
+inline void check_options(const char* op, const RmsNormOptions& options) {
+  check_not_negative(op, "eps", options.eps);
+  check_finite(op, "weight_offset", options.weight_offset);
+}
 
 // rms_norm between kernels of other libraries, without programmatic dependent launch:
 //
@@ -66,12 +70,19 @@ struct Rotation {
   const Tensor &cos, &sin, &positions;
 };
 
+// RMSNorm of the heads of q or k before their rotation, where there is a weight.
+struct HeadNorms {
+  Argument q_weight, k_weight;  // (head_dim,)
+  RmsNormOptions options;
+};
+
 // Checks them for `heads` query heads of one token in each of `batch` sequences; `model` has their dtype.
 void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads,
                      const AttentionInputs& inputs);
-void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation);
+void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation,
+                    const HeadNorms& norms);
 
-Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const AttentionInputs& inputs,
-                             int64_t heads, bool prefetch_cache);
+Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const HeadNorms& norms,
+                             const AttentionInputs& inputs, int64_t heads, bool prefetch_cache);
 
 }  // namespace llmk

@@ -97,8 +97,17 @@ def rope_kv_write(
     *,
     block_table: Tensor | None = None,
     interleaved: bool = False,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    cast_before_weight: bool = True,
 ) -> None:
     r"""Rotate new queries in place and new keys into a KV cache, and copy the values there: one launch.
+
+    With QK-norm each head x of q, or of k, is normalized before its rotation:
+
+    .. math:: n = x / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}, \qquad y = n \cdot (\mathrm{weight\_offset} + w)
 
     Args:
         q: (B, T, H, D), rotated in place; float32, float16 or bfloat16, on the CPU also float64. D is even.
@@ -111,17 +120,31 @@ def rope_kv_write(
             :func:`decode_attention`: token t of sequence b becomes key ``cache_seqlens[b] - T + t``. A token with a
             negative index, or one beyond the capacity, is not written.
         interleaved: pairs are (2i, 2i + 1) instead of (i, i + D/2).
+        q_norm_weight, k_norm_weight: (D,), w for the heads of ``q`` and of ``k``. Those without a weight are not
+            normalized (unlike in :func:`rms_norm_rope`); a norm without weights has ones.
+        eps, weight_offset, cast_before_weight: of the norms, as in :func:`rms_norm`.
+
+    A norm of all heads of a token together (OLMo 2) needs a sum over all of them, which blocks of this kernel do not
+    share. It is a launch of its own: ``rms_norm_rope(..., row_wise=True, inplace=True)``, and then a copy to the cache.
 
     Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection.
-    Arithmetic: each product and the sum rounded to the dtype.
+    Arithmetic: float32 (float64 for float64); y is rounded to the dtype, then each product and the sum of the rotation.
     Deterministic: yes.
     Differentiable: no.
-    Matches: ``apply_rotary_pos_emb`` of transformers' Llama and Qwen2, bit for bit.
-    Raises: RuntimeError for shapes, dtypes and devices that do not fit, each by name, for ``q`` or caches that overlap
-        themselves, each other or another input, and for inputs that need a gradient.
+    Matches: ``apply_rotary_pos_emb`` of transformers' Llama and Qwen2, bit for bit; with norms that of Qwen3 (the
+        default) and Gemma 3 (``weight_offset=1, cast_before_weight=False``) after ``q_norm`` and ``k_norm``, rounded
+        where these round, as in :func:`rms_norm_rope`.
+    Raises: ValueError for an ``eps`` that is negative or not finite, or a ``weight_offset`` that is not; RuntimeError
+        for shapes, dtypes and devices that do not fit, each by name, for ``q`` or caches that overlap themselves, each
+        other or another input, and for inputs that need a gradient.
     """
-    refuse_gradients("rope_kv_write", _NO_GRADIENT, q=q, k=k, v=v, cos=cos, sin=sin, k_cache=k_cache, v_cache=v_cache)
-    _ops.rope_kv_write(q, k, v, cos, sin, position_ids, k_cache, v_cache, cache_seqlens, block_table, interleaved)
+    weights = {"q_norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
+    tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache}
+    tensors |= {name: weight for name, weight in weights.items() if weight is not None}
+    refuse_gradients("rope_kv_write", _NO_GRADIENT, **tensors)
+    options = (*weights.values(), eps, weight_offset, cast_before_weight)
+    places = (k_cache, v_cache, cache_seqlens, block_table)
+    _ops.rope_kv_write(q, k, v, cos, sin, position_ids, *places, interleaved, *options)
     if not torch.compiler.is_compiling():  # nobody else tells autograd of the writes
         torch.autograd.graph.increment_version([x for x in (q, k_cache, v_cache) if not x.is_inference()])
 
@@ -141,10 +164,10 @@ _fake(
         qkv.new_empty(qkv.shape[0], heads * k_cache.shape[3])
     ),
 )
-_fake("decode_layer", lambda *arguments: None)
+_fake("decode_layer", lambda *arguments, **named: None)
 _fake(
     "decode_step",
-    lambda hidden, input_norms, qkv, qkv_biases, o, o_biases, post_norms, gate_up, down, norm, head, *others: (
+    lambda hidden, input_norms, qkv, qkv_biases, o, o_biases, post_norms, gate_up, down, norm, head, *others, **named: (
         hidden.new_empty(hidden.shape[0], head.shape[0])
     ),
 )

@@ -11,7 +11,7 @@ CPU = [
     Mutation(
         "cpu_norm_rope_swapped_rounding",
         "multiplies by the weight before it rounds",
-        CPU_NORM_ROPE,
+        "csrc/cpu/head_norm.h",
         "x[i] = rounded<T>((cast_before_weight ? rounded<T>(n) : n) * scale[i]);",
         "x[i] = rounded<T>((cast_before_weight ? n : n) * scale[i]);",
         "tests/test_rms_norm_rope.py -k 'where_eager_does or two_ops'",
@@ -19,7 +19,7 @@ CPU = [
     Mutation(
         "cpu_norm_rope_unrounded_norm",
         "rotates what has not been rounded",
-        CPU_NORM_ROPE,
+        "csrc/cpu/head_norm.h",
         "x[i] = rounded<T>((cast_before_weight ? rounded<T>(n) : n) * scale[i]);",
         "x[i] = (cast_before_weight ? rounded<T>(n) : n) * scale[i];",
         "tests/test_rms_norm_rope.py -k 'where_eager_does or two_ops'",
@@ -319,6 +319,22 @@ CPU = [
         "for (size_t i = 0; i < count && hidden",
         "for (size_t i = 1; i < count && hidden",
         "tests/test_decode_step.py -k against_float64",
+    ),
+    Mutation(
+        "cpu_kv_write_norms_k_as_q",
+        "heads of k are normalized by the weight for q",
+        "csrc/cpu/rope_kv_write.cpp",
+        "k_scale = scale_of(p.norm.k_weight);",
+        "k_scale = q_scale;",
+        "tests/test_rope_kv_write.py -k 'norm and cpu'",
+    ),
+    Mutation(
+        "cpu_step_exchanges_norms",
+        "a decode step normalizes heads of q by the weight for k, and the other way round",
+        "csrc/torch/decode.cpp",
+        "return {layer.q_norm, layer.k_norm, norm};",
+        "return {layer.k_norm, layer.q_norm, norm};",
+        "tests/test_decode_step.py -k 'shapes and normed'",
     ),
     Mutation(
         "cpu_step_shares_a_cache",

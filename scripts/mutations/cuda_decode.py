@@ -5,7 +5,7 @@ from .mutation import Mutation
 LINEAR, LINEAR_RESULTS = "csrc/kernels/linear/linear.cu", "csrc/kernels/linear/epilogue.cuh"
 LINEAR_RING, GEMV = "csrc/kernels/linear/ring.cuh", "csrc/kernels/linear/gemv.cu"
 SAMPLING = "csrc/kernels/sampling/sample.cu"
-KV_WRITE = "csrc/kernels/attention/rope_kv_write.cu"
+KV_WRITE, ATTENTION_QUERIES = "csrc/kernels/attention/rope_kv_write.cu", "csrc/kernels/attention/queries.cuh"
 ATTENTION_SCHEDULER, ATTENTION_MERGE = "csrc/kernels/attention/tile_scheduler.cuh", "csrc/kernels/attention/merge.cuh"
 
 CUDA_DECODE = [
@@ -204,10 +204,26 @@ CUDA_DECODE = [
     Mutation(
         "cuda_attention_keeps_an_unrotated_key",
         "the new key is attended to and written to the cache without rotation",
-        "csrc/kernels/attention/queries.cuh",
+        ATTENTION_QUERIES,
         "if (rotated) rotate(a, b, angles);",
         "if (rotated && is_query) rotate(a, b, angles);",
         "tests/test_decode_layer.py -k 'against_float64 and cuda'",
+    ),
+    Mutation(
+        "cuda_attention_norm_of_half_a_head",
+        "the squares of half of a head's lanes are left out",
+        ATTENTION_QUERIES,
+        "warp_sum(add_squares(0.f, a, b), kLanes)",
+        "warp_sum(add_squares(0.f, a, b), kLanes / 2)",
+        "tests/test_decode_layer.py -k 'normed_heads and cuda'",
+    ),
+    Mutation(
+        "cuda_attention_norm_of_idle_lanes",
+        "lanes without a part of a head of 96 write to shared memory and to the cache",
+        ATTENTION_QUERIES,
+        "const bool is_task = task < tasks && (kLanes == kHalf || low < S::D / 2);",
+        "const bool is_task = task < tasks;",
+        "tests/test_decode_layer.py -k '(normed_heads or two_ops) and cuda and 96'",
     ),
     Mutation(
         "cuda_top_k_of_one_more",
@@ -248,6 +264,22 @@ CUDA_DECODE = [
         "cache.block_table[b * cache.table_stride + place / cache.page_size]",
         "cache.block_table[place / cache.page_size]",
         "tests/test_rope_kv_write.py -k 'pages and cuda'",
+    ),
+    Mutation(
+        "cuda_kv_write_norms_by_one_lane",
+        "a head is normalized by the squares that a lane has itself",
+        KV_WRITE,
+        "warp_sum(squares, lanes)",
+        "squares",
+        "tests/test_rope_kv_write.py -k 'norm and cuda'",
+    ),
+    Mutation(
+        "cuda_kv_write_norm_rounds_late",
+        "x / rms is not rounded before the multiplication by the weight",
+        "csrc/kernels/attention/qk_norm.cuh",
+        "(options.cast_before_weight ? n[i] : x[i] * rstd)",
+        "(options.cast_before_weight ? x[i] * rstd : x[i] * rstd)",
+        "tests/test_rope_kv_write.py -k 'norm and cuda'",
     ),
     Mutation(
         "cuda_recorded_launches_are_made",

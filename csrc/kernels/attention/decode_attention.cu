@@ -46,9 +46,11 @@ cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& p
   LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(kThreads + 32 * has_producer),
                     static_cast<size_t>(plan.layout(params.head_dim).bytes)};
   shape.cluster = plan.cluster;
-  const auto launch_as =
-      dtype == Dtype::kFloat16 ? launch_decode_attention<__half> : launch_decode_attention<__nv_bfloat16>;
-  return launch_as(params, plan, maps, shape, stream);
+  const bool norm = params.norm.q_weight || params.norm.k_weight;
+  const auto launch_fp16 = norm ? launch_decode_attention<__half, true> : launch_decode_attention<__half, false>;
+  const auto launch_bf16 =
+      norm ? launch_decode_attention<__nv_bfloat16, true> : launch_decode_attention<__nv_bfloat16, false>;
+  return (dtype == Dtype::kFloat16 ? launch_fp16 : launch_bf16)(params, plan, maps, shape, stream);
 }
 
 // The sequences from `begin` on.
@@ -97,8 +99,9 @@ bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
   const bool head_dim = p.head_dim == 64 || p.head_dim == 96 || p.head_dim == 128 || p.head_dim == 256;
   if ((dtype != Dtype::kFloat16 && dtype != Dtype::kBFloat16) || !head_dim) return false;
   if (p.cache.capacity > 0x3fffffff || p.batch > 0xffff || p.kv_heads > 0xffff) return false;
-  for (const void* pointer : {p.q, static_cast<const void*>(p.cache.k), static_cast<const void*>(p.cache.v),
-                              static_cast<const void*>(p.out), p.new_k, p.new_v, p.rope.cos, p.rope.sin}) {
+  for (const void* pointer :
+       {p.q, static_cast<const void*>(p.cache.k), static_cast<const void*>(p.cache.v), static_cast<const void*>(p.out),
+        p.new_k, p.new_v, p.rope.cos, p.rope.sin, p.norm.q_weight, p.norm.k_weight}) {
     if (!is_aligned(pointer, 16)) return false;
   }
   const KvCache& c = p.cache;

@@ -5,12 +5,13 @@
 // over the keys j in [leftpad, seqlen - tokens + t] of query token t, the last window_left + 1 of them.
 // q and y [batch, tokens, heads, head_dim], cache paged or contiguous (params/attention.h); fp16 and bf16. Scores,
 // softmax and sums in fp32; the probabilities are rounded to the dtype for the second product, and the result once. The
-// fused form rotates q as it is loaded, rotates the new key, and writes it and the new value to the cache.
+// fused form rotates q as it is loaded, rotates the new key, and writes it and the new value to the cache; before the
+// rotation it normalizes their heads, if there are weights for that.
 // Reads every key and value in range once: memory is the limit.
 //
 //   tile_scheduler.cuh  split-KV: which keys a cluster of blocks attends to
 //   ring_tma.cuh        the producer warp and the ring of KV tiles (sm_90; ring_copy.cuh: cp.async before)
-//   queries.cuh         the queries, and the new key and value, to shared memory
+//   queries.cuh         the queries, and the new key and value, to shared memory (qk_norm.cuh, rotate.cuh)
 //   tile.cuh            the main loop's body: a warp's 16 keys of a KV tile, online softmax
 //   merge.cuh           the reduction of the partial sums
 //   plan.h              clusters and stages, with the measured choices
@@ -19,8 +20,9 @@
 // could start. That kernel may itself have started before the one before it ended. So between the writer of the data
 // and this kernel there must be a launch that does not overlap its predecessor, such as the first one of a CUDA graph.
 //
-//   prefetch_cache   The caller promises this of the cache, the lengths, tables and positions, not of q and the new key
-//                    and value: the ring is filled before the previous kernel has ended. Other launches of the same
+//   prefetch_cache   The caller promises this of the cache, the lengths, tables, positions and weights, not of q and
+//   the new
+//                    key and value: the ring is filled before the previous kernel has ended. Other launches of the same
 //                    step write other layers' caches, and each reads only keys that earlier steps wrote.
 //   else             Speculation. Before pdl_wait() the work is scheduled from the lengths that are in memory then, and
 //                    the first KV tiles are prefetched to the L2 cache: wrong ones do no harm. After pdl_wait() the
@@ -46,7 +48,8 @@
 
 namespace llmk::kernels {
 
-template <typename S>
+// kNorm: see load_queries(). A template parameter, since code that is skipped would still be fetched.
+template <typename S, bool kNorm>
 __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
     decode_attention_kernel(const __grid_constant__ DecodeAttentionParams params,
                             const __grid_constant__ DecodePlan plan,
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
         if (!queries_loaded) {
           const int new_tile = new_key >= first_key && new_key < end_key ? (new_key - first_key) / kKvTile : -1;
           const bool writes_new_kv = new_tile >= 0 && (new_tile & (cluster.size - 1)) == cluster.rank;
-          load_queries<S>(params, scheduler, query_tiles, group, writes_new_kv, shared, layout, wait);
+          load_queries<S, kNorm>(params, scheduler, query_tiles, group, writes_new_kv, shared, layout, wait);
         }
         queries_loaded = !confirmed;
         if (!confirmed) break;
@@ -180,13 +183,13 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
   }
 }
 
-template <typename T>
+template <typename T, bool kNorm>
 cudaError_t launch_decode_attention(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
                                     const LaunchShape& shape, cudaStream_t stream) {
   return dispatch_int<64, 96, 128, 256>(static_cast<int>(params.head_dim), [&](auto dim) {
     return dispatch_int<1, 2>(plan.query_mma_tiles, [&](auto tiles) {
       using S = Shape<T, decltype(dim)::value, decltype(tiles)::value>;
-      return launch(decode_attention_kernel<S>, shape, stream, params, plan, maps);
+      return launch(decode_attention_kernel<S, kNorm>, shape, stream, params, plan, maps);
     });
   });
 }

@@ -2,7 +2,7 @@
 
 namespace llmk::kernels {
 
-template cudaError_t launch_decode_attention<__nv_bfloat16>(const DecodeAttentionParams&, const DecodePlan&,
-                                                            const KvMaps&, const LaunchShape&, cudaStream_t);
+template cudaError_t launch_decode_attention<__nv_bfloat16, false>(const DecodeAttentionParams&, const DecodePlan&,
+                                                                   const KvMaps&, const LaunchShape&, cudaStream_t);
 
 }  // namespace llmk::kernels

@@ -2,7 +2,7 @@
 
 namespace llmk::kernels {
 
-template cudaError_t launch_decode_attention<__half>(const DecodeAttentionParams&, const DecodePlan&, const KvMaps&,
-                                                     const LaunchShape&, cudaStream_t);
+template cudaError_t launch_decode_attention<__half, false>(const DecodeAttentionParams&, const DecodePlan&,
+                                                            const KvMaps&, const LaunchShape&, cudaStream_t);
 
 }  // namespace llmk::kernels

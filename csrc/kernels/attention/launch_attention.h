@@ -16,9 +16,9 @@ struct KvMaps {
   CUtensorMap k, v;  // boxes of DecodePlan::box_keys() keys and 64 columns
 };
 
-// Launches the kernel for this head_dim and number of queries. Instantiated for __half and for __nv_bfloat16, in two
-// files.
-template <typename T>
+// Launches the kernel for this head_dim and number of queries. kNorm: heads are normalized
+// (DecodeAttentionParams::norm). Instantiated for __half and __nv_bfloat16 with and without norm, in four files.
+template <typename T, bool kNorm>
 cudaError_t launch_decode_attention(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
                                     const LaunchShape& shape, cudaStream_t stream);
 

@@ -1,6 +1,7 @@
 // Loads the queries of a work tile, and in the fused form the new key and value, to shared memory.
 #pragma once
 #include "device/vec.cuh"
+#include "qk_norm.cuh"
 #include "rotate.cuh"
 #include "shape.h"
 #include "tile_scheduler.cuh"
@@ -10,31 +11,44 @@ namespace llmk::kernels {
 // Loads the queries of a work tile to shared memory, rotated in the fused form. With `writes_new_kv` also loads the new
 // key, rotated, and the new value, and writes them to the cache. All threads call `wait` after the loads that
 // `prefetch_cache` allows before the end of the previous kernel, and before all other loads. For the consumer warps.
-template <typename S, typename Wait>
+// kNorm: heads with a weight in params.norm are normalized before the rotation.
+template <typename S, bool kNorm, typename Wait>
 __device__ void load_queries(const DecodeAttentionParams& params, const TileScheduler& scheduler, int query_tiles,
                              int group, bool writes_new_kv, unsigned char* shared, const Layout& layout,
                              const Wait& wait) {
   using T = typename S::T;
   using V = Vec<T, 8>;
   constexpr int kHalf = S::kVectors / 2;
+  // Lanes per row: for the sum of its squares a power of two. Then whole warps stay in the loop, for the shuffles.
+  constexpr int kLanes = !kNorm ? kHalf : kHalf <= 4 ? 4 : kHalf <= 8 ? 8 : 16;
+  static_assert(kHalf <= 16);
+  const int lane = kNorm ? threadIdx.x % 32 : 0;
   const int tokens = static_cast<int>(params.tokens), queries = group * tokens;
   const int head = query_tiles == 1 ? scheduler.work_tile : divide(scheduler.work_tile, query_tiles),
             query_tile = scheduler.work_tile - head * query_tiles;
   const int first = query_tile * S::kQueries;
   // A task is two vectors that are rotated together: of the queries, then of the key; then two of the value.
-  const int tasks = S::kQueries * kHalf + (writes_new_kv ? 2 * kHalf : 0);
+  const int tasks = S::kQueries * kLanes + (writes_new_kv ? 2 * kLanes : 0);
   bool waited = false;
-  for (int task = threadIdx.x; task < tasks || !waited; task += kThreads) {
-    const int row = task / kHalf, low = task % kHalf * 8, high = low + S::D / 2;
+  for (int task = threadIdx.x; task - lane < tasks || !waited; task += kThreads) {
+    const int row = task / kLanes, low = task % kLanes * 8, high = low + S::D / 2;
+    const bool is_task = task < tasks && (kLanes == kHalf || low < S::D / 2);
     const bool is_query = row < S::kQueries, is_key = row == S::kQueries;
     const int query = first + row, t = tokens == 1 ? 0 : divide(query, group);
-    const bool exists = task < tasks && (!is_query || query < queries);
+    const bool exists = is_task && (!is_query || query < queries);
     Angles<T, 8> angles;
     const bool rotated = params.positions && exists && (is_query || is_key);
     if (rotated) angles = Angles<T, 8>::load(params.rope, __ldcg(params.positions + scheduler.b), low, high);
+    [[maybe_unused]] const T* weight = nullptr;
+    [[maybe_unused]] V weight_low, weight_high;
+    if constexpr (kNorm) {
+      if (exists)
+        weight = static_cast<const T*>(is_query ? params.norm.q_weight : is_key ? params.norm.k_weight : nullptr);
+      if (weight) weight_low = V::load(weight + low), weight_high = V::load(weight + high);
+    }
     if (!waited) wait();
     waited = true;
-    if (task >= tasks) break;
+    if (!kNorm && !is_task) break;
     V a = V::of([](int) { return 0.f; }), b = a;
     if (exists) {
       const T* source;
@@ -48,6 +62,12 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
       }
       a = V::load(source + low);
       b = V::load(source + high);
+    }
+    if constexpr (kNorm) {
+      const float rstd = reciprocal_rms(warp_sum(add_squares(0.f, a, b), kLanes), S::D, params.norm.options);
+      if (weight) a = normalize(a, rstd, weight_low, params.norm.options);
+      if (weight) b = normalize(b, rstd, weight_high, params.norm.options);
+      if (!is_task) continue;
     }
     if (rotated) rotate(a, b, angles);
     unsigned char* const target =

@@ -1,6 +1,7 @@
-// Rotates the queries in place, writes the rotated keys and the values to the KV cache, in one launch. Positions,
-// lengths and block table are read on the device. Rounds as kernels/rope/rope.cu does: bitwise equal to eager PyTorch.
-// Tokens that would lie outside the cache are not written.
+// Rotates the queries in place, writes the rotated keys and the values to the KV cache, in one launch; before that it
+// normalizes the heads of q and k, if there are weights for it. Positions, lengths and block table are read on the
+// device. Rounds as kernels/rope/rope.cu and rms_norm_rope.cu do: bitwise equal to eager PyTorch. Tokens that would lie
+// outside the cache are not written.
 //
 // Reads and writes every element of q, k and v once. A thread has two vectors of a head that are rotated together: N
 // elements at d and N at d + head_dim / 2; interleaved, 2 N neighbours.
@@ -12,6 +13,8 @@
 #include "device/vec.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "kernels/norm/plan.h"
+#include "qk_norm.cuh"
 #include "rotate.cuh"
 
 namespace llmk::kernels {
@@ -28,66 +31,133 @@ __device__ void rotate_neighbours(Vec<T, 1>& low, Vec<T, 1>& high, const RopeTab
   rotate(low, high, Angles<T, 1>::load(tables, position, rope.half_width ? d / 2 : d, rope.half_width ? d / 2 : d + 1));
 }
 
-template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) rope_kv_write_kernel(const RopeKvWriteParams params) {
-  using V = Vec<T, N>;
-  const int64_t pairs = params.head_dim / 2 / N, heads = params.heads + 2 * params.kv_heads;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t row = index / pairs, d = index % pairs * N;  // row: (batch, token, head)
-  const int64_t head = row % heads, b = row / heads / params.tokens, t = row / heads % params.tokens;
-  pdl_launch_dependents();
-  pdl_wait();
-  if (b >= params.batch) return;
-  const bool is_q = head < params.heads, is_k = !is_q && head < params.heads + params.kv_heads;
-  const int64_t kv_head = head - params.heads - (is_k ? 0 : params.kv_heads);
-  const int64_t low_at = params.interleaved ? 2 * d : d,
-                high_at = params.interleaved ? 2 * d + N : d + params.head_dim / 2;
-
+// A head of q, k or v of one token.
+template <typename T>
+struct Head {
+  int64_t b, t, head;
+  bool is_q, is_k;
   const T* in;
   T* out;
-  if (is_q) {
-    out = static_cast<T*>(params.q) + b * params.q_batch + t * params.q_token + head * params.q_head;
-    in = out;
-  } else {
-    in = is_k ? static_cast<const T*>(params.k) + b * params.k_batch + t * params.k_token + kv_head * params.k_head
-              : static_cast<const T*>(params.v) + b * params.v_batch + t * params.v_token + kv_head * params.v_head;
-    const KvCache& cache = params.cache;
-    const int64_t place = params.cache_seqlens[b] - params.tokens + t;
-    if (place < 0 || place >= cache.capacity) return;
-    int64_t page = b, in_page = place;
-    if (cache.block_table) {
-      page = cache.block_table[b * cache.table_stride + place / cache.page_size];
-      in_page = place % cache.page_size;
-      if (page < 0 || page >= cache.pages) return;
-    }
-    out = is_k ? static_cast<T*>(cache.k) + page * cache.k_page + in_page * cache.k_token + kv_head * cache.k_head
-               : static_cast<T*>(cache.v) + page * cache.v_page + in_page * cache.v_token + kv_head * cache.v_head;
+
+  // row: (batch, token, head). Reads nothing from memory.
+  __device__ Head(const RopeKvWriteParams& params, int64_t row) {
+    const int64_t heads = params.heads + 2 * params.kv_heads;
+    head = row % heads;
+    b = row / heads / params.tokens;
+    t = row / heads % params.tokens;
+    is_q = head < params.heads;
+    is_k = !is_q && head < params.heads + params.kv_heads;
   }
-  V low = V::load(in + low_at), high = V::load(in + high_at);
-  if (is_q || is_k) {
-    const int64_t at = b * params.positions_batch + t * params.positions_token;
-    const int64_t position = params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
-                                                       : static_cast<const int32_t*>(params.position_ids)[at];
-    if constexpr (N == 1) {
-      if (params.interleaved) {
-        rotate_neighbours(low, high, params.rope, position, low_at);
-      } else {
-        rotate(low, high, Angles<T, 1>::load(params.rope, position, low_at, high_at));
-      }
+
+  // Finds `in` and `out`; returns false where there is no such head, or no place for it in the cache.
+  __device__ bool find(const RopeKvWriteParams& params) {
+    if (b >= params.batch) return false;
+    const int64_t kv_head = head - params.heads - (is_k ? 0 : params.kv_heads);
+    if (is_q) {
+      out = static_cast<T*>(params.q) + b * params.q_batch + t * params.q_token + head * params.q_head;
+      in = out;
     } else {
-      rotate(low, high, Angles<T, N>::load(params.rope, position, low_at, high_at));
+      in = is_k ? static_cast<const T*>(params.k) + b * params.k_batch + t * params.k_token + kv_head * params.k_head
+                : static_cast<const T*>(params.v) + b * params.v_batch + t * params.v_token + kv_head * params.v_head;
+      const KvCache& cache = params.cache;
+      const int64_t place = params.cache_seqlens[b] - params.tokens + t;
+      if (place < 0 || place >= cache.capacity) return false;
+      int64_t page = b, in_page = place;
+      if (cache.block_table) {
+        page = cache.block_table[b * cache.table_stride + place / cache.page_size];
+        in_page = place % cache.page_size;
+        if (page < 0 || page >= cache.pages) return false;
+      }
+      out = is_k ? static_cast<T*>(cache.k) + page * cache.k_page + in_page * cache.k_token + kv_head * cache.k_head
+                 : static_cast<T*>(cache.v) + page * cache.v_page + in_page * cache.v_token + kv_head * cache.v_head;
+    }
+    return true;
+  }
+};
+
+// The two vectors of a head that are rotated together, from pair d on.
+template <typename T, int N>
+struct Pairs {
+  using V = Vec<T, N>;
+  int64_t low_at, high_at;
+  V low, high;
+
+  __device__ Pairs(const RopeKvWriteParams& params, const Head<T>& head, int64_t d)
+      : low_at(params.interleaved ? 2 * d : d),
+        high_at(params.interleaved ? 2 * d + N : d + params.head_dim / 2),
+        low(V::load(head.in + low_at)),
+        high(V::load(head.in + high_at)) {}
+
+  __device__ void rotate_and_store(const RopeKvWriteParams& params, const Head<T>& head) {
+    if (head.is_q || head.is_k) {
+      const int64_t at = head.b * params.positions_batch + head.t * params.positions_token;
+      const int64_t position = params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
+                                                         : static_cast<const int32_t*>(params.position_ids)[at];
+      if constexpr (N == 1) {
+        if (params.interleaved) {
+          rotate_neighbours(low, high, params.rope, position, low_at);
+        } else {
+          rotate(low, high, Angles<T, 1>::load(params.rope, position, low_at, high_at));
+        }
+      } else {
+        rotate(low, high, Angles<T, N>::load(params.rope, position, low_at, high_at));
+      }
+    }
+    low.store(head.out + low_at);
+    high.store(head.out + high_at);
+  }
+};
+
+template <typename T, int N>
+__global__ void __launch_bounds__(kThreads) rope_kv_write_kernel(const RopeKvWriteParams params) {
+  const int64_t pairs = params.head_dim / 2 / N;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t row = index / pairs, d = index % pairs * N;
+  Head<T> head(params, row);
+  pdl_launch_dependents();
+  pdl_wait();
+  if (!head.find(params)) return;
+  Pairs<T, N>(params, head, d).rotate_and_store(params, head);
+}
+
+// The same with a norm before the rotation: a head has `lanes` neighbouring lanes, a power of two, each with one or
+// more pairs of vectors. They are read twice, the second time from L1.
+template <typename T, int N>
+__global__ void __launch_bounds__(kThreads) norm_rope_kv_write_kernel(const RopeKvWriteParams params, int lanes) {
+  const int rank = static_cast<int>(threadIdx.x) % lanes;
+  Head<T> head(params, static_cast<int64_t>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes);
+  pdl_launch_dependents();
+  pdl_wait();
+  // All lanes of a warp take part in the sum, those without a head, too.
+  const int64_t half = head.find(params) ? params.head_dim / 2 : 0;
+  const T* const weight = static_cast<const T*>(head.is_q   ? params.norm.q_weight
+                                                : head.is_k ? params.norm.k_weight
+                                                            : nullptr);
+  float squares = 0.f;
+  if (weight) {
+    for (int64_t d = rank * N; d < half; d += lanes * N) {
+      const Pairs<T, N> x(params, head, d);
+      squares = add_squares(squares, x.low, x.high);
     }
   }
-  low.store(out + low_at);
-  high.store(out + high_at);
+  const float rstd = reciprocal_rms(warp_sum(squares, lanes), static_cast<int>(params.head_dim), params.norm.options);
+  for (int64_t d = rank * N; d < half; d += lanes * N) {
+    Pairs<T, N> x(params, head, d);
+    if (weight) {
+      x.low = normalize(x.low, rstd, Vec<T, N>::load(weight + x.low_at), params.norm.options);
+      x.high = normalize(x.high, rstd, Vec<T, N>::load(weight + x.high_at), params.norm.options);
+    }
+    x.rotate_and_store(params, head);
+  }
 }
 
 template <typename T>
 bool is_vector(const RopeKvWriteParams& p) {
   constexpr int N = kVecWidth<T>;
   const KvCache& c = p.cache;
-  for (const void* pointer : {static_cast<const void*>(p.q), p.k, p.v, static_cast<const void*>(c.k),
-                              static_cast<const void*>(c.v), p.rope.cos, p.rope.sin}) {
+  for (const void* pointer :
+       {static_cast<const void*>(p.q), p.k, p.v, static_cast<const void*>(c.k), static_cast<const void*>(c.v),
+        p.rope.cos, p.rope.sin, p.norm.q_weight, p.norm.k_weight}) {
     if (!is_aligned(pointer, 16)) return false;
   }
   const std::initializer_list<int64_t> strides = {
@@ -108,7 +178,15 @@ cudaError_t rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStre
       const int64_t threads = rows * (params.head_dim / 2 / width);
       return launch(kernel, {(threads + kThreads - 1) / kThreads, dim3(kThreads)}, stream, params);
     };
-    return is_vector<T>(params) ? run(rope_kv_write_kernel<T, N>, N) : run(rope_kv_write_kernel<T, 1>, 1);
+    if (!params.norm.q_weight && !params.norm.k_weight) {
+      return is_vector<T>(params) ? run(rope_kv_write_kernel<T, N>, N) : run(rope_kv_write_kernel<T, 1>, 1);
+    }
+    const auto run_norm = [&](auto kernel, int width) {
+      const int lanes = group_threads(params.head_dim / 2 / width, 1, 32), heads = kThreads / lanes;  // of a block
+      return launch(kernel, {(rows + heads - 1) / heads, dim3(kThreads)}, stream, params, lanes);
+    };
+    return is_vector<T>(params) ? run_norm(norm_rope_kv_write_kernel<T, N>, N)
+                                : run_norm(norm_rope_kv_write_kernel<T, 1>, 1);
   });
 }
 

@@ -1,0 +1,8 @@
+#include "decode_attention.cuh"
+
+namespace llmk::kernels {
+
+template cudaError_t launch_decode_attention<__nv_bfloat16, true>(const DecodeAttentionParams&, const DecodePlan&,
+                                                                  const KvMaps&, const LaunchShape&, cudaStream_t);
+
+}  // namespace llmk::kernels
