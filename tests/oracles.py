@@ -264,18 +264,25 @@ def check_norm(ours, eager, inputs, grad_layout=None, **options):
 
 
 def check_rms_norm_rope(ours, eager, inputs, **options):
-    """`check` for rms_norm_rope, with errors of the gradients of q and k relative to what cancels."""
+    """`check` for rms_norm_rope, with errors of the gradients relative to the size of what cancels."""
     ours, eager = partial(ours, **options), partial(eager, **options)
     grad_outputs = [torch.randn_like(t) for t in eager(*inputs)]
-    heads, scales = 1 if options.get("layout", "bthd") == "bhtd" else -2, []
+    head = 1 if options.get("layout", "bthd") == "bhtd" else 2
+    row = (head, 3) if options.get("row_wise") else (3,)
+    scales, weight_scales = [], []
     for x, weight, grad_y in zip(inputs[:2], inputs[2:4], grad_outputs, strict=True):
-        row = (heads, -1) if options.get("row_wise") else -1
-        square = x.double().square().mean(row, keepdim=True)
-        reach = 1.0 if weight is None else abs(options.get("weight_offset", 0.0)) + weight.double().abs().max()
-        # What is turned back has at most the sum of a pair.
-        scales.append(2 * grad_y.double().abs().amax(row, keepdim=True) * reach * (square + options["eps"]).rsqrt())
-    scales = [None, None, *scales, None, None]
-    check(ours, eager, inputs, count=4, scales=scales, grad_outputs=grad_outputs)
+        x, size = x.double(), 2 * grad_y.double().abs()  # what is turned back has at most the sum of a pair
+        size = size.amax(row, keepdim=True) if size.numel() else size
+        rstd = (x.square().mean(row, keepdim=True) + options.get("eps", 1e-6)).rsqrt()
+        reach = 1.0
+        if weight is not None and weight.numel():
+            reach = abs(options.get("weight_offset", 0.0)) + weight.double().abs().max()
+        scales.append(size * reach * rstd)
+        terms = (size * x * rstd).square().sum([d for d in range(4) if d not in row]).sqrt()
+        weight_scales.append(terms.max() if terms.numel() else None)
+    count = 2 if inputs[2] is None else 4
+    scales = [None, None, *scales, *weight_scales[: count - 2]]
+    check(ours, eager, inputs, count=count, scales=scales, grad_outputs=grad_outputs)
 
 
 def check_layer_norm(ours, eager, rows, parameters, grad_layout=None, eps=1e-5):

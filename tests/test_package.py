@@ -150,7 +150,7 @@ def test_functions_of_torch_beside_its_stable_ones():
     folder = Path(torch.__file__).parent / "lib"
     libraries = [ctypes.CDLL(path) for path in folder.glob("libtorch_c[pu]*.so")]
     absent = [name for name in wanted if not any(hasattr(library, name) for library in libraries)]
-    assert len(wanted) == 13
+    assert len(wanted) == (13 if _library.build_info().get("cuda") else 12)  # products of FP8 are called on a GPU only
     assert absent == [name for name in wanted if "cuda" in name and not torch.version.cuda]
 
 
