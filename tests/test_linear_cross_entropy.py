@@ -88,7 +88,8 @@ SHAPES += [(7, vocab, 40) for vocab in (1, 7, 8, 3584)] + [(7, 127, k) for k in 
 @pytest.mark.parametrize("rows, vocab, k", SHAPES)
 def test_loss_and_gradients(device, rows, vocab, k, way, dtype):
     inputs = make(rows, vocab, k, dtype, device)
-    for budget in (10_000, 2**29):
+    few_rows = max(10_000, 4 * vocab * dtype.itemsize)  # PyTorch may sum a single row in another order, less exactly
+    for budget in (few_rows, 2**29):
         check(inputs, way, budget, reduction="sum")
 
 

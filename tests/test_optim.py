@@ -1,6 +1,6 @@
 """optim.Adam and optim.AdamW: against torch.optim in float64 and by its error in each dtype; what ours has besides.
 
-What the tests of torch.optim ask of its optimizers: test_optim_torch.py.
+What the tests of torch.optim ask of its optimizers: test_optim_torch.py and test_optim_state.py.
 """
 
 import itertools
@@ -418,3 +418,16 @@ def test_every_pair_of_options_once():
         found = run(AdamW(params, capturable=capturable, **options), params, rounds)
         expected = run(torch.optim.AdamW(others, **options), others, rounds)
         assert_close_lists(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@both
+def test_backward_knows_of_the_write(ours):
+    """A parameter that a graph has saved has changed since: autograd has to notice."""
+    param = torch.nn.Parameter(torch.ones(3))
+    loss = param.square().sum()
+    param.grad = torch.ones(3)
+    version = param._version
+    ours([param]).step()
+    assert param._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

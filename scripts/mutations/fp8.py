@@ -61,7 +61,7 @@ FP8 = [
         LINEAR,
         "floats(f.weight_scale) + begin;",
         "floats(f.weight_scale);",
-        "tests/test_fp8.py -k 'test_linear and cpu'",
+        "tests/test_fp8_linear.py -k 'test_linear and cpu'",
     ),
     Mutation(
         "cuda_fp8_int32_offset",

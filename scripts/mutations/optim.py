@@ -36,7 +36,7 @@ OPTIM = [
         PYTHON,
         "for name in _STATE if saved and own else ():",
         "for name in ():",
-        "tests/test_optim_torch.py -k 'moments_keep'",
+        "tests/test_optim_state.py -k 'moments_keep'",
     ),
     Mutation(
         "cuda_adam_int32_offset",
