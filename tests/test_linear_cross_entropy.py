@@ -70,7 +70,9 @@ def check(inputs, way, max_logits_bytes=2**29, grad_loss=None, **options):
         vocab = torch.tensor(float(len(inputs[1])))
         if options.get("reduction", "mean") == "mean" and exact[0].isfinite() and exact[0]:
             factor = factor * exact[0] / gradients(eager, in_double(inputs), **options | {"reduction": "sum"})[0]
-        reaches = inputs[1].double().abs().max(), inputs[0].double().abs().max(), factor.new_ones(())
+        # grad_x adds up as many terms as there are classes; the order of them is the library's.
+        terms = (vocab / 1024).clamp_min(1).sqrt().to(exact[0])
+        reaches = terms * inputs[1].double().abs().max(), inputs[0].double().abs().max(), factor.new_ones(())
         # Of one class the loss is nothing, but for the roundings of logits.
         scales = [exact[0].abs() + vocab.log().clamp_min(1).to(exact[0]), *(factor.abs() * reach for reach in reaches)]
         scales = [torch.maximum(c.abs().max(), scale) for c, scale in zip(exact, scales, strict=False)]

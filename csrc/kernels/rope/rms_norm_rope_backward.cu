@@ -24,7 +24,7 @@ namespace {
 
 using namespace norm_rope;
 
-int64_t rows_of_token(const RmsNormRopeParams& params, const RopeTensor& tensor) {
+__host__ __device__ int64_t rows_of_token(const RmsNormRopeParams& params, const RopeTensor& tensor) {
   return params.row_wise ? (tensor.heads > 0) : tensor.heads;
 }
 
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kMaxThreads<N>)
   for (int which = 0; which < 2; ++which) {
     const RopeTensor& tensor = which == 0 ? params.rope.q : params.rope.k;
     const HeadNorm& norm = which == 0 ? params.q : params.k;
-    const int64_t rows_of_token = params.row_wise ? 1 : tensor.heads;
-    const int64_t rows = params.rope.batch * params.rope.tokens * rows_of_token;
+    const int64_t of_token = rows_of_token(params, tensor);
+    const int64_t rows = params.rope.batch * params.rope.tokens * of_token;
     const int slots = static_cast<int>(params.row_wise ? tensor.heads : 1) * slots_per_head;
     const float inverse_cols = 1.f / static_cast<float>(norm.cols);
     const float offset = norm.weight ? static_cast<float>(params.norm.weight_offset) : 0.f;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kMaxThreads<N>)
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows; first += step) {
       const int64_t index = first + group.index;
       const bool exists = index < rows;
-      const Row row(params, rows_of_token, exists ? index : rows - 1);
+      const Row row(params, of_token, exists ? index : rows - 1);
       const T* const grad_in = static_cast<const T*>(tensor.in) + row.b * tensor.in_batch + row.t * tensor.in_token +
                                row.head * tensor.in_head;
       const T* const x_in =
