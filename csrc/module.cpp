@@ -15,14 +15,15 @@ py::dict build_info() { return py::module_::import("json").attr("loads")(&llmker
 
 void check(bool valid, const char* argument, const char* expected, int64_t received) {
   if (valid) return;
-  throw py::value_error(std::string("rms_norm_plan: ") + argument + " must be " + expected + ", got " +
+  throw py::value_error(std::string("norm_plan: ") + argument + " must be " + expected + ", got " +
                         std::to_string(received));
 }
 
-py::dict rms_norm_plan(int64_t cols, int64_t element_bytes, bool vector, bool residual, bool few_rows) {
+py::dict norm_plan(int64_t cols, int64_t element_bytes, bool vector, bool residual, bool few_rows, bool centered) {
   check(cols > 0, "cols", "positive", cols);
   check(element_bytes == 2 || element_bytes == 4, "element_bytes", "2 or 4", element_bytes);
-  const auto plan = llmk::kernels::plan_rms_norm(cols, static_cast<size_t>(element_bytes), vector, residual, few_rows);
+  const auto plan =
+      llmk::kernels::plan_norm(cols, static_cast<size_t>(element_bytes), vector, residual, few_rows, centered);
   return py::dict(py::arg("width") = plan.width, py::arg("vectors") = plan.vectors,
                   py::arg("threads_per_row") = plan.threads_per_row, py::arg("rows_per_block") = plan.rows_per_block);
 }
@@ -33,9 +34,9 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Build information and launch plans of llmkernels.";
   module.def("build_info", &build_info, "What the library beside this module was built from and for.");
   module.def(
-      "rms_norm_plan", &rms_norm_plan, py::arg("cols"), py::arg("element_bytes"), py::arg("vector") = true,
-      py::arg("residual") = false, py::arg("few_rows") = false,
-      "How one row of an RMSNorm is spread over threads: elements per access, vectors per thread (0: the row is "
-      "read twice), threads per row, rows per block. See csrc/kernels/norm/plan.h. Raises: ValueError for a number "
-      "out of range.");
+      "norm_plan", &norm_plan, py::arg("cols"), py::arg("element_bytes"), py::arg("vector") = true,
+      py::arg("residual") = false, py::arg("few_rows") = false, py::arg("centered") = false,
+      "How one row of an RMSNorm, or centered of a LayerNorm, is spread over threads: elements per access, vectors per "
+      "thread (0: the row is read twice), threads per row, rows per block. See csrc/kernels/norm/plan.h. Raises: "
+      "ValueError for a number out of range.");
 }

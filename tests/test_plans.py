@@ -11,27 +11,28 @@ from stub_cuda import compile_stub
 every_number = pytest.mark.parametrize("number", [0, -1, -(2**31), 2**31, 2**62, 2**63 - 1])
 
 
-def rms_norm_plan(*args, **kwargs):
-    return pytest.importorskip("llmkernels._C").rms_norm_plan(*args, **kwargs)
+def norm_plan(*args, **kwargs):
+    return pytest.importorskip("llmkernels._C").norm_plan(*args, **kwargs)
 
 
 @every_number
 @pytest.mark.parametrize("vector", [False, True])
-def test_rms_norm_plan_of_any_number(number, vector):
+def test_norm_plan_of_any_number(number, vector):
     """Either a plan or a ValueError that names the argument. 0 bytes killed the process: a division by zero."""
-    with pytest.raises(ValueError, match=r"rms_norm_plan: element_bytes must be 2 or 4, got "):
-        rms_norm_plan(8, number, vector=vector)
+    with pytest.raises(ValueError, match=r"norm_plan: element_bytes must be 2 or 4, got "):
+        norm_plan(8, number, vector=vector)
     if number <= 0:
-        with pytest.raises(ValueError, match=f"rms_norm_plan: cols must be positive, got {number}"):
-            rms_norm_plan(number, 2, vector=vector)
+        with pytest.raises(ValueError, match=f"norm_plan: cols must be positive, got {number}"):
+            norm_plan(number, 2, vector=vector)
     else:
-        plan = rms_norm_plan(number, 2, vector=vector)
+        plan = norm_plan(number, 2, vector=vector)
         assert plan == {"width": 8 if vector else 1, "vectors": 0, "threads_per_row": 1024, "rows_per_block": 1}
 
 
-def test_rms_norm_plan_covers_a_row():
-    for cols, element_bytes, residual, few in itertools.product(range(8, 20000, 104), (2, 4), (0, 1), (0, 1)):
-        plan = rms_norm_plan(cols, element_bytes, residual=bool(residual), few_rows=bool(few))
+def test_norm_plan_covers_a_row():
+    flags = [(False, True)] * 3
+    for cols, element_bytes, residual, few, centered in itertools.product(range(8, 20000, 104), (2, 4), *flags):
+        plan = norm_plan(cols, element_bytes, residual=residual, few_rows=few, centered=centered)
         threads = plan["threads_per_row"]
         assert 1 <= threads * plan["rows_per_block"] <= 1024
         assert threads % 32 == 0 or threads in (1, 2, 4, 8, 16)

@@ -188,7 +188,8 @@ __device__ inline int64_t row_index() { return static_cast<int64_t>(blockIdx.x) 
 //   -------------------|----------|-------------------------------
 //   the default policy | rms_norm | 2 % slower than a load without
 template <typename T, int N, int kVectors, bool kCentered, bool kResidual, bool kKeepInputs>
-__global__ void __launch_bounds__(1024) norm_kernel(const NormParams params, float inverse_cols) {
+__global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
+    norm_kernel(const NormParams params, float inverse_cols) {
   using V = Vec<T, N>;
   __shared__ float shared[2][kMaxRowsPerBlock * kMaxVirtualWarps];  // LayerNorm of 16 bits: all of it for one reduction
   constexpr bool kOneRow = kVectors > 1;
@@ -326,7 +327,7 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
     if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
     const bool few_rows = params.rows <= kFewRowsPerSm * device.sm_count;
     const RowPlan plan =
-        plan_rms_norm(params.cols, sizeof(T), is_vector<T>(params), params.residual != nullptr, few_rows);
+        plan_norm(params.cols, sizeof(T), is_vector<T>(params), params.residual != nullptr, few_rows, kCentered);
     LaunchShape shape{(params.rows + plan.rows_per_block - 1) / plan.rows_per_block,
                       dim3(plan.threads_per_row, plan.rows_per_block)};
     shape.may_overlap = may_overlap;
@@ -335,7 +336,8 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
       return launch(kernel, shape, stream, params);
     }
     const int64_t bytes = params.rows * params.cols * sizeof(T) * (params.residual ? 4 : 2);
-    return dispatch_int<1, 2>(plan.vectors, [&](auto vectors) {
+    constexpr int kMany = kCentered ? 4 : 2;
+    return dispatch_int<1, kMany>(plan.vectors, [&](auto vectors) {
       return dispatch_int<0, 1>(params.residual != nullptr, [&](auto residual) {
         return dispatch_int<0, 1>(keeps_inputs(device, bytes), [&](auto keep) {
           constexpr int kVectors = decltype(vectors)::value;

@@ -1,4 +1,4 @@
-// The launch plan of RMSNorm: how a row is split over threads. Plain host code, which Python can call too.
+// The launch plan of RMSNorm and LayerNorm: how a row is split over threads. Plain host code, which Python can call.
 //
 // The kernel, and with it the order of summation, depends on the row alone (length, element size, alignment), never on
 // the number of rows: the result of a row is bitwise independent of its batch. The number of threads per row may
@@ -34,15 +34,16 @@ constexpr int64_t kFewRowsPerSm = 2;      // up to this many latency counts, bey
 constexpr int64_t kMaxRowVectors = 2048;  // two per thread of a block
 
 // `vector`: rows can be moved by 16-byte accesses. With few rows, a row takes as many threads as possible. With many,
-// two vectors per thread keep enough loads in flight; with a residual, which is a second load, one is enough.
-inline RowPlan plan_rms_norm(int64_t cols, size_t element_bytes, bool vector, bool residual, bool few_rows) {
+// two vectors per thread keep enough loads in flight; with a residual, which is a second load, one is enough. Centered,
+// there is more to do per thread and reduction: four.
+inline RowPlan plan_norm(int64_t cols, size_t element_bytes, bool vector, bool residual, bool few_rows, bool centered) {
   constexpr int kNarrow = 128, kBlockThreads = 256, kMaxThreads = 1024;
   RowPlan plan{1, 0, 0, 1};
   if (vector) {
     plan.width = static_cast<int>(16 / element_bytes);
     const int64_t count = cols / plan.width;
     const bool one = count <= kMaxThreads && (residual || few_rows || count <= kNarrow);
-    if (count <= kMaxRowVectors) plan.vectors = one ? 1 : 2;
+    if (count <= kMaxRowVectors) plan.vectors = one ? 1 : centered ? 4 : 2;
     if (plan.vectors > 0) plan.threads_per_row = group_threads(count, plan.vectors, kMaxThreads);
   }
   if (plan.vectors == 0) plan.threads_per_row = group_threads(cols / plan.width, 4, kMaxThreads);
