@@ -26,6 +26,7 @@ struct ColumnSums {
 // target = sum of the partial sums: a block takes 32 columns, its warps split the rows of partial sums. So few threads
 // that a block fits an SM beside one of the kernel before and waits there for its end.
 constexpr int kColumnSumWarps = 8;
+constexpr int kColumnSumLoads = 17;  // of a thread in flight: all rows, where there is one for each of 132 SMs
 template <typename T>
 __global__ void __launch_bounds__(32 * kColumnSumWarps) column_sum_kernel(const ColumnSums params) {
   __shared__ float sums[kColumnSumWarps][32];
@@ -38,9 +39,15 @@ __global__ void __launch_bounds__(32 * kColumnSumWarps) column_sum_kernel(const 
   const float* const partials = params.partials + (second ? params.partial_rows * params.cols : 0);
   float sum = 0.f;
   if (col < params.cols) {
-#pragma unroll 16
-    for (int64_t row = warp; row < params.partial_rows; row += kColumnSumWarps) {
-      sum += partials[row * params.cols + col];
+    for (int64_t first = warp; first < params.partial_rows; first += kColumnSumLoads * kColumnSumWarps) {
+      float values[kColumnSumLoads];
+#pragma unroll
+      for (int i = 0; i < kColumnSumLoads; ++i) {
+        const int64_t row = first + i * kColumnSumWarps;
+        values[i] = row < params.partial_rows ? partials[row * params.cols + col] : 0.f;
+      }
+#pragma unroll
+      for (int i = 0; i < kColumnSumLoads; ++i) sum += values[i];
     }
   }
   sums[warp][lane] = sum;
