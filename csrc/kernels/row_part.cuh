@@ -36,16 +36,30 @@ struct RowSplit {
   }
 };
 
-constexpr size_t kPartBytes = 100 << 10;  // of shared memory: two blocks per SM, so that one loads while one writes
+constexpr int64_t kPartBytes = 100 << 10;   // of shared memory: two blocks per SM, so that one loads while one writes
+constexpr int64_t kAloneBytes = 200 << 10;  // one block per SM, which needs no cluster
 constexpr int kCachedThreads = 512, kMaxCluster = 16;
 
-// `operands` rows of `cols` elements are read; `vector`: all of them by 16-byte accesses.
-inline RowSplit split_row(int64_t cols, size_t element_bytes, int operands, bool vector, const DeviceInfo& device) {
+// `operands` rows of `cols` elements are read; `vector`: all of them by 16-byte accesses. `most_alone`: a row of up to
+// so many bytes is left to one block. Rows that would take a cluster of two, an H200, us:
+//
+//   case                              | kPartBytes | kAloneBytes
+//   ----------------------------------|------------|------------
+//   softmax 16384x32768 float32       | 1086       | 993
+//   its backward 8192x32768 bfloat16  | 388        | 379
+//   cross_entropy 8192x65536 bfloat16 | 641        | 667
+inline RowSplit split_row(int64_t cols, size_t element_bytes, int operands, bool vector, const DeviceInfo& device,
+                          int64_t most_alone) {
   const int width = vector ? static_cast<int>(16 / element_bytes) : 1;
   const int64_t count = cols / width, bytes = cols * static_cast<int64_t>(element_bytes) * operands;
+  const int64_t room = static_cast<int64_t>(device.shared_bytes) - 1024;  // the reductions need some
+  const int64_t most_of_part = std::min(kPartBytes, room);
+  bool fits = bytes <= std::min(most_alone, room);
   int cluster = 1;
-  while (cluster < kMaxCluster && bytes > cluster * static_cast<int64_t>(kPartBytes)) cluster *= 2;
-  const bool fits = bytes <= cluster * static_cast<int64_t>(kPartBytes);
+  while (!fits && cluster < kMaxCluster) {
+    cluster *= 2;
+    fits = bytes <= cluster * most_of_part;
+  }
   if (vector && fits && (cluster == 1 || device.clusters[cluster] > 0)) {
     const int64_t part = (count + cluster - 1) / cluster;
     return {width,

@@ -176,7 +176,7 @@ cudaError_t launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
     return launch(vectors == 1 ? softmax_kernel<T, 1, kMasked> : softmax_kernel<T, kShortVectors, kMasked>, shape,
                   stream, params, vector_mask);
   }
-  const RowSplit split = split_row(params.cols, sizeof(T), 1, vector, device);
+  const RowSplit split = split_row(params.cols, sizeof(T), 1, vector, device, kAloneBytes);
   const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 2);
   const auto kernel = split.cached      ? softmax_long_kernel<T, N, true, kMasked>
                       : split.width > 1 ? softmax_long_kernel<T, N, false, kMasked>

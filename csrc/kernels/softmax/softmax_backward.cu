@@ -111,7 +111,7 @@ cudaError_t softmax_backward(const SoftmaxBackwardParams& params, Dtype dtype, c
       return launch(vectors == 1 ? softmax_backward_kernel<T, 1> : softmax_backward_kernel<T, kShortVectors>, shape,
                     stream, params);
     }
-    const RowSplit split = split_row(params.cols, sizeof(T), 2, vector, device);
+    const RowSplit split = split_row(params.cols, sizeof(T), 2, vector, device, kAloneBytes);
     const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 3);
     const auto kernel = split.cached      ? softmax_backward_long_kernel<T, N, true>
                         : split.width > 1 ? softmax_backward_long_kernel<T, N, false>
