@@ -306,6 +306,9 @@ def every_path():
         yield case_named(name), torch.float32, 126, 9
     for name in ("rope", "swiglu_packed", "bias_swiglu"):
         yield case_named(name), torch.float32, 256, 4
+    for name in ("softmax", "log_softmax", "cross_entropy"):  # rows of one block, of a cluster, read twice
+        for dtype, cols in ((torch.float32, 8200), (torch.float32, 131072), (torch.bfloat16, 524296)):
+            yield case_named(name), dtype, cols, 2
     yield case_named("bias_gelu"), torch.bfloat16, 2064, 1100  # several strips, several rows per block in the backward
 
 

@@ -43,7 +43,7 @@ def test_forward_and_backward(device, rows, cols, name, dtype):
 # Both sides of every limit of the launch plans: lanes of a warp, registers of a block, the shared memory of one block
 # and of clusters, rows read twice.
 LENGTHS = [16, 128, 256, 512, 520, 1024, 1032, 2048, 4096, 4104, 8192, 8200, 16384, 16388, 32768, 32776, 40001, 65544]
-LENGTHS += [131072, 152064, 262144, 262152, 524288, 524296]
+LENGTHS += [51200, 51204, 102400, 102408, 131072, 152064, 262144, 262152, 524288, 524296]
 
 
 @every_dtype
