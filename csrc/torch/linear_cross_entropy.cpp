@@ -43,15 +43,24 @@ struct Problem {
 int64_t rows_per_chunk(int64_t rows, int64_t row_bytes, int64_t budget) {
   const int64_t most = std::max<int64_t>(budget / std::max<int64_t>(row_bytes, 1), 1);
   if (most >= rows) return rows;
-  constexpr int64_t kTile = 128;
   const int64_t chunks = (rows + most - 1) / most, even = (rows + chunks - 1) / chunks;
-  const int64_t whole_tiles = (even + kTile - 1) / kTile * kTile;
-  return whole_tiles <= most ? whole_tiles : even;
+  for (const int64_t tile : {256, 128}) {
+    const int64_t whole_tiles = (even + tile - 1) / tile * tile;
+    if (whole_tiles <= most) return whole_tiles;
+  }
+  return even;
+}
+
+// Unless the caller says so: every chunk reads and writes the float32 sum of W's gradient, so that a large W is worth
+// large chunks; and beside that sum they do not count for much.
+int64_t budget_of(std::optional<int64_t> max_logits_bytes, const Tensor& weight) {
+  return max_logits_bytes.value_or(std::max<int64_t>(int64_t{1} << 29, weight.numel() * weight.element_size()));
 }
 
 Problem check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& target,
               const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
-              const std::string& reduction, const CrossEntropyOptions& options, int64_t max_logits_bytes) {
+              const std::string& reduction, const CrossEntropyOptions& options,
+              std::optional<int64_t> max_logits_bytes) {
   to_dtype(op, {"x", x});
   LLMK_CHECK(x.dim() >= 1, op, "x must have at least one dimension, got a scalar");
   check_dtype(op, {"linear_weight", weight}, {"x", x});
@@ -60,13 +69,14 @@ Problem check(const char* op, const Tensor& x, const Tensor& weight, const Tenso
              "] (x.size(-1)), got ", shape(weight));
   const int64_t vocab = weight.size(0);
   check_vector(op, {"linear_bias", bias}, {"x", x}, vocab, "linear_weight.size(0)");
-  LLMK_CHECK(max_logits_bytes >= 1, op, "max_logits_bytes must be at least 1, got ", max_logits_bytes);
+  LLMK_CHECK(!max_logits_bytes || *max_logits_bytes >= 1, op, "max_logits_bytes must be at least 1, got ",
+             *max_logits_bytes);
   const LossRows of{{"x", x}, "linear_weight", vocab, "linear_weight.size(0)"};
   CrossEntropyCall call = begin_cross_entropy(op, of, target, class_weight, reduction, options);
   if (is_meta(x)) return {call, {x, 0, 0, 0}, weight, bias, 0};
   const int64_t row_bytes = vocab * x.element_size();
-  const int64_t rows = call.params.rows;
-  return {call, as_rows(x), with_plain_strides(weight), bias, rows_per_chunk(rows, row_bytes, max_logits_bytes)};
+  const int64_t chunk = rows_per_chunk(call.params.rows, row_bytes, budget_of(max_logits_bytes, weight));
+  return {call, as_rows(x), with_plain_strides(weight), bias, chunk};
 }
 
 // Sums of products over the chunks.
@@ -164,7 +174,7 @@ void for_chunks(const Problem& p, const CrossEntropyParams& params, const Body& 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
     const Tensor& x, const Tensor& linear_weight, const Tensor& target, std::optional<Tensor> linear_bias,
     std::optional<Tensor> weight, int64_t ignore_index, std::string reduction, double label_smoothing,
-    double lse_square_scale, double softcap, int64_t max_logits_bytes, bool needs_x, bool needs_weight,
+    double lse_square_scale, double softcap, std::optional<int64_t> max_logits_bytes, bool needs_x, bool needs_weight,
     bool needs_bias) {
   constexpr const char* op = "linear_cross_entropy";
   check_tensors(op, {{"x", x},
@@ -206,8 +216,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
     const Tensor& grad_loss, const Tensor& x, const Tensor& linear_weight, const Tensor& target,
     std::optional<Tensor> linear_bias, std::optional<Tensor> weight, const Tensor& lse, int64_t ignore_index,
-    std::string reduction, double label_smoothing, double lse_square_scale, double softcap, int64_t max_logits_bytes,
-    bool needs_x, bool needs_weight, bool needs_bias) {
+    std::string reduction, double label_smoothing, double lse_square_scale, double softcap,
+    std::optional<int64_t> max_logits_bytes, bool needs_x, bool needs_weight, bool needs_bias) {
   constexpr const char* op = "linear_cross_entropy_backward";
   check_tensors(op, {{"grad_loss", grad_loss},
                      {"x", x},

@@ -83,7 +83,7 @@ class LinearCrossEntropyLoss(nn.Module):
         lse_square_scale: float = 0.0,
         softcap: float = 0.0,
         gradient_in_forward: bool = True,
-        max_logits_bytes: int = 2**29,
+        max_logits_bytes: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):

@@ -38,7 +38,7 @@ def linear_cross_entropy(
     lse_square_scale: float = 0.0,
     softcap: float = 0.0,
     gradient_in_forward: bool = True,
-    max_logits_bytes: int = 2**29,
+    max_logits_bytes: int | None = None,
 ) -> Tensor:
     r"""Cross-entropy of :math:`x W^\top + b` and target classes, of which only some rows exist at a time.
 
@@ -56,8 +56,9 @@ def linear_cross_entropy(
         gradient_in_forward: for a mean or a sum, compute the gradients that will be needed in the forward, which needs
             the logits anyway. Else, and always for reduction "none", the backward computes the logits again: a third
             more work, and nothing but log-sum-exps is kept between the two.
-        max_logits_bytes: how much memory the logits of a chunk may take; at least those of one row do. Larger chunks
-            are faster: for each of them the sum of W's gradient, 4 V K bytes, is read and written.
+        max_logits_bytes: how much memory the logits of a chunk may take; at least those of one row do. By default as
+            much as W, and at least 512 MiB. Larger chunks are faster: for each of them the sum of W's gradient, 4 V K
+            bytes, is read and written.
 
     Returns:
         the loss, a scalar, or (...) for reduction "none"; float32, for float64 float64.
