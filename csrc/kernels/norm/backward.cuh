@@ -226,26 +226,36 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBa
   }
 
   pdl_launch_dependents();
-  // One row of each partial sum per block: its groups are added up in shared memory, in a fixed order.
+  // One row of each partial sum per block: its groups, if there are several, are added up in shared memory, in a fixed
+  // order.
   auto* const group_sums = reinterpret_cast<float*>(ring);  // [group][column]; at most one stage of the ring
   auto* partial = static_cast<float*>(params.partials) + blockIdx.x * params.cols;
+  const int groups = blockDim.y, cols = static_cast<int>(params.cols);
   const auto add_groups = [&](const float(&of_thread)[kVectors][N]) {
-    __syncthreads();
+    float* const target = groups == 1 ? partial : group_sums + group.index * cols;
+    if (groups > 1) __syncthreads();  // what lies there has been read
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!has(v)) continue;
-      float4* const mine = reinterpret_cast<float4*>(group_sums + group.index * params.cols + offset(v));
+      float4* const mine = reinterpret_cast<float4*>(target + offset(v));
 #pragma unroll
       for (int i = 0; i < N; i += 4) {
         const float* const g = &of_thread[v][i];
         mine[i / 4] = make_float4(g[0], g[1], g[2], g[3]);
       }
     }
-    __syncthreads();
-    for (int c = thread; c < params.cols; c += threads) {
-      float sum = group_sums[c];
-      for (int g = 1; g < blockDim.y; ++g) sum += group_sums[g * params.cols + c];
-      partial[c] = sum;
+    if (groups > 1) {
+      __syncthreads();
+      for (int c = 4 * thread; c < cols; c += 4 * threads) {
+        const auto of_group = [&](int g) { return *reinterpret_cast<const float4*>(group_sums + g * cols + c); };
+        float4 sum = of_group(0);
+#pragma unroll 4
+        for (int g = 1; g < groups; ++g) {
+          const float4 more = of_group(g);
+          sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+        }
+        *reinterpret_cast<float4*>(partial + c) = sum;
+      }
     }
     partial += params.partial_rows * params.cols;
   };
