@@ -41,6 +41,9 @@ struct GroupOfRow {
   }
 };
 
+// Threads of a group up to which an SM has room for two of them, with as many registers as that leaves.
+constexpr int kNarrowThreads = 640;
+
 // What is loaded, and what is quantized of it.
 template <typename T>
 struct Plain {
@@ -57,7 +60,7 @@ struct Plain {
 template <typename T>
 struct Swiglu {
   using V = Vec<T, kVecWidth<T>>;
-  static constexpr int kMostVectors = 4, kMostThreads = 640;  // of which an SM has room for two blocks
+  static constexpr int kMostVectors = 4, kMostThreads = kNarrowThreads;
   V gate, up;
 
   __device__ static Swiglu load(const Fp8QuantizeParams& params, int64_t row, int64_t col, uint64_t policy) {
@@ -69,10 +72,9 @@ struct Swiglu {
   }
 };
 
-// Template parameter kVectors: how many vectors of a group a thread has in registers.
-template <template <typename> typename Source, typename T, int kVectors>
-__global__ void __launch_bounds__(Source<T>::kMostThreads,
-                                  kVectors == 4 && Source<T>::kMostThreads < kMaxThreads ? 2 : 1)
+// Template parameters. kVectors: how many vectors of a group a thread has in registers. kThreads: of a block, at most.
+template <template <typename> typename Source, typename T, int kVectors, int kThreads>
+__global__ void __launch_bounds__(kThreads, kVectors >= 4 && kThreads == kNarrowThreads ? 2 : 1)
     quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row, bool keep_inputs) {
   constexpr int N = kVecWidth<T>;
   __shared__ float shared[kMaxThreads / 32];
@@ -137,15 +139,17 @@ bool is_vector(const Fp8QuantizeParams& params) {
 template <template <typename> typename Source, typename T>
 cudaError_t launch_vectors(const Fp8QuantizeParams& params, const GroupPlan& plan, int64_t per_row, bool keep_inputs,
                            const LaunchShape& shape, cudaStream_t stream) {
-  if constexpr (Source<T>::kMostVectors == 4) {
-    return dispatch_int<1, 2, 4>(plan.vectors, [&](auto vectors) {
-      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row, keep_inputs);
-    });
-  } else {
-    return dispatch_int<1, 2, 4, 8>(plan.vectors, [&](auto vectors) {
-      return launch(quantize_kernel<Source, T, decltype(vectors)::value>, shape, stream, params, per_row, keep_inputs);
-    });
-  }
+  return dispatch_int<1, 2, 4, 8>(plan.vectors, [&](auto vectors) {
+    constexpr int kVectors = decltype(vectors)::value;
+    if constexpr (kVectors > Source<T>::kMostVectors) {
+      return cudaErrorInvalidValue;  // no such plan
+    } else {
+      const bool narrow = plan.threads * plan.groups_per_block <= kNarrowThreads;
+      const auto kernel = narrow ? quantize_kernel<Source, T, kVectors, kNarrowThreads>
+                                 : quantize_kernel<Source, T, kVectors, Source<T>::kMostThreads>;
+      return launch(kernel, shape, stream, params, per_row, keep_inputs);
+    }
+  });
 }
 
 }  // namespace
