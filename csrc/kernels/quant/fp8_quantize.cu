@@ -49,10 +49,15 @@ template <typename T>
 struct Plain {
   using V = Vec<T, kVecWidth<T>>;
   static constexpr int kMostVectors = 8, kMostThreads = 1024;
+  struct Rows {
+    const T* x;
+    __device__ Rows(const Fp8QuantizeParams& params, int64_t row, int64_t col)
+        : x(static_cast<const T*>(params.x) + row * params.x_stride + col) {}
+  };
   V x;
 
-  __device__ static Plain load(const Fp8QuantizeParams& params, int64_t row, int64_t col, uint64_t policy) {
-    return {V::load(static_cast<const T*>(params.x) + row * params.x_stride + col, policy)};
+  __device__ static Plain load(const Rows& rows, int offset, uint64_t policy) {
+    return {V::load(rows.x + offset, policy)};
   }
   __device__ const V& value() const { return x; }
 };
@@ -61,11 +66,16 @@ template <typename T>
 struct Swiglu {
   using V = Vec<T, kVecWidth<T>>;
   static constexpr int kMostVectors = 4, kMostThreads = kNarrowThreads;
+  struct Rows {
+    const T *gate, *up;
+    __device__ Rows(const Fp8QuantizeParams& params, int64_t row, int64_t col)
+        : gate(static_cast<const T*>(params.x) + row * params.x_stride + col),
+          up(static_cast<const T*>(params.up) + row * params.up_stride + col) {}
+  };
   V gate, up;
 
-  __device__ static Swiglu load(const Fp8QuantizeParams& params, int64_t row, int64_t col, uint64_t policy) {
-    return {V::load(static_cast<const T*>(params.x) + row * params.x_stride + col, policy),
-            V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy)};
+  __device__ static Swiglu load(const Rows& rows, int offset, uint64_t policy) {
+    return {V::load(rows.gate + offset, policy), V::load(rows.up + offset, policy)};
   }
   __device__ V value() const {
     return mul(V::of([&](int i) { return activation::Silu::value<T>(gate[i]); }), up);
@@ -80,15 +90,17 @@ __global__ void __launch_bounds__(kThreads, kVectors >= 4 && kThreads == kNarrow
   __shared__ float shared[kMaxThreads / 32];
   const GroupOfRow group(params.out, groups_per_row);
   const int count = static_cast<int>(group.cols / N), step = group.threads.threads;
+  const int64_t first = group.begin + group.threads.rank * N;  // of the thread's columns
   const auto mine = [&](int v) { return group.threads.rank + v * step < count; };
-  const auto col = [&](int v) { return group.begin + static_cast<int64_t>(group.threads.rank + v * step) * N; };
+  const auto offset = [&](int v) { return v * step * N; };
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
+  const typename Source<T>::Rows rows(params, group.row, first);
   Source<T> loaded[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (mine(v)) loaded[v] = Source<T>::load(params, group.row, col(v), policy);
+    if (mine(v)) loaded[v] = Source<T>::load(rows, offset(v), policy);
   }
   Vec<T, N> x[kVectors];
   float amax = 0.f;
@@ -99,10 +111,10 @@ __global__ void __launch_bounds__(kThreads, kVectors >= 4 && kThreads == kNarrow
   const float scale = scale_of(group_max_nan(amax, group.threads, shared), params.out);
   if (group.threads.rank == 0 && count > 0) *scale_at(params.out, group.row, group.index) = scale;
   const float inverse = inverse_of(scale);
-  const int64_t target = group.row * params.out.cols;
+  const int64_t target = group.row * params.out.cols + first;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (mine(v)) store_fp8(x[v], inverse, params.out.format, params.out.q, target + col(v));
+    if (mine(v)) store_fp8(x[v], inverse, params.out.format, params.out.q, target + offset(v));
   }
 }
 
