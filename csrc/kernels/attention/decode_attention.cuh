@@ -21,9 +21,8 @@
 // and this kernel there must be a launch that does not overlap its predecessor, such as the first one of a CUDA graph.
 //
 //   prefetch_cache   The caller promises this of the cache, the lengths, tables, positions and weights, not of q and
-//   the new
-//                    key and value: the ring is filled before the previous kernel has ended. Other launches of the same
-//                    step write other layers' caches, and each reads only keys that earlier steps wrote.
+//                    the new key and value: the ring is filled before the previous kernel has ended. Other launches of
+//                    the same step write other layers' caches, and each reads only keys that earlier steps wrote.
 //   else             Speculation. Before pdl_wait() the work is scheduled from the lengths that are in memory then, and
 //                    the first KV tiles are prefetched to the L2 cache: wrong ones do no harm. After pdl_wait() the
 //                    lengths are read again while the first copies run. If they have changed, the block starts over.

@@ -15,14 +15,15 @@ constexpr int kMaxThreads = 1024, kBlockThreads = 256;
 
 // `groups` of `count` vectors, at most `most_vectors` per thread and `most_threads` per group. With few groups, each
 // takes as many threads as possible. With many, a warp if that is enough, or two of them with all vectors, since most
-// instructions do not depend on the number of vectors; else four vectors, for more groups at a time. An H200, us:
+// instructions do not depend on the number of vectors; else four vectors, for more groups at a time. An H200, bfloat16,
+// the time with four vectors per thread over that with eight:
 //
-//   group        | four vectors | eight
-//   -------------|--------------|------
-//   2048 x 3584  | 7.6          | 7.5
-//   16384 x 3584 | 45.1         | 43.6
-//   2048 x 8192  | 14.2         | 16.2
-//   2048 x 18944 | 30.8         | 30.7
+//   rows x group | result
+//   -------------|-------
+//   2048 x 3584  | 0.97
+//   16384 x 3584 | 1.04
+//   2048 x 8192  | 0.88
+//   2048 x 18944 | 1.01
 inline GroupPlan plan_group(int64_t count, int64_t groups, int sm_count, int most_vectors, int most_threads) {
   const bool few = groups <= kFewRowsPerSm * sm_count;
   GroupPlan plan{0, 0, 0};
