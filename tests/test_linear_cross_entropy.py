@@ -25,7 +25,7 @@ every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 every_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 # Bytes of the logits: one row at a time, some, all.
-every_budget = pytest.mark.parametrize("max_logits_bytes", [1, 10_000, 2**29], ids=["row", "chunks", "whole"])
+every_budget = pytest.mark.parametrize("max_logits_bytes", [1, 10_000, 2**29, None], ids=["row", "chunks", "whole", "default"])
 
 
 def make(rows, vocab, k, dtype, device, ignored=0.2):
@@ -386,7 +386,7 @@ ERRORS = {
     "reduction must be 'mean' or 'sum' for gradients in the forward":
         lambda x, w, t: _op.linear_cross_entropy(x, w, t, None, None, -100, "none", needs_x=True),
 }  # fmt: skip
-_op, _options = torch.ops.llmkernels, (-100, "mean", 0.0, 0.0, 0.0, 100, True, True, False)
+_op, _options = torch.ops.llmkernels, (-100, "mean", 0.0, 0.0, 0.0, 100, False, True, True, False)
 
 
 @pytest.mark.parametrize("message, call", ERRORS.items(), ids=range(len(ERRORS)))

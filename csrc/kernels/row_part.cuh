@@ -49,7 +49,7 @@ constexpr int kCachedThreads = 512, kMaxCluster = 16;
 //   its backward 8192x32768 bfloat16  | 388        | 379
 //   cross_entropy 8192x65536 bfloat16 | 641        | 667
 inline RowSplit split_row(int64_t cols, size_t element_bytes, int operands, bool vector, const DeviceInfo& device,
-                          int64_t most_alone) {
+                          int64_t most_alone, int most_threads = kCachedThreads) {
   const int width = vector ? static_cast<int>(16 / element_bytes) : 1;
   const int64_t count = cols / width, bytes = cols * static_cast<int64_t>(element_bytes) * operands;
   const int64_t room = static_cast<int64_t>(device.shared_bytes) - 1024;  // the reductions need some
@@ -66,7 +66,7 @@ inline RowSplit split_row(int64_t cols, size_t element_bytes, int operands, bool
             true,
             cluster,
             part * width,
-            std::max(32, group_threads(part, 8, kCachedThreads)),
+            std::max(32, group_threads(part, 8, most_threads)),
             1,
             static_cast<size_t>(part) * 16 * operands};
   }

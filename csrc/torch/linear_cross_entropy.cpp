@@ -59,8 +59,8 @@ int64_t budget_of(std::optional<int64_t> max_logits_bytes, const Tensor& weight)
 
 Problem check(const char* op, const Tensor& x, const Tensor& weight, const Tensor& target,
               const std::optional<Tensor>& bias, const std::optional<Tensor>& class_weight,
-              const std::string& reduction, const CrossEntropyOptions& options,
-              std::optional<int64_t> max_logits_bytes) {
+              const std::string& reduction, const CrossEntropyOptions& options, std::optional<int64_t> max_logits_bytes,
+              bool at_once) {
   to_dtype(op, {"x", x});
   LLMK_CHECK(x.dim() >= 1, op, "x must have at least one dimension, got a scalar");
   check_dtype(op, {"linear_weight", weight}, {"x", x});
@@ -75,7 +75,8 @@ Problem check(const char* op, const Tensor& x, const Tensor& weight, const Tenso
   CrossEntropyCall call = begin_cross_entropy(op, of, target, class_weight, reduction, options);
   if (is_meta(x)) return {call, {x, 0, 0, 0}, weight, bias, 0};
   const int64_t row_bytes = vocab * x.element_size();
-  const int64_t chunk = rows_per_chunk(call.params.rows, row_bytes, budget_of(max_logits_bytes, weight));
+  const int64_t rows = call.params.rows;
+  const int64_t chunk = at_once ? rows : rows_per_chunk(rows, row_bytes, budget_of(max_logits_bytes, weight));
   return {call, as_rows(x), with_plain_strides(weight), bias, chunk};
 }
 
@@ -170,12 +171,13 @@ void for_chunks(const Problem& p, const CrossEntropyParams& params, const Body& 
   }
 }
 
-// The gradients are those of the sum of the losses, the weight's and the bias's in float32 (float64).
+// The gradients are those of the sum of the losses, the weight's and the bias's in float32 (float64); `at_once`: all
+// rows are one chunk, and these have the dtype of x, too.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
     const Tensor& x, const Tensor& linear_weight, const Tensor& target, std::optional<Tensor> linear_bias,
     std::optional<Tensor> weight, int64_t ignore_index, std::string reduction, double label_smoothing,
-    double lse_square_scale, double softcap, std::optional<int64_t> max_logits_bytes, bool needs_x, bool needs_weight,
-    bool needs_bias) {
+    double lse_square_scale, double softcap, std::optional<int64_t> max_logits_bytes, bool at_once, bool needs_x,
+    bool needs_weight, bool needs_bias) {
   constexpr const char* op = "linear_cross_entropy";
   check_tensors(op, {{"x", x},
                      {"linear_weight", linear_weight},
@@ -183,7 +185,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
                      {"linear_bias", linear_bias},
                      {"weight", weight}});
   const Problem p = check(op, x, linear_weight, target, linear_bias, weight, reduction,
-                          {ignore_index, label_smoothing, lse_square_scale, softcap}, max_logits_bytes);
+                          {ignore_index, label_smoothing, lse_square_scale, softcap}, max_logits_bytes, at_once);
   const CrossEntropyCall& call = p.call;
   const Wanted wanted{needs_x, needs_weight, needs_bias && linear_bias};
   LLMK_CHECK(call.reduced || !wanted.any(), op, "reduction must be 'mean' or 'sum' for gradients in the forward");
@@ -192,7 +194,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
   Tensor lse = empty(target.sizes(), type, x), losses = empty(target.sizes(), type, x);
   Tensor loss = call.reduced ? empty(target.sizes().slice(0, 0), type, x) : losses;
   Tensor divisor = empty({call.mean ? &two : &zero, 1}, type, x);
-  Gradients grads(p, x, wanted, type);
+  Gradients grads(p, x, wanted, at_once ? x.scalar_type() : type);
   if (is_meta(x)) return {loss, lse, divisor, grads.x, grads.weight, grads.bias};
   CrossEntropyParams params = call.params;
   params.losses = losses.mutable_data_ptr();
@@ -217,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
     const Tensor& grad_loss, const Tensor& x, const Tensor& linear_weight, const Tensor& target,
     std::optional<Tensor> linear_bias, std::optional<Tensor> weight, const Tensor& lse, int64_t ignore_index,
     std::string reduction, double label_smoothing, double lse_square_scale, double softcap,
-    std::optional<int64_t> max_logits_bytes, bool needs_x, bool needs_weight, bool needs_bias) {
+    std::optional<int64_t> max_logits_bytes, bool at_once, bool needs_x, bool needs_weight, bool needs_bias) {
   constexpr const char* op = "linear_cross_entropy_backward";
   check_tensors(op, {{"grad_loss", grad_loss},
                      {"x", x},
@@ -227,7 +229,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
                      {"weight", weight},
                      {"lse", lse}});
   const Problem p = check(op, x, linear_weight, target, linear_bias, weight, reduction,
-                          {ignore_index, label_smoothing, lse_square_scale, softcap}, max_logits_bytes);
+                          {ignore_index, label_smoothing, lse_square_scale, softcap}, max_logits_bytes, at_once);
   const CrossEntropyCall& call = p.call;
   check_wide(op, {"lse", lse}, call.dtype);
   check_per_row(op, {"lse", lse}, {"x", x});

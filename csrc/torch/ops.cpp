@@ -50,17 +50,18 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def("cross_entropy_scale_(Tensor(a!) grad, Tensor grad_loss) -> ()");
 
   // linear_cross_entropy.cpp; `needs_...`: which gradients the forward computes, of the sum of the losses; those of
-  // weight and bias are float32 then, and what a mean divides by is divisor[0]
+  // weight and bias are float32 then, or with `at_once` (no chunks) of the dtype of x; what a mean divides by is
+  // divisor[0]
   differentiable("linear_cross_entropy",
                  "(Tensor x, Tensor linear_weight, Tensor target, Tensor? linear_bias=None, Tensor? weight=None, "
                  "int ignore_index=-100, str reduction=\"mean\", float label_smoothing=0.0, "
-                 "float lse_square_scale=0.0, float softcap=0.0, int? max_logits_bytes=None, bool needs_x=False, "
-                 "bool needs_weight=False, bool needs_bias=False) -> "
+                 "float lse_square_scale=0.0, float softcap=0.0, int? max_logits_bytes=None, bool at_once=False, "
+                 "bool needs_x=False, bool needs_weight=False, bool needs_bias=False) -> "
                  "(Tensor loss, Tensor lse, Tensor divisor, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
   ops.def(
       "linear_cross_entropy_backward(Tensor grad_loss, Tensor x, Tensor linear_weight, Tensor target, "
       "Tensor? linear_bias, Tensor? weight, Tensor lse, int ignore_index, str reduction, float label_smoothing, "
-      "float lse_square_scale, float softcap, int? max_logits_bytes, bool needs_x, bool needs_weight, "
+      "float lse_square_scale, float softcap, int? max_logits_bytes, bool at_once, bool needs_x, bool needs_weight, "
       "bool needs_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 
   // rope.cpp

@@ -58,7 +58,9 @@ def linear_cross_entropy(
             more work, and nothing but log-sum-exps is kept between the two.
         max_logits_bytes: how much memory the logits of a chunk may take; at least those of one row do. By default as
             much as W, and at least 512 MiB. Larger chunks are faster: for each of them the sum of W's gradient, 4 V K
-            bytes, is read and written.
+            bytes, is read and written. In bfloat16 on a GPU the default is all rows at once, if their logits take no
+            more than such a chunk and that sum together: then there is no sum, and W's gradient is in bfloat16 before
+            the backward multiplies it.
 
     Returns:
         the loss, a scalar, or (...) for reduction "none"; float32, for float64 float64.
@@ -71,7 +73,8 @@ def linear_cross_entropy(
         are those of the sum of the losses, and the backward multiplies them by the gradient of the loss, divided
         by what a mean divides by: in float16 they do not underflow where that gradient is a GradScaler's.
     Memory: a chunk of logits; 4 V K bytes for the sum of W's gradient, which is kept until the backward; for a W of
-        16 bits another 2 V K bytes there, for the rounded gradient. Without gradients the chunk alone.
+        16 bits another 2 V K bytes there, for the rounded gradient. All rows at once: their logits and 2 V K bytes.
+        Without gradients the chunk alone.
     Differentiable: once, in x, linear_weight and linear_bias; saves them, target, weight, the log-sum-exp of each row,
         and the gradients, which are the caller's after the first backward. Another one computes them again.
     Deterministic: yes, gradients included, as far as PyTorch's matrix products are. The order of sums depends on the
@@ -94,7 +97,20 @@ def linear_cross_entropy(
     early = gradient_in_forward and reduction != "none" and torch.is_grad_enabled() and not _is_transforming()
     needs = (early and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias))
     options = ignore_index, reduction, label_smoothing, lse_square_scale, softcap, max_logits_bytes
+    needs = tuple(needs)
+    options += (_at_once(x, linear_weight, max_logits_bytes, needs[1]),)
     return _linear_cross_entropy(x, linear_weight, target, linear_bias, weight, *options, *needs)[0]
+
+
+def _at_once(x: Tensor, weight: Tensor, max_logits_bytes: int | None, needs_weight: bool) -> bool:
+    """Whether all rows are computed at once: where the logits take no more than chunks with float32 sums would.
+
+    Only in bfloat16: in float16 the gradient of the sum of the losses could overflow.
+    """
+    if max_logits_bytes is not None or not needs_weight or x.dtype != torch.bfloat16 or not x.is_cuda or weight.ndim != 2:
+        return False  # or the op says what is wrong
+    chunk, sums = max(1 << 29, 2 * weight.numel()), 4 * weight.numel()
+    return 2 * x.shape[:-1].numel() * weight.shape[0] <= chunk + sums
 
 
 def _bound(names: tuple[str, ...], args: tuple, named: dict, **defaults) -> list:
@@ -103,13 +119,13 @@ def _bound(names: tuple[str, ...], args: tuple, named: dict, **defaults) -> list
 
 
 _INPUTS = ("x", "linear_weight", "target", "linear_bias", "weight")
-_OPTIONS = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "max_logits_bytes")
+_OPTIONS = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "max_logits_bytes", "at_once")
 _NEEDS = ("needs_x", "needs_weight", "needs_bias")
 
 
 def _fake(*args, **named):
     names = (*_INPUTS, *_OPTIONS, *_NEEDS)
-    x, linear_weight, target, bias, _, _, reduction, *_, needs_x, needs_weight, needs_bias = _bound(
+    x, linear_weight, target, bias, _, _, reduction, *_, at_once, needs_x, needs_weight, needs_bias = _bound(
         names, args, named, reduction="mean"
     )
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -118,7 +134,7 @@ def _fake(*args, **named):
         x.new_empty(target.shape if reduction == "none" else (), dtype=wide),
         lse,
         x.new_empty(2 if reduction == "mean" else 0, dtype=wide),
-        *_fake_grads(x, linear_weight, needs_x, needs_weight, needs_bias and bias is not None, wide),
+        *_fake_grads(x, linear_weight, needs_x, needs_weight, needs_bias and bias is not None, x.dtype if at_once else wide),
     )
 
 

@@ -134,7 +134,7 @@ cudaError_t launch_cross_entropy(const CrossEntropyParams& params, cudaStream_t 
   constexpr int N = kVecWidth<T>;
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const RowSplit split = split_row(params.vocab, sizeof(T), 1, is_vector<T>(params), device, kPartBytes);
+  const RowSplit split = split_row(params.vocab, sizeof(T), 1, is_vector<T>(params), device, kPartBytes, 256);
   const bool keep = keeps_inputs(device, params.rows * params.vocab * sizeof(T) * (params.grad ? 2 : 1));
   const auto kernel = split.cached      ? cross_entropy_kernel<T, N, true, kGeneral>
                       : split.width > 1 ? cross_entropy_kernel<T, N, false, kGeneral>

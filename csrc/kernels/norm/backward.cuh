@@ -378,7 +378,8 @@ cudaError_t plan_persistent(const NormBackwardParams& params, PersistentPlan& pl
   row = {kVecWidth<T>, 0, 0, 1};
   const int64_t count = params.cols / row.width;
   if (!is_vector<T>(params) || count > kMostVectors<T, kCentered> * kMaxThreads) return cudaSuccess;
-  const int vectors = count > 2 * kMaxThreads ? 4 : count > 128 ? 2 : 1;
+  const int wanted = count > 2 * kMaxThreads || (count > 32 && count <= 64) ? 4 : count > 128 ? 2 : 1;
+  const int vectors = std::min(wanted, kMostVectors<T, kCentered>);
   row.threads_per_row = group_threads(count, vectors, kMaxThreads);
   const int unit_rows = unit_size(row.threads_per_row);
   const int64_t units = (params.rows + unit_rows - 1) / unit_rows;

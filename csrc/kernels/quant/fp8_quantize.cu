@@ -41,9 +41,6 @@ struct GroupOfRow {
   }
 };
 
-// Threads of a group up to which an SM has room for two of them, with as many registers as that leaves.
-constexpr int kNarrowThreads = 640;
-
 // What is loaded, and what is quantized of it.
 template <typename T>
 struct Plain {
@@ -65,7 +62,7 @@ struct Plain {
 template <typename T>
 struct Swiglu {
   using V = Vec<T, kVecWidth<T>>;
-  static constexpr int kMostVectors = 4, kMostThreads = kNarrowThreads;
+  static constexpr int kMostVectors = 4, kMostThreads = 640;  // of which an SM has room for two blocks
   struct Rows {
     const T *gate, *up;
     __device__ Rows(const Fp8QuantizeParams& params, int64_t row, int64_t col)
@@ -82,9 +79,10 @@ struct Swiglu {
   }
 };
 
-// Template parameters. kVectors: how many vectors of a group a thread has in registers. kThreads: of a block, at most.
-template <template <typename> typename Source, typename T, int kVectors, int kThreads>
-__global__ void __launch_bounds__(kThreads, kVectors >= 4 && kThreads == kNarrowThreads ? 2 : 1)
+// Template parameter kVectors: how many vectors of a group a thread has in registers.
+template <template <typename> typename Source, typename T, int kVectors>
+__global__ void __launch_bounds__(Source<T>::kMostThreads,
+                                  kVectors == 4 && Source<T>::kMostThreads < kMaxThreads ? 2 : 1)
     quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row, bool keep_inputs) {
   constexpr int N = kVecWidth<T>;
   __shared__ float shared[kMaxThreads / 32];
@@ -156,10 +154,7 @@ cudaError_t launch_vectors(const Fp8QuantizeParams& params, const GroupPlan& pla
     if constexpr (kVectors > Source<T>::kMostVectors) {
       return cudaErrorInvalidValue;  // no such plan
     } else {
-      const bool narrow = plan.threads * plan.groups_per_block <= kNarrowThreads;
-      const auto kernel = narrow ? quantize_kernel<Source, T, kVectors, kNarrowThreads>
-                                 : quantize_kernel<Source, T, kVectors, Source<T>::kMostThreads>;
-      return launch(kernel, shape, stream, params, per_row, keep_inputs);
+      return launch(quantize_kernel<Source, T, kVectors>, shape, stream, params, per_row, keep_inputs);
     }
   });
 }

@@ -105,7 +105,7 @@ cudaError_t softmax_backward(const SoftmaxBackwardParams& params, Dtype dtype, c
     const bool vector = is_vector<T>(params);
     const int64_t count = params.cols / N;
     if (vector && count <= kShortVectors * kShortThreads) {
-      const int vectors = count <= 128 ? 1 : kShortVectors;
+      const int vectors = count <= 32 ? 1 : kShortVectors;
       const int threads = group_threads(count, vectors, kShortThreads), groups = kShortThreads / threads;
       const LaunchShape shape{(params.rows + groups - 1) / groups, dim3(threads, groups)};
       return launch(vectors == 1 ? softmax_backward_kernel<T, 1> : softmax_backward_kernel<T, kShortVectors>, shape,
