@@ -90,7 +90,7 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     head, lse = draw(37, cols, scale=cols**-0.5), draw(rows, dtype=torch.float32)
     budget = 37 * x.element_size() * max(rows // 3, 1)  # chunks
     classes = (target % 37, head[:, 0].contiguous(), None, -100)
-    yield "linear_cross_entropy", (x, head, *classes, "mean", 0.1, 1e-3, 10.0, budget, True, True, True)
+    yield "linear_cross_entropy", (x, head, *classes, "mean", 0.1, 1e-3, 10.0, budget, False, True, True, True)
     yield (
         "linear_cross_entropy_backward",
         (of_loss, x, head, *classes[:3], lse + 9, -100, *loss_options[1:], budget, True, True, True),

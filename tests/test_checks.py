@@ -66,7 +66,7 @@ def valid(op: str) -> dict:
             "reduction": "mean", "label_smoothing": 0.1, "lse_square_scale": 0.0, "softcap": 0.0}  # fmt: skip
     linear_loss = {"x": x, "linear_weight": torch.ones(6, 8), "linear_bias": torch.ones(6),
                    **{name: value for name, value in loss.items() if name != "logits"}, "weight": torch.ones(6),
-                   "max_logits_bytes": 100}  # fmt: skip
+                   "max_logits_bytes": 100, "at_once": False}  # fmt: skip
     adapter = {"lora_a": torch.ones(2, 8), "lora_b": torch.ones(6, 2), "scaling": 0.5}
     one = torch.ones(1)
     lists = {name: [torch.ones(2, 3), torch.ones(5)] for name in

@@ -25,7 +25,9 @@ every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 every_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 # Bytes of the logits: one row at a time, some, all.
-every_budget = pytest.mark.parametrize("max_logits_bytes", [1, 10_000, 2**29, None], ids=["row", "chunks", "whole", "default"])
+every_budget = pytest.mark.parametrize(
+    "max_logits_bytes", [1, 10_000, 2**29, None], ids=["row", "chunks", "whole", "default"]
+)
 
 
 def make(rows, vocab, k, dtype, device, ignored=0.2):

@@ -107,8 +107,9 @@ def _at_once(x: Tensor, weight: Tensor, max_logits_bytes: int | None, needs_weig
 
     Only in bfloat16: in float16 the gradient of the sum of the losses could overflow.
     """
-    if max_logits_bytes is not None or not needs_weight or x.dtype != torch.bfloat16 or not x.is_cuda or weight.ndim != 2:
-        return False  # or the op says what is wrong
+    is_known = x.is_cuda and x.dtype == torch.bfloat16 and weight.ndim == 2
+    if max_logits_bytes is not None or not needs_weight or not is_known:
+        return False
     chunk, sums = max(1 << 29, 2 * weight.numel()), 4 * weight.numel()
     return 2 * x.shape[:-1].numel() * weight.shape[0] <= chunk + sums
 
@@ -119,7 +120,8 @@ def _bound(names: tuple[str, ...], args: tuple, named: dict, **defaults) -> list
 
 
 _INPUTS = ("x", "linear_weight", "target", "linear_bias", "weight")
-_OPTIONS = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "max_logits_bytes", "at_once")
+_OPTIONS = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "max_logits_bytes")
+_OPTIONS += ("at_once",)
 _NEEDS = ("needs_x", "needs_weight", "needs_bias")
 
 
@@ -129,12 +131,13 @@ def _fake(*args, **named):
         names, args, named, reduction="mean"
     )
     wide = torch.promote_types(x.dtype, torch.float32)
+    of_sums = x.dtype if at_once else wide
     lse = x.new_empty(target.shape, dtype=wide)
     return (
         x.new_empty(target.shape if reduction == "none" else (), dtype=wide),
         lse,
         x.new_empty(2 if reduction == "mean" else 0, dtype=wide),
-        *_fake_grads(x, linear_weight, needs_x, needs_weight, needs_bias and bias is not None, x.dtype if at_once else wide),
+        *_fake_grads(x, linear_weight, needs_x, needs_weight, needs_bias and bias is not None, of_sums),
     )
 
 
