@@ -93,7 +93,7 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     yield "linear_cross_entropy", (x, head, *classes, "mean", 0.1, 1e-3, 10.0, budget, False, True, True, True)
     yield (
         "linear_cross_entropy_backward",
-        (of_loss, x, head, *classes[:3], lse + 9, -100, *loss_options[1:], budget, True, True, True),
+        (of_loss, x, head, *classes[:3], lse + 9, -100, *loss_options[1:], budget, False, True, True, True),
     )
     yield "relu2_glu", (x, y)
     yield "relu2_glu_packed", (packed,)

@@ -195,9 +195,9 @@ def loss_backward_calls(device):
     yield "cross_entropy_backward", (logits[..., 0], logits, target, weight, logits.logsumexp(-1), *options)
     yield "cross_entropy_scale_", (logits, logits[0, 0, 0].clone())
     (_, linear), (_, (x, head, target, bias, _, *options, _, _, _)) = linear_loss_calls(device)
-    yield "linear_cross_entropy", (*linear, bias, None, -100, "mean", 0.0, 0.0, 0.0, 100, True, True, True)
+    yield "linear_cross_entropy", (*linear, bias, None, -100, "mean", 0.0, 0.0, 0.0, 100, False, True, True, True)
     saved = x, head, target, bias, weight, x.sum(-1)
-    yield "linear_cross_entropy_backward", (logits[..., 0], *saved, *options, True, True, False)
+    yield "linear_cross_entropy_backward", (logits[..., 0], *saved, *options, False, True, True, False)
 
 
 def softmax_backward_calls(device):

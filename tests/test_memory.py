@@ -70,16 +70,20 @@ def test_neighbours_of_the_outputs_stay(case, cols, dtype):
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     for size in sizes:
-        # Many: the first ones fill the gaps of this size, so that the later ones lie side by side.
-        blocks = [torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(64)]
-        guards = blocks[:32] + blocks[32::2]
-        free = {block.data_ptr() for block in blocks[33::2]}
-        del blocks
-        results = case.differentiate(inputs, grad_outputs)
-        landed = [t for t in results if t.numel() * t.element_size() == size]
-        assert not landed or any(t.data_ptr() in free for t in landed), "no output lies between the guards"
-        assert all((guard == 0x5A).all() for guard in guards)
-        del results, landed, guards
+        # Many: the first ones fill the gaps of this size, so that the later ones lie side by side. More, where earlier
+        # tests have left more gaps than that.
+        for count in (64, 512, 4096):
+            blocks = [torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(count)]
+            guards = blocks[: count // 2] + blocks[count // 2 :: 2]
+            free = {block.data_ptr() for block in blocks[count // 2 + 1 :: 2]}
+            del blocks
+            results = case.differentiate(inputs, grad_outputs)
+            landed = [t for t in results if t.numel() * t.element_size() == size]
+            assert all((guard == 0x5A).all() for guard in guards)
+            if lies_between := not landed or any(t.data_ptr() in free for t in landed):
+                break
+            del results, landed, guards
+        assert lies_between, "no output lies between the guards"
 
 
 OVERRUN = """
