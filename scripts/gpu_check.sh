@@ -2,11 +2,12 @@
 # All tests of the GPU on this machine, and compute-sanitizer on a short selection of them; writes
 # results/gpu_tests.json.
 #
-#   bash scripts/gpu_check.sh [--sanitizer | --tools memcheck,synccheck] [--no-tests | --two-gpus] [--output FILE]
+#   bash scripts/gpu_check.sh [--sanitizer | --tools memcheck,synccheck] [--no-tests | --two-gpus | --again] [--output FILE]
 #       [-n WORKERS] [-- pytest arguments]
 #
 # Needs no installed package: it takes the library that lies in llmkernels/ if that is of these sources, else builds it.
-# Parts of a report on the same sources that are not run again are kept. --two-gpus runs only the tests that need two.
+# Parts of a report on the same sources that are not run again are kept. --two-gpus runs only the tests that need two,
+# --again those that failed according to the report, which names them then: for tests that were wrong themselves.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,6 +24,7 @@ while [ $# -gt 0 ]; do
     --tools) IFS=, read -ra tools <<<"$2"; shift 2 ;;
     --no-tests) tests=; shift ;;
     --two-gpus) tests=two_gpus; shift ;;
+    --again) tests=again; shift ;;
     --output) output=$2; shift 2 ;;
     -n) workers=(-n "$2"); shift 2 ;;
     --) shift; break ;;
@@ -70,6 +72,10 @@ done
 if [ "$tests" = two_gpus ]; then
   echo two_gpus >> "$work/started"
   "$python" -m pytest -q -m two_gpus "${workers[@]}" --junitxml="$work/two_gpus.xml" "$@" tests || true
+elif [ "$tests" = again ]; then
+  echo again >> "$work/started"
+  mapfile -t names < <("$python" scripts/gpu_report.py --failures "$output")
+  "$python" -m pytest -q --junitxml="$work/again.xml" "$@" "${names[@]}" || true
 elif [ -n "$tests" ]; then
   run=("$python" -m pytest -q -k "cuda or gpu or large")
   echo tests >> "$work/started"

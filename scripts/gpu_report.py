@@ -1,6 +1,7 @@
 """The end of gpu_check.sh: from what the runs left in a folder to results/gpu_tests.json.
 
 python3 scripts/gpu_report.py FOLDER OUTPUT
+python3 scripts/gpu_report.py --failures OUTPUT      the tests that failed, as pytest takes them
 """
 
 import json
@@ -48,7 +49,7 @@ def main(folder: Path, output: Path) -> int:
     if output.exists():
         before = json.loads(output.read_text())
         if all(before["meta"].get(key) == meta[key] for key in ("sources", "gpu", "torch")):
-            report |= {key: before[key] for key in (*report, "two_gpus") if key != "meta" and key in before}
+            report |= {key: before[key] for key in (*report, "two_gpus", "again") if key != "meta" and key in before}
 
     def replace_failures(failures: list[str], belongs):
         report["failures"] = [name for name in report["failures"] if not belongs(name)] + failures
@@ -63,6 +64,12 @@ def main(folder: Path, output: Path) -> int:
             if part == "two_gpus":
                 failures = [f"two_gpus: {name}" for name in failures]
             replace_failures(failures, lambda name, part=part: name.startswith(part))
+    if "again" in started:
+        counts, failures = read_tests(folder / "again.xml")
+        report["tests"]["passed"] += counts["passed"]
+        report["tests"]["failed"] -= counts["passed"]
+        report["again"] = [name for name in report["failures"] if name.startswith("tests")]
+        replace_failures(failures, lambda name: name.startswith("tests"))
     for tool in TOOLS:
         if tool in started:
             report["sanitizer"][tool], failures = read_sanitizer(folder / f"{tool}.log", folder / f"{tool}.xml")
@@ -70,10 +77,18 @@ def main(folder: Path, output: Path) -> int:
     meta["command"] = (folder / "command").read_text().strip()
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")
-    parts = [f"{name} {part}" for name, part in report.items() if name not in ("meta", "failures")]
+    parts = [f"{name} {part}" for name, part in report.items() if name not in ("meta", "failures", "again")]
     print(f"{output}: {', '.join(parts)}", *report["failures"][:20], sep="\n")
     return 1 if report["failures"] else 0
 
 
+def failed_tests(output: Path) -> list[str]:
+    names = [name.partition("::") for name in json.loads(output.read_text())["failures"] if name.startswith("tests.")]
+    return [f"{module.replace('.', '/')}.py::{test}" for module, _, test in names]
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "--failures":
+        print(*failed_tests(Path(sys.argv[2])), sep="\n")
+        sys.exit()
     sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
