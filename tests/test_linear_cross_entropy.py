@@ -391,6 +391,20 @@ ERRORS = {
 _op, _options = torch.ops.llmkernels, (-100, "mean", 0.0, 0.0, 0.0, 100, False, True, True, False)
 
 
+def test_all_rows_at_once(device):
+    """What the default is in bfloat16 on a GPU: gradients of the weight as of chunks, but in bfloat16."""
+    x, weight, _, target = make(37, 16, 19, torch.bfloat16, device)
+    inputs = x, weight, target, None, None, -100, "sum", 0.0, 0.0, 0.0, None
+    chunks, once = (_op.linear_cross_entropy(*inputs, at_once, True, True, False) for at_once in (False, True))
+    assert (chunks[4].dtype, once[4].dtype) == (torch.float32, torch.bfloat16)
+    for found, expected in zip(once, chunks, strict=True):
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2**-7, atol=2**-7)
+
+
+def test_default_budget_in_bfloat16(device):
+    check(make(300, 64, 70, torch.bfloat16, device), {}, None)
+
+
 @pytest.mark.parametrize("message, call", ERRORS.items(), ids=range(len(ERRORS)))
 def test_errors_name_op_argument_and_what_was_got(device, message, call):
     inputs = torch.ones(2, 8, device=device), torch.ones(5, 8, device=device)
