@@ -1,0 +1,236 @@
+"""A forward of a few tokens per sequence, composed of the library's ops from a description of the model.
+
+    hidden = embedding[tokens] * embed_scale
+    for each branch of each layer:  hidden += multiplier * post(block(pre(hidden)))
+    logits = head(norm(hidden))
+
+What runs for a layer as Llama's, one token, on a GPU of compute capability 9.0, is five launches:
+
+    qkv = rms_norm(hidden) Wqkv^T + b              rms_norm_linear
+    a = attention(rope(q), cache + rope(k), v)     rope_decode_attention: rotates, writes the cache, attends
+    hidden += a Wo^T                               linear_add_
+    m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_glu_linear
+    hidden += m Wdown^T                            linear_add_
+
+The launches overlap by programmatic dependent launch (`prefetch`): each requests its weights, or the keys and values of
+earlier tokens, while the previous kernel still runs. This is correct because
+
+    weights   were complete when the step began. The step does not write them, and a kernel that has just written them
+              does not let the next one start before it has ended (PyTorch's kernels do not).
+    cache     The keys and values of earlier tokens were written before `cache_seqlens` was last changed, and the kernel
+              that changed it does not let the next one start early either.
+
+All of it is ops of llmkernels, so that it can be recorded into a CUDA graph: see graphs.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
+
+_ops = torch.ops.llmkernels
+# The activations that a product has in its epilogue; and the ops for those behind one, gated and not.
+_FUSED = ("silu", "gelu", "gelu_tanh")
+_GATED = {
+    "silu": lambda x: _ops.swiglu_packed(x),
+    "gelu": lambda x: _ops.geglu_packed(x, "none"),
+    "gelu_tanh": lambda x: _ops.geglu_packed(x, "tanh"),
+    "relu2": lambda x: _ops.relu2_glu_packed(x),
+}
+_PLAIN = {
+    "gelu": lambda x: _ops.bias_gelu(x, None, "none"),
+    "gelu_tanh": lambda x: _ops.bias_gelu(x, None, "tanh"),
+    "relu2": lambda x: _ops.relu2(x),
+}
+ACTIVATIONS = {True: _GATED.keys(), False: _PLAIN.keys()}  # by `gated`
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Where the new tokens are: the last `count` of each of `batch` sequences in the caches.
+
+    `positions` int32 (B, T), `seqlens` int32 (B,) with the new ones, `leftpad` int32 (B,) or None; `block_table` where
+    caches are pages. `tables` has cos and sin of each position, by the names that layers have for them.
+    """
+
+    batch: int
+    count: int
+    positions: Tensor
+    seqlens: Tensor
+    leftpad: Tensor | None
+    tables: dict[str, tuple[Tensor, Tensor]]
+    block_table: Tensor | None = None
+
+
+def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
+
+    `caches` are the keys and values of each layer, as `decode_attention` takes them; the new ones are written there.
+    """
+    readers = [_reader(layer.branches[0]) for layer in trunk.layers] + [(trunk.norm, trunk.head)]
+    handed = None
+    for index, (layer, cache) in enumerate(zip(trunk.layers, caches, strict=True)):
+        handed = _layer(layer, hidden, handed, tokens, cache, readers[index + 1])
+    logits = _Source(hidden, trunk.norm, handed).linear(trunk.head)
+    if trunk.logit_scale != 1 or trunk.logit_softcap != 0:
+        logits = _ops.scale_softcap(logits, trunk.logit_scale, trunk.logit_softcap)
+    return logits
+
+
+def _layer(layer: Layer, hidden: Tensor, handed, tokens: Tokens, cache, following):
+    """Adds the layer's branches to `hidden`; returns what the last add hands to `following`, a norm and a product."""
+    if layer.parallel:
+        blocks = [_block(branch, _normalized(hidden, branch.pre), tokens, cache) for branch in layer.branches]
+        readers = [None] * (len(blocks) - 1) + [following]
+        for branch, y, reader in zip(layer.branches, blocks, readers, strict=True):
+            handed = _add(hidden, y, branch, reader)
+        return handed
+    readers = [*map(_reader, layer.branches[1:]), following]
+    for branch, reader in zip(layer.branches, readers, strict=True):
+        y = _block(branch, _Source(hidden, branch.pre, handed), tokens, cache)
+        handed = _add(hidden, y, branch, reader)
+    return handed
+
+
+def _reader(branch: Branch) -> tuple[Norm | None, Product]:
+    block = branch.block
+    return branch.pre, block.qkv if isinstance(block, Attention) else block.up
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a product reads: norm(x). `handed`: that norm's work as far as the linear that made x has done it."""
+
+    x: Tensor
+    norm: Norm | None = None
+    handed: tuple[Tensor, Tensor] | None = None
+
+    def linear(self, product: Product) -> Tensor:
+        norm = self.norm
+        if norm is None or norm.options.kind != "rms":
+            return _ops.linear(_norm(self.x, norm), product.weight, product.bias, True)
+        return _ops.rms_norm_linear(self.x, norm.weight, product.weight, product.bias, *_options(norm), True)
+
+    def glu(self, product: Product, activation: str) -> Tensor:
+        norm = self.norm
+        if activation not in _FUSED or product.bias is not None:
+            return _GATED[activation](self.linear(product))
+        if norm is None or norm.options.kind != "rms":
+            return _ops.glu_linear(_norm(self.x, norm), product.weight, activation, True)
+        return _ops.rms_norm_glu_linear(self.x, norm.weight, product.weight, activation, *_options(norm), True)
+
+
+def _options(norm: Norm) -> tuple[float, float, bool]:
+    return norm.eps, norm.options.weight_offset, norm.options.cast_before_weight
+
+
+def _norm(x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    if norm.options.kind == "rms":
+        return _ops.rms_norm(x, norm.weight, *_options(norm))
+    return _ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+
+def _normalized(hidden: Tensor, norm: Norm | None) -> _Source:
+    return _Source(_norm(hidden, norm))
+
+
+def _block(branch: Branch, source: _Source, tokens: Tokens, cache) -> Tensor:
+    block = branch.block
+    return _attend(block, source, tokens, cache) if isinstance(block, Attention) else _mlp(block, source)
+
+
+def _mlp(mlp: MLP, source: _Source) -> Tensor:
+    """What the down projection reads."""
+    if mlp.gated:
+        return source.glu(mlp.up, mlp.activation)
+    return _PLAIN[mlp.activation](source.linear(mlp.up))
+
+
+def _add(hidden: Tensor, y: Tensor, branch: Branch, following: tuple[Norm | None, Product] | None):
+    """hidden += multiplier * post(last product of the branch (y))"""
+    block = branch.block
+    product = block.output if isinstance(block, Attention) else block.down
+    post = branch.post
+    if post is not None:
+        y = _ops.linear(y, product.weight, product.bias, True)
+        _ops.rms_norm_add_(hidden, y, post.weight, *_options(post), branch.multiplier)
+        return None
+    _ops.linear_add_(hidden, y, product.weight, product.bias, branch.multiplier, True)
+    return None
+
+
+# --- attention
+
+
+def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: tuple[Tensor, Tensor]) -> Tensor:
+    """What the output projection reads, (B * T, heads * D)."""
+    qkv = source.linear(attention.qkv)
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    head_norms = None if attention.row_norms else q_norm or k_norm
+    fits = attention.table is not None and not attention.interleaved and attention.rotary_dim == attention.head_dim
+    if tokens.count == 1 and fits and not attention.row_norms:
+        cos, sin = tokens.tables[attention.table]
+        options = () if head_norms is None else (q_norm.weight, k_norm.weight, *_options(q_norm))
+        return _ops.rope_decode_attention(
+            qkv,
+            cos,
+            sin,
+            tokens.positions[:, 0],
+            tokens.seqlens,
+            tokens.leftpad,
+            *cache,
+            tokens.block_table,
+            attention.heads,
+            attention.scale,
+            attention.window_left,
+            attention.softcap,
+            True,
+            *options,
+        )
+    q, k, v = _heads(attention, qkv, tokens)
+    _write(attention, q, k, v, tokens, cache)
+    y = _ops.decode_attention(
+        q,
+        *cache,
+        tokens.seqlens,
+        tokens.leftpad,
+        tokens.block_table,
+        attention.scale,
+        attention.window_left,
+        attention.softcap,
+    )
+    return y.view(len(qkv), -1)
+
+
+def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> list[Tensor]:
+    """q, k and v, each (B, T, heads, D), behind norms of whole rows."""
+    counts = attention.heads, attention.kv_heads, attention.kv_heads
+    rows = list(qkv.split([count * attention.head_dim for count in counts], 1))
+    if attention.row_norms:
+        rows[0], rows[1] = _norm(rows[0], attention.q_norm), _norm(rows[1], attention.k_norm)
+    return [row.unflatten(0, (tokens.batch, -1)).unflatten(2, (count, -1)) for row, count in zip(rows, counts)]
+
+
+def _write(attention: Attention, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cache: tuple[Tensor, Tensor]) -> None:
+    """Norms and rotation of q in place and of k into the cache, and v into the cache."""
+    norms = () if attention.row_norms or attention.q_norm is None else (
+        attention.q_norm.weight, attention.k_norm.weight, *_options(attention.q_norm)
+    )  # fmt: skip
+    name = attention.table
+    cos, sin = tokens.tables[UNROTATED if name is None else name]
+    interleaved = attention.interleaved
+    if name is not None and attention.rotary_dim < attention.head_dim:
+        if norms:
+            raise NotImplementedError
+        _ops.rope_(q, k, cos, sin, tokens.positions, False, interleaved, attention.rotary_dim)
+        cos, sin = tokens.tables[UNROTATED]
+    places = (*cache, tokens.seqlens, tokens.block_table)
+    _ops.rope_kv_write(q, k, v, cos, sin, tokens.positions, *places, interleaved, *norms)
+
+
+UNROTATED = "not rotated"  # the name of tables that rotate by 0

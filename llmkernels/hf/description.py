@@ -1,0 +1,155 @@
+"""What a decoder computes, as data: trunk.py reads it from a model, compose.py runs it.
+
+A decoder layer adds blocks to a residual stream x, one after the other:
+
+    x += multiplier * post(block(pre(x)))        pre, post: norms, each there or not; block: attention or MLP
+
+With `parallel` all blocks of a layer read what the layer was given. Multipliers, scales and softcaps that are off are
+1 or 0. Parameters are those of the model; `packed` in trunk.py puts those of one product into one tensor.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class NormOptions:
+    """How a class of norms computes: `kind` "rms" or "layer", the name of its eps, and the options of `rms_norm`."""
+
+    kind: str
+    eps: str
+    weight_offset: float = 0.0
+    cast_before_weight: bool = True
+
+
+@dataclass(frozen=True)
+class Norm:
+    options: NormOptions
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Product:
+    """x W^T + b with the rows of `weights` one below the other. `weight` and `bias` are those rows, once packed."""
+
+    weights: tuple[nn.Parameter, ...]
+    biases: tuple[nn.Parameter, ...] = ()
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def groups(self) -> list[tuple[nn.Parameter, ...]]:
+        """What has to be packed."""
+        return [group for group in (self.weights, self.biases) if len(group) > 1]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Heads of `head_dim` against a cache. A query sees `window_left` keys before its own; -1: all.
+
+    `table` names the tables of cos and sin among those of the model; None: no rotation. `rotary_dim` elements of each
+    head are rotated. `row_norms`: q_norm and k_norm take all heads of a token together.
+    """
+
+    qkv: Product
+    output: Product
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window_left: int
+    softcap: float
+    table: str | None
+    interleaved: bool
+    q_norm: Norm | None
+    k_norm: Norm | None
+    row_norms: bool
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(act(gate) * up) of a packed [gate | up], or without `gated` down(act(up))."""
+
+    up: Product
+    down: Product
+    activation: str
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Branch:
+    block: Attention | MLP
+    pre: Norm | None
+    post: Norm | None
+    multiplier: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    branches: tuple[Branch, ...]
+    parallel: bool
+
+    @property
+    def attention(self) -> Attention:
+        return next(branch.block for branch in self.branches if isinstance(branch.block, Attention))
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What a token passes through, in this order.
+
+    `embed_scale`: what embeddings are multiplied by, a number or a tensor of their dtype, or None. `rotary` makes the
+    tables of cos and sin; it has one for each of `tables`, the types of layers, or "" if all have the same. `positions`
+    are those for which the tables hold. Logits are multiplied by `logit_scale`, then capped.
+    """
+
+    embedding: nn.Parameter
+    embed_scale: float | Tensor | None
+    rotary: nn.Module | None
+    tables: tuple[str, ...]
+    positions: range
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Product
+    logit_scale: float
+    logit_softcap: float
+
+    @property
+    def weight(self) -> Tensor:
+        """One for its dtype and device."""
+        return self.embedding
+
+    @property
+    def groups(self) -> list[tuple[nn.Parameter, ...]]:
+        """What has to be packed, of all products."""
+        return [group for product in products(self) for group in product.groups]
+
+
+def products(node: Any) -> Iterator[Product]:
+    """All products in a description."""
+    if isinstance(node, Product):
+        yield node
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            yield from products(getattr(node, field.name))
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from products(item)
+
+
+def with_products(node: Any, change: Callable[[Product], Product]) -> Any:
+    """The same description with other products."""
+    if isinstance(node, Product):
+        return change(node)
+    if isinstance(node, (Trunk, Layer, Branch, Attention, MLP)):
+        names = [field.name for field in dataclasses.fields(node)]
+        return dataclasses.replace(node, **{name: with_products(getattr(node, name), change) for name in names})
+    if isinstance(node, tuple):
+        return tuple(with_products(item, change) for item in node)
+    return node
