@@ -47,6 +47,7 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     x, y, z, weight = draw(rows, cols), draw(rows, cols), draw(rows, cols), draw(cols)
     yield "rms_norm", (x, weight)
     yield "add_rms_norm", (x, y, weight)
+    yield "rms_norm_add_", (x, y, weight, 1e-6, 0.0, True, 0.22)
     yield "rms_norm_backward", (x, y, weight, z, 1e-6, 0.0, True, True)
 
     yield "layer_norm", (x, weight, z[0])

@@ -74,6 +74,7 @@ def valid(op: str) -> dict:
     values = {
         "rms_norm": {"x": x, "weight": weight, **norm_options},
         "add_rms_norm": {"x": x, "residual": x.clone(), "weight": weight, **norm_options},
+        "rms_norm_add_": {"residual": x, "x": x.clone(), "weight": weight, **norm_options, "alpha": 0.5},
         "rms_norm_backward": {"grad_y": x, "x": x, "weight": weight, "grad_sum": x, **norm_options,
                               "cast_before_weight": True, "needs_grad_weight": True},
         "layer_norm": {"x": x, "weight": weight, "bias": weight, "eps": 1e-5},
