@@ -5,6 +5,7 @@ than a prompt of tests, multipliers and softcaps far from 1, experts. Sizes are 
 fast attention kernels take, and hidden sizes that are not heads x head_dim wherever the family allows it.
 """
 
+import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -97,7 +98,7 @@ class Family:
 
     def config(self, **changes):
         config_class = getattr(transformers, self.model).config_class
-        options = _SHARED | self.options | changes
+        options = copy.deepcopy(_SHARED | self.options | changes)  # a configuration fills in dicts of its own
         if not self.outer:
             return config_class(**options)
         options["vocab_size"] += 4
