@@ -5,6 +5,7 @@ than a prompt of tests, multipliers and softcaps far from 1, experts. Sizes are 
 fast attention kernels take, and hidden sizes that are not heads x head_dim wherever the family allows it.
 """
 
+import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ import transformers
 from hf_models import VOCAB
 
 WINDOW = 6  # of layers with a sliding window
+IMAGE = VOCAB  # a token that stands for a part of an image, behind the words
 LONG = 16  # where the tables of LongRoPE change, in the middle of a generation
 
 _SHARED = {
@@ -96,9 +98,10 @@ class Family:
 
     def config(self, **changes):
         config_class = getattr(transformers, self.model).config_class
-        options = _SHARED | self.options | changes
+        options = copy.deepcopy(_SHARED | self.options | changes)  # a configuration fills in dicts of its own
         if not self.outer:
             return config_class(**options)
+        options["vocab_size"] += 4
         tied = options.pop("tie_word_embeddings")
         return config_class(text_config=options, tie_word_embeddings=tied, **self.outer)
 
@@ -189,21 +192,25 @@ FAMILIES = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}},
         outer={
             "vision_config": _QWEN_VISION,
-            "image_token_id": VOCAB,
-            "video_token_id": VOCAB + 1,
-            "vision_start_token_id": VOCAB + 2,
-            "vision_end_token_id": VOCAB + 3,
+            "image_token_id": IMAGE,
+            "vision_start_token_id": IMAGE + 1,
+            "vision_end_token_id": IMAGE + 2,
+            "video_token_id": IMAGE + 3,
         },
     ),
     "gemma3_image": Family(
         "Gemma3ForConditionalGeneration",
         _GEMMA3,
-        outer={"vision_config": _SIGLIP, "image_token_index": VOCAB, "mm_tokens_per_image": 4},
+        outer={"vision_config": _SIGLIP, "image_token_index": IMAGE, "mm_tokens_per_image": 4},
     ),
     "llava": Family(
         "LlavaForConditionalGeneration",
         _FREE_HEADS,
-        outer={"vision_config": _SIGLIP | {"model_type": "clip_vision_model"}, "image_token_index": VOCAB},
+        outer={
+            "vision_config": _SIGLIP | {"model_type": "clip_vision_model"},
+            "vision_feature_layer": -1,
+            "image_token_index": IMAGE,
+        },
     ),
 }
 
@@ -230,3 +237,20 @@ def family_model(name, device="cpu", dtype=torch.float32, seed=0, **changes):
             parameter.data = parameter.to(dtype)
     model.generation_config.eos_token_id = None  # some families have one that is outside of this vocabulary
     return model.to(device).eval()
+
+
+def image_inputs(name, device="cpu"):
+    """A prompt with an image in it, for a model that takes one."""
+    generator = torch.Generator().manual_seed(2)
+    words = torch.randint(2, VOCAB, (13,), generator=generator).tolist()
+    tokens = 16 if name == "llava" else 4
+    image, shape, extra = [IMAGE] * tokens, (1, 3, 32, 32), {}
+    if name == "qwen2_5_vl":
+        image, shape = [IMAGE + 1, *image, IMAGE + 2], (16, 3 * 2 * 14 * 14)
+        extra["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+    ids = torch.tensor([words[:4] + image + words[4:]])
+    if name != "llava":
+        extra["mm_token_type_ids" if name == "qwen2_5_vl" else "token_type_ids"] = (ids == IMAGE).long()
+    pixels = torch.randn(shape, generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels} | extra
+    return {key: value.to(device) for key, value in inputs.items()}
