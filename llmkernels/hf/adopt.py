@@ -14,7 +14,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache import KVCache
-from .trunk import NoStep, Trunk
+from .description import Trunk
+from .trust import NoStep
 
 
 def check_dynamic(cache: object, parts: Trunk, batch: int) -> None:
@@ -28,7 +29,7 @@ def check_dynamic(cache: object, parts: Trunk, batch: int) -> None:
     if len(cache.layers) != len(parts.layers):
         raise NoStep(f"the cache has {len(cache.layers)} layers")
     tokens = cache.get_seq_length()
-    for layer, part in zip(cache.layers, parts.layers, strict=True):
+    for layer, part in zip(cache.layers, (layer.attention for layer in parts.layers), strict=True):
         held = tokens
         if type(layer) is DynamicSlidingWindowLayer:
             held = min(tokens, part.window_left)
@@ -40,7 +41,7 @@ def check_dynamic(cache: object, parts: Trunk, batch: int) -> None:
             raise NoStep("the layers of the cache differ in length")
         expected = (batch, part.kv_heads, held, part.head_dim)
         for held_tensor in (layer.keys, layer.values) if tokens else ():
-            _check_tensor(held_tensor, expected, parts.head)
+            _check_tensor(held_tensor, expected, parts.weight)
 
 
 def _check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:

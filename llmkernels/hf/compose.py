@@ -32,6 +32,7 @@ from torch import Tensor
 from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
 
 _ops = torch.ops.llmkernels
+_index = torch.ops.aten.index.Tensor_out
 # The activations that a product has in its epilogue; and the ops for those behind one, gated and not.
 _FUSED = ("silu", "gelu", "gelu_tanh")
 _GATED = {
@@ -78,6 +79,40 @@ def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[tuple
     if trunk.logit_scale != 1 or trunk.logit_softcap != 0:
         logits = _ops.scale_softcap(logits, trunk.logit_scale, trunk.logit_softcap)
     return logits
+
+
+def embed(trunk: Trunk, ids: Tensor, hidden: Tensor) -> None:
+    """Write the embeddings of the tokens (N,) to `hidden` (N, H), scaled. Not part of a graph: PyTorch's ops."""
+    _index(trunk.embedding, [ids], out=hidden)  # F.embedding takes three times as long
+    scale = trunk.embed_scale
+    if scale is not None:
+        hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
+
+
+def make_tables(trunk: Trunk, count: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """cos and sin (P, pairs) of the first `count` positions, by name. Computed by the model's module, which repeats
+    those of a pair."""
+    weight = trunk.weight
+    positions = torch.arange(min(count, len(trunk.positions)), device=weight.device)[None]
+    found = {}
+    for name in trunk.tables:
+        pair = trunk.rotary(weight[:1], positions, *([name] if name else []))
+        found[name] = tuple(_of_pairs(table[0], trunk.alternates).to(weight.dtype).contiguous() for table in pair)
+    attentions = [layer.attention for layer in trunk.layers]
+    if any(attention.table is None or _is_partial(attention, found) for attention in attentions):
+        cos = weight.new_ones(positions.shape[1], attentions[0].head_dim // 2)
+        found[UNROTATED] = cos, torch.zeros_like(cos)
+    return found
+
+
+def _of_pairs(table: Tensor, alternates: bool) -> Tensor:
+    return table[:, ::2] if alternates else table[:, : table.shape[1] // 2]
+
+
+def alternates(table: Tensor) -> bool:
+    """Whether columns 2i and 2i + 1 of a table (P, R) are the same, and not i and i + R / 2."""
+    first, second = table.chunk(2, 1)
+    return not torch.equal(first, second) and torch.equal(table[:, ::2], table[:, 1::2])
 
 
 def _layer(layer: Layer, hidden: Tensor, handed, tokens: Tokens, cache, following):
@@ -166,45 +201,36 @@ def _add(hidden: Tensor, y: Tensor, branch: Branch, following: tuple[Norm | None
 
 # --- attention
 
+UNROTATED = "not rotated"  # the name of tables that rotate by 0
+
 
 def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: tuple[Tensor, Tensor]) -> Tensor:
     """What the output projection reads, (B * T, heads * D)."""
     qkv = source.linear(attention.qkv)
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    head_norms = None if attention.row_norms else q_norm or k_norm
-    fits = attention.table is not None and not attention.interleaved and attention.rotary_dim == attention.head_dim
-    if tokens.count == 1 and fits and not attention.row_norms:
+    scores = attention.scale, attention.window_left, attention.softcap
+    places = tokens.seqlens, tokens.leftpad, *cache, tokens.block_table
+    whole = attention.table is not None and not attention.interleaved and not _is_partial(attention, tokens.tables)
+    if tokens.count == 1 and whole and not attention.row_norms:
         cos, sin = tokens.tables[attention.table]
-        options = () if head_norms is None else (q_norm.weight, k_norm.weight, *_options(q_norm))
+        norms = _head_norms(attention)
         return _ops.rope_decode_attention(
-            qkv,
-            cos,
-            sin,
-            tokens.positions[:, 0],
-            tokens.seqlens,
-            tokens.leftpad,
-            *cache,
-            tokens.block_table,
-            attention.heads,
-            attention.scale,
-            attention.window_left,
-            attention.softcap,
-            True,
-            *options,
+            qkv, cos, sin, tokens.positions[:, 0], *places, attention.heads, *scores, True, *norms
         )
     q, k, v = _heads(attention, qkv, tokens)
     _write(attention, q, k, v, tokens, cache)
-    y = _ops.decode_attention(
-        q,
-        *cache,
-        tokens.seqlens,
-        tokens.leftpad,
-        tokens.block_table,
-        attention.scale,
-        attention.window_left,
-        attention.softcap,
-    )
+    y = _ops.decode_attention(q, *cache, tokens.seqlens, tokens.leftpad, tokens.block_table, *scores)
     return y.view(len(qkv), -1)
+
+
+def _head_norms(attention: Attention) -> tuple:
+    """The norms of single heads, as the ops take them."""
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    return () if q_norm is None or attention.row_norms else (q_norm.weight, k_norm.weight, *_options(q_norm))
+
+
+def _is_partial(attention: Attention, tables: dict[str, tuple[Tensor, Tensor]]) -> bool:
+    """Whether a rotation leaves out a part of each head."""
+    return attention.table is not None and 2 * tables[attention.table][0].shape[1] < attention.head_dim
 
 
 def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> list[Tensor]:
@@ -213,24 +239,17 @@ def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> list[Tensor]:
     rows = list(qkv.split([count * attention.head_dim for count in counts], 1))
     if attention.row_norms:
         rows[0], rows[1] = _norm(rows[0], attention.q_norm), _norm(rows[1], attention.k_norm)
-    return [row.unflatten(0, (tokens.batch, -1)).unflatten(2, (count, -1)) for row, count in zip(rows, counts)]
+    return [
+        row.unflatten(0, (tokens.batch, -1)).unflatten(2, (count, -1)) for row, count in zip(rows, counts, strict=True)
+    ]
 
 
 def _write(attention: Attention, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cache: tuple[Tensor, Tensor]) -> None:
     """Norms and rotation of q in place and of k into the cache, and v into the cache."""
-    norms = () if attention.row_norms or attention.q_norm is None else (
-        attention.q_norm.weight, attention.k_norm.weight, *_options(attention.q_norm)
-    )  # fmt: skip
-    name = attention.table
-    cos, sin = tokens.tables[UNROTATED if name is None else name]
-    interleaved = attention.interleaved
-    if name is not None and attention.rotary_dim < attention.head_dim:
-        if norms:
-            raise NotImplementedError
-        _ops.rope_(q, k, cos, sin, tokens.positions, False, interleaved, attention.rotary_dim)
+    name = UNROTATED if attention.table is None else attention.table
+    cos, sin = tokens.tables[name]
+    if _is_partial(attention, tokens.tables):
+        _ops.rope_(q, k, cos, sin, tokens.positions, False, attention.interleaved, 2 * cos.shape[1])
         cos, sin = tokens.tables[UNROTATED]
-    places = (*cache, tokens.seqlens, tokens.block_table)
-    _ops.rope_kv_write(q, k, v, cos, sin, tokens.positions, *places, interleaved, *norms)
-
-
-UNROTATED = "not rotated"  # the name of tables that rotate by 0
+    places = *cache, tokens.seqlens, tokens.block_table
+    _ops.rope_kv_write(q, k, v, cos, sin, tokens.positions, *places, attention.interleaved, *_head_norms(attention))

@@ -1,4 +1,4 @@
-"""The decode step: one token for every sequence, by one call of `llmkernels::decode_step` and, on CUDA, one graph.
+"""The decode step: one token for every sequence, composed of ops (compose.py) and, on CUDA, recorded into one graph.
 
     Decoder          what a model keeps between calls: its cache, graphs, and how often which way was taken
     DecodeStep       one model on one cache, for one call of generate
@@ -6,8 +6,8 @@
 A step reads the model as it is when a call begins. Nothing of it is kept longer than the call but addresses, against
 which a graph is checked before it is used again: weights that moved, or a cache that grew, make a new one.
 
-The op is five launches per layer on a GPU of compute capability 9.0, for up to 64 sequences in bfloat16 or float16, and
-one or two for the head. Other GPUs take more.
+A layer as Llama's is five launches on a GPU of compute capability 9.0, for up to 64 sequences in bfloat16 or float16,
+and the head is one or two. Other layers and GPUs take more.
 """
 
 import threading
@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import graphs
+from . import compose, graphs
+from .compose import Tokens, make_tables
+from .description import Trunk, leaves
 from .graphs import Program
 from .report import STEP
-from .trunk import Trunk, fits_cache
-
-_ops = torch.ops.llmkernels
-_index = torch.ops.aten.index.Tensor_out
+from .trunk import fits_cache
 
 
 class DecodeStep:
@@ -40,62 +39,42 @@ class DecodeStep:
     def __init__(self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None]):
         self.cache = cache
         self.program = program
-        self.device = parts.head.device
+        self.device = parts.weight.device
         self.count = 0  # of the steps that ran
         self._parts = parts
         self._note = note  # called with that count
-        batch = cache.layers[0].k.shape[0]
-        self.tokens = program.buffer("tokens", (batch,), torch.long, self.device)
-        self._hidden = program.buffer("hidden", (batch, parts.embedding.shape[1]), parts.embedding.dtype, self.device)
+        self._batch = cache.layers[0].k.shape[0]
+        weight = parts.weight
+        self.tokens = program.buffer("tokens", (self._batch,), torch.long, self.device)
+        self._hidden = program.buffer("hidden", (self._batch, weight.shape[1]), weight.dtype, self.device)
         self._bind()
 
     def _bind(self) -> None:
-        """Collect the arguments of the op, and with them the addresses that a graph has to have."""
-        parts, cache = self._parts, self.cache
-        layers, buffers = parts.layers, cache.layers
-        self._embedding = parts.embedding
-        cos, sin = self._tables(parts.rotary)
-        positions, cache_seqlens = cache.counters
-        self.arguments = {
-            "hidden": self._hidden,
-            "input_norms": [layer.input_norm for layer in layers],
-            "qkv_weights": parts.packed["qkv"],
-            "qkv_biases": parts.packed["qkv_bias"],
-            "o_weights": [layer.output for layer in layers],
-            "o_biases": [layer.output_bias for layer in layers if layer.output_bias is not None],
-            "post_norms": [layer.post_norm for layer in layers],
-            "gate_up_weights": parts.packed["gate_up"],
-            "down_weights": [layer.down for layer in layers],
-            "norm": parts.norm,
-            "head": parts.head,
-            "head_bias": parts.head_bias,
-            "cos": cos,
-            "sin": sin,
-            "positions": positions,
-            "cache_seqlens": cache_seqlens,
-            "cache_leftpad": cache.cache_leftpad,
-            "k_caches": [buffer.k for buffer in buffers],
-            "v_caches": [buffer.v for buffer in buffers],
-            "heads": layers[0].heads,
-            "eps": parts.eps,
-            "weight_offset": parts.family.weight_offset,
-            "cast_before_weight": parts.family.cast_before_weight,
-            "softmax_scale": layers[0].scale,
-            "windows_left": [layer.window_left for layer in layers],
-        }
-        used = []
-        for argument in self.arguments.values():
-            used += argument if isinstance(argument, list) else [argument]
+        """Collect what the forward reads and writes, and with it the addresses that a graph has to have."""
+        cache = self.cache
+        positions, seqlens = cache.counters
+        tables = {name: self._kept(name, pair) for name, pair in make_tables(self._parts, cache.capacity).items()}
+        self._caches = [(buffers.k, buffers.v) for buffers in cache.layers]
+        self._where = Tokens(self._batch, 1, positions[:, None], seqlens, cache.cache_leftpad, tables)
+        used = *leaves(self._parts), *leaves(self._where), *leaves(tuple(self._caches))
         self.program.bind(tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in used))
 
+    def _kept(self, name: str, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The tables in buffers of the program. They are made anew for each call, since the module may have changed."""
+        buffers = []
+        for part, table in zip(("cos", "sin"), tables, strict=True):
+            buffers.append(self.program.buffer(f"{part} {name}", table.shape, table.dtype, self.device))
+            buffers[-1].copy_(table)
+        return tuple(buffers)
+
     def forward(self) -> Tensor:
-        return _ops.decode_step(**self.arguments)
+        return compose.forward(self._parts, self._hidden, self._where, self._caches)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph."""
         if self.cache.make_room(1):
             self._bind()
-        _index(self._embedding, [self.tokens], out=self._hidden)  # F.embedding takes three times as long
+        compose.embed(self._parts, self.tokens, self._hidden)
         self.cache.counters.add_(1)
         result = self.program.run(function, self.device)
         self.cache.advance()
@@ -107,16 +86,6 @@ class DecodeStep:
         """The logits (B, V) behind the tokens (B,), until the next call."""
         self.tokens.copy_(tokens)
         return self.run(self.forward)
-
-    def _tables(self, rotary: nn.Module) -> list[Tensor]:
-        """cos and sin of every position in the cache. Computed anew by the model's module, which may have changed."""
-        positions = torch.arange(self.cache.capacity, device=self.device)[None]
-        tables = rotary(self._embedding[:1], positions)
-        buffers = []
-        for name, table in zip(("cos", "sin"), tables, strict=True):
-            buffers.append(self.program.buffer(name, table.shape[1:], table.dtype, self.device))
-            buffers[-1].copy_(table[0])
-        return buffers
 
 
 class Decoder:
@@ -160,11 +129,11 @@ class Decoder:
         from . import adopt
         from .cache import KEPT_BYTES, KVCache
 
-        device = parts.head.device
+        device = parts.weight.device
         cache = self._take(parts, batch, min(tokens, limit), _stream(device))
         if cache is None:
-            layer = parts.layers[0]
-            row_bytes = 2 * batch * layer.kv_heads * layer.head_dim * parts.head.dtype.itemsize * len(parts.layers)
+            elements = sum(layer.attention.kv_heads * layer.attention.head_dim for layer in parts.layers)
+            row_bytes = 2 * batch * elements * parts.weight.dtype.itemsize
             cache = KVCache.growable(len(parts.layers), row_bytes, tokens, limit)
         try:
             if caller is not None:

@@ -53,8 +53,8 @@ class Product:
 class Attention:
     """Heads of `head_dim` against a cache. A query sees `window_left` keys before its own; -1: all.
 
-    `table` names the tables of cos and sin among those of the model; None: no rotation. `rotary_dim` elements of each
-    head are rotated. `row_norms`: q_norm and k_norm take all heads of a token together.
+    `table` names the tables of cos and sin among those of the model; None: no rotation. `row_norms`: q_norm and k_norm
+    take all heads of a token together.
     """
 
     qkv: Product
@@ -104,9 +104,10 @@ class Layer:
 class Trunk:
     """What a token passes through, in this order.
 
-    `embed_scale`: what embeddings are multiplied by, a number or a tensor of their dtype, or None. `rotary` makes the
-    tables of cos and sin; it has one for each of `tables`, the types of layers, or "" if all have the same. `positions`
-    are those for which the tables hold. Logits are multiplied by `logit_scale`, then capped.
+    `embed_scale`: what embeddings are multiplied by, a number, a tensor that is cast to their dtype, or None. `rotary`
+    makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
+    `positions` are those for which they hold, and `alternates` says that they have both columns of a pair next to each
+    other. Logits are multiplied by `logit_scale`, then capped.
     """
 
     embedding: nn.Parameter
@@ -114,6 +115,7 @@ class Trunk:
     rotary: nn.Module | None
     tables: tuple[str, ...]
     positions: range
+    alternates: bool
     layers: tuple[Layer, ...]
     norm: Norm
     head: Product
@@ -153,3 +155,22 @@ def with_products(node: Any, change: Callable[[Product], Product]) -> Any:
     if isinstance(node, tuple):
         return tuple(with_products(item, change) for item in node)
     return node
+
+
+def leaves(node: Any) -> Iterator[Any]:
+    """All tensors and numbers of a description, or of tuples, dicts and dataclasses with tensors. Not the modules, nor
+    the parameters that a packed product stands for."""
+    if isinstance(node, Product):
+        yield from (node.weight, node.bias)
+    elif isinstance(node, dict):
+        for name, item in node.items():
+            yield name
+            yield from leaves(item)
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from leaves(item)
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            yield from leaves(getattr(node, field.name))
+    elif not isinstance(node, nn.Module):
+        yield node

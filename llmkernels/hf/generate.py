@@ -17,7 +17,7 @@ from .layers import has_kernel
 from .loop import prepare
 from .reading import Reading, Text
 from .report import PREFILL, by_forward
-from .trunk import NoStep
+from .trust import NoStep
 
 
 def generate(

@@ -18,7 +18,6 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_rms_norm, geglu, rms_norm, rope, swiglu
 
-from . import families
 from .families import Family, find, is_lora
 from .layout import UnknownLayout, bind_global, check_rms_norm, check_rope, check_symbolically
 
@@ -67,7 +66,7 @@ class LoRA(Patched):
 
 def _unpickle(original: type[nn.Module], only_fused: bool, generates: bool, loss: bool) -> nn.Module:
     try:
-        is_layer = generating_family(original) is None
+        is_layer = not is_causal_lm(original)
         cls = patched_class(original, only_fused) if is_layer else model_class(original, generates, loss)
     except UnknownLayout:  # another transformers than the one that wrote the pickle: what it computes is the same
         cls = original
@@ -259,13 +258,18 @@ def fused_add(norm: nn.Module) -> Callable | None:
     return cls.add if fuses else None
 
 
-def generating_family(cls: type) -> Family | None:
-    """The family of a model class that generates, or of the known class that it derives from."""
-    known = {(family.module, f"{family.prefix}ForCausalLM"): family for family in families.FAMILIES}
+def own_class(cls: type) -> type:
+    """The class of transformers' or torch's that a class is, or derives from; never one made here."""
     for base in cls.__mro__:
-        if (family := known.get((base.__module__, base.__name__))) is not None and not issubclass(base, Replaced):
-            return family
-    return None
+        if base.__module__.split(".")[0] in ("transformers", "torch") and "original" not in vars(base):
+            return base
+    return cls
+
+
+def is_causal_lm(cls: type) -> bool:
+    """Whether a class is, or derives from, a model of transformers' that generates text with a decoder alone."""
+    own = own_class(cls)
+    return own.__name__.endswith("ForCausalLM") and hasattr(own, "generate")
 
 
 def model_class(cls: type[nn.Module], generates: bool, loss: bool) -> type[nn.Module]:
@@ -281,7 +285,7 @@ def _model_class(cls, forward, generates, loss):
     # What it computes is what the original computes, so __module__ and the name under which transformers keeps facts
     # about it are the original's, too.
     members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"original": cls, "family": generating_family(cls)}
+    members |= {"original": cls, "family": None}
     bases: tuple[type, ...] = (cls,)
     if generates:
         members, bases = members | _loops(cls), (Generating, *bases)

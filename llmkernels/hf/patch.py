@@ -11,15 +11,14 @@ from . import loss as losses
 from .families import FAMILIES, KINDS, find, is_lora
 from .layers import (
     WITHOUT,
-    DecoderLayer,
     Generating,
     Patched,
     Replaced,
     forget_runs,
     fused_add,
     gated_unit,
-    generating_family,
     has_kernel,
+    is_causal_lm,
     model_class,
     op_name,
     patched_class,
@@ -91,7 +90,7 @@ def patch(
         raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
     asked = {"rms_norm": rms_norm, "rope": rope, "gated_mlp": gated_mlp, "add_rms_norm": add_rms_norm}
     asked["loss"] = asked["lora"] = training
-    if not any(find(type(module)) for module in model.modules()):
+    if not any(find(type(module)) or is_causal_lm(type(module)) for module in model.modules()):
         families = ", ".join(family.prefix for family in FAMILIES)
         raise ValueError(f"patch: model must contain layers of a supported family ({families}), got {type(model)}")
     if count := sum(isinstance(module, Patched) for module in model.modules()):
@@ -113,7 +112,7 @@ def patch(
             norm = module.post_attention_layernorm
             plan[norm] = patched_class(type(norm), only_fused=not rms_norm)
     handle = PatchHandle(model, {kind for kind, wanted in (asked | {"decode": decode}).items() if wanted})
-    if not any(issubclass(cls, Patched) for cls in plan.values()):
+    if not plan:
         raise ValueError(f"patch: nothing to patch\n{handle.report()}")
     with packing.LOCK:
         for module, cls in plan.items():
@@ -144,16 +143,13 @@ def unpatch(model: nn.Module) -> None:
                 )
             if isinstance(module, Patched) and "forward" in vars(module) and not calls_only_its_class(module):
                 raise RuntimeError(f"unpatch: {name} must not have a forward of its own, got one set after patch()")
-        groups = []
         for module in replaced.values():
             _PATCHES.pop(module, None)
             if isinstance(module, Patched):
                 vars(module).pop("forward", None)
-            if isinstance(module, DecoderLayer):
-                groups += packing.groups_of(module)
             module.__class__ = type(module).original
             forget_runs(module)
-        packing.unpack(groups)
+        packing.unpack(model)
     for module in replaced.values():
         decoding.forget(module)
 
@@ -219,7 +215,7 @@ class PatchHandle:
     def _decode(self, is_current: bool) -> list[Decode]:
         entries = []
         for module in self._model.modules():
-            if generating_family(type(module)) is None:
+            if not is_causal_lm(type(module)):
                 continue
             if "decode" not in self._kinds:
                 reason = "not asked for"
@@ -250,7 +246,7 @@ def _kind(module: nn.Module) -> str | None:
 
 def _decode_obstacle(module: nn.Module) -> str | None:
     """Why a module can not generate by our loop, or None."""
-    if generating_family(type(module)) is None:
+    if not is_causal_lm(type(module)):
         return "no model of a supported family that generates"
     try:
         model_class(type(module), generates=True, loss=False)

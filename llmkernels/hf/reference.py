@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from . import trust
+from .layers import own_class
 from .layout import UnknownLayout
-from .trust import Kind, own_class
+from .trust import Kind
 
 _LOCK = threading.Lock()
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from . import packing, trust
 from .compose import ACTIVATIONS
 from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, with_products
-from .layers import Generating
+from .layers import Generating, own_class
 from .layout import UnknownLayout, check_origin
 from .norms import find_norm
 from .reference import Part, Reference, reference
-from .trust import Distrust, Inspection, NoStep, own_class
+from .trust import Distrust, Inspection, NoStep
 from .wiring import Wire, is_attention, wiring
 
 MAX_BATCH = 64
@@ -37,18 +37,20 @@ _ops = torch.ops.llmkernels
 class Facts:
     """What can not be read off a model: proof.py finds out by trying.
 
-    `unrotated`: layers without a window have no rotation. `softcap`: scores are capped where the attention has a number
-    for it. `logit_scale`: 1 where logits are multiplied by `logits_scaling` of the config, -1 where divided.
+    `interleaved`: a rotation takes elements 2i and 2i + 1. `alternates`: see Trunk. `unrotated`: layers without a
+    window have no rotation. `softcap`: scores are capped where the attention has a number for it. `logit_scale`: 1
+    where logits are multiplied by `logits_scaling` of the config, -1 where divided.
     """
 
     interleaved: bool = False
     unrotated: bool = False
     softcap: bool = True
     logit_scale: int = -1
+    alternates: bool = False
 
 
 def trunk(model: nn.Module) -> Trunk:
-    """The description of a patched model. Raises NoStep where the model computes anything but what the step computes."""
+    """The description of a patched model. Raises NoStep where it computes anything but what the step computes."""
     from .proof import facts
 
     if not isinstance(model, Generating) or "original" not in vars(type(model)):
@@ -121,6 +123,7 @@ def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
         rotary=rotary,
         tables=tables,
         positions=_positions(rotary),
+        alternates=facts.alternates,
         layers=tuple(
             _layer(layer, part, index, config, tables, facts)
             for index, (layer, part) in enumerate(
@@ -135,9 +138,7 @@ def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
 
 
 def _embed_scale(base: nn.Module, embedding: nn.Module) -> float | Tensor | None:
-    if isinstance(scale := getattr(embedding, "embed_scale", None), Tensor):
-        return scale.to(embedding.weight.dtype)
-    return getattr(base, "embedding_multiplier", scale)
+    return getattr(embedding, "embed_scale", getattr(base, "embedding_multiplier", None))
 
 
 def _logit_scale(config: Any, facts: Facts) -> float:

@@ -25,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .layers import Patched, Replaced
+from .layers import Patched, Replaced, own_class
 from .layout import UnknownLayout, check_origin
 
 # Modes that change no result, and need not see what is computed. DeviceContext is that of set_default_device.
@@ -146,14 +146,6 @@ class Inspection:
 
 
 _ABSENT = object()
-
-
-def own_class(cls: type) -> type:
-    """The class of transformers' or torch's that a class is, or derives from; never one made here."""
-    for base in cls.__mro__:
-        if base.__module__.split(".")[0] in ("transformers", "torch") and "original" not in vars(base):
-            return base
-    return cls
 
 
 def kind(expected: type[nn.Module], **options: Any) -> Kind:

@@ -73,7 +73,7 @@ def wiring(layer: nn.Module, forward: Any) -> tuple[Wire, ...]:
     """The wires of a decoder layer in eval mode. Raises UnknownLayout where `forward` computes anything else."""
     check_origin(forward, ("transformers", "torch"))
     x = _Expression("x")
-    _, first, *others = inspect.signature(forward).parameters.values()
+    _, _x, *others = inspect.signature(forward).parameters.values()
     given = {p.name: None for p in others if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     try:
         result = inspect.unwrap(forward)(_Stand(layer), x, **given)

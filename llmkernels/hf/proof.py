@@ -1,0 +1,96 @@
+"""That a description is right: the composed forward of a small model gives the logits that its modules give.
+
+The small model has the class and the config of the model in question but for sizes (reference.py), and random weights.
+Both run on the CPU, in float32, over more tokens than a window has. What a description can not read off a model is
+tried: the first facts with which all logits agree.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .compose import Tokens, alternates, embed, forward, make_tables
+from .description import Product, Trunk, with_products
+from .layout import UnknownLayout
+from .reference import WINDOW, Reference, reference, small_model
+from .trunk import Facts, inspect_all, read
+
+_TOKENS = 2 * WINDOW + 2
+_TOLERANCE = 1e-4  # of the largest logit; another formula is off by far more
+
+_proofs: list[tuple[type, dict[str, Any], Facts | UnknownLayout]] = []
+
+
+def facts(model: nn.Module, expected: Reference) -> Facts:
+    """The facts under which the description of a model is right. Raises UnknownLayout where there are none."""
+    for cls, config, found in _proofs:
+        if cls is type(expected.model) and config == expected.config:
+            if isinstance(found, UnknownLayout):
+                raise found
+            return found
+    try:
+        found = _prove(model, expected)
+    except UnknownLayout as reason:
+        found = reason
+    _proofs.append((type(expected.model), expected.config, found))
+    if isinstance(found, UnknownLayout):
+        raise found
+    return found
+
+
+def _candidates(config: Any) -> Iterator[Facts]:
+    types = getattr(config, "layer_types", None) or []
+    mixed = len(set(types)) > 1
+    scales = (-1, 1) if getattr(config, "logits_scaling", None) not in (None, 1) else (-1,)
+    softcaps = (True, False) if getattr(config, "attn_logit_softcapping", None) else (True,)
+    for options in itertools.product((False, True), (False, True) if mixed else (False,), softcaps, scales):
+        yield Facts(*options)
+
+
+def _prove(model: nn.Module, expected: Reference) -> Facts:
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        small = small_model(model)
+        known = reference(small)
+        inspect_all(small, known.root)
+        ids = torch.arange(_TOKENS) * 7 % 61
+        try:
+            target = small(ids[None], use_cache=False).logits[0]
+        except Exception as error:
+            raise UnknownLayout(f"does not run when it is small ({type(error).__name__}: {error})") from error
+        closest = float("inf")
+        for candidate in _candidates(model.config):
+            parts = read(small, known, candidate)
+            cos = parts.rotary(parts.weight[:1], torch.arange(4)[None], *filter(None, parts.tables[:1]))[0]
+            candidate = dataclasses.replace(candidate, alternates=alternates(cos[0]))
+            found = _composed(read(small, known, candidate), ids)
+            error = float((found - target).abs().max() / target.abs().max())
+            if error <= _TOLERANCE:
+                return candidate
+            closest = min(closest, error)
+    raise UnknownLayout(f"computes something else than its description: logits differ by {closest:.1g} of the largest")
+
+
+def _composed(parts: Trunk, ids: Tensor) -> Tensor:
+    """The logits of each token, one at a time at first and then several."""
+    parts = with_products(parts, _joined)
+    tables = make_tables(parts, len(ids))
+    shapes = [(1, len(ids), layer.attention.kv_heads, layer.attention.head_dim) for layer in parts.layers]
+    caches = [(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
+    logits = []
+    counts = [1] * WINDOW + [len(ids) - WINDOW - 3, 1, 2]
+    for end, count in zip(itertools.accumulate(counts), counts, strict=True):
+        hidden = torch.empty(count, parts.embedding.shape[1])
+        embed(parts, ids[end - count : end], hidden)
+        positions = torch.arange(end - count, end, dtype=torch.int32)[None]
+        seqlens = torch.tensor([end], dtype=torch.int32)
+        logits.append(forward(parts, hidden, Tokens(1, count, positions, seqlens, None, tables), caches))
+    return torch.cat(logits)
+
+
+def _joined(product: Product) -> Product:
+    weight, bias = (torch.cat(group) if group else None for group in (product.weights, product.biases))
+    return Product(product.weights, product.biases, weight, bias)
