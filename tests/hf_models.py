@@ -14,6 +14,13 @@ LAYERS = 2
 VOCAB = 97
 # One forward of LAYERS layers, everything patched.
 OPS = {"rms_norm": LAYERS + 1, "add_rms_norm": LAYERS, "rope": LAYERS, "swiglu": LAYERS}
+# One decode step.
+STEP = {
+    "rms_norm_linear": LAYERS + 1,
+    "rope_decode_attention": LAYERS,
+    "linear_add_": 2 * LAYERS,
+    "rms_norm_glu_linear": LAYERS,
+}
 
 _CLASSES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 

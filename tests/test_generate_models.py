@@ -6,7 +6,17 @@ import transformers
 from torch import nn
 
 import llmkernels
-from generating import NEW, check_counts, check_falls_back, check_steps, hf_generate, left_padded, small_model, steps
+from generating import (
+    NEW,
+    check_counts,
+    check_falls_back,
+    check_steps,
+    hf_generate,
+    left_padded,
+    runs_steps,
+    small_model,
+    steps,
+)
 from hf_models import FAMILIES, assert_close, count_ops, logits_of, lora, rounding, tiny_inputs, tiny_model
 from llmkernels.hf import trunk, unpatch
 
@@ -157,7 +167,7 @@ def test_broken_after_the_first_steps(device):
     hf_generate(model, ids)
     for how in ("hook", "some biases"):
         break_model(model, how)
-        assert "decode_step" not in count_ops(hf_generate, model, ids)
+        assert not runs_steps(hf_generate, model, ids)
 
 
 def test_attention_of_somebody_else(device, monkeypatch):
@@ -181,7 +191,7 @@ def test_lora(device):
     adapted = lora(small_model(device=device))
     handle = llmkernels.patch(adapted)
     assert "is a peft." in handle.report().decode[0].reason
-    assert "decode_step" not in count_ops(hf_generate, adapted, ids)
+    assert not runs_steps(hf_generate, adapted, ids)
     assert torch.equal(hf_generate(adapted, ids), expected)
     merged = adapted.merge_and_unload()
     check_counts(count_ops(hf_generate, merged, ids), steps(NEW), device)
@@ -207,18 +217,18 @@ def test_autocast():
     llmkernels.patch(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert "autocast" in trunk.why_not(model)
-        assert "decode_step" not in count_ops(hf_generate, model, ids)
+        assert not runs_steps(hf_generate, model, ids)
 
 
 def test_left_out_on_request():
     model, ids = small_model(), tiny_inputs()
     handle = llmkernels.patch(model, decode=False)
     assert handle.report().decode[0].reason == "not asked for"
-    assert "decode_step" not in count_ops(hf_generate, model, ids)
+    assert not runs_steps(hf_generate, model, ids)
     handle.unpatch()
     handle = llmkernels.patch(model, rope=False)
     assert handle.report().decode[0].reason == "model.layers.0.self_attn is not patched"
-    assert "decode_step" not in count_ops(hf_generate, model, ids)
+    assert not runs_steps(hf_generate, model, ids)
 
 
 def test_report():
