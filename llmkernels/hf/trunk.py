@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from llmkernels.ops import swiglu
 
 from . import packing, trust
-from .families import Family
+from .families import MLP as MLPNames
+from .families import Family, Norm, Rotation
 from .layers import MLP, Attention, CausalLM, DecoderLayer, Generating, RMSNorm, gated_unit
 from .layout import UnknownLayout, check_origin
 from .trust import Distrust, Inspection, Kind, NoStep
@@ -71,12 +72,16 @@ class Trunk:
         return [group for groups in self.groups_by_name.values() for group in groups]
 
 
-def _check_patched(kind: type):
+def _check_patched(kind: type, computes: Any = None):
+    """`computes`: what its `options` must say, or of a layer what these say that it computes."""
+
     def check(cls: type) -> None:
         if not issubclass(cls, kind) or "original" not in vars(cls):
             raise UnknownLayout("is not patched")
         if cls.forward is not cls.made or not cls.is_current():
             raise UnknownLayout("has another forward: that of its class was replaced")
+        if computes not in (None, cls.options, getattr(cls.options, "computes", None)):
+            raise UnknownLayout(f"computes something else than the decode step: {cls.options}")
 
     return check
 
@@ -91,14 +96,20 @@ def _names(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
+_ATTENDED = (
+    "(hidden_states + self_attn(attention_mask=attention_mask, hidden_states=input_layernorm(hidden_states), "
+    "kwargs=kwargs, past_key_values=past_key_values, position_embeddings=position_embeddings, "
+    "position_ids=position_ids, use_cache=use_cache))"
+)
 _LAYER = Kind(
-    _check_patched(DecoderLayer),
+    _check_patched(DecoderLayer, f"({_ATTENDED} + mlp(post_attention_layernorm({_ATTENDED})))"),
     _names("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
     trains=True,
 )
-_ATTENTION = Kind(_check_patched(Attention), _names("q_proj", "k_proj", "v_proj", "o_proj"), trains=True)
-_MLP = Kind(_check_patched(MLP), _names("gate_proj", "up_proj", "down_proj", "act_fn"))
-_NORM = Kind(_check_patched(RMSNorm), parameters=_names("weight"))
+_ATTENTION = Kind(_check_patched(Attention, Rotation()), _names("q_proj", "k_proj", "v_proj", "o_proj"), trains=True)
+_MLP_NAMES = MLPNames(down="down_proj", act="act_fn", gate="gate_proj", up="up_proj")
+_MLP = Kind(_check_patched(MLP, _MLP_NAMES), _names("gate_proj", "up_proj", "down_proj", "act_fn"))
+_NORM = Kind(_check_patched(RMSNorm, Norm()), parameters=_names("weight"))
 _LINEAR = trust.torch_kind(nn.Linear, parameters=_names("weight", "bias"))
 _EMBEDDING = trust.torch_kind(nn.Embedding, parameters=_names("weight"))
 _LIST = trust.torch_kind(nn.ModuleList, children=None)
