@@ -195,6 +195,12 @@ def norm_like(formula):
     return as_transformers(forward)
 
 
+_FORMULAS = [
+    *("same", "same-otherwise-written", "cast-late", "offset", "no-weight", "mean"),
+    *("eps-outside", "offset-of-2", "rounded-offset", "variance", "float32-result"),
+]
+
+
 @pytest.mark.parametrize(
     ("formula", "options"),
     [
@@ -219,7 +225,7 @@ def norm_like(formula):
         (lambda x, w, eps, T: w * (x * torch.rsqrt(x.var(-1, keepdim=True) + eps)).to(T), None),
         (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)), None),
     ],
-    ids="same same-otherwise-written cast-late offset no-weight mean eps-outside offset-of-2 rounded-offset variance float32".split(),  # noqa: SIM905
+    ids=_FORMULAS,
 )
 def test_norm_formula(formula, options, monkeypatch):
     monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", norm_like(formula))
