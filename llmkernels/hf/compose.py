@@ -95,10 +95,11 @@ def make_tables(trunk: Trunk, count: int) -> dict[str, tuple[Tensor, Tensor]]:
     weight = trunk.weight
     positions = torch.arange(min(count, len(trunk.positions)), device=weight.device)[None]
     found = {}
+    attentions = [layer.attention for layer in trunk.layers]
+    alternates = attentions[0].alternates
     for name in trunk.tables:
         pair = trunk.rotary(weight[:1], positions, *([name] if name else []))
-        found[name] = tuple(_of_pairs(table[0], trunk.alternates).to(weight.dtype).contiguous() for table in pair)
-    attentions = [layer.attention for layer in trunk.layers]
+        found[name] = tuple(_of_pairs(table[0], alternates).to(weight.dtype).contiguous() for table in pair)
     if any(attention.table is None or _is_partial(attention, found) for attention in attentions):
         cos = weight.new_ones(positions.shape[1], attentions[0].head_dim // 2)
         found[UNROTATED] = cos, torch.zeros_like(cos)
@@ -107,12 +108,6 @@ def make_tables(trunk: Trunk, count: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _of_pairs(table: Tensor, alternates: bool) -> Tensor:
     return table[:, ::2] if alternates else table[:, : table.shape[1] // 2]
-
-
-def alternates(table: Tensor) -> bool:
-    """Whether columns 2i and 2i + 1 of a table (P, R) are the same, and not i and i + R / 2."""
-    first, second = table.chunk(2, 1)
-    return not torch.equal(first, second) and torch.equal(table[:, ::2], table[:, 1::2])
 
 
 def _layer(layer: Layer, hidden: Tensor, handed, tokens: Tokens, cache, following):
@@ -145,7 +140,7 @@ class _Source:
 
     def linear(self, product: Product) -> Tensor:
         norm = self.norm
-        if norm is None or norm.options.kind != "rms":
+        if norm is None or norm.options.kind != "rms_norm":
             return _ops.linear(_norm(self.x, norm), product.weight, product.bias, True)
         return _ops.rms_norm_linear(self.x, norm.weight, product.weight, product.bias, *_options(norm), True)
 
@@ -153,7 +148,7 @@ class _Source:
         norm = self.norm
         if activation not in _FUSED or product.bias is not None:
             return _GATED[activation](self.linear(product))
-        if norm is None or norm.options.kind != "rms":
+        if norm is None or norm.options.kind != "rms_norm":
             return _ops.glu_linear(_norm(self.x, norm), product.weight, activation, True)
         return _ops.rms_norm_glu_linear(self.x, norm.weight, product.weight, activation, *_options(norm), True)
 
@@ -165,7 +160,7 @@ def _options(norm: Norm) -> tuple[float, float, bool]:
 def _norm(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
-    if norm.options.kind == "rms":
+    if norm.options.kind == "rms_norm":
         return _ops.rms_norm(x, norm.weight, *_options(norm))
     return _ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
 

@@ -15,22 +15,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class NormOptions:
-    """How a class of norms computes: `kind` "rms" or "layer", the name of its eps, and the options of `rms_norm`."""
-
-    kind: str
-    eps: str
-    weight_offset: float = 0.0
-    cast_before_weight: bool = True
+from . import families
 
 
 @dataclass(frozen=True)
 class Norm:
-    options: NormOptions
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
+    options: families.Norm
+    weight: Tensor | None
+    bias: Tensor | None
     eps: float
 
 
@@ -53,8 +45,8 @@ class Product:
 class Attention:
     """Heads of `head_dim` against a cache. A query sees `window_left` keys before its own; -1: all.
 
-    `table` names the tables of cos and sin among those of the model; None: no rotation. `row_norms`: q_norm and k_norm
-    take all heads of a token together.
+    `table` names the tables of cos and sin among those of the model; None: no rotation. With `alternates` they have the
+    columns of a pair next to each other. `row_norms`: q_norm and k_norm take all heads of a token together.
     """
 
     qkv: Product
@@ -67,6 +59,7 @@ class Attention:
     softcap: float
     table: str | None
     interleaved: bool
+    alternates: bool
     q_norm: Norm | None
     k_norm: Norm | None
     row_norms: bool
@@ -106,8 +99,7 @@ class Trunk:
 
     `embed_scale`: what embeddings are multiplied by, a number, a tensor that is cast to their dtype, or None. `rotary`
     makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
-    `positions` are those for which they hold, and `alternates` says that they have both columns of a pair next to each
-    other. Logits are multiplied by `logit_scale`, then capped.
+    `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped.
     """
 
     embedding: nn.Parameter
@@ -115,7 +107,6 @@ class Trunk:
     rotary: nn.Module | None
     tables: tuple[str, ...]
     positions: range
-    alternates: bool
     layers: tuple[Layer, ...]
     norm: Norm
     head: Product

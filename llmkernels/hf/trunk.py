@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmkernels.ops import relu2, relu2_glu, swiglu
+
 from . import packing, trust
-from .compose import ACTIVATIONS
 from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, with_products
-from .layers import Generating, own_class
-from .layout import UnknownLayout, check_origin
-from .norms import find_norm
+from .families import Rotation
+from .layers import Generating, gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, own_class, plain_unit
+from .layout import UnknownLayout, check_origin, mlp_of, norm_of, rotation_name, rotation_of
 from .reference import Part, Reference, reference
 from .trust import Distrust, Inspection, NoStep
 from .wiring import Wire, is_attention, wiring
@@ -37,16 +38,13 @@ _ops = torch.ops.llmkernels
 class Facts:
     """What can not be read off a model: proof.py finds out by trying.
 
-    `interleaved`: a rotation takes elements 2i and 2i + 1. `alternates`: see Trunk. `unrotated`: layers without a
-    window have no rotation. `softcap`: scores are capped where the attention has a number for it. `logit_scale`: 1
-    where logits are multiplied by `logits_scaling` of the config, -1 where divided.
+    `unrotated`: layers without a window have no rotation. `softcap`: scores are capped where the attention has a number
+    for it. `logit_scale`: 1 where logits are multiplied by `logits_scaling` of the config, -1 where divided.
     """
 
-    interleaved: bool = False
     unrotated: bool = False
     softcap: bool = True
     logit_scale: int = -1
-    alternates: bool = False
 
 
 def trunk(model: nn.Module) -> Trunk:
@@ -112,8 +110,8 @@ def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
     ]  # fmt: skip
     if not isinstance(embedding, nn.Embedding) or not isinstance(layers, nn.ModuleList) or rotary is None:
         raise UnknownLayout("has other parts than embed_tokens, layers, rotary_emb and a norm")
-    if len(norms) != 1 or (norm := read_norm(norms[0])) is None:
-        raise UnknownLayout("has no norm behind its layers that is known")
+    if len(norms) != 1:
+        raise UnknownLayout(f"has {len(norms)} modules behind its layers, where a norm is expected")
     if embedding.max_norm is not None:
         raise Distrust(embedding, "{} has a max_norm")
     tables = _tables(rotary, config)
@@ -123,14 +121,13 @@ def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
         rotary=rotary,
         tables=tables,
         positions=_positions(rotary),
-        alternates=facts.alternates,
         layers=tuple(
             _layer(layer, part, index, config, tables, facts)
             for index, (layer, part) in enumerate(
                 zip(layers, expected.root.parts["model"].parts["layers"].parts.values(), strict=True)
             )
         ),
-        norm=norm,
+        norm=read_norm(norms[0]),
         head=_product(model, [head]),
         logit_scale=_logit_scale(config, facts),
         logit_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
@@ -167,13 +164,14 @@ def _positions(rotary: nn.Module) -> range:
     return range(1 << 31)
 
 
-def read_norm(module: nn.Module) -> Norm | None:
-    """A norm by its class: see norms.py."""
-    options = find_norm(own_class(type(module)))
-    if options is None:
-        return None
+def read_norm(module: nn.Module) -> Norm:
+    """A norm by its class. Raises UnknownLayout for one that the step does not have."""
+    options = norm_of(own_class(type(module)))
+    if options.kind == "layer_norm" and options.weight_offset:
+        raise UnknownLayout(f"has a {type(module).__name__}, whose weight has an offset")
     parameters = module._parameters
-    return Norm(options, parameters.get("weight"), parameters.get("bias"), getattr(module, options.eps))
+    weight = parameters["weight"] if options.has_weight else None
+    return Norm(options, weight, parameters["bias"] if options.has_bias else None, getattr(module, options.eps))
 
 
 def _product(owner: nn.Module, linears: list[nn.Module]) -> Product:
@@ -227,40 +225,27 @@ def _block_norm(layer: nn.Module, name: str | None, before: bool) -> Norm | None
     if name is None or isinstance(module := getattr(layer, name), nn.Identity):
         return None
     norm = read_norm(module)
-    if norm is None or (not before and norm.options.kind != "rms"):
-        raise UnknownLayout(f"has a {type(module).__name__} {'before' if before else 'behind'} a block")
+    if not before and norm.options.kind != "rms_norm":
+        raise UnknownLayout(f"has a {type(module).__name__} behind a block")
     return norm
 
 
 def _mlp(mlp: nn.Module) -> MLP:
-    modules = {name: child for name, child in mlp._modules.items() if not isinstance(child, nn.Dropout)}
-    act = next((child for name, child in modules.items() if "act" in name), None)
-    activation = activation_name(act)
-    linears = {name: child for name, child in modules.items() if child is not act}
-    down = _first(linears, "down_proj", "c_proj", "fc2")
-    up = [child for name, child in linears.items() if child is not down]
-    if activation is None or down is None:
-        raise UnknownLayout(f"has a {type(mlp).__name__}, which is no MLP that is known")
-    if {"gate_proj", "up_proj"} == linears.keys() - {"down_proj"}:
-        up = [linears["gate_proj"], linears["up_proj"]]
-    elif len(up) != 1:
-        raise UnknownLayout(f"has a {type(mlp).__name__}, which is no MLP that is known")
-    gated = len(up) == 2 or up[0].out_features == 2 * down.in_features
-    if activation not in ACTIVATIONS[gated]:
+    names = mlp_of(own_class(type(mlp)).forward)
+    gated = names.gate is not None
+    act = getattr(mlp, names.act)
+    activation = _ACTIVATIONS.get((gated_unit if gated else plain_unit)(act))
+    if activation is None:
         raise UnknownLayout(f"has an activation without a kernel, {type(act).__name__}")
-    if len(up) == 2 and up[0].weight.shape != up[1].weight.shape:
+    up = [getattr(mlp, name) for name in (names.gate, names.up) if name is not None]
+    if len({linear.weight.shape for linear in up}) > 1:
         raise Distrust(mlp, "gate and up of {} differ in shape")
-    return MLP(_product(mlp, up), _product(mlp, [down]), activation, gated)
+    return MLP(_product(mlp, up), _product(mlp, [getattr(mlp, names.down)]), activation, gated)
 
 
-# By name of the class, in transformers.activations or torch.nn.
-_ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh"}
-_ACTIVATIONS |= {"NewGELUActivation": "gelu_tanh", "ReLUSquaredActivation": "relu2"}
-
-
-def activation_name(activation: nn.Module | None) -> str | None:
-    """As compose.py names it. proof.py tries whether it is that."""
-    return _ACTIVATIONS.get(type(activation).__name__)
+# Those of compose.py, by the functions of layers.py.
+_ACTIVATIONS = {swiglu: "silu", geglu_erf: "gelu", geglu_tanh: "gelu_tanh", relu2_glu: "relu2"}
+_ACTIVATIONS |= {gelu_erf: "gelu", gelu_tanh: "gelu_tanh", relu2: "relu2"}
 
 
 def _attention(module: nn.Module, index: int, config: Any, tables: tuple[str, ...], facts: Facts) -> Attention:
@@ -288,6 +273,7 @@ def _attention(module: nn.Module, index: int, config: Any, tables: tuple[str, ..
     if row_norms and (q_norm.weight.shape[0], k_norm.weight.shape[0]) != (expected[0], expected[1]):
         raise Distrust(module, "{} has norms of an unknown layout")
     window = _window(members, index, config)
+    rotation = _rotation(own_class(type(module)).forward)
     rotates = members.get("use_rope", True) and not (facts.unrotated and window < 0)
     return Attention(
         qkv=qkv,
@@ -299,21 +285,31 @@ def _attention(module: nn.Module, index: int, config: Any, tables: tuple[str, ..
         window_left=window,
         softcap=(members.get("attn_logit_softcapping") or 0.0) if facts.softcap else 0.0,
         table=(config.layer_types[index] if tables != ("",) else "") if rotates else None,
-        interleaved=facts.interleaved,
+        interleaved=rotation.interleaved,
+        alternates=rotation.interleaved and rotation.table == "elements",
         q_norm=q_norm,
         k_norm=k_norm,
         row_norms=row_norms,
     )
 
 
+def _rotation(forward: Any) -> Rotation:
+    name = rotation_name(forward)
+    if name is None:
+        raise UnknownLayout("has an attention without a rotation")
+    return rotation_of(name, forward.__globals__[name])
+
+
 def _head_norms(modules: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None]:
     found = [modules.get(name) for name in ("q_norm", "k_norm")]
     if found == [None, None]:
         return None, None
-    norms = [read_norm(module) if module is not None else None for module in found]
-    if None in norms or norms[0].options != norms[1].options or norms[0].eps != norms[1].eps:
-        raise UnknownLayout("has norms of q and k that are not known, or differ")
-    if norms[0].options.kind != "rms" or norms[0].weight is None or norms[0].weight.ndim != 1:
+    if None in found:
+        raise UnknownLayout("has a norm of q or of k alone")
+    norms = [read_norm(module) for module in found]
+    if norms[0].options != norms[1].options or norms[0].eps != norms[1].eps:
+        raise UnknownLayout("has norms of q and k that differ")
+    if norms[0].options.kind != "rms_norm" or norms[0].weight is None or norms[0].weight.ndim != 1:
         raise UnknownLayout("has norms of q and k without a kernel")
     return norms[0], norms[1]
 
