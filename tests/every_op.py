@@ -148,8 +148,11 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     w, bias, norm = draw(hidden, cols, scale=cols**-0.5), draw(hidden), weight
     yield "linear", (x, w, bias)
     yield "rms_norm_linear", (x, norm, w, bias)
-    yield "linear_add_", (draw(rows, hidden), x, w, bias)
-    yield "rms_norm_swiglu_linear", (x, norm, w)
+    yield "linear_add_", (draw(rows, hidden), x, w, bias, 0.22)
+    yield "glu_linear", (x, w, "gelu")
+    yield "rms_norm_glu_linear", (x, norm, w)
+    residual, following = draw(rows, hidden), draw(520, hidden, scale=hidden**-0.5)
+    yield "linear_add_scale_", (residual, x, w, bias, following, bias, 1.0, 0.22, True)
 
     yield "fp8_quantize", (x, "block", "float8_e5m2", True)
     yield "rms_norm_fp8_quantize", (x, norm)

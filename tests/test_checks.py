@@ -62,6 +62,8 @@ def valid(op: str) -> dict:
     hidden = {"hidden": torch.ones(BATCH, HIDDEN)}
     decode = rotation | {"cache_leftpad": _per_sequence(0), "heads": HEADS, "cast_before_weight": True, **norm_options}
     rows = {"norm_weight": weight, "weight": torch.ones(6, 8)}
+    handoff = {"scaled": torch.ones(BATCH * 3, 8), "squares": torch.ones(2, 64)}
+    add = {"residual": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6), "alpha": 0.5}
     loss = {"logits": x, "target": torch.ones(BATCH, 3, dtype=torch.long), "weight": weight, "ignore_index": -100,
             "reduction": "mean", "label_smoothing": 0.1, "lse_square_scale": 0.0, "softcap": 0.0}  # fmt: skip
     linear_loss = {"x": x, "linear_weight": torch.ones(6, 8), "linear_bias": torch.ones(6),
@@ -144,9 +146,12 @@ def valid(op: str) -> dict:
                    "seen": torch.zeros(BATCH, VOCAB, dtype=torch.bool), "rng_state": torch.zeros(2).long(),
                    "temperature_value": 1.0, "top_p_value": 1.0, "min_p_value": 0.0, "repetition_penalty_value": 1.0},
         "linear": {"x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6)},
-        "rms_norm_linear": {"x": x, **rows, "bias": torch.ones(6), **norm_options},
-        "linear_add_": {"residual": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6)},
-        "rms_norm_swiglu_linear": {"x": x, **rows, **norm_options},
+        "rms_norm_linear": {"x": x, **rows, "bias": torch.ones(6), **norm_options, **handoff},
+        "linear_add_": add,
+        "linear_add_scale_": {**add, "next_weight": torch.ones(10, 6), "next_norm_weight": torch.ones(6),
+                              "next_weight_offset": 0.0},
+        "glu_linear": {"x": x, "weight": torch.ones(6, 8)},
+        "rms_norm_glu_linear": {"x": x, **rows, **norm_options, **handoff},
         "fp8_quantize": {"x": x},
         "rms_norm_fp8_quantize": {"x": x, "weight": weight, **norm_options},
         "swiglu_fp8_quantize": {"gate": x, "up": x},
