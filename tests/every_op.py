@@ -130,6 +130,7 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
 
     logits, rng_state = draw(2, vocab, scale=3.0, dtype=torch.float32), torch.tensor([seed, 5], device=device)
     seen = torch.zeros(2, vocab, dtype=torch.bool, device=device)
+    yield "scale_softcap", (logits, 0.5, 30.0)
     yield "sample", (logits, None, None, None, None, None, seen, rng_state, 0.9, 50, 0.9, 0.01, 1.1)
 
     def one(value, dtype=torch.float32):

@@ -141,6 +141,7 @@ def valid(op: str) -> dict:
         "lora_linear_backward": {"grad_y": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), **adapter,
                                  "h": torch.ones(BATCH * 3, 2), "a_parts": torch.ones(0), "b_parts": torch.ones(0),
                                  "split": False, "needs_x": True, "needs_a": True, "needs_b": True},
+        "scale_softcap": {"logits": x, "scale": 0.5, "softcap": 30.0},
         "sample": {"logits": torch.ones(BATCH, VOCAB), "temperature": torch.ones(BATCH), "top_k": _per_sequence(2),
                    "top_p": torch.ones(BATCH), "min_p": torch.zeros(BATCH), "repetition_penalty": torch.ones(BATCH),
                    "seen": torch.zeros(BATCH, VOCAB, dtype=torch.bool), "rng_state": torch.zeros(2).long(),
@@ -240,6 +241,7 @@ def wrong_shape(op: str, name: str):
         return lambda x: x[None]
     if (op, name) in (
         ("log_softmax", "x"),
+        ("scale_softcap", "logits"),
         ("cross_entropy_scale_", "grad"),
         ("fp8_quantize", "x"),
     ):  # any shape but a scalar
@@ -431,7 +433,8 @@ def test_numbers_that_are_none(op, name, number):
      ("sample", "repetition_penalty_value", 0),
      ("sample", "repetition_penalty_value", 1e-50), ("sample", "repetition_penalty_value", 1e50),
      ("cross_entropy", "label_smoothing", 1.5), ("cross_entropy", "lse_square_scale", -1),
-     ("cross_entropy_", "softcap", -1), ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
+     ("cross_entropy_", "softcap", -1), ("scale_softcap", "softcap", -1),
+     ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
      ("decode_layer", "window_left", -2), ("rope_kv_write", "eps", -1e-6), ("rope_decode_attention", "eps", -1e-6),
      ("adam_", "lr_value", -0.5), ("adam_", "beta1", 1),
      ("adam_", "beta2", -0.1), ("adam_", "eps", -1e-8), ("adam_", "weight_decay", -0.5), ("adam_", "max_norm", -0.5),

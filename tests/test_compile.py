@@ -252,6 +252,7 @@ def differentiable_calls(device):
 def other_calls(device):
     yield from norm_backward_calls(device)
     yield from rms_norm_add_calls(device)
+    yield "scale_softcap", (torch.randn(3, 2, 16, device=device).transpose(0, 1), 0.5, 30.0)
     yield from softmax_backward_calls(device)
     yield from loss_backward_calls(device)
     for arguments in rope_arguments(device):

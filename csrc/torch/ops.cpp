@@ -140,6 +140,9 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def("glu_packed_backward(Tensor grad_y, Tensor gate_up, str activation) -> (Tensor y, Tensor grad_gate_up)");
   ops.def("glu_packed_backward_(Tensor(a!) grad_y, Tensor(b!) gate_up, str activation) -> ()");
 
+  // softcap.cpp; y = softcap tanh(scale logits / softcap), or scale logits where softcap is 0
+  ops.def("scale_softcap(Tensor logits, float scale=1.0, float softcap=0.0) -> Tensor");
+
   // sampling.cpp; without the tensor of a parameter its `_value` holds for every row
   ops.def(
       "sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
