@@ -61,12 +61,12 @@ class Bench(steps_patched.Bench):
             attention = partial(ops.rope_decode_attention, packed, *places, k, v, None, given["heads"],
                                 given["softmax_scale"], left, 0.0, True)  # fmt: skip
             attended = attention()
-            activated = ops.rms_norm_swiglu_linear(hidden, post_norm, gate_up, *norm)
+            activated = ops.rms_norm_glu_linear(hidden, post_norm, gate_up, "silu", *norm)
             calls["q|k|v"].append(partial(ops.rms_norm_linear, hidden, input_norm, qkv, qkv_bias, *norm, True))
             calls["attention"].append(attention)
-            calls["o"].append(partial(ops.linear_add_, hidden, attended, o, o_bias, True))
-            calls["gate|up"].append(partial(ops.rms_norm_swiglu_linear, hidden, post_norm, gate_up, *norm, True))
-            calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None, True))
+            calls["o"].append(partial(ops.linear_add_, hidden, attended, o, o_bias, 1.0, True))
+            calls["gate|up"].append(partial(ops.rms_norm_glu_linear, hidden, post_norm, gate_up, "silu", *norm, True))
+            calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None, 1.0, True))
         head = [given[name] for name in ("norm", "head", "head_bias")]
         calls["head"].append(partial(ops.rms_norm_linear, hidden, *head, *norm, True))
         calls[WHOLE_STEP] = [partial(ops.decode_step, **given | {"hidden": hidden})]

@@ -252,6 +252,7 @@ def differentiable_calls(device):
 def other_calls(device):
     yield from norm_backward_calls(device)
     yield from rms_norm_add_calls(device)
+    yield "scale_softcap", (torch.randn(3, 2, 16, device=device).transpose(0, 1), 0.5, 30.0)
     yield from softmax_backward_calls(device)
     yield from loss_backward_calls(device)
     for arguments in rope_arguments(device):
@@ -288,9 +289,9 @@ def test_opcheck_of_ops_without_a_gradient(device, index):
 
 
 # Tested in their own files.
-CHECKED_ELSEWHERE = {"decode_attention", "decode_layer", "decode_step", "fp8_linear", "linear", "linear_add_",
-                     "rms_norm_linear", "rms_norm_swiglu_linear", "rope_decode_attention", "rope_kv_write",
-                     "sample"}  # fmt: skip
+CHECKED_ELSEWHERE = {"decode_attention", "decode_layer", "decode_step", "fp8_linear", "glu_linear", "linear",
+                     "linear_add_", "linear_add_scale_", "rms_norm_glu_linear", "rms_norm_linear",
+                     "rope_decode_attention", "rope_kv_write", "sample"}  # fmt: skip
 
 
 def test_every_op_is_checked():
