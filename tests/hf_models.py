@@ -18,7 +18,7 @@ OPS = {"rms_norm": LAYERS + 1, "add_rms_norm": LAYERS, "rope": LAYERS, "swiglu":
 STEP = {
     "rms_norm_linear": LAYERS + 1,
     "rope_decode_attention": LAYERS,
-    "linear_add_": 2 * LAYERS,
+    "linear_add_scale_": 2 * LAYERS,
     "rms_norm_glu_linear": LAYERS,
 }
 

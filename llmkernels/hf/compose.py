@@ -8,9 +8,12 @@ What runs for a layer as Llama's, one token, on a GPU of compute capability 9.0,
 
     qkv = rms_norm(hidden) Wqkv^T + b              rms_norm_linear
     a = attention(rope(q), cache + rope(k), v)     rope_decode_attention: rotates, writes the cache, attends
-    hidden += a Wo^T                               linear_add_
+    hidden += a Wo^T                               linear_add_scale_
     m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_glu_linear
-    hidden += m Wdown^T                            linear_add_
+    hidden += m Wdown^T                            linear_add_scale_
+
+The norms are folded into the linears: for up to 16 rows the linear after a norm normalizes x itself; for up to 64 the
+linear before it has done most of it, and hands that over. Then the first norm of the first layer is a launch.
 
 The launches overlap by programmatic dependent launch (`prefetch`): each requests its weights, or the keys and values of
 earlier tokens, while the previous kernel still runs. This is correct because
@@ -34,16 +37,16 @@ from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
 _ops = torch.ops.llmkernels
 _index = torch.ops.aten.index.Tensor_out
 # The activations that a product has in its epilogue; and the ops for those behind one, gated and not.
-_FUSED = ("silu", "gelu", "gelu_tanh")
+_FUSED = ("silu", "gelu", "gelu_pytorch_tanh")
 _GATED = {
     "silu": lambda x: _ops.swiglu_packed(x),
     "gelu": lambda x: _ops.geglu_packed(x, "none"),
-    "gelu_tanh": lambda x: _ops.geglu_packed(x, "tanh"),
+    "gelu_pytorch_tanh": lambda x: _ops.geglu_packed(x, "tanh"),
     "relu2": lambda x: _ops.relu2_glu_packed(x),
 }
 _PLAIN = {
     "gelu": lambda x: _ops.bias_gelu(x, None, "none"),
-    "gelu_tanh": lambda x: _ops.bias_gelu(x, None, "tanh"),
+    "gelu_pytorch_tanh": lambda x: _ops.bias_gelu(x, None, "tanh"),
     "relu2": lambda x: _ops.relu2(x),
 }
 ACTIVATIONS = {True: _GATED.keys(), False: _PLAIN.keys()}  # by `gated`
@@ -72,7 +75,7 @@ def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[tuple
     `caches` are the keys and values of each layer, as `decode_attention` takes them; the new ones are written there.
     """
     readers = [_reader(layer.branches[0]) for layer in trunk.layers] + [(trunk.norm, trunk.head)]
-    handed = None
+    handed = _NOTHING
     for index, (layer, cache) in enumerate(zip(trunk.layers, caches, strict=True)):
         handed = _layer(layer, hidden, handed, tokens, cache, readers[index + 1])
     logits = _Source(hidden, trunk.norm, handed).linear(trunk.head)
@@ -130,19 +133,23 @@ def _reader(branch: Branch) -> tuple[Norm | None, Product]:
     return branch.pre, block.qkv if isinstance(block, Attention) else block.up
 
 
+_NOTHING = None, None
+
+
 @dataclass(frozen=True)
 class _Source:
     """What a product reads: norm(x). `handed`: that norm's work as far as the linear that made x has done it."""
 
     x: Tensor
     norm: Norm | None = None
-    handed: tuple[Tensor, Tensor] | None = None
+    handed: tuple[Tensor | None, Tensor | None] = _NOTHING
 
     def linear(self, product: Product) -> Tensor:
         norm = self.norm
         if norm is None or norm.options.kind != "rms_norm":
             return _ops.linear(_norm(self.x, norm), product.weight, product.bias, True)
-        return _ops.rms_norm_linear(self.x, norm.weight, product.weight, product.bias, *_options(norm), True)
+        options = *_options(norm), True, *self.handed
+        return _ops.rms_norm_linear(self.x, norm.weight, product.weight, product.bias, *options)
 
     def glu(self, product: Product, activation: str) -> Tensor:
         norm = self.norm
@@ -150,7 +157,8 @@ class _Source:
             return _GATED[activation](self.linear(product))
         if norm is None or norm.options.kind != "rms_norm":
             return _ops.glu_linear(_norm(self.x, norm), product.weight, activation, True)
-        return _ops.rms_norm_glu_linear(self.x, norm.weight, product.weight, activation, *_options(norm), True)
+        options = *_options(norm), True, *self.handed
+        return _ops.rms_norm_glu_linear(self.x, norm.weight, product.weight, activation, *options)
 
 
 def _options(norm: Norm) -> tuple[float, float, bool]:
@@ -189,9 +197,13 @@ def _add(hidden: Tensor, y: Tensor, branch: Branch, following: tuple[Norm | None
     if post is not None:
         y = _ops.linear(y, product.weight, product.bias, True)
         _ops.rms_norm_add_(hidden, y, post.weight, *_options(post), branch.multiplier)
-        return None
-    _ops.linear_add_(hidden, y, product.weight, product.bias, branch.multiplier, True)
-    return None
+        return _NOTHING
+    norm, reader = following or (None, None)
+    if norm is None or norm.options.kind != "rms_norm":
+        _ops.linear_add_(hidden, y, product.weight, product.bias, branch.multiplier, True)
+        return _NOTHING
+    weights = product.weight, product.bias, reader.weight, norm.weight
+    return _ops.linear_add_scale_(hidden, y, *weights, norm.options.weight_offset, branch.multiplier, True)
 
 
 # --- attention

@@ -244,8 +244,8 @@ def _mlp(mlp: nn.Module) -> MLP:
 
 
 # Those of compose.py, by the functions of layers.py.
-_ACTIVATIONS = {swiglu: "silu", geglu_erf: "gelu", geglu_tanh: "gelu_tanh", relu2_glu: "relu2"}
-_ACTIVATIONS |= {gelu_erf: "gelu", gelu_tanh: "gelu_tanh", relu2: "relu2"}
+_ACTIVATIONS = {swiglu: "silu", geglu_erf: "gelu", geglu_tanh: "gelu_pytorch_tanh", relu2_glu: "relu2"}
+_ACTIVATIONS |= {gelu_erf: "gelu", gelu_tanh: "gelu_pytorch_tanh", relu2: "relu2"}
 
 
 def _attention(module: nn.Module, index: int, config: Any, tables: tuple[str, ...], facts: Facts) -> Attention:
