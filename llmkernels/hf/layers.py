@@ -277,6 +277,7 @@ _UNITS = {
     ("torch.nn.modules.activation", "SiLU"): (swiglu, None),
     ("transformers.activations", "GELUActivation"): (geglu_erf, gelu_erf),
     ("transformers.activations", "GELUTanh"): (geglu_tanh, gelu_tanh),
+    ("transformers.activations", "NewGELUActivation"): (geglu_tanh, gelu_tanh),
     ("transformers.activations", "ReLUSquaredActivation"): (relu2_glu, relu2),
 }
 _OP_NAMES = {geglu_erf: "geglu", geglu_tanh: "geglu", gelu_erf: "bias_gelu", gelu_tanh: "bias_gelu"}

@@ -208,22 +208,25 @@ def _norm_of(cls: type, forward: Callable) -> Norm:
     check_origin(forward, ("transformers", "torch"))
     x = torch.linspace(-1.5, 2.5, 256, device="cpu").view(4, 64)
     x = x * x.flip(-1).exp()  # no row is symmetric, or has a mean near 0
-    best, options, reason = 0.0, None, "its forward computes no norm that has a kernel"
+    runs, error = {}, None
     for eps in _EPS:
         try:
-            found = [_run_norm(cls, forward, eps, x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
-        except Exception as error:
-            reason = f"unknown layout of its forward ({type(error).__name__}: {error})" if best == 0 else reason
-            continue
-        reason = "its forward computes no norm that has a kernel"
-        for candidate in _NORMS:
-            if candidate.eps == eps and (agreed := min(_agreement(candidate, *run) for run in found)) > best:
-                best, options = agreed, candidate
+            runs[eps] = [_run_norm(cls, forward, eps, x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+        except Exception as reason:  # it has another eps
+            error = reason
+    if not runs:
+        raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})")
+    agreed = {
+        options: min(_agreement(options, *run) for run in runs[options.eps])
+        for options in _NORMS
+        if options.eps in runs
+    }
+    best = max(agreed, key=agreed.get)
     # The sum of squares may differ in its last bit, which changes few bfloat16 results or none; another rounding order
     # or formula changes many.
-    if options is None or best < 0.95:
-        raise UnknownLayout(reason)
-    return options
+    if agreed[best] < 0.95:
+        raise UnknownLayout("its forward computes no norm that has a kernel")
+    return best
 
 
 def _run_norm(cls: type, forward: Callable, eps: str, x: torch.Tensor) -> tuple:

@@ -202,7 +202,7 @@ class PatchHandle:
         wanted = [
             kind
             for kind in _ROWS
-            if kind in _ALWAYS or kind in found and (kind in self._kinds or kind not in ("loss", "lora"))
+            if kind in _ALWAYS or (kind in found and (kind in self._kinds or kind not in ("loss", "lora")))
         ]
         rows = {kind: Row(kind) for kind in wanted}
         is_current = self._is_current()
@@ -328,14 +328,14 @@ def _obstacle(module: nn.Module, kind: str) -> str | None:
         model_class(type(module), False, True) if kind == "loss" else patched_class(type(module))
     except UnknownLayout as reason:
         return str(reason)
-    if kind in ("rms_norm", "layer_norm") and (weight := getattr(module, "weight", None)) is not None:
-        if weight.dim() != 1:
-            return f"its weight has {weight.dim()} dimensions"
+    if kind in ("rms_norm", "layer_norm") and any(parameter.dim() != 1 for parameter in module.parameters()):
+        return "its weight has more than one dimension"
     if kind in ("gated_mlp", "mlp") and _unit(module, kind) is None:
         return _no_kernel_for(_activation(module))
     if kind == "add_rms_norm":
         for name in _options(module).norms:
-            norm = getattr(module, name)
+            if (norm := getattr(module, name, None)) is None:
+                return f"it has no {name}"
             if (kind_of_norm := kind_of(type(norm))) not in ("rms_norm", "layer_norm"):
                 return f"no kernel for its {name}, {type(norm).__name__}"
             if reason := _obstacle(norm, kind_of_norm):
