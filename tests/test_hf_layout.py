@@ -369,21 +369,25 @@ def test_a_layer_that_the_decode_step_does_not_know(monkeypatch):
 @pytest.mark.parametrize(
     ("formula", "kind", "options"),
     [
-        ("self.d(self.a(self.g(x)) * self.u(x))", "gated_mlp", MLP("d", "a", "g", "u")),
-        ("self.d(self.u(x) * self.a(self.g(x)))", "gated_mlp", MLP("d", "a", "g", "u")),
-        ("self.d(self.a(self.u(x)))", "mlp", MLP("d", "a", None, "u")),
+        ("self.d(self.act(self.g(x)) * self.u(x))", "gated_mlp", MLP("d", "act", "g", "u")),
+        ("self.d(self.u(x) * self.act(self.g(x)))", "gated_mlp", MLP("d", "act", "g", "u")),
+        ("self.d(self.act(self.u(x)))", "mlp", MLP("d", "act", None, "u")),
         (
-            "F.dropout(self.d(self.a(self.u(x))), p=self.p, training=self.training)",
+            "F.dropout(self.d(self.act(self.u(x))), p=self.p, training=self.training)",
             "mlp",
-            MLP("d", "a", None, "u", "p"),
+            MLP("d", "act", None, "u", "p"),
         ),
-        ("self.d((lambda g, u: u * self.a(g))(*self.g(x).chunk(2, dim=-1)))", "gated_mlp", MLP("d", "a", "g", None)),
-        ("self.d((lambda u, g: u * self.a(g))(*self.g(x).chunk(2, dim=-1)))", None, None),
-        ("self.d((lambda g, u: u * self.a(g))(*self.g(x).chunk(2, dim=0)))", None, None),
-        ("self.d(self.a(self.g(x)) * self.u(self.g(x)))", None, None),
-        ("self.d(self.a(self.g(x)) + self.u(x))", None, None),
-        ("F.dropout(self.d(self.a(self.u(x))), p=self.p)", None, None),
-        ("self.d(self.a(self.u(x)) if x.sum() else x)", None, None),
+        (
+            "self.d((lambda g, u: u * self.act(g))(*self.g(x).chunk(2, dim=-1)))",
+            "gated_mlp",
+            MLP("d", "act", "g", None),
+        ),
+        ("self.d((lambda u, g: u * self.act(g))(*self.g(x).chunk(2, dim=-1)))", None, None),
+        ("self.d((lambda g, u: u * self.act(g))(*self.g(x).chunk(2, dim=0)))", None, None),
+        ("self.d(self.act(self.g(x)) * self.u(self.g(x)))", None, None),
+        ("self.d(self.act(self.g(x)) + self.u(x))", None, None),
+        ("F.dropout(self.d(self.act(self.u(x))), p=self.p)", None, None),
+        ("self.d(self.act(self.u(x)) if x.sum() else x)", None, None),
     ],
 )
 def test_mlp_layout(formula, kind, options):

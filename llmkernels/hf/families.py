@@ -68,6 +68,13 @@ class Layer:
     computes: str | None
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Of a model for causal language modelling: the attribute of its config with the softcap of the logits, or None."""
+
+    softcap: str | None = None
+
+
 # The kind of a class whose forward is not transformers' own, by the end of its name.
 KINDS = {
     "RMSNorm": "rms_norm",

@@ -55,7 +55,7 @@ class Replaced:
 class Patched(Replaced):
     """Base of every class with another forward.
 
-    `made` is that forward, `options` what it computes, a dataclass of families.py, if there is one for its kind.
+    `made` is that forward, `options` what it computes, a dataclass of families.py; a LoRA layer has none.
     `is_current()` says whether it still stands for what the original computes: False where somebody has replaced a
     function that it was made from.
     """
@@ -115,8 +115,8 @@ WITHOUT = "without a kernel"
 class FusedNorm(Patched):
     """A norm that its decoder layer fuses with the add in front of it, by `add(norm, x, residual)`, a static method."""
 
-    add: Callable
     options: Norm
+    add: Callable
 
 
 class CalledNorm(FusedNorm):
@@ -134,22 +134,24 @@ class LayerNorm(CalledNorm):
 def _norm_members(original: Callable, options: Norm) -> dict[str, Callable]:
     op, add_op = options.kind, f"add_{options.kind}"
 
-    def parameters(norm: nn.Module):
-        weight = norm.weight if options.has_weight else None
-        return weight, norm.bias if options.has_bias else None, getattr(norm, options.eps)
+    def tensors(norm: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return norm.weight if options.has_weight else None, norm.bias if options.has_bias else None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not _has_norm_kernel(options, self, hidden_states):
+        weight, bias = tensors(self)
+        if not _has_norm_kernel(op, hidden_states, weight, bias):
             count(self, WITHOUT)
             return original(self, hidden_states)
         count(self, op)
-        return apply_norm(options, hidden_states, *parameters(self))
+        return apply_norm(options, hidden_states, weight, bias, getattr(self, options.eps))
 
-    def add(norm, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of the sum, and the sum."""
+    def add(norm, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The norm of the sum, and the sum; None where the op would compute them otherwise."""
+        (weight, bias), eps = tensors(norm), getattr(norm, options.eps)
+        if not (_are_of(residual.dtype, hidden_states, weight, bias) and _has_norm_kernel(op, residual, weight, bias)):
+            return None
         count(norm, add_op)
-        weight, bias, eps = parameters(norm)
-        if options.kind == "layer_norm":
+        if op == "layer_norm":
             return add_layer_norm(hidden_states, residual, offset_weight(options, weight), bias, eps)
         numbers = {"weight_offset": options.weight_offset, "cast_before_weight": options.cast_before_weight}
         return add_rms_norm(hidden_states, residual, weight, eps, **numbers)
@@ -157,14 +159,14 @@ def _norm_members(original: Callable, options: Norm) -> dict[str, Callable]:
     return {"forward": forward, "add": staticmethod(add)}
 
 
-def _has_norm_kernel(options: Norm, norm: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a norm's op computes for such a tensor what its forward does, now.
+def _are_of(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
+    return all(tensor is None or tensor.dtype == dtype for tensor in tensors)
 
-    PyTorch's layer_norm is one of the functions that autocast runs in float32, and takes no two dtypes on a GPU.
-    """
-    if options.kind == "layer_norm" and (
-        torch.is_autocast_enabled(x.device.type) or any(p.dtype != x.dtype for p in norm.parameters())
-    ):
+
+def _has_norm_kernel(op: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether the op computes what PyTorch does: its layer_norm takes no two dtypes on a GPU, and autocast runs it in
+    float32."""
+    if op == "layer_norm" and (torch.is_autocast_enabled(x.device.type) or not _are_of(x.dtype, weight, bias)):
         return False
     return has_kernel(x)
 
@@ -223,17 +225,11 @@ def _add_norm(
     The add at the end of a layer is neither deferred to the next layer nor done in place: hooks see the layer's real
     output, autograd its input.
     """
-    # Checked per call: the norm may get a hook or be replaced after patch().
-    cls = fused_class(norm)
-    # The op takes parameters of the same dtype only.
-    if (
-        cls is not None
-        and hidden_states.dtype == residual.dtype
-        and all(parameter.dtype == residual.dtype for parameter in norm.parameters())
-        and _has_norm_kernel(cls.options, norm, residual)
-    ):
+    cls = fused_class(norm)  # checked per call: the norm may get a hook or be replaced after patch()
+    fused = None if cls is None else cls.add(norm, hidden_states, residual)
+    if fused is not None:
         count(layer, f"add_{cls.options.kind}")
-        return cls.add(norm, hidden_states, residual)
+        return fused
     count(layer, WITHOUT)
     residual = residual + hidden_states
     return norm(residual), residual
@@ -243,7 +239,7 @@ def rotation_by_kernel(original: Callable, options: Rotation) -> Callable:
     """What a function of transformers that rotates q and k does, by our op where it has a kernel."""
 
     def rotation(module, q, k, cos, sin, unsqueeze_dim=1):
-        if not has_kernel(q):
+        if not has_kernel(q) or (q.dim(), cos.dim()) != (4, 3) or unsqueeze_dim not in (1, 2):
             count(module, WITHOUT)
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         count(module, "rope")
@@ -373,10 +369,10 @@ def _loops(cls: type[nn.Module]) -> dict[str, Callable]:
 def _loss_members(cls: type[nn.Module], forward: Callable) -> dict[str, Callable]:
     from . import loss
 
-    loss.check_forward(forward)
+    options = loss.loss_of(forward)
     is_current = _is_current(cls, forward, None)
-    made = _stepping_aside(cls, is_current, loss.forward_without_logits(forward))
-    return {"forward": made, "is_current": staticmethod(is_current)}
+    made = _stepping_aside(cls, is_current, loss.forward_without_logits(forward, options))
+    return {"forward": made, "is_current": staticmethod(is_current), "options": options}
 
 
 def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Module]:

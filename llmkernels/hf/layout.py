@@ -90,42 +90,45 @@ def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)
 # --- on symbols
 
 
-class _Symbol(str):
+class Symbol(str):
     """An expression as text: arithmetic on it gives the text of the result."""
 
     def __add__(self, other):
-        return _Symbol(f"({self} + {other})")
+        return Symbol(f"({self} + {other})")
 
     def __mul__(self, other):
-        return _Symbol(f"({self} * {other})")
+        return Symbol(f"({self} * {other})")
+
+    def __truediv__(self, other):
+        return Symbol(f"({self} / {other})")
 
     def __iter__(self):
-        return iter((self, _Symbol(f"{self}[1]")))  # of a tuple the first value is what matters
+        return iter((self, Symbol(f"{self}[1]")))  # of a tuple the first value is what matters
 
     def __bool__(self):
         raise UnknownLayout(f"its forward depends on {self}")
 
     def chunk(self, chunks, dim=0):
-        return tuple(_Symbol(f"{self}.chunk({chunks}, dim={dim})[{index}]") for index in range(chunks))
+        return tuple(Symbol(f"{self}.chunk({chunks}, dim={dim})[{index}]") for index in range(chunks))
 
     def __call__(self, *args, **kwargs):
         arguments = [*map(str, args), *(f"{key}={value}" for key, value in sorted(kwargs.items()))]
-        return _Symbol(f"{self}({', '.join(arguments)})")
+        return Symbol(f"{self}({', '.join(arguments)})")
 
     @classmethod
     def __torch_function__(cls, function, _, args=(), kwargs=None):
-        return _Symbol(function.__name__)(*args, **kwargs or {})
+        return Symbol(function.__name__)(*args, **kwargs or {})
 
 
 class _Traced:
     """Stands for a module: each attribute is a symbol of that name."""
 
-    training = _Symbol("training")
+    training = Symbol("training")
     gradient_checkpointing = False
     forward = None  # transformers' wrapper that checkpoints looks at it
 
     def __getattr__(self, name):
-        return _Symbol(name)
+        return Symbol(name)
 
 
 @functools.cache
@@ -138,19 +141,20 @@ def trace(forward: Callable) -> str:
     check_origin(forward)
     first, *named = [p for p in inspect.signature(forward).parameters.values() if p.name != "self"]
     try:
-        return str(forward(_Traced(), _Symbol(first.name), **{p.name: _Symbol(p.name) for p in named}))
+        return str(forward(_Traced(), Symbol(first.name), **{p.name: Symbol(p.name) for p in named}))
     except Exception as error:
         raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
 
 
+_ACT = r"(?P<act>\w*act\w*)"
 _GATE, _UP = r"(?P<gate>\w+)\((?P<x>\w+)\)", r"(?P<up>\w+)\((?P=x)\)"
 _PACKED = r"(?P<gate>\w+)\((?P<x>\w+)\)\.chunk\(2, dim=-1\)"
 _MLPS = [
-    rf"(?P<down>\w+)\(\((?P<act>\w+)\({_GATE}\) \* {_UP}\)\)",
-    r"(?P<down>\w+)\(\((?P<up>\w+)\((?P<x>\w+)\) \* (?P<act>\w+)\((?P<gate>\w+)\((?P=x)\)\)\)\)",
-    rf"(?P<down>\w+)\(\({_PACKED}\[1\] \* (?P<act>\w+)\((?P=gate)\((?P=x)\)\.chunk\(2, dim=-1\)\[0\]\)\)\)",
-    rf"(?P<down>\w+)\(\((?P<act>\w+)\({_PACKED}\[0\]\) \* (?P=gate)\((?P=x)\)\.chunk\(2, dim=-1\)\[1\]\)\)",
-    r"(?P<down>\w+)\((?P<act>\w+)\((?P<up>\w+)\((?P<x>\w+)\)\)\)",
+    rf"(?P<down>\w+)\(\({_ACT}\({_GATE}\) \* {_UP}\)\)",
+    rf"(?P<down>\w+)\(\((?P<up>\w+)\((?P<x>\w+)\) \* {_ACT}\((?P<gate>\w+)\((?P=x)\)\)\)\)",
+    rf"(?P<down>\w+)\(\({_PACKED}\[1\] \* {_ACT}\((?P=gate)\((?P=x)\)\.chunk\(2, dim=-1\)\[0\]\)\)\)",
+    rf"(?P<down>\w+)\(\({_ACT}\({_PACKED}\[0\]\) \* (?P=gate)\((?P=x)\)\.chunk\(2, dim=-1\)\[1\]\)\)",
+    rf"(?P<down>\w+)\({_ACT}\((?P<up>\w+)\((?P<x>\w+)\)\)\)",
 ]
 _DROPOUT = r"dropout\((?P<inner>.*), inplace=False, p=(?P<dropout>\w+), training=training\)"
 
