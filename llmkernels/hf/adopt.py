@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import KVCache
+from .cache import KVCache, KVCacheLayer, room_for
 from .description import Trunk
 from .trust import NoStep
 
@@ -53,12 +53,16 @@ def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
     """Copy the tokens of `theirs` to `ours`, which is empty. Those that a sliding window has dropped are not needed."""
     tokens = theirs.get_seq_length()
     for ours_layer, layer in zip(ours.layers, theirs.layers if tokens else (), strict=False):
-        if not ours_layer.is_initialized:
-            ours_layer.lazy_initialization(layer.keys, layer.values)
-        first = tokens - layer.keys.shape[2]
-        for buffer, held in ((ours_layer.k, layer.keys), (ours_layer.v, layer.values)):
-            buffer[:, first:tokens].copy_(held.transpose(1, 2))
-        ours_layer.length = tokens
+        _copy_layer(ours_layer, layer, tokens)
+
+
+def _copy_layer(ours: KVCacheLayer, layer: DynamicLayer, tokens: int) -> None:
+    if not ours.is_initialized:
+        ours.lazy_initialization(layer.keys, layer.values)
+    first = tokens - layer.keys.shape[2]
+    for buffer, held in ((ours.k, layer.keys), (ours.v, layer.values)):
+        buffer[:, first:tokens].copy_(held.transpose(1, 2))
+    ours.length = tokens
 
 
 @torch.no_grad()
@@ -74,3 +78,32 @@ def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
                 theirs.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
         if frees:
             layer.release()
+
+
+class AdoptedCache(KVCache, DynamicCache):
+    """A DynamicCache that has become a KVCache."""
+
+
+def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
+    """Turn a DynamicCache with tokens into a KVCache that grows, in place: whoever has it has the same object.
+
+    Raises NoStep where there is no memory for a layer; it is what it was then.
+    """
+    theirs, ours = cache.layers, []
+    capacity = room_for(cache.get_seq_length(), batch * parts.token_bytes)
+    tokens = cache.get_seq_length()
+    try:
+        for layer in theirs:
+            ours.append(KVCacheLayer(capacity, grows=True, layers=len(theirs)))
+            _copy_layer(ours[-1], layer, tokens)
+            layer.keys = layer.values = None
+    except torch.OutOfMemoryError:
+        for layer, new in zip(theirs, ours, strict=False):
+            if layer.keys is None:
+                held = slice(tokens - min(tokens, getattr(layer, "sliding_window", tokens + 1) - 1), tokens)
+                layer.keys, layer.values = new.keys[:, :, held], new.values[:, :, held]
+        raise NoStep("there is no memory to copy the cache") from None
+    cache.layers = ours
+    cache.counters = cache.cache_leftpad = None
+    cache._counted = -1
+    cache.__class__ = AdoptedCache

@@ -29,34 +29,38 @@ from .trunk import fits_cache
 
 
 class DecodeStep:
-    """One model on one cache, for one call of generate.
+    """One model on one cache: the next `count` tokens of each sequence.
 
-    `tokens` int64 (B,) are the last token of each sequence, which is not in the cache yet: `run` embeds it, then runs
-    what calls `forward`, which appends it to the cache and returns the logits (B, V) of the next. What is run may be
-    recorded, so it calls ops of llmkernels only.
+    `tokens` int64 (B * count,) are the last tokens of each sequence, which are not in the cache yet: `run` embeds them,
+    then runs what calls `forward`, which appends them to the cache and returns the logits (B * count, V) behind each.
+    What is run may be recorded, so it calls ops of llmkernels only.
     """
 
-    def __init__(self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None]):
+    def __init__(self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None], count: int = 1):
         self.cache = cache
         self.program = program
         self.device = parts.weight.device
         self.count = 0  # of the steps that ran
         self._parts = parts
         self._note = note  # called with that count
-        self._batch = cache.layers[0].k.shape[0]
-        weight = parts.weight
-        self.tokens = program.buffer("tokens", (self._batch,), torch.long, self.device)
-        self._hidden = program.buffer("hidden", (self._batch, weight.shape[1]), weight.dtype, self.device)
+        self._ahead = count
+        weight, rows = parts.weight, cache.layers[0].k.shape[0] * count
+        self.tokens = program.buffer("tokens", (rows,), torch.long, self.device)
+        self._hidden = program.buffer("hidden", (rows, weight.shape[1]), weight.dtype, self.device)
         self._bind()
 
     def _bind(self) -> None:
         """Collect what the forward reads and writes, and with it the addresses that a graph has to have."""
-        cache = self.cache
+        cache, count = self.cache, self._ahead
         positions, seqlens = cache.counters
+        batch, self._positions = len(positions), positions[:, None]
+        if count > 1:
+            self._positions = self.program.buffer("positions", (batch, count), torch.int32, self.device)
+            self._offsets = torch.arange(1 - count, 1, dtype=torch.int32, device=self.device)
         tables = {name: self._kept(name, pair) for name, pair in make_tables(self._parts, cache.capacity).items()}
-        self._caches = [(buffers.k, buffers.v) for buffers in cache.layers]
-        self._where = Tokens(self._batch, 1, positions[:, None], seqlens, cache.cache_leftpad, tables)
-        used = *leaves(self._parts), *leaves(self._where), *leaves(tuple(self._caches))
+        self._caches = tuple((buffers.k, buffers.v) for buffers in cache.layers)
+        self._where = Tokens(batch, count, self._positions, seqlens, cache.cache_leftpad, tables)
+        used = *leaves(self._parts), *leaves(self._where), *leaves(self._caches)
         self.program.bind(tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in used))
 
     def _kept(self, name: str, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -72,18 +76,21 @@ class DecodeStep:
 
     def run(self, function: Callable[[], Any]) -> Any:
         """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph."""
-        if self.cache.make_room(1):
+        cache, count = self.cache, self._ahead
+        if cache.make_room(count):
             self._bind()
         compose.embed(self._parts, self.tokens, self._hidden)
-        self.cache.counters.add_(1)
+        cache.counters.add_(count)
+        if count > 1:
+            torch.add(cache.counters[0][:, None], self._offsets, out=self._positions)
         result = self.program.run(function, self.device)
-        self.cache.advance()
+        cache.advance(count)
         self.count += 1
         self._note(self.count)
         return result
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """The logits (B, V) behind the tokens (B,), until the next call."""
+        """The logits behind the tokens, until the next call."""
         self.tokens.copy_(tokens)
         return self.run(self.forward)
 
@@ -94,15 +101,22 @@ class Decoder:
     def __init__(self):
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self.steps = 0  # that ran, of all calls
+        self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
         self._lock = threading.Lock()
         self._closed = False
         self._programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: graphs die with it
+        self._refused: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: why
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
-    def begin(self, model: nn.Module, parts: Trunk, cache: Any, kind: Any = "step") -> DecodeStep:
+    def begin(self, parts: Trunk, cache: Any, kind: Any = "step") -> DecodeStep:
         """The step of a model on a cache whose counters are set. Programs of one `kind` run the same function."""
-        programs = self._programs.setdefault(cache, {})
-        return DecodeStep(parts, cache, programs.setdefault(kind, Program(self.calls)), self._note_step)
+        program = self._programs.setdefault(cache, {}).setdefault(kind, Program(self.calls))
+        return DecodeStep(parts, cache, program, self._note_step)
+
+    def begin_forward(self, parts: Trunk, cache: Any, count: int) -> DecodeStep:
+        """The same for a forward of `count` tokens per sequence, by itself."""
+        program = self._programs.setdefault(cache, {}).setdefault(("forward", count), Program(self.calls))
+        return DecodeStep(parts, cache, program, self._note_forward, count)
 
     def count(self, way: str) -> None:
         """Note that a call of generate went this way."""
@@ -115,6 +129,17 @@ class Decoder:
             self.steps += 1
             if number == 1:
                 self.calls[STEP] += 1
+
+    def _note_forward(self, number: int) -> None:
+        with self._lock:
+            self.forwards[STEP] += 1
+
+    def refuse(self, cache: Any, reason: str) -> None:
+        """Note why forwards behind a cache do not run by the step; it is not tried again."""
+        self._refused[cache] = reason
+
+    def refusal(self, cache: Any) -> str | None:
+        return self._refused.get(cache)
 
     @contextmanager
     def lend_cache(
@@ -132,9 +157,7 @@ class Decoder:
         device = parts.weight.device
         cache = self._take(parts, batch, min(tokens, limit), _stream(device))
         if cache is None:
-            elements = sum(layer.attention.kv_heads * layer.attention.head_dim for layer in parts.layers)
-            row_bytes = 2 * batch * elements * parts.weight.dtype.itemsize
-            cache = KVCache.growable(len(parts.layers), row_bytes, tokens, limit)
+            cache = KVCache.growable(len(parts.layers), batch * parts.token_bytes, tokens, limit)
         try:
             if caller is not None:
                 adopt.copy_in(cache, caller)

@@ -119,6 +119,12 @@ class Trunk:
         return self.embedding
 
     @property
+    def token_bytes(self) -> int:
+        """The size of the keys and values of one token of one sequence."""
+        elements = sum(layer.attention.kv_heads * layer.attention.head_dim for layer in self.layers)
+        return 2 * elements * self.weight.dtype.itemsize
+
+    @property
     def groups(self) -> list[tuple[nn.Parameter, ...]]:
         """What has to be packed, of all products."""
         return [group for product in products(self) for group in product.groups]

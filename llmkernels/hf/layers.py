@@ -65,8 +65,8 @@ class Patched(Replaced):
     is_current: Callable[[], bool]
 
 
-class Generating(Replaced):
-    """Base of every model class with another loop behind generate()."""
+class Generating(Patched):
+    """Base of every model class with another loop behind generate(), and a forward by the step: see forward.py."""
 
 
 class CausalLM(Patched):
@@ -346,13 +346,12 @@ def _model_class(cls, forward, generates, loss):
     members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     members["original"] = cls
     bases: tuple[type, ...] = (cls,)
-    if generates:
-        members, bases = members | _loops(cls), (Generating, *bases)
     if loss:
         members, bases = members | _loss_members(cls, forward), (CausalLM, *bases)
+    if generates:
+        members, bases = members | _loops(cls) | _step_members(cls, forward, members), (Generating, *bases)
     made = type(cls.__name__, bases, members)
-    if loss:
-        made.made = made.forward
+    made.made = made.forward
     return made
 
 
@@ -373,6 +372,15 @@ def _loss_members(cls: type[nn.Module], forward: Callable) -> dict[str, Callable
     is_current = _is_current(cls, forward, None)
     made = _stepping_aside(cls, is_current, loss.forward_without_logits(forward, options))
     return {"forward": made, "is_current": staticmethod(is_current), "options": options}
+
+
+def _step_members(cls: type[nn.Module], forward: Callable, members: dict[str, Any]) -> dict[str, Callable]:
+    from .forward import bound_arguments, by_step
+
+    is_current = _is_current(cls, forward, None)
+    inner = members.get("forward", forward)
+    made = _stepping_aside(cls, is_current, by_step(inner, bound_arguments(forward)))
+    return {"forward": made, "is_current": staticmethod(is_current)}
 
 
 def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Module]:

@@ -63,7 +63,7 @@ class Call:
         """The step behind the prompt, which is in the cache now."""
         last = self.inputs["position_ids"][:, -1]
         cache.begin(last.expand(self.batch), self.leftpad)
-        return state.begin(self.model, self.parts, cache, kind)
+        return state.begin(self.parts, cache, kind)
 
 
 def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any]) -> Call:

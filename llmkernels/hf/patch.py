@@ -60,11 +60,13 @@ def patch(
         add_rms_norm: fuse each residual add into the norm that directly follows it, in each decoder layer; also where
             that is a LayerNorm. Without ``rms_norm`` (``layer_norm``) that norm runs on a kernel where it is fused, and
             not where it is called.
-        decode: generate by the decode step, whatever the other options: greedy search and sampling of
-            ``model.generate`` and ``llmkernels.generate``, for up to 64 sequences. The first such call packs q|k|v and gate|up of each layer
-            into one storage, with the parameters as views into it; a CUDA graph that somebody captured before then no
-            longer has the weights. The cache of the last call, if it takes no more than 1 GiB, and its graphs are kept
-            for the next one; ``handle.release()`` or ``llmkernels.release(model)`` frees them.
+        decode: run the model by the decode step where that is possible, whatever the other options: greedy search and
+            sampling of ``model.generate`` and ``llmkernels.generate``, for up to 64 sequences, and each forward of up
+            to 64 tokens behind a cache. The first such call packs q|k|v and gate|up of each layer into one storage,
+            with the parameters as views into it; a CUDA graph that somebody captured before then no longer has the
+            weights. A DynamicCache becomes a KVCache in place when the first tokens behind it come. The cache of the
+            last call of generate, if it takes no more than 1 GiB, and its graphs are kept for the next one;
+            ``handle.release()`` or ``llmkernels.release(model)`` frees them.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by
             ``linear_cross_entropy``, which takes a part of the memory. ``output.logits`` computes them when somebody
             asks. The layers have gradients in any case. Adapters of PEFT's LoRA around linear layers run on

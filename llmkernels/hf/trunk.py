@@ -415,9 +415,10 @@ def fits_cache(cache: Any, parts: Trunk, batch: int) -> bool:
 
 
 def is_ours(cache: Any) -> bool:
+    from .adopt import AdoptedCache
     from .cache import KVCache
 
-    return type(cache) is KVCache
+    return type(cache) in (KVCache, AdoptedCache)
 
 
 # --- packing
