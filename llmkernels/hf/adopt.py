@@ -18,8 +18,11 @@ from .description import Trunk
 from .trust import NoStep
 
 
-def check_dynamic(cache: object, parts: Trunk, batch: int) -> None:
-    """Raise NoStep unless `cache` is a DynamicCache, empty or of this model and batch."""
+def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = False) -> None:
+    """Raise NoStep unless `cache` is a DynamicCache, empty or of this model and batch.
+
+    `recorded`: layers with a window may have more tokens than it, which are there to be cropped.
+    """
     if type(cache) is not DynamicCache:
         raise NoStep(f"the cache given is a {type(cache).__name__}")
     if cache.offloading or "update" in vars(cache):
@@ -28,13 +31,17 @@ def check_dynamic(cache: object, parts: Trunk, batch: int) -> None:
         return
     if len(cache.layers) != len(parts.layers):
         raise NoStep(f"the cache has {len(cache.layers)} layers")
-    tokens = cache.get_seq_length()
+    tokens = int(cache.get_seq_length())  # assisted decoding makes a tensor of it
     for layer, part in zip(cache.layers, (layer.attention for layer in parts.layers), strict=True):
         held = tokens
         if type(layer) is DynamicSlidingWindowLayer:
             held = min(tokens, part.window_left)
-            if layer.sliding_window != part.window_left + 1 or part.window_left < 1 or layer.record_past:
+            if layer.sliding_window != part.window_left + 1 or part.window_left < 1:
                 raise NoStep("the cache has another sliding window than the model")
+            if layer.record_past:
+                if not recorded:
+                    raise NoStep("the cache records what its sliding window drops")
+                held = max(held, min(tokens, layer.keys.shape[2]) if tokens else 0)
         elif type(layer) is not DynamicLayer:
             raise NoStep(f"the cache has a {type(layer).__name__}")
         if layer.get_seq_length() != tokens:
@@ -51,7 +58,7 @@ def _check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
 
 def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
     """Copy the tokens of `theirs` to `ours`, which is empty. Those that a sliding window has dropped are not needed."""
-    tokens = theirs.get_seq_length()
+    tokens = int(theirs.get_seq_length())
     for ours_layer, layer in zip(ours.layers, theirs.layers if tokens else (), strict=False):
         _copy_layer(ours_layer, layer, tokens)
 
@@ -68,7 +75,7 @@ def _copy_layer(ours: KVCacheLayer, layer: DynamicLayer, tokens: int) -> None:
 @torch.no_grad()
 def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
     """Append to `theirs` the tokens of `ours` that it does not have. With `frees`, then free each layer of `ours`."""
-    first = theirs.get_seq_length()
+    first = int(theirs.get_seq_length())
     sliding = theirs.is_sliding or [False] * len(ours.layers)
     for index, layer in enumerate(ours.layers):
         # A sliding window keeps a view of the tensor that update() makes: a short one if the last token is alone.
@@ -90,8 +97,8 @@ def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
     Raises NoStep where there is no memory for a layer; it is what it was then.
     """
     theirs, ours = cache.layers, []
-    capacity = room_for(cache.get_seq_length(), batch * parts.token_bytes)
-    tokens = cache.get_seq_length()
+    tokens = int(cache.get_seq_length())
+    capacity = room_for(tokens, batch * parts.token_bytes)
     try:
         for layer in theirs:
             ours.append(KVCacheLayer(capacity, grows=True, layers=len(theirs)))

@@ -98,7 +98,7 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     ids, cache = given["input_ids"], given["past_key_values"]
     if (reason := state.refusal(cache)) is not None:
         raise NoStep(reason)
-    positions, leftpad = _places(given, ids, cache.get_seq_length())
+    positions, leftpad = _places(given, ids, int(cache.get_seq_length()))
     try:
         step = _prepared(model, state, ids, cache, positions, leftpad)
     except NoStep as reason:
@@ -125,10 +125,13 @@ def _prepared(
     if ids.device != parts.weight.device:
         raise NoStep(f"input_ids on {ids.device}")
     is_own = is_ours(cache)
-    (check_cache if is_own else check_dynamic)(cache, parts, batch)
-    if is_own and not cache.has_room(count):
-        raise NoStep("the cache is full")
-    check_length(parts, cache.get_seq_length() + count)
+    if is_own:
+        check_cache(cache, parts, batch)
+        if not cache.has_room(count):
+            raise NoStep("the cache is full")
+    else:
+        check_dynamic(cache, parts, batch, recorded=True)
+    check_length(parts, int(cache.get_seq_length()) + count)
     parts = pack(model, parts)
     if not is_own:
         become_ours(cache, parts, batch)

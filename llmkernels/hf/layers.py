@@ -239,7 +239,9 @@ def rotation_by_kernel(original: Callable, options: Rotation) -> Callable:
     """What a function of transformers that rotates q and k does, by our op where it has a kernel."""
 
     def rotation(module, q, k, cos, sin, unsqueeze_dim=1):
-        if not has_kernel(q) or (q.dim(), cos.dim()) != (4, 3) or unsqueeze_dim not in (1, 2):
+        known = (q.dim(), cos.dim()) == (4, 3) and unsqueeze_dim in (1, 2)
+        # Without position_ids some models make tables of all tokens for the last one, and broadcast.
+        if not has_kernel(q) or not known or cos.shape[1] != q.shape[3 - unsqueeze_dim]:
             count(module, WITHOUT)
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         count(module, "rope")
