@@ -84,10 +84,9 @@ def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[tuple
     return logits
 
 
-def embed(trunk: Trunk, ids: Tensor, hidden: Tensor) -> None:
+def embed(embedding: Tensor, scale: Tensor | float | None, ids: Tensor, hidden: Tensor) -> None:
     """Write the embeddings of the tokens (N,) to `hidden` (N, H), scaled. Not part of a graph: PyTorch's ops."""
-    _index(trunk.embedding, [ids], out=hidden)  # F.embedding takes three times as long
-    scale = trunk.embed_scale
+    _index(embedding, [ids], out=hidden)  # F.embedding takes three times as long
     if scale is not None:
         hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
 

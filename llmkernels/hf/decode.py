@@ -25,7 +25,7 @@ from .compose import Tokens, make_tables
 from .description import Trunk, leaves
 from .graphs import Program
 from .report import STEP
-from .trunk import fits_cache
+from .trunk import Snapshot, fits_cache
 
 
 class DecodeStep:
@@ -42,6 +42,7 @@ class DecodeStep:
         self.device = parts.weight.device
         self.count = 0  # of the steps that ran
         self._parts = parts
+        self._embed = parts.embedding, parts.embed_scale
         self._note = note  # called with that count
         self._ahead = count
         weight, rows = parts.weight, cache.layers[0].k.shape[0] * count
@@ -79,7 +80,7 @@ class DecodeStep:
         cache, count = self.cache, self._ahead
         if cache.make_room(count):
             self._bind()
-        compose.embed(self._parts, self.tokens, self._hidden)
+        compose.embed(*self._embed, self.tokens, self._hidden)
         cache.counters.add_(count)
         if count > 1:
             torch.add(cache.counters[0][:, None], self._offsets, out=self._positions)
@@ -95,6 +96,40 @@ class DecodeStep:
         return self.run(self.forward)
 
 
+class Parked:
+    """A step between two forwards: its graph, and what says whether it is good for the next one.
+
+    Of the model and the cache it keeps nothing alive.
+    """
+
+    def __init__(self, step: DecodeStep, model: nn.Module):
+        self._snapshot = Snapshot(model)
+        self._embed = [weakref.ref(x) if isinstance(x, Tensor) else x for x in step._embed]
+        self._buffers = [weakref.ref(buffer) for buffer in _buffers(step.cache)]
+        self._capacity = step.cache.capacity
+        self._program = step.program
+        self._addresses = step.program.addresses
+        step._parts = step._where = step._caches = step._embed = step.cache = None
+        self._step = step
+
+    def resume(self, model: nn.Module, cache: Any, count: int) -> DecodeStep | None:
+        """The step, if nothing has changed that it depends on. Raises NoStep where the model can not be read."""
+        program = self._program
+        if program.graph is None or program.addresses != self._addresses:
+            return None
+        if cache.length + count > self._capacity or not self._snapshot.holds(model):
+            return None
+        if any(ref() is not buffer for ref, buffer in zip(self._buffers, _buffers(cache), strict=True)):
+            return None
+        self._step.cache = cache
+        self._step._embed = [x() if isinstance(x, weakref.ref) else x for x in self._embed]
+        return self._step
+
+
+def _buffers(cache: Any) -> list[Tensor]:
+    return [cache.counters, cache.cache_leftpad, *(buffer for layer in cache.layers for buffer in (layer.k, layer.v))]
+
+
 class Decoder:
     """What is kept for one model between calls of generate."""
 
@@ -105,6 +140,7 @@ class Decoder:
         self._lock = threading.Lock()
         self._closed = False
         self._programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: graphs die with it
+        self._parked: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: steps by count
         self._refused: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: why
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
@@ -117,6 +153,17 @@ class Decoder:
         """The same for a forward of `count` tokens per sequence, by itself."""
         program = self._programs.setdefault(cache, {}).setdefault(("forward", count), Program(self.calls))
         return DecodeStep(parts, cache, program, self._note_forward, count)
+
+    def park(self, step: DecodeStep, model: nn.Module, count: int) -> None:
+        """Keep a step that has a graph for the next forward of as many tokens."""
+        cache = step.cache
+        if step.program.graph is not None:
+            self._parked.setdefault(cache, {})[count] = Parked(step, model)
+
+    def resume(self, model: nn.Module, cache: Any, count: int) -> DecodeStep | None:
+        """The step that was parked, if nothing has changed that it depends on."""
+        parked = self._parked.get(cache, {}).pop(count, None)
+        return None if parked is None else parked.resume(model, cache, count)
 
     def count(self, way: str) -> None:
         """Note that a call of generate went this way."""
@@ -131,8 +178,12 @@ class Decoder:
                 self.calls[STEP] += 1
 
     def _note_forward(self, number: int) -> None:
+        self.count_forward(STEP)
+
+    def count_forward(self, way: str) -> None:
+        """Note that a forward behind a cache went this way."""
         with self._lock:
-            self.forwards[STEP] += 1
+            self.forwards[way] += 1
 
     def refuse(self, cache: Any, reason: str) -> None:
         """Note why forwards behind a cache do not run by the step; it is not tried again."""
@@ -184,6 +235,7 @@ class Decoder:
     def release(self) -> None:
         """Free the cache and the graphs that are kept for the next call."""
         self._spare.clear()
+        self._parked.clear()
         self._programs.clear()
         graphs.release_memory()
 

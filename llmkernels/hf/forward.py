@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .decode import Decoder, DecodeStep, decoder
+from .report import by_forward
 from .trunk import check_cache, check_length, is_ours, pack, trunk
 from .trust import NoStep
 
@@ -49,7 +50,7 @@ def by_step(original: Callable, signature: Any) -> Callable:
         try:
             logits = _step(self, state, given)
         except NoStep as reason:
-            state.forwards[str(reason)] += 1
+            state.count_forward(by_forward(reason))
             return original(self, *args, **kwargs)
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -106,9 +107,9 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
         raise
     kept = given.get("logits_to_keep")
     logits = step(ids.flatten()).view(*ids.shape, -1)
-    if kept is None or isinstance(kept, int):
-        return logits[:, -(kept or 0) :].clone()
-    return logits[:, kept].clone()
+    logits = logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
+    state.park(step, model, ids.shape[1])
+    return logits
 
 
 def _prepared(
@@ -120,8 +121,11 @@ def _prepared(
     """
     from .adopt import become_ours, check_dynamic
 
-    parts = trunk(model)
     batch, count = ids.shape
+    if (step := state.resume(model, cache, count)) is not None:
+        cache.begin(positions - count, leftpad)
+        return step
+    parts = trunk(model)
     if ids.device != parts.weight.device:
         raise NoStep(f"input_ids on {ids.device}")
     is_own = is_ours(cache)

@@ -241,7 +241,8 @@ class PatchHandle:
             else:
                 reason = (None if isinstance(module, Generating) else _decode_obstacle(module)) or "not patched"
             state = decoding.decoder(module)
-            entries.append(Decode(type(module).__name__, reason, state.calls.copy(), state.steps))
+            counts = state.calls.copy(), state.steps, state.forwards.copy()
+            entries.append(Decode(type(module).__name__, reason, *counts))
         return entries
 
     def __enter__(self) -> "PatchHandle":

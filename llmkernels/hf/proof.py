@@ -80,7 +80,7 @@ def _composed(parts: Trunk, ids: Tensor) -> Tensor:
     counts = [1] * WINDOW + [len(ids) - WINDOW - 3, 1, 2]
     for end, count in zip(itertools.accumulate(counts), counts, strict=True):
         hidden = torch.empty(count, parts.embedding.shape[1])
-        embed(parts, ids[end - count : end], hidden)
+        embed(parts.embedding, parts.embed_scale, ids[end - count : end], hidden)
         positions = torch.arange(end - count, end, dtype=torch.int32)[None]
         seqlens = torch.tensor([end], dtype=torch.int32)
         logits.append(forward(parts, hidden, Tokens(1, count, positions, seqlens, None, tables), caches))

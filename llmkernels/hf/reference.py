@@ -33,14 +33,15 @@ _FREE |= {"max_seq_len_cached", "padding_idx", "scale_grad_by_freq", "sparse", "
 
 @dataclass(frozen=True)
 class Part:
-    """A module as it should be: its kind, the module of the reference, and its parts."""
+    """A module as it should be: its kind, the module of the reference, numbers of it that are read, and its parts."""
 
     kind: Kind
     module: nn.Module
+    read: tuple[str, ...]
     parts: dict[str, "Part"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reference:
     config: dict[str, Any]  # as it was
     model: nn.Module
@@ -85,7 +86,8 @@ def _part(module: nn.Module) -> Part:
         trains=any("dropout" in name for name in members) or hasattr(module, "gradient_checkpointing"),
         numbers=numbers,
     )
-    return Part(kind, module, {name: _part(child) for name, child in members["_modules"].items()})
+    read = tuple(name for name in members if name in _READ)
+    return Part(kind, module, read, {name: _part(child) for name, child in members["_modules"].items()})
 
 
 # --- a small model

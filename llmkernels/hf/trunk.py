@@ -10,6 +10,7 @@ calls, and nothing may compute otherwise.
 
 import inspect
 import sys
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -68,22 +69,63 @@ def trunk(model: nn.Module) -> Trunk:
     return parts
 
 
-def inspect_all(model: nn.Module, root: Part) -> None:
-    """Raise NoStep or Distrust unless each module and parameter of a model is as in its reference."""
+def inspect_all(model: nn.Module, root: Part) -> list[Tensor | tuple]:
+    """Raise NoStep or Distrust unless each module and parameter of a model is as in its reference.
+
+    Returns all that may differ from it: parameters, buffers, and numbers that `read` reads, always in the same order.
+    """
     weight = next(model.parameters(), None)
     inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
+    config, found = model.config, []
 
     def visit(module: nn.Module, part: Part) -> None:
         members = inspection.module(module, part.kind)
         modules = members["_modules"]
-        if members.get("config", model.config) is not model.config:
+        if members.get("config", config) is not config:
             raise Distrust(module, "{} has a config of its own")
         if modules.keys() != part.parts.keys():
             raise NoStep(f"{len(modules)} layers, of {len(part.parts)} in the config")
+        found.extend(members["_parameters"].values())
+        found.extend(members["_buffers"].values())
+        if part.read:
+            found.append(tuple([members.get(name) for name in part.read]))
         for name, child in part.parts.items():
             visit(modules[name], child)
 
     visit(model, root)
+    return found
+
+
+class Snapshot:
+    """Whether a model is still what it was when its description was read. Keeps nothing of it alive."""
+
+    def __init__(self, model: nn.Module):
+        expected = reference(model)
+        self._reference = weakref.ref(expected)
+        self._state = self._of(inspect_all(model, expected.root))
+
+    @staticmethod
+    def _of(found: list[Tensor | tuple]) -> list:
+        """Numbers, and of tensors what tells one from another while it is alive; buffers may be written, too."""
+        return [
+            x if not isinstance(x, Tensor) else
+            (id(x), x.data_ptr()) if isinstance(x, nn.Parameter) else (id(x), x.data_ptr(), x._version)
+            for x in found
+        ]  # fmt: skip
+
+    def holds(self, model: nn.Module) -> bool:
+        """Raises NoStep where the model can not be read at all now."""
+        trust.check_surroundings()
+        expected = reference(model)
+        if self._reference() is not expected:
+            return False
+        try:
+            found = inspect_all(model, expected.root)
+        except Distrust as reason:
+            raise reason.named_in(model) from None
+        _check_helpers(model)
+        _check_attention(model)
+        return self._of(found) == self._state and not torch.is_autocast_enabled(model.device.type)
 
 
 # --- reading
