@@ -336,9 +336,9 @@ def test_nothing_is_kept_alive(recording):
             model(ids[:, token : token + 1], past_key_values=cache)
     program = next(iter(decoder(model)._programs[cache].values()))
     program.graph.function = None  # a real graph has addresses alone
-    dead_cache, dead_weight = weakref.ref(cache), weakref.ref(model.lm_head.weight)
+    dead_cache, dead_weight = weakref.ref(cache), weakref.ref(model.model.norm.weight)
     del program
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
     gc.collect()
     assert dead_weight() is None
     del cache
