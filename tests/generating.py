@@ -59,10 +59,10 @@ def generate_step():
     return "by the decode step"
 
 
-def check_falls_back(model, ids, reason, **options):
-    """It generates the same without the step, and the report has the reason."""
+def check_falls_back(model, ids, reason, by_forwards=False, **options):
+    """It generates the same without the step, and the report has the reason. `by_forwards`: forwards run by it."""
     handle = llmkernels.patch(model)
-    assert not runs_steps(hf_generate, model, ids, **options)
+    assert runs_steps(hf_generate, model, ids, **options) == by_forwards
     found = hf_generate(model, ids, **options)
     assert [way for way in handle.report().decode[0].calls if reason in way], handle.report()
     assert reason in str(handle.report())

@@ -108,7 +108,8 @@ def test_report_text():
     assert lines[6:] == [
         "gated_mlp left alone, 4: no kernel for its activation, ReLU: model.layers.{0-3}.mlp",
         "add_rms_norm left alone, 1: post_attention_layernorm has hooks or was replaced: model.layers.1",
-        "Qwen2ForCausalLM decodes by the model's forward: model.layers.0.mlp is not patched",
+        "Qwen2ForCausalLM decodes by the model's forward: hooks on model.layers.1.post_attention_layernorm have to see "
+        "its calls",
     ]
 
 

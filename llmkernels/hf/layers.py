@@ -65,7 +65,7 @@ class Patched(Replaced):
     is_current: Callable[[], bool]
 
 
-class Generating(Patched):
+class Generating(Replaced):
     """Base of every model class with another loop behind generate(), and a forward by the step: see forward.py."""
 
 

@@ -83,7 +83,7 @@ def _part(module: nn.Module) -> Part:
         cls,
         children=frozenset(members["_modules"]) if cls is not nn.ModuleList else None,
         parameters=frozenset(members["_parameters"]),
-        trains=any("dropout" in name for name in members) or hasattr(module, "gradient_checkpointing"),
+        trains=any("dropout" in name for name in members) or hasattr(module, "config"),
         numbers=numbers,
     )
     read = tuple(name for name in members if name in _READ)

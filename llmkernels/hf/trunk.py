@@ -57,9 +57,9 @@ def trunk(model: nn.Module) -> Trunk:
     try:
         trust.check_surroundings()
         expected = reference(model)
+        _check_attention(model)
         inspect_all(model, expected.root)
         _check_helpers(model)
-        _check_attention(model)
         parts = read(model, expected, facts(model, expected))
     except Distrust as reason:
         raise reason.named_in(model) from None
