@@ -272,6 +272,8 @@ def test_rotations_of_transformers():
 
 
 def test_rope_formula(monkeypatch):
+    check_steps(tiny_model(), tiny_inputs())  # what was proved of it holds as long as its functions are these
+
     def interleaved(q, k, cos, sin, unsqueeze_dim=1):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         turned = [torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k)]

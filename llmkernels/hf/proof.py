@@ -17,25 +17,24 @@ from .description import Product, Trunk, with_products
 from .layout import UnknownLayout
 from .reference import WINDOW, Reference, reference, small_model
 from .trunk import Facts, inspect_all, read
+from .trust import formulas
 
 _TOKENS = 2 * WINDOW + 2
 _TOLERANCE = 1e-4  # of the largest logit; another formula is off by far more
 
-_proofs: list[tuple[type, dict[str, Any], Facts | UnknownLayout]] = []
+_proofs: list[tuple[tuple, Facts | UnknownLayout]] = []
 
 
 def facts(model: nn.Module, expected: Reference) -> Facts:
     """The facts under which the description of a model is right. Raises UnknownLayout where there are none."""
-    for cls, config, found in _proofs:
-        if cls is type(expected.model) and config == expected.config:
-            if isinstance(found, UnknownLayout):
-                raise found
-            return found
-    try:
-        found = _prove(model, expected)
-    except UnknownLayout as reason:
-        found = reason
-    _proofs.append((type(expected.model), expected.config, found))
+    key = type(expected.model), expected.config, formulas(expected.classes)
+    found = next((found for known, found in _proofs if known == key), None)
+    if found is None:
+        try:
+            found = _prove(model)
+        except UnknownLayout as reason:
+            found = reason
+        _proofs.append((key, found))
     if isinstance(found, UnknownLayout):
         raise found
     return found
@@ -50,7 +49,7 @@ def _candidates(config: Any) -> Iterator[Facts]:
         yield Facts(*options)
 
 
-def _prove(model: nn.Module, expected: Reference) -> Facts:
+def _prove(model: nn.Module) -> Facts:
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         small = small_model(model)
         known = reference(small)

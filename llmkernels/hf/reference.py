@@ -46,6 +46,7 @@ class Reference:
     config: dict[str, Any]  # as it was
     model: nn.Module
     root: Part
+    classes: tuple[type, ...]  # of all modules
 
 
 _references: weakref.WeakKeyDictionary[nn.Module, Reference] = weakref.WeakKeyDictionary()
@@ -58,7 +59,8 @@ def reference(model: nn.Module) -> Reference:
     if known is not None and known.config == vars(config):
         return known
     made = _build(own_class(type(model)), copy.deepcopy(config), "meta").eval()
-    known = Reference(copy.deepcopy(vars(config)), made, _part(made))
+    classes = tuple(dict.fromkeys(map(type, made.modules())))
+    known = Reference(copy.deepcopy(vars(config)), made, _part(made), classes)
     _references[model] = known
     return known
 

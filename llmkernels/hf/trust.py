@@ -13,7 +13,7 @@ What is left behind and does nothing is looked through: see `_does_nothing` and 
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +190,16 @@ def check_function(function: Callable) -> None:
 
 
 _vetted: dict[Callable, tuple] = {}  # what each function's names stood for when they were found to be in order
+
+
+def formulas(classes: Iterable[type]) -> tuple:
+    """The functions that decide what classes compute, as they are now: forwards, and what those name."""
+    found = []
+    for cls in classes:
+        for part in (cls.forward, *_wrapped_by(cls.forward)):
+            names, values = _global_functions(part)
+            found.append((part, *map(values.get, names)))
+    return tuple(found)
 
 
 @functools.cache
