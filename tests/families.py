@@ -227,43 +227,51 @@ class Expected:
 EXPECTED = {
     "llama": Expected("Llama", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
     "qwen2": Expected("Qwen2, Qwen2.5", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
-    "qwen3": Expected("Qwen3", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "mistral": Expected("Mistral", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "ministral": Expected("Ministral", {"rms_norm": 4, "rope": 3, "add_rms_norm": 3, "swiglu": 3}, "TODO"),
-    "gemma": Expected("Gemma", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "geglu": 2}, "TODO"),
-    "gemma2": Expected("Gemma 2", {"rms_norm": 10, "rope": 3, "add_rms_norm": 3, "geglu": 3}, "TODO"),
-    "gemma3": Expected("Gemma 3", {"rms_norm": 16, "rope": 3, "add_rms_norm": 3, "geglu": 3}, "TODO"),
-    "phi3": Expected("Phi-3", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "phi3_long": Expected("Phi-3, LongRoPE", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "phi4_mini": Expected("Phi-4-mini", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "granite": Expected("Granite", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "olmo2": Expected("OLMo 2", {"rms_norm": 9, "rope": 2, "swiglu": 2}, "TODO"),
-    "olmo3": Expected("OLMo 3", {"rms_norm": 13, "rope": 3, "swiglu": 3}, "TODO"),
-    "smollm3": Expected("SmolLM3", {"rms_norm": 4, "rope": 2, "add_rms_norm": 3, "swiglu": 3}, "TODO"),
-    "glm": Expected("GLM", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "glm4": Expected("GLM-4", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "cohere": Expected("Cohere", {"layer_norm": 3, "rope": 2, "swiglu": 2}, "TODO"),
-    "cohere_qk_norm": Expected("Cohere, QK-norm", {"layer_norm": 3, "rope": 2, "swiglu": 2}, "TODO"),
-    "cohere2": Expected("Cohere 2", {"layer_norm": 4, "rope": 2, "swiglu": 3}, "TODO"),
-    "starcoder2": Expected("StarCoder 2", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "bias_gelu": 2}, "TODO"),
-    "exaone4": Expected("EXAONE 4", {"rms_norm": 13, "rope": 2, "swiglu": 3}, "TODO"),
-    "seed_oss": Expected("Seed-OSS", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "ernie4_5": Expected("Ernie 4.5", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "hyperclovax": Expected("HyperCLOVA X", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "helium": Expected("Helium", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}, "TODO"),
-    "arcee": Expected("Arcee", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "relu2": 2}, "TODO"),
-    "nemotron": Expected("Nemotron", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "relu2": 2}, "TODO"),
-    "phi": Expected("Phi", {"layer_norm": 3, "rope": 2}, "TODO"),
-    "stablelm": Expected("StableLM", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "swiglu": 2}, "TODO"),
-    "stablelm_parallel": Expected("StableLM, parallel blocks", {"layer_norm": 3, "rope": 2, "swiglu": 2}, "TODO"),
-    "mixtral": Expected("Mixtral", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2}, "TODO"),
-    "qwen3_moe": Expected("Qwen3-MoE", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 1}, "TODO"),
-    "gpt_oss": Expected("gpt-oss", {"rms_norm": 4, "rope": 3, "add_rms_norm": 3}, "TODO"),
-    "qwen2_5_vl": Expected("Qwen2.5-VL", {"rms_norm": 6, "rope": 2, "add_rms_norm": 2, "swiglu": 3}, "TODO"),
-    "gemma3_image": Expected(
-        "Gemma 3, images", {"rms_norm": 17, "rope": 3, "add_rms_norm": 3, "geglu": 3, "bias_gelu": 2}, "TODO"
+    "qwen3": Expected("Qwen3", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "mistral": Expected("Mistral", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "ministral": Expected("Ministral", {"rms_norm": 4, "rope": 3, "add_rms_norm": 3, "swiglu": 3}),
+    "gemma": Expected("Gemma", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "geglu": 2}),
+    "gemma2": Expected("Gemma 2", {"rms_norm": 10, "rope": 3, "add_rms_norm": 3, "geglu": 3}),
+    "gemma3": Expected("Gemma 3", {"rms_norm": 16, "rope": 3, "add_rms_norm": 3, "geglu": 3}),
+    "phi3": Expected("Phi-3", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "phi3_long": Expected("Phi-3, LongRoPE", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "phi4_mini": Expected("Phi-4-mini", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "granite": Expected("Granite", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "olmo2": Expected("OLMo 2", {"rms_norm": 9, "rope": 2, "swiglu": 2}),
+    "olmo3": Expected("OLMo 3", {"rms_norm": 13, "rope": 3, "swiglu": 3}),
+    "smollm3": Expected("SmolLM3", {"rms_norm": 4, "rope": 2, "add_rms_norm": 3, "swiglu": 3}),
+    "glm": Expected("GLM", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "glm4": Expected("GLM-4", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "cohere": Expected("Cohere", {"layer_norm": 3, "rope": 2, "swiglu": 2}),
+    "cohere_qk_norm": Expected(
+        "Cohere, QK-norm", {"layer_norm": 3, "rope": 2, "swiglu": 2}, "norms of q and k without a kernel"
     ),
-    "llava": Expected("LLaVA", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2, "bias_gelu": 1}, "TODO"),
+    "cohere2": Expected("Cohere 2", {"layer_norm": 4, "rope": 2, "swiglu": 3}),
+    "starcoder2": Expected("StarCoder 2", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "bias_gelu": 2}),
+    "exaone4": Expected("EXAONE 4", {"rms_norm": 13, "rope": 2, "swiglu": 3}),
+    "seed_oss": Expected("Seed-OSS", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "ernie4_5": Expected("Ernie 4.5", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "hyperclovax": Expected("HyperCLOVA X", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "helium": Expected("Helium", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
+    "arcee": Expected("Arcee", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "relu2": 2}),
+    "nemotron": Expected(
+        "Nemotron", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "relu2": 2}, "a norm whose weight has an offset"
+    ),
+    "phi": Expected("Phi", {"layer_norm": 3, "rope": 2, "bias_gelu": 2}),
+    "stablelm": Expected("StableLM", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "swiglu": 2}),
+    "stablelm_parallel": Expected(
+        "StableLM, parallel blocks", {"layer_norm": 3, "rope": 2, "swiglu": 2}, "an attention of an unknown layout"
+    ),
+    "mixtral": Expected("Mixtral", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2}, "experts"),
+    "qwen3_moe": Expected("Qwen3-MoE", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 1}, "experts"),
+    "gpt_oss": Expected("gpt-oss", {"rms_norm": 4, "rope": 3, "add_rms_norm": 3}, "experts"),
+    "qwen2_5_vl": Expected("Qwen2.5-VL", {"rms_norm": 6, "rope": 2, "add_rms_norm": 2, "swiglu": 3}, "takes images"),
+    "gemma3_image": Expected(
+        "Gemma 3, images", {"rms_norm": 17, "rope": 3, "add_rms_norm": 3, "geglu": 3, "bias_gelu": 2}, "takes images"
+    ),
+    "llava": Expected(
+        "LLaVA", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2, "bias_gelu": 1}, "takes images"
+    ),
 }
 
 

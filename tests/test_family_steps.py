@@ -216,7 +216,7 @@ def _toggle(name):
 
 
 def _activation(module):
-    return _change(module, "act_fn", torch.nn.ReLU()) or _change(module, "act", torch.nn.ReLU())
+    return any(_change(module, name, torch.nn.ReLU()) for name in ("act_fn", "activation_fn", "act"))
 
 
 def _bias_of_output(module):

@@ -24,7 +24,7 @@ from . import packing, trust
 from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, with_products
 from .families import Rotation
 from .layers import Generating, gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, own_class, plain_unit
-from .layout import UnknownLayout, check_origin, mlp_of, norm_of, rotation_name, rotation_of
+from .layout import UnknownLayout, check_origin, kind_of, mlp_of, norm_of, rotation_name, rotation_of
 from .reference import Part, Reference, reference
 from .trust import Distrust, Inspection, NoStep
 from .wiring import Wire, is_attention, wiring
@@ -141,6 +141,8 @@ def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
     Distrust is raised for what is known, but is not as expected in this very model.
     """
     config = model.config
+    if any(kind_of(cls) == "experts" for cls in expected.classes):
+        raise UnknownLayout("has experts, which are left to transformers")
     if set(model._modules) != {"model", "lm_head"}:
         raise UnknownLayout(f"has the parts {', '.join(model._modules)}")
     base, head = model.model, model.lm_head
@@ -210,7 +212,7 @@ def read_norm(module: nn.Module) -> Norm:
     """A norm by its class. Raises UnknownLayout for one that the step does not have."""
     options = norm_of(own_class(type(module)))
     if options.kind == "layer_norm" and options.weight_offset:
-        raise UnknownLayout(f"has a {type(module).__name__}, whose weight has an offset")
+        raise UnknownLayout(f"has a norm whose weight has an offset, {type(module).__name__}")
     parameters = module._parameters
     weight = parameters["weight"] if options.has_weight else None
     return Norm(options, weight, parameters["bias"] if options.has_bias else None, getattr(module, options.eps))
