@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .compose import Tokens, embed, forward, make_tables
 from .description import Product, Trunk, with_products
@@ -50,7 +51,8 @@ def _candidates(config: Any) -> Iterator[Facts]:
 
 
 def _prove(model: nn.Module) -> Facts:
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+    # Modes of the caller have nothing to see here.
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         small = small_model(model)
         known = reference(small)
         inspect_all(small, known.root)
