@@ -95,6 +95,7 @@ def _part(module: nn.Module) -> Part:
 # --- a small model
 
 _HEADS = 2
+_EPS = 0.1  # of norms: large, so that it matters
 
 
 def small_config(config: Any) -> Any:
@@ -120,8 +121,8 @@ def small_config(config: Any) -> Any:
             changes[name] = value[:layers]
     if getattr(config, "sliding_window", None) is not None:
         changes["sliding_window"] = WINDOW
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        changes[name] = None
+    if getattr(config, "pad_token_id", None) is not None:
+        changes["pad_token_id"] = 0  # within the vocabulary
     for name, value in changes.items():
         if hasattr(small, name):
             setattr(small, name, value)
@@ -150,6 +151,8 @@ def small_model(model: nn.Module) -> nn.Module:
     small = _build(own_class(type(model)), config, "cpu").float().eval()
     generator = torch.Generator().manual_seed(0)
     for module in small.modules():
+        for name in vars(module).keys() & {"eps", "variance_epsilon"}:
+            setattr(module, name, _EPS)
         for name, parameter in module.named_parameters(recurse=False):
             values = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim > 1:

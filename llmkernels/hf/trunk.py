@@ -12,6 +12,7 @@ import inspect
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,14 @@ class Snapshot:
 # --- reading
 
 
+def _ask(question: Callable, module: nn.Module, *arguments: Any) -> Any:
+    """What layout.py says of a module."""
+    try:
+        return question(*arguments)
+    except UnknownLayout as reason:
+        raise UnknownLayout(f"has the module {own_class(type(module)).__name__}: {reason}") from None
+
+
 def _first(modules: dict[str, Any], *names: str) -> Any:
     return next((modules[name] for name in names if name in modules), None)
 
@@ -210,7 +219,7 @@ def _positions(rotary: nn.Module) -> range:
 
 def read_norm(module: nn.Module) -> Norm:
     """A norm by its class. Raises UnknownLayout for one that the step does not have."""
-    options = norm_of(own_class(type(module)))
+    options = _ask(norm_of, module, own_class(type(module)))
     if options.kind == "layer_norm" and options.weight_offset:
         raise UnknownLayout(f"has a norm whose weight has an offset, {type(module).__name__}")
     parameters = module._parameters
@@ -275,7 +284,7 @@ def _block_norm(layer: nn.Module, name: str | None, before: bool) -> Norm | None
 
 
 def _mlp(mlp: nn.Module) -> MLP:
-    names = mlp_of(own_class(type(mlp)).forward)
+    names = _ask(mlp_of, mlp, own_class(type(mlp)).forward)
     gated = names.gate is not None
     act = getattr(mlp, names.act)
     activation = _ACTIVATIONS.get((gated_unit if gated else plain_unit)(act))
@@ -317,7 +326,7 @@ def _attention(module: nn.Module, index: int, config: Any, tables: tuple[str, ..
     if row_norms and (q_norm.weight.shape[0], k_norm.weight.shape[0]) != (expected[0], expected[1]):
         raise Distrust(module, "{} has norms of an unknown layout")
     window = _window(members, index, config)
-    rotation = _rotation(own_class(type(module)).forward)
+    rotation = _rotation(module)
     rotates = members.get("use_rope", True) and not (facts.unrotated and window < 0)
     return Attention(
         qkv=qkv,
@@ -337,11 +346,12 @@ def _attention(module: nn.Module, index: int, config: Any, tables: tuple[str, ..
     )
 
 
-def _rotation(forward: Any) -> Rotation:
+def _rotation(module: nn.Module) -> Rotation:
+    forward = own_class(type(module)).forward
     name = rotation_name(forward)
     if name is None:
         raise UnknownLayout("has an attention without a rotation")
-    return rotation_of(name, forward.__globals__[name])
+    return _ask(rotation_of, module, name, forward.__globals__[name])
 
 
 def _head_norms(modules: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None]:
