@@ -91,11 +91,11 @@ def embed(embedding: Tensor, scale: Tensor | float | None, ids: Tensor, hidden: 
         hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
 
 
-def make_tables(trunk: Trunk, count: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """cos and sin (P, pairs) of the first `count` positions, by name. Computed by the model's module, which repeats
-    those of a pair."""
+def make_tables(trunk: Trunk, positions: range) -> dict[str, tuple[Tensor, Tensor]]:
+    """cos and sin (P, pairs) of these positions, by name. Computed by the model's module, which repeats those of a
+    pair."""
     weight = trunk.weight
-    positions = torch.arange(min(count, len(trunk.positions)), device=weight.device)[None]
+    positions = torch.arange(positions.start, positions.stop, device=weight.device)[None]
     found = {}
     attentions = [layer.attention for layer in trunk.layers]
     alternates = attentions[0].alternates

@@ -58,7 +58,8 @@ class DecodeStep:
         if count > 1:
             self._positions = self.program.buffer("positions", (batch, count), torch.int32, self.device)
             self._offsets = torch.arange(1 - count, 1, dtype=torch.int32, device=self.device)
-        tables = {name: self._kept(name, pair) for name, pair in make_tables(self._parts, cache.capacity).items()}
+        tables = make_tables(self._parts, self._parts.positions[: cache.capacity])
+        tables = {name: self._kept(name, pair) for name, pair in tables.items()}
         self._caches = tuple((buffers.k, buffers.v) for buffers in cache.layers)
         self._where = Tokens(batch, count, self._positions, seqlens, cache.cache_leftpad, tables)
         used = *leaves(self._parts), *leaves(self._where), *leaves(self._caches)

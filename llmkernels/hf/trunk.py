@@ -372,6 +372,8 @@ def _window(members: dict[str, Any], index: int, config: Any) -> int:
     """How many keys before its own a query of a layer sees, or -1: all."""
     window = members.get("sliding_window", getattr(config, "sliding_window", None))
     types = getattr(config, "layer_types", None)
+    if types is not None and types[index] not in ("full_attention", "sliding_attention"):
+        raise UnknownLayout(f"has layers of type {types[index]}")
     if members.get("is_sliding") is False or (types is not None and types[index] != "sliding_attention"):
         window = None
     return window - 1 if window else -1
