@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import llmkernels
 from benchmarks import steps_patched, timing
 from benchmarks.run import Run
 
 BATCHES, CONTEXT = (1, 8, 64), 512
+PARTS = "q|k|v", "attention", "o", "gate|up", "down"  # of a layer, an op each
 WHOLE_STEP = "step"  # a decode_part that the others make up
 
 
@@ -40,34 +42,27 @@ class Bench(steps_patched.Bench):
         return found
 
     def launches(self, cache) -> dict[str, list[Callable]]:
-        """The calls that `decode_step` is composed of, for every layer, and the op itself.
-
-        For more than 16 sequences a norm is a launch of its own in these calls, which it is not within the op.
-        """
-        ops = torch.ops.llmkernels
+        """The calls that a step is composed of, of every layer by their part of it, and all of them."""
         batch = cache.layers[0].k.shape[0]
         cache.begin(torch.full((batch,), cache.get_seq_length() - 1, device=self.device), None)
-        calls = {name: [] for name in ("q|k|v", "attention", "o", "gate|up", "down", "head")}
-        hidden = torch.randn(batch, self.model.config.hidden_size, dtype=self.model.dtype, device=self.device)
-        given = self.step(cache).arguments
-        norm = [given[name] for name in ("eps", "weight_offset", "cast_before_weight")]
-        places = [given[name] for name in ("cos", "sin", "positions", "cache_seqlens", "cache_leftpad")]
-        lists = ("input_norms", "qkv_weights", "qkv_biases", "o_weights", "o_biases", "post_norms", "gate_up_weights",
-                 "down_weights", "k_caches", "v_caches", "windows_left")  # fmt: skip
-        none = [None] * len(given["windows_left"])
-        for layer in zip(*(given[name] or none for name in lists), strict=True):
-            input_norm, qkv, qkv_bias, o, o_bias, post_norm, gate_up, down, k, v, left = layer
-            packed = ops.rms_norm_linear(hidden, input_norm, qkv, qkv_bias, *norm)
-            attention = partial(ops.rope_decode_attention, packed, *places, k, v, None, given["heads"],
-                                given["softmax_scale"], left, 0.0, True)  # fmt: skip
-            attended = attention()
-            activated = ops.rms_norm_swiglu_linear(hidden, post_norm, gate_up, *norm)
-            calls["q|k|v"].append(partial(ops.rms_norm_linear, hidden, input_norm, qkv, qkv_bias, *norm, True))
-            calls["attention"].append(attention)
-            calls["o"].append(partial(ops.linear_add_, hidden, attended, o, o_bias, True))
-            calls["gate|up"].append(partial(ops.rms_norm_swiglu_linear, hidden, post_norm, gate_up, *norm, True))
-            calls["down"].append(partial(ops.linear_add_, hidden, activated, down, None, True))
-        head = [given[name] for name in ("norm", "head", "head_bias")]
-        calls["head"].append(partial(ops.rms_norm_linear, hidden, *head, *norm, True))
-        calls[WHOLE_STEP] = [partial(ops.decode_step, **given | {"hidden": hidden})]
-        return calls
+        step = self.step(cache)
+        with Recorder() as recorder:
+            step.forward()
+        names = [*PARTS * len(cache.layers), "head"]
+        calls = {part: [] for part in names}
+        for name, call in zip(names, recorder.calls, strict=True):
+            calls[name].append(call)
+        return calls | {WHOLE_STEP: [step.forward]}
+
+
+class Recorder(TorchDispatchMode):
+    """Collects the calls of our ops, to be made again with the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, arguments=(), named=None):
+        if op.namespace == "llmkernels":
+            self.calls.append(partial(op, *arguments, **named or {}))
+        return op(*arguments, **named or {})

@@ -19,7 +19,7 @@ class Bench(steps.Bench):
     def step(self, cache):
         """A function from tokens to logits: the decode step without its graph, and its arguments."""
         parts = pack(self.model, trunk(self.model))
-        return decoder(self.model).begin(self.model, parts, cache)
+        return decoder(self.model).begin(parts, cache)
 
     def last_logits(self, ids):
         with llmkernels.patch(self.model):

@@ -26,15 +26,7 @@ while [ $# -gt 0 ]; do
 done
 
 say() { printf '\n==> %s\n' "$*"; }
-# Packages are large and networks drop connections: another try or two.
-install() {
-  local wait
-  for wait in 10 30 0; do
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check --timeout 60 "$@" && return
-    [ "$wait" = 0 ] || { echo "setup.sh: pip failed; again in $wait s" >&2; sleep "$wait"; }
-  done
-  return 1
-}
+install() { "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 
 install_system_packages() {
   local missing=() header

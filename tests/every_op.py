@@ -47,6 +47,7 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     x, y, z, weight = draw(rows, cols), draw(rows, cols), draw(rows, cols), draw(cols)
     yield "rms_norm", (x, weight)
     yield "add_rms_norm", (x, y, weight)
+    yield "rms_norm_add_", (x, y, weight, 1e-6, 0.0, True, 0.22)
     yield "rms_norm_backward", (x, y, weight, z, 1e-6, 0.0, True, True)
 
     yield "layer_norm", (x, weight, z[0])
@@ -129,6 +130,7 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
 
     logits, rng_state = draw(2, vocab, scale=3.0, dtype=torch.float32), torch.tensor([seed, 5], device=device)
     seen = torch.zeros(2, vocab, dtype=torch.bool, device=device)
+    yield "scale_softcap", (logits, 0.5, 30.0)
     yield "sample", (logits, None, None, None, None, None, seen, rng_state, 0.9, 50, 0.9, 0.01, 1.1)
 
     def one(value, dtype=torch.float32):
@@ -147,8 +149,11 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     w, bias, norm = draw(hidden, cols, scale=cols**-0.5), draw(hidden), weight
     yield "linear", (x, w, bias)
     yield "rms_norm_linear", (x, norm, w, bias)
-    yield "linear_add_", (draw(rows, hidden), x, w, bias)
-    yield "rms_norm_swiglu_linear", (x, norm, w)
+    yield "linear_add_", (draw(rows, hidden), x, w, bias, 0.22)
+    yield "glu_linear", (x, w, "gelu")
+    yield "rms_norm_glu_linear", (x, norm, w)
+    residual, following = draw(rows, hidden), draw(520, hidden, scale=hidden**-0.5)
+    yield "linear_add_scale_", (residual, x, w, bias, following, bias, 1.0, 0.22, True)
 
     yield "fp8_quantize", (x, "block", "float8_e5m2", True)
     yield "rms_norm_fp8_quantize", (x, norm)

@@ -3,7 +3,7 @@
 import torch
 
 import llmkernels
-from hf_models import OPS, count_ops, tiny_model
+from hf_models import OPS, STEP, count_ops, tiny_model
 from llmkernels.hf import unpatch
 
 NEW = 8
@@ -15,7 +15,7 @@ def small_model(family="qwen2", device="cpu", **changes):
 
 def steps(tokens, **changes):
     """The ops that a generate call runs: a prefill, then decode steps."""
-    return OPS | {"decode_step": tokens - 1} | changes
+    return OPS | {op: count * (tokens - 1) for op, count in STEP.items()} | changes
 
 
 def lean_steps(tokens):
@@ -26,7 +26,7 @@ def check_counts(found, expected, device):
     """These ops ran, and no others. On CUDA a step is counted twice: when it runs first, and when it is captured; its
     replays are not counted."""
     if device == "cuda":
-        for name in ("decode_step", "sample"):
+        for name in (*STEP, "sample"):
             assert found.pop(name, 0) <= expected.pop(name, 0)
     assert found == expected
 
@@ -51,14 +51,18 @@ def check_steps(model, ids, **options):
     return found
 
 
+def runs_steps(function, *args, **kwargs):
+    return "rope_decode_attention" in count_ops(function, *args, **kwargs)
+
+
 def generate_step():
     return "by the decode step"
 
 
-def check_falls_back(model, ids, reason, **options):
-    """It generates the same without the step, and the report has the reason."""
+def check_falls_back(model, ids, reason, by_forwards=False, **options):
+    """It generates the same without the step, and the report has the reason. `by_forwards`: forwards run by it."""
     handle = llmkernels.patch(model)
-    assert "decode_step" not in count_ops(hf_generate, model, ids, **options)
+    assert runs_steps(hf_generate, model, ids, **options) == by_forwards
     found = hf_generate(model, ids, **options)
     assert [way for way in handle.report().decode[0].calls if reason in way], handle.report()
     assert reason in str(handle.report())

@@ -1,5 +1,6 @@
 """Tiny Qwen2 and Llama models, and helpers of the test_hf_* files."""
 
+import types
 from collections import Counter
 
 import pytest
@@ -14,6 +15,13 @@ LAYERS = 2
 VOCAB = 97
 # One forward of LAYERS layers, everything patched.
 OPS = {"rms_norm": LAYERS + 1, "add_rms_norm": LAYERS, "rope": LAYERS, "swiglu": LAYERS}
+# One decode step.
+STEP = {
+    "rms_norm_linear": LAYERS + 1,
+    "rope_decode_attention": LAYERS,
+    "linear_add_scale_": 2 * LAYERS,
+    "rms_norm_glu_linear": LAYERS,
+}
 
 _CLASSES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 
@@ -96,6 +104,12 @@ def assert_close(found, expected, tolerance=1e-5):
     assert found.shape == expected.shape
     error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
     assert error <= tolerance, f"relative error {error:.1e}"
+
+
+def as_transformers(function):
+    """`function`, as if it were from a transformers release."""
+    scope = {**function.__globals__, "__name__": "transformers.models.qwen2.modeling_qwen2"}
+    return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
 
 
 def lora(model):

@@ -49,17 +49,24 @@ def eager_norm_linear(x, norm_weight, weight, bias=None, **options):
     return F.linear(oracles.rms_norm(x, norm_weight, **options), weight, bias)
 
 
-def eager_add(residual, x, weight, bias=None):
-    return residual + F.linear(x, weight, bias)
+def eager_add(residual, x, weight, bias=None, alpha=1.0):
+    y = F.linear(x, weight, bias)
+    return residual + (y if alpha == 1 else y * alpha)
 
 
-def eager_swiglu(x, norm_weight, weight, **options):
-    return oracles.swiglu(eager_norm_linear(x, norm_weight, weight, **options))
+def eager_norm_glu(x, norm_weight, weight, activation="silu", **options):
+    gate, up = eager_norm_linear(x, norm_weight, weight, **options).chunk(2, -1)
+    return oracles.ACTIVATIONS[activation](gate) * up
 
 
-def add(residual, x, weight, bias=None):
+def eager_glu(x, weight, activation="silu"):
+    gate, up = F.linear(x, weight).chunk(2, -1)
+    return oracles.ACTIVATIONS[activation](gate) * up
+
+
+def add(residual, x, weight, bias=None, **options):
     result = residual.clone()
-    _op.linear_add_(result, x, weight, bias)
+    _op.linear_add_(result, x, weight, bias, **options)
     return result
 
 

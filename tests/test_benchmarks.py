@@ -233,7 +233,7 @@ def test_sections_depend_on_what_they_measure():
         return  # the tests of a wheel
     for title in ("ops/rope", "ops/call_overhead", "model/prefill"):
         assert "csrc/kernels/rope/rope.cu" in reached[title]
-    assert "csrc/torch/decode.cpp" in reached["decode/steps"]
+    assert "csrc/kernels/linear/linear.cu" in reached["decode/steps"]
     for title in ("ops/rms_norm", "ops/swiglu", "decode_ops/sample"):
         assert not any("attention" in file or "hf/" in file for file in reached[title])
     for title in ("decode/unpatched", "decode/compiled", "model/compiled"):

@@ -62,6 +62,8 @@ def valid(op: str) -> dict:
     hidden = {"hidden": torch.ones(BATCH, HIDDEN)}
     decode = rotation | {"cache_leftpad": _per_sequence(0), "heads": HEADS, "cast_before_weight": True, **norm_options}
     rows = {"norm_weight": weight, "weight": torch.ones(6, 8)}
+    handoff = {"scaled": torch.ones(BATCH * 3, 8), "squares": torch.ones(2, 64)}
+    add = {"residual": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6), "alpha": 0.5}
     loss = {"logits": x, "target": torch.ones(BATCH, 3, dtype=torch.long), "weight": weight, "ignore_index": -100,
             "reduction": "mean", "label_smoothing": 0.1, "lse_square_scale": 0.0, "softcap": 0.0}  # fmt: skip
     linear_loss = {"x": x, "linear_weight": torch.ones(6, 8), "linear_bias": torch.ones(6),
@@ -74,6 +76,7 @@ def valid(op: str) -> dict:
     values = {
         "rms_norm": {"x": x, "weight": weight, **norm_options},
         "add_rms_norm": {"x": x, "residual": x.clone(), "weight": weight, **norm_options},
+        "rms_norm_add_": {"residual": x, "x": x.clone(), "weight": weight, **norm_options, "alpha": 0.5},
         "rms_norm_backward": {"grad_y": x, "x": x, "weight": weight, "grad_sum": x, **norm_options,
                               "cast_before_weight": True, "needs_grad_weight": True},
         "layer_norm": {"x": x, "weight": weight, "bias": weight, "eps": 1e-5},
@@ -138,14 +141,18 @@ def valid(op: str) -> dict:
         "lora_linear_backward": {"grad_y": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), **adapter,
                                  "h": torch.ones(BATCH * 3, 2), "a_parts": torch.ones(0), "b_parts": torch.ones(0),
                                  "split": False, "needs_x": True, "needs_a": True, "needs_b": True},
+        "scale_softcap": {"logits": x, "scale": 0.5, "softcap": 30.0},
         "sample": {"logits": torch.ones(BATCH, VOCAB), "temperature": torch.ones(BATCH), "top_k": _per_sequence(2),
                    "top_p": torch.ones(BATCH), "min_p": torch.zeros(BATCH), "repetition_penalty": torch.ones(BATCH),
                    "seen": torch.zeros(BATCH, VOCAB, dtype=torch.bool), "rng_state": torch.zeros(2).long(),
                    "temperature_value": 1.0, "top_p_value": 1.0, "min_p_value": 0.0, "repetition_penalty_value": 1.0},
         "linear": {"x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6)},
-        "rms_norm_linear": {"x": x, **rows, "bias": torch.ones(6), **norm_options},
-        "linear_add_": {"residual": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6)},
-        "rms_norm_swiglu_linear": {"x": x, **rows, **norm_options},
+        "rms_norm_linear": {"x": x, **rows, "bias": torch.ones(6), **norm_options, **handoff},
+        "linear_add_": add,
+        "linear_add_scale_": {**add, "next_weight": torch.ones(10, 6), "next_norm_weight": torch.ones(6),
+                              "next_weight_offset": 0.0},
+        "glu_linear": {"x": x, "weight": torch.ones(6, 8)},
+        "rms_norm_glu_linear": {"x": x, **rows, **norm_options, **handoff},
         "fp8_quantize": {"x": x},
         "rms_norm_fp8_quantize": {"x": x, "weight": weight, **norm_options},
         "swiglu_fp8_quantize": {"gate": x, "up": x},
@@ -234,6 +241,7 @@ def wrong_shape(op: str, name: str):
         return lambda x: x[None]
     if (op, name) in (
         ("log_softmax", "x"),
+        ("scale_softcap", "logits"),
         ("cross_entropy_scale_", "grad"),
         ("fp8_quantize", "x"),
     ):  # any shape but a scalar
@@ -425,7 +433,8 @@ def test_numbers_that_are_none(op, name, number):
      ("sample", "repetition_penalty_value", 0),
      ("sample", "repetition_penalty_value", 1e-50), ("sample", "repetition_penalty_value", 1e50),
      ("cross_entropy", "label_smoothing", 1.5), ("cross_entropy", "lse_square_scale", -1),
-     ("cross_entropy_", "softcap", -1), ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
+     ("cross_entropy_", "softcap", -1), ("scale_softcap", "softcap", -1),
+     ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
      ("decode_layer", "window_left", -2), ("rope_kv_write", "eps", -1e-6), ("rope_decode_attention", "eps", -1e-6),
      ("adam_", "lr_value", -0.5), ("adam_", "beta1", 1),
      ("adam_", "beta2", -0.1), ("adam_", "eps", -1e-8), ("adam_", "weight_decay", -0.5), ("adam_", "max_norm", -0.5),

@@ -200,6 +200,12 @@ def loss_backward_calls(device):
     yield "linear_cross_entropy_backward", (logits[..., 0], *saved, *options, False, True, True, False)
 
 
+def rms_norm_add_calls(device):
+    residual, x, weight = (torch.randn(shape, device=device) for shape in ((2, 3, 16), (3, 2, 16), (16,)))
+    yield "rms_norm_add_", (residual, x.transpose(0, 1), weight, 1e-5, 1.0, False, 0.5)
+    yield "rms_norm_add_", (residual[0, 0], x[0, 0])
+
+
 def softmax_backward_calls(device):
     y, grad_y = torch.randn(2, 2, 3, 16, device=device).softmax(-1)
     yield "softmax_backward", (grad_y, y, 0.5)
@@ -245,6 +251,8 @@ def differentiable_calls(device):
 
 def other_calls(device):
     yield from norm_backward_calls(device)
+    yield from rms_norm_add_calls(device)
+    yield "scale_softcap", (torch.randn(3, 2, 16, device=device).transpose(0, 1), 0.5, 30.0)
     yield from softmax_backward_calls(device)
     yield from loss_backward_calls(device)
     for arguments in rope_arguments(device):
@@ -281,9 +289,9 @@ def test_opcheck_of_ops_without_a_gradient(device, index):
 
 
 # Tested in their own files.
-CHECKED_ELSEWHERE = {"decode_attention", "decode_layer", "decode_step", "fp8_linear", "linear", "linear_add_",
-                     "rms_norm_linear", "rms_norm_swiglu_linear", "rope_decode_attention", "rope_kv_write",
-                     "sample"}  # fmt: skip
+CHECKED_ELSEWHERE = {"decode_attention", "decode_layer", "decode_step", "fp8_linear", "glu_linear", "linear",
+                     "linear_add_", "linear_add_scale_", "rms_norm_glu_linear", "rms_norm_linear",
+                     "rope_decode_attention", "rope_kv_write", "sample"}  # fmt: skip
 
 
 def test_every_op_is_checked():

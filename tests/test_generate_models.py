@@ -6,7 +6,17 @@ import transformers
 from torch import nn
 
 import llmkernels
-from generating import NEW, check_counts, check_falls_back, check_steps, hf_generate, left_padded, small_model, steps
+from generating import (
+    NEW,
+    check_counts,
+    check_falls_back,
+    check_steps,
+    hf_generate,
+    left_padded,
+    runs_steps,
+    small_model,
+    steps,
+)
 from hf_models import FAMILIES, assert_close, count_ops, logits_of, lora, rounding, tiny_inputs, tiny_model
 from llmkernels.hf import trunk, unpatch
 
@@ -112,16 +122,13 @@ BROKEN = {
     "pre-hook": "hooks on model.layers.1 have",
     "forward": "model.layers.1.self_attn.o_proj has a forward of its own",
     "class": "model.layers.1.self_attn.q_proj is a test_generate_models.Other, not torch.nn.Linear",
-    "bias": "model.layers.1.mlp.up_proj has a bias",
-    "some biases": "only some of q, k, v in model.layers.1.self_attn have a bias",
-    "activation": "model.layers.1.mlp.act_fn is a GELUActivation, for which there is no decode step",
+    "bias": "only some of the products of model.layers.1.mlp have a bias",
+    "some biases": "only some of the products of model.layers.1.self_attn have a bias",
+    "activation": "model.layers.1.mlp.act_fn is a transformers.activations.GELUActivation, not",
     "shared": "a weight shares its memory with other tensors",
     "twice": "layers share weights",
     "training": "Qwen2ForCausalLM is in training mode",
-    "norm": "model.layers.1.input_layernorm is not patched",
-    "eps": "the norms differ in eps",
-    "scale": "the layers differ in heads, biases or the scale of their scores",
-    "no biases": "the layers differ in heads, biases or the scale of their scores",
+    "norm": "model.layers.1.input_layernorm is a torch.nn.RMSNorm, not",
     "part": "model.layers.1.self_attn has other parts than expected",
 }
 
@@ -141,13 +148,20 @@ def test_what_the_step_can_not_do_goes_by_the_module_path(how, device):
     ("changes", "reason"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope of type dynamic"),
-        ({"hidden_act": "gelu"}, "is a GELUActivation, for which there is no decode step"),
-        ({"hidden_act": "relu"}, "model.layers.0.mlp is not patched"),
+        ({"hidden_act": "relu"}, "Qwen2ForCausalLM has an activation without a kernel, ReLU"),
     ],
-    ids=["dynamic", "gelu", "relu"],
+    ids=["dynamic", "relu"],
 )
 def test_configurations_without_a_step(changes, reason, device):
-    check_falls_back(small_model(device=device, max_position_embeddings=16, **changes), tiny_inputs(device), reason)
+    model = small_model(device=device, max_position_embeddings=16, **changes)
+    check_falls_back(model, tiny_inputs(device), reason, by_forwards="dynamic" in reason)  # those up to 16 tokens
+
+
+@pytest.mark.parametrize("how", ["eps", "scale", "no biases", "gelu"])
+def test_what_differs_from_layer_to_layer(how, device):
+    """Numbers and biases are read from each layer."""
+    changes = {"hidden_act": "gelu"} if how == "gelu" else {}
+    check_steps(break_model(small_model(device=device, **changes), how), tiny_inputs(device))
 
 
 def test_broken_after_the_first_steps(device):
@@ -157,7 +171,7 @@ def test_broken_after_the_first_steps(device):
     hf_generate(model, ids)
     for how in ("hook", "some biases"):
         break_model(model, how)
-        assert "decode_step" not in count_ops(hf_generate, model, ids)
+        assert not runs_steps(hf_generate, model, ids)
 
 
 def test_attention_of_somebody_else(device, monkeypatch):
@@ -181,7 +195,7 @@ def test_lora(device):
     adapted = lora(small_model(device=device))
     handle = llmkernels.patch(adapted)
     assert "is a peft." in handle.report().decode[0].reason
-    assert "decode_step" not in count_ops(hf_generate, adapted, ids)
+    assert not runs_steps(hf_generate, adapted, ids)
     assert torch.equal(hf_generate(adapted, ids), expected)
     merged = adapted.merge_and_unload()
     check_counts(count_ops(hf_generate, merged, ids), steps(NEW), device)
@@ -207,18 +221,17 @@ def test_autocast():
     llmkernels.patch(model)
     with torch.autocast("cpu", torch.bfloat16):
         assert "autocast" in trunk.why_not(model)
-        assert "decode_step" not in count_ops(hf_generate, model, ids)
+        assert not runs_steps(hf_generate, model, ids)
 
 
 def test_left_out_on_request():
     model, ids = small_model(), tiny_inputs()
     handle = llmkernels.patch(model, decode=False)
     assert handle.report().decode[0].reason == "not asked for"
-    assert "decode_step" not in count_ops(hf_generate, model, ids)
+    assert not runs_steps(hf_generate, model, ids)
     handle.unpatch()
-    handle = llmkernels.patch(model, rope=False)
-    assert handle.report().decode[0].reason == "model.layers.0.self_attn is not patched"
-    assert "decode_step" not in count_ops(hf_generate, model, ids)
+    llmkernels.patch(model, rope=False)  # of the modules
+    assert runs_steps(hf_generate, model, ids)
 
 
 def test_report():
@@ -230,6 +243,7 @@ def test_report():
     hf_generate(model, ids, num_beams=2)
     assert str(handle.report()).splitlines()[-1] == (
         "Qwen2ForCausalLM decodes by the decode step "
-        "(calls of generate: 2 by the decode step, 14 steps; 1 by transformers: beam search)"
+        "(calls of generate: 2 by the decode step, 14 steps; 1 by transformers: beam search, "
+        "forwards: 7 by the decode step)"
     )
     assert llmkernels.patch(tiny_model().model).report().decode == []

@@ -1,6 +1,7 @@
 """Modules that patch does not replace, the reasons that it gives, and the checks behind them."""
 
 import functools
+import linecache
 import types
 
 import pytest
@@ -11,9 +12,22 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 import llmkernels
-from hf_models import FAMILIES, LAYERS, OPS, assert_close, count_ops, logits_of, tiny_inputs, tiny_model
-from llmkernels.hf import layers, unpatch
-from llmkernels.hf.layout import UnknownLayout, bind_global, check_rope, check_symbolically
+from generating import check_steps
+from hf_models import (
+    FAMILIES,
+    LAYERS,
+    OPS,
+    as_transformers,
+    assert_close,
+    count_ops,
+    logits_of,
+    tiny_inputs,
+    tiny_model,
+)
+from llmkernels.hf import unpatch
+from llmkernels.hf.families import MLP, Norm, Rotation
+from llmkernels.hf.layout import UnknownLayout, kind_of, mlp_of, norm_of, rotation_of, trace
+from llmkernels.hf.source import bind_global, fuse_adds
 
 
 def left_alone(model, kind, **asked):
@@ -23,12 +37,6 @@ def left_alone(model, kind, **asked):
     handle = llmkernels.patch(model, **asked)
     assert_close(logits_of(model, ids), before)
     return handle.report()[kind].left_alone
-
-
-def as_transformers(function):
-    """`function`, as if it were from a transformers release."""
-    scope = {**function.__globals__, "__name__": "transformers.models.qwen2.modeling_qwen2"}
-    return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
 
 
 # --- activations
@@ -147,7 +155,7 @@ def test_subclasses_of_known_classes():
     assert report["rms_norm"].left_alone == {"model.layers.0.post_attention_layernorm": loud}
     assert report["add_rms_norm"].left_alone == {"model.layers.0": f"post_attention_layernorm: {loud}"}
     assert report["rope"].left_alone == {
-        "model.layers.1.self_attn": "its forward does not call apply_rotary_pos_emb directly"
+        "model.layers.1.self_attn": "its forward is not transformers' own but from test_hf_layout"
     }
     assert type(model.model.norm).original is PlainNorm
     assert count_ops(model, ids) == {"rms_norm": 3, "add_rms_norm": 1, "rope": 1, "swiglu": 2}
@@ -159,10 +167,27 @@ def test_subclasses_of_known_classes():
 
 def test_unknown_norm_behind_attention():
     model = tiny_model()
-    model.model.layers[0].post_attention_layernorm = nn.LayerNorm(112)
+    model.model.layers[0].post_attention_layernorm = nn.Identity()
     assert left_alone(model, "add_rms_norm") == {
-        "model.layers.0": "no kernel for its post_attention_layernorm, LayerNorm"
+        "model.layers.0": "no kernel for its post_attention_layernorm, Identity"
     }
+
+
+def test_layer_norm_behind_attention():
+    """One of torch's has a kernel where it is part of a decoder, and nowhere else."""
+    model, ids = tiny_model(), tiny_inputs()
+    model.model.layers[0].post_attention_layernorm = nn.LayerNorm(112)
+    model.other = nn.Sequential(nn.LayerNorm(112))
+    before = logits_of(model, ids)
+    report = llmkernels.patch(model).report()
+    assert report["layer_norm"].patched == ["model.layers.0.post_attention_layernorm"]
+    assert report["layer_norm"].found == 1
+    assert report["layer_norm"].kernels == {"llmkernels::add_layer_norm": 1}
+    assert report["add_rms_norm"].kernels == {"llmkernels::add_layer_norm": 1, "llmkernels::add_rms_norm": 1}
+    assert count_ops(model, ids) == {"rms_norm": 3, "add_rms_norm": 1, "add_layer_norm": 1, "rope": 2, "swiglu": 2}
+    assert_close(logits_of(model, ids), before)
+    with torch.autocast("cpu", torch.bfloat16):  # which runs layer_norm in float32
+        assert "add_layer_norm" not in count_ops(model, ids)
 
 
 # --- formulas of a future release
@@ -175,93 +200,236 @@ def norm_like(formula):
     return as_transformers(forward)
 
 
+_FORMULAS = [
+    *("same", "same-otherwise-written", "cast-late", "offset", "no-weight", "mean"),
+    *("eps-outside", "offset-of-2", "rounded-offset", "variance", "float32-result"),
+]
+
+
 @pytest.mark.parametrize(
-    ("formula", "same"),
+    ("formula", "options"),
     [
-        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), True),
-        (lambda x, w, eps, T: w * (x / (x.norm(dim=-1, keepdim=True) ** 2 / x.shape[-1] + eps).sqrt()).to(T), True),
-        (lambda x, w, eps, T: (w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps))).to(T), False),
-        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True)) + eps).to(T), False),
-        (lambda x, w, eps, T: (1 + w) * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), False),
-        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.var(-1, keepdim=True) + eps)).to(T), False),
-        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)), False),
+        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), Norm()),
+        (lambda x, w, eps, T: w * (x / (x.norm(dim=-1, keepdim=True) ** 2 / x.shape[-1] + eps).sqrt()).to(T), Norm()),
+        (
+            lambda x, w, eps, T: (w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps))).to(T),
+            Norm(cast_before_weight=False),
+        ),
+        (
+            lambda x, w, eps, T: ((1 + w.float()) * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps))).to(T),
+            Norm(weight_offset=1, cast_before_weight=False),
+        ),
+        (lambda x, w, eps, T: (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), Norm(has_weight=False)),
+        (
+            lambda x, w, eps, T: (w * (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, False, keepdim=True) + eps)).to(T),
+            Norm("layer_norm"),
+        ),
+        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True)) + eps).to(T), None),
+        (lambda x, w, eps, T: (2 + w) * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), None),
+        (lambda x, w, eps, T: (1 + w) * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), None),
+        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.var(-1, keepdim=True) + eps)).to(T), None),
+        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)), None),
     ],
-    ids=["same", "same-otherwise-written", "cast-late", "eps-outside", "offset", "variance", "float32-result"],
+    ids=_FORMULAS,
 )
-def test_norm_formula(formula, same, monkeypatch):
-    model = tiny_model()
+def test_norm_formula(formula, options, monkeypatch):
     monkeypatch.setattr(modeling_qwen2.Qwen2RMSNorm, "forward", norm_like(formula))
-    if same:
-        assert left_alone(model, "rms_norm") == {}
+    if options is not None:
+        assert norm_of(modeling_qwen2.Qwen2RMSNorm) == options
+        assert left_alone(tiny_model(), options.kind) == {}
     else:
-        reasons = left_alone(model, "rms_norm")
+        reasons = left_alone(tiny_model(), "rms_norm")
         assert len(reasons) == 2 * LAYERS + 1
-        assert set(reasons.values()) == {"its forward computes another norm than this family's"}
+        assert set(reasons.values()) == {"its forward computes no norm that has a kernel"}
+
+
+def test_norms_of_transformers():
+    from transformers.models.cohere import modeling_cohere as cohere
+    from transformers.models.gemma import modeling_gemma as gemma
+    from transformers.models.nemotron import modeling_nemotron as nemotron
+
+    assert norm_of(modeling_llama.LlamaRMSNorm) == Norm()
+    assert norm_of(gemma.GemmaRMSNorm) == Norm(eps="eps", weight_offset=1, cast_before_weight=False)
+    assert norm_of(cohere.CohereLayerNorm) == Norm("layer_norm")
+    assert norm_of(nemotron.NemotronLayerNorm1P) == Norm("layer_norm", "eps", weight_offset=1, has_bias=True)
+    assert norm_of(nn.LayerNorm) == Norm("layer_norm", "eps", has_bias=True)
+    with pytest.raises(UnknownLayout):
+        norm_of(nn.GroupNorm)
+
+
+def test_rotations_of_transformers():
+    from transformers.models.cohere import modeling_cohere as cohere
+    from transformers.models.ernie4_5 import modeling_ernie4_5 as ernie
+    from transformers.models.glm import modeling_glm as glm
+    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+    from transformers.models.olmo2 import modeling_olmo2 as olmo2
+
+    for module, options in (
+        (modeling_qwen2, Rotation()),
+        (olmo2, Rotation(keeps_dtype=True)),
+        (gpt_oss, Rotation(table="pairs")),
+        (glm, Rotation(interleaved=True, table="half")),
+        (ernie, Rotation(interleaved=True, table="half", float32=True, keeps_dtype=True)),
+        (cohere, Rotation(interleaved=True, float32=True, keeps_dtype=True)),
+    ):
+        assert rotation_of("apply_rotary_pos_emb", module.apply_rotary_pos_emb) == options
 
 
 def test_rope_formula(monkeypatch):
+    check_steps(tiny_model(), tiny_inputs())  # what was proved of it holds as long as its functions are these
+
     def interleaved(q, k, cos, sin, unsqueeze_dim=1):
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         turned = [torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2) for x in (q, k)]
         return q * cos + turned[0] * sin, k * cos + turned[1] * sin
 
-    ours = layers.rotation_by_kernel(modeling_qwen2.apply_rotary_pos_emb)
-    check_rope(modeling_qwen2.apply_rotary_pos_emb, ours)
-    for other in (interleaved, lambda q, k, cos, sin: (q, k), lambda *tensors: tensors[5]):
-        with pytest.raises(UnknownLayout, match="apply_rotary_pos_emb"):
-            check_rope(other, ours)
+    def backwards(q, k, cos, sin, unsqueeze_dim=1):
+        return interleaved(q, k, cos, -sin, unsqueeze_dim)
+
+    interleaved = as_transformers(interleaved)
+    assert rotation_of("rotary", interleaved) == Rotation("rotary", interleaved=True)
+    for other in (as_transformers(backwards), as_transformers(lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))):
+        with pytest.raises(UnknownLayout, match="rotary computes a rotation that has no kernel"):
+            rotation_of("rotary", other)
+    with pytest.raises(UnknownLayout, match="rotary has other arguments"):
+        rotation_of("rotary", as_transformers(lambda q, k, cos, sin: (q, k)))
+    with pytest.raises(UnknownLayout, match="not transformers' own"):
+        rotation_of("rotary", backwards)
     monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", interleaved)
-    reasons = left_alone(tiny_model(), "rope")
-    assert set(reasons.values()) == {"its apply_rotary_pos_emb computes another rotation than half-split"}
+    model = tiny_model()
+    assert left_alone(model, "rope") == {}
+    ids = tiny_inputs()
+    before = logits_of(model, ids)
+    unpatch(model)
+    assert_close(before, logits_of(model, ids))
+    # Its tables are half-split, so that the two elements of a pair turn by different angles.
+    assert "computes something else than its description" in str(llmkernels.patch(model).report())
 
 
-LAYER_SUBMODULES = dict.fromkeys(("input_layernorm", "post_attention_layernorm", "mlp"), False) | {"self_attn": True}
+# --- layers
 
 
-def layer_like(scale="residual + hidden_states", attend="hidden_states=hidden_states", extra=""):
+def layer_like(scale="residual + hidden_states", between="", norm="self.post_attention_layernorm(hidden_states)"):
     source = f"""
 def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
             position_embeddings=None, **kwargs):
     residual = hidden_states
     hidden_states = self.input_layernorm(hidden_states)
-    hidden_states, weights = self.self_attn({attend}, attention_mask=attention_mask, position_ids=position_ids,
-        past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs)
-    hidden_states = residual = {scale}
-    {extra}
-    return residual + self.mlp(self.post_attention_layernorm(hidden_states))
+    hidden_states, weights = self.self_attn(hidden_states=hidden_states, attention_mask=attention_mask,
+        position_ids=position_ids, past_key_values=past_key_values, use_cache=use_cache,
+        position_embeddings=position_embeddings, **kwargs)
+    hidden_states = {scale}
+    {between}
+    residual = hidden_states
+    return residual + self.mlp({norm})
 """
+    return from_source(source.replace("    return", "    hidden_states =") + "    return hidden_states\n")
+
+
+def from_source(source):
+    """A function `forward` of transformers, whose source is found."""
+    name = f"<source {hash(source)}>"
+    linecache.cache[name] = len(source), None, source.splitlines(True), name
     scope = {"__name__": "transformers.models.qwen2.modeling_qwen2"}
-    exec(source, scope)
+    exec(compile(source, name, "exec"), scope)
     return scope["forward"]
 
 
-def test_layer_layout():
-    check_symbolically(layer_like(), layers.DecoderLayer.forward, LAYER_SUBMODULES)
-    for other in (
-        layer_like(scale="residual + hidden_states * 0.5"),
-        layer_like(scale="hidden_states"),
-        layer_like(attend="hidden_states"),
-        layer_like(attend="hidden_states=hidden_states, layer=self.layer_idx"),
-        layer_like(extra="residual = self.mlp(residual)"),
-        layer_like(extra="import torch; hidden_states = torch.dropout(hidden_states, 0.1, True)"),
-    ):
+@pytest.mark.parametrize(
+    ("changes", "norms"),
+    [
+        ({}, ("post_attention_layernorm",)),
+        ({"scale": "residual + hidden_states * self.multiplier"}, ("post_attention_layernorm",)),
+        ({"scale": "residual + self.norm2(hidden_states)"}, ("post_attention_layernorm",)),
+        ({"norm": "self.norm2(residual)"}, ("norm2",)),
+        ({"scale": "residual * hidden_states"}, None),
+        ({"scale": "hidden_states"}, None),
+        ({"between": "hidden_states = self.dropout(hidden_states)"}, None),
+        ({"norm": "self.dropout(hidden_states)"}, None),
+        ({"norm": "self.norm2(hidden_states, residual)"}, None),
+        ({"norm": "self.norm2(weights)"}, None),
+    ],
+)
+def test_fused_adds(changes, norms):
+    """What is fused computes the same: the expression is."""
+    forward = layer_like(**changes)
+    if norms is None:
+        with pytest.raises(UnknownLayout, match="no norm follows an add directly"):
+            fuse_adds(forward, None)
+        return
+    fused, found = fuse_adds(forward, lambda layer, norm, x, residual: (norm(residual + x), residual + x))
+    assert found == norms
+    assert "_add_norm" in fused.__code__.co_freevars
+    assert trace(fused) == trace(forward)
+
+
+def test_a_layer_of_another_formula(monkeypatch):
+    scaled = layer_like("residual + hidden_states * 0.5")
+    monkeypatch.setattr(modeling_qwen2.Qwen2DecoderLayer, "forward", scaled)
+    model, ids = tiny_model(), tiny_inputs()
+    before = logits_of(model, ids)
+    handle = llmkernels.patch(model)
+    assert len(handle.report()["add_rms_norm"].patched) == LAYERS
+    assert_close(logits_of(model, ids), before)
+    handle.unpatch()
+    check_steps(model, ids)
+
+
+@pytest.mark.parametrize(
+    ("formula", "kind", "options"),
+    [
+        ("self.d(self.act(self.g(x)) * self.u(x))", "gated_mlp", MLP("d", "act", "g", "u")),
+        ("self.d(self.u(x) * self.act(self.g(x)))", "gated_mlp", MLP("d", "act", "g", "u")),
+        ("self.d(self.act(self.u(x)))", "mlp", MLP("d", "act", None, "u")),
+        (
+            "F.dropout(self.d(self.act(self.u(x))), p=self.p, training=self.training)",
+            "mlp",
+            MLP("d", "act", None, "u", "p"),
+        ),
+        (
+            "self.d((lambda g, u: u * self.act(g))(*self.g(x).chunk(2, dim=-1)))",
+            "gated_mlp",
+            MLP("d", "act", "g", None),
+        ),
+        ("self.d((lambda u, g: u * self.act(g))(*self.g(x).chunk(2, dim=-1)))", None, None),
+        ("self.d((lambda g, u: u * self.act(g))(*self.g(x).chunk(2, dim=0)))", None, None),
+        ("self.d(self.act(self.g(x)) * self.u(self.g(x)))", None, None),
+        ("self.d(self.act(self.g(x)) + self.u(x))", None, None),
+        ("F.dropout(self.d(self.act(self.u(x))), p=self.p)", None, None),
+        ("self.d(self.act(self.u(x)) if x.sum() else x)", None, None),
+    ],
+)
+def test_mlp_layout(formula, kind, options):
+    forward = from_source(f"from torch.nn import functional as F\ndef forward(self, x):\n    return {formula}\n")
+    cls = type("Mystery", (nn.Module,), {"forward": forward, "__module__": "transformers.models.qwen2.modeling_qwen2"})
+    assert kind_of(cls) == kind
+    if kind is None:
         with pytest.raises(UnknownLayout, match="unknown layout of its forward"):
-            check_symbolically(other, layers.DecoderLayer.forward, LAYER_SUBMODULES)
+            mlp_of(forward)
+    else:
+        assert mlp_of(forward) == options
 
 
-def test_unknown_layer_layout_falls_back(monkeypatch):
-    monkeypatch.setattr(modeling_qwen2.Qwen2DecoderLayer, "forward", layer_like("residual + hidden_states * 0.5"))
-    reasons = left_alone(tiny_model(), "add_rms_norm")
-    assert len(reasons) == LAYERS
-    assert all(reason.startswith("unknown layout of its forward, which computes") for reason in reasons.values())
-
-
-def test_unknown_mlp_layout_falls_back(monkeypatch):
+def test_an_mlp_of_another_formula(monkeypatch):
     def forward(self, x):
         return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
 
     monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", as_transformers(forward))
-    reason = "down_proj((gate_proj(x) * act_fn(up_proj(x))))"
+    model, ids = tiny_model(), tiny_inputs()
+    before = logits_of(model, ids)
+    handle = llmkernels.patch(model)
+    assert len(handle.report()["gated_mlp"].patched) == LAYERS
+    assert_close(logits_of(model, ids), before)
+    handle.unpatch()
+    check_steps(model, ids)
+
+
+def test_unknown_mlp_layout_falls_back(monkeypatch):
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x) + self.act_fn(self.up_proj(x)))
+
+    monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", as_transformers(forward))
+    reason = "down_proj((gate_proj(x) + act_fn(up_proj(x))))"
     assert set(left_alone(tiny_model(), "gated_mlp").values()) == {
         f"unknown layout of its forward, which computes {reason}"
     }

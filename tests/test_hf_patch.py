@@ -14,7 +14,7 @@ from torch import nn
 import hf_models
 import llmkernels
 from hf_models import FAMILIES, LAYERS, OPS, assert_close, count_ops, logits_of, rounding, tiny_inputs, tiny_model
-from llmkernels.hf import families, unpatch
+from llmkernels.hf import unpatch
 from llmkernels.hf.report import abbreviate
 
 KINDS = ["rms_norm", "rope", "gated_mlp", "add_rms_norm"]
@@ -108,7 +108,8 @@ def test_report_text():
     assert lines[6:] == [
         "gated_mlp left alone, 4: no kernel for its activation, ReLU: model.layers.{0-3}.mlp",
         "add_rms_norm left alone, 1: post_attention_layernorm has hooks or was replaced: model.layers.1",
-        "Qwen2ForCausalLM decodes by the model's forward: model.layers.0.mlp is not patched",
+        "Qwen2ForCausalLM decodes by the model's forward: hooks on model.layers.1.post_attention_layernorm have to see "
+        "its calls",
     ]
 
 
@@ -131,8 +132,8 @@ def test_patching_twice_is_an_error():
     assert count_ops(model, ids) == OPS
 
 
-def test_unknown_model_is_an_error_that_lists_the_families():
-    with pytest.raises(ValueError, match=r"supported family \(Llama, Qwen2\), got <class .*Sequential"):
+def test_unknown_model_is_an_error():
+    with pytest.raises(ValueError, match=r"layers of a decoder of transformers, got <class .*Sequential"):
         llmkernels.patch(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
         llmkernels.patch("Qwen/Qwen2.5-7B")
@@ -229,10 +230,7 @@ def test_base_model_and_submodule():
     assert_close(logits_of(model, ids), before)
 
 
-def test_the_next_family_is_one_line(monkeypatch):
-    mistral = families.Family("mistral", "Mistral")
-    gemma = families.Family("gemma", "Gemma", eps="eps", weight_offset=1.0, cast_before_weight=False)
-    monkeypatch.setattr(families, "FAMILIES", [*families.FAMILIES, mistral, gemma])
+def test_another_family_needs_no_line():
     shape = {key: value for key, value in hf_models.tiny_config().to_dict().items() if key.startswith(("hid", "num"))}
     shape |= {"vocab_size": hf_models.VOCAB, "intermediate_size": 88, "head_dim": 16, "pad_token_id": 0}
     for head, config, glu in (

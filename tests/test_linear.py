@@ -1,5 +1,6 @@
-"""linear, rms_norm_linear, linear_add_ and rms_norm_swiglu_linear: accuracy, layouts, rounding, gradients, dtypes,
-modules, errors."""
+"""The linear ops: accuracy, layouts, rounding, gradients, dtypes, modules, errors."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from linear_cases import (
     add,
     compare,
     eager_add,
+    eager_glu,
     eager_linear,
+    eager_norm_glu,
     eager_norm_linear,
-    eager_swiglu,
     every_dtype,
     every_m,
     every_narrow_dtype,
@@ -36,7 +38,7 @@ def test_forward(device, m, n, k, dtype):
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
     compare(add, eager_add, (torch.randn_like(F.linear(x, weight)), x, weight))
     if n % 2 == 0:
-        compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
+        compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
 
 
 @every_dtype
@@ -47,7 +49,28 @@ def test_norm_options(device, m, options, weighted, dtype):
     x, norm_weight, weight, bias = make(m, 24, 136, dtype, device)
     norm_weight = norm_weight if weighted else None
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias), **options)
-    compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight), **options)
+    compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight), **options)
+
+
+@every_dtype
+@every_m
+@pytest.mark.parametrize("activation", oracles.ACTIVATIONS)
+@pytest.mark.parametrize("n, k", [(24, 136), (262, 72)])
+def test_gated_activations(device, m, n, k, activation, dtype):
+    x, norm_weight, weight, _ = make(m, n, k, dtype, device)
+    x, weight = x * 2, weight * 2  # gates from about -8 to 8
+    compare(_op.glu_linear, eager_glu, (x, weight), activation=activation)
+    compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight), activation=activation)
+
+
+@every_dtype
+@every_m
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no_bias"])
+def test_alpha(device, m, biased, dtype):
+    x, _, weight, bias = make(m, 24, 136, dtype, device, bias=biased)
+    residual = torch.randn(m, 24, device=device).to(dtype)
+    for alpha in (0.22, -3.0, 0.0):
+        compare(partial(add, alpha=alpha), partial(eager_add, alpha=alpha), (residual, x, weight, bias))
 
 
 @every_m
@@ -74,7 +97,7 @@ def test_tall_weights(m, n, k, dtype):
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
     compare(add, eager_add, (torch.randn(m, n, device="cuda").to(dtype), x, weight, bias))
     if n % 2 == 0:
-        compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
+        compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
 
 
 @pytest.mark.gpu
@@ -91,7 +114,7 @@ def test_one_token(n, k, dtype):
     compare(linear, F.linear, (x, weight, bias))
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
     compare(add, eager_add, (torch.randn(1, n, device="cuda").to(dtype), x, weight, bias))
-    compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
+    compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
 
 
 @pytest.mark.gpu
@@ -127,6 +150,7 @@ def test_one_rounding(device, m, k, dtype):
     exact = F.linear(x.double(), weight.double(), bias.double()).to(dtype)
     assert_same(linear(x, weight, bias), exact)
     assert_same(add(residual, x, weight, bias), residual + exact)
+    assert_same(add(residual, x, weight, bias, alpha=0.3), residual + exact * 0.3)
 
 
 @every_dtype
@@ -143,7 +167,7 @@ def test_layouts(device, which, m, layout, dtype):
     compare(linear, eager_linear, (x, weight, bias))
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
     if len(weight) % 2 == 0:
-        compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
+        compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
     residual = torch.randn(len(x), len(weight), device=device).to(dtype)
     compare(add, lambda residual, *inputs: residual + eager_linear(*inputs), (residual, x, weight, bias))
 
@@ -366,8 +390,16 @@ ERRORS = {
     r"linear: bias must have shape \[4\] .* got \[3\]": lambda x, w, b: linear(x, w, b[:3]),
     r"rms_norm_linear: norm_weight must have shape \[8\] .* got \[4\]": lambda x, w, b: rms_norm_linear(x, b, w),
     r"linear_add_: residual must have shape \[2, 4\] .* got \[2, 8\]": lambda x, w, b: _op.linear_add_(x.clone(), x, w),
-    r"rms_norm_swiglu_linear: weight must have an even number of rows.* got shape \[3, 8\]": lambda x, w, b: (
-        _op.rms_norm_swiglu_linear(x, None, w[:3])
+    r"rms_norm_glu_linear: weight must have an even number of rows.* got shape \[3, 8\]": lambda x, w, b: (
+        _op.rms_norm_glu_linear(x, None, w[:3])
+    ),
+    "glu_linear: activation must be 'silu', 'gelu' .*, got 'relu'": lambda x, w, b: _op.glu_linear(x, w, "relu"),
+    "rms_norm_linear: squares must be given with scaled": lambda x, w, b: _op.rms_norm_linear(x, None, w, scaled=x),
+    r"rms_norm_linear: scaled must be contiguous, of shape \[2, 8\] .* got \[1, 8\]": lambda x, w, b: (
+        _op.rms_norm_linear(x, None, w, scaled=x[:1], squares=x.new_zeros(2, 64))
+    ),
+    r"linear_add_scale_: next_weight must have shape \[any, 4\] .* got \[4, 8\]": lambda x, w, b: _op.linear_add_scale_(
+        x.new_zeros(2, 4), x, w, b, w
     ),
 }
 
@@ -390,5 +422,5 @@ def test_every_kernel_path(m, k):
     x, norm_weight, weight, bias = make(m, 130, k, torch.bfloat16, "cuda")
     compare(linear, F.linear, (x, weight, bias))
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
-    compare(_op.rms_norm_swiglu_linear, eager_swiglu, (x, norm_weight, weight))
+    compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
     compare(add, eager_add, (torch.randn(m, 130, device="cuda").bfloat16(), x, weight, bias))

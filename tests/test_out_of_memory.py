@@ -62,7 +62,7 @@ CALLS = {
     "linear": lambda x: llmkernels.linear(x[:, :1], x[:1].t()),
     "linear, copied": lambda x: llmkernels.linear(x, x[:1]),
     "rms_norm_linear": lambda x: llmkernels.rms_norm_linear(x[:, :1], None, x[:1].t()),
-    "rms_norm_swiglu_linear": lambda x: _ops.rms_norm_swiglu_linear(x[:, :1], None, x[:1].t()),
+    "rms_norm_glu_linear": lambda x: _ops.rms_norm_glu_linear(x[:, :1], None, x[:1].t()),
     "fp8_quantize": lambda x: llmkernels.fp8_quantize(x),
     "rms_norm_fp8_quantize": lambda x: llmkernels.rms_norm_fp8_quantize(x),
     "linear_add_": lambda x: _ops.linear_add_(x.new_zeros(2, 1), x.reshape(1, -1).expand(2, -1), x.reshape(1, -1)),

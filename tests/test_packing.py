@@ -19,7 +19,12 @@ def storages(model):
 
 
 def is_packed(model):
-    groups = [group for layer in model.model.layers for group in packing.groups_of(layer) if len(group) > 1]
+    groups = []
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        products = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        found = [[getattr(linear, name) for linear in linears] for linears in products for name in ("weight", "bias")]
+        groups += [group for group in found if None not in group]
     found = {packing.packed(group) is not None for group in groups}
     assert len(found) == 1
     return found.pop()
@@ -187,7 +192,7 @@ def test_packing_one_group():
     before = packed.data_ptr()
     packing.pack([parameters])
     assert packing.packed(parameters).data_ptr() == before
-    packing.unpack([parameters])
+    packing.unpack(nn.ParameterList(parameters))
     assert packing.packed(parameters) is None
     assert all(torch.equal(p, value) for p, value in zip(parameters, values, strict=True))
     with torch.device("meta"):

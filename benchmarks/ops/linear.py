@@ -24,7 +24,7 @@ def cublas(weight, x):
 def ours():
     import llmkernels  # noqa: F401, the ops
 
-    return lambda weight, x: torch.ops.llmkernels.linear(x, weight, prefetch_weights=True)  # as in a decode step
+    return lambda weight, x: torch.ops.llmkernels.linear(x, weight, in_step=True)  # as in a decode step
 
 
 def norm_eager(weight, x, norm_weight):
@@ -39,7 +39,7 @@ def norm_ours():
     import llmkernels  # noqa: F401, the ops
 
     op = torch.ops.llmkernels.rms_norm_linear
-    return lambda weight, x, norm_weight: op(x, norm_weight, weight, eps=rms_norm.EPS, prefetch_weights=True)
+    return lambda weight, x, norm_weight: op(x, norm_weight, weight, eps=rms_norm.EPS, in_step=True)
 
 
 def case(op, m, n, k, chained=False):

@@ -8,7 +8,7 @@
 
 namespace llmk::cpu {
 
-// Rows [row_begin, row_end) of y and, with a residual, of sum.
+// Rows [row_begin, row_end) of y and, with a residual, of sum; or of the target.
 void rms_norm(const NormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end);
 void layer_norm(const NormParams& params, Dtype dtype, int64_t row_begin, int64_t row_end);
 

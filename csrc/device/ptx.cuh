@@ -94,7 +94,7 @@ __device__ inline int atomic_add_acq_rel(int* counter, int value) {
 //                            kernels::launch() may start before that, so some thread of every block calls it before
 //                            the block touches global memory. Only what was complete before the previous kernel could
 //                            start may be read earlier. A kernel cannot know this, its caller may: `prefetch_cache`
-//                            and `prefetch_weights` in params/.
+//                            and `in_step` in params/.
 //   pdl_launch_dependents()  lets the next kernel start once all blocks of this one have called it or ended. It may be
 //                            called at any time, since the next kernel waits for the end of this one by pdl_wait().
 __device__ inline void pdl_wait() {

@@ -2,27 +2,28 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
+#include "params/glu.h"
 #include "params/norm.h"
 
 namespace llmk {
 
-enum class LinearEpilogue { kNone, kSwiglu };
-
 struct LinearParams {
   const void* x;            // [m, k]
   const void* norm_weight;  // [k], or null: the normalized x is not scaled
-  const void* weight;       // [n, k]; with kSwiglu n / 2 rows of the gate, then n / 2 rows of the up projection
-  const void* bias;         // [n], or null; not with kSwiglu
-  void* residual;           // [m, n], or null: where the result is added in place of being written to y
-  void* y;                  // [m, n], or [m, n / 2] with kSwiglu
+  const void* weight;       // [n, k]; with `glu` n / 2 rows of the gate, then n / 2 rows of the up projection
+  const void* bias;         // [n], or null; not with `glu`
+  void* residual;           // [m, n], or null: alpha times the result is added to it in place of being written to y
+  double alpha;
+  void* y;  // [m, n], or [m, n / 2] with `glu`
   int64_t m, n, k;
   int64_t x_stride, weight_stride;
-  int64_t y_stride;  // between the rows of y, or of the residual where there is one
-  LinearEpilogue epilogue;
-  bool normalize;       // apply RMSNorm to x first
-  RmsNormOptions norm;  // how, if so
-  void* workspace;      // linear_workspace_bytes(), 16-byte aligned
+  int64_t y_stride;               // between the rows of y, or of the residual where there is one
+  std::optional<Activation> glu;  // y = act(gate) up
+  bool normalize;                 // apply RMSNorm to x first
+  RmsNormOptions norm;            // how, if so
+  void* workspace;                // linear_workspace_bytes(), 16-byte aligned
 
   // CUDA only: a linear that adds to the residual does the work of the norm that follows, for the linear after that
   // norm. This saves the norm's launch. The first linear writes
@@ -36,11 +37,12 @@ struct LinearParams {
   void* squares;
   int parts;
 
-  // CUDA only: read the weights before the previous kernel of the stream has ended. The caller promises that they were
-  // complete before that kernel could start: see linear.cu.
-  bool prefetch_weights;
-  // CUDA only: take the kernel wherever it exists, also where cuBLAS is faster.
-  bool no_cublas;
+  // CUDA only: this is a launch of a decode step.
+  //   - The caller promises that the weights were complete before the previous kernel of the stream could start. They
+  //     are read before it has ended: see linear.cu.
+  //   - The kernel is taken wherever it exists, also where cuBLAS is faster: a graph of the library's own launches
+  //     needs no stream capture (recorder.h).
+  bool in_step;
 };
 
 }  // namespace llmk

@@ -15,11 +15,15 @@ struct NormParams {
   const void* residual;  // [rows, cols], or null: the norm of x alone
   const void* weight;    // [cols], or null
   const void* bias;      // [cols], or null; of LayerNorm only
-  void* y;               // [rows, cols], contiguous
+  void* y;               // [rows, cols], contiguous; null with a target
   void* sum;             // [rows, cols], contiguous: x + residual, when there is a residual
   int64_t rows, cols;
   int64_t x_stride, residual_stride;  // between rows
   RmsNormOptions options;
+  // RMSNorm of x alone: target += alpha norm(x), in place of y. [rows, cols], or null.
+  void* target = nullptr;
+  int64_t target_stride = 0;
+  double alpha = 1;
 };
 
 struct NormBackwardParams {

@@ -227,6 +227,13 @@ inline void add_(Tensor target, const Tensor& other, double factor = 1) {
   }
 }
 
+// target *= factor, rounded to its dtype.
+inline void mul_(const Tensor& target, double factor) {
+  const Tensor number = torch::stable::full({}, factor, torch::headeronly::ScalarType::Double);
+  [[maybe_unused]] const CaptureScope capture;
+  call_overload<Tensor>("aten::mul_", "Tensor", target, number);
+}
+
 // out = factor a b. Autocast leaves it alone, unlike linear().
 inline void mm_out(Tensor out, const Tensor& a, const Tensor& b, double factor = 1) {
   if (factor != 1) {

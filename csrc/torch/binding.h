@@ -187,6 +187,13 @@ inline Rows as_rows(const Tensor& tensor) {
   return {aten::contiguous(tensor), rows, cols, cols};
 }
 
+// For an argument that is written to by its rows.
+inline void check_rows_in_place(const char* op, const Argument& argument) {
+  LLMK_CHECK(as_rows(*argument).tensor.get() == argument->get(), op, argument.name,
+             " must have contiguous columns and rows a constant distance apart, as it is written to, got shape ",
+             shape(*argument), " with strides ", text(argument->strides()));
+}
+
 inline bool has_unit_last_stride(const Tensor& tensor) {
   return tensor.size(tensor.dim() - 1) <= 1 || tensor.stride(tensor.dim() - 1) == 1;
 }

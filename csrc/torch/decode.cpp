@@ -4,7 +4,7 @@
 //   a = attention(rope(q), cache + rope(k), v)     rope_decode_attention: rotates, writes the cache, attends; with the
 //                                                  weights q_norm and k_norm, RMSNorm of the heads before rope
 //   hidden += a Wo^T                               linear_add_
-//   m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_swiglu_linear
+//   m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_glu_linear
 //   hidden += m Wdown^T                            linear_add_
 //
 // These are five launches on a GPU of compute capability 9.0 for up to 64 sequences; elsewhere they are more, and
@@ -39,8 +39,7 @@ namespace {
 using torch::stable::detail::StableLibrary;
 
 // Weights, tables, and the keys and values of earlier tokens are complete when a step begins: see above.
-constexpr bool kPrefetch = true;
-constexpr bool kNoCublas = true;  // so that graphs of steps need no stream capture: kernels/recorder.h
+constexpr bool kInStep = true, kPrefetchCache = true;
 
 // One layer: its tensors by the names of the op that was called.
 struct Layer {
@@ -72,19 +71,18 @@ struct Step {
   }
   HeadNorms head_norms(const Layer& layer) const { return {layer.q_norm, layer.k_norm, norm}; }
   Linear norm_linear(const Argument& norm_weight, const Argument& weight, const Argument& bias) const {
-    return {"rms_norm_linear",     *weight,   bias.optional(), Norm{norm_weight.optional(), norm},
-            LinearEpilogue::kNone, kPrefetch, kNoCublas};
+    return {"rms_norm_linear", *weight, bias.optional(), Norm{norm_weight.optional(), norm}, std::nullopt, kInStep};
   }
   Linear norm_swiglu_linear(const Argument& norm_weight, const Argument& weight) const {
-    return {"rms_norm_swiglu_linear", *weight,   std::nullopt, Norm{norm_weight.optional(), norm},
-            LinearEpilogue::kSwiglu,  kPrefetch, kNoCublas};
+    return {"rms_norm_glu_linear", *weight, std::nullopt, Norm{norm_weight.optional(), norm},
+            Activation::kSilu,     kInStep};
   }
 };
 
 const Argument kNoBias{"", std::nullopt};
 
 Linear add_linear(const Argument& weight, const Argument& bias) {
-  return {"linear_add_", *weight, bias.optional(), std::nullopt, LinearEpilogue::kNone, kPrefetch, kNoCublas};
+  return {"linear_add_", *weight, bias.optional(), std::nullopt, std::nullopt, kInStep};
 }
 
 // (rows, cols) of the dtype of hidden, and a bias (rows,) if there is one.
@@ -145,9 +143,9 @@ std::optional<Scaled> run(const Step& step, const Layer& layer, const std::optio
   const Linear gate_up = step.norm_swiglu_linear(layer.post_norm, layer.gate_up_weight);
   const Tensor attention =
       rope_decode_attention(step.op, linear(hidden, qkv, scaled), step.rotation, step.head_norms(layer),
-                            step.attention_inputs(layer), step.heads, kPrefetch);
-  const auto after_attention = linear_add_(hidden, attention, add_linear(layer.o_weight, layer.o_bias), &gate_up);
-  return linear_add_(hidden, linear(hidden, gate_up, after_attention), add_linear(layer.down_weight, kNoBias), next);
+                            step.attention_inputs(layer), step.heads, kPrefetchCache);
+  const auto after_attention = linear_add_(hidden, attention, add_linear(layer.o_weight, layer.o_bias), 1, &gate_up);
+  return linear_add_(hidden, linear(hidden, gate_up, after_attention), add_linear(layer.down_weight, kNoBias), 1, next);
 }
 
 void decode_layer(const Tensor& hidden, const Tensor& input_norm, const Tensor& qkv_weight,

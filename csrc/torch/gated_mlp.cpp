@@ -1,5 +1,6 @@
 // gated_mlp: the linear with gate and up rows, the activation, and the linear down, each by its fastest route
-// (linear.cpp). For few tokens SwiGLU is the epilogue of the first kernel, unless gate and up are wanted or biased.
+// (linear.cpp). For few tokens the activation is in the epilogue of the first kernel, unless gate and up are wanted
+// or biased.
 #include "backend.h"
 #include "step.h"
 
@@ -37,10 +38,10 @@ std::tuple<Tensor, Tensor> gated_mlp(const Tensor& x, const Tensor& gate_up_weig
   constexpr const char* op = "gated_mlp";
   check(op, x, gate_up_weight, down_weight, gate_up_bias, down_bias);
   const Activation act = to_activation(op, activation);
-  const bool in_epilogue = act == Activation::kSilu && !gate_up_bias && !save_gate_up;
-  const LinearEpilogue epilogue = in_epilogue ? LinearEpilogue::kSwiglu : LinearEpilogue::kNone;
-  const Linear gate_up_proj{op, gate_up_weight, gate_up_bias, std::nullopt, epilogue, false};
-  const Linear down_proj{op, down_weight, down_bias, std::nullopt, LinearEpilogue::kNone, false};
+  const bool in_epilogue = !gate_up_bias && !save_gate_up;
+  const std::optional<Activation> glu = in_epilogue ? std::optional(act) : std::nullopt;
+  const Linear gate_up_proj{op, gate_up_weight, gate_up_bias, std::nullopt, glu, false};
+  const Linear down_proj{op, down_weight, down_bias, std::nullopt, std::nullopt, false};
   Tensor gate_up = linear(x, gate_up_proj);
   const Tensor product = in_epilogue ? gate_up : glu_packed(op, gate_up, act);
   if (!save_gate_up) {

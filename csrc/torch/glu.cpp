@@ -146,11 +146,8 @@ void glu_packed_backward_(Tensor grad_y, Tensor gate_up, std::string activation)
   constexpr const char* op = "glu_packed_backward_";
   check_packed_backward(op, grad_y, gate_up, Access::kWrite);
   const Activation act = to_activation(op, activation);
-  for (const auto& [name, tensor] : {std::pair("grad_y", grad_y), std::pair("gate_up", gate_up)}) {
-    LLMK_CHECK(as_rows(tensor).tensor.get() == tensor.get(), op, name,
-               " must have contiguous columns and rows a constant distance apart, as it is written to, got shape ",
-               shape(tensor), " with strides ", text(tensor.strides()));
-  }
+  check_rows_in_place(op, {"grad_y", grad_y});
+  check_rows_in_place(op, {"gate_up", gate_up});
   write_packed_backward(op, grad_y, gate_up, act, gate_up, grad_y);
 }
 

@@ -1,4 +1,4 @@
-// linear, rms_norm_linear, linear_add_ and rms_norm_swiglu_linear: a kernel for few tokens on a recent GPU, else the
+// linear, glu_linear, both behind an RMSNorm, and linear_add_: a kernel for few tokens on a recent GPU, else the
 // library's other ops and PyTorch's linear (cuBLAS, MKL).
 #include "backend.h"
 #if LLMK_CUDA
@@ -27,7 +27,7 @@ Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional
 // The shape of the result.
 std::vector<int64_t> result_shape(const Tensor& x, const Linear& f) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = f.epilogue == LinearEpilogue::kSwiglu ? f.weight.size(0) / 2 : f.weight.size(0);
+  sizes.back() = f.glu ? f.weight.size(0) / 2 : f.weight.size(0);
   return sizes;
 }
 
@@ -44,8 +44,25 @@ void check(const Tensor& x, const Linear& f) {
     check_vector(op, {"norm_weight", f.norm->weight}, {"x", x}, k, "x.size(-1)");
     check_options(op, f.norm->options);
   }
-  LLMK_CHECK(f.epilogue != LinearEpilogue::kSwiglu || f.weight.size(0) % 2 == 0, op,
+  LLMK_CHECK(!f.glu || f.weight.size(0) % 2 == 0, op,
              "weight must have an even number of rows, [gate | up], got shape ", shape(f.weight));
+}
+
+// The hand-off that linear_add_scale_ has returned for x; nothing where it made none.
+std::optional<Scaled> check_handoff(const Tensor& x, const Linear& f, const std::optional<Tensor>& scaled,
+                                    const std::optional<Tensor>& squares) {
+  LLMK_CHECK(scaled.has_value() == squares.has_value(), f.op, scaled ? "squares" : "scaled", " must be given with ",
+             scaled ? "scaled" : "squares");
+  if (!scaled || (scaled->numel() == 0 && squares->numel() == 0)) return std::nullopt;
+  check_dtype(f.op, {"scaled", *scaled}, {"x", x});
+  const int64_t cols = x.size(x.dim() - 1), rows = cols > 0 ? x.numel() / cols : 0;
+  LLMK_CHECK(scaled->dim() == 2 && scaled->size(0) == rows && scaled->size(1) == cols && scaled->is_contiguous(), f.op,
+             "scaled must be contiguous, of shape [", rows, ", ", cols, "] (the rows of x), got ", shape(*scaled));
+  LLMK_CHECK(squares->scalar_type() == ScalarType::Float, f.op, "squares must be float32, got ",
+             name(squares->scalar_type()));
+  LLMK_CHECK(squares->dim() == 2 && squares->size(0) > 1 && squares->size(1) == 64 && squares->is_contiguous(), f.op,
+             "squares must be contiguous, of shape [parts + 1, 64], got ", shape(*squares));
+  return Scaled{*scaled, *squares, static_cast<int>(squares->size(0) - 1)};
 }
 
 #if LLMK_CUDA
@@ -67,9 +84,8 @@ std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
   params.n = f.weight.size(0);
   params.k = params.x_stride = f.weight.size(1);
   params.weight_stride = params.n > 1 ? f.weight.stride(0) : params.k;
-  params.epilogue = f.epilogue;
-  params.prefetch_weights = f.prefetch_weights;
-  params.no_cublas = f.no_cublas;
+  params.glu = f.glu;
+  params.in_step = f.in_step;
   return params;
 }
 
@@ -127,7 +143,7 @@ Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::opti
     const auto set = [&](LinearParams& params, Dtype) {
       params.y = y.mutable_data_ptr();
       params.y_stride = sizes.back();
-      if (!scaled) return;
+      if (!scaled || params.m <= kernels::kLinearMaxMmaTokens) return;  // there the kernel folds the norm itself
       params.x = scaled->x.const_data_ptr();
       params.x_stride = params.k;
       params.squares = scaled->squares.mutable_data_ptr();
@@ -139,10 +155,10 @@ Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::opti
   if (is_meta(x)) return empty(sizes, x.scalar_type(), x);
   const Tensor normalized = f.norm ? rms_norm_between(x, f.norm->weight, f.norm->options) : x;
   const Tensor y = library_linear(normalized, f.weight, f.bias);
-  return f.epilogue == LinearEpilogue::kSwiglu ? glu_packed(f.op, y, Activation::kSilu) : y;
+  return f.glu ? glu_packed(f.op, y, *f.glu) : y;
 }
 
-std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f,
+std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, double alpha,
                                   [[maybe_unused]] const Linear* next) {
   if (residual.numel() == 0 || is_meta(residual)) return std::nullopt;
 #if LLMK_CUDA
@@ -150,60 +166,110 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
   if (const Rows rows = as_rows(residual); rows.tensor.get() == residual.get()) {
     const auto set = [&](LinearParams& params, Dtype dtype) {
       params.residual = residual.mutable_data_ptr();
+      params.alpha = alpha;
       params.y_stride = rows.stride;
       if (next) scaled = prepare_handoff(params, dtype, *next, x);
     };
     if (run_kernel(x, f, set)) return scaled;
   }
 #endif
-  aten::add_(residual, library_linear(x, f.weight, f.bias));
+  const Tensor y = library_linear(x, f.weight, f.bias);
+  if (alpha != 1) aten::mul_(y, alpha);
+  aten::add_(residual, y);
   return std::nullopt;
 }
 
 namespace {
 
-Tensor checked_linear(const Tensor& x, const Linear& f) {
+Tensor checked_linear(const Tensor& x, const Linear& f, const std::optional<Tensor>& scaled = std::nullopt,
+                      const std::optional<Tensor>& squares = std::nullopt) {
   const std::optional<Tensor> norm_weight = f.norm ? f.norm->weight : std::nullopt;
-  check_tensors(f.op, {{"x", x}, {"norm_weight", norm_weight}, {"weight", f.weight}, {"bias", f.bias}});
+  check_tensors(f.op, {{"x", x},
+                       {"norm_weight", norm_weight},
+                       {"weight", f.weight},
+                       {"bias", f.bias},
+                       {"scaled", scaled},
+                       {"squares", squares}});
   check(x, f);
-  return linear(x, f);
+  return linear(x, f, check_handoff(x, f, scaled, squares));
 }
 
-Tensor linear_op(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool prefetch_weights) {
-  return checked_linear(x, {"linear", weight, bias, std::nullopt, LinearEpilogue::kNone, prefetch_weights});
+Tensor linear_op(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, bool in_step) {
+  return checked_linear(x, {"linear", weight, bias, std::nullopt, std::nullopt, in_step});
 }
 
 Tensor rms_norm_linear_op(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
                           std::optional<Tensor> bias, double eps, double weight_offset, bool cast_before_weight,
-                          bool prefetch_weights) {
+                          bool in_step, std::optional<Tensor> scaled, std::optional<Tensor> squares) {
   const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return checked_linear(x, {"rms_norm_linear", weight, bias, norm, LinearEpilogue::kNone, prefetch_weights});
+  return checked_linear(x, {"rms_norm_linear", weight, bias, norm, std::nullopt, in_step}, scaled, squares);
 }
 
-Tensor rms_norm_swiglu_linear_op(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight, double eps,
-                                 double weight_offset, bool cast_before_weight, bool prefetch_weights) {
-  const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
-  return checked_linear(
-      x, {"rms_norm_swiglu_linear", weight, std::nullopt, norm, LinearEpilogue::kSwiglu, prefetch_weights});
+Tensor glu_linear_op(const Tensor& x, const Tensor& weight, std::string activation, bool in_step) {
+  constexpr const char* op = "glu_linear";
+  return checked_linear(x, {op, weight, std::nullopt, std::nullopt, to_activation(op, activation), in_step});
 }
 
-void linear_add_op(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
-                   bool prefetch_weights) {
-  const Linear f{"linear_add_", weight, bias, std::nullopt, LinearEpilogue::kNone, prefetch_weights};
-  check_tensors(f.op, {{"residual", residual, Access::kWrite}, {"x", x}, {"weight", weight}, {"bias", bias}});
+Tensor rms_norm_glu_linear_op(const Tensor& x, std::optional<Tensor> norm_weight, const Tensor& weight,
+                              std::string activation, double eps, double weight_offset, bool cast_before_weight,
+                              bool in_step, std::optional<Tensor> scaled, std::optional<Tensor> squares) {
+  constexpr const char* op = "rms_norm_glu_linear";
+  const Norm norm{norm_weight, {eps, weight_offset, cast_before_weight}};
+  const Linear f{op, weight, std::nullopt, norm, to_activation(op, activation), in_step};
+  return checked_linear(x, f, scaled, squares);
+}
+
+void check_add(const Tensor& residual, const Tensor& x, const Linear& f, double alpha) {
   check(x, f);
   check_dtype(f.op, {"residual", residual}, {"x", x});
   const std::vector<int64_t> sizes = result_shape(x, f);
   LLMK_CHECK(residual.sizes().equals(sizes), f.op, "residual must have shape ", text(sizes),
              " (that of x weight^T), got ", shape(residual));
-  linear_add_(residual, x, f);
+  check_finite(f.op, "alpha", alpha);
+}
+
+void linear_add_op(Tensor residual, const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, double alpha,
+                   bool in_step) {
+  const Linear f{"linear_add_", weight, bias, std::nullopt, std::nullopt, in_step};
+  check_tensors(f.op, {{"residual", residual, Access::kWrite}, {"x", x}, {"weight", weight}, {"bias", bias}});
+  check_add(residual, x, f, alpha);
+  linear_add_(residual, x, f, alpha);
+}
+
+std::tuple<Tensor, Tensor> linear_add_scale_op(Tensor residual, const Tensor& x, const Tensor& weight,
+                                               std::optional<Tensor> bias, const Tensor& next_weight,
+                                               std::optional<Tensor> next_norm_weight, double next_weight_offset,
+                                               double alpha, bool in_step) {
+  const Linear f{"linear_add_scale_", weight, bias, std::nullopt, std::nullopt, in_step};
+  check_tensors(f.op, {{"residual", residual, Access::kWrite},
+                       {"x", x},
+                       {"weight", weight},
+                       {"bias", bias},
+                       {"next_weight", next_weight},
+                       {"next_norm_weight", next_norm_weight}});
+  check_add(residual, x, f, alpha);
+  const int64_t n = weight.size(0);
+  check_dtype(f.op, {"next_weight", next_weight}, {"x", x});
+  LLMK_CHECK(next_weight.dim() == 2 && next_weight.size(1) == n, f.op, "next_weight must have shape [any, ", n,
+             "] (weight.size(0)), got ", shape(next_weight));
+  check_vector(f.op, {"next_norm_weight", next_norm_weight}, {"x", x}, n, "weight.size(0)");
+  check_finite(f.op, "next_weight_offset", next_weight_offset);
+  const Norm norm{next_norm_weight, {0, next_weight_offset, false}};
+  const Linear next{f.op, next_weight, std::nullopt, norm, std::nullopt, in_step};
+  if (const std::optional<Scaled> scaled = linear_add_(residual, x, f, alpha, &next)) {
+    return {scaled->x, scaled->squares};
+  }
+  const int64_t none = 0;
+  return {empty({&none, 1}, x.scalar_type(), x), empty({&none, 1}, ScalarType::Float, x)};
 }
 
 void register_ops(StableLibrary& ops) {
   implement_differentiable(ops, "linear", TORCH_BOX(&linear_op));
   implement_differentiable(ops, "rms_norm_linear", TORCH_BOX(&rms_norm_linear_op));
+  ops.impl("glu_linear", TORCH_BOX(&glu_linear_op));
+  ops.impl("rms_norm_glu_linear", TORCH_BOX(&rms_norm_glu_linear_op));
   ops.impl("linear_add_", TORCH_BOX(&linear_add_op));
-  ops.impl("rms_norm_swiglu_linear", TORCH_BOX(&rms_norm_swiglu_linear_op));
+  ops.impl("linear_add_scale_", TORCH_BOX(&linear_add_scale_op));
 }
 
 }  // namespace

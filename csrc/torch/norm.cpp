@@ -1,4 +1,4 @@
-// rms_norm, layer_norm, both also after a residual add, and their backward.
+// rms_norm, layer_norm, both also after a residual add, their backward, and rms_norm before a residual add.
 #include <algorithm>
 
 #include "backend.h"
@@ -27,12 +27,25 @@ void check_x(const char* op, const Tensor& x) {
   LLMK_CHECK(x.dim() >= 1, op, "x must have at least one dimension, got a scalar");
 }
 
+void run(const char* op, NormKind kind, const NormParams& params, Dtype dtype, const Tensor& x,
+         [[maybe_unused]] bool may_overlap = true) {
+  on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) {
+              return (kind == NormKind::kRms ? kernels::rms_norm : kernels::layer_norm)(params, dtype, stream,
+                                                                                        may_overlap);
+            }),
+            [&] {
+              parallel_for(params.rows, params.cols, [&](int64_t begin, int64_t end) {
+                (kind == NormKind::kRms ? cpu::rms_norm : cpu::layer_norm)(params, dtype, begin, end);
+              });
+            });
+}
+
 // y and, with a residual, x + residual.
 std::pair<Tensor, std::optional<Tensor>> forward(const char* op, NormKind kind, const Tensor& x,
                                                  const std::optional<Tensor>& residual,
                                                  const std::optional<Tensor>& given_weight,
                                                  const std::optional<Tensor>& given_bias, const RmsNormOptions& options,
-                                                 [[maybe_unused]] bool may_overlap = true) {
+                                                 bool may_overlap = true) {
   check_tensors(op, {{"x", x}, {"residual", residual}, {"weight", given_weight}, {"bias", given_bias}});
   const Dtype dtype = to_dtype(op, {"x", x});
   check_x(op, x);
@@ -50,15 +63,7 @@ std::pair<Tensor, std::optional<Tensor>> forward(const char* op, NormKind kind, 
   const NormParams params{x_rows.data(),        residual ? residual_rows->data() : nullptr, data(weight), data(bias),
                           y.mutable_data_ptr(), sum ? sum->mutable_data_ptr() : nullptr,    x_rows.rows,  x_rows.cols,
                           x_rows.stride,        residual ? residual_rows->stride : 0,       options};
-  on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) {
-              return (kind == NormKind::kRms ? kernels::rms_norm : kernels::layer_norm)(params, dtype, stream,
-                                                                                        may_overlap);
-            }),
-            [&] {
-              parallel_for(params.rows, params.cols, [&](int64_t begin, int64_t end) {
-                (kind == NormKind::kRms ? cpu::rms_norm : cpu::layer_norm)(params, dtype, begin, end);
-              });
-            });
+  run(op, kind, params, dtype, x, may_overlap);
   return {y, sum};
 }
 
@@ -73,6 +78,28 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   const RmsNormOptions options{eps, weight_offset, cast_before_weight};
   const auto [y, sum] = forward("add_rms_norm", NormKind::kRms, x, residual, weight, std::nullopt, options);
   return {y, *sum};
+}
+
+void rms_norm_add_(Tensor residual, const Tensor& x, std::optional<Tensor> given_weight, double eps,
+                   double weight_offset, bool cast_before_weight, double alpha) {
+  constexpr const char* op = "rms_norm_add_";
+  const RmsNormOptions options{eps, weight_offset, cast_before_weight};
+  check_tensors(op, {{"residual", residual, Access::kWrite}, {"x", x}, {"weight", given_weight}});
+  const Dtype dtype = to_dtype(op, {"x", x});
+  check_x(op, x);
+  check_options(op, options);
+  check_finite(op, "alpha", alpha);
+  check_like(op, {"residual", residual}, {"x", x});
+  check_rows_in_place(op, {"residual", residual});
+  const auto weight = check_of_columns(op, "weight", given_weight, x);
+  if (x.numel() == 0) return;
+  const Rows x_rows = as_rows(x), target = as_rows(residual);
+  NormParams params{x_rows.data(), nullptr,     data(weight),  nullptr, nullptr, nullptr,
+                    x_rows.rows,   x_rows.cols, x_rows.stride, 0,       options};
+  params.target = residual.mutable_data_ptr();
+  params.target_stride = target.stride;
+  params.alpha = alpha;
+  run(op, NormKind::kRms, params, dtype, x);
 }
 
 Tensor layer_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps) {
@@ -177,6 +204,7 @@ void register_ops(StableLibrary& ops) {
   implement_differentiable(ops, "rms_norm", TORCH_BOX(&rms_norm));
   implement_differentiable(ops, "add_rms_norm", TORCH_BOX(&add_rms_norm));
   ops.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  ops.impl("rms_norm_add_", TORCH_BOX(&rms_norm_add_));
   implement_differentiable(ops, "layer_norm", TORCH_BOX(&layer_norm));
   implement_differentiable(ops, "add_layer_norm", TORCH_BOX(&add_layer_norm));
   ops.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));

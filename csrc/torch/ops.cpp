@@ -22,6 +22,10 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def(
       "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, "
       "bool cast_before_weight, bool needs_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
+  // residual += alpha rms_norm(x): the norm behind a block
+  ops.def(
+      "rms_norm_add_(Tensor(a!) residual, Tensor x, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0, "
+      "bool cast_before_weight=True, float alpha=1.0) -> ()");
   differentiable("layer_norm", "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor");
   differentiable("add_layer_norm",
                  "(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> "
@@ -136,23 +140,36 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def("glu_packed_backward(Tensor grad_y, Tensor gate_up, str activation) -> (Tensor y, Tensor grad_gate_up)");
   ops.def("glu_packed_backward_(Tensor(a!) grad_y, Tensor(b!) gate_up, str activation) -> ()");
 
+  // softcap.cpp; y = softcap tanh(scale logits / softcap), or scale logits where softcap is 0
+  ops.def("scale_softcap(Tensor logits, float scale=1.0, float softcap=0.0) -> Tensor");
+
   // sampling.cpp; without the tensor of a parameter its `_value` holds for every row
   ops.def(
       "sample(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
       "Tensor? repetition_penalty, Tensor(b!)? seen, Tensor(a!) rng_state, float temperature_value=1.0, "
       "int top_k_value=0, float top_p_value=1.0, float min_p_value=0.0, float repetition_penalty_value=1.0) -> Tensor");
 
-  // linear.cpp; a weight with SwiGLU is [gate rows | up rows]; `prefetch_weights`: see params/linear.h
-  differentiable("linear", "(Tensor x, Tensor weight, Tensor? bias=None, bool prefetch_weights=False) -> Tensor");
+  // linear.cpp; of a glu_linear, y = act(gate) up, the weight is [gate rows | up rows]; `in_step`: a launch of a decode
+  // step, see params/linear.h. linear_add_: residual += alpha (x weight^T + bias). linear_add_scale_ also does most of
+  // the norm of the new residual, for a linear after it with `next_weight`: its results are the `scaled` and `squares`
+  // of that linear, whose x is the residual. They have no elements where this cannot be done or does not pay.
+  differentiable("linear", "(Tensor x, Tensor weight, Tensor? bias=None, bool in_step=False) -> Tensor");
   differentiable("rms_norm_linear",
                  "(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias=None, float eps=1e-6, "
-                 "float weight_offset=0.0, bool cast_before_weight=True, bool prefetch_weights=False) -> Tensor");
+                 "float weight_offset=0.0, bool cast_before_weight=True, bool in_step=False, Tensor? scaled=None, "
+                 "Tensor? squares=None) -> Tensor");
+  ops.def("glu_linear(Tensor x, Tensor weight, str activation='silu', bool in_step=False) -> Tensor");
   ops.def(
-      "linear_add_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias=None, bool prefetch_weights=False) -> "
-      "()");
+      "rms_norm_glu_linear(Tensor x, Tensor? norm_weight, Tensor weight, str activation='silu', float eps=1e-6, "
+      "float weight_offset=0.0, bool cast_before_weight=True, bool in_step=False, Tensor? scaled=None, "
+      "Tensor? squares=None) -> Tensor");
   ops.def(
-      "rms_norm_swiglu_linear(Tensor x, Tensor? norm_weight, Tensor weight, float eps=1e-6, float weight_offset=0.0, "
-      "bool cast_before_weight=True, bool prefetch_weights=False) -> Tensor");
+      "linear_add_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias=None, float alpha=1.0, "
+      "bool in_step=False) -> ()");
+  ops.def(
+      "linear_add_scale_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias, Tensor next_weight, "
+      "Tensor? next_norm_weight=None, float next_weight_offset=0.0, float alpha=1.0, bool in_step=False) -> "
+      "(Tensor scaled, Tensor squares)");
 
   // fp8.cpp; granularity: an element of scale per "token" (row), per "block" of 128 elements of a row, or one per
   // "tensor"; without `up`, gate is [gate | up]

@@ -13,15 +13,14 @@ struct Norm {
   RmsNormOptions options;
 };
 
-// epilogue(norm(x) weight^T + bias)
+// norm(x) weight^T + bias, or act(gate) up with [gate | up] = norm(x) weight^T.
 struct Linear {
   const char* op;  // for errors
   Tensor weight;
   std::optional<Tensor> bias;
   std::optional<Norm> norm;
-  LinearEpilogue epilogue;
-  bool prefetch_weights;
-  bool no_cublas = false;  // params/linear.h
+  std::optional<Activation> glu;
+  bool in_step;  // params/linear.h
 };
 
 // The norm hand-off (params/linear.h): for the linear after the next norm linear_add_ writes the new residual times the
@@ -34,8 +33,9 @@ struct Scaled {
 // `scaled`: from the linear_add_ that made x, if this linear was its `next`.
 Tensor linear(const Tensor& x, const Linear& f, const std::optional<Scaled>& scaled = std::nullopt);
 
-// residual += x weight^T + bias. `next`: the linear after the next norm, for a hand-off.
-std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, const Linear* next = nullptr);
+// residual += alpha (x weight^T + bias). `next`: the linear after the next norm, for a hand-off.
+std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, double alpha = 1,
+                                  const Linear* next = nullptr);
 
 // Here, so that ops with a norm of their own do not depend on norm.cpp.
 inline void check_options(const char* op, const RmsNormOptions& options) {

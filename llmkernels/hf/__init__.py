@@ -1,12 +1,13 @@
 """Patching a live Hugging Face model, and generating with it.
 
-`patch(model)` makes the RMSNorm, rotary embedding, gated MLP and residual adds of a transformers model run on this
-package's ops, on that instance only: modules change their class to a subclass of it, and nothing global is written.
+`patch(model)` makes the norms, rotary embedding, MLPs and residual adds of a transformers model run on this package's
+ops, on that instance only: modules change their class to a subclass of it, and nothing global is written.
 `patch` returns a `PatchHandle` that reports what runs and undoes it; `unpatch(model)` undoes it where there is no
 handle, on a deep copy or a loaded pickle.
 
-    families.py  which transformers classes are known, one line per family
-    layout.py    whether such a class computes what its replacement computes
+    families.py  what is known by name, and the options of what classes compute
+    layout.py    which kind a class is of, and what it computes: found out by running it
+    source.py    copies of a forward with an op in it
     layers.py    the replacements
     patch.py     patch, unpatch, PatchHandle
     report.py    what patch found and did

@@ -13,12 +13,16 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import KVCache
-from .trunk import NoStep, Trunk
+from .cache import KVCache, KVCacheLayer, room_for
+from .description import Trunk
+from .trust import NoStep
 
 
-def check_dynamic(cache: object, parts: Trunk, batch: int) -> None:
-    """Raise NoStep unless `cache` is a DynamicCache, empty or of this model and batch."""
+def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = False) -> None:
+    """Raise NoStep unless `cache` is a DynamicCache, empty or of this model and batch.
+
+    `recorded`: layers with a window may have more tokens than it, which are there to be cropped.
+    """
     if type(cache) is not DynamicCache:
         raise NoStep(f"the cache given is a {type(cache).__name__}")
     if cache.offloading or "update" in vars(cache):
@@ -27,20 +31,24 @@ def check_dynamic(cache: object, parts: Trunk, batch: int) -> None:
         return
     if len(cache.layers) != len(parts.layers):
         raise NoStep(f"the cache has {len(cache.layers)} layers")
-    tokens = cache.get_seq_length()
-    for layer, part in zip(cache.layers, parts.layers, strict=True):
+    tokens = int(cache.get_seq_length())  # assisted decoding makes a tensor of it
+    for layer, part in zip(cache.layers, (layer.attention for layer in parts.layers), strict=True):
         held = tokens
         if type(layer) is DynamicSlidingWindowLayer:
             held = min(tokens, part.window_left)
-            if layer.sliding_window != part.window_left + 1 or part.window_left < 1 or layer.record_past:
+            if layer.sliding_window != part.window_left + 1 or part.window_left < 1:
                 raise NoStep("the cache has another sliding window than the model")
+            if layer.record_past:
+                if not recorded:
+                    raise NoStep("the cache records what its sliding window drops")
+                held = max(held, min(tokens, layer.keys.shape[2]) if tokens else 0)
         elif type(layer) is not DynamicLayer:
             raise NoStep(f"the cache has a {type(layer).__name__}")
         if layer.get_seq_length() != tokens:
             raise NoStep("the layers of the cache differ in length")
         expected = (batch, part.kv_heads, held, part.head_dim)
         for held_tensor in (layer.keys, layer.values) if tokens else ():
-            _check_tensor(held_tensor, expected, parts.head)
+            _check_tensor(held_tensor, expected, parts.weight)
 
 
 def _check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
@@ -50,20 +58,24 @@ def _check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
 
 def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
     """Copy the tokens of `theirs` to `ours`, which is empty. Those that a sliding window has dropped are not needed."""
-    tokens = theirs.get_seq_length()
+    tokens = int(theirs.get_seq_length())
     for ours_layer, layer in zip(ours.layers, theirs.layers if tokens else (), strict=False):
-        if not ours_layer.is_initialized:
-            ours_layer.lazy_initialization(layer.keys, layer.values)
-        first = tokens - layer.keys.shape[2]
-        for buffer, held in ((ours_layer.k, layer.keys), (ours_layer.v, layer.values)):
-            buffer[:, first:tokens].copy_(held.transpose(1, 2))
-        ours_layer.length = tokens
+        _copy_layer(ours_layer, layer, tokens)
+
+
+def _copy_layer(ours: KVCacheLayer, layer: DynamicLayer, tokens: int) -> None:
+    if not ours.is_initialized:
+        ours.lazy_initialization(layer.keys, layer.values)
+    first = tokens - layer.keys.shape[2]
+    for buffer, held in ((ours.k, layer.keys), (ours.v, layer.values)):
+        buffer[:, first:tokens].copy_(held.transpose(1, 2))
+    ours.length = tokens
 
 
 @torch.no_grad()
 def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
     """Append to `theirs` the tokens of `ours` that it does not have. With `frees`, then free each layer of `ours`."""
-    first = theirs.get_seq_length()
+    first = int(theirs.get_seq_length())
     sliding = theirs.is_sliding or [False] * len(ours.layers)
     for index, layer in enumerate(ours.layers):
         # A sliding window keeps a view of the tensor that update() makes: a short one if the last token is alone.
@@ -73,3 +85,32 @@ def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
                 theirs.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
         if frees:
             layer.release()
+
+
+class AdoptedCache(KVCache, DynamicCache):
+    """A DynamicCache that has become a KVCache."""
+
+
+def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
+    """Turn a DynamicCache with tokens into a KVCache that grows, in place: whoever has it has the same object.
+
+    Raises NoStep where there is no memory for a layer; it is what it was then.
+    """
+    theirs, ours = cache.layers, []
+    tokens = int(cache.get_seq_length())
+    capacity = room_for(tokens, batch * parts.token_bytes)
+    try:
+        for layer in theirs:
+            ours.append(KVCacheLayer(capacity, grows=True, layers=len(theirs)))
+            _copy_layer(ours[-1], layer, tokens)
+            layer.keys = layer.values = None
+    except torch.OutOfMemoryError:
+        for layer, new in zip(theirs, ours, strict=False):
+            if layer.keys is None:
+                held = slice(tokens - min(tokens, getattr(layer, "sliding_window", tokens + 1) - 1), tokens)
+                layer.keys, layer.values = new.keys[:, :, held], new.values[:, :, held]
+        raise NoStep("there is no memory to copy the cache") from None
+    cache.layers = ours
+    cache.counters = cache.cache_leftpad = None
+    cache._counted = -1
+    cache.__class__ = AdoptedCache

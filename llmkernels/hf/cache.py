@@ -183,6 +183,7 @@ class KVCacheLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens: a negative number, as in transformers 5.23."""
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor
         if not -self.length <= tokens_to_remove <= 0:
             raise ValueError(
                 f"KVCache.crop: tokens_to_remove must be from {-self.length} to 0 (the live tokens, negative), "
@@ -310,14 +311,15 @@ class KVCache(Cache):
             self._count()
         return self.counters[1]
 
-    def begin(self, positions: Tensor, cache_leftpad: Tensor | None = None) -> None:
+    def begin(self, positions: Tensor | int, cache_leftpad: Tensor | None = None) -> None:
         """Set the counters before the first decode step.
 
-        `positions` (B,) are the rope positions of the last tokens; `cache_leftpad` (B,) as in :func:`decode_attention`.
+        `positions` (B,) are the rope positions of the last tokens, or that of all; `cache_leftpad` (B,) as in
+        :func:`decode_attention`.
         """
         self._allocate_counters()
         self._count()
-        self.counters[0].copy_(positions)
+        self.counters[0].copy_(positions) if isinstance(positions, Tensor) else self.counters[0].fill_(positions)
         self.cache_leftpad.zero_() if cache_leftpad is None else self.cache_leftpad.copy_(cache_leftpad)
 
     def has_room(self, tokens: int) -> bool:

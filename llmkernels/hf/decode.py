@@ -1,4 +1,4 @@
-"""The decode step: one token for every sequence, by one call of `llmkernels::decode_step` and, on CUDA, one graph.
+"""The decode step: one token for every sequence, composed of ops (compose.py) and, on CUDA, recorded into one graph.
 
     Decoder          what a model keeps between calls: its cache, graphs, and how often which way was taken
     DecodeStep       one model on one cache, for one call of generate
@@ -6,8 +6,8 @@
 A step reads the model as it is when a call begins. Nothing of it is kept longer than the call but addresses, against
 which a graph is checked before it is used again: weights that moved, or a cache that grew, make a new one.
 
-The op is five launches per layer on a GPU of compute capability 9.0, for up to 64 sequences in bfloat16 or float16, and
-one or two for the head. Other GPUs take more.
+A layer as Llama's is five launches on a GPU of compute capability 9.0, for up to 64 sequences in bfloat16 or float16,
+and the head is one or two. Other layers and GPUs take more.
 """
 
 import threading
@@ -20,103 +20,115 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import graphs
+from . import compose, graphs
+from .compose import Tokens, make_tables
+from .description import Trunk, leaves
 from .graphs import Program
 from .report import STEP
-from .trunk import Trunk, fits_cache
-
-_ops = torch.ops.llmkernels
-_index = torch.ops.aten.index.Tensor_out
+from .trunk import Snapshot, fits_cache
 
 
 class DecodeStep:
-    """One model on one cache, for one call of generate.
+    """One model on one cache: the next `count` tokens of each sequence.
 
-    `tokens` int64 (B,) are the last token of each sequence, which is not in the cache yet: `run` embeds it, then runs
-    what calls `forward`, which appends it to the cache and returns the logits (B, V) of the next. What is run may be
-    recorded, so it calls ops of llmkernels only.
+    `tokens` int64 (B * count,) are the last tokens of each sequence, which are not in the cache yet: `run` embeds them,
+    then runs what calls `forward`, which appends them to the cache and returns the logits (B * count, V) behind each.
+    What is run may be recorded, so it calls ops of llmkernels only.
     """
 
-    def __init__(self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None]):
+    def __init__(self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None], count: int = 1):
         self.cache = cache
         self.program = program
-        self.device = parts.head.device
+        self.device = parts.weight.device
         self.count = 0  # of the steps that ran
         self._parts = parts
+        self._embed = parts.embedding, parts.embed_scale
         self._note = note  # called with that count
-        batch = cache.layers[0].k.shape[0]
-        self.tokens = program.buffer("tokens", (batch,), torch.long, self.device)
-        self._hidden = program.buffer("hidden", (batch, parts.embedding.shape[1]), parts.embedding.dtype, self.device)
+        self._ahead = count
+        weight, rows = parts.weight, cache.layers[0].k.shape[0] * count
+        self.tokens = program.buffer("tokens", (rows,), torch.long, self.device)
+        self._hidden = program.buffer("hidden", (rows, weight.shape[1]), weight.dtype, self.device)
         self._bind()
 
     def _bind(self) -> None:
-        """Collect the arguments of the op, and with them the addresses that a graph has to have."""
-        parts, cache = self._parts, self.cache
-        layers, buffers = parts.layers, cache.layers
-        self._embedding = parts.embedding
-        cos, sin = self._tables(parts.rotary)
-        positions, cache_seqlens = cache.counters
-        self.arguments = {
-            "hidden": self._hidden,
-            "input_norms": [layer.input_norm for layer in layers],
-            "qkv_weights": parts.packed["qkv"],
-            "qkv_biases": parts.packed["qkv_bias"],
-            "o_weights": [layer.output for layer in layers],
-            "o_biases": [layer.output_bias for layer in layers if layer.output_bias is not None],
-            "post_norms": [layer.post_norm for layer in layers],
-            "gate_up_weights": parts.packed["gate_up"],
-            "down_weights": [layer.down for layer in layers],
-            "norm": parts.norm,
-            "head": parts.head,
-            "head_bias": parts.head_bias,
-            "cos": cos,
-            "sin": sin,
-            "positions": positions,
-            "cache_seqlens": cache_seqlens,
-            "cache_leftpad": cache.cache_leftpad,
-            "k_caches": [buffer.k for buffer in buffers],
-            "v_caches": [buffer.v for buffer in buffers],
-            "heads": layers[0].heads,
-            "eps": parts.eps,
-            "weight_offset": parts.family.weight_offset,
-            "cast_before_weight": parts.family.cast_before_weight,
-            "softmax_scale": layers[0].scale,
-            "windows_left": [layer.window_left for layer in layers],
-        }
-        used = []
-        for argument in self.arguments.values():
-            used += argument if isinstance(argument, list) else [argument]
+        """Collect what the forward reads and writes, and with it the addresses that a graph has to have."""
+        cache, count = self.cache, self._ahead
+        positions, seqlens = cache.counters
+        batch, self._positions = len(positions), positions[:, None]
+        if count > 1:
+            self._positions = self.program.buffer("positions", (batch, count), torch.int32, self.device)
+            self._offsets = torch.arange(1 - count, 1, dtype=torch.int32, device=self.device)
+        tables = make_tables(self._parts, self._parts.positions[: cache.capacity])
+        tables = {name: self._kept(name, pair) for name, pair in tables.items()}
+        self._caches = tuple((buffers.k, buffers.v) for buffers in cache.layers)
+        self._where = Tokens(batch, count, self._positions, seqlens, cache.cache_leftpad, tables)
+        used = *leaves(self._parts), *leaves(self._where), *leaves(self._caches)
         self.program.bind(tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in used))
 
+    def _kept(self, name: str, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The tables in buffers of the program. They are made anew for each call, since the module may have changed."""
+        buffers = []
+        for part, table in zip(("cos", "sin"), tables, strict=True):
+            buffers.append(self.program.buffer(f"{part} {name}", table.shape, table.dtype, self.device))
+            buffers[-1].copy_(table)
+        return tuple(buffers)
+
     def forward(self) -> Tensor:
-        return _ops.decode_step(**self.arguments)
+        return compose.forward(self._parts, self._hidden, self._where, self._caches)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph."""
-        if self.cache.make_room(1):
+        cache, count = self.cache, self._ahead
+        if cache.make_room(count):
             self._bind()
-        _index(self._embedding, [self.tokens], out=self._hidden)  # F.embedding takes three times as long
-        self.cache.counters.add_(1)
+        compose.embed(*self._embed, self.tokens, self._hidden)
+        cache.counters.add_(count)
+        if count > 1:
+            torch.add(cache.counters[0][:, None], self._offsets, out=self._positions)
         result = self.program.run(function, self.device)
-        self.cache.advance()
+        cache.advance(count)
         self.count += 1
         self._note(self.count)
         return result
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """The logits (B, V) behind the tokens (B,), until the next call."""
+        """The logits behind the tokens, until the next call."""
         self.tokens.copy_(tokens)
         return self.run(self.forward)
 
-    def _tables(self, rotary: nn.Module) -> list[Tensor]:
-        """cos and sin of every position in the cache. Computed anew by the model's module, which may have changed."""
-        positions = torch.arange(self.cache.capacity, device=self.device)[None]
-        tables = rotary(self._embedding[:1], positions)
-        buffers = []
-        for name, table in zip(("cos", "sin"), tables, strict=True):
-            buffers.append(self.program.buffer(name, table.shape[1:], table.dtype, self.device))
-            buffers[-1].copy_(table[0])
-        return buffers
+
+class Parked:
+    """A step between two forwards: its graph, and what says whether it is good for the next one.
+
+    Of the model and the cache it keeps nothing alive.
+    """
+
+    def __init__(self, step: DecodeStep, model: nn.Module):
+        self._snapshot = Snapshot(model)
+        self._embed = [weakref.ref(x) if isinstance(x, Tensor) else x for x in step._embed]
+        self._buffers = [weakref.ref(buffer) for buffer in _buffers(step.cache)]
+        self._capacity = step.cache.capacity
+        self._program = step.program
+        self._addresses = step.program.addresses
+        step._parts = step._where = step._caches = step._embed = step.cache = None
+        self._step = step
+
+    def resume(self, model: nn.Module, cache: Any, count: int) -> DecodeStep | None:
+        """The step, if nothing has changed that it depends on. Raises NoStep where the model can not be read."""
+        program = self._program
+        if program.graph is None or program.addresses != self._addresses:
+            return None
+        if cache.length + count > self._capacity or not self._snapshot.holds(model):
+            return None
+        if any(ref() is not buffer for ref, buffer in zip(self._buffers, _buffers(cache), strict=True)):
+            return None
+        self._step.cache = cache
+        self._step._embed = [x() if isinstance(x, weakref.ref) else x for x in self._embed]
+        return self._step
+
+
+def _buffers(cache: Any) -> list[Tensor]:
+    return [cache.counters, cache.cache_leftpad, *(buffer for layer in cache.layers for buffer in (layer.k, layer.v))]
 
 
 class Decoder:
@@ -125,15 +137,34 @@ class Decoder:
     def __init__(self):
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self.steps = 0  # that ran, of all calls
+        self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
         self._lock = threading.Lock()
         self._closed = False
         self._programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: graphs die with it
+        self._parked: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: steps by count
+        self._refused: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: why
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
-    def begin(self, model: nn.Module, parts: Trunk, cache: Any, kind: Any = "step") -> DecodeStep:
+    def begin(self, parts: Trunk, cache: Any, kind: Any = "step") -> DecodeStep:
         """The step of a model on a cache whose counters are set. Programs of one `kind` run the same function."""
-        programs = self._programs.setdefault(cache, {})
-        return DecodeStep(parts, cache, programs.setdefault(kind, Program(self.calls)), self._note_step)
+        program = self._programs.setdefault(cache, {}).setdefault(kind, Program(self.calls))
+        return DecodeStep(parts, cache, program, self._note_step)
+
+    def begin_forward(self, parts: Trunk, cache: Any, count: int) -> DecodeStep:
+        """The same for a forward of `count` tokens per sequence, by itself."""
+        program = self._programs.setdefault(cache, {}).setdefault(("forward", count), Program(self.calls))
+        return DecodeStep(parts, cache, program, self._note_forward, count)
+
+    def park(self, step: DecodeStep, model: nn.Module, count: int) -> None:
+        """Keep a step that has a graph for the next forward of as many tokens."""
+        cache = step.cache
+        if step.program.graph is not None:
+            self._parked.setdefault(cache, {})[count] = Parked(step, model)
+
+    def resume(self, model: nn.Module, cache: Any, count: int) -> DecodeStep | None:
+        """The step that was parked, if nothing has changed that it depends on."""
+        parked = self._parked.get(cache, {}).pop(count, None)
+        return None if parked is None else parked.resume(model, cache, count)
 
     def count(self, way: str) -> None:
         """Note that a call of generate went this way."""
@@ -146,6 +177,21 @@ class Decoder:
             self.steps += 1
             if number == 1:
                 self.calls[STEP] += 1
+
+    def _note_forward(self, number: int) -> None:
+        self.count_forward(STEP)
+
+    def count_forward(self, way: str) -> None:
+        """Note that a forward behind a cache went this way."""
+        with self._lock:
+            self.forwards[way] += 1
+
+    def refuse(self, cache: Any, reason: str) -> None:
+        """Note why forwards behind a cache do not run by the step; it is not tried again."""
+        self._refused[cache] = reason
+
+    def refusal(self, cache: Any) -> str | None:
+        return self._refused.get(cache)
 
     @contextmanager
     def lend_cache(
@@ -160,12 +206,10 @@ class Decoder:
         from . import adopt
         from .cache import KEPT_BYTES, KVCache
 
-        device = parts.head.device
+        device = parts.weight.device
         cache = self._take(parts, batch, min(tokens, limit), _stream(device))
         if cache is None:
-            layer = parts.layers[0]
-            row_bytes = 2 * batch * layer.kv_heads * layer.head_dim * parts.head.dtype.itemsize * len(parts.layers)
-            cache = KVCache.growable(len(parts.layers), row_bytes, tokens, limit)
+            cache = KVCache.growable(len(parts.layers), batch * parts.token_bytes, tokens, limit)
         try:
             if caller is not None:
                 adopt.copy_in(cache, caller)
@@ -192,6 +236,7 @@ class Decoder:
     def release(self) -> None:
         """Free the cache and the graphs that are kept for the next call."""
         self._spare.clear()
+        self._parked.clear()
         self._programs.clear()
         graphs.release_memory()
 

@@ -1,53 +1,88 @@
-"""The model families that `patch` supports. Another one of this structure needs an entry in FAMILIES, and a test.
+"""What `patch` knows by name, and the words in which layout.py says what a class computes.
 
-layout.py and trunk.py check that a class computes what its entry says; else it is not replaced.
+A layer is known by what its class computes, of whatever family it is: see layout.py. By name are known only the kinds
+of classes that somebody has replaced the forward of.
 """
 
 from dataclasses import dataclass
 
-# The kind of a class, by the end of its name. The report has this order.
-KINDS = {
-    "RMSNorm": "rms_norm",
-    "Attention": "rope",
-    "MLP": "gated_mlp",
-    "DecoderLayer": "add_rms_norm",
-    "ForCausalLM": "loss",
-}
-
 
 @dataclass(frozen=True)
-class Family:
-    """A transformers modeling module, its class prefix, and the options of its RMSNorm.
+class Norm:
+    """What a norm computes, in the words of `llmkernels.rms_norm` and `llmkernels.layer_norm`.
 
-    The classes are `<prefix>RMSNorm`, `<prefix>Attention`, `<prefix>MLP` and `<prefix>DecoderLayer`; for the decode
-    step also `<prefix>Model` and `<prefix>ForCausalLM`.
-    `eps` names the norm's attribute; `weight_offset` and `cast_before_weight` are those of `llmkernels.rms_norm`.
+    `kind` is one of the two; `eps` names the module's attribute. A norm without `has_weight` has none, or does not use
+    it. A "layer_norm" with `weight_offset` rounds weight + offset to the dtype first.
     """
 
-    model_type: str
-    prefix: str
+    kind: str = "rms_norm"
     eps: str = "variance_epsilon"
     weight_offset: float = 0.0
     cast_before_weight: bool = True
-
-    @property
-    def module(self) -> str:
-        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+    has_weight: bool = True
+    has_bias: bool = False
 
 
-FAMILIES = [
-    Family("llama", "Llama"),
-    Family("qwen2", "Qwen2"),
-]
+@dataclass(frozen=True)
+class Rotation:
+    """How an attention rotates q and k, in the words of `llmkernels.rope`.
+
+    `name` is the global of its module that rotates. `table` says what a row of cos and sin holds: "elements", one
+    angle per rotated element; "half", of which the first half is used, one angle per pair; "pairs", one angle per
+    pair. Rotated are as many elements as a row of "elements" or "half" has, twice as many as one of "pairs".
+    `float32`: q, k, cos and sin are converted to float32 first. `keeps_dtype`: the results are converted to the dtype
+    of q and k, where they would have that of the promotion with cos.
+    """
+
+    name: str = "apply_rotary_pos_emb"
+    interleaved: bool = False
+    table: str = "elements"
+    float32: bool = False
+    keeps_dtype: bool = False
 
 
-def find(cls: type) -> tuple[Family, str] | None:
-    """The family and kind of a module class, or of the known class that it derives from."""
-    known = {(family.module, family.prefix + end): (family, kind) for family in FAMILIES for end, kind in KINDS.items()}
-    for base in cls.__mro__:
-        if (match := known.get((base.__module__, base.__name__))) is not None:
-            return match
-    return None
+@dataclass(frozen=True)
+class MLP:
+    """The names of an MLP's submodules: down(act(gate(x)) * up(x)), or with `gate` None down(act(up(x))).
+
+    With `up` None `gate` is packed: its result holds those of gate and up, in this order. `dropout` names the attribute
+    with the probability of a dropout of the result, in training.
+    """
+
+    down: str
+    act: str
+    gate: str | None
+    up: str | None
+    dropout: str | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer: `norms` names those that follow an add directly and are fused with it, in their order.
+
+    `computes` is what the forward returns, as an expression of its arguments and submodules; None where that depends on
+    the instance.
+    """
+
+    norms: tuple[str, ...]
+    computes: str | None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Of a model for causal language modelling: the attribute of its config with the softcap of the logits, or None."""
+
+    softcap: str | None = None
+
+
+# The kind of a class whose forward is not transformers' own, by the end of its name.
+KINDS = {
+    "RMSNorm": "rms_norm",
+    "LayerNorm": "layer_norm",
+    "Attention": "rope",
+    "MLP": "gated_mlp",
+    "DecoderLayer": "add_rms_norm",
+}
 
 
 _LORA = ("peft.tuners.lora.layer", "Linear")
@@ -56,3 +91,14 @@ _LORA = ("peft.tuners.lora.layer", "Linear")
 def is_lora(cls: type) -> bool:
     """Whether a class is PEFT's LoRA around a linear layer, or derives from it."""
     return any((base.__module__, base.__name__) == _LORA for base in cls.__mro__)
+
+
+def known_base(cls: type) -> type | None:
+    """The class of transformers, or torch's LayerNorm, that a class is or derives from, and that patch did not make."""
+    for base in cls.__mro__:
+        if "original" not in vars(base) and (
+            base.__module__.startswith("transformers.models.")
+            or (base.__module__, base.__name__) == ("torch.nn.modules.normalization", "LayerNorm")
+        ):
+            return base
+    return None

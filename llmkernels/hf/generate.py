@@ -17,7 +17,7 @@ from .layers import has_kernel
 from .loop import prepare
 from .reading import Reading, Text
 from .report import PREFILL, by_forward
-from .trunk import NoStep
+from .trust import NoStep
 
 
 def generate(
@@ -237,8 +237,9 @@ def _seen(ids: Tensor, logits_processor) -> Tensor:
 class _ModuleStep:
     """What DecodeStep does, by the model's forward, with the inputs that transformers gives it."""
 
-    def __init__(self, model, outputs, inputs: dict[str, Any], tokens: Tensor):
-        self.tokens = tokens.clone()
+    def __init__(self, model, outputs, inputs: dict[str, Any], ids: Tensor):
+        self.tokens = ids[:, -1].clone()
+        self._ids = ids
         self._model = model
         self._inputs = model._update_model_kwargs_for_generation(outputs, inputs)
         self._buffers: dict[str, Tensor] = {}
@@ -251,7 +252,8 @@ class _ModuleStep:
         return self._buffers.setdefault(name, torch.zeros(shape, dtype=dtype, device=device))
 
     def forward(self) -> Tensor:
-        inputs = self._model.prepare_inputs_for_generation(self.tokens[:, None], next_sequence_length=1, **self._inputs)
+        self._ids = torch.cat([self._ids, self.tokens[:, None]], 1)  # which some models look at, for their length
+        inputs = self._model.prepare_inputs_for_generation(self._ids, next_sequence_length=1, **self._inputs)
         outputs = self._model(**inputs, return_dict=True)
         self._inputs = self._model._update_model_kwargs_for_generation(outputs, self._inputs)
         return outputs.logits[:, -1].to(self.tokens.device)  # parts of a model may be on several devices
@@ -276,7 +278,7 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
             kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)
             step = call.begin(state, cache, kind)
         else:
-            step = _ModuleStep(model, outputs, inputs, input_ids[:, -1])
+            step = _ModuleStep(model, outputs, inputs, input_ids)
         del outputs
         choice = _Choice(step, logits, seen, numbers, config, generator)
         late = call is not None and reading.is_late(input_ids.device)

@@ -11,33 +11,43 @@ never by way of the module's class.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from llmkernels.ops import add_rms_norm, geglu, rms_norm, rope, swiglu
+from llmkernels.ops import add_layer_norm, add_rms_norm, bias_gelu, geglu, relu2, relu2_glu, swiglu
 
-from . import families
-from .families import Family, find, is_lora
-from .layout import UnknownLayout, bind_global, check_rms_norm, check_rope, check_symbolically
+from .families import MLP as MLPNames
+from .families import Layer, Norm, Rotation, is_lora
+from .layout import (
+    UnknownLayout,
+    apply_norm,
+    check_origin,
+    kind_of,
+    mlp_of,
+    norm_of,
+    offset_weight,
+    rotate,
+    rotation_name,
+    rotation_of,
+    trace,
+)
+from .source import bind_global, fuse_adds
 
 
 class Replaced:
-    """Base of every class made here.
-
-    `original` is the class it was made from, `family` the entry of FAMILIES, if it has one.
-    """
+    """Base of every class made here. `original` is the class it was made from."""
 
     original: type[nn.Module]
-    family: Family | None
 
     def __reduce_ex__(self, protocol):
         # The class is made at run time, so a pickle names the one it was made from, and loading makes it again.
         _, _, state, *rest = super().__reduce_ex__(max(protocol, 2))
         if _RUNS in state:
             state = {key: value for key, value in state.items() if key != _RUNS}
-        only_fused = isinstance(self, FusedNorm) and not isinstance(self, RMSNorm)
+        only_fused = isinstance(self, FusedNorm) and not isinstance(self, CalledNorm)
         options = only_fused, isinstance(self, Generating), isinstance(self, CausalLM)
         return (_unpickle, (self.original, *options), state, *rest)
 
@@ -45,16 +55,18 @@ class Replaced:
 class Patched(Replaced):
     """Base of every class with another forward.
 
-    `made` is that forward. `is_current()` says whether it still stands for what the original computes: False where
-    somebody has replaced a function that it was made from.
+    `made` is that forward, `options` what it computes, a dataclass of families.py; a LoRA layer has none.
+    `is_current()` says whether it still stands for what the original computes: False where somebody has replaced a
+    function that it was made from.
     """
 
     made: Callable
+    options: Any
     is_current: Callable[[], bool]
 
 
 class Generating(Replaced):
-    """Base of every model class with another loop behind generate()."""
+    """Base of every model class with another loop behind generate(), and a forward by the step: see forward.py."""
 
 
 class CausalLM(Patched):
@@ -67,8 +79,8 @@ class LoRA(Patched):
 
 def _unpickle(original: type[nn.Module], only_fused: bool, generates: bool, loss: bool) -> nn.Module:
     try:
-        is_layer = generating_family(original) is None
-        cls = patched_class(original, only_fused) if is_layer else model_class(original, generates, loss)
+        is_model = generates or loss
+        cls = model_class(original, generates, loss) if is_model else patched_class(original, only_fused)
     except UnknownLayout:  # another transformers than the one that wrote the pickle: what it computes is the same
         cls = original
     return cls.__new__(cls)
@@ -103,105 +115,139 @@ WITHOUT = "without a kernel"
 class FusedNorm(Patched):
     """A norm that its decoder layer fuses with the add in front of it, by `add(norm, x, residual)`, a static method."""
 
+    options: Norm
     add: Callable
 
 
-class RMSNorm(FusedNorm):
+class CalledNorm(FusedNorm):
     """A norm that runs on a kernel where it is called, too."""
 
 
-def _norm_members(original: Callable, family: Family) -> dict[str, Callable]:
+class RMSNorm(CalledNorm):
+    pass
+
+
+class LayerNorm(CalledNorm):
+    pass
+
+
+def _norm_members(original: Callable, options: Norm) -> dict[str, Callable]:
+    op, add_op = options.kind, f"add_{options.kind}"
+
+    def tensors(norm: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return norm.weight if options.has_weight else None, norm.bias if options.has_bias else None
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not has_kernel(hidden_states):
+        weight, bias = tensors(self)
+        if not _has_norm_kernel(op, hidden_states, weight, bias):
             count(self, WITHOUT)
             return original(self, hidden_states)
-        count(self, "rms_norm")
-        return rms_norm(
-            hidden_states,
-            self.weight,
-            getattr(self, family.eps),
-            weight_offset=family.weight_offset,
-            cast_before_weight=family.cast_before_weight,
-        )
+        count(self, op)
+        return apply_norm(options, hidden_states, weight, bias, getattr(self, options.eps))
 
-    def add(norm, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of the sum, and the sum."""
-        count(norm, "add_rms_norm")
-        return add_rms_norm(
-            hidden_states,
-            residual,
-            norm.weight,
-            getattr(norm, family.eps),
-            weight_offset=family.weight_offset,
-            cast_before_weight=family.cast_before_weight,
-        )
+    def add(norm, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The norm of the sum, and the sum; None where the op would compute them otherwise."""
+        (weight, bias), eps = tensors(norm), getattr(norm, options.eps)
+        if not (_are_of(residual.dtype, hidden_states, weight, bias) and _has_norm_kernel(op, residual, weight, bias)):
+            return None
+        count(norm, add_op)
+        if op == "layer_norm":
+            return add_layer_norm(hidden_states, residual, offset_weight(options, weight), bias, eps)
+        numbers = {"weight_offset": options.weight_offset, "cast_before_weight": options.cast_before_weight}
+        return add_rms_norm(hidden_states, residual, weight, eps, **numbers)
 
     return {"forward": forward, "add": staticmethod(add)}
 
 
+def _are_of(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
+    return all(tensor is None or tensor.dtype == dtype for tensor in tensors)
+
+
+def _has_norm_kernel(op: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether the op computes what PyTorch does: its layer_norm takes no two dtypes on a GPU, and autocast runs it in
+    float32."""
+    if op == "layer_norm" and (torch.is_autocast_enabled(x.device.type) or not _are_of(x.dtype, weight, bias)):
+        return False
+    return has_kernel(x)
+
+
 class MLP(Patched):
+    """An MLP whose activation, and the product with it where it is gated, are one op."""
+
+    options: MLPNames
+
+
+def _mlp_forward(names: MLPNames) -> Callable:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Looked up per call, since both a hook on the activation and another activation may come after patch().
-        act_fn = self.act_fn
-        glu = gated_unit(act_fn)
-        if glu is None or not runs_only_forward(act_fn) or not has_kernel(x):
+        act_fn, down = getattr(self, names.act), getattr(self, names.down)
+        unit = (gated_unit if names.gate else plain_unit)(act_fn)
+        if unit is None or not runs_only_forward(act_fn) or not has_kernel(x):
             count(self, WITHOUT)
-            return self.down_proj(act_fn(self.gate_proj(x)) * self.up_proj(x))
-        count(self, op_name(glu))
-        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x)))
+            unit = _gated(act_fn) if names.gate else act_fn
+        else:
+            count(self, op_name(unit))
+        if names.gate is None:
+            hidden = unit(getattr(self, names.up)(x))
+        elif names.up is None:
+            hidden = unit(*getattr(self, names.gate)(x).chunk(2, dim=-1))
+        else:
+            hidden = unit(getattr(self, names.gate)(x), getattr(self, names.up)(x))
+        hidden = down(hidden)
+        if names.dropout is not None:
+            hidden = nn.functional.dropout(hidden, p=getattr(self, names.dropout), training=self.training)
+        return hidden
+
+    return forward
+
+
+def _gated(activation: Callable) -> Callable:
+    return lambda gate, up: activation(gate) * up
 
 
 class Attention(Patched):
-    """Its forward is the original's with `rotation_by_kernel` of the module's `apply_rotary_pos_emb` in its place."""
+    """Its forward is the original's with `rotation_by_kernel` in the place of the function that rotates."""
+
+    options: Rotation
 
 
 class DecoderLayer(Patched):
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values=None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
-        residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)
-        hidden_states, _ = self.self_attn(
-            hidden_states=hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-        norm = self.post_attention_layernorm
-        # Checked per call: the norm may get a hook or be replaced after patch().
-        add = fused_add(norm)
-        # The op takes a weight of the same dtype only.
-        if add is not None and has_kernel(hidden_states) and norm.weight.dtype == hidden_states.dtype == residual.dtype:
-            count(self, "add_rms_norm")
-            hidden_states, residual = add(norm, hidden_states, residual)
-        else:
-            count(self, WITHOUT)
-            residual = residual + hidden_states
-            hidden_states = norm(residual)
-        hidden_states = self.mlp(hidden_states)
-        # Neither deferred to the next layer nor in place: hooks see the layer's real output, autograd its input.
-        return residual + hidden_states
+    """Its forward is the original's with `_add_norm` in the place of each add and the norm behind it."""
+
+    options: Layer
 
 
-def rotation_by_kernel(original: Callable) -> Callable:
-    """What transformers' `apply_rotary_pos_emb` does, by our op where it has a kernel."""
+def _add_norm(
+    layer: nn.Module, norm: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm(residual + hidden_states), and the sum.
 
-    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):  # unsqueeze_dim is the dim of the heads in q and k
-        if not has_kernel(q):
+    The add at the end of a layer is neither deferred to the next layer nor done in place: hooks see the layer's real
+    output, autograd its input.
+    """
+    cls = fused_class(norm)  # checked per call: the norm may get a hook or be replaced after patch()
+    fused = None if cls is None else cls.add(norm, hidden_states, residual)
+    if fused is not None:
+        count(layer, f"add_{cls.options.kind}")
+        return fused
+    count(layer, WITHOUT)
+    residual = residual + hidden_states
+    return norm(residual), residual
+
+
+def rotation_by_kernel(original: Callable, options: Rotation) -> Callable:
+    """What a function of transformers that rotates q and k does, by our op where it has a kernel."""
+
+    def rotation(module, q, k, cos, sin, unsqueeze_dim=1):
+        known = (q.dim(), cos.dim()) == (4, 3) and unsqueeze_dim in (1, 2)
+        # Without position_ids some models make tables of all tokens for the last one, and broadcast.
+        if not has_kernel(q) or not known or cos.shape[1] != q.shape[3 - unsqueeze_dim]:
+            count(module, WITHOUT)
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return rope(q, k, cos, sin, layout="bhtd" if unsqueeze_dim == 1 else "bthd")
+        count(module, "rope")
+        return rotate(options, q, k, cos, sin, unsqueeze_dim)
 
-    return apply_rotary_pos_emb
+    return rotation
 
 
 def geglu_erf(gate, up):
@@ -212,19 +258,39 @@ def geglu_tanh(gate, up):
     return geglu(gate, up, approximate="tanh")
 
 
-# By name, as the families are: nothing of transformers is imported here.
-_GATED_UNITS = {
-    ("transformers.activations", "SiLUActivation"): swiglu,
-    ("torch.nn.modules.activation", "SiLU"): swiglu,
-    ("transformers.activations", "GELUActivation"): geglu_erf,
-    ("transformers.activations", "GELUTanh"): geglu_tanh,
+def gelu_erf(x):
+    return bias_gelu(x, approximate="none")
+
+
+def gelu_tanh(x):
+    return bias_gelu(x, approximate="tanh")
+
+
+# By name, as nothing of transformers is imported here: the functions for activation(gate) * up and activation(x).
+_UNITS = {
+    ("transformers.activations", "SiLUActivation"): (swiglu, None),
+    ("torch.nn.modules.activation", "SiLU"): (swiglu, None),
+    ("transformers.activations", "GELUActivation"): (geglu_erf, gelu_erf),
+    ("transformers.activations", "GELUTanh"): (geglu_tanh, gelu_tanh),
+    ("transformers.activations", "NewGELUActivation"): (geglu_tanh, gelu_tanh),
+    ("transformers.activations", "ReLUSquaredActivation"): (relu2_glu, relu2),
 }
+_OP_NAMES = {geglu_erf: "geglu", geglu_tanh: "geglu", gelu_erf: "bias_gelu", gelu_tanh: "bias_gelu"}
 
 
 def gated_unit(activation: Callable) -> Callable | None:
     """The function for activation(gate) * up, or None."""
+    return _unit(activation)[0]
+
+
+def plain_unit(activation: Callable) -> Callable | None:
+    """The function for activation(x), or None."""
+    return _unit(activation)[1]
+
+
+def _unit(activation: Callable) -> tuple[Callable | None, Callable | None]:
     cls = type(activation)
-    return _GATED_UNITS.get((cls.__module__, cls.__name__))
+    return _UNITS.get((cls.__module__, cls.__name__), (None, None))
 
 
 def has_kernel(x: torch.Tensor) -> bool:
@@ -232,8 +298,8 @@ def has_kernel(x: torch.Tensor) -> bool:
     return not (x.dtype is torch.float64 and x.is_cuda)
 
 
-def op_name(glu: Callable) -> str:
-    return "swiglu" if glu is swiglu else "geglu"
+def op_name(unit: Callable) -> str:
+    return _OP_NAMES.get(unit, unit.__name__)
 
 
 def runs_only_forward(module: nn.Module) -> bool:
@@ -252,20 +318,19 @@ def has_no_hooks(module: nn.Module) -> bool:
     )
 
 
-def fused_add(norm: nn.Module) -> Callable | None:
-    """The function for norm(x + residual), or None where somebody has to see that the norm is called."""
+def fused_class(norm: nn.Module) -> type[FusedNorm] | None:
+    """The class with the function for norm(x + residual), or None where somebody has to see that the norm is called."""
     cls = type(norm)
     fuses = issubclass(cls, FusedNorm) and cls.forward is cls.made and cls.is_current() and runs_only_forward(norm)
-    return cls.add if fuses else None
+    return cls if fuses else None
 
 
-def generating_family(cls: type) -> Family | None:
-    """The family of a model class that generates, or of the known class that it derives from."""
-    known = {(family.module, f"{family.prefix}ForCausalLM"): family for family in families.FAMILIES}
+def own_class(cls: type) -> type:
+    """The class of transformers' or torch's that a class is, or derives from; never one made here."""
     for base in cls.__mro__:
-        if (family := known.get((base.__module__, base.__name__))) is not None and not issubclass(base, Replaced):
-            return family
-    return None
+        if base.__module__.split(".")[0] in ("transformers", "torch") and "original" not in vars(base):
+            return base
+    return cls
 
 
 def model_class(cls: type[nn.Module], generates: bool, loss: bool) -> type[nn.Module]:
@@ -281,15 +346,14 @@ def _model_class(cls, forward, generates, loss):
     # What it computes is what the original computes, so __module__ and the name under which transformers keeps facts
     # about it are the original's, too.
     members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"original": cls, "family": generating_family(cls)}
+    members["original"] = cls
     bases: tuple[type, ...] = (cls,)
-    if generates:
-        members, bases = members | _loops(cls), (Generating, *bases)
     if loss:
         members, bases = members | _loss_members(cls, forward), (CausalLM, *bases)
+    if generates:
+        members, bases = members | _loops(cls) | _step_members(cls, forward, members), (Generating, *bases)
     made = type(cls.__name__, bases, members)
-    if loss:
-        made.made = made.forward
+    made.made = made.forward
     return made
 
 
@@ -306,19 +370,19 @@ def _loops(cls: type[nn.Module]) -> dict[str, Callable]:
 def _loss_members(cls: type[nn.Module], forward: Callable) -> dict[str, Callable]:
     from . import loss
 
-    loss.check_forward(forward)
+    options = loss.loss_of(forward)
     is_current = _is_current(cls, forward, None)
-    made = _stepping_aside(cls, is_current, loss.forward_without_logits(forward), None)
+    made = _stepping_aside(cls, is_current, loss.forward_without_logits(forward, options))
+    return {"forward": made, "is_current": staticmethod(is_current), "options": options}
+
+
+def _step_members(cls: type[nn.Module], forward: Callable, members: dict[str, Any]) -> dict[str, Callable]:
+    from .forward import bound_arguments, by_step
+
+    is_current = _is_current(cls, forward, None)
+    inner = members.get("forward", forward)
+    made = _stepping_aside(cls, is_current, by_step(inner, bound_arguments(forward)))
     return {"forward": made, "is_current": staticmethod(is_current)}
-
-
-_ROTATION = "apply_rotary_pos_emb"
-_REPLACEMENTS = {"rms_norm": RMSNorm, "gated_mlp": MLP, "rope": Attention, "add_rms_norm": DecoderLayer}
-# What their forwards call, and whether it returns a tuple.
-_SUBMODULES = {
-    "gated_mlp": dict.fromkeys(("gate_proj", "up_proj", "down_proj", "act_fn"), False),
-    "add_rms_norm": dict.fromkeys(("input_layernorm", "post_attention_layernorm", "mlp"), False) | {"self_attn": True},
-}
 
 
 def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Module]:
@@ -330,37 +394,60 @@ def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Mod
     # Keyed by the functions it is made from too, which somebody may have replaced since the last call.
     if is_lora(cls):
         return _lora_class(cls, cls.forward)
-    rotation = getattr(cls.forward, "__globals__", {}).get(_ROTATION)
+    name = rotation_name(cls.forward)
+    rotation = None if name is None else cls.forward.__globals__[name]
     return _patched_class(cls, cls.forward, rotation, only_fused)
 
 
 @functools.cache
 def _patched_class(cls, forward, rotation, only_fused):
-    if (match := find(cls)) is None:
-        raise UnknownLayout(f"{cls.__name__} belongs to no known family")
-    family, kind = match
-    replacement = FusedNorm if only_fused else _REPLACEMENTS[kind]
+    kind = kind_of(cls)
     is_current = _is_current(cls, forward, rotation if kind == "rope" else None)
     members = {}
-    if kind == "rms_norm":
-        members = _norm_members(forward, family)
+    if kind in ("rms_norm", "layer_norm"):
+        options = norm_of(cls)
+        replacement = FusedNorm if only_fused else {"rms_norm": RMSNorm, "layer_norm": LayerNorm}[options.kind]
+        members = _norm_members(forward, options)
         made = members["forward"]
     elif kind == "rope":
-        by_kernel = rotation_by_kernel(rotation)
-        made = bind_global(forward, _ROTATION, by_kernel)
-        check_rope(rotation, by_kernel)
+        replacement = Attention
+        made, options = _rotating_forward(forward, rotation)
+    elif kind in ("gated_mlp", "mlp"):
+        replacement, options = MLP, mlp_of(forward)
+        made = _mlp_forward(options)
+    elif kind == "add_rms_norm":
+        check_origin(forward)
+        replacement = DecoderLayer
+        made, norms = fuse_adds(forward, _add_norm)
+        options = Layer(norms, _traced(forward))
     else:
-        made = replacement.forward
-        check_symbolically(forward, made, _SUBMODULES[kind])
-    made = forward if only_fused else _stepping_aside(cls, is_current, made, "rope" if kind == "rope" else None)
+        raise UnknownLayout(f"{cls.__name__} is of no known kind")
+    if not only_fused:
+        made = _stepping_aside(cls, is_current, made, takes_one=kind not in ("rope", "add_rms_norm"))
+    else:
+        made = forward
     # transformers, accelerate and PEFT look at __name__; __module__ says the truth about where forward is from.
-    members |= {"forward": made, "is_current": staticmethod(is_current)}
-    members |= {"original": cls, "family": family, "__module__": __name__, "__doc__": cls.__doc__}
+    members |= {"forward": made, "is_current": staticmethod(is_current), "options": options}
+    members |= {"original": cls, "__module__": __name__, "__doc__": cls.__doc__}
     patched = type(cls.__name__, (replacement, cls), members)
     patched.made = patched.forward  # which a base may have wrapped, as transformers' layers do from 5.23
-    if kind == "rms_norm":
-        check_rms_norm(cls, patched, family.eps)
     return patched
+
+
+def _rotating_forward(forward: Callable, rotation: Callable | None) -> tuple[Callable, Rotation]:
+    check_origin(forward)
+    name = rotation_name(forward)
+    if name is None:
+        raise UnknownLayout("its forward does not call a function that rotates directly")
+    options = rotation_of(name, rotation)
+    return bind_global(forward, name, rotation_by_kernel(rotation, options), with_first=True), options
+
+
+def _traced(forward: Callable) -> str | None:
+    try:
+        return trace(forward)
+    except UnknownLayout:
+        return None
 
 
 @functools.cache
@@ -369,37 +456,37 @@ def _lora_class(cls, forward):
 
     is_current, by_op = _is_current(cls, forward, None), lora.forward_by_op(forward)
     lora.check_forward(cls, by_op)
-    made = _stepping_aside(cls, is_current, functools.wraps(forward)(by_op), None)
+    made = _stepping_aside(cls, is_current, functools.wraps(forward)(by_op))
     members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"forward": made, "is_current": staticmethod(is_current), "original": cls, "family": None}
+    members |= {"forward": made, "is_current": staticmethod(is_current), "original": cls}
     patched = type(cls.__name__, (LoRA, cls), members)
     patched.made = patched.forward
     return patched
 
 
 def _is_current(cls: type[nn.Module], forward: Callable, rotation: Callable | None) -> Callable[[], bool]:
-    namespace = getattr(forward, "__globals__", {})
+    namespace, name = getattr(forward, "__globals__", {}), rotation_name(forward)
 
     def is_current() -> bool:
         if cls.forward is not forward:
             return False
-        return rotation is None or torch.compiler.is_compiling() or namespace.get(_ROTATION) is rotation
+        return rotation is None or torch.compiler.is_compiling() or namespace.get(name) is rotation
 
     return is_current
 
 
 def _stepping_aside(
-    cls: type[nn.Module], is_current: Callable[[], bool], forward: Callable, op: str | None
+    cls: type[nn.Module], is_current: Callable[[], bool], forward: Callable, takes_one: bool = False
 ) -> Callable:
-    """`forward`, which runs `op` in every call, or where it is not current any more the forward of cls."""
+    """`forward`, or where it is not current any more the forward of cls. `takes_one`: an argument of any name."""
 
     @functools.wraps(forward)
     def forward_or_original(self, *args, **kwargs):
         if not is_current():
             count(self, WITHOUT)
             return cls.forward(self, *args, **kwargs)
-        if op is not None:
-            count(self, op if has_kernel(args[0] if args else kwargs["hidden_states"]) else WITHOUT)
+        if takes_one:
+            return forward(self, *args, *kwargs.values())
         return forward(self, *args, **kwargs)
 
     return forward_or_original

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from . import reading
 from .decode import Decoder, DecodeStep, decoder
+from .description import Trunk
 from .reading import Reading, Text
 from .report import PREFILL, by_transformers
-from .trunk import NoStep, Trunk, check_batch, check_cache, is_ours, pack, trunk
+from .trunk import check_batch, check_cache, check_length, is_ours, pack, trunk
+from .trust import NoStep
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now
@@ -61,7 +63,7 @@ class Call:
         """The step behind the prompt, which is in the cache now."""
         last = self.inputs["position_ids"][:, -1]
         cache.begin(last.expand(self.batch), self.leftpad)
-        return state.begin(self.model, self.parts, cache, kind)
+        return state.begin(self.parts, cache, kind)
 
 
 def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any]) -> Call:
@@ -71,6 +73,7 @@ def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inpu
         raise NoStep("gradients are enabled")
     _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
     leftpad, tokens = _left_padding(input_ids, inputs, config)
+    check_length(parts, tokens - input_ids.shape[1] + stopping_criteria.max_length)
     parts = pack(model, parts)
     behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
     cache = inputs["past_key_values"]

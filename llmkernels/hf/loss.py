@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from llmkernels.ops import linear_cross_entropy
 
+from .families import Loss
 from .layers import WITHOUT, count, has_kernel, runs_only_forward
-from .layout import UnknownLayout, check_origin
+from .layout import Symbol, UnknownLayout, check_origin
 
 OP = "linear_cross_entropy"
 IGNORED = -100  # the label of a token without a loss, in transformers
@@ -22,7 +23,7 @@ _LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
 
-def forward_without_logits(original: Callable) -> Callable:
+def forward_without_logits(original: Callable, options: Loss) -> Callable:
     """The forward of a `<prefix>ForCausalLM` that in training, given labels, computes the loss and no logits."""
 
     @functools.wraps(original)
@@ -48,8 +49,9 @@ def forward_without_logits(original: Callable) -> Callable:
         count(self, OP)
         kwargs.pop("return_dict", None)
         outputs = self.model(**inputs, **kwargs)
-        loss = _loss(self.lm_head, outputs.last_hidden_state, labels, **kwargs)
-        return _output(self.lm_head, outputs, loss)
+        softcap = None if options.softcap is None else getattr(self.config, options.softcap)
+        loss = _loss(self.lm_head, softcap, outputs.last_hidden_state, labels, **kwargs)
+        return _output(self.lm_head, softcap, outputs, loss)
 
     return forward
 
@@ -75,6 +77,7 @@ def _is_plain(logits_to_keep: Any, kwargs: dict[str, Any]) -> bool:
 
 def _loss(
     head: nn.Linear,
+    softcap: float | None,
     hidden: Tensor,
     labels: Tensor,
     *,
@@ -89,31 +92,38 @@ def _loss(
     target = shift_labels.to(hidden.device)
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = linear_cross_entropy(
-        hidden, head.weight, target, linear_bias=head.bias, ignore_index=ignore_index, reduction=reduction
+        hidden,
+        head.weight,
+        target,
+        linear_bias=head.bias,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        softcap=softcap or 0.0,
     )
     if num_items_in_batch is None:
         return loss
     return loss / (num_items_in_batch.to(loss.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
 
 
-def _output(head: nn.Linear, outputs: Any, loss: Tensor):
+def _output(head: nn.Linear, softcap: float | None, outputs: Any, loss: Tensor):
     known = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
     known["loss"] = loss
     if torch.compiler.is_compiling():
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         return CausalLMOutputWithPast(**known)
-    return _output_class()(compute=_later(head, outputs.last_hidden_state), **known)
+    return _output_class()(compute=_later(head, softcap, outputs.last_hidden_state), **known)
 
 
-def _later(head: nn.Linear, hidden: Tensor) -> Callable[[], Tensor]:
-    """A function for head(hidden) in the grad mode and autocast of now."""
+def _later(head: nn.Linear, softcap: float | None, hidden: Tensor) -> Callable[[], Tensor]:
+    """A function for the logits in the grad mode and autocast of now."""
     device, gradients = hidden.device.type, torch.is_grad_enabled()
     autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
 
     def compute() -> Tensor:
         with torch.set_grad_enabled(gradients), torch.autocast(device, **autocast):
-            return head(hidden)
+            logits = head(hidden)
+            return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     return compute
 
@@ -154,42 +164,64 @@ def _output_class() -> type:
     return CausalLMOutputWithLazyLogits
 
 
-def check_forward(forward: Callable) -> None:
-    """Raise UnknownLayout unless a forward calls model, lm_head and loss_function, in this order, and no more."""
+def loss_of(forward: Callable) -> Loss:
+    """How a forward that calls model, lm_head and loss_function, in this order, and no more, computes its logits.
+
+    Raises UnknownLayout for any other forward.
+    """
     check_origin(forward, ("transformers", "torch"))
     names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    if set(names) != {"self", *_INPUTS, "labels", "logits_to_keep"}:
+    if names != ["self", *_INPUTS[:5], "labels", "use_cache", "logits_to_keep"]:
         raise UnknownLayout(f"unknown layout of its forward, whose arguments are {names}")
+    plain, capped = (_trace(forward, softcap) for softcap in (None, Symbol("softcap")))
+    if plain != "lm_head":
+        raise UnknownLayout(f"its logits are {plain}, and linear_cross_entropy has no option for that")
+    if capped not in (plain, "(tanh((lm_head / softcap)) * softcap)"):
+        raise UnknownLayout(f"unknown layout of its forward, whose logits are {capped}")
+    return Loss(softcap=None if capped == plain else _SOFTCAP)
+
+
+_SOFTCAP = "final_logit_softcapping"
+
+
+def _trace(forward: Callable, softcap: str | None) -> str:
+    """The logits of a forward, as an expression. Raises UnknownLayout where it makes other calls than those known."""
     calls: list[tuple[str, Any]] = []
 
-    def noted(name: str, result: Any) -> Callable:
+    def noted(name: str, result: Any, *arguments: str) -> Callable:
         def call(*args, **kwargs):
-            calls.append((name, (args, kwargs)))
+            calls.append((name, dict(zip(arguments, args, strict=False)) | kwargs))
             return result
 
         return call
 
     found = {"past_key_values": "cache", "hidden_states": None, "attentions": None}
+    config = {"vocab_size": "vocab_size", "return_dict": True, "use_return_dict": True, _SOFTCAP: softcap}
     traced = SimpleNamespace(
         model=noted("model", SimpleNamespace(last_hidden_state=_Slices(), **found)),
-        lm_head=noted("lm_head", "logits"),
-        loss_function=noted("loss_function", "loss"),
-        config=SimpleNamespace(vocab_size="vocab_size", return_dict=True, use_return_dict=True),
+        lm_head=noted("lm_head", Symbol("lm_head"), "input"),
+        loss_function=noted("loss_function", "loss", "logits", "labels", "vocab_size"),
+        vocab_size="vocab_size",
+        logit_scale=Symbol("logit_scale"),
+        config=SimpleNamespace(**config, logits_scaling=Symbol("logits_scaling")),
     )
     inputs = {name: name for name in _INPUTS}
     everything = (slice(None), slice(0, None), slice(None))
-    expected = [
-        ("model", ((), inputs | {"more": "more"})),
-        ("lm_head", ((everything,), {})),
-        ("loss_function", ((), {"logits": "logits", "labels": "labels", "vocab_size": "vocab_size", "more": "more"})),
-    ]
     try:
         output = forward(traced, **inputs, labels="labels", more="more")
-        fits = calls == expected and dict(output) == {"loss": "loss", "logits": "logits", "past_key_values": "cache"}
+        logits = output["logits"]
+        loss = {"logits": logits, "labels": "labels", "vocab_size": "vocab_size", "more": "more"}
+        expected = [
+            ("model", inputs | {"more": "more"}),
+            ("lm_head", {"input": everything}),
+            ("loss_function", loss),
+        ]
+        fits = calls == expected and dict(output) == {"loss": "loss", "logits": logits, "past_key_values": "cache"}
     except Exception as error:
         raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
     if not fits:
         raise UnknownLayout(f"unknown layout of its forward, which calls {calls}")
+    return str(logits)
 
 
 class _Slices:

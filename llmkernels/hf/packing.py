@@ -34,19 +34,6 @@ _TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while pack
 _bases: dict[int, StorageWeakRef] = {}  # by the address of a packed parameter: the storage of its base, if it is alive
 
 
-def groups_of(layer: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of a decoder layer that may be packed, whatever has become of the layer since."""
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    names = [(attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))]
-    groups = []
-    for module, keys in names:
-        linears = [getattr(module, key, None) for key in keys]
-        for name in ("weight", "bias"):
-            group = [getattr(linear, name, None) for linear in linears]
-            groups.append([p for p in group if type(p) is nn.Parameter and type(p.data) is Tensor])
-    return groups
-
-
 def packed(parameters: Sequence[Tensor]) -> Tensor | None:
     """The tensor whose consecutive rows the parameters are, or None where they are not."""
     first = parameters[0]
@@ -102,15 +89,16 @@ def pack(groups: Iterable[Sequence[nn.Parameter]]) -> None:
         _replace_all([group for group in groups if packed(group) is None], _packed_rows)
 
 
-def unpack(groups: Iterable[Sequence[nn.Parameter]]) -> None:
-    """Give each packed parameter memory of its own again."""
+def unpack(model: nn.Module) -> None:
+    """Give each packed parameter of a model memory of its own again, one base after the other."""
     with LOCK:
-        _replace_all([[p for p in group if _is_in_base(p)] for group in groups], _separate_rows)
-
-
-def _is_in_base(parameter: Tensor) -> bool:
-    ref = _bases.get(parameter.data_ptr())
-    return ref is not None and not ref.expired()
+        groups: dict[int, list[Tensor]] = {}
+        for parameter in model.parameters():
+            if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
+                ref = _bases.get(parameter.data_ptr()) if parameter.layout == torch.strided else None
+                if ref is not None and not ref.expired():
+                    groups.setdefault(ref.cdata, []).append(parameter)
+        _replace_all([*groups.values()], _separate_rows)
 
 
 def _packed_rows(group: Sequence[nn.Parameter]) -> list[Tensor]:

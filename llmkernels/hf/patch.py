@@ -1,6 +1,7 @@
 """patch, unpatch and the handle between them."""
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -8,25 +9,24 @@ from torch import nn
 from . import decode as decoding
 from . import lora, packing, trunk
 from . import loss as losses
-from .families import FAMILIES, KINDS, find, is_lora
+from .families import known_base
 from .layers import (
     WITHOUT,
-    DecoderLayer,
     Generating,
     Patched,
     Replaced,
     forget_runs,
-    fused_add,
+    fused_class,
     gated_unit,
-    generating_family,
     has_kernel,
     model_class,
     op_name,
     patched_class,
+    plain_unit,
     runs_of,
     runs_only_forward,
 )
-from .layout import UnknownLayout
+from .layout import UnknownLayout, kind_of
 from .report import Decode, Report, Row
 from .trust import calls_only_its_class
 
@@ -38,8 +38,10 @@ def patch(
     model: nn.Module,
     *,
     rms_norm: bool = True,
+    layer_norm: bool = True,
     rope: bool = True,
     gated_mlp: bool = True,
+    mlp: bool = True,
     add_rms_norm: bool = True,
     decode: bool = True,
     training: bool = False,
@@ -47,18 +49,24 @@ def patch(
     """Run the layers of a Hugging Face model on llmkernels' ops, in place and reversibly.
 
     Args:
-        model: a model of a supported family (Llama, Qwen2), with any head or none, alone or inside another module
-            such as a PEFT model.
+        model: a model with decoder layers of transformers, of any family, with any head or none, alone or inside
+            another module such as a PEFT model. Of its classes only those are replaced that are found to compute what
+            an op does: see layout.py.
         rms_norm: patch the RMSNorm modules.
+        layer_norm: patch the LayerNorm modules of decoders.
         rope: patch the rotary embedding of q and k in the attention modules.
-        gated_mlp: patch the gated MLPs, with silu, gelu or gelu_pytorch_tanh.
-        add_rms_norm: fuse the residual add after attention into the norm behind it, in each decoder layer. Without
-            ``rms_norm`` that norm runs on a kernel where it is fused, and not where it is called.
-        decode: generate by the decode step: greedy search and sampling of ``model.generate`` and
-            ``llmkernels.generate``, for up to 64 sequences. The first such call packs q|k|v and gate|up of each layer
-            into one storage, with the parameters as views into it; a CUDA graph that somebody captured before then no
-            longer has the weights. The cache of the last call, if it takes no more than 1 GiB, and its graphs are kept
-            for the next one; ``handle.release()`` or ``llmkernels.release(model)`` frees them.
+        gated_mlp: patch the gated MLPs, with silu, gelu, gelu_pytorch_tanh or relu2.
+        mlp: patch the MLPs without a gate, with gelu, gelu_pytorch_tanh or relu2.
+        add_rms_norm: fuse each residual add into the norm that directly follows it, in each decoder layer; also where
+            that is a LayerNorm. Without ``rms_norm`` (``layer_norm``) that norm runs on a kernel where it is fused, and
+            not where it is called.
+        decode: run the model by the decode step where that is possible, whatever the other options: greedy search and
+            sampling of ``model.generate`` and ``llmkernels.generate``, for up to 64 sequences, and each forward of up
+            to 64 tokens behind a cache. The first such call packs q|k|v and gate|up of each layer into one storage,
+            with the parameters as views into it; a CUDA graph that somebody captured before then no longer has the
+            weights. A DynamicCache becomes a KVCache in place when the first tokens behind it come. The cache of the
+            last call of generate, if it takes no more than 1 GiB, and its graphs are kept for the next one;
+            ``handle.release()`` or ``llmkernels.release(model)`` frees them.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by
             ``linear_cross_entropy``, which takes a part of the memory. ``output.logits`` computes them when somebody
             asks. The layers have gradients in any case. Adapters of PEFT's LoRA around linear layers run on
@@ -89,11 +97,11 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
-    asked = {"rms_norm": rms_norm, "rope": rope, "gated_mlp": gated_mlp, "add_rms_norm": add_rms_norm}
-    asked["loss"] = asked["lora"] = training
-    if not any(find(type(module)) for module in model.modules()):
-        families = ", ".join(family.prefix for family in FAMILIES)
-        raise ValueError(f"patch: model must contain layers of a supported family ({families}), got {type(model)}")
+    asked = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope, "gated_mlp": gated_mlp, "mlp": mlp}
+    asked |= {"add_rms_norm": add_rms_norm, "loss": training, "lora": training, "experts": False}
+    kinds = _kinds(model)
+    if not {*kinds.values()} - {"lora", "experts"}:
+        raise ValueError(f"patch: model must contain layers of a decoder of transformers, got {type(model)}")
     if count := sum(isinstance(module, Patched) for module in model.modules()):
         raise RuntimeError(
             f"patch: model must not be patched already, got one with {count} patched modules; call unpatch() on its "
@@ -101,17 +109,17 @@ def patch(
         )
     plan = {}
     for module in model.modules():
-        kind = _kind(module)
+        kind = kinds.get(module)
         generates = decode and _decode_obstacle(module) is None
-        loss = kind == "loss" and training and _obstacle(module) is None
+        loss = kind == "loss" and training and _obstacle(module, kind) is None
         if generates or loss:
             plan[module] = model_class(type(module), generates, loss)
-        if kind in (None, "loss") or not asked[kind] or _obstacle(module):
+        if kind in (None, "loss") or not asked[kind] or _obstacle(module, kind):
             continue
         plan[module] = patched_class(type(module))
-        if kind == "add_rms_norm":  # it reads weight and eps of this norm
-            norm = module.post_attention_layernorm
-            plan[norm] = patched_class(type(norm), only_fused=not rms_norm)
+        if kind == "add_rms_norm":  # it reads the weights and eps of these norms
+            for norm in _fused_norms(module):
+                plan[norm] = patched_class(type(norm), only_fused=not asked[kinds[norm]])
     handle = PatchHandle(model, {kind for kind, wanted in (asked | {"decode": decode}).items() if wanted})
     if not any(issubclass(cls, Patched) for cls in plan.values()):
         raise ValueError(f"patch: nothing to patch\n{handle.report()}")
@@ -144,16 +152,13 @@ def unpatch(model: nn.Module) -> None:
                 )
             if isinstance(module, Patched) and "forward" in vars(module) and not calls_only_its_class(module):
                 raise RuntimeError(f"unpatch: {name} must not have a forward of its own, got one set after patch()")
-        groups = []
         for module in replaced.values():
             _PATCHES.pop(module, None)
             if isinstance(module, Patched):
                 vars(module).pop("forward", None)
-            if isinstance(module, DecoderLayer):
-                groups += packing.groups_of(module)
             module.__class__ = type(module).original
             forget_runs(module)
-        packing.unpack(groups)
+        packing.unpack(model)
     for module in replaced.values():
         decoding.forget(module)
 
@@ -189,27 +194,35 @@ class PatchHandle:
         Reads the model as it is at this moment, so hooks, new activations and moves since `patch` show. Says "not
         patched" of all where the patch was undone, also if the model was patched again since.
         """
-        wanted = [kind for kind in KINDS.values() if kind != "loss" or kind in self._kinds]
-        if "lora" in self._kinds and any(_kind(module) == "lora" for module in self._model.modules()):
-            wanted.append("lora")
+        kinds = _kinds(self._model)
+        found = {*kinds.values()}
+        wanted = [
+            kind
+            for kind in _ROWS
+            if kind in _ALWAYS or (kind in found and (kind in self._kinds or kind not in ("loss", "lora")))
+        ]
         rows = {kind: Row(kind) for kind in wanted}
         is_current = self._is_current()
-        run_by_layer = set()
+        run_by_layer = {}  # the op, by norm
         for name, module in self._model.named_modules():
-            if (row := rows.get(kind := _kind(module))) is None:
+            kind = kinds.get(module)
+            if (row := rows.get(kind)) is None:
                 continue
-            if kind not in self._kinds and module not in run_by_layer:
+            if kind == "experts":
+                row.left_alone[name] = "experts run as transformers computes them"
+            elif kind not in self._kinds and module not in run_by_layer:
                 row.left_alone[name] = "not asked for"
             elif not isinstance(module, Patched) or not is_current:
-                row.left_alone[name] = None if isinstance(module, Patched) else _obstacle(module)
+                row.left_alone[name] = None if isinstance(module, Patched) else _obstacle(module, kind)
                 row.left_alone[name] = row.left_alone[name] or "not patched"
             elif reason := _fallback(module, kind):
                 row.left_alone[name] = reason
             else:
+                op = run_by_layer.get(module) or _op(module, kind)
                 if kind == "add_rms_norm":
-                    run_by_layer.add(module.post_attention_layernorm)
+                    run_by_layer |= {norm: f"add_{type(norm).options.kind}" for norm in _fused_norms(module)}
                 row.patched.append(name)
-                row.kernels["llmkernels::" + _op(module, "add_rms_norm" if module in run_by_layer else kind)] += 1
+                row.kernels["llmkernels::" + op] += 1
                 row.backends[_device_type(module)] += 1
             if is_current:
                 for op, times in runs_of(module).items():
@@ -219,7 +232,7 @@ class PatchHandle:
     def _decode(self, is_current: bool) -> list[Decode]:
         entries = []
         for module in self._model.modules():
-            if generating_family(type(module)) is None:
+            if kind_of(type(module)) != "loss":
                 continue
             if "decode" not in self._kinds:
                 reason = "not asked for"
@@ -228,7 +241,8 @@ class PatchHandle:
             else:
                 reason = (None if isinstance(module, Generating) else _decode_obstacle(module)) or "not patched"
             state = decoding.decoder(module)
-            entries.append(Decode(type(module).__name__, reason, state.calls.copy(), state.steps))
+            counts = state.calls.copy(), state.steps, state.forwards.copy()
+            entries.append(Decode(type(module).__name__, reason, *counts))
         return entries
 
     def __enter__(self) -> "PatchHandle":
@@ -241,17 +255,40 @@ class PatchHandle:
         return f"PatchHandle({type(self._model).__name__})"
 
 
-def _kind(module: nn.Module) -> str | None:
-    match = find(type(module))
-    if match is None:
-        return "lora" if is_lora(type(module)) else None
-    return match[1]
+_ALWAYS = ("rms_norm", "rope", "gated_mlp", "add_rms_norm")
+_ROWS = ("rms_norm", "layer_norm", "rope", "gated_mlp", "mlp", "add_rms_norm", "experts", "loss", "lora")
+
+
+def _kinds(model: nn.Module) -> dict[nn.Module, str]:
+    """The kind of each module that has one. A LayerNorm of torch's has one where it is part of a decoder."""
+    kinds = {module: kind for module in model.modules() if (kind := kind_of(type(module))) is not None}
+    parts: set[nn.Module] = set()
+    for parent in model.modules():
+        children = [*parent.children()]
+        lists = [child for child in children if isinstance(child, nn.ModuleList)]
+        has_layers = any(kinds.get(layer) == "add_rms_norm" for layers in lists for layer in layers)
+        if has_layers or kinds.get(parent) in ("add_rms_norm", "rope"):
+            parts.update(children)
+    return {
+        module: kind
+        for module, kind in kinds.items()
+        if kind != "layer_norm" or module in parts or known_base(type(module)) is not nn.LayerNorm
+    }
+
+
+def _options(module: nn.Module):
+    """What a module that is or can be patched computes."""
+    return (type(module) if isinstance(module, Patched) else patched_class(type(module))).options
+
+
+def _fused_norms(layer: nn.Module) -> list[nn.Module]:
+    return [getattr(layer, name) for name in _options(layer).norms]
 
 
 def _decode_obstacle(module: nn.Module) -> str | None:
     """Why a module can not generate by our loop, or None."""
-    if generating_family(type(module)) is None:
-        return "no model of a supported family that generates"
+    if kind_of(type(module)) != "loss":
+        return "no model of transformers' that generates text with a decoder alone"
     try:
         model_class(type(module), generates=True, loss=False)
     except UnknownLayout as reason:
@@ -265,28 +302,41 @@ def _device_type(module: nn.Module) -> str:
 
 def _op(module: nn.Module, kind: str) -> str:
     """The name of the op that a module of this kind runs."""
-    if kind == "gated_mlp":
-        return op_name(gated_unit(module.act_fn))
+    if kind in ("gated_mlp", "mlp"):
+        return op_name(_unit(module, kind))
+    if kind == "add_rms_norm":
+        return f"add_{_options(_fused_norms(module)[0]).kind}"
     return {"loss": losses.OP, "lora": lora.OP}.get(kind, kind)
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def _activation(module: nn.Module) -> Callable:
+    return getattr(module, _options(module).act)
+
+
+def _unit(module: nn.Module, kind: str) -> Callable | None:
+    return (gated_unit if kind == "gated_mlp" else plain_unit)(_activation(module))
+
+
+def _obstacle(module: nn.Module, kind: str) -> str | None:
     """Why a module of a known kind cannot be patched, or None."""
-    kind = _kind(module)
     if _has_own_forward(module):
         return "it has a forward of its own, set on the instance"
     try:
         model_class(type(module), False, True) if kind == "loss" else patched_class(type(module))
     except UnknownLayout as reason:
         return str(reason)
-    if kind == "gated_mlp" and gated_unit(module.act_fn) is None:
-        return _no_kernel_for(module.act_fn)
+    if kind in ("rms_norm", "layer_norm") and any(parameter.dim() != 1 for parameter in module.parameters()):
+        return "its weight has more than one dimension"
+    if kind in ("gated_mlp", "mlp") and _unit(module, kind) is None:
+        return _no_kernel_for(_activation(module))
     if kind == "add_rms_norm":
-        norm = module.post_attention_layernorm
-        if _kind(norm) != "rms_norm":
-            return f"no kernel for its post_attention_layernorm, {type(norm).__name__}"
-        if reason := _obstacle(norm):
-            return f"post_attention_layernorm: {reason}"
+        for name in _options(module).norms:
+            if (norm := getattr(module, name, None)) is None:
+                return f"it has no {name}"
+            if (kind_of_norm := kind_of(type(norm))) not in ("rms_norm", "layer_norm"):
+                return f"no kernel for its {name}, {type(norm).__name__}"
+            if reason := _obstacle(norm, kind_of_norm):
+                return f"{name}: {reason}"
     if kind == "lora":  # products of PyTorch's, on every device
         return None
     device = _device_type(module)
@@ -310,17 +360,18 @@ def _fallback(module: nn.Module, kind: str) -> str | None:
         return losses.why_not(module)
     if kind == "lora":
         return lora.why_not(module)
-    if kind == "gated_mlp":
-        if gated_unit(module.act_fn) is None:
-            return _no_kernel_for(module.act_fn)
-        if not runs_only_forward(module.act_fn):
+    if kind in ("gated_mlp", "mlp"):
+        if _unit(module, kind) is None:
+            return _no_kernel_for(_activation(module))
+        if not runs_only_forward(_activation(module)):
             return "hooks on its activation have to see it"
     if kind == "add_rms_norm":
-        norm, linear = module.post_attention_layernorm, next(module.self_attn.parameters(), None)
-        if fused_add(norm) is None:
-            return "post_attention_layernorm has hooks or was replaced"
-        if linear is not None and norm.weight.dtype != linear.dtype:
-            return "post_attention_layernorm has another dtype"
+        linear = next(module.self_attn.parameters(), None)
+        for name, norm in zip(_options(module).norms, _fused_norms(module), strict=True):
+            if fused_class(norm) is None:
+                return f"{name} has hooks or was replaced"
+            if linear is not None and any(parameter.dtype != linear.dtype for parameter in norm.parameters()):
+                return f"{name} has another dtype"
     return None
 
 

@@ -52,18 +52,22 @@ class Decode:
         reason: why the decode step can not run now, or None.
         calls: the calls of generate so far, by the way they took: `by the decode step` if one ran.
         steps: the decode steps that ran in all of them.
+        forwards: the forwards of a few tokens behind a cache so far, by the way they took, in the same words.
     """
 
     model: str
     reason: str | None
     calls: Counter = field(default_factory=Counter)
     steps: int = 0
+    forwards: Counter = field(default_factory=Counter)
 
     def __str__(self) -> str:
         way = STEP if self.reason is None else by_forward(self.reason)
         names = {way: f"{way}, {self.steps} steps" if way == STEP else way for way in self.calls}
         counts = "; ".join(f"{count} {names[way]}" for way, count in self.calls.items())
-        return f"{self.model} decodes {way}" + (f" (calls of generate: {counts})" if counts else "")
+        forwards = "; ".join(f"{count} {way}" for way, count in self.forwards.items())
+        said = [f"{what}: {found}" for what, found in (("calls of generate", counts), ("forwards", forwards)) if found]
+        return f"{self.model} decodes {way}" + (f" ({', '.join(said)})" if said else "")
 
 
 @dataclass(frozen=True)

@@ -1,237 +1,393 @@
 """What the decode step reads of a model: `trunk(model)`, or the reason why the step can not run.
 
-The step computes what the forwards of a patched model compute, without calling its modules; so nothing may have to see
-those calls, and nothing may compute otherwise. Of every module and parameter trust.py finds that out.
+The step computes what the forwards of a model compute, without calling its modules; so nothing may have to see those
+calls, and nothing may compute otherwise.
+
+    trust.py       every module and parameter is what the model's class makes of its config (reference.py)
+    wiring.py      how the blocks of a layer are wired
+    proof.py       a small model of the same class and config computes what the description says that it does
 """
 
-import dataclasses
+import inspect
 import sys
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llmkernels.ops import swiglu
+from llmkernels.ops import relu2, relu2_glu, swiglu
 
 from . import packing, trust
-from .families import Family
-from .layers import MLP, Attention, CausalLM, DecoderLayer, Generating, RMSNorm, gated_unit
-from .layout import UnknownLayout, check_origin
-from .trust import Distrust, Inspection, Kind, NoStep
+from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, with_products
+from .families import Rotation
+from .layers import Generating, gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, own_class, plain_unit
+from .layout import UnknownLayout, check_origin, kind_of, mlp_of, norm_of, rotation_name, rotation_of
+from .reference import Part, Reference, reference
+from .trust import Distrust, Inspection, NoStep
+from .wiring import Wire, is_attention, wiring
 
 MAX_BATCH = 64
 MAX_HEAD_DIM = 512  # of decode_attention on CUDA; on the CPU there is no limit
-_OP = "decode_step"
+_OP = "rope_decode_attention"
 _ops = torch.ops.llmkernels
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One decoder layer: its parameters, those to pack in groups, and what the attention needs to know."""
+class Facts:
+    """What can not be read off a model: proof.py finds out by trying.
 
-    input_norm: nn.Parameter
-    post_norm: nn.Parameter
-    output: nn.Parameter
-    output_bias: nn.Parameter | None
-    down: nn.Parameter
-    qkv: list[nn.Parameter]
-    qkv_bias: list[nn.Parameter]
-    gate_up: list[nn.Parameter]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    window_left: int  # a query sees so many keys before its own, or -1: all
+    `unrotated`: layers without a window have no rotation. `softcap`: scores are capped where the attention has a number
+    for it. `logit_scale`: 1 where logits are multiplied by `logits_scaling` of the config, -1 where divided.
+    """
 
-
-@dataclass(frozen=True)
-class Trunk:
-    """What a token passes through, in this order. `packed` is filled by `pack`: tensors by the name of their group."""
-
-    family: Family
-    embedding: nn.Parameter
-    rotary: nn.Module
-    layers: list[Layer]
-    norm: nn.Parameter
-    eps: float
-    head: nn.Parameter
-    head_bias: nn.Parameter | None
-    packed: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def groups_by_name(self) -> dict[str, list[list[nn.Parameter]]]:
-        """What is packed: one group for each layer, and none where there are no biases."""
-        names = ("qkv", "qkv_bias", "gate_up")
-        return {name: [group for layer in self.layers if (group := getattr(layer, name))] for name in names}
-
-    @property
-    def groups(self) -> list[list[nn.Parameter]]:
-        return [group for groups in self.groups_by_name.values() for group in groups]
-
-
-def _check_patched(kind: type):
-    def check(cls: type) -> None:
-        if not issubclass(cls, kind) or "original" not in vars(cls):
-            raise UnknownLayout("is not patched")
-        if cls.forward is not cls.made or not cls.is_current():
-            raise UnknownLayout("has another forward: that of its class was replaced")
-
-    return check
-
-
-def _check_activation(cls: type) -> None:
-    if gated_unit(cls.__new__(cls)) is not swiglu:
-        raise UnknownLayout(f"is a {cls.__name__}, for which there is no decode step")
-    check_origin(cls.forward, ("transformers", "torch"))
-
-
-def _names(*names: str) -> frozenset[str]:
-    return frozenset(names)
-
-
-_LAYER = Kind(
-    _check_patched(DecoderLayer),
-    _names("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
-    trains=True,
-)
-_ATTENTION = Kind(_check_patched(Attention), _names("q_proj", "k_proj", "v_proj", "o_proj"), trains=True)
-_MLP = Kind(_check_patched(MLP), _names("gate_proj", "up_proj", "down_proj", "act_fn"))
-_NORM = Kind(_check_patched(RMSNorm), parameters=_names("weight"))
-_LINEAR = trust.torch_kind(nn.Linear, parameters=_names("weight", "bias"))
-_EMBEDDING = trust.torch_kind(nn.Embedding, parameters=_names("weight"))
-_LIST = trust.torch_kind(nn.ModuleList, children=None)
-_ACTIVATION = Kind(_check_activation)
-
-
-def _of_family(family: Family, suffix: str, **options: Any) -> Kind:
-    def check(cls: type) -> None:
-        if issubclass(cls, CausalLM):  # without labels it computes what the original does
-            _check_patched(CausalLM)(cls)
-            cls = cls.original
-        trust.check_base(cls, family.module, family.prefix + suffix)
-
-    return Kind(check, **options)
+    unrotated: bool = False
+    softcap: bool = True
+    logit_scale: int = -1
 
 
 def trunk(model: nn.Module) -> Trunk:
-    """The parts of a patched model. Raises NoStep where the model computes anything but what the step computes."""
+    """The description of a patched model. Raises NoStep where it computes anything but what the step computes."""
+    from .proof import facts
+
     if not isinstance(model, Generating) or "original" not in vars(type(model)):
         raise NoStep("the model is not patched for it")
     try:
-        return _trunk(model, type(model).family)
+        trust.check_surroundings()
+        expected = reference(model)
+        _check_attention(model)
+        inspect_all(model, expected.root)
+        _check_helpers(model)
+        parts = read(model, expected, facts(model, expected))
     except Distrust as reason:
         raise reason.named_in(model) from None
-
-
-def _trunk(model: nn.Module, family: Family) -> Trunk:
-    trust.check_surroundings()
-    weight = getattr(model.get_submodule("lm_head"), "weight", None)
-    inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
-    inspect = inspection.module
-    children = inspect(model, _of_family(family, "ForCausalLM", children=_names("model", "lm_head"), trains=True))
-    _check_helpers(model, family)
-    lm_head, base = (children["_modules"][key] for key in ("lm_head", "model"))
-    head = inspect(lm_head, _LINEAR)["_parameters"]
-    parts = _names("embed_tokens", "layers", "norm", "rotary_emb")
-    children = inspect(base, _of_family(family, "Model", children=parts, trains=True))["_modules"]
-    embed_tokens, rotary, norm = (children[key] for key in ("embed_tokens", "rotary_emb", "norm"))
-    embedding = inspect(embed_tokens, _EMBEDDING)
-    if embedding["max_norm"] is not None:
-        raise Distrust(embed_tokens, "{} has a max_norm")
-    inspect(rotary, _of_family(family, "RotaryEmbedding"))
-    rope_type = getattr(rotary, "rope_type", None)
-    if not isinstance(rope_type, str) or "dynamic" in rope_type or rope_type == "longrope":
-        raise NoStep(f"rope of type {rope_type} depends on the length of the sequence")
-    config = base.config
-    count = config.num_hidden_layers
-    blocks = [*inspect(children["layers"], _LIST)["_modules"].values()][:count]
-    eps = inspect(norm, _NORM)[family.eps]
-    layers = [_layer(inspect, layer, config, index, (family.eps, eps)) for index, layer in enumerate(blocks)]
-    if not layers or len(layers) != count:
-        raise NoStep(f"{len(layers)} layers, of {count} in the config")
-    if len({(layer.heads, layer.scale, bool(layer.qkv_bias), layer.output_bias is None) for layer in layers}) > 1:
-        raise NoStep("the layers differ in heads, biases or the scale of their scores")
-    _check_attention(base, config)
-    parts = Trunk(
-        family=family,
-        embedding=embedding["_parameters"]["weight"],
-        rotary=rotary,
-        layers=layers,
-        norm=norm._parameters["weight"],
-        eps=eps,
-        head=head["weight"],
-        head_bias=head["bias"],
-    )
+    except UnknownLayout as reason:
+        raise NoStep(f"{type(model).__name__} {reason}") from None
     _check_tensors(parts)
     return parts
 
 
-def _layer(inspect, layer: nn.Module, config: Any, index: int, eps: tuple[str, float]) -> Layer:
-    children = inspect(layer, _LAYER)["_modules"]
-    norms = [children["input_layernorm"], children["post_attention_layernorm"]]
-    for norm in norms:
-        if inspect(norm, _NORM)[eps[0]] != eps[1]:
-            raise NoStep("the norms differ in eps")
-    self_attn, mlp = children["self_attn"], children["mlp"]
-    attention = inspect(self_attn, _ATTENTION)
-    if attention.get("layer_idx") != index:
-        raise Distrust(self_attn, f"{{}} has layer {attention.get('layer_idx')} of the cache")
-    linears = attention["_modules"] | inspect(mlp, _MLP)["_modules"]
-    inspect(linears.pop("act_fn"), _ACTIVATION)
-    weights, biases = {}, {}
-    for key, linear in linears.items():
-        members = inspect(linear, _LINEAR)
-        weight, biases[key] = members["_parameters"]["weight"], members["_parameters"]["bias"]
-        if weight is None or weight.shape != (members["out_features"], members["in_features"]):
-            raise Distrust(linear, "{} holds a part of its weight only")
-        weights[key] = weight
-    for key in ("gate_proj", "up_proj", "down_proj"):
-        if biases[key] is not None:
-            raise Distrust(linears[key], "{} has a bias")
-    qkv = [weights[key] for key in ("q_proj", "k_proj", "v_proj")]
-    qkv_bias = [biases[key] for key in ("q_proj", "k_proj", "v_proj") if biases[key] is not None]
-    if len(qkv_bias) not in (0, 3):
-        raise Distrust(self_attn, "only some of q, k, v in {} have a bias")
-    head_dim = attention["head_dim"]
-    rows = (*(weight.shape[0] for weight in qkv), weights["o_proj"].shape[1])
-    heads, kv_heads = rows[0] // head_dim, rows[1] // head_dim
-    if rows != tuple(n * head_dim for n in (heads, kv_heads, kv_heads, heads)) or heads % kv_heads:
-        raise Distrust(self_attn, "{} has an unknown layout of heads")
-    types = getattr(config, "layer_types", None)
-    window = attention.get("sliding_window") or 0
-    if types is not None and types[index] != ("sliding_attention" if window else "full_attention"):
-        raise Distrust(self_attn, f"{{}} attends by {types[index]}")
-    gate_up = [weights["gate_proj"], weights["up_proj"]]
-    if gate_up[0].shape != gate_up[1].shape:
-        raise Distrust(mlp, "gate and up of {} differ in shape")
-    return Layer(
-        input_norm=norms[0]._parameters["weight"],
-        post_norm=norms[1]._parameters["weight"],
-        output=weights["o_proj"],
-        output_bias=biases["o_proj"],
-        down=weights["down_proj"],
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        gate_up=gate_up,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        scale=attention["scaling"],
-        window_left=window - 1,
+def inspect_all(model: nn.Module, root: Part) -> list[Tensor | tuple]:
+    """Raise NoStep or Distrust unless each module and parameter of a model is as in its reference.
+
+    Returns all that may differ from it: parameters, buffers, and numbers that `read` reads, always in the same order.
+    """
+    weight = next(model.parameters(), None)
+    inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
+    config, found = model.config, []
+
+    def visit(module: nn.Module, part: Part) -> None:
+        members = inspection.module(module, part.kind)
+        modules = members["_modules"]
+        if members.get("config", config) is not config:
+            raise Distrust(module, "{} has a config of its own")
+        if modules.keys() != part.parts.keys():
+            raise NoStep(f"{len(modules)} layers, of {len(part.parts)} in the config")
+        found.extend(members["_parameters"].values())
+        found.extend(members["_buffers"].values())
+        if part.read:
+            found.append(tuple([members.get(name) for name in part.read]))
+        for name, child in part.parts.items():
+            visit(modules[name], child)
+
+    visit(model, root)
+    return found
+
+
+class Snapshot:
+    """Whether a model is still what it was when its description was read. Keeps nothing of it alive."""
+
+    def __init__(self, model: nn.Module):
+        expected = reference(model)
+        self._reference = weakref.ref(expected)
+        self._state = self._of(inspect_all(model, expected.root))
+
+    @staticmethod
+    def _of(found: list[Tensor | tuple]) -> list:
+        """Numbers, and of tensors what tells one from another while it is alive; buffers may be written, too."""
+        return [
+            x if not isinstance(x, Tensor) else
+            (id(x), x.data_ptr()) if isinstance(x, nn.Parameter) else (id(x), x.data_ptr(), x._version)
+            for x in found
+        ]  # fmt: skip
+
+    def holds(self, model: nn.Module) -> bool:
+        """Raises NoStep where the model can not be read at all now."""
+        trust.check_surroundings()
+        expected = reference(model)
+        if self._reference() is not expected:
+            return False
+        try:
+            found = inspect_all(model, expected.root)
+        except Distrust as reason:
+            raise reason.named_in(model) from None
+        _check_helpers(model)
+        _check_attention(model)
+        return self._of(found) == self._state and not torch.is_autocast_enabled(model.device.type)
+
+
+# --- reading
+
+
+def _ask(question: Callable, module: nn.Module, *arguments: Any) -> Any:
+    """What layout.py says of a module."""
+    try:
+        return question(*arguments)
+    except UnknownLayout as reason:
+        raise UnknownLayout(f"has the module {own_class(type(module)).__name__}: {reason}") from None
+
+
+def _first(modules: dict[str, Any], *names: str) -> Any:
+    return next((modules[name] for name in names if name in modules), None)
+
+
+def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
+    """The description of a model that has all parts of its reference. Raises UnknownLayout where it has no description.
+
+    Distrust is raised for what is known, but is not as expected in this very model.
+    """
+    config = model.config
+    if any(kind_of(cls) == "experts" for cls in expected.classes):
+        raise UnknownLayout("has experts, which are left to transformers")
+    if set(model._modules) != {"model", "lm_head"}:
+        raise UnknownLayout(f"has the parts {', '.join(model._modules)}")
+    base, head = model.model, model.lm_head
+    modules = base._modules
+    embedding, layers, rotary = modules.get("embed_tokens"), modules.get("layers"), modules.get("rotary_emb")
+    norms = [
+        module for name, module in modules.items()
+        if module not in (embedding, layers, rotary) and not isinstance(module, nn.Dropout)
+    ]  # fmt: skip
+    if not isinstance(embedding, nn.Embedding) or not isinstance(layers, nn.ModuleList) or rotary is None:
+        raise UnknownLayout("has other parts than embed_tokens, layers, rotary_emb and a norm")
+    if len(norms) != 1:
+        raise UnknownLayout(f"has {len(norms)} modules behind its layers, where a norm is expected")
+    if embedding.max_norm is not None:
+        raise Distrust(embedding, "{} has a max_norm")
+    tables = _tables(rotary, config)
+    return Trunk(
+        embedding=embedding.weight,
+        embed_scale=_embed_scale(base, embedding),
+        rotary=rotary,
+        tables=tables,
+        positions=_positions(rotary),
+        layers=tuple(
+            _layer(layer, part, index, config, tables, facts)
+            for index, (layer, part) in enumerate(
+                zip(layers, expected.root.parts["model"].parts["layers"].parts.values(), strict=True)
+            )
+        ),
+        norm=read_norm(norms[0]),
+        head=_product(model, [head]),
+        logit_scale=_logit_scale(config, facts),
+        logit_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
     )
 
 
-# What generate() asks of a model besides its forward.
+def _embed_scale(base: nn.Module, embedding: nn.Module) -> float | Tensor | None:
+    return getattr(embedding, "embed_scale", getattr(base, "embedding_multiplier", None))
+
+
+def _logit_scale(config: Any, facts: Facts) -> float:
+    if (scale := getattr(config, "logits_scaling", None)) is not None:
+        return scale if facts.logit_scale > 0 else 1 / scale
+    return getattr(config, "logit_scale", None) or 1.0
+
+
+def _tables(rotary: nn.Module, config: Any) -> tuple[str, ...]:
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        return tuple(sorted(set(config.layer_types)))
+    return ("",)
+
+
+def _positions(rotary: nn.Module) -> range:
+    """The positions whose rotation does not depend on how long the sequence is."""
+    types = getattr(rotary, "rope_type", "default")
+    for kind in types.values() if isinstance(types, dict) else (types,):
+        if not isinstance(kind, str):
+            raise UnknownLayout(f"has rope of type {kind}")
+        if "dynamic" in kind or kind == "longrope":
+            original = getattr(rotary, "original_max_seq_len", 0)
+            if kind == "longrope":
+                original = rotary.config.rope_parameters.get("original_max_position_embeddings", original)
+            return range(original)
+    return range(1 << 31)
+
+
+def read_norm(module: nn.Module) -> Norm:
+    """A norm by its class. Raises UnknownLayout for one that the step does not have."""
+    options = _ask(norm_of, module, own_class(type(module)))
+    if options.kind == "layer_norm" and options.weight_offset:
+        raise UnknownLayout(f"has a norm whose weight has an offset, {type(module).__name__}")
+    parameters = module._parameters
+    weight = parameters["weight"] if options.has_weight else None
+    return Norm(options, weight, parameters["bias"] if options.has_bias else None, getattr(module, options.eps))
+
+
+def _product(owner: nn.Module, linears: list[nn.Module]) -> Product:
+    weights, biases = [], []
+    for linear in linears:
+        if not isinstance(linear, nn.Linear):
+            raise UnknownLayout(f"has a {type(linear).__name__} where a linear layer is expected")
+        members = vars(linear)
+        weight, bias = members["_parameters"]["weight"], members["_parameters"]["bias"]
+        if weight.shape != (members["out_features"], members["in_features"]):
+            raise Distrust(linear, "{} holds a part of its weight only")
+        weights.append(weight)
+        if bias is not None:
+            biases.append(bias)
+    if len(biases) not in (0, len(weights)):
+        raise Distrust(owner, "only some of the products of {} have a bias")
+    if len({weight.shape[1] for weight in weights}) > 1:
+        raise Distrust(owner, "the products of {} differ in what they read")
+    return Product(tuple(weights), tuple(biases))
+
+
+def _layer(layer: nn.Module, part: Part, index: int, config: Any, tables: tuple[str, ...], facts: Facts) -> Layer:
+    original = part.module
+    wires = wiring(original, type(original).forward)
+    sources = [wire.source for wire in wires]
+    if sources not in (list(range(len(wires))), [0] * len(wires)):
+        raise UnknownLayout("has layers whose blocks read neither the layer's input nor what is before them")
+    branches = []
+    for wire in wires:
+        block = getattr(layer, wire.block)
+        branches.append(
+            Branch(
+                block=_attention(block, index, config, tables, facts) if is_attention(block) else _mlp(block),
+                pre=_block_norm(layer, wire.pre, True),
+                post=_block_norm(layer, wire.post, False),
+                multiplier=_multiplier(layer, original, wire),
+            )
+        )
+    if sum(isinstance(branch.block, Attention) for branch in branches) != 1:
+        raise UnknownLayout("has layers without attention, or with two")
+    return Layer(tuple(branches), parallel=len(wires) > 1 and sources[-1] == 0)
+
+
+def _multiplier(layer: nn.Module, original: nn.Module, wire: Wire) -> float:
+    """As wired, by the number that the layer has now."""
+    given = getattr(original, "residual_multiplier", None)
+    return getattr(layer, "residual_multiplier", 1.0) if given == wire.multiplier else wire.multiplier
+
+
+def _block_norm(layer: nn.Module, name: str | None, before: bool) -> Norm | None:
+    if name is None or isinstance(module := getattr(layer, name), nn.Identity):
+        return None
+    norm = read_norm(module)
+    if not before and norm.options.kind != "rms_norm":
+        raise UnknownLayout(f"has a {type(module).__name__} behind a block")
+    return norm
+
+
+def _mlp(mlp: nn.Module) -> MLP:
+    names = _ask(mlp_of, mlp, own_class(type(mlp)).forward)
+    gated = names.gate is not None
+    act = getattr(mlp, names.act)
+    activation = _ACTIVATIONS.get((gated_unit if gated else plain_unit)(act))
+    if activation is None:
+        raise UnknownLayout(f"has an activation without a kernel, {type(act).__name__}")
+    up = [getattr(mlp, name) for name in (names.gate, names.up) if name is not None]
+    if len({linear.weight.shape for linear in up}) > 1:
+        raise Distrust(mlp, "gate and up of {} differ in shape")
+    return MLP(_product(mlp, up), _product(mlp, [getattr(mlp, names.down)]), activation, gated)
+
+
+# Those of compose.py, by the functions of layers.py.
+_ACTIVATIONS = {swiglu: "silu", geglu_erf: "gelu", geglu_tanh: "gelu_pytorch_tanh", relu2_glu: "relu2"}
+_ACTIVATIONS |= {gelu_erf: "gelu", gelu_tanh: "gelu_pytorch_tanh", relu2: "relu2"}
+
+
+def _attention(module: nn.Module, index: int, config: Any, tables: tuple[str, ...], facts: Facts) -> Attention:
+    members, modules = vars(module), module._modules
+    if members.get("layer_idx") != index:
+        raise Distrust(module, f"{{}} has layer {members.get('layer_idx')} of the cache")
+    output = _product(module, [_first(modules, "o_proj", "dense", "out_proj")])
+    packed = modules.get("qkv_proj")
+    linears = [packed] if packed is not None else [modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
+    names = {"qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "dense", "out_proj", "q_norm", "k_norm"}
+    if (unknown := modules.keys() - names) or module._parameters or None in linears:
+        raise UnknownLayout(f"has an attention of an unknown layout: {', '.join(sorted(unknown)) or 'q, k, v'}")
+    qkv = _product(module, linears)
+    head_dim, scale = members.get("head_dim"), members.get("scaling")
+    if not isinstance(head_dim, int) or not isinstance(scale, (int, float)):
+        raise UnknownLayout("has an attention without head_dim or scaling")
+    heads = output.weights[0].shape[1] // head_dim
+    rows = [weight.shape[0] for weight in qkv.weights]
+    kv_heads = rows[1] // head_dim if packed is None else (rows[0] // head_dim - heads) // 2
+    expected = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    if rows != (expected if packed is None else [sum(expected)]) or kv_heads < 1 or heads % kv_heads:
+        raise Distrust(module, "{} has an unknown layout of heads")
+    q_norm, k_norm = _head_norms(modules)
+    row_norms = q_norm is not None and q_norm.weight.shape[0] != head_dim
+    if row_norms and (q_norm.weight.shape[0], k_norm.weight.shape[0]) != (expected[0], expected[1]):
+        raise Distrust(module, "{} has norms of an unknown layout")
+    window = _window(members, index, config)
+    rotation = _rotation(module)
+    rotates = members.get("use_rope", True) and not (facts.unrotated and window < 0)
+    return Attention(
+        qkv=qkv,
+        output=output,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=float(scale),
+        window_left=window,
+        softcap=(members.get("attn_logit_softcapping") or 0.0) if facts.softcap else 0.0,
+        table=(config.layer_types[index] if tables != ("",) else "") if rotates else None,
+        interleaved=rotation.interleaved,
+        alternates=rotation.interleaved and rotation.table == "elements",
+        q_norm=q_norm,
+        k_norm=k_norm,
+        row_norms=row_norms,
+    )
+
+
+def _rotation(module: nn.Module) -> Rotation:
+    forward = own_class(type(module)).forward
+    name = rotation_name(forward)
+    if name is None:
+        raise UnknownLayout("has an attention without a rotation")
+    return _ask(rotation_of, module, name, forward.__globals__[name])
+
+
+def _head_norms(modules: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None]:
+    found = [modules.get(name) for name in ("q_norm", "k_norm")]
+    if found == [None, None]:
+        return None, None
+    if None in found:
+        raise UnknownLayout("has a norm of q or of k alone")
+    norms = [read_norm(module) for module in found]
+    if norms[0].options != norms[1].options or norms[0].eps != norms[1].eps:
+        raise UnknownLayout("has norms of q and k that differ")
+    if norms[0].options.kind != "rms_norm" or norms[0].weight is None or norms[0].weight.ndim != 1:
+        raise UnknownLayout("has norms of q and k without a kernel")
+    return norms[0], norms[1]
+
+
+def _window(members: dict[str, Any], index: int, config: Any) -> int:
+    """How many keys before its own a query of a layer sees, or -1: all."""
+    window = members.get("sliding_window", getattr(config, "sliding_window", None))
+    types = getattr(config, "layer_types", None)
+    if types is not None and types[index] not in ("full_attention", "sliding_attention"):
+        raise UnknownLayout(f"has layers of type {types[index]}")
+    if members.get("is_sliding") is False or (types is not None and types[index] != "sliding_attention"):
+        window = None
+    return window - 1 if window else -1
+
+
+# --- the rest of what generate() asks of a model
+
 _HELPERS = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "__call__")
 
 
-def _check_helpers(model: nn.Module, family: Family) -> None:
-    """generate() asks nothing else of the model than of this family's class."""
+def _check_helpers(model: nn.Module) -> None:
+    """generate() asks nothing else of the model than of its family's class."""
     original = type(model).original
-    name = f"{family.prefix}ForCausalLM"
-    known = next(cls for cls in original.__mro__ if (cls.__module__, cls.__name__) == (family.module, name))
+    known = own_class(original)
     for name in _HELPERS:
         if name in vars(model) or getattr(original, name) is not getattr(known, name):
             raise NoStep(f"{name} was replaced")
@@ -241,12 +397,15 @@ def _check_helpers(model: nn.Module, family: Family) -> None:
             raise NoStep(f"{name}: {reason}") from None
 
 
-def _check_attention(base: nn.Module, config: Any) -> None:
+def _check_attention(model: nn.Module) -> None:
     """The model attends by a function of transformers: another one may compute anything."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    modeling = vars(sys.modules[base.layers[0].self_attn.original.__module__])
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, modeling["eager_attention_forward"])
+    attention = next((module for module in model.modules() if is_attention(module)), None)
+    if attention is None:
+        raise NoStep("the model has no attention")
+    eager = vars(sys.modules[own_class(type(attention)).__module__]).get("eager_attention_forward")
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, eager)
     try:
         check_origin(function)
     except UnknownLayout:
@@ -254,7 +413,8 @@ def _check_attention(base: nn.Module, config: Any) -> None:
 
 
 def _check_tensors(parts: Trunk) -> None:
-    device, dtype, head_dim = parts.head.device, parts.head.dtype, parts.layers[0].head_dim
+    device, dtype = parts.weight.device, parts.weight.dtype
+    head_dim = max(layer.attention.head_dim for layer in parts.layers)
     if device.type not in ("cpu", "cuda"):
         raise NoStep(f"no kernels for {device.type}")
     name = f"llmkernels::{_OP}"
@@ -277,20 +437,26 @@ def check_batch(parts: Trunk, input_ids: Tensor) -> None:
         raise NoStep(f"a batch of more than {MAX_BATCH}")
     if type(input_ids) is not Tensor:
         raise NoStep(f"input_ids are a {type(input_ids).__name__}")
-    if input_ids.device != parts.head.device:
+    if input_ids.device != parts.weight.device:
         raise NoStep(f"input_ids on {input_ids.device}")
     if input_ids.numel() == 0:
         raise NoStep("empty input_ids")
+
+
+def check_length(parts: Trunk, tokens: int) -> None:
+    """Raise NoStep unless cos and sin of a position stay what they are up to so many tokens."""
+    if tokens > len(parts.positions):
+        raise NoStep(f"rope of type {parts.rotary.rope_type} depends on the length of the sequence")
 
 
 def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
     """Raise NoStep unless a KVCache fits the model."""
     if len(cache.layers) != len(parts.layers):
         raise NoStep(f"the cache has {len(cache.layers)} layers")
-    weight = parts.head
+    weight = parts.weight
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
         if buffers.is_initialized:
-            expected = (batch, buffers.capacity, layer.kv_heads, layer.head_dim)
+            expected = (batch, buffers.capacity, layer.attention.kv_heads, layer.attention.head_dim)
             for buffer in (buffers.k, buffers.v):
                 if buffer.shape != expected or buffer.dtype != weight.dtype or buffer.device != weight.device:
                     raise NoStep("the cache was made for other keys and values")
@@ -305,35 +471,46 @@ def fits_cache(cache: Any, parts: Trunk, batch: int) -> bool:
 
 
 def is_ours(cache: Any) -> bool:
+    from .adopt import AdoptedCache
     from .cache import KVCache
 
-    return type(cache) is KVCache
+    return type(cache) in (KVCache, AdoptedCache)
+
+
+# --- packing
 
 
 def pack(model: nn.Module, parts: Trunk) -> Trunk:
-    """The parts with their packed weights. Raises NoStep where they can not be packed.
+    """The description with packed products. Raises NoStep where they can not be packed.
 
     They stay what they are for whoever has them, also when another thread unpatches the model.
     """
     with packing.LOCK:
         if not isinstance(model, Generating):
             raise NoStep("the model is not patched any more")
-        packed = _packed(parts)
-        if any(tensor is None for tensors in packed.values() for tensor in tensors):
-            _check_packable(parts)
+        if any(packing.packed(group) is None for group in parts.groups):
+            check_packable(parts)
             try:
                 packing.pack(parts.groups)
             except torch.OutOfMemoryError:
                 raise NoStep("there is no memory to pack the weights of a layer") from None
-            packed = _packed(parts)
-    return dataclasses.replace(parts, packed=packed)
+        return packed(parts)
 
 
-def _packed(parts: Trunk) -> dict[str, list[Tensor | None]]:
-    return {name: [packing.packed(group) for group in groups] for name, groups in parts.groups_by_name.items()}
+def packed(parts: Trunk) -> Trunk:
+    """The description with the tensors of its products, which are packed."""
+
+    def tensor(parameters: tuple[nn.Parameter, ...]) -> Tensor | None:
+        if not parameters:
+            return None
+        return parameters[0] if len(parameters) == 1 else packing.packed(parameters)
+
+    return with_products(
+        parts, lambda product: Product(product.weights, product.biases, tensor(product.weights), tensor(product.biases))
+    )
 
 
-def _check_packable(parts: Trunk) -> None:
+def check_packable(parts: Trunk) -> None:
     for group in parts.groups:
         if packing.packed(group) is None and (reason := packing.obstacle(group)):
             raise NoStep(reason)
@@ -342,7 +519,7 @@ def _check_packable(parts: Trunk) -> None:
 def why_not(model: nn.Module) -> str | None:
     """Why the decode step of a model can not run now, or None."""
     try:
-        _check_packable(trunk(model))
+        check_packable(trunk(model))
     except NoStep as reason:
         return str(reason)
     return None

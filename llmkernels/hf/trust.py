@@ -13,7 +13,7 @@ What is left behind and does nothing is looked through: see `_does_nothing` and 
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from .layers import Patched, Replaced, own_class
 from .layout import UnknownLayout, check_origin
 
 # Modes that change no result, and need not see what is computed. DeviceContext is that of set_default_device.
@@ -77,13 +78,14 @@ class Kind:
     """What modules with one part to play look like.
 
     `check_class(cls)` raises UnknownLayout for a class that may compute something else. `trains` says that the forward
-    is another one in training mode.
+    is another one in training mode. `numbers` are members that have a value: numbers, names, None.
     """
 
     check_class: Callable[[type], None]
     children: frozenset[str] | None = frozenset()  # None: any
     parameters: frozenset[str] = frozenset()
     trains: bool = False
+    numbers: tuple[tuple[str, Any], ...] = ()
 
 
 class Inspection:
@@ -106,6 +108,9 @@ class Inspection:
         for hooks in (members["_forward_pre_hooks"], members["_forward_hooks"]):
             if hooks and not all(_does_nothing(hook) for hook in hooks.values()):
                 raise Distrust(module, "hooks on {} have to see its calls")
+        for name, value in kind.numbers:
+            if members.get(name, _ABSENT) != value:
+                raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
         if kind.children is None:
             return members
         parameters = members["_parameters"]
@@ -123,7 +128,7 @@ class Inspection:
             kind.check_class(cls)
             for name, original in _CALLS.items():
                 if getattr(cls, name) is not original:
-                    _check_function(getattr(cls, name))
+                    check_function(getattr(cls, name))
         except UnknownLayout as reason:
             raise Distrust(module, f"{{}} {reason}") from None
         self._classes.add((cls, kind))
@@ -140,29 +145,37 @@ class Inspection:
 # --- classes
 
 
-def torch_kind(expected: type[nn.Module], **options: Any) -> Kind:
-    """Modules of this very class of torch, with the forward that it had."""
+_ABSENT = object()
 
+
+def kind(expected: type[nn.Module], **options: Any) -> Kind:
+    """Modules that compute what this class of transformers' or torch's does, with the forward that it has."""
+    return _kind(expected, _FORWARDS.get(expected, expected.forward), tuple(sorted(options.items())))
+
+
+@functools.cache
+def _kind(expected: type[nn.Module], forward: Callable, options: tuple[tuple[str, Any], ...]) -> Kind:
     def check(cls: type) -> None:
-        if cls is not expected:
-            raise UnknownLayout(f"is a {cls.__module__}.{cls.__name__}, not torch.nn.{expected.__name__}")
-        if cls.forward is not _FORWARDS[cls]:
+        if issubclass(cls, Replaced):
+            if "original" not in vars(cls):
+                raise UnknownLayout("is of a class made of a patched one")
+            if issubclass(cls, Patched) and (cls.forward is not cls.made or not cls.is_current()):
+                raise UnknownLayout("has another forward: that of its class was replaced")
+            cls = cls.original
+        if cls is not expected and (expected.__module__.startswith("torch.") or own_class(cls) is not expected):
+            raise UnknownLayout(f"is a {_name(cls)}, not {_name(expected)}")
+        if cls.forward is not forward:
             raise UnknownLayout("has another forward: that of its class was replaced")
+        check_function(forward)
 
-    return Kind(check, **options)
-
-
-def check_base(cls: type, module: str, name: str) -> None:
-    """Raise UnknownLayout unless the forward of cls is that of the class of this name, and transformers' own."""
-    for base in cls.__mro__:
-        if (base.__module__, base.__name__) == (module, name) and "original" not in vars(base):
-            if cls.forward is base.forward:
-                return _check_function(base.forward)
-            break
-    raise UnknownLayout("is of an unknown kind")
+    return Kind(check, **dict(options))
 
 
-def _check_function(function: Callable) -> None:
+def _name(cls: type) -> str:
+    return f"torch.nn.{cls.__name__}" if cls.__module__.startswith("torch.nn.") else f"{cls.__module__}.{cls.__name__}"
+
+
+def check_function(function: Callable) -> None:
     """Raise UnknownLayout unless a function, and those that it names, are transformers' or torch's own."""
     chain = (function, *_wrapped_by(function))
     for part in chain:
@@ -177,6 +190,16 @@ def _check_function(function: Callable) -> None:
 
 
 _vetted: dict[Callable, tuple] = {}  # what each function's names stood for when they were found to be in order
+
+
+def formulas(classes: Iterable[type]) -> tuple:
+    """The functions that decide what classes compute, as they are now: forwards, and what those name."""
+    found = []
+    for cls in classes:
+        for part in (cls.forward, *_wrapped_by(cls.forward)):
+            names, values = _global_functions(part)
+            found.append((part, *map(values.get, names)))
+    return tuple(found)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ torch.export) raises the same, but cannot see whether two tensors share memory.
 """
 
 from llmkernels.ops import optim as _optim  # noqa: F401, public in llmkernels.optim
+from llmkernels.ops import softcap as _softcap  # noqa: F401, its fake
 from llmkernels.ops.attention import decode_attention, rope_kv_write
 from llmkernels.ops.bias_act import bias_geglu, bias_gelu, bias_swiglu, relu2
 from llmkernels.ops.cross_entropy import cross_entropy

@@ -57,7 +57,7 @@ def gated_mlp(
     ==========================  ==========================================================================
     rows                        kernels
     ==========================  ==========================================================================
-    up to 16, on 9.0 up to 64   "silu" without gate_up_bias, no gradient: one kernel for g, u and act(g) u
+    up to 16, on 9.0 up to 64   without gate_up_bias, no gradient: one kernel for g, u and act(g) u
     the same, anything else     the kernel of :func:`linear`, then packed :func:`swiglu` or :func:`geglu`
     more                        PyTorch's linear, then packed :func:`swiglu` or :func:`geglu`
     ==========================  ==========================================================================

@@ -93,7 +93,7 @@ def rms_norm_linear(
     tensor([1.9799])
     """
     if (norm_weight is None or norm_weight.dtype == x.dtype) and _autocast_dtype(x) is None:
-        return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight, False)
+        return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight, False, None, None)
     normed = rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
     normed, weight, bias = _autocast(normed, weight, bias)
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -128,16 +128,27 @@ def _fake(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-register_fake("linear", lambda x, weight, bias=None, prefetch_weights=False: _fake(x, weight))
+register_fake("linear", lambda x, weight, bias=None, in_step=False: _fake(x, weight))
 register_fake("rms_norm_linear", lambda x, norm_weight, weight, *options, **named: _fake(x, weight))
 
 
+def _fake_glu(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+
+
+register_fake("glu_linear", lambda x, weight, *options, **named: _fake_glu(x, weight), overloads=("",))
 register_fake(
-    "rms_norm_swiglu_linear",
-    lambda x, norm_weight, weight, *options, **named: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)),
+    "rms_norm_glu_linear",
+    lambda x, norm_weight, weight, *options, **named: _fake_glu(x, weight),
     overloads=("",),
 )
 register_fake("linear_add_", lambda *arguments, **named: None, overloads=("",))
+# On a GPU it may return more, which depends on what fits the device: not for torch.compile there.
+register_fake(
+    "linear_add_scale_",
+    lambda residual, x, *others, **named: (x.new_empty(0), x.new_empty(0, dtype=torch.float32)),
+    overloads=("",),
+)
 
 
 def _setup_linear(ctx, inputs, output):
@@ -147,7 +158,7 @@ def _setup_linear(ctx, inputs, output):
 
 
 def _setup_rms_norm_linear(ctx, inputs, output):
-    x, norm_weight, weight, bias, *ctx.options, _ = inputs
+    x, norm_weight, weight, bias, *ctx.options, _in_step, _scaled, _squares = inputs
     ctx.save_for_backward(x, norm_weight, weight)
     ctx.has_bias = bias is not None
 
@@ -188,7 +199,7 @@ def _rms_norm_linear_backward(ctx, grad_y):
     if needs_weight:
         grad_weight = _grad_weight(grad_y, _ops.rms_norm(x, norm_weight, *ctx.options))
     grad_bias = _grad_bias(grad_y) if ctx.has_bias and ctx.needs_input_grad[3] else None
-    return grad_x, grad_norm_weight, grad_weight, grad_bias, None, None, None, None
+    return grad_x, grad_norm_weight, grad_weight, grad_bias, *(None,) * 6
 
 
 register_autograd("linear", _linear_backward, _setup_linear)

@@ -118,6 +118,7 @@ def _fake_backward(grad_y, x, weight, grad_sum, eps, weight_offset, cast_before_
     return contiguous_like(x), x.new_empty(weight.shape if has_grad_weight else (0,))
 
 
+register_fake("rms_norm_add_", lambda *arguments, **named: None, overloads=("",))
 register_fake("rms_norm_backward", _fake_backward, overloads=("",))
 
 

@@ -15,7 +15,7 @@ constexpr int kThreads = 256;
 // a bound the compiler saves registers: it loads the second operand halfway through.
 //
 // value() has the bits of eager PyTorch once it is rounded to T. near() is as close to the true value, in fewer
-// instructions, and so is the slope.
+// instructions, and so is the slope. An activation is added here, in cpu/activation.h and in torch/glu.cpp.
 struct Silu {
   static constexpr int kBlocksPerSm = 8;
   template <typename T>
@@ -35,7 +35,7 @@ struct Silu {
   }
   template <typename T>
   __device__ static float near(float x) {
-    return value<T>(x);
+    return sizeof(T) == 4 ? value<T>(x) : x / (1.f + __expf(-x));
   }
   template <typename T>
   __device__ static void value_and_slope(float x, float& value, float& slope) {
@@ -134,6 +134,14 @@ struct Relu2 {
   }
 };
 
+// act(gate) up, from the float32 sums of a linear. Rounds as eager PyTorch: gate and up, then act(gate); the product is
+// rounded by the store.
+template <typename Act, typename T>
+__device__ float glu_of_sums(float gate_sum, float up_sum) {
+  const auto rounded = [](float x) { return to_float(from_float<T>(x)); };
+  return rounded(Act::template near<T>(rounded(gate_sum))) * rounded(up_sum);
+}
+
 // The position of this thread's vector; a block covers kThreads vectors of one row.
 struct VectorPosition {
   int64_t row, col;
@@ -156,6 +164,17 @@ cudaError_t dispatch_activation(Activation activation, Body&& body) {
     case Activation::kRelu2: return body(Relu2{});
   }
   return cudaErrorInvalidValue;
+}
+
+// The same on the device, for an activation that is an option of an epilogue.
+template <typename Body>
+__device__ void dispatch_on_device(Activation activation, Body&& body) {
+  switch (activation) {
+    case Activation::kSilu: return body(Silu{});
+    case Activation::kGeluTanh: return body(GeluTanh{});
+    case Activation::kGeluErf: return body(GeluErf{});
+    case Activation::kRelu2: return body(Relu2{});
+  }
 }
 
 // Launches `kernel` over rows x cols, `width` elements per access; it moves `element_bytes` for each element.

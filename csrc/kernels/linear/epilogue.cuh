@@ -1,9 +1,9 @@
 // Epilogue of a linear for few tokens. The partial sums of all K groups, of all blocks of the cluster, are added up in
-// a fixed order; then come 1 / rms of a folded norm, bias, SwiGLU or residual add, and the store.
+// a fixed order; then come 1 / rms of a folded norm, bias, gated activation or residual add, and the store.
 #pragma once
 #include "device/reduce.cuh"
-#include "device/swiglu.cuh"
 #include "device/vec.cuh"
+#include "kernels/activation/activation.cuh"
 #include "prologue.cuh"
 
 namespace llmk::kernels::few_tokens {
@@ -71,7 +71,7 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
     const int token = divide(i, per_token), row = (i - token * per_token) * kWidth;
     const int64_t column = first + row;
     if (column >= a.out) continue;
-    const int box = !a.swiglu && row >= plan.box_rows;
+    const int box = !a.glu && row >= plan.box_rows;
     T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
     // Global loads first: they are served after the copies of weights in flight.
     V bias, residual, next_weight;
@@ -96,16 +96,18 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] += bias[e];
     }
-    if (a.swiglu) {
+    if (a.glu) {
       float gates[kWidth];
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) gates[e] = sums[e];
       reduce_row(plan.box_pitch + row);
+      activation::dispatch_on_device(a.activation, [&](auto act) {
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) sums[e] = swiglu<T>(gates[e], sums[e]);
+        for (int e = 0; e < kWidth; ++e) sums[e] = activation::glu_of_sums<decltype(act), T>(gates[e], sums[e]);
+      });
     }
     V result = V::of([&](int e) { return sums[e]; });
-    if (a.add_residual) result = add(residual, result);
+    if (a.add_residual) result = add(residual, V::of([&](int e) { return a.alpha * result[e]; }));
     result.store(y);
     if (kNormHandoff && a.scaled) {
       const float factor = 1.f / norm_weight_scale<T>(layout);

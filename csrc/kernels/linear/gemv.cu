@@ -1,23 +1,23 @@
 // Linear for one token: the formulas, dtypes and roundings of linear.cu with m = 1, by dot products in float32.
 // Moves n k elements of W, once.
 //
-//   blocks   split the columns of y evenly; a column is a row of W, for SwiGLU one of the gate and one of the up rows
+//   blocks   split the columns of y evenly; a column is a row of W, with a gate one of the gate and one of the up rows
 //   warps    split K within a block; each keeps its slice of x in registers
 //   ring     one per warp: a stage holds the warp's slices of a few rows of W, filled by bulk copies. A warp is its own
 //            producer and consumer, so it needs full barriers only, and waits for no other warp
 //   end      the partial sums of the warps are added up in a fixed order
 //
 // A norm is folded as in prologue.cuh: its weight is multiplied into x, in float16 divided by a power of two (one for
-// each warp), and the sums are multiplied by 1 / rms. With prefetch_weights (see linear.cu) the ring is filled before
+// each warp), and the sums are multiplied by 1 / rms. Within a decode step (see linear.cu) the ring is filled before
 // the previous kernel has ended.
 #include "gemv.h"
 
 #include <algorithm>
 
 #include "device/reduce.cuh"
-#include "device/swiglu.cuh"
 #include "device/tma.cuh"
 #include "device/vec.cuh"
+#include "kernels/activation/activation.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 
@@ -34,7 +34,9 @@ constexpr int kStageVectors = 10;  // vectors of eight elements of W per lane an
 struct Arguments {
   const void *x, *norm_weight, *weight, *bias;
   void* y;
-  bool add_residual, swiglu, fold_norm, norm_offset, prefetch_weights;
+  bool add_residual, glu, fold_norm, norm_offset, prefetch_weights;
+  Activation activation;  // with glu
+  float alpha;            // of what is added to the residual
   int k;
   int columns_per_block, blocks_with_one_more;  // columns of y
   int stages;                                   // per warp
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that the compiler knows that it is uniform
   const int block = static_cast<int>(blockIdx.x),
             begin = block * a.columns_per_block + min(block, a.blocks_with_one_more);
-  const int columns = a.columns_per_block + (block < a.blocks_with_one_more), rows = a.swiglu ? 2 * columns : columns;
+  const int columns = a.columns_per_block + (block < a.blocks_with_one_more), rows = a.glu ? 2 * columns : columns;
   const int first = warp * kVectors * 256;  // of this warp's columns of x
   const int slice_bytes = min(kSliceBytes, 2 * (a.k - first));
   unsigned char* const ring = shared + a.ring + warp * a.stages * kStageBytes;
@@ -202,11 +204,17 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
     if (i >= static_cast<int>(blockDim.x)) operands = EpilogueOperands<T>(a, begin + i);
     const float sum = sum_over_warps(sums + i, a.pitch) * rstd;
     T result;
-    if (a.swiglu) {
-      result = from_float<T>(swiglu<T>(sum, sum_over_warps(sums + columns + i, a.pitch) * rstd));
+    if (a.glu) {
+      const float up_sum = sum_over_warps(sums + columns + i, a.pitch) * rstd;
+      activation::dispatch_on_device(a.activation, [&](auto act) {
+        result = from_float<T>(activation::glu_of_sums<decltype(act), T>(sum, up_sum));
+      });
     } else {
       result = from_float<T>(a.bias ? sum + to_float(operands.bias) : sum);
-      if (a.add_residual) result = from_float<T>(to_float(operands.residual) + to_float(result));
+      if (a.add_residual) {
+        const T product = from_float<T>(a.alpha * to_float(result));
+        result = from_float<T>(to_float(operands.residual) + to_float(product));
+      }
     }
     static_cast<T*>(a.y)[begin + i] = result;
   }
@@ -219,9 +227,9 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const auto divide_up = [](int a, int b) { return (a + b - 1) / b; };
-  const bool swiglu = p.epilogue == LinearEpilogue::kSwiglu;
-  const int k = static_cast<int>(p.k), out = static_cast<int>(swiglu ? p.n / 2 : p.n);
-  const int blocks = std::min(device.sm_count, out), rows = divide_up(out, blocks) * (swiglu ? 2 : 1);
+  const bool glu = p.glu.has_value();
+  const int k = static_cast<int>(p.k), out = static_cast<int>(glu ? p.n / 2 : p.n);
+  const int blocks = std::min(device.sm_count, out), rows = divide_up(out, blocks) * (glu ? 2 : 1);
   int vectors = 1;
   while (k > vectors * 256 * kGemvWarps) vectors *= 2;
   const int warps = divide_up(k, vectors * 256), stage_rows = kStageVectors / vectors;
@@ -238,10 +246,12 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
                             p.bias,
                             p.residual ? p.residual : p.y,
                             p.residual != nullptr,
-                            swiglu,
+                            glu,
                             p.normalize,
                             p.norm.weight_offset != 0,
-                            p.prefetch_weights,
+                            p.in_step,
+                            p.glu.value_or(Activation{}),
+                            static_cast<float>(p.alpha),
                             k,
                             out / blocks,
                             out % blocks,

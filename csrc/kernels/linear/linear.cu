@@ -1,10 +1,11 @@
 // Linear for few tokens, after an RMSNorm if wanted:
 //
-//   y = x W^T (+ bias)      y = silu(x Wg^T) (x Wu^T)      residual += x W^T (+ bias)
+//   y = x W^T (+ bias)      y = act(x Wg^T) (x Wu^T)      residual += alpha (x W^T (+ bias))
 //
-// x [m, k] with m <= 64, W [n, k]; float16 or bfloat16. Sums in float32, rounded once. SwiGLU rounds gate, up, silu and
-// the product, as eager PyTorch; the residual add rounds the sum, then the addition. Moves n k elements of W, once:
-// memory is the limit, so the design keeps as many bytes in flight as shared memory holds.
+// x [m, k] with m <= 64, W [n, k]; float16 or bfloat16. Sums in float32, rounded once. As in eager PyTorch, each step
+// after that rounds, too: of a gated activation gate, up, act(gate) and the product; of a residual add the sum, alpha
+// times it, and the addition. Moves n k elements of W, once: memory is the limit, so the design keeps as many bytes in
+// flight as shared memory holds.
 //
 // The design is the GEMM of CUTLASS on Hopper with the operands swapped, so that W fills the rows of the MMA:
 //
@@ -16,11 +17,11 @@
 //
 // One token takes gemv.cu, unless k is too large for it or W has many short rows (gemv_is_faster).
 //
-// Programmatic dependent launch: with `prefetch_weights` the norm's weight and the first stages of W are read before
-// the previous kernel has ended. The caller promises that these weights were complete before the previous kernel could
-// start. That it was launched later is not enough, since it may itself have started before the kernel in front of it
-// ended: a launch that does not overlap must lie between the writer and the previous kernel, such as the first one of
-// a CUDA graph. Without `prefetch_weights` nothing is read before the previous kernel has ended.
+// Programmatic dependent launch: in a decode step (`in_step`) the norm's weight and the first stages of W are read
+// before the previous kernel has ended. The caller promises that these weights were complete before the previous kernel
+// could start. That it was launched later is not enough, since it may itself have started before the kernel in front of
+// it ended: a launch that does not overlap must lie between the writer and the previous kernel, such as the first one
+// of a CUDA graph. Elsewhere nothing is read before the previous kernel has ended.
 #include "linear.h"
 
 #include "epilogue.cuh"
@@ -170,12 +171,12 @@ bool can_fold_norm(const LinearParams& p, Dtype dtype) {
 bool folds_norm(const LinearParams& p, Dtype dtype) { return can_fold_norm(p, dtype) && p.m <= kLinearMaxMmaTokens; }
 
 LinearPlan plan_of(const LinearParams& p, const DeviceInfo& device) {
-  const LinearShape shape{p.m, p.n, p.k, p.epilogue == LinearEpilogue::kSwiglu, p.normalize && p.parts == 0};
+  const LinearShape shape{p.m, p.n, p.k, p.glu.has_value(), p.normalize && p.parts == 0};
   return plan_linear(shape, device.clusters, choose_tuning(shape, device.clusters));
 }
 
 bool is_vector(const LinearParams& p, const LinearPlan& plan) {
-  const int64_t out = p.epilogue == LinearEpilogue::kSwiglu ? p.n / 2 : p.n;
+  const int64_t out = p.glu.has_value() ? p.n / 2 : p.n;
   return out % 4 == 0 && plan.box_rows % 4 == 0 && (p.m == 1 || p.y_stride % 4 == 0) &&
          is_aligned(p.residual ? p.residual : p.y, 8) && is_aligned(p.bias, 8);
 }
@@ -192,24 +193,26 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
       status != cudaSuccess) {
     return status;
   }
-  const bool swiglu = p.epilogue == LinearEpilogue::kSwiglu;
+  const bool glu = p.glu.has_value();
   const Arguments arguments{p.x,
                             p.norm_weight,
                             p.bias,
                             p.residual ? p.residual : p.y,
                             p.residual != nullptr,
-                            swiglu,
+                            glu,
                             is_vector(p, plan),
+                            p.glu.value_or(Activation{}),
+                            static_cast<float>(p.alpha),
                             static_cast<int>(p.m),
                             static_cast<int>(p.k),
-                            swiglu ? p.n / 2 : p.n,
-                            swiglu ? static_cast<int>(p.n / 2) : plan.box_rows,
+                            glu ? p.n / 2 : p.n,
+                            glu ? static_cast<int>(p.n / 2) : plan.box_rows,
                             p.k % kLinearChunk ? kLinearChunk : 0,
                             p.k % kLinearChunk ? 0 : 1,
                             p.y_stride,
                             p.normalize && p.parts == 0,
                             p.norm.weight_offset != 0,
-                            p.prefetch_weights,
+                            p.in_step,
                             static_cast<float>(p.norm.eps),
                             p.next_norm_weight,
                             static_cast<float>(p.next_offset),
@@ -269,11 +272,10 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
 //   152064 x 3584         |   258.2          284     |   266.6          273.9
 //   the norm's launch     |     1.6, overlapped      |     2.2
 //
-// Decode steps do without cuBLAS up to 64 tokens: a graph of the library's own launches needs no stream capture
-// (recorder.h).
+// Decode steps (in_step) do without cuBLAS up to 64 tokens.
 bool linear_is_faster(const LinearParams& p) {
   DeviceInfo device;
-  if (p.m <= kLinearMaxMmaTokens || p.epilogue == LinearEpilogue::kSwiglu || p.no_cublas) return true;
+  if (p.m <= kLinearMaxMmaTokens || p.glu || p.in_step) return true;
   if (device_info(device) != cudaSuccess) return false;
   if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32;
   if (linear_has_long_rows(p.k) || p.residual) return true;

@@ -48,7 +48,7 @@ struct LinearPlan {
 
 struct LinearShape {
   int64_t m, n, k;  // n: rows of the weight
-  bool swiglu, normalize;
+  bool glu, normalize;
 };
 
 // The measured choices, see choose_tuning().
@@ -80,16 +80,16 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   LinearPlan plan{};
   plan.wgmma = wgmma;
   // As many output tiles as clusters run at once, or (clusters of one) a multiple of that, all of the same height.
-  const int64_t out = shape.swiglu ? shape.n / 2 : shape.n;
+  const int64_t out = shape.glu ? shape.n / 2 : shape.n;
   const int64_t max_rows =
-      std::min(tuning.max_tile_rows, consumers * kLinearMmaTilesPerConsumer * mma_rows) / (shape.swiglu ? 2 : 1);
+      std::min(tuning.max_tile_rows, consumers * kLinearMmaTilesPerConsumer * mma_rows) / (shape.glu ? 2 : 1);
   plan.cluster = tuning.cluster;
   while (plan.cluster > 1 && clusters[plan.cluster] * max_rows < out) plan.cluster /= 2;
   const int64_t rounds = divide_up(out, clusters[plan.cluster] * max_rows);
   const int rows = round_up(divide_up(out, clusters[plan.cluster] * rounds), row_multiple);
-  plan.boxes = shape.swiglu || rows > 256 ? 2 : 1;
-  plan.box_rows = !shape.swiglu && plan.boxes == 2 ? round_up(divide_up(rows, 2), row_multiple) : rows;
-  plan.tile_rows = shape.swiglu ? plan.box_rows : plan.boxes * plan.box_rows;
+  plan.boxes = shape.glu || rows > 256 ? 2 : 1;
+  plan.box_rows = !shape.glu && plan.boxes == 2 ? round_up(divide_up(rows, 2), row_multiple) : rows;
+  plan.tile_rows = shape.glu ? plan.box_rows : plan.boxes * plan.box_rows;
   plan.output_tiles = static_cast<int>(divide_up(out, plan.tile_rows));
   plan.mma_tiles_per_box = static_cast<int>(divide_up(plan.box_rows, 16));
   plan.mma_tiles =
@@ -149,8 +149,8 @@ inline bool linear_has_many_rows(int64_t n, const int* clusters) { return n > in
 inline bool linear_has_few_rows(int64_t n, const int* clusters) { return n <= int64_t{64} * clusters[2]; }
 inline bool linear_has_long_rows(int64_t k) { return k > 8192; }
 
-// Up to 16 tokens take mma.sync, which folds the norm; more take wgmma. SwiGLU keeps fewer bytes in flight, which
-// leaves more to the kernels around it.
+// Up to 16 tokens take mma.sync, which folds the norm; more take wgmma. A gated activation keeps fewer bytes in flight,
+// which leaves more to the kernels around it.
 //
 // Measured on an H200, weights of models of 0.5 to 8 billion parameters, 256 x 2048 to 152064 x 3584:
 //
@@ -175,13 +175,13 @@ inline LinearTuning choose_tuning(const LinearShape& shape, const int* clusters)
   constexpr size_t kLessShared = 160 * 1024, kShared = 200 * 1024, kMostShared = 225 * 1024;
   const bool many_rows = linear_has_many_rows(shape.n, clusters);
   if (shape.m <= kLinearMaxMmaTokens) {
-    if (many_rows) return {false, 1, 2, shape.swiglu ? kLessShared : kShared, 96};
+    if (many_rows) return {false, 1, 2, shape.glu ? kLessShared : kShared, 96};
     const int chunks = shape.n <= int64_t{20} * clusters[1] && shape.k > 2048 ? 6 : 3;
     return {false, 1, chunks, kMostShared, 288, 2 * chunks};
   }
   if (many_rows) {
     if (shape.m > 32) return {true, 1, 1, kShared, 288};
-    return {true, 1, 2, kMostShared, shape.swiglu ? 96 : 64};
+    return {true, 1, 2, kMostShared, shape.glu ? 96 : 64};
   }
   const bool two_blocks = linear_has_few_rows(shape.n, clusters) && (linear_has_long_rows(shape.k) || shape.m <= 32);
   return {true, two_blocks ? 2 : 1, 2, kShared, 288};

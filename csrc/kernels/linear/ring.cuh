@@ -36,6 +36,7 @@
 
 #include "device/divide.cuh"
 #include "device/tma.cuh"
+#include "params/glu.h"
 #include "plan.h"
 
 namespace llmk::kernels::few_tokens {
@@ -43,8 +44,10 @@ namespace llmk::kernels::few_tokens {
 // What the kernel needs beside the tensor maps.
 struct Arguments {
   const void *x, *norm_weight, *bias;
-  void* y;                            // or the residual
-  bool add_residual, swiglu, vector;  // vector: y and bias are moved 4 elements at a time
+  void* y;                         // or the residual
+  bool add_residual, glu, vector;  // vector: y and bias are moved 4 elements at a time
+  Activation activation;           // with glu
+  float alpha;                     // of what is added to the residual
   int m, k;
   int64_t out;                  // columns of y
   int box_step;                 // rows of W from box to box

@@ -6,6 +6,8 @@
 //               y = round(round(n) (offset + w))   or   round(n (offset + w)) the two rounding orders in use
 //   LayerNorm:  n = (s - m) / sqrt(mean((s - m)^2) + eps), m = mean(s); y = round(n w + b)
 //
+// An RMSNorm behind a block is added to the residual, its target: target = round(target + round(alpha y)).
+//
 // x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 accumulation.
 // Moves 2 elements per element (4 with a residual): memory is the limit. A group of threads loads a row by 16-byte
 // accesses and keeps it in registers from the reductions to the store. Rows that are too long for that, or not aligned
@@ -111,7 +113,7 @@ __device__ void forget_floats(Vec<T, N>& s) {
 template <typename T>
 struct Row {
   const T *x, *residual, *weight, *bias;
-  T *y, *sum;
+  T *y, *sum, *target;
 
   __device__ Row(const NormParams& params, int64_t row)
       : x(static_cast<const T*>(params.x) + row * params.x_stride),
@@ -119,7 +121,8 @@ struct Row {
         weight(static_cast<const T*>(params.weight)),
         bias(static_cast<const T*>(params.bias)),
         y(static_cast<T*>(params.y) + row * params.cols),
-        sum(static_cast<T*>(params.sum) + row * params.cols) {}
+        sum(static_cast<T*>(params.sum) + row * params.cols),
+        target(static_cast<T*>(params.target) + row * params.target_stride) {}
 
   // An element of what is normalized: in float32 the median of the first, the middle and the last.
   __device__ float typical(bool has_residual, int64_t cols) const {
@@ -174,6 +177,19 @@ __device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], float typical, 
   }
 }
 
+// target + alpha y, with the product and the sum rounded.
+template <typename T, int N>
+__device__ Vec<T, N> add_scaled(const Vec<T, N>& target, const Vec<T, N>& y, float alpha) {
+  return add(target, Vec<T, N>::of([&](int i) { return alpha * y[i]; }));
+}
+
+// The sum that a norm is a part of.
+enum class Sum {
+  kNone,
+  kBefore,  // x + residual, then its norm
+  kAfter,   // target + alpha norm(x)
+};
+
 // The threads that share a row, and which row.
 __device__ inline Group row_group() {
   return {static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
@@ -181,18 +197,18 @@ __device__ inline Group row_group() {
 __device__ inline int64_t row_index() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
 // A row in registers: kVectors vectors of N elements per thread. Blocks of several rows have one vector per thread.
-// Template parameters: kResidual, since its registers would cost the plain norm occupancy; kKeepInputs, since an L2
+// Template parameters: kSum, since its registers would cost the plain norm occupancy; kKeepInputs, since an L2
 // policy on a load has a cost:
 //
 //   value              | case     | result
 //   -------------------|----------|-------------------------------
 //   the default policy | rms_norm | 2 % slower than a load without
-template <typename T, int N, int kVectors, bool kCentered, bool kResidual, bool kKeepInputs>
+template <typename T, int N, int kVectors, bool kCentered, Sum kSum, bool kKeepInputs>
 __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
     norm_kernel(const NormParams params, float inverse_cols) {
   using V = Vec<T, N>;
   __shared__ float shared[2][kMaxRowsPerBlock * kMaxVirtualWarps];  // LayerNorm of 16 bits: all of it for one reduction
-  constexpr bool kOneRow = kVectors > 1;
+  constexpr bool kOneRow = kVectors > 1, kResidual = kSum == Sum::kBefore;
   const Group group = row_group();
   const int64_t index = kOneRow ? blockIdx.x : row_index();
   const Row<T> row(params, index);
@@ -214,7 +230,7 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (kResidual && mine(v)) r[v] = load(row.residual + offset(v));
+    if (kSum != Sum::kNone && mine(v)) r[v] = load((kResidual ? row.residual : row.target) + offset(v));
   }
   RowScale of_row{};
   if constexpr (kCentered) {
@@ -254,6 +270,8 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
     if constexpr (kResidual) {
       if constexpr (!kCentered) s[v].store(row.sum + offset(v));
       output(v).store(row.y + offset(v));
+    } else if constexpr (kSum == Sum::kAfter) {
+      add_scaled(r[v], output(v), static_cast<float>(params.alpha)).store(row.target + offset(v));
     } else {
       output(v).assign_to(row.y + offset(v));
     }
@@ -305,7 +323,12 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
       Centered<T, N>(s, mean).scale_and_shift(rstd, 0.f, w, b).store(row.y + c);
     } else {
       const V w = params.weight ? V::load(row.weight + c) : V{};
-      scale(s, w, rstd).store(row.y + c);
+      const V y = scale(s, w, rstd);
+      if (params.target) {
+        add_scaled(V::load(row.target + c), y, static_cast<float>(params.alpha)).store(row.target + c);
+      } else {
+        y.store(row.y + c);
+      }
     }
   }
 }
@@ -313,7 +336,8 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
 template <typename T>
 bool is_vector(const NormParams& p) {
   return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) &&
-         rows_aligned(p.residual, p.residual_stride, p.rows, sizeof(T)) && is_aligned(p.weight, 16) &&
+         rows_aligned(p.residual, p.residual_stride, p.rows, sizeof(T)) &&
+         rows_aligned(p.target, p.target_stride, p.rows, sizeof(T)) && is_aligned(p.weight, 16) &&
          is_aligned(p.bias, 16) && is_aligned(p.y, 16) && is_aligned(p.sum, 16);
 }
 
@@ -326,8 +350,9 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
     DeviceInfo device;
     if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
     const bool few_rows = params.rows <= kFewRowsPerSm * device.sm_count;
+    const Sum sum = params.residual ? Sum::kBefore : params.target ? Sum::kAfter : Sum::kNone;
     const RowPlan plan =
-        plan_norm(params.cols, sizeof(T), is_vector<T>(params), params.residual != nullptr, few_rows, kCentered);
+        plan_norm(params.cols, sizeof(T), is_vector<T>(params), sum != Sum::kNone, few_rows, kCentered);
     LaunchShape shape{(params.rows + plan.rows_per_block - 1) / plan.rows_per_block,
                       dim3(plan.threads_per_row, plan.rows_per_block)};
     shape.may_overlap = may_overlap;
@@ -335,17 +360,22 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
       const auto kernel = plan.width == 1 ? norm_long_kernel<T, 1, kCentered> : norm_long_kernel<T, N, kCentered>;
       return launch(kernel, shape, stream, params);
     }
-    const int64_t bytes = params.rows * params.cols * sizeof(T) * (params.residual ? 4 : 2);
+    const int operands = sum == Sum::kBefore ? 4 : sum == Sum::kAfter ? 3 : 2;
+    const int64_t bytes = params.rows * params.cols * sizeof(T) * operands;
     constexpr int kMany = kCentered ? 4 : 2;
     return dispatch_int<1, kMany>(plan.vectors, [&](auto vectors) {
-      return dispatch_int<0, 1>(params.residual != nullptr, [&](auto residual) {
+      const auto launch_with = [&](auto sum_tag) {
         return dispatch_int<0, 1>(keeps_inputs(device, bytes), [&](auto keep) {
           constexpr int kVectors = decltype(vectors)::value;
-          constexpr bool kResidual = decltype(residual)::value, kKeepInputs = decltype(keep)::value;
-          return launch(norm_kernel<T, N, kVectors, kCentered, kResidual, kKeepInputs>, shape, stream, params,
-                        1.f / static_cast<float>(params.cols));
+          return launch(norm_kernel<T, N, kVectors, kCentered, decltype(sum_tag)::value, decltype(keep)::value != 0>,
+                        shape, stream, params, 1.f / static_cast<float>(params.cols));
         });
-      });
+      };
+      if (sum == Sum::kBefore) return launch_with(std::integral_constant<Sum, Sum::kBefore>{});
+      if constexpr (!kCentered) {
+        if (sum == Sum::kAfter) return launch_with(std::integral_constant<Sum, Sum::kAfter>{});
+      }
+      return launch_with(std::integral_constant<Sum, Sum::kNone>{});
     });
   });
 }

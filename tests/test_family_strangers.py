@@ -1,0 +1,185 @@
+"""Families that no line of llmkernels and no other test names: a step that is right, or a reason."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import llmkernels
+from families import _SHARED, FAMILIES
+from generating import generate_step, left_padded
+from hf_models import assert_close, count_ops, logits_of, tiny_inputs
+
+NEW = 8
+PLACE = Path(__file__).parent
+
+
+def made(model_class, **options):
+    """A model of a class whose every parameter matters."""
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**_SHARED | options)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += torch.empty_like(parameter).uniform_(-0.5, 0.5)
+            elif parameter.ndim == 1:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, (0.4 if "embed" in name else 1.4) * parameter.shape[-1] ** -0.5)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def tokens_of(model, device, new=NEW):
+    inputs = {"input_ids": tiny_inputs(device, 3), "attention_mask": left_padded(device)}
+    return model.generate(**inputs, max_new_tokens=new, do_sample=False)
+
+
+# --- a family that does not exist
+
+
+@pytest.fixture
+def lantern(monkeypatch):
+    name = "transformers.models.lantern.modeling_lantern"
+    spec = importlib.util.spec_from_file_location(name, PLACE / "lantern.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_new_family(lantern, device):
+    """Nothing outside of the tests knows of it."""
+    model = made(lantern.LanternForCausalLM).to(device)
+    ids = tiny_inputs(device)
+    expected, expected_tokens = logits_of(model, ids), tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert handle.report().decode[0].reason is None
+    assert_close(logits_of(model, ids), expected)
+    assert count_ops(model, ids).keys() == {"rms_norm", "rope", "bias_gelu"}
+    assert torch.equal(tokens_of(model, device), expected_tokens)
+    assert handle.report().decode[0].calls == {generate_step(): 1}
+    handle.unpatch()
+    assert torch.equal(logits_of(model, ids), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "reason"),
+    [
+        ("LanternMLP", lambda self, x: self.narrow(self.act(self.widen(x)) ** 2), "LanternMLP: unknown layout"),
+        ("LanternRMSNorm", lambda self, x: x * (1 + self.weight), "computes no norm"),
+        ("LanternDecoderLayer", lambda self, x, **kwargs: x * 2, "nothing is added"),
+    ],
+)
+def test_a_new_family_that_does_it_otherwise(lantern, name, forward, reason, device, monkeypatch):
+    """What it does has no kernel: it computes what it did, and the report says why."""
+    as_its_own = type(forward)(forward.__code__, vars(lantern), "forward")
+    monkeypatch.setattr(getattr(lantern, name), "forward", as_its_own)
+    model = made(lantern.LanternForCausalLM).to(device)
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert reason in handle.report().decode[0].reason
+    assert torch.equal(tokens_of(model, device), expected)
+
+
+def test_no_family_is_known_by_name():
+    """A class or a module of one family in the code would be a change that each family needs."""
+    families = {name for model in FAMILIES.values() for name in (model.model, model.model.removesuffix("ForCausalLM"))}
+    for path in (PLACE.parent / "llmkernels" / "hf").glob("*.py"):
+        code = compile(path.read_text(), str(path), "exec")
+        assert not families & {*_names_and_strings(code)}, path
+
+
+def _names_and_strings(code):
+    for constant in code.co_consts:
+        if isinstance(constant, type(code)):
+            yield from _names_and_strings(constant)
+        elif isinstance(constant, str):
+            yield constant
+    yield from code.co_names
+
+
+# --- those of transformers
+
+
+WITH_STEP = ["CwmForCausalLM", "Emu3ForCausalLM", "Jais2ForCausalLM", "VaultGemmaForCausalLM"]
+
+
+@pytest.mark.parametrize("name", WITH_STEP)
+def test_families_of_transformers(name, device):
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    model = made(getattr(transformers, name), bos_token_id=1, eos_token_id=2).to(device)
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert torch.equal(tokens_of(model, device), expected)
+    assert handle.report().decode[0].calls == {generate_step(): 1}
+
+
+def test_queries_scaled_by_their_position(device):
+    """Only beyond the positions that it was trained for, which a prompt of tests does not reach by itself."""
+    if not hasattr(transformers, "Ministral3ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no Ministral 3")
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 3.0,
+    }
+    model = made(transformers.Ministral3ForCausalLM, rope_parameters=rope).to(device)
+    expected = tokens_of(model, device, new=40)
+    handle = llmkernels.patch(model)
+    assert "computes something else than its description" in handle.report().decode[0].reason
+    assert torch.equal(tokens_of(model, device, new=40), expected)
+
+
+def causal_classes():
+    values = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    names = {name for value in values for name in ((value,) if isinstance(value, str) else value)}
+    found = {getattr(transformers, name, None) for name in names if name.endswith("ForCausalLM")}
+    return sorted(found - {None}, key=lambda cls: cls.__name__)
+
+
+def small_one(model_class):
+    """A model and its tokens, or None where the shared options make none, or a large one."""
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in model_class(model_class.config_class(**_SHARED)).parameters())
+        if size < 10_000_000:
+            model = made(model_class)
+            return model, tokens_of(model, "cpu")
+    except Exception:
+        pass
+    return None
+
+
+def test_every_causal_model():
+    """Whatever it is, it can be patched and asked for a report, and generates what it did."""
+    steps, reasons = 0, 0
+    for model_class in causal_classes():
+        if (small := small_one(model_class)) is None:
+            continue
+        model, expected = small
+        try:
+            handle = llmkernels.patch(model)
+        except ValueError as error:
+            assert "nothing to patch" in str(error)
+            continue
+        [decode] = handle.report().decode
+        assert torch.equal(tokens_of(model, "cpu"), expected), decode
+        if decode.reason is None:
+            steps += 1
+        else:
+            reasons += 1
+            assert len(decode.reason.split()) > 3, decode
+    assert steps >= 25
+    assert reasons >= 20
