@@ -146,7 +146,7 @@ def test_the_step_runs_on_it(device):
     counts = count_ops(hf_generate, model, text, past_key_values=cache)
     assert "rope" not in counts  # which the modules run
     assert counts["decode_attention"] == LAYERS  # of the six new tokens
-    assert counts["rope_decode_attention"] == LAYERS * (NEW - 1) or device == "cuda"
+    assert counts.get("rope_decode_attention", 0) == LAYERS * (NEW - 1) or device == "cuda"
 
 
 def test_an_exception_leaves_what_transformers_leaves(device, late):

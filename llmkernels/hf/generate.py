@@ -310,7 +310,7 @@ def _loop(step, choice: "_Choice", logits: Tensor, text: Text, limit: int, strea
             seen, finished = decision.wait()
             if streamer is not None:
                 streamer.put(seen)
-            going = more and not finished
+            going = more and not bool(finished)
         finally:
             if ahead and not going:
                 late_cache.crop(-1)

@@ -23,7 +23,7 @@ from .decode import Decoder, DecodeStep, decoder
 from .description import Trunk
 from .reading import Reading, Text
 from .report import PREFILL, by_transformers
-from .trunk import check_batch, check_cache, check_length, is_ours, pack, trunk
+from .trunk import check_batch, check_cache, check_length, is_ours
 from .trust import NoStep
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -34,12 +34,14 @@ _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of ge
 class Call:
     """What the decode step needs to know of one call of generate.
 
-    `leftpad` is where each sequence starts, None for all at 0; `tokens` how many there are with those in the cache, of
-    up to `limit`; `returned` says that the caller sees the cache afterwards.
+    `memory` keeps what `parts` describes where it is. `leftpad` is where each sequence starts, None for all at 0;
+    `tokens` how many there are with those in the cache, of up to `limit`; `returned` says that the caller sees the
+    cache afterwards.
     """
 
     model: nn.Module
     parts: Trunk
+    memory: list[Any]
     inputs: dict[str, Any]
     leftpad: Tensor | None
     batch: int
@@ -68,18 +70,18 @@ class Call:
 
 def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any]) -> Call:
     """Raises NoStep where only transformers' own loop does what a call asks for."""
-    parts = trunk(model)
+    parts, memory = decoder(model).describe(model)
     if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
         raise NoStep("gradients are enabled")
     _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
     leftpad, tokens = _left_padding(input_ids, inputs, config)
     check_length(parts, tokens - input_ids.shape[1] + stopping_criteria.max_length)
-    parts = pack(model, parts)
     behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
     cache = inputs["past_key_values"]
     return Call(
         model=model,
         parts=parts,
+        memory=memory,
         inputs=inputs,
         leftpad=leftpad,
         batch=input_ids.shape[0],

@@ -103,7 +103,16 @@ class Snapshot:
     def __init__(self, model: nn.Module):
         expected = reference(model)
         self._reference = weakref.ref(expected)
-        self._state = self._of(inspect_all(model, expected.root))
+        found = self._inspected(model, expected)
+        self._state = self._of(found)
+        self._tensors = [(weakref.ref(x), x.data_ptr()) for x in found if isinstance(x, Tensor)]
+
+    @staticmethod
+    def _inspected(model: nn.Module, expected: Reference) -> list[Tensor | tuple]:
+        try:
+            return inspect_all(model, expected.root)
+        except Distrust as reason:
+            raise reason.named_in(model) from None
 
     @staticmethod
     def _of(found: list[Tensor | tuple]) -> list:
@@ -114,16 +123,23 @@ class Snapshot:
             for x in found
         ]  # fmt: skip
 
+    def memory(self) -> list[torch.UntypedStorage] | None:
+        """What keeps the memory of all parameters and buffers alive, or None if one of them is not where it was."""
+        found = []
+        for ref, address in self._tensors:
+            tensor = ref()
+            if tensor is None or tensor.data_ptr() != address:
+                return None
+            found.append(tensor.untyped_storage())
+        return found
+
     def holds(self, model: nn.Module) -> bool:
         """Raises NoStep where the model can not be read at all now."""
         trust.check_surroundings()
         expected = reference(model)
         if self._reference() is not expected:
             return False
-        try:
-            found = inspect_all(model, expected.root)
-        except Distrust as reason:
-            raise reason.named_in(model) from None
+        found = self._inspected(model, expected)
         _check_helpers(model)
         _check_attention(model)
         return self._of(found) == self._state and not torch.is_autocast_enabled(model.device.type)
@@ -475,6 +491,13 @@ def is_ours(cache: Any) -> bool:
     from .cache import KVCache
 
     return type(cache) in (KVCache, AdoptedCache)
+
+
+def may_become_ours(cache: Any) -> bool:
+    """Whether a cache is one of ours, or of the kind that becomes one."""
+    from .adopt import DynamicCache
+
+    return is_ours(cache) or type(cache) is DynamicCache
 
 
 # --- packing
