@@ -395,6 +395,17 @@ def test_a_step_can_be_recorded(name, monkeypatch):
     assert len(runs) >= 5
 
 
+def test_a_graph_ends_where_its_tables_end(recording):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model, ids = small_model(max_position_embeddings=16, rope_parameters=rope), tiny_inputs()
+    expected = loop(model, ids, new=12)
+    llmkernels.patch(model)
+    for _ in range(2):
+        found = loop(model, ids, new=12)
+        assert torch.equal(found[0], expected[0])
+        assert_close(found[1], expected[1])
+
+
 def test_what_is_dropped_leaves_nothing(recording):
     """A graph was replayed, and only then the host saw that the model had changed."""
     model, ids = family_model("qwen2"), tiny_inputs(tokens=20)

@@ -404,7 +404,7 @@ def test_a_spoilt_recording_leaves_nothing_behind(spoil):
     for _ in range(6):
         assert torch.equal(program.run(step, x.device), wanted)
     assert (program.graph is None) == (spoil != "synchronize")
-    assert sum(program.calls.values()) == (spoil != "synchronize")
+    assert sum(program.calls.values()) == (5 if spoil != "synchronize" else 0)  # of 6 runs, all but the first
     good = graphs.Program()
     for _ in range(4):
         assert torch.equal(good.run(lambda: llmkernels.rms_norm(x, weight, 1e-6), x.device), wanted)

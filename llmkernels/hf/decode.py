@@ -198,7 +198,11 @@ class Decoder:
         known, step = self._described, self._steps.get(cache, {}).get(("forward", ahead))
         if known is None or step is None or step.program.graph is None or not step.fits(known.parts):
             return None
-        if cache.length + ahead > cache.capacity or (memory := known.snapshot.memory()) is None:
+        # The graph's tables of cos and sin end where they begin to depend on the length, or with the cache's capacity.
+        if (
+            cache.length + ahead > len(known.parts.positions[: cache.capacity])
+            or (memory := known.snapshot.memory()) is None
+        ):
             return None
         return step, known, memory
 
