@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cache_name import cache_name
 from .decode import Decoder, DecodeStep, decoder
 from .report import by_forward
 from .trunk import check_cache, check_length, is_ours, pack, trunk
@@ -28,7 +29,6 @@ _KNOWN = {
     "input_ids",
     "attention_mask",
     "position_ids",
-    "past_key_values",
     "use_cache",
     "logits_to_keep",
     "return_dict",
@@ -37,13 +37,14 @@ _KNOWN = {
 
 def by_step(original: Callable, signature: Any) -> Callable:
     """A forward of a model class that takes the step where it can, and else is `original`."""
+    name = cache_name()
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         if torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         given = signature(self, args, kwargs)
-        cache = given.get("past_key_values")
+        cache = given.get(name)
         if cache is None or not _has_few_tokens(given.get("input_ids"), cache):
             return original(self, *args, **kwargs)
         state = decoder(self)
@@ -54,7 +55,7 @@ def by_step(original: Callable, signature: Any) -> Callable:
             return original(self, *args, **kwargs)
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(logits=logits, **{name: cache})
 
     return forward
 
@@ -87,7 +88,7 @@ def _has_few_tokens(ids: Any, cache: Any) -> bool:
 def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     """The logits of the tokens to keep. Raises NoStep."""
     for name, value in given.items():
-        if name not in _KNOWN and name != "self" and value is not None and value is not False:
+        if name not in _KNOWN and name not in ("self", cache_name()) and value is not None and value is not False:
             raise NoStep(name)
     if given.get("use_cache") is False or given.get("return_dict") is False:
         raise NoStep("use_cache=False or return_dict=False")
@@ -96,7 +97,7 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
         raise NoStep("output_attentions or output_hidden_states in the config")
     if getattr(config, "use_cache", True) is False and given.get("use_cache") is None:
         raise NoStep("use_cache=False in the config")
-    ids, cache = given["input_ids"], given["past_key_values"]
+    ids, cache = given["input_ids"], given[cache_name()]
     if (reason := state.refusal(cache)) is not None:
         raise NoStep(reason)
     positions, leftpad = _places(given, ids, int(cache.get_seq_length()))
