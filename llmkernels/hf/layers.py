@@ -20,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_layer_norm, add_rms_norm, bias_gelu, geglu, relu2, relu2_glu, swiglu
 
+from .cache_name import cache_name
 from .families import MLP as MLPNames
 from .families import Layer, Norm, Rotation, is_lora
 from .layout import (
@@ -365,6 +366,8 @@ def _loops(cls: type[nn.Module]) -> dict[str, Callable]:
     loops = {name: loop(getattr(cls, name)) for name, loop in LOOPS.items() if hasattr(cls, name)}
     if "_sample" not in loops or not hasattr(cls, "_prefill"):
         raise UnknownLayout("generate() of this transformers has no loop of a known name")
+    if cache_name() is None:
+        raise UnknownLayout("generate() of this transformers has no cache of a known name")
     return loops
 
 
