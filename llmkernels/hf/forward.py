@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .cache_name import cache_name
 from .decode import Decoder, decoder
 from .reading import Reading
 from .report import STEP, by_forward
@@ -29,7 +30,6 @@ _KNOWN = {
     "input_ids",
     "attention_mask",
     "position_ids",
-    "past_key_values",
     "use_cache",
     "logits_to_keep",
     "return_dict",
@@ -38,13 +38,14 @@ _KNOWN = {
 
 def by_step(original: Callable, signature: Any) -> Callable:
     """A forward of a model class that takes the step where it can, and else is `original`."""
+    name = cache_name()
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         given = signature(self, args, kwargs)
-        cache = given.get("past_key_values")
+        cache = given.get(name)
         if cache is None or not _has_few_tokens(given.get("input_ids")) or _is_empty(cache):
             return original(self, *args, **kwargs)
         state = decoder(self)
@@ -55,7 +56,7 @@ def by_step(original: Callable, signature: Any) -> Callable:
             return original(self, *args, **kwargs)
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(logits=logits, **{name: cache})
 
     return forward
 
@@ -90,7 +91,7 @@ def _is_empty(cache: Any) -> bool:
 def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     """The logits of the tokens to keep. Raises NoStep, and has changed nothing then that the modules see."""
     _check_call(model, given)
-    ids, cache = given["input_ids"], given["past_key_values"]
+    ids, cache = given["input_ids"], given[cache_name()]
     places = Places(given, ids, int(cache.get_seq_length()))
     logits = _replayed(model, state, ids, cache, places) if is_ours(cache) else None
     if logits is None:
@@ -114,9 +115,9 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
     if torch.is_autocast_enabled(device.type):
         raise NoStep("autocast decides the dtypes")
     for name, value in given.items():
-        if name not in _KNOWN and name != "self" and value is not None and value is not False:
+        if name not in _KNOWN and name not in ("self", cache_name()) and value is not None and value is not False:
             raise NoStep(name)
-    cache = given["past_key_values"]
+    cache = given[cache_name()]
     if not may_become_ours(cache):
         raise NoStep(f"the cache given is a {type(cache).__name__}")
     if given.get("use_cache") is False or given.get("return_dict") is False:

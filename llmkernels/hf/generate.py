@@ -271,8 +271,8 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
         state.count(by_forward(reason))
     eos = config._eos_token_tensor
     text = Text(input_ids, stopping_criteria.max_length)
-    with call.cache(state) if call else nullcontext(inputs["past_key_values"]) as cache:
-        outputs = model._prefill(input_ids, config, inputs | {"past_key_values": cache})
+    with call.cache(state) if call else nullcontext() as cache:
+        outputs = call.prefill(input_ids, config, cache) if call else model._prefill(input_ids, config, inputs)
         logits = outputs.logits[:, -1].to(input_ids.device)
         if call:
             kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)

@@ -367,7 +367,7 @@ def _rotation(module: nn.Module) -> Rotation:
     name = rotation_name(forward)
     if name is None:
         raise UnknownLayout("has an attention without a rotation")
-    return _ask(rotation_of, module, name, forward.__globals__[name])
+    return _ask(rotation_of, module, name, inspect.unwrap(forward).__globals__[name])
 
 
 def _head_norms(modules: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None]:
