@@ -86,7 +86,9 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     loss_options = (-100, "none", 0.1, 1e-3, 10.0)
     yield "cross_entropy", (x, target, None, *loss_options, True)
     yield "cross_entropy_", (x, target, None, *loss_options)
-    yield "cross_entropy_backward", (of_loss, x, target, None, x.float().logsumexp(-1), *loss_options)
+    saved = target, None, x.float().logsumexp(-1), of_loss[:0]
+    yield "cross_entropy_backward", (of_loss, x, *saved, *loss_options)
+    yield "cross_entropy_backward_", (z.contiguous(), of_loss, x, *saved, *loss_options)
     yield "cross_entropy_scale_", (x.contiguous(), of_loss)
     head, lse = draw(37, cols, scale=cols**-0.5), draw(rows, dtype=torch.float32)
     budget = 37 * x.element_size() * max(rows // 3, 1)  # chunks

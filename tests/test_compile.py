@@ -192,7 +192,10 @@ def loss_backward_calls(device):
     options, weight = (ignore, kind, smoothing, scale, cap), torch.rand(16, device=device)
     yield "cross_entropy", (logits, target, weight, *options, True)
     yield "cross_entropy_", (logits, target, weight, *options)
-    yield "cross_entropy_backward", (logits[..., 0], logits, target, weight, logits.logsumexp(-1), *options)
+    saved = target, weight, logits.logsumexp(-1), weight[:2]
+    yield "cross_entropy_backward", (logits[..., 0], logits, *saved, *options)
+    yield "cross_entropy_backward_", (logits.neg(), logits[..., 0], logits, *saved, *options)
+    yield "cross_entropy_backward_", (logits.neg(), logits[..., 0], None, *saved, *options)
     yield "cross_entropy_scale_", (logits, logits[0, 0, 0].clone())
     (_, linear), (_, (x, head, target, bias, _, *options, _, _, _)) = linear_loss_calls(device)
     yield "linear_cross_entropy", (*linear, bias, None, -100, "mean", 0.0, 0.0, 0.0, 100, False, True, True, True)
