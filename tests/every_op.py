@@ -142,7 +142,7 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     grads, averages = [z, *(p.neg() for p in params[1:])], [p.float() * 0.1 for p in params]
     squares = [p.float().square() for p in params]
     averages[1], squares[1] = averages[1].bfloat16(), squares[1].bfloat16()
-    numbers = (one(0.1), one(2.0), one(0.0), one(7.0), rng_state, one(0, torch.int32))
+    numbers = (one(0.1), one(2.0), one(0.0), one(7.0), one(0, torch.int32), seed, [0, 1, 5])
     lists = (params, grads, averages, squares, [], [one(3.0), one(0.0), one(1e4)])
     yield "adam_", (*lists, *numbers, 0.0, 0.9, 0.99, 1e-8, 0.1, 1.0, True, False)
     yield "grad_norm", (grads, 2.0)

@@ -171,7 +171,7 @@ def valid(op: str) -> dict:
                         "head": torch.ones(VOCAB, HIDDEN), "head_bias": torch.ones(VOCAB), "softmax_scale": 0.5,
                         "windows_left": [-1, 4]},
         "adam_": {**lists, "steps": [one, one], "lr": one, "grad_scale": one, "found_inf": torch.zeros(1),
-                  "grad_norm": one, "rng_state": torch.zeros(2).long(), "counter": torch.zeros(1, dtype=_I32),
+                  "grad_norm": one, "counter": torch.zeros(1, dtype=_I32), "rounding_seed": 5, "indices": [0, 3],
                   "lr_value": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0,
                   "decoupled_weight_decay": True, "maximize": False},
         "grad_norm": {"grads": lists["grads"], "norm_type": 2.0},

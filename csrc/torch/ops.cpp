@@ -245,12 +245,13 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor[]? q_norms=None, Tensor[]? k_norms=None) -> Tensor");
 
   // optim.cpp; lists with an entry per parameter. `lr` replaces lr_value; with a `grad_norm` gradients are clipped to
-  // max_norm; `counter` is 0 before and after
+  // max_norm; `counter` is 0 before and after; with a `rounding_seed` parameters of 16 bits are rounded at random, by
+  // numbers of (seed, step, index)
   ops.def(
       "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
       "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, Tensor? lr, Tensor? grad_scale, Tensor? found_inf, "
-      "Tensor? grad_norm, Tensor? rng_state, Tensor(f!)? counter, float lr_value, float beta1, float beta2, float eps, "
-      "float weight_decay, float max_norm, bool decoupled_weight_decay, bool maximize) -> ()");
+      "Tensor? grad_norm, Tensor(f!)? counter, int? rounding_seed, int[] indices, float lr_value, float beta1, "
+      "float beta2, float eps, float weight_decay, float max_norm, bool decoupled_weight_decay, bool maximize) -> ()");
   ops.def("grad_norm(Tensor[] grads, float norm_type=2.0) -> Tensor");
   ops.def("clip_grads_(Tensor(a!)[] grads, Tensor norm, float max_norm) -> ()");
 }
