@@ -21,6 +21,8 @@ handle, on a deep copy or a loaded pickle.
 Importing this package does not import transformers; using `KVCache` does.
 """
 
+from typing import TYPE_CHECKING
+
 from .decode import release
 from .generate import generate
 from .paged import OutOfPages, PagedKVCache
@@ -29,12 +31,16 @@ from .patch import PatchHandle, patch, unpatch
 __all__ = ["KVCache", "OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "release", "unpatch"]
 
 
-def __getattr__(name: str):
-    if name == "KVCache":
-        from .cache import KVCache
+if TYPE_CHECKING:
+    from .cache import KVCache
+else:
 
-        return KVCache
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str):
+        if name == "KVCache":
+            from .cache import KVCache
+
+            return KVCache
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
