@@ -286,6 +286,9 @@ CHANGES = {
     "embedding": lambda model: setattr(
         model.model.embed_tokens, "weight", torch.nn.Parameter(model.model.embed_tokens.weight * 2)
     ),
+    "order": lambda model: setattr(
+        model.model.layers[0].self_attn.o_proj.weight, "data", model.model.layers[0].self_attn.o_proj.weight.data.t()
+    ),
     "in place": lambda model: model.lm_head.weight.mul_(2),
     "hook": lambda model: model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2),
 }

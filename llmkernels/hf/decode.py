@@ -27,8 +27,9 @@ from .alias import alias
 from .compose import Tokens, make_tables
 from .description import Trunk, leaves, map_tensors
 from .graphs import Program
+from .guard import Snapshot
 from .report import STEP
-from .trunk import Snapshot, fits_cache, pack, trunk
+from .trunk import fits_cache, pack, trunk
 from .trust import NoStep
 
 MAX_STEPS = 32  # that a model keeps, each with its buffers and a graph: the ones used last
