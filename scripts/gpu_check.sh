@@ -70,7 +70,7 @@ for tool in "${tools[@]}"; do
 done
 
 # Workers share the GPU, so the tests that want most of its memory run after the others, one by one. They share the cores
-# as well: with a thread per core in each of them, all 16 on an H200 took ten times as long as with one thread each.
+# as well: 16 of them with a thread per core each take ten times as long as with one.
 if [ "$tests" = two_gpus ]; then
   echo two_gpus >> "$work/started"
   "${threads[@]}" "$python" -m pytest -q -m two_gpus "${workers[@]}" --junitxml="$work/two_gpus.xml" "$@" tests || true
