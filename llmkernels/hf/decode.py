@@ -25,7 +25,7 @@ from .compose import Tokens, make_tables
 from .description import Trunk, leaves
 from .graphs import Program
 from .report import STEP
-from .trunk import Snapshot, fits_cache
+from .trunk import Snapshot, fits_cache, is_ours
 
 
 class DecodeStep:
@@ -164,7 +164,7 @@ class Decoder:
     def resume(self, model: nn.Module, cache: Any, count: int) -> DecodeStep | None:
         """The step that was parked, if nothing has changed that it depends on."""
         parked = self._parked.get(cache, {}).pop(count, None)
-        return None if parked is None else parked.resume(model, cache, count)
+        return None if parked is None or not is_ours(cache) else parked.resume(model, cache, count)
 
     def count(self, way: str) -> None:
         """Note that a call of generate went this way."""
