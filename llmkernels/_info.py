@@ -158,7 +158,9 @@ def find_problems(report: dict) -> list[str]:
             "pip install --upgrade transformers"
         )
     if (untested := report["untested"]) and untested["left_alone"]:
-        problems.append(f"{untested['says']}; in a small Llama, patch leaves alone: {', '.join(untested['left_alone'])}")
+        problems.append(
+            f"{untested['says']}; in a small Llama, patch leaves alone: {', '.join(untested['left_alone'])}"
+        )
     for name, kernels in report["ops"].items():
         needed = ["cpu", "fake"] + (["cuda"] if library["cuda"] else [])
         if missing := [backend for backend in needed if not kernels[backend]]:

@@ -148,7 +148,7 @@ def _replayed(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places:
         holds = known.snapshot.holds(model)
     finally:
         if not holds:
-            cache.advance(-ids.shape[1])
+            cache.take_back(ids.shape[1])
             state.drop_forward(cache, ids.shape[1])  # the next one looks first
     return logits if holds else None
 

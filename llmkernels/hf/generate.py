@@ -313,7 +313,7 @@ def _loop(step, choice: "_Choice", logits: Tensor, text: Text, limit: int, strea
             going = more and not bool(finished)
         finally:
             if ahead and not going:
-                late_cache.crop(-1)
+                late_cache.take_back(1)
         if not going:
             return
         if not ahead:

@@ -284,7 +284,7 @@ def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor,
             going = bool(goes_on)
         finally:
             if ahead and not going:
-                cache.crop(-1)
+                cache.take_back(1)
         if going and not ahead:
             step = step or call.begin(state, cache)
             logits = step(text.last())

@@ -362,6 +362,8 @@ def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
         raise NoStep(f"the cache has {len(cache.layers)} layers")
     weight = parts.weight
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
+        if buffers.is_sliding and buffers.sliding_window != layer.attention.window_left + 1:
+            raise NoStep("the cache has another sliding window than the model")
         if buffers.is_initialized:
             expected = (batch, buffers.capacity, layer.attention.kv_heads, layer.attention.head_dim)
             for buffer in (buffers.k, buffers.v):
@@ -378,17 +380,19 @@ def fits_cache(cache: Any, parts: Trunk, batch: int) -> bool:
 
 
 def is_ours(cache: Any) -> bool:
+    """Whether a step runs on this cache as it is."""
     from .adopt import AdoptedCache
     from .cache import KVCache
 
-    return type(cache) in (KVCache, AdoptedCache)
+    return type(cache) is KVCache or (type(cache) is AdoptedCache and cache.is_intact)
 
 
 def may_become_ours(cache: Any) -> bool:
     """Whether a cache is one of ours, or of the kind that becomes one."""
-    from .adopt import DynamicCache
+    from .adopt import AdoptedCache, DynamicCache
+    from .cache import KVCache
 
-    return is_ours(cache) or type(cache) is DynamicCache
+    return type(cache) in (KVCache, AdoptedCache, DynamicCache)
 
 
 # --- packing
