@@ -126,9 +126,11 @@ class _OneLaunch:
                 grads = [param.grad for _, params in groups for param in params]
                 grads = [real(grad) if grad.is_complex() else grad for grad in grads]  # DTensors whole
                 norm = self.grad_norm = grad_norm(grads) if grads else None
+            first = 0  # the index in the optimizer of the group's first parameter
             for group, params in groups:
                 for device, part in by_device(params, params).items():
-                    self._step_on(device, group, part, norm)
+                    self._step_on(device, group, first, part, norm)
+                first += len(group["params"])
         return loss
 
     def _check(self, param: Tensor) -> None:
@@ -143,7 +145,9 @@ class _OneLaunch:
         for name in _STATE if group["amsgrad"] else _STATE[:2]:
             state[name] = self._new_state(group, param)
 
-    def _step_on(self, device: torch.device, group: dict[str, Any], params: list[Tensor], norm: Tensor | None) -> None:
+    def _step_on(
+        self, device: torch.device, group: dict[str, Any], first: int, params: list[Tensor], norm: Tensor | None
+    ) -> None:
         part = local if all(param.is_floating_point() for param in params) else real
         targets = [part(param) for param in params]
         dense = [target if is_dense(target) else target.contiguous() for target in targets]
@@ -168,7 +172,7 @@ class _OneLaunch:
 
         rounding_seed, indices = None, []
         if group["stochastic_rounding"] and any(target.dtype.itemsize == 2 for target in targets):
-            index_of = {param: index for index, (_, param) in enumerate(self._params())}
+            index_of = {param: index for index, param in enumerate(group["params"], first)}
             rounding_seed, indices = group["rounding_seed"], [index_of[param] for param in params]
         counter = None
         if device.type == "cuda" and not torch.compiler.is_compiling():
