@@ -179,7 +179,10 @@ _HELPERS = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_fo
 
 def check_helpers(model: nn.Module) -> None:
     """generate() asks nothing else of the model than of its family's class."""
-    original = type(model).original
+    patched = type(model)  # which another thread may change meanwhile
+    if "original" not in vars(patched):
+        raise NoStep("the model is not patched for it")
+    original = patched.original
     known = own_class(original)
     for name in _HELPERS:
         if name in vars(model) or getattr(original, name) is not getattr(known, name):
