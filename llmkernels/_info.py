@@ -86,7 +86,7 @@ def driver_version() -> str | None:
 
 
 def try_untested() -> dict | None:
-    """Of a transformers newer than what was tested: that it is, and what patch leaves alone with it in a small Llama."""
+    """Of a transformers newer than what was tested: that it is, and what is left alone with it of a small Llama."""
     if (says := untested_transformers()) is None:
         return None
     from llmkernels.hf.trial import trial
@@ -158,7 +158,9 @@ def find_problems(report: dict) -> list[str]:
             "pip install --upgrade transformers"
         )
     if (untested := report["untested"]) and untested["left_alone"]:
-        problems.append(f"{untested['says']}; in a small Llama, patch leaves alone: {', '.join(untested['left_alone'])}")
+        problems.append(
+            f"{untested['says']}; in a small Llama, patch leaves alone: {', '.join(untested['left_alone'])}"
+        )
     for name, kernels in report["ops"].items():
         needed = ["cpu", "fake"] + (["cuda"] if library["cuda"] else [])
         if missing := [backend for backend in needed if not kernels[backend]]:
