@@ -86,7 +86,7 @@ def driver_version() -> str | None:
 
 
 def try_untested() -> dict | None:
-    """Of a transformers newer than what was tested: that it is, and what patch leaves alone with it in a small Llama."""
+    """Of a transformers newer than what was tested: that it is, and what is left alone with it of a small Llama."""
     if (says := untested_transformers()) is None:
         return None
     from llmkernels.hf.trial import trial

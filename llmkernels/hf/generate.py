@@ -49,7 +49,8 @@ def generate(
         eos_token_id: stop a sequence there, and fill it up with ``pad_token_id``. None or ``[]``: never stop.
         pad_token_id, num_return_sequences, prefill_chunk_size, generation_config: as transformers has them.
         past_key_values: a :class:`KVCache` or ``DynamicCache``, which then holds everything but the last token. If it
-            has tokens already, ``input_ids`` are all tokens, and those in the cache are not computed again.
+            has tokens already, ``input_ids`` are all tokens, and those in the cache are not computed again. From
+            transformers 5.24 on also ``cache``.
         streamer: gets the prompt, then the tokens of each step: ``put(ids)`` and ``end()``.
         generator: source of the seed. None: torch's default CPU generator, so ``torch.manual_seed`` counts.
 
