@@ -2,9 +2,9 @@
 
 import torch
 
-from .generate import generate
-from .patch import patch
-from .report import STEP
+from llmkernels.hf.generate import generate
+from llmkernels.hf.patch import patch
+from llmkernels.hf.report import STEP
 
 
 @torch.random.fork_rng(devices=[])
