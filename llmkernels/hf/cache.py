@@ -269,7 +269,7 @@ class KVCache(Cache):
 
     def __init__(
         self,
-        config,
+        config: Any,
         capacity: int,
         *,
         batch_size: int | None = None,

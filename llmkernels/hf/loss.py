@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from llmkernels.ops import linear_cross_entropy
 
+from .cache_name import cache_name
 from .families import Loss
 from .layers import WITHOUT, count, has_kernel, runs_only_forward
 from .layout import Symbol, UnknownLayout, check_origin
@@ -20,11 +21,11 @@ from .layout import Symbol, UnknownLayout, check_origin
 OP = "linear_cross_entropy"
 IGNORED = -100  # the label of a token without a loss, in transformers
 _LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
-_INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
 
 def forward_without_logits(original: Callable, options: Loss) -> Callable:
     """The forward of a `<prefix>ForCausalLM` that in training, given labels, computes the loss and no logits."""
+    names, cache = _inputs(), cache_name()
 
     @functools.wraps(original)
     def forward(
@@ -32,15 +33,16 @@ def forward_without_logits(original: Callable, options: Loss) -> Callable:
         input_ids=None,
         attention_mask=None,
         position_ids=None,
-        past_key_values=None,
+        past_key_values=None,  # by position; by name it may be another one
         inputs_embeds=None,
         labels=None,
         use_cache=None,
         logits_to_keep=0,
         **kwargs,
     ):
-        values = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
-        inputs = dict(zip(_INPUTS, values, strict=True))
+        past = kwargs.pop(cache, past_key_values)
+        values = (input_ids, attention_mask, position_ids, past, inputs_embeds, use_cache)
+        inputs = dict(zip(names, values, strict=True))
         asked = labels is not None and self.training
         if not asked or not _is_plain(logits_to_keep, kwargs) or why_not(self) is not None:
             if asked:
@@ -54,6 +56,11 @@ def forward_without_logits(original: Callable, options: Loss) -> Callable:
         return _output(self.lm_head, softcap, outputs, loss)
 
     return forward
+
+
+def _inputs() -> tuple[str, ...]:
+    """The arguments of the base model's forward, in the order in which those of the whole model begin."""
+    return "input_ids", "attention_mask", "position_ids", cache_name(), "inputs_embeds", "use_cache"
 
 
 def why_not(model: nn.Module) -> str | None:
@@ -106,7 +113,7 @@ def _loss(
 
 
 def _output(head: nn.Linear, softcap: float | None, outputs: Any, loss: Tensor):
-    known = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
+    known = {name: outputs[name] for name in (cache_name(), "hidden_states", "attentions") if name in outputs}
     known["loss"] = loss
     if torch.compiler.is_compiling():
         from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -171,7 +178,7 @@ def loss_of(forward: Callable) -> Loss:
     """
     check_origin(forward, ("transformers", "torch"))
     names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    if names != ["self", *_INPUTS[:5], "labels", "use_cache", "logits_to_keep"]:
+    if names != ["self", *_inputs()[:5], "labels", "use_cache", "logits_to_keep"]:
         raise UnknownLayout(f"unknown layout of its forward, whose arguments are {names}")
     plain, capped = (_trace(forward, softcap) for softcap in (None, Symbol("softcap")))
     if plain != "lm_head":
@@ -195,7 +202,7 @@ def _trace(forward: Callable, softcap: str | None) -> str:
 
         return call
 
-    found = {"past_key_values": "cache", "hidden_states": None, "attentions": None}
+    found = {cache_name(): "cache", "hidden_states": None, "attentions": None}
     config = {"vocab_size": "vocab_size", "return_dict": True, "use_return_dict": True, _SOFTCAP: softcap}
     traced = SimpleNamespace(
         model=noted("model", SimpleNamespace(last_hidden_state=_Slices(), **found)),
@@ -205,7 +212,7 @@ def _trace(forward: Callable, softcap: str | None) -> str:
         logit_scale=Symbol("logit_scale"),
         config=SimpleNamespace(**config, logits_scaling=Symbol("logits_scaling")),
     )
-    inputs = {name: name for name in _INPUTS}
+    inputs = {name: name for name in _inputs()}
     everything = (slice(None), slice(0, None), slice(None))
     try:
         output = forward(traced, **inputs, labels="labels", more="more")
@@ -216,7 +223,7 @@ def _trace(forward: Callable, softcap: str | None) -> str:
             ("lm_head", {"input": everything}),
             ("loss_function", loss),
         ]
-        fits = calls == expected and dict(output) == {"loss": "loss", "logits": logits, "past_key_values": "cache"}
+        fits = calls == expected and dict(output) == {"loss": "loss", "logits": logits, cache_name(): "cache"}
     except Exception as error:
         raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
     if not fits:

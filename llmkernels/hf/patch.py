@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from llmkernels._versions import untested_transformers
+
 from . import decode as decoding
 from . import lora, packing, trunk
 from . import loss as losses
@@ -27,7 +29,7 @@ from .layers import (
     runs_only_forward,
 )
 from .layout import UnknownLayout, kind_of
-from .report import Decode, Report, Row
+from .report import NOT_ASKED, Decode, Report, Row
 from .trust import calls_only_its_class
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
@@ -211,7 +213,7 @@ class PatchHandle:
             if kind == "experts":
                 row.left_alone[name] = "experts run as transformers computes them"
             elif kind not in self._kinds and module not in run_by_layer:
-                row.left_alone[name] = "not asked for"
+                row.left_alone[name] = NOT_ASKED
             elif not isinstance(module, Patched) or not is_current:
                 row.left_alone[name] = None if isinstance(module, Patched) else _obstacle(module, kind)
                 row.left_alone[name] = row.left_alone[name] or "not patched"
@@ -227,7 +229,8 @@ class PatchHandle:
             if is_current:
                 for op, times in runs_of(module).items():
                     row.runs[op if op == WITHOUT else f"llmkernels::{op}"] += times
-        return Report(f"llmkernels in {type(self._model).__name__}", rows, self._decode(is_current))
+        title = f"llmkernels in {type(self._model).__name__}"
+        return Report(title, rows, self._decode(is_current), untested_transformers())
 
     def _decode(self, is_current: bool) -> list[Decode]:
         entries = []
@@ -235,7 +238,7 @@ class PatchHandle:
             if kind_of(type(module)) != "loss":
                 continue
             if "decode" not in self._kinds:
-                reason = "not asked for"
+                reason = NOT_ASKED
             elif isinstance(module, Generating) and is_current:
                 reason = trunk.why_not(module)
             else:
@@ -322,7 +325,8 @@ def _obstacle(module: nn.Module, kind: str) -> str | None:
     if _has_own_forward(module):
         return "it has a forward of its own, set on the instance"
     try:
-        model_class(type(module), False, True) if kind == "loss" else patched_class(type(module))
+        cls = getattr(type(module), "original", type(module))
+        model_class(cls, False, True) if kind == "loss" else patched_class(cls)
     except UnknownLayout as reason:
         return str(reason)
     if kind in ("rms_norm", "layer_norm") and any(parameter.dim() != 1 for parameter in module.parameters()):

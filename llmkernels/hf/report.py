@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 # How a call of generate went.
 STEP = "by the decode step"
+NOT_ASKED = "not asked for"
 PREFILL = "by the prefill alone"  # which has the first token
 
 
@@ -42,6 +43,11 @@ class Row:
     def found(self) -> int:
         return len(self.patched) + len(self.left_alone)
 
+    @property
+    def reasons(self) -> set[str]:
+        """Why modules that were asked for do not run on a kernel."""
+        return {*self.left_alone.values()} - {NOT_ASKED}
+
 
 @dataclass(frozen=True)
 class Decode:
@@ -72,14 +78,24 @@ class Decode:
 
 @dataclass(frozen=True)
 class Report:
-    """Printable; `report["rms_norm"]` is the row of one kind, `report.decode` has an entry per model that generates."""
+    """Printable; `report["rms_norm"]` is the row of one kind, `report.decode` has an entry per model that generates.
+
+    `untested` says of a transformers that is newer than what was tested that it is, else it is None.
+    """
 
     title: str
     rows: dict[str, Row]
     decode: list[Decode] = field(default_factory=list)
+    untested: str | None = None
 
     def __getitem__(self, kind: str) -> Row:
         return self.rows[kind]
+
+    def left_alone(self) -> list[str]:
+        """What was asked for and does not run on a kernel, or not in all modules, or is not there: kinds of rows, and
+        "the decode step"."""
+        kinds = [row.kind for row in self.rows.values() if row.kind != "experts" and (not row.found or row.reasons)]
+        return kinds + ["the decode step"] * any(entry.reason not in (None, NOT_ASKED) for entry in self.decode)
 
     def __str__(self) -> str:
         cells = [("kind", "patched", "kernel", "backend", "has run")]
@@ -93,6 +109,8 @@ class Report:
                 names = [name for name, why in row.left_alone.items() if why == reason]
                 lines.append(f"{row.kind} left alone, {len(names)}: {reason}: {abbreviate(names)}")
         lines += map(str, self.decode)
+        if self.untested is not None:
+            lines.append(f"{self.untested}; left alone, maybe for that: {', '.join(self.left_alone()) or 'nothing'}")
         return "\n".join(lines)
 
     __repr__ = __str__

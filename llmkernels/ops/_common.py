@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from numbers import Integral, Number, Real
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 _functions: dict[str, type[Function]] = {}
 _library = torch.library.Library("llmkernels", "FRAGMENT")
@@ -180,7 +183,7 @@ def _refuse_tangents(name: str, args) -> None:
             raise RuntimeError(f"{name}: forward-mode differentiation is not supported, only reverse mode")
 
 
-def public(function: Callable) -> Callable:
+def public(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """A public function whose errors have the right type.
 
     TypeError: an argument is of another kind than its annotation says, None for a tensor included. ValueError: a number
@@ -190,7 +193,7 @@ def public(function: Callable) -> Callable:
     is_compiling = torch.compiler.is_compiling
 
     @functools.wraps(function)
-    def call(*args, **named):
+    def call(*args: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
         if is_compiling():
             return function(*args, **named)
         try:
