@@ -66,9 +66,9 @@ def patch(
             sampling of ``model.generate`` and ``llmkernels.generate``, for up to 64 sequences, and each forward of up
             to 64 tokens behind a cache. The first such call packs q|k|v and gate|up of each layer into one storage,
             with the parameters as views into it; a CUDA graph that somebody captured before then no longer has the
-            weights. A DynamicCache becomes a KVCache in place when the first tokens behind it come. The cache of the
-            last call of generate, if it takes no more than 1 GiB, and its graphs are kept for the next one;
-            ``handle.release()`` or ``llmkernels.release(model)`` frees them.
+            weights. The tokens of a DynamicCache move to larger buffers in place when the first ones behind it come; it
+            stays a DynamicCache. The cache of the last call of generate, if it takes no more than 1 GiB, and its graphs
+            are kept for the next one; ``handle.release()`` or ``llmkernels.release(model)`` frees them.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by
             ``linear_cross_entropy``, which takes a part of the memory. ``output.logits`` computes them when somebody
             asks. The layers have gradients in any case. Adapters of PEFT's LoRA around linear layers run on
