@@ -81,8 +81,10 @@ def _has_few_tokens(ids: Any, cache: Any) -> bool:
     """Whether these may be tokens behind a cache, few enough for a step."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not 0 < ids.numel() <= MAX_ROWS:
         return False
-    length = getattr(cache, "get_seq_length", None)
-    return length is not None and length() > 0
+    try:
+        return cache.get_seq_length() > 0
+    except (AttributeError, ValueError):  # one of states, without a length
+        return False
 
 
 def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:

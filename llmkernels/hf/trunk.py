@@ -386,7 +386,9 @@ _HELPERS = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_fo
 
 def _check_helpers(model: nn.Module) -> None:
     """generate() asks nothing else of the model than of its family's class."""
-    original = type(model).original
+    original = vars(type(model)).get("original")
+    if original is None:  # since another thread has unpatched it
+        raise NoStep("the model is not patched for it")
     known = own_class(original)
     for name in _HELPERS:
         if name in vars(model) or getattr(original, name) is not getattr(known, name):
