@@ -2,8 +2,7 @@
 
 import torch
 
-from llmkernels.hf.generate import generate
-from llmkernels.hf.patch import patch
+from llmkernels.hf import generate, patch
 from llmkernels.hf.report import STEP
 
 
