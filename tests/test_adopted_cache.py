@@ -15,6 +15,7 @@ import llmkernels
 from families import WINDOW, family_model
 from hf_models import assert_close, tiny_inputs
 from llmkernels.hf import adopt
+from llmkernels.hf import cache as caches
 from llmkernels.hf.decode import decoder
 from llmkernels.hf.trunk import is_ours
 
@@ -407,16 +408,101 @@ ACTIONS = {
 } | {name: lambda twins, name=name: twins.do(METHODS[name]) for name in METHODS if name not in ("update one", "select")}
 
 
+@pytest.mark.parametrize("step", [2, 64])
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25, deadline=None)
 @given(prompt=st.integers(1, 14), actions=st.lists(st.sampled_from(sorted(ACTIONS)), max_size=8))
-def test_any_order(family, prompt, actions):
+def test_any_order(family, step, prompt, actions):
+    """With little room, too, where windows move with almost every action."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caches, "STEP", step)
+        twins = Twins(family, prompt)
+        for action in actions:
+            if twins.batch > 12:
+                break
+            ACTIONS[action](twins)
+            twins.forward()
+
+
+# --- windows that move to the first rows
+
+
+@pytest.fixture
+def little_room(monkeypatch):
+    """A window moves every few tokens, and not every 64."""
+    monkeypatch.setattr(caches, "STEP", 2)
+
+
+def window_layers(twins):
+    return [layer for layer in twins.caches[0].layers if layer.is_sliding]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("prompt", [2, PROMPT])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_a_window_is_all_that_is_kept(family, prompt, tokens, little_room):
     twins = Twins(family, prompt)
-    for action in actions:
-        if twins.batch > 12:
-            break
-        ACTIONS[action](twins)
+    buffers = [layer.k for layer in window_layers(twins)]
+    steps = twins.steps
+    for _ in range(12):
+        twins.forward(tokens)
+    assert twins.steps == steps + 12
+    if tokens <= 2:
+        assert all(layer.k is buffer for layer, buffer in zip(window_layers(twins), buffers, strict=True))
+    for layer in window_layers(twins):
+        assert layer.k.shape[1] <= 2 * WINDOW
+        assert layer.offset >= layer.length - layer.k.shape[1]
+    twins.forward(70)  # by the modules
+    twins.forward()
+    assert all(layer.k.shape[1] <= 2 * WINDOW for layer in window_layers(twins))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_shown_windows_stay(family, little_room):
+    """What someone has taken is not overwritten when the window moves."""
+    twins = Twins(family)
+    for _ in range(6):
+        taken = [(layer.keys, layer.values) for layer in window_layers(twins)]
+        kept = copy.deepcopy(taken)
+        for _ in range(4):
+            twins.forward()
+        for found, expected in zip(taken, kept, strict=True):
+            assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_recorded_windows_move(family, little_room):
+    twins = Twins(family)
+    twins.do(lambda cache, model: cache.activate_past_recording())
+    twins.do(lambda cache, model: cache.crop(0))
+    for tokens, crop in ((4, -2), (1, 0), (5, -5)) * 5:
+        twins.forward(tokens)
+        twins.do(lambda cache, model, crop=crop: cache.crop(crop))
+    assert twins.steps == 16
+    assert all(layer.offset and layer.k.shape[1] <= 3 * WINDOW for layer in window_layers(twins))
+
+
+@pytest.mark.parametrize("what", ["record", "crop"])
+def test_one_of_several_windows_is_treated_apart(what, little_room):
+    """Layers of one window drop tokens together. Where one records and others do not, the modules go on."""
+    twins = Twins("mistral")
+    if what == "crop":
+        twins.do(lambda cache, model: cache.activate_past_recording())
+        twins.forward(3)
+        twins.do(lambda cache, model: cache.layers[0].crop(0))
+    else:
+        twins.do(lambda cache, model: cache.layers[0].activate_past_recording())
+    for _ in range(12):
         twins.forward()
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_beams_and_windows_that_move(family, little_room):
+    twins = Twins(family, batch=3)
+    for order in ([2, 0, 0], [1, 1, 2], [0, 2, 1]) * 4:
+        twins.do(lambda cache, model, order=order: cache.reorder_cache(torch.tensor(order)))
+        twins.forward()
+    assert twins.steps == 13
 
 
 # --- generate, and what can go wrong

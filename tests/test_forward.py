@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import llmkernels
-from families import EXPECTED, FAMILIES, family_model
+from families import EXPECTED, FAMILIES, WINDOW, family_model
 from generating import left_padded, small_model
 from hf_models import CountOps, assert_close, lora, tiny_inputs
 from llmkernels.hf import compose, forward, graphs
@@ -277,6 +277,23 @@ def test_a_graph_is_replayed(name, recording):
             found = model(ids[:, token : token + 1], past_key_values=cache).logits
             assert_close(found, expected[:, token : token + 1])
     assert replays(model, cache) == 8
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_graph_is_replayed_when_a_window_moves(name, padded, recording, monkeypatch):
+    """To the first rows of the same buffers, which it has the addresses of."""
+    monkeypatch.setattr("llmkernels.hf.cache.STEP", 4)
+    model, ids = family_model(name), tiny_inputs(batch=3)
+    mask = left_padded("cpu") if padded else None
+    expected = loop(model, ids, mask, new=40)
+    llmkernels.patch(model)
+    cache = DynamicCache(config=model.config)
+    found = loop(model, ids, mask, new=40, cache=cache)
+    assert torch.equal(found[0], expected[0])
+    assert_close(found[1], expected[1])
+    assert replays(model, cache) == 37
+    assert [layer.k.shape[1] for layer in cache.layers if layer.is_sliding] == [WINDOW + 4] * 2
 
 
 CHANGES = {

@@ -81,8 +81,11 @@ def test_it_is_what_transformers_returns(family, operation, late):
     assert_same_cache(*patched_and_not(model, call))
 
 
+@pytest.mark.parametrize("step", [2, 64])
 @pytest.mark.parametrize("tokens", [2, 3, 11])
-def test_sliding_windows(tokens, device, late):
+def test_sliding_windows(tokens, step, device, late, monkeypatch):
+    """Also where the cache on loan has little room, and drops what the window has dropped."""
+    monkeypatch.setattr("llmkernels.hf.cache.STEP", step)
     model, ids = small_model(device=device, **WINDOW), tiny_inputs(device, tokens=tokens)
     for given in (None, DynamicCache, lambda: DynamicCache(config=model.config)):
         options = lambda: {} if given is None else {"past_key_values": given()}  # noqa: B023, E731

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, Qwen2Config
 
 import llmkernels
+from families import WINDOW, family_model
 from generating import NEW, Stream, generate_step, hf_generate, small_model
 from hf_models import tiny_inputs
 from llmkernels.hf import cache as caches
@@ -75,6 +76,30 @@ def test_a_returned_cache_holds_its_own(limit, device, monkeypatch):
     assert len(decoder(model)._spare) == (limit > 0)
     for layer in cache.layers:
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+
+
+@pytest.mark.parametrize("prompt", [3, 20])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("generate", [hf_generate, llmkernels.generate])
+def test_layers_with_a_window_keep_it_alone(generate, family, prompt, device, late, monkeypatch):
+    """They drop what no token sees any more, and generate the same."""
+    monkeypatch.setattr(caches, "STEP", 4)
+    model, ids = family_model(family, device), tiny_inputs(device, 3, prompt)
+    mask = torch.ones_like(ids)
+    mask[0, : prompt // 2] = mask[2, : prompt - 1] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 30, "eos_token_id": None}
+    expected = hf_generate(model, ids, **options)
+    llmkernels.patch(model)
+    for _ in range(2):  # and on the same cache once more
+        assert torch.equal(generate(model, ids, **options), expected)
+        (cache, _), *_ = decoder(model)._spare
+        for layer in cache.layers:
+            assert layer.k.shape[1] == (WINDOW + 4 if layer.is_sliding else cache.capacity)
+            assert layer.offset > 0 or not layer.is_sliding
+    assert decoder(model).calls == {generate_step(): 2}
+    given = DynamicCache()  # its layers keep every token
+    assert torch.equal(generate(model, ids, past_key_values=given, **options), expected)
+    assert [layer.keys.shape[2] for layer in given.layers] == [prompt + 29] * len(given.layers)
 
 
 @pytest.mark.parametrize("how", [llmkernels.release, "handle", "around"])

@@ -4,15 +4,17 @@ import copy
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_models import FAMILIES, LAYERS, assert_close, logits_of, tiny_inputs, tiny_model
 from llmkernels import KVCache, PagedKVCache
 from llmkernels.hf import OutOfPages
-from llmkernels.hf.cache import KVCacheLayer, room_for
+from llmkernels.hf import cache as caches
+from llmkernels.hf.cache import KVCacheLayer, KVCacheWindowLayer, room_for
 
 
 def filled(device="cpu", tokens=5, capacity=8, batch=2):
@@ -246,6 +248,70 @@ def test_counters(device):
     cache.crop(-3)
     assert cache.cache_seqlens.tolist() == [3, 3]
     assert cache.counters.data_ptr() == before
+
+
+# --- layers with a sliding window, as generate lends them
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 7), st.sampled_from([2, 64]), st.lists(st.integers(1, 12), min_size=1, max_size=20))
+def test_a_window_is_what_transformers_keeps(window, step, chunks):
+    """The same comes out of update(), in a bounded number of rows."""
+    ours, theirs = KVCacheWindowLayer(window, 16, grows=True), DynamicSlidingWindowLayer(window)
+    keys = torch.randn(2, 1, sum(chunks), 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caches, "STEP", step)
+        for chunk in keys.split(chunks, 2):
+            assert ours.get_mask_sizes(chunk.shape[2]) == theirs.get_mask_sizes(chunk.shape[2])
+            found, expected = ours.update(chunk, chunk + 9), theirs.update(chunk, chunk + 9)
+            if window == 1:  # where transformers keeps everything, and masks have no place for it
+                expected = chunk, chunk + 9
+            assert all(map(torch.equal, found, expected))
+            assert ours.get_seq_length() == theirs.get_seq_length()
+            assert ours.k.shape[1] <= window + step
+    assert torch.equal(ours.keys, keys[:, :, max(0, keys.shape[2] - window + 1) :])
+
+
+def test_windows_of_several_lengths(monkeypatch):
+    """Layers of each drop tokens together, and what a step reads says how many."""
+    monkeypatch.setattr(caches, "STEP", 4)
+    windows = [5, None, 9, 5]
+    cache, keys = KVCache.growable(windows, 64, 64, 64), torch.randn(2, 1, 60, 4)
+    for layer in range(4):
+        cache.update(keys[:, :, :20], keys[:, :, :20], layer)
+    cache.begin(19, torch.tensor([0, 17]))
+    places = cache.places()
+    buffers = [layer.k for layer in cache.layers]
+    for end in range(21, 61):
+        cache.make_room(1)
+        cache.counters.add_(1)
+        for layer in cache.layers:
+            layer.k[:, end - 1 - layer.offset] = keys[:, 0, end - 1, None]
+        cache.advance()
+        assert cache.counters[0].tolist() == [end - 1] * 2
+        for layer, (seqlens, leftpad), window in zip(cache.layers, places, windows, strict=True):
+            seen, rows = window or end, end - layer.offset
+            assert seqlens.tolist() == [rows] * 2
+            assert leftpad.tolist() == [0, max(17 - layer.offset, 0)]
+            assert torch.equal(layer.k[:, rows - seen : rows, 0], keys[:, 0, end - seen : end])
+    assert [layer.k.shape[1] for layer in cache.layers] == [9, 64, 13, 9]
+    assert all(layer.k is buffer for layer, buffer in zip(cache.layers, buffers, strict=True))
+    with pytest.raises(RuntimeError, match="must not have dropped tokens"):
+        cache.crop(-1)
+    cache.reset()
+    assert cache.length == 0 and {layer.offset for layer in cache.layers} == {0}
+
+
+def test_memory_of_windows():
+    """Gemma 3 12B at 32k tokens: 13 GB of keys and values with all tokens in every layer."""
+    windows = [None if layer % 6 == 5 else 1024 for layer in range(48)]
+    sizes = {}
+    for kept in (windows, [None] * 48):
+        cache = KVCache.growable(kept, 48 * 2 * 8 * 256 * 2, 32768, 32768)
+        cache.early_initialization(1, 8, 256, torch.bfloat16, torch.device("meta"))
+        sizes[kept[0]] = cache.nbytes / 1e9
+    assert sizes[None] > 12.8
+    assert sizes[1024] < 2.6
 
 
 def test_copies_are_independent():

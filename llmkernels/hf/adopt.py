@@ -9,7 +9,7 @@
 Importing this module imports transformers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import Buffers, KVCache, KVCacheLayer, room_for
+from .cache import Buffers, KVCache, KVCacheLayer, WindowBuffers, room_for
 from .description import Trunk
 from .layout import UnknownLayout, check_origin
 from .trust import NoStep
@@ -38,6 +38,7 @@ def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = Fals
     if len(cache.layers) != len(parts.layers):
         raise NoStep(f"the cache has {len(cache.layers)} layers")
     tokens = int(cache.get_seq_length())  # assisted decoding makes a tensor of it
+    recordings = {}
     for layer, part in zip(cache.layers, (layer.attention for layer in parts.layers), strict=True):
         held, kind = tokens, getattr(layer, "theirs", type(layer))
         if kind is DynamicSlidingWindowLayer:
@@ -48,6 +49,8 @@ def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = Fals
                 if not recorded:
                     raise NoStep("the cache records what its sliding window drops")
                 held = max(held, min(tokens, layer.keys.shape[2]) if tokens else 0)
+            if recordings.setdefault(layer.sliding_window, (layer.record_past, held)) != (layer.record_past, held):
+                raise NoStep("the layers of the cache differ in what they record")
         elif kind is not DynamicLayer:
             raise NoStep(f"the cache has a {type(layer).__name__}")
         if layer.get_seq_length() != tokens:
@@ -62,6 +65,12 @@ def _check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
         raise NoStep("the cache was made for other keys and values")
 
 
+def windows(cache: DynamicCache | None, layers: int) -> list[int | None]:
+    """How many tokens each layer of a cache keeps at least, or None for all."""
+    kept = [] if cache is None else cache.layers
+    return [getattr(layer, "sliding_window", None) for layer in kept] or [None] * layers
+
+
 def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
     """Copy the tokens of `theirs` to `ours`, which is empty. Those that a sliding window has dropped are not needed."""
     tokens = int(theirs.get_seq_length())
@@ -72,10 +81,8 @@ def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
 def _copy_layer(ours: KVCacheLayer, layer: DynamicLayer, tokens: int) -> None:
     if not ours.is_initialized:
         ours.lazy_initialization(layer.keys, layer.values)
-    first = tokens - layer.keys.shape[2]
-    for buffer, held in ((ours.k, layer.keys), (ours.v, layer.values)):
-        buffer[:, first:tokens].copy_(held.transpose(1, 2))
-    ours.length = tokens
+    ours.length = ours.offset = tokens - layer.keys.shape[2]
+    ours.append(layer.keys, layer.values)
 
 
 @torch.no_grad()
@@ -84,13 +91,24 @@ def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
     first = int(theirs.get_seq_length())
     sliding = theirs.is_sliding or [False] * len(ours.layers)
     for index, layer in enumerate(ours.layers):
+        start = first
+        if layer.offset > first:
+            start = layer.length - 1
+            _replace(theirs.layers[index], *layer.views(max(layer.offset, layer.start - 1), start), start)
         # A sliding window keeps a view of the tensor that update() makes: a short one if the last token is alone.
-        cuts = [first, max(first, layer.length - 1), layer.length] if sliding[index] else [first, layer.length]
+        cuts = [start, max(start, layer.length - 1), layer.length] if sliding[index] else [start, layer.length]
         for start, end in pairwise(cuts):
             if start < end:
-                theirs.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
+                theirs.update(*layer.views(start, end), index)
         if frees:
             layer.release()
+
+
+def _replace(layer: DynamicSlidingWindowLayer, keys: Tensor, values: Tensor, tokens: int) -> None:
+    """Let a layer have seen so many tokens, of which it holds these: what was before them its window has dropped."""
+    if not layer.is_initialized:
+        layer.lazy_initialization(keys, values)
+    layer.keys, layer.values, layer.cumulative_length = keys, values, tokens
 
 
 def _is_replaced(*instances: Cache | DynamicLayer) -> bool:
@@ -129,19 +147,23 @@ class AdoptedLayer(DynamicLayer, Buffers):
 
     theirs = DynamicLayer
     grows = True
-    first: int  # the first token in the buffers
-    is_shown: bool  # someone has had keys or values and may keep them: what they hold is not overwritten
+    first: int  # the first token that is held
 
     @classmethod
     def adopt(cls, layer: DynamicLayer, tokens: int, capacity: int, layers: int) -> None:
         """Turn a layer of `tokens` into one of this class. On an exception it is what it was."""
-        first = tokens - layer.keys.shape[2]
-        k, v = (_filled(held, first, capacity) for held in (layer.keys, layer.values))
-        state = vars(layer)
+        state, held = dict(vars(layer)), layer.keys.shape[2]
         for name in ("keys", "values", "cumulative_length"):
             state.pop(name, None)
-        state |= {"k": k, "v": v, "capacity": capacity, "length": tokens, "layers": layers}
-        state |= {"first": first, "is_shown": False}
+        first = tokens - held
+        state |= {"capacity": capacity, "length": tokens, "layers": layers}
+        state |= {"first": first, "offset": first, "is_shown": False}
+        adopted = cls.__new__(cls)
+        vars(adopted).update(state)
+        rows = adopted._rows_for(capacity, held + 1)
+        k, v = (_filled(held, rows) for held in (layer.keys, layer.values))
+        vars(layer).clear()
+        vars(layer).update(state, k=k, v=v)
         layer.__class__ = cls
 
     def give_back(self) -> None:
@@ -153,8 +175,8 @@ class AdoptedLayer(DynamicLayer, Buffers):
 
     def _state(self) -> dict[str, Any]:
         """The attributes that transformers' layer would have."""
-        own = {"k", "v", "capacity", "length", "layers", "first", "is_shown"}
-        keys, values = self._views(self.start)
+        own = {"k", "v", "capacity", "length", "layers", "first", "offset", "is_shown"}
+        keys, values = self.views(self.start, self.length)
         return {name: x for name, x in vars(self).items() if name not in own} | {"keys": keys, "values": values}
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -167,23 +189,20 @@ class AdoptedLayer(DynamicLayer, Buffers):
     def _arguments(self) -> tuple:
         return ()
 
-    def _views(self, start: int) -> tuple[Tensor, Tensor]:
-        return tuple(buffer[:, start : self.length].transpose(1, 2) for buffer in (self.k, self.v))
-
     @_attribute
     def keys(self) -> Tensor:
         self.is_shown = True
-        return self._views(self.start)[0]
+        return self.views(self.start, self.length)[0]
 
     @_attribute
     def values(self) -> Tensor:
         self.is_shown = True
-        return self._views(self.start)[1]
+        return self.views(self.start, self.length)[1]
 
     @property
-    def start(self) -> int:
-        """The first token that is held."""
-        return self.first
+    def kept(self) -> tuple:
+        """What layers of the same window have in common."""
+        return (self.window,)
 
     def _least(self, tokens: int) -> int:
         """How many of so many tokens have to be held."""
@@ -196,10 +215,7 @@ class AdoptedLayer(DynamicLayer, Buffers):
         if not self._fits(key_states, self.k) or not self._fits(value_states, self.v):
             self.give_back()
             return self.update(key_states, value_states, *args, **kwargs)
-        start = self.start
-        self.make_room(key_states.shape[2])
-        self.write(key_states, value_states)
-        return self._views(start)
+        return self.append(key_states, value_states)
 
     def _fits(self, states: Tensor, buffer: Tensor) -> bool:
         """Whether these can be written to the buffer. Where gradients are recorded, nothing is changed in place."""
@@ -212,7 +228,7 @@ class AdoptedLayer(DynamicLayer, Buffers):
         )
 
     def crop(self, *args, **kwargs) -> None:
-        held = self.k[:, self.start : self.length].transpose(1, 2)
+        held = self.views(self.start, self.length)[0]
         cropped = self.theirs.__new__(self.theirs)
         vars(cropped).update(vars(self), keys=held, values=held, cumulative_length=self.length)
         cropped.crop(*args, **kwargs)
@@ -229,7 +245,7 @@ class AdoptedLayer(DynamicLayer, Buffers):
             self.reorder(beam_idx)
 
 
-class AdoptedWindowLayer(AdoptedLayer, DynamicSlidingWindowLayer):
+class AdoptedWindowLayer(AdoptedLayer, WindowBuffers, DynamicSlidingWindowLayer):
     """The same with a sliding window."""
 
     theirs = DynamicSlidingWindowLayer
@@ -240,6 +256,10 @@ class AdoptedWindowLayer(AdoptedLayer, DynamicSlidingWindowLayer):
     @property
     def start(self) -> int:
         return self.first if self.record_past else max(self.first, self.length - self.sliding_window + 1)
+
+    @property
+    def kept(self) -> tuple:
+        return self.window, self.offset, self.rows, self.first, self.record_past
 
     @_attribute
     def cumulative_length(self) -> int:
@@ -254,17 +274,21 @@ class AdoptedWindowLayer(AdoptedLayer, DynamicSlidingWindowLayer):
     def _fits(self, states: Tensor, buffer: Tensor) -> bool:
         return not self.record_past and super()._fits(states, buffer)
 
+    def _place(self, states: Sequence[Tensor], first: int, rows: int) -> None:
+        super()._place(states, first, rows)
+        self.first = first
+
     def activate_past_recording(self) -> None:
         self.first = self.start
         super().activate_past_recording()
 
 
-def _filled(held: Tensor, first: int, capacity: int) -> Tensor:
-    """A buffer with these tokens, (B, Hkv, T, D), from `first` on. The rest may be read and must not be NaN: zeros."""
+def _filled(held: Tensor, rows: int) -> Tensor:
+    """A buffer with these tokens, (B, Hkv, T, D), at first. The rest may be read and must not be NaN: zeros."""
     batch, heads, tokens, dim = held.shape
     with torch.inference_mode(False):
-        buffer = held.new_zeros(batch, capacity, heads, dim)
-    buffer[:, first : first + tokens].copy_(held.transpose(1, 2))
+        buffer = held.new_zeros(batch, rows, heads, dim)
+    buffer[:, :tokens].copy_(held.transpose(1, 2))
     return buffer
 
 
@@ -274,7 +298,7 @@ class AdoptedCache(DynamicCache, KVCache):
     __repr__ = Cache.__repr__
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        own = {"counters", "cache_leftpad", "_counted"}
+        own = {"counters", "leftpads", "_counted"}
         state = {name: value for name, value in vars(self).items() if name not in own}
         return DynamicCache, (), state
 
@@ -286,6 +310,7 @@ class AdoptedCache(DynamicCache, KVCache):
             bool(layers)
             and all(isinstance(layer, AdoptedLayer) for layer in layers)
             and len({(layer.length, layer.capacity) for layer in layers}) == 1
+            and len({layer.kept for layer in layers}) == len(set(self.windows))
             and not _is_replaced(self, *layers)
         )
 
@@ -308,7 +333,7 @@ def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
     except torch.OutOfMemoryError:
         _give_back(cache)
         raise NoStep("there is no memory to copy the cache") from None
-    cache.counters = cache.cache_leftpad = None
+    cache.counters = cache.leftpads = None
     cache._counted = -1
     cache.__class__ = AdoptedCache
 

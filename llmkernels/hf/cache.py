@@ -3,7 +3,7 @@
 Importing this module imports transformers; `llmkernels.KVCache` imports it at first use.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,10 @@ def room_for(tokens: int, row_bytes: int, limit: int | None = None) -> int:
 
 
 class Buffers:
-    """The keys and values of one layer: buffers `k` and `v` (B, capacity, Hkv, D), filled with `length` tokens."""
+    """The keys and values of one layer: buffers `k` and `v` (B, capacity, Hkv, D), filled with `length` tokens.
+
+    Token t is in row t - offset, which is not 0 for layers that drop tokens.
+    """
 
     __slots__ = ()  # so that a layer of transformers can become one
 
@@ -41,50 +44,170 @@ class Buffers:
     v: Tensor | None
     capacity: int
     length: int
+    offset: int
     grows: bool
     layers: int  # of the cache; they grow together
+    is_shown = False  # someone may keep views of the buffers: what they hold is not overwritten
+    window: int | None = None  # how many tokens a query sees, its own included, where the others are dropped
 
     @property
     def nbytes(self) -> int:
         return 0 if self.k is None else self.k.nbytes + self.v.nbytes
 
-    def write(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Append (B, Hkv, T, D) keys and values that fit, for which there is room."""
-        end = self.length + key_states.shape[2]
-        self.k[:, self.length : end].copy_(key_states.transpose(1, 2))
-        self.v[:, self.length : end].copy_(value_states.transpose(1, 2))
-        self.length = end
+    @property
+    def start(self) -> int:
+        """The first token that is held."""
+        return 0
 
-    def make_room(self, tokens: int) -> None:
-        """A layer that grows moves to new buffers if needed; any other raises ValueError."""
+    @property
+    def rows(self) -> int:
+        """How many tokens the buffers hold."""
+        return self.capacity
+
+    @property
+    def end(self) -> int:
+        """The number of tokens up to which there is room."""
+        return self.capacity
+
+    def views(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, Hkv, end - start, D) of these tokens."""
+        rows = slice(start - self.offset, end - self.offset)
+        return self.k[:, rows].transpose(1, 2), self.v[:, rows].transpose(1, 2)
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (B, Hkv, T, D) keys and values that fit; returns them behind those that were held."""
+        start = self.start
+        self.make_room(key_states.shape[2])
+        end = self.length + key_states.shape[2]
+        for place, states in zip(self.views(self.length, end), (key_states, value_states), strict=True):
+            place.copy_(states)
+        self.length = end
+        return self.views(start, end)
+
+    def make_room(self, tokens: int) -> bool:
+        """Make room for more tokens. A layer that grows moves to new buffers if needed; any other raises ValueError.
+
+        Returns whether the capacity or the buffers are others. Where there is no memory, nothing changes.
+        """
         needed = self.length + tokens
+        if needed <= self.end:
+            return False
+        capacity = self._capacity_for(needed)
+        if self.k is not None:
+            self._move(slice(None), capacity)
+        self.capacity = capacity
+        return True
+
+    def _capacity_for(self, needed: int) -> int:
         if needed <= self.capacity:
-            return
+            return self.capacity
         if not self.grows:
             raise ValueError(
-                f"KVCache: capacity must be at least {needed} tokens ({self.length} live, {tokens} new), "
+                f"KVCache: capacity must be at least {needed} tokens ({self.length} live, {needed - self.length} new), "
                 f"got {self.capacity}"
             )
-        self._move(slice(None), room_for(needed, self.nbytes * self.layers // self.capacity))
+        return room_for(needed, self.nbytes * self.layers // self.rows)
 
-    def _move(self, rows: Any, capacity: int) -> None:
-        """Move the live tokens of these rows to buffers of this capacity. Where there is no memory, nothing changes."""
-        if self.k is not None:
-            self.k, self.v = self._moved(self.k, rows, capacity), self._moved(self.v, rows, capacity)
-        self.capacity = capacity
+    def _move(self, index: Any, rows: int) -> None:
+        """Move the tokens of these sequences to buffers of so many rows."""
+        self.k, self.v = self._moved(self.k, index, rows), self._moved(self.v, index, rows)
 
-    def _moved(self, buffer: Tensor, rows: Any, capacity: int) -> Tensor:
-        live = buffer[rows, : self.length]
+    def _moved(self, buffer: Tensor, index: Any, rows: int) -> Tensor:
+        live = buffer[index, : self.length - self.offset]
         with torch.inference_mode(False):
-            new = buffer.new_zeros(live.shape[0], capacity, *buffer.shape[2:])
-        new[:, : self.length] = live
+            new = buffer.new_zeros(live.shape[0], rows, *buffer.shape[2:])
+        new[:, : live.shape[1]] = live
         return new
 
-    def reorder(self, rows: Tensor) -> None:
+    def _rows_for(self, capacity: int, least: int = 0) -> int:
+        """How many rows new buffers have for a capacity, `least` of them to be used at once."""
+        return capacity
+
+    def reorder(self, index: Tensor) -> None:
         """The same number of sequences, in another order, in place: CUDA graphs have the addresses."""
         for buffer in (self.k, self.v):
-            live = buffer[:, : self.length]
-            live.copy_(live.index_select(0, rows.to(buffer.device)))
+            live = buffer[:, : self.length - self.offset]
+            live.copy_(live.index_select(0, index.to(buffer.device)))
+
+
+class WindowBuffers(Buffers):
+    """The same for a layer whose queries see `sliding_window` tokens, their own included: the others are dropped.
+
+    The buffers have rows for the window and some more. When these are used up, the window moves to the first rows,
+    which leaves the buffers where they are, and the graphs valid that have their addresses.
+    """
+
+    __slots__ = ()
+
+    sliding_window: int
+    spare = 0  # how many tokens are kept besides those that the next query sees
+
+    @property
+    def window(self) -> int:
+        return self.sliding_window
+
+    @property
+    def start(self) -> int:
+        return max(self.offset, self.length - self.sliding_window + 1)
+
+    @property
+    def _first_kept(self) -> int:
+        return max(self.offset, self.start - self.spare)
+
+    @property
+    def rows(self) -> int:
+        return self._rows_for(self.capacity) if self.k is None else self.k.size(1)
+
+    @property
+    def end(self) -> int:
+        return min(self.capacity, self.offset + self.rows)
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        states, end = (key_states, value_states), self.length + key_states.shape[2]
+        if end - self._first_kept <= _with_slack(self.sliding_window):
+            return super().append(*states)
+        if self.start < self.length:
+            states = [torch.cat(pair, 2) for pair in zip(self.views(self.start, self.length), states, strict=True)]
+        capacity, start = self._capacity_for(end), end - self.sliding_window + 1 - self.spare
+        self._place([x[:, :, x.shape[2] - (end - start) :] for x in states], start, self._rows_for(capacity))
+        self.capacity = capacity
+        return tuple(states)
+
+    def make_room(self, tokens: int) -> bool:
+        needed = self.length + tokens
+        if needed <= self.end:
+            return False
+        before, capacity = (self.capacity, self.k), self._capacity_for(needed)
+        if self.k is not None:
+            start = self._first_kept
+            # Copies, since rows that overlap can not be copied at once.
+            held = [x.clone() for x in self.views(start, self.length)]
+            self._place(held, start, self._rows_for(capacity, needed - start))
+        self.capacity = capacity
+        return before[0] != capacity or before[1] is not self.k
+
+    def _place(self, states: Sequence[Tensor], first: int, rows: int) -> None:
+        """Hold these keys and values (B, Hkv, T, D) and no others: `first` is the first token. In place, unless more
+        rows are needed or someone may keep what is there. Buffers never have fewer rows than before: layers of one
+        window have as many, and drop tokens together."""
+        buffers = self.k, self.v
+        if rows > self.rows or self.is_shown:
+            with torch.inference_mode(False):
+                buffers = [_zeros(x, max(rows, self.rows)) for x in states]
+            self.is_shown = False
+        for buffer, x in zip(buffers, states, strict=True):
+            buffer[:, : x.shape[2]].copy_(x.transpose(1, 2))
+        self.k, self.v = buffers
+        self.offset, self.length = first, first + states[0].shape[2]
+
+    def _rows_for(self, capacity: int, least: int = 0) -> int:
+        rows = _with_slack(self.sliding_window)
+        return min(capacity, rows if least <= rows else _with_slack(least))
+
+
+def _with_slack(tokens: int) -> int:
+    """As many rows, and some more: moves of the window to the first rows are rare, and there is room for a step."""
+    return tokens + max(tokens // 4, STEP)
 
 
 class KVCacheLayer(Buffers, CacheLayerMixin):
@@ -94,14 +217,14 @@ class KVCacheLayer(Buffers, CacheLayerMixin):
     """
 
     is_compileable = False  # else generate() would compile the forward, without need
-    is_sliding = False  # every token is kept; the attention applies a window
+    is_sliding = False  # every token is kept; the attention applies a window, if there is one
     is_croppable = True
 
     def __init__(self, capacity: int, grows: bool = False, layers: int = 1):  # the mixin's __init__ assigns keys
         self.capacity = capacity
         self.grows = grows
         self.layers = layers
-        self.length = 0
+        self.length = self.offset = 0
         self.k: Tensor | None = None
         self.v: Tensor | None = None
         self._home: torch.device | None = None
@@ -126,20 +249,20 @@ class KVCacheLayer(Buffers, CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:
-        return None if self.k is None else self.k[:, : self.length].transpose(1, 2)
+        return None if self.k is None else self.views(self.start, self.length)[0]
 
     @property
     def values(self) -> Tensor | None:
-        return None if self.v is None else self.v[:, : self.length].transpose(1, 2)
+        return None if self.v is None else self.views(self.start, self.length)[1]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for keys and values like these, (B, Hkv, T, D) with any T."""
         with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
-            self.k, self.v = (_zeros(x, self.capacity) for x in (key_states, value_states))
+            self.k, self.v = (_zeros(x, self._rows_for(self.capacity)) for x in (key_states, value_states))
         self._home = key_states.device
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Append (B, Hkv, T, D) keys and values; returns `keys` and `values`.
+        """Append (B, Hkv, T, D) keys and values; returns them behind those that were held.
 
         Raises: RuntimeError when they do not fit the buffers or require a gradient, ValueError when the capacity is too
             small; before anything is written.
@@ -149,9 +272,7 @@ class KVCacheLayer(Buffers, CacheLayerMixin):
             raise RuntimeError("KVCache: key_states must not require a gradient; call the model under torch.no_grad()")
         if self.k is None:
             self.lazy_initialization(key_states, value_states)
-        self.make_room(key_states.shape[2])
-        self.write(key_states, value_states)
-        return self.keys, self.values
+        return self.append(key_states, value_states)
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise unless both fit, so that nothing is written if one of them does not."""
@@ -181,7 +302,7 @@ class KVCacheLayer(Buffers, CacheLayerMixin):
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return self.length - self.start + query_length, self.start
 
     def get_max_length(self) -> int:
         return -1 if self.grows else self.capacity
@@ -189,12 +310,12 @@ class KVCacheLayer(Buffers, CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     def reset(self) -> None:
-        self.length = 0
+        self.length = self.offset = 0
 
     def release(self) -> None:
         """Forget everything, and free the buffers."""
         self.k = self.v = None
-        self.length = 0
+        self.length = self.offset = 0
 
     def offload(self) -> None:
         if self.k is not None:
@@ -224,12 +345,29 @@ class KVCacheLayer(Buffers, CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.k is not None:
             rows = torch.arange(self.k.shape[0], device=self.k.device)
-            self._move(rows.repeat_interleave(repeats), self.capacity)
+            self._move(rows.repeat_interleave(repeats), self.rows)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep these sequences: a tensor, a list, or any index of rows."""
         if self.k is not None:
-            self._move(indices, self.capacity)
+            self._move(indices, self.rows)
+
+
+class KVCacheWindowLayer(WindowBuffers, KVCacheLayer):
+    """The same with a sliding window, as transformers' DynamicSlidingWindowLayer: `keys` are those of the window."""
+
+    is_sliding = True
+    is_croppable = False  # what has been dropped does not come back
+    spare = 1  # which the tensors of transformers' layer have before the last token is appended
+
+    def __init__(self, sliding_window: int, capacity: int, grows: bool = False, layers: int = 1):
+        super().__init__(capacity, grows, layers)
+        self.sliding_window = sliding_window
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.offset:
+            raise RuntimeError("KVCache.crop: a layer with a sliding window must not have dropped tokens")
+        super().crop(tokens_to_remove)
 
 
 def _zeros(x: Tensor, capacity: int) -> Tensor:
@@ -255,8 +393,8 @@ class KVCache(Cache):
     Attributes:
         cache_seqlens: int32 (B,) on the device, the tokens of each sequence.
         cache_leftpad: int32 (B,) on the device, the index of the first token after left padding; set by ``begin``.
-        counters: int32 (2, B) on the device: the rope position of the last token, and cache_seqlens. A decode step adds
-            one to both.
+        counters: int32 (2, B) on the device: the rope position of the last token, and cache_seqlens; more rows where
+            layers drop tokens, the number of those that are left. A decode step adds one to all.
 
     Raises: ValueError for more tokens than ``capacity``, unless it grows; RuntimeError for keys or values that do not
         fit or require a gradient; TypeError for arguments of another kind. Nothing is written then.
@@ -286,7 +424,7 @@ class KVCache(Cache):
             )
         config = config.get_text_config(decoder=True)
         check_count("KVCache: num_hidden_layers of the config", config.num_hidden_layers)
-        self._make_layers(config.num_hidden_layers, capacity, grows)
+        self._make_layers([None] * config.num_hidden_layers, capacity, grows)
         if batch_size is not None:
             heads = config.num_key_value_heads
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -295,16 +433,20 @@ class KVCache(Cache):
             self.early_initialization(batch_size, heads, head_dim, dtype, torch.device(device))
 
     @classmethod
-    def growable(cls, layers: int, row_bytes: int, tokens: int, limit: int) -> "KVCache":
-        """A cache that grows, with room for `tokens` and some more, up to `limit`."""
+    def growable(cls, windows: Sequence[int | None], row_bytes: int, tokens: int, limit: int) -> "KVCache":
+        """A cache that grows, with room for `tokens` and some more, up to `limit`. `windows`: how many tokens each
+        layer keeps at least, or None for all."""
         cache = cls.__new__(cls)
-        cache._make_layers(layers, room_for(tokens, row_bytes, limit), grows=True)
+        cache._make_layers(windows, room_for(tokens, row_bytes, limit), grows=True)
         return cache
 
-    def _make_layers(self, layers: int, capacity: int, grows: bool) -> None:
-        super().__init__(layers=[KVCacheLayer(capacity, grows, layers) for _ in range(layers)])
+    def _make_layers(self, windows: Sequence[int | None], capacity: int, grows: bool) -> None:
+        made = capacity, grows, len(windows)
+        super().__init__(
+            layers=[KVCacheWindowLayer(window, *made) if window else KVCacheLayer(*made) for window in windows]
+        )
         self.counters: Tensor | None = None
-        self.cache_leftpad: Tensor | None = None
+        self.leftpads: Tensor | None = None
         self._counted = -1  # the length in the counters on the device
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
@@ -326,6 +468,15 @@ class KVCache(Cache):
         return self.layers[-1].length
 
     @property
+    def windows(self) -> list[int | None]:
+        """How many tokens each layer keeps at least, or None for all."""
+        return [layer.window for layer in self.layers]
+
+    @property
+    def cache_leftpad(self) -> Tensor | None:
+        return None if self.leftpads is None else self.leftpads[0]
+
+    @property
     def cache_seqlens(self) -> Tensor:
         self._allocate_counters()
         if self._counted != self.length:
@@ -341,7 +492,16 @@ class KVCache(Cache):
         self._allocate_counters()
         self._count()
         self.counters[0].copy_(positions) if isinstance(positions, Tensor) else self.counters[0].fill_(positions)
-        self.cache_leftpad.zero_() if cache_leftpad is None else self.cache_leftpad.copy_(cache_leftpad)
+        self.leftpads.zero_() if cache_leftpad is None else self._place_leftpad(cache_leftpad)
+
+    def places(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer: cache_seqlens and cache_leftpad as its rows count them. They stay where they are."""
+        index = {window: row for row, window in enumerate(self._offsets())}
+        return [(self.counters[1 + index[layer.window]], self.leftpads[index[layer.window]]) for layer in self.layers]
+
+    def _offsets(self) -> dict[int | None, int]:
+        """How many tokens have been dropped, by window. Layers of one window drop them together."""
+        return {None: 0} | {layer.window: layer.offset for layer in self.layers}
 
     def has_room(self, tokens: int) -> bool:
         """Whether there is room for this many more tokens, or the cache can grow."""
@@ -349,12 +509,15 @@ class KVCache(Cache):
         return layer.grows or layer.length + tokens <= layer.capacity
 
     def make_room(self, tokens: int) -> bool:
-        """Make room for more tokens. Returns whether the buffers moved; raises ValueError if they can not."""
-        if all(layer.length + tokens <= layer.capacity for layer in self.layers):
+        """Make room for more tokens. Returns whether the capacity or the buffers are others; raises ValueError where
+        there can be no room."""
+        if all(layer.length + tokens <= layer.end for layer in self.layers):
             return False
-        for layer in self.layers:
-            layer.make_room(tokens)
-        return True
+        changed = [layer.make_room(tokens) for layer in self.layers]
+        if self.counters is not None:
+            self._count()
+            self._place_leftpad(self.leftpads[0])
+        return any(changed)
 
     def advance(self, tokens: int = 1) -> None:
         """Count tokens on the host that a decode step has written and counted on the device."""
@@ -371,15 +534,21 @@ class KVCache(Cache):
         k = self.layers[0].k
         if k is None:
             raise ValueError("KVCache: there must be tokens in it, or a batch_size given to its constructor")
-        if self.counters is None or self.counters.shape[1] != k.shape[0] or self.counters.device != k.device:
+        shape = len(self._offsets()), k.shape[0]
+        if self.leftpads is None or self.leftpads.shape != shape or self.leftpads.device != k.device:
             with torch.inference_mode(False):
-                self.counters = torch.zeros(2, k.shape[0], dtype=torch.int32, device=k.device)
-                self.cache_leftpad = torch.zeros(k.shape[0], dtype=torch.int32, device=k.device)
+                self.leftpads = torch.zeros(shape, dtype=torch.int32, device=k.device)
+                self.counters = torch.zeros(1 + shape[0], shape[1], dtype=torch.int32, device=k.device)
             self._counted = -1
 
     def _count(self) -> None:
-        self.counters[1].fill_(self.length)
+        for row, offset in zip(self.counters[1:], self._offsets().values(), strict=True):
+            row.fill_(self.length - offset)
         self._counted = self.length
+
+    def _place_leftpad(self, cache_leftpad: Tensor) -> None:
+        for row, offset in zip(self.leftpads, self._offsets().values(), strict=True):
+            row.copy_((cache_leftpad - offset).clamp(min=0))
 
     def __repr__(self) -> str:
         return f"KVCache(length={self.length}, capacity={self.capacity}, layers={len(self.layers)})"

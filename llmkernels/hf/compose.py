@@ -28,6 +28,7 @@ All of it is ops of llmkernels, so that it can be recorded into a CUDA graph: se
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,25 +55,33 @@ ACTIVATIONS = {True: _GATED.keys(), False: _PLAIN.keys()}  # by `gated`
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where the new tokens are: the last `count` of each of `batch` sequences in the caches.
+    """The new tokens: the last `count` of each of `batch` sequences in the caches.
 
-    `positions` int32 (B, T), `seqlens` int32 (B,) with the new ones, `leftpad` int32 (B,) or None; `block_table` where
-    caches are pages. `tables` has cos and sin of each position, by the names that layers have for them.
+    `positions` int32 (B, T) are those of their rotation; `block_table` where caches are pages. `tables` has cos and sin
+    of each position, by the names that layers have for them.
     """
 
     batch: int
     count: int
     positions: Tensor
-    seqlens: Tensor
-    leftpad: Tensor | None
     tables: dict[str, tuple[Tensor, Tensor]]
     block_table: Tensor | None = None
 
 
-def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+class LayerCache(NamedTuple):
+    """The keys and values of a layer, as `decode_attention` takes them: `seqlens` int32 (B,) counts them with the new
+    ones, `leftpad` int32 (B,) or None. Where a layer keeps its window alone, both count from its first row."""
+
+    k: Tensor
+    v: Tensor
+    seqlens: Tensor
+    leftpad: Tensor | None
+
+
+def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
     """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
 
-    `caches` are the keys and values of each layer, as `decode_attention` takes them; the new ones are written there.
+    The new keys and values are written to `caches`, one for each layer.
     """
     readers = [_reader(layer.branches[0]) for layer in trunk.layers] + [(trunk.norm, trunk.head)]
     handed = _NOTHING
@@ -210,11 +219,11 @@ def _add(hidden: Tensor, y: Tensor, branch: Branch, following: tuple[Norm | None
 UNROTATED = "not rotated"  # the name of tables that rotate by 0
 
 
-def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: tuple[Tensor, Tensor]) -> Tensor:
+def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerCache) -> Tensor:
     """What the output projection reads, (B * T, heads * D)."""
     qkv = source.linear(attention.qkv)
     scores = attention.scale, attention.window_left, attention.softcap
-    places = tokens.seqlens, tokens.leftpad, *cache, tokens.block_table
+    places = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
     whole = attention.table is not None and not attention.interleaved and not _is_partial(attention, tokens.tables)
     if tokens.count == 1 and whole and not attention.row_norms:
         cos, sin = tokens.tables[attention.table]
@@ -224,7 +233,7 @@ def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: tuple[
         )
     q, k, v = _heads(attention, qkv, tokens)
     _write(attention, q, k, v, tokens, cache)
-    y = _ops.decode_attention(q, *cache, tokens.seqlens, tokens.leftpad, tokens.block_table, *scores)
+    y = _ops.decode_attention(q, *cache, tokens.block_table, *scores)
     return y.view(len(qkv), -1)
 
 
@@ -250,12 +259,12 @@ def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> list[Tensor]:
     ]
 
 
-def _write(attention: Attention, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cache: tuple[Tensor, Tensor]) -> None:
+def _write(attention: Attention, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cache: LayerCache) -> None:
     """Norms and rotation of q in place and of k into the cache, and v into the cache."""
     name = UNROTATED if attention.table is None else attention.table
     cos, sin = tokens.tables[name]
     if _is_partial(attention, tokens.tables):
         _ops.rope_(q, k, cos, sin, tokens.positions, False, attention.interleaved, 2 * cos.shape[1])
         cos, sin = tokens.tables[UNROTATED]
-    places = *cache, tokens.seqlens, tokens.block_table
+    places = cache.k, cache.v, cache.seqlens, tokens.block_table
     _ops.rope_kv_write(q, k, v, cos, sin, tokens.positions, *places, attention.interleaved, *_head_norms(attention))

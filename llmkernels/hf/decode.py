@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from . import compose, graphs
 from .alias import alias
-from .compose import Tokens, make_tables
+from .compose import LayerCache, Tokens, make_tables
 from .description import Trunk, leaves, map_tensors
 from .graphs import Program
 from .guard import Snapshot
@@ -81,7 +81,7 @@ class DecodeStep:
     def _bind(self) -> None:
         """Collect what the forward reads and writes, and with it the addresses that a graph has to have."""
         cache, ahead = self.cache, self._ahead
-        positions, seqlens = cache.counters
+        positions = cache.counters[0]
         batch, self._positions = len(positions), positions[:, None]
         if ahead > 1:
             self._positions = self.program.buffer("positions", (batch, ahead), torch.int32, self.device)
@@ -89,8 +89,11 @@ class DecodeStep:
         tables = make_tables(self.parts, self.parts.positions[: cache.capacity])
         tables = {name: self._kept(name, pair) for name, pair in tables.items()}
         self._buffers = [weakref.ref(buffer) for buffer in _buffers(cache)]
-        self._caches = tuple((alias(layer.k), alias(layer.v)) for layer in cache.layers)
-        self._where = Tokens(batch, ahead, self._positions, seqlens, cache.cache_leftpad, tables)
+        self._caches = tuple(
+            LayerCache(alias(layer.k), alias(layer.v), *places)
+            for layer, places in zip(cache.layers, cache.places(), strict=True)
+        )
+        self._where = Tokens(batch, ahead, self._positions, tables)
         used = *leaves(self.parts), *leaves(self._where), *leaves(self._caches)
         self.program.bind(tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in used))
 
@@ -128,7 +131,7 @@ class DecodeStep:
 
 
 def _buffers(cache: Any) -> list[Tensor]:
-    return [cache.counters, cache.cache_leftpad, *(buffer for layer in cache.layers for buffer in (layer.k, layer.v))]
+    return [cache.counters, cache.leftpads, *(buffer for layer in cache.layers for buffer in (layer.k, layer.v))]
 
 
 class Decoder:
@@ -253,15 +256,16 @@ class Decoder:
 
         The same as last time where possible, as its graphs need not be recorded anew then. `caller` is the DynamicCache
         that the call was given: what it holds is in the KVCache at the beginning, and if it is `returned`, it holds the
-        rest at the end.
+        rest at the end. Layers with a sliding window keep as many tokens as there.
         """
         from . import adopt
         from .cache import KEPT_BYTES, KVCache
 
         device = parts.weight.device
-        cache = self._take(parts, batch, min(tokens, limit), _stream(device))
+        windows = adopt.windows(caller, len(parts.layers))
+        cache = self._take(parts, windows, batch, min(tokens, limit), _stream(device))
         if cache is None:
-            cache = KVCache.growable(len(parts.layers), batch * parts.token_bytes, tokens, limit)
+            cache = KVCache.growable(windows, batch * parts.token_bytes, tokens, limit)
         try:
             if caller is not None:
                 adopt.copy_in(cache, caller)
@@ -273,14 +277,16 @@ class Decoder:
             if keeps and not self._closed:
                 self._spare[:] = [(cache, _stream(device))]
 
-    def _take(self, parts: Trunk, batch: int, tokens: int, stream: int | None) -> Any:
+    def _take(self, parts: Trunk, windows: list[int | None], batch: int, tokens: int, stream: int | None) -> Any:
         """The spare cache, emptied, if it fits. Whoever has it has it alone: another call gets one of its own."""
         try:
             cache, last_stream = self._spare.pop()
         except IndexError:
             return None
         # On another stream it may still be in use.
-        if last_stream != stream or cache.capacity < tokens or not fits_cache(cache, parts, batch):
+        if last_stream != stream or cache.capacity < tokens or cache.windows != windows:
+            return None
+        if not fits_cache(cache, parts, batch):
             return None
         cache.reset()
         return cache

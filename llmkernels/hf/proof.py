@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .compose import Tokens, embed, forward, make_tables
+from .compose import LayerCache, Tokens, embed, forward, make_tables
 from .description import Product, Trunk, with_products
 from .guard import inspect_all
 from .layout import UnknownLayout
@@ -86,15 +86,16 @@ def _composed(parts: Trunk, ids: Tensor, start: int) -> Tensor:
     parts = with_products(parts, _joined)
     tables = make_tables(parts, range(start, start + len(ids)))
     shapes = [(1, len(ids), layer.attention.kv_heads, layer.attention.head_dim) for layer in parts.layers]
-    caches = [(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
+    seqlens = torch.zeros(1, dtype=torch.int32)
+    caches = [LayerCache(torch.zeros(shape), torch.zeros(shape), seqlens, None) for shape in shapes]
     logits = []
     counts = [1] * WINDOW + [len(ids) - WINDOW - 3, 1, 2]
     for end, count in zip(itertools.accumulate(counts), counts, strict=True):
         hidden = torch.empty(count, parts.embedding.shape[1])
         embed(parts.embedding, parts.embed_scale, ids[end - count : end], hidden)
         positions = torch.arange(end - count, end, dtype=torch.int32)[None]  # rows of the tables
-        seqlens = torch.tensor([end], dtype=torch.int32)
-        logits.append(forward(parts, hidden, Tokens(1, count, positions, seqlens, None, tables), caches))
+        seqlens.fill_(end)
+        logits.append(forward(parts, hidden, Tokens(1, count, positions, tables), caches))
     return torch.cat(logits)
 
 

@@ -365,7 +365,7 @@ def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
         if buffers.is_sliding and buffers.sliding_window != layer.attention.window_left + 1:
             raise NoStep("the cache has another sliding window than the model")
         if buffers.is_initialized:
-            expected = (batch, buffers.capacity, layer.attention.kv_heads, layer.attention.head_dim)
+            expected = (batch, buffers.rows, layer.attention.kv_heads, layer.attention.head_dim)
             for buffer in (buffers.k, buffers.v):
                 if buffer.shape != expected or buffer.dtype != weight.dtype or buffer.device != weight.device:
                     raise NoStep("the cache was made for other keys and values")
