@@ -29,6 +29,7 @@ class Row:
         backends: the device types that the patched modules are on, with their number.
         runs: what the patched modules ran so far, each time counted: an op, or "without a kernel". What a graph replays
             and what is compiled is not seen. `kernels` is the plan, `runs` what came of it.
+        reasons: why patched modules ran without a kernel, each time counted, as far as only the call could tell.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Row:
     kernels: Counter = field(default_factory=Counter)
     backends: Counter = field(default_factory=Counter)
     runs: Counter = field(default_factory=Counter)
+    reasons: Counter = field(default_factory=Counter)
 
     @property
     def found(self) -> int:
@@ -92,6 +94,7 @@ class Report:
             for reason in dict.fromkeys(row.left_alone.values()):
                 names = [name for name, why in row.left_alone.items() if why == reason]
                 lines.append(f"{row.kind} left alone, {len(names)}: {reason}: {abbreviate(names)}")
+            lines += [f"{row.kind} without a kernel, {times} times: {why}" for why, times in row.reasons.items()]
         lines += map(str, self.decode)
         return "\n".join(lines)
 
