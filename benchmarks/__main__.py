@@ -14,7 +14,7 @@ from llmkernels._command import Problem, check_model_path, run_command
 
 RESULTS = Path("results")
 MODEL_PROVIDERS = ("eager", "llmkernels", "liger", "compile")  # of train, too
-DECODE_PROVIDERS = ("llmkernels", "generate", "eager", "eager_generate", "static_compile")
+DECODE_PROVIDERS = ("llmkernels", "generate", "forward", "eager", "eager_generate", "static_compile")
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmarks import references, report
+from benchmarks import models, references, report
 from benchmarks.cases import OURS
 from benchmarks.report import cases
 from benchmarks.results import load
@@ -16,6 +16,7 @@ from benchmarks.results import load
 NAMES_AND_COLOURS = {
     "llmkernels": ("llmkernels", "#d62728"),
     "generate": ("model.generate, patched", "#f4a3a3"),
+    "forward": ("a loop over the forward, patched", "#b5515f"),
     "empty": ("an empty op", "#dddddd"),
     "eager": ("eager", "#9d9d9d"),
     "eager_generate": ("model.generate, unpatched", "#9d9d9d"),
@@ -54,8 +55,18 @@ OPS = {
 }
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 MODELS = {
-    "qwen2.5-7b": "Qwen2.5-7B",
     "qwen2.5-0.5b": "Qwen2.5-0.5B",
+    "llama-3.2-1b": "Llama-3.2-1B",
+    "smollm3-3b": "SmolLM3-3B",
+    "phi-4-mini": "Phi-4-mini",
+    "qwen2.5-7b": "Qwen2.5-7B",
+    "mistral-7b": "Mistral-7B-v0.3",
+    "olmo-2-7b": "OLMo-2-7B",
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "qwen3-8b": "Qwen3-8B",
+    "granite-3.3-8b": "Granite-3.3-8B",
+    "gemma-2-9b": "Gemma-2-9B",
+    "qwen2.5-14b": "Qwen2.5-14B",
     "qwen2.5-7b-lora": "Qwen2.5-7B, LoRA",
     "SmolLM2-135M-Instruct-lora": "SmolLM2-135M-Instruct, LoRA",
 }
@@ -122,7 +133,7 @@ def decode_throughput(meta: dict, rows: Rows, path: Path) -> None:
 
 
 def decode_context(meta: dict, rows: Rows, path: Path) -> None:
-    found = [row for row in pick(rows, op="decode", batch=1) if row["provider"] in (OURS, "eager_generate")]
+    found = [row for row in pick(over_sizes(rows), batch=1) if row["provider"] in (OURS, "eager_generate")]
     title = f"Time per token of {model(found)} over the length of the context: lower is better"
     lines(title, "tokens in the cache", "ms per token", found, "context", milliseconds, meta, path)
 
@@ -168,12 +179,12 @@ def train_memory(meta: dict, rows: Rows, path: Path) -> None:
 def train_loss(meta: dict, rows: Rows, path: Path) -> None:
     """Ours beside eager's, a panel for each model: one line on the other, if the kernels are right."""
     found = [row for row in pick(rows, op="train_step") if row["provider"] in (OURS, "eager")]
-    models = dict.fromkeys(row["model"] for row in found)
-    if not models:
+    names = dict.fromkeys(row["model"] for row in found)
+    if not names:
         return
     title = "Loss over the steps of fine-tuning, the same weights and tokens"
-    figure, panels = canvas(title, height=1 + 2.4 * math.ceil(len(models) / 2), panels=len(models))
-    for axes, name in zip(panels, models, strict=True):
+    figure, panels = canvas(title, height=1 + 2.4 * math.ceil(len(names) / 2), panels=len(names))
+    for axes, name in zip(panels, names, strict=True):
         for row in sorted(pick(found, model=name), key=is_ours):
             options = {"color": colour(row), "linewidth": 1.2 if is_ours(row) else 4, "label": label(row)}
             axes.plot(range(1, len(row["losses"]) + 1), row["losses"], **options)
@@ -393,7 +404,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def label(row: dict) -> str:
-    if is_ours(row) and row["section"] in ("steps", "other_sizes"):
+    if is_ours(row) and row["op"] == "decode" and row["section"] in ("steps", "other_sizes", *models.MODELS):
         return "llmkernels.generate"
     return NAMES_AND_COLOURS.get(row["provider"], (row["provider"],))[0]
 
@@ -422,8 +433,13 @@ def context(rows: Rows) -> str:
 
 def at_context_512(rows: Rows) -> Rows:
     """Of whole steps; a short run has another context."""
-    steps = pick(rows, op="decode")
+    steps = over_sizes(rows)
     return pick(steps, context=512) or steps
+
+
+def over_sizes(rows: Rows) -> Rows:
+    """The steps of the model that is measured at many sizes; those of the others have sections of their names."""
+    return [row for row in pick(rows, op="decode") if row["section"] not in models.MODELS]
 
 
 def main_rows(rows: Rows) -> Rows:

@@ -15,6 +15,7 @@ from benchmarks.cases import OURS, PROVIDERS
 # A log file has no width of its own.
 console = Console(width=None if os.isatty(1) else 170, highlight=False)
 
+STEPS = ("decode", "beams", "lookup")  # whose time is that of a token
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
     "op", "function", "part", "model", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed",
@@ -52,8 +53,10 @@ def shape(keys: dict) -> str:
         words = [f"{keys['tokens']} tokens, {keys['logits']} logits"]
     elif keys["op"] == "train_step":
         words = [keys["model"], f"{keys['batch']} x {keys['tokens']} tokens"]
-    elif keys["op"] == "decode":
+    elif keys["op"] in STEPS:
         words = [f"batch {keys['batch']}, context {keys['context']}"]
+    elif keys["op"] == "first_token":
+        words = [keys["model"], f"{keys['tokens']} tokens"]
     else:
         words = [keys["function"]]
     return " ".join(word for word in words if word)
@@ -68,7 +71,7 @@ def number(time_us: float) -> str:
     return f"{time_us:.2f}" if time_us < 100 else f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
 
 
-NO_PEERS = (OURS, "generate", "empty")
+NO_PEERS = (OURS, "generate", "forward", "empty")
 
 
 METHODS = {
@@ -76,14 +79,14 @@ METHODS = {
     "events": "single launches, L2 flushed",
     "wall": "wall time",
 }
-READERS = ("linear", "rms_norm_linear", "decode_attention", "sample", "decode")  # what they write is little
+READERS = ("linear", "rms_norm_linear", "decode_attention", "sample", *STEPS)  # what they write is little
 
 
 def print_rows(rows: Sequence[dict], meta: dict) -> None:
     """A table for each op and method of timing."""
     for op, method in dict.fromkeys((row["op"], row["timing"]) for row in rows):
         found = [row for row in rows if (row["op"], row["timing"]) == (op, method)]
-        unit, unit_us = ("ms", 1e3) if op in ("prefill", "decode", "train_step") else ("us", 1)
+        unit, unit_us = ("ms", 1e3) if op in (*STEPS, "prefill", "first_token", "train_step") else ("us", 1)
         limit = "read" if op in READERS else "copy"
         limit_gb_s = 0 if op == "call_overhead" or not all("bytes" in row for row in found) else meta[f"{limit}_gb_s"]
         print_table(f"{op}, {METHODS[method]}, {unit}", found, limit_gb_s, unit_us, limit)

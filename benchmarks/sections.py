@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine, report, results
+from benchmarks.models import MODELS
 from benchmarks.run import Run
 from benchmarks.sources import ROOT, fingerprint
 
@@ -49,6 +50,15 @@ def of(file: str, name: str, module: str, function: str, seconds: int) -> Sectio
     return Section(file, name, (f"benchmarks/{module}.py",), measure, seconds)
 
 
+def of_model(name: str) -> Section:
+    def measure(run: Run) -> list[dict]:
+        from benchmarks import families
+
+        return families.measure(name, run)
+
+    return Section("decode", name, ("benchmarks/families.py",), measure, seconds=20)
+
+
 op = partial(of_op, "ops", methods=("graph", "events", "wall"))
 graph_op = partial(of_op, "ops", methods=("graph",))
 decode_op = partial(of_op, "decode_ops", methods=("graph",))
@@ -82,6 +92,7 @@ TABLE = (
     graph_op("adamw", "adamw", 30),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),
+    *(of_model(name) for name in MODELS),
     of("decode", "other_sizes", "steps_patched", "measure_other_sizes", 100),
     of("decode", "parts", "step_parts", "measure", 15),
     of("decode", "unpatched", "steps_unpatched", "measure_first_sizes", 35),

@@ -32,9 +32,9 @@ Measured = tuple[list[float], int]  # samples in us per token, and the peak memo
 class Bench:
     """One model over batches and contexts."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, loaded: tuple[nn.Module, str] | None = None):
         self.run, self.device = run, run.device
-        self.model, self.name = load(run.device, run.model_id)
+        self.model, self.name = loaded or load(run.device, run.model_id)
         self.dtype = str(self.model.dtype).removeprefix("torch.")
         self.few, self.many, self.seconds = (2, 6, 0) if run.small else (FEW, MANY, SECONDS)
         self.generator = torch.Generator(self.device).manual_seed(0)
@@ -50,15 +50,21 @@ class Bench:
         return [] if self.run.small else [size for size in sizes if size not in FIRST_SIZES]
 
     @torch.no_grad()
-    def rows(self, functions: Mapping[str, Callable[[int, int], Measured]], sizes: Sequence[Size]) -> list[dict]:
+    def rows(
+        self,
+        functions: Mapping[str, Callable[[int, int], Measured]],
+        sizes: Sequence[Size],
+        op: str = "decode",
+        beams: int = 1,
+    ) -> list[dict]:
         found = []
         for batch, context in sizes:
             for provider, function in functions.items():
                 if not self.run.wants(provider):
                     continue
-                self.run.begin(f"batch {batch}, context {context}, {provider}")
+                self.run.begin(f"{op}, batch {batch}, context {context}, {provider}")
                 try:
-                    self.need_room(batch, context, caches=3 if provider == "eager" else 1)
+                    self.need_room(batch * beams, context, caches=3 if provider == "eager" else 1)
                     with timing.garbage_collection_paused():
                         samples, peak = function(batch, context)
                 except Exception as problem:
@@ -68,9 +74,9 @@ class Bench:
                     continue
                 finally:
                     self.clear()
-                row = {"op": "decode", "model": self.name, "batch": batch, "context": context, "dtype": self.dtype}
+                row = {"op": op, "model": self.name, "batch": batch, "context": context, "dtype": self.dtype}
                 row |= {"provider": provider, "timing": "wall", **timing.summary(samples)}
-                row |= {"bytes": self.bytes(batch, context), **self.facts.get(provider, {})}
+                row |= {"bytes": self.bytes(batch * beams, context), **self.facts.get(provider, {})}
                 found.append(row | ({"peak_bytes": peak} if peak else {}))
         return found
 
@@ -90,18 +96,17 @@ class Bench:
 
         return self.per_token(call)
 
-    def per_token(self, call: Callable[[int], None]) -> Measured:
-        def timed(tokens):
-            timing.synchronize(self.device)
-            start = time.perf_counter()
-            call(tokens)
-            timing.synchronize(self.device)
-            return (time.perf_counter() - start) * 1e6
+    def per_token(self, call: Callable[[int], None], many: int | None = None) -> Measured:
+        """`many` tokens, where it matters which; else as many as it takes."""
 
-        timed(self.few)  # captures graphs
-        few, thrice = timed(self.few), timed(3 * self.few)
-        per_token = max(thrice - few, 1) / (2 * self.few)
-        many = min(self.many, self.few + max(2 * self.few, round(DIFFERENCE_US / per_token)))
+        def timed(tokens):
+            return self.timed(lambda: call(tokens))
+
+        timed(many or self.few)  # captures graphs
+        if many is None:
+            few, thrice = timed(self.few), timed(3 * self.few)
+            per_token = max(thrice - few, 1) / (2 * self.few)
+            many = min(self.many, self.few + max(2 * self.few, round(DIFFERENCE_US / per_token)))
         if self.run.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         samples: list[float] = []
@@ -109,6 +114,14 @@ class Bench:
         while len(samples) < REPEATS or time.perf_counter() < end:
             samples.append((timed(many) - timed(self.few)) / (many - self.few))
         return samples, torch.cuda.max_memory_allocated(self.device) if self.run.on_gpu else 0
+
+    def timed(self, call: Callable[[], object]) -> float:
+        """Microseconds of wall time, the device synchronized before and after."""
+        timing.synchronize(self.device)
+        start = time.perf_counter()
+        call()
+        timing.synchronize(self.device)
+        return (time.perf_counter() - start) * 1e6
 
     @torch.no_grad()
     def compare_logits(self, provider: str, last_logits: Callable[[Tensor], Tensor]) -> None:

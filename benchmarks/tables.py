@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+from benchmarks import models as published
 from benchmarks import report
 from benchmarks.cases import OURS
 from benchmarks.plots import (
@@ -23,6 +24,7 @@ from benchmarks.plots import (
     microseconds,
     milliseconds,
     number,
+    over_sizes,
     peak_gb,
     pick,
     teraflops,
@@ -34,7 +36,7 @@ from benchmarks.sections import COMMANDS
 DOCUMENTS = ("README.md", "results/README.md")
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SIZES = ((1, 512), (1, 8192), (8, 512), (64, 512))  # batch and context of the README's table of decoding
-NO_PEERS = ("generate", "empty")
+NO_PEERS = ("generate", "forward", "empty")
 NOISE = 1.01  # what is closer than that is a draw
 
 Rows = list[dict]
@@ -81,7 +83,7 @@ def filled(text: str, results: Results) -> str:
 
 def decode(results: Results) -> str:
     """ms per token at a few sizes, a line for each way to generate."""
-    steps = [row for row in pick(results.rows["decode"], op="decode") if row["provider"] != "eager"]
+    steps = [row for row in over_sizes(results.rows["decode"]) if row["provider"] != "eager"]
     columns = [{row["provider"]: row for row in pick(steps, batch=batch, context=context)} for batch, context in SIZES]
     labels = {row["provider"]: label(row) for row in steps}
     body = [
@@ -93,8 +95,51 @@ def decode(results: Results) -> str:
 
 
 def decode_all(results: Results) -> str:
-    rows = sorted(pick(results.rows["decode"], op="decode"), key=lambda row: (row["batch"], row["context"]))
+    rows = sorted(over_sizes(results.rows["decode"]), key=lambda row: (row["batch"], row["context"]))
     return side_by_side(rows, milliseconds, "ms per token") + results.below("decode", rows)
+
+
+def models(results: Results) -> str:
+    """A token of each model by every way to generate, and its first one."""
+    ways = {
+        ("decode", "generate"): "model.generate",
+        ("decode", "forward"): "a loop over the forward",
+        ("decode", "eager"): "the same, unpatched",
+        ("first_token", OURS): "first token",
+        ("first_token", "eager"): "the same, unpatched",
+    }
+    ours = ("decode", OURS)
+    head = ["ms", "llmkernels.generate", "TB/s", *ways.values()]
+    body, rows = [], []
+    for name, found in of_models(results, (ours, *ways)).items():
+        times = [cell(found.get(way), milliseconds) for way in (ours, *ways)]
+        body.append([MODELS[name], times[0], number(bandwidth(found[ours])) if ours in found else "", *times[1:]])
+        rows += found.values()
+    return (markdown(head, body) if rows else "") + results.below("decode", rows)
+
+
+def callers(results: Results) -> str:
+    """A token of beam search and of prompt lookup, patched and not."""
+    ways = {
+        ("beams", OURS): "4 beams",
+        ("beams", "eager"): "the same, unpatched",
+        ("lookup", OURS): "prompt lookup",
+        ("lookup", "eager"): "the same, unpatched",
+    }
+    found = of_models(results, ways)
+    body = [[MODELS[name], *(cell(rows.get(way), milliseconds) for way in ways)] for name, rows in found.items()]
+    rows = [row for one in found.values() for row in one.values()]
+    return (markdown(["ms per token", *ways.values()], body) if rows else "") + results.below("decode", rows)
+
+
+def of_models(results: Results, ways: Iterable[tuple[str, str]]) -> dict[str, dict[tuple[str, str], dict]]:
+    """{model: {(op, provider): row}}, from small models to large ones; those that were measured."""
+    found = {}
+    for name in published.MODELS:
+        rows = {(row["op"], row["provider"]): row for row in pick(results.rows["decode"], section=name)}
+        if mine := {way: rows[way] for way in ways if way in rows}:
+            found[name] = mine
+    return found
 
 
 def ops(results: Results) -> str:
@@ -282,6 +327,8 @@ def tests(results: Results) -> str:
 TABLES: dict[str, Callable[[Results], str]] = {
     "decode": decode,
     "decode_all": decode_all,
+    "models": models,
+    "callers": callers,
     "ops": ops,
     "decode_ops": decode_ops,
     "prefill": prefill,
@@ -334,6 +381,7 @@ def best_peer(found: dict[str, dict]) -> dict | None:
 def case_of(keys: dict) -> str:
     """`rms_norm` backward 2048x3584 fp16"""
     name = "" if keys["op"] in ("call_overhead", "prefill", "decode") else f"`{keys['op']}`"
+    of = MODELS.get(keys.get("model"), "") if keys["op"] in report.STEPS and keys["model"] != published.QWEN else ""
     backward = {"bwd": "backward", "fwd+bwd": "and backward"}.get(keys.get("pass"), "")
     dtype = DTYPES[keys["dtype"]] if keys["op"] in ("rms_norm", "add_rms_norm", "softmax", "adamw") else ""
-    return " ".join(word for word in (name, backward, report.shape(keys), dtype) if word)
+    return " ".join(word for word in (name, of, backward, report.shape(keys), dtype) if word)

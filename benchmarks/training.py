@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from benchmarks import timing, variants
 from benchmarks.cases import OURS
 from benchmarks.models import (
+    MODELS,
     QWEN,
     QWEN_05B,
-    QWEN_05B_CONFIG,
-    QWEN_CONFIG,
     SMALL,
     SMALL_CONFIG,
+    Configuration,
     default_dtype,
     with_random_weights,
 )
@@ -37,15 +37,15 @@ LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": 
 @dataclass(frozen=True)
 class Case:
     model: str
-    config: dict
+    config: Configuration
     batch: int
     tokens: int
     lora: bool = False
     learning_rate: float = 1e-4
 
 
-FULL = Case(QWEN_05B, QWEN_05B_CONFIG, batch=4, tokens=2048, learning_rate=1e-5)
-ADAPTERS = Case(f"{QWEN}-lora", QWEN_CONFIG, batch=1, tokens=2048, lora=True)
+FULL = Case(QWEN_05B, MODELS[QWEN_05B], batch=4, tokens=2048, learning_rate=1e-5)
+ADAPTERS = Case(f"{QWEN}-lora", MODELS[QWEN], batch=1, tokens=2048, lora=True)
 SMALL_FULL = Case(SMALL, SMALL_CONFIG, batch=2, tokens=64)
 SMALL_ADAPTERS = Case(f"{SMALL}-lora", SMALL_CONFIG, batch=1, tokens=64, lora=True)
 

@@ -1,7 +1,7 @@
-"""Fine-tuning a real model (real_model.py) on the sources of Python's standard library: all weights, then adapters.
+"""Fine-tuning a real model on the sources of Python's standard library: all weights, then adapters.
 
-Beside the time of a step the losses of all steps, and the perplexity of files that it is not trained on, before and
-after; ours beside eager's.
+The model is that of llmkernels/_real_model.py. Beside the time of a step the losses of all steps, and the perplexity of
+files that it is not trained on, before and after; ours beside eager's.
 """
 
 import sysconfig
@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks import real_model
 from benchmarks.cases import OURS
 from benchmarks.run import Run
 from benchmarks.training import PROVIDERS, clear, row_of, train, with_adapters
@@ -20,12 +19,13 @@ LEARNING_RATES = {"": 2e-5, "-lora": 2e-4}
 
 
 def measure(run: Run) -> list[dict]:
+    from llmkernels import _real_model
     from llmkernels._checkpoint import open_checkpoint
 
     try:
-        checkpoint = open_checkpoint(str(real_model.fetch()))
-    except real_model.Unavailable as reason:
-        run.warn(real_model.NAME, reason)
+        checkpoint = open_checkpoint(str(_real_model.fetch()))
+    except _real_model.Unavailable as reason:
+        run.warn(_real_model.NAME, reason)
         return []
     steps, first_timed, batch, tokens = (3, 1, 1, 64) if run.small else (STEPS, FIRST_TIMED, BATCH, TOKENS)
     held_out = 2 if run.small else HELD_OUT
@@ -36,14 +36,14 @@ def measure(run: Run) -> list[dict]:
         for name in ("eager", OURS):
             if not run.wants(name):
                 continue
-            run.begin(f"{real_model.NAME}{kind}, {name}")
+            run.begin(f"{_real_model.NAME}{kind}, {name}")
             dtype = torch.bfloat16 if run.on_gpu else torch.float32
             model = checkpoint.model(dtype).to(run.device)
             model = with_adapters(model) if kind else model
             before = perplexity(model, unseen)
             with PROVIDERS[name](model.train(), learning_rate) as parts:
                 times, losses = train(run, parts, batches, steps)
-                row = row_of(run, name, real_model.NAME + kind, batches, times, losses, first_timed)
+                row = row_of(run, name, _real_model.NAME + kind, batches, times, losses, first_timed)
             rows.append(row | {"perplexity_before": before, "perplexity_after": perplexity(model, unseen)})
             del model, parts
             clear(run)

@@ -109,12 +109,20 @@ struct AdamConstants {
 using sampling::float_bits;
 using sampling::float_from_bits;
 
-// 16 random bits each for elements 4 i to 4 i + 3 of a tensor: element 4 i has the lowest. The number of the tensor in
-// its list is part of Philox's counter.
-LLMK_ANYWHERE uint64_t random_quad(const int64_t* rng_state, int64_t tensor, int64_t quad) {
-  return sampling::random_bits(static_cast<uint64_t>(rng_state[0]), static_cast<uint64_t>(rng_state[1]),
-                               static_cast<uint64_t>(tensor) << 44 | static_cast<uint64_t>(quad));
-}
+// Random numbers of one parameter in one step. They are a function of what all ranks of a data-parallel training have
+// in common, so that replicas stay equal: Philox with the seed as the key and the counter (step, index, quad).
+struct RandomQuads {
+  uint64_t seed, step, index;
+
+  // `step` counts from 0.
+  LLMK_ANYWHERE RandomQuads(uint64_t seed, float step, int index)
+      : seed(seed), step(static_cast<uint64_t>(step)), index(static_cast<uint64_t>(index)) {}
+
+  // 16 random bits each for elements 4 i to 4 i + 3: element 4 i has the lowest.
+  LLMK_ANYWHERE uint64_t operator()(int64_t i) const {
+    return sampling::random_bits(seed, step, index << 44 | static_cast<uint64_t>(i));
+  }
+};
 
 // One of the two neighbours of x in a 16-bit type, the nearer one more often: on average it is x. The random bits are
 // added to those that the type lacks, and these are cut off. The result converts without rounding, unless x is NaN,

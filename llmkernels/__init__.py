@@ -15,6 +15,8 @@
   faults
 """
 
+from typing import TYPE_CHECKING
+
 from llmkernels import _library
 
 __version__ = "0.1.0"
@@ -98,12 +100,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    if name == "KVCache":  # it is a transformers Cache, and transformers is not imported before it is needed
-        from llmkernels.hf import KVCache
+if TYPE_CHECKING:
+    from llmkernels.hf import KVCache
+else:  # hidden from type checkers, which would take every name for one of the package
 
-        return KVCache
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str):
+        if name == "KVCache":  # it is a transformers Cache, and transformers is not imported before it is needed
+            from llmkernels.hf import KVCache
+
+            return KVCache
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -80,7 +80,7 @@ class GgufFile(Checkpoint):
         needed = [package for package in ("gguf", "accelerate") if not importlib.util.find_spec(package)]
         if needed:
             raise Problem(
-                f"to read a GGUF file, {' and '.join(needed)} must be installed: pip install 'llmkernels[gguf]'"
+                f"to read a GGUF file, {' and '.join(needed)} must be installed: pip install 'llmkernels[hf]'"
             )
         import gguf
         import transformers

@@ -1,5 +1,6 @@
 """Commands say what stopped them in one line on standard error, and exit with status 1."""
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,52 @@ def check_model_path(name: str) -> None:
             raise Problem(f"MODEL must be a folder, and {name} {'is a file' if path.exists() else 'does not exist'}")
         if not any((path / config).exists() for config in ("config.json", "adapter_config.json")):
             raise Problem(f"MODEL must be a folder with a model, and {name} has no config.json")
+
+
+def check_installation() -> None:
+    """Raise Problem where the kernels or transformers are missing, which `python -m llmkernels` starts without."""
+    from llmkernels import _library
+
+    if _library.error:
+        raise Problem(_library.error)
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise Problem("transformers must be installed: pip install 'llmkernels[hf]'") from None
+
+
+def choose_device(name: str | None):
+    """What `--device` names, or else the GPU where there is one. Raises Problem for what is not here."""
+    import torch
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise Problem(f"--device must be cpu, cuda or cuda:N, got {name}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Problem(f"--device {name} must have a GPU that torch can use; python -m llmkernels info says more")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise Problem(f"--device {name} must be one of the {torch.cuda.device_count()} GPUs here")
+    return device
+
+
+def number(kind: type, is_valid: Callable, words: str) -> Callable[[str], int | float]:
+    """A parser of numbers in a range, which `words` are for."""
+
+    def parse(text):
+        number = kind(text)
+        if not is_valid(number):
+            raise argparse.ArgumentTypeError(f"must be {words}, got {text}")
+        return number
+
+    parse.__name__ = kind.__name__  # argparse calls it that where the text is no number
+    return parse
 
 
 def run_command(name: str, run: Callable[[], int | None]) -> int:

@@ -4,23 +4,22 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
 
 from llmkernels._checkpoint import open_checkpoint
-from llmkernels._command import Problem
+from llmkernels._command import Problem, check_installation, choose_device, number
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_command(commands):
     parser = commands.add_parser("generate", help="text from a Hugging Face model, streamed")
-    count = _number(int, lambda x: x > 0, "positive")
-    temperature = _number(float, lambda x: 0 <= x < math.inf, "at least 0")
-    top_k = _number(int, lambda x: 0 <= x < 2**31, "at least 0 and below 2^31")
-    top_p = _number(float, lambda x: 0 < x <= 1, "in (0, 1]")
-    min_p = _number(float, lambda x: 0 <= x <= 1, "in [0, 1]")
-    penalty = _number(float, lambda x: 0 < x < math.inf, "positive")
-    seed = _number(int, lambda x: -(2**63) <= x < 2**64, "of 64 bits")
+    count = number(int, lambda x: x > 0, "positive")
+    temperature = number(float, lambda x: 0 <= x < math.inf, "at least 0")
+    top_k = number(int, lambda x: 0 <= x < 2**31, "at least 0 and below 2^31")
+    top_p = number(float, lambda x: 0 < x <= 1, "in (0, 1]")
+    min_p = number(float, lambda x: 0 <= x <= 1, "in [0, 1]")
+    penalty = number(float, lambda x: 0 < x < math.inf, "positive")
+    seed = number(int, lambda x: -(2**63) <= x < 2**64, "of 64 bits")
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or a name on the Hugging Face Hub")
     parser.add_argument("--prompt", required=True, help="the text to go on from, or - for standard input")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
@@ -47,20 +46,13 @@ def add_command(commands):
 
 def run(options: argparse.Namespace) -> None:
     """Print the text."""
-    import llmkernels
-    from llmkernels import _library
-
-    if _library.error:
-        raise Problem(_library.error)
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise Problem("transformers must be installed: pip install 'llmkernels[hf]'") from None
+    check_installation()
     import torch
+    import transformers
 
-    device = _device(options.device)
+    import llmkernels
+
+    device = choose_device(options.device)
     transformers.logging.set_verbosity_error()
     if not sys.stderr or not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
@@ -131,34 +123,3 @@ def _chat(tokenizer, prompt: str) -> str:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:
         raise Problem(f"the model's chat template cannot be used: {type(error).__name__}: {error}") from error
-
-
-def _device(name: str | None):
-    import torch
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise Problem(f"--device must be cpu, cuda or cuda:N, got {name}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise Problem(f"--device {name} must have a GPU that torch can use; python -m llmkernels info says more")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Problem(f"--device {name} must be one of the {torch.cuda.device_count()} GPUs here")
-    return device
-
-
-def _number(kind: type, is_valid: Callable, words: str) -> Callable[[str], int | float]:
-    """A parser of numbers in a range, which `words` are for."""
-
-    def parse(text):
-        number = kind(text)
-        if not is_valid(number):
-            raise argparse.ArgumentTypeError(f"must be {words}, got {text}")
-        return number
-
-    parse.__name__ = kind.__name__  # argparse calls it that where the text is no number
-    return parse

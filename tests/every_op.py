@@ -86,7 +86,9 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     loss_options = (-100, "none", 0.1, 1e-3, 10.0)
     yield "cross_entropy", (x, target, None, *loss_options, True)
     yield "cross_entropy_", (x, target, None, *loss_options)
-    yield "cross_entropy_backward", (of_loss, x, target, None, x.float().logsumexp(-1), *loss_options)
+    saved = target, None, x.float().logsumexp(-1), of_loss[:0]
+    yield "cross_entropy_backward", (of_loss, x, *saved, *loss_options)
+    yield "cross_entropy_backward_", (z.contiguous(), of_loss, x, *saved, *loss_options)
     yield "cross_entropy_scale_", (x.contiguous(), of_loss)
     head, lse = draw(37, cols, scale=cols**-0.5), draw(rows, dtype=torch.float32)
     budget = 37 * x.element_size() * max(rows // 3, 1)  # chunks
@@ -140,7 +142,7 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     grads, averages = [z, *(p.neg() for p in params[1:])], [p.float() * 0.1 for p in params]
     squares = [p.float().square() for p in params]
     averages[1], squares[1] = averages[1].bfloat16(), squares[1].bfloat16()
-    numbers = (one(0.1), one(2.0), one(0.0), one(7.0), rng_state, one(0, torch.int32))
+    numbers = (one(0.1), one(2.0), one(0.0), one(7.0), one(0, torch.int32), seed, [0, 1, 5])
     lists = (params, grads, averages, squares, [], [one(3.0), one(0.0), one(1e4)])
     yield "adam_", (*lists, *numbers, 0.0, 0.9, 0.99, 1e-8, 0.1, 1.0, True, False)
     yield "grad_norm", (grads, 2.0)

@@ -15,7 +15,19 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import call_overhead, models, plots, report, results, sections, step_parts, tables, timing
+from benchmarks import (
+    call_overhead,
+    families,
+    models,
+    plots,
+    report,
+    results,
+    sections,
+    step_parts,
+    steps,
+    tables,
+    timing,
+)
 from benchmarks.cases import OURS, PROVIDERS
 from benchmarks.ops import DECODE_OPS, OPS
 from benchmarks.run import Run
@@ -54,12 +66,17 @@ def test_a_short_run_writes_the_format(tmp_path):
 
 
 def test_a_short_decode_run(tmp_path):
-    """Kernels and whole steps, patched and not, each of which has run."""
-    names = ("decode_attention", "sample", "steps", "unpatched")
+    """Kernels and whole steps, patched and not, each of which has run; and one of the other models."""
+    names = ("decode_attention", "sample", "steps", "unpatched", "llama-3.2-1b")
     out = run(tmp_path, "decode", "--section", *names, "--providers", OURS, "generate", "eager")
     kernels, steps = (json.loads((tmp_path / name).read_text())["rows"] for name in ("decode_ops.json", "decode.json"))
     assert "left out" not in out.replace("cudnn left out", "")  # which is for GPUs
     assert {row["op"] for row in kernels} == {"decode_attention", "sample"}
+    others = [row for row in steps if row["section"] == "llama-3.2-1b"]
+    assert {(row["op"], row["provider"]) for row in others if row["provider"] != "generate"} == {
+        (op, provider) for op in ("decode", "first_token") for provider in (OURS, "eager")
+    }
+    steps = [row for row in steps if row not in others]
     assert {row["op"] for row in steps} == {"decode"}
     assert {row["provider"] for row in steps} == {OURS, "generate", "eager"}
     assert {(row["batch"], row["context"]) for row in steps} == {(1, 128), (8, 128)}
@@ -105,6 +122,94 @@ def test_a_short_run_of_fine_tuning(tmp_path):
         assert ours == pytest.approx(eager, rel=1e-3)
     assert found["qwen2-small", OURS][-1] < found["qwen2-small", OURS][0]
     assert drawn_from(tmp_path / "train_loss.png") == plots.content_hash(tmp_path / "train.json")
+
+
+# ---- models
+
+PARAMETERS = {  # what their publishers say, in billions
+    "qwen2.5-0.5b": 0.494,
+    "llama-3.2-1b": 1.236,
+    "smollm3-3b": 3.075,
+    "phi-4-mini": 3.836,
+    "qwen2.5-7b": 7.616,
+    "mistral-7b": 7.248,
+    "olmo-2-7b": 7.299,
+    "llama-3.1-8b": 8.030,
+    "qwen3-8b": 8.191,
+    "granite-3.3-8b": 8.171,
+    "gemma-2-9b": 9.242,
+    "qwen2.5-14b": 14.770,
+}
+every_model = pytest.mark.parametrize("name", models.MODELS)
+
+
+@every_model
+def test_a_model_has_the_published_size(name):
+    """A step reads every weight once: of an embedding only where it is the head, too."""
+    model = models.with_random_weights(models.MODELS[name], torch.device("meta"))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters / 1e9 == pytest.approx(PARAMETERS[name], abs=6e-4)
+    tied = model.config.tie_word_embeddings
+    read = parameters - (0 if tied else model.config.vocab_size * model.config.hidden_size)
+    assert steps.weight_bytes(model) == read * model.dtype.itemsize
+
+
+@every_model
+def test_a_short_run_of_a_model(name):
+    """By the decode step; and each way to generate gives a row with what the results format asks for."""
+    import llmkernels
+
+    short = Run(torch.device("cpu"), quick=True)
+    rows = families.measure(name, short)
+    wanted = {("decode", provider) for provider in (OURS, "generate", "forward", "eager")}
+    others = ("beams", "lookup") if name in families.CALLERS else ()
+    wanted |= {(op, provider) for op in ("first_token", *others) for provider in (OURS, "eager")}
+    assert {(row["op"], row["provider"]) for row in rows} == wanted and len(rows) == len(wanted)
+    for row in rows:
+        assert set(row) >= ROW | {"batch"} and row["model"] == f"{name}-small" and row["batch"] == 1
+        assert row["tokens"] if row["op"] == "first_token" else row["context"] and row["bytes"] > 0
+        assert row["op"] != "lookup" or row["tokens_per_step"] >= 1
+    model, _ = models.load_published(name, short.device)
+    ids = torch.arange(1, 9)[None]
+    expected = model.generate(ids, max_new_tokens=4, **families.GREEDY)
+    norms = [weight for key, weight in model.named_parameters() if key.endswith("norm.weight")]
+    assert norms and all(len(weight.unique()) > 1 for weight in norms)
+    handle = llmkernels.patch(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, **families.GREEDY), expected)
+    assert [decode.reason for decode in handle.report().decode] == [None]
+
+
+def test_other_models_than_ours_are_measured_at_many_sizes_alone():
+    assert families.measure("qwen3-8b", Run(torch.device("cpu"), quick=True, model_id="of/somebody")) == []
+
+
+def test_the_tables_of_models():
+    """A line for each that was measured, a cell for each way; and no other model in the tables of many sizes."""
+    row = {"section": "qwen3-8b", "op": "decode", "model": "qwen3-8b", "batch": 1, "context": 512, "timing": "wall",
+           "dtype": "bfloat16", "bytes": 16e9}  # fmt: skip
+    first = {key: value for key, value in row.items() if key not in ("context", "bytes")}
+    first |= {"op": "first_token", "tokens": 512}
+    rows = [
+        {**row, "provider": OURS, "time_us": 4000},
+        {**row, "provider": "forward", "time_us": 4500},
+        {**first, "provider": "eager", "time_us": 30_000},
+        {**row, "op": "beams", "provider": OURS, "time_us": 4900},
+        {**row, "section": "qwen2.5-0.5b", "model": "qwen2.5-0.5b", "provider": "eager", "time_us": 20_000},
+        {**row, "section": "steps", "model": "qwen2.5-7b", "provider": OURS, "time_us": 3400},
+    ]
+    found = object.__new__(tables.Results)
+    meta = A_META | {"transformers": "old", "sections": dict.fromkeys(("steps", *models.MODELS), A_META)}
+    found.metas, found.rows = {"decode": meta}, {"decode": rows}
+    assert tables.models(found).splitlines()[2:-2] == [
+        "| Qwen2.5-0.5B |  |  |  |  | 20.0 |  |  |",
+        "| Qwen3-8B | 4.00 | 4.00 |  | 4.50 |  |  | 30.0 |",
+    ]
+    assert tables.callers(found).splitlines()[2:-2] == ["| Qwen3-8B | 4.90 |  |  |  |"]
+    assert [line.count("3.40") for line in tables.decode_all(found).splitlines()[2:-2]] == [1]
+    assert plots.at_context_512(rows) == rows[-1:]
+    found.rows = {"decode": []}
+    assert tables.models(found) == tables.callers(found) == "Not measured yet: `python -m benchmarks decode`.\n"
+    assert set(models.MODELS) <= set(plots.MODELS)
 
 
 # ---- sections

@@ -66,6 +66,7 @@ def valid(op: str) -> dict:
     add = {"residual": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6), "alpha": 0.5}
     loss = {"logits": x, "target": torch.ones(BATCH, 3, dtype=torch.long), "weight": weight, "ignore_index": -100,
             "reduction": "mean", "label_smoothing": 0.1, "lse_square_scale": 0.0, "softcap": 0.0}  # fmt: skip
+    saved_loss = {**loss, "reduction": "none", "lse": torch.ones(BATCH, 3), "sums": torch.ones(2)}
     linear_loss = {"x": x, "linear_weight": torch.ones(6, 8), "linear_bias": torch.ones(6),
                    **{name: value for name, value in loss.items() if name != "logits"}, "weight": torch.ones(6),
                    "max_logits_bytes": 100, "at_once": False}  # fmt: skip
@@ -106,8 +107,8 @@ def valid(op: str) -> dict:
         "log_softmax_backward": {"grad_y": x, "y": x, "scale": 0.5},
         "cross_entropy": loss,
         "cross_entropy_": loss,
-        "cross_entropy_backward": {"grad_loss": torch.ones(BATCH, 3), **loss, "lse": torch.ones(BATCH, 3),
-                                   "reduction": "none"},
+        "cross_entropy_backward": {"grad_loss": torch.ones(BATCH, 3), **saved_loss},
+        "cross_entropy_backward_": {"grad": x.clone(), "grad_loss": torch.ones(BATCH, 3), **saved_loss},
         "linear_cross_entropy": linear_loss,
         "linear_cross_entropy_backward": {"grad_loss": torch.ones(BATCH, 3), **linear_loss,
                                           "lse": torch.ones(BATCH, 3), "reduction": "none", "needs_x": True,
@@ -170,7 +171,7 @@ def valid(op: str) -> dict:
                         "head": torch.ones(VOCAB, HIDDEN), "head_bias": torch.ones(VOCAB), "softmax_scale": 0.5,
                         "windows_left": [-1, 4]},
         "adam_": {**lists, "steps": [one, one], "lr": one, "grad_scale": one, "found_inf": torch.zeros(1),
-                  "grad_norm": one, "rng_state": torch.zeros(2).long(), "counter": torch.zeros(1, dtype=_I32),
+                  "grad_norm": one, "counter": torch.zeros(1, dtype=_I32), "rounding_seed": 5, "indices": [0, 3],
                   "lr_value": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0,
                   "decoupled_weight_decay": True, "maximize": False},
         "grad_norm": {"grads": lists["grads"], "norm_type": 2.0},

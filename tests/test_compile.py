@@ -192,7 +192,10 @@ def loss_backward_calls(device):
     options, weight = (ignore, kind, smoothing, scale, cap), torch.rand(16, device=device)
     yield "cross_entropy", (logits, target, weight, *options, True)
     yield "cross_entropy_", (logits, target, weight, *options)
-    yield "cross_entropy_backward", (logits[..., 0], logits, target, weight, logits.logsumexp(-1), *options)
+    saved = target, weight, logits.logsumexp(-1), weight[:2]
+    yield "cross_entropy_backward", (logits[..., 0], logits, *saved, *options)
+    yield "cross_entropy_backward_", (logits.neg(), logits[..., 0], logits, *saved, *options)
+    yield "cross_entropy_backward_", (logits.neg(), logits[..., 0], None, *saved, *options)
     yield "cross_entropy_scale_", (logits, logits[0, 0, 0].clone())
     (_, linear), (_, (x, head, target, bias, _, *options, _, _, _)) = linear_loss_calls(device)
     yield "linear_cross_entropy", (*linear, bias, None, -100, "mean", 0.0, 0.0, 0.0, 100, False, True, True, True)
@@ -226,11 +229,12 @@ def optimizer_calls(device):
     def draw():
         return [torch.rand(size, device=device) for size in ((3, 5), (7,))]
 
-    one, seed = torch.ones(1, device=device), torch.ones(2, dtype=torch.int64, device=device)
+    one = torch.ones(1, device=device)
     steps, counter = [one.clone(), one.clone()], torch.zeros(1, dtype=torch.int32, device=device)
     numbers = 0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, True, False
-    yield "adam_", (draw(), draw(), draw(), draw(), draw(), steps, one, one, one - 1, one, seed, counter, *numbers)
-    yield "adam_", (draw(), draw(), draw(), draw(), [], steps, *[None] * 5, counter, *numbers)
+    seeded = counter, 5, [0, 3], *numbers
+    yield "adam_", (draw(), draw(), draw(), draw(), draw(), steps, one, one, one - 1, one, *seeded)
+    yield "adam_", (draw(), draw(), draw(), draw(), [], steps, *[None] * 4, counter, None, [], *numbers)
     yield "grad_norm", (draw(), 2.0)
     yield "clip_grads_", (draw(), one, 1.0)
 

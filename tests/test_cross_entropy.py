@@ -7,7 +7,18 @@ from torch.autograd import gradcheck
 
 import oracles
 from llmkernels import cross_entropy
-from oracles import COLS, DEVICES, DTYPES, LAYOUTS, ROWS, assert_same, captured, check_cross_entropy, laid_out
+from oracles import (
+    COLS,
+    DEVICES,
+    DTYPES,
+    LAYOUTS,
+    ROWS,
+    assert_same,
+    assert_within_ulps,
+    captured,
+    check_cross_entropy,
+    laid_out,
+)
 
 # Where the gradient is computed.
 WAYS = {
@@ -91,10 +102,10 @@ def test_vocabularies(device, rows, vocab, way, dtype):
 @every_dtype
 @every_reduction
 def test_all_ways_agree(device, reduction, dtype):
-    """Those in the forward bit for bit."""
+    """Those of the same pass bit for bit: float16 in place is the backward's."""
     inputs = make(20, 4104, dtype, device)
     forward, backward, in_place = (gradient(*inputs, reduction=reduction, **way) for way in WAYS.values())
-    assert_same(in_place, forward)
+    assert_same(in_place, backward if dtype == torch.float16 else forward)
     assert_same(backward[0], forward[0])
     torch.testing.assert_close(backward[1], forward[1], rtol=4 * torch.finfo(dtype).eps, atol=1e-7)
 
@@ -184,6 +195,45 @@ def test_the_gradient_of_the_loss(device, way):
     torch.testing.assert_close(same, 3 * one)
 
 
+SINGLE_ROUNDINGS = [(name, dtype) for name in WAYS for dtype in (torch.float16, torch.bfloat16)]
+SINGLE_ROUNDINGS.remove(("in_place", torch.bfloat16))  # whose gradient has replaced the logits
+
+
+@pytest.mark.parametrize("name, dtype", SINGLE_ROUNDINGS, ids=str)
+@every_reduction
+def test_the_gradient_is_rounded_once(device, name, dtype, reduction):
+    """Whatever the gradient of the loss: that of a GradScaler is in it before it is rounded."""
+    logits, target = make(64, 4104, dtype, device)
+    exact = logits.double().requires_grad_()
+    loss = F.cross_entropy(exact, target, reduction=reduction)
+    factor = torch.rand_like(loss.detach()) * 2.0**14
+    (expected,) = torch.autograd.grad(loss, exact, factor)
+    _, found = gradient(logits, target, grad_loss=factor.float(), reduction=reduction, **WAYS[name])
+    assert_within_ulps(found, expected.to(dtype), 1, share=0.99)
+
+
+@every_way
+@pytest.mark.parametrize(
+    "device, rows, vocab", [("cpu", 256, 4000)] + [("cuda", 2048, 32000)] * ("cuda" in DEVICES), ids=str
+)
+def test_float16_with_a_grad_scaler(device, rows, vocab, way):
+    """A step with float16 logits: what reaches float32 parameters is as exact as with eager's loss."""
+    values, target = make(rows, vocab, torch.float32, device, ignored=0)
+
+    def unscaled(loss_of, dtype):
+        param = torch.nn.Parameter(values.half().to(torch.promote_types(dtype, torch.float32)))
+        optimizer, scaler = torch.optim.SGD([param]), torch.amp.GradScaler(device, init_scale=2.0**16)
+        scaler.scale(loss_of(param.to(dtype), target)).backward()
+        scaler.unscale_(optimizer)
+        return param.grad.double()
+
+    exact = unscaled(F.cross_entropy, torch.float64)
+    eager = unscaled(lambda x, t: F.cross_entropy(x.float(), t), torch.float16)
+    found = unscaled(lambda x, t: cross_entropy(x, t, **way), torch.float16)
+    assert (found - exact).abs().mean() <= 1.01 * (eager - exact).abs().mean()
+    assert (found == 0).double().mean() <= (eager == 0).double().mean() + 1e-4
+
+
 def test_more_than_one_backward(device):
     logits, target = make(5, 64, torch.float32, device)
     expected = gradient(logits, target)[1]
@@ -196,9 +246,10 @@ def test_more_than_one_backward(device):
     assert_same(leaf.detach(), logits)
 
 
-def test_in_place(device):
-    logits, target = make(5, 64, torch.float32, device)
-    expected = gradient(logits, target)[1]
+@every_dtype
+def test_in_place(device, dtype):
+    logits, target = make(5, 64, dtype, device)
+    expected = gradient(logits, target, gradient_in_forward=dtype != torch.float16)[1]
     leaf = logits.clone().requires_grad_()
     given = leaf * 1
     pointer = given.data_ptr()
@@ -213,9 +264,10 @@ def test_in_place(device):
         loss.backward()
 
 
-def test_in_place_is_told_to_autograd(device):
+@every_dtype
+def test_in_place_is_told_to_autograd(device, dtype):
     """What saved the logits does not compute with the gradient."""
-    logits, target = make(5, 64, torch.float32, device)
+    logits, target = make(5, 64, dtype, device)
     given = logits.clone().requires_grad_().sigmoid()  # which saves its result
     loss = cross_entropy(given, target, inplace_backward=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -299,17 +351,28 @@ ERRORS = {
     r"weight must have shape \[8\] .* got \[4\]": lambda x, t: cross_entropy(x, t, x[0, :4]),
     "weight must be Float, got Half": lambda x, t: _op.cross_entropy(x, t, x[0].half()),
     "weight must not require a gradient": lambda x, t: cross_entropy(x, t, x[0].clone().requires_grad_()),
-    "grad_loss must be a scalar": lambda x, t: _op.cross_entropy_backward(x[0], x, t, None, x[0, :2], *_options),
-    "lse must have the shape of logits": lambda x, t: _op.cross_entropy_backward(x[0, 0], x, t, None, x[0], *_options),
+    "grad_loss must be a scalar": lambda x, t: _backward(x[0], x, t, None, x[0, :2], x[0, :2]),
+    "lse must have the shape of logits": lambda x, t: _backward(x[0, 0], x, t, None, x[0], x[0, :2]),
+    r"sums must have shape \[2\], got \[3\]": lambda x, t: _backward(x[0, 0], x, t, None, x[0, :2], x[0, :3]),
+    "grad must have the shape of logits": lambda x, t: _backward_(x[:1] + 1, x[0, 0], x, t, None, x[0, :2], x[0, :2]),
     "logits must have contiguous rows": lambda x, t: _op.cross_entropy_(x.t().contiguous().t(), t),
     "grad must be contiguous": lambda x, t: _op.cross_entropy_scale_(x[:, :4], x.new_ones(())),
 }
-_op, _options = torch.ops.llmkernels, (-100, "mean", 0.0, 0.0, 0.0)
+_op = torch.ops.llmkernels
+_mean = -100, "mean", 0.0, 0.0, 0.0
+
+
+def _backward(*arguments):
+    return _op.cross_entropy_backward(*arguments, *_mean)
+
+
+def _backward_(*arguments):
+    return _op.cross_entropy_backward_(*arguments, *_mean)
 
 
 @pytest.mark.parametrize("message, call", ERRORS.items(), ids=range(len(ERRORS)))
 def test_errors_name_op_argument_and_what_was_got(device, message, call):
-    with pytest.raises(RuntimeError, match="cross_entropy(_|_backward|_scale_)?: " + message):
+    with pytest.raises(RuntimeError, match="cross_entropy(_|_backward_?|_scale_)?: " + message):
         call(torch.ones(2, 8, device=device), torch.ones(2, dtype=torch.long, device=device))
 
 

@@ -35,7 +35,11 @@ def assert_same_cache(found, expected):
     assert len(found) == len(expected)
     for ours, theirs in zip(found.layers, expected.layers, strict=True):
         assert type(ours) is type(theirs)
-        facts = [(vars(x).keys(), x.get_seq_length(), x.dtype, x.device, x.keys.stride()) for x in (ours, theirs)]
+        facts = [
+            # Layers note their dtype up to transformers 5.23.
+            (vars(x).keys(), x.get_seq_length(), getattr(x, "dtype", None), x.keys.dtype, x.device, x.keys.stride())
+            for x in (ours, theirs)
+        ]
         assert facts[0] == facts[1]
         assert ours.keys.untyped_storage().nbytes() == theirs.keys.untyped_storage().nbytes()
         assert_close(ours.keys, theirs.keys)
@@ -146,7 +150,7 @@ def test_the_step_runs_on_it(device):
     counts = count_ops(hf_generate, model, text, past_key_values=cache)
     assert "rope" not in counts  # which the modules run
     assert counts["decode_attention"] == LAYERS  # of the six new tokens
-    assert counts["rope_decode_attention"] == LAYERS * (NEW - 1) or device == "cuda"
+    assert counts.get("rope_decode_attention", 0) == LAYERS * (NEW - 1) or device == "cuda"
 
 
 def test_an_exception_leaves_what_transformers_leaves(device, late):

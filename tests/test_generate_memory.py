@@ -48,7 +48,7 @@ def test_growing_stays_a_small_part():
 
 
 def the_programs(model):
-    return list(decoder(model)._programs.values())
+    return [step.program for steps in decoder(model)._steps.values() for step in steps.values()]
 
 
 @pytest.mark.parametrize("generate", [hf_generate, llmkernels.generate])

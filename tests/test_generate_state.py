@@ -128,8 +128,8 @@ def test_a_graph_is_bound_to_its_addresses():
     model, ids = small_model(), tiny_inputs()
     llmkernels.patch(model)
     hf_generate(model, ids)
-    (programs,) = decoder(model)._programs.values()
-    program = programs["step"]
+    (steps,) = decoder(model)._steps.values()
+    program = steps["step"].program
     addresses, program.graph = program.addresses, "captured"
     hf_generate(model, ids)
     assert (program.addresses, program.graph) == (addresses, "captured")
@@ -144,15 +144,15 @@ def test_graphs_are_captured_and_used_again():
     model, ids = small_model(device="cuda", dtype=torch.bfloat16), tiny_inputs("cuda")
     llmkernels.patch(model)
     first = hf_generate(model, ids)
-    (programs,) = decoder(model)._programs.values()
-    graph = programs["step"].graph
+    (steps,) = decoder(model)._steps.values()
+    graph = steps["step"].program.graph
     assert graph is not None
     assert torch.equal(hf_generate(model, ids), first)
-    assert programs["step"].graph is graph
+    assert steps["step"].program.graph is graph
     with torch.no_grad():
         model.lm_head.weight.neg_()  # in place: the graph reads the new values
     changed = hf_generate(model, ids)
-    assert programs["step"].graph is graph
+    assert steps["step"].program.graph is graph
     assert not torch.equal(changed, first)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

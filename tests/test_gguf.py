@@ -137,5 +137,5 @@ def test_broken_files(file, capfd, break_it, message):
 def test_a_package_is_missing(file, capfd, monkeypatch, package):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
-    message = f"to read a GGUF file, {package} must be installed: pip install 'llmkernels[gguf]'"
+    message = f"to read a GGUF file, {package} must be installed: pip install 'llmkernels[hf]'"
     check_line(["generate", str(file), "--prompt", "a"], message, capfd)

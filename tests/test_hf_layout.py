@@ -1,6 +1,7 @@
 """Modules that patch does not replace, the reasons that it gives, and the checks behind them."""
 
 import functools
+import inspect
 import linecache
 import types
 
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
+from transformers.utils.deprecation import deprecate_kwarg
 
 import llmkernels
 from generating import check_steps
@@ -474,6 +476,47 @@ def test_bind_global_keeps_closures():
             return super().f() + offset
 
     assert bind_global(Derived.f, "offset", 100)(Derived()) == 110
+
+
+def test_bind_global_keeps_decorators():
+    renaming = deprecate_kwarg("first", "99.0", new_name="x")
+    renamed = renaming(renaming(shifted))
+    bound = bind_global(renamed, "offset", 100)
+    assert (renamed(1), bound(1), bound(x=1)) == (12, 102, 102)
+    assert inspect.signature(bound) == inspect.signature(shifted)
+    with pytest.warns(FutureWarning, match="`first` is deprecated"):
+        assert bound(first=1) == 102
+
+
+def test_renamed_arguments_of_a_model(monkeypatch):
+    """The forwards of an attention, a layer and a model have decorators of transformers that rename an argument."""
+    modules = modeling_qwen2.Qwen2Attention, modeling_qwen2.Qwen2DecoderLayer, modeling_qwen2.Qwen2ForCausalLM
+    for cls in modules:
+        monkeypatch.setattr(cls, "forward", deprecate_kwarg("mask", "99.0", new_name="attention_mask")(cls.forward))
+    model, ids = tiny_model(), tiny_inputs()
+    mask = (torch.arange(ids.shape[1]) > 2).expand(ids.shape).long()
+    before = logits_of(model, ids, attention_mask=mask)
+    handle = llmkernels.patch(model, training=True)
+    assert not any(row.left_alone for row in handle.report().rows.values())
+    with pytest.warns(FutureWarning, match="`mask` is deprecated"):
+        assert_close(logits_of(model, ids, mask=mask), before)
+    assert count_ops(model, ids) == OPS
+    handle.unpatch()
+    check_steps(model, ids)
+
+
+def test_a_decorator_that_hides_what_it_wraps():
+    def decorator(function):
+        held = [function]
+
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return held[0](*args, **kwargs)
+
+        return wrapper
+
+    with pytest.raises(UnknownLayout, match="wrapped by a decorator of an unknown layout"):
+        bind_global(decorator(shifted), "offset", 100)
 
 
 def test_bind_global_refuses():

@@ -428,7 +428,7 @@ def test_report_of_calls_that_need_logits(device):
     model(ids, labels=ids, return_dict=False)
     model(ids, labels=ids[:, -3:], logits_to_keep=3)
     report = handle.report()
-    assert report["loss"].reasons == {
+    assert report["loss"].fallbacks == {
         "return_dict=False asks for a tuple": 1,
         "logits_to_keep asks for a part of the logits": 1,
     }

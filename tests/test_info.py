@@ -8,8 +8,10 @@ import sys
 
 import pytest
 import torch
+import transformers
+from transformers.models.llama import modeling_llama
 
-from llmkernels import __main__, _info, _library
+from llmkernels import __main__, _info, _library, _versions
 
 OPS = ("add_layer_norm", "add_rms_norm", "geglu", "layer_norm", "rms_norm", "rope", "rope_", "swiglu")
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory_gib": 139.8, "runs": "sm_90a"}
@@ -104,6 +106,22 @@ def test_problems(healthy, part, change, problem):
     report[part] = [change] if part == "gpus" else report[part] | change
     (found,) = _info.find_problems(report)
     assert problem in found
+
+
+def test_a_transformers_newer_than_tested(healthy, monkeypatch):
+    """A small Llama is tried with it: it costs nothing, or what it costs is a problem."""
+    monkeypatch.setattr(_versions, "NEWEST_TRANSFORMERS", "5.16")
+    newer = f"transformers {transformers.__version__} is newer than 5.16, the newest that llmkernels was tested with"
+    untested = _info.try_untested()
+    assert untested == {"says": newer, "left_alone": []}
+    report = copy.deepcopy(healthy) | {"untested": untested}
+    assert _info.find_problems(report) == []
+    assert f"note {newer}; a small Llama runs on kernels\nnothing is wrong" in _info.text(report)
+
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "prepare_inputs_for_generation", None)
+    report["untested"] = _info.try_untested()
+    (problem,) = _info.find_problems(report)
+    assert problem.startswith(f"{newer}; in a small Llama, patch leaves alone: everything (TypeError: ")
 
 
 def test_driver_within_the_major_version_is_fine(healthy):

@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache
 from hf_models import FAMILIES, LAYERS, assert_close, logits_of, tiny_inputs, tiny_model
 from llmkernels import KVCache, PagedKVCache
 from llmkernels.hf import OutOfPages
+from llmkernels.hf.cache import KVCacheLayer, room_for
 
 
 def filled(device="cpu", tokens=5, capacity=8, batch=2):
@@ -83,15 +84,54 @@ def test_past_the_end_is_an_error_and_nothing_is_written(device):
 def test_a_cache_that_grows(device):
     cache, keys = KVCache(tiny_model().config, 2, grows=True), torch.randn(2, 2, 700, 4, device=device)
     assert cache.get_max_length() == -1
-    for start, end in ((0, 2), (2, 3), (3, 600), (600, 700)):
+    for start, end, capacity in ((0, 2, 2), (2, 3, 256), (3, 600, 1216), (600, 700, 1216)):
         for layer in range(LAYERS):
             cache.update(keys[:, :, start:end], keys[:, :, start:end] + 1000, layer)
         assert_holds(cache, keys[:, :, :end])
-    assert cache.capacity == 2112
-    assert not cache.make_room(1412)
-    assert cache.make_room(1413)
-    assert [layer.k.shape for layer in cache.layers] == [(2, 4224, 2, 4)] * LAYERS
+        assert cache.capacity == capacity
+    assert not cache.make_room(516)
+    assert cache.make_room(517)
+    assert [layer.k.shape for layer in cache.layers] == [(2, 2496, 2, 4)] * LAYERS
     assert_holds(cache, keys)
+
+
+@pytest.mark.parametrize("fails", range(1, 2 * LAYERS + 1))
+def test_no_memory_to_grow(fails, monkeypatch):
+    """Nothing has changed then, and no layer is left behind when it goes on."""
+    cache, keys = filled()
+    for layer in cache.layers:
+        layer.grows = True
+    calls = []
+
+    def moved(*arguments):
+        calls.append(1)
+        if len(calls) == fails:
+            raise torch.OutOfMemoryError
+        return original(*arguments)
+
+    original = KVCacheLayer._moved
+    monkeypatch.setattr(KVCacheLayer, "_moved", moved)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.make_room(4)
+    assert_holds(cache, keys)
+    assert all(layer.k.shape[1] == layer.v.shape[1] == layer.capacity for layer in cache.layers)
+    assert cache.make_room(4)
+    assert_holds(cache, keys)
+    assert all(layer.k.shape[1] == layer.v.shape[1] == layer.capacity >= 9 for layer in cache.layers)
+
+
+def test_the_room_of_a_cache_grows_with_its_tokens():
+    """A short chat takes little memory, and a long one seldom moves to larger buffers."""
+    row_bytes = 131072  # Llama 3.1 8B
+    assert room_for(10, row_bytes) * row_bytes <= 32 << 20
+    moves, capacity = 0, 1
+    while capacity < 32768:
+        moves, grown = moves + 1, room_for(capacity + 1, row_bytes)
+        assert 1.2 * capacity < grown <= max(2 * capacity + 66, 256)
+        capacity = grown
+    assert moves <= 14
+    assert room_for(40, 64 * row_bytes) <= 128  # where a token is large, there is room for few
+    assert room_for(10, row_bytes, 5000) == 2112 and room_for(10, row_bytes, 100) == 128  # of a known limit
 
 
 def test_errors():

@@ -325,6 +325,20 @@ def test_nothing_but_a_chunk_of_the_logits_is_allocated(way):
     assert resident_kb("VmHWM") - before < 2**15
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_chunk_on_the_cpu_sums_nothing(dtype):
+    """The gradient of the weight, which its product rounds to 16 bits there, exists once, and in 16 bits."""
+    x, weight, _, target = make(16, 2**15, 512, dtype, "cpu")
+    x.requires_grad_(), weight.requires_grad_()
+    linear_cross_entropy(x, weight[:9], target % 9).backward()
+    x.grad = weight.grad = None
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_kb("VmRSS")
+    linear_cross_entropy(x, weight, target).backward()
+    assert resident_kb("VmHWM") - before < 1.5 * weight.nbytes / 1024
+
+
 @pytest.mark.gpu
 @every_way
 def test_memory(way):
@@ -392,7 +406,7 @@ _op, _options = torch.ops.llmkernels, (-100, "mean", 0.0, 0.0, 0.0, 100, False, 
 
 
 def test_all_rows_at_once(device):
-    """What the default is in bfloat16 on a GPU: gradients of the weight as of chunks, but in bfloat16."""
+    """What the default is in bfloat16, if memory allows: gradients of the weight as of chunks, but in bfloat16."""
     x, weight, _, target = make(37, 16, 19, torch.bfloat16, device)
     inputs = x, weight, target, None, None, -100, "sum", 0.0, 0.0, 0.0, None
     chunks, once = (_op.linear_cross_entropy(*inputs, at_once, True, True, False) for at_once in (False, True))

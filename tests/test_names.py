@@ -34,6 +34,30 @@ def test_one_type_and_one_default_for_each_name():
         assert required or default == value, f"{name}: {default!r} in {function}, {value!r} in {first}"
 
 
+def public_functions():
+    """(name, function) of all that is public: functions, and the constructors, methods and properties of classes."""
+    for module in (llmkernels, llmkernels.nn, llmkernels.optim, llmkernels.hf):
+        for name in module.__all__:
+            found = getattr(module, name)
+            if inspect.isfunction(found):
+                yield name, found
+            for attribute, value in vars(found).items() if inspect.isclass(found) else ():
+                value = getattr(value, "fget", getattr(value, "__func__", value))
+                if inspect.isfunction(value) and (attribute == "__init__" or not attribute.startswith("_")):
+                    yield f"{name}.{attribute}", value
+
+
+def test_every_public_function_has_types():
+    """Type checkers take what has none for Any; tests/public_types.py is what they make of the rest."""
+    functions = dict(public_functions())
+    assert {"rms_norm", "KVCache.capacity", "FP8Linear.from_linear", "AdamW.__init__"} <= {*functions}
+    for name, function in functions.items():
+        hints = typing.get_type_hints(function)
+        wanted = {*inspect.signature(function).parameters, "return"} - {"self", "cls"}
+        missing = wanted - hints.keys() - ({"return"} if name.endswith("__init__") else set())
+        assert not missing, f"{name}: {missing}"
+
+
 @pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 3)])
 def test_position_ids_are_positions_of_tokens(shape):
     """(T,), (1, T) or (B, T) in every function; (N,) once meant tokens in one op and sequences in another."""

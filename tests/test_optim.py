@@ -258,7 +258,6 @@ def test_stochastic_rounding_of_the_rest(dtype, device):
     start = start.to(dtype).repeat(9)
     params, others = parameters([start, start.float()]), parameters([start, start.float()])
     rounds = [[torch.zeros_like(start), torch.ones_like(start)]] * 3
-    torch.manual_seed(5)
     found = run(AdamW(params, weight_decay=0.0, stochastic_rounding=True), params, rounds)
     assert_same(found[0].nan_to_num(7), start.nan_to_num(7))
     expected = run(AdamW(others, weight_decay=0.0), others, rounds)
@@ -266,11 +265,66 @@ def test_stochastic_rounding_of_the_rest(dtype, device):
 
     results, start = [], torch.randn(4001, device=device).to(dtype)
     for seed in (1, 1, 2):
-        torch.manual_seed(seed)
         params = parameters([start, start])
-        results.append(run(AdamW(params, stochastic_rounding=True), params, [[start, start]] * 2))
+        optimizer = AdamW(params, stochastic_rounding=True, rounding_seed=seed)
+        results.append(run(optimizer, params, [[start, start]] * 2))
     assert_same(tuple(results[0]), tuple(results[1]))
     assert not torch.equal(results[0][0], results[2][0]) and not torch.equal(results[0][0], results[0][1])
+
+
+def rounded_at_random(rank, rounds, groups, device, **options):
+    """Parameters after these rounds on one of several ranks, whose generators differ."""
+    torch.manual_seed(100 + rank)
+    start = torch.linspace(-2, 2, 1003, device=device).bfloat16()
+    params = [torch.nn.Parameter(start.clone()) for _ in range(4)]
+    split = [{"params": params[begin:end]} for begin, end in groups]
+    optimizer = AdamW(split, lr=1e-4, weight_decay=0.0, stochastic_rounding=True, **options)
+    for i in range(rounds):
+        for param in params:
+            param.grad = torch.sin(start.float() + i).bfloat16()
+        optimizer.step()
+    return tuple(param.detach() for param in params)
+
+
+def test_stochastic_rounding_is_the_same_on_all_ranks(device):
+    """Whatever their generators, bit for bit; and whatever the groups, no two parameters draw the same."""
+    expected = rounded_at_random(0, 50, [(0, 4)], device)
+    assert_same(rounded_at_random(1, 50, [(0, 4)], device), expected)
+    assert_same(rounded_at_random(2, 50, [(0, 1), (1, 3), (3, 4)], device), expected)
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(expected, 2))
+    assert not torch.equal(rounded_at_random(0, 50, [(0, 4)], device, rounding_seed=1)[0], expected[0])
+
+
+def test_stochastic_rounding_of_steps_and_parameters(device):
+    """Each step draws anew; a parameter draws the same whether or not those before it have a gradient."""
+    start = torch.ones(4001, device=device).bfloat16()
+    moved = []
+    for has_grad in ((True, True), (False, True)):
+        params = parameters([start, start])
+        optimizer = AdamW(params, lr=2e-3, weight_decay=0.0, eps=0.0, stochastic_rounding=True)
+        for _ in range(2):
+            for param, has in zip(params, has_grad, strict=True):
+                param.data.copy_(start)
+                param.grad = torch.ones_like(start) if has else None
+            optimizer.step()
+            moved.append(params[1].detach() != start)
+    assert_same(moved[2:], moved[:2])
+    for mask in moved:
+        assert 0.3 < mask.float().mean() < 0.7
+    assert 0.4 < (moved[0] == moved[1]).float().mean() < 0.6
+
+
+def test_a_state_dict_continues_the_random_numbers(device):
+    start, grad = torch.randn(1001, device=device).bfloat16(), torch.randn(1001, device=device).bfloat16()
+    (param,) = parameters([start])
+    optimizer = AdamW([param], lr=1e-3, stochastic_rounding=True, rounding_seed=2**40 + 3)
+    run(optimizer, [param], [[grad]] * 3)
+    (copy,) = parameters([param.detach()])
+    other = AdamW([copy])
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["rounding_seed"] == 2**40 + 3
+    torch.manual_seed(9)
+    assert_same(tuple(run(other, [copy], [[grad]] * 3)), tuple(run(optimizer, [param], [[grad]] * 3)))
 
 
 def test_compiled_step():

@@ -214,7 +214,7 @@ def test_defaults_are_those_of_torch(ours):
     param = [torch.nn.Parameter(torch.ones(2))]
     found, expected = ours(param).defaults, TORCH[ours](param).defaults
     assert {name: found[name] for name in expected} == expected
-    assert found.keys() - expected.keys() == {"state_dtype", "stochastic_rounding"}
+    assert found.keys() - expected.keys() == {"state_dtype", "stochastic_rounding", "rounding_seed"}
     assert isinstance(ours(param), TORCH[ours])
 
 

@@ -172,6 +172,25 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
+@pytest.mark.parametrize("set_by_user", [None, "3"])
+def test_workers_of_the_gpu_check_have_one_thread_each(tmp_path, monkeypatch, set_by_user):
+    """... but not the tests that run alone, whose references on the CPU take long."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "gpu_check.sh", tmp_path / "scripts")
+    recorder = tmp_path / ".venv" / "bin" / "python"
+    recorder.parent.mkdir(parents=True)
+    recorder.write_text(f'#!/bin/sh\necho "${{OMP_NUM_THREADS:-unset}} $*" >> "{tmp_path}/calls"\n')
+    recorder.chmod(0o755)
+    monkeypatch.delenv("LLMKERNELS_VENV", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_by_user:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_by_user)
+    subprocess.run(["bash", tmp_path / "scripts" / "gpu_check.sh", "-n", "16"], check=True)
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if "-m pytest" in line]
+    threads = {"not large" in line: line.split()[0] for line in calls}
+    assert threads == {True: set_by_user or "1", False: set_by_user or "unset"}
+
+
 def test_gpu_report_counts_tests_and_sanitizer_errors(tmp_path):
     tools = runpy.run_path(str(ROOT / "scripts" / "gpu_report.py"))
     tests, log = tmp_path / "memcheck.xml", tmp_path / "memcheck.log"

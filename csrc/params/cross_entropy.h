@@ -24,6 +24,7 @@ struct CrossEntropyParams {
   int64_t rows, vocab;
   int64_t logits_stride, grad_stride;  // between rows
   int64_t grad_loss_stride;            // 0: one for all rows
+  bool grad_is_of_one;  // in the backward: grad has the gradient for a grad_loss of 1, and stays where that is 1
   CrossEntropyOptions options;
 };
 

@@ -16,6 +16,7 @@ struct AdamTensor {
   float* step;           // how many steps were taken; the kernel counts up
   int64_t size;
   Dtype dtype, state_dtype;  // of param and grad; of exp_avg, exp_avg_sq and max_exp_avg_sq: float32 or bfloat16
+  int index;                 // of the parameter, for its random numbers
 };
 
 struct AdamOptions {
@@ -28,13 +29,14 @@ struct AdamOptions {
 struct AdamParams {
   const AdamTensor* tensors;
   int64_t count;
-  const float* lr;           // replaces options.lr
-  const float* grad_scale;   // gradients are divided by it
-  const float* found_inf;    // not 0: no tensor changes, no step is counted
-  const float* grad_norm;    // the norm of the gradients as they are, before the division
-  const int64_t* rng_state;  // seed and offset; not null: parameters of 16 bits are rounded stochastically
-  int* counter;              // 0 before and after
+  const float* lr;          // replaces options.lr
+  const float* grad_scale;  // gradients are divided by it
+  const float* found_inf;   // not 0: no tensor changes, no step is counted
+  const float* grad_norm;   // the norm of the gradients as they are, before the division
+  int* counter;             // 0 before and after
   bool amsgrad;
+  bool stochastic;  // parameters of 16 bits are rounded at random, by numbers of (seed, step, index)
+  uint64_t seed;
   AdamOptions options;
 };
 

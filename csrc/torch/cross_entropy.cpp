@@ -122,13 +122,17 @@ void run_backward(const CrossEntropyCall& call, const CrossEntropyParams& params
 
 namespace {
 
-CrossEntropyCall begin(const char* op, const Tensor& logits, const Tensor& target, const std::optional<Tensor>& weight,
-                       const std::string& reduction, const CrossEntropyOptions& options) {
-  to_dtype(op, {"logits", logits});
-  LLMK_CHECK(logits.dim() >= 1, op, "logits must have at least one dimension, got a scalar");
-  const LossRows of{{"logits", logits}, "logits", logits.size(logits.dim() - 1), "logits.size(-1)"};
+CrossEntropyCall begin(const char* op, const Argument& logits, const Tensor& target,
+                       const std::optional<Tensor>& weight, const std::string& reduction,
+                       const CrossEntropyOptions& options) {
+  to_dtype(op, logits);
+  LLMK_CHECK(logits->dim() >= 1, op, logits.name, " must have at least one dimension, got a scalar");
+  const LossRows of{logits, logits.name.text, logits->size(logits->dim() - 1), "logits.size(-1)"};
   return begin_cross_entropy(op, of, target, weight, reduction, options);
 }
+
+// How many sums there are.
+int64_t sums_of(const CrossEntropyCall& call) { return call.mean || call.weight ? 2 : 0; }
 
 void set_logits(CrossEntropyParams& params, const Rows& rows) {
   params.logits = rows.data();
@@ -155,19 +159,22 @@ std::pair<Tensor, Tensor> forward(CrossEntropyCall& call, const Tensor& logits, 
   return {loss, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
-                                                 std::optional<Tensor> weight, int64_t ignore_index,
-                                                 std::string reduction, double label_smoothing, double lse_square_scale,
-                                                 double softcap, bool gradient_in_forward) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& target,
+                                                         std::optional<Tensor> weight, int64_t ignore_index,
+                                                         std::string reduction, double label_smoothing,
+                                                         double lse_square_scale, double softcap,
+                                                         bool gradient_in_forward) {
   constexpr const char* op = "cross_entropy";
   check_tensors(op, {{"logits", logits}, {"target", target}, {"weight", weight}});
-  CrossEntropyCall call =
-      begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
+  CrossEntropyCall call = begin(op, {"logits", logits}, target, weight, reduction,
+                                {ignore_index, label_smoothing, lse_square_scale, softcap});
   const int64_t zero = 0;
   Tensor grad = gradient_in_forward ? empty_rows(logits) : empty({&zero, 1}, dtype_code(logits), logits);
   const auto [loss, lse] =
       forward(call, logits, gradient_in_forward ? std::optional(grad) : std::nullopt, call.params.vocab);
-  return {loss, lse, grad};
+  const int64_t count = sums_of(call);
+  const Tensor sums = call.sums ? *call.sums : empty({&count, 1}, wide(call.dtype), logits);
+  return {loss, lse, sums, grad};
 }
 
 // The gradient replaces the logits.
@@ -175,38 +182,79 @@ Tensor cross_entropy_(Tensor logits, const Tensor& target, std::optional<Tensor>
                       std::string reduction, double label_smoothing, double lse_square_scale, double softcap) {
   constexpr const char* op = "cross_entropy_";
   check_tensors(op, {{"logits", logits, Access::kWrite}, {"target", target}, {"weight", weight}});
-  CrossEntropyCall call =
-      begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
+  CrossEntropyCall call = begin(op, {"logits", logits}, target, weight, reduction,
+                                {ignore_index, label_smoothing, lse_square_scale, softcap});
   const bool in_place = is_meta(logits) || as_rows(logits).data() == logits.const_data_ptr();
   LLMK_CHECK(in_place, op, "logits must have contiguous rows at one distance, got strides ", text(logits.strides()));
   return forward(call, logits, logits, is_meta(logits) ? 0 : as_rows(logits).stride).first;
 }
 
-Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, const Tensor& target,
-                              std::optional<Tensor> weight, const Tensor& lse, int64_t ignore_index,
-                              std::string reduction, double label_smoothing, double lse_square_scale, double softcap) {
-  constexpr const char* op = "cross_entropy_backward";
-  check_tensors(op,
-                {{"grad_loss", grad_loss}, {"logits", logits}, {"target", target}, {"weight", weight}, {"lse", lse}});
-  CrossEntropyCall call =
-      begin(op, logits, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
-  check_wide(op, {"lse", lse}, call.dtype);
-  check_per_row(op, {"lse", lse}, {"logits", logits});
-  const Tensor of_loss = check_grad_loss(op, grad_loss, {"logits", logits}, call.reduced, call.dtype),
-               every_lse = aten::contiguous(lse);
-  Tensor grad = empty_rows(logits);
-  if (is_meta(logits) || logits.numel() == 0) return grad;
-  const Rows rows = as_rows(logits);
+// Writes the gradient to `grad`, which is contiguous and may be the memory of the logits.
+void backward(CrossEntropyCall& call, const Tensor& grad_loss, const Argument& logits, const Tensor& lse,
+              const Tensor& sums, const Tensor& grad) {
+  const int64_t count = sums_of(call);
+  check_wide(call.op, {"lse", lse}, call.dtype);
+  check_per_row(call.op, {"lse", lse}, logits);
+  check_wide(call.op, {"sums", sums}, call.dtype);
+  LLMK_CHECK(sums.dim() == 1 && sums.size(0) == count, call.op, "sums must have shape [", count, "], got ",
+             shape(sums));
+  const Tensor of_loss = check_grad_loss(call.op, grad_loss, logits, call.reduced, call.dtype),
+               every_lse = aten::contiguous(lse), both_sums = aten::contiguous(sums);
+  if (is_meta(grad) || grad.numel() == 0) return;
+  const Rows rows = as_rows(*logits);
   CrossEntropyParams& params = call.params;
   set_logits(params, rows);
+  params.sums = count > 0 ? both_sums.const_data_ptr() : nullptr;
   params.lse = const_cast<void*>(every_lse.const_data_ptr());
   params.grad_loss = of_loss.const_data_ptr();
   params.grad_loss_stride = call.reduced ? 0 : 1;
   params.grad = grad.mutable_data_ptr();
   params.grad_stride = params.vocab;
-  if (call.sums) run_sums(call, call.mean, *call.sums);
   run_backward(call, params);
+}
+
+Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, const Tensor& target,
+                              std::optional<Tensor> weight, const Tensor& lse, const Tensor& sums, int64_t ignore_index,
+                              std::string reduction, double label_smoothing, double lse_square_scale, double softcap) {
+  constexpr const char* op = "cross_entropy_backward";
+  check_tensors(op, {{"grad_loss", grad_loss},
+                     {"logits", logits},
+                     {"target", target},
+                     {"weight", weight},
+                     {"lse", lse},
+                     {"sums", sums}});
+  CrossEntropyCall call = begin(op, {"logits", logits}, target, weight, reduction,
+                                {ignore_index, label_smoothing, lse_square_scale, softcap});
+  Tensor grad = empty_rows(logits);
+  backward(call, grad_loss, {"logits", logits}, lse, sums, grad);
   return grad;
+}
+
+void check_contiguous_rows(const char* op, const Tensor& grad) {
+  LLMK_CHECK(
+      grad.numel() == 0 || is_meta(grad) || (as_rows(grad).stride == as_rows(grad).cols || as_rows(grad).rows == 1), op,
+      "grad must be contiguous, got strides ", text(grad.strides()));
+}
+
+// Writes over the gradient of a loss whose own gradient is 1, unless that is so; without `logits`, over the logits.
+void cross_entropy_backward_(Tensor grad, const Tensor& grad_loss, std::optional<Tensor> logits, const Tensor& target,
+                             std::optional<Tensor> weight, const Tensor& lse, const Tensor& sums, int64_t ignore_index,
+                             std::string reduction, double label_smoothing, double lse_square_scale, double softcap) {
+  constexpr const char* op = "cross_entropy_backward_";
+  check_tensors(op, {{"grad", grad, Access::kWrite},
+                     {"grad_loss", grad_loss},
+                     {"logits", logits},
+                     {"target", target},
+                     {"weight", weight},
+                     {"lse", lse},
+                     {"sums", sums}});
+  const Argument of{logits ? "logits" : "grad", logits ? *logits : grad};
+  CrossEntropyCall call =
+      begin(op, of, target, weight, reduction, {ignore_index, label_smoothing, lse_square_scale, softcap});
+  check_like(op, {"grad", grad}, of);
+  check_contiguous_rows(op, grad);
+  call.params.grad_is_of_one = logits.has_value();
+  backward(call, grad_loss, of, lse, sums, grad);
 }
 
 void cross_entropy_scale_(Tensor grad, const Tensor& grad_loss) {
@@ -216,9 +264,7 @@ void cross_entropy_scale_(Tensor grad, const Tensor& grad_loss) {
   LLMK_CHECK(grad.dim() >= 1, op, "grad must have at least one dimension, got a scalar");
   const bool is_scalar = grad_loss.dim() == 0;
   const Tensor of_loss = check_grad_loss(op, grad_loss, {"grad", grad}, is_scalar, dtype);
-  LLMK_CHECK(
-      grad.numel() == 0 || is_meta(grad) || (as_rows(grad).stride == as_rows(grad).cols || as_rows(grad).rows == 1), op,
-      "grad must be contiguous, got strides ", text(grad.strides()));
+  check_contiguous_rows(op, grad);
   if (is_meta(grad) || grad.numel() == 0) return;
   const int64_t vocab = grad.size(grad.dim() - 1);
   const CrossEntropyScaleParams params{grad.mutable_data_ptr(), of_loss.const_data_ptr(), grad.numel() / vocab, vocab,
@@ -234,6 +280,7 @@ void register_ops(StableLibrary& ops) {
   implement_differentiable(ops, "cross_entropy", TORCH_BOX(&cross_entropy));
   ops.impl("cross_entropy_", TORCH_BOX(&cross_entropy_));
   ops.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  ops.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_));
   ops.impl("cross_entropy_scale_", TORCH_BOX(&cross_entropy_scale_));
 }
 

@@ -40,17 +40,23 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   differentiable("log_softmax", "(Tensor x, float scale=1.0) -> Tensor");
   ops.def("log_softmax_backward(Tensor grad_y, Tensor y, float scale) -> Tensor");
 
-  // cross_entropy.cpp; `gradient_in_forward`: `grad` is that of the logits, else empty; lse: of each row
+  // cross_entropy.cpp; `gradient_in_forward`: `grad` is that of the logits, else empty; lse: of each row; sums: what a
+  // mean divides by and the sum of the class weights, empty where neither is needed
   differentiable("cross_entropy",
                  "(Tensor logits, Tensor target, Tensor? weight=None, int ignore_index=-100, str reduction=\"mean\", "
                  "float label_smoothing=0.0, float lse_square_scale=0.0, float softcap=0.0, "
-                 "bool gradient_in_forward=False) -> (Tensor loss, Tensor lse, Tensor grad)");
+                 "bool gradient_in_forward=False) -> (Tensor loss, Tensor lse, Tensor sums, Tensor grad)");
   ops.def(
       "cross_entropy_(Tensor(a!) logits, Tensor target, Tensor? weight=None, int ignore_index=-100, "
       "str reduction=\"mean\", float label_smoothing=0.0, float lse_square_scale=0.0, float softcap=0.0) -> Tensor");
   ops.def(
-      "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, "
+      "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor? weight, Tensor lse, Tensor sums, "
       "int ignore_index, str reduction, float label_smoothing, float lse_square_scale, float softcap) -> Tensor");
+  // `grad` is that of a loss whose own gradient is 1, and stays where it is; without `logits`, it is the logits
+  ops.def(
+      "cross_entropy_backward_(Tensor(a!) grad, Tensor grad_loss, Tensor? logits, Tensor target, Tensor? weight, "
+      "Tensor lse, Tensor sums, int ignore_index, str reduction, float label_smoothing, float lse_square_scale, "
+      "float softcap) -> ()");
   ops.def("cross_entropy_scale_(Tensor(a!) grad, Tensor grad_loss) -> ()");
 
   // linear_cross_entropy.cpp; `needs_...`: which gradients the forward computes, of the sum of the losses; those of
@@ -239,12 +245,13 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor[]? q_norms=None, Tensor[]? k_norms=None) -> Tensor");
 
   // optim.cpp; lists with an entry per parameter. `lr` replaces lr_value; with a `grad_norm` gradients are clipped to
-  // max_norm; `counter` is 0 before and after
+  // max_norm; `counter` is 0 before and after; with a `rounding_seed` parameters of 16 bits are rounded at random, by
+  // numbers of (seed, step, index)
   ops.def(
       "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
       "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, Tensor? lr, Tensor? grad_scale, Tensor? found_inf, "
-      "Tensor? grad_norm, Tensor? rng_state, Tensor(f!)? counter, float lr_value, float beta1, float beta2, float eps, "
-      "float weight_decay, float max_norm, bool decoupled_weight_decay, bool maximize) -> ()");
+      "Tensor? grad_norm, Tensor(f!)? counter, int? rounding_seed, int[] indices, float lr_value, float beta1, "
+      "float beta2, float eps, float weight_decay, float max_norm, bool decoupled_weight_decay, bool maximize) -> ()");
   ops.def("grad_norm(Tensor[] grads, float norm_type=2.0) -> Tensor");
   ops.def("clip_grads_(Tensor(a!)[] grads, Tensor norm, float max_norm) -> ()");
 }

@@ -58,6 +58,8 @@ const T* pointer(const std::optional<Tensor>& tensor) {
   return static_cast<const T*>(data(tensor));
 }
 
+constexpr int64_t kMaxIndices = int64_t{1} << 20;  // see RandomQuads: 20 bits beside those of an element
+
 struct AdamLists {
   const List &params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs, &steps;
 
@@ -120,7 +122,8 @@ AdamTensor check_entry(const char* op, const AdamLists& lists, size_t i) {
           static_cast<float*>(step->mutable_data_ptr()),
           param->numel(),
           dtype,
-          to_dtype(op, exp_avg)};
+          to_dtype(op, exp_avg),
+          0};
 }
 
 void check_adam_options(const char* op, const AdamOptions& options) {
@@ -148,9 +151,9 @@ void adam_on_cpu(const AdamParams& params) {
 
 void adam_(const List& param_list, const List& grads, const List& exp_avgs, const List& exp_avg_sqs,
            const List& max_exp_avg_sqs, const List& steps, std::optional<Tensor> lr, std::optional<Tensor> grad_scale,
-           std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, std::optional<Tensor> rng_state,
-           std::optional<Tensor> counter, double lr_value, double beta1, double beta2, double eps, double weight_decay,
-           double max_norm, bool decoupled_weight_decay, bool maximize) {
+           std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, std::optional<Tensor> counter,
+           std::optional<int64_t> rounding_seed, std::vector<int64_t> indices, double lr_value, double beta1,
+           double beta2, double eps, double weight_decay, double max_norm, bool decoupled_weight_decay, bool maximize) {
   constexpr const char* op = "adam_";
   const AdamLists lists{param_list, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps};
   const AdamOptions options{lr_value, beta1, beta2, eps, weight_decay, max_norm, decoupled_weight_decay, maximize};
@@ -159,7 +162,6 @@ void adam_(const List& param_list, const List& grads, const List& exp_avgs, cons
                {"grad_scale", grad_scale},
                {"found_inf", found_inf},
                {"grad_norm", grad_norm},
-               {"rng_state", rng_state},
                {"counter", counter, Access::kWrite}});
   check_adam_options(op, options);
   check_max_norm(op, max_norm);
@@ -168,11 +170,16 @@ void adam_(const List& param_list, const List& grads, const List& exp_avgs, cons
   check_number(op, {"found_inf", found_inf});
   check_number(op, {"grad_norm", grad_norm});
   check_number(op, {"counter", counter}, ScalarType::Int);
-  LLMK_CHECK(!rng_state || (rng_state->scalar_type() == ScalarType::Long && rng_state->dim() == 1 &&
-                            rng_state->size(0) == 2 && rng_state->stride(0) == 1),
-             op, "rng_state must be a contiguous Long tensor of shape [2]");
+  LLMK_CHECK(!rounding_seed || indices.size() == param_list.size(), op, "indices must have one number per parameter (",
+             param_list.size(), "), got ", indices.size());
   std::vector<AdamTensor> tensors;
-  for (size_t i = 0; i < param_list.size(); ++i) tensors.push_back(check_entry(op, lists, i));
+  for (size_t i = 0; i < param_list.size(); ++i) {
+    tensors.push_back(check_entry(op, lists, i));
+    if (!rounding_seed) continue;
+    LLMK_CHECK(indices[i] >= 0 && indices[i] < kMaxIndices, op, Name("indices", static_cast<int64_t>(i)),
+               " must be from 0 to ", kMaxIndices - 1, ", got ", indices[i]);
+    tensors.back().index = static_cast<int>(indices[i]);
+  }
   const Tensor& first = param_list[0];
   if (is_meta(first)) return;
   if (first.is_cuda() && !counter) {
@@ -186,9 +193,10 @@ void adam_(const List& param_list, const List& grads, const List& exp_avgs, cons
                           pointer<float>(grad_scale),
                           pointer<float>(found_inf),
                           pointer<float>(grad_norm),
-                          pointer<int64_t>(rng_state),
                           counter ? static_cast<int*>(counter->mutable_data_ptr()) : nullptr,
                           lists.amsgrad(),
+                          rounding_seed.has_value(),
+                          static_cast<uint64_t>(rounding_seed.value_or(0)),
                           options};
   on_device(op, first, LLMK_CUDA_ONLY([&](auto stream) { return kernels::adam(params, stream); }),
             [&] { adam_on_cpu(params); });

@@ -14,12 +14,15 @@ handle, on a deep copy or a loaded pickle.
     packing.py   weights that are read together, in one storage
     cache.py     a KV cache of fixed buffers, as transformers takes it; paged.py, one of pages
     adopt.py     transformers' own DynamicCache around a decode step
+    cache_name.py  what transformers calls the cache
     trunk.py     what the decode step reads of a model, or why it can not run; trust.py, whether a module may be read
     decode.py    the decode step: one token for every sequence
     loop.py      the loop behind model.generate(); generate.py, our own; reading.py, what they share
 
 Importing this package does not import transformers; using `KVCache` does.
 """
+
+from typing import TYPE_CHECKING
 
 from .decode import release
 from .generate import generate
@@ -29,12 +32,16 @@ from .patch import PatchHandle, patch, unpatch
 __all__ = ["KVCache", "OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "release", "unpatch"]
 
 
-def __getattr__(name: str):
-    if name == "KVCache":
-        from .cache import KVCache
+if TYPE_CHECKING:
+    from .cache import KVCache
+else:
 
-        return KVCache
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str):
+        if name == "KVCache":
+            from .cache import KVCache
+
+            return KVCache
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

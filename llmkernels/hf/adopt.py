@@ -1,20 +1,26 @@
 """Decode steps for a caller with transformers' DynamicCache: a step needs a KVCache.
 
-The tokens of the caller's cache are copied to a KVCache before the first step. After the last one the new tokens are
-appended to the caller's cache by its own `update`, so that it holds the same as after transformers' loop.
+    generate    copy_in: the tokens of the caller's cache are copied to a KVCache before the first step;
+                hand_back: after the last one the new tokens are appended to the caller's cache by its own `update`, so
+                that it holds the same as after transformers' loop
+    forward     become_ours: the layers of the caller's cache move to buffers, where steps append to them. For anyone
+                else they are transformers' layers as before
 
 Importing this module imports transformers.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import KVCache, KVCacheLayer, room_for
+from .cache import Buffers, KVCache, KVCacheLayer, room_for
 from .description import Trunk
+from .layout import UnknownLayout, check_origin
 from .trust import NoStep
 
 
@@ -23,9 +29,9 @@ def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = Fals
 
     `recorded`: layers with a window may have more tokens than it, which are there to be cropped.
     """
-    if type(cache) is not DynamicCache:
+    if type(cache) not in (DynamicCache, AdoptedCache):
         raise NoStep(f"the cache given is a {type(cache).__name__}")
-    if cache.offloading or "update" in vars(cache):
+    if cache.offloading or _is_replaced(cache, *cache.layers):
         raise NoStep("the cache given does more than to hold keys and values")
     if not cache.layers and cache.layer_class_to_replicate is DynamicLayer:
         return
@@ -33,8 +39,8 @@ def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = Fals
         raise NoStep(f"the cache has {len(cache.layers)} layers")
     tokens = int(cache.get_seq_length())  # assisted decoding makes a tensor of it
     for layer, part in zip(cache.layers, (layer.attention for layer in parts.layers), strict=True):
-        held = tokens
-        if type(layer) is DynamicSlidingWindowLayer:
+        held, kind = tokens, getattr(layer, "theirs", type(layer))
+        if kind is DynamicSlidingWindowLayer:
             held = min(tokens, part.window_left)
             if layer.sliding_window != part.window_left + 1 or part.window_left < 1:
                 raise NoStep("the cache has another sliding window than the model")
@@ -42,7 +48,7 @@ def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = Fals
                 if not recorded:
                     raise NoStep("the cache records what its sliding window drops")
                 held = max(held, min(tokens, layer.keys.shape[2]) if tokens else 0)
-        elif type(layer) is not DynamicLayer:
+        elif kind is not DynamicLayer:
             raise NoStep(f"the cache has a {type(layer).__name__}")
         if layer.get_seq_length() != tokens:
             raise NoStep("the layers of the cache differ in length")
@@ -87,8 +93,205 @@ def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
             layer.release()
 
 
-class AdoptedCache(KVCache, DynamicCache):
-    """A DynamicCache that has become a KVCache."""
+def _is_replaced(*instances: Cache | DynamicLayer) -> bool:
+    """Whether a method of these was replaced, or `update` of their classes: some caches change what they are given."""
+    return _is_patched() or not all(_METHODS.isdisjoint(vars(instance)) for instance in instances)
+
+
+def _is_patched() -> bool:
+    try:
+        for kind in (Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer):
+            check_origin(kind.update)
+    except UnknownLayout:
+        return True
+    return False
+
+
+# --- a cache that becomes ours
+
+
+def _attribute(read: Callable) -> property:
+    """What is an attribute of transformers' layer: whoever assigns to it gets that layer back."""
+
+    def assign(layer: "AdoptedLayer", value: Any) -> None:
+        layer.give_back()
+        setattr(layer, read.__name__, value)
+
+    return property(read, assign)
+
+
+class AdoptedLayer(DynamicLayer, Buffers):
+    """A DynamicLayer whose tokens are in buffers with room for more, where steps append.
+
+    All methods do what transformers' do. Those for which the buffers are of no use give the layer back first: it is
+    transformers' own then, until the next step.
+    """
+
+    theirs = DynamicLayer
+    grows = True
+    first: int  # the first token in the buffers
+    is_shown: bool  # someone has had keys or values and may keep them: what they hold is not overwritten
+
+    @classmethod
+    def adopt(cls, layer: DynamicLayer, tokens: int, capacity: int, layers: int) -> None:
+        """Turn a layer of `tokens` into one of this class. On an exception it is what it was."""
+        first = tokens - layer.keys.shape[2]
+        k, v = (_filled(held, first, capacity) for held in (layer.keys, layer.values))
+        state = vars(layer)
+        for name in ("keys", "values", "cumulative_length"):
+            state.pop(name, None)
+        state |= {"k": k, "v": v, "capacity": capacity, "length": tokens, "layers": layers}
+        state |= {"first": first, "is_shown": False}
+        layer.__class__ = cls
+
+    def give_back(self) -> None:
+        """Be transformers' own layer again, of the same tokens: views of the buffers."""
+        state = self._state()
+        vars(self).clear()
+        vars(self).update(state)
+        self.__class__ = self.theirs
+
+    def _state(self) -> dict[str, Any]:
+        """The attributes that transformers' layer would have."""
+        own = {"k", "v", "capacity", "length", "layers", "first", "is_shown"}
+        keys, values = self._views(self.start)
+        return {name: x for name, x in vars(self).items() if name not in own} | {"keys": keys, "values": values}
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Copies and pickles are of transformers' own layer."""
+        state = self._state()
+        for name in ("keys", "values"):
+            state[name] = state[name].clone(memory_format=torch.contiguous_format)
+        return self.theirs, self._arguments(), state
+
+    def _arguments(self) -> tuple:
+        return ()
+
+    def _views(self, start: int) -> tuple[Tensor, Tensor]:
+        return tuple(buffer[:, start : self.length].transpose(1, 2) for buffer in (self.k, self.v))
+
+    @_attribute
+    def keys(self) -> Tensor:
+        self.is_shown = True
+        return self._views(self.start)[0]
+
+    @_attribute
+    def values(self) -> Tensor:
+        self.is_shown = True
+        return self._views(self.start)[1]
+
+    @property
+    def start(self) -> int:
+        """The first token that is held."""
+        return self.first
+
+    def _least(self, tokens: int) -> int:
+        """How many of so many tokens have to be held."""
+        return tokens
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self._fits(key_states, self.k) or not self._fits(value_states, self.v):
+            self.give_back()
+            return self.update(key_states, value_states, *args, **kwargs)
+        start = self.start
+        self.make_room(key_states.shape[2])
+        self.write(key_states, value_states)
+        return self._views(start)
+
+    def _fits(self, states: Tensor, buffer: Tensor) -> bool:
+        """Whether these can be written to the buffer. Where gradients are recorded, nothing is changed in place."""
+        batch, _, heads, dim = buffer.shape
+        return (
+            not torch.is_grad_enabled()
+            and not _is_patched()
+            and (states.dtype, states.device) == (buffer.dtype, buffer.device)
+            and (*states.shape[:2], *states.shape[3:]) == (batch, heads, dim)
+        )
+
+    def crop(self, *args, **kwargs) -> None:
+        held = self.k[:, self.start : self.length].transpose(1, 2)
+        cropped = self.theirs.__new__(self.theirs)
+        vars(cropped).update(vars(self), keys=held, values=held, cumulative_length=self.length)
+        cropped.crop(*args, **kwargs)
+        tokens, held = int(cropped.get_seq_length()), cropped.keys.shape[2]
+        is_overwritten = self.is_shown and tokens < self.length
+        self.length, self.first = tokens, tokens - held
+        if is_overwritten or held < self._least(tokens):
+            self.give_back()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_shown or len(beam_idx) != self.k.shape[0]:
+            super().reorder_cache(beam_idx)
+        else:
+            self.reorder(beam_idx)
+
+
+class AdoptedWindowLayer(AdoptedLayer, DynamicSlidingWindowLayer):
+    """The same with a sliding window."""
+
+    theirs = DynamicSlidingWindowLayer
+
+    def _arguments(self) -> tuple:
+        return (self.sliding_window,)
+
+    @property
+    def start(self) -> int:
+        return self.first if self.record_past else max(self.first, self.length - self.sliding_window + 1)
+
+    @_attribute
+    def cumulative_length(self) -> int:
+        return self.length
+
+    def _state(self) -> dict[str, Any]:
+        return super()._state() | {"cumulative_length": self.length}
+
+    def _least(self, tokens: int) -> int:
+        return min(tokens, self.sliding_window - 1)
+
+    def _fits(self, states: Tensor, buffer: Tensor) -> bool:
+        return not self.record_past and super()._fits(states, buffer)
+
+    def activate_past_recording(self) -> None:
+        self.first = self.start
+        super().activate_past_recording()
+
+
+def _filled(held: Tensor, first: int, capacity: int) -> Tensor:
+    """A buffer with these tokens, (B, Hkv, T, D), from `first` on. The rest may be read and must not be NaN: zeros."""
+    batch, heads, tokens, dim = held.shape
+    with torch.inference_mode(False):
+        buffer = held.new_zeros(batch, capacity, heads, dim)
+    buffer[:, first : first + tokens].copy_(held.transpose(1, 2))
+    return buffer
+
+
+class AdoptedCache(DynamicCache, KVCache):
+    """A DynamicCache that has become a KVCache, as long as all its layers are ours."""
+
+    __repr__ = Cache.__repr__
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        own = {"counters", "cache_leftpad", "_counted"}
+        state = {name: value for name, value in vars(self).items() if name not in own}
+        return DynamicCache, (), state
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether steps can run: nobody has got a layer back, replaced what it does or changed it alone."""
+        layers = self.layers
+        return (
+            bool(layers)
+            and all(isinstance(layer, AdoptedLayer) for layer in layers)
+            and len({(layer.length, layer.capacity) for layer in layers}) == 1
+            and not _is_replaced(self, *layers)
+        )
+
+
+_ADOPTED = {kind.theirs: kind for kind in (AdoptedLayer, AdoptedWindowLayer)}
+_METHODS = {name for kind in (AdoptedCache, AdoptedWindowLayer) for name in dir(kind) if callable(getattr(kind, name))}
 
 
 def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
@@ -96,21 +299,21 @@ def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
 
     Raises NoStep where there is no memory for a layer; it is what it was then.
     """
-    theirs, ours = cache.layers, []
     tokens = int(cache.get_seq_length())
     capacity = room_for(tokens, batch * parts.token_bytes)
+    _give_back(cache)
     try:
-        for layer in theirs:
-            ours.append(KVCacheLayer(capacity, grows=True, layers=len(theirs)))
-            _copy_layer(ours[-1], layer, tokens)
-            layer.keys = layer.values = None
+        for layer in cache.layers:
+            _ADOPTED[type(layer)].adopt(layer, tokens, capacity, len(cache.layers))
     except torch.OutOfMemoryError:
-        for layer, new in zip(theirs, ours, strict=False):
-            if layer.keys is None:
-                held = slice(tokens - min(tokens, getattr(layer, "sliding_window", tokens + 1) - 1), tokens)
-                layer.keys, layer.values = new.keys[:, :, held], new.values[:, :, held]
+        _give_back(cache)
         raise NoStep("there is no memory to copy the cache") from None
-    cache.layers = ours
     cache.counters = cache.cache_leftpad = None
     cache._counted = -1
     cache.__class__ = AdoptedCache
+
+
+def _give_back(cache: DynamicCache) -> None:
+    for layer in cache.layers:
+        if isinstance(layer, AdoptedLayer):
+            layer.give_back()

@@ -14,7 +14,8 @@ from transformers.cache_utils import CacheLayerMixin
 from ._checks import check_count
 
 STEP = 64  # the capacity of a cache that grows is a multiple of this
-AHEAD_TOKENS = 2048  # it has room ahead for at most this many tokens,
+FIRST_TOKENS = 192  # it has room ahead for as many tokens as it has, and at least for this many;
+AHEAD_TOKENS = 2048  # but at most for this many,
 AHEAD_BYTES = 512 << 20  # of at most this size, or for a quarter of its tokens if that is more
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 
@@ -23,16 +24,73 @@ def room_for(tokens: int, row_bytes: int, limit: int | None = None) -> int:
     """The capacity of a cache that has `tokens` and may grow up to `limit`.
 
     `row_bytes` is the size of one token in all layers and sequences. The room ahead is in proportion to the tokens, so
-    that moves to larger buffers, each with a new graph, stay a small part of the time at any length.
+    that moves to larger buffers, each with a new graph, stay a small part of the time at any length. Where there is a
+    limit, which will be reached soon, the first move is farther away.
     """
-    room = tokens + max(tokens // 4, min(AHEAD_TOKENS, AHEAD_BYTES // max(row_bytes, 1)), 1)
+    ahead = AHEAD_TOKENS if limit is not None else min(max(tokens, FIRST_TOKENS), AHEAD_TOKENS)
+    room = tokens + max(tokens // 4, min(ahead, AHEAD_BYTES // max(row_bytes, 1)), 1)
     return -(-min(room, room if limit is None else max(limit, tokens)) // STEP) * STEP
 
 
-class KVCacheLayer(CacheLayerMixin):
-    """The keys and values of one layer: buffers `k` and `v` (B, capacity, Hkv, D), filled with `length` tokens.
+class Buffers:
+    """The keys and values of one layer: buffers `k` and `v` (B, capacity, Hkv, D), filled with `length` tokens."""
 
-    `keys` and `values` are views of these tokens in transformers' layout, (B, Hkv, length, D).
+    __slots__ = ()  # so that a layer of transformers can become one
+
+    k: Tensor | None
+    v: Tensor | None
+    capacity: int
+    length: int
+    grows: bool
+    layers: int  # of the cache; they grow together
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.k is None else self.k.nbytes + self.v.nbytes
+
+    def write(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Append (B, Hkv, T, D) keys and values that fit, for which there is room."""
+        end = self.length + key_states.shape[2]
+        self.k[:, self.length : end].copy_(key_states.transpose(1, 2))
+        self.v[:, self.length : end].copy_(value_states.transpose(1, 2))
+        self.length = end
+
+    def make_room(self, tokens: int) -> None:
+        """A layer that grows moves to new buffers if needed; any other raises ValueError."""
+        needed = self.length + tokens
+        if needed <= self.capacity:
+            return
+        if not self.grows:
+            raise ValueError(
+                f"KVCache: capacity must be at least {needed} tokens ({self.length} live, {tokens} new), "
+                f"got {self.capacity}"
+            )
+        self._move(slice(None), room_for(needed, self.nbytes * self.layers // self.capacity))
+
+    def _move(self, rows: Any, capacity: int) -> None:
+        """Move the live tokens of these rows to buffers of this capacity. Where there is no memory, nothing changes."""
+        if self.k is not None:
+            self.k, self.v = self._moved(self.k, rows, capacity), self._moved(self.v, rows, capacity)
+        self.capacity = capacity
+
+    def _moved(self, buffer: Tensor, rows: Any, capacity: int) -> Tensor:
+        live = buffer[rows, : self.length]
+        with torch.inference_mode(False):
+            new = buffer.new_zeros(live.shape[0], capacity, *buffer.shape[2:])
+        new[:, : self.length] = live
+        return new
+
+    def reorder(self, rows: Tensor) -> None:
+        """The same number of sequences, in another order, in place: CUDA graphs have the addresses."""
+        for buffer in (self.k, self.v):
+            live = buffer[:, : self.length]
+            live.copy_(live.index_select(0, rows.to(buffer.device)))
+
+
+class KVCacheLayer(Buffers, CacheLayerMixin):
+    """A layer of a KVCache.
+
+    `keys` and `values` are views of its tokens in transformers' layout, (B, Hkv, length, D).
     """
 
     is_compileable = False  # else generate() would compile the forward, without need
@@ -42,7 +100,7 @@ class KVCacheLayer(CacheLayerMixin):
     def __init__(self, capacity: int, grows: bool = False, layers: int = 1):  # the mixin's __init__ assigns keys
         self.capacity = capacity
         self.grows = grows
-        self._layers = layers  # of the cache; they grow together
+        self.layers = layers
         self.length = 0
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -65,10 +123,6 @@ class KVCacheLayer(CacheLayerMixin):
     @property
     def device(self) -> torch.device | None:
         return self._home
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.k is None else self.k.nbytes + self.v.nbytes
 
     @property
     def keys(self) -> Tensor | None:
@@ -95,12 +149,8 @@ class KVCacheLayer(CacheLayerMixin):
             raise RuntimeError("KVCache: key_states must not require a gradient; call the model under torch.no_grad()")
         if self.k is None:
             self.lazy_initialization(key_states, value_states)
-        tokens = key_states.shape[2]
-        self.make_room(tokens)
-        end = self.length + tokens
-        self.k[:, self.length : end].copy_(key_states.transpose(1, 2))
-        self.v[:, self.length : end].copy_(value_states.transpose(1, 2))
-        self.length = end
+        self.make_room(key_states.shape[2])
+        self.write(key_states, value_states)
         return self.keys, self.values
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -126,33 +176,6 @@ class KVCacheLayer(CacheLayerMixin):
                 raise RuntimeError(
                     f"KVCache: {name} must be {held.dtype} on {held.device}, got {states.dtype} on {states.device}"
                 )
-
-    def make_room(self, tokens: int) -> None:
-        """A layer that grows moves to new buffers if needed; any other raises ValueError."""
-        needed = self.length + tokens
-        if needed <= self.capacity:
-            return
-        if not self.grows:
-            raise ValueError(
-                f"KVCache: capacity must be at least {needed} tokens ({self.length} live, {tokens} new), "
-                f"got {self.capacity}"
-            )
-        self.capacity = room_for(needed, self.nbytes * self._layers // self.capacity)
-        if self.k is not None:
-            self._move(slice(None))
-
-    def _move(self, rows: Any) -> None:
-        # One after the other, so that k's old buffer is freed before v's new one is allocated.
-        self.k = self._moved(self.k, rows)
-        self.v = self._moved(self.v, rows)
-
-    def _moved(self, buffer: Tensor, rows: Any) -> Tensor:
-        """A new buffer with the live tokens of these rows."""
-        live = buffer[rows, : self.length]
-        with torch.inference_mode(False):
-            new = buffer.new_zeros(live.shape[0], self.capacity, *buffer.shape[2:])
-        new[:, : self.length] = live
-        return new
 
     def get_seq_length(self) -> int:
         return self.length
@@ -196,19 +219,17 @@ class KVCacheLayer(CacheLayerMixin):
             return
         if len(beam_idx) != self.k.shape[0]:
             return self.batch_select_indices(beam_idx)
-        for buffer in (self.k, self.v):  # in place: CUDA graphs have their addresses
-            live = buffer[:, : self.length]
-            live.copy_(live.index_select(0, beam_idx.to(buffer.device)))
+        self.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.k is not None:
             rows = torch.arange(self.k.shape[0], device=self.k.device)
-            self._move(rows.repeat_interleave(repeats))
+            self._move(rows.repeat_interleave(repeats), self.capacity)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep these sequences: a tensor, a list, or any index of rows."""
         if self.k is not None:
-            self._move(indices)
+            self._move(indices, self.capacity)
 
 
 def _zeros(x: Tensor, capacity: int) -> Tensor:
@@ -246,7 +267,7 @@ class KVCache(Cache):
 
     def __init__(
         self,
-        config,
+        config: Any,
         capacity: int,
         *,
         batch_size: int | None = None,
@@ -329,7 +350,7 @@ class KVCache(Cache):
 
     def make_room(self, tokens: int) -> bool:
         """Make room for more tokens. Returns whether the buffers moved; raises ValueError if they can not."""
-        if self.layers[0].length + tokens <= self.layers[0].capacity:
+        if all(layer.length + tokens <= layer.capacity for layer in self.layers):
             return False
         for layer in self.layers:
             layer.make_room(tokens)
@@ -340,6 +361,11 @@ class KVCache(Cache):
         for layer in self.layers:
             layer.length += tokens
         self._counted += tokens
+
+    def take_back(self, tokens: int) -> None:
+        """Forget tokens that steps have just appended: any cache can, also where `crop` raises."""
+        for layer in self.layers:
+            layer.length -= tokens
 
     def _allocate_counters(self) -> None:
         k = self.layers[0].k

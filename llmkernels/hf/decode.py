@@ -1,10 +1,11 @@
 """The decode step: one token for every sequence, composed of ops (compose.py) and, on CUDA, recorded into one graph.
 
-    Decoder          what a model keeps between calls: its cache, graphs, and how often which way was taken
-    DecodeStep       one model on one cache, for one call of generate
+    Decoder          what a model keeps between calls: description, steps, a cache, and how often which way was taken
+    Described        the description of a model, good for as long as nothing that it was read from has changed
+    DecodeStep       one model on one cache
 
-A step reads the model as it is when a call begins. Nothing of it is kept longer than the call but addresses, against
-which a graph is checked before it is used again: weights that moved, or a cache that grew, make a new one.
+Each call asks whether the model is still what its description was read from; if it is not, it is read anew. What is
+kept between calls is addresses: of the model and of a caller's cache it keeps nothing alive.
 
 A layer as Llama's is five launches on a GPU of compute capability 9.0, for up to 64 sequences in bfloat16 or float16,
 and the head is one or two. Other layers and GPUs take more.
@@ -12,61 +13,89 @@ and the head is one or two. Other layers and GPUs take more.
 
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import compose, graphs
+from .alias import alias
 from .compose import Tokens, make_tables
-from .description import Trunk, leaves
+from .description import Trunk, leaves, map_tensors
 from .graphs import Program
+from .guard import Snapshot
 from .report import STEP
-from .trunk import Snapshot, fits_cache
+from .trunk import fits_cache, pack, trunk
+from .trust import NoStep
+
+MAX_STEPS = 32  # that a model keeps, each with its buffers and a graph: the ones used last
+_MAX_PAUSE = 64  # forwards until a model that has no step is read again
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """The description of a model: its tensors are aliases, which own no memory."""
+
+    snapshot: Snapshot
+    parts: Trunk
 
 
 class DecodeStep:
-    """One model on one cache: the next `count` tokens of each sequence.
+    """One model on one cache: the next `ahead` tokens of each sequence.
 
-    `tokens` int64 (B * count,) are the last tokens of each sequence, which are not in the cache yet: `run` embeds them,
-    then runs what calls `forward`, which appends them to the cache and returns the logits (B * count, V) behind each.
+    `tokens` int64 (B * ahead,) are the last tokens of each sequence, which are not in the cache yet: `run` embeds them,
+    then runs what calls `forward`, which appends them to the cache and returns the logits (B * ahead, V) behind each.
     What is run may be recorded, so it calls ops of llmkernels only.
     """
 
-    def __init__(self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None], count: int = 1):
-        self.cache = cache
+    def __init__(
+        self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None] | None = None, ahead: int = 1
+    ):
         self.program = program
         self.device = parts.weight.device
-        self.count = 0  # of the steps that ran
-        self._parts = parts
-        self._embed = parts.embedding, parts.embed_scale
+        self.count = 0  # of the steps that ran since a call began
+        self.parts = parts
+        self._cache = weakref.ref(cache)
         self._note = note  # called with that count
-        self._ahead = count
-        weight, rows = parts.weight, cache.layers[0].k.shape[0] * count
+        self._ahead = ahead
+        weight, rows = parts.weight, cache.layers[0].k.shape[0] * ahead
         self.tokens = program.buffer("tokens", (rows,), torch.long, self.device)
         self._hidden = program.buffer("hidden", (rows, weight.shape[1]), weight.dtype, self.device)
         self._bind()
 
+    @property
+    def cache(self) -> Any:
+        """The cache, which whoever runs the step keeps alive."""
+        return self._cache()
+
+    def fits(self, parts: Trunk) -> bool:
+        """Whether it is the step of this description, and the cache is where it was."""
+        return parts is self.parts and all(
+            ref() is buffer for ref, buffer in zip(self._buffers, _buffers(self.cache), strict=True)
+        )
+
     def _bind(self) -> None:
         """Collect what the forward reads and writes, and with it the addresses that a graph has to have."""
-        cache, count = self.cache, self._ahead
+        cache, ahead = self.cache, self._ahead
         positions, seqlens = cache.counters
         batch, self._positions = len(positions), positions[:, None]
-        if count > 1:
-            self._positions = self.program.buffer("positions", (batch, count), torch.int32, self.device)
-            self._offsets = torch.arange(1 - count, 1, dtype=torch.int32, device=self.device)
-        tables = make_tables(self._parts, self._parts.positions[: cache.capacity])
+        if ahead > 1:
+            self._positions = self.program.buffer("positions", (batch, ahead), torch.int32, self.device)
+            self._offsets = torch.arange(1 - ahead, 1, dtype=torch.int32, device=self.device)
+        tables = make_tables(self.parts, self.parts.positions[: cache.capacity])
         tables = {name: self._kept(name, pair) for name, pair in tables.items()}
-        self._caches = tuple((buffers.k, buffers.v) for buffers in cache.layers)
-        self._where = Tokens(batch, count, self._positions, seqlens, cache.cache_leftpad, tables)
-        used = *leaves(self._parts), *leaves(self._where), *leaves(self._caches)
+        self._buffers = [weakref.ref(buffer) for buffer in _buffers(cache)]
+        self._caches = tuple((alias(layer.k), alias(layer.v)) for layer in cache.layers)
+        self._where = Tokens(batch, ahead, self._positions, seqlens, cache.cache_leftpad, tables)
+        used = *leaves(self.parts), *leaves(self._where), *leaves(self._caches)
         self.program.bind(tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in used))
 
     def _kept(self, name: str, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The tables in buffers of the program. They are made anew for each call, since the module may have changed."""
+        """The tables in buffers of the program."""
         buffers = []
         for part, table in zip(("cos", "sin"), tables, strict=True):
             buffers.append(self.program.buffer(f"{part} {name}", table.shape, table.dtype, self.device))
@@ -74,57 +103,28 @@ class DecodeStep:
         return tuple(buffers)
 
     def forward(self) -> Tensor:
-        return compose.forward(self._parts, self._hidden, self._where, self._caches)
+        return compose.forward(self.parts, self._hidden, self._where, self._caches)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph."""
-        cache, count = self.cache, self._ahead
-        if cache.make_room(count):
+        cache, ahead = self.cache, self._ahead
+        if cache.make_room(ahead):
             self._bind()
-        compose.embed(*self._embed, self.tokens, self._hidden)
-        cache.counters.add_(count)
-        if count > 1:
+        compose.embed(self.parts.embedding, self.parts.embed_scale, self.tokens, self._hidden)
+        cache.counters.add_(ahead)
+        if ahead > 1:
             torch.add(cache.counters[0][:, None], self._offsets, out=self._positions)
         result = self.program.run(function, self.device)
-        cache.advance(count)
+        cache.advance(ahead)
         self.count += 1
-        self._note(self.count)
+        if self._note is not None:
+            self._note(self.count)
         return result
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits behind the tokens, until the next call."""
         self.tokens.copy_(tokens)
         return self.run(self.forward)
-
-
-class Parked:
-    """A step between two forwards: its graph, and what says whether it is good for the next one.
-
-    Of the model and the cache it keeps nothing alive.
-    """
-
-    def __init__(self, step: DecodeStep, model: nn.Module):
-        self._snapshot = Snapshot(model)
-        self._embed = [weakref.ref(x) if isinstance(x, Tensor) else x for x in step._embed]
-        self._buffers = [weakref.ref(buffer) for buffer in _buffers(step.cache)]
-        self._capacity = step.cache.capacity
-        self._program = step.program
-        self._addresses = step.program.addresses
-        step._parts = step._where = step._caches = step._embed = step.cache = None
-        self._step = step
-
-    def resume(self, model: nn.Module, cache: Any, count: int) -> DecodeStep | None:
-        """The step, if nothing has changed that it depends on. Raises NoStep where the model can not be read."""
-        program = self._program
-        if program.graph is None or program.addresses != self._addresses:
-            return None
-        if cache.length + count > self._capacity or not self._snapshot.holds(model):
-            return None
-        if any(ref() is not buffer for ref, buffer in zip(self._buffers, _buffers(cache), strict=True)):
-            return None
-        self._step.cache = cache
-        self._step._embed = [x() if isinstance(x, weakref.ref) else x for x in self._embed]
-        return self._step
 
 
 def _buffers(cache: Any) -> list[Tensor]:
@@ -140,31 +140,76 @@ class Decoder:
         self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
         self._lock = threading.Lock()
         self._closed = False
-        self._programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: graphs die with it
-        self._parked: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: steps by count
-        self._refused: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache: why
+        self._described: Described | None = None
+        self._refusal: str | None = None  # why the model could not be read, the last time,
+        self._pause = self._paused = 0  # for how many forwards it is not tried again, and how many of them are over
+        # Steps by cache, which they do not keep alive, and kind; and all of them, those used last at the end.
+        self._steps: weakref.WeakKeyDictionary[Any, dict[Hashable, DecodeStep]] = weakref.WeakKeyDictionary()
+        self._recent: OrderedDict[tuple[weakref.ref, Hashable], None] = OrderedDict()
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
-    def begin(self, parts: Trunk, cache: Any, kind: Any = "step") -> DecodeStep:
-        """The step of a model on a cache whose counters are set. Programs of one `kind` run the same function."""
-        program = self._programs.setdefault(cache, {}).setdefault(kind, Program(self.calls))
-        return DecodeStep(parts, cache, program, self._note_step)
+    def describe(self, model: nn.Module) -> tuple[Trunk, list[Any]]:
+        """The description of a model as it is now, and what keeps its memory alive. Raises NoStep."""
+        known = self._described
+        if known is not None and (memory := known.snapshot.memory()) and known.snapshot.holds(model):
+            return known.parts, memory
+        # Packing moves parameters. When it has, or another thread changed the model meanwhile, it is read once more.
+        for _ in range(2):
+            snapshot = Snapshot(model)
+            owning = pack(model, trunk(model))
+            memory = snapshot.memory()
+            if memory and snapshot.holds(model):
+                break
+        else:
+            raise NoStep("the model is being changed by another thread")
+        self._described = Described(snapshot, map_tensors(owning, alias))
+        return self._described.parts, memory
 
-    def begin_forward(self, parts: Trunk, cache: Any, count: int) -> DecodeStep:
-        """The same for a forward of `count` tokens per sequence, by itself."""
-        program = self._programs.setdefault(cache, {}).setdefault(("forward", count), Program(self.calls))
-        return DecodeStep(parts, cache, program, self._note_forward, count)
+    def begin(self, parts: Trunk, cache: Any, kind: Hashable = "step") -> DecodeStep:
+        """The step of a model on a cache whose counters are set. Steps of one `kind` run the same function."""
+        return self._step(parts, cache, kind, self._note_step)
 
-    def park(self, step: DecodeStep, model: nn.Module, count: int) -> None:
-        """Keep a step that has a graph for the next forward of as many tokens."""
-        cache = step.cache
-        if step.program.graph is not None:
-            self._parked.setdefault(cache, {})[count] = Parked(step, model)
+    def begin_forward(self, parts: Trunk, cache: Any, ahead: int) -> DecodeStep:
+        """The same for a forward of `ahead` tokens per sequence, by itself."""
+        return self._step(parts, cache, ("forward", ahead), None, ahead)
 
-    def resume(self, model: nn.Module, cache: Any, count: int) -> DecodeStep | None:
-        """The step that was parked, if nothing has changed that it depends on."""
-        parked = self._parked.get(cache, {}).pop(count, None)
-        return None if parked is None else parked.resume(model, cache, count)
+    def _step(self, parts: Trunk, cache: Any, kind: Hashable, note: Callable | None, ahead: int = 1) -> DecodeStep:
+        with self._lock:
+            steps = self._steps.setdefault(cache, {})
+            step = steps.get(kind)
+        if step is None or not step.fits(parts):
+            program = Program(self.calls) if step is None else step.program
+            step = DecodeStep(parts, cache, program, note, ahead)
+        step.count = 0
+        with self._lock:
+            steps[kind] = step
+            self._recent[weakref.ref(cache), kind] = None
+            self._recent.move_to_end((weakref.ref(cache), kind))
+            while len(self._recent) > MAX_STEPS:
+                (reference, oldest), _ = self._recent.popitem(last=False)
+                if (owner := reference()) is not None:
+                    self._steps.get(owner, {}).pop(oldest, None)
+        return step
+
+    def recorded_forward(self, cache: Any, ahead: int) -> tuple[DecodeStep, Described, list[Any]] | None:
+        """The step of the last forward, if it has a graph that may be replayed before the model is looked at.
+
+        That is where all that it reads is in its place still, which the list keeps alive.
+        """
+        known, step = self._described, self._steps.get(cache, {}).get(("forward", ahead))
+        if known is None or step is None or step.program.graph is None or not step.fits(known.parts):
+            return None
+        # The graph's tables of cos and sin end where they begin to depend on the length, or with the cache's capacity.
+        if (
+            cache.length + ahead > len(known.parts.positions[: cache.capacity])
+            or (memory := known.snapshot.memory()) is None
+        ):
+            return None
+        return step, known, memory
+
+    def drop_forward(self, cache: Any, ahead: int) -> None:
+        """Forget the step of forwards of `ahead` tokens, and its graph."""
+        self._steps.get(cache, {}).pop(("forward", ahead), None)
 
     def count(self, way: str) -> None:
         """Note that a call of generate went this way."""
@@ -178,20 +223,27 @@ class Decoder:
             if number == 1:
                 self.calls[STEP] += 1
 
-    def _note_forward(self, number: int) -> None:
-        self.count_forward(STEP)
-
     def count_forward(self, way: str) -> None:
         """Note that a forward behind a cache went this way."""
         with self._lock:
             self.forwards[way] += 1
 
-    def refuse(self, cache: Any, reason: str) -> None:
-        """Note why forwards behind a cache do not run by the step; it is not tried again."""
-        self._refused[cache] = reason
+    def refuse(self, reason: str) -> None:
+        """Note why the model could not be read, which takes as long as a forward: it is tried again after 1, 2, 4 ...
+        forwards."""
+        self._refusal, self._paused = reason, 0
+        self._pause = min(max(1, 2 * self._pause), _MAX_PAUSE)
 
-    def refusal(self, cache: Any) -> str | None:
-        return self._refused.get(cache)
+    def refusal(self) -> str | None:
+        """Why the model is not read for this forward, or None."""
+        if self._paused < self._pause:
+            self._paused += 1
+            return self._refusal
+        return None
+
+    def accept(self) -> None:
+        """Note that the model could be read."""
+        self._refusal, self._pause = None, 0
 
     @contextmanager
     def lend_cache(
@@ -236,13 +288,15 @@ class Decoder:
     def release(self) -> None:
         """Free the cache and the graphs that are kept for the next call."""
         self._spare.clear()
-        self._parked.clear()
-        self._programs.clear()
+        with self._lock:
+            self._steps.clear()
+            self._recent.clear()
         graphs.release_memory()
 
     def close(self) -> None:
         """Keep nothing any more, of calls under way either."""
         self._closed = True
+        self._described = None
         self.release()
 
 

@@ -154,6 +154,20 @@ def with_products(node: Any, change: Callable[[Product], Product]) -> Any:
     return node
 
 
+def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same description with other tensors, of packed products and without their parameters."""
+    if isinstance(node, Tensor):
+        return change(node)
+    if isinstance(node, Product):
+        return Product((), (), *(None if x is None else change(x) for x in (node.weight, node.bias)))
+    if isinstance(node, tuple):
+        return tuple(map_tensors(item, change) for item in node)
+    if isinstance(node, (Trunk, Layer, Branch, Attention, MLP, Norm)):
+        names = [field.name for field in dataclasses.fields(node)]
+        return dataclasses.replace(node, **{name: map_tensors(getattr(node, name), change) for name in names})
+    return node
+
+
 def leaves(node: Any) -> Iterator[Any]:
     """All tensors and numbers of a description, or of tuples, dicts and dataclasses with tensors. Not the modules, nor
     the parameters that a packed product stands for."""

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .decode import Decoder, DecodeStep, decoder
-from .report import by_forward
-from .trunk import check_cache, check_length, is_ours, pack, trunk
+from .cache_name import cache_name
+from .decode import Decoder, decoder
+from .reading import Reading
+from .report import STEP, by_forward
+from .trunk import check_cache, check_length, is_ours, may_become_ours
 from .trust import NoStep
 
 MAX_ROWS = 64  # tokens of all sequences together
@@ -28,7 +30,6 @@ _KNOWN = {
     "input_ids",
     "attention_mask",
     "position_ids",
-    "past_key_values",
     "use_cache",
     "logits_to_keep",
     "return_dict",
@@ -37,14 +38,15 @@ _KNOWN = {
 
 def by_step(original: Callable, signature: Any) -> Callable:
     """A forward of a model class that takes the step where it can, and else is `original`."""
+    name = cache_name()
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        if torch.is_grad_enabled() or self.training or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         given = signature(self, args, kwargs)
-        cache = given.get("past_key_values")
-        if cache is None or not _has_few_tokens(given.get("input_ids"), cache):
+        cache = given.get(name)
+        if cache is None or not _has_few_tokens(given.get("input_ids")) or _is_empty(cache):
             return original(self, *args, **kwargs)
         state = decoder(self)
         try:
@@ -54,7 +56,7 @@ def by_step(original: Callable, signature: Any) -> Callable:
             return original(self, *args, **kwargs)
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return CausalLMOutputWithPast(logits=logits, **{name: cache})
 
     return forward
 
@@ -76,19 +78,48 @@ def bound_arguments(forward: Callable) -> Callable:
     return given
 
 
-def _has_few_tokens(ids: Any, cache: Any) -> bool:
-    """Whether these may be tokens behind a cache, few enough for a step."""
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or not 0 < ids.numel() <= MAX_ROWS:
-        return False
-    length = getattr(cache, "get_seq_length", None)
-    return length is not None and length() > 0
+def _has_few_tokens(ids: Any) -> bool:
+    """Whether these are few enough for a step."""
+    return isinstance(ids, Tensor) and ids.ndim == 2 and 0 < ids.numel() <= MAX_ROWS
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a cache that the step takes has no tokens. Others are not asked: their length may be on the device."""
+    return may_become_ours(cache) and int(cache.get_seq_length()) == 0
 
 
 def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
-    """The logits of the tokens to keep. Raises NoStep."""
+    """The logits of the tokens to keep. Raises NoStep, and has changed nothing then that the modules see."""
+    _check_call(model, given)
+    ids, cache = given["input_ids"], given[cache_name()]
+    places = Places(given, ids, int(cache.get_seq_length()))
+    logits = _replayed(model, state, ids, cache, places) if is_ours(cache) else None
+    if logits is None:
+        places.check()
+        logits = _described(model, state, ids, cache, places)
+    state.count_forward(STEP)
+    logits = logits.view(*ids.shape, -1)
+    kept = given.get("logits_to_keep")
+    return logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
+
+
+def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
+    """Raise NoStep for what only the modules do. Reads nothing on the device."""
+    if torch.is_grad_enabled():
+        raise NoStep("gradients are enabled")
+    if model.training:
+        raise NoStep("the model is in training mode")
+    device = given["input_ids"].device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NoStep("a CUDA graph is being captured")
+    if torch.is_autocast_enabled(device.type):
+        raise NoStep("autocast decides the dtypes")
     for name, value in given.items():
-        if name not in _KNOWN and name != "self" and value is not None and value is not False:
+        if name not in _KNOWN and name not in ("self", cache_name()) and value is not None and value is not False:
             raise NoStep(name)
+    cache = given[cache_name()]
+    if not may_become_ours(cache):
+        raise NoStep(f"the cache given is a {type(cache).__name__}")
     if given.get("use_cache") is False or given.get("return_dict") is False:
         raise NoStep("use_cache=False or return_dict=False")
     config = model.config
@@ -96,80 +127,103 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
         raise NoStep("output_attentions or output_hidden_states in the config")
     if getattr(config, "use_cache", True) is False and given.get("use_cache") is None:
         raise NoStep("use_cache=False in the config")
-    ids, cache = given["input_ids"], given["past_key_values"]
-    if (reason := state.refusal(cache)) is not None:
-        raise NoStep(reason)
-    positions, leftpad = _places(given, ids, int(cache.get_seq_length()))
-    try:
-        step = _prepared(model, state, ids, cache, positions, leftpad)
-    except NoStep as reason:
-        state.refuse(cache, str(reason))
-        raise
-    kept = given.get("logits_to_keep")
-    logits = step(ids.flatten()).view(*ids.shape, -1)
-    logits = logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
-    state.park(step, model, ids.shape[1])
-    return logits
 
 
-def _prepared(
-    model: nn.Module, state: Decoder, ids: Tensor, cache: Any, positions: Tensor | int, leftpad: Tensor | None
-) -> DecodeStep:
-    """The step of a model behind a cache, which becomes one of ours. Raises NoStep, and changes nothing then.
+def _replayed(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places: "Places") -> Tensor | None:
+    """The logits by the graph of an earlier forward. None where there is none, or the model is not what it was then.
 
-    `positions` and `leftpad` as `_places` gives them.
+    The graph is queued first, and the host looks at the model while the GPU works. If the model has changed, the result
+    is dropped: the graph has written nothing but keys and values behind the cache's end.
     """
+    recorded = state.recorded_forward(cache, ids.shape[1])
+    if recorded is None:
+        return None
+    step, known, _memory = recorded
+    check_cache(cache, known.parts, ids.shape[0])
+    cache.begin(places.last - ids.shape[1], places.leftpad)
+    logits = step(ids.flatten())
+    holds = False
+    try:
+        places.check()
+        holds = known.snapshot.holds(model)
+    finally:
+        if not holds:
+            cache.take_back(ids.shape[1])
+            state.drop_forward(cache, ids.shape[1])  # the next one looks first
+    return logits if holds else None
+
+
+def _described(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places: "Places") -> Tensor:
+    """The logits by the description of the model as it is, behind a cache that becomes one of ours."""
     from .adopt import become_ours, check_dynamic
 
-    batch, count = ids.shape
-    if (step := state.resume(model, cache, count)) is not None:
-        cache.begin(positions - count, leftpad)
-        return step
-    parts = trunk(model)
+    batch, ahead = ids.shape
+    is_own = is_ours(cache)
+    if is_own and not cache.has_room(ahead):
+        raise NoStep("the cache is full")
+    if (reason := state.refusal()) is not None:
+        raise NoStep(reason)
+    try:
+        parts, _memory = state.describe(model)
+    except NoStep as reason:
+        state.refuse(str(reason))
+        raise
+    state.accept()
     if ids.device != parts.weight.device:
         raise NoStep(f"input_ids on {ids.device}")
-    is_own = is_ours(cache)
+    check_length(parts, places.past + ahead)
     if is_own:
         check_cache(cache, parts, batch)
-        if not cache.has_room(count):
-            raise NoStep("the cache is full")
     else:
         check_dynamic(cache, parts, batch, recorded=True)
-    check_length(parts, int(cache.get_seq_length()) + count)
-    parts = pack(model, parts)
-    if not is_own:
         become_ours(cache, parts, batch)
-    cache.begin(positions - count, leftpad)
-    return state.begin_forward(parts, cache, count)
+    cache.begin(places.last - ahead, places.leftpad)
+    return state.begin_forward(parts, cache, ahead)(ids.flatten())
 
 
-def _places(given: dict[str, Any], ids: Tensor, past: int) -> tuple[Tensor | int, Tensor | None]:
-    """The positions (B,) of the last tokens, or that of all; and where each sequence starts, None for all at 0.
+class Places:
+    """Where the new tokens of a forward are, by its mask and positions.
 
-    Raises NoStep for other masks and positions than those of padding on the left. Reads a few numbers on the host where
-    there are any.
+    `last` is the position of the last token of all sequences, or of each (B,); `leftpad` (B,) where each sequence
+    starts, None for all at 0. Both are as the arguments have it, if `check` finds that these are those of padding on
+    the left. What that takes is computed on the device, and read by the host when it is needed.
     """
-    batch, count = ids.shape
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
-    facts = []
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.shape != (batch, past + count):
-            raise NoStep("attention_mask is not (batch, tokens)")
-        live = mask != 0
-        facts += [live.all(), (live[:, 1:] >= live[:, :-1]).all() & live[:, -1].all()]
-    else:
-        facts += [torch.ones((), dtype=torch.bool)] * 2
-    if positions is not None:
-        if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != count:
-            raise NoStep("position_ids are not (batch, tokens)")
-        ahead = (positions < 0) | (positions >= past + count)
-        facts += [~ahead.any() & (positions[:, 1:] == positions[:, :-1] + 1).all()]
-    if mask is None and positions is None:
-        return past + count - 1, None
-    full, padded_left, *in_order = torch.stack([fact.to(ids.device) for fact in facts]).tolist()
-    if not padded_left:
-        raise NoStep("attention_mask masks more than padding on the left")
-    if not all(in_order):
-        raise NoStep("position_ids do not follow each other, or run ahead of the tokens")
-    last = past + count - 1 if positions is None else positions[:, -1].expand(batch)
-    return last, None if full else (~live).sum(1)
+
+    def __init__(self, given: dict[str, Any], ids: Tensor, past: int):
+        batch, count = ids.shape
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        self.past = past
+        self.last: Tensor | int = past + count - 1
+        self.leftpad: Tensor | None = None
+        indices = torch.arange(past + count, device=ids.device)
+        facts = {_BAD_IDS: (ids >= 0).all()}
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.shape != (batch, past + count):
+                raise NoStep("attention_mask is not (batch, tokens)")
+            live = (mask != 0).to(ids.device)
+            self.leftpad = (~live).sum(1)
+            facts[_BAD_MASK] = (live == (indices >= self.leftpad[:, None])).all() & live[:, -1].all()
+        if positions is not None:
+            if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != count:
+                raise NoStep("position_ids are not (batch, tokens)")
+            positions = positions.to(ids.device)
+            self.last = positions[:, -1].expand(batch)
+            inside = (positions >= 0) & (positions < past + count)
+            facts[_BAD_POSITIONS] = inside.all() & (positions == positions[:, :1] + indices[:count]).all()
+        self._names = list(facts)
+        self._facts = Reading(torch.stack(list(facts.values())))
+
+    def check(self) -> None:
+        """Raise NoStep for other masks and positions than those of padding on the left, and IndexError for tokens that
+        there are none of."""
+        (facts,) = self._facts.wait()
+        for name, holds in zip(self._names, facts.tolist(), strict=True):
+            if not holds and name is _BAD_IDS:
+                raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it
+            if not holds:
+                raise NoStep(name)
+
+
+_BAD_IDS = "input_ids are negative"
+_BAD_MASK = "attention_mask masks more than padding on the left"
+_BAD_POSITIONS = "position_ids do not follow each other, or run ahead of the tokens"

@@ -49,7 +49,8 @@ def generate(
         eos_token_id: stop a sequence there, and fill it up with ``pad_token_id``. None or ``[]``: never stop.
         pad_token_id, num_return_sequences, prefill_chunk_size, generation_config: as transformers has them.
         past_key_values: a :class:`KVCache` or ``DynamicCache``, which then holds everything but the last token. If it
-            has tokens already, ``input_ids`` are all tokens, and those in the cache are not computed again.
+            has tokens already, ``input_ids`` are all tokens, and those in the cache are not computed again. From
+            transformers 5.24 on also ``cache``.
         streamer: gets the prompt, then the tokens of each step: ``put(ids)`` and ``end()``.
         generator: source of the seed. None: torch's default CPU generator, so ``torch.manual_seed`` counts.
 
@@ -271,8 +272,8 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
         state.count(by_forward(reason))
     eos = config._eos_token_tensor
     text = Text(input_ids, stopping_criteria.max_length)
-    with call.cache(state) if call else nullcontext(inputs["past_key_values"]) as cache:
-        outputs = model._prefill(input_ids, config, inputs | {"past_key_values": cache})
+    with call.cache(state) if call else nullcontext() as cache:
+        outputs = call.prefill(input_ids, config, cache) if call else model._prefill(input_ids, config, inputs)
         logits = outputs.logits[:, -1].to(input_ids.device)
         if call:
             kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)
@@ -310,10 +311,10 @@ def _loop(step, choice: "_Choice", logits: Tensor, text: Text, limit: int, strea
             seen, finished = decision.wait()
             if streamer is not None:
                 streamer.put(seen)
-            going = more and not finished
+            going = more and not bool(finished)
         finally:
             if ahead and not going:
-                late_cache.crop(-1)
+                late_cache.take_back(1)
         if not going:
             return
         if not ahead:

@@ -187,7 +187,7 @@ def _check(status: int) -> None:
 class Program:
     """A function of fixed buffers: on CUDA run once, then recorded, then replayed. One thread at a time runs it.
 
-    Where it can not be recorded it is run without a graph, and `calls` counts why.
+    Where it can not be recorded it is run without a graph, and `calls` counts these runs by the reason.
     """
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -197,6 +197,7 @@ class Program:
     graph: Graph | None = None
     output: Any = None
     failures: int = 0
+    reason: str = ""  # why it was not recorded
 
     def bind(self, addresses: tuple) -> None:
         """Forget the graph unless it was made with these addresses and shapes."""
@@ -224,6 +225,8 @@ class Program:
             if self.graph is None and self.failures < _ATTEMPTS and not torch.cuda.is_current_stream_capturing():
                 self._record(function, device)
             if self.graph is None:
+                if self.failures:
+                    self.calls[f"a step without a CUDA graph: {self.reason}"] += 1
                 return function()
             self.graph.replay()
             return self.output
@@ -233,8 +236,7 @@ class Program:
             self.graph, self.output = record(function, device)
         except NoGraph as reason:
             self.failures += 1
-            if self.failures == 1:
-                self.calls[f"a step without a CUDA graph: {reason}"] += 1
+            self.reason = str(reason)
 
     def _forget(self) -> None:
         self.warm, self.graph, self.output, self.failures = False, None, None, 0

@@ -10,6 +10,7 @@ never by way of the module's class.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_layer_norm, add_rms_norm, bias_gelu, geglu, relu2, relu2_glu, swiglu
 
+from .cache_name import cache_name
 from .families import MLP as MLPNames
 from .families import Layer, Norm, Rotation, is_lora
 from .layout import (
@@ -34,7 +36,7 @@ from .layout import (
     rotation_of,
     trace,
 )
-from .source import bind_global, fuse_adds
+from .source import bind_global, fuse_adds, with_renamings
 
 
 class Replaced:
@@ -371,6 +373,8 @@ def _loops(cls: type[nn.Module]) -> dict[str, Callable]:
     loops = {name: loop(getattr(cls, name)) for name, loop in LOOPS.items() if hasattr(cls, name)}
     if "_sample" not in loops or not hasattr(cls, "_prefill"):
         raise UnknownLayout("generate() of this transformers has no loop of a known name")
+    if cache_name() is None:
+        raise UnknownLayout("generate() of this transformers has no cache of a known name")
     return loops
 
 
@@ -379,7 +383,8 @@ def _loss_members(cls: type[nn.Module], forward: Callable) -> dict[str, Callable
 
     options = loss.loss_of(forward)
     is_current = _is_current(cls, forward, None)
-    made = _stepping_aside(cls, is_current, loss.forward_without_logits(forward, options))
+    made = with_renamings(forward, loss.forward_without_logits(forward, options))
+    made = _stepping_aside(cls, is_current, made)
     return {"forward": made, "is_current": staticmethod(is_current), "options": options}
 
 
@@ -388,7 +393,8 @@ def _step_members(cls: type[nn.Module], forward: Callable, members: dict[str, An
 
     is_current = _is_current(cls, forward, None)
     inner = members.get("forward", forward)
-    made = _stepping_aside(cls, is_current, by_step(inner, bound_arguments(forward)))
+    made = with_renamings(forward, by_step(inner, bound_arguments(forward)))
+    made = _stepping_aside(cls, is_current, made)
     return {"forward": made, "is_current": staticmethod(is_current)}
 
 
@@ -402,7 +408,7 @@ def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Mod
     if is_lora(cls):
         return _lora_class(cls, cls.forward)
     name = rotation_name(cls.forward)
-    rotation = None if name is None else cls.forward.__globals__[name]
+    rotation = None if name is None else inspect.unwrap(cls.forward).__globals__[name]
     return _patched_class(cls, cls.forward, rotation, only_fused)
 
 
@@ -472,7 +478,7 @@ def _lora_class(cls, forward):
 
 
 def _is_current(cls: type[nn.Module], forward: Callable, rotation: Callable | None) -> Callable[[], bool]:
-    namespace, name = getattr(forward, "__globals__", {}), rotation_name(forward)
+    namespace, name = getattr(inspect.unwrap(forward), "__globals__", {}), rotation_name(forward)
 
     def is_current() -> bool:
         if cls.forward is not forward:

@@ -18,6 +18,7 @@ from torch import nn
 
 from llmkernels.ops import layer_norm, rms_norm, rope
 
+from .cache_name import cache_argument
 from .families import KINDS, MLP, Norm, Rotation, is_lora, known_base
 
 
@@ -64,7 +65,7 @@ def _kind_of(cls: type, forward: Callable) -> str | None:
         except UnknownLayout:
             is_mlp = name.endswith("MLP") and names.isdisjoint({"experts", "router"})
             return ("gated_mlp" if "gate_proj" in names else "mlp") if is_mlp else None
-    if "self_attn" in names and "past_key_values" in {argument.name for argument in arguments}:
+    if "self_attn" in names and cache_argument(forward) is not None:
         return "add_rms_norm"
     return "rope" if rotation_name(forward) is not None else None
 
@@ -256,6 +257,7 @@ def _agreement(options: Norm, x: torch.Tensor, weight: torch.Tensor, bias: torch
 
 def rotation_name(forward: Callable) -> str | None:
     """The function of its module by which a forward rotates q and k. Of several, the first."""
+    forward = inspect.unwrap(forward)
     values, code = getattr(forward, "__globals__", {}), getattr(forward, "__code__", None)
     names = code.co_names if code is not None else ()
     return next((name for name in names if "rotary" in name and isinstance(values.get(name), types.FunctionType)), None)

@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from . import reading
+from .cache_name import cache_name
 from .decode import Decoder, DecodeStep, decoder
 from .description import Trunk
 from .reading import Reading, Text
 from .report import PREFILL, by_transformers
-from .trunk import check_batch, check_cache, check_length, is_ours, pack, trunk
+from .trunk import check_batch, check_cache, check_length, is_ours
 from .trust import NoStep
 
-_KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now
 
 
@@ -34,12 +35,14 @@ _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of ge
 class Call:
     """What the decode step needs to know of one call of generate.
 
-    `leftpad` is where each sequence starts, None for all at 0; `tokens` how many there are with those in the cache, of
-    up to `limit`; `returned` says that the caller sees the cache afterwards.
+    `memory` keeps what `parts` describes where it is. `leftpad` is where each sequence starts, None for all at 0;
+    `tokens` how many there are with those in the cache, of up to `limit`; `returned` says that the caller sees the
+    cache afterwards.
     """
 
     model: nn.Module
     parts: Trunk
+    memory: list[Any]
     inputs: dict[str, Any]
     leftpad: Tensor | None
     batch: int
@@ -47,16 +50,24 @@ class Call:
     limit: int
     returned: bool
 
+    @property
+    def given_cache(self):
+        """The cache that transformers has prepared, or the caller's."""
+        return self.inputs[cache_name()]
+
+    def prefill(self, input_ids: Tensor, config, cache):
+        return self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
+
     def cache(self, state: Decoder):
         """A context: the KVCache to use. Where the caller's is none, one on loan."""
-        given = self.inputs["past_key_values"]
+        given = self.given_cache
         if is_ours(given):
             return nullcontext(given)
         return state.lend_cache(self.parts, self.batch, self.tokens, self.limit, given, self.returned)
 
     def shown_cache(self):
         """The DynamicCache that the caller has given, and may look at between two steps; else None."""
-        given = self.inputs["past_key_values"]
+        given = self.given_cache
         return given if getattr(given, "_is_user_defined", False) and not is_ours(given) else None
 
     def begin(self, state: Decoder, cache, kind: Any = "step") -> DecodeStep:
@@ -68,18 +79,18 @@ class Call:
 
 def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any]) -> Call:
     """Raises NoStep where only transformers' own loop does what a call asks for."""
-    parts = trunk(model)
+    parts, memory = decoder(model).describe(model)
     if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
         raise NoStep("gradients are enabled")
     _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
     leftpad, tokens = _left_padding(input_ids, inputs, config)
     check_length(parts, tokens - input_ids.shape[1] + stopping_criteria.max_length)
-    parts = pack(model, parts)
     behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
-    cache = inputs["past_key_values"]
+    cache = inputs[cache_name()]
     return Call(
         model=model,
         parts=parts,
+        memory=memory,
         inputs=inputs,
         leftpad=leftpad,
         batch=input_ids.shape[0],
@@ -167,9 +178,10 @@ def _check_call(parts: Trunk, input_ids, stopping_criteria, config, synced_gpus,
         raise NoStep("assistant of assisted decoding")
     if config.output_attentions or config.output_hidden_states:
         raise NoStep("output_attentions or output_hidden_states")
-    if unknown := sorted(key for key in inputs if key not in _KNOWN_INPUTS and inputs[key] is not None):
+    known = _KNOWN_INPUTS | {cache_name()}
+    if unknown := sorted(key for key in inputs if key not in known and inputs[key] is not None):
         raise NoStep(", ".join(unknown))
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(cache_name())
     if not inputs.get("use_cache") or cache is None:
         raise NoStep("use_cache=False")
     if config.cache_implementation not in (None, "dynamic"):
@@ -207,7 +219,7 @@ def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config) -> tuple[Te
     if lowest < 0 or highest >= tokens:  # cos and sin are there for as many positions as there are tokens
         raise NoStep("position_ids run ahead of the tokens")
     # As transformers has it: input_ids are all tokens, or where the mask is longer, those behind the ones in the cache.
-    past, given = inputs["past_key_values"].get_seq_length(), input_ids.shape[1]
+    past, given = inputs[cache_name()].get_seq_length(), input_ids.shape[1]
     if past and config.prefill_chunk_size is not None:  # up to 5.22 it computes what is in the cache once more
         raise NoStep("prefill_chunk_size with tokens in the cache")
     if tokens not in (given, past + given) or tokens <= past:
@@ -237,7 +249,7 @@ def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor,
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     late = reading.is_late(input_ids.device)
 
-    logits = call.model._prefill(input_ids, config, call.inputs | {"past_key_values": cache}).logits[:, -1]
+    logits = call.prefill(input_ids, config, cache).logits[:, -1]
     step = None
     going = True
     while going:
@@ -272,7 +284,7 @@ def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor,
             going = bool(goes_on)
         finally:
             if ahead and not going:
-                cache.crop(-1)
+                cache.take_back(1)
         if going and not ahead:
             step = step or call.begin(state, cache)
             logits = step(text.last())
@@ -288,5 +300,5 @@ def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor,
         sequences=text.result(),
         scores=scores,
         logits=raw_logits,
-        past_key_values=call.inputs["past_key_values"],
+        **{cache_name(): call.given_cache},
     )

@@ -12,6 +12,7 @@ from torch.autograd import Function
 
 from llmkernels.ops import linear_cross_entropy
 
+from .cache_name import cache_name
 from .families import Loss
 from .layers import WITHOUT, count, has_kernel, runs_only_forward
 from .layout import Symbol, UnknownLayout, check_origin
@@ -20,11 +21,11 @@ from .lazy import LazyTensor
 OP = "linear_cross_entropy"
 IGNORED = -100  # the label of a token without a loss, in transformers
 _LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")  # module and name, which a compiler knows, too
-_INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 
 
 def forward_without_logits(original: Callable, options: Loss) -> Callable:
     """The forward of a `<prefix>ForCausalLM` that in training, given labels, computes the loss and no logits."""
+    names, cache = _inputs(), cache_name()
 
     @functools.wraps(original)
     def forward(
@@ -32,15 +33,16 @@ def forward_without_logits(original: Callable, options: Loss) -> Callable:
         input_ids=None,
         attention_mask=None,
         position_ids=None,
-        past_key_values=None,
+        past_key_values=None,  # by position; by name it may be another one
         inputs_embeds=None,
         labels=None,
         use_cache=None,
         logits_to_keep=0,
         **kwargs,
     ):
-        values = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
-        inputs = dict(zip(_INPUTS, values, strict=True))
+        past = kwargs.pop(cache, past_key_values)
+        values = (input_ids, attention_mask, position_ids, past, inputs_embeds, use_cache)
+        inputs = dict(zip(names, values, strict=True))
         asked = labels is not None and self.training
         reason = _why_not_now(self, logits_to_keep, kwargs) if asked else None
         if not asked or reason is not None:
@@ -52,9 +54,15 @@ def forward_without_logits(original: Callable, options: Loss) -> Callable:
         outputs = self.model(**inputs, **kwargs)
         softcap = None if options.softcap is None else getattr(self.config, options.softcap)
         loss = _loss(self.lm_head, softcap, outputs.last_hidden_state, labels, **kwargs)
-        return _output(self.lm_head, softcap, outputs, loss)
+        known = {name: outputs[name] for name in (cache, "hidden_states", "attentions") if name in outputs}
+        return _output(self.lm_head, softcap, outputs.last_hidden_state, loss, **known)
 
     return forward
+
+
+def _inputs() -> tuple[str, ...]:
+    """The arguments of the base model's forward, in the order in which those of the whole model begin."""
+    return "input_ids", "attention_mask", "position_ids", cache_name(), "inputs_embeds", "use_cache"
 
 
 def why_not(model: nn.Module, at_rest: bool = False) -> str | None:
@@ -115,12 +123,11 @@ def _loss(
     return loss / (num_items_in_batch.to(loss.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
 
 
-def _output(head: nn.Linear, softcap: float | None, outputs: Any, loss: Tensor) -> Any:
+def _output(head: nn.Linear, softcap: float | None, hidden: Tensor, loss: Tensor, **known: Any) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    known = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
     if not torch.compiler.is_compiling():
-        known["logits"] = _logits(outputs.last_hidden_state, head.weight, head.bias, softcap)
+        known["logits"] = _logits(hidden, head.weight, head.bias, softcap)
     return CausalLMOutputWithPast(loss=loss, **known)
 
 
@@ -184,7 +191,7 @@ def loss_of(forward: Callable) -> Loss:
     """
     check_origin(forward, ("transformers", "torch"))
     names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    if names != ["self", *_INPUTS[:5], "labels", "use_cache", "logits_to_keep"]:
+    if names != ["self", *_inputs()[:5], "labels", "use_cache", "logits_to_keep"]:
         raise UnknownLayout(f"unknown layout of its forward, whose arguments are {names}")
     plain, capped = (_trace(forward, softcap) for softcap in (None, Symbol("softcap")))
     if plain != "lm_head":
@@ -208,7 +215,7 @@ def _trace(forward: Callable, softcap: str | None) -> str:
 
         return call
 
-    found = {"past_key_values": "cache", "hidden_states": None, "attentions": None}
+    found = {cache_name(): "cache", "hidden_states": None, "attentions": None}
     config = {"vocab_size": "vocab_size", "return_dict": True, "use_return_dict": True, _SOFTCAP: softcap}
     traced = SimpleNamespace(
         model=noted("model", SimpleNamespace(last_hidden_state=_Slices(), **found)),
@@ -218,7 +225,7 @@ def _trace(forward: Callable, softcap: str | None) -> str:
         logit_scale=Symbol("logit_scale"),
         config=SimpleNamespace(**config, logits_scaling=Symbol("logits_scaling")),
     )
-    inputs = {name: name for name in _INPUTS}
+    inputs = {name: name for name in _inputs()}
     everything = (slice(None), slice(0, None), slice(None))
     try:
         output = forward(traced, **inputs, labels="labels", more="more")
@@ -229,7 +236,7 @@ def _trace(forward: Callable, softcap: str | None) -> str:
             ("lm_head", {"input": everything}),
             ("loss_function", loss),
         ]
-        fits = calls == expected and dict(output) == {"loss": "loss", "logits": logits, "past_key_values": "cache"}
+        fits = calls == expected and dict(output) == {"loss": "loss", "logits": logits, cache_name(): "cache"}
     except Exception as error:
         raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
     if not fits:

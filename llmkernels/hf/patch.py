@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from llmkernels._versions import untested_transformers
+
 from . import decode as decoding
 from . import lora, packing, trunk
 from . import loss as losses
@@ -27,7 +29,7 @@ from .layers import (
     runs_only_forward,
 )
 from .layout import UnknownLayout, kind_of
-from .report import Decode, Report, Row
+from .report import NOT_ASKED, Decode, Report, Row
 from .trust import calls_its_class, calls_only_its_class
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
@@ -64,9 +66,9 @@ def patch(
             sampling of ``model.generate`` and ``llmkernels.generate``, for up to 64 sequences, and each forward of up
             to 64 tokens behind a cache. The first such call packs q|k|v and gate|up of each layer into one storage,
             with the parameters as views into it; a CUDA graph that somebody captured before then no longer has the
-            weights. A DynamicCache becomes a KVCache in place when the first tokens behind it come. The cache of the
-            last call of generate, if it takes no more than 1 GiB, and its graphs are kept for the next one;
-            ``handle.release()`` or ``llmkernels.release(model)`` frees them.
+            weights. The tokens of a DynamicCache move to larger buffers in place when the first ones behind it come; it
+            stays a DynamicCache. The cache of the last call of generate, if it takes no more than 1 GiB, and its graphs
+            are kept for the next one; ``handle.release()`` or ``llmkernels.release(model)`` frees them.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by
             ``linear_cross_entropy``, which takes a part of the memory. The output's logits are computed when somebody
             reads them, which is an error once the weights have changed; a compiled model gives none. The layers have
@@ -212,7 +214,7 @@ class PatchHandle:
             if kind == "experts":
                 row.left_alone[name] = "experts run as transformers computes them"
             elif kind not in self._kinds and module not in run_by_layer:
-                row.left_alone[name] = "not asked for"
+                row.left_alone[name] = NOT_ASKED
             elif not isinstance(module, Patched) or not is_current:
                 row.left_alone[name] = None if isinstance(module, Patched) else _obstacle(module, kind)
                 row.left_alone[name] = row.left_alone[name] or "not patched"
@@ -230,8 +232,9 @@ class PatchHandle:
                     op, _, reason = run.partition(": ")
                     row.runs[op if op == WITHOUT else f"llmkernels::{op}"] += times
                     if reason:
-                        row.reasons[reason] += times
-        return Report(f"llmkernels in {type(self._model).__name__}", rows, self._decode(is_current))
+                        row.fallbacks[reason] += times
+        title = f"llmkernels in {type(self._model).__name__}"
+        return Report(title, rows, self._decode(is_current), untested_transformers())
 
     def _decode(self, is_current: bool) -> list[Decode]:
         entries = []
@@ -239,7 +242,7 @@ class PatchHandle:
             if kind_of(type(module)) != "loss":
                 continue
             if "decode" not in self._kinds:
-                reason = "not asked for"
+                reason = NOT_ASKED
             elif isinstance(module, Generating) and is_current:
                 reason = trunk.why_not(module)
             else:
@@ -327,7 +330,8 @@ def _obstacle(module: nn.Module, kind: str) -> str | None:
         by = "by accelerate: patch the model before that" if calls_its_class(module) else "on the instance"
         return f"it has a forward of its own, set {by}"
     try:
-        model_class(type(module), False, True) if kind == "loss" else patched_class(type(module))
+        cls = getattr(type(module), "original", type(module))
+        model_class(cls, False, True) if kind == "loss" else patched_class(cls)
     except UnknownLayout as reason:
         return str(reason)
     if kind in ("rms_norm", "layer_norm") and any(parameter.dim() != 1 for parameter in module.parameters()):
@@ -371,7 +375,7 @@ def _fallback(module: nn.Module, kind: str) -> str | None:
         if not runs_only_forward(_activation(module)):
             return "hooks on its activation have to see it"
     if kind == "add_rms_norm":
-        linear = next(module.self_attn.parameters(), None)
+        linear = next((parameter for parameter in module.parameters() if parameter.dim() > 1), None)
         for name, norm in zip(_options(module).norms, _fused_norms(module), strict=True):
             if fused_class(norm) is None:
                 return f"{name} has hooks or was replaced"

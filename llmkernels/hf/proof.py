@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .compose import Tokens, embed, forward, make_tables
 from .description import Product, Trunk, with_products
+from .guard import inspect_all
 from .layout import UnknownLayout
 from .reference import WINDOW, Reference, reference, small_model
-from .trunk import Facts, inspect_all, read
+from .trunk import Facts, read
 from .trust import NoStep, formulas
 
 _TOKENS = 2 * WINDOW + 2

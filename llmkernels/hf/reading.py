@@ -54,23 +54,22 @@ def is_late(device: torch.device) -> bool:
 
 
 class Reading:
-    """An asynchronous copy of a step's tokens and a number to the host."""
+    """An asynchronous copy of small tensors to the host."""
 
-    def __init__(self, tokens: Tensor, number: Tensor):
-        self._tensors = tokens.detach(), number.detach()
+    def __init__(self, *tensors: Tensor):
+        self._tensors = [tensor.detach() for tensor in tensors]
         self._event = None
-        if tokens.is_cuda:
-            self._tensors = tuple(self._start(x) for x in self._tensors)
+        if tensors[0].is_cuda:
+            self._tensors = [self._start(tensor) for tensor in self._tensors]
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tokens.device))
+            self._event.record(torch.cuda.current_stream(tensors[0].device))
 
     @staticmethod
     def _start(x: Tensor) -> Tensor:
         # With the device, since torch.set_default_device() may have set another one.
         return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
-    def wait(self) -> tuple[Tensor, int]:
+    def wait(self) -> list[Tensor]:
         if self._event is not None:
             self._event.synchronize()
-        tokens, number = self._tensors
-        return tokens.cpu(), int(number)
+        return [tensor.cpu() for tensor in self._tensors]

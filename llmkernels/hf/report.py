@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 # How a call of generate went.
 STEP = "by the decode step"
+NOT_ASKED = "not asked for"
 PREFILL = "by the prefill alone"  # which has the first token
 
 
@@ -29,7 +30,7 @@ class Row:
         backends: the device types that the patched modules are on, with their number.
         runs: what the patched modules ran so far, each time counted: an op, or "without a kernel". What a graph replays
             and what is compiled is not seen. `kernels` is the plan, `runs` what came of it.
-        reasons: why patched modules ran without a kernel, each time counted, as far as only the call could tell.
+        fallbacks: why patched modules ran without a kernel, each time counted, as far as only the call could tell.
     """
 
     kind: str
@@ -38,11 +39,16 @@ class Row:
     kernels: Counter = field(default_factory=Counter)
     backends: Counter = field(default_factory=Counter)
     runs: Counter = field(default_factory=Counter)
-    reasons: Counter = field(default_factory=Counter)
+    fallbacks: Counter = field(default_factory=Counter)
 
     @property
     def found(self) -> int:
         return len(self.patched) + len(self.left_alone)
+
+    @property
+    def reasons(self) -> set[str]:
+        """Why modules that were asked for do not run on a kernel."""
+        return {*self.left_alone.values()} - {NOT_ASKED}
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,24 @@ class Decode:
 
 @dataclass(frozen=True)
 class Report:
-    """Printable; `report["rms_norm"]` is the row of one kind, `report.decode` has an entry per model that generates."""
+    """Printable; `report["rms_norm"]` is the row of one kind, `report.decode` has an entry per model that generates.
+
+    `untested` says of a transformers that is newer than what was tested that it is, else it is None.
+    """
 
     title: str
     rows: dict[str, Row]
     decode: list[Decode] = field(default_factory=list)
+    untested: str | None = None
 
     def __getitem__(self, kind: str) -> Row:
         return self.rows[kind]
+
+    def left_alone(self) -> list[str]:
+        """What was asked for and does not run on a kernel, or not in all modules, or is not there: kinds of rows, and
+        "the decode step"."""
+        kinds = [row.kind for row in self.rows.values() if row.kind != "experts" and (not row.found or row.reasons)]
+        return kinds + ["the decode step"] * any(entry.reason not in (None, NOT_ASKED) for entry in self.decode)
 
     def __str__(self) -> str:
         cells = [("kind", "patched", "kernel", "backend", "has run")]
@@ -94,8 +110,10 @@ class Report:
             for reason in dict.fromkeys(row.left_alone.values()):
                 names = [name for name, why in row.left_alone.items() if why == reason]
                 lines.append(f"{row.kind} left alone, {len(names)}: {reason}: {abbreviate(names)}")
-            lines += [f"{row.kind} without a kernel, {times} times: {why}" for why, times in row.reasons.items()]
+            lines += [f"{row.kind} without a kernel, {times} times: {why}" for why, times in row.fallbacks.items()]
         lines += map(str, self.decode)
+        if self.untested is not None:
+            lines.append(f"{self.untested}; left alone, maybe for that: {', '.join(self.left_alone()) or 'nothing'}")
         return "\n".join(lines)
 
     __repr__ = __str__

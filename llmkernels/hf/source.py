@@ -23,8 +23,9 @@ def bind_global(function: Callable, name: str, value: Callable, with_first: bool
     `with_first`: calls of `name` get the function's own first argument in front of theirs.
     Raises UnknownLayout if the source does not give the same function.
     """
-    code = getattr(function, "__code__", None)
-    if code is None or hasattr(function, "__wrapped__") or name not in code.co_names:
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    if code is None or name not in code.co_names:
         raise UnknownLayout(f"its forward does not call {name} directly")
 
     def with_self(tree: ast.FunctionDef) -> None:
@@ -33,7 +34,7 @@ def bind_global(function: Callable, name: str, value: Callable, with_first: bool
                 first = ast.Name(tree.args.args[0].arg, ast.Load())
                 node.args.insert(0, ast.copy_location(first, node.func))
 
-    return _rewritten(function, {name: value}, with_self)
+    return _decorated_as(function, _rewritten(inner, {name: value}, with_self))
 
 
 _ADD_NORM = "_add_norm"
@@ -51,8 +52,6 @@ def fuse_adds(function: Callable, add_norm: Callable) -> tuple[Callable, tuple[s
     """
     while getattr(function, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
         function = function.__wrapped__  # the wrapper that checkpoints, which every subclass gets anew
-    if hasattr(function, "__wrapped__"):
-        raise UnknownLayout("its forward is wrapped by a decorator")
     norms: list[str] = []
 
     def fuse(tree: ast.FunctionDef) -> None:
@@ -65,7 +64,7 @@ def fuse_adds(function: Callable, add_norm: Callable) -> tuple[Callable, tuple[s
                         if (name := _fuse_first(me, first, rest)) is not None:
                             norms.append(name)
 
-    copy = _rewritten(function, {_ADD_NORM: add_norm}, fuse)
+    copy = _decorated_as(function, _rewritten(inspect.unwrap(function), {_ADD_NORM: add_norm}, fuse))
     if not norms:
         raise UnknownLayout("no norm follows an add directly")
     return copy, tuple(norms)
@@ -129,6 +128,36 @@ def _rewritten(function: Callable, values: dict[str, Any], rewrite: Callable[[as
     for attribute in functools.WRAPPER_ASSIGNMENTS:
         setattr(copy, attribute, getattr(function, attribute))
     return copy
+
+
+_RENAMES = "transformers.utils.deprecation"  # where the decorators are from that rename arguments
+
+
+def with_renamings(forward: Callable, made: Callable) -> Callable:
+    """`made` behind those decorators of `forward` that rename arguments: it gets them by their new names alone."""
+    wrapped = getattr(forward, "__wrapped__", None)
+    if wrapped is None:
+        return made
+    made = with_renamings(wrapped, made)
+    return _redecorated(forward, made) if forward.__globals__["__name__"] == _RENAMES else made
+
+
+def _decorated_as(function: Callable, inner: Callable) -> Callable:
+    """`inner` behind the decorators of `function`."""
+    wrapped = getattr(function, "__wrapped__", None)
+    return inner if wrapped is None else _redecorated(function, _decorated_as(wrapped, inner))
+
+
+def _redecorated(wrapper: Callable, inner: Callable) -> Callable:
+    """A copy of a decorator's wrapper around another function. Raises UnknownLayout unless it holds that in a cell."""
+    cells = getattr(wrapper, "__closure__", None) or ()
+    holds = [cell.cell_contents is wrapper.__wrapped__ for cell in cells]
+    if sum(holds) != 1:
+        raise UnknownLayout("its forward is wrapped by a decorator of an unknown layout")
+    closure = tuple(types.CellType(inner) if held else cell for held, cell in zip(holds, cells, strict=True))
+    copy = types.FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
+    copy.__kwdefaults__ = wrapper.__kwdefaults__
+    return functools.update_wrapper(copy, inner)
 
 
 def _compile_in_scope(

@@ -9,8 +9,6 @@ calls, and nothing may compute otherwise.
 """
 
 import inspect
-import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,10 +22,11 @@ from llmkernels.ops import relu2, relu2_glu, swiglu
 from . import packing, trust
 from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, with_products
 from .families import Rotation
+from .guard import check_attention, check_helpers, inspect_all
 from .layers import Generating, gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, own_class, plain_unit
-from .layout import UnknownLayout, check_origin, kind_of, mlp_of, norm_of, rotation_name, rotation_of
+from .layout import UnknownLayout, kind_of, mlp_of, norm_of, rotation_name, rotation_of
 from .reference import Part, Reference, reference
-from .trust import Distrust, Inspection, NoStep
+from .trust import Distrust, NoStep
 from .wiring import Wire, is_attention, wiring
 
 MAX_BATCH = 64
@@ -58,9 +57,9 @@ def trunk(model: nn.Module) -> Trunk:
     try:
         trust.check_surroundings()
         expected = reference(model)
-        _check_attention(model)
+        check_attention(model)
         inspect_all(model, expected.root)
-        _check_helpers(model)
+        check_helpers(model)
         parts = read(model, expected, facts(model, expected))
     except Distrust as reason:
         raise reason.named_in(model) from None
@@ -68,65 +67,6 @@ def trunk(model: nn.Module) -> Trunk:
         raise NoStep(f"{type(model).__name__} {reason}") from None
     _check_tensors(parts)
     return parts
-
-
-def inspect_all(model: nn.Module, root: Part) -> list[Tensor | tuple]:
-    """Raise NoStep or Distrust unless each module and parameter of a model is as in its reference.
-
-    Returns all that may differ from it: parameters, buffers, and numbers that `read` reads, always in the same order.
-    """
-    weight = next(model.parameters(), None)
-    inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
-    config, found = model.config, []
-
-    def visit(module: nn.Module, part: Part) -> None:
-        members = inspection.module(module, part.kind)
-        modules = members["_modules"]
-        if members.get("config", config) is not config:
-            raise Distrust(module, "{} has a config of its own")
-        if modules.keys() != part.parts.keys():
-            raise NoStep(f"{len(modules)} layers, of {len(part.parts)} in the config")
-        found.extend(members["_parameters"].values())
-        found.extend(members["_buffers"].values())
-        if part.read:
-            found.append(tuple([members.get(name) for name in part.read]))
-        for name, child in part.parts.items():
-            visit(modules[name], child)
-
-    visit(model, root)
-    return found
-
-
-class Snapshot:
-    """Whether a model is still what it was when its description was read. Keeps nothing of it alive."""
-
-    def __init__(self, model: nn.Module):
-        expected = reference(model)
-        self._reference = weakref.ref(expected)
-        self._state = self._of(inspect_all(model, expected.root))
-
-    @staticmethod
-    def _of(found: list[Tensor | tuple]) -> list:
-        """Numbers, and of tensors what tells one from another while it is alive; buffers may be written, too."""
-        return [
-            x if not isinstance(x, Tensor) else
-            (id(x), x.data_ptr()) if isinstance(x, nn.Parameter) else (id(x), x.data_ptr(), x._version)
-            for x in found
-        ]  # fmt: skip
-
-    def holds(self, model: nn.Module) -> bool:
-        """Raises NoStep where the model can not be read at all now."""
-        trust.check_surroundings()
-        expected = reference(model)
-        if self._reference() is not expected:
-            return False
-        try:
-            found = inspect_all(model, expected.root)
-        except Distrust as reason:
-            raise reason.named_in(model) from None
-        _check_helpers(model)
-        _check_attention(model)
-        return self._of(found) == self._state and not torch.is_autocast_enabled(model.device.type)
 
 
 # --- reading
@@ -351,7 +291,7 @@ def _rotation(module: nn.Module) -> Rotation:
     name = rotation_name(forward)
     if name is None:
         raise UnknownLayout("has an attention without a rotation")
-    return _ask(rotation_of, module, name, forward.__globals__[name])
+    return _ask(rotation_of, module, name, inspect.unwrap(forward).__globals__[name])
 
 
 def _head_norms(modules: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None]:
@@ -377,39 +317,6 @@ def _window(members: dict[str, Any], index: int, config: Any) -> int:
     if members.get("is_sliding") is False or (types is not None and types[index] != "sliding_attention"):
         window = None
     return window - 1 if window else -1
-
-
-# --- the rest of what generate() asks of a model
-
-_HELPERS = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "__call__")
-
-
-def _check_helpers(model: nn.Module) -> None:
-    """generate() asks nothing else of the model than of its family's class."""
-    original = type(model).original
-    known = own_class(original)
-    for name in _HELPERS:
-        if name in vars(model) or getattr(original, name) is not getattr(known, name):
-            raise NoStep(f"{name} was replaced")
-        try:
-            check_origin(getattr(known, name), ("transformers", "torch"))  # torch's: decorators such as no_grad
-        except UnknownLayout as reason:
-            raise NoStep(f"{name}: {reason}") from None
-
-
-def _check_attention(model: nn.Module) -> None:
-    """The model attends by a function of transformers: another one may compute anything."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    attention = next((module for module in model.modules() if is_attention(module)), None)
-    if attention is None:
-        raise NoStep("the model has no attention")
-    eager = vars(sys.modules[own_class(type(attention)).__module__]).get("eager_attention_forward")
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, eager)
-    try:
-        check_origin(function)
-    except UnknownLayout:
-        raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}") from None
 
 
 def _check_tensors(parts: Trunk) -> None:
@@ -455,6 +362,8 @@ def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
         raise NoStep(f"the cache has {len(cache.layers)} layers")
     weight = parts.weight
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
+        if buffers.is_sliding and buffers.sliding_window != layer.attention.window_left + 1:
+            raise NoStep("the cache has another sliding window than the model")
         if buffers.is_initialized:
             expected = (batch, buffers.capacity, layer.attention.kv_heads, layer.attention.head_dim)
             for buffer in (buffers.k, buffers.v):
@@ -471,10 +380,19 @@ def fits_cache(cache: Any, parts: Trunk, batch: int) -> bool:
 
 
 def is_ours(cache: Any) -> bool:
+    """Whether a step runs on this cache as it is."""
     from .adopt import AdoptedCache
     from .cache import KVCache
 
-    return type(cache) in (KVCache, AdoptedCache)
+    return type(cache) is KVCache or (type(cache) is AdoptedCache and cache.is_intact)
+
+
+def may_become_ours(cache: Any) -> bool:
+    """Whether a cache is one of ours, or of the kind that becomes one."""
+    from .adopt import AdoptedCache, DynamicCache
+    from .cache import KVCache
+
+    return type(cache) in (KVCache, AdoptedCache, DynamicCache)
 
 
 # --- packing

@@ -105,9 +105,8 @@ class Inspection:
             raise Distrust(module, "{} is in training mode")
         if "forward" in members and not calls_only_its_class(module, self.dtype, self.device):
             raise Distrust(module, "{} has a forward of its own")
-        for hooks in (members["_forward_pre_hooks"], members["_forward_hooks"]):
-            if hooks and not all(_does_nothing(hook) for hook in hooks.values()):
-                raise Distrust(module, "hooks on {} have to see its calls")
+        if not hooks_do_nothing(members):
+            raise Distrust(module, "hooks on {} have to see its calls")
         for name, value in kind.numbers:
             if members.get(name, _ABSENT) != value:
                 raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
@@ -125,10 +124,7 @@ class Inspection:
 
     def _check_class(self, module: nn.Module, cls: type, kind: Kind) -> None:
         try:
-            kind.check_class(cls)
-            for name, original in _CALLS.items():
-                if getattr(cls, name) is not original:
-                    check_function(getattr(cls, name))
+            check_class(cls, kind)
         except UnknownLayout as reason:
             raise Distrust(module, f"{{}} {reason}") from None
         self._classes.add((cls, kind))
@@ -169,6 +165,14 @@ def _kind(expected: type[nn.Module], forward: Callable, options: tuple[tuple[str
         check_function(forward)
 
     return Kind(check, **dict(options))
+
+
+def check_class(cls: type, kind: Kind) -> None:
+    """Raise UnknownLayout for a class of modules that may compute something else."""
+    kind.check_class(cls)
+    for name, original in _CALLS.items():
+        if getattr(cls, name) is not original:
+            check_function(getattr(cls, name))
 
 
 def _name(cls: type) -> str:
@@ -216,6 +220,12 @@ def _wrapped_by(function: Callable):
 
 
 # --- leftovers
+
+
+def hooks_do_nothing(members: dict[str, Any]) -> bool:
+    """Whether a module with these members has no forward hook that has to see its calls."""
+    hooks = members["_forward_pre_hooks"], members["_forward_hooks"]
+    return all(_does_nothing(hook) for each in hooks if each for hook in each.values())
 
 
 def _does_nothing(hook: Callable) -> bool:

@@ -5,7 +5,6 @@ Kernels: csrc/kernels/loss, csrc/cpu/cross_entropy.cpp.
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
 from llmkernels.ops._common import (
@@ -13,6 +12,7 @@ from llmkernels.ops._common import (
     caller,
     contiguous_like,
     differentiable_once,
+    is_batched,
     public,
     refuse_gradients,
     register_autograd,
@@ -55,17 +55,20 @@ def cross_entropy(
         lse_square_scale: of the squared log-sum-exp (z-loss), as in flash-attn. A mean divides it as the rest.
         softcap: caps the logits; 0 leaves them as they are.
         gradient_in_forward: if a gradient will be needed, compute it in the forward, from logits that are read anyway.
-            It takes the memory of another set of logits. The backward then only multiplies it by the gradient of the
-            loss, and on a GPU returns at once where that is 1.
-        inplace_backward: write that gradient over ``logits``, whose values are lost. They must be contiguous, or it is
-            written to other memory, as it is under torch.compile and the transforms of torch.func. The backward can
-            run once.
+            It takes the memory of another set of logits. It is that for a gradient of the loss of 1, as after
+            ``loss.backward()``, and then all is done. For another one, such as the scale of a GradScaler, the backward
+            computes it again, from the logits.
+        inplace_backward: write that gradient over ``logits``, whose values are lost; in float16 only in the backward.
+            They must be contiguous, or it is written to other memory, as it is under torch.compile and the transforms
+            of torch.func. The backward can run once.
 
     Returns:
         the loss, a scalar, or (...) for reduction "none"; float32, for float64 float64.
 
     Layout: rows any constant distance apart are read in place; any other layout is copied first.
-    Arithmetic: float32 (float64 for float64); the gradient is rounded once, twice where the loss has one but 1.
+    Arithmetic: float32 (float64 for float64). The gradient is rounded once, with the gradient of the loss and the
+        divisor of a mean in it: in float16 a GradScaler keeps small ones from underflow as it does in PyTorch. With
+        ``inplace_backward`` other dtypes round it a second time where the gradient of the loss is not 1.
     Differentiable: once, in ``logits``; saves logits, target, weight, the log-sum-exp of each row, and the gradient.
     Deterministic: yes, gradients included. A row's bits do not depend on the other rows.
     Matches: ``torch.nn.functional.cross_entropy(logits.float(), target, ...)`` for logits of two dimensions, a mean
@@ -91,13 +94,21 @@ def cross_entropy(
 
 
 class _InPlace(Function):
-    """The gradient replaces the logits, which others then cannot have saved: autograd is told that they changed."""
+    """The gradient replaces the logits, which others then cannot have saved: autograd is told that they changed.
+
+    In the forward, but float16 in the backward: rounded without the scale of a GradScaler, most of it would be zero.
+    """
 
     @staticmethod
     def forward(ctx, logits, target, weight, *options):
         gradient = logits.detach()
-        loss = _ops.cross_entropy_(gradient, target, weight, *options)
-        torch.autograd.graph.increment_version(gradient)
+        ctx.in_forward, ctx.options = logits.dtype != torch.float16, options
+        if ctx.in_forward:
+            loss = _ops.cross_entropy_(gradient, target, weight, *options)
+            torch.autograd.graph.increment_version(gradient)
+        else:
+            loss, lse, sums, _ = _ops.cross_entropy.no_grad(gradient, target, weight, *options)
+            ctx.save_for_backward(target, weight, lse, sums)
         ctx.gradient, ctx.version = gradient, gradient._version
         return loss
 
@@ -110,7 +121,11 @@ class _InPlace(Function):
             raise RuntimeError("cross_entropy: with inplace_backward the backward can run once")
         if gradient._version != ctx.version:
             raise RuntimeError("cross_entropy: with inplace_backward logits must not be changed before the backward")
-        _ops.cross_entropy_scale_(gradient, grad_loss)
+        if ctx.in_forward:
+            _ops.cross_entropy_scale_(gradient, grad_loss)
+        else:
+            _ops.cross_entropy_backward_(gradient, grad_loss, None, *ctx.saved_tensors, *ctx.options)
+            torch.autograd.graph.increment_version(gradient)
         return gradient, *(None for _ in ctx.needs_input_grad[1:])
 
 
@@ -124,8 +139,9 @@ def _fake_loss(logits, target, weight=None, ignore_index=-100, reduction="mean",
 
 def _fake(logits, target, weight=None, ignore_index=-100, reduction="mean", *options, gradient_in_forward=False, **_):
     gradient_in_forward = options[3] if len(options) > 3 else gradient_in_forward
-    grad = contiguous_like(logits) if gradient_in_forward else logits.new_empty(0)
-    return _fake_loss(logits, target, weight, ignore_index, reduction), _wide_like(logits, target.shape), grad
+    loss, lse = _fake_loss(logits, target, weight, ignore_index, reduction), _wide_like(logits, target.shape)
+    sums = _wide_like(logits, 2 if reduction == "mean" or weight is not None else 0)
+    return loss, lse, sums, contiguous_like(logits) if gradient_in_forward else logits.new_empty(0)
 
 
 register_fake("cross_entropy", _fake)
@@ -133,32 +149,33 @@ register_fake("cross_entropy_", _fake_loss, overloads=("",))
 register_fake(
     "cross_entropy_backward", lambda grad_loss, logits, *others, **named: contiguous_like(logits), overloads=("",)
 )
+register_fake("cross_entropy_backward_", lambda grad, grad_loss, *others, **named: None, overloads=("",))
 register_fake("cross_entropy_scale_", lambda grad, grad_loss: None, overloads=("",))
 
 
 def _setup(ctx, inputs, output):
     logits, target, weight, *ctx.options, has_gradient = inputs
-    _loss, lse, grad = output
-    ctx.mark_non_differentiable(lse, grad)
+    _loss, lse, sums, grad = output
+    ctx.mark_non_differentiable(lse, sums, grad)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, target, weight, lse)
+    ctx.save_for_backward(logits, target, weight, lse, sums)
     ctx.in_forward = has_gradient
     ctx.gradient = grad.detach() if has_gradient else None
 
 
 @differentiable_once
-def _backward(ctx, grad_loss, _grad_lse, _grad_grad):
+def _backward(ctx, grad_loss, *_):
     none = (None,) * (3 + len(ctx.options))
     if grad_loss is None:
         return None, *none
-    logits, target, weight, lse = ctx.saved_tensors
-    batched = _is_transforming() or is_legacy_batchedtensor(grad_loss)  # for which there is no op in place
+    logits, *others = ctx.saved_tensors  # target, weight, lse, sums
+    batched = _is_transforming() or is_batched(grad_loss)  # for which there is no op in place
     if batched or not ctx.in_forward:
-        return _ops.cross_entropy_backward(grad_loss, logits, target, weight, lse, *ctx.options), *none
+        return _ops.cross_entropy_backward(grad_loss, logits, *others, *ctx.options), *none
     gradient, ctx.gradient = ctx.gradient, None
     if gradient is None:  # it is the caller's since the first backward; another one repeats the forward, bit for bit
-        *_, gradient = _ops.cross_entropy.no_grad(logits, target, weight, *ctx.options, True)
-    _ops.cross_entropy_scale_(gradient, grad_loss)
+        *_, gradient = _ops.cross_entropy.no_grad(logits, *others[:2], *ctx.options, True)
+    _ops.cross_entropy_backward_(gradient, grad_loss, logits, *others, *ctx.options)
     return gradient, *none
 
 

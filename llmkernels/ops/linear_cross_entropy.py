@@ -5,13 +5,13 @@ Composition, by chunks of rows: csrc/torch/linear_cross_entropy.cpp; kernels: cs
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 
 from llmkernels.ops._common import (
     _is_transforming,
     caller,
     contiguous_like,
     differentiable_once,
+    is_batched,
     public,
     refuse_gradients,
     register_autograd,
@@ -60,7 +60,7 @@ def linear_cross_entropy(
             much as W, and at least 512 MiB. Larger chunks are faster: for each of them the sum of W's gradient, 4 V K
             bytes, is read and written. In bfloat16 on a GPU the default is all rows at once, if their logits take no
             more than such a chunk and that sum together: then there is no sum, and W's gradient is in bfloat16 before
-            the backward multiplies it.
+            the backward multiplies it. On the CPU that is so for any single chunk of 16 bits.
 
     Returns:
         the loss, a scalar, or (...) for reduction "none"; float32, for float64 float64.
@@ -105,13 +105,15 @@ def linear_cross_entropy(
 def _at_once(x: Tensor, weight: Tensor, max_logits_bytes: int | None, needs_weight: bool) -> bool:
     """Whether all rows are computed at once: where the logits take no more than chunks with float32 sums would.
 
-    Only in bfloat16: in float16 the gradient of the sum of the losses could overflow.
+    On a GPU only in bfloat16: in float16 the gradient of the sum of the losses could overflow. On the CPU, which rounds
+    every product to 16 bits, a single chunk has nothing to sum.
     """
-    is_known = x.is_cuda and x.dtype == torch.bfloat16 and weight.ndim == 2
-    if max_logits_bytes is not None or not needs_weight or not is_known:
+    if not needs_weight or x.dtype not in (torch.bfloat16, torch.float16) or weight.ndim != 2:
         return False
-    chunk, sums = max(1 << 29, 2 * weight.numel()), 4 * weight.numel()
-    return 2 * x.shape[:-1].numel() * weight.shape[0] <= chunk + sums
+    logits, chunk = 2 * x.shape[:-1].numel() * weight.shape[0], max(1 << 29, 2 * weight.numel())
+    if x.is_cuda:
+        return x.dtype == torch.bfloat16 and max_logits_bytes is None and logits <= chunk + 4 * weight.numel()
+    return logits <= (chunk if max_logits_bytes is None else max_logits_bytes)
 
 
 def _bound(names: tuple[str, ...], args: tuple, named: dict, **defaults) -> list:
@@ -181,7 +183,7 @@ def _backward(ctx, grad_loss, *_others):
         return (None,) * count
     x, linear_weight, target, linear_bias, weight, lse = ctx.saved_tensors
     needs = _needed(ctx, linear_bias)
-    batched = _is_transforming() or is_legacy_batchedtensor(grad_loss)  # for which there is no op in place
+    batched = _is_transforming() or is_batched(grad_loss)  # for which there is no op in place
     if batched or ctx.early is None:
         arguments = x, linear_weight, target, linear_bias, weight, lse, *ctx.options
         grads = _ops.linear_cross_entropy_backward(grad_loss, *arguments, *needs)

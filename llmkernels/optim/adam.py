@@ -11,7 +11,6 @@ from torch.optim.optimizer import ParamsT
 from llmkernels.optim._tensors import by_device, grad_norm, is_dense, local, real, same_order
 
 _adam = torch.ops.llmkernels.adam_.default
-_OFFSETS = 1 << 43  # of a random state
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
@@ -20,7 +19,13 @@ class _OneLaunch:
 
     max_grad_norm: float | None
 
-    def _init(self, state_dtype: torch.dtype | None, stochastic_rounding: bool, max_grad_norm: float | None) -> None:
+    def _init(
+        self,
+        state_dtype: torch.dtype | None,
+        stochastic_rounding: bool,
+        rounding_seed: int,
+        max_grad_norm: float | None,
+    ) -> None:
         name = type(self).__name__
         if state_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"{name}: state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype}")
@@ -33,6 +38,7 @@ class _OneLaunch:
         for options in (self.defaults, *self.param_groups):
             options.setdefault("state_dtype", state_dtype)
             options.setdefault("stochastic_rounding", stochastic_rounding)
+            options.setdefault("rounding_seed", rounding_seed)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self._counters: dict[torch.device, Tensor] = {}
@@ -51,7 +57,7 @@ class _OneLaunch:
         self.grad_norm = None
         self.__dict__.setdefault("max_grad_norm", None)
         for group in self.param_groups:  # those of torch.optim lack these
-            for name, default in (("state_dtype", None), ("stochastic_rounding", False)):
+            for name, default in (("state_dtype", None), ("stochastic_rounding", False), ("rounding_seed", 0)):
                 group.setdefault(name, self.defaults.get(name, default))
             for param in group["params"]:
                 found = self.state.get(param)
@@ -120,9 +126,11 @@ class _OneLaunch:
                 grads = [param.grad for _, params in groups for param in params]
                 grads = [real(grad) if grad.is_complex() else grad for grad in grads]  # DTensors whole
                 norm = self.grad_norm = grad_norm(grads) if grads else None
+            first = 0  # the index in the optimizer of the group's first parameter
             for group, params in groups:
                 for device, part in by_device(params, params).items():
-                    self._step_on(device, group, part, norm)
+                    self._step_on(device, group, first, part, norm)
+                first += len(group["params"])
         return loss
 
     def _check(self, param: Tensor) -> None:
@@ -137,7 +145,9 @@ class _OneLaunch:
         for name in _STATE if group["amsgrad"] else _STATE[:2]:
             state[name] = self._new_state(group, param)
 
-    def _step_on(self, device: torch.device, group: dict[str, Any], params: list[Tensor], norm: Tensor | None) -> None:
+    def _step_on(
+        self, device: torch.device, group: dict[str, Any], first: int, params: list[Tensor], norm: Tensor | None
+    ) -> None:
         part = local if all(param.is_floating_point() for param in params) else real
         targets = [part(param) for param in params]
         dense = [target if is_dense(target) else target.contiguous() for target in targets]
@@ -160,9 +170,10 @@ class _OneLaunch:
         def number(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(device, torch.float32, non_blocking=True)
 
-        rng_state = None
+        rounding_seed, indices = None, []
         if group["stochastic_rounding"] and any(target.dtype.itemsize == 2 for target in targets):
-            rng_state = torch.randint(_OFFSETS, (2,), device=device)
+            index_of = {param: index for index, param in enumerate(group["params"], first)}
+            rounding_seed, indices = group["rounding_seed"], [index_of[param] for param in params]
         counter = None
         if device.type == "cuda" and not torch.compiler.is_compiling():
             counter = self._counters.get(device)
@@ -178,8 +189,9 @@ class _OneLaunch:
             number(getattr(self, "grad_scale", None)),
             number(getattr(self, "found_inf", None)),
             number(norm),
-            rng_state,
             counter,
+            rounding_seed,
+            indices,
             lr,
             beta1,
             beta2,
@@ -214,14 +226,17 @@ class Adam(_OneLaunch, torch.optim.Adam):
         differentiable: must be False.
         state_dtype: of the moments: ``torch.float32``, the default, or ``torch.bfloat16``. (float64 for float64.)
         stochastic_rounding: round parameters of 16 bits up or down at random, so that they are right on average and
-            small updates are not lost. Random numbers come from the device's default generator.
+            small updates are not lost.
+        rounding_seed: of its random numbers, which are a function of this seed, the step of the parameter and its
+            index in the optimizer, and of nothing else: ranks that take the same steps stay equal, bit for bit, and a
+            run continued from a state dict, which has the seed, draws what it would have drawn.
         max_grad_norm: clip gradients to this norm within the step, as ``clip_grad_norm_`` does in a pass of its own.
             The norm is of all parameters of the optimizer; ``optimizer.grad_norm`` is that of the last step, times the
             scale of a ``GradScaler``. The gradients themselves do not change.
 
-    The last three are options of this class. The first two may be set by group.
+    The last four are options of this class. All but ``max_grad_norm`` may be set by group.
 
-    Launches: one per group and device for up to 500 parameters. ``max_grad_norm`` adds two, a random state one.
+    Launches: one per group and device for up to 500 parameters. ``max_grad_norm`` adds two.
     Dtype: float32, float16 and bfloat16 in one list; float64 on the CPU. Complex parameters are pairs of real ones, and
         their moments complex of the same dtype.
     Layout: any. Parameters or states with gaps in their memory, and gradients in another order than their parameter,
@@ -230,7 +245,7 @@ class Adam(_OneLaunch, torch.optim.Adam):
         gradients stay scaled.
     CUDA graphs: with ``capturable=True``. Steps are counted on the device in any case.
     State dicts: those of ``torch.optim.Adam``, in both directions. PyTorch rounds moments to the parameter's dtype.
-    Deterministic: yes, for a given state of the random generator.
+    Deterministic: yes.
     Matches: ``torch.optim.Adam``; in float32 but for the rounding of each operation. Parameters of 16 bits are rounded
         once per step, and their moments are float32, where PyTorch has 16 bits.
     Raises: as ``torch.optim.Adam``; RuntimeError for sparse gradients and differentiable=True;
@@ -255,6 +270,7 @@ class Adam(_OneLaunch, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
         torch.optim.Adam.__init__(
@@ -272,7 +288,7 @@ class Adam(_OneLaunch, torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
-        self._init(state_dtype, stochastic_rounding, max_grad_norm)
+        self._init(state_dtype, stochastic_rounding, rounding_seed, max_grad_norm)
 
 
 class AdamW(_OneLaunch, torch.optim.AdamW):
@@ -308,6 +324,7 @@ class AdamW(_OneLaunch, torch.optim.AdamW):
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
         torch.optim.AdamW.__init__(
@@ -324,4 +341,4 @@ class AdamW(_OneLaunch, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._init(state_dtype, stochastic_rounding, max_grad_norm)
+        self._init(state_dtype, stochastic_rounding, rounding_seed, max_grad_norm)

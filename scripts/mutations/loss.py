@@ -5,6 +5,7 @@ from .mutation import Mutation
 CPU_SOFTMAX, SOFTMAX = "csrc/cpu/softmax.cpp", "csrc/kernels/softmax/softmax.cu"
 CPU_LOSS, LOSS = "csrc/cpu/cross_entropy.cpp", "csrc/kernels/loss/cross_entropy.cu"
 LOSS_TERMS, LOSS_BACKWARD = "csrc/kernels/loss/row_terms.cuh", "csrc/kernels/loss/cross_entropy_backward.cu"
+LOSS_PYTHON = "llmkernels/ops/cross_entropy.py"
 CHUNKS, CHUNKS_PYTHON = "csrc/torch/linear_cross_entropy.cpp", "llmkernels/ops/linear_cross_entropy.py"
 
 LOSSES = [
@@ -175,6 +176,22 @@ LOSSES = [
         "return (vocab + tile - 1) / tile;",
         "return std::max<int64_t>(1, vocab / tile);",
         "tests/test_cross_entropy.py -k 'vocabularies and cuda'",
+    ),
+    Mutation(
+        "cuda_loss_keeps_rows_after_the_first",
+        "where the gradient of the first row's loss is 1, no row is computed again",
+        LOSS_BACKWARD,
+        "if (params.grad_is_of_one && grad_loss == 1.f) continue;",
+        "if (params.grad_is_of_one && grad_losses[0] == 1.f) continue;",
+        "tests/test_cross_entropy.py -k 'gradient_of_the_loss and cuda'",
+    ),
+    Mutation(
+        "py_loss_is_rounded_before_it_is_scaled",
+        "a gradient in float16 is divided by the rows and rounded before it is multiplied by the scale",
+        LOSS_PYTHON,
+        "_ops.cross_entropy_backward_(gradient, grad_loss, logits, *others, *ctx.options)",
+        "_ops.cross_entropy_scale_(gradient, grad_loss)",
+        "tests/test_cross_entropy.py -k 'grad_scaler'",
     ),
     Mutation(
         "cuda_loss_scaled_once_for_all_rows",

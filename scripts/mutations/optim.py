@@ -18,8 +18,16 @@ OPTIM = [
         "cpu_adam_repeats_random_numbers",
         "tensors of a list get the same random numbers",
         ARITHMETIC,
-        "static_cast<uint64_t>(tensor) << 44 | static_cast<uint64_t>(quad)",
-        "static_cast<uint64_t>(tensor) * 0 | static_cast<uint64_t>(quad)",
+        "index << 44 | static_cast<uint64_t>(i)",
+        "index * 0 | static_cast<uint64_t>(i)",
+        "tests/test_optim.py -k 'stochastic'",
+    ),
+    Mutation(
+        "cpu_adam_draws_alike_in_every_step",
+        "the random numbers of a parameter do not depend on its step",
+        ARITHMETIC,
+        "sampling::random_bits(seed, step, ",
+        "sampling::random_bits(seed, 0, ",
         "tests/test_optim.py -k 'stochastic'",
     ),
     Mutation(

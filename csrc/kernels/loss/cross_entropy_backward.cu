@@ -1,10 +1,16 @@
-// The gradient of cross-entropy from logits and log-sum-exp, where the forward has not written it, and its product with
-// the gradient of the loss, where it has:
+// The gradient of cross-entropy from logits and log-sum-exp:
 //
 //   grad = round(grad_loss d losses / d logits / divisor)      reads the logits, writes the gradient (row_terms.cuh)
-//   grad = round(grad_loss grad)                               nothing where grad_loss is 1, as after a mean or a sum
 //
-// float32, float16 or bfloat16; float32 arithmetic. Each element by itself, so any split of the work gives the same.
+// Where the forward has written the gradient for a grad_loss of 1, nothing is left to do for such a loss, as after a
+// mean or a sum. For another one the gradient is computed again, by as many bytes as its product with grad_loss takes:
+// so grad_loss, which may be the scale of a GradScaler, is in it before it is rounded. Where there are no logits any
+// more, or the gradient is a sum of products with that of the logits, the product is all that can be had:
+//
+//   grad = round(grad_loss grad)                               nothing where grad_loss is 1
+//
+// float32, float16 or bfloat16; float32 arithmetic. Each element by itself, so any split of the work gives the same,
+// and the gradient may be written over the logits.
 #include <algorithm>
 
 #include "cross_entropy.h"
@@ -15,39 +21,44 @@ namespace {
 
 constexpr int kThreads = 256, kVectors = 4;  // per thread: loads in flight
 
-// Block (row, tile).
+// Block b takes tiles b, b + gridDim.x, ... of rows that have `tiles` each.
 template <typename T, int N, bool kGeneral>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_backward_kernel(const CrossEntropyParams params, int64_t tiles) {
   using V = Vec<T, N>;
-  const int64_t row = blockIdx.x / tiles, first = (blockIdx.x % tiles * kVectors * kThreads + threadIdx.x) * N;
-  const T* const logits = static_cast<const T*>(params.logits) + row * params.logits_stride;
-  T* const grad = static_cast<T*>(params.grad) + row * params.grad_stride;
-  const auto column = [&](int v) { return first + static_cast<int64_t>(v) * kThreads * N; };
+  const auto* const grad_losses = static_cast<const float*>(params.grad_loss);
   pdl_launch_dependents();
   pdl_wait();
-  const int64_t target = params.target[row];
-  const bool ignored = target == params.options.ignore_index;
-  V x[kVectors];
+  if (params.grad_is_of_one && params.grad_loss_stride == 0 && grad_losses[0] == 1.f) return;
+  for (int64_t tile = blockIdx.x; tile < params.rows * tiles; tile += gridDim.x) {
+    const int64_t row = tile / tiles, first = (tile % tiles * kVectors * kThreads + threadIdx.x) * N;
+    const float grad_loss = grad_losses[row * params.grad_loss_stride];
+    if (params.grad_is_of_one && grad_loss == 1.f) continue;
+    const T* const logits = static_cast<const T*>(params.logits) + row * params.logits_stride;
+    T* const grad = static_cast<T*>(params.grad) + row * params.grad_stride;
+    const auto column = [&](int v) { return first + static_cast<int64_t>(v) * kThreads * N; };
+    const int64_t target = params.target[row];
+    const bool ignored = target == params.options.ignore_index;
+    V x[kVectors];
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (!ignored && column(v) < params.vocab) x[v] = V::load(logits + column(v));
-  }
-  const LossTerms terms(params);
-  const float lse = static_cast<const float*>(params.lse)[row];
-  const float grad_loss = static_cast<const float*>(params.grad_loss)[row * params.grad_loss_stride];
-  const float a = ignored ? 0.f : terms.of_target(target, params.vocab), scale = grad_loss / terms.divisor;
-  const RowGradient gradient{lse, terms.probability_factor(a, lse) * scale, terms.smoothing * scale, a * scale};
+    for (int v = 0; v < kVectors; ++v) {
+      if (!ignored && column(v) < params.vocab) x[v] = V::load(logits + column(v));
+    }
+    const LossTerms terms(params);
+    const float lse = static_cast<const float*>(params.lse)[row];
+    const float a = ignored ? 0.f : terms.of_target(target, params.vocab), scale = grad_loss / terms.divisor;
+    const RowGradient gradient{lse, terms.probability_factor(a, lse) * scale, terms.smoothing * scale, a * scale};
 #pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    if (column(v) >= params.vocab) continue;
-    const V result = ignored ? V::of([](int) { return 0.f; })
-                             : gradient.template operator()<kGeneral>(x[v], column(v), target, terms);
-    result.store(grad + column(v));
+    for (int v = 0; v < kVectors; ++v) {
+      if (column(v) >= params.vocab) continue;
+      const V result = ignored ? V::of([](int) { return 0.f; })
+                               : gradient.template operator()<kGeneral>(x[v], column(v), target, terms);
+      result.store(grad + column(v));
+    }
   }
 }
 
-// A persistent grid, so that it ends at once where the only factor is 1. Block b takes tiles b, b + gridDim.x, ...
+// Blocks take tiles as above.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_scale_kernel(const CrossEntropyScaleParams params, int64_t tiles) {
@@ -79,6 +90,16 @@ int64_t tiles_of(int64_t vocab, int width) {
   return (vocab + tile - 1) / tile;
 }
 
+// A persistent grid, so that it ends at once where the only grad_loss is 1.
+cudaError_t persistent_shape(int64_t tiles, LaunchShape& shape) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  constexpr int kBlocksPerSm = 8;
+  shape = {std::min(tiles, kBlocksPerSm * static_cast<int64_t>(device.sm_count)), dim3(kThreads)};
+  shape.may_overlap = false;
+  return cudaSuccess;
+}
+
 }  // namespace
 
 cudaError_t cross_entropy_backward(const CrossEntropyParams& params, Dtype dtype, cudaStream_t stream) {
@@ -89,25 +110,25 @@ cudaError_t cross_entropy_backward(const CrossEntropyParams& params, Dtype dtype
       constexpr bool kGeneral = decltype(general)::value;
       const bool vector = is_vector<T>(params);
       const int64_t tiles = tiles_of(params.vocab, vector ? kVecWidth<T> : 1);
+      LaunchShape shape{params.rows * tiles, dim3(kThreads)};
+      if (params.grad_is_of_one) {
+        if (const cudaError_t status = persistent_shape(shape.blocks, shape); status != cudaSuccess) return status;
+      }
       return launch(vector ? cross_entropy_backward_kernel<T, kVecWidth<T>, kGeneral>
                            : cross_entropy_backward_kernel<T, 1, kGeneral>,
-                    {params.rows * tiles, dim3(kThreads)}, stream, params, tiles);
+                    shape, stream, params, tiles);
     });
   });
 }
 
 cudaError_t cross_entropy_scale(const CrossEntropyScaleParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.rows == 0 || params.vocab == 0) return cudaSuccess;
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const bool vector = params.vocab % kVecWidth<T> == 0 && is_aligned(params.grad, 16);
     const int64_t tiles = tiles_of(params.vocab, vector ? kVecWidth<T> : 1);
-    constexpr int kBlocksPerSm = 8;
-    LaunchShape shape{std::min<int64_t>(params.rows * tiles, kBlocksPerSm * static_cast<int64_t>(device.sm_count)),
-                      dim3(kThreads)};
-    shape.may_overlap = false;
+    LaunchShape shape;
+    if (const cudaError_t status = persistent_shape(params.rows * tiles, shape); status != cudaSuccess) return status;
     return launch(vector ? cross_entropy_scale_kernel<T, kVecWidth<T>> : cross_entropy_scale_kernel<T, 1>, shape,
                   stream, params, tiles);
   });

