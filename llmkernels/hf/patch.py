@@ -366,7 +366,7 @@ def _fallback(module: nn.Module, kind: str) -> str | None:
         if not runs_only_forward(_activation(module)):
             return "hooks on its activation have to see it"
     if kind == "add_rms_norm":
-        linear = next(module.self_attn.parameters(), None)
+        linear = next((parameter for parameter in module.parameters() if parameter.dim() > 1), None)
         for name, norm in zip(_options(module).norms, _fused_norms(module), strict=True):
             if fused_class(norm) is None:
                 return f"{name} has hooks or was replaced"
