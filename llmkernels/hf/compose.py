@@ -49,7 +49,6 @@ _PLAIN = {
     "gelu_pytorch_tanh": lambda x: _ops.bias_gelu(x, None, "tanh"),
     "relu2": lambda x: _ops.relu2(x),
 }
-ACTIVATIONS = {True: _GATED.keys(), False: _PLAIN.keys()}  # by `gated`
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,20 @@ calls. `Inspection` asks so of every module and every parameter, in every call o
     a module       its class and its class's forward are those expected; no forward of the instance and no hook that
                    does something; the children and parameters that its forward reads, and no others; not training
     a parameter    a plain nn.Parameter of a dtype and on a device, contiguous, with memory
-    all around     no mode, global hook or autocast; torch's functions, and those that a forward names, are their own
+    all around     no mode, global hook or autocast; that functions which forwards call are those expected, origin.py
+                   says of all classes at once
 
 What is left behind and does nothing is looked through: see `_does_nothing` and `calls_only_its_class`.
 """
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -33,15 +33,6 @@ OBSERVERS = {DeviceContext}
 
 _FORWARDS = {cls: cls.forward for cls in (nn.Linear, nn.Embedding, nn.ModuleList)}
 _CALLS = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl", "__getattr__")}
-# What the forwards of a model call by an attribute of torch.
-_FUNCTIONS = [
-    (owner, name, getattr(owner, name))
-    for owner, names in (
-        (F, ("linear", "embedding", "silu", "softmax", "dropout", "scaled_dot_product_attention")),
-        (torch, ("matmul", "cat", "rsqrt")),
-    )
-    for name in names
-]
 
 
 class NoStep(Exception):
@@ -68,9 +59,6 @@ def check_surroundings() -> None:
                 raise NoStep(f"{type(mode).__name__}, an active mode, has to see what is computed")
     if _has_any_global_hook():
         raise NoStep("hooks on all modules have to see their calls")
-    for owner, name, function in _FUNCTIONS:
-        if getattr(owner, name) is not function:
-            raise NoStep(f"{owner.__name__}.{name} was replaced")
 
 
 @dataclass(frozen=True)
@@ -78,7 +66,7 @@ class Kind:
     """What modules with one part to play look like.
 
     `check_class(cls)` raises UnknownLayout for a class that may compute something else. `trains` says that the forward
-    is another one in training mode. `numbers` are members that have a value: numbers, names, None.
+    is another one in training mode. `numbers` are members that have a value: numbers, names, functions, None.
     """
 
     check_class: Callable[[type], None]
@@ -108,7 +96,8 @@ class Inspection:
         if not hooks_do_nothing(members):
             raise Distrust(module, "hooks on {} have to see its calls")
         for name, value in kind.numbers:
-            if members.get(name, _ABSENT) != value:
+            found = members.get(name, _ABSENT)
+            if found != value and not _is_same_partial(found, value):
                 raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
         if kind.children is None:
             return members
@@ -144,6 +133,12 @@ class Inspection:
 _ABSENT = object()
 
 
+def _is_same_partial(found: Any, expected: Any) -> bool:
+    if not isinstance(found, functools.partial) or not isinstance(expected, functools.partial):
+        return False
+    return (found.func, found.args, found.keywords) == (expected.func, expected.args, expected.keywords)
+
+
 def kind(expected: type[nn.Module], **options: Any) -> Kind:
     """Modules that compute what this class of transformers' or torch's does, with the forward that it has."""
     return _kind(expected, _FORWARDS.get(expected, expected.forward), tuple(sorted(options.items())))
@@ -162,7 +157,7 @@ def _kind(expected: type[nn.Module], forward: Callable, options: tuple[tuple[str
             raise UnknownLayout(f"is a {_name(cls)}, not {_name(expected)}")
         if cls.forward is not forward:
             raise UnknownLayout("has another forward: that of its class was replaced")
-        check_function(forward)
+        check_origin(forward, ("transformers", "torch"))
 
     return Kind(check, **dict(options))
 
@@ -172,46 +167,11 @@ def check_class(cls: type, kind: Kind) -> None:
     kind.check_class(cls)
     for name, original in _CALLS.items():
         if getattr(cls, name) is not original:
-            check_function(getattr(cls, name))
+            check_origin(getattr(cls, name), ("transformers", "torch"))
 
 
 def _name(cls: type) -> str:
     return f"torch.nn.{cls.__name__}" if cls.__module__.startswith("torch.nn.") else f"{cls.__module__}.{cls.__name__}"
-
-
-def check_function(function: Callable) -> None:
-    """Raise UnknownLayout unless a function, and those that it names, are transformers' or torch's own."""
-    chain = (function, *_wrapped_by(function))
-    for part in chain:
-        names, values = _global_functions(part)
-        found = tuple(map(values.get, names))
-        if _vetted.get(part) == found:
-            continue
-        for value in (part, *found):
-            if value is not None:
-                check_origin(value, ("transformers", "torch"))
-        _vetted[part] = found
-
-
-_vetted: dict[Callable, tuple] = {}  # what each function's names stood for when they were found to be in order
-
-
-def formulas(classes: Iterable[type]) -> tuple:
-    """The functions that decide what classes compute, as they are now: forwards, and what those name."""
-    found = []
-    for cls in classes:
-        for part in (cls.forward, *_wrapped_by(cls.forward)):
-            names, values = _global_functions(part)
-            found.append((part, *map(values.get, names)))
-    return tuple(found)
-
-
-@functools.cache
-def _global_functions(function: Callable) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The globals of its module that a function names and that are functions, and all globals."""
-    values, code = getattr(function, "__globals__", {}), getattr(function, "__code__", None)
-    names = code.co_names if code is not None else ()
-    return tuple(name for name in names if isinstance(values.get(name), types.FunctionType)), values
 
 
 def _wrapped_by(function: Callable):
