@@ -266,7 +266,11 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def with_random_weights(config: Configuration, device: torch.device) -> nn.Module:
-    """A model of a configuration; the same weights every time."""
+    """A model of a configuration; the same weights every time.
+
+    Its attention is what transformers takes by itself: sdpa, which newer versions refuse to Gemma 2, since it has no
+    softcap.
+    """
     import transformers
 
     kind, facts = config
@@ -274,7 +278,7 @@ def with_random_weights(config: Configuration, device: torch.device) -> nn.Modul
     torch.manual_seed(0)
     with device:  # made where it runs: 15 GB of random numbers in a second
         model = transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, kind)(**facts), dtype=default_dtype(device), attn_implementation="sdpa"
+            getattr(transformers, kind)(**facts), dtype=default_dtype(device)
         )
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("norm.weight"):  # all alike would hide a norm that forgets its weight

@@ -89,7 +89,7 @@ def try_untested() -> dict | None:
     """Of a transformers newer than what was tested: that it is, and what is left alone with it of a small Llama."""
     if (says := untested_transformers()) is None:
         return None
-    from llmkernels.hf.trial import trial
+    from llmkernels._trial import trial
 
     try:
         return {"says": says, "left_alone": trial()}

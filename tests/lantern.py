@@ -11,6 +11,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from llmkernels.hf.cache_name import cache_name
+
+CACHE = cache_name()
+
 
 class LanternConfig(LlamaConfig):
     model_type = "lantern"
@@ -68,14 +72,15 @@ class LanternAttention(nn.Module):
         self.q_norm = LanternRMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = LanternRMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+        cache = kwargs.pop(CACHE, None)
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)
         k = self.k_norm(self.k_proj(hidden_states).view(heads)).transpose(1, 2)
         v = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         q, k = rotary(q, k, *position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         y, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, dropout=0.0, **kwargs)
         return self.dense(y.flatten(-2)), weights

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 import llmkernels
 from families import WINDOW, family_model
 from hf_models import assert_close, tiny_inputs
+from llmkernels.hf import adopt
 from llmkernels.hf.decode import decoder
 from llmkernels.hf.trunk import is_ours
 
@@ -415,4 +416,69 @@ def test_any_order(family, prompt, actions):
         if twins.batch > 12:
             break
         ACTIONS[action](twins)
+        twins.forward()
+
+
+# --- generate, and what can go wrong
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_goes_on_with_it(family, late):
+    """Steps that were queued and are not wanted are undone, behind a window too."""
+    twins = Twins(family)
+    ids = tiny_inputs(tokens=PROMPT + 1 + 2)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    whole = twins.models[1].generate(ids, past_key_values=copy.deepcopy(twins.caches[1]), **options)
+    options["eos_token_id"] = whole[:, -3].tolist()  # the end comes before the last token that is asked for
+    found, expected = twins.do(lambda cache, model: model.generate(ids, past_key_values=cache, **options))
+    assert torch.equal(found, expected) and found.shape[1] < whole.shape[1]
+    assert decoder(twins.models[0]).calls == {STEP: 1}
+    twins.forward()
+
+
+@pytest.mark.parametrize("fails", [1, 2, 4])
+def test_no_memory_for_the_buffers(fails, monkeypatch):
+    """Forwards go on without steps, on the cache as it was."""
+    twins = Twins("gemma3", tokens=0)
+    calls = []
+
+    def out_of_memory(*arguments):
+        calls.append(1)
+        if len(calls) == fails:
+            raise torch.OutOfMemoryError
+        return filled(*arguments)
+
+    filled = adopt._filled
+    monkeypatch.setattr(adopt, "_filled", out_of_memory)
+    layers = list(twins.caches[0].layers)
+    twins.forward()
+    assert {type(layer) for layer in layers} == {DynamicLayer, DynamicSlidingWindowLayer}
+    assert twins.steps == 0
+
+
+def test_the_layers_are_the_same_objects():
+    twins = Twins("gemma3", tokens=0)
+    layers = list(twins.caches[0].layers)
+    twins.forward()
+    assert all(x is y for x, y in zip(layers, twins.caches[0].layers, strict=True))
+    assert layers[0].keys.shape[2] == twins.caches[1].layers[0].keys.shape[2]
+
+
+def test_a_short_chat_takes_little_memory():
+    twins = Twins("qwen2", 10)
+    assert twins.caches[0].capacity == 256
+    for _ in range(8):
+        twins.forward(70)
+    assert twins.caches[0].capacity <= 2 * 571 + 64
+
+
+def test_in_inference_mode():
+    twins = Twins("gemma3")
+    with torch.inference_mode():
+        twins.forward(2)
+        twins.forward(70)
+        twins.do(lambda cache, model: cache.reorder_cache(torch.tensor([1, 0])))
+    twins.forward()
+    with torch.inference_mode():
+        twins.do(METHODS["scale"])
         twins.forward()

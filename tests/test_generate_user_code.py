@@ -1,5 +1,7 @@
 """Processors, criteria and streamers of the caller get the same calls and tensors as from transformers."""
 
+import inspect
+
 import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
@@ -182,7 +184,7 @@ def test_gradients_through_generate_without_its_decorator(device):
     for patched in (True, False):
         if patched:
             llmkernels.patch(model)
-        scores = type(model).generate.__wrapped__(model, ids, **options).scores
+        scores = inspect.unwrap(type(model).generate)(model, ids, **options).scores
         model.zero_grad()
         scores[-1][0, 7].backward()
         grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())

@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache
 from hf_models import FAMILIES, LAYERS, assert_close, logits_of, tiny_inputs, tiny_model
 from llmkernels import KVCache, PagedKVCache
 from llmkernels.hf import OutOfPages
-from llmkernels.hf.cache import room_for
+from llmkernels.hf.cache import KVCacheLayer, room_for
 
 
 def filled(device="cpu", tokens=5, capacity=8, batch=2):
@@ -93,6 +93,31 @@ def test_a_cache_that_grows(device):
     assert cache.make_room(517)
     assert [layer.k.shape for layer in cache.layers] == [(2, 2496, 2, 4)] * LAYERS
     assert_holds(cache, keys)
+
+
+@pytest.mark.parametrize("fails", range(1, 2 * LAYERS + 1))
+def test_no_memory_to_grow(fails, monkeypatch):
+    """Nothing has changed then, and no layer is left behind when it goes on."""
+    cache, keys = filled()
+    for layer in cache.layers:
+        layer.grows = True
+    calls = []
+
+    def moved(*arguments):
+        calls.append(1)
+        if len(calls) == fails:
+            raise torch.OutOfMemoryError
+        return original(*arguments)
+
+    original = KVCacheLayer._moved
+    monkeypatch.setattr(KVCacheLayer, "_moved", moved)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.make_room(4)
+    assert_holds(cache, keys)
+    assert all(layer.k.shape[1] == layer.v.shape[1] == layer.capacity for layer in cache.layers)
+    assert cache.make_room(4)
+    assert_holds(cache, keys)
+    assert all(layer.k.shape[1] == layer.v.shape[1] == layer.capacity >= 9 for layer in cache.layers)
 
 
 def test_the_room_of_a_cache_grows_with_its_tokens():

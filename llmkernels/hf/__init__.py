@@ -14,7 +14,7 @@ handle, on a deep copy or a loaded pickle.
     packing.py   weights that are read together, in one storage
     cache.py     a KV cache of fixed buffers, as transformers takes it; paged.py, one of pages
     adopt.py     transformers' own DynamicCache around a decode step
-    cache_name.py  what transformers calls the cache; trial.py, what patch leaves alone with the one installed
+    cache_name.py  what transformers calls the cache
     trunk.py     what the decode step reads of a model, or why it can not run; trust.py, whether a module may be read
     decode.py    the decode step: one token for every sequence
     loop.py      the loop behind model.generate(); generate.py, our own; reading.py, what they share

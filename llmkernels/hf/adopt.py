@@ -146,16 +146,9 @@ class AdoptedLayer(DynamicLayer, Buffers):
 
     def give_back(self) -> None:
         """Be transformers' own layer again, of the same tokens: views of the buffers."""
-        self._become(self._as_theirs())
-
-    def _as_theirs(self) -> DynamicLayer:
-        layer = self.theirs.__new__(self.theirs)
-        vars(layer).update(self._state())
-        return layer
-
-    def _become(self, layer: DynamicLayer) -> None:
+        state = self._state()
         vars(self).clear()
-        vars(self).update(vars(layer))
+        vars(self).update(state)
         self.__class__ = self.theirs
 
     def _state(self) -> dict[str, Any]:
@@ -219,13 +212,15 @@ class AdoptedLayer(DynamicLayer, Buffers):
         )
 
     def crop(self, *args, **kwargs) -> None:
-        cropped = self._as_theirs()
+        held = self.k[:, self.start : self.length].transpose(1, 2)
+        cropped = self.theirs.__new__(self.theirs)
+        vars(cropped).update(vars(self), keys=held, values=held, cumulative_length=self.length)
         cropped.crop(*args, **kwargs)
         tokens, held = int(cropped.get_seq_length()), cropped.keys.shape[2]
-        if (self.is_shown and tokens < self.length) or held < self._least(tokens):
-            self._become(cropped)
-        else:
-            self.length, self.first = tokens, tokens - held
+        is_overwritten = self.is_shown and tokens < self.length
+        self.length, self.first = tokens, tokens - held
+        if is_overwritten or held < self._least(tokens):
+            self.give_back()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.is_shown or len(beam_idx) != self.k.shape[0]:

@@ -65,20 +65,18 @@ class Buffers:
                 f"KVCache: capacity must be at least {needed} tokens ({self.length} live, {tokens} new), "
                 f"got {self.capacity}"
             )
-        self.capacity = room_for(needed, self.nbytes * self.layers // self.capacity)
+        self._move(slice(None), room_for(needed, self.nbytes * self.layers // self.capacity))
+
+    def _move(self, rows: Any, capacity: int) -> None:
+        """Move the live tokens of these rows to buffers of this capacity. Where there is no memory, nothing changes."""
         if self.k is not None:
-            self._move(slice(None))
+            self.k, self.v = self._moved(self.k, rows, capacity), self._moved(self.v, rows, capacity)
+        self.capacity = capacity
 
-    def _move(self, rows: Any) -> None:
-        # One after the other, so that k's old buffer is freed before v's new one is allocated.
-        self.k = self._moved(self.k, rows)
-        self.v = self._moved(self.v, rows)
-
-    def _moved(self, buffer: Tensor, rows: Any) -> Tensor:
-        """A new buffer with the live tokens of these rows."""
+    def _moved(self, buffer: Tensor, rows: Any, capacity: int) -> Tensor:
         live = buffer[rows, : self.length]
         with torch.inference_mode(False):
-            new = buffer.new_zeros(live.shape[0], self.capacity, *buffer.shape[2:])
+            new = buffer.new_zeros(live.shape[0], capacity, *buffer.shape[2:])
         new[:, : self.length] = live
         return new
 
@@ -226,12 +224,12 @@ class KVCacheLayer(Buffers, CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.k is not None:
             rows = torch.arange(self.k.shape[0], device=self.k.device)
-            self._move(rows.repeat_interleave(repeats))
+            self._move(rows.repeat_interleave(repeats), self.capacity)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep these sequences: a tensor, a list, or any index of rows."""
         if self.k is not None:
-            self._move(indices)
+            self._move(indices, self.capacity)
 
 
 def _zeros(x: Tensor, capacity: int) -> Tensor:
@@ -352,7 +350,7 @@ class KVCache(Cache):
 
     def make_room(self, tokens: int) -> bool:
         """Make room for more tokens. Returns whether the buffers moved; raises ValueError if they can not."""
-        if self.layers[0].length + tokens <= self.layers[0].capacity:
+        if all(layer.length + tokens <= layer.capacity for layer in self.layers):
             return False
         for layer in self.layers:
             layer.make_room(tokens)

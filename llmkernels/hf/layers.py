@@ -91,10 +91,11 @@ def _unpickle(original: type[nn.Module], only_fused: bool, generates: bool, loss
 _RUNS = "_llmkernels_runs"  # the member in which a patched module counts
 
 
-def count(module: nn.Module, op: str) -> None:
-    """Note that a module has run an op, for the report. Inside of a compiled graph nobody counts."""
+def count(module: nn.Module, op: str, reason: str | None = None) -> None:
+    """Note that a module has run an op, or WITHOUT one for this reason. Inside of a compiled graph nobody counts."""
     if torch.compiler.is_compiling():
         return
+    op = op if reason is None else f"{op}: {reason}"
     members = module.__dict__
     runs = members.get(_RUNS)
     if runs is None:
@@ -103,7 +104,10 @@ def count(module: nn.Module, op: str) -> None:
 
 
 def runs_of(module: nn.Module) -> dict[str, int]:
-    """How often a patched module has run which op. Calls of several threads at the same time may count as one."""
+    """How often a patched module has run which op, or none, with the reason behind a colon where it gave one.
+
+    Calls of several threads at the same time may count as one.
+    """
     return dict(vars(module).get(_RUNS, {}))
 
 
@@ -232,7 +236,10 @@ def _add_norm(
     if fused is not None:
         count(layer, f"add_{cls.options.kind}")
         return fused
-    count(layer, WITHOUT)
+    why_not = (
+        "the norm has hooks or was replaced" if cls is None else "no kernel for the dtypes of the add and the norm"
+    )
+    count(layer, WITHOUT, why_not)
     residual = residual + hidden_states
     return norm(residual), residual
 

@@ -243,6 +243,19 @@ def calls_only_its_class(module: nn.Module, dtype: torch.dtype | None = None, de
     accelerate leaves that behind when its hooks go. With a dtype and a device of the weights, its hooks that move
     nothing and its autocast to that very dtype, which changes nothing, are looked through as well.
     """
+    if dtype is None:
+        return _comes_to_its_class(module, lambda forward: None)
+    return _comes_to_its_class(
+        module, lambda forward: _inside(module, forward) if _adds_nothing(module, forward, dtype, device) else None
+    )
+
+
+def calls_its_class(module: nn.Module) -> bool:
+    """Whether the forward set on a module is accelerate's, which comes to its class's forward, whatever it adds."""
+    return _comes_to_its_class(module, functools.partial(_inside, module))
+
+
+def _comes_to_its_class(module: nn.Module, inside: Callable[[Any], Any]) -> bool:
     forward = vars(module)["forward"]
     own = {type(module).forward, *_wrapped_by(type(module).forward)}
     while forward is not None:
@@ -252,25 +265,36 @@ def calls_only_its_class(module: nn.Module, dtype: torch.dtype | None = None, de
             forward = forward.__func__
         if type(forward) is types.FunctionType and forward in own:
             return True
-        forward = None if dtype is None else _looked_through(module, forward, dtype, device)
+        forward = inside(forward)
     return False
 
 
-def _looked_through(module: nn.Module, forward: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """What a wrapper around forward calls, or None where that is not all it does."""
+def _inside(module: nn.Module, forward: Any) -> Any:
+    """What a wrapper of accelerate's around a module's forward calls; None if it is another's."""
     if isinstance(forward, functools.partial):  # add_hook_to_module
         is_hook = forward.func.__module__ == "accelerate.hooks" and forward.args == (module,)
-        members = vars(module)
-        return members.get("_old_forward") if is_hook and _moves_nothing(members.get("_hf_hook"), device) else None
+        return vars(module).get("_old_forward") if is_hook else None
     origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
     if origin == "accelerate.utils.operations":  # convert_outputs_to_fp32, which logits are converted to in any case
         return getattr(forward, "model_forward", None) or getattr(forward, "__wrapped__", None)
-    if origin == "torch.amp.autocast_mode" and forward.__code__.co_name == "decorate_autocast":
-        cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
-        autocast = cells["autocast_instance"].cell_contents
-        if not autocast._enabled or autocast.device != device.type or autocast.fast_dtype == dtype:
-            return cells["func"].cell_contents
-    return None
+    return _autocast_and_function(forward)[1]
+
+
+def _adds_nothing(module: nn.Module, forward: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    if isinstance(forward, functools.partial):
+        return _moves_nothing(vars(module).get("_hf_hook"), device)
+    autocast, _ = _autocast_and_function(forward)
+    return autocast is None or not autocast._enabled or autocast.device != device.type or autocast.fast_dtype == dtype
+
+
+def _autocast_and_function(forward: Any) -> tuple[Any, Any]:
+    """The parts of what torch.autocast has decorated, or two None."""
+    code = getattr(forward, "__code__", None)
+    is_autocast = getattr(forward, "__globals__", {}).get("__name__") == "torch.amp.autocast_mode"
+    if not is_autocast or code.co_name != "decorate_autocast":
+        return None, None
+    cells = dict(zip(code.co_freevars, forward.__closure__, strict=True))
+    return cells["autocast_instance"].cell_contents, cells["func"].cell_contents
 
 
 def _moves_nothing(hook: Any, device: torch.device) -> bool:

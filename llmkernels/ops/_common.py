@@ -1,4 +1,9 @@
-"""What the op files share: how a public function reaches its op, and how an op gets its fake."""
+"""What the op files share: how a public function reaches its op, and how an op gets its fake.
+
+What is used of torch that is not public is imported below. Where this torch lacks a part of it, the ops go the public
+way: torch.library differentiates them, and fakes leave the checks to the ops. Who asks then whether somebody transforms
+or batches is told yes, for which every op has a way that is right, if slower.
+"""
 
 import contextlib
 import functools
@@ -11,19 +16,48 @@ from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
-from torch.autograd.function import _SingleLevelFunction
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+
+try:
+    from torch._C import (
+        DispatchKey,
+        DispatchKeySet,
+        _after_autograd_keyset,
+        _are_functorch_transforms_active,
+        _AutoDispatchBelowAutograd,
+    )
+    from torch._C._autograd import _get_current_graph_task_keep_graph
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
+    from torch._functorch.utils import enable_single_level_autograd_function
+    from torch.autograd.forward_ad import _current_level, _set_fwd_grad_enabled  # noqa: F401, the level is read anew
+    from torch.autograd.function import _SingleLevelFunction
+    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._pytree import tree_map
+except ImportError:
+    HAS_PRIVATE = False
+else:
+    HAS_PRIVATE = True
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _functions: dict[str, type[Function]] = {}
 _library = torch.library.Library("llmkernels", "FRAGMENT")
-_is_transforming = torch._C._are_functorch_transforms_active  # whether inside grad, vmap, jacrev, ... of torch.func
+
+if HAS_PRIVATE:
+    _is_transforming = _are_functorch_transforms_active  # whether inside grad, vmap, jacrev, ... of torch.func
+    is_batched = is_legacy_batchedtensor  # whether autograd runs one backward for several gradients
+    keeps_graph = _get_current_graph_task_keep_graph  # whether another backward may follow this one
+else:
+
+    def _is_transforming() -> bool:
+        return True
+
+    def is_batched(tensor: Tensor) -> bool:
+        return True
+
+    def keeps_graph() -> bool:
+        return True
 
 
 def register_autograd(name: str, backward: Callable, setup_context: Callable) -> None:
@@ -34,6 +68,13 @@ def register_autograd(name: str, backward: Callable, setup_context: Callable) ->
     """
     op, no_grad = getattr(torch.ops.llmkernels, name).default, _no_grad(name)
     defaults = [argument.default_value for argument in op._schema.arguments]
+    if not HAS_PRIVATE:
+
+        def setup(ctx, inputs, output):
+            setup_context(ctx, (*inputs, *defaults[len(inputs) :]), output)
+
+        torch.library.register_autograd(f"llmkernels::{name}", backward, setup_context=setup, lib=_library)
+        return
 
     def forward(ctx, *args):
         output = no_grad(*args)
@@ -46,9 +87,9 @@ def register_autograd(name: str, backward: Callable, setup_context: Callable) ->
         with contextlib.ExitStack() as stack:
             if _is_transforming():  # one transform hands on to the next, which may differentiate, too
                 stack.enter_context(torch.enable_grad())
-                stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
-            stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+                stack.enter_context(_set_fwd_grad_enabled(True))
+            stack.enter_context(_AutoDispatchBelowAutograd())
+            return op.redispatch(keyset & _after_autograd_keyset, *args)
 
     def forward_dispatched(ctx, *args):
         *args, keyset = args
@@ -137,7 +178,10 @@ def caller(name: str) -> Callable:
     That kernel is Python and costs about 4 µs even when there is nothing to record. Compilers, exporters, transforms of
     torch.func and anything else that traces see the plain op.
     """
-    op, no_grad = getattr(torch.ops.llmkernels, name).default, _no_grad(name)
+    op = getattr(torch.ops.llmkernels, name).default
+    if not HAS_PRIVATE:
+        return op
+    no_grad = _no_grad(name)
     is_grad_enabled, is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 
     def call(*args):
@@ -163,16 +207,16 @@ def refuse_gradients(op: str, message: str, **inputs: Tensor) -> None:
     """For what has no gradient: refuse inputs that need one. `message` may name the input, as {name}."""
     if torch.is_grad_enabled():
         for name, tensor in inputs.items():
-            if tensor.requires_grad or (_is_transforming() and _is_differentiated(tensor)):
+            if tensor.requires_grad or (HAS_PRIVATE and _is_transforming() and _is_differentiated(tensor)):
                 raise RuntimeError(f"{op}: {message.format(name=name)}")
-    if forward_ad._current_level >= 0:
+    if not HAS_PRIVATE or forward_ad._current_level >= 0:
         _refuse_tangents(op, inputs.values())
 
 
 def _is_differentiated(tensor: Tensor) -> bool:
     """Whether a transform of torch.func wants its gradient, also one around a vmap, which hides it."""
-    while not tensor.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while not tensor.requires_grad and is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor.requires_grad
 
 
@@ -254,9 +298,6 @@ def register_fake(name: str, fake: Callable, overloads: tuple[str, ...] = ("", "
         torch.library.register_fake(f"llmkernels::{name}{overload}", checked)
 
 
-_BINDING = DispatchKeySet(DispatchKey.CPU)
-
-
 def _check(op: torch._ops.OpOverload, args: tuple, named: dict) -> None:
     """Refuse what the op refuses, by its own words: the binding itself gets tensors without memory and only checks.
 
@@ -264,9 +305,11 @@ def _check(op: torch._ops.OpOverload, args: tuple, named: dict) -> None:
     the binding does that once more whenever the op runs.
     """
     _check_devices(op, args, named)  # which tensors without memory have no more; also where only some are on meta
+    if not HAS_PRIVATE:
+        return
     with _disable_current_modes(), contextlib.suppress(_UnknownSize):
         args, named = tree_map(_without_memory, (args, named))
-        op.redispatch(_BINDING, *args, **named)
+        op.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **named)
 
 
 class _UnknownSize(Exception):

@@ -5,7 +5,6 @@ Kernels: csrc/kernels/loss, csrc/cpu/cross_entropy.cpp.
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
 from llmkernels.ops._common import (
@@ -13,6 +12,7 @@ from llmkernels.ops._common import (
     caller,
     contiguous_like,
     differentiable_once,
+    is_batched,
     public,
     refuse_gradients,
     register_autograd,
@@ -169,7 +169,7 @@ def _backward(ctx, grad_loss, *_):
     if grad_loss is None:
         return None, *none
     logits, *others = ctx.saved_tensors  # target, weight, lse, sums
-    batched = _is_transforming() or is_legacy_batchedtensor(grad_loss)  # for which there is no op in place
+    batched = _is_transforming() or is_batched(grad_loss)  # for which there is no op in place
     if batched or not ctx.in_forward:
         return _ops.cross_entropy_backward(grad_loss, logits, *others, *ctx.options), *none
     gradient, ctx.gradient = ctx.gradient, None

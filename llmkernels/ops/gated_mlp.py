@@ -5,8 +5,6 @@ Composition: csrc/torch/gated_mlp.cpp; kernels: csrc/kernels/linear, csrc/kernel
 
 import torch
 from torch import Tensor
-from torch._C import _autograd
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function, forward_ad
 
 from llmkernels.ops._common import (
@@ -16,6 +14,8 @@ from llmkernels.ops._common import (
     caller,
     contiguous_like,
     differentiable_once,
+    is_batched,
+    keeps_graph,
     public,
     register_autograd,
     register_fake,
@@ -154,7 +154,8 @@ def _gradients(ctx, grad_y):
     x, gate_up_weight, down_weight, gate_up_bias, gate_up = ctx.saved_tensors
     if ctx.is_overwritten:  # an error ended the first backward, say for lack of memory: nothing was freed
         raise RuntimeError("gated_mlp: a backward that has failed can be repeated only with retain_graph=True")
-    needs_x, needs_gate_up_weight, needs_down_weight, needs_gate_up_bias, needs_down_bias, *_ = ctx.needs_input_grad
+    needs = *ctx.needs_input_grad, False, False  # torch.library leaves out biases that are not given
+    needs_x, needs_gate_up_weight, needs_down_weight, needs_gate_up_bias, needs_down_bias, *_ = needs
     grad_x = grad_gate_up_weight = grad_gate_up_bias = grad_down_weight = None
     grad_down_bias = _grad_bias(grad_y) if needs_down_bias else None
     in_place = ctx.owns_gate_up and _may_overwrite(gate_up, grad_y)
@@ -194,11 +195,11 @@ def _may_overwrite(gate_up: Tensor, grad_y: Tensor) -> bool:
     batched nor captured. A second replay of a captured one would find what the first has left."""
     if _is_transforming() or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    if not (type(gate_up) is type(grad_y) is Tensor) or is_legacy_batchedtensor(grad_y):
+    if not (type(gate_up) is type(grad_y) is Tensor) or is_batched(grad_y):
         return False
     if gate_up.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
-    return not _autograd._get_current_graph_task_keep_graph()
+    return not keeps_graph()
 
 
 register_autograd("gated_mlp", _backward, _setup)

@@ -5,13 +5,13 @@ Composition, by chunks of rows: csrc/torch/linear_cross_entropy.cpp; kernels: cs
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 
 from llmkernels.ops._common import (
     _is_transforming,
     caller,
     contiguous_like,
     differentiable_once,
+    is_batched,
     public,
     refuse_gradients,
     register_autograd,
@@ -183,7 +183,7 @@ def _backward(ctx, grad_loss, *_others):
         return (None,) * count
     x, linear_weight, target, linear_bias, weight, lse = ctx.saved_tensors
     needs = _needed(ctx, linear_bias)
-    batched = _is_transforming() or is_legacy_batchedtensor(grad_loss)  # for which there is no op in place
+    batched = _is_transforming() or is_batched(grad_loss)  # for which there is no op in place
     if batched or ctx.early is None:
         arguments = x, linear_weight, target, linear_bias, weight, lse, *ctx.options
         grads = _ops.linear_cross_entropy_backward(grad_loss, *arguments, *needs)

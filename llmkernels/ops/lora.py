@@ -199,7 +199,8 @@ def _save(ctx, x, weight, a, b, *parts):
 def _linear_backward(ctx, grad_y, *_parts):
     if grad_y is None:
         return (None,) * 7
-    needs_x, needs_weight, needs_a, needs_b, needs_bias, *_ = ctx.needs_input_grad
+    needs = *ctx.needs_input_grad, False  # torch.library leaves out a bias that is not given
+    needs_x, needs_weight, needs_a, needs_b, needs_bias, *_ = needs
     saved = x, *_ = ctx.saved_tensors  # checkpointing may run the forward here
     grad_x, grad_a, grad_b = _backward(grad_y, *saved, ctx.scaling, ctx.is_split, needs_x, needs_a, needs_b)
     grad_weight = grad_bias = None

@@ -2,9 +2,8 @@
 
 import torch
 
-from .generate import generate
-from .patch import patch
-from .report import STEP
+from llmkernels.hf import generate, patch
+from llmkernels.hf.report import STEP
 
 
 @torch.random.fork_rng(devices=[])
