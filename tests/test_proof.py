@@ -13,7 +13,8 @@ from families import family_model
 from generating import generate_step, hf_generate
 from hf_models import as_transformers, assert_close, logits_of, tiny_inputs
 from llmkernels.hf import proof, reference, unpatch
-from llmkernels.hf.trunk import Snapshot, trunk, why_not
+from llmkernels.hf.guard import Snapshot
+from llmkernels.hf.trunk import trunk, why_not
 
 
 def logits_of_steps(model, ids, new=8):

@@ -60,6 +60,8 @@ def trunk(model: nn.Module) -> Trunk:
     try:
         trust.check_surroundings()
         expected = reference(model)
+        if any(kind_of(cls) == "experts" for cls in expected.classes):
+            raise UnknownLayout("has experts, which are left to transformers")
         check_names(expected.names)
         inspect_all(model, expected.root)
         check_helpers(model)
@@ -93,8 +95,6 @@ def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
     Distrust is raised for what is known, but is not as expected in this very model.
     """
     config = model.config
-    if any(kind_of(cls) == "experts" for cls in expected.classes):
-        raise UnknownLayout("has experts, which are left to transformers")
     if set(model._modules) != {"model", "lm_head"}:
         raise UnknownLayout(f"has the parts {', '.join(model._modules)}")
     base, head = model.model, model.lm_head
