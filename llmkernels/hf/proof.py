@@ -66,7 +66,8 @@ def _prove(model: nn.Module, expected: Reference) -> Facts:
         small = small_model(model)
         known = reference_of(small, vars(small.config), expected.attention)
         ids = torch.arange(_TOKENS) * 7 % 61
-        starts = {0, max(0, len(positions_of(small.model.rotary_emb)) - _TOKENS)}
+        rotary = read(small, known, Facts()).rotary
+        starts = {0, max(0, len(positions_of(rotary)) - _TOKENS)}
         fits = dict.fromkeys(_candidates(model.config), 0.0)
         for loud, tolerance in _FILLS:
             fill(small, loud)

@@ -221,6 +221,6 @@ def fill(small: nn.Module, loud: float) -> None:
             if parameter.ndim == 1:
                 values = values.clamp(-2, 2) * 0.2 + (parameter.mean().round() if name == "weight" else 0)
             elif not isinstance(module, nn.Embedding):
-                is_loud = torch.rand(len(parameter), 1, generator=generator) < 1 / 16
+                is_loud = torch.rand((*parameter.shape[:-1], 1), generator=generator) < 1 / 16
                 values *= 1.4 * parameter.shape[-1] ** -0.5 * torch.where(is_loud, loud, 1)
             parameter.copy_(values)

@@ -14,8 +14,8 @@ What is left behind and does nothing is looked through: see `_does_nothing` and 
 
 import functools
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, ItemsView
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def check_surroundings() -> None:
         raise NoStep("hooks on all modules have to see their calls")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """What modules with one part to play look like.
 
@@ -73,7 +73,7 @@ class Kind:
     children: frozenset[str] | None = frozenset()  # None: any
     parameters: frozenset[str] = frozenset()
     trains: bool = False
-    numbers: tuple[tuple[str, Any], ...] = ()
+    numbers: ItemsView[str, Any] = field(default_factory=lambda: {}.items())
 
 
 class Inspection:
@@ -95,10 +95,8 @@ class Inspection:
             raise Distrust(module, "{} has a forward of its own")
         if not hooks_do_nothing(members):
             raise Distrust(module, "hooks on {} have to see its calls")
-        for name, value in kind.numbers:
-            found = members.get(name, _ABSENT)
-            if found != value and not _is_same_partial(found, value):
-                raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
+        if not kind.numbers <= members.items():
+            _check_numbers(module, kind, members)
         if kind.children is None:
             return members
         parameters = members["_parameters"]
@@ -133,19 +131,29 @@ class Inspection:
 _ABSENT = object()
 
 
+def _check_numbers(module: nn.Module, kind: Kind, members: dict[str, Any]) -> None:
+    for name, value in kind.numbers:
+        found = members.get(name, _ABSENT)
+        if found != value and not _is_same_partial(found, value):
+            raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
+
+
 def _is_same_partial(found: Any, expected: Any) -> bool:
     if not isinstance(found, functools.partial) or not isinstance(expected, functools.partial):
         return False
     return (found.func, found.args, found.keywords) == (expected.func, expected.args, expected.keywords)
 
 
-def kind(expected: type[nn.Module], **options: Any) -> Kind:
-    """Modules that compute what this class of transformers' or torch's does, with the forward that it has."""
-    return _kind(expected, _FORWARDS.get(expected, expected.forward), tuple(sorted(options.items())))
+def kind(expected: type[nn.Module], numbers: tuple[tuple[str, Any], ...], **options: Any) -> Kind:
+    """Modules that compute what this class of transformers' or torch's does, with the forward that it has.
+
+    The same one for the same arguments.
+    """
+    return _kind(expected, _FORWARDS.get(expected, expected.forward), numbers, tuple(sorted(options.items())))
 
 
 @functools.cache
-def _kind(expected: type[nn.Module], forward: Callable, options: tuple[tuple[str, Any], ...]) -> Kind:
+def _kind(expected: type[nn.Module], forward: Callable, numbers: tuple, options: tuple) -> Kind:
     def check(cls: type) -> None:
         if issubclass(cls, Replaced):
             if "original" not in vars(cls):
@@ -159,7 +167,7 @@ def _kind(expected: type[nn.Module], forward: Callable, options: tuple[tuple[str
             raise UnknownLayout("has another forward: that of its class was replaced")
         check_origin(forward, ("transformers", "torch"))
 
-    return Kind(check, **dict(options))
+    return Kind(check, numbers=dict(numbers).items(), **dict(options))
 
 
 def check_class(cls: type, kind: Kind) -> None:
