@@ -5,7 +5,11 @@ A fake (meta, FakeTensorMode, torch.compile, torch.export) has to raise what the
 
 import inspect
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,6 +272,37 @@ def test_tensors_on_two_devices(op, name, index):
         where = name if index is None else f"{name}[{index}]"
         first += "[0]" * first_is_list
         assert error[1] == f"{op}: {where} must be on the device of {first}, cpu, got meta"
+
+
+def write_to_views() -> None:
+    """Calls every op that writes with each of its tensors as a view that is resolved when it is read."""
+    views = {"negated": lambda x: torch._neg_view(x.neg()), "conjugated": lambda x: x.to(torch.complex64).conj()}
+    for op, name, index in EVERY_TENSOR:
+        first = changed(op, name, index, torch.clone)[name]
+        if not written(op) or not (first if index is None else first[index]).is_floating_point():
+            continue
+        for kind, view in views.items():
+            print(op, name, kind, flush=True)  # the last line, should the process end
+            values = changed(op, name, index, view)
+            if name in written(op):
+                where = name if index is None else f"{name}[{index}]"
+                assert error_of(call, op, values)[1].startswith(f"{op}: {where} must not be a view that is negated or")
+            elif kind == "negated":
+                expected = tree_map_only(Tensor, lambda x: x.clone().resolve_neg(), values)
+                call(op, expected)
+                call(op, values)
+                for argument in written(op):
+                    torch.testing.assert_close(values[argument], expected[argument], rtol=0, atol=0)
+
+
+def test_writing_to_views():
+    """In a process of its own, which torch's fallback would end."""
+    command = [sys.executable, "-c", "import test_checks; test_checks.write_to_views()"]
+    folders = Path(llmkernels.__file__).parent.parent, Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr[-2000:]
+    assert "rope_ q negated" in done.stdout and "adam_ params negated" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ WAYS = {
     "assigned by name": lambda out: (out.__setitem__("logits", out["logits"] * 2), out)[1],
     "numpy": lambda out: out.logits.numpy().tolist(),
     "in place": lambda out: (out.logits.mul_(2)[..., 0].zero_(), out.logits)[1],
+    "compiled": lambda out: torch.compile(lambda logits: logits * 2, backend="eager")(out.logits),
     "address": lambda out: out.logits.data_ptr() != 0,
 }
 
@@ -266,6 +267,20 @@ def test_logits_in_a_function_of_autograd(device):
     logits = model(ids, labels=ids).logits
     [found] = torch.autograd.grad((Double.apply(logits) * logits).sum(), model.lm_head.weight)
     assert_close(found, expected, 1e-4)
+
+
+def test_logits_under_torch_func(device):
+    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        output = torch.func.functional_call(model, parameters, (ids,), {"labels": ids})
+        return output.loss + output["logits"].square().mean()
+
+    expected = torch.func.grad(loss)(parameters)
+    only_the_loss(model)
+    for name, gradient in torch.func.grad(loss)(parameters).items():
+        assert_close(gradient, expected[name], 1e-4)
 
 
 def test_logits_of_changed_weights_are_an_error(device):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from llmkernels.ops import linear_cross_entropy
+from llmkernels.ops._common import _is_transforming
 
 from .cache_name import cache_name
 from .families import Loss
@@ -141,7 +142,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float 
             logits = nn.functional.linear(hidden, weight, bias)
             return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
-    if torch._C._are_functorch_transforms_active():  # which take no tensor without memory
+    if _is_transforming():  # transforms of torch.func, which take no tensor without memory
         return compute(hidden, weight, bias)
     return _Logits.apply(compute, hidden, weight, bias)
 
