@@ -443,8 +443,8 @@ def over_sizes(rows: Rows) -> Rows:
 
 
 def main_rows(rows: Rows) -> Rows:
-    """The rows of ops by the main method: graphs, or wall time where there are none (a CPU)."""
-    ops = [row for row in rows if row["op"] != "call_overhead"]
+    """The rows of ops by the main method: graphs, or wall time where there are none (a CPU). Without odd widths."""
+    ops = [row for row in rows if row["op"] != "call_overhead" and row.get("section") != "odd"]
     return pick(ops, timing="graph") or pick(ops, timing="wall")
 
 

@@ -90,6 +90,7 @@ TABLE = (
     graph_op("gated_mlp", "gated_mlp", 40),
     graph_op("lora_linear", "lora_linear", 40),
     graph_op("adamw", "adamw", 30),
+    of("ops", "odd", "odd", "measure", 60),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),
     *(of_model(name) for name in MODELS),

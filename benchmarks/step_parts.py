@@ -31,7 +31,8 @@ class Bench(steps_patched.Bench):
     def parts(self, batch: int) -> list[dict]:
         found = []
         self.run.begin(f"parts of a step, batch {batch}")
-        for part, calls in self.launches(self.cache(batch, CONTEXT)).items():
+        cache = self.cache(batch, CONTEXT)  # which the launches do not keep alive
+        for part, calls in self.launches(cache).items():
             with timing.side_stream(self.device):
                 graph = timing.capture(calls, laps=2)
                 times = timing.time_graphs({part: timing.Subject(calls, None, graph)}, 2, timing.QUICK)[part]

@@ -9,7 +9,6 @@ import llmkernels
 from benchmarks import steps
 from benchmarks.run import Run
 from llmkernels.hf.decode import decoder
-from llmkernels.hf.trunk import pack, trunk
 
 
 class Bench(steps.Bench):
@@ -17,8 +16,8 @@ class Bench(steps.Bench):
         return self.generate_by(partial(llmkernels.generate, self.model), batch, context)
 
     def step(self, cache):
-        """A function from tokens to logits: the decode step without its graph, and its arguments."""
-        parts = pack(self.model, trunk(self.model))
+        """The decode step, a function from tokens to logits: the caller keeps the cache alive, and this the model."""
+        parts, self.memory = decoder(self.model).describe(self.model)
         return decoder(self.model).begin(parts, cache)
 
     def last_logits(self, ids):

@@ -1,129 +1,94 @@
-"""The ops of a decode step in plain PyTorch, to test against.
-
-Every function has the arguments of the op.
-"""
+"""compose.forward in plain PyTorch, to test against: the same arguments, in whatever dtype the description has."""
 
 import torch
 from torch.nn import functional as F
 
 import oracles
+from llmkernels.hf.description import Attention
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: x.relu().square(),
+}
 
 
-def rms_norm_linear(x, norm_weight, weight, bias=None, eps=1e-6, weight_offset=0.0, cast_before_weight=True):
-    x = oracles.rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
-    return F.linear(x, weight, bias)
+def forward(trunk, hidden, tokens, caches):
+    """The logits (B * T, V). `hidden` and the caches are changed in place."""
+    for layer, cache in zip(trunk.layers, caches, strict=True):
+        given = hidden.clone()
+        for branch in layer.branches:
+            x = norm(given if layer.parallel else hidden, branch.pre)
+            hidden += norm(block(branch.block, x, tokens, cache), branch.post) * branch.multiplier
+    return softcap(product(norm(hidden, trunk.norm), trunk.head) * trunk.logit_scale, trunk.logit_softcap)
 
 
-def decode_layer(
-    hidden,
-    input_norm,
-    qkv_weight,
-    qkv_bias,
-    o_weight,
-    o_bias,
-    post_norm,
-    gate_up_weight,
-    down_weight,
-    cos,
-    sin,
-    positions,
-    cache_seqlens,
-    cache_leftpad,
-    k_cache,
-    v_cache,
-    block_table,
-    heads,
-    eps,
-    weight_offset,
-    cast_before_weight,
-    softmax_scale,
-    window_left,
-    q_norm=None,
-    k_norm=None,
-):
-    """One token for each sequence through one layer of Llama, Qwen2 or Qwen3. `hidden` (B, hidden) is changed in place.
+def norm(x, norm):
+    if norm is None:
+        return x
+    if norm.options.kind == "layer_norm":
+        return oracles.layer_norm(x, norm.weight, norm.bias, norm.eps)
+    options = {name: getattr(norm.options, name) for name in ("weight_offset", "cast_before_weight")}
+    return oracles.rms_norm(x, norm.weight, norm.eps, **options)
 
-    Heads of q and k are normalized where there is a weight.
-    """
-    norm = {"eps": eps, "weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
-    batch, kv_heads, dim = len(hidden), *k_cache.shape[2:]
-    qkv = F.linear(oracles.rms_norm(hidden, input_norm, **norm), qkv_weight, qkv_bias)
-    q, k, v = qkv.view(batch, -1, dim).split([heads, kv_heads, kv_heads], 1)
-    q, k = (x if w is None else oracles.rms_norm(x, w, **norm) for x, w in ((q, q_norm), (k, k_norm)))
-    q, k = rotate(q, k, cos[positions.long()], sin[positions.long()])
+
+def product(x, product):
+    return F.linear(x, product.weight, product.bias)
+
+
+def softcap(x, cap):
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def block(block, x, tokens, cache):
+    if isinstance(block, Attention):
+        return product(attend(block, product(x, block.qkv), tokens, cache), block.output)
+    *gate, up = product(x, block.up).chunk(2 if block.gated else 1, -1)
+    y = ACTIVATIONS[block.activation](*gate) * up if block.gated else ACTIVATIONS[block.activation](up)
+    return product(y, block.down)
+
+
+def attend(attention, qkv, tokens, cache):
+    """Each new token (B * T, heads * D) against the keys up to its own."""
+    q, k, v = heads(attention, qkv, tokens)
+    group = attention.heads // attention.kv_heads
     out = torch.zeros_like(q)
-    for b in range(batch):
-        length = int(cache_seqlens[b])
-        slot = length - 1
-        if block_table is not None:
-            page_size = k_cache.shape[1]
-            pages = block_table[b].long()
-            k_cache[pages[slot // page_size], slot % page_size] = k[b]
-            v_cache[pages[slot // page_size], slot % page_size] = v[b]
-            keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
-        else:
-            k_cache[b, slot], v_cache[b, slot] = k[b], v[b]
-            keys, values = k_cache[b, :length], v_cache[b, :length]
-        first = 0 if cache_leftpad is None else int(cache_leftpad[b])
-        first = max(first, slot - window_left) if window_left >= 0 else first
-        keys, values = (x[first:].repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
-        wide = torch.promote_types(q.dtype, torch.float32)
-        scores = torch.einsum("hd,shd->hs", q[b].to(wide), keys.to(wide))
-        scores *= dim**-0.5 if softmax_scale is None else softmax_scale
-        out[b] = torch.einsum("hs,shd->hd", scores.softmax(-1), values.to(wide)).to(out.dtype)
-    hidden += F.linear(out.flatten(1), o_weight, o_bias)
-    gate, up = F.linear(oracles.rms_norm(hidden, post_norm, **norm), gate_up_weight).chunk(2, -1)
-    hidden += F.linear(F.silu(gate) * up, down_weight)
+    for b, length in enumerate(tokens.seqlens.tolist()):
+        first = 0 if tokens.leftpad is None else int(tokens.leftpad[b])
+        for t in range(tokens.count):
+            slot = length - tokens.count + t
+            for x, buffer in zip((k, v), cache, strict=True):
+                buffer[place(tokens, buffer, b, slot)] = x[b, t]
+            start = first if attention.window_left < 0 else max(first, slot - attention.window_left)
+            seen = place(tokens, cache[0], b, torch.arange(start, slot + 1, device=q.device))
+            keys, values = (buffer[seen].repeat_interleave(group, 1) for buffer in cache)
+            wide = torch.promote_types(q.dtype, torch.float32)
+            scores = torch.einsum("hd,shd->hs", q[b, t].to(wide), keys.to(wide)) * attention.scale
+            weights = softcap(scores, attention.softcap).softmax(-1)
+            out[b, t] = torch.einsum("hs,shd->hd", weights, values.to(wide)).to(out.dtype)
+    return out.flatten(0, 1).flatten(1)
 
 
-def decode_step(
-    hidden,
-    input_norms,
-    qkv_weights,
-    qkv_biases,
-    o_weights,
-    o_biases,
-    post_norms,
-    gate_up_weights,
-    down_weights,
-    norm,
-    head,
-    head_bias,
-    cos,
-    sin,
-    positions,
-    cache_seqlens,
-    cache_leftpad,
-    k_caches,
-    v_caches,
-    heads,
-    eps,
-    weight_offset,
-    cast_before_weight,
-    softmax_scale,
-    windows_left,
-    q_norms=None,
-    k_norms=None,
-):
-    """One token for each sequence through a model, lists by layer. Returns the logits; `hidden` is changed in place."""
-    none = [None] * len(input_norms)
-    weights = (input_norms, qkv_weights, qkv_biases or none, o_weights, o_biases or none)
-    weights += (post_norms, gate_up_weights, down_weights)
-    places = (cos, sin, positions, cache_seqlens, cache_leftpad)
-    options = (heads, eps, weight_offset, cast_before_weight, softmax_scale)
-    attention = (k_caches, v_caches, windows_left, q_norms or none, k_norms or none)
-    for *layer, k_cache, v_cache, window_left, q_norm, k_norm in zip(*weights, *attention, strict=True):
-        decode_layer(hidden, *layer, *places, k_cache, v_cache, None, *options, window_left, q_norm, k_norm)
-    return rms_norm_linear(hidden, norm, head, head_bias, eps, weight_offset, cast_before_weight)
+def heads(attention, qkv, tokens):
+    """q, k and v, each (B, T, heads, D), normalized and rotated."""
+    dim = attention.head_dim
+    counts = attention.heads, attention.kv_heads, attention.kv_heads
+    rows = qkv.split([count * dim for count in counts], 1)
+    found = []
+    for row, weights in zip(rows, (attention.q_norm, attention.k_norm, None), strict=True):
+        row = norm(row, weights) if attention.row_norms else row
+        x = row.unflatten(0, (tokens.batch, -1)).unflatten(2, (-1, dim))
+        found.append(x if attention.row_norms else norm(x, weights))
+    if attention.table is not None:
+        cos, sin = tokens.tables[attention.table]
+        options = {"interleaved": attention.interleaved, "rotary_dim": 2 * cos.shape[1]}
+        found[:2] = oracles.rope(*found[:2], cos, sin, tokens.positions, **options)
+    return found
 
 
-def rotate(q, k, cos, sin):
-    """(B, H, D) by cos and sin (B, D) or (B, D / 2), half-split."""
-    if cos.shape[-1] < q.shape[-1]:
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-
-    def half(x):
-        a, b = x.chunk(2, -1)
-        return torch.cat((-b, a), -1)
-
-    return tuple(x * cos[:, None] + half(x) * sin[:, None] for x in (q, k))
+def place(tokens, cache, b, slot):
+    """The index of slots of sequence b in a cache."""
+    if tokens.block_table is None:
+        return b, slot
+    return tokens.block_table[b].long()[slot // cache.shape[1]], slot % cache.shape[1]

@@ -173,18 +173,9 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     yield "rope_kv_write", new_tokens
     yield "rope_kv_write", (*new_tokens, None, False, *norms)
     qkv = draw(batch, (heads + 2 * kv_heads) * dim)
-    yield "rope_decode_attention", (qkv, cos, sin, lengths - 1, lengths, None, *caches, None, heads)
-
-    layer = [draw(hidden), draw(qkv.size(1), hidden, scale=hidden**-0.5), draw(qkv.size(1))]
-    layer += [draw(hidden, heads * dim, scale=dim**-0.5), draw(hidden), draw(hidden)]
-    layer += [draw(2 * ffn, hidden, scale=hidden**-0.5), draw(hidden, ffn, scale=ffn**-0.5)]
-    where = (cos, sin, lengths - 1, lengths, None)
-    state = draw(batch, hidden)
-    yield "decode_layer", (state, *layer, *where, *caches, None, heads, 1e-6, 0.0, True, None, -1, *norms)
-    head = (draw(hidden), draw(1003, hidden, scale=hidden**-0.5), None)
-    lists = ([value] * 2 for value in layer)
-    caches = ([cache.clone(), cache] for cache in caches)
-    yield "decode_step", (state, *lists, *head, *where, *caches, heads, 1e-6, 0.0, True, None, [-1, -1])
+    one_token = (qkv, cos, sin, lengths - 1, lengths, None, *caches, None, heads)
+    yield "rope_decode_attention", one_token
+    yield "rope_decode_attention", (*one_token, None, -1, 0.0, True, *norms)
 
 
 def run(name, arguments) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from llmkernels.hf.trust import OBSERVERS
@@ -77,6 +78,18 @@ class CountOps(TorchDispatchMode):
         if function.namespace == "llmkernels":
             self.counts[function._opname] += 1
         return function(*args, **kwargs or {})
+
+
+class ComputedLogits(TorchDispatchMode):
+    """Counts the ops that give logits, in `count`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        tensors = [t for t in tree_leaves(result) if type(t) is torch.Tensor and t.numel() > 0]
+        self.count += any(t.shape[-1:] == (VOCAB,) for t in tensors)
+        return result
 
 
 OBSERVERS.add(CountOps)  # the decode step runs under it, as it would without

@@ -453,7 +453,8 @@ def test_the_parts_of_a_step_run():
 
     bench = step_parts.Bench(Run(torch.device("cpu"), quick=True))
     with torch.no_grad(), llmkernels.patch(bench.model):
-        calls = bench.launches(bench.cache(2, 8))
+        cache = bench.cache(2, 8)
+        calls = bench.launches(cache)
         layers = bench.model.config.num_hidden_layers
         assert [len(found) for found in calls.values()] == [layers] * 5 + [1, 1]
         for found in calls.values():

@@ -5,7 +5,11 @@ A fake (meta, FakeTensorMode, torch.compile, torch.export) has to raise what the
 
 import inspect
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,29 +20,9 @@ from torch.utils._pytree import tree_map_only
 import llmkernels
 from oracles import angles
 
-BATCH, HEADS, KV_HEADS, DIM, HIDDEN, INTERMEDIATE, CAPACITY, VOCAB = 2, 4, 2, 8, 24, 16, 6, 10
+BATCH, HEADS, KV_HEADS, DIM, CAPACITY, VOCAB = 2, 4, 2, 8, 6, 10
 
 _F32, _I32 = torch.float32, torch.int32
-
-
-def _layer(plural: bool) -> dict:
-    shapes = {
-        ("input_norm", "input_norms"): (HIDDEN,),
-        ("qkv_weight", "qkv_weights"): ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
-        ("qkv_bias", "qkv_biases"): ((HEADS + 2 * KV_HEADS) * DIM,),
-        ("o_weight", "o_weights"): (HIDDEN, HEADS * DIM),
-        ("o_bias", "o_biases"): (HIDDEN,),
-        ("post_norm", "post_norms"): (HIDDEN,),
-        ("gate_up_weight", "gate_up_weights"): (2 * INTERMEDIATE, HIDDEN),
-        ("down_weight", "down_weights"): (HIDDEN, INTERMEDIATE),
-        ("k_cache", "k_caches"): (BATCH, CAPACITY, KV_HEADS, DIM),
-        ("v_cache", "v_caches"): (BATCH, CAPACITY, KV_HEADS, DIM),
-        ("q_norm", "q_norms"): (DIM,),
-        ("k_norm", "k_norms"): (DIM,),
-    }
-    if plural:
-        return {names[1]: [torch.ones(shape) for _ in range(2)] for names, shape in shapes.items()}
-    return {names[0]: torch.ones(shape) for names, shape in shapes.items()}
 
 
 def _per_sequence(value: int) -> Tensor:
@@ -59,8 +43,6 @@ def valid(op: str) -> dict:
     caches = {name: torch.ones(BATCH, CAPACITY, KV_HEADS, DIM) for name in ("k_cache", "v_cache")}
     pages = {"block_table": torch.arange(BATCH, dtype=_I32)[:, None], "softmax_scale": 0.5, "window_left": 4}
     lengths = {"cache_seqlens": _per_sequence(3), "cache_leftpad": _per_sequence(0)}
-    hidden = {"hidden": torch.ones(BATCH, HIDDEN)}
-    decode = rotation | {"cache_leftpad": _per_sequence(0), "heads": HEADS, "cast_before_weight": True, **norm_options}
     rows = {"norm_weight": weight, "weight": torch.ones(6, 8)}
     handoff = {"scaled": torch.ones(BATCH * 3, 8), "squares": torch.ones(2, 64)}
     add = {"residual": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6), "alpha": 0.5}
@@ -166,10 +148,6 @@ def valid(op: str) -> dict:
         "rope_decode_attention": {"qkv": torch.ones(BATCH, (HEADS + 2 * KV_HEADS) * DIM), **rotation,
                                   "cache_leftpad": _per_sequence(0), **caches, **pages, "heads": HEADS,
                                   "softcap": 0.0, **head_norms},
-        "decode_layer": {**hidden, **_layer(plural=False), **decode, **pages},
-        "decode_step": {**hidden, **_layer(plural=True), **decode, "norm": torch.ones(HIDDEN),
-                        "head": torch.ones(VOCAB, HIDDEN), "head_bias": torch.ones(VOCAB), "softmax_scale": 0.5,
-                        "windows_left": [-1, 4]},
         "adam_": {**lists, "steps": [one, one], "lr": one, "grad_scale": one, "found_inf": torch.zeros(1),
                   "grad_norm": one, "counter": torch.zeros(1, dtype=_I32), "rounding_seed": 5, "indices": [0, 3],
                   "lr_value": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0,
@@ -230,7 +208,7 @@ def error_of(function, *args) -> tuple[type, str]:
 
 # A longer last dimension fits what has none of its size prescribed; there it is another dimension too many.
 _ANY_LAST = {("decode_attention", "block_table"), ("rope_kv_write", "block_table"),
-             ("rope_decode_attention", "block_table"), ("decode_layer", "block_table")}  # fmt: skip
+             ("rope_decode_attention", "block_table")}  # fmt: skip
 
 
 # Lists of whatever shapes.
@@ -296,7 +274,40 @@ def test_tensors_on_two_devices(op, name, index):
         assert error[1] == f"{op}: {where} must be on the device of {first}, cpu, got meta"
 
 
-@pytest.mark.parametrize("name", ["add_rms_norm", "rope", "decode_attention", "linear_add_", "sample", "decode_step"])
+def write_to_views() -> None:
+    """Calls every op that writes with each of its tensors as a view that is resolved when it is read."""
+    views = {"negated": lambda x: torch._neg_view(x.neg()), "conjugated": lambda x: x.to(torch.complex64).conj()}
+    for op, name, index in EVERY_TENSOR:
+        first = changed(op, name, index, torch.clone)[name]
+        if not written(op) or not (first if index is None else first[index]).is_floating_point():
+            continue
+        for kind, view in views.items():
+            print(op, name, kind, flush=True)  # the last line, should the process end
+            values = changed(op, name, index, view)
+            if name in written(op):
+                where = name if index is None else f"{name}[{index}]"
+                assert error_of(call, op, values)[1].startswith(f"{op}: {where} must not be a view that is negated or")
+            elif kind == "negated":
+                expected = tree_map_only(Tensor, lambda x: x.clone().resolve_neg(), values)
+                call(op, expected)
+                call(op, values)
+                for argument in written(op):
+                    torch.testing.assert_close(values[argument], expected[argument], rtol=0, atol=0)
+
+
+def test_writing_to_views():
+    """In a process of its own, which torch's fallback would end."""
+    command = [sys.executable, "-c", "import test_checks; test_checks.write_to_views()"]
+    folders = Path(llmkernels.__file__).parent.parent, Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    done = subprocess.run(command, env=environment, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr[-2000:]
+    assert "rope_ q negated" in done.stdout and "adam_ params negated" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "name", ["add_rms_norm", "rope", "decode_attention", "rope_decode_attention", "linear_add_", "sample"]
+)
 def test_float64_on_a_gpu(name):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         values = tree_map_only(Tensor, lambda x: x.to(torch.float64) if x.is_floating_point() else x, valid(name))
@@ -435,8 +446,8 @@ def test_numbers_that_are_none(op, name, number):
      ("sample", "repetition_penalty_value", 1e-50), ("sample", "repetition_penalty_value", 1e50),
      ("cross_entropy", "label_smoothing", 1.5), ("cross_entropy", "lse_square_scale", -1),
      ("cross_entropy_", "softcap", -1), ("scale_softcap", "softcap", -1),
-     ("rope_decode_attention", "heads", -1), ("decode_layer", "heads", -1),
-     ("decode_layer", "window_left", -2), ("rope_kv_write", "eps", -1e-6), ("rope_decode_attention", "eps", -1e-6),
+     ("rope_decode_attention", "heads", -1), ("rope_decode_attention", "window_left", -2),
+     ("rope_kv_write", "eps", -1e-6), ("rope_decode_attention", "eps", -1e-6),
      ("adam_", "lr_value", -0.5), ("adam_", "beta1", 1),
      ("adam_", "beta2", -0.1), ("adam_", "eps", -1e-8), ("adam_", "weight_decay", -0.5), ("adam_", "max_norm", -0.5),
      ("grad_norm", "norm_type", 1), ("clip_grads_", "max_norm", -0.5)],

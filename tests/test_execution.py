@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import llmkernels
-from cases import CASES, every_case
+from cases import CASES, case_named, every_case
 from oracles import angles, assert_same, captured, scaled_rows, tensors
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -44,6 +44,29 @@ def test_a_row_alone_is_the_same_row_in_a_batch_of_300(case, device, dtype, cols
         one = case.one_row(inputs, index), tuple(t.narrow(case.out_row_dim, index, 1) for t in grad_outputs)
         alone = case.differentiate(*one)[:count]
         assert_same(alone, tuple(t.narrow(dim, index, 1) for t, dim in zip(batch, dims, strict=True)))
+
+
+ROW_OPS = ["rms_norm", "rms_norm_gemma", "add_rms_norm", "layer_norm", "add_layer_norm", "softmax", "softmax_masked"]
+ROW_OPS += ["log_softmax", "cross_entropy", "cross_entropy_in_backward"]
+
+
+def starting_at(t, offset):
+    """The values of `t` so many elements behind an aligned address."""
+    return t.new_zeros(t.numel() + offset)[offset:].view(t.shape).copy_(t)
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ROW_OPS)
+@pytest.mark.parametrize("cols", [1001, 4097, 66001])
+def test_a_row_has_the_same_bits_wherever_it_starts(name, device, dtype, cols):
+    """Several rows per block, one, and in the backward those of a cluster. Of an odd width, they start anywhere."""
+    case = case_named(name)
+    inputs = case.inputs(3, cols, dtype, device)
+    grad_outputs = case.grad_outputs(inputs)
+    expected = case.differentiate(inputs, grad_outputs)
+    for offset in range(1, 8):
+        moved = [[starting_at(t, offset) for t in some] for some in (inputs, grad_outputs)]
+        assert_same(case.differentiate(*moved), expected, f"offset {offset}")
 
 
 @pytest.mark.parametrize("cols", [1032, 3584, 8192])

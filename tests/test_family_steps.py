@@ -227,12 +227,29 @@ def _bias_of_output(module):
     return True
 
 
+def _put(owner, name, value):
+    """Set an attribute where there may be none, and where nothing may read it."""
+    setattr(owner, name, value)
+    return True
+
+
+def _set(name, value, part):
+    return lambda model: _any(_put(module, name, value) for key, module in model.named_modules() if key.endswith(part))
+
+
 CHANGES = {f"{name} of modules": _on_modules(_number(name)) for name in _NUMBERS}
 CHANGES |= {f"{name} of one layer": _on_one_layer(_number(name)) for name in _NUMBERS}
 CHANGES |= {f"{name} of the configuration": _of_config(_number(name)) for name in _CONFIG_NUMBERS}
 CHANGES |= {
     "window of the configuration": _of_config(lambda config: _change(config, "sliding_window", 3)),
     "window of modules": _on_modules(lambda module: _change(module, "sliding_window", 3)),
+    "window of each attention": _set("sliding_window", 3, "self_attn"),
+    "softcap of each attention": _set("attn_logit_softcapping", 0.5, "self_attn"),
+    "softcap in the configuration": _of_config(lambda config: _put(config, "attn_logit_softcapping", 0.5)),
+    "window in the configuration": _of_config(lambda config: _put(config, "sliding_window", 40)),
+    "multiplier of embeddings": _set("embedding_multiplier", 2.5, "model"),
+    "multiplier of each layer": _set("residual_multiplier", 0.5, "layers.1"),
+    "use of rotation in each layer": _set("use_rope", False, "self_attn"),
     "layer types": _of_config(_layer_types),
     "fewer layers": _of_config(_fewer_layers),
     "layers without rotation": _on_modules(_toggle("use_rope")),

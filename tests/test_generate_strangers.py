@@ -85,7 +85,7 @@ def test_layers_in_another_order(device):
     model = small_model(device=device)
     layers = model.model.layers
     layers[0].self_attn.layer_idx, layers[1].self_attn.layer_idx = 1, 0
-    check_falls_back(model, tiny_inputs(device), "of the cache")
+    check_falls_back(model, tiny_inputs(device), "layer_idx of model.layers.0.self_attn is not what its class makes")
 
 
 def test_fewer_layers_after_a_call(device):

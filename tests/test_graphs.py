@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import llmkernels
-import test_decode_step
+import test_compose
 from llmkernels.hf import graphs
 
 DEVICE = torch.device("cuda:0")
@@ -339,25 +339,24 @@ def test_nothing_is_done_while_recording():
 @pytest.mark.parametrize("batch", [1, 5, 17, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_recorded_decode_step(batch, dtype):
-    """Replayed for several tokens, equal to calls of the op, and where cuBLAS has a part in it too."""
-    values = test_decode_step.make(batch, dtype, "cuda", capacity=80, lengths=[7] * batch, vocab=40000)
-    wanted, found = test_decode_step.copied(values), test_decode_step.copied(values)
-    op = torch.ops.llmkernels.decode_step
-    op(*test_decode_step.copied(values).values())  # loads cuBLAS
-    graph, logits = graphs.record(lambda: op(*found.values()), torch.device("cuda"))
-    assert_same_state(found, values)
+    """Replayed for several tokens, equal to steps without a graph, and where cuBLAS has a part in it too."""
+    case = test_compose.make(batch, dtype, "cuda", capacity=80, lengths=[7] * batch, vocab=40000)
+    wanted, found = case.copy(), case.copy()
+    case.copy()()  # loads cuBLAS
+    graph, logits = graphs.record(found, torch.device("cuda"))
+    assert_same_state(found, case)
     for _ in range(5):
         graph.replay()
-        assert torch.equal(logits, op(*wanted.values()))
+        assert torch.equal(logits, wanted())
         assert_same_state(found, wanted)
-        values["cache_seqlens"].add_(1)
-        values["positions"].add_(1)
+        case.advance()  # and the others: they share their tokens
 
 
 def assert_same_state(a, b):
-    for name in test_decode_step.STATE:
-        for x, y in zip(a[name], b[name], strict=True):
-            assert torch.equal(x, y), name
+    assert torch.equal(a.hidden, b.hidden)
+    for ours, wanted in zip(a.caches, b.caches, strict=True):
+        for x, y in zip(ours, wanted, strict=True):
+            assert torch.equal(x, y)
 
 
 @pytest.mark.gpu

@@ -1,14 +1,20 @@
 """patch(training=True): the loss of a causal language model without its logits."""
 
 import copy
+import dataclasses
+import io
 import pickle
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.utils import _apply_to_tensors
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from transformers import Trainer, TrainingArguments
 
 import llmkernels
-from hf_models import FAMILIES, assert_close, lora, rounding, tiny_inputs, tiny_model
+from hf_models import FAMILIES, LAYERS, ComputedLogits, assert_close, lora, rounding, tiny_inputs, tiny_model
 from llmkernels.hf import unpatch
 
 OP = "linear_cross_entropy"
@@ -91,22 +97,204 @@ def test_lora(device):
     assert runs(handle) == {f"llmkernels::{OP}" if type(head) is torch.nn.Linear else "without a kernel": 1}
 
 
-def test_logits_are_there_for_whoever_asks(device):
+# What may be done with an output whose logits may not have been computed.
+WAYS = {
+    "attribute": lambda out: out.logits,
+    "getattr": lambda out: getattr(out, "logits", None),
+    "hasattr": lambda out: hasattr(out, "logits"),
+    "vars": lambda out: vars(out)["logits"],
+    "name": lambda out: out["logits"],
+    "number": lambda out: out[1],
+    "number from the end": lambda out: out[-2],
+    "slice": lambda out: out[:2],
+    "slice of the rest": lambda out: out[1:],
+    "get": lambda out: out.get("logits"),
+    "get with a default": lambda out: out.get("logits", 3),
+    "in": lambda out: "logits" in out,
+    "len": len,
+    "iter": list,
+    "reversed": lambda out: [*reversed(out)],
+    "keys": lambda out: [*out.keys()],
+    "values": lambda out: [*out.values()],
+    "items": lambda out: [*out.items()],
+    "to_tuple": lambda out: out.to_tuple(),
+    "dict": dict,
+    "OrderedDict": lambda out: OrderedDict(out),
+    "merged": lambda out: {} | out,
+    "update": lambda out: (found := {}, found.update(out))[0],
+    "**": lambda out: dict(**out),
+    "type of dict": lambda out: type(out)(dict(out)),
+    "type of items": lambda out: type(out)([*out.items()]),
+    "type of **": lambda out: type(out)(**out),
+    "pattern": lambda out: _matched(out),
+    "tree_map": lambda out: tree_map_only(Tensor, lambda tensor: tensor * 2, out),
+    "tree_flatten": lambda out: tree_flatten(out)[0],
+    "tree_unflatten": lambda out: tree_unflatten(*tree_flatten(out)),
+    "fields": lambda out: [(field.name, getattr(out, field.name)) for field in dataclasses.fields(out)],
+    "replace": lambda out: dataclasses.replace(out, loss=None),
+    "asdict": dataclasses.asdict,
+    "astuple": dataclasses.astuple,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda out: pickle.loads(pickle.dumps(out)),
+    "save": lambda out: _saved(out),
+    "repr": lambda out: repr(out).partition("logits=")[2],
+    "==": lambda out: out == out,
+    "== of another": lambda out: out == type(out)(loss=out.loss, logits=out.logits + 1),
+    "assigned": lambda out: (setattr(out, "logits", out.logits * 2), out)[1],
+    "assigned by name": lambda out: (out.__setitem__("logits", out["logits"] * 2), out)[1],
+    "numpy": lambda out: out.logits.numpy().tolist(),
+    "in place": lambda out: (out.logits.mul_(2)[..., 0].zero_(), out.logits)[1],
+    "compiled": lambda out: torch.compile(lambda logits: logits * 2, backend="eager")(out.logits),
+    "address": lambda out: out.logits.data_ptr() != 0,
+}
+
+
+def _matched(out):
+    match out:
+        case {"logits": logits}:
+            return logits
+
+
+def _saved(out):
+    file = io.BytesIO()
+    torch.save(out, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def outcome(way, out):
+    try:
+        return way(out)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def assert_equal(found, expected, name=None):
+    """The same containers, and the very logits; the loss is computed by another op."""
+    if isinstance(expected, Tensor):
+        assert isinstance(found, Tensor) and (found.dtype, found.device) == (expected.dtype, expected.device)
+        assert_close(found, expected, 1e-5 if expected.dim() == 0 else 0)
+        return
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert [*found] == [*expected]
+        found, expected = [*found.values()], [*expected.values()]
+    if isinstance(expected, tuple | list):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_equal(ours, theirs)
+    elif isinstance(expected, bool | int | str | None):
+        assert found == expected
+
+
+def only_the_loss(model):
+    """The layers stay transformers', so the hidden states are the same bits."""
+    kinds = ("rms_norm", "layer_norm", "rope", "gated_mlp", "mlp", "add_rms_norm", "decode")
+    return llmkernels.patch(model, **dict.fromkeys(kinds, False), training=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_logits_are_there_for_whoever_asks(way, device):
+    """In whatever way, as if they had been computed in the forward."""
     model, ids = tiny_model(device=device).train(), tiny_inputs(device)
-    expected = model(ids, labels=ids)
-    llmkernels.patch(model, training=True)
+    expected = outcome(WAYS[way], model(ids, labels=ids))
+    handle = only_the_loss(model)
     output = model(ids, labels=ids)
-    assert "logits" not in output
-    assert_close(output.logits, expected.logits, 1e-4)
-    assert output.logits is output["logits"] is output[1] is output.to_tuple()[1]
-    assert list(output.keys())[:2] == ["loss", "logits"]
-    assert_close(model(ids, labels=ids)[1], expected.logits, 1e-4)
-    assert_close(model(ids, labels=ids)["logits"], expected.logits, 1e-4)
-    model(ids, labels=ids).logits.sum().backward()
-    with torch.no_grad():
-        output = model(ids, labels=ids)
-    for copied in (copy.deepcopy(output), pickle.loads(pickle.dumps(output))):
-        assert_close(copied.logits, expected.logits, 1e-4)
+    assert runs(handle) == {f"llmkernels::{OP}": 1}
+    assert_equal(outcome(WAYS[way], output), expected)
+
+
+CONVERSIONS = {
+    "none": lambda out: out,
+    "mapping": lambda out: type(out)(dict(out.items())),
+    "tree_map": lambda out: tree_map_only(Tensor, lambda tensor: tensor.float(), out),
+    "fsdp": lambda out: _apply_to_tensors(lambda tensor: tensor.requires_grad and tensor.to(torch.float64), out),
+    "accelerate": lambda out: pytest.importorskip("accelerate.utils").convert_outputs_to_fp32(lambda: out)(),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_conversions_read_nothing(name, device):
+    """What wrappers do to every output computes no logits, and gives the same once somebody reads them."""
+    model, ids = tiny_model(device=device, dtype=torch.bfloat16).train(), tiny_inputs(device)
+    expected = CONVERSIONS[name](model(ids, labels=ids))["logits"]
+    only_the_loss(model)
+    with ComputedLogits() as computed:
+        logits = CONVERSIONS[name](model(ids, labels=ids))["logits"]
+        assert (logits.shape, logits.dtype, logits.device) == (expected.shape, expected.dtype, expected.device)
+        assert logits.requires_grad == expected.requires_grad
+        assert computed.count == 0
+        _ = logits + 0
+        assert computed.count > 0
+    assert_equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["attribute", "items", "tree_map", "replace", "type of dict"])
+def test_gradients_of_logits(name, device):
+    """Beside those of the loss; the parameters' are summed."""
+
+    def gradients_of_both(model):
+        output = WAYS[name](model(ids, labels=ids))
+        logits = next(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.dim() == 3)
+        model.zero_grad(set_to_none=True)
+        logits.register_hook(lambda grad: grad * 2)
+        (model(ids, labels=ids).loss + logits.square().mean()).backward()
+        return [p.grad for p in model.parameters()]
+
+    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
+    expected = gradients_of_both(model)
+    only_the_loss(model)
+    for found, gradient in zip(gradients_of_both(model), expected, strict=True):
+        assert_close(found, gradient, 1e-4)
+
+
+def test_logits_in_a_function_of_autograd(device):
+    """Which gets the tensor itself, past __torch_function__."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
+    [expected] = torch.autograd.grad(2 * model(ids, labels=ids).logits.square().sum(), model.lm_head.weight)
+    only_the_loss(model)
+    logits = model(ids, labels=ids).logits
+    [found] = torch.autograd.grad((Double.apply(logits) * logits).sum(), model.lm_head.weight)
+    assert_close(found, expected, 1e-4)
+
+
+def test_logits_under_torch_func(device):
+    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        output = torch.func.functional_call(model, parameters, (ids,), {"labels": ids})
+        return output.loss + output["logits"].square().mean()
+
+    expected = torch.func.grad(loss)(parameters)
+    only_the_loss(model)
+    for name, gradient in torch.func.grad(loss)(parameters).items():
+        assert_close(gradient, expected[name], 1e-4)
+
+
+def test_logits_of_changed_weights_are_an_error(device):
+    """They would be others than those of the forward. Read before, they stay."""
+    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    llmkernels.patch(model, training=True)
+    read, unread = model(ids, labels=ids), model(ids, labels=ids)
+    before = read.logits.clone()
+    read.loss.backward()
+    optimizer.step()
+    assert torch.equal(read.logits, before)
+    with pytest.raises(RuntimeError, match="read the logits before the optimizer steps"):
+        unread.logits.sum()
 
 
 def test_logits_are_those_of_the_call(device):
@@ -177,14 +365,89 @@ def test_a_replaced_forward_runs(device, monkeypatch):
     assert runs(handle) == {"without a kernel": 1}
 
 
-def test_compiled(device):
-    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
-    expected = model(ids, labels=ids).loss
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled(family, device):
+    """The graph has the op, and the product with the head is in no other place."""
+    model, ids = tiny_model(family, device).train(), tiny_inputs(device)
+    expected_loss, expected = gradients(model, ids)
     llmkernels.patch(model, training=True)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    loss = compiled(ids, labels=ids).loss
-    loss.backward()
-    assert_close(loss, expected, 1e-4)
+    ops = Counter()
+
+    def backend(graph, _):
+        ops.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    loss, found = gradients(torch.compile(model, fullgraph=True, backend=backend), ids)
+    assert ops[f"llmkernels.{OP}.default"] == 1
+    assert ops[str(torch.nn.functional.linear)] == 7 * LAYERS
+    assert_close(loss, expected_loss, 1e-4)
+    for name, gradient in expected.items():
+        assert_close(found[f"_orig_mod.{name}"], gradient, 1e-4)
+
+
+def test_compiled_with_another_loss(device):
+    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
+    llmkernels.patch(model, training=True)
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert_close(compiled(ids, labels=ids).loss, model(ids).logits.sum(), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["Accelerator", "Trainer"])
+def test_bf16_of_accelerate(name, tmp_path):
+    """The loss runs on its op, the report says so, and the logits are there, in float32, for whoever reads them."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = tiny_model().train(), tiny_inputs()
+    handle = only_the_loss(model)
+    outputs = []
+    if name == "Accelerator":
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+        twin = accelerator.prepare(tiny_model().train())
+        prepared = accelerator.prepare(model)
+        with ComputedLogits() as computed:
+            outputs.append(prepared(ids, labels=ids))
+            accelerator.backward(outputs[0].loss)
+        assert computed.count == 0
+        assert_equal(outputs[0]["logits"], twin(ids, labels=ids).logits)
+    else:
+
+        class Reading(Trainer):
+            def compute_loss(self, model, inputs, **options):
+                outputs.append(model(**inputs))
+                return outputs[-1].loss
+
+        arguments = TrainingArguments(
+            tmp_path, max_steps=1, bf16=True, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+        )
+        data = [{"input_ids": row, "labels": row} for row in ids]
+        Reading(model, arguments, train_dataset=data).train()
+        assert outputs[0]["logits"].dtype == torch.float32
+    row = handle.report()["loss"]
+    assert (row.patched, row.left_alone, row.runs) == ([""], {}, {f"llmkernels::{OP}": 1})
+
+
+def test_patched_after_accelerate():
+    """Its forward of the instance calls transformers' own, so the report says what to do."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(tiny_model().train()), tiny_inputs()
+    handle = llmkernels.patch(model, training=True)
+    assert model(ids, labels=ids).logits is not None
+    row = handle.report()["loss"]
+    assert row.left_alone == {"": "it has a forward of its own, set by accelerate: patch the model before that"}
+    assert not row.patched and not row.runs
+
+
+def test_report_of_calls_that_need_logits(device):
+    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
+    handle = llmkernels.patch(model, training=True)
+    model(ids, labels=ids, return_dict=False)
+    model(ids, labels=ids[:, -3:], logits_to_keep=3)
+    report = handle.report()
+    assert report["loss"].fallbacks == {
+        "return_dict=False asks for a tuple": 1,
+        "logits_to_keep asks for a part of the logits": 1,
+    }
+    assert "loss without a kernel, 1 times: return_dict=False asks for a tuple" in str(report)
 
 
 def test_trainer(device, tmp_path):

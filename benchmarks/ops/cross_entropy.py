@@ -54,12 +54,18 @@ def providers_with_gradient(case):
     }
 
 
-def cases(direction, passes, vocabs):
-    def case(rows, vocab, quick=False):
-        moved = passes * rows * vocab * torch.bfloat16.itemsize
-        return Case("cross_entropy", {"rows": rows, "vocab": vocab}, torch.bfloat16, moved, direction, quick)
+def case(rows, vocab, direction="fwd", quick=False):
+    passes = 1 if direction == "fwd" else 2
+    moved = passes * rows * vocab * torch.bfloat16.itemsize
+    return Case("cross_entropy", {"rows": rows, "vocab": vocab}, torch.bfloat16, moved, direction, quick)
 
-    return case(1024, 32768, quick=True), *(case(8192, vocab) for vocab in vocabs)
+
+def case_with_gradient(rows, vocab):
+    return case(rows, vocab, "fwd+bwd")
+
+
+def cases(direction, vocabs):
+    return case(1024, 32768, direction, quick=True), *(case(8192, vocab, direction) for vocab in vocabs)
 
 
 def inputs(case, device):
@@ -70,7 +76,7 @@ def inputs(case, device):
 
 OP = Op(
     name="cross_entropy",
-    cases=cases("fwd", 1, (32768, 152064)),
+    cases=cases("fwd", (32768, 152064)),
     inputs=inputs,
     eager=eager,
     providers=providers,
@@ -78,7 +84,7 @@ OP = Op(
 )
 GRADIENT = Op(
     name="cross_entropy_gradient",
-    cases=cases("fwd+bwd", 2, (32768, 131072, 152064)),
+    cases=cases("fwd+bwd", (32768, 131072, 152064)),
     inputs=inputs,
     eager=with_gradient(eager),
     providers=providers_with_gradient,

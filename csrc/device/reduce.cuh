@@ -22,6 +22,15 @@ struct Group {
   int index;    // of the group in its block
 };
 
+// A barrier of a group of whole warps: barriers 1, 2, ... of the block are those of its groups.
+__device__ inline void group_barrier(const Group& group) {
+  if (group.threads > 32) {
+    named_barrier(1 + group.index, group.threads);
+  } else {
+    __syncwarp();
+  }
+}
+
 // Sums over the part of a group that lies within one warp; every lane gets the total.
 template <int kValues>
 __device__ inline void warp_sum(float (&values)[kValues], int threads) {

@@ -7,27 +7,39 @@
 //   row    |-- block 0 --|-- block 1 --|-- block 2 --|-- block 3 -|   a cluster
 //   part   |t0|t1|..|tn|t0|t1|..|tn|..                                vectors of 16 bytes, thread by thread
 //
-// Rows that do not fit a cluster's shared memory, or whose vectors are not aligned, are read from global memory each
-// time by one group of threads. How a row is split depends on its length, its alignment and the device alone, never on
-// the number of rows.
+// Rows that are not aligned lie in shared memory as they lie in global memory (shifted.cuh): a thread's vectors are cut
+// out of what it and its neighbours have copied, behind a barrier.
+//
+// Rows that do not fit a cluster's shared memory, or are short and not aligned, are read from global memory each time
+// by one group of threads. How a row is split depends on its length, its alignment and the device alone, never on the
+// number of rows, and the order of a sum not on where a row starts, once it is split.
 #pragma once
 #include <algorithm>
 
 #include "device/cluster.cuh"
 #include "device/reduce.cuh"
+#include "device/shifted.cuh"
 #include "device/vec.cuh"
 #include "kernels/launch.h"
 #include "kernels/norm/plan.h"
 
 namespace llmk::kernels {
 
+// Where the parts of a row are kept.
+enum class RowPlace {
+  kGlobal,   // nowhere: they are read each time
+  kShared,   // in shared memory
+  kShifted,  // the same, of a row that need not be aligned
+};
+
 struct RowSplit {
   int width;           // elements per access
-  bool cached;         // whether the parts are kept in shared memory
-  int cluster;         // blocks per row: 1 if it is not cached
+  RowPlace place;      // where its parts are kept
+  int cluster;         // blocks per row: 1 in global memory
   int64_t part;        // elements per block, but for the last ones
+  int64_t room;        // elements of shared memory for a part of one operand
   int threads;         // per row and block
-  int rows_per_block;  // 1 if it is cached
+  int rows_per_block;  // 1 for an aligned row in shared memory
   size_t shared_bytes;
 
   int64_t blocks(int64_t rows) const { return (rows + rows_per_block - 1) / rows_per_block * cluster; }
@@ -39,9 +51,16 @@ struct RowSplit {
 constexpr int64_t kPartBytes = 100 << 10;   // of shared memory: two blocks per SM, so that one loads while one writes
 constexpr int64_t kAloneBytes = 200 << 10;  // one block per SM, which needs no cluster
 constexpr int kCachedThreads = 512, kMaxCluster = 16;
+// Rows that are not aligned: vectors of one, at least, and threads of a block that has several.
+constexpr int64_t kLeastShifted = 32;
+constexpr int kShiftedThreads = 128;
+// Vectors of room around a part: one in front and two behind, for vectors that are cut out at its ends, and one since
+// it may cover one more than it has.
+constexpr int64_t kShiftedMargin = 4;
 
 // `operands` rows of `cols` elements are read; `vector`: all of them by 16-byte accesses. `most_alone`: a row of up to
-// so many bytes is left to one block. Rows that would take a cluster of two, an H200, us:
+// so many bytes is left to one block, a longer one to a cluster of up to `most_blocks`. Rows that would take a cluster
+// of two, an H200, us:
 //
 //   case                              | kPartBytes | kAloneBytes
 //   ----------------------------------|------------|------------
@@ -49,46 +68,77 @@ constexpr int kCachedThreads = 512, kMaxCluster = 16;
 //   its backward 8192x32768 bfloat16  | 388        | 379
 //   cross_entropy 8192x65536 bfloat16 | 641        | 667
 inline RowSplit split_row(int64_t cols, size_t element_bytes, int operands, bool vector, const DeviceInfo& device,
-                          int64_t most_alone, int most_threads = kCachedThreads) {
-  const int width = vector ? static_cast<int>(16 / element_bytes) : 1;
-  const int64_t count = cols / width, bytes = cols * static_cast<int64_t>(element_bytes) * operands;
+                          int64_t most_alone, int most_threads = kCachedThreads, int most_blocks = kMaxCluster) {
+  const int widest = static_cast<int>(16 / element_bytes);
+  const int64_t count = (cols + widest - 1) / widest, bytes = cols * static_cast<int64_t>(element_bytes) * operands;
   const int64_t room = static_cast<int64_t>(device.shared_bytes) - 1024;  // the reductions need some
   const int64_t most_of_part = std::min(kPartBytes, room);
   bool fits = bytes <= std::min(most_alone, room);
   int cluster = 1;
-  while (!fits && cluster < kMaxCluster) {
+  while (!fits && cluster < most_blocks) {
     cluster *= 2;
     fits = bytes <= cluster * most_of_part;
   }
-  if (vector && fits && (cluster == 1 || device.clusters[cluster] > 0)) {
-    const int64_t part = (count + cluster - 1) / cluster;
-    return {width,
-            true,
+  if ((vector || count >= kLeastShifted) && fits && (cluster == 1 || device.clusters[cluster] > 0)) {
+    const int64_t part = (count + cluster - 1) / cluster, of_operand = vector ? part : part + kShiftedMargin;
+    const int threads = std::max(32, group_threads(part, 8, most_threads));
+    const int rows = vector || cluster > 1 ? 1 : std::max(1, kShiftedThreads / threads);
+    return {widest,
+            vector ? RowPlace::kShared : RowPlace::kShifted,
             cluster,
-            part * width,
-            std::max(32, group_threads(part, 8, most_threads)),
-            1,
-            static_cast<size_t>(part) * 16 * operands};
+            part * widest,
+            of_operand * widest,
+            threads,
+            rows,
+            static_cast<size_t>(of_operand) * 16 * operands * rows};
   }
-  const int threads = group_threads(count, 4, 1024);
-  return {width, false, 1, cols, threads, std::max(1, 256 / threads), 0};
+  const int width = vector ? widest : 1;
+  const int threads = group_threads(cols / width, 4, 1024);
+  return {width, RowPlace::kGlobal, 1, cols, 0, threads, std::max(1, 256 / threads), 0};
 }
 
+// Calls body(width, place), as constants, for the width and the place of rows of T.
+template <typename T, typename Body>
+cudaError_t dispatch_split(const RowSplit& split, Body&& body) {
+  using Place = RowPlace;
+  const auto wide = [&](auto place) { return body(std::integral_constant<int, kVecWidth<T>>{}, place); };
+  if (split.place == Place::kShared) return wide(std::integral_constant<Place, Place::kShared>{});
+  if (split.place == Place::kShifted) return wide(std::integral_constant<Place, Place::kShifted>{});
+  const std::integral_constant<Place, Place::kGlobal> global;
+  return split.width > 1 ? wide(global) : body(std::integral_constant<int, 1>{}, global);
+}
+
+// Which row and which part of it a block of split_row() has.
+struct RowPosition {
+  Cluster cluster;
+  Group group;
+  int64_t row, begin, end;  // no columns where there is no such row
+
+  __device__ RowPosition(const RowSplit& split, int64_t rows, int64_t cols)
+      : cluster(Cluster::of(split.cluster, 0)),
+        group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)},
+        row(static_cast<int64_t>(cluster.index) * blockDim.y + threadIdx.y),
+        begin(min(cols, cluster.rank * split.part)),
+        end(row < rows ? min(cols, begin + split.part) : begin) {}
+};
+
 // The block's part of a row, for a thread of a group.
-template <typename T, int N, bool kCached>
+template <typename T, int N, RowPlace kPlace>
 class RowPart {
+  static constexpr bool kCached = kPlace == RowPlace::kShared;
+
  public:
   using V = Vec<T, N>;
   using Index = std::conditional_t<kCached, int, int64_t>;
 
-  // Columns [begin, end) of the row; `cache` has room for them.
-  __device__ RowPart(const T* row, Index begin, Index end, T* cache, const Group& group)
+  // `row` is that of an operand, of which there are several in `cache`.
+  __device__ RowPart(const T* row, const RowPosition& at, const RowSplit& split, int4* cache, int operand = 0)
       : row_(row),
-        cache_(cache - begin),
-        first_(begin + group.rank * N),
-        end_(end),
-        step_(static_cast<Index>(group.threads) * N),
-        chunk_(((end - begin + step_ - 1) / step_ + kChunks - 1) / kChunks * step_) {}
+        cache_(reinterpret_cast<T*>(cache) + operand * split.room - at.begin),
+        first_(at.begin + at.group.rank * N),
+        end_(at.end),
+        step_(static_cast<Index>(at.group.threads) * N),
+        chunk_(((end_ - static_cast<Index>(at.begin) + step_ - 1) / step_ + kChunks - 1) / kChunks * step_) {}
 
   // Begins to copy these parts, which are as long as each other, for for_each_arriving().
   template <typename... Parts>
@@ -119,6 +169,12 @@ class RowPart {
     }
   }
 
+  // Stores make(column) to each of this thread's vectors of `target`, a row of the same length.
+  template <typename Make>
+  __device__ void store_each(T* target, const Make& make) const {
+    for_each([&](Index c) { make(c).store(target + c); });
+  }
+
  private:
   static constexpr int kChunks = 4;  // that are waited for one by one
 
@@ -142,18 +198,91 @@ class RowPart {
   Index first_, end_, step_, chunk_;
 };
 
-// Which row and which part of it a block of split_row() has.
-struct RowPosition {
-  Cluster cluster;
-  Group group;
-  int64_t row, begin, end;  // no columns where there is no such row
+// The same for a row of any alignment, in shared memory. What a vector has behind the end of the row is 0.
+template <typename T, int N>
+class RowPart<T, N, RowPlace::kShifted> {
+ public:
+  using V = Vec<T, N>;
 
-  __device__ RowPosition(const RowSplit& split, int64_t rows, int64_t cols)
-      : cluster(Cluster::of(split.cluster, 0)),
-        group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)},
-        row(split.cached ? cluster.index : static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y),
-        begin(min(cols, cluster.rank * split.part)),
-        end(row < rows ? min(cols, begin + split.part) : begin) {}
+  __device__ RowPart(const T* row, const RowPosition& at, const RowSplit& split, int4* cache, int operand = 0)
+      : part_(row + at.begin),
+        cache_(reinterpret_cast<V*>(cache) + (operand * split.rows_per_block + at.group.index) * (split.room / N)),
+        begin_(static_cast<int>(at.begin)),
+        end_(static_cast<int>(at.end)),
+        shift_(misalignment(part_)),
+        group_(at.group),
+        chunk_(((end_ - begin_ + step() - 1) / step() + kChunks - 1) / kChunks * step()) {}
+
+  template <typename... Parts>
+  __device__ static void prefetch(uint64_t policy, const Parts&... parts) {
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      (parts.copy(chunk, policy), ...);
+      cp_async_commit();
+    }
+    (parts.copy_ends(), ...);
+  }
+  // At any column that is not N or more from the part.
+  __device__ V load(int c) const {
+    const unsigned element = N + shift_ + c - begin_;
+    const V* const low = cache_ + element / N;
+    return element % N == 0 ? low[0] : cut(low[0], low[1], element % N);
+  }
+  template <typename Visit>
+  __device__ void for_each(const Visit& visit) const {
+    for (int c = begin_ + group_.rank * N; c < end_; c += step()) visit(c);
+  }
+  template <typename Visit>
+  __device__ void for_each_arriving(const Visit& visit) const {
+    for_chunks_from<0>(visit);
+  }
+  // Stores to the aligned vectors of `target`, whose columns are others: make() gets some outside of the row, too.
+  template <typename Make>
+  __device__ void store_each(T* target, const Make& make) const {
+    for (int c = begin_ - misalignment(target + begin_) + group_.rank * N; c < end_; c += step()) {
+      store_aligned(make(c), target, c, begin_, end_);
+    }
+  }
+
+ private:
+  static constexpr int kChunks = 4;
+
+  __device__ int step() const { return group_.threads * N; }
+
+  template <int kFirst, typename Visit>
+  __device__ void for_chunks_from(const Visit& visit) const {
+    cp_async_wait<kChunks - 1 - kFirst>();
+    group_barrier(group_);
+    for_chunk(kFirst, [&](int offset) { visit(begin_ + offset); });
+    if constexpr (kFirst + 1 < kChunks) for_chunks_from<kFirst + 1>(visit);
+  }
+  template <typename Visit>
+  __device__ void for_chunk(int chunk, const Visit& visit) const {
+    const int first = group_.rank * N, end = min(end_ - begin_, first + (chunk + 1) * chunk_);
+    for (int offset = first + chunk * chunk_; offset < end; offset += step()) visit(offset);
+  }
+  // Copies the last of the aligned vectors that a vector of the chunk is cut out of: the others are those of its
+  // neighbour, in this chunk or an earlier one, and the head of the row.
+  __device__ void copy(int chunk, uint64_t policy) const {
+    for_chunk(chunk, [&](int offset) {
+      const int c = shift_ == 0 ? offset : offset + N - shift_;
+      const int bytes = (end_ - begin_ - c) * static_cast<int>(sizeof(T));
+      if (bytes > 0) cp_async_16(cache_ + (N + shift_ + c) / N, part_ + c, min(16, bytes), policy);
+    });
+  }
+  // The head, and zeros behind the end.
+  __device__ void copy_ends() const {
+    const int length = end_ - begin_, rank = group_.rank;
+    T* const elements = reinterpret_cast<T*>(cache_ + 1);
+    if (shift_ > 0 && shift_ + rank < N) elements[shift_ + rank] = rank < length ? part_[rank] : from_float<T>(0.f);
+    if (rank < 2) cache_[1 + (shift_ + length + N - 1) / N + rank] = V::of([](int) { return 0.f; });
+  }
+
+  const T* part_;
+  V* cache_;  // a vector of margin, then the aligned ones that the part covers
+  int begin_, end_, shift_;
+  Group group_;
+  int chunk_;
 };
 
 }  // namespace llmk::kernels

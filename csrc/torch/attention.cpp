@@ -4,8 +4,8 @@
 
 #include "backend.h"
 #include "cpu/attention.h"
+#include "parts.h"
 #include "positions.h"
-#include "step.h"
 #if LLMK_CUDA
 #include "kernels/attention/decode_attention.h"
 #include "kernels/attention/decode_attention_any.h"
@@ -15,6 +15,27 @@ namespace llmk {
 namespace {
 
 using torch::stable::detail::StableLibrary;
+
+// The arguments of an attention besides the queries.
+struct AttentionInputs {
+  Argument k_cache, v_cache;  // (batch, capacity, kv_heads, head_dim), or pages with a block table
+  const Tensor& cache_seqlens;
+  const std::optional<Tensor>&cache_leftpad, &block_table;
+  std::optional<double> softmax_scale;
+  int64_t window_left;
+  double softcap;
+};
+
+// The tables and positions by which one new token per sequence is rotated.
+struct Rotation {
+  const Tensor &cos, &sin, &positions;
+};
+
+// RMSNorm of the heads of q or k before their rotation, where there is a weight.
+struct HeadNorms {
+  Argument q_weight, k_weight;  // (head_dim,)
+  RmsNormOptions options;
+};
 
 void check_heads(const char* op, const Argument& argument, const char* axes) {
   LLMK_CHECK(argument->dim() == 4, op, argument.name, " must have shape ", axes, ", got ", shape(*argument));
@@ -51,6 +72,17 @@ void check_caches(const char* op, const Argument& model, int64_t batch, int64_t 
              name(block_table->scalar_type()));
   LLMK_CHECK(block_table->dim() == 2 && block_table->size(0) == batch, op, "block_table must have shape (", batch,
              ", pages of a sequence), got ", shape(*block_table));
+}
+
+// For `heads` query heads of one token in each of `batch` sequences; `model` has their dtype.
+void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads,
+                     const AttentionInputs& inputs) {
+  check_caches(op, model, batch, heads, inputs.k_cache, inputs.v_cache, inputs.block_table);
+  check_per_sequence(op, {"cache_seqlens", inputs.cache_seqlens}, batch);
+  check_per_sequence(op, {"cache_leftpad", inputs.cache_leftpad}, batch);
+  check_finite(op, "softmax_scale", inputs.softmax_scale.value_or(1));
+  LLMK_CHECK(inputs.window_left >= -1, op, "window_left must be at least -1 (unlimited), got ", inputs.window_left);
+  check_not_negative(op, "softcap", inputs.softcap);
 }
 
 // Checks that queries have the head_dim of the cache.
@@ -211,6 +243,13 @@ void check_head_norms(const char* op, const Argument& model, int64_t head_dim, c
   check_vector(op, norms.k_weight, model, head_dim, "head_dim");
 }
 
+void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation,
+                    const HeadNorms& norms) {
+  check_tables(op, model, {"cos", rotation.cos}, {"sin", rotation.sin}, head_dim);
+  check_head_norms(op, model, head_dim, norms);
+  check_per_sequence(op, {"positions", rotation.positions}, batch);
+}
+
 RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
   return {cos.const_data_ptr(), sin.const_data_ptr(), cos.stride(0),
           sin.stride(0),        cos.size(0),          cos.size(1) != head_dim};
@@ -322,25 +361,6 @@ void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   write(op, {q, k, v, cos, sin, position_ids}, norms, to, interleaved);
 }
 
-}  // namespace
-
-void check_attention(const char* op, const Argument& model, int64_t batch, int64_t heads,
-                     const AttentionInputs& inputs) {
-  check_caches(op, model, batch, heads, inputs.k_cache, inputs.v_cache, inputs.block_table);
-  check_per_sequence(op, {"cache_seqlens", inputs.cache_seqlens}, batch);
-  check_per_sequence(op, {"cache_leftpad", inputs.cache_leftpad}, batch);
-  check_finite(op, "softmax_scale", inputs.softmax_scale.value_or(1));
-  LLMK_CHECK(inputs.window_left >= -1, op, "window_left must be at least -1 (unlimited), got ", inputs.window_left);
-  check_not_negative(op, "softcap", inputs.softcap);
-}
-
-void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation,
-                    const HeadNorms& norms) {
-  check_tables(op, model, {"cos", rotation.cos}, {"sin", rotation.sin}, head_dim);
-  check_head_norms(op, model, head_dim, norms);
-  check_per_sequence(op, {"positions", rotation.positions}, batch);
-}
-
 // rope_kv_write, then decode_attention, for one new token per sequence from a packed q|k|v: one launch where the fast
 // kernel supports it. The new token is at cache_seqlens - 1.
 Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const HeadNorms& norms,
@@ -382,8 +402,6 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
   write(op, {q, k, v, rotation.cos, rotation.sin, position_ids}, norms, inputs, false);
   return view(run_attention(op, q, inputs), {batch, width}, {width, 1}, 0);
 }
-
-namespace {
 
 Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& positions,
                                 const Tensor& cache_seqlens, std::optional<Tensor> cache_leftpad, const Tensor& k_cache,

@@ -3,7 +3,7 @@
 
 #include "backend.h"
 #include "fp8_arithmetic.h"
-#include "step.h"
+#include "parts.h"
 #if LLMK_CUDA
 #include "kernels/quant/fp8.h"
 #endif

@@ -2,7 +2,7 @@
 // (linear.cpp). For few tokens the activation is in the epilogue of the first kernel, unless gate and up are wanted
 // or biased.
 #include "backend.h"
-#include "step.h"
+#include "parts.h"
 
 namespace llmk {
 namespace {

@@ -1,7 +1,7 @@
 // swiglu, geglu and relu2_glu, separate and packed, and their backward.
 #include "cpu/glu.h"
 #include "backend.h"
-#include "step.h"
+#include "parts.h"
 #if LLMK_CUDA
 #include "kernels/activation/glu.h"
 #endif

@@ -5,12 +5,19 @@
 #include "kernels/linear/linear.h"
 #endif
 #include "params/linear.h"
-#include "step.h"
+#include "parts.h"
 
 namespace llmk {
 namespace {
 
 using torch::stable::detail::StableLibrary;
+
+// The norm hand-off (params/linear.h): for the linear after the next norm linear_add_scale_ writes the new residual
+// times the norm's weight, and sums of its squares. This saves the norm's launch.
+struct Scaled {
+  Tensor x, squares;
+  int parts;
+};
 
 // PyTorch's linear, on x as a matrix. A dimension of size 1 may have any stride, which cuBLAS would use.
 Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -133,8 +140,7 @@ bool run_kernel(const Tensor& x, const Linear& f, const Set& set) {
 }
 #endif
 
-}  // namespace
-
+// `scaled`: from the linear_add_ that made x, if this linear was its `next`.
 Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::optional<Scaled>& scaled) {
   const std::vector<int64_t> sizes = result_shape(x, f);
 #if LLMK_CUDA
@@ -158,8 +164,9 @@ Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::opti
   return f.glu ? glu_packed(f.op, y, *f.glu) : y;
 }
 
+// residual += alpha (x weight^T + bias). `next`: the linear after the next norm, for a hand-off.
 std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, double alpha,
-                                  [[maybe_unused]] const Linear* next) {
+                                  [[maybe_unused]] const Linear* next = nullptr) {
   if (residual.numel() == 0 || is_meta(residual)) return std::nullopt;
 #if LLMK_CUDA
   std::optional<Scaled> scaled;
@@ -178,8 +185,6 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
   aten::add_(residual, y);
   return std::nullopt;
 }
-
-namespace {
 
 Tensor checked_linear(const Tensor& x, const Linear& f, const std::optional<Tensor>& scaled = std::nullopt,
                       const std::optional<Tensor>& squares = std::nullopt) {
@@ -273,6 +278,8 @@ void register_ops(StableLibrary& ops) {
 }
 
 }  // namespace
+
+Tensor linear(const Tensor& x, const Linear& f) { return linear(x, f, std::nullopt); }
 
 LLMK_IMPLEMENT(register_ops)
 

@@ -3,7 +3,7 @@
 
 #include "backend.h"
 #include "cpu/norm.h"
-#include "step.h"
+#include "parts.h"
 #if LLMK_CUDA
 #include "kernels/norm/layer_norm.h"
 #include "kernels/norm/rms_norm.h"

@@ -229,21 +229,6 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor a_parts, Tensor b_parts, float scaling, bool split, bool needs_x, bool needs_a, bool needs_b) -> "
       "(Tensor grad_x, Tensor grad_a, Tensor grad_b)");
 
-  // decode.cpp; the lists of decode_step have an entry per layer, or none if there are no biases or norms of heads
-  ops.def(
-      "decode_layer(Tensor(a!) hidden, Tensor input_norm, Tensor qkv_weight, Tensor? qkv_bias, Tensor o_weight, "
-      "Tensor? o_bias, Tensor post_norm, Tensor gate_up_weight, Tensor down_weight, Tensor cos, Tensor sin, "
-      "Tensor positions, Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(b!) k_cache, Tensor(c!) v_cache, "
-      "Tensor? block_table, int heads, float eps, float weight_offset, bool cast_before_weight, float? softmax_scale, "
-      "int window_left, Tensor? q_norm=None, Tensor? k_norm=None) -> ()");
-  ops.def(
-      "decode_step(Tensor(a!) hidden, Tensor[] input_norms, Tensor[] qkv_weights, Tensor[] qkv_biases, "
-      "Tensor[] o_weights, Tensor[] o_biases, Tensor[] post_norms, Tensor[] gate_up_weights, Tensor[] down_weights, "
-      "Tensor norm, Tensor head, Tensor? head_bias, Tensor cos, Tensor sin, Tensor positions, "
-      "Tensor cache_seqlens, Tensor? cache_leftpad, Tensor(b!)[] k_caches, Tensor(c!)[] v_caches, int heads, "
-      "float eps, float weight_offset, bool cast_before_weight, float? softmax_scale, int[] windows_left, "
-      "Tensor[]? q_norms=None, Tensor[]? k_norms=None) -> Tensor");
-
   // optim.cpp; lists with an entry per parameter. `lr` replaces lr_value; with a `grad_norm` gradients are clipped to
   // max_norm; `counter` is 0 before and after; with a `rounding_seed` parameters of 16 bits are rounded at random, by
   // numbers of (seed, step, index)

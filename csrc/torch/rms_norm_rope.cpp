@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "cpu/rms_norm_rope.h"
+#include "parts.h"
 #include "rope_call.h"
-#include "step.h"
 #if LLMK_CUDA
 #include "kernels/rope/rms_norm_rope.h"
 #endif

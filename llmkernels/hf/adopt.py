@@ -42,8 +42,11 @@ def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = Fals
     for layer, part in zip(cache.layers, (layer.attention for layer in parts.layers), strict=True):
         held, kind = tokens, getattr(layer, "theirs", type(layer))
         if kind is DynamicSlidingWindowLayer:
-            held = min(tokens, part.window_left)
-            if layer.sliding_window != part.window_left + 1 or part.window_left < 1:
+            # A window that attention does not have: the description holds for as many tokens as the cache keeps, in
+            # one call of generate. A cache that becomes ours would go on without it.
+            window = len(parts.positions) if part.window_left < 0 and not recorded else part.window_left + 1
+            held = min(tokens, window - 1)
+            if layer.sliding_window != window or window < 2:
                 raise NoStep("the cache has another sliding window than the model")
             if layer.record_past:
                 if not recorded:

@@ -6,7 +6,6 @@ check_helpers   generate() asks of the model what its class answers
 check_attention  the model attends by a function of transformers
 """
 
-import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 
 from . import trust
 from .layers import own_class
-from .layout import UnknownLayout, check_origin
-from .reference import Part, reference
+from .origin import UnknownLayout, check_origin
+from .reference import Part, Reference, reference
 from .trust import Distrust, Inspection, Kind, NoStep, calls_only_its_class, hooks_do_nothing
-from .wiring import is_attention
 
 
 def inspect_all(model: nn.Module, root: Part) -> None:
@@ -68,7 +66,7 @@ class Snapshot:
     """What a model is. Keeps nothing of it alive. Raises NoStep where the model can not be read."""
 
     def __init__(self, model: nn.Module):
-        expected = reference(model)
+        expected = _reference_of(model)
         self._reference = weakref.ref(expected)
         _inspect(model, expected.root)
         weight = next(model.parameters())
@@ -115,11 +113,10 @@ class Snapshot:
         """Whether the model is the same. Asked while what `memory` gave is alive, so that no other tensor can have the
         place of one."""
         trust.check_surroundings()
-        expected = reference(model)
+        expected = _reference_of(model)
         if self._reference() is not expected:
             return False
         check_helpers(model)
-        check_attention(model)
         if not self._is_untouched(model):
             _inspect(model, expected.root)
             return False
@@ -156,6 +153,13 @@ class Snapshot:
         return True
 
 
+def _reference_of(model: nn.Module) -> Reference:
+    try:
+        return reference(model)
+    except UnknownLayout as reason:
+        raise NoStep(f"{type(model).__name__} {reason}") from None
+
+
 def _inspect(model: nn.Module, root: Part) -> None:
     try:
         inspect_all(model, root)
@@ -168,7 +172,9 @@ def _identity(x: Tensor | None) -> tuple:
     place is the same, since a step reads it as it is; a buffer is not, since tables may have been made of it."""
     if x is None:
         return ()
-    version = None if isinstance(x, nn.Parameter) else x._version
+    version = None
+    if not isinstance(x, nn.Parameter):
+        version = x.tolist() if x.is_inference() else x._version  # which a tensor made in inference mode has not
     return id(x), x.data_ptr(), x.dtype, x.shape, x.stride(), version
 
 
@@ -191,18 +197,3 @@ def check_helpers(model: nn.Module) -> None:
             check_origin(getattr(known, name), ("transformers", "torch"))  # torch's: decorators such as no_grad
         except UnknownLayout as reason:
             raise NoStep(f"{name}: {reason}") from None
-
-
-def check_attention(model: nn.Module) -> None:
-    """The model attends by a function of transformers: another one may compute anything."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    attention = next((module for module in model.modules() if is_attention(module)), None)
-    if attention is None:
-        raise NoStep("the model has no attention")
-    eager = vars(sys.modules[own_class(type(attention)).__module__]).get("eager_attention_forward")
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, eager)
-    try:
-        check_origin(function)
-    except UnknownLayout:
-        raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}") from None

@@ -36,6 +36,7 @@ from .layout import (
     rotation_of,
     trace,
 )
+from .origin import Name, hold, names_of
 from .source import bind_global, fuse_adds, with_renamings
 
 
@@ -91,10 +92,11 @@ def _unpickle(original: type[nn.Module], only_fused: bool, generates: bool, loss
 _RUNS = "_llmkernels_runs"  # the member in which a patched module counts
 
 
-def count(module: nn.Module, op: str) -> None:
-    """Note that a module has run an op, for the report. Inside of a compiled graph nobody counts."""
+def count(module: nn.Module, op: str, reason: str | None = None) -> None:
+    """Note that a module has run an op, or WITHOUT one for this reason. Inside of a compiled graph nobody counts."""
     if torch.compiler.is_compiling():
         return
+    op = op if reason is None else f"{op}: {reason}"
     members = module.__dict__
     runs = members.get(_RUNS)
     if runs is None:
@@ -103,7 +105,10 @@ def count(module: nn.Module, op: str) -> None:
 
 
 def runs_of(module: nn.Module) -> dict[str, int]:
-    """How often a patched module has run which op. Calls of several threads at the same time may count as one."""
+    """How often a patched module has run which op, or none, with the reason behind a colon where it gave one.
+
+    Calls of several threads at the same time may count as one.
+    """
     return dict(vars(module).get(_RUNS, {}))
 
 
@@ -232,7 +237,10 @@ def _add_norm(
     if fused is not None:
         count(layer, f"add_{cls.options.kind}")
         return fused
-    count(layer, WITHOUT)
+    why_not = (
+        "the norm has hooks or was replaced" if cls is None else "no kernel for the dtypes of the add and the norm"
+    )
+    count(layer, WITHOUT, why_not)
     residual = residual + hidden_states
     return norm(residual), residual
 
@@ -292,7 +300,20 @@ def plain_unit(activation: Callable) -> Callable | None:
 
 def _unit(activation: Callable) -> tuple[Callable | None, Callable | None]:
     cls = type(activation)
-    return _UNITS.get((cls.__module__, cls.__name__), (None, None))
+    units = _UNITS.get((cls.__module__, cls.__name__))
+    if units is None or not (torch.compiler.is_compiling() or _calls_the_same(cls)):
+        return None, None
+    return units
+
+
+def _calls_the_same(cls: type) -> bool:
+    """Whether the functions that an activation calls are those that it called when it was first seen."""
+    return hold(_first_calls(cls, cls.forward))
+
+
+@functools.cache
+def _first_calls(cls: type, forward: Callable) -> tuple[Name, ...]:
+    return names_of(forward, cls)
 
 
 def has_kernel(x: torch.Tensor) -> bool:
@@ -375,7 +396,7 @@ def _loss_members(cls: type[nn.Module], forward: Callable) -> dict[str, Callable
     from . import loss
 
     options = loss.loss_of(forward)
-    is_current = _is_current(cls, forward, None)
+    is_current = _is_current(cls, forward)
     made = with_renamings(forward, loss.forward_without_logits(forward, options))
     made = _stepping_aside(cls, is_current, made)
     return {"forward": made, "is_current": staticmethod(is_current), "options": options}
@@ -384,7 +405,7 @@ def _loss_members(cls: type[nn.Module], forward: Callable) -> dict[str, Callable
 def _step_members(cls: type[nn.Module], forward: Callable, members: dict[str, Any]) -> dict[str, Callable]:
     from .forward import bound_arguments, by_step
 
-    is_current = _is_current(cls, forward, None)
+    is_current = _is_current(cls, forward)
     inner = members.get("forward", forward)
     made = with_renamings(forward, by_step(inner, bound_arguments(forward)))
     made = _stepping_aside(cls, is_current, made)
@@ -400,26 +421,31 @@ def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Mod
     # Keyed by the functions it is made from too, which somebody may have replaced since the last call.
     if is_lora(cls):
         return _lora_class(cls, cls.forward)
-    name = rotation_name(cls.forward)
-    rotation = None if name is None else inspect.unwrap(cls.forward).__globals__[name]
-    return _patched_class(cls, cls.forward, rotation, only_fused)
+    return _patched_class(cls, cls.forward, _rotation_calls(cls.forward), only_fused)
+
+
+def _rotation_calls(forward: Callable) -> tuple[Name, ...]:
+    """The function by which a forward rotates, if it does, and what that calls."""
+    if (name := rotation_name(forward)) is None:
+        return ()
+    scope = inspect.unwrap(forward).__globals__
+    return (scope.get, name, scope[name]), *names_of(scope[name])
 
 
 @functools.cache
 def _patched_class(cls, forward, rotation, only_fused):
     kind = kind_of(cls)
-    is_current = _is_current(cls, forward, rotation if kind == "rope" else None)
-    members = {}
+    members, calls = {}, rotation  # those in whose place the replacement computes
     if kind in ("rms_norm", "layer_norm"):
-        options = norm_of(cls)
+        options, calls = norm_of(cls), names_of(forward, cls)
         replacement = FusedNorm if only_fused else {"rms_norm": RMSNorm, "layer_norm": LayerNorm}[options.kind]
         members = _norm_members(forward, options)
         made = members["forward"]
     elif kind == "rope":
         replacement = Attention
-        made, options = _rotating_forward(forward, rotation)
+        made, options = _rotating_forward(forward)
     elif kind in ("gated_mlp", "mlp"):
-        replacement, options = MLP, mlp_of(forward)
+        replacement, options, calls = MLP, mlp_of(forward), names_of(forward, cls)
         made = _mlp_forward(options)
     elif kind == "add_rms_norm":
         check_origin(forward)
@@ -428,6 +454,7 @@ def _patched_class(cls, forward, rotation, only_fused):
         options = Layer(norms, _traced(forward))
     else:
         raise UnknownLayout(f"{cls.__name__} is of no known kind")
+    is_current = _is_current(cls, forward, calls)
     if not only_fused:
         made = _stepping_aside(cls, is_current, made, takes_one=kind not in ("rope", "add_rms_norm"))
     else:
@@ -440,11 +467,12 @@ def _patched_class(cls, forward, rotation, only_fused):
     return patched
 
 
-def _rotating_forward(forward: Callable, rotation: Callable | None) -> tuple[Callable, Rotation]:
+def _rotating_forward(forward: Callable) -> tuple[Callable, Rotation]:
     check_origin(forward)
     name = rotation_name(forward)
     if name is None:
         raise UnknownLayout("its forward does not call a function that rotates directly")
+    rotation = inspect.unwrap(forward).__globals__[name]
     options = rotation_of(name, rotation)
     return bind_global(forward, name, rotation_by_kernel(rotation, options), with_first=True), options
 
@@ -460,7 +488,7 @@ def _traced(forward: Callable) -> str | None:
 def _lora_class(cls, forward):
     from . import lora
 
-    is_current, by_op = _is_current(cls, forward, None), lora.forward_by_op(forward)
+    is_current, by_op = _is_current(cls, forward), lora.forward_by_op(forward)
     lora.check_forward(cls, by_op)
     made = _stepping_aside(cls, is_current, functools.wraps(forward)(by_op))
     members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -470,13 +498,9 @@ def _lora_class(cls, forward):
     return patched
 
 
-def _is_current(cls: type[nn.Module], forward: Callable, rotation: Callable | None) -> Callable[[], bool]:
-    namespace, name = getattr(inspect.unwrap(forward), "__globals__", {}), rotation_name(forward)
-
+def _is_current(cls: type[nn.Module], forward: Callable, calls: tuple[Name, ...] = ()) -> Callable[[], bool]:
     def is_current() -> bool:
-        if cls.forward is not forward:
-            return False
-        return rotation is None or torch.compiler.is_compiling() or namespace.get(name) is rotation
+        return cls.forward is forward and (torch.compiler.is_compiling() or hold(calls))
 
     return is_current
 

@@ -20,11 +20,7 @@ from llmkernels.ops import layer_norm, rms_norm, rope
 
 from .cache_name import cache_argument
 from .families import KINDS, MLP, Norm, Rotation, is_lora, known_base
-
-
-class UnknownLayout(Exception):
-    """Why a class is not replaced."""
-
+from .origin import Name, UnknownLayout, check_origin, names_of
 
 # --- kinds
 
@@ -73,19 +69,6 @@ def _kind_of(cls: type, forward: Callable) -> str | None:
 def _names(function: Callable | None) -> set[str]:
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
     return set() if code is None else {*code.co_names}
-
-
-def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)) -> None:
-    """Raise UnknownLayout for a forward that is not of these packages: it may have side effects.
-
-    Its wrappers must be from one of them, too.
-    """
-    owner = "transformers'" if "transformers" in origins else "PEFT's"
-    while forward is not None:
-        origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-        if origin.split(".")[0] not in origins:
-            raise UnknownLayout(f"its forward is not {owner} own but from {origin}")
-        forward = getattr(forward, "__wrapped__", None)
 
 
 # --- on symbols
@@ -284,12 +267,12 @@ def rotate(options: Rotation, q, k, cos, sin, unsqueeze_dim: int = 1) -> tuple[t
 
 def rotation_of(name: str, function: Callable) -> Rotation:
     """How a function(q, k, cos, sin, unsqueeze_dim=1) rotates, rounding included. Raises UnknownLayout."""
-    return _rotation_of(name, function)
+    check_origin(function)
+    return _rotation_of(name, function, names_of(function))
 
 
 @functools.cache
-def _rotation_of(name: str, function: Callable) -> Rotation:
-    check_origin(function)
+def _rotation_of(name: str, function: Callable, calls: tuple[Name, ...]) -> Rotation:
     if list(inspect.signature(function).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
         raise UnknownLayout(f"its {name} has other arguments than q, k, cos, sin and unsqueeze_dim")
     runs, error = [], None

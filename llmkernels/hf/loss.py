@@ -2,25 +2,26 @@
 
 import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from llmkernels.ops import linear_cross_entropy
+from llmkernels.ops._common import _is_transforming
 
 from .cache_name import cache_name
 from .families import Loss
 from .layers import WITHOUT, count, has_kernel, runs_only_forward
 from .layout import Symbol, UnknownLayout, check_origin
+from .lazy import LazyTensor
 
 OP = "linear_cross_entropy"
 IGNORED = -100  # the label of a token without a loss, in transformers
-_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
+_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")  # module and name, which a compiler knows, too
 
 
 def forward_without_logits(original: Callable, options: Loss) -> Callable:
@@ -44,16 +45,18 @@ def forward_without_logits(original: Callable, options: Loss) -> Callable:
         values = (input_ids, attention_mask, position_ids, past, inputs_embeds, use_cache)
         inputs = dict(zip(names, values, strict=True))
         asked = labels is not None and self.training
-        if not asked or not _is_plain(logits_to_keep, kwargs) or why_not(self) is not None:
+        reason = _why_not_now(self, logits_to_keep, kwargs) if asked else None
+        if not asked or reason is not None:
             if asked:
-                count(self, WITHOUT)
+                count(self, WITHOUT, reason)
             return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
         count(self, OP)
         kwargs.pop("return_dict", None)
         outputs = self.model(**inputs, **kwargs)
         softcap = None if options.softcap is None else getattr(self.config, options.softcap)
         loss = _loss(self.lm_head, softcap, outputs.last_hidden_state, labels, **kwargs)
-        return _output(self.lm_head, softcap, outputs, loss)
+        known = {name: outputs[name] for name in (cache, "hidden_states", "attentions") if name in outputs}
+        return _output(self.lm_head, softcap, outputs.last_hidden_state, loss, **known)
 
     return forward
 
@@ -63,23 +66,32 @@ def _inputs() -> tuple[str, ...]:
     return "input_ids", "attention_mask", "position_ids", cache_name(), "inputs_embeds", "use_cache"
 
 
-def why_not(model: nn.Module) -> str | None:
-    """Why a model computes its loss from logits for now, or None."""
+def why_not(model: nn.Module, at_rest: bool = False) -> str | None:
+    """Why a model computes its loss from logits for now, or None.
+
+    At rest, outside of a forward, a weight may be a DTensor that FSDP makes a plain one in every forward.
+    """
     head = model.lm_head
     if type(head) is not nn.Linear or not runs_only_forward(head):
         return "lm_head has to be called: it is no plain linear layer, or has hooks"
-    if type(head.weight) is not nn.Parameter:
-        return f"the weight of lm_head is a {type(head.weight).__name__}, not a plain parameter"
+    kind = type(head.weight)
+    if kind not in (nn.Parameter, Tensor) and not (at_rest and kind.__name__ == "DTensor"):  # FSDP1's is a Tensor
+        return f"the weight of lm_head is a {kind.__name__}, not a plain parameter"
     if not has_kernel(head.weight):
         return f"no kernel for {head.weight.dtype} on {head.weight.device.type}"
     function = model.loss_function
-    if (getattr(function, "__module__", None), getattr(function, "__qualname__", None)) != _LOSS:
+    if (getattr(function, "__module__", None), getattr(function, "__name__", None)) != _LOSS:
         return "it has another loss function"
     return None
 
 
-def _is_plain(logits_to_keep: Any, kwargs: dict[str, Any]) -> bool:
-    return isinstance(logits_to_keep, int) and logits_to_keep == 0 and kwargs.get("return_dict") is not False
+def _why_not_now(model: nn.Module, logits_to_keep: Any, kwargs: dict[str, Any]) -> str | None:
+    """Why a call computes its loss from logits, or None."""
+    if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
+        return "logits_to_keep asks for a part of the logits"
+    if kwargs.get("return_dict") is False:
+        return "return_dict=False asks for a tuple"
+    return why_not(model)
 
 
 def _loss(
@@ -112,63 +124,65 @@ def _loss(
     return loss / (num_items_in_batch.to(loss.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
 
 
-def _output(head: nn.Linear, softcap: float | None, outputs: Any, loss: Tensor):
-    known = {name: outputs[name] for name in (cache_name(), "hidden_states", "attentions") if name in outputs}
-    known["loss"] = loss
-    if torch.compiler.is_compiling():
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
-        return CausalLMOutputWithPast(**known)
-    return _output_class()(compute=_later(head, softcap, outputs.last_hidden_state), **known)
-
-
-def _later(head: nn.Linear, softcap: float | None, hidden: Tensor) -> Callable[[], Tensor]:
-    """A function for the logits in the grad mode and autocast of now."""
-    device, gradients = hidden.device.type, torch.is_grad_enabled()
-    autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
-
-    def compute() -> Tensor:
-        with torch.set_grad_enabled(gradients), torch.autocast(device, **autocast):
-            logits = head(hidden)
-            return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-    return compute
-
-
-@functools.cache
-def _output_class() -> type:
+def _output(head: nn.Linear, softcap: float | None, hidden: Tensor, loss: Tensor, **known: Any) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    class CausalLMOutputWithLazyLogits(CausalLMOutputWithPast):
-        """Has logits from the moment on when somebody asks for them by name or by number."""
+    if not torch.compiler.is_compiling():
+        known["logits"] = _logits(hidden, head.weight, head.bias, softcap)
+    return CausalLMOutputWithPast(loss=loss, **known)
 
-        def __init__(self, *args: Any, compute: Callable[[], Tensor] | None = None, **kwargs: Any):
-            object.__setattr__(self, "_compute", compute)
-            super().__init__(*args, **kwargs)
 
-        @property
-        def logits(self) -> Tensor | None:
-            if self._compute is not None:
-                self.logits = self._compute()
-                for name in [name for name in self.keys() if name not in ("loss", "logits")]:  # logits come second
-                    self.move_to_end(name)
-            return self.get("logits")
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    """The logits under the autocast of now, computed once somebody reads them."""
+    device = hidden.device.type
+    autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
 
-        @logits.setter
-        def logits(self, value: Tensor | None) -> None:
-            if value is not None:
-                object.__setattr__(self, "_compute", None)
-                OrderedDict.__setitem__(self, "logits", value)
+    def compute(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with torch.autocast(device, **autocast):
+            logits = nn.functional.linear(hidden, weight, bias)
+            return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
-        def __getitem__(self, key):
-            if key == "logits" or not isinstance(key, str):
-                _ = self.logits
-            return super().__getitem__(key)
+    if _is_transforming():  # transforms of torch.func, which take no tensor without memory
+        return compute(hidden, weight, bias)
+    return _Logits.apply(compute, hidden, weight, bias)
 
-        def __reduce__(self):
-            return CausalLMOutputWithPast, tuple(getattr(self, field.name) for field in fields(self))
 
-    return CausalLMOutputWithLazyLogits
+class _Logits(Function):
+    """compute(hidden, weight, bias), lazily. Its backward computes them once more."""
+
+    @staticmethod
+    def forward(ctx, compute: Callable, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.compute = compute
+        ctx.save_for_backward(hidden, weight, bias)
+        sources = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+        states = [*map(_state, sources)]
+
+        def unchanged() -> Tensor:
+            if states != [*map(_state, sources)]:
+                raise RuntimeError(
+                    "output.logits: the hidden states and the weight of lm_head must be those of the forward, but were "
+                    "changed or freed since: read the logits before the optimizer steps"
+                )
+            return compute(*sources)
+
+        dtype = compute(hidden.new_empty(0, 1), weight.new_empty(0, 1), None).dtype
+        return LazyTensor(unchanged, (*hidden.shape[:-1], weight.shape[0]), dtype, hidden.device)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        sources = ctx.saved_tensors
+        with torch.enable_grad():
+            logits = ctx.compute(*sources)
+        wanted = [source for source, needed in zip(sources, ctx.needs_input_grad[1:], strict=True) if needed]
+        found = iter(torch.autograd.grad(logits, wanted, grad, create_graph=torch.is_grad_enabled()))
+        return None, *(next(found) if needed else None for needed in ctx.needs_input_grad[1:])
+
+
+def _state(tensor: Tensor | None) -> tuple[int, int] | None:
+    """What differs once a tensor was written to, or its memory freed, as FSDP does after the backward."""
+    if tensor is None or tensor.is_inference():
+        return None
+    return tensor._version, tensor.untyped_storage().nbytes()
 
 
 def loss_of(forward: Callable) -> Loss:

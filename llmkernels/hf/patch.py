@@ -30,7 +30,7 @@ from .layers import (
 )
 from .layout import UnknownLayout, kind_of
 from .report import NOT_ASKED, Decode, Report, Row
-from .trust import calls_only_its_class
+from .trust import calls_its_class, calls_only_its_class
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
@@ -70,9 +70,10 @@ def patch(
             stays a DynamicCache. The cache of the last call of generate, if it takes no more than 1 GiB, and its graphs
             are kept for the next one; ``handle.release()`` or ``llmkernels.release(model)`` frees them.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by
-            ``linear_cross_entropy``, which takes a part of the memory. ``output.logits`` computes them when somebody
-            asks. The layers have gradients in any case. Adapters of PEFT's LoRA around linear layers run on
-            ``lora_linear``, where they are there already: patch the model after ``get_peft_model``.
+            ``linear_cross_entropy``, which takes a part of the memory. The output's logits are computed when somebody
+            reads them, which is an error once the weights have changed; a compiled model gives none. The layers have
+            gradients in any case. Adapters of PEFT's LoRA around linear layers run on ``lora_linear``, where they are
+            there already: patch the model after ``get_peft_model``, and before ``accelerator.prepare``.
 
     Returns:
         a PatchHandle. Its `report()` says what runs on which kernel, and why anything was left alone.
@@ -227,8 +228,11 @@ class PatchHandle:
                 row.kernels["llmkernels::" + op] += 1
                 row.backends[_device_type(module)] += 1
             if is_current:
-                for op, times in runs_of(module).items():
+                for run, times in runs_of(module).items():
+                    op, _, reason = run.partition(": ")
                     row.runs[op if op == WITHOUT else f"llmkernels::{op}"] += times
+                    if reason:
+                        row.fallbacks[reason] += times
         title = f"llmkernels in {type(self._model).__name__}"
         return Report(title, rows, self._decode(is_current), untested_transformers())
 
@@ -323,7 +327,8 @@ def _unit(module: nn.Module, kind: str) -> Callable | None:
 def _obstacle(module: nn.Module, kind: str) -> str | None:
     """Why a module of a known kind cannot be patched, or None."""
     if _has_own_forward(module):
-        return "it has a forward of its own, set on the instance"
+        by = "by accelerate: patch the model before that" if calls_its_class(module) else "on the instance"
+        return f"it has a forward of its own, set {by}"
     try:
         cls = getattr(type(module), "original", type(module))
         model_class(cls, False, True) if kind == "loss" else patched_class(cls)
@@ -356,12 +361,12 @@ def _fallback(module: nn.Module, kind: str) -> str | None:
     if weight is not None and not has_kernel(weight):
         return f"no kernel for {weight.dtype} on {weight.device.type}"
     cls = type(module)
-    if _has_own_forward(module):
+    if _has_own_forward(module) and not calls_its_class(module):
         return "it has a forward of its own, set on the instance"
     if cls.forward is not cls.made or not cls.is_current():
         return "the forward of its class was replaced"
     if kind == "loss":
-        return losses.why_not(module)
+        return losses.why_not(module, at_rest=True)
     if kind == "lora":
         return lora.why_not(module)
     if kind in ("gated_mlp", "mlp"):

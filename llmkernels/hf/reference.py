@@ -7,26 +7,29 @@ trust.py compares a live model with the first, and proof.py the composed forward
 """
 
 import copy
-import inspect
-import threading
+import functools
+import sys
+import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import trust
 from .layers import own_class
 from .layout import UnknownLayout
-from .trust import Kind
+from .origin import Name, check_origin, hold, members_of, names_of
+from .trust import Kind, NoStep
+from .wiring import is_attention
 
-_LOCK = threading.Lock()
-
-# Numbers of a module that trunk.py reads, or that are of no account to a forward in eval mode.
-_READ = {"scaling", "sliding_window", "is_sliding", "use_rope", "attn_logit_softcapping", "layer_idx", "eps"}
-_READ |= {"variance_epsilon", "embedding_multiplier", "residual_multiplier"}
+# Numbers of a module that trunk.py reads from the model itself. All others are what its class makes of the config.
+_READ = {"scaling", "eps", "variance_epsilon"}
+# Those that are of no account to a forward in eval mode.
 _FREE = {"training", "gradient_checkpointing", "vocab_size", "in_features", "out_features", "num_embeddings"}
 _FREE |= {"max_seq_len_cached", "padding_idx", "scale_grad_by_freq", "sparse", "attention_dropout"}
 
@@ -47,6 +50,8 @@ class Reference:
     model: nn.Module
     root: Part
     classes: tuple[type, ...]  # of all modules
+    attention: Callable  # the function of transformers that the config names
+    names: tuple[Name, ...]  # what the forwards and the attention call, and functions that modules have
 
 
 _references: weakref.WeakKeyDictionary[nn.Module, Reference] = weakref.WeakKeyDictionary()
@@ -55,22 +60,69 @@ _references: weakref.WeakKeyDictionary[nn.Module, Reference] = weakref.WeakKeyDi
 def reference(model: nn.Module) -> Reference:
     """The reference of a model. Raises UnknownLayout where its class can not be built from its config."""
     known = _references.get(model)
-    config = model.config
-    if known is not None and known.config == vars(config):
+    config, attention = _of_account(model.config), _attention_of(model)
+    if known is not None and known.config == config and known.attention is attention and hold(known.names):
         return known
-    made = _build(own_class(type(model)), copy.deepcopy(config), "meta").eval()
-    classes = tuple(dict.fromkeys(map(type, made.modules())))
-    known = Reference(copy.deepcopy(vars(config)), made, _part(made), classes)
-    _references[model] = known
+    made = _build(own_class(type(model)), copy.deepcopy(model.config), "meta").eval()
+    known = _references[model] = reference_of(made, copy.deepcopy(config), attention)
     return known
 
 
+def reference_of(made: nn.Module, config: dict[str, Any], attention: Callable) -> Reference:
+    """A model as its own reference."""
+    classes = tuple(dict.fromkeys(map(type, made.modules())))
+    called = [names_of(attention), *(names_of(cls.forward, cls) for cls in classes)]
+    called += [members_of(module) for module in made.modules()]
+    names = tuple(dict.fromkeys(name for names in called for name in names))
+    return Reference(config, made, _part(made), classes, attention, names)
+
+
+# Entries of a config that change neither what its class makes of it nor what a step computes.
+_NO_ACCOUNT = {"use_cache", "bos_token_id", "eos_token_id", "output_hidden_states", "_output_attentions", "return_dict"}
+_NO_ACCOUNT |= {"_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "id2label"}
+_NO_ACCOUNT |= {"label2id", "problem_type", "initializer_range"}
+
+
+def _of_account(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(config).items() if name not in _NO_ACCOUNT}
+
+
+def _attention_of(model: nn.Module) -> Callable:
+    """The function by which a model attends. Raises NoStep unless it is of transformers: it may compute anything."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention = next((module for module in model.modules() if is_attention(module)), None)
+    if attention is None:
+        raise NoStep("the model has no attention")
+    eager = vars(sys.modules[own_class(type(attention)).__module__]).get("eager_attention_forward")
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, eager)
+    try:
+        check_origin(function)
+    except UnknownLayout:
+        raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}") from None
+    return function
+
+
+class _WithoutRandomNumbers(TorchDispatchMode):
+    """Makes zeros where a module would be filled with random numbers: others draw from torch's generator meanwhile."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **kwargs or {})
+        if not function._schema.is_mutable:
+            raise UnknownLayout(f"draws random numbers by {function} when it is made")
+        return args[0].zero_()
+
+
 def _build(cls: type[nn.Module], config: Any, device: str) -> nn.Module:
-    with _LOCK, torch.inference_mode(False), torch.random.fork_rng(devices=[]), torch.device(device):
+    with torch.inference_mode(False), torch.device(device), _WithoutRandomNumbers():
         try:
             return cls(config)
         except Exception as error:
             raise UnknownLayout(f"can not be built from its config ({type(error).__name__}: {error})") from error
+
+
+_VALUES = str, Number, types.FunctionType, types.BuiltinFunctionType, functools.partial
 
 
 def _part(module: nn.Module) -> Part:
@@ -79,7 +131,7 @@ def _part(module: nn.Module) -> Part:
     numbers = tuple(
         (name, value)
         for name, value in members.items()
-        if (value is None or isinstance(value, (str, Number))) and name[0] != "_" and name not in _READ | _FREE
+        if (value is None or isinstance(value, _VALUES)) and name[0] != "_" and name not in _READ | _FREE
     )
     kind = trust.kind(
         cls,
@@ -94,12 +146,15 @@ def _part(module: nn.Module) -> Part:
 
 # --- a small model
 
+WINDOW = 5  # of a small model
 _HEADS = 2
-_EPS = 0.1  # of norms: large, so that it matters
 
 
 def small_config(config: Any) -> Any:
-    """The same with few and small layers. Heads have the size that they have, and windows are short."""
+    """The same with few and small layers. Heads have the size that they have, and windows are short.
+
+    Embeddings are not tied to the head: the logit of a token itself would drown the others.
+    """
     small = copy.deepcopy(config)
     kinds = _layer_kinds(config)
     last = max(kinds.index(kind) for kind in set(kinds))
@@ -115,6 +170,7 @@ def small_config(config: Any) -> Any:
         "hidden_size": _HEADS * (2 if grouped else 1) * head_dim,
         "intermediate_size": 96,
         "vocab_size": 64,
+        "tie_word_embeddings": False,
     }
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
@@ -131,9 +187,6 @@ def small_config(config: Any) -> Any:
     return small
 
 
-WINDOW = 5  # of a small model
-
-
 def _layer_kinds(config: Any) -> list[tuple]:
     """What distinguishes the layers of a config, for each: its entries in the lists with one per layer."""
     count = config.num_hidden_layers
@@ -146,23 +199,28 @@ def _layer_kinds(config: Any) -> list[tuple]:
 
 
 def small_model(model: nn.Module) -> nn.Module:
-    """A small float32 model on the CPU, all of whose parameters matter. Raises UnknownLayout where there is none."""
-    config = small_config(model.config)
-    small = _build(own_class(type(model)), config, "cpu").float().eval()
-    generator = torch.Generator().manual_seed(0)
+    """A small float32 model on the CPU, whose parameters are still to be filled. Raises UnknownLayout where there is
+    none. Numbers that are read from modules are others than the class made of the config."""
+    small = _build(own_class(type(model)), small_config(model.config), "cpu").float().eval()
     for module in small.modules():
-        for name in vars(module).keys() & {"eps", "variance_epsilon"}:
-            setattr(module, name, _EPS)
-        for name, parameter in module.named_parameters(recurse=False):
-            values = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                values *= 1.4 * parameter.shape[-1] ** -0.5 if not isinstance(module, nn.Embedding) else 1
-            else:
-                values = values.clamp(-2, 2) * 0.2 + (parameter.detach().mean().round() if name == "weight" else 0)
-            with torch.no_grad():
-                parameter.copy_(values)
+        for name in vars(module).keys() & _READ:
+            setattr(module, name, _EPS if "eps" in name else 1.25 * getattr(module, name))
     return small
 
 
-def parameters_of(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters)
+_EPS = 0.1  # of norms: large, so that it matters
+
+
+@torch.no_grad()
+def fill(small: nn.Module, loud: float) -> None:
+    """Fill a small model with random numbers that make activations about 1, and `loud` in some channels of products."""
+    generator = torch.Generator().manual_seed(0)
+    for module in small.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                values = values.clamp(-2, 2) * 0.2 + (parameter.mean().round() if name == "weight" else 0)
+            elif not isinstance(module, nn.Embedding):
+                is_loud = torch.rand((*parameter.shape[:-1], 1), generator=generator) < 1 / 16
+                values *= 1.4 * parameter.shape[-1] ** -0.5 * torch.where(is_loud, loud, 1)
+            parameter.copy_(values)

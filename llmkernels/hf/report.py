@@ -30,6 +30,7 @@ class Row:
         backends: the device types that the patched modules are on, with their number.
         runs: what the patched modules ran so far, each time counted: an op, or "without a kernel". What a graph replays
             and what is compiled is not seen. `kernels` is the plan, `runs` what came of it.
+        fallbacks: why patched modules ran without a kernel, each time counted, as far as only the call could tell.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Row:
     kernels: Counter = field(default_factory=Counter)
     backends: Counter = field(default_factory=Counter)
     runs: Counter = field(default_factory=Counter)
+    fallbacks: Counter = field(default_factory=Counter)
 
     @property
     def found(self) -> int:
@@ -108,6 +110,7 @@ class Report:
             for reason in dict.fromkeys(row.left_alone.values()):
                 names = [name for name, why in row.left_alone.items() if why == reason]
                 lines.append(f"{row.kind} left alone, {len(names)}: {reason}: {abbreviate(names)}")
+            lines += [f"{row.kind} without a kernel, {times} times: {why}" for why, times in row.fallbacks.items()]
         lines += map(str, self.decode)
         if self.untested is not None:
             lines.append(f"{self.untested}; left alone, maybe for that: {', '.join(self.left_alone()) or 'nothing'}")

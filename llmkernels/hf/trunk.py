@@ -22,12 +22,13 @@ from llmkernels.ops import relu2, relu2_glu, swiglu
 from . import packing, trust
 from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, with_products
 from .families import Rotation
-from .guard import check_attention, check_helpers, inspect_all
+from .guard import check_helpers, inspect_all
 from .layers import Generating, gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, own_class, plain_unit
 from .layout import UnknownLayout, kind_of, mlp_of, norm_of, rotation_name, rotation_of
+from .origin import check_names
 from .reference import Part, Reference, reference
 from .trust import Distrust, NoStep
-from .wiring import Wire, is_attention, wiring
+from .wiring import is_attention, wiring
 
 MAX_BATCH = 64
 MAX_HEAD_DIM = 512  # of decode_attention on CUDA; on the CPU there is no limit
@@ -39,11 +40,13 @@ _ops = torch.ops.llmkernels
 class Facts:
     """What can not be read off a model: proof.py finds out by trying.
 
-    `unrotated`: layers without a window have no rotation. `softcap`: scores are capped where the attention has a number
-    for it. `logit_scale`: 1 where logits are multiplied by `logits_scaling` of the config, -1 where divided.
+    `unrotated`: layers without a window have no rotation. `windowed`: the window of the config is the attention's.
+    `softcap`: scores are capped where the attention has a number for it. `logit_scale`: 1 where logits are multiplied
+    by `logits_scaling` of the config, -1 where divided.
     """
 
     unrotated: bool = False
+    windowed: bool = True
     softcap: bool = True
     logit_scale: int = -1
 
@@ -57,7 +60,9 @@ def trunk(model: nn.Module) -> Trunk:
     try:
         trust.check_surroundings()
         expected = reference(model)
-        check_attention(model)
+        if any(kind_of(cls) == "experts" for cls in expected.classes):
+            raise UnknownLayout("has experts, which are left to transformers")
+        check_names(expected.names)
         inspect_all(model, expected.root)
         check_helpers(model)
         parts = read(model, expected, facts(model, expected))
@@ -90,13 +95,12 @@ def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
     Distrust is raised for what is known, but is not as expected in this very model.
     """
     config = model.config
-    if any(kind_of(cls) == "experts" for cls in expected.classes):
-        raise UnknownLayout("has experts, which are left to transformers")
     if set(model._modules) != {"model", "lm_head"}:
         raise UnknownLayout(f"has the parts {', '.join(model._modules)}")
     base, head = model.model, model.lm_head
     modules = base._modules
     embedding, layers, rotary = modules.get("embed_tokens"), modules.get("layers"), modules.get("rotary_emb")
+    base_part = expected.root.parts["model"]
     norms = [
         module for name, module in modules.items()
         if module not in (embedding, layers, rotary) and not isinstance(module, nn.Dropout)
@@ -108,17 +112,18 @@ def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
     if embedding.max_norm is not None:
         raise Distrust(embedding, "{} has a max_norm")
     tables = _tables(rotary, config)
+    positions = positions_of(rotary)
+    if not facts.windowed:  # what is behind that window is not attended to: transformers' caches drop it
+        positions = positions[: config.sliding_window]
     return Trunk(
         embedding=embedding.weight,
-        embed_scale=_embed_scale(base, embedding),
+        embed_scale=_embed_scale(embedding, base_part),
         rotary=rotary,
         tables=tables,
-        positions=_positions(rotary),
+        positions=positions,
         layers=tuple(
             _layer(layer, part, index, config, tables, facts)
-            for index, (layer, part) in enumerate(
-                zip(layers, expected.root.parts["model"].parts["layers"].parts.values(), strict=True)
-            )
+            for index, (layer, part) in enumerate(zip(layers, base_part.parts["layers"].parts.values(), strict=True))
         ),
         norm=read_norm(norms[0]),
         head=_product(model, [head]),
@@ -127,8 +132,11 @@ def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
     )
 
 
-def _embed_scale(base: nn.Module, embedding: nn.Module) -> float | Tensor | None:
-    return getattr(embedding, "embed_scale", getattr(base, "embedding_multiplier", None))
+def _embed_scale(embedding: nn.Module, base: Part) -> float | Tensor | None:
+    if "embed_scale" in embedding._buffers:
+        return embedding._buffers["embed_scale"]
+    default = getattr(base.module, "embedding_multiplier", None)
+    return getattr(base.parts["embed_tokens"].module, "embed_scale", default)
 
 
 def _logit_scale(config: Any, facts: Facts) -> float:
@@ -143,7 +151,7 @@ def _tables(rotary: nn.Module, config: Any) -> tuple[str, ...]:
     return ("",)
 
 
-def _positions(rotary: nn.Module) -> range:
+def positions_of(rotary: nn.Module) -> range:
     """The positions whose rotation does not depend on how long the sequence is."""
     types = getattr(rotary, "rope_type", "default")
     for kind in types.values() if isinstance(types, dict) else (types,):
@@ -187,31 +195,22 @@ def _product(owner: nn.Module, linears: list[nn.Module]) -> Product:
 
 
 def _layer(layer: nn.Module, part: Part, index: int, config: Any, tables: tuple[str, ...], facts: Facts) -> Layer:
-    original = part.module
-    wires = wiring(original, type(original).forward)
+    wires = wiring(part.module, type(part.module).forward)
     sources = [wire.source for wire in wires]
     if sources not in (list(range(len(wires))), [0] * len(wires)):
         raise UnknownLayout("has layers whose blocks read neither the layer's input nor what is before them")
     branches = []
     for wire in wires:
         block = getattr(layer, wire.block)
-        branches.append(
-            Branch(
-                block=_attention(block, index, config, tables, facts) if is_attention(block) else _mlp(block),
-                pre=_block_norm(layer, wire.pre, True),
-                post=_block_norm(layer, wire.post, False),
-                multiplier=_multiplier(layer, original, wire),
-            )
-        )
+        if is_attention(block):
+            block = _attention(block, part.parts[wire.block], index, config, tables, facts)
+        else:
+            block = _mlp(block)
+        pre, post = _block_norm(layer, wire.pre, True), _block_norm(layer, wire.post, False)
+        branches.append(Branch(block, pre, post, wire.multiplier))
     if sum(isinstance(branch.block, Attention) for branch in branches) != 1:
         raise UnknownLayout("has layers without attention, or with two")
     return Layer(tuple(branches), parallel=len(wires) > 1 and sources[-1] == 0)
-
-
-def _multiplier(layer: nn.Module, original: nn.Module, wire: Wire) -> float:
-    """As wired, by the number that the layer has now."""
-    given = getattr(original, "residual_multiplier", None)
-    return getattr(layer, "residual_multiplier", 1.0) if given == wire.multiplier else wire.multiplier
 
 
 def _block_norm(layer: nn.Module, name: str | None, before: bool) -> Norm | None:
@@ -241,10 +240,13 @@ _ACTIVATIONS = {swiglu: "silu", geglu_erf: "gelu", geglu_tanh: "gelu_pytorch_tan
 _ACTIVATIONS |= {gelu_erf: "gelu", gelu_tanh: "gelu_pytorch_tanh", relu2: "relu2"}
 
 
-def _attention(module: nn.Module, index: int, config: Any, tables: tuple[str, ...], facts: Facts) -> Attention:
-    members, modules = vars(module), module._modules
+def _attention(
+    module: nn.Module, part: Part, index: int, config: Any, tables: tuple[str, ...], facts: Facts
+) -> Attention:
+    # Numbers of the reference, but for those that may differ from it: what its class does not know, it does not read.
+    members, modules = {**vars(part.module), **{name: vars(module)[name] for name in part.read}}, module._modules
     if members.get("layer_idx") != index:
-        raise Distrust(module, f"{{}} has layer {members.get('layer_idx')} of the cache")
+        raise UnknownLayout(f"has an attention {index} with layer {members.get('layer_idx')} of the cache")
     output = _product(module, [_first(modules, "o_proj", "dense", "out_proj")])
     packed = modules.get("qkv_proj")
     linears = [packed] if packed is not None else [modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
@@ -265,7 +267,7 @@ def _attention(module: nn.Module, index: int, config: Any, tables: tuple[str, ..
     row_norms = q_norm is not None and q_norm.weight.shape[0] != head_dim
     if row_norms and (q_norm.weight.shape[0], k_norm.weight.shape[0]) != (expected[0], expected[1]):
         raise Distrust(module, "{} has norms of an unknown layout")
-    window = _window(members, index, config)
+    window = _window(members, index, config, facts)
     rotation = _rotation(module)
     rotates = members.get("use_rope", True) and not (facts.unrotated and window < 0)
     return Attention(
@@ -308,7 +310,7 @@ def _head_norms(modules: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None
     return norms[0], norms[1]
 
 
-def _window(members: dict[str, Any], index: int, config: Any) -> int:
+def _window(members: dict[str, Any], index: int, config: Any, facts: Facts) -> int:
     """How many keys before its own a query of a layer sees, or -1: all."""
     window = members.get("sliding_window", getattr(config, "sliding_window", None))
     types = getattr(config, "layer_types", None)
@@ -316,7 +318,11 @@ def _window(members: dict[str, Any], index: int, config: Any) -> int:
         raise UnknownLayout(f"has layers of type {types[index]}")
     if members.get("is_sliding") is False or (types is not None and types[index] != "sliding_attention"):
         window = None
-    return window - 1 if window else -1
+    if window is None or not facts.windowed:
+        return -1
+    if window < 1:
+        raise UnknownLayout(f"has a window of {window}")
+    return window - 1
 
 
 def _check_tensors(parts: Trunk) -> None:
@@ -351,9 +357,11 @@ def check_batch(parts: Trunk, input_ids: Tensor) -> None:
 
 
 def check_length(parts: Trunk, tokens: int) -> None:
-    """Raise NoStep unless cos and sin of a position stay what they are up to so many tokens."""
+    """Raise NoStep unless the description holds for so many tokens."""
     if tokens > len(parts.positions):
-        raise NoStep(f"rope of type {parts.rotary.rope_type} depends on the length of the sequence")
+        by_rope = len(parts.positions) == len(positions_of(parts.rotary))
+        what = f"rope of type {parts.rotary.rope_type}" if by_rope else "what a window leaves in the cache"
+        raise NoStep(f"{what} depends on the length of the sequence")
 
 
 def check_cache(cache: Any, parts: Trunk, batch: int) -> None:

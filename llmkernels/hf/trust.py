@@ -6,20 +6,20 @@ calls. `Inspection` asks so of every module and every parameter, in every call o
     a module       its class and its class's forward are those expected; no forward of the instance and no hook that
                    does something; the children and parameters that its forward reads, and no others; not training
     a parameter    a plain nn.Parameter of a dtype and on a device, contiguous, with memory
-    all around     no mode, global hook or autocast; torch's functions, and those that a forward names, are their own
+    all around     no mode, global hook or autocast; that functions which forwards call are those expected, origin.py
+                   says of all classes at once
 
 What is left behind and does nothing is looked through: see `_does_nothing` and `calls_only_its_class`.
 """
 
 import functools
 import types
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, ItemsView
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -33,15 +33,6 @@ OBSERVERS = {DeviceContext}
 
 _FORWARDS = {cls: cls.forward for cls in (nn.Linear, nn.Embedding, nn.ModuleList)}
 _CALLS = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl", "__getattr__")}
-# What the forwards of a model call by an attribute of torch.
-_FUNCTIONS = [
-    (owner, name, getattr(owner, name))
-    for owner, names in (
-        (F, ("linear", "embedding", "silu", "softmax", "dropout", "scaled_dot_product_attention")),
-        (torch, ("matmul", "cat", "rsqrt")),
-    )
-    for name in names
-]
 
 
 class NoStep(Exception):
@@ -68,24 +59,21 @@ def check_surroundings() -> None:
                 raise NoStep(f"{type(mode).__name__}, an active mode, has to see what is computed")
     if _has_any_global_hook():
         raise NoStep("hooks on all modules have to see their calls")
-    for owner, name, function in _FUNCTIONS:
-        if getattr(owner, name) is not function:
-            raise NoStep(f"{owner.__name__}.{name} was replaced")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """What modules with one part to play look like.
 
     `check_class(cls)` raises UnknownLayout for a class that may compute something else. `trains` says that the forward
-    is another one in training mode. `numbers` are members that have a value: numbers, names, None.
+    is another one in training mode. `numbers` are members that have a value: numbers, names, functions, None.
     """
 
     check_class: Callable[[type], None]
     children: frozenset[str] | None = frozenset()  # None: any
     parameters: frozenset[str] = frozenset()
     trains: bool = False
-    numbers: tuple[tuple[str, Any], ...] = ()
+    numbers: ItemsView[str, Any] = field(default_factory=lambda: {}.items())
 
 
 class Inspection:
@@ -107,9 +95,8 @@ class Inspection:
             raise Distrust(module, "{} has a forward of its own")
         if not hooks_do_nothing(members):
             raise Distrust(module, "hooks on {} have to see its calls")
-        for name, value in kind.numbers:
-            if members.get(name, _ABSENT) != value:
-                raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
+        if not kind.numbers <= members.items():
+            _check_numbers(module, kind, members)
         if kind.children is None:
             return members
         parameters = members["_parameters"]
@@ -144,13 +131,29 @@ class Inspection:
 _ABSENT = object()
 
 
-def kind(expected: type[nn.Module], **options: Any) -> Kind:
-    """Modules that compute what this class of transformers' or torch's does, with the forward that it has."""
-    return _kind(expected, _FORWARDS.get(expected, expected.forward), tuple(sorted(options.items())))
+def _check_numbers(module: nn.Module, kind: Kind, members: dict[str, Any]) -> None:
+    for name, value in kind.numbers:
+        found = members.get(name, _ABSENT)
+        if found != value and not _is_same_partial(found, value):
+            raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
+
+
+def _is_same_partial(found: Any, expected: Any) -> bool:
+    if not isinstance(found, functools.partial) or not isinstance(expected, functools.partial):
+        return False
+    return (found.func, found.args, found.keywords) == (expected.func, expected.args, expected.keywords)
+
+
+def kind(expected: type[nn.Module], numbers: tuple[tuple[str, Any], ...], **options: Any) -> Kind:
+    """Modules that compute what this class of transformers' or torch's does, with the forward that it has.
+
+    The same one for the same arguments.
+    """
+    return _kind(expected, _FORWARDS.get(expected, expected.forward), numbers, tuple(sorted(options.items())))
 
 
 @functools.cache
-def _kind(expected: type[nn.Module], forward: Callable, options: tuple[tuple[str, Any], ...]) -> Kind:
+def _kind(expected: type[nn.Module], forward: Callable, numbers: tuple, options: tuple) -> Kind:
     def check(cls: type) -> None:
         if issubclass(cls, Replaced):
             if "original" not in vars(cls):
@@ -162,9 +165,9 @@ def _kind(expected: type[nn.Module], forward: Callable, options: tuple[tuple[str
             raise UnknownLayout(f"is a {_name(cls)}, not {_name(expected)}")
         if cls.forward is not forward:
             raise UnknownLayout("has another forward: that of its class was replaced")
-        check_function(forward)
+        check_origin(forward, ("transformers", "torch"))
 
-    return Kind(check, **dict(options))
+    return Kind(check, numbers=dict(numbers).items(), **dict(options))
 
 
 def check_class(cls: type, kind: Kind) -> None:
@@ -172,46 +175,11 @@ def check_class(cls: type, kind: Kind) -> None:
     kind.check_class(cls)
     for name, original in _CALLS.items():
         if getattr(cls, name) is not original:
-            check_function(getattr(cls, name))
+            check_origin(getattr(cls, name), ("transformers", "torch"))
 
 
 def _name(cls: type) -> str:
     return f"torch.nn.{cls.__name__}" if cls.__module__.startswith("torch.nn.") else f"{cls.__module__}.{cls.__name__}"
-
-
-def check_function(function: Callable) -> None:
-    """Raise UnknownLayout unless a function, and those that it names, are transformers' or torch's own."""
-    chain = (function, *_wrapped_by(function))
-    for part in chain:
-        names, values = _global_functions(part)
-        found = tuple(map(values.get, names))
-        if _vetted.get(part) == found:
-            continue
-        for value in (part, *found):
-            if value is not None:
-                check_origin(value, ("transformers", "torch"))
-        _vetted[part] = found
-
-
-_vetted: dict[Callable, tuple] = {}  # what each function's names stood for when they were found to be in order
-
-
-def formulas(classes: Iterable[type]) -> tuple:
-    """The functions that decide what classes compute, as they are now: forwards, and what those name."""
-    found = []
-    for cls in classes:
-        for part in (cls.forward, *_wrapped_by(cls.forward)):
-            names, values = _global_functions(part)
-            found.append((part, *map(values.get, names)))
-    return tuple(found)
-
-
-@functools.cache
-def _global_functions(function: Callable) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The globals of its module that a function names and that are functions, and all globals."""
-    values, code = getattr(function, "__globals__", {}), getattr(function, "__code__", None)
-    names = code.co_names if code is not None else ()
-    return tuple(name for name in names if isinstance(values.get(name), types.FunctionType)), values
 
 
 def _wrapped_by(function: Callable):
@@ -243,6 +211,19 @@ def calls_only_its_class(module: nn.Module, dtype: torch.dtype | None = None, de
     accelerate leaves that behind when its hooks go. With a dtype and a device of the weights, its hooks that move
     nothing and its autocast to that very dtype, which changes nothing, are looked through as well.
     """
+    if dtype is None:
+        return _comes_to_its_class(module, lambda forward: None)
+    return _comes_to_its_class(
+        module, lambda forward: _inside(module, forward) if _adds_nothing(module, forward, dtype, device) else None
+    )
+
+
+def calls_its_class(module: nn.Module) -> bool:
+    """Whether the forward set on a module is accelerate's, which comes to its class's forward, whatever it adds."""
+    return _comes_to_its_class(module, functools.partial(_inside, module))
+
+
+def _comes_to_its_class(module: nn.Module, inside: Callable[[Any], Any]) -> bool:
     forward = vars(module)["forward"]
     own = {type(module).forward, *_wrapped_by(type(module).forward)}
     while forward is not None:
@@ -252,25 +233,36 @@ def calls_only_its_class(module: nn.Module, dtype: torch.dtype | None = None, de
             forward = forward.__func__
         if type(forward) is types.FunctionType and forward in own:
             return True
-        forward = None if dtype is None else _looked_through(module, forward, dtype, device)
+        forward = inside(forward)
     return False
 
 
-def _looked_through(module: nn.Module, forward: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """What a wrapper around forward calls, or None where that is not all it does."""
+def _inside(module: nn.Module, forward: Any) -> Any:
+    """What a wrapper of accelerate's around a module's forward calls; None if it is another's."""
     if isinstance(forward, functools.partial):  # add_hook_to_module
         is_hook = forward.func.__module__ == "accelerate.hooks" and forward.args == (module,)
-        members = vars(module)
-        return members.get("_old_forward") if is_hook and _moves_nothing(members.get("_hf_hook"), device) else None
+        return vars(module).get("_old_forward") if is_hook else None
     origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
     if origin == "accelerate.utils.operations":  # convert_outputs_to_fp32, which logits are converted to in any case
         return getattr(forward, "model_forward", None) or getattr(forward, "__wrapped__", None)
-    if origin == "torch.amp.autocast_mode" and forward.__code__.co_name == "decorate_autocast":
-        cells = dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))
-        autocast = cells["autocast_instance"].cell_contents
-        if not autocast._enabled or autocast.device != device.type or autocast.fast_dtype == dtype:
-            return cells["func"].cell_contents
-    return None
+    return _autocast_and_function(forward)[1]
+
+
+def _adds_nothing(module: nn.Module, forward: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    if isinstance(forward, functools.partial):
+        return _moves_nothing(vars(module).get("_hf_hook"), device)
+    autocast, _ = _autocast_and_function(forward)
+    return autocast is None or not autocast._enabled or autocast.device != device.type or autocast.fast_dtype == dtype
+
+
+def _autocast_and_function(forward: Any) -> tuple[Any, Any]:
+    """The parts of what torch.autocast has decorated, or two None."""
+    code = getattr(forward, "__code__", None)
+    is_autocast = getattr(forward, "__globals__", {}).get("__name__") == "torch.amp.autocast_mode"
+    if not is_autocast or code.co_name != "decorate_autocast":
+        return None, None
+    cells = dict(zip(code.co_freevars, forward.__closure__, strict=True))
+    return cells["autocast_instance"].cell_contents, cells["func"].cell_contents
 
 
 def _moves_nothing(hook: Any, device: torch.device) -> bool:

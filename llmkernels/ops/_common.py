@@ -296,6 +296,43 @@ def register_fake(name: str, fake: Callable, overloads: tuple[str, ...] = ("", "
 
     for overload in overloads:
         torch.library.register_fake(f"llmkernels::{name}{overload}", checked)
+    if any(argument.is_write for argument in op._schema.arguments):
+        for key in ("Negative", "Conjugate"):
+            _library.impl(name, functools.partial(_resolve_views, op), key)
+
+
+def _resolve_views(op: torch._ops.OpOverload, *args, **named):
+    """Calls an op that writes, where an argument is a view that is negated or conjugated whenever somebody reads it.
+
+    Those that are only read are resolved. torch's fallback would write to a copy of the others, and end the process
+    where the op returns nothing.
+    """
+    for argument, name, tensor in _tensors(op, args, named):
+        if argument.is_write and (tensor.is_neg() or tensor.is_conj()):
+            raise RuntimeError(
+                f"{op._schema.name.removeprefix('llmkernels::')}: {name} must not be a view that is negated or "
+                "conjugated when it is read, as it is written to; resolve_neg() and resolve_conj() give a copy"
+            )
+    return op(*map(_resolved, args), **{name: _resolved(value) for name, value in named.items()})
+
+
+def _resolved(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_resolved(element) for element in value]
+    return value.resolve_conj().resolve_neg() if isinstance(value, Tensor) else value
+
+
+def _tensors(op: torch._ops.OpOverload, args: tuple, named: dict) -> list[tuple[torch.Argument, str, Tensor]]:
+    """Each tensor that an op gets, with its argument and its name: `weight`, or `weights[2]` in a list."""
+    arguments = {argument.name: argument for argument in op._schema.arguments}
+    tensors = []
+    for name, value in (dict(zip(arguments, args, strict=False)) | named).items():
+        if isinstance(value, Tensor):
+            tensors.append((arguments[name], name, value))
+        elif isinstance(value, list | tuple):
+            elements = ((f"{name}[{i}]", x) for i, x in enumerate(value) if isinstance(x, Tensor))
+            tensors += [(arguments[name], *element) for element in elements]
+    return tensors
 
 
 def _check(op: torch._ops.OpOverload, args: tuple, named: dict) -> None:
@@ -330,13 +367,7 @@ def _without_memory(value: Any) -> Any:
 def _check_devices(op: torch._ops.OpOverload, args: tuple, named: dict) -> None:
     """As check_tensors() in csrc/torch/binding.h does it with real tensors, and its to_dtype()."""
     name = op._schema.name.removeprefix("llmkernels::")
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | named
-    tensors = []
-    for argument, value in given.items():
-        if isinstance(value, Tensor):
-            tensors.append((argument, value))
-        elif isinstance(value, list | tuple):
-            tensors += [(f"{argument}[{i}]", x) for i, x in enumerate(value) if isinstance(x, Tensor)]
+    tensors = [(argument, tensor) for _, argument, tensor in _tensors(op, args, named)]
     (first, model), *_ = tensors
     for argument, tensor in tensors:
         if tensor.device != model.device:

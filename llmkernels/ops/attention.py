@@ -164,10 +164,3 @@ _fake(
         qkv.new_empty(qkv.shape[0], heads * k_cache.shape[3])
     ),
 )
-_fake("decode_layer", lambda *arguments, **named: None)
-_fake(
-    "decode_step",
-    lambda hidden, input_norms, qkv, qkv_biases, o, o_biases, post_norms, gate_up, down, norm, head, *others, **named: (
-        hidden.new_empty(hidden.shape[0], head.shape[0])
-    ),
-)

@@ -63,7 +63,7 @@ CUDA_DECODE = [
         LINEAR_RESULTS,
         "if (a.add_residual) result = add(residual, V::of([&](int e) { return a.alpha * result[e]; }));",
         "",
-        "tests/test_decode_layer.py -k 'against_float64 and cuda'",
+        "tests/test_compose.py -k 'against_float64 and cuda'",
     ),
     Mutation(
         "cuda_linear_norm_of_first_token",
@@ -95,7 +95,7 @@ CUDA_DECODE = [
         LINEAR_RESULTS,
         "i < count; i += 4) {",
         "i < count - 1; i += 4) {",
-        "tests/test_decode_step.py -k 'float64 and cuda'",
+        "tests/test_compose.py -k 'against_float64 and cuda'",
     ),
     Mutation(
         "cuda_linear_squares_do_not_wait",
@@ -103,7 +103,7 @@ CUDA_DECODE = [
         LINEAR,
         "          pdl_wait();\n          load_rstd",
         "          load_rstd",
-        "tests/test_decode_step.py -k 'float64 and cuda'",
+        "tests/test_compose.py -k 'against_float64 and cuda'",
     ),
     Mutation(
         "cuda_linear_scales_past_float16",
@@ -111,7 +111,7 @@ CUDA_DECODE = [
         LINEAR_RESULTS,
         "const float factor = 1.f / norm_weight_scale<T>(layout);",
         "const float factor = 1.f;",
-        "tests/test_decode_step.py -k 'would_not and cuda'",
+        "tests/test_compose.py -k 'would_not and cuda'",
     ),
     Mutation(
         "cuda_gemv_scales_past_float16",
@@ -207,7 +207,7 @@ CUDA_DECODE = [
         ATTENTION_QUERIES,
         "if (rotated) rotate(a, b, angles);",
         "if (rotated && is_query) rotate(a, b, angles);",
-        "tests/test_decode_layer.py -k 'against_float64 and cuda'",
+        "tests/test_compose.py -k 'against_float64 and cuda'",
     ),
     Mutation(
         "cuda_attention_norm_of_half_a_head",
@@ -215,7 +215,7 @@ CUDA_DECODE = [
         ATTENTION_QUERIES,
         "warp_sum(add_squares(0.f, a, b), kLanes)",
         "warp_sum(add_squares(0.f, a, b), kLanes / 2)",
-        "tests/test_decode_layer.py -k 'normed_heads and cuda'",
+        "tests/test_rope_decode_attention.py -k 'two_ops and cuda'",
     ),
     Mutation(
         "cuda_attention_norm_of_idle_lanes",
@@ -223,7 +223,7 @@ CUDA_DECODE = [
         ATTENTION_QUERIES,
         "const bool is_task = task < tasks && (kLanes == kHalf || low < S::D / 2);",
         "const bool is_task = task < tasks;",
-        "tests/test_decode_layer.py -k '(normed_heads or two_ops) and cuda and 96'",
+        "tests/test_rope_decode_attention.py -k 'two_ops and cuda and 96'",
     ),
     Mutation(
         "cuda_top_k_of_one_more",

@@ -101,7 +101,7 @@ bool takes_vectors(const LoraSum& p) {
 }
 
 // Launches one of the kernels, by vectors if both matrices allow that. Not before the kernel in front has ended: that
-// one is cuBLAS's in most calls, which never lets another start early (see rms_norm_between in csrc/torch/step.h).
+// one is cuBLAS's in most calls, which never lets another start early (see rms_norm_between in csrc/torch/parts.h).
 template <typename Params>
 cudaError_t run(void (*vectors)(Params, int64_t), void (*numbers)(Params, int64_t), Params params,
                 cudaStream_t stream) {

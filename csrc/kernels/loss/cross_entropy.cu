@@ -29,16 +29,17 @@ __device__ RowSums warp_row_sums(const RowSums& sums, int threads) {
 }
 
 // Template parameter kGeneral: see is_general().
-template <typename T, int N, bool kCached, bool kGeneral>
-__global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
+template <typename T, int N, RowPlace kPlace, bool kGeneral>
+__global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedThreads)
     cross_entropy_kernel(const CrossEntropyParams params, const RowSplit split, bool keep_inputs) {
   using V = Vec<T, N>;
+  constexpr bool kPartial = kPlace == RowPlace::kShifted;
   extern __shared__ int4 cache[];
   __shared__ RowSums warps[32], blocks[kMaxCluster];
   const RowPosition at(split, params.rows, params.vocab);
   const bool exists = at.row < params.rows;
   const T* const logits = static_cast<const T*>(params.logits) + at.row * params.logits_stride;
-  const RowPart<T, N, kCached> part(logits, at.begin, at.end, reinterpret_cast<T*>(cache), at.group);
+  const RowPart<T, N, kPlace> part(logits, at, split, cache);
   at.cluster.arrive();
   pdl_launch_dependents();
   pdl_wait();
@@ -59,7 +60,11 @@ __global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         z[i] = terms.score<kGeneral>(x[i]);
-        if constexpr (kGeneral) sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
+        if (kPartial && c + i >= params.vocab) {
+          z[i] = -INFINITY;
+        } else if constexpr (kGeneral) {
+          sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
+        }
       }
       sums.exponentials.add(z);
     });
@@ -78,11 +83,9 @@ __global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
   const float scale = 1.f / terms.divisor;
   const RowGradient gradient{shift, terms.probability_factor(a, lse) * scale / sums.exponentials.sum,
                              terms.smoothing * scale, a * scale};
-  T* const grad = static_cast<T*>(params.grad) + at.row * params.grad_stride;
-  part.for_each([&](auto c) {
-    const V result = ignored ? V::of([](int) { return 0.f; })
-                             : gradient.template operator()<kGeneral>(part.load(c), c, target, terms);
-    result.store(grad + c);
+  part.store_each(static_cast<T*>(params.grad) + at.row * params.grad_stride, [&](auto c) {
+    return ignored ? V::of([](int) { return 0.f; })
+                   : gradient.template operator()<kGeneral, kPartial>(part.load(c), c, target, terms);
   });
 }
 
@@ -131,15 +134,14 @@ __global__ void __launch_bounds__(kSumThreads)
 
 template <typename T, bool kGeneral>
 cudaError_t launch_cross_entropy(const CrossEntropyParams& params, cudaStream_t stream) {
-  constexpr int N = kVecWidth<T>;
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const RowSplit split = split_row(params.vocab, sizeof(T), 1, is_vector<T>(params), device, kPartBytes, 256);
   const bool keep = keeps_inputs(device, params.rows * params.vocab * sizeof(T) * (params.grad ? 2 : 1));
-  const auto kernel = split.cached      ? cross_entropy_kernel<T, N, true, kGeneral>
-                      : split.width > 1 ? cross_entropy_kernel<T, N, false, kGeneral>
-                                        : cross_entropy_kernel<T, 1, false, kGeneral>;
-  return launch(kernel, split.shape(params.rows), stream, params, split, keep);
+  return dispatch_split<T>(split, [&](auto width, auto place) {
+    return launch(cross_entropy_kernel<T, decltype(width)::value, decltype(place)::value, kGeneral>,
+                  split.shape(params.rows), stream, params, split, keep);
+  });
 }
 
 }  // namespace

@@ -16,10 +16,12 @@ namespace llmk::kernels {
 // What all rows have in common.
 struct LossTerms {
   const float* weight;
+  int64_t vocab;
   float divisor, class_weights, smoothing, kept, lse_square_scale, softcap, inverse_softcap;
 
   __device__ explicit LossTerms(const CrossEntropyParams& p)
       : weight(static_cast<const float*>(p.weight)),
+        vocab(p.vocab),
         divisor(p.sums ? static_cast<const float*>(p.sums)[0] : 1.f),
         class_weights(p.sums ? static_cast<const float*>(p.sums)[1] : static_cast<float>(p.vocab)),
         smoothing(static_cast<float>(p.options.label_smoothing / static_cast<double>(p.vocab))),
@@ -38,9 +40,10 @@ struct LossTerms {
     if constexpr (kGeneral) return softcap > 0.f ? softcap * tanhf(x * inverse_softcap) : x;
     return x;
   }
-  template <bool kGeneral>
+  // kPartial: c may lie outside of the row, where nobody looks at the result.
+  template <bool kGeneral, bool kPartial = false>
   __device__ float class_weight(int64_t c) const {
-    if constexpr (kGeneral) return weight ? weight[c] : 1.f;
+    if constexpr (kGeneral) return weight && (!kPartial || (c >= 0 && c < vocab)) ? weight[c] : 1.f;
     return 1.f;
   }
   // The factor of e^(z - lse).
@@ -53,7 +56,7 @@ struct LossTerms {
 struct RowGradient {
   float shift, factor, uniform, hot;
 
-  template <bool kGeneral, typename T, int N>
+  template <bool kGeneral, bool kPartial, typename T, int N>
   __device__ Vec<T, N> operator()(const Vec<T, N>& x, int64_t c, int64_t target, const LossTerms& terms) const {
     float grad[N];
     const uint64_t from_target = static_cast<uint64_t>(target - c);
@@ -61,7 +64,7 @@ struct RowGradient {
     for (int i = 0; i < N; ++i) {
       const float z = terms.score<kGeneral>(x[i]);
       grad[i] = exp_approximate(z - shift) * factor;
-      if constexpr (kGeneral) grad[i] -= uniform * terms.class_weight<kGeneral>(c + i);
+      if constexpr (kGeneral) grad[i] -= uniform * terms.class_weight<kGeneral, kPartial>(c + i);
     }
     if (from_target < N) {
 #pragma unroll

@@ -10,8 +10,9 @@
 //
 // x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 accumulation.
 // Moves 2 elements per element (4 with a residual): memory is the limit. A group of threads loads a row by 16-byte
-// accesses and keeps it in registers from the reductions to the store. Rows that are too long for that, or not aligned
-// to 16 bytes, are read once per reduction and once more; all reads but the first mostly hit the cache.
+// accesses and keeps it in registers from the reductions to the store. Rows that are not aligned to 16 bytes are kept
+// in shared memory (row_part.cuh). Rows that are too long for that, or short and not aligned, are read once per
+// reduction and once more; all reads but the first mostly hit the cache.
 //
 // The mean is that of the differences to an element of the row, and the variance that of the differences to the mean:
 // exact where all elements are equal, and without cancellation where the mean is large. The element is the median of
@@ -24,6 +25,7 @@
 #include "device/vec.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "kernels/row_part.cuh"
 #include "params/norm.h"
 #include "plan.h"
 
@@ -61,16 +63,17 @@ struct Centered {
 #pragma unroll
     for (int i = 0; i < N; ++i) d[i] = s[i] - number;
   }
-  __device__ float sum() const {
+  // Of the first `count`.
+  __device__ float sum(int count = N) const {
     float total = 0.f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) total += d[i];
+    for (int i = 0; i < N; ++i) total += i < count ? d[i] : 0.f;
     return total;
   }
-  __device__ float sum_of_squares() const {
+  __device__ float sum_of_squares(int count = N) const {
     float total = 0.f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) total += d[i] * d[i];
+    for (int i = 0; i < N; ++i) total += i < count ? d[i] * d[i] : 0.f;
     return total;
   }
   // The vector of a LayerNorm's output, of which n = d rstd + shift; `w` is 1 without a weight, `b` 0 without a bias.
@@ -339,6 +342,65 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
   }
 }
 
+// A row of any alignment, in shared memory. Each output is computed at its own aligned vectors, so that a vector of the
+// weight is cut out of two, which the L1 cache has.
+template <typename T, bool kCentered>
+__global__ void __launch_bounds__(kCachedThreads)
+    norm_shifted_kernel(const NormParams params, const RowSplit split, bool keep_inputs) {
+  constexpr int N = kVecWidth<T>;
+  using V = Vec<T, N>;
+  using Part = RowPart<T, N, RowPlace::kShifted>;
+  extern __shared__ int4 cache[];
+  __shared__ float shared[kCentered ? 2 : 1][32];
+  const RowPosition at(split, params.rows, params.cols);
+  const Row<T> row(params, at.row);
+  const bool has_residual = params.residual != nullptr;
+  const Part x(row.x, at, split, cache), residual(row.residual, at, split, cache, 1);
+  const int cols = static_cast<int>(params.cols);
+  const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
+  pdl_launch_dependents();
+  pdl_wait();
+  const uint64_t policy = l2_policy(keep_inputs);
+  if (has_residual) {
+    Part::prefetch(policy, x, residual);
+  } else {
+    Part::prefetch(policy, x);
+  }
+  const auto load = [&](int c) { return has_residual ? add(x.load(c), residual.load(c)) : x.load(c); };
+  float mean = 0.f, squares[1] = {0.f};
+  if constexpr (kCentered) {
+    const float shift = at.end > 0 ? row.template typical<1>(has_residual, params.cols) : 0.f;
+    float differences[1] = {0.f};
+    x.for_each_arriving([&](int c) { differences[0] += Centered<T, N>(load(c), shift).sum(cols - c); });
+    group_sum(differences, at.group, shared[0]);
+    mean = shift + differences[0] * inverse_cols;
+    x.for_each([&](int c) { squares[0] += Centered<T, N>(load(c), mean).sum_of_squares(cols - c); });
+  } else {
+    x.for_each_arriving([&](int c) { squares[0] = sum_of_squares(load(c), squares[0]); });
+  }
+  group_sum(squares, at.group, shared[kCentered ? 1 : 0]);
+  const float rstd = rsqrtf(squares[0] * inverse_cols + eps);
+  const Scale scale(params);
+  const auto parameter = [&](const T* values, int c, float otherwise) {
+    return values ? load_shifted(values, c, 0, cols) : V::of([=](int) { return otherwise; });
+  };
+  const auto output = [&](int c) {
+    if constexpr (kCentered) {
+      const V w = parameter(row.weight, c, 1.f), b = parameter(row.bias, c, 0.f);
+      return Centered<T, N>(load(c), mean).scale_and_shift(rstd, 0.f, w, b);
+    }
+    return scale(load(c), parameter(row.weight, c, 0.f), rstd);
+  };
+  if (has_residual) x.store_each(row.sum, load);
+  if (params.target) {
+    x.store_each(row.target, [&](int c) {
+      return add_scaled(load_aligned(row.target, c, 0, cols), output(c), static_cast<float>(params.alpha));
+    });
+  } else {
+    x.store_each(row.y, output);
+  }
+}
+
 template <typename T>
 bool is_vector(const NormParams& p) {
   return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) &&
@@ -355,10 +417,20 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
     constexpr int N = kVecWidth<T>;
     DeviceInfo device;
     if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+    const bool vector = is_vector<T>(params);
+    if (!vector) {
+      const int operands = params.residual ? 2 : 1;
+      const RowSplit split = split_row(params.cols, sizeof(T), operands, false, device, kAloneBytes, kCachedThreads, 1);
+      if (split.place == RowPlace::kShifted) {
+        LaunchShape shape = split.shape(params.rows);
+        shape.may_overlap = may_overlap;
+        const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * operands * 2);
+        return launch(norm_shifted_kernel<T, kCentered>, shape, stream, params, split, keep);
+      }
+    }
     const bool few_rows = params.rows <= kFewRowsPerSm * device.sm_count;
     const Sum sum = params.residual ? Sum::kBefore : params.target ? Sum::kAfter : Sum::kNone;
-    const RowPlan plan =
-        plan_norm(params.cols, sizeof(T), is_vector<T>(params), sum != Sum::kNone, few_rows, kCentered);
+    const RowPlan plan = plan_norm(params.cols, sizeof(T), vector, sum != Sum::kNone, few_rows, kCentered);
     LaunchShape shape{(params.rows + plan.rows_per_block - 1) / plan.rows_per_block,
                       dim3(plan.threads_per_row, plan.rows_per_block)};
     shape.may_overlap = may_overlap;

@@ -5,8 +5,8 @@
 // x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 arithmetic. Masks:
 // the columns after the row's own (causal), a tensor that is added, a tensor of bool. A row without any column gives
 // zeros. Moves 2 elements per element, and what there is of a mask: memory is the limit. Short rows are kept in
-// registers, long ones in the shared memory of a cluster (row_part.cuh), with maximum and sum as one reduction (online
-// softmax, Milakov & Gimelshein 2018); the rest is read twice.
+// registers, long ones and those of any alignment in the shared memory of a cluster (row_part.cuh), with maximum and
+// sum as one reduction (online softmax, Milakov & Gimelshein 2018); the rest is read twice.
 #include "softmax.h"
 
 #include "kernels/dispatch.cuh"
@@ -17,10 +17,11 @@ namespace {
 
 constexpr int kShortThreads = 256;  // of a block that has rows in registers
 
-// The numbers z of a row.
-template <typename T, int N, bool kMasked>
+// The numbers z of a row. kPartial: of a vector, some columns may lie outside of the row; behind it z is -inf.
+template <typename T, int N, bool kMasked, bool kPartial = false>
 struct Scores {
   float scale;
+  int64_t cols;
   int64_t visible;      // columns before this one may take part
   const T* bias;        // of the row, or null
   const uint8_t* keep;  // likewise
@@ -28,7 +29,7 @@ struct Scores {
   bool is_vector;
 
   __device__ Scores(const SoftmaxParams& params, int64_t row, bool mask_is_vector)
-      : scale(static_cast<float>(params.scale)), visible(params.cols), bias(nullptr), keep(nullptr) {
+      : scale(static_cast<float>(params.scale)), cols(params.cols), visible(params.cols), bias(nullptr), keep(nullptr) {
     if constexpr (kMasked) {
       const SoftmaxMask& mask = params.mask;
       if (params.causal_rows > 0) {
@@ -48,7 +49,20 @@ struct Scores {
   __device__ void operator()(const Vec<T, N>& x, int64_t c, float (&z)[N]) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) z[i] = x[i] * scale;
-    if constexpr (kMasked) {
+    if constexpr (kMasked && kPartial) {
+      const auto exists = [&](int i) { return c + i >= 0 && c + i < cols; };
+      if (bias && col_stride == 1) {
+        const auto values = load_shifted(bias, c, int64_t{0}, cols);
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] += values[i];
+      } else if (bias) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] += to_float(bias[0]);
+      } else if (keep) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] = exists(i) && keep[(c + i) * col_stride] ? z[i] : -INFINITY;
+      }
+    } else if constexpr (kMasked) {
       if (bias && is_vector) {
         const auto values = Vec<T, N>::load(bias + c);
 #pragma unroll
@@ -64,8 +78,13 @@ struct Scores {
 #pragma unroll
         for (int i = 0; i < N; ++i) z[i] = keep[(c + i) * col_stride] ? z[i] : -INFINITY;
       }
+    }
+    if constexpr (kMasked) {
 #pragma unroll
       for (int i = 0; i < N; ++i) z[i] = c + i < visible ? z[i] : -INFINITY;
+    } else if (kPartial && c + N > cols) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) z[i] = c + i < cols ? z[i] : -INFINITY;
     }
   }
 };
@@ -147,20 +166,19 @@ __global__ void __launch_bounds__(kShortThreads, kMasked ? 1 : 4)
 }
 
 // A row in the shared memory of a cluster, or read twice.
-template <typename T, int N, bool kCached, bool kMasked>
-__global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
+template <typename T, int N, RowPlace kPlace, bool kMasked>
+__global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedThreads)
     softmax_long_kernel(const SoftmaxParams params, const RowSplit split, bool mask_is_vector, bool keep_inputs) {
   using V = Vec<T, N>;
   extern __shared__ int4 cache[];
   __shared__ MaxSum warps[32], blocks[kMaxCluster];
   const RowPosition at(split, params.rows, params.cols);
-  const RowPart<T, N, kCached> part(static_cast<const T*>(params.x) + at.row * params.x_stride, at.begin, at.end,
-                                    reinterpret_cast<T*>(cache), at.group);
+  const RowPart<T, N, kPlace> part(static_cast<const T*>(params.x) + at.row * params.x_stride, at, split, cache);
   at.cluster.arrive();
   pdl_launch_dependents();
   pdl_wait();
   part.prefetch(l2_policy(keep_inputs), part);
-  const Scores<T, N, kMasked> scores(params, at.row, mask_is_vector);
+  const Scores<T, N, kMasked, kPlace == RowPlace::kShifted> scores(params, at.row, mask_is_vector);
   MaxSum sum = MaxSum::none();
   float z[N];
   part.for_each_arriving([&](auto c) {
@@ -169,10 +187,9 @@ __global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
   });
   sum = group_reduce(sum, MaxSum::none(), at.group, warps, warp_max_sum);
   const Result result(cluster_reduce(sum, at.cluster, blocks, warp_max_sum), params.log);
-  T* const y = static_cast<T*>(params.y) + at.row * params.cols;
-  part.for_each([&](auto c) {
+  part.store_each(static_cast<T*>(params.y) + at.row * params.cols, [&](auto c) {
     scores(part.load(c), c, z);
-    V::of([&](int i) { return result(z[i]); }).store(y + c);
+    return V::of([&](int i) { return result(z[i]); });
   });
 }
 
@@ -213,10 +230,10 @@ cudaError_t launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
   }
   const RowSplit split = split_row(params.cols, sizeof(T), 1, vector, device, kAloneBytes);
   const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 2);
-  const auto kernel = split.cached      ? softmax_long_kernel<T, N, true, kMasked>
-                      : split.width > 1 ? softmax_long_kernel<T, N, false, kMasked>
-                                        : softmax_long_kernel<T, 1, false, kMasked>;
-  return launch(kernel, split.shape(params.rows), stream, params, split, vector_mask, keep);
+  return dispatch_split<T>(split, [&](auto width, auto place) {
+    return launch(softmax_long_kernel<T, decltype(width)::value, decltype(place)::value, kMasked>,
+                  split.shape(params.rows), stream, params, split, vector_mask, keep);
+  });
 }
 
 }  // namespace

@@ -60,17 +60,16 @@ __global__ void __launch_bounds__(256) softmax_backward_kernel(const SoftmaxBack
 }
 
 // A row in the shared memory of a cluster, or read twice.
-template <typename T, int N, bool kCached>
-__global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
+template <typename T, int N, RowPlace kPlace>
+__global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedThreads)
     softmax_backward_long_kernel(const SoftmaxBackwardParams params, const RowSplit split, bool keep_inputs) {
   extern __shared__ int4 cache[];
   __shared__ float warps[32], blocks[kMaxCluster];
   const RowPosition at(split, params.rows, params.cols);
   const auto* const grad_y = static_cast<const T*>(params.grad_y) + at.row * params.grad_y_stride;
   const auto* const y = static_cast<const T*>(params.y) + at.row * params.y_stride;
-  T* const room = reinterpret_cast<T*>(cache);
-  const RowPart<T, N, kCached> part(grad_y, at.begin, at.end, room, at.group);
-  const RowPart<T, N, kCached> y_part(y, at.begin, at.end, room + split.part, at.group);
+  const RowPart<T, N, kPlace> part(grad_y, at, split, cache);
+  const RowPart<T, N, kPlace> y_part(y, at, split, cache, 1);
   at.cluster.arrive();
   pdl_launch_dependents();
   pdl_wait();
@@ -81,8 +80,8 @@ __global__ void __launch_bounds__(kCached ? kCachedThreads : 1024)
   group_sum(sum, at.group, warps);
   const float total = cluster_reduce(sum[0], at.cluster, blocks, [](float x, int lanes) { return warp_sum(x, lanes); });
   const float scale = static_cast<float>(params.scale);
-  T* const grad_x = static_cast<T*>(params.grad_x) + at.row * params.cols;
-  part.for_each([&](auto c) { grad_x_of(part.load(c), y_part.load(c), total, scale, params.log).store(grad_x + c); });
+  part.store_each(static_cast<T*>(params.grad_x) + at.row * params.cols,
+                  [&](auto c) { return grad_x_of(part.load(c), y_part.load(c), total, scale, params.log); });
 }
 
 template <typename T>
@@ -113,10 +112,10 @@ cudaError_t softmax_backward(const SoftmaxBackwardParams& params, Dtype dtype, c
     }
     const RowSplit split = split_row(params.cols, sizeof(T), 2, vector, device, kAloneBytes);
     const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 3);
-    const auto kernel = split.cached      ? softmax_backward_long_kernel<T, N, true>
-                        : split.width > 1 ? softmax_backward_long_kernel<T, N, false>
-                                          : softmax_backward_long_kernel<T, 1, false>;
-    return launch(kernel, split.shape(params.rows), stream, params, split, keep);
+    return dispatch_split<T>(split, [&](auto width, auto place) {
+      return launch(softmax_backward_long_kernel<T, decltype(width)::value, decltype(place)::value>,
+                    split.shape(params.rows), stream, params, split, keep);
+    });
   });
 }
 

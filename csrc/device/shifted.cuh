@@ -1,0 +1,84 @@
+// Vectors of rows of any alignment.
+//
+// A row is covered by the aligned vectors of memory, of which the first and the last may belong to it in part:
+//
+//   memory   |. . . . 0 1 2 3|4 5 6 7 8 9 . .|              aligned vectors, here of 8 elements, of a row of 10
+//   row               |0 1 2 3 4 5 6 7|8 9 - - - - - -|     its own vectors: column c is element c % 8 of number c / 8
+//
+// What lies inside is moved by accesses of 16 bytes, the two ends element by element, and nothing outside is touched.
+// A vector at any column is cut out of two aligned ones. So a sum over a row adds up the row's own vectors, in an order
+// that does not depend on where the row starts. What is computed element by element takes the aligned vectors of its
+// result, each of which is one store.
+//
+// Stores are not the mirror image of loads: they would have to put together what two threads have, and stores of single
+// elements take as many transactions of the L2 cache as there are elements.
+#pragma once
+#include <cstdint>
+
+#include "device/vec.cuh"
+
+namespace llmk {
+
+// Elements between the last multiple of 16 bytes and this address.
+template <typename T>
+__device__ int misalignment(const T* address) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
+}
+
+// Elements shift, shift + 1, ... of two neighbouring vectors, shift < N: by 8 bytes or none, by 4, by 2.
+template <typename T, int N>
+__device__ Vec<T, N> cut(const Vec<T, N>& low, const Vec<T, N>& high, int shift) {
+  static_assert(sizeof(low) == 16);
+  const uint4 a = reinterpret_cast<const uint4&>(low), b = reinterpret_cast<const uint4&>(high);
+  const unsigned bytes = shift * static_cast<unsigned>(sizeof(T));
+  const bool by_8 = bytes & 8, by_4 = bytes & 4;
+  const uint32_t w[6] = {by_8 ? a.z : a.x, by_8 ? a.w : a.y, by_8 ? b.x : a.z,
+                         by_8 ? b.y : a.w, by_8 ? b.z : b.x, by_8 ? b.w : b.y};
+  uint32_t result[5];
+#pragma unroll
+  for (int i = 0; i < 5; ++i) result[i] = by_4 ? w[i + 1] : w[i];
+  if constexpr (sizeof(T) < 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) result[i] = __funnelshift_r(result[i], result[i + 1], bytes % 4 * 8);
+  }
+  const uint4 raw = make_uint4(result[0], result[1], result[2], result[3]);
+  return reinterpret_cast<const Vec<T, N>&>(raw);
+}
+
+// Columns [c, c + N) of a row, element by element; 0 outside of [begin, end).
+template <typename T, typename Index, int N = kVecWidth<T>>
+__device__ Vec<T, N> load_elements(const T* row, Index c, Index begin, Index end) {
+  Vec<T, N> result;
+#pragma unroll
+  for (int i = 0; i < N; ++i) result.data[i] = c + i >= begin && c + i < end ? row[c + i] : from_float<T>(0.f);
+  return result;
+}
+
+// The same for a c at which the row is aligned.
+template <typename T, typename Index, int N = kVecWidth<T>>
+__device__ Vec<T, N> load_aligned(const T* row, Index c, Index begin, Index end) {
+  return c >= begin && c + N <= end ? Vec<T, N>::load(row + c) : load_elements(row, c, begin, end);
+}
+
+// The same for any c.
+template <typename T, typename Index, int N = kVecWidth<T>>
+__device__ Vec<T, N> load_shifted(const T* row, Index c, Index begin, Index end) {
+  using V = Vec<T, N>;
+  const int shift = misalignment(row + c);
+  if (shift == 0) return load_aligned(row, c, begin, end);
+  const Index low = c - shift, high = low + N;
+  if (low < begin || high + N > end) return load_elements(row, c, begin, end);
+  return cut(V::load(row + low), V::load(row + high), shift);
+}
+
+// Stores what lies in [begin, end), to a row that is aligned at c.
+template <typename T, int N, typename Index>
+__device__ void store_aligned(const Vec<T, N>& value, T* row, Index c, Index begin, Index end) {
+  if (c >= begin && c + N <= end) return value.store(row + c);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (c + i >= begin && c + i < end) row[c + i] = value.data[i];
+  }
+}
+
+}  // namespace llmk

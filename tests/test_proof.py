@@ -1,0 +1,282 @@
+"""The proof of a description: what it tells apart, and what makes it anew."""
+
+import threading
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+from transformers.models.llama import modeling_llama
+
+import llmkernels
+from families import family_model
+from generating import generate_step, hf_generate
+from hf_models import as_transformers, assert_close, logits_of, tiny_inputs
+from llmkernels.hf import proof, reference, unpatch
+from llmkernels.hf.guard import Snapshot
+from llmkernels.hf.trunk import trunk, why_not
+
+
+def logits_of_steps(model, ids, new=8):
+    with torch.no_grad():
+        found = model.generate(
+            ids, max_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+    return torch.stack(found.logits)
+
+
+def check_same(model, ids):
+    """The patched model generates what it generates unpatched; unpatches it."""
+    found = logits_of_steps(model, ids)
+    unpatch(model)
+    assert_close(found, logits_of_steps(model, ids))
+
+
+# --- caps and clips
+
+
+@pytest.mark.parametrize("softcap", [50.0, 100.0])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_softcap_of_scores(softcap, attention, head_dim):
+    """At the numbers of real models: one attention of transformers ignores it and the other does not."""
+    changes = {"attn_logit_softcapping": softcap, "final_logit_softcapping": 30.0, "head_dim": head_dim}
+    model = family_model("gemma2", attn_implementation=attention, query_pre_attn_scalar=head_dim, **changes)
+    for layer in model.model.layers:  # scores that the cap changes
+        layer.self_attn.q_proj.weight.data *= 4
+    llmkernels.patch(model)
+    assert [layer.attention.softcap for layer in trunk(model).layers] == 3 * [softcap if attention == "eager" else 0]
+    check_same(model, tiny_inputs())
+
+
+def test_a_softcap_that_nothing_reads():
+    model = family_model("gemma3", attn_logit_softcapping=20.0, attn_implementation="eager")
+    llmkernels.patch(model)
+    assert trunk(model).layers[0].attention.softcap == 0
+    check_same(model, tiny_inputs())
+
+
+def test_another_attention_is_another_proof():
+    model = family_model("gemma2", attn_logit_softcapping=50.0)
+    llmkernels.patch(model)
+    for attention, softcap in (("eager", 50), ("sdpa", 0), ("eager", 50)):
+        model.set_attn_implementation(attention)
+        assert trunk(model).layers[0].attention.softcap == softcap
+        found = logits_of_steps(model, tiny_inputs())
+        unpatch(model)
+        assert_close(found, logits_of_steps(model, tiny_inputs()))
+        llmkernels.patch(model)
+
+
+def clipped(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q, k, v = (part(hidden_states).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+    q, k = apply_rotary_pos_emb(q, k, *position_embeddings)  # noqa: F821
+    v = v.clamp(-20, 20)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, self.layer_idx)
+    y, weights = eager_attention_forward(self, q, k, v, attention_mask, self.scaling)  # noqa: F821
+    return self.o_proj(y.flatten(-2)), weights
+
+
+def test_a_clip_that_ordinary_values_do_not_reach(monkeypatch):
+    forward = type(clipped)(clipped.__code__, vars(modeling_llama), "forward", clipped.__defaults__)
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    model = family_model("llama", attn_implementation="eager")
+    llmkernels.patch(model)
+    assert "computes something else" in why_not(model)
+    check_same(model, tiny_inputs())
+
+
+# --- functions replaced
+
+
+def turned_back(x):
+    first, second = x.chunk(2, -1)
+    return torch.cat((second, -first), -1)
+
+
+def replace_rotate_half(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "rotate_half", as_transformers(turned_back))
+
+
+def replace_by_a_stranger(monkeypatch):
+    original = modeling_llama.rotate_half
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: original(x) * 0.9)
+
+
+def replace_repeat_kv(monkeypatch):
+    from transformers.integrations import sdpa_attention
+
+    original = sdpa_attention.repeat_kv
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *args: original(*args) * 1.1)
+    monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", as_transformers(lambda *args: False))
+
+
+def replacing(owner, name):
+    original = getattr(owner, name)
+
+    def replace(monkeypatch):
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: original(*args, **kwargs) * 0.9)
+
+    replace.__name__ = name
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("llama", replace_rotate_half),
+        ("llama", replace_by_a_stranger),
+        ("llama", replace_repeat_kv),
+        ("llama", replacing(torch, "rsqrt")),
+        ("gemma", replacing(transformers.models.gemma.modeling_gemma.GemmaRMSNorm, "_norm")),
+        ("starcoder2", replacing(F, "layer_norm")),
+        ("phi", replacing(torch, "tanh")),
+    ],
+)
+def test_a_function_two_calls_down(name, how, monkeypatch):
+    model, ids = family_model(name), tiny_inputs()
+    handle = llmkernels.patch(model)
+    before = logits_of_steps(model, ids)
+    assert handle.report().decode[0].calls == {generate_step(): 1}
+    how(monkeypatch)
+    found, found_logits = logits_of_steps(model, ids), logits_of(model, ids)
+    assert handle.report().decode[0].calls[generate_step()] == 1
+    unpatch(model)
+    assert_close(found, logits_of_steps(model, ids))
+    assert_close(found_logits, logits_of(model, ids))
+    assert (found - before).abs().max() > 1e-3
+    monkeypatch.undo()
+    handle = llmkernels.patch(model)
+    assert torch.equal(logits_of_steps(model, ids), before)
+    assert handle.report().decode[0].reason is None
+
+
+@pytest.mark.parametrize("name", ["gemma", "ernie4_5"])
+def test_an_activation_made_of_another_function(name, monkeypatch):
+    """Activations keep the function that was there when they were made."""
+    options = {"hidden_act": "gelu"} if name == "ernie4_5" else {}
+    proven = family_model(name, **options)
+    llmkernels.patch(proven)
+    assert why_not(proven) is None
+    with monkeypatch.context() as context:
+        replacing(F, "gelu")(context)
+        model = family_model(name, **options)
+    llmkernels.patch(model)
+    assert why_not(model) is not None
+    assert why_not(proven) is None
+
+
+# --- what it leaves alone
+
+
+def test_random_numbers_of_other_threads(monkeypatch):
+    """They sample while a model is made and proved: each number once."""
+    drawn, original = [], modeling_llama.LlamaModel.__init__
+
+    def draw():
+        drawn.append(torch.rand(1))
+
+    def init(self, config):
+        original(self, config)
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join()
+
+    model = family_model("llama", rms_norm_eps=3e-4)  # not proved yet
+    llmkernels.patch(model)
+    monkeypatch.setattr(modeling_llama.LlamaModel, "__init__", init)
+    torch.manual_seed(0)
+    assert why_not(model) is None
+    assert len(drawn) == 2
+    draw()
+    torch.manual_seed(0)
+    assert torch.equal(torch.cat(drawn), torch.cat([torch.rand(1) for _ in drawn]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("use_cache", False), ("output_hidden_states", True), ("eos_token_id", 7), ("_name_or_path", "elsewhere")],
+)
+def test_entries_of_no_account(name, value, monkeypatch):
+    model = family_model("llama")
+    llmkernels.patch(model)
+    trunk(model)
+    known = reference.reference(model)
+    monkeypatch.setattr(proof, "_prove", None)
+    setattr(model.config, name, value)
+    trunk(model)
+    assert reference.reference(model) is known
+    model.config.rms_norm_eps *= 2
+    assert reference.reference(model) is not known
+
+
+def test_a_model_moved_under_inference_mode():
+    """Its tensors have no version."""
+    model = family_model("phi3")
+    with torch.inference_mode():
+        model.double()
+        model.float()
+        model.model.rotary_emb.inv_freq *= 1
+    buffer = model.model.rotary_emb.inv_freq
+    assert buffer.is_inference()
+    llmkernels.patch(model)
+    snapshot = Snapshot(model)
+    assert snapshot.holds(model)
+    with torch.inference_mode():
+        buffer.mul_(0.5)
+    assert not snapshot.holds(model)
+    check_same(model, tiny_inputs())
+
+
+# --- a window that nothing reads
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "olmo2", "glm4"])
+def test_a_window_that_nothing_reads(name):
+    """The attention ignores it, but transformers' caches drop what is behind it: there the modules run."""
+    model, ids = family_model(name, sliding_window=16), tiny_inputs()
+    handle = llmkernels.patch(model)
+    assert trunk(model).layers[0].attention.window_left == -1
+    for new, way in ((5, generate_step()), (8, "by transformers: what a window leaves in the cache")):
+        found = logits_of_steps(model, ids, new)
+        assert [key for key in handle.report().decode[0].calls if way in key], handle.report()
+        unpatch(model)
+        assert_close(found, logits_of_steps(model, ids, new))
+        handle = llmkernels.patch(model)
+
+
+# --- no step
+
+
+@pytest.mark.parametrize("name", ["Bamba", "GraniteMoeHybrid", "Qwen3Next"])
+def test_layers_without_attention(name):
+    """The report has a reason, and what can run on kernels does."""
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    cls = getattr(transformers, f"{name}ForCausalLM")
+    options = {
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 97,
+        "pad_token_id": 0,
+    }
+    of_family = {
+        "Bamba": {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 16, "attn_layer_indices": [1]},
+        "GraniteMoeHybrid": {
+            **{"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_state": 16},
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        },
+        "Qwen3Next": {"head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    }
+    torch.manual_seed(0)
+    model, ids = cls(cls.config_class(**options | of_family[name])).eval(), tiny_inputs()
+    expected = hf_generate(model, ids)
+    handle = llmkernels.patch(model)
+    [decode] = handle.report().decode
+    assert len(decode.reason.split()) > 3, decode
+    assert torch.equal(hf_generate(model, ids), expected)
