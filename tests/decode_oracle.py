@@ -54,15 +54,15 @@ def attend(attention, qkv, tokens, cache):
     q, k, v = heads(attention, qkv, tokens)
     group = attention.heads // attention.kv_heads
     out = torch.zeros_like(q)
-    for b, length in enumerate(tokens.seqlens.tolist()):
-        first = 0 if tokens.leftpad is None else int(tokens.leftpad[b])
+    for b, length in enumerate(cache.seqlens.tolist()):
+        first = 0 if cache.leftpad is None else int(cache.leftpad[b])
         for t in range(tokens.count):
             slot = length - tokens.count + t
-            for x, buffer in zip((k, v), cache, strict=True):
+            for x, buffer in ((k, cache.k), (v, cache.v)):
                 buffer[place(tokens, buffer, b, slot)] = x[b, t]
             start = first if attention.window_left < 0 else max(first, slot - attention.window_left)
-            seen = place(tokens, cache[0], b, torch.arange(start, slot + 1, device=q.device))
-            keys, values = (buffer[seen].repeat_interleave(group, 1) for buffer in cache)
+            seen = place(tokens, cache.k, b, torch.arange(start, slot + 1, device=q.device))
+            keys, values = (buffer[seen].repeat_interleave(group, 1) for buffer in (cache.k, cache.v))
             wide = torch.promote_types(q.dtype, torch.float32)
             scores = torch.einsum("hd,shd->hs", q[b, t].to(wide), keys.to(wide)) * attention.scale
             weights = softcap(scores, attention.softcap).softmax(-1)

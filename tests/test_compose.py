@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 
 import decode_oracle
 from llmkernels.hf import families
-from llmkernels.hf.compose import Tokens, forward, make_tables
+from llmkernels.hf.compose import LayerCache, Tokens, forward, make_tables
 from llmkernels.hf.description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, map_tensors
 from oracles import assert_same
 
@@ -29,7 +29,7 @@ class Case:
     trunk: Trunk
     hidden: Tensor
     tokens: Tokens
-    caches: list[tuple[Tensor, Tensor]]
+    caches: list[LayerCache]
 
     def __call__(self) -> Tensor:
         return forward(self.trunk, self.hidden, self.tokens, self.caches)
@@ -38,19 +38,25 @@ class Case:
         """The same with other floating-point tensors."""
         tables = {name: tuple(map(change, pair)) for name, pair in self.tokens.tables.items()}
         tokens = dataclasses.replace(self.tokens, tables=tables)
-        caches = [tuple(map(change, cache)) for cache in self.caches]
-        return Case(map_tensors(self.trunk, change), change(self.hidden), tokens, caches)
+        return Case(map_tensors(self.trunk, change), change(self.hidden), tokens, self.changed(change))
 
     def copy(self) -> "Case":
         """The same with copies of what a forward changes."""
-        return dataclasses.replace(
-            self, hidden=copied(self.hidden), caches=[tuple(map(copied, cache)) for cache in self.caches]
-        )
+        return dataclasses.replace(self, hidden=copied(self.hidden), caches=self.changed(copied))
+
+    def changed(self, change) -> list[LayerCache]:
+        """The caches with other keys and values."""
+        return [cache._replace(k=change(cache.k), v=change(cache.v)) for cache in self.caches]
+
+    @property
+    def seqlens(self) -> Tensor:
+        """Those of all layers."""
+        return self.caches[0].seqlens
 
     def place(self) -> tuple[Tensor, Tensor]:
         """The indices of the new tokens in a cache, (B, T) each."""
         tokens = self.tokens
-        slots = tokens.seqlens.long()[:, None] + torch.arange(-tokens.count, 0, device=self.hidden.device)
+        slots = self.seqlens.long()[:, None] + torch.arange(-tokens.count, 0, device=self.hidden.device)
         rows = torch.arange(tokens.batch, device=self.hidden.device)[:, None]
         if tokens.block_table is None:
             return rows.expand_as(slots), slots
@@ -59,7 +65,7 @@ class Case:
     def advance(self) -> None:
         """The next forward appends the tokens behind these."""
         self.tokens.positions.add_(self.tokens.count)
-        self.tokens.seqlens.add_(self.tokens.count)
+        self.seqlens.add_(self.tokens.count)
 
 
 def make(
@@ -176,12 +182,12 @@ def make(
         pages = capacity // PAGE
         table = torch.randperm(batch * pages, generator=generator).view(batch, pages).int().to(device)
         shape = batch * pages, PAGE, kv_heads, dim
-    tokens = Tokens(batch, count, positions, seqlens, leftpad, make_tables(trunk, range(capacity)), table)
-    caches = [(draw(*shape), draw(*shape)) for _ in range(layers)]
+    tokens = Tokens(batch, count, positions, make_tables(trunk, range(capacity)), table)
+    caches = [LayerCache(draw(*shape), draw(*shape), seqlens, leftpad) for _ in range(layers)]
     # Random values average out over many keys; a few large ones show whether keys at the edge of a tile are lost.
     edges = [key for key in range(shape[1]) if key % 16 in (15, 0)]
-    for _, values in caches:
-        values[:, edges] *= 100
+    for cache in caches:
+        cache.v[:, edges] *= 100
     return Case(trunk, draw(batch * count, hidden), tokens, caches)
 
 
@@ -200,7 +206,7 @@ def run(function, case):
     """(logits, hidden, all keys, all values) after a forward; the arguments stay unchanged."""
     case = case.copy()
     logits = function(case.trunk, case.hidden, case.tokens, case.caches)
-    keys, values = zip(*case.caches, strict=True)
+    keys, values, *_ = zip(*case.caches, strict=True)
     return logits, case.hidden, torch.stack(keys), torch.stack(values)
 
 
@@ -373,7 +379,10 @@ def test_layouts(device):
         return room.copy_(x)
 
     def with_caches(*heads):
-        caches = [tuple(spread(x, n) for x in cache) for cache, n in zip(case.caches, heads, strict=True)]
+        caches = [
+            cache._replace(k=spread(cache.k, n), v=spread(cache.v, n))
+            for cache, n in zip(case.caches, heads, strict=True)
+        ]
         return run(forward, dataclasses.replace(case, caches=caches))
 
     def transposed(x):
@@ -389,7 +398,7 @@ def test_layouts(device):
     tables = {"": tuple(map(transposed, case.tokens.tables[""]))}
     tokens = dataclasses.replace(case.tokens, tables=tables)
     others["tables"] = run(forward, dataclasses.replace(case, tokens=tokens))
-    slot = case.tokens.seqlens.item() - 1
+    slot = case.seqlens.item() - 1
     for way, found in others.items():
         for name, ours, wanted in zip(("logits", *STATE), found, expected, strict=True):
             if name in ("k_caches", "v_caches"):
@@ -404,8 +413,8 @@ def test_what_lies_beyond_the_live_length_does_not_matter(device, batch, count):
     expected = run(forward, case)
     poisoned = case.copy()
     for cache in poisoned.caches:
-        for sequence, length in enumerate(case.tokens.seqlens.tolist()):
-            for buffer in cache:
+        for sequence, length in enumerate(case.seqlens.tolist()):
+            for buffer in (cache.k, cache.v):
                 buffer[sequence, length - count :] = torch.nan  # the places of the new tokens too
     assert_same(run(forward, poisoned)[:2], expected[:2])
 
@@ -417,8 +426,8 @@ def test_a_token_that_has_no_place_is_not_written(device, batch, length):
     case = make(batch, torch.bfloat16, device)
     room = [[torch.full((batch + 1, 48, 2, 64), 7.0, dtype=torch.bfloat16, device=device) for _ in range(2)]
             for _ in case.caches]  # fmt: skip
-    case.caches = [tuple(buffer[:batch] for buffer in buffers) for buffers in room]
-    case.tokens.seqlens.fill_(length)
+    case.seqlens.fill_(length)
+    case.caches = [cache._replace(k=k[:batch], v=v[:batch]) for cache, (k, v) in zip(case.caches, room, strict=True)]
     if device == "cpu" and length > 0:
         with pytest.raises(RuntimeError, match=r"cache_seqlens must lie in \[0, 48\]"):
             case()
@@ -551,5 +560,5 @@ def test_graph_follows_growing_lengths(batch, count, changes):
         assert torch.equal(logits, case())
         assert torch.equal(other.hidden, case.hidden)
         for ours, wanted in zip(other.caches, case.caches, strict=True):
-            assert_same(ours, wanted)
+            assert_same(ours[:2], wanted[:2])
         case.advance()  # and the other one: they share their tokens

@@ -334,7 +334,7 @@ CPU = [
         "all layers of a step write to the values of the first",
         COMPOSE,
         "tokens, cache, readers[index + 1])",
-        "tokens, (cache[0], caches[0][1]), readers[index + 1])",
+        "tokens, cache._replace(v=caches[0].v), readers[index + 1])",
         "tests/test_compose.py -k 'float64 and cpu'",
     ),
     Mutation(
@@ -378,6 +378,14 @@ CPU = [
         "tests/test_kv_cache.py",
     ),
     Mutation(
+        "py_window_moves_and_nobody_counts",
+        "a window has moved to the first rows, and the counters still have it where it was",
+        "llmkernels/hf/cache.py",
+        "            self._count()\n            self._place_leftpad(self.leftpads[0])\n",
+        "            self._place_leftpad(self.leftpads[0])\n",
+        "tests/test_forward.py -k when_a_window_moves",
+    ),
+    Mutation(
         "py_step_does_not_advance",
         "every decode step writes to the same place of the cache",
         "llmkernels/hf/decode.py",
@@ -405,8 +413,8 @@ CPU = [
         "py_last_token_is_handed_back_twice",
         "a sliding window of the caller gets the last token once more where there is no new one",
         "llmkernels/hf/adopt.py",
-        "[first, max(first, layer.length - 1), layer.length]",
-        "[first, layer.length - 1, layer.length]",
+        "[start, max(start, layer.length - 1), layer.length]",
+        "[start, layer.length - 1, layer.length]",
         "tests/test_generate_cache.py -k adds_nothing",
     ),
     Mutation(
