@@ -202,11 +202,6 @@ class AdoptedLayer(DynamicLayer, Buffers):
         self.is_shown = True
         return self.views(self.start, self.length)[1]
 
-    @property
-    def kept(self) -> tuple:
-        """What layers of the same window have in common."""
-        return (self.window,)
-
     def _least(self, tokens: int) -> int:
         """How many of so many tokens have to be held."""
         return tokens
@@ -262,7 +257,8 @@ class AdoptedWindowLayer(AdoptedLayer, WindowBuffers, DynamicSlidingWindowLayer)
 
     @property
     def kept(self) -> tuple:
-        return self.window, self.offset, self.rows, self.first, self.record_past
+        """What layers of the same window have in common, which drop tokens together."""
+        return self.sliding_window, self.offset, self.rows, self.first, self.record_past
 
     @_attribute
     def cumulative_length(self) -> int:
@@ -309,11 +305,12 @@ class AdoptedCache(DynamicCache, KVCache):
     def is_intact(self) -> bool:
         """Whether steps can run: nobody has got a layer back, replaced what it does or changed it alone."""
         layers = self.layers
+        sliding = [layer for layer in layers if isinstance(layer, AdoptedWindowLayer)]
         return (
             bool(layers)
             and all(isinstance(layer, AdoptedLayer) for layer in layers)
             and len({(layer.length, layer.capacity) for layer in layers}) == 1
-            and len({layer.kept for layer in layers}) == len(set(self.windows))
+            and len({layer.kept for layer in sliding}) == len({layer.sliding_window for layer in sliding})
             and not _is_replaced(self, *layers)
         )
 
