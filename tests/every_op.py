@@ -198,8 +198,6 @@ def run(name, arguments) -> list[torch.Tensor]:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     if name == "linear_add_scale_" and result[1].numel() > 0:  # sums of the tokens there are; the rest is not written
-        name == "linear_add_scale_" and result[1].numel() > 0
-    ):  # for as many tokens as there are; the rest is not written
         scaled, squares = result
         result = (scaled, squares[:-1, : len(scaled)], squares[-1, 0])
     flat = []
