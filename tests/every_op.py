@@ -197,6 +197,9 @@ def run(name, arguments) -> list[torch.Tensor]:
         for argument, value in zip(op._schema.arguments, arguments, strict=False)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+    if name == "linear_add_scale_" and result[1].numel() > 0:  # sums of the tokens there are; the rest is not written
+        scaled, squares = result
+        result = (scaled, squares[:-1, : len(scaled)], squares[-1, 0])
     flat = []
     for value in (result, *changed):
         flat += value if isinstance(value, list | tuple) else [value] * (value is not None)

@@ -13,6 +13,7 @@ from families import EXPECTED, FAMILIES, WINDOW, family_model
 from generating import left_padded, small_model
 from hf_models import CountOps, assert_close, lora, tiny_inputs
 from llmkernels.hf import compose, forward, graphs
+from llmkernels.hf.cache_name import cache_name
 from llmkernels.hf.decode import decoder
 from llmkernels.hf.trust import NoStep
 
@@ -532,6 +533,6 @@ def test_other_caches_are_not_asked(device):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StaticCache, "get_seq_length", lambda *arguments: pytest.fail("asked"))
             with pytest.raises(NoStep, match="the cache given is a StaticCache"):
-                forward._check_call(model, {"input_ids": ids, "past_key_values": cache})
+                forward._check_call(model, {"input_ids": ids, cache_name(): cache})
     found, _ = loop(model, ids, cache=StaticCache(config=model.config, max_cache_len=32))
     assert torch.equal(found, expected)

@@ -80,7 +80,8 @@ def worker(rank, name, folder):
     else:
         assert row.runs == {"llmkernels::linear_cross_entropy": 1}
         assert row.patched == [""]
-        assert computed == 0 or name == "ddp_with_unused_parameters"  # which clones the outputs
+        # DDP clones the outputs then, and hooks of FSDP2 look at them in newer versions of torch.
+        assert computed == 0 or name in ("ddp_with_unused_parameters", "fsdp")
     assert_close(loss, expected_loss, 1e-4)
     assert_close(logits, expected_logits, 1e-4)
     assert found.keys() == expected.keys()

@@ -25,6 +25,13 @@ def logits_of_steps(model, ids, new=8):
     return torch.stack(found.logits)
 
 
+def gemma2(**options):
+    try:
+        return family_model("gemma2", **options)
+    except ValueError as error:  # transformers 5.23 has it with eager attention alone
+        pytest.skip(str(error))
+
+
 def check_same(model, ids):
     """The patched model generates what it generates unpatched; unpatches it."""
     found = logits_of_steps(model, ids)
@@ -41,7 +48,7 @@ def check_same(model, ids):
 def test_softcap_of_scores(softcap, attention, head_dim):
     """At the numbers of real models: one attention of transformers ignores it and the other does not."""
     changes = {"attn_logit_softcapping": softcap, "final_logit_softcapping": 30.0, "head_dim": head_dim}
-    model = family_model("gemma2", attn_implementation=attention, query_pre_attn_scalar=head_dim, **changes)
+    model = gemma2(attn_implementation=attention, query_pre_attn_scalar=head_dim, **changes)
     for layer in model.model.layers:  # scores that the cap changes
         layer.self_attn.q_proj.weight.data *= 4
     llmkernels.patch(model)
@@ -59,6 +66,7 @@ def test_a_softcap_that_nothing_reads():
 def test_another_attention_is_another_proof():
     model = family_model("gemma2", attn_logit_softcapping=50.0)
     llmkernels.patch(model)
+    gemma2(attn_implementation="sdpa")
     for attention, softcap in (("eager", 50), ("sdpa", 0), ("eager", 50)):
         model.set_attn_implementation(attention)
         assert trunk(model).layers[0].attention.softcap == softcap

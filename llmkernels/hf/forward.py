@@ -85,7 +85,12 @@ def _has_few_tokens(ids: Any) -> bool:
 
 def _is_empty(cache: Any) -> bool:
     """Whether a cache that the step takes has no tokens. Others are not asked: their length may be on the device."""
-    return may_become_ours(cache) and int(cache.get_seq_length()) == 0
+    if not may_become_ours(cache):
+        return False
+    try:
+        return int(cache.get_seq_length()) == 0
+    except ValueError:  # one of states alone, which has no length
+        return True
 
 
 def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:

@@ -62,8 +62,8 @@ def trunk(model: nn.Module) -> Trunk:
         expected = reference(model)
         if any(kind_of(cls) == "experts" for cls in expected.classes):
             raise UnknownLayout("has experts, which are left to transformers")
-        check_names(expected.names)
         inspect_all(model, expected.root)
+        check_names(expected.names)
         check_helpers(model)
         parts = read(model, expected, facts(model, expected))
     except Distrust as reason:
