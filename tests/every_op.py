@@ -172,10 +172,13 @@ def calls(size, device, dtype=torch.bfloat16, seed=0):
     new_tokens = (q, *new.split(kv_heads, 2), cos, sin, position, *caches, lengths)
     yield "rope_kv_write", new_tokens
     yield "rope_kv_write", (*new_tokens, None, False, *norms)
+    row_norms = (draw(heads * dim), draw(kv_heads * dim), 1e-6, 0.0, True, True)
+    yield "rope_kv_write", (*new_tokens, None, False, *row_norms)
     qkv = draw(batch, (heads + 2 * kv_heads) * dim)
     one_token = (qkv, cos, sin, lengths - 1, lengths, None, *caches, None, heads)
     yield "rope_decode_attention", one_token
     yield "rope_decode_attention", (*one_token, None, -1, 0.0, True, *norms)
+    yield "rope_decode_attention", (*one_token, None, -1, 0.0, True, *row_norms)
 
 
 def run(name, arguments) -> list[torch.Tensor]:

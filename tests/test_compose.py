@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 import decode_oracle
+from hf_models import count_ops
 from llmkernels.hf import families
 from llmkernels.hf.compose import LayerCache, Tokens, forward, make_tables
 from llmkernels.hf.description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, map_tensors
@@ -248,7 +249,12 @@ FORMS = {
     "multipliers": {"multiplier": 0.22, "scale": 0.02, "logit_scale": 0.125},
     "not rotated": {"rotated": (True, False)},
     "never rotated": {"rotated": (False,)},
+    "not rotated, interleaved": {"rotated": (True, False), "interleaved": True},
+    "not rotated and qk-norm of rows": {"rotated": (False, True), "normed": "rows"},
+    "qk-norm of rows, interleaved": {"normed": "rows", "interleaved": True},
     "partial": {"rotary_dim": 32},
+    "partial and qk-norm": {"rotary_dim": 32, "normed": "heads"},
+    "partial and qk-norm of rows": {"rotary_dim": 32, "normed": "rows", "interleaved": True},
     "partial, interleaved": {"rotary_dim": 32, "interleaved": True, "post": True},
     "gelu": {"activation": "gelu"},
     "relu2": {"activation": "relu2"},
@@ -262,6 +268,7 @@ FORMS = {
     "gemma3": GEMMA2 | {"softcap": 0.0, "logit_softcap": 0.0, "normed": "heads"},
     "olmo2": {"pre": False, "post": True, "normed": "rows", "bias": False},
     "paged": {"paged": True},
+    "paged and qk-norm of rows": {"paged": True, "normed": "rows", "heads": 8},
 }  # fmt: skip
 every_form = pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS.keys())
 
@@ -304,7 +311,13 @@ SHAPES = [
     {"dim": 32},
     {"hidden": 260},
     {"ffn": 100},
-    *({"normed": "heads", "dim": dim, "heads": 2 * group} for dim in (64, 96, 128, 256, 32) for group in (1, 7, 9)),
+    *(
+        {"normed": by, "dim": dim, "heads": 2 * group}
+        for by in ("heads", "rows")
+        for dim in (64, 96, 128, 256, 32)
+        for group in (1, 7, 9)
+    ),
+    {"normed": "rows", "dim": 128, "heads": 32, "kv_heads": 32, "hidden": 512},
 ]
 
 
@@ -444,13 +457,35 @@ def test_a_position_outside_of_the_tables_makes_nan(position):
     assert case().isnan().all()
 
 
+@pytest.mark.parametrize(
+    "changes, expected",
+    [({}, {}), ({"normed": "heads"}, {}), ({"normed": "rows"}, {}), ({"rotated": (False,)}, {}),
+     ({"rotated": (False,), "interleaved": True}, {}), ({"rotary_dim": 32}, {"rope_": 1}),
+     ({"rotary_dim": 32, "normed": "rows"}, {"rms_norm_rope_": 1})],
+    ids=str,
+)  # fmt: skip
+def test_ops_of_attention(device, changes, expected):
+    """One op, and another one for a partial rotation."""
+
+    def ops(layers):
+        return Counter(count_ops(make(2, torch.bfloat16, device, layers=layers, **changes)))
+
+    linears = {"rms_norm_linear": 1, "linear_add_scale_": 2, "rms_norm_glu_linear": 1}
+    assert ops(3) - ops(2) == Counter(linears | {"rope_decode_attention": 1} | expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not sm_90")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch, normed", [(1, ""), (2, "heads"), (16, ""), (17, "heads"), (64, "")])
-def test_a_layer_is_five_launches(batch, normed, dtype):
+@pytest.mark.parametrize(
+    "batch, changes",
+    [(1, {}), (2, {"normed": "heads"}), (16, {}), (17, {"normed": "heads"}), (64, {}), (1, {"normed": "rows"}),
+     (17, {"normed": "rows"}), (1, {"rotated": (False,)}), (64, {"rotated": (False,)})],
+    ids=str,
+)  # fmt: skip
+def test_a_layer_is_five_launches(batch, changes, dtype):
     def launches(layers):
-        case = make(batch, dtype, "cuda", layers=layers, normed=normed)
+        case = make(batch, dtype, "cuda", layers=layers, **changes)
         case()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             case()
@@ -494,7 +529,8 @@ SMALL = {"hidden": 64, "ffn": 64, "vocab": 40, "heads": 2, "kv_heads": 1, "layer
 @pytest.mark.gpu
 def test_deterministic():
     many = [make(batch, torch.bfloat16, "cuda", hidden=2048, ffn=512) for batch in (17, 64)]
-    few = [make(3, torch.bfloat16, "cuda", count=count, **FORMS["qk-norm"]) for count in (1, 4)]
+    few = [make(3, torch.bfloat16, "cuda", count=count, **FORMS[name])
+           for count in (1, 4) for name in ("qk-norm", "qk-norm of rows")]  # fmt: skip
     for case in (one(**LARGE), one(**SMALL), one(**GEMMA2), *few, *many):
         expected = run(forward, case)
         for _ in range(250):

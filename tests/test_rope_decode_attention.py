@@ -10,11 +10,16 @@ KV_HEADS, CAPACITY, PAGE = 2, 48, 16
 _op = torch.ops.llmkernels.rope_decode_attention
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_norm = pytest.mark.parametrize(
+    "normed, row_wise", [("", False), ("q", False), ("k", False), ("qk", False), ("q", True), ("k", True), ("qk", True)]
+)
 every_layout = pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
 
 
-def make(device, dtype, *, lengths=(40, 1, 17), heads=14, dim=64, normed="", half=False, paged=False):
-    """Arguments by name, lengths including the new token. `normed`: which heads are normalized, of "q" and "k"."""
+def make(device, dtype, *, lengths=(40, 1, 17), heads=14, dim=64, normed="", half=False, paged=False,
+         row_wise=False):  # fmt: skip
+    """Arguments by name, lengths including the new token. `normed`: which are normalized, of "q" and "k", each head or
+    all heads together."""
     batch = len(lengths)
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
     cos, sin = angles(CAPACITY, dim // 2 if half else dim, dtype=dtype, device=device)
@@ -23,7 +28,8 @@ def make(device, dtype, *, lengths=(40, 1, 17), heads=14, dim=64, normed="", hal
         pages = CAPACITY // PAGE
         table = torch.randperm(batch * pages).view(batch, pages).int().to(device)
         cache = (batch * pages, PAGE, KV_HEADS, dim)
-    norms = {f"{x}_norm_weight": (torch.randn(dim) / 2 + 1).to(device, dtype) for x in normed}
+    sizes = {"q": heads * dim, "k": KV_HEADS * dim} if row_wise else {"q": dim, "k": dim}
+    norms = {f"{x}_norm_weight": (torch.randn(sizes[x]) / 2 + 1).to(device, dtype) for x in normed}
     return {
         "qkv": torch.randn(batch, (heads + 2 * KV_HEADS) * dim).to(device, dtype),
         "cos": cos,
@@ -39,6 +45,7 @@ def make(device, dtype, *, lengths=(40, 1, 17), heads=14, dim=64, normed="", hal
         "eps": 1e-5,
         "weight_offset": 0.5,
         "cast_before_weight": False,
+        "row_wise": row_wise,
     }
 
 
@@ -53,7 +60,7 @@ def two_ops(values):
     heads, dim = values["heads"], caches[0].shape[3]
     q, k, v = values["qkv"].clone().view(len(values["qkv"]), 1, -1, dim).split((heads, KV_HEADS, KV_HEADS), 2)
     norms = {name: x for name, x in values.items() if "norm" in name or name in ("eps", "weight_offset")}
-    norms["cast_before_weight"] = values["cast_before_weight"]
+    norms |= {name: values[name] for name in ("cast_before_weight", "row_wise")}
     seqlens, table = values["cache_seqlens"], {"block_table": values["block_table"]}
     tables, positions = (values["cos"], values["sin"]), values["positions"][:, None]
     llmkernels.rope_kv_write(q, k, v, *tables, positions, *caches, seqlens, **table, **norms)
@@ -72,9 +79,9 @@ def check(values):
 
 @every_dtype
 @pytest.mark.parametrize("dim", [64, 96, 128, 256, 40])
-@pytest.mark.parametrize("normed", ["", "q", "k", "qk"])
-def test_is_the_two_ops(device, normed, dim, dtype):
-    check(make(device, dtype, dim=dim, normed=normed) | {"softcap": 3.0})
+@every_norm
+def test_is_the_two_ops(device, normed, row_wise, dim, dtype):
+    check(make(device, dtype, dim=dim, normed=normed, row_wise=row_wise) | {"softcap": 3.0})
 
 
 @every_dtype
@@ -82,8 +89,10 @@ def test_is_the_two_ops(device, normed, dim, dtype):
 @pytest.mark.parametrize("heads", [2, 14, 32])
 @pytest.mark.parametrize("half", [False, True], ids=["full", "half"])
 def test_heads_tables_and_pages(device, half, heads, paged, dtype):
-    check(make(device, dtype, heads=heads, half=half, paged=paged, normed="qk"))
-    check(make(device, dtype, heads=heads, half=half, paged=paged, lengths=range(1, 41)) | {"prefetch_cache": True})
+    shape = {"heads": heads, "half": half, "paged": paged}
+    check(make(device, dtype, **shape, normed="qk"))
+    check(make(device, dtype, **shape, lengths=range(1, 41)) | {"prefetch_cache": True})
+    check(make(device, dtype, **shape, lengths=range(1, 41), normed="qk", row_wise=True) | {"prefetch_cache": True})
 
 
 @every_dtype
@@ -128,6 +137,18 @@ def test_a_full_cache_is_not_written_past(device):
     assert all((cache[[0, 2]] == 7).all() for cache in room.values())
 
 
+def test_weights_of_other_rows(device):
+    values = make(device, torch.bfloat16, normed="qk")
+    with pytest.raises(RuntimeError, match=r"q_norm_weight must have shape \[896\] \(heads \* head_dim\), got \[64\]"):
+        _op(**values | {"row_wise": True})
+    values = make(device, torch.bfloat16, normed="qk", row_wise=True)
+    with pytest.raises(RuntimeError, match=r"q_norm_weight must have shape \[64\] \(head_dim\), got \[896\]"):
+        _op(**values | {"row_wise": False})
+    values["k_norm_weight"] = values["q_norm_weight"]
+    with pytest.raises(RuntimeError, match=r"k_norm_weight must have shape \[128\] \(kv_heads \* head_dim\), got"):
+        _op(**values)
+
+
 @every_layout
 def test_opcheck(device, paged):
     values = make(device, torch.bfloat16, paged=paged, normed="qk" if paged else "")
@@ -139,14 +160,17 @@ def test_opcheck(device, paged):
 @pytest.mark.gpu
 @pytest.mark.sanitizer
 @every_layout
-@pytest.mark.parametrize("normed, dim", [("", 64), ("qk", 64), ("qk", 96)])
-def test_every_path_once(normed, dim, paged):
-    check(make("cuda", torch.bfloat16, paged=paged, normed=normed, dim=dim))
+@pytest.mark.parametrize(
+    "normed, row_wise, dim", [("", False, 64), ("qk", False, 64), ("qk", False, 96), ("qk", True, 64), ("qk", True, 96)]
+)
+def test_every_path_once(normed, row_wise, dim, paged):
+    check(make("cuda", torch.bfloat16, paged=paged, normed=normed, row_wise=row_wise, dim=dim))
 
 
 @pytest.mark.gpu
-def test_deterministic():
-    values = make("cuda", torch.bfloat16, lengths=[47, 46, 45, 3], normed="qk")
+@pytest.mark.parametrize("row_wise", [False, True], ids=["heads", "rows"])
+def test_deterministic(row_wise):
+    values = make("cuda", torch.bfloat16, lengths=[47, 46, 45, 3], normed="qk", row_wise=row_wise)
     expected = run(values)
     for _ in range(250):
         assert_same(run(values), expected)

@@ -1,5 +1,5 @@
-"""rope_kv_write: bitwise equal to rope and a copy; norms of heads; pages, tokens outside the cache, errors, CUDA
-graphs."""
+"""rope_kv_write: bitwise equal to rope and a copy; norms of heads and of rows; pages, tokens outside the cache, errors,
+CUDA graphs."""
 
 import pytest
 import torch
@@ -30,12 +30,14 @@ def small_integers(parts):
     return tuple(torch.randint_like(x.float(), -9, 10).to(x.dtype) for x in parts)
 
 
-def norms_of(parts, **options):
+def norms_of(parts, row_wise=False, **options):
     """The arguments of norms, with weights of four bits, so that eager's offset + weight is exact."""
-    q = parts[0]
-    weights = {name: torch.randint(1, 16, q.shape[3:], device=q.device).div(16).to(q.dtype)
-               for name in ("q_norm_weight", "k_norm_weight")}  # fmt: skip
-    return weights | options
+
+    def weight(x):
+        size = x.shape[2:].numel() if row_wise else x.shape[3]
+        return torch.randint(1, 16, (size,), device=x.device).div(16).to(x.dtype)
+
+    return {"q_norm_weight": weight(parts[0]), "k_norm_weight": weight(parts[1]), "row_wise": row_wise} | options
 
 
 def expected(parts, tables, positions, caches, seqlens, interleaved=False, *, rotate=oracles.rope):
@@ -111,8 +113,9 @@ def test_strided_caches(device, dtype):
     assert_same((parts[0], *views), want)
 
 
-# Norms of heads.
+# Norms of heads, and of all heads of a token together.
 
+every_row = pytest.mark.parametrize("row_wise", [False, True], ids=["heads", "rows"])
 every_rounding = pytest.mark.parametrize("cast_before_weight", [True, False], ids=["cast", "no cast"])
 every_offset = pytest.mark.parametrize("weight_offset", [0.0, 1.0])
 every_order = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -141,13 +144,16 @@ def run(parts, tables, positions, caches, seqlens, **options):
 @every_order
 @every_rounding
 @every_offset
+@every_row
 @pytest.mark.parametrize("tokens, head_dim", [(1, 64), (3, 128), (2, 256), (2, 8)])
-def test_norms_round_where_eager_does(device, tokens, head_dim, weight_offset, cast_before_weight, interleaved, dtype):
-    """Bit for bit, on heads of 2^n integers: their mean square is exact."""
-    parts, tables, caches = make(device, dtype, tokens=tokens, head_dim=head_dim)
+def test_norms_round_where_eager_does(
+    device, tokens, head_dim, row_wise, weight_offset, cast_before_weight, interleaved, dtype
+):
+    """Bit for bit, on heads and rows of 2^n integers: their mean square is exact."""
+    parts, tables, caches = make(device, dtype, tokens=tokens, heads=8, head_dim=head_dim)
     parts, seqlens = small_integers(parts), int32([tokens, 5 + tokens, 20], device)
     positions = torch.randint(50, (3, tokens), device=device)
-    norms = norms_of(parts, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
+    norms = norms_of(parts, row_wise, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
     places = tables, positions, caches, seqlens
     found = run(parts, *places, interleaved=interleaved, **norms)
     want = expected(parts, *places, interleaved, rotate=normed(oracles.rms_norm_rope, **norms))
@@ -163,13 +169,16 @@ def test_norms_round_where_eager_does(device, tokens, head_dim, weight_offset, c
 @pytest.mark.parametrize("half", [False, True], ids=["full", "half"])
 @pytest.mark.parametrize("head_dim", [2, 6, 40, 64, 72, 96, 128, 192, 256, 512, 520])
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_is_rms_norm_rope_and_a_copy(device, tokens, head_dim, half, interleaved, dtype):
+@pytest.mark.parametrize("row_wise, heads, kv_heads", [(False, 7, 1), (True, 6, 3), (True, 7, 1)], ids=str)
+def test_is_rms_norm_rope_and_a_copy(device, row_wise, heads, kv_heads, tokens, head_dim, half, interleaved, dtype):
     """Bit for bit."""
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("on the CPU only")
-    parts, tables, caches = make(device, dtype, tokens=tokens, heads=7, kv_heads=1, head_dim=head_dim, half=half)
+    parts, tables, caches = make(
+        device, dtype, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, half=half
+    )
     parts, seqlens = small_integers(parts), int32([tokens, 5 + tokens, 20], device)
-    norms = norms_of(parts, eps=1e-5)
+    norms = norms_of(parts, row_wise, eps=1e-5)
     places = tables, torch.randint(50, (3, tokens), device=device), caches, seqlens
     want = expected(parts, *places, interleaved, rotate=normed(rms_norm_rope, **norms))
     assert_same(run(parts, *places, interleaved=interleaved, **norms), want)
@@ -178,12 +187,15 @@ def test_is_rms_norm_rope_and_a_copy(device, tokens, head_dim, half, interleaved
 @every_dtype
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 80, 6])
 @pytest.mark.parametrize("options", [{}, {"weight_offset": 1.0, "cast_before_weight": False}], ids=["cast", "no cast"])
-def test_norms_against_float64(device, options, head_dim, dtype):
+@pytest.mark.parametrize("row_wise, heads", [(False, 6), (True, 6), (True, 40)], ids=str)
+def test_norms_against_float64(device, row_wise, heads, options, head_dim, dtype):
     """At most twice the error of eager."""
-    parts, tables, caches = make(device, dtype, tokens=2, head_dim=head_dim)
+    parts, tables, caches = make(device, dtype, tokens=2, heads=heads, head_dim=head_dim)
+    options = options | {"row_wise": row_wise}
     parts = tuple(oracles.scaled_rows(*x.shape, dtype=dtype, device=device) for x in parts)
     caches, seqlens = [c.zero_() for c in caches], int32([2, 9, 20], device)
-    weights = {name: torch.randn(head_dim, device=device).to(dtype) for name in ("q_norm_weight", "k_norm_weight")}
+    weights = {name: torch.randn_like(x, dtype=torch.float32).to(dtype)
+               for name, x in norms_of(parts, row_wise).items() if name != "row_wise"}  # fmt: skip
 
     def eager(dtype):
         wide = [tuple(x.to(dtype) for x in tensors) for tensors in (parts, tables, caches)]
@@ -199,11 +211,12 @@ def test_norms_against_float64(device, options, head_dim, dtype):
 
 @every_dtype
 @every_order
+@every_row
 @pytest.mark.parametrize("missing", ["q_norm_weight", "k_norm_weight"])
-def test_heads_without_a_weight_are_not_normed(device, missing, interleaved, dtype):
+def test_heads_without_a_weight_are_not_normed(device, missing, row_wise, interleaved, dtype):
     parts, tables, caches = make(device, dtype, tokens=2)
     parts, seqlens = small_integers(parts), int32([2, 9, 20], device)
-    norms = norms_of(parts, weight_offset=0.5) | {missing: None}
+    norms = norms_of(parts, row_wise, weight_offset=0.5) | {missing: None}
     places = tables, torch.randint(50, (3, 2), device=device), caches, seqlens
     want = expected(parts, *places, interleaved, rotate=normed(rms_norm_rope, **norms))
     assert_same(run(parts, *places, interleaved=interleaved, **norms), want)
@@ -213,9 +226,27 @@ def test_heads_without_a_weight_are_not_normed(device, missing, interleaved, dty
 
 
 @every_dtype
+@every_order
+def test_rows_do_not_depend_on_other_rows(device, interleaved, dtype):
+    """Bit for bit, for numbers whose squares do not have the same sum in every order."""
+    parts, tables, caches = make(device, dtype, tokens=5, heads=32, kv_heads=8, head_dim=128)
+    seqlens, positions = int32([5, 9, 20], device), torch.randint(50, (3, 5), device=device)
+    norms = norms_of(parts, True)
+    q, *cached = run(parts, tables, positions, caches, seqlens, interleaved=interleaved, **norms)
+    for b in range(3):
+        for t in range(5):
+            one = [x[b : b + 1, t : t + 1] for x in parts]
+            places = positions[b, t : t + 1], [c[b : b + 1] for c in caches], seqlens[b : b + 1] - 4 + t
+            found, *rows = run(one, tables, *places, interleaved=interleaved, **norms)
+            slot = int(seqlens[b]) - 5 + t
+            assert_same((found[0, 0], *(x[0, slot] for x in rows)), (q[b, t], *(x[b, slot] for x in cached)))
+
+
+@every_dtype
+@every_row
 @pytest.mark.parametrize("misaligned", ["q", "weight", "cache"])
 @pytest.mark.parametrize("head_dim", [64, 96])
-def test_norms_in_odd_places(device, head_dim, misaligned, dtype):
+def test_norms_in_odd_places(device, head_dim, misaligned, row_wise, dtype):
     """Slices of a packed projection, weights with gaps; what is not aligned takes the kernel of single elements."""
 
     def moved(x):
@@ -225,7 +256,7 @@ def test_norms_in_odd_places(device, head_dim, misaligned, dtype):
     for part in packed:
         part.copy_(torch.randint_like(part.float(), -9, 10))
     seqlens, positions = int32([2, 9, 20], device), torch.randint(50, (3, 2), device=device)
-    norms = norms_of(packed)
+    norms = norms_of(packed, row_wise)
     want = expected(packed, tables, positions, caches, seqlens, rotate=normed(rms_norm_rope, **norms))
     norms["k_norm_weight"] = norms["k_norm_weight"].repeat_interleave(2)[::2]
     if misaligned == "weight":
@@ -240,10 +271,11 @@ def test_norms_in_odd_places(device, head_dim, misaligned, dtype):
 
 
 @every_dtype
+@every_row
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_norms_with_pages_and_tokens_without_a_place(device, page_size, dtype):
+def test_norms_with_pages_and_tokens_without_a_place(device, page_size, row_wise, dtype):
     parts, tables, _ = make(device, dtype, tokens=6, heads=16, kv_heads=2, head_dim=128)
-    parts, norms = small_integers(parts), norms_of(parts, weight_offset=1.0, cast_before_weight=False)
+    parts, norms = small_integers(parts), norms_of(parts, row_wise, weight_offset=1.0, cast_before_weight=False)
     contiguous = [torch.zeros(3, 48, 2, 128, dtype=dtype, device=device) for _ in range(2)]
     seqlens, positions = int32([3, 19, 50], device), int32([3, 4, 5, 0, 49, 7], device)
     want = expected(parts, tables, positions, contiguous, seqlens, rotate=normed(rms_norm_rope, **norms))
@@ -255,19 +287,22 @@ def test_norms_with_pages_and_tokens_without_a_place(device, page_size, dtype):
         assert_same(pool[table.long()].view(cache.shape), cache)
 
 
-@pytest.mark.parametrize("model", ["Qwen3", "Gemma3"])
+@pytest.mark.parametrize("model", ["Qwen3", "Gemma3", "Olmo2"])
 def test_matches_transformers(device, model):
     module = pytest.importorskip(f"transformers.models.{model.lower()}.modeling_{model.lower()}")
-    options = {"weight_offset": 1.0, "cast_before_weight": False} if model == "Gemma3" else {}
-    parts, tables, caches = make(device, torch.bfloat16, tokens=3, head_dim=128)
+    options = {"Gemma3": {"weight_offset": 1.0, "cast_before_weight": False},
+               "Olmo2": {"row_wise": True, "cast_before_weight": False}}.get(model, {})  # fmt: skip
+    parts, tables, caches = make(device, torch.bfloat16, tokens=3, heads=8, head_dim=128)
     parts, seqlens, positions = small_integers(parts), int32([3, 8, 20], device), int32([4, 5, 6], device)
     norms = norms_of(parts, **options)
 
     def theirs(q, k, cos, sin, position_ids, **_):
         for name in ("q_norm_weight", "k_norm_weight"):
-            norm = getattr(module, f"{model}RMSNorm")(128, eps=1e-6).to(device, torch.bfloat16)
+            norm = getattr(module, f"{model}RMSNorm")(len(norms[name]), eps=1e-6).to(device, torch.bfloat16)
             norm.weight.data.copy_(norms[name])
-            q, k = (norm(q), k) if name[0] == "q" else (q, norm(k))
+            x = q if name[0] == "q" else k
+            y = norm(x.flatten(2)).view(x.shape) if norms["row_wise"] else norm(x)
+            q, k = (y, k) if name[0] == "q" else (q, y)
         cos, sin = (t[position_ids.long()][None] for t in (cos, sin))
         return module.apply_rotary_pos_emb(q.detach(), k.detach(), cos, sin, unsqueeze_dim=2)
 
@@ -277,7 +312,7 @@ def test_matches_transformers(device, model):
 
 def test_empty(device):
     parts, tables, caches = make(device, torch.float32, batch=0)
-    for norms in ({}, norms_of(parts)):
+    for norms in ({}, norms_of(parts), norms_of(parts, row_wise=True)):
         rope_kv_write(*parts, *tables, int32([0], device), *caches, int32([], device), **norms)
 
 
@@ -286,7 +321,7 @@ def test_opcheck(device):
     parts = tuple(x.contiguous() for x in parts)
     caches = [c.nan_to_num() for c in caches]
     at = int32([0, 1, 2], device)
-    for norms in ({}, norms_of(parts, weight_offset=1.0)):
+    for norms in ({}, norms_of(parts, weight_offset=1.0), norms_of(parts, row_wise=True)):
         arguments = (*parts, *tables, at[:, None], *caches, at + 1)
         torch.library.opcheck(torch.ops.llmkernels.rope_kv_write.default, arguments, norms)
 
@@ -322,6 +357,21 @@ def test_errors(device, message, changed):
     named = {name: arguments.pop(name) for name in [*arguments] if name not in names}
     with pytest.raises(RuntimeError, match="rope_kv_write: " + message):
         rope_kv_write(*arguments.values(), **named)
+
+
+@pytest.mark.parametrize(
+    "name, size, message",
+    [("q_norm_weight", 64, r"must have shape \[384\] \(heads \* head_dim\), got \[64\]"),
+     ("q_norm_weight", 128, r"must have shape \[384\] \(heads \* head_dim\), got \[128\]"),
+     ("k_norm_weight", 384, r"must have shape \[128\] \(kv_heads \* head_dim\), got \[384\]")],
+    ids=str,
+)  # fmt: skip
+def test_weights_of_other_rows(device, name, size, message):
+    parts, tables, caches = make(device, torch.float32)
+    at = int32([0, 1, 2], device)
+    norms = norms_of(parts, row_wise=True) | {name: torch.ones(size, device=device)}
+    with pytest.raises(RuntimeError, match=f"rope_kv_write: {name} {message}"):
+        rope_kv_write(*parts, *tables, at[:, None], *caches, at, **norms)
 
 
 def test_errors_that_only_the_cpu_can_afford():
@@ -368,14 +418,14 @@ def test_cuda_graph():
 @pytest.mark.sanitizer
 @every_dtype
 @pytest.mark.parametrize("head_dim", [64, 96])
-@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
-def test_every_path_once(is_normed, head_dim, dtype):
+@pytest.mark.parametrize("normed_by", ["", "heads", "rows"])
+def test_every_path_once(normed_by, head_dim, dtype):
     for interleaved in (False, True):
         parts, tables, caches = make("cuda", dtype, head_dim=head_dim)
         parts = small_integers(parts)
         at = int32([0, 1, 2], "cuda")
-        norms = norms_of(parts) if is_normed else {}
-        rotate = normed(rms_norm_rope, **norms) if is_normed else oracles.rope
+        norms = norms_of(parts, normed_by == "rows") if normed_by else {}
+        rotate = normed(rms_norm_rope, **norms) if norms else oracles.rope
         want = expected(parts, tables, at[:, None], caches, at + 1, interleaved, rotate=rotate)
         rope_kv_write(*parts, *tables, at[:, None], *caches, at + 1, interleaved=interleaved, **norms)
         assert_same((parts[0], *caches), want)

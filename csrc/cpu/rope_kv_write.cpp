@@ -11,14 +11,12 @@
 namespace llmk::cpu {
 namespace {
 
-// out = the head at `in`, rotated; may be in place. `scale`: of the norm before that, or null.
+// out = `head`, rotated.
 template <typename T>
-inline void rotate_head(const RopeKvWriteParams& p, const T* in, T* out, const Wide<T>* scale, const Wide<T>* cos,
-                        const Wide<T>* sin, LoopType<T>* buffer, Wide<T>* head) {
+inline void rotate_head(const RopeKvWriteParams& p, const Wide<T>* head, T* out, const Wide<T>* cos, const Wide<T>* sin,
+                        LoopType<T>* buffer) {
   const int64_t dim = p.head_dim;
   const bool interleaved = p.interleaved;
-  widen_all(in, dim, buffer, head);
-  if (scale != nullptr) normalize<T>(head, scale, dim, p.norm.options);
   LoopType<T>* output = output_buffer(out, buffer);
   // Two loops, since in one loop GCC would fuse multiplications and additions in spite of -ffp-contract=off.
   const int64_t step = interleaved ? 2 : 1, distance = interleaved ? 1 : dim / 2;
@@ -43,13 +41,27 @@ template <typename T>
 inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t flat_end) {
   using A = Wide<T>;
   const int64_t dim = p.head_dim;
-  std::vector<LoopType<T>> buffer(dim);
-  std::vector<A> head(dim), cos(dim), sin(dim);
-  const auto scale_of = [&](const void* weight) {
-    return weight != nullptr ? norm_scale<T>(weight, dim, p.norm.options.weight_offset) : std::vector<A>();
+  // A row is what is normalized together: a head, or all heads of q or of k.
+  const int64_t q_row = p.norm.row_wise ? p.heads : 1, k_row = p.norm.row_wise ? p.kv_heads : 1;
+  std::vector<LoopType<T>> buffer(std::max(q_row, k_row) * dim);
+  std::vector<A> row(buffer.size()), cos(dim), sin(dim);
+  const auto scale_of = [&](const void* weight, int64_t heads) {
+    return weight != nullptr ? norm_scale<T>(weight, heads * dim, p.norm.options.weight_offset) : std::vector<A>();
   };
-  const std::vector<A> q_scale = scale_of(p.norm.q_weight), k_scale = scale_of(p.norm.k_weight);
-  const auto data = [](const std::vector<A>& scale) { return scale.empty() ? nullptr : scale.data(); };
+  const std::vector<A> q_scale = scale_of(p.norm.q_weight, q_row), k_scale = scale_of(p.norm.k_weight, k_row);
+  // Normalizes and rotates the heads at `in`, `stride` apart. out(h): where head h goes; may be in place.
+  const auto write_heads = [&](const T* in, int64_t stride, int64_t heads, int64_t heads_of_row,
+                               const std::vector<A>& scale, const auto& out) {
+    for (int64_t first = 0; first < heads; first += heads_of_row) {
+      for (int64_t h = 0; h < heads_of_row; ++h) {
+        widen_all(in + (first + h) * stride, dim, buffer.data(), row.data() + h * dim);
+      }
+      if (!scale.empty()) normalize<T>(row.data(), scale.data(), heads_of_row * dim, p.norm.options);
+      for (int64_t h = 0; h < heads_of_row; ++h) {
+        rotate_head(p, row.data() + h * dim, out(first + h), cos.data(), sin.data(), buffer.data());
+      }
+    }
+  };
   for (int64_t flat = flat_begin; flat < flat_end; ++flat) {
     const int64_t b = flat / p.tokens, t = flat % p.tokens;
     const int64_t at = b * p.positions_batch + t * p.positions_token;
@@ -58,16 +70,13 @@ inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t
     load_angles<T>(p.rope, p.rope.cos, p.rope.cos_row, position, dim, p.interleaved, buffer.data(), cos.data());
     load_angles<T>(p.rope, p.rope.sin, p.rope.sin_row, position, dim, p.interleaved, buffer.data(), sin.data());
     T* const q = static_cast<T*>(p.q) + b * p.q_batch + t * p.q_token;
-    for (int64_t h = 0; h < p.heads; ++h) {
-      rotate_head(p, q + h * p.q_head, q + h * p.q_head, data(q_scale), cos.data(), sin.data(), buffer.data(),
-                  head.data());
-    }
+    write_heads(q, p.q_head, p.heads, q_row, q_scale, [&](int64_t h) { return q + h * p.q_head; });
     const int64_t place = p.cache_seqlens[b] - p.tokens + t;
     if (place < 0 || place >= p.cache.capacity) continue;
+    const T* const k = static_cast<const T*>(p.k) + b * p.k_batch + t * p.k_token;
+    write_heads(k, p.k_head, p.kv_heads, k_row, k_scale,
+                [&](int64_t h) { return static_cast<T*>(p.cache.k) + cache_offset(p.cache, b, place, h, false); });
     for (int64_t h = 0; h < p.kv_heads; ++h) {
-      rotate_head(p, static_cast<const T*>(p.k) + b * p.k_batch + t * p.k_token + h * p.k_head,
-                  static_cast<T*>(p.cache.k) + cache_offset(p.cache, b, place, h, false), data(k_scale), cos.data(),
-                  sin.data(), buffer.data(), head.data());
       std::copy_n(static_cast<const T*>(p.v) + b * p.v_batch + t * p.v_token + h * p.v_head, dim,
                   static_cast<T*>(p.cache.v) + cache_offset(p.cache, b, place, h, true));
     }

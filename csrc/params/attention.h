@@ -28,10 +28,11 @@ struct RopeTables {
   bool half_width;
 };
 
-// RMSNorm of each head of the queries and of the new keys, before their rotation.
+// RMSNorm of the queries and of the new keys, before their rotation: of each head, or of all heads of a token together.
 struct QkNorm {
-  const void *q_weight, *k_weight;  // [head_dim]; null: not normalized
+  const void *q_weight, *k_weight;  // [head_dim]; row_wise [heads, head_dim], [kv_heads, head_dim]; null: no norm
   RmsNormOptions options;
+  bool row_wise;
 };
 
 struct DecodeAttentionParams {

@@ -31,10 +31,11 @@ struct Rotation {
   const Tensor &cos, &sin, &positions;
 };
 
-// RMSNorm of the heads of q or k before their rotation, where there is a weight.
-struct HeadNorms {
-  Argument q_weight, k_weight;  // (head_dim,)
+// RMSNorm of q or k before their rotation, where there is a weight: of each head, or of all heads of a token together.
+struct QkNorms {
+  Argument q_weight, k_weight;  // (head_dim,), or (heads * head_dim,) and (kv_heads * head_dim,)
   RmsNormOptions options;
+  bool row_wise;
 };
 
 void check_heads(const char* op, const Argument& argument, const char* axes) {
@@ -237,17 +238,17 @@ void check_tables(const char* op, const Argument& model, const Argument& cos, co
   check_like(op, sin, cos);
 }
 
-void check_head_norms(const char* op, const Argument& model, int64_t head_dim, const HeadNorms& norms) {
+// `k_cache` has the heads of k.
+void check_norms(const char* op, const Argument& model, int64_t heads, const Tensor& k_cache, const QkNorms& norms) {
   check_options(op, norms.options);
-  check_vector(op, norms.q_weight, model, head_dim, "head_dim");
-  check_vector(op, norms.k_weight, model, head_dim, "head_dim");
-}
-
-void check_rotation(const char* op, const Argument& model, int64_t batch, int64_t head_dim, const Rotation& rotation,
-                    const HeadNorms& norms) {
-  check_tables(op, model, {"cos", rotation.cos}, {"sin", rotation.sin}, head_dim);
-  check_head_norms(op, model, head_dim, norms);
-  check_per_sequence(op, {"positions", rotation.positions}, batch);
+  const int64_t kv_heads = k_cache.size(2), head_dim = k_cache.size(3);
+  if (norms.row_wise) {
+    check_vector(op, norms.q_weight, model, heads * head_dim, "heads * head_dim");
+    check_vector(op, norms.k_weight, model, kv_heads * head_dim, "kv_heads * head_dim");
+  } else {
+    check_vector(op, norms.q_weight, model, head_dim, "head_dim");
+    check_vector(op, norms.k_weight, model, head_dim, "head_dim");
+  }
 }
 
 RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
@@ -257,10 +258,10 @@ RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
 
 // The norms of a kernel, and the weights that they point to.
 struct Norms {
-  explicit Norms(const HeadNorms& norms)
+  explicit Norms(const QkNorms& norms)
       : q_weight(contiguous(norms.q_weight.optional())),
         k_weight(contiguous(norms.k_weight.optional())),
-        params{data(q_weight), data(k_weight), norms.options} {}
+        params{data(q_weight), data(k_weight), norms.options, norms.row_wise} {}
 
   std::optional<Tensor> q_weight, k_weight;
   QkNorm params;
@@ -270,7 +271,7 @@ struct NewTokens {
   const Tensor &q, &k, &v, &cos, &sin, &position_ids;
 };
 
-void write(const char* op, const NewTokens& tokens, const HeadNorms& head_norms, const AttentionInputs& to,
+void write(const char* op, const NewTokens& tokens, const QkNorms& qk_norms, const AttentionInputs& to,
            bool interleaved) {
   const Tensor& q = tokens.q;
   if (q.numel() == 0 && tokens.k.numel() == 0) return;
@@ -279,7 +280,7 @@ void write(const char* op, const NewTokens& tokens, const HeadNorms& head_norms,
   const Tensor cos = with_unit_last_stride(tokens.cos), sin = with_unit_last_stride(tokens.sin);
   const Tensor cache_seqlens = with_unit_last_stride(to.cache_seqlens);
   const std::optional<Tensor> table = contiguous(to.block_table);
-  const Norms norms(head_norms);
+  const Norms norms(qk_norms);
   RopeKvWriteParams params{};
   params.q = q.mutable_data_ptr();
   params.k = k.const_data_ptr();
@@ -324,7 +325,7 @@ void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const Tensor& position_ids, const Tensor& k_cache, const Tensor& v_cache,
                    const Tensor& cache_seqlens, std::optional<Tensor> block_table, bool interleaved,
                    std::optional<Tensor> q_norm_weight, std::optional<Tensor> k_norm_weight, double eps,
-                   double weight_offset, bool cast_before_weight) {
+                   double weight_offset, bool cast_before_weight, bool row_wise) {
   constexpr const char* op = "rope_kv_write";
   check_tensors(op, {{"q", q, Access::kWrite},
                      {"k", k},
@@ -353,17 +354,19 @@ void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
     LLMK_CHECK(argument->sizes().equals({expected.data(), 4}), op, argument.name, " must have shape ",
                text({expected.data(), 4}), ", got ", shape(*argument));
   }
-  const HeadNorms norms{
-      {"q_norm_weight", q_norm_weight}, {"k_norm_weight", k_norm_weight}, {eps, weight_offset, cast_before_weight}};
+  const QkNorms norms{{"q_norm_weight", q_norm_weight},
+                      {"k_norm_weight", k_norm_weight},
+                      {eps, weight_offset, cast_before_weight},
+                      row_wise};
   check_tables(op, {"q", q}, {"cos", cos}, {"sin", sin}, head_dim);
-  check_head_norms(op, {"q", q}, head_dim, norms);
+  check_norms(op, {"q", q}, q.size(2), k_cache, norms);
   check_position_ids(op, position_ids, batch, tokens);
   write(op, {q, k, v, cos, sin, position_ids}, norms, to, interleaved);
 }
 
 // rope_kv_write, then decode_attention, for one new token per sequence from a packed q|k|v: one launch where the fast
 // kernel supports it. The new token is at cache_seqlens - 1.
-Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const HeadNorms& norms,
+Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& rotation, const QkNorms& norms,
                              const AttentionInputs& inputs, int64_t heads, [[maybe_unused]] bool prefetch_cache) {
   const Tensor& k_cache = *inputs.k_cache;
   const int64_t batch = qkv.size(0), row = qkv.stride(0), kv_heads = k_cache.size(2), head_dim = k_cache.size(3);
@@ -377,7 +380,7 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
     const Dtype dtype = to_dtype(op, {"qkv", qkv});
     const Tensor positions = with_unit_last_stride(rotation.positions);
     const Tensor cos = with_unit_last_stride(rotation.cos), sin = with_unit_last_stride(rotation.sin);
-    const Norms of_heads(norms);
+    const Norms weights(norms);
     Attention attention = prepare(q, inputs);
     DecodeAttentionParams& params = attention.params;
     params.new_k = k.const_data_ptr();
@@ -386,7 +389,7 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
     params.new_k_head = params.new_v_head = head_dim;
     params.rope = rope_tables(cos, sin, head_dim);
     params.positions = static_cast<const int32_t*>(positions.const_data_ptr());
-    params.norm = of_heads.params;
+    params.norm = weights.params;
     params.prefetch_cache = prefetch_cache;
     const std::array<int64_t, 2> sizes{batch, width};
     Tensor out = empty({sizes.data(), 2}, dtype_code(q), q);
@@ -409,7 +412,7 @@ Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tens
                                 std::optional<double> softmax_scale, int64_t window_left, double softcap,
                                 bool prefetch_cache, std::optional<Tensor> q_norm_weight,
                                 std::optional<Tensor> k_norm_weight, double eps, double weight_offset,
-                                bool cast_before_weight) {
+                                bool cast_before_weight, bool row_wise) {
   constexpr const char* op = "rope_decode_attention";
   check_tensors(op, {{"qkv", qkv, Access::kWrite},
                      {"cos", cos},
@@ -432,10 +435,14 @@ Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tens
   const AttentionInputs inputs{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, cache_leftpad,
                                block_table,          softmax_scale,        window_left,   softcap};
   const Rotation rotation{cos, sin, positions};
-  const HeadNorms norms{
-      {"q_norm_weight", q_norm_weight}, {"k_norm_weight", k_norm_weight}, {eps, weight_offset, cast_before_weight}};
+  const QkNorms norms{{"q_norm_weight", q_norm_weight},
+                      {"k_norm_weight", k_norm_weight},
+                      {eps, weight_offset, cast_before_weight},
+                      row_wise};
   check_attention(op, {"qkv", qkv}, qkv.size(0), heads, inputs);
-  check_rotation(op, {"qkv", qkv}, qkv.size(0), head_dim, rotation, norms);
+  check_tables(op, {"qkv", qkv}, {"cos", cos}, {"sin", sin}, head_dim);
+  check_norms(op, {"qkv", qkv}, heads, k_cache, norms);
+  check_per_sequence(op, {"positions", positions}, qkv.size(0));
   return rope_decode_attention(op, qkv, rotation, norms, inputs, heads, prefetch_cache);
 }
 

@@ -229,25 +229,29 @@ UNROTATED = "not rotated"  # the name of tables that rotate by 0
 def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerCache) -> Tensor:
     """What the output projection reads, (B * T, heads * D)."""
     qkv = source.linear(attention.qkv)
+    table, interleaved, norms = attention.table, attention.interleaved, _norms(attention)
+    if table is None:
+        table, interleaved = UNROTATED, False
+    elif _is_partial(attention, tokens.tables):
+        _rotate_part(attention, qkv, tokens)
+        table, interleaved, norms = UNROTATED, False, ()
+    tables = tokens.tables[table]
     scores = attention.scale, attention.window_left, attention.softcap
-    places = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
-    whole = attention.table is not None and not attention.interleaved and not _is_partial(attention, tokens.tables)
-    if tokens.count == 1 and whole and not attention.row_norms:
-        cos, sin = tokens.tables[attention.table]
-        norms = _head_norms(attention)
-        return _ops.rope_decode_attention(
-            qkv, cos, sin, tokens.positions[:, 0], *places, attention.heads, *scores, True, *norms
-        )
+    if tokens.count == 1 and not interleaved:
+        places = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
+        options = attention.heads, *scores, True, *norms
+        return _ops.rope_decode_attention(qkv, *tables, tokens.positions[:, 0], *places, *options)
     q, k, v = _heads(attention, qkv, tokens)
-    _write(attention, q, k, v, tokens, cache)
+    places = cache.k, cache.v, cache.seqlens, tokens.block_table
+    _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *places, interleaved, *norms)
     y = _ops.decode_attention(q, *cache, tokens.block_table, *scores)
     return y.view(len(qkv), -1)
 
 
-def _head_norms(attention: Attention) -> tuple:
-    """The norms of single heads, as the ops take them."""
+def _norms(attention: Attention) -> tuple:
+    """The norms of q and k, as the ops take them."""
     q_norm, k_norm = attention.q_norm, attention.k_norm
-    return () if q_norm is None or attention.row_norms else (q_norm.weight, k_norm.weight, *_options(q_norm))
+    return () if q_norm is None else (q_norm.weight, k_norm.weight, *_options(q_norm), attention.row_norms)
 
 
 def _is_partial(attention: Attention, tables: dict[str, tuple[Tensor, Tensor]]) -> bool:
@@ -255,23 +259,19 @@ def _is_partial(attention: Attention, tables: dict[str, tuple[Tensor, Tensor]]) 
     return attention.table is not None and 2 * tables[attention.table][0].shape[1] < attention.head_dim
 
 
-def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> list[Tensor]:
-    """q, k and v, each (B, T, heads, D), behind norms of whole rows."""
-    counts = attention.heads, attention.kv_heads, attention.kv_heads
-    rows = list(qkv.split([count * attention.head_dim for count in counts], 1))
-    if attention.row_norms:
-        rows[0], rows[1] = _norm(rows[0], attention.q_norm), _norm(rows[1], attention.k_norm)
-    return [
-        row.unflatten(0, (tokens.batch, -1)).unflatten(2, (count, -1)) for row, count in zip(rows, counts, strict=True)
-    ]
+def _rotate_part(attention: Attention, qkv: Tensor, tokens: Tokens) -> None:
+    """Norms and a partial rotation of q and k, in place."""
+    q, k, _ = _heads(attention, qkv, tokens)
+    cos, sin = tokens.tables[attention.table]
+    layout = False, attention.interleaved, 2 * cos.shape[1]
+    if attention.q_norm is None:
+        _ops.rope_(q, k, cos, sin, tokens.positions, *layout)
+    else:
+        q_weight, k_weight, *options = _norms(attention)
+        _ops.rms_norm_rope_(q, k, q_weight, k_weight, cos, sin, tokens.positions, *options, *layout)
 
 
-def _write(attention: Attention, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, cache: LayerCache) -> None:
-    """Norms and rotation of q in place and of k into the cache, and v into the cache."""
-    name = UNROTATED if attention.table is None else attention.table
-    cos, sin = tokens.tables[name]
-    if _is_partial(attention, tokens.tables):
-        _ops.rope_(q, k, cos, sin, tokens.positions, False, attention.interleaved, 2 * cos.shape[1])
-        cos, sin = tokens.tables[UNROTATED]
-    places = cache.k, cache.v, cache.seqlens, tokens.block_table
-    _ops.rope_kv_write(q, k, v, cos, sin, tokens.positions, *places, attention.interleaved, *_head_norms(attention))
+def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> tuple[Tensor, ...]:
+    """q, k and v, each (B, T, heads, D)."""
+    heads = qkv.view(tokens.batch, tokens.count, -1, attention.head_dim)
+    return heads.split([attention.heads, attention.kv_heads, attention.kv_heads], 2)

@@ -102,10 +102,11 @@ def rope_kv_write(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
+    row_wise: bool = False,
 ) -> None:
     r"""Rotate new queries in place and new keys into a KV cache, and copy the values there: one launch.
 
-    With QK-norm each head x of q, or of k, is normalized before its rotation:
+    With QK-norm each row x of q, or of k, is normalized before its rotation: a head, or all heads of a token together.
 
     .. math:: n = x / \sqrt{\mathrm{mean}(x^2) + \mathrm{eps}}, \qquad y = n \cdot (\mathrm{weight\_offset} + w)
 
@@ -120,12 +121,11 @@ def rope_kv_write(
             :func:`decode_attention`: token t of sequence b becomes key ``cache_seqlens[b] - T + t``. A token with a
             negative index, or one beyond the capacity, is not written.
         interleaved: pairs are (2i, 2i + 1) instead of (i, i + D/2).
-        q_norm_weight, k_norm_weight: (D,), w for the heads of ``q`` and of ``k``. Those without a weight are not
-            normalized (unlike in :func:`rms_norm_rope`); a norm without weights has ones.
+        q_norm_weight, k_norm_weight: (D,), w for the heads of ``q`` and of ``k``; with ``row_wise`` (H * D,) and
+            (Hkv * D,). Those without a weight are not normalized (unlike in :func:`rms_norm_rope`); a norm without
+            weights has ones.
         eps, weight_offset, cast_before_weight: of the norms, as in :func:`rms_norm`.
-
-    A norm of all heads of a token together (OLMo 2) needs a sum over all of them, which blocks of this kernel do not
-    share. It is a launch of its own: ``rms_norm_rope(..., row_wise=True, inplace=True)``, and then a copy to the cache.
+        row_wise: normalize all heads of a token together instead of each by itself, as OLMo 2 does.
 
     Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection.
     Arithmetic: float32 (float64 for float64); y is rounded to the dtype, then each product and the sum of the rotation.
@@ -142,7 +142,7 @@ def rope_kv_write(
     tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache}
     tensors |= {name: weight for name, weight in weights.items() if weight is not None}
     refuse_gradients("rope_kv_write", _NO_GRADIENT, **tensors)
-    options = (*weights.values(), eps, weight_offset, cast_before_weight)
+    options = (*weights.values(), eps, weight_offset, cast_before_weight, row_wise)
     places = (k_cache, v_cache, cache_seqlens, block_table)
     _ops.rope_kv_write(q, k, v, cos, sin, position_ids, *places, interleaved, *options)
     if not torch.compiler.is_compiling():  # nobody else tells autograd of the writes

@@ -6,7 +6,7 @@
 // q and y [batch, tokens, heads, head_dim], cache paged or contiguous (params/attention.h); fp16 and bf16. Scores,
 // softmax and sums in fp32; the probabilities are rounded to the dtype for the second product, and the result once. The
 // fused form rotates q as it is loaded, rotates the new key, and writes it and the new value to the cache; before the
-// rotation it normalizes their heads, if there are weights for that.
+// rotation it normalizes q and the key, each head or all heads together, if there are weights for that.
 // Reads every key and value in range once: memory is the limit.
 //
 //   tile_scheduler.cuh  split-KV: which keys a cluster of blocks attends to

@@ -22,7 +22,7 @@ cudaError_t decode_attention_counters(cudaStream_t stream, int*& counters);
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream);
 
-// Rotates q in place and k into the cache, and copies v there. Heads are normalized before, where there is a weight.
+// Rotates q in place and k into the cache, and copies v there. q and k are normalized before, where there is a weight.
 cudaError_t rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStream_t stream);
 
 }  // namespace llmk::kernels

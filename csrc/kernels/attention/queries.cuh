@@ -1,6 +1,7 @@
 // Loads the queries of a work tile, and in the fused form the new key and value, to shared memory.
 #pragma once
 #include "device/vec.cuh"
+#include "merge.cuh"
 #include "qk_norm.cuh"
 #include "rotate.cuh"
 #include "shape.h"
@@ -8,10 +9,29 @@
 
 namespace llmk::kernels {
 
+// Adds up the squares of all heads of q of sequence b, and with `has_key` those of its new key. Warp w writes its sums
+// to of_warps[w * stride], and of the key behind that. For the consumer warps.
+template <typename S>
+__device__ void sum_rows(const DecodeAttentionParams& params, int b, bool has_key, float* of_warps, int stride) {
+  using T = typename S::T;
+  static_assert(kThreads == kRowThreads);
+#pragma unroll 1
+  for (int part = 0; part <= has_key; ++part) {  // a loop: no code twice
+    const bool is_key = part == 1;
+    const T* const row = is_key ? static_cast<const T*>(params.new_k) + b * params.new_k_batch
+                                : static_cast<const T*>(params.q) + b * params.q_batch;
+    const int64_t heads = is_key ? params.kv_heads : params.heads;
+    const float squares =
+        warp_squares<T, 8>(row, is_key ? params.new_k_head : params.q_head, static_cast<unsigned>(heads), S::D);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32 * stride + part] = squares;
+  }
+  consumers_barrier();
+}
+
 // Loads the queries of a work tile to shared memory, rotated in the fused form. With `writes_new_kv` also loads the new
 // key, rotated, and the new value, and writes them to the cache. All threads call `wait` after the loads that
 // `prefetch_cache` allows before the end of the previous kernel, and before all other loads. For the consumer warps.
-// kNorm: heads with a weight in params.norm are normalized before the rotation.
+// kNorm: what has a weight in params.norm is normalized before the rotation.
 template <typename S, bool kNorm, typename Wait>
 __device__ void load_queries(const DecodeAttentionParams& params, const TileScheduler& scheduler, int query_tiles,
                              int group, bool writes_new_kv, unsigned char* shared, const Layout& layout,
@@ -29,6 +49,10 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
   const int first = query_tile * S::kQueries;
   // A task is two vectors that are rotated together: of the queries, then of the key; then two of the value.
   const int tasks = S::kQueries * kLanes + (writes_new_kv ? 2 * kLanes : 0);
+  // The sums of squares of rows lie in the padding of the first queries.
+  [[maybe_unused]] float* const of_warps = reinterpret_cast<float*>(shared + layout.q + S::D * 2);
+  constexpr int kStride = S::kRow / 4;
+  static_assert(S::kRow - S::D * 2 >= 8 && S::kQueries >= kWarps);
   bool waited = false;
   for (int task = threadIdx.x; task - lane < tasks || !waited; task += kThreads) {
     const int row = task / kLanes, low = task % kLanes * 8, high = low + S::D / 2;
@@ -44,9 +68,15 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
     if constexpr (kNorm) {
       if (exists)
         weight = static_cast<const T*>(is_query ? params.norm.q_weight : is_key ? params.norm.k_weight : nullptr);
+      if (weight && params.norm.row_wise) weight += (is_query ? head * group + query - t * group : head) * S::D;
       if (weight) weight_low = V::load(weight + low), weight_high = V::load(weight + high);
     }
-    if (!waited) wait();
+    if (!waited) {
+      wait();
+      if constexpr (kNorm) {
+        if (params.norm.row_wise) sum_rows<S>(params, scheduler.b, writes_new_kv, of_warps, kStride);
+      }
+    }
     waited = true;
     if (!kNorm && !is_task) break;
     V a = V::of([](int) { return 0.f; }), b = a;
@@ -64,7 +94,13 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
       b = V::load(source + high);
     }
     if constexpr (kNorm) {
-      const float rstd = reciprocal_rms(warp_sum(add_squares(0.f, a, b), kLanes), S::D, params.norm.options);
+      float rstd;
+      if (params.norm.row_wise) {
+        const int heads = static_cast<int>(is_key ? params.kv_heads : params.heads);
+        rstd = reciprocal_rms(row_squares(of_warps + is_key, kStride), heads * S::D, params.norm.options);
+      } else {
+        rstd = reciprocal_rms(warp_sum(add_squares(0.f, a, b), kLanes), S::D, params.norm.options);
+      }
       if (weight) a = normalize(a, rstd, weight_low, params.norm.options);
       if (weight) b = normalize(b, rstd, weight_high, params.norm.options);
       if (!is_task) continue;

@@ -1,7 +1,7 @@
 // Rotates the queries in place, writes the rotated keys and the values to the KV cache, in one launch; before that it
-// normalizes the heads of q and k, if there are weights for it. Positions, lengths and block table are read on the
-// device. Rounds as kernels/rope/rope.cu and rms_norm_rope.cu do: bitwise equal to eager PyTorch. Tokens that would lie
-// outside the cache are not written.
+// normalizes q and k, each head or all heads of a token, if there are weights for it. Positions, lengths and block
+// table are read on the device. Rounds as kernels/rope/rope.cu and rms_norm_rope.cu do: bitwise equal to eager PyTorch.
+// Tokens that would lie outside the cache are not written.
 //
 // Reads and writes every element of q, k and v once. A thread has two vectors of a head that are rotated together: N
 // elements at d and N at d + head_dim / 2; interleaved, 2 N neighbours.
@@ -20,7 +20,7 @@
 namespace llmk::kernels {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = kRowThreads;
 
 // Rotates a pair of neighbours. The interleaved layout has the scalar path only.
 template <typename T>
@@ -73,6 +73,18 @@ struct Head {
     }
     return true;
   }
+
+  __device__ const T* norm_weight(const RopeKvWriteParams& params) const {
+    return static_cast<const T*>(is_q ? params.norm.q_weight : is_k ? params.norm.k_weight : nullptr);
+  }
+
+  // The strides between heads of q, of k or of v.
+  __device__ int64_t in_stride(const RopeKvWriteParams& params) const {
+    return is_q ? params.q_head : is_k ? params.k_head : params.v_head;
+  }
+  __device__ int64_t out_stride(const RopeKvWriteParams& params) const {
+    return is_q ? params.q_head : is_k ? params.cache.k_head : params.cache.v_head;
+  }
 };
 
 // The two vectors of a head that are rotated together, from pair d on.
@@ -87,6 +99,12 @@ struct Pairs {
         high_at(params.interleaved ? 2 * d + N : d + params.head_dim / 2),
         low(V::load(head.in + low_at)),
         high(V::load(head.in + high_at)) {}
+
+  // weight: that of the head.
+  __device__ void normalize_by(const T* weight, float rstd, const RmsNormOptions& options) {
+    low = normalize(low, rstd, V::load(weight + low_at), options);
+    high = normalize(high, rstd, V::load(weight + high_at), options);
+  }
 
   __device__ void rotate_and_store(const RopeKvWriteParams& params, const Head<T>& head) {
     if (head.is_q || head.is_k) {
@@ -130,9 +148,7 @@ __global__ void __launch_bounds__(kThreads) norm_rope_kv_write_kernel(const Rope
   pdl_wait();
   // All lanes of a warp take part in the sum, those without a head, too.
   const int64_t half = head.find(params) ? params.head_dim / 2 : 0;
-  const T* const weight = static_cast<const T*>(head.is_q   ? params.norm.q_weight
-                                                : head.is_k ? params.norm.k_weight
-                                                            : nullptr);
+  const T* const weight = head.norm_weight(params);
   float squares = 0.f;
   if (weight) {
     for (int64_t d = rank * N; d < half; d += lanes * N) {
@@ -143,10 +159,42 @@ __global__ void __launch_bounds__(kThreads) norm_rope_kv_write_kernel(const Rope
   const float rstd = reciprocal_rms(warp_sum(squares, lanes), static_cast<int>(params.head_dim), params.norm.options);
   for (int64_t d = rank * N; d < half; d += lanes * N) {
     Pairs<T, N> x(params, head, d);
-    if (weight) {
-      x.low = normalize(x.low, rstd, Vec<T, N>::load(weight + x.low_at), params.norm.options);
-      x.high = normalize(x.high, rstd, Vec<T, N>::load(weight + x.high_at), params.norm.options);
-    }
+    if (weight) x.normalize_by(weight, rstd, params.norm.options);
+    x.rotate_and_store(params, head);
+  }
+}
+
+// The same with a norm of all heads of a token together. A block has those of q, of k or of v: q changes in place, so
+// no other block may need a part of it. The row is read twice, too.
+template <typename T, int N>
+__global__ void __launch_bounds__(kThreads) row_norm_rope_kv_write_kernel(const RopeKvWriteParams params) {
+  __shared__ float of_warps[kThreads / 32];
+  const int64_t token = blockIdx.x / 3, all_heads = params.heads + 2 * params.kv_heads;
+  const int part = static_cast<int>(blockIdx.x % 3);  // q, k or v
+  const int64_t first = part == 0 ? 0 : params.heads + (part - 1) * params.kv_heads;
+  const unsigned heads = static_cast<unsigned>(part == 0 ? params.heads : params.kv_heads);
+  const unsigned head_dim = static_cast<unsigned>(params.head_dim), pairs = head_dim / 2 / N;
+  Head<T> head(params, token * all_heads + first);
+  pdl_launch_dependents();
+  pdl_wait();
+  if (heads == 0 || !head.find(params)) return;  // the whole block
+  const int64_t in_stride = head.in_stride(params), out_stride = head.out_stride(params);
+  const T* const weight = head.norm_weight(params);
+  float rstd = 1.f;
+  if (weight) {
+    const float squares = warp_squares<T, N>(head.in, in_stride, heads, head_dim);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = squares;
+    __syncthreads();  // and nothing is written before all has been read
+    rstd = reciprocal_rms(row_squares(of_warps, 1), static_cast<int>(heads * head_dim), params.norm.options);
+  }
+  const T* const in = head.in;
+  T* const out = head.out;
+  for (unsigned i = threadIdx.x; i < heads * pairs; i += kThreads) {
+    const unsigned h = i / pairs;
+    head.in = in + h * in_stride;
+    head.out = out + h * out_stride;
+    Pairs<T, N> x(params, head, (i - h * pairs) * N);
+    if (weight) x.normalize_by(weight + h * head_dim, rstd, params.norm.options);
     x.rotate_and_store(params, head);
   }
 }
@@ -180,6 +228,11 @@ cudaError_t rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStre
     };
     if (!params.norm.q_weight && !params.norm.k_weight) {
       return is_vector<T>(params) ? run(rope_kv_write_kernel<T, N>, N) : run(rope_kv_write_kernel<T, 1>, 1);
+    }
+    if (params.norm.row_wise) {
+      const LaunchShape shape{params.batch * params.tokens * 3, dim3(kThreads)};
+      return is_vector<T>(params) ? launch(row_norm_rope_kv_write_kernel<T, N>, shape, stream, params)
+                                  : launch(row_norm_rope_kv_write_kernel<T, 1>, shape, stream, params);
     }
     const auto run_norm = [&](auto kernel, int width) {
       const int lanes = group_threads(params.head_dim / 2 / width, 1, 32), heads = kThreads / lanes;  // of a block
