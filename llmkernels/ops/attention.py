@@ -133,7 +133,8 @@ def rope_kv_write(
     Differentiable: no.
     Matches: ``apply_rotary_pos_emb`` of transformers' Llama and Qwen2, bit for bit; with norms that of Qwen3 (the
         default) and Gemma 3 (``weight_offset=1, cast_before_weight=False``) after ``q_norm`` and ``k_norm``, rounded
-        where these round, as in :func:`rms_norm_rope`.
+        where these round, as in :func:`rms_norm_rope`; that of OLMo 2 (``row_wise=True, cast_before_weight=False``)
+        where its cos and sin have the dtype of ``q``.
     Raises: ValueError for an ``eps`` that is negative or not finite, or a ``weight_offset`` that is not; RuntimeError
         for shapes, dtypes and devices that do not fit, each by name, for ``q`` or caches that overlap themselves, each
         other or another input, and for inputs that need a gradient.

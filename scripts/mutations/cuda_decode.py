@@ -6,6 +6,7 @@ LINEAR, LINEAR_RESULTS = "csrc/kernels/linear/linear.cu", "csrc/kernels/linear/e
 LINEAR_RING, GEMV = "csrc/kernels/linear/ring.cuh", "csrc/kernels/linear/gemv.cu"
 SAMPLING = "csrc/kernels/sampling/sample.cu"
 KV_WRITE, ATTENTION_QUERIES = "csrc/kernels/attention/rope_kv_write.cu", "csrc/kernels/attention/queries.cuh"
+QK_NORM = "csrc/kernels/attention/qk_norm.cuh"
 ATTENTION_SCHEDULER, ATTENTION_MERGE = "csrc/kernels/attention/tile_scheduler.cuh", "csrc/kernels/attention/merge.cuh"
 
 CUDA_DECODE = [
@@ -274,9 +275,42 @@ CUDA_DECODE = [
         "tests/test_rope_kv_write.py -k 'norm and cuda'",
     ),
     Mutation(
+        "cuda_row_norm_by_one_warp",
+        "all heads of a token are normalized by the squares that one warp has of them",
+        QK_NORM,
+        "return __fadd_rn(__fadd_rn(of_warps[0], of_warps[stride]), __fadd_rn(of_warps[2 * stride], of_warps[3 * stride]))",
+        "return of_warps[0]",
+        "tests/test_rope_kv_write.py -k 'rows and cuda'",
+    ),
+    Mutation(
+        "cuda_kv_write_overwrites_a_row",
+        "a row is written before all warps have read it",
+        KV_WRITE,
+        "    __syncthreads();  // and nothing is written before all has been read\n",
+        "",
+        "tests/test_rope_kv_write.py -k 'every_path_once and rows'",
+        tool="racecheck",
+    ),
+    Mutation(
+        "cuda_attention_norms_every_head_by_the_first_weights",
+        "with norms of all heads together every head takes the weights of the first",
+        ATTENTION_QUERIES,
+        "(is_query ? head * group + query - t * group : head) * S::D",
+        "0",
+        "tests/test_rope_decode_attention.py -k 'two_ops and cuda and True'",
+    ),
+    Mutation(
+        "cuda_attention_norms_the_key_as_q",
+        "with norms of all heads together the new key is normalized by the squares of q",
+        ATTENTION_QUERIES,
+        "row_squares(of_warps + is_key, kStride)",
+        "row_squares(of_warps, kStride)",
+        "tests/test_rope_decode_attention.py -k 'two_ops and cuda and True'",
+    ),
+    Mutation(
         "cuda_kv_write_norm_rounds_late",
         "x / rms is not rounded before the multiplication by the weight",
-        "csrc/kernels/attention/qk_norm.cuh",
+        QK_NORM,
         "(options.cast_before_weight ? n[i] : x[i] * rstd)",
         "(options.cast_before_weight ? x[i] * rstd : x[i] * rstd)",
         "tests/test_rope_kv_write.py -k 'norm and cuda'",
