@@ -275,11 +275,11 @@ CUDA_DECODE = [
         "tests/test_rope_kv_write.py -k 'norm and cuda'",
     ),
     Mutation(
-        "cuda_row_norm_by_one_warp",
-        "all heads of a token are normalized by the squares that one warp has of them",
+        "cuda_row_norm_by_one_lane",
+        "all heads of a token are normalized by the squares that one lane of each warp has of them",
         QK_NORM,
-        "return __fadd_rn(__fadd_rn(of_warps[0], of_warps[stride]), __fadd_rn(of_warps[2 * stride], of_warps[3 * stride]))",
-        "return of_warps[0]",
+        "return warp_sum(sum, 32);",
+        "return sum;",
         "tests/test_rope_kv_write.py -k 'rows and cuda'",
     ),
     Mutation(
