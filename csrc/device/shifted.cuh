@@ -25,11 +25,25 @@ __device__ int misalignment(const T* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
 }
 
+// All of this computes with the words of a vector. Were a vector put together of elements in one branch and loaded in
+// the other, the compiler would take every one apart as soon as it is loaded, and so wait for each load before the
+// next.
+using Words = uint4;
+
+template <typename T, int N>
+__device__ const Words& words_of(const Vec<T, N>& value) {
+  static_assert(sizeof(value) == sizeof(Words));
+  return reinterpret_cast<const Words&>(value);
+}
+template <typename T, int N = kVecWidth<T>>
+__device__ Vec<T, N> of_words(const Words& words) {
+  return reinterpret_cast<const Vec<T, N>&>(words);
+}
+
 // Elements shift, shift + 1, ... of two neighbouring vectors, shift < N: by 8 bytes or none, by 4, by 2.
 template <typename T, int N>
 __device__ Vec<T, N> cut(const Vec<T, N>& low, const Vec<T, N>& high, int shift) {
-  static_assert(sizeof(low) == 16);
-  const uint4 a = reinterpret_cast<const uint4&>(low), b = reinterpret_cast<const uint4&>(high);
+  const Words a = words_of(low), b = words_of(high);
   const unsigned bytes = shift * static_cast<unsigned>(sizeof(T));
   const bool by_8 = bytes & 8, by_4 = bytes & 4;
   const uint32_t w[6] = {by_8 ? a.z : a.x, by_8 ? a.w : a.y, by_8 ? b.x : a.z,
@@ -41,17 +55,22 @@ __device__ Vec<T, N> cut(const Vec<T, N>& low, const Vec<T, N>& high, int shift)
 #pragma unroll
     for (int i = 0; i < 4; ++i) result[i] = __funnelshift_r(result[i], result[i + 1], bytes % 4 * 8);
   }
-  const uint4 raw = make_uint4(result[0], result[1], result[2], result[3]);
-  return reinterpret_cast<const Vec<T, N>&>(raw);
+  return of_words<T>(make_uint4(result[0], result[1], result[2], result[3]));
 }
 
 // Columns [c, c + N) of a row, element by element; 0 outside of [begin, end).
 template <typename T, typename Index, int N = kVecWidth<T>>
 __device__ Vec<T, N> load_elements(const T* row, Index c, Index begin, Index end) {
-  Vec<T, N> result;
-#pragma unroll
-  for (int i = 0; i < N; ++i) result.data[i] = c + i >= begin && c + i < end ? row[c + i] : from_float<T>(0.f);
-  return result;
+  const auto element = [&](int i) -> uint32_t {
+    if (c + i < begin || c + i >= end) return 0;
+    if constexpr (sizeof(T) == 4) return reinterpret_cast<const uint32_t*>(row)[c + i];
+    return reinterpret_cast<const uint16_t*>(row)[c + i];
+  };
+  const auto word = [&](int i) {
+    if constexpr (sizeof(T) == 4) return element(i);
+    return element(2 * i) | element(2 * i + 1) << 16;
+  };
+  return of_words<T>(make_uint4(word(0), word(1), word(2), word(3)));
 }
 
 // The same for a c at which the row is aligned.
@@ -60,13 +79,13 @@ __device__ Vec<T, N> load_aligned(const T* row, Index c, Index begin, Index end)
   return c >= begin && c + N <= end ? Vec<T, N>::load(row + c) : load_elements(row, c, begin, end);
 }
 
-// The same for any c.
+// The same for any c: cut out of two vectors. Of one of which nothing is wanted, the other is taken.
 template <typename T, typename Index, int N = kVecWidth<T>>
 __device__ Vec<T, N> load_shifted(const T* row, Index c, Index begin, Index end) {
   using V = Vec<T, N>;
   const int shift = misalignment(row + c);
-  if (shift == 0) return load_aligned(row, c, begin, end);
-  const Index low = c - shift, high = low + N;
+  const Index below = c - shift, above = below + N;
+  const Index low = above <= begin ? above : below, high = shift == 0 || above >= end ? low : above;
   if (low < begin || high + N > end) return load_elements(row, c, begin, end);
   return cut(V::load(row + low), V::load(row + high), shift);
 }

@@ -81,7 +81,8 @@ inline RowSplit split_row(int64_t cols, size_t element_bytes, int operands, bool
   }
   if ((vector || count >= kLeastShifted) && fits && (cluster == 1 || device.clusters[cluster] > 0)) {
     const int64_t part = (count + cluster - 1) / cluster, of_operand = vector ? part : part + kShiftedMargin;
-    const int threads = std::max(32, group_threads(part, 8, most_threads));
+    const int needed = group_threads(part, 8, most_threads), nearest = static_cast<int>((part / 8 + 16) / 32 * 32);
+    const int threads = std::max(32, vector ? needed : std::min(needed, nearest));
     const int rows = vector || cluster > 1 ? 1 : std::max(1, kShiftedThreads / threads);
     return {widest,
             vector ? RowPlace::kShared : RowPlace::kShifted,
@@ -239,8 +240,12 @@ class RowPart<T, N, RowPlace::kShifted> {
   // Stores to the aligned vectors of `target`, whose columns are others: make() gets some outside of the row, too.
   template <typename Make>
   __device__ void store_each(T* target, const Make& make) const {
-    for (int c = begin_ - misalignment(target + begin_) + group_.rank * N; c < end_; c += step()) {
-      store_aligned(make(c), target, c, begin_, end_);
+    // Two at a time, since what makes the second can not be loaded behind the store of the first.
+    for (int c = begin_ - misalignment(target + begin_) + group_.rank * N; c < end_; c += 2 * step()) {
+      const bool both = c + step() < end_;
+      const V first = make(c), second = both ? make(c + step()) : V{};
+      store_aligned(first, target, c, begin_, end_);
+      if (both) store_aligned(second, target, c + step(), begin_, end_);
     }
   }
 
