@@ -37,7 +37,7 @@ struct LaunchShape {
 };
 
 // Launches `kernel`, with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
-// it touches global memory, except for what the caller knows to be complete (see ptx.cuh). While this thread records a
+// it touches global memory, except for what may be read early (see ptx.cuh). While this thread records a
 // graph, the launch becomes a part of it (recorder.h).
 cudaError_t launch_kernel(const void* kernel, const LaunchShape& shape, cudaStream_t stream, void** arguments);
 
