@@ -151,8 +151,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 template <typename T>
 bool is_vector(const Fp8QuantizeParams& params) {
   const Fp8Output& out = params.out;
-  return out.cols % kVecWidth<T> == 0 && rows_aligned(params.x, params.x_stride, out.rows, sizeof(T)) &&
-         rows_aligned(params.up, params.up_stride, out.rows, sizeof(T)) && is_aligned(out.q, 16);
+  return all_rows_aligned<T>(out.rows, out.cols, {{params.x, params.x_stride}, {params.up, params.up_stride}, {out.q}});
 }
 
 // Rows of vectors, unless Source has a width of 1.
