@@ -11,7 +11,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from llmkernels import __version__, _library
-from llmkernels._versions import OLDEST_TRANSFORMERS, installed, untested_transformers
+from llmkernels._versions import OLDEST_TRANSFORMERS, installed, untested_torch, untested_transformers
 
 OLDEST_CAPABILITY = (8, 0)
 BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "autograd": "Autograd", "fake": "Meta"}  # the dispatcher's names
@@ -61,6 +61,7 @@ def collect() -> dict:
         ops = list_ops()
     report = {"versions": versions, "library": {"path": str(_library.PATH), **library}, "gpus": gpus, "ops": ops}
     report["untested"] = None if _library.error else try_untested()
+    report["untested_torch"] = untested_torch()
     return {**report, "problems": find_problems(report) + ([gpu_error] if gpu_error else [])}
 
 
@@ -265,6 +266,8 @@ def text(report: dict) -> str:
         console.print(table)
     for problem in report["problems"]:
         console.print(f"[bold red]problem[/] {escape(problem)}", soft_wrap=True)
+    if report["untested_torch"]:
+        console.print(f"[yellow]note[/] {escape(report['untested_torch'])}", soft_wrap=True)
     if (untested := report["untested"]) and not untested["left_alone"]:
         console.print(f"[yellow]note[/] {escape(untested['says'])}; a small Llama runs on kernels", soft_wrap=True)
     if not report["problems"]:

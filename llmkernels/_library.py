@@ -8,6 +8,7 @@ from pathlib import Path
 
 PATH = Path(__file__).with_name("libllmkernels.so")
 OLDEST_TORCH = "2.10"
+NEWEST_TORCH = "2.15"  # of which private functions are used: ops/_common.py, csrc/torch/aten.h
 
 error: str | None = None  # why nothing was loaded, while `python -m llmkernels` runs
 

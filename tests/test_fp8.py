@@ -199,13 +199,15 @@ def test_behind_rms_norm_with_a_weight_of_another_dtype(device):
     assert_equal(rms_norm_fp8_quantize(x, weight), fp8_quantize(rms_norm(x, weight)))
 
 
+# Rows in registers, rows read twice (beyond 20480 elements of 16 bits), and those that are not aligned.
+WIDTHS = [7, 8, 128, 136, 1032, 4096, 18944, 20480, 20488, 28672, 32768, 40000, 53248, 53249]
+
+
 @every_dtype
 @pytest.mark.parametrize(
     "device, rows, cols",
-    [("cpu", 5, 300)]
-    + [("cuda", rows, cols) for rows in (5, 700) for cols in (7, 8, 128, 136, 1032, 4096, 18944, 32768, 40000)
-       if "cuda" in DEVICES],
-)  # fmt: skip
+    [("cpu", 5, 300)] + [("cuda", rows, cols) for rows in (5, 700) for cols in WIDTHS if "cuda" in DEVICES],
+)
 def test_behind_swiglu(device, rows, cols, dtype):
     packed = torch.randn(rows, 2 * cols, device=device).mul_(2).to(dtype)
     gate, up = packed.chunk(2, -1)
@@ -216,6 +218,20 @@ def test_behind_swiglu(device, rows, cols, dtype):
         assert_equal(swiglu_fp8_quantize(packed, granularity=granularity), expected)
     found = swiglu_fp8_quantize(gate, up, fp8_dtype=torch.float8_e5m2, power_of_two=True)
     assert_equal(found, fp8_quantize(y, fp8_dtype=torch.float8_e5m2, power_of_two=True))
+
+
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("granularity", ["token", "block"])
+@pytest.mark.parametrize("cols", [4096, 18944, 20488, 28672, 53248, 200_000])
+def test_aligned_rows_behind_swiglu_take_one_kernel(cols, granularity, dtype):
+    """Of any length: those of Llama-70B (28672) and Llama-405B (53248) took two."""
+    gate, up = torch.randn(2, 5, cols, device="cuda").to(dtype)
+    swiglu_fp8_quantize(gate, up, granularity=granularity)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        swiglu_fp8_quantize(gate, up, granularity=granularity)
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, kernels
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import subprocess
 import threading
 import time
 from collections import defaultdict
@@ -15,6 +16,7 @@ import torch
 import llmkernels
 import test_compose
 from llmkernels.hf import graphs
+from stub_cuda import compile_stub
 
 DEVICE = torch.device("cuda:0")
 
@@ -111,6 +113,29 @@ def test_a_recording_that_fails_is_a_step_without_a_graph(books, fails):
     assert books.done.count("beginAllocateCurrentThreadToPool") == books.done.count("endAllocateToPool")
     graphs.release_memory()
     assert books.done.count("beginAllocateCurrentThreadToPool") == books.done.count("releasePool")
+
+
+def test_a_recording_that_fails_returns_its_slot(books, monkeypatch):
+    """There are 1024 of them. Also where torch makes no stream of the slot's."""
+
+    def fail(*args, **named):
+        raise RuntimeError("no such stream")
+
+    def step():
+        raise ValueError("not now")
+
+    for _ in range(10):
+        with pytest.raises(graphs.NoGraph, match="not now"):
+            graphs.record(step, DEVICE)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", fail)
+    for _ in range(10):
+        with pytest.raises(graphs.NoGraph, match="no such stream"):
+            graphs.record(lambda: 0, DEVICE)
+    graphs._free.clear()
+    for _ in range(10):
+        with pytest.raises(graphs.NoGraph, match="no such stream"):
+            graphs.record(lambda: 0, DEVICE)
+    assert books.done.count("slot") == 2
 
 
 def test_a_step_that_cannot_be_recorded(books):
@@ -248,6 +273,15 @@ def test_the_names_of_the_library():
     text = source.read_text()
     for name in [name for name in vars(Books) if name.startswith("llmk_")]:
         assert f" {name}(" in text.replace("*", " "), name
+
+
+@pytest.mark.parametrize("scenario", ["slots", "recordings", "streams"])
+def test_the_library_on_a_stub_of_cuda(scenario, tmp_path):
+    """csrc/kernels/graph.cu. slots: those that cannot be made are not counted; after 1024 of them no graph could be
+    made. recordings: one that fails does not spoil the next. streams: a launch waits for that of another stream, also
+    one with the same handle."""
+    done = subprocess.run([compile_stub("graphs", tmp_path), scenario], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{scenario}: 0 wrong\n", done.stdout + done.stderr
 
 
 # On a GPU, with the real functions.

@@ -1,6 +1,7 @@
 """python -m llmkernels info: what it lists, and which faults it finds."""
 
 import copy
+import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -122,6 +123,19 @@ def test_a_transformers_newer_than_tested(healthy, monkeypatch):
     report["untested"] = _info.try_untested()
     (problem,) = _info.find_problems(report)
     assert problem.startswith(f"{newer}; in a small Llama, patch leaves alone: everything (TypeError: ")
+
+
+def test_a_torch_newer_than_tested(healthy, monkeypatch):
+    """Its private functions are left alone, which is no problem."""
+    assert healthy["untested_torch"] is None
+    monkeypatch.setattr(_versions, "NEWEST_TORCH", "2.9")
+    report = healthy | {"untested_torch": _versions.untested_torch()}
+    assert _info.find_problems(report) == []
+    assert f"note torch {installed_torch()} is newer than 2.9, the newest whose" in _info.text(report)
+
+
+def installed_torch() -> str:
+    return importlib.metadata.version("torch")
 
 
 def test_driver_within_the_major_version_is_fine(healthy):

@@ -205,3 +205,49 @@ _op = torch.ops.llmkernels
 def test_errors_name_op_argument_and_what_was_got(device, message, call):
     with pytest.raises(RuntimeError, match="(log_)?softmax(_backward)?: " + message):
         call(torch.ones(2, 8, device=device))
+
+
+def exponentials(x):
+    """e^x as the kernels compute it in float32: the gradient of log_softmax where that of all but one column is 0."""
+    y, grad_y = torch.zeros(2, x.numel() + 1, device=x.device)
+    y[1:], grad_y[0] = x, 1
+    return -torch.ops.llmkernels.log_softmax_backward(grad_y[None], y[None], 1.0)[0, 1:]
+
+
+@pytest.mark.parametrize(
+    "first, last",
+    [
+        (-1e-3, 1e-3),
+        (-1, 1),
+        (-20, 20),
+        (-86.98, -20),
+        (-87.5, -86.9),
+        (-110, -87.3),
+        (20, 88.7),
+        (88.7, 88.8),
+        (88, 1e4),
+    ],
+)
+def test_exponential(device, first, last):
+    """Over its whole domain: the units in the last place that device/ptx.cuh and cpu/exponential.h in csrc promise."""
+    x = torch.linspace(first, last, 1 << 20, dtype=torch.float64).float()
+    found, exact = exponentials(x.to(device)).cpu().double(), x.double().exp()
+    if device == "cpu":
+        allowed, smallest = torch.full_like(exact, 1.3), -86.99
+    else:
+        allowed, smallest = 2 + 1.25 * x.double().abs(), -87.3365
+    unit = torch.exp2(exact.log2().floor() - 23)
+    largest = torch.finfo(torch.float32).max
+    assert (found[exact > largest * (1 + 1e-5)] == torch.inf).all()
+    assert (found[x < smallest - 1e-3] == 0).all()
+    normal = (x > smallest + 1e-3) & (exact < largest * (1 - 1e-5))
+    assert ((found - exact).abs() <= allowed * unit)[normal].all()
+    between = ~normal & (exact < 1)
+    assert ((found == 0) | ((found - exact).abs() <= allowed * unit))[between].all()
+
+
+def test_exponential_of_special_values(device):
+    x = torch.tensor([-torch.inf, -3e38, -104.0, -0.0, 0.0, 1e-40, -1e-40, 3e38, torch.inf, torch.nan], device=device)
+    found = exponentials(x).tolist()
+    assert found[:9] == [0, 0, 0, 1, 1, 1, 1, torch.inf, torch.inf]
+    assert found[9] != found[9]

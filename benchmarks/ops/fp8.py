@@ -89,7 +89,7 @@ RMS_NORM = Op(
 
 SWIGLU = Op(
     name="swiglu_fp8_quantize",
-    cases=tuple(case("swiglu_fp8_quantize", 2048, cols, 2, quick=cols == 4864) for cols in (4864, 18944)),
+    cases=tuple(case("swiglu_fp8_quantize", 2048, cols, 2, quick=cols == 4864) for cols in (4864, 18944, 28672)),
     inputs=matrices(2),
     eager=eager_swiglu,
     providers=peers(eager_swiglu, "swiglu_fp8_quantize"),

@@ -10,7 +10,7 @@ namespace llmk::cpu {
 
 inline double exponential(double x) { return std::exp(x); }
 
-// e^x to about 1 unit in the last place, 0 below e^-87; any number for NaN.
+// e^x to 1.3 units in the last place, 0 below e^-86.99; any number for NaN.
 // With n = round(x / ln 2) and r = x - n ln 2, at most ln(2) / 2: e^x = 2^n e^r.
 inline float exponential(float x) {
   // Clamps x to [-87, 89]: as integers, positive floats are ordered, and negative ones are larger unsigned numbers.

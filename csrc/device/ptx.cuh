@@ -15,7 +15,8 @@ __device__ inline float reciprocal_approximate(float x) {
   return result;
 }
 
-// e^x to about two units in the last place; 0 where the result would be subnormal.
+// e^x, off by up to 2 + 1.25 |x| units in the last place, since x log2(e) is rounded: by 60 near x = -87. Of the terms
+// of a softmax those with |x| below log(columns) matter, about 12. 0 where the result would be subnormal.
 __device__ inline float exp_approximate(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
@@ -92,11 +93,29 @@ __device__ inline int atomic_add_acq_rel(int* counter, int value) {
 //
 //   pdl_wait()               waits for the end of the previous kernel in the stream. A kernel launched by
 //                            kernels::launch() may start before that, so some thread of every block calls it before
-//                            the block touches global memory. Only what was complete before the previous kernel could
-//                            start may be read earlier. A kernel cannot know this, its caller may: `prefetch_cache`
-//                            and `in_step` in params/.
+//                            the block touches global memory, apart from what is read early.
 //   pdl_launch_dependents()  lets the next kernel start once all blocks of this one have called it or ended. It may be
-//                            called at any time, since the next kernel waits for the end of this one by pdl_wait().
+//                            called at any time, since the next kernel waits for the end of this one by pdl_wait(),
+//                            but not by a kernel that writes what others read early.
+//
+// What is read early, before pdl_wait(): in a launch with `in_step` the weights, in one with `prefetch_cache` the keys
+// and values of earlier tokens, their lengths and tables, and the weights (params/). At that time the previous kernel
+// may still run, and so may the one before it, and so on: back to the last kernel that has not called
+// pdl_launch_dependents(). What lies behind it starts after its end and sees all that it wrote. So
+//
+//   a kernel that writes weights never calls pdl_launch_dependents(), nor does one that writes lengths.
+//
+//   writes                                        | calls it | because
+//   ----------------------------------------------|----------|---------------------------------------------------
+//   parameters: adam                              | never    | a linear may read them early
+//   weights, lengths: PyTorch's kernels           | never    | linears and attention may read them early
+//   keys, values: rope_kv_write, decode_attention | yes      | they are read early only once the lengths have grown:
+//                                                 |          | a kernel of PyTorch writes those, behind this kernel
+//   gradients, states, residuals, logits, x, q,   | yes      | they are never read early
+//   workspaces, results of ops                    |          |
+//
+// The result of an op may be used as a weight, but not by the next launches with `in_step`. tests/test_early_start.py
+// has the table for each op that writes an argument.
 __device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

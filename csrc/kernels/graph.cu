@@ -3,8 +3,9 @@
 // The current device must be that of the slot.
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -25,8 +26,9 @@ struct GraphSlot {
 struct Graph {
   cudaGraphExec_t executable;
   GraphSlot* slot;
-  cudaStream_t stream;  // of the last launch
-  bool launched;
+  // The stream of the last launch, if there was one. Its id and not its handle, which another stream may have once this
+  // one is destroyed, while the graph still runs.
+  std::optional<unsigned long long> stream;
 };
 
 cudaError_t clear_error(cudaError_t status) {
@@ -118,7 +120,7 @@ class GraphRecorder final : public Recorder {
     cudaGraphExec_t executable = nullptr;
     if (status_ != cudaSuccess) return status_;
     const cudaError_t status = cudaGraphInstantiate(&executable, graph_, 0);
-    if (status == cudaSuccess) result = new Graph{executable, slot_, nullptr, false};
+    if (status == cudaSuccess) result = new Graph{executable, slot_, std::nullopt};
     return status;
   }
 
@@ -141,16 +143,22 @@ using namespace llmk::kernels;
 
 #define LLMK_EXPORT extern "C" __attribute__((visibility("default")))
 
-// A new slot, which is never destroyed, and its stream.
+// A new slot, which is never destroyed, and its stream. A failure takes nothing: neither a number nor a stream.
 LLMK_EXPORT int llmk_graph_slot(void** result, void** stream) {
-  static std::atomic<int> count{0};
+  static std::mutex mutex;
+  static int count = 0;
+  const std::lock_guard lock(mutex);
   GraphSlot slot{};
-  slot.number = count++;
+  slot.number = count;
   cudaError_t status = slot.number < kMaxGraphs ? cudaSuccess : cudaErrorMemoryAllocation;
   if (status == cudaSuccess) status = cudaStreamCreateWithFlags(&slot.stream, cudaStreamNonBlocking);
-  if (status == cudaSuccess) status = cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming);
+  if (status == cudaSuccess) {
+    status = cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming);
+    if (status != cudaSuccess) (void)cudaStreamDestroy(slot.stream);
+  }
   if (status != cudaSuccess) return clear_error(status);
   *result = new GraphSlot(slot);
+  ++count;
   *stream = slot.stream;
   return cudaSuccess;
 }
@@ -179,13 +187,16 @@ LLMK_EXPORT int llmk_graph_end(void** result) {
 LLMK_EXPORT int llmk_graph_launch(void* given, void* in) {
   Graph& graph = *static_cast<Graph*>(given);
   const auto stream = static_cast<cudaStream_t>(in);
-  cudaError_t status = cudaSuccess;
+  unsigned long long id = 0;
+  cudaError_t status = cudaStreamGetId(stream, &id);  // fails while the stream captures: no graph is launched then
   // A dead graph of the same slot may still be running, with the same memory; so may this one, in another stream.
-  if (!graph.launched || graph.stream != stream) status = cudaStreamWaitEvent(stream, graph.slot->done, 0);
-  graph.launched = true;
-  graph.stream = stream;
+  if (status == cudaSuccess && graph.stream != id) {
+    graph.stream.reset();  // until the launch has succeeded
+    status = cudaStreamWaitEvent(stream, graph.slot->done, 0);
+  }
   if (status == cudaSuccess) status = cudaGraphLaunch(graph.executable, stream);
   if (status == cudaSuccess) status = cudaEventRecord(graph.slot->done, stream);
+  if (status == cudaSuccess) graph.stream = id;
   return clear_error(status);
 }
 

@@ -2,8 +2,10 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <type_traits>
 
 namespace llmk::kernels {
@@ -37,7 +39,7 @@ struct LaunchShape {
 };
 
 // Launches `kernel`, with programmatic dependent launch where the device has it: the kernel must call pdl_wait() before
-// it touches global memory, except for what the caller knows to be complete (see ptx.cuh). While this thread records a
+// it touches global memory, except for what may be read early (see ptx.cuh). While this thread records a
 // graph, the launch becomes a part of it (recorder.h).
 cudaError_t launch_kernel(const void* kernel, const LaunchShape& shape, cudaStream_t stream, void** arguments);
 
@@ -65,6 +67,21 @@ inline bool is_aligned(const void* pointer, size_t bytes) { return reinterpret_c
 // Whether rows that start at `pointer` and lie `stride` elements apart can all be moved by 16-byte accesses.
 inline bool rows_aligned(const void* pointer, int64_t stride, int64_t rows, size_t element_bytes) {
   return is_aligned(pointer, 16) && (rows <= 1 || stride * element_bytes % 16 == 0);
+}
+
+// What a kernel reads or writes row by row; null: nothing.
+struct RowOperand {
+  const void* pointer;
+  int64_t stride = 0;  // elements between rows; 0: rows are contiguous, or there is one for all of them
+};
+
+// Whether rows of `cols` elements T can be moved by 16-byte accesses in all operands.
+template <typename T>
+bool all_rows_aligned(int64_t rows, int64_t cols, std::initializer_list<RowOperand> operands) {
+  return cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 &&
+         std::all_of(operands.begin(), operands.end(), [&](const RowOperand& operand) {
+           return !operand.pointer || rows_aligned(operand.pointer, operand.stride, rows, sizeof(T));
+         });
 }
 
 }  // namespace llmk::kernels

@@ -55,8 +55,8 @@ struct DecodeAttentionParams {
   const int32_t* positions;  // [batch]: rows of the rope tables
   QkNorm norm;
 
-  // CUDA only. With `prefetch_cache` the caller promises that all inputs but q, new_k and new_v were complete before
-  // the previous kernel of the stream could start: see decode_attention.cuh.
+  // CUDA only. With `prefetch_cache` all inputs but q, new_k and new_v may be read before the previous kernels of the
+  // stream have ended. The caller promises that none of those that may still run then writes them: see ptx.cuh.
   bool prefetch_cache;
   int64_t max_seqlen;  // expected maximum of cache_seqlens, or 0: unknown; a hint for the plan, no limit
   void* workspace;     // decode_attention_workspace_bytes()

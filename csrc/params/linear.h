@@ -38,8 +38,8 @@ struct LinearParams {
   int parts;
 
   // CUDA only: this is a launch of a decode step.
-  //   - The caller promises that the weights were complete before the previous kernel of the stream could start. They
-  //     are read before it has ended: see linear.cu.
+  //   - The weights may be read before the previous kernels of the stream have ended. The caller promises that none of
+  //     those that may still run then writes them: see ptx.cuh. An optimizer or a kernel of PyTorch may, other ops not.
   //   - The kernel is taken wherever it exists, also where cuBLAS is faster: a graph of the library's own launches
   //     needs no stream capture (recorder.h).
   bool in_step;

@@ -4,14 +4,16 @@
 // torch's stable C functions catch every exception and return a code: the type is lost, before torch 2.13 the text too,
 // and the exception is printed with its C++ frames. So functions that can fail are called by the symbols of the C++
 // functions that the stable ones wrap. A symbol contains all types of the signature (here references, pointers,
-// integers and optionals of integers), so a torch with another signature lacks the symbol. All symbols are weak. If one
-// is missing, the stable function is called instead; tests/test_package.py reports such a torch.
+// integers and optionals of integers), so a torch with another signature lacks the symbol. It does not contain how
+// those types lie in memory, which is known of the releases up to kNewestTorch. All symbols are weak. If one is
+// missing, or torch is newer, the stable function is called instead; tests/test_package.py reports such a torch.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -100,6 +102,17 @@ Scalar item(AtenTensorHandle tensor) LLMK_SYMBOL("_ZN2at4_ops4item4callERKNS_6Te
 
 }  // namespace symbol
 
+// The newest torch in which Scalar, Device and the others above are as they are declared here: 2.15, as
+// TORCH_ABI_VERSION has it in its upper 16 bits. The same as NEWEST_TORCH in llmkernels/_library.py.
+constexpr uint64_t kNewestTorch = 0x020f;
+
+// Whether a function of `symbol` may be called.
+template <typename Function>
+bool is_known(Function* function) {
+  static const bool is_known_torch = aoti_torch_abi_version() >> 48 <= kNewestTorch;
+  return function && is_known_torch;
+}
+
 // The result of call(), which returns a NewTensor. A handle is a pointer to an at::Tensor on the heap.
 template <typename Call>
 Tensor own(const Call& call) {
@@ -129,12 +142,12 @@ Result call_stable(const char* op, const Values&... values) {
 inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, const int64_t* strides, int32_t dtype, const Tensor& like) {
   const Array size_array{sizes.data(), sizes.size()}, stride_array{strides, sizes.size()};
   const auto code = static_cast<int8_t>(dtype);
-  if (like.is_cpu() && symbol::empty_strided_cpu) {
+  if (like.is_cpu() && is_known(symbol::empty_strided_cpu)) {
     return own([&] { return symbol::empty_strided_cpu(size_array, stride_array, code, false); });
   }
   int32_t device_type = 0;
   check(aoti_torch_get_device_type(like.get(), &device_type), "get_device_type");
-  if (like.is_cuda() && symbol::empty_strided_cuda) {
+  if (like.is_cuda() && is_known(symbol::empty_strided_cuda)) {
     const Device device{static_cast<int8_t>(device_type), static_cast<int8_t>(like.get_device_index())};
     return own([&] { return symbol::empty_strided_cuda(size_array, stride_array, code, device); });
   }
@@ -147,13 +160,13 @@ inline Tensor empty_strided(IntHeaderOnlyArrayRef sizes, const int64_t* strides,
 
 // In the memory order of `tensor`.
 inline Tensor empty_like(const Tensor& tensor) {
-  if (!symbol::empty_like) return torch::stable::empty_like(tensor);
+  if (!is_known(symbol::empty_like)) return torch::stable::empty_like(tensor);
   return own([&] { return symbol::empty_like(tensor.get(), {}, {}, {}, {}, {}); });
 }
 
 inline Tensor contiguous(const Tensor& tensor) {
   [[maybe_unused]] const CaptureScope capture;
-  if (!symbol::contiguous) return torch::stable::contiguous(tensor);
+  if (!is_known(symbol::contiguous)) return torch::stable::contiguous(tensor);
   constexpr int8_t kContiguousFormat = 0;
   return own([&] { return symbol::contiguous(tensor.get(), kContiguousFormat); });
 }
@@ -165,7 +178,7 @@ inline OptionalTensor borrow(const std::optional<Tensor>& tensor) {
 
 inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   [[maybe_unused]] const CaptureScope capture;
-  if (!symbol::linear) return call_stable<Tensor>("aten::linear", x, weight, bias);
+  if (!is_known(symbol::linear)) return call_stable<Tensor>("aten::linear", x, weight, bias);
   const OptionalTensor borrowed = borrow(bias);
   return own([&] { return symbol::linear(x.get(), weight.get(), borrowed); });
 }
@@ -176,7 +189,7 @@ inline Tensor scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale,
                         bool fast_accumulation) {
   [[maybe_unused]] const CaptureScope capture;
   const std::optional<Tensor> none;
-  if (!symbol::scaled_mm) {
+  if (!is_known(symbol::scaled_mm)) {
     return call_stable<Tensor>("aten::_scaled_mm", a, b, a_scale, b_scale, bias, none, std::optional(type),
                                fast_accumulation);
   }
@@ -194,7 +207,7 @@ inline void fill_(Tensor tensor, double value) {
 
 inline void zero_(Tensor tensor) {
   [[maybe_unused]] const CaptureScope capture;
-  if (symbol::zero_) {
+  if (is_known(symbol::zero_)) {
     symbol::zero_(tensor.get());
   } else {
     torch::stable::zero_(tensor);
@@ -204,7 +217,7 @@ inline void zero_(Tensor tensor) {
 // A number, or null where this torch has no symbol to make it with. Until the next call: of those other than 0 and 1
 // each thread keeps the last.
 inline const Scalar* number(double value) {
-  if (!symbol::item) return nullptr;
+  if (!is_known(symbol::item)) return nullptr;
   const auto make = [](double value) {
     return symbol::item(torch::stable::full({}, value, torch::headeronly::ScalarType::Double).get());
   };
@@ -218,7 +231,7 @@ inline const Scalar* number(double value) {
 
 // target += factor other
 inline void add_(Tensor target, const Tensor& other, double factor = 1) {
-  const Scalar* const scale = symbol::add_ ? number(factor) : nullptr;
+  const Scalar* const scale = is_known(symbol::add_) ? number(factor) : nullptr;
   [[maybe_unused]] const CaptureScope capture;
   if (scale) {
     symbol::add_(target.get(), other.get(), *scale);
@@ -237,7 +250,7 @@ inline void mul_(const Tensor& target, double factor) {
 // out = factor a b. Autocast leaves it alone, unlike linear().
 inline void mm_out(Tensor out, const Tensor& a, const Tensor& b, double factor = 1) {
   if (factor != 1) {
-    const Scalar* const scale = symbol::addmm_out ? number(factor) : nullptr;
+    const Scalar* const scale = is_known(symbol::addmm_out) ? number(factor) : nullptr;
     if (!scale) {
       mm_out(out, a, b);
       return add_(out, out, factor - 1);
@@ -247,7 +260,7 @@ inline void mm_out(Tensor out, const Tensor& a, const Tensor& b, double factor =
     return;
   }
   [[maybe_unused]] const CaptureScope capture;
-  if (symbol::mm_out) {
+  if (is_known(symbol::mm_out)) {
     symbol::mm_out(a.get(), b.get(), out.get());
   } else {
     call_overload<Tensor>("aten::mm", "out", a, b, out);
@@ -256,7 +269,7 @@ inline void mm_out(Tensor out, const Tensor& a, const Tensor& b, double factor =
 
 // out = self + factor a b; `self` has the shape of `out` or of one row, and may be `out`.
 inline void addmm_out(Tensor out, const Tensor& self, const Tensor& a, const Tensor& b, double factor = 1) {
-  if (const Scalar* const scale = symbol::addmm_out ? number(factor) : nullptr) {
+  if (const Scalar* const scale = is_known(symbol::addmm_out) ? number(factor) : nullptr) {
     [[maybe_unused]] const CaptureScope capture;
     symbol::addmm_out(self.get(), a.get(), b.get(), *number(1), *scale, out.get());
   } else if (self.get() == out.get()) {
@@ -270,7 +283,9 @@ inline void addmm_out(Tensor out, const Tensor& self, const Tensor& a, const Ten
 }
 
 // Whether this torch has the next function. Its kernels are for CUDA only.
-inline bool has_wide_products() { return symbol::mm_dtype_out && symbol::addmm_dtype_out && number(1); }
+inline bool has_wide_products() {
+  return is_known(symbol::mm_dtype_out) && is_known(symbol::addmm_dtype_out) && number(1);
+}
 
 // out = a b, or out += a b; a and b have 16 bits, `out` is float32.
 inline void mm_wide_out(Tensor out, const Tensor& a, const Tensor& b, int32_t float32, bool add) {

@@ -15,6 +15,7 @@
 #include "cpu/fp8.h"
 #include "params/fp8.h"
 #if LLMK_CUDA
+#include "kernels/per_device.h"
 #include "kernels/quant/fp8.h"
 
 // Of the cuBLASLt that torch has loaded; weak, since a torch without CUDA has none.
@@ -157,13 +158,19 @@ std::optional<Tensor> aligned_row(const std::optional<Tensor>& vector, int64_t c
   return aligned(view(*vector, {1, vector->numel()}, {vector->numel(), 1}, 0), 1, cols);
 }
 
-// The compute capability of the current device, 90 for 9.0.
+// The compute capability of the current device, 90 for 9.0. Not DeviceInfo's, which is that of this library's code
+// where it is lower: the product is torch's.
 int compute_capability() {
-  int device = 0, major = 0, minor = 0;
-  check_cuda(kOp, cudaGetDevice(&device));
-  check_cuda(kOp, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  check_cuda(kOp, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
-  return 10 * major + minor;
+  static kernels::PerDevice<int> capabilities;
+  const int* found = nullptr;
+  check_cuda(kOp, capabilities.get(found, [](int device, int& capability) {
+    int major = 0, minor = 0;
+    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    capability = 10 * major + minor;
+    return status;
+  }));
+  return *found;
 }
 
 // Whether the product itself takes scales by rows. torch's CUTLASS kernels do for a weight of e4m3 and a result of

@@ -19,7 +19,7 @@ The launches overlap by programmatic dependent launch (`prefetch`): each request
 earlier tokens, while the previous kernel still runs. This is correct because
 
     weights   were complete when the step began. The step does not write them, and a kernel that has just written them
-              does not let the next one start before it has ended (PyTorch's kernels do not).
+              does not let the next one start before it has ended (PyTorch's kernels and our optimizers do not).
     cache     The keys and values of earlier tokens were written before `cache_seqlens` was last changed, and the kernel
               that changed it does not let the next one start early either.
 

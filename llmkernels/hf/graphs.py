@@ -50,7 +50,7 @@ class _Slot:
     """
 
     handle: int
-    stream: torch.cuda.Stream
+    stream: int  # its handle
     thread: int = 0  # the last one that recorded in this slot
     pool: tuple[int, int] | None = None
 
@@ -119,7 +119,7 @@ def _record(function: Callable[[], Any], device: int) -> tuple[Graph, Any]:
             torch._C._cuda_beginAllocateCurrentThreadToPool(device, slot.pool)
             torch._C._cuda_releasePool(device, slot.pool)  # the slot counts as one user of it
         try:
-            with torch.cuda.stream(slot.stream):
+            with torch.cuda.stream(torch.cuda.ExternalStream(slot.stream, device=device)):
                 handle, output = _record_launches(function, slot)
         finally:
             torch._C._cuda_endAllocateToPool(device, slot.pool)
@@ -160,7 +160,7 @@ def _take_slot(device: int) -> _Slot:
     else:
         handle, stream = ctypes.c_void_p(), ctypes.c_void_p()
         _check(_functions().llmk_graph_slot(ctypes.byref(handle), ctypes.byref(stream)))
-        slot = _Slot(handle.value, torch.cuda.ExternalStream(stream.value, device=device))
+        slot = _Slot(handle.value, stream.value)
     slot.thread = thread
     return slot
 

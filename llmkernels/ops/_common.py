@@ -1,8 +1,9 @@
 """What the op files share: how a public function reaches its op, and how an op gets its fake.
 
-What is used of torch that is not public is imported below. Where this torch lacks a part of it, the ops go the public
-way: torch.library differentiates them, and fakes leave the checks to the ops. Who asks then whether somebody transforms
-or batches is told yes, for which every op has a way that is right, if slower.
+What is used of torch that is not public is imported below, and known of the releases up to NEWEST_TORCH. Where torch is
+newer, or lacks a part of it, the ops go the public way: torch.library differentiates them, and fakes leave the checks
+to the ops. Who asks then whether somebody transforms or batches is told yes, for which every op has a way that is
+right, if slower.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
+
+from llmkernels._library import NEWEST_TORCH, parse_version
 
 try:
     from torch._C import (
@@ -36,7 +39,7 @@ try:
 except ImportError:
     HAS_PRIVATE = False
 else:
-    HAS_PRIVATE = True
+    HAS_PRIVATE = parse_version(torch.__version__) <= parse_version(NEWEST_TORCH)
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")

@@ -131,8 +131,9 @@ def swiglu_fp8_quantize(
     Returns:
         (q, scale), as :func:`fp8_quantize`.
 
-    One kernel on a GPU for "token" and "block", rows aligned to 16 bytes and, for "token", up to 4096 vectors of 16
-    bytes long (32768 elements of 16 bits). Everything else is the two ops after each other, with the same bits.
+    One kernel on a GPU for "token" and "block" and rows aligned to 16 bytes, of any length; for "token" those of more
+    than 2560 vectors of 16 bytes (20480 elements of 16 bits) are read twice, the second time mostly from cache.
+    Everything else is the two ops after each other, with the same bits.
     Matches: ``fp8_quantize(swiglu(gate, up), ...)``, bit for bit.
     Shape, dtype, layout, differentiable, deterministic, raises: as both.
 

@@ -12,6 +12,8 @@ from llmkernels.optim._tensors import by_device, grad_norm, is_dense, local, rea
 
 _adam = torch.ops.llmkernels.adam_.default
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+# As torch.optim has it, where this torch has it: unlike the public one, it does not import the compiler at once.
+_not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
 class _OneLaunch:
@@ -75,7 +77,7 @@ class _OneLaunch:
                     result["state"][i] = {**result["state"][i], "step": step.clone()}
         return result
 
-    @torch._disable_dynamo
+    @_not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch.optim rounds states to the dtype of the parameter; here they keep float32, or get `state_dtype`."""
         super().load_state_dict(state_dict)

@@ -63,6 +63,14 @@ OPTIM = [
         "tests/test_optim.py -k 'sizes_and_alignments and cuda'",
     ),
     Mutation(
+        "cuda_adam_lets_the_next_kernel_start_early",
+        "a linear of a decode step reads parameters that are about to be written",
+        ADAM,
+        "  pdl_wait();\n",
+        "  pdl_launch_dependents();\n  pdl_wait();\n",
+        "tests/test_early_start.py -k weights_of_an_optimizer",
+    ),
+    Mutation(
         "cuda_adam_counter_is_not_reset",
         "no block of the next step is the last one",
         ADAM,

@@ -95,6 +95,22 @@ int ask_no_more_than_once() {
   return wrong + stub::calls - before;
 }
 
+// Rows of vectors: the columns, and of each operand that is there the address and the distance of the rows.
+int align_rows() {
+  using llmk::kernels::all_rows_aligned;
+  alignas(16) float memory[8];
+  const void *at = memory, *next = memory + 1;
+  int wrong = 0;
+  wrong += !all_rows_aligned<float>(2, 4, {{at, 4}, {at, 8}, {at}});
+  wrong += all_rows_aligned<float>(2, 6, {{at}});
+  wrong += all_rows_aligned<float>(2, 4, {{at, 4}, {next, 4}});
+  wrong += all_rows_aligned<float>(2, 4, {{at, 5}, {at}});
+  wrong += !all_rows_aligned<float>(1, 4, {{at, 5}, {at}});
+  wrong += !all_rows_aligned<float>(2, 4, {{at, 4}, {nullptr, 5}});
+  wrong += all_rows_aligned<uint16_t>(2, 4, {{at}}) || !all_rows_aligned<uint16_t>(2, 8, {{at}});
+  return wrong;
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -106,7 +122,8 @@ int main(int, char** arguments) {
   } scenarios[] = {{"reads", read_from_eight_threads},
                    {"failures", fail_at_first},
                    {"launches", launch_from_sixteen_threads},
-                   {"calls", ask_no_more_than_once}};
+                   {"calls", ask_no_more_than_once},
+                   {"rows", align_rows}};
   for (const auto& scenario : scenarios) {
     if (std::strcmp(scenario.name, arguments[1]) == 0) {
       const int wrong = scenario.run();

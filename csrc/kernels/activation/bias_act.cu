@@ -104,18 +104,20 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T>
 bool is_vector(const BiasActParams& p) {
-  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.gate, p.gate_stride, p.rows, sizeof(T)) &&
-         rows_aligned(p.up, p.up_stride, p.rows, sizeof(T)) && is_aligned(p.gate_bias, 16) &&
-         is_aligned(p.up_bias, 16) && is_aligned(p.y, 16);
+  return all_rows_aligned<T>(p.rows, p.cols,
+                             {{p.gate, p.gate_stride}, {p.up, p.up_stride}, {p.gate_bias}, {p.up_bias}, {p.y}});
 }
 
 template <typename T>
 bool is_vector(const BiasActBackwardParams& p) {
-  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.grad_y, p.grad_y_stride, p.rows, sizeof(T)) &&
-         rows_aligned(p.gate, p.gate_stride, p.rows, sizeof(T)) && rows_aligned(p.up, p.up_stride, p.rows, sizeof(T)) &&
-         is_aligned(p.gate_bias, 16) && is_aligned(p.up_bias, 16) &&
-         rows_aligned(p.grad_gate, p.grad_stride, p.rows, sizeof(T)) &&
-         rows_aligned(p.grad_up, p.grad_stride, p.rows, sizeof(T));
+  return all_rows_aligned<T>(p.rows, p.cols,
+                             {{p.grad_y, p.grad_y_stride},
+                              {p.gate, p.gate_stride},
+                              {p.up, p.up_stride},
+                              {p.gate_bias},
+                              {p.up_bias},
+                              {p.grad_gate, p.grad_stride},
+                              {p.grad_up, p.grad_stride}});
 }
 
 int64_t count_strips(int64_t cols, int width) {

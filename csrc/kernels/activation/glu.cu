@@ -82,8 +82,8 @@ cudaError_t glu(const GluParams& given, Activation activation, Dtype dtype, cuda
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const bool vector = params.cols % N == 0 && rows_aligned(params.gate, params.gate_stride, params.rows, sizeof(T)) &&
-                        rows_aligned(params.up, params.up_stride, params.rows, sizeof(T)) && is_aligned(params.y, 16);
+    const bool vector = all_rows_aligned<T>(
+        params.rows, params.cols, {{params.gate, params.gate_stride}, {params.up, params.up_stride}, {params.y}});
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
       const auto kernel = !vector           ? glu_kernel<Act, T, 1, false>
@@ -105,13 +105,13 @@ cudaError_t glu_backward(const GluBackwardParams& given, Activation activation, 
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const auto aligned = [&](const void* pointer, int64_t stride) {
-      return rows_aligned(pointer, stride, params.rows, sizeof(T));
-    };
-    const bool vector = params.cols % N == 0 && aligned(params.grad_y, params.grad_y_stride) &&
-                        aligned(params.gate, params.gate_stride) && aligned(params.up, params.up_stride) &&
-                        aligned(params.grad_gate, params.grad_stride) && aligned(params.grad_up, params.grad_stride) &&
-                        aligned(params.y, params.y_stride);
+    const bool vector = all_rows_aligned<T>(params.rows, params.cols,
+                                            {{params.grad_y, params.grad_y_stride},
+                                             {params.gate, params.gate_stride},
+                                             {params.up, params.up_stride},
+                                             {params.grad_gate, params.grad_stride},
+                                             {params.grad_up, params.grad_stride},
+                                             {params.y, params.y_stride}});
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
       const auto kernel =

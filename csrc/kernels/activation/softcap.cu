@@ -46,8 +46,7 @@ cudaError_t scale_softcap(const SoftcapParams& params, Dtype dtype, cudaStream_t
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const bool vector = params.cols % N == 0 && rows_aligned(params.x, params.x_stride, params.rows, sizeof(T)) &&
-                        is_aligned(params.y, 16);
+    const bool vector = all_rows_aligned<T>(params.rows, params.cols, {{params.x, params.x_stride}, {params.y}});
     const auto kernel = vector ? scale_softcap_kernel<T, N> : scale_softcap_kernel<T, 1>;
     return run(kernel, params, vector ? N : 1, 2 * sizeof(T), stream);
   });

@@ -16,13 +16,12 @@
 //   merge.cuh           the reduction of the partial sums
 //   plan.h              clusters and stages, with the measured choices
 //
-// Programmatic dependent launch: before pdl_wait() a kernel may only read what was complete before the previous kernel
-// could start. That kernel may itself have started before the one before it ended. So between the writer of the data
-// and this kernel there must be a launch that does not overlap its predecessor, such as the first one of a CUDA graph.
+// Programmatic dependent launch (ptx.cuh says what may be read before pdl_wait()):
 //
-//   prefetch_cache   The caller promises this of the cache, the lengths, tables, positions and weights, not of q and
-//                    the new key and value: the ring is filled before the previous kernel has ended. Other launches of
-//                    the same step write other layers' caches, and each reads only keys that earlier steps wrote.
+//   prefetch_cache   The caller promises that the cache, the lengths, tables, positions and weights, not q and the new
+//                    key and value, may be read early: the ring is filled before the previous kernel has ended. Other
+//                    launches of the same step write other layers' caches, and each reads only keys that earlier steps
+//                    wrote.
 //   else             Speculation. Before pdl_wait() the work is scheduled from the lengths that are in memory then, and
 //                    the first KV tiles are prefetched to the L2 cache: wrong ones do no harm. After pdl_wait() the
 //                    lengths are read again while the first copies run. If they have changed, the block starts over.

@@ -18,10 +18,7 @@
 // One token takes gemv.cu, unless k is too large for it or W has many short rows (gemv_is_faster).
 //
 // Programmatic dependent launch: in a decode step (`in_step`) the norm's weight and the first stages of W are read
-// before the previous kernel has ended. The caller promises that these weights were complete before the previous kernel
-// could start. That it was launched later is not enough, since it may itself have started before the kernel in front of
-// it ended: a launch that does not overlap must lie between the writer and the previous kernel, such as the first one
-// of a CUDA graph. Elsewhere nothing is read before the previous kernel has ended.
+// before the previous kernel has ended, see ptx.cuh. Elsewhere nothing is.
 #include "linear.h"
 
 #include "epilogue.cuh"

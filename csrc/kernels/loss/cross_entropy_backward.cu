@@ -157,7 +157,7 @@ cudaError_t cross_entropy_scale(const CrossEntropyScaleParams& params, Dtype dty
   if (params.rows == 0 || params.vocab == 0) return cudaSuccess;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const bool vector = params.vocab % kVecWidth<T> == 0 && is_aligned(params.grad, 16);
+    const bool vector = all_rows_aligned<T>(params.rows, params.vocab, {{params.grad}});
     const int64_t tiles = tiles_of<T>(params.vocab, vector);
     LaunchShape shape;
     if (const cudaError_t status = persistent_shape(params.rows * tiles, shape); status != cudaSuccess) return status;

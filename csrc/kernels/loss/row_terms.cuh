@@ -85,8 +85,7 @@ struct RowGradient {
 
 template <typename T>
 bool is_vector(const CrossEntropyParams& p) {
-  return p.vocab % kVecWidth<T> == 0 && rows_aligned(p.logits, p.logits_stride, p.rows, sizeof(T)) &&
-         (!p.grad || rows_aligned(p.grad, p.grad_stride, p.rows, sizeof(T)));
+  return all_rows_aligned<T>(p.rows, p.vocab, {{p.logits, p.logits_stride}, {p.grad, p.grad_stride}});
 }
 
 // Whether the kernels need what is slower: a cap, or a smoothed loss.

@@ -356,10 +356,9 @@ inline int wanted_sums(const NormBackwardParams& p) { return (p.grad_weight != n
 
 template <typename T>
 bool is_vector(const NormBackwardParams& p) {
-  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) &&
-         rows_aligned(p.grad_y, p.grad_y_stride, p.rows, sizeof(T)) &&
-         rows_aligned(p.grad_sum, p.grad_sum_stride, p.rows, sizeof(T)) && is_aligned(p.weight, 16) &&
-         is_aligned(p.grad_x, 16);
+  return all_rows_aligned<T>(
+      p.rows, p.cols,
+      {{p.x, p.x_stride}, {p.grad_y, p.grad_y_stride}, {p.grad_sum, p.grad_sum_stride}, {p.weight}, {p.grad_x}});
 }
 
 // The persistent kernel's plan for a row, and its grid; no vectors when the row is not for it.

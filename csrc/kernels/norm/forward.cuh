@@ -403,10 +403,14 @@ __global__ void __launch_bounds__(kCachedThreads)
 
 template <typename T>
 bool is_vector(const NormParams& p) {
-  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) &&
-         rows_aligned(p.residual, p.residual_stride, p.rows, sizeof(T)) &&
-         rows_aligned(p.target, p.target_stride, p.rows, sizeof(T)) && is_aligned(p.weight, 16) &&
-         is_aligned(p.bias, 16) && is_aligned(p.y, 16) && is_aligned(p.sum, 16);
+  return all_rows_aligned<T>(p.rows, p.cols,
+                             {{p.x, p.x_stride},
+                              {p.residual, p.residual_stride},
+                              {p.target, p.target_stride},
+                              {p.weight},
+                              {p.bias},
+                              {p.y},
+                              {p.sum}});
 }
 
 template <bool kCentered>

@@ -9,6 +9,8 @@
 // per element: memory is the limit. Idea of the table: the multi-tensor kernels of NVIDIA's Apex.
 //
 // All steps are counted up by the last block that has read its own. So a tensor's blocks belong to one launch.
+//
+// The next kernel starts after the end of this one, since it may read the parameters early (ptx.cuh).
 #include "adam.h"
 
 #include "device/ptx.cuh"
@@ -178,7 +180,6 @@ __global__ void __launch_bounds__(kListThreads, kAmsgrad || kStochastic ? 3 : 4)
   __shared__ Shared shared;
   const int t = tensor_of_block(table.first_block, launch.count);
   const Chunk chunk = chunk_of_block(table.first_block[t], launch.chunk, table.size[t]);
-  pdl_launch_dependents();
   pdl_wait();
   if (threadIdx.x == 0) {
     // The other threads go on to their loads.

@@ -15,7 +15,8 @@ cudaError_t fp8_tensor_partials(const Fp8QuantizeParams& params, int64_t& count)
 cudaError_t fp8_quantize_tensor(const Fp8QuantizeParams& params, float* partials, int64_t count, Dtype dtype,
                                 cudaStream_t stream);
 
-// Whether silu(x) up and the result of an RMSNorm can be quantized in the registers where they are computed.
+// Whether one kernel computes silu(x) up, or the RMSNorm, and quantizes it: for a SwiGLU where rows are aligned to 16
+// bytes, for a norm where they are, too, and up to kMaxRowVectors long.
 bool fp8_quantize_fuses_swiglu(const Fp8QuantizeParams& params, Dtype dtype);
 bool fp8_quantize_fuses_rms_norm(const NormParams& norm, Dtype dtype);
 

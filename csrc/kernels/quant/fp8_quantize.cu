@@ -10,7 +10,8 @@
 //   row    |---- group 0 ----|---- group 1 ----|-- group 2 --|      128 columns each, or the row is one group
 //   group  |t0|t1|..|tn|t0|t1|..|tn|                                vectors of 16 bytes
 //
-// Groups that are too long for that, or not aligned to 16 bytes, are read twice, the second time mostly from cache.
+// Groups that are too long for that, or not aligned to 16 bytes, are read twice, the second time mostly from cache. A
+// SwiGLU is then computed twice. That of rows that are not aligned takes a launch of its own, see csrc/torch/fp8.cpp.
 // The maximum is of magnitudes as floats, NaN included, so it is exact in any order and the same for every launch.
 #include "fp8.cuh"
 #include "fp8.h"
@@ -42,9 +43,12 @@ struct GroupOfRow {
 };
 
 // What is loaded, and what is quantized of it.
-template <typename T>
+template <typename Element, int kWidth = kVecWidth<Element>>
 struct Plain {
-  using V = Vec<T, kVecWidth<T>>;
+  using T = Element;
+  using V = Vec<T, kWidth>;
+  static constexpr int N = kWidth;
+  static constexpr int kBytes = sizeof(T);  // of an element
   static constexpr int kMostVectors = 8, kMostThreads = 1024;
   struct Rows {
     const T* x;
@@ -59,9 +63,12 @@ struct Plain {
   __device__ const V& value() const { return x; }
 };
 
-template <typename T>
+template <typename Element>
 struct Swiglu {
-  using V = Vec<T, kVecWidth<T>>;
+  using T = Element;
+  static constexpr int N = kVecWidth<T>;
+  using V = Vec<T, N>;
+  static constexpr int kBytes = 2 * sizeof(T);
   static constexpr int kMostVectors = 4, kMostThreads = 640;  // of which an SM has room for two blocks
   struct Rows {
     const T *gate, *up;
@@ -80,11 +87,10 @@ struct Swiglu {
 };
 
 // Template parameter kVectors: how many vectors of a group a thread has in registers.
-template <template <typename> typename Source, typename T, int kVectors>
-__global__ void __launch_bounds__(Source<T>::kMostThreads,
-                                  kVectors == 4 && Source<T>::kMostThreads < kMaxThreads ? 2 : 1)
+template <typename Source, int kVectors>
+__global__ void __launch_bounds__(Source::kMostThreads, kVectors == 4 && Source::kMostThreads < kMaxThreads ? 2 : 1)
     quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row, bool keep_inputs) {
-  constexpr int N = kVecWidth<T>;
+  constexpr int N = Source::N;
   __shared__ float shared[kMaxThreads / 32];
   const GroupOfRow group(params.out, groups_per_row);
   const int count = static_cast<int>(group.cols / N), step = group.threads.threads;
@@ -94,13 +100,13 @@ __global__ void __launch_bounds__(Source<T>::kMostThreads,
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
-  const typename Source<T>::Rows rows(params, group.row, first);
-  Source<T> loaded[kVectors];
+  const typename Source::Rows rows(params, group.row, first);
+  Source loaded[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (mine(v)) loaded[v] = Source<T>::load(rows, offset(v), policy);
+    if (mine(v)) loaded[v] = Source::load(rows, offset(v), policy);
   }
-  Vec<T, N> x[kVectors];
+  typename Source::V x[kVectors];
   float amax = 0.f;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -116,45 +122,58 @@ __global__ void __launch_bounds__(Source<T>::kMostThreads,
   }
 }
 
-// A group of any length and alignment, read twice.
-template <typename T, int N>
+// A group of any length, read twice.
+template <typename Source>
 __global__ void __launch_bounds__(kMaxThreads)
     quantize_long_kernel(const Fp8QuantizeParams params, int64_t groups_per_row) {
-  using V = Vec<T, N>;
+  constexpr int N = Source::N;
   __shared__ float shared[kMaxThreads / 32];
   const GroupOfRow group(params.out, groups_per_row);
-  const T* const x = static_cast<const T*>(params.x) + group.row * params.x_stride;
   const int64_t end = group.begin + group.cols, step = static_cast<int64_t>(group.threads.threads) * N;
   const int64_t begin = group.begin + static_cast<int64_t>(group.threads.rank) * N;
+  const uint64_t policy = l2_policy(false);
+  const auto value = [&](int64_t column) {
+    return Source::load(typename Source::Rows(params, group.row, column), 0, policy).value();
+  };
   pdl_launch_dependents();
   pdl_wait();
   float amax = 0.f;
-  for (int64_t c = begin; c < end; c += step) amax = max_magnitude(V::load(x + c), amax);
+  for (int64_t c = begin; c < end; c += step) amax = max_magnitude(value(c), amax);
   const float scale = scale_of(group_max_nan(amax, group.threads, shared), params.out);
   if (group.threads.rank == 0 && group.cols > 0) *scale_at(params.out, group.row, group.index) = scale;
   const float inverse = inverse_of(scale);
   const int64_t target = group.row * params.out.cols;
   for (int64_t c = begin; c < end; c += step) {
-    store_fp8(V::load(x + c), inverse, params.out.format, params.out.q, target + c);
+    store_fp8(value(c), inverse, params.out.format, params.out.q, target + c);
   }
 }
 
 template <typename T>
 bool is_vector(const Fp8QuantizeParams& params) {
   const Fp8Output& out = params.out;
-  return out.cols % kVecWidth<T> == 0 && rows_aligned(params.x, params.x_stride, out.rows, sizeof(T)) &&
-         rows_aligned(params.up, params.up_stride, out.rows, sizeof(T)) && is_aligned(out.q, 16);
+  return all_rows_aligned<T>(out.rows, out.cols, {{params.x, params.x_stride}, {params.up, params.up_stride}, {out.q}});
 }
 
-template <template <typename> typename Source, typename T>
-cudaError_t launch_vectors(const Fp8QuantizeParams& params, const GroupPlan& plan, int64_t per_row, bool keep_inputs,
-                           const LaunchShape& shape, cudaStream_t stream) {
+// Rows of vectors, unless Source has a width of 1.
+template <typename Source>
+cudaError_t launch_source(const Fp8QuantizeParams& params, cudaStream_t stream) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  const Fp8Output& out = params.out;
+  const int64_t per_row = fp8::groups_per_row(out.cols, out.group), groups = out.rows * per_row;
+  const int64_t count = std::min(out.group, out.cols) / Source::N;
+  const int most = Source::N == 1 ? 0 : Source::kMostVectors;
+  const GroupPlan plan = plan_group(count, groups, device.sm_count, most, Source::kMostThreads);
+  const LaunchShape shape{(groups + plan.groups_per_block - 1) / plan.groups_per_block,
+                          dim3(plan.threads, plan.groups_per_block)};
+  if (plan.vectors == 0) return launch(quantize_long_kernel<Source>, shape, stream, params, per_row);
+  const bool keep = keeps_inputs(device, out.rows * out.cols * static_cast<int64_t>(Source::kBytes + 1));
   return dispatch_int<1, 2, 4, 8>(plan.vectors, [&](auto vectors) {
     constexpr int kVectors = decltype(vectors)::value;
-    if constexpr (kVectors > Source<T>::kMostVectors) {
+    if constexpr (kVectors > Source::kMostVectors || Source::N == 1) {
       return cudaErrorInvalidValue;  // no such plan
     } else {
-      return launch(quantize_kernel<Source, T, kVectors>, shape, stream, params, per_row, keep_inputs);
+      return launch(quantize_kernel<Source, kVectors>, shape, stream, params, per_row, keep);
     }
   });
 }
@@ -164,38 +183,20 @@ cudaError_t launch_vectors(const Fp8QuantizeParams& params, const GroupPlan& pla
 bool fp8_quantize_fuses_swiglu(const Fp8QuantizeParams& params, Dtype dtype) {
   bool fuses = false;
   (void)dispatch_dtype(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const int64_t count = std::min(params.out.group, params.out.cols) / kVecWidth<T>;
-    fuses = is_vector<T>(params) &&
-            plan_group(count, params.out.rows, 1, Swiglu<T>::kMostVectors, Swiglu<T>::kMostThreads).vectors > 0;
+    fuses = is_vector<typename decltype(tag)::type>(params);
     return cudaSuccess;
   });
   return fuses;
 }
 
 cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStream_t stream) {
-  const Fp8Output& out = params.out;
-  if (out.rows == 0 || out.cols == 0) return cudaSuccess;
+  if (params.out.rows == 0 || params.out.cols == 0) return cudaSuccess;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int N = kVecWidth<T>;
-    DeviceInfo device;
-    if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-    const bool vector = is_vector<T>(params);
-    const int64_t per_row = fp8::groups_per_row(out.cols, out.group), groups = out.rows * per_row;
-    const int64_t cols = std::min(out.group, out.cols);
-    const int most = !vector ? 0 : params.up ? Swiglu<T>::kMostVectors : Plain<T>::kMostVectors;
-    const int most_threads = params.up ? Swiglu<T>::kMostThreads : Plain<T>::kMostThreads;
-    const GroupPlan plan = plan_group(cols / (vector ? N : 1), groups, device.sm_count, most, most_threads);
-    const bool keep = keeps_inputs(device, out.rows * out.cols * (sizeof(T) * (params.up ? 2 : 1) + 1));
-    const LaunchShape shape{(groups + plan.groups_per_block - 1) / plan.groups_per_block,
-                            dim3(plan.threads, plan.groups_per_block)};
-    if (!vector || plan.vectors == 0) {
-      if (params.up) return cudaErrorInvalidValue;  // see fp8_quantize_fuses_swiglu()
-      return launch(vector ? quantize_long_kernel<T, N> : quantize_long_kernel<T, 1>, shape, stream, params, per_row);
+    if (!is_vector<T>(params)) {
+      return params.up ? cudaErrorInvalidValue : launch_source<Plain<T, 1>>(params, stream);  // see above
     }
-    return params.up ? launch_vectors<Swiglu, T>(params, plan, per_row, keep, shape, stream)
-                     : launch_vectors<Plain, T>(params, plan, per_row, keep, shape, stream);
+    return params.up ? launch_source<Swiglu<T>>(params, stream) : launch_source<Plain<T>>(params, stream);
   });
 }
 

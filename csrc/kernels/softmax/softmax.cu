@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
 
 template <typename T>
 bool is_vector(const SoftmaxParams& p) {
-  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.x, p.x_stride, p.rows, sizeof(T)) && is_aligned(p.y, 16);
+  return all_rows_aligned<T>(p.rows, p.cols, {{p.x, p.x_stride}, {p.y}});
 }
 
 // Whether every row of the mask can be read by vectors of as many elements as x is.

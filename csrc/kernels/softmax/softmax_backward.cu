@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
 
 template <typename T>
 bool is_vector(const SoftmaxBackwardParams& p) {
-  return p.cols % kVecWidth<T> == 0 && rows_aligned(p.grad_y, p.grad_y_stride, p.rows, sizeof(T)) &&
-         rows_aligned(p.y, p.y_stride, p.rows, sizeof(T)) && is_aligned(p.grad_x, 16);
+  return all_rows_aligned<T>(p.rows, p.cols, {{p.grad_y, p.grad_y_stride}, {p.y, p.y_stride}, {p.grad_x}});
 }
 
 constexpr int kShortVectors = 4, kShortThreads = 256;
