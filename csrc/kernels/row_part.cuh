@@ -13,6 +13,16 @@
 // Rows that do not fit a cluster's shared memory, or are short and not aligned, are read from global memory each time
 // by one group of threads. How a row is split depends on its length, its alignment and the device alone, never on the
 // number of rows, and the order of a sum not on where a row starts, once it is split.
+//
+// Rows that are not aligned were kept in registers as well, each thread's vectors cut out of its own and the next lane's.
+// That takes 600 instructions per warp and two vectors, where rows that are aligned take 280. An H200, bfloat16, us:
+//
+//   case                 | shared memory | registers | aligned neighbour
+//   ---------------------|---------------|-----------|------------------
+//   rms_norm 8192x1001   | 19.2          | 16.5      | 9.1
+//   rms_norm 8192x4097   | 63.1          | 74.1      | 32.9
+//   layer_norm 8192x4097 | 95.8          | 88.8      | 37.7
+//   softmax 8192x4097    | 66.2          | 95.4      | 35.5
 #pragma once
 #include <algorithm>
 
