@@ -90,7 +90,7 @@ class Snapshot:
         tree.same += [(0, name, None) for name in _HELPERS]
         config = tree.node(0, "config", model.config)
         tree.equal += [(config, name, value) for name, value in expected.config.items()]
-        names = [*map(entry, expected.names), *_asked_of_helpers(type(model))]
+        names = [*map(entry, expected.names), *_asked_of_helpers(model)]
         names += [name for cls in tree.classes for name in trust.asked_of(cls)]
         tensors = [tensor for _, _, tensor in tree.tensors if tensor is not None]
         self._hooked = tree.hooked
@@ -98,7 +98,7 @@ class Snapshot:
         # may have been made of it.
         self._buffers = [(weakref.ref(x), _version(x)) for x in tensors if not isinstance(x, nn.Parameter)]
         self._record = _record(
-            names=list({(id(owner), name, id(value)): (owner, name, value) for owner, name, value in names}.values()),
+            names=list({(id(owner), name): (owner, name, value) for owner, name, value in names}.values()),
             nodes=tree.nodes,
             same=tree.same,
             equal=tree.equal,
@@ -167,10 +167,7 @@ _HELPERS = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_fo
 
 def check_helpers(model: nn.Module) -> None:
     """generate() asks nothing else of the model than of its family's class."""
-    patched = type(model)  # which another thread may change meanwhile
-    if "original" not in vars(patched):
-        raise NoStep("the model is not patched for it")
-    original = patched.original
+    original = _original(model)
     known = own_class(original)
     for name in _HELPERS:
         if name in vars(model) or getattr(original, name) is not getattr(known, name):
@@ -181,11 +178,18 @@ def check_helpers(model: nn.Module) -> None:
             raise NoStep(f"{name}: {reason}") from None
 
 
-def _asked_of_helpers(patched: type[nn.Module]) -> list[Entry]:
-    """What `check_helpers` looks at: it finds nothing else where these are the same."""
-    original, entries = patched.original, []
+def _asked_of_helpers(model: nn.Module) -> list[Entry]:
+    """What `check_helpers` looks at but for the model's own members: it finds nothing else where these are the same."""
+    original = _original(model)
+    known, entries = own_class(original), []
     for name in _HELPERS:
-        function = getattr(own_class(original), name)
-        entries += [(original, name, getattr(original, name)), (own_class(original), name, function)]
-        entries += asked_of_origin(function)
+        entries += [(cls, name, getattr(cls, name)) for cls in (original, known)]
+        entries += asked_of_origin(getattr(known, name))
     return entries
+
+
+def _original(model: nn.Module) -> type[nn.Module]:
+    patched = type(model)  # which another thread may change meanwhile
+    if "original" not in vars(patched):
+        raise NoStep("the model is not patched for it")
+    return patched.original
