@@ -1,7 +1,7 @@
 // What a model was when a step was made for it, in flat lists, and whether it still is: hf/guard.py fills and asks it.
 //
 //   names     what dicts and classes have under a name: functions that the forwards call
-//   nodes     the dicts to be found from the model on: of its modules, their parameters, children and hooks
+//   nodes     the dicts and lists to be found from the model on: of its modules, their parameters, children and hooks
 //   leaves    values in these dicts
 //   tensors   tensors in these dicts, by address, dtype, shape and strides
 //
@@ -58,9 +58,9 @@ inline const ExchangeApi& exchange_api(const py::capsule& capsule) {
 class Record {
  public:
   // names: (owner, name, value): of a dict its item, of anything else its attribute
-  // nodes: (parent, name, type, size): the item of an earlier node, or the model itself where parent is -1; a dict, or
-  // an
-  //        object with a dict; size is that of the dict
+  // nodes: (parent, name, type, size): the item of an earlier node, by name or index, or with parent -1 the model,
+  // which
+  //        comes first; a dict, a list, or an object with a dict, of this size
   // same, equal: (node, name, value): this very object, or an equal one
   // tensors: (node, name, tensor or None)
   // held: tensors with whose storages all memory of the model stays where it is
@@ -70,20 +70,22 @@ class Record {
       : exchange_(dlpack::exchange_api(exchange)) {
     for (const py::handle entry : names) names_.push_back(entry.cast<Name>());
     for (const py::handle entry : nodes) {
-      const auto [parent, name, type, size] = entry.cast<std::tuple<int64_t, py::str, py::type, int64_t>>();
-      check_node(parent, static_cast<int64_t>(nodes_.size()));
-      nodes_.push_back({parent, interned(name), type, size});
+      const auto [parent, name, type, size] = entry.cast<std::tuple<int64_t, py::object, py::type, int64_t>>();
+      check_node(parent, nodes_.empty() ? -1 : 0);
+      const bool has_index = py::isinstance<py::int_>(name);
+      nodes_.push_back(
+          {parent, has_index ? py::str() : interned(name), has_index ? name.cast<int64_t>() : -1, type, size});
     }
     for (const auto& [leaves, by_value] : {std::pair{&same, false}, std::pair{&equal, true}}) {
       for (const py::handle entry : *leaves) {
         const auto [node, name, value] = entry.cast<std::tuple<int64_t, py::str, py::object>>();
-        check_node(node, static_cast<int64_t>(nodes_.size()));
+        check_node(node, 0);
         leaves_.push_back({node, interned(name), value, by_value});
       }
     }
     for (const py::handle entry : tensors) {
       const auto [node, name, tensor] = entry.cast<std::tuple<int64_t, py::str, py::object>>();
-      check_node(node, static_cast<int64_t>(nodes_.size()));
+      check_node(node, 0);
       tensors_.push_back(look(node, interned(name), tensor));
     }
     for (const py::handle tensor : held) {
@@ -100,15 +102,15 @@ class Record {
     std::vector<PyObject*> found;
     found.reserve(nodes_.size());
     for (const Node& node : nodes_) {
-      PyObject* value = node.parent < 0 ? model.ptr() : item(found[node.parent], node.name);
+      PyObject* value = node.parent < 0 ? model.ptr() : child(found[node.parent], node);
       if (value == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(value)) != node.type.ptr()) return false;
       PyObject* members = value;
-      if (!PyDict_Check(value)) {
+      if (!PyDict_Check(value) && !PyList_Check(value)) {
         members = PyObject_GenericGetDict(value, nullptr);
         if (members == nullptr) throw py::error_already_set();
         Py_DECREF(members);  // the object has it
       }
-      if (PyDict_GET_SIZE(members) != node.size) return false;
+      if (size_of(members) != node.size) return false;
       found.push_back(members);
     }
     std::vector<std::pair<py::object, const Leaf*>> others;
@@ -135,7 +137,10 @@ class Record {
     for (size_t index = 0; index < held_.size(); ++index) {
       const auto& [reference, data] = held_[index];
       const py::object tensor = target(reference);
-      if (tensor.is_none() || looked_at(tensor.ptr()).data != data) return py::none();
+      dlpack::Tensor now{};
+      if (tensor.is_none()) return py::none();
+      if (exchange_.look(tensor.ptr(), &now) != 0) PyErr_Clear();
+      if (now.data != data) return py::none();
       PyObject* storage = PyObject_CallMethodNoArgs(tensor.ptr(), storage_of_.ptr());
       if (storage == nullptr) throw py::error_already_set();
       PyList_SET_ITEM(storages.ptr(), static_cast<Py_ssize_t>(index), storage);
@@ -149,6 +154,7 @@ class Record {
   struct Node {
     int64_t parent;
     py::str name;
+    int64_t index;  // of a list
     py::type type;
     int64_t size;
   };
@@ -174,15 +180,15 @@ class Record {
     const void* data;
   };
 
-  static void check_node(int64_t node, int64_t count) {
-    if (node < -1 || node >= count) {
-      throw py::index_error("Record: node must be one of the " + std::to_string(count) + " before, got " +
-                            std::to_string(node));
-    }
+  void check_node(int64_t node, int64_t least) const {
+    const auto count = static_cast<int64_t>(nodes_.size());
+    if (node >= least && node < count) return;
+    throw py::index_error("Record: a node must be one of the " + std::to_string(count) + " before, got " +
+                          std::to_string(node));
   }
 
-  static py::str interned(const py::str& name) {
-    PyObject* text = name.inc_ref().ptr();
+  static py::str interned(py::str name) {
+    PyObject* text = name.release().ptr();
     PyUnicode_InternInPlace(&text);
     return py::reinterpret_steal<py::str>(text);
   }
@@ -191,6 +197,16 @@ class Record {
     PyObject* value = PyDict_GetItemWithError(dict, name.ptr());
     if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
     return value;
+  }
+
+  static PyObject* child(PyObject* parent, const Node& node) {
+    if (!PyList_Check(parent)) return item(parent, node.name);
+    const bool is_there = node.index >= 0 && node.index < PyList_GET_SIZE(parent);
+    return is_there ? PyList_GET_ITEM(parent, node.index) : nullptr;
+  }
+
+  static int64_t size_of(PyObject* members) {
+    return PyList_Check(members) ? PyList_GET_SIZE(members) : PyDict_GET_SIZE(members);
   }
 
   static bool is_same(const Name& entry) {
@@ -211,7 +227,10 @@ class Record {
 
   dlpack::Tensor looked_at(PyObject* tensor) const {
     dlpack::Tensor facts{};
-    if (exchange_.look(tensor, &facts) != 0) throw py::error_already_set();
+    if (exchange_.look(tensor, &facts) != 0) {
+      PyErr_Clear();
+      throw py::buffer_error("Record: a tensor must have ordinary memory");
+    }
     return facts;
   }
 

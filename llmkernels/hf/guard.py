@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import packing, trust
 from .layers import own_class
 from .origin import Entry, UnknownLayout, asked_of_origin, check_origin, entry
+from .record import Lists
 from .reference import Part, Reference, attention_function, attention_scope, reference
 from .trust import Distrust, Inspection, NoStep, calls_only_its_class, hooks_do_nothing
 
@@ -42,26 +43,17 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _TENSORS = "_parameters", "_buffers"
 
 
-class _Tree:
-    """The modules of a model as the lists of a Record (csrc/record.h)."""
+class _Tree(Lists):
+    """The modules of a model. A module that is as large as it was has no member that hides a child or a parameter."""
 
     def __init__(self, model: nn.Module, root: Part):
-        self.nodes: list[tuple[int, str, type, int]] = []
-        self.same: list[tuple[int, str, Any]] = []
-        self.equal: list[tuple[int, str, Any]] = []
-        self.tensors: list[tuple[int, str, Tensor | None]] = []
+        super().__init__(model)
         self.classes: dict[type, None] = {}
         self.hooked: list[str] = []  # modules with hooks or a forward of their own, which do nothing now
-        self._add(model, root, -1, "", "")
+        self._add(model, root, 0, "")
 
-    def node(self, parent: int, name: str, value: Any) -> int:
-        self.nodes.append((parent, name, type(value), len(value if isinstance(value, dict) else vars(value))))
-        return len(self.nodes) - 1
-
-    def _add(self, module: nn.Module, part: Part, parent: int, name: str, path: str) -> None:
-        """Where a module is as large as it was, it has no more members: one that hides a child or a parameter would be
-        one more. `numbers` are the members with a value that a forward may read."""
-        members, index = vars(module), self.node(parent, name, module)
+    def _add(self, module: nn.Module, part: Part, index: int, path: str) -> None:
+        members = vars(module)
         self.classes[type(module)] = None
         self.same += [(index, name, members.get(name)) for name in ("training", "config")]
         self.equal += [(index, name, members.get(name)) for name in (*dict(part.kind.numbers), *part.read)]
@@ -73,8 +65,9 @@ class _Tree:
         if "forward" in members or any(members[kind] for kind in _HOOKS):
             self.hooked.append(path)
         children = self.node(index, "_modules", members["_modules"])
-        for name, child in part.parts.items():
-            self._add(members["_modules"][name], child, children, name, f"{path}.{name}" if path else name)
+        for name, part_of_it in part.parts.items():
+            child = members["_modules"][name]
+            self._add(child, part_of_it, self.node(children, name, child), f"{path}.{name}".lstrip("."))
 
 
 class Snapshot:
@@ -90,21 +83,14 @@ class Snapshot:
         tree.same += [(0, name, None) for name in _HELPERS]
         config = tree.node(0, "config", model.config)
         tree.equal += [(config, name, value) for name, value in expected.config.items()]
-        names = [*map(entry, expected.names), *_asked_of_helpers(model)]
-        names += [name for cls in tree.classes for name in trust.asked_of(cls)]
+        tree.names += [*map(entry, expected.names), *_asked_of_helpers(model)]
+        tree.names += [name for cls in tree.classes for name in trust.asked_of(cls)]
         tensors = [tensor for _, _, tensor in tree.tensors if tensor is not None]
         self._hooked = tree.hooked
         # A weight that is written in place is the same, since a step reads it as it is; a buffer is not, since tables
         # may have been made of it.
         self._buffers = [(weakref.ref(x), _version(x)) for x in tensors if not isinstance(x, nn.Parameter)]
-        self._record = _record(
-            names=list({(id(owner), name): (owner, name, value) for owner, name, value in names}.values()),
-            nodes=tree.nodes,
-            same=tree.same,
-            equal=tree.equal,
-            tensors=tree.tensors,
-            held=list({packing.memory_of(tensor): tensor for tensor in tensors}.values()),
-        )
+        self._record = tree.record(list({packing.memory_of(tensor): tensor for tensor in tensors}.values()))
 
     def memory(self) -> list[torch.UntypedStorage] | None:
         """What keeps the memory of all parameters and buffers alive, or None if some of it is not where it was."""
@@ -128,17 +114,6 @@ class Snapshot:
         return hooks_do_nothing(members) and (
             "forward" not in members or calls_only_its_class(module, self._dtype, self._device)
         )
-
-
-def _record(**lists: list) -> Any:
-    try:
-        from llmkernels._C import Record
-    except ImportError as problem:
-        raise NoStep(f"the module _C of llmkernels can not be imported: {problem}") from None
-    try:
-        return Record(exchange=torch.Tensor.__dlpack_c_exchange_api__, **lists)
-    except (RuntimeError, BufferError):
-        raise NoStep("a tensor of the model has no ordinary memory") from None
 
 
 def _version(x: Tensor) -> Any:
