@@ -127,10 +127,10 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
         raise NoStep(f"the cache given is a {type(cache).__name__}")
     if given.get("use_cache") is False or given.get("return_dict") is False:
         raise NoStep("use_cache=False or return_dict=False")
-    config = model.config
-    if config.output_hidden_states or getattr(config, "_output_attentions", False):
+    config = vars(model.config)  # a look at an attribute of it takes a microsecond each
+    if config.get("output_hidden_states") or config.get("_output_attentions"):
         raise NoStep("output_attentions or output_hidden_states in the config")
-    if getattr(config, "use_cache", True) is False and given.get("use_cache") is None:
+    if config.get("use_cache") is False and given.get("use_cache") is None:
         raise NoStep("use_cache=False in the config")
 
 

@@ -55,7 +55,7 @@ class _Tree(Lists):
     def _add(self, module: nn.Module, part: Part, index: int, path: str) -> None:
         members = vars(module)
         self.classes[type(module)] = None
-        self.same += [(index, name, members.get(name)) for name in ("training", "config")]
+        self.same += [(index, name, members[name]) for name in ("training", "config") if name in members]
         self.equal += [(index, name, members.get(name)) for name in (*dict(part.kind.numbers), *part.read)]
         for kind in _TENSORS:
             place = self.node(index, kind, members[kind])
