@@ -21,6 +21,14 @@ def layer(model):
     return model.model.layers[1]
 
 
+def attention(model):
+    return layer(model).self_attn
+
+
+def rotary(model):
+    return model.model.rotary_emb
+
+
 def replace_parameter(module, name="weight"):
     setattr(module, name, nn.Parameter(getattr(module, name).detach().clone()))
 
@@ -32,19 +40,21 @@ def set_data(parameter, data):
 # What somebody may do to a model between two steps.
 CHANGES = {
     "a parameter": lambda model: replace_parameter(layer(model).mlp.down_proj),
-    "a bias": lambda model: replace_parameter(layer(model).self_attn.q_proj, "bias"),
-    "no bias": lambda model: setattr(layer(model).self_attn.q_proj, "bias", None),
+    "a bias": lambda model: replace_parameter(attention(model).q_proj, "bias"),
+    "no bias": lambda model: setattr(attention(model).q_proj, "bias", None),
     "data": lambda model: set_data(model.model.norm.weight, model.model.norm.weight.clone()),
-    "order": lambda model: set_data(layer(model).self_attn.o_proj.weight, layer(model).self_attn.o_proj.weight.data.t()),
+    "order": lambda model: set_data(attention(model).o_proj.weight, attention(model).o_proj.weight.data.t()),
     "dtype": lambda model: set_data(model.model.norm.weight, model.model.norm.weight.data.view(torch.half)[:128]),
     "shape": lambda model: set_data(model.model.norm.weight, model.model.norm.weight.data[None]),
     "start": lambda model: set_data(layer(model).mlp.up_proj.weight, layer(model).mlp.up_proj.weight.data[1:]),
     "no memory": lambda model: model.model.norm.weight.untyped_storage().resize_(0),
-    "another buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq.clone()),
-    "a written buffer": lambda model: model.model.rotary_emb.inv_freq.mul_(1),
+    "another buffer": lambda model: setattr(
+        model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq.clone()
+    ),
+    "a written buffer": lambda model: rotary(model).inv_freq.mul_(1),
     "one more buffer": lambda model: model.model.norm.register_buffer("more", torch.ones(1)),
     "one more parameter": lambda model: model.model.norm.register_parameter("more", nn.Parameter(torch.ones(1))),
-    "a number": lambda model: setattr(layer(model).self_attn, "scaling", 0.3),
+    "a number": lambda model: setattr(attention(model), "scaling", 0.3),
     "eps": lambda model: setattr(layer(model).input_layernorm, "variance_epsilon", 0.5),
     "a member": lambda model: setattr(layer(model), "more", 1),
     "a hidden child": lambda model: vars(layer(model)).update(mlp=nn.Identity()),
@@ -59,7 +69,7 @@ CHANGES = {
     "a hook": lambda model: layer(model).mlp.register_forward_hook(lambda *arguments: None),
     "a hook before": lambda model: layer(model).mlp.register_forward_pre_hook(lambda *arguments: None),
     "training": lambda model: layer(model).mlp.train(),
-    "a config of its own": lambda model: setattr(layer(model).self_attn, "config", copy.deepcopy(model.config)),
+    "a config of its own": lambda model: setattr(attention(model), "config", copy.deepcopy(model.config)),
     "an entry of the config": lambda model: setattr(model.config, "rms_norm_eps", 0.5),
     "a list in the config": lambda model: model.config.layer_types.append("full_attention"),
     "the attention": lambda model: model.set_attn_implementation("eager"),
@@ -85,7 +95,7 @@ def test_what_changes_nothing():
     llmkernels.patch(model)
     snapshot = Snapshot(model)
     model.lm_head.weight.mul_(2)
-    layer(model).self_attn.scaling = float(str(layer(model).self_attn.scaling))
+    attention(model).scaling = float(str(attention(model).scaling))
     model.config.use_cache = False
     layer(model).mlp.register_forward_hook(lambda *arguments: None).remove()
     assert snapshot.holds(model)
@@ -94,7 +104,7 @@ def test_what_changes_nothing():
 FUNCTIONS = {
     "a forward": lambda model: (type(layer(model).mlp).original, "forward"),
     "a patched forward": lambda model: (type(layer(model).mlp), "forward"),
-    "a call": lambda model: (type(layer(model).self_attn), "__call__"),
+    "a call": lambda model: (type(attention(model)), "__call__"),
     "a helper": lambda model: (type(model).original, "_update_model_kwargs_for_generation"),
 }
 

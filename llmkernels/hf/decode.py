@@ -129,7 +129,7 @@ class DecodeStep:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits behind the tokens, until the next call."""
-        return self.run(self.forward, tokens)
+        return self.run(self.forward, tokens.long())
 
 
 def _record(cache: Any) -> Any:

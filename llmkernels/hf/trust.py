@@ -185,7 +185,10 @@ def asked_of(cls: type) -> list[Entry]:
     for name in ("forward", *_CALLS):
         entries += asked_of_origin(getattr(cls, name))
     for base in cls.__mro__[: cls.__mro__.index(own_class(cls)) + 1]:
-        entries += [(base, "__module__", base.__module__), entry((vars(base).get, "original", vars(base).get("original")))]
+        entries += [
+            (base, "__module__", base.__module__),
+            entry((vars(base).get, "original", vars(base).get("original"))),
+        ]
     if issubclass(cls, Patched):
         entries += [(cls, "made", cls.made), (cls, "is_current", cls.is_current), *map(entry, cls.is_current.calls)]
     if issubclass(cls, Replaced):
