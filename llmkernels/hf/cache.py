@@ -12,6 +12,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ._checks import check_count
+from .origin import Entry
 
 STEP = 64  # the capacity of a cache that grows is a multiple of this
 FIRST_TOKENS = 192  # it has room ahead for as many tokens as it has, and at least for this many;
@@ -544,7 +545,7 @@ class KVCache(Cache):
         length = self.length
         return all(layer.length == length for layer in self.layers)
 
-    def asked_of(self) -> list:
+    def asked_of(self) -> list[Entry]:
         """What a step relies on besides the cache itself, as entries: see origin.py."""
         return []
 

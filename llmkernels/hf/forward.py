@@ -200,7 +200,7 @@ class Places:
         self.past = past
         self.last: Tensor | int = past + count - 1
         self.leftpad: Tensor | None = None
-        indices = None if mask is positions is None else torch.arange(past + count, device=ids.device)
+        indices = None if mask is None and positions is None else torch.arange(past + count, device=ids.device)
         facts = {}
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.shape != (batch, past + count):
