@@ -18,7 +18,7 @@ console = Console(width=None if os.isatty(1) else 170, highlight=False)
 STEPS = ("decode", "beams", "lookup")  # whose time is that of a token
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
-    "op", "function", "part", "model", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed",
+    "op", "function", "part", "model", "layers", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed",
     "m", "n", "k", "batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "in_place", "cache", "context",
     "logits", "dtype", "pass", "timing",
 )  # fmt: skip
@@ -47,6 +47,8 @@ def shape(keys: dict) -> str:
         words = [f"{keys['rows']}x{keys['vocab']}", f"of {keys['hidden']}" if "hidden" in keys else ""]
     elif "rows" in keys:
         words = [f"{keys['rows']}x{keys['cols']}", "packed" * keys.get("packed", False)]
+    elif keys["op"] == "host":
+        words = [f"{keys['part']}, {keys['layers']} layers"]
     elif "part" in keys:
         words = [f"{keys['part']}, batch {keys['batch']}"]
     elif keys["op"] == "prefill":

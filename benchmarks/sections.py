@@ -96,6 +96,7 @@ TABLE = (
     *(of_model(name) for name in MODELS),
     of("decode", "other_sizes", "steps_patched", "measure_other_sizes", 100),
     of("decode", "parts", "step_parts", "measure", 15),
+    of("decode", "host", "host", "measure", 10),
     of("decode", "unpatched", "steps_unpatched", "measure_first_sizes", 35),
     of("decode", "unpatched_other_sizes", "steps_unpatched", "measure_other_sizes", 80),
     of("train", "full", "training", "measure_full", 80),

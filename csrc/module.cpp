@@ -4,6 +4,7 @@
 #include <string>
 
 #include "kernels/norm/plan.h"
+#include "record.h"
 
 namespace py = pybind11;
 
@@ -31,7 +32,7 @@ py::dict norm_plan(int64_t cols, int64_t element_bytes, bool vector, bool residu
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "Build information and launch plans of llmkernels.";
+  module.doc() = "Build information and launch plans of llmkernels, and the guard of its decode step.";
   module.def("build_info", &build_info, "What the library beside this module was built from and for.");
   module.def(
       "norm_plan", &norm_plan, py::arg("cols"), py::arg("element_bytes"), py::arg("vector") = true,
@@ -39,4 +40,14 @@ PYBIND11_MODULE(_C, module) {
       "How one row of an RMSNorm, or centered of a LayerNorm, is spread over threads: elements per access, vectors per "
       "thread (0: the row is read twice), threads per row, rows per block. See csrc/kernels/norm/plan.h. Raises: "
       "ValueError for a number out of range.");
+
+  py::class_<llmk::Record>(module, "Record",
+                           "What a model was when a step was made for it, and whether it still is. See csrc/record.h.")
+      .def(py::init<const py::capsule&, const py::list&, const py::list&, const py::list&, const py::list&,
+                    const py::list&, const py::list&>(),
+           py::kw_only(), py::arg("exchange"), py::arg("names"), py::arg("nodes"), py::arg("same"), py::arg("equal"),
+           py::arg("tensors"), py::arg("held"))
+      .def("holds", &llmk::Record::holds, py::arg("model"), "Whether all of it is as it was.")
+      .def("memory", &llmk::Record::memory,
+           "The storages of `held`, which keep the memory of all tensors alive, or None if one is not where it was.");
 }

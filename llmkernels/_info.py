@@ -182,7 +182,7 @@ def _stale_library(library: dict) -> list[str]:
 
 def _module_problems() -> list[str]:
     folder = _library.PATH.parent
-    consequence = "The ops work without it; launch plans can't be asked for"
+    consequence = "The ops work without it; patched models generate without a decode step"
     if not any((folder / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
         others = ", ".join(sorted(path.name for path in folder.glob("_C.*"))) or "none at all"
         return [f"there is no module _C for Python {platform.python_version()}, but {others}. {consequence}"]

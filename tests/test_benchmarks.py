@@ -18,6 +18,7 @@ pytest.importorskip("rich")
 from benchmarks import (
     call_overhead,
     families,
+    host,
     models,
     plots,
     report,
@@ -87,6 +88,18 @@ def test_a_short_decode_run(tmp_path):
         "decode_attention",
         "sample",
     }
+
+
+def test_a_short_run_of_the_host(tmp_path):
+    """What a forward takes besides its step, which is not run."""
+    pytest.importorskip("transformers")
+    run(tmp_path, "decode", "--section", "host", "--providers", OURS)
+    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    assert {(row["part"], row["layers"]) for row in rows} == {
+        (part, layers) for part in ("loop", "guard", "memory") for layers in host.LAYERS
+    }
+    times = {(row["part"], row["layers"]): row["time_us"] for row in rows}
+    assert all(times["guard", layers] < times["loop", layers] for layers in host.LAYERS)
 
 
 def test_a_short_run_of_a_model_in_a_folder(tmp_path):

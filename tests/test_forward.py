@@ -1,5 +1,6 @@
 """The forward of a patched model behind a cache, by the decode step: loops of one's own, beams, verified tokens."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -450,6 +451,90 @@ def test_what_is_dropped_leaves_nothing(recording):
     assert_close(output.logits, expected[:, 15:16])
     assert_close(found, expected[:, 16:17])
     del unpatched
+
+
+def steps_and(model, ids, change, count=20):
+    """Logits of steps on one cache, which is changed before one of them."""
+    found = []
+    with torch.no_grad():
+        cache = model(ids[:, :10]).past_key_values
+        for token in range(10, count):
+            if token == 15:
+                change(cache)
+            found.append(model(ids[:, token : token + 1], past_key_values=cache).logits)
+    return cache, torch.cat(found, 1)
+
+
+def give_back_a_layer(cache):
+    cache.layers[1].keys = cache.layers[1].keys.clone()
+
+
+def another_buffer(cache):
+    layer = cache.layers[1]
+    if hasattr(layer, "k"):
+        layer.k = layer.k.clone()
+
+
+CACHE_CHANGES = {
+    "nothing": lambda cache: None,
+    "a layer": give_back_a_layer,
+    "a buffer": another_buffer,
+    "counters": lambda cache: hasattr(cache, "counters") and cache.counters.add_(3),
+    "cropped": lambda cache: cache.crop(-2),
+    "a list": lambda cache: setattr(cache, "layers", [*cache.layers]),
+}
+
+
+@pytest.mark.parametrize("how", CACHE_CHANGES)
+def test_a_changed_cache_is_noticed(how, recording):
+    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
+    _, expected = steps_and(model, ids, CACHE_CHANGES[how])
+    llmkernels.patch(model)
+    cache, found = steps_and(model, ids, CACHE_CHANGES[how])
+    assert_close(found, expected)
+    assert replays(model, cache) >= 3
+
+
+def test_an_update_of_ones_own_is_called(recording):
+    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
+    seen = []
+
+    def watch(cache):
+        update = cache.layers[1].update
+        cache.layers[1].update = lambda *arguments, **options: seen.append(1) or update(*arguments, **options)
+
+    _, expected = steps_and(model, ids, watch)
+    llmkernels.patch(model)
+    _, found = steps_and(model, ids, watch)
+    assert_close(found, expected)
+    assert len(seen) == 10
+
+
+def test_layers_of_different_lengths(recording):
+    """What the step would not see."""
+    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
+    llmkernels.patch(model)
+    cache, _ = steps_and(model, ids, lambda cache: None, 15)
+    cache.layers[0].crop(-1)
+    before = replays(model, cache)
+    with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError):  # as with transformers' cache
+        model(ids[:, 15:16], past_key_values=cache)
+    assert replays(model, cache) == before
+
+
+def test_a_step_that_raises_changes_nothing(recording, monkeypatch):
+    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
+    _, expected = steps_and(model, ids, lambda cache: None)
+    llmkernels.patch(model)
+
+    def fail(cache):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(Graph, "replay", lambda graph: 1 // 0)
+            model(ids[:, :1], past_key_values=cache)
+
+    cache, found = steps_and(model, ids, fail)
+    assert_close(found, expected)
+    assert replays(model, cache) >= 8
 
 
 @pytest.mark.parametrize("mask", ["hole", "negative ids"])

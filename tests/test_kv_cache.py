@@ -250,6 +250,50 @@ def test_counters(device):
     assert cache.counters.data_ptr() == before
 
 
+def test_counters_are_written_where_they_differ(device):
+    """What the host knows to be on the device already is left: each write would be a launch of every forward."""
+    cache, _ = filled(device)
+    assert cache.cache_seqlens.tolist() == [5, 5]
+
+    def counters():
+        return cache.counters.tolist(), cache.leftpads.tolist()
+
+    def begin(*arguments):
+        before = cache.counters._version, cache.leftpads._version
+        cache.begin(*arguments)
+        return before != (cache.counters._version, cache.leftpads._version)
+
+    for _ in range(2):  # padded, and from these on not
+        assert begin(torch.tensor([4, 2], device=device), torch.tensor([0, 2], device=device))
+        assert counters() == ([[4, 2], [5, 5]], [[0, 2]])
+    assert begin(4)
+    assert counters() == ([[4, 4], [5, 5]], [[0, 0]])
+    assert not begin(4)
+    cache.count_ahead()
+    cache.advance()
+    assert not begin(5)
+    assert counters() == ([[5, 5], [6, 6]], [[0, 0]])
+    assert begin(7)
+    assert counters() == ([[7, 7], [6, 6]], [[0, 0]])
+    cache.count_ahead(2)  # of a step that raised, so that the host does not count it
+    assert begin(7)
+    assert counters() == ([[7, 7], [6, 6]], [[0, 0]])
+    cache.count_ahead(2)
+    cache.advance(2)
+    cache.take_back(2)
+    assert begin(7)
+    assert counters() == ([[7, 7], [6, 6]], [[0, 0]])
+    for written in (cache.counters, cache.leftpads):  # by someone else
+        written.add_(3)
+        assert begin(7)
+        assert counters() == ([[7, 7], [6, 6]], [[0, 0]])
+    cache.counters.zero_()
+    assert cache.cache_seqlens.tolist() == [6, 6]
+    cache.crop(-2)
+    assert begin(5)
+    assert counters() == ([[5, 5], [4, 4]], [[0, 0]])
+
+
 # --- layers with a sliding window, as generate lends them
 
 

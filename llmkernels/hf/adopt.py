@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from .cache import Buffers, KVCache, KVCacheLayer, WindowBuffers, room_for
 from .description import Trunk
 from .layout import UnknownLayout, check_origin
+from .origin import Entry, asked_of_origin
 from .trust import NoStep
 
 
@@ -119,9 +120,12 @@ def _is_replaced(*instances: Cache | DynamicLayer) -> bool:
     return _is_patched() or not all(_METHODS.isdisjoint(vars(instance)) for instance in instances)
 
 
+_KINDS = Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+
 def _is_patched() -> bool:
     try:
-        for kind in (Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer):
+        for kind in _KINDS:
             check_origin(kind.update)
     except UnknownLayout:
         return True
@@ -297,7 +301,7 @@ class AdoptedCache(DynamicCache, KVCache):
     __repr__ = Cache.__repr__
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        own = {"counters", "leftpads", "_counted"}
+        own = {"counters", "leftpads", "_counted", "_position", "_versions"}
         state = {name: value for name, value in vars(self).items() if name not in own}
         return DynamicCache, (), state
 
@@ -305,14 +309,23 @@ class AdoptedCache(DynamicCache, KVCache):
     def is_intact(self) -> bool:
         """Whether steps can run: nobody has got a layer back, replaced what it does or changed it alone."""
         layers = self.layers
-        sliding = [layer for layer in layers if isinstance(layer, AdoptedWindowLayer)]
         return (
             bool(layers)
             and all(isinstance(layer, AdoptedLayer) for layer in layers)
-            and len({(layer.length, layer.capacity) for layer in layers}) == 1
-            and len({layer.kept for layer in sliding}) == len({layer.sliding_window for layer in sliding})
+            and len({layer.capacity for layer in layers}) == 1
+            and self.is_even
             and not _is_replaced(self, *layers)
         )
+
+    @property
+    def is_even(self) -> bool:
+        sliding = [layer for layer in self.layers if isinstance(layer, AdoptedWindowLayer)]
+        same = not sliding or len({layer.kept for layer in sliding}) == len({layer.sliding_window for layer in sliding})
+        return same and KVCache.is_even.fget(self)
+
+    def asked_of(self) -> list[Entry]:
+        updates = [(kind, "update", kind.update) for kind in _KINDS]
+        return updates + [entry for kind in _KINDS for entry in asked_of_origin(kind.update)]
 
 
 _ADOPTED = {kind.theirs: kind for kind in (AdoptedLayer, AdoptedWindowLayer)}
@@ -334,8 +347,8 @@ def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
         _give_back(cache)
         raise NoStep("there is no memory to copy the cache") from None
     cache.counters = cache.leftpads = None
-    cache._counted = -1
     cache.__class__ = AdoptedCache
+    cache._forget_counters()
 
 
 def _give_back(cache: DynamicCache) -> None:

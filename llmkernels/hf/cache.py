@@ -12,6 +12,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from ._checks import check_count
+from .origin import Entry
 
 STEP = 64  # the capacity of a cache that grows is a multiple of this
 FIRST_TOKENS = 192  # it has room ahead for as many tokens as it has, and at least for this many;
@@ -447,7 +448,7 @@ class KVCache(Cache):
         )
         self.counters: Tensor | None = None
         self.leftpads: Tensor | None = None
-        self._counted = -1  # the length in the counters on the device
+        self._forget_counters()
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
         """Keys, values and None for each layer, as a DynamicCache without sliding window."""
@@ -479,8 +480,7 @@ class KVCache(Cache):
     @property
     def cache_seqlens(self) -> Tensor:
         self._allocate_counters()
-        if self._counted != self.length:
-            self._count()
+        self._count()
         return self.counters[1]
 
     def begin(self, positions: Tensor | int, cache_leftpad: Tensor | None = None) -> None:
@@ -491,8 +491,15 @@ class KVCache(Cache):
         """
         self._allocate_counters()
         self._count()
-        self.counters[0].copy_(positions) if isinstance(positions, Tensor) else self.counters[0].fill_(positions)
-        self.leftpads.zero_() if cache_leftpad is None else self._place_leftpad(cache_leftpad)
+        if isinstance(positions, Tensor) or cache_leftpad is not None:
+            self._position = None
+            self.counters[0].copy_(positions) if isinstance(positions, Tensor) else self.counters[0].fill_(positions)
+            self.leftpads.zero_() if cache_leftpad is None else self._place_leftpad(cache_leftpad)
+        elif positions != self._position:
+            self.counters[0].fill_(positions)
+            self.leftpads.zero_()
+            self._position = positions
+        self._versions = self.counters._version, self.leftpads._version
 
     def places(self) -> list[tuple[Tensor, Tensor]]:
         """Of each layer: cache_seqlens and cache_leftpad as its rows count them. They stay where they are."""
@@ -516,14 +523,31 @@ class KVCache(Cache):
         changed = [layer.make_room(tokens) for layer in self.layers]
         if self.counters is not None:
             self._count()
-            self._place_leftpad(self.leftpads[0])
+            if self._position is None:
+                self._place_leftpad(self.leftpads[0])
         return any(changed)
+
+    def count_ahead(self, tokens: int = 1) -> None:
+        """Count tokens on the device that a decode step is about to write."""
+        self.counters.add_(tokens)
+        self._counted = [count + tokens for count in self._counted]
+        self._position = None if self._position is None else self._position + tokens
+        self._versions = self.counters._version, self.leftpads._version
 
     def advance(self, tokens: int = 1) -> None:
         """Count tokens on the host that a decode step has written and counted on the device."""
         for layer in self.layers:
             layer.length += tokens
-        self._counted += tokens
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers have the same tokens."""
+        length = self.length
+        return all(layer.length == length for layer in self.layers)
+
+    def asked_of(self) -> list[Entry]:
+        """What a step relies on besides the cache itself, as entries: see origin.py."""
+        return []
 
     def take_back(self, tokens: int) -> None:
         """Forget tokens that steps have just appended: any cache can, also where `crop` raises."""
@@ -539,12 +563,24 @@ class KVCache(Cache):
             with torch.inference_mode(False):
                 self.leftpads = torch.zeros(shape, dtype=torch.int32, device=k.device)
                 self.counters = torch.zeros(1 + shape[0], shape[1], dtype=torch.int32, device=k.device)
-            self._counted = -1
+            self._forget_counters()
+
+    def _forget_counters(self) -> None:
+        """Note that the host does not know what the counters on the device are."""
+        self._counted: list[int] = []  # else the rows behind the first one, each the same for all sequences,
+        self._position: int | None = None  # and that one, if it is the same for all, and none is padded
+        self._versions = -1, -1  # of both tensors then
 
     def _count(self) -> None:
-        for row, offset in zip(self.counters[1:], self._offsets().values(), strict=True):
-            row.fill_(self.length - offset)
-        self._counted = self.length
+        """Set the counters on the device that are not what they should be."""
+        if self._versions != (self.counters._version, self.leftpads._version):  # someone has written to them
+            self._forget_counters()
+        counts = [self.length - offset for offset in self._offsets().values()]
+        if counts != self._counted:
+            for row, count in zip(self.counters[1:], counts, strict=True):
+                row.fill_(count)
+            self._counted = counts
+        self._versions = self.counters._version, self.leftpads._version
 
     def _place_leftpad(self, cache_leftpad: Tensor) -> None:
         for row, offset in zip(self.leftpads, self._offsets().values(), strict=True):

@@ -28,6 +28,7 @@ from .compose import LayerCache, Tokens, make_tables
 from .description import Trunk, leaves, map_tensors
 from .graphs import Program
 from .guard import Snapshot
+from .record import Lists
 from .report import STEP
 from .trunk import fits_cache, pack, trunk
 from .trust import NoStep
@@ -73,10 +74,8 @@ class DecodeStep:
         return self._cache()
 
     def fits(self, parts: Trunk) -> bool:
-        """Whether it is the step of this description, and the cache is where it was."""
-        return parts is self.parts and all(
-            ref() is buffer for ref, buffer in zip(self._buffers, _buffers(self.cache), strict=True)
-        )
+        """Whether it is the step of this description, and the cache is what and where it was."""
+        return parts is self.parts and self._record.holds(self.cache)
 
     def _bind(self) -> None:
         """Collect what the forward reads and writes, and with it the addresses that a graph has to have."""
@@ -88,7 +87,7 @@ class DecodeStep:
             self._offsets = torch.arange(1 - ahead, 1, dtype=torch.int32, device=self.device)
         tables = make_tables(self.parts, self.parts.positions[: cache.capacity])
         tables = {name: self._kept(name, pair) for name, pair in tables.items()}
-        self._buffers = [weakref.ref(buffer) for buffer in _buffers(cache)]
+        self._record = _record(cache)
         self._caches = tuple(
             LayerCache(alias(layer.k), alias(layer.v), *places)
             for layer, places in zip(cache.layers, cache.places(), strict=True)
@@ -108,13 +107,17 @@ class DecodeStep:
     def forward(self) -> Tensor:
         return compose.forward(self.parts, self._hidden, self._where, self._caches)
 
-    def run(self, function: Callable[[], Any]) -> Any:
-        """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph."""
+    def run(self, function: Callable[[], Any], tokens: Tensor | None = None) -> Any:
+        """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph.
+
+        `tokens`: others than those of the buffer.
+        """
         cache, ahead = self.cache, self._ahead
         if cache.make_room(ahead):
             self._bind()
-        compose.embed(self.parts.embedding, self.parts.embed_scale, self.tokens, self._hidden)
-        cache.counters.add_(ahead)
+        tokens = self.tokens if tokens is None else tokens
+        compose.embed(self.parts.embedding, self.parts.embed_scale, tokens, self._hidden)
+        cache.count_ahead(ahead)
         if ahead > 1:
             torch.add(cache.counters[0][:, None], self._offsets, out=self._positions)
         result = self.program.run(function, self.device)
@@ -126,12 +129,21 @@ class DecodeStep:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits behind the tokens, until the next call."""
-        self.tokens.copy_(tokens)
-        return self.run(self.forward)
+        return self.run(self.forward, tokens.long())
 
 
-def _buffers(cache: Any) -> list[Tensor]:
-    return [cache.counters, cache.leftpads, *(buffer for layer in cache.layers for buffer in (layer.k, layer.v))]
+def _record(cache: Any) -> Any:
+    """What a step relies on of its cache, as a record: all but how many tokens it has."""
+    lists = Lists(cache)
+    lists.names += cache.asked_of()
+    lists.tensors += [(0, name, getattr(cache, name)) for name in ("counters", "leftpads")]
+    layers = lists.node(0, "layers", cache.layers)
+    for index, layer in enumerate(cache.layers):
+        place, members = lists.node(layers, index, layer), vars(layer)
+        lists.tensors += [(place, name, members[name]) for name in ("k", "v")]
+        lists.same.append((place, "update", members.get("update")))
+        lists.equal += [(place, name, members.get(name)) for name in ("capacity", "sliding_window", "record_past")]
+    return lists.record()
 
 
 class Decoder:
@@ -194,13 +206,16 @@ class Decoder:
                     self._steps.get(owner, {}).pop(oldest, None)
         return step
 
-    def recorded_forward(self, cache: Any, ahead: int) -> tuple[DecodeStep, Described, list[Any]] | None:
+    def recorded_forward(self, cache: Any, batch: int, ahead: int) -> tuple[DecodeStep, Described, list[Any]] | None:
         """The step of the last forward, if it has a graph that may be replayed before the model is looked at.
 
-        That is where all that it reads is in its place still, which the list keeps alive.
+        That is where all that it reads is in its place still, which the list keeps alive. The cache has been checked
+        when the step was made.
         """
         known, step = self._described, self._steps.get(cache, {}).get(("forward", ahead))
-        if known is None or step is None or step.program.graph is None or not step.fits(known.parts):
+        if known is None or step is None or step.program.graph is None or len(step.tokens) != batch * ahead:
+            return None
+        if not step.fits(known.parts) or not cache.is_even:
             return None
         # The graph's tables of cos and sin end where they begin to depend on the length, or with the cache's capacity.
         if (
@@ -315,7 +330,8 @@ _DECODERS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 def decoder(model: nn.Module) -> Decoder:
     """The decoder of this very model: not of a copy, and not in its pickle."""
-    return _DECODERS.setdefault(model, Decoder())
+    known = _DECODERS.get(model)
+    return _DECODERS.setdefault(model, Decoder()) if known is None else known
 
 
 def release(model: nn.Module) -> None:

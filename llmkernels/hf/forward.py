@@ -38,6 +38,8 @@ _KNOWN = {
 
 def by_step(original: Callable, signature: Any) -> Callable:
     """A forward of a model class that takes the step where it can, and else is `original`."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
     name = cache_name()
 
     @functools.wraps(original)
@@ -54,8 +56,6 @@ def by_step(original: Callable, signature: Any) -> Callable:
         except NoStep as reason:
             state.count_forward(by_forward(reason))
             return original(self, *args, **kwargs)
-        from transformers.modeling_outputs import CausalLMOutputWithPast
-
         return CausalLMOutputWithPast(logits=logits, **{name: cache})
 
     return forward
@@ -98,7 +98,7 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     _check_call(model, given)
     ids, cache = given["input_ids"], given[cache_name()]
     places = Places(given, ids, int(cache.get_seq_length()))
-    logits = _replayed(model, state, ids, cache, places) if is_ours(cache) else None
+    logits = _replayed(model, state, ids, cache, places)
     if logits is None:
         places.check()
         logits = _described(model, state, ids, cache, places)
@@ -127,10 +127,10 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
         raise NoStep(f"the cache given is a {type(cache).__name__}")
     if given.get("use_cache") is False or given.get("return_dict") is False:
         raise NoStep("use_cache=False or return_dict=False")
-    config = model.config
-    if config.output_hidden_states or getattr(config, "_output_attentions", False):
+    config = vars(model.config)  # a look at an attribute of it takes a microsecond each
+    if config.get("output_hidden_states") or config.get("_output_attentions"):
         raise NoStep("output_attentions or output_hidden_states in the config")
-    if getattr(config, "use_cache", True) is False and given.get("use_cache") is None:
+    if config.get("use_cache") is False and given.get("use_cache") is None:
         raise NoStep("use_cache=False in the config")
 
 
@@ -140,22 +140,22 @@ def _replayed(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places:
     The graph is queued first, and the host looks at the model while the GPU works. If the model has changed, the result
     is dropped: the graph has written nothing but keys and values behind the cache's end.
     """
-    recorded = state.recorded_forward(cache, ids.shape[1])
+    recorded = state.recorded_forward(cache, *ids.shape)
     if recorded is None:
         return None
     step, known, _memory = recorded
-    check_cache(cache, known.parts, ids.shape[0])
     cache.begin(places.last - ids.shape[1], places.leftpad)
     logits = step(ids.flatten())
-    holds = False
+    kept = False
     try:
-        places.check()
-        holds = known.snapshot.holds(model)
+        if known.snapshot.holds(model):
+            places.check()  # waits for the device: last
+            kept = True
     finally:
-        if not holds:
+        if not kept:
             cache.take_back(ids.shape[1])
             state.drop_forward(cache, ids.shape[1])  # the next one looks first
-    return logits if holds else None
+    return logits if kept else None
 
 
 def _described(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places: "Places") -> Tensor:
@@ -200,8 +200,8 @@ class Places:
         self.past = past
         self.last: Tensor | int = past + count - 1
         self.leftpad: Tensor | None = None
-        indices = torch.arange(past + count, device=ids.device)
-        facts = {_BAD_IDS: (ids >= 0).all()}
+        indices = None if mask is None and positions is None else torch.arange(past + count, device=ids.device)
+        facts = {}
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.shape != (batch, past + count):
                 raise NoStep("attention_mask is not (batch, tokens)")
@@ -216,19 +216,18 @@ class Places:
             inside = (positions >= 0) & (positions < past + count)
             facts[_BAD_POSITIONS] = inside.all() & (positions == positions[:, :1] + indices[:count]).all()
         self._names = list(facts)
-        self._facts = Reading(torch.stack(list(facts.values())))
+        self._reading = Reading(ids, *([torch.stack(list(facts.values()))] if facts else []))
 
     def check(self) -> None:
         """Raise NoStep for other masks and positions than those of padding on the left, and IndexError for tokens that
         there are none of."""
-        (facts,) = self._facts.wait()
-        for name, holds in zip(self._names, facts.tolist(), strict=True):
-            if not holds and name is _BAD_IDS:
-                raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it
+        ids, *facts = self._reading.wait()
+        if ids.min() < 0:
+            raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it
+        for name, holds in zip(self._names, facts[0].tolist() if facts else (), strict=True):
             if not holds:
                 raise NoStep(name)
 
 
-_BAD_IDS = "input_ids are negative"
 _BAD_MASK = "attention_mask masks more than padding on the left"
 _BAD_POSITIONS = "position_ids do not follow each other, or run ahead of the tokens"

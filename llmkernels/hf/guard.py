@@ -1,23 +1,23 @@
 """Whether a model is still what its description was read from.
 
 inspect_all     every module and parameter of a model is as in its reference: looks at everything, and says why not
-Snapshot        the same as when it was taken: a look at what can have changed, which takes a third of that
+Snapshot        the same as when it was taken: one pass over a flat record, in C++
 check_helpers   generate() asks of the model what its class answers
 check_attention  the model attends by a function of transformers
 """
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import trust
+from . import packing, trust
 from .layers import own_class
-from .origin import UnknownLayout, check_origin
-from .reference import Part, Reference, reference
-from .trust import Distrust, Inspection, Kind, NoStep, calls_only_its_class, hooks_do_nothing
+from .origin import Entry, UnknownLayout, asked_of_origin, check_origin, entry
+from .record import Lists
+from .reference import Part, Reference, attention_function, attention_scope, reference
+from .trust import Distrust, Inspection, NoStep, calls_only_its_class, hooks_do_nothing
 
 
 def inspect_all(model: nn.Module, root: Part) -> None:
@@ -39,118 +39,86 @@ def inspect_all(model: nn.Module, root: Part) -> None:
     visit(model, root)
 
 
+_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _TENSORS = "_parameters", "_buffers"
 
 
-@dataclass(frozen=True)
-class _Module:
-    """A module when the snapshot was taken. `parent` is the index of the one before it that has it, as `name`.
+class _Tree(Lists):
+    """The modules of a model. A module that is as large as it was has no member that hides a child or a parameter."""
 
-    `size` is the number of its members: one that hides a child or a parameter would be one more. `numbers` are the
-    members with a value that a forward may read; `tensors` its parameters and buffers, by where they are and name.
-    """
+    def __init__(self, model: nn.Module, root: Part):
+        super().__init__(model)
+        self.classes: dict[type, None] = {}
+        self.hooked: list[str] = []  # modules with hooks or a forward of their own, which do nothing now
+        self._add(model, root, 0, "")
 
-    parent: int
-    name: str
-    cls: type
-    size: int
-    training: bool
-    children: int
-    has_config: bool
-    numbers: tuple[tuple[str, Any], ...]
-    counts: tuple[int, int]
-    tensors: tuple[tuple[str, str, tuple], ...]
+    def _add(self, module: nn.Module, part: Part, index: int, path: str) -> None:
+        members = vars(module)
+        self.classes[type(module)] = None
+        self.same += [(index, name, members[name]) for name in ("training", "config") if name in members]
+        self.equal += [(index, name, members.get(name)) for name in (*dict(part.kind.numbers), *part.read)]
+        for kind in _TENSORS:
+            place = self.node(index, kind, members[kind])
+            self.tensors += [(place, name, tensor) for name, tensor in members[kind].items()]
+        for kind in _HOOKS:
+            self.node(index, kind, members[kind])
+        if "forward" in members or any(members[kind] for kind in _HOOKS):
+            self.hooked.append(path)
+        children = self.node(index, "_modules", members["_modules"])
+        for name, part_of_it in part.parts.items():
+            child = members["_modules"][name]
+            self._add(child, part_of_it, self.node(children, name, child), f"{path}.{name}".lstrip("."))
 
 
 class Snapshot:
-    """What a model is. Keeps nothing of it alive. Raises NoStep where the model can not be read."""
+    """What a model is. Keeps no module and no tensor alive. Raises NoStep where the model can not be read."""
 
     def __init__(self, model: nn.Module):
         expected = _reference_of(model)
-        self._reference = weakref.ref(expected)
         _inspect(model, expected.root)
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
-        self._classes: dict[tuple[type, Kind], None] = {}
-        self._modules: list[_Module] = []
-        self._tensors: list[tuple[weakref.ref, int]] = []
-        self._add(model, expected.root, 0, "")
-
-    def _add(self, module: nn.Module, part: Part, parent: int, name: str) -> None:
-        members, index = vars(module), len(self._modules)
-        self._classes[type(module), part.kind] = None
-        named = [name for name, _ in part.kind.numbers] + list(part.read)
-        tensors = [(kind, name, x) for kind in _TENSORS for name, x in members[kind].items()]
-        self._modules.append(
-            _Module(
-                parent=parent,
-                name=name,
-                cls=type(module),
-                size=len(members),
-                training=module.training,
-                children=len(members["_modules"]),
-                has_config="config" in members,
-                numbers=tuple((name, members.get(name)) for name in named),
-                counts=tuple(len(members[kind]) for kind in _TENSORS),
-                tensors=tuple((kind, name, _identity(x)) for kind, name, x in tensors),
-            )
-        )
-        self._tensors += [(weakref.ref(x), x.data_ptr()) for _, _, x in tensors if x is not None]
-        for name, child in part.parts.items():
-            self._add(members["_modules"][name], child, index, name)
+        self._attention, self._scope = expected.attention, attention_scope(model)
+        tree = _Tree(model, expected.root)
+        tree.same += [(0, name, None) for name in _HELPERS]
+        config = tree.node(0, "config", model.config)
+        tree.equal += [(config, name, value) for name, value in expected.config.items()]
+        tree.names += [*map(entry, expected.names), *_asked_of_helpers(model)]
+        tree.names += [name for cls in tree.classes for name in trust.asked_of(cls)]
+        tensors = [tensor for _, _, tensor in tree.tensors if tensor is not None]
+        self._hooked = tree.hooked
+        # A weight that is written in place is the same, since a step reads it as it is; a buffer is not, since tables
+        # may have been made of it.
+        self._buffers = [(weakref.ref(x), _version(x)) for x in tensors if not isinstance(x, nn.Parameter)]
+        self._record = tree.record(list({packing.memory_of(tensor): tensor for tensor in tensors}.values()))
 
     def memory(self) -> list[torch.UntypedStorage] | None:
-        """What keeps the memory of all parameters and buffers alive, or None if one of them is not where it was."""
-        found = []
-        for ref, address in self._tensors:
-            tensor = ref()
-            if tensor is None or tensor.data_ptr() != address:
-                return None
-            found.append(tensor.untyped_storage())
-        return found
+        """What keeps the memory of all parameters and buffers alive, or None if some of it is not where it was."""
+        return self._record.memory()
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model is the same. Asked while what `memory` gave is alive, so that no other tensor can have the
         place of one."""
         trust.check_surroundings()
-        expected = _reference_of(model)
-        if self._reference() is not expected:
-            return False
-        check_helpers(model)
-        if not self._is_untouched(model):
-            _inspect(model, expected.root)
-            return False
-        return not torch.is_autocast_enabled(model.device.type)
+        return (
+            self._record.holds(model)
+            and attention_function(model.config, self._scope) is self._attention
+            and all((x := buffer()) is not None and _version(x) == version for buffer, version in self._buffers)
+            and all(self._does_nothing(model.get_submodule(name)) for name in self._hooked)
+            and not torch.is_autocast_enabled(self._device.type)
+        )
 
-    def _is_untouched(self, model: nn.Module) -> bool:
-        config, found, root = model.config, [], {"": model}
-        try:
-            for cls, kind in self._classes:
-                trust.check_class(cls, kind)
-            for known in self._modules:
-                module = (found[known.parent]["_modules"] if found else root)[known.name]
-                members = module.__dict__
-                found.append(members)
-                if (
-                    type(module) is not known.cls
-                    or len(members) != known.size
-                    or members["training"] is not known.training
-                    or len(members["_modules"]) != known.children
-                    or (known.has_config and members["config"] is not config)
-                    or ((members["_forward_hooks"] or members["_forward_pre_hooks"]) and not hooks_do_nothing(members))
-                    or ("forward" in members and not calls_only_its_class(module, self._dtype, self._device))
-                    or (len(members["_parameters"]), len(members["_buffers"])) != known.counts
-                ):
-                    return False
-                for name, value in known.numbers:
-                    if members.get(name) != value:
-                        return False
-                for kind, name, identity in known.tensors:
-                    if _identity(members[kind][name]) != identity:
-                        return False
-        except (KeyError, AttributeError, UnknownLayout):
-            return False
-        return True
+    def _does_nothing(self, module: nn.Module) -> bool:
+        """Whether what was put on a module still can be left out."""
+        members = vars(module)
+        return hooks_do_nothing(members) and (
+            "forward" not in members or calls_only_its_class(module, self._dtype, self._device)
+        )
+
+
+def _version(x: Tensor) -> Any:
+    """What is another one when a buffer has been written in place."""
+    return x.tolist() if x.is_inference() else x._version  # which a tensor made in inference mode has not
 
 
 def _reference_of(model: nn.Module) -> Reference:
@@ -167,17 +135,6 @@ def _inspect(model: nn.Module, root: Part) -> None:
         raise reason.named_in(model) from None
 
 
-def _identity(x: Tensor | None) -> tuple:
-    """What tells a tensor from another while it is alive, and from itself with other data. A weight that is written in
-    place is the same, since a step reads it as it is; a buffer is not, since tables may have been made of it."""
-    if x is None:
-        return ()
-    version = None
-    if not isinstance(x, nn.Parameter):
-        version = x.tolist() if x.is_inference() else x._version  # which a tensor made in inference mode has not
-    return id(x), x.data_ptr(), x.dtype, x.shape, x.stride(), version
-
-
 # --- the rest of what generate() asks of a model
 
 _HELPERS = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "__call__")
@@ -185,10 +142,7 @@ _HELPERS = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_fo
 
 def check_helpers(model: nn.Module) -> None:
     """generate() asks nothing else of the model than of its family's class."""
-    patched = type(model)  # which another thread may change meanwhile
-    if "original" not in vars(patched):
-        raise NoStep("the model is not patched for it")
-    original = patched.original
+    original = _original(model)
     known = own_class(original)
     for name in _HELPERS:
         if name in vars(model) or getattr(original, name) is not getattr(known, name):
@@ -197,3 +151,20 @@ def check_helpers(model: nn.Module) -> None:
             check_origin(getattr(known, name), ("transformers", "torch"))  # torch's: decorators such as no_grad
         except UnknownLayout as reason:
             raise NoStep(f"{name}: {reason}") from None
+
+
+def _asked_of_helpers(model: nn.Module) -> list[Entry]:
+    """What `check_helpers` looks at but for the model's own members: it finds nothing else where these are the same."""
+    original = _original(model)
+    known, entries = own_class(original), []
+    for name in _HELPERS:
+        entries += [(cls, name, getattr(cls, name)) for cls in (original, known)]
+        entries += asked_of_origin(getattr(known, name))
+    return entries
+
+
+def _original(model: nn.Module) -> type[nn.Module]:
+    patched = type(model)  # which another thread may change meanwhile
+    if "original" not in vars(patched):
+        raise NoStep("the model is not patched for it")
+    return patched.original

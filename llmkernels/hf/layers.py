@@ -60,7 +60,7 @@ class Patched(Replaced):
 
     `made` is that forward, `options` what it computes, a dataclass of families.py; a LoRA layer has none.
     `is_current()` says whether it still stands for what the original computes: False where somebody has replaced a
-    function that it was made from.
+    function that it was made from; `is_current.calls` are these functions, as names.
     """
 
     made: Callable
@@ -502,6 +502,7 @@ def _is_current(cls: type[nn.Module], forward: Callable, calls: tuple[Name, ...]
     def is_current() -> bool:
         return cls.forward is forward and (torch.compiler.is_compiling() or hold(calls))
 
+    is_current.calls = calls
     return is_current
 
 

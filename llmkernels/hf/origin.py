@@ -3,9 +3,11 @@
 check_origin(function)      it is transformers' own
 names_of(function, cls)     what it calls by name, however deep
 hold(names)                 whether the names still stand for that
+entry(name)                 a name as csrc/record.h looks it up
 """
 
 import functools
+import gc
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +49,29 @@ _KINDS = types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorTy
 def hold(names: Iterable[Name]) -> bool:
     """Whether names still stand for what they stood for."""
     return all(get(name) is value for get, name, value in names)
+
+
+Entry = tuple[Any, str, Any]  # an item of a dict, or an attribute of anything else: whose, the name, and the value
+
+
+def entry(name: Name) -> Entry:
+    """A name as an entry: of a class, the dict behind the view that vars() gives."""
+    get, text, value = name
+    owner = get.__self__
+    return (owner if isinstance(owner, dict) else gc.get_referents(owner)[0], text, value)
+
+
+def asked_of_origin(function: Any) -> list[Entry]:
+    """What `check_origin` looks at: it finds nothing else where these are the same."""
+    entries = []
+    while function is not None:
+        scope, members = getattr(function, "__globals__", None), getattr(function, "__dict__", None)
+        if scope is not None:
+            entries.append((scope, "__name__", scope.get("__name__")))
+        if isinstance(members, dict):
+            entries.append((members, "__wrapped__", members.get("__wrapped__")))
+        function = getattr(function, "__wrapped__", None)
+    return entries
 
 
 def names_of(function: Callable, cls: type = object) -> tuple[Name, ...]:

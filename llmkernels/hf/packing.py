@@ -54,6 +54,16 @@ def packed(parameters: Sequence[Tensor]) -> Tensor | None:
     return _on(storage, offset, (rows, *first.shape[1:]), first)
 
 
+def memory_of(tensor: Tensor) -> int:
+    """The same number for tensors of which each keeps the memory of the others alive."""
+    storage = tensor.untyped_storage()
+    if (ref := _bases.get(tensor.data_ptr())) is not None:
+        base = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+        if base is not None and base.data_ptr() <= tensor.data_ptr() < base.data_ptr() + base.nbytes():
+            return base._cdata  # memory within a living storage can not be another's
+    return storage._cdata
+
+
 def _on(storage: torch.UntypedStorage, offset: int, shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, offset, shape, like.stride())
 

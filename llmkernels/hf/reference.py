@@ -89,18 +89,32 @@ def _of_account(config: Any) -> dict[str, Any]:
 
 def _attention_of(model: nn.Module) -> Callable:
     """The function by which a model attends. Raises NoStep unless it is of transformers: it may compute anything."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    attention = next((module for module in model.modules() if is_attention(module)), None)
-    if attention is None:
-        raise NoStep("the model has no attention")
-    eager = vars(sys.modules[own_class(type(attention)).__module__]).get("eager_attention_forward")
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, eager)
+    function = attention_function(model.config, attention_scope(model))
     try:
         check_origin(function)
     except UnknownLayout:
         raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}") from None
     return function
+
+
+def attention_function(config: Any, scope: dict[str, Any]) -> Callable:
+    """The function that a config names, for attentions of a file with these globals."""
+    return _attention_functions().get_interface(config._attn_implementation, scope.get("eager_attention_forward"))
+
+
+@functools.cache
+def _attention_functions() -> Any:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
+
+
+def attention_scope(model: nn.Module) -> dict[str, Any]:
+    """The globals of the file that a model's attention is from."""
+    attention = next((module for module in model.modules() if is_attention(module)), None)
+    if attention is None:
+        raise NoStep("the model has no attention")
+    return vars(sys.modules[own_class(type(attention)).__module__])
 
 
 class _WithoutRandomNumbers(TorchDispatchMode):

@@ -8,6 +8,7 @@ calls, and nothing may compute otherwise.
     proof.py       a small model of the same class and config computes what the description says that it does
 """
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -389,18 +390,21 @@ def fits_cache(cache: Any, parts: Trunk, batch: int) -> bool:
 
 def is_ours(cache: Any) -> bool:
     """Whether a step runs on this cache as it is."""
-    from .adopt import AdoptedCache
-    from .cache import KVCache
-
-    return type(cache) is KVCache or (type(cache) is AdoptedCache and cache.is_intact)
+    ours, adopted, _ = _cache_types()
+    return type(cache) is ours or (type(cache) is adopted and cache.is_intact)
 
 
 def may_become_ours(cache: Any) -> bool:
     """Whether a cache is one of ours, or of the kind that becomes one."""
+    return type(cache) in _cache_types()
+
+
+@functools.cache
+def _cache_types() -> tuple[type, ...]:
     from .adopt import AdoptedCache, DynamicCache
     from .cache import KVCache
 
-    return type(cache) in (KVCache, AdoptedCache, DynamicCache)
+    return KVCache, AdoptedCache, DynamicCache
 
 
 # --- packing

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .layers import Patched, Replaced, own_class
 from .layout import UnknownLayout, check_origin
+from .origin import Entry, asked_of_origin, entry
 
 # Modes that change no result, and need not see what is computed. DeviceContext is that of set_default_device.
 OBSERVERS = {DeviceContext}
@@ -176,6 +177,23 @@ def check_class(cls: type, kind: Kind) -> None:
     for name, original in _CALLS.items():
         if getattr(cls, name) is not original:
             check_origin(getattr(cls, name), ("transformers", "torch"))
+
+
+def asked_of(cls: type) -> list[Entry]:
+    """What `check_class` looks at: it finds nothing else where these are the same."""
+    entries = [(cls, name, getattr(cls, name)) for name in ("__mro__", "forward", *_CALLS)]
+    for name in ("forward", *_CALLS):
+        entries += asked_of_origin(getattr(cls, name))
+    for base in cls.__mro__[: cls.__mro__.index(own_class(cls)) + 1]:
+        entries += [
+            (base, "__module__", base.__module__),
+            entry((vars(base).get, "original", vars(base).get("original"))),
+        ]
+    if issubclass(cls, Patched):
+        entries += [(cls, "made", cls.made), (cls, "is_current", cls.is_current), *map(entry, cls.is_current.calls)]
+    if issubclass(cls, Replaced):
+        entries += asked_of(cls.original)
+    return entries
 
 
 def _name(cls: type) -> str:
