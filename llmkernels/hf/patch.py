@@ -83,7 +83,9 @@ def patch(
 
     Only this instance changes: modules get a subclass of their class, parameters and state dict stay as they are.
     A module that cannot be replaced faithfully is left alone: one with a forward of its own on the instance, with
-    an activation without a kernel, on a device without one, or whose class computes something else than expected.
+    an activation without a kernel, on a device without one, or whose class computes something else than expected. What
+    accelerate puts around a model's forward for mixed precision stays around the replacement, and around the original
+    after `unpatch`.
     Layers look at their hooks on every call and run unfused where a hook has to see the unfused value. Where the
     forward of a class is replaced later, the modules of that class run that one. The decode step looks at every module
     and parameter in every call, and leaves the call to the modules where one is not what it was: see trust.py.
