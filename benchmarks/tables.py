@@ -1,4 +1,4 @@
-"""The tables of README.md and results/README.md, written from the results files: `python -m benchmarks show`.
+"""The tables of the documents, written from the results files: `python -m benchmarks show`.
 
 A table stands between `<!-- table NAME -->` and `<!-- end -->`; a test compares it with the results.
 """
@@ -33,7 +33,7 @@ from benchmarks.report import METHODS, cases
 from benchmarks.results import load
 from benchmarks.sections import COMMANDS
 
-DOCUMENTS = ("README.md", "results/README.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "results/README.md")
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SIZES = ((1, 512), (1, 8192), (8, 512), (64, 512))  # batch and context of the README's table of decoding
 NO_PEERS = ("generate", "forward", "empty")

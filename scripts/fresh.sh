@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs a wheel as the README says, without pins, which takes the newest torch and transformers there are, into an
-# environment made anew, LLMKERNELS_VENV (.venv-fresh), and runs the README's examples there.
+# environment made anew, LLMKERNELS_VENV (.venv-fresh), and runs the examples of README.md and docs/ there.
 #
 #   bash scripts/fresh.sh FILE
 set -euo pipefail

@@ -29,7 +29,7 @@ from fingerprint import LIBRARY_SOURCES, fingerprint
 from mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parent.parent
-TREE = ["csrc", "llmkernels", "scripts", "tests", "setup.py", "pyproject.toml", "README.md", "MANIFEST.in"]
+TREE = ["csrc", "docs", "llmkernels", "scripts", "tests", "setup.py", "pyproject.toml", "README.md", "MANIFEST.in"]
 LIBRARY = Path("llmkernels") / "libllmkernels.so"
 BASELINE = "unchanged"
 LIMIT_S = 300

@@ -19,7 +19,7 @@ if [ ${#setup[@]} -gt 0 ]; then
   copy=build/wheel-tests
   rm -rf "$copy"
   mkdir -p "$copy"
-  cp -r README.md benchmarks examples pyproject.toml scripts setup.py tests "$copy"
+  cp -r README.md benchmarks docs examples pyproject.toml scripts setup.py tests "$copy"
   cd "$copy"
 fi
 exec "$python" -m pytest "$@"

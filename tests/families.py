@@ -217,7 +217,7 @@ FAMILIES = {
 
 @dataclass
 class Expected:
-    """What runs of a family: README.md has it as a table. `no_step` is why it does not decode by the decode step."""
+    """What runs of a family, as a table of docs/models.md has it. `no_step` is why it has no decode step."""
 
     title: str
     ops: dict  # of one forward, with an image if it takes one, and how often each

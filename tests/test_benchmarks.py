@@ -404,7 +404,7 @@ def test_the_tables_of_the_documents_are_of_the_committed_results():
         assert tables.filled(text, committed) == text, f"{name}: python -m benchmarks show"
         found |= {block[2] for block in tables.BLOCK.finditer(text)}
         assert text.count("<!-- table") == text.count("<!-- end -->") == len(tables.BLOCK.findall(text))
-        for picture in re.findall(r"\]\((?:results/)?(\w+\.png)\)", text):
+        for picture in re.findall(r"\]\((?:\.\./)?(?:results/)?(\w+\.png)\)", text):
             assert (ROOT / "results" / picture).exists()
     assert found == set(tables.TABLES)
 

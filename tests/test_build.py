@@ -279,5 +279,6 @@ def test_sdist_holds_all_that_builds_and_tests_it(tmp_path):
     for folder in ("benchmarks", "csrc", "llmkernels", "scripts", "tests"):
         files = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in suffixes}
         assert files - held == set()
-    assert {Path("setup.py"), Path("pyproject.toml"), Path("README.md"), Path("LICENSE")} <= held
+    documents = {path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*"))}
+    assert {Path("setup.py"), Path("pyproject.toml"), Path("LICENSE"), *documents} <= held
     assert not any(path.suffix in (".so", ".pyc") for path in held)

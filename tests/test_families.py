@@ -1,6 +1,6 @@
 """Every family of decoders, patched: the same logits, tokens and gradients as unpatched, and which ops run.
 
-EXPECTED is what README.md has as a table, and it is what runs.
+EXPECTED is what docs/models.md has as a table, and it is what runs.
 """
 
 import copy
@@ -185,7 +185,7 @@ def test_the_rest_has_a_reason(name):
     assert no_step in decode.reason if no_step else decode.reason is None, decode
 
 
-# --- README
+# --- docs/models.md
 
 
 _GROUPS = {
@@ -196,9 +196,9 @@ _GROUPS = {
 }
 
 
-def test_table_in_the_readme():
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    table = re.search(r"^### Families\n(?:.*\n)*?((?:\|.*\n)+)", readme, re.MULTILINE)[1]
+def test_table_of_families():
+    page = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+    table = re.search(r"^## Families\n(?:.*\n)*?((?:\|.*\n)+)", page, re.MULTILINE)[1]
     header, _, *rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
     assert header == ["family", *_GROUPS, "decode step"]
     found = {family: cells for family, *cells in rows}

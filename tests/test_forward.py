@@ -20,7 +20,7 @@ from llmkernels.hf.trust import NoStep
 
 NEW = 9
 STEP = "by the decode step"
-# Those that README.md says to have a decode step, but for those whose tables would change on the way.
+# Those that docs/models.md says to have a decode step, but for those whose tables would change on the way.
 DESCRIBED = [
     name
     for name, runs in EXPECTED.items()

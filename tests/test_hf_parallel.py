@@ -52,12 +52,13 @@ WRAPPERS = {
 }
 
 
-def gradients(wrap, training):
+def gradients(wrap, training, when="before"):
     """Loss, logits and gradients of a step, each rank with tokens of its own; the report's row of the loss, and how
     many ops made logits before somebody read them."""
     model = tiny_model().train()
-    handle = llmkernels.patch(model, training=training)
+    handle = llmkernels.patch(model, training=training) if when == "before" else None
     wrapped = wrap(model)
+    handle = handle or llmkernels.patch(wrapped, training=training)
     ids = tiny_inputs("cpu", seed=dist.get_rank())
     with ComputedLogits() as computed:
         output = wrapped(input_ids=ids, labels=ids)
@@ -72,23 +73,23 @@ def worker(rank, name, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     wrap = WRAPPERS[name]
-    loss, logits, found, (row, computed) = gradients(wrap, training=True)
     expected_loss, expected_logits, expected, _ = gradients(wrap, training=False)
-    if name.endswith("apart"):  # a head that is sharded apart has to be called, so that its weight is gathered
-        assert row.runs == {"without a kernel": 1}
-        assert "lm_head has to be called" in row.left_alone[""]
-    else:
-        assert row.runs == {"llmkernels::linear_cross_entropy": 1}
-        assert row.patched == [""]
-        # DDP clones the outputs then, and hooks of FSDP2 look at them in newer versions of torch.
-        assert computed == 0 or name in ("ddp_with_unused_parameters", "fsdp")
-    assert_close(loss, expected_loss, 1e-4)
-    assert_close(logits, expected_logits, 1e-4)
-    assert found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        if gradient.numel() > 0:  # of FSDP1 it is what this rank has
-            assert gradient.abs().max() > 0, key
-            assert_close(found[key], gradient, 1e-4)
+    for when in ("before", "after"):  # patched, that is
+        loss, logits, found, (row, computed) = gradients(wrap, training=True, when=when)
+        if name.endswith("apart"):  # a head that is sharded apart has to be called, so that its weight is gathered
+            assert row.runs == {"without a kernel": 1}
+            assert "lm_head has to be called" in str(row.left_alone)
+        else:
+            assert row.runs == {"llmkernels::linear_cross_entropy": 1}
+            assert len(row.patched) == 1 and not row.left_alone
+            assert computed == 0 or name == "ddp_with_unused_parameters"  # DDP clones the outputs then
+        assert_close(loss, expected_loss, 1e-4)
+        assert_close(logits, expected_logits, 1e-4)
+        assert found.keys() == expected.keys()
+        for key, gradient in expected.items():
+            if gradient.numel() > 0:  # of FSDP1 it is what this rank has
+                assert gradient.abs().max() > 0, key
+                assert_close(found[key], gradient, 1e-4)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -509,7 +509,10 @@ def _is_current(cls: type[nn.Module], forward: Callable, calls: tuple[Name, ...]
 def _stepping_aside(
     cls: type[nn.Module], is_current: Callable[[], bool], forward: Callable, takes_one: bool = False
 ) -> Callable:
-    """`forward`, or where it is not current any more the forward of cls. `takes_one`: an argument of any name."""
+    """`forward`, or where it is not current any more the forward of cls. `takes_one`: an argument of any name.
+
+    It has the signature of cls's, and no `__wrapped__`, by which accelerate would find that one and leave ours out.
+    """
 
     @functools.wraps(forward)
     def forward_or_original(self, *args, **kwargs):
@@ -520,4 +523,6 @@ def _stepping_aside(
             return forward(self, *args, *kwargs.values())
         return forward(self, *args, **kwargs)
 
+    forward_or_original.__signature__ = inspect.signature(forward)
+    del forward_or_original.__wrapped__
     return forward_or_original

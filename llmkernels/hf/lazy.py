@@ -13,7 +13,10 @@ from torch.utils._pytree import tree_map_only
 _READS_NOTHING = {
     *(getattr(Tensor, name) for name in ("to", "float", "double", "half", "bfloat16")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "register_hook")),
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "_base")
+    ),
     torch.is_floating_point,
 }
 

@@ -1,5 +1,6 @@
 """patch, unpatch and the handle between them."""
 
+import types
 import weakref
 from collections.abc import Callable
 
@@ -30,10 +31,12 @@ from .layers import (
 )
 from .layout import UnknownLayout, kind_of
 from .report import NOT_ASKED, Decode, Report, Row
-from .trust import calls_its_class, calls_only_its_class
+from .trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
+# By function that was set here as the forward of a module: the one that was there before, and what that comes to.
+_BEFORE: weakref.WeakKeyDictionary[Callable, tuple[Callable, Callable]] = weakref.WeakKeyDictionary()
 
 
 def patch(
@@ -73,14 +76,16 @@ def patch(
             ``linear_cross_entropy``, which takes a part of the memory. The output's logits are computed when somebody
             reads them, which is an error once the weights have changed; a compiled model gives none. The layers have
             gradients in any case. Adapters of PEFT's LoRA around linear layers run on ``lora_linear``, where they are
-            there already: patch the model after ``get_peft_model``, and before ``accelerator.prepare``.
+            there already: patch the model after ``get_peft_model``; before ``accelerator.prepare`` or after it.
 
     Returns:
         a PatchHandle. Its `report()` says what runs on which kernel, and why anything was left alone.
 
     Only this instance changes: modules get a subclass of their class, parameters and state dict stay as they are.
     A module that cannot be replaced faithfully is left alone: one with a forward of its own on the instance, with
-    an activation without a kernel, on a device without one, or whose class computes something else than expected.
+    an activation without a kernel, on a device without one, or whose class computes something else than expected. What
+    accelerate puts around a model's forward for mixed precision stays around the replacement, and around the original
+    after `unpatch`.
     Layers look at their hooks on every call and run unfused where a hook has to see the unfused value. Where the
     forward of a class is replaced later, the modules of that class run that one. The decode step looks at every module
     and parameter in every call, and leaves the call to the modules where one is not what it was: see trust.py.
@@ -128,11 +133,9 @@ def patch(
         raise ValueError(f"patch: nothing to patch\n{handle.report()}")
     with packing.LOCK:
         for module, cls in plan.items():
-            if issubclass(cls, Patched):
-                vars(module).pop("forward", None)  # left behind, and no more than its class's
             if issubclass(cls, Generating):
                 decoding.forget(module)  # what a call noted that was still under way when unpatch ended
-            module.__class__ = cls
+            _change_class(module, cls)
             _PATCHES[module] = handle.token
     return handle
 
@@ -153,13 +156,11 @@ def unpatch(model: nn.Module) -> None:
                 raise RuntimeError(
                     f"unpatch: the class of {name} must be the patched one, got {type(module)} made later"
                 )
-            if isinstance(module, Patched) and "forward" in vars(module) and not calls_only_its_class(module):
+            if isinstance(module, Patched) and _has_own_forward(module) and not _is_around(module):
                 raise RuntimeError(f"unpatch: {name} must not have a forward of its own, got one set after patch()")
         for module in replaced.values():
             _PATCHES.pop(module, None)
-            if isinstance(module, Patched):
-                vars(module).pop("forward", None)
-            module.__class__ = type(module).original
+            _change_class(module, type(module).original)
             forget_runs(module)
         packing.unpack(model)
     for module in replaced.values():
@@ -326,8 +327,9 @@ def _unit(module: nn.Module, kind: str) -> Callable | None:
 
 def _obstacle(module: nn.Module, kind: str) -> str | None:
     """Why a module of a known kind cannot be patched, or None."""
-    if _has_own_forward(module):
-        by = "by accelerate: patch the model before that" if calls_its_class(module) else "on the instance"
+    if _has_own_forward(module) and not (kind == "loss" and _is_around(module)):
+        by_hooks = is_of_accelerate(module)
+        by = "by hooks of accelerate: patch the model before those" if by_hooks else "on the instance"
         return f"it has a forward of its own, set {by}"
     try:
         cls = getattr(type(module), "original", type(module))
@@ -361,7 +363,7 @@ def _fallback(module: nn.Module, kind: str) -> str | None:
     if weight is not None and not has_kernel(weight):
         return f"no kernel for {weight.dtype} on {weight.device.type}"
     cls = type(module)
-    if _has_own_forward(module) and not calls_its_class(module):
+    if "forward" in vars(module) and not runs_made_forward(module):
         return "it has a forward of its own, set on the instance"
     if cls.forward is not cls.made or not cls.is_current():
         return "the forward of its class was replaced"
@@ -386,6 +388,27 @@ def _fallback(module: nn.Module, kind: str) -> str | None:
 
 def _has_own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and not calls_only_its_class(module)
+
+
+def _is_around(module: nn.Module) -> bool:
+    """Whether the forward set on a module is what accelerate has put around its class's for mixed precision."""
+    return around(module, type(module).forward) is not None
+
+
+def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Change the class of a module. What accelerate has put around its forward is around that of the new class then."""
+    if "forward" in vars(module):
+        if calls_only_its_class(module):
+            del module.forward  # left behind, and no more than its class's
+        elif (made := around(module, cls.forward)) is not None:
+            forward = module.forward.__func__
+            before, reached = _BEFORE.get(forward, (None, None))
+            if reached is cls.forward:
+                made = types.MethodType(before, module)
+            else:
+                _BEFORE[made.__func__] = forward, type(module).forward
+            module.forward = made
+    module.__class__ = cls
 
 
 def _no_kernel_for(activation) -> str:

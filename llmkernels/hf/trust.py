@@ -229,21 +229,26 @@ def calls_only_its_class(module: nn.Module, dtype: torch.dtype | None = None, de
     accelerate leaves that behind when its hooks go. With a dtype and a device of the weights, its hooks that move
     nothing and its autocast to that very dtype, which changes nothing, are looked through as well.
     """
+    own = _own(type(module))
     if dtype is None:
-        return _comes_to_its_class(module, lambda forward: None)
-    return _comes_to_its_class(
-        module, lambda forward: _inside(module, forward) if _adds_nothing(module, forward, dtype, device) else None
+        return _comes_to(own, module, lambda forward: None)
+    return _comes_to(
+        own, module, lambda forward: _inside(module, forward) if _adds_nothing(module, forward, dtype, device) else None
     )
 
 
-def calls_its_class(module: nn.Module) -> bool:
+def is_of_accelerate(module: nn.Module) -> bool:
     """Whether the forward set on a module is accelerate's, which comes to its class's forward, whatever it adds."""
-    return _comes_to_its_class(module, functools.partial(_inside, module))
+    return _comes_to(_own(type(module)), module, functools.partial(_inside, module))
 
 
-def _comes_to_its_class(module: nn.Module, inside: Callable[[Any], Any]) -> bool:
+def runs_made_forward(module: nn.Module) -> bool:
+    """Whether the forward set on a patched module comes to the one made for its class, and not to the original's."""
+    return _comes_to(_forwards(type(module)), module, functools.partial(_inside, module))
+
+
+def _comes_to(own: set[Callable], module: nn.Module, inside: Callable[[Any], Any]) -> bool:
     forward = vars(module)["forward"]
-    own = {type(module).forward, *_wrapped_by(type(module).forward)}
     while forward is not None:
         if isinstance(forward, types.MethodType):
             if forward.__self__ is not module:
@@ -255,13 +260,48 @@ def _comes_to_its_class(module: nn.Module, inside: Callable[[Any], Any]) -> bool
     return False
 
 
+def _own(cls: type) -> set[Callable]:
+    """The forwards that stand for a class's: its own, and where it was made here, the original's, too."""
+    return _forwards(cls) | (_forwards(cls.original) if issubclass(cls, Replaced) else set())
+
+
+def _forwards(cls: type) -> set[Callable]:
+    return {cls.forward, *_wrapped_by(cls.forward)}
+
+
+def around(module: nn.Module, inner: Callable) -> types.MethodType | None:
+    """What accelerate has put around a module's forward for mixed precision, around `inner` instead.
+
+    None where the forward set on the module is another's, or that of accelerate's hooks.
+    """
+    forward = vars(module)["forward"]
+    if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
+        return None
+    made = _around(forward.__func__, inner, _own(type(module)))
+    return None if made is None else types.MethodType(made, module)
+
+
+def _around(forward: Any, inner: Callable, own: set[Callable]) -> Callable | None:
+    wrap, function = _autocast_and_function(forward)
+    converter = getattr(forward, "__wrapped__", None)
+    if type(converter).__module__ == _CONVERSION:
+        wrap, function = forward.__globals__["convert_outputs_to_fp32"], converter.model_forward
+    if wrap is None:
+        return None
+    made = inner if function in own else _around(function, inner, own)
+    return None if made is None else wrap(made)
+
+
+_CONVERSION = "accelerate.utils.operations"  # of convert_outputs_to_fp32, which logits are converted to in any case
+
+
 def _inside(module: nn.Module, forward: Any) -> Any:
     """What a wrapper of accelerate's around a module's forward calls; None if it is another's."""
     if isinstance(forward, functools.partial):  # add_hook_to_module
         is_hook = forward.func.__module__ == "accelerate.hooks" and forward.args == (module,)
         return vars(module).get("_old_forward") if is_hook else None
     origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
-    if origin == "accelerate.utils.operations":  # convert_outputs_to_fp32, which logits are converted to in any case
+    if origin == _CONVERSION:
         return getattr(forward, "model_forward", None) or getattr(forward, "__wrapped__", None)
     return _autocast_and_function(forward)[1]
 

@@ -498,6 +498,22 @@ CPU = [
         "tests/test_hf_trust.py -k active_modes",
     ),
     Mutation(
+        "py_wrapped_forwards_stay",
+        "a model that accelerate has prepared before patch() runs transformers' forward, and its loss",
+        "llmkernels/hf/patch.py",
+        "elif (made := around(module, cls.forward)) is not None:",
+        "elif (made := around(module, type(module).forward)) is not None:",
+        "tests/test_hf_loss.py -k patched_after_accelerate",
+    ),
+    Mutation(
+        "py_views_are_looked_for",
+        "a wrapper that asks whether the logits are a view computes them",
+        "llmkernels/hf/lazy.py",
+        ', "requires_grad", "_base")',
+        ', "requires_grad")',
+        "tests/test_hf_loss.py -k read_nothing",
+    ),
+    Mutation(
         "py_replaced_functions_are_not_seen",
         "a function of torch that was replaced is not called",
         "llmkernels/hf/trust.py",
