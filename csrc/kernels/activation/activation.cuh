@@ -3,6 +3,7 @@
 #include <cfloat>
 
 #include "device/ptx.cuh"
+#include "device/shifted.cuh"
 #include "device/vec.cuh"
 #include "kernels/launch.h"
 #include "params/glu.h"
@@ -10,6 +11,7 @@
 namespace llmk::kernels::activation {
 
 constexpr int kThreads = 256;
+constexpr int kSkewedBlocksPerSm = 4;  // for rows that are not aligned, which take more registers
 
 // The activations. kBlocksPerSm gives the forward enough registers to load both operands before the arithmetic. Without
 // a bound the compiler saves registers: it loads the second operand halfway through.
@@ -155,6 +157,30 @@ vector_position(unsigned blocks_per_row) {  // the division takes most of the ti
   return {row, (static_cast<int64_t>(block) * kThreads + threadIdx.x) * N};
 }
 
+// How a thread accesses its vector: columns [c, c + N) of rows of `cols`. Rows that are not all aligned have their
+// loads cut out of two, and the thread takes the aligned vectors of the result (device/shifted.cuh).
+template <typename T, bool kAligned>
+struct RowAccess {
+  static constexpr int N = kVecWidth<T>;
+  using V = Vec<T, N>;
+
+  int64_t cols;
+  uint64_t policy;
+
+  // The column of the thread's vector of `result`, may be before the row or behind it.
+  __device__ int64_t column(const T* result, int64_t col) const { return kAligned ? col : col - misalignment(result); }
+  __device__ V load(const T* row, int64_t c) const {
+    return kAligned ? V::load(row + c, policy) : load_shifted(row, c, int64_t{0}, cols);
+  }
+  __device__ void store(const V& value, T* row, int64_t c) const {
+    if constexpr (kAligned) {
+      value.store(row + c);
+    } else {
+      store_aligned(value, row, c, int64_t{0}, cols);
+    }
+  }
+};
+
 template <typename Body>
 cudaError_t dispatch_activation(Activation activation, Body&& body) {
   switch (activation) {
@@ -177,14 +203,15 @@ __device__ void dispatch_on_device(Activation activation, Body&& body) {
   }
 }
 
-// Launches `kernel` over rows x cols, `width` elements per access; it moves `element_bytes` for each element.
+// Launches `kernel` over rows x cols, `width` elements per access; it moves `element_bytes` for each element. `skewed`:
+// a row may cover one vector more than it has.
 template <typename Params>
 cudaError_t run(void (*kernel)(Params, unsigned, bool), const Params& params, int width, size_t element_bytes,
-                cudaStream_t stream) {
+                cudaStream_t stream, bool skewed = false) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const int64_t per_block = static_cast<int64_t>(kThreads) * width;
-  const int64_t blocks_per_row = (params.cols + per_block - 1) / per_block;
+  const int64_t per_block = static_cast<int64_t>(kThreads) * width, cols = params.cols + (skewed ? width - 1 : 0);
+  const int64_t blocks_per_row = (cols + per_block - 1) / per_block;
   return launch(kernel, {blocks_per_row * params.rows, dim3(kThreads)}, stream, params,
                 static_cast<unsigned>(blocks_per_row), keeps_inputs(device, params.rows * params.cols * element_bytes));
 }

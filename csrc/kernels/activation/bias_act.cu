@@ -32,24 +32,31 @@ __device__ Vec<T, N> load_bias(const void* bias, int64_t col) {
 }
 
 // kGated is a template parameter, since the second operand takes registers.
-template <typename Act, typename T, int N, bool kGated>
-__global__ void __launch_bounds__(kThreads, kGated ? Act::kBlocksPerSm : 8)
+template <typename Act, typename T, bool kAligned, bool kGated>
+__global__ void __launch_bounds__(kThreads, !kAligned ? kSkewedBlocksPerSm
+                                            : kGated  ? Act::kBlocksPerSm
+                                                      : 8)
     bias_act_kernel(const BiasActParams params, unsigned blocks_per_row, bool keep_inputs) {
-  using V = Vec<T, N>;
-  const uint64_t policy = l2_policy(keep_inputs);
+  using Access = RowAccess<T, kAligned>;
+  using V = typename Access::V;
+  const Access access{params.cols, l2_policy(keep_inputs)};
   pdl_launch_dependents();
   pdl_wait();
-  const auto [row, col] = vector_position<N, false>(blocks_per_row);
-  if (col >= params.cols) return;
-  T* const y = static_cast<T*>(params.y) + row * params.cols + col;
-  const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
+  const auto [row, col] = vector_position<Access::N, false>(blocks_per_row);
+  T* const y = static_cast<T*>(params.y) + row * params.cols;
+  const int64_t c = access.column(y, col);
+  if (c >= params.cols) return;
+  const auto with_bias = [&, c = c](const void* rows, int64_t row_offset, const void* bias) {
+    const V x = access.load(static_cast<const T*>(rows) + row_offset, c);
+    if constexpr (kAligned) return add(x, load_bias<T, Access::N>(bias, c));
+    return bias ? add(x, access.load(static_cast<const T*>(bias), c)) : x;
+  };
+  const V g = with_bias(params.gate, row * params.gate_stride, params.gate_bias);
   if constexpr (kGated) {
-    const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy);
-    const V g = add(gate, load_bias<T, N>(params.gate_bias, col)), u = add(up, load_bias<T, N>(params.up_bias, col));
-    mul(V::of([&](int i) { return Act::template value<T>(g[i]); }), u).store(y);
+    const V u = with_bias(params.up, row * params.up_stride, params.up_bias);
+    access.store(mul(V::of([&](int i) { return Act::template value<T>(g[i]); }), u), y, c);
   } else {
-    const V g = add(gate, load_bias<T, N>(params.gate_bias, col));
-    V::of([&](int i) { return Act::template near<T>(g[i]); }).store(y);
+    access.store(V::of([&](int i) { return Act::template near<T>(g[i]); }), y, c);
   }
 }
 
@@ -135,9 +142,10 @@ cudaError_t bias_act(const BiasActParams& params, Activation activation, Dtype d
     const bool vector = is_vector<T>(params);
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      const auto kernel = params.up ? (vector ? bias_act_kernel<Act, T, N, true> : bias_act_kernel<Act, T, 1, true>)
-                                    : (vector ? bias_act_kernel<Act, T, N, false> : bias_act_kernel<Act, T, 1, false>);
-      return run(kernel, params, vector ? N : 1, (params.up ? 3 : 2) * sizeof(T), stream);
+      const auto kernel = params.up
+                              ? (vector ? bias_act_kernel<Act, T, true, true> : bias_act_kernel<Act, T, false, true>)
+                              : (vector ? bias_act_kernel<Act, T, true, false> : bias_act_kernel<Act, T, false, false>);
+      return run(kernel, params, N, (params.up ? 3 : 2) * sizeof(T), stream, !vector);
     });
   });
 }

@@ -30,19 +30,22 @@ namespace {
 
 constexpr int kBackwardBlocksPerSm = 5;
 
-template <typename Act, typename T, int N, bool kOneRow>
-__global__ void __launch_bounds__(kThreads, Act::kBlocksPerSm)
+template <typename Act, typename T, bool kAligned, bool kOneRow>
+__global__ void __launch_bounds__(kThreads, kAligned ? Act::kBlocksPerSm : kSkewedBlocksPerSm)
     glu_kernel(const GluParams params, unsigned blocks_per_row, bool keep_inputs) {
-  using V = Vec<T, N>;
-  const uint64_t policy = l2_policy(keep_inputs);
+  using Access = RowAccess<T, kAligned>;
+  using V = typename Access::V;
+  const Access access{params.cols, l2_policy(keep_inputs)};
   pdl_launch_dependents();
   pdl_wait();
-  const auto [row, col] = vector_position<N, kOneRow>(blocks_per_row);
-  if (col >= params.cols) return;
-  const V gate = V::load(static_cast<const T*>(params.gate) + row * params.gate_stride + col, policy);
-  const V up = V::load(static_cast<const T*>(params.up) + row * params.up_stride + col, policy);
+  const auto [row, col] = vector_position<Access::N, kOneRow>(blocks_per_row);
+  T* const y = static_cast<T*>(params.y) + row * params.cols;
+  const int64_t c = access.column(y, col);
+  if (c >= params.cols) return;
+  const V gate = access.load(static_cast<const T*>(params.gate) + row * params.gate_stride, c);
+  const V up = access.load(static_cast<const T*>(params.up) + row * params.up_stride, c);
   const V activated = V::of([&](int i) { return Act::template value<T>(gate[i]); });
-  mul(activated, up).store(static_cast<T*>(params.y) + row * params.cols + col);
+  access.store(mul(activated, up), y, c);
 }
 
 // kWithY is a template parameter for its registers.
@@ -70,6 +73,42 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocksPerSm)
   }
 }
 
+// The same for rows that are not aligned: each result at its own aligned vectors, whose operands are read for it. So no
+// result may be written over an operand.
+template <typename Act, typename T>
+__global__ void __launch_bounds__(kThreads, kSkewedBlocksPerSm)
+    glu_backward_skewed_kernel(const GluBackwardParams params, unsigned blocks_per_row, bool keep_inputs) {
+  using Access = RowAccess<T, false>;
+  using V = typename Access::V;
+  const Access access{params.cols, l2_policy(keep_inputs)};
+  pdl_launch_dependents();
+  pdl_wait();
+  const auto [row, col] = vector_position<Access::N, false>(blocks_per_row);
+  const T* const grad_y = static_cast<const T*>(params.grad_y) + row * params.grad_y_stride;
+  const T* const gate = static_cast<const T*>(params.gate) + row * params.gate_stride;
+  const T* const up = static_cast<const T*>(params.up) + row * params.up_stride;
+  const auto put = [&, first = col](void* target, int64_t stride, const auto& make) {
+    T* const result = static_cast<T*>(target) + row * stride;
+    const int64_t c = access.column(result, first);
+    if (c < params.cols) access.store(make(c), result, c);
+  };
+  const auto slope_and_value = [&](const V& g, float(&value)[Access::N], float(&slope)[Access::N]) {
+#pragma unroll
+    for (int i = 0; i < Access::N; ++i) Act::template value_and_slope<T>(g[i], value[i], slope[i]);
+  };
+  float value[Access::N], slope[Access::N];
+  put(params.grad_gate, params.grad_stride, [&](int64_t c) {
+    const V dy = access.load(grad_y, c), u = access.load(up, c);
+    slope_and_value(access.load(gate, c), value, slope);
+    return V::of([&](int i) { return dy[i] * u[i] * slope[i]; });
+  });
+  put(params.grad_up, params.grad_stride, [&](int64_t c) {
+    const V dy = access.load(grad_y, c);
+    slope_and_value(access.load(gate, c), value, slope);
+    return V::of([&](int i) { return dy[i] * value[i]; });
+  });
+}
+
 }  // namespace
 
 cudaError_t glu(const GluParams& given, Activation activation, Dtype dtype, cudaStream_t stream) {
@@ -86,10 +125,10 @@ cudaError_t glu(const GluParams& given, Activation activation, Dtype dtype, cuda
         params.rows, params.cols, {{params.gate, params.gate_stride}, {params.up, params.up_stride}, {params.y}});
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      const auto kernel = !vector           ? glu_kernel<Act, T, 1, false>
-                          : params.rows > 1 ? glu_kernel<Act, T, N, false>
-                                            : glu_kernel<Act, T, N, true>;
-      return run(kernel, params, vector ? N : 1, 3 * sizeof(T), stream);
+      const auto kernel = !vector           ? glu_kernel<Act, T, false, false>
+                          : params.rows > 1 ? glu_kernel<Act, T, true, false>
+                                            : glu_kernel<Act, T, true, true>;
+      return run(kernel, params, N, 3 * sizeof(T), stream, !vector);
     });
   });
 }
@@ -114,12 +153,13 @@ cudaError_t glu_backward(const GluBackwardParams& given, Activation activation, 
                                              {params.y, params.y_stride}});
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      const auto kernel =
-          params.y  ? vector ? glu_backward_kernel<Act, T, N, false, true> : glu_backward_kernel<Act, T, 1, false, true>
-           : !vector ? glu_backward_kernel<Act, T, 1, false, false>
-          : params.rows > 1 ? glu_backward_kernel<Act, T, N, false, false>
-                            : glu_backward_kernel<Act, T, N, true, false>;
-      return run(kernel, params, vector ? N : 1, (params.y ? 6 : 5) * sizeof(T), stream);
+      const bool skewed = !vector && !params.y;  // y may be written over grad_y, and the gradients over gate and up
+      const auto kernel = skewed            ? glu_backward_skewed_kernel<Act, T>
+                          : !vector         ? glu_backward_kernel<Act, T, 1, false, true>
+                          : params.y        ? glu_backward_kernel<Act, T, N, false, true>
+                          : params.rows > 1 ? glu_backward_kernel<Act, T, N, false, false>
+                                            : glu_backward_kernel<Act, T, N, true, false>;
+      return run(kernel, params, vector || skewed ? N : 1, (params.y ? 6 : 5) * sizeof(T), stream, skewed);
     });
   });
 }

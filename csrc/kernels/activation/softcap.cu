@@ -18,17 +18,20 @@ using namespace activation;
 
 namespace {
 
-template <typename T, int N>
+template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     scale_softcap_kernel(const SoftcapParams params, unsigned blocks_per_row, bool keep_inputs) {
-  using V = Vec<T, N>;
-  const uint64_t policy = l2_policy(keep_inputs);
+  using Access = RowAccess<T, kAligned>;
+  using V = typename Access::V;
+  const Access access{params.cols, l2_policy(keep_inputs)};
   const float scale = static_cast<float>(params.scale), cap = static_cast<float>(params.softcap);
   pdl_launch_dependents();
   pdl_wait();
-  const auto [row, col] = vector_position<N, false>(blocks_per_row);
-  if (col >= params.cols) return;
-  const V x = V::load(static_cast<const T*>(params.x) + row * params.x_stride + col, policy);
+  const auto [row, col] = vector_position<Access::N, false>(blocks_per_row);
+  T* const target = static_cast<T*>(params.y) + row * params.cols;
+  const int64_t c = access.column(target, col);
+  if (c >= params.cols) return;
+  const V x = access.load(static_cast<const T*>(params.x) + row * params.x_stride, c);
   V y = V::of([&](int i) { return scale * x[i]; });
   if (cap > 0.f) {
     const float inverse_cap = 1.f / cap;
@@ -36,7 +39,7 @@ __global__ void __launch_bounds__(kThreads)
     const V t = V::of([&](int i) { return tanhf(z[i]); });
     y = V::of([&](int i) { return cap * t[i]; });
   }
-  y.store(static_cast<T*>(params.y) + row * params.cols + col);
+  access.store(y, target, c);
 }
 
 }  // namespace
@@ -47,8 +50,8 @@ cudaError_t scale_softcap(const SoftcapParams& params, Dtype dtype, cudaStream_t
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
     const bool vector = all_rows_aligned<T>(params.rows, params.cols, {{params.x, params.x_stride}, {params.y}});
-    const auto kernel = vector ? scale_softcap_kernel<T, N> : scale_softcap_kernel<T, 1>;
-    return run(kernel, params, vector ? N : 1, 2 * sizeof(T), stream);
+    const auto kernel = vector ? scale_softcap_kernel<T, true> : scale_softcap_kernel<T, false>;
+    return run(kernel, params, N, 2 * sizeof(T), stream, !vector);
   });
 }
 
