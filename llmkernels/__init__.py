@@ -10,9 +10,10 @@
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
   `KVCache`, `PagedKVCache`
+- `profile(model, ids)`: where the time of a model goes, unpatched and patched
 - `optim.AdamW`, `optim.Adam`: optimizers with one launch for a whole list of parameters; `optim.clip_grad_norm_`
-- `python -m llmkernels generate`: the same as a command; `python -m llmkernels info`: what is installed, and any
-  faults
+- `python -m llmkernels generate` and `profile`: the same as commands; `python -m llmkernels info`: what is installed,
+  and any faults
 """
 
 from typing import TYPE_CHECKING
@@ -56,6 +57,7 @@ if _library.load():
         swiglu,
         swiglu_fp8_quantize,
     )
+    from llmkernels.profiling import profile
 
 __all__ = [
     "KVCache",
@@ -83,6 +85,7 @@ __all__ = [
     "nn",
     "optim",
     "patch",
+    "profile",
     "release",
     "relu2",
     "relu2_glu",
