@@ -14,8 +14,9 @@
 // by one group of threads. How a row is split depends on its length, its alignment and the device alone, never on the
 // number of rows, and the order of a sum not on where a row starts, once it is split.
 //
-// Rows that are not aligned were kept in registers as well, each thread's vectors cut out of its own and the next lane's.
-// That takes 600 instructions per warp and two vectors, where rows that are aligned take 280. An H200, bfloat16, us:
+// Rows that are not aligned were kept in registers as well, each thread's vectors cut out of its own and the next
+// lane's. That takes 600 instructions per warp and two vectors, where rows that are aligned take 280. An H200,
+// bfloat16, us:
 //
 //   case                 | shared memory | registers | aligned neighbour
 //   ---------------------|---------------|-----------|------------------
