@@ -24,39 +24,9 @@ __version__ = "0.1.0"
 
 # False only for `python -m llmkernels`, which reports what is wrong; any other import raises ImportError.
 if _library.load():
-    from llmkernels import nn, optim
+    from llmkernels import nn, ops, optim
     from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, release, unpatch
-    from llmkernels.ops import (
-        add_layer_norm,
-        add_lora,
-        add_rms_norm,
-        bias_geglu,
-        bias_gelu,
-        bias_swiglu,
-        cross_entropy,
-        decode_attention,
-        fp8_linear,
-        fp8_quantize,
-        gated_mlp,
-        geglu,
-        layer_norm,
-        linear,
-        linear_cross_entropy,
-        log_softmax,
-        lora_linear,
-        relu2,
-        relu2_glu,
-        rms_norm,
-        rms_norm_fp8_quantize,
-        rms_norm_linear,
-        rms_norm_rope,
-        rope,
-        rope_kv_write,
-        sample,
-        softmax,
-        swiglu,
-        swiglu_fp8_quantize,
-    )
+    from llmkernels.ops import *  # noqa: F403, whose __all__ is a part of this one's
     from llmkernels.profiling import profile
 
 __all__ = [
@@ -64,44 +34,16 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "__version__",
-    "add_layer_norm",
-    "add_lora",
-    "add_rms_norm",
-    "bias_geglu",
-    "bias_gelu",
-    "bias_swiglu",
-    "cross_entropy",
-    "decode_attention",
-    "fp8_linear",
-    "fp8_quantize",
-    "gated_mlp",
-    "geglu",
     "generate",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "log_softmax",
-    "lora_linear",
     "nn",
     "optim",
     "patch",
     "profile",
     "release",
-    "relu2",
-    "relu2_glu",
-    "rms_norm",
-    "rms_norm_fp8_quantize",
-    "rms_norm_linear",
-    "rms_norm_rope",
-    "rope",
-    "rope_kv_write",
-    "sample",
-    "softmax",
-    "swiglu",
-    "swiglu_fp8_quantize",
     "unpatch",
 ]
-
+if not _library.error:
+    __all__ += ops.__all__
 
 if TYPE_CHECKING:
     from llmkernels.hf import KVCache
