@@ -47,7 +47,8 @@ def test_variants(device, options, weighted, dtype):
 @pytest.mark.parametrize(
     "device, rows, cols",
     [("cpu", 3, 4097)]
-    + [("cuda", r, c) for r in (3, 300) for c in (1032, 8192, 16384, 16392, 32776, 40001) if "cuda" in DEVICES],
+    + [("cuda", r, c) for r in (3, 300) for c in (1032, 8192, 16384, 16392, 32776, 40001) if "cuda" in DEVICES]
+    + [("cuda", r, c) for r in (3, 1700) for c in (513, 1001, 2050, 4097, 7681) if "cuda" in DEVICES],
 )
 def test_row_lengths(device, rows, cols, dtype):
     check_norm(add_rms_norm, oracles.add_rms_norm, make(rows, cols, dtype, device))

@@ -69,6 +69,24 @@ def test_a_row_has_the_same_bits_wherever_it_starts(name, device, dtype, cols):
         assert_same(case.differentiate(*moved), expected, f"offset {offset}")
 
 
+def amid_nan(t):
+    """The values of `t` with NaN around each row, where it has rows of numbers."""
+    if not t.is_floating_point() or t.dim() == 0:
+        return t
+    return t.new_full((*t.shape[:-1], t.shape[-1] + 4), float("nan"))[..., 1:-3].copy_(t)
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ROW_OPS)
+@pytest.mark.parametrize("cols", [1001, 4097])
+def test_what_lies_around_a_row_does_not_count(name, device, dtype, cols):
+    case = case_named(name)
+    inputs = case.inputs(3, cols, dtype, device)
+    grad_outputs = case.grad_outputs(inputs)
+    moved = [[amid_nan(t) for t in some] for some in (inputs, grad_outputs)]
+    assert_same(case.differentiate(*moved), case.differentiate(inputs, grad_outputs))
+
+
 @pytest.mark.parametrize("cols", [1032, 3584, 8192])
 def test_every_row_alone_has_the_bits_it_has_in_a_batch(device, cols):
     """With few rows each gets more threads. In float32 another order of summation would show in some rows."""

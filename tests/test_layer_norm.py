@@ -72,9 +72,47 @@ def test_row_lengths(device, rows, cols, name, dtype):
     check_layer_norm(*FUNCTIONS[name], *make(name, rows, cols, dtype, device))
 
 
+# See test_rms_norm.py.
+UNALIGNED = [*range(1, 41), 123, 125, 247, 249, 511, 513, 1001, 1021, 1025, 1921, 2050, 2883, 3841, 4095, 4097, 5761]
+UNALIGNED += [7681, 11519, 11521, 16391]
+FEW_AND_MANY = [("cpu", 3, 1001)] + [
+    ("cuda", rows, cols)
+    for rows, widths in ((3, UNALIGNED), (300, UNALIGNED), (1700, (1001, 4097)))
+    for cols in widths
+    if "cuda" in DEVICES
+]
+
+
+@every_dtype
+@every_function
+@pytest.mark.parametrize("device, rows, cols", FEW_AND_MANY)
+def test_row_lengths_that_are_not_aligned(device, rows, cols, name, dtype):
+    given = GIVEN[cols % len(GIVEN)] if rows == 3 else ("weight", "bias")
+    check_layer_norm(*FUNCTIONS[name], *make(name, rows, cols, dtype, device, given))
+
+
+@every_dtype
+@every_function
+@pytest.mark.parametrize("layout, grad_layout", [("offset", None), (None, "offset"), ("offset", "row_strided")])
+@pytest.mark.parametrize("cols", [1000, 4096])
+def test_rows_of_different_alignment(device, cols, name, layout, grad_layout, dtype):
+    (x, *residual), parameters = make(name, 9, cols, dtype, device)
+    rows = [laid_out(x, layout) if layout else x, *residual]
+    check_layer_norm(*FUNCTIONS[name], rows, parameters, grad_layout=grad_layout)
+
+
+@every_dtype
+def test_a_gradient_that_all_rows_share(device, dtype):
+    """It starts where its operand starts, for every row; some groups of threads have a row less than others."""
+    (x,), parameters = make("layer_norm", 700 if device == "cuda" else 7, 1001, dtype, device)
+    grad_y = laid_out(torch.randn(1, 1001, device=device).to(dtype), "offset").expand(x.shape)
+    inputs = (x, *parameters.values())
+    assert_same(differentiate(layer_norm, inputs, [grad_y]), differentiate(layer_norm, inputs, [grad_y.contiguous()]))
+
+
 @every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("cols", [96, 99])
+@pytest.mark.parametrize("cols", [96, 99, 1001])
 def test_layouts(device, layout, cols, dtype):
     (x,), parameters = make("layer_norm", 9, cols, dtype, device)
     check_layer_norm(layer_norm, oracles.layer_norm, [laid_out(x, layout)], parameters, grad_layout=layout)

@@ -72,9 +72,36 @@ def test_row_lengths(device, rows, cols, dtype):
     check_norm(rms_norm, oracles.rms_norm, make(rows, cols, dtype, device))
 
 
+# The same of rows that are not aligned, of 16 and of 32 bits: element by element, then by warps of a row and vectors of
+# a thread. With many rows each group of threads takes several, one after the other.
+UNALIGNED = [*range(1, 41), 123, 125, 247, 249, 511, 513, 1001, 1021, 1025, 1921, 2050, 2883, 3841, 4095, 4097, 5761]
+UNALIGNED += [7681, 11521, 15359, 15361, 16391]
+FEW_AND_MANY = [("cpu", 3, 1001)] + [
+    ("cuda", rows, cols)
+    for rows, widths in ((3, UNALIGNED), (300, UNALIGNED), (1700, (1001, 4097)))
+    for cols in widths
+    if "cuda" in DEVICES
+]
+
+
+@every_dtype
+@pytest.mark.parametrize("device, rows, cols", FEW_AND_MANY)
+def test_row_lengths_that_are_not_aligned(device, rows, cols, dtype):
+    x, weight = make(rows, cols, dtype, device)
+    check_norm(rms_norm, oracles.rms_norm, (x, weight) if cols % 3 else (x,), cast_before_weight=cols % 2 > 0)
+
+
+@every_dtype
+@pytest.mark.parametrize("layout, grad_layout", [("offset", None), (None, "offset"), ("offset", "row_strided")])
+@pytest.mark.parametrize("cols", [1000, 4096])
+def test_rows_of_different_alignment(device, cols, layout, grad_layout, dtype):
+    x, weight = make(9, cols, dtype, device)
+    check_norm(rms_norm, oracles.rms_norm, (laid_out(x, layout) if layout else x, weight), grad_layout=grad_layout)
+
+
 @every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("cols", [96, 99])
+@pytest.mark.parametrize("cols", [96, 99, 1001])
 def test_layouts(device, layout, cols, dtype):
     x, weight = make(9, cols, dtype, device)
     check_norm(rms_norm, oracles.rms_norm, (laid_out(x, layout), weight), grad_layout=layout)

@@ -96,12 +96,10 @@ constexpr int kMaxThreads = 512;
 template <int kVectors>
 constexpr int kStages = kVectors == 4 ? 2 : 3;
 
-// Vectors of a thread, at most: four of LayerNorm, with its second sum over rows, would not fit the registers. Three do
-// but for a few, which costs less than what becomes of longer rows that are not aligned.
+// Vectors of a thread, at most: four of LayerNorm, with its second sum over rows, would not fit the registers. Three
+// spill a few, for rows that are not aligned: longer ones would be read element by element.
 template <typename T, bool kCentered, bool kShifted>
-constexpr int kMostVectors = !kCentered || sizeof(T) == 4 ? 4
-                             : kShifted                   ? 3
-                                                          : 2;
+constexpr int kMostVectors = kCentered && sizeof(T) == 2 ? (kShifted ? 3 : 2) : 4;
 
 // Groups that share a warp go in step, over rows that lie side by side: they are a unit. So is a longer group, alone.
 __host__ __device__ constexpr int unit_size(int group_threads) { return group_threads < 32 ? 32 / group_threads : 1; }
@@ -115,8 +113,9 @@ __host__ __device__ constexpr int unit_size(int group_threads) { return group_th
 //   computes    |  x |  x | .. |  x |  x |    |   its own vector of the row
 //   adds, stores|  x |  x | .. |  x |    |    |
 //
-// That costs 2 lanes of 32, where a vector of another warp would cost a barrier per row, and stores of single elements
-// at a warp's ends more instructions than the rest of the store.
+// That costs 2 lanes of 32. To get the vector from the next warp would take another barrier per row; to store single
+// elements at the ends of every warp, not of the row only, would take more instructions than all of the store. What is
+// read more than once is cut once: the result goes back to the thread's own place in the ring.
 constexpr int kOwnLanes = 30;
 __host__ __device__ constexpr int64_t shifted_warps(int64_t count, int vectors) {
   return (count + kOwnLanes * vectors - 1) / (kOwnLanes * vectors);
