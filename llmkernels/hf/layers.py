@@ -86,10 +86,17 @@ def _unpickle(original: type[nn.Module], only_fused: bool, generates: bool, loss
         cls = model_class(original, generates, loss) if is_model else patched_class(original, only_fused)
     except UnknownLayout:  # another transformers than the one that wrote the pickle: what it computes is the same
         cls = original
-    return cls.__new__(cls)
+    made = cls.__new__(cls)
+    if cls is not original:
+        start_count(made)
+    return made
 
 
-_RUNS = "_llmkernels_runs"  # the member in which a patched module counts
+_RUNS = "_llmkernels_runs"  # the member in which a patched module counts: there from the beginning, see guard.py
+
+
+def start_count(module: nn.Module) -> None:
+    vars(module)[_RUNS] = {}
 
 
 def count(module: nn.Module, op: str, reason: str | None = None) -> None:

@@ -28,6 +28,7 @@ from .layers import (
     plain_unit,
     runs_of,
     runs_only_forward,
+    start_count,
 )
 from .layout import UnknownLayout, kind_of
 from .report import NOT_ASKED, Decode, Report, Row
@@ -136,6 +137,7 @@ def patch(
             if issubclass(cls, Generating):
                 decoding.forget(module)  # what a call noted that was still under way when unpatch ended
             _change_class(module, cls)
+            start_count(module)
             _PATCHES[module] = handle.token
     return handle
 
