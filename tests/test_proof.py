@@ -238,6 +238,106 @@ def test_a_model_moved_under_inference_mode():
     check_same(model, tiny_inputs())
 
 
+# --- once for all
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """No proof is known; a list that grows with each."""
+    found, original = [], proof._prove
+
+    def counted(*args):
+        found.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(proof, "_proofs", [])
+    monkeypatch.setattr(proof, "_failed", [])
+    monkeypatch.setattr(proof, "_prove", counted)
+    return found
+
+
+def refusal(**changes):
+    model = family_model("llama", **changes)
+    llmkernels.patch(model)
+    return why_not(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "phi3", "ernie4_5", "cohere2", "nemotron", "phi"])
+def test_one_proof_for_all_sizes(name, proofs):
+    for changes in ({}, {}, {"intermediate_size": 48}, {"vocab_size": 128}):
+        model = family_model(name, **changes)
+        llmkernels.patch(model)
+        why_not(model)
+    assert len(proofs) == 1
+
+
+def test_one_proof_for_any_number_of_layers(proofs):
+    for layers in (2, 5, 3):
+        assert refusal(num_hidden_layers=layers) is None
+    assert len(proofs) == 1
+    assert refusal(rope_parameters={"rope_type": "default", "rope_theta": 77.0}) is None
+    assert len(proofs) == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), torch.OutOfMemoryError("no memory"), KeyError("mine")])
+@pytest.mark.parametrize("where", ["_build", "_logits"])
+def test_an_error_is_tried_again(where, error, proofs, monkeypatch):
+    owner = reference if where == "_build" else proof
+    original, failing = getattr(owner, where), [True]
+
+    def function(*args):
+        if failing and "meta" not in args:
+            raise error
+        return original(*args)
+
+    monkeypatch.setattr(owner, where, function)
+    model = family_model("llama")
+    llmkernels.patch(model)
+    for _ in range(proof._TRIES - 1):
+        assert type(error).__name__ in why_not(model)
+    failing.clear()
+    assert why_not(model) is None
+    assert len(proofs) == proof._TRIES
+
+
+def test_an_error_that_stays(proofs, monkeypatch):
+    monkeypatch.setattr(proof, "_logits", None)
+    for _ in range(proof._TRIES + 2):
+        assert "TypeError" in refusal()
+    assert len(proofs) == proof._TRIES
+
+
+def test_a_refusal_stays(proofs, monkeypatch):
+    monkeypatch.setattr(proof, "_error", lambda *args: 1.0)
+    for _ in range(2):
+        assert "computes something else" in refusal()
+    assert len(proofs) == 1
+
+
+def test_a_function_replaced_while_it_is_proved(proofs, monkeypatch):
+    original, model = proof._level_embeddings, family_model("llama")
+    rotate_half = modeling_llama.rotate_half
+
+    def replacing(*args):
+        if len(proofs) == 1:
+            monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
+        original(*args)
+
+    monkeypatch.setattr(proof, "_level_embeddings", replacing)
+    llmkernels.patch(model)
+    assert why_not(model) is not None
+    monkeypatch.setattr(modeling_llama, "rotate_half", rotate_half)
+    assert why_not(model) is None
+
+
+def test_autocast_is_not_in_the_proof(proofs):
+    model = family_model("llama")
+    llmkernels.patch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in why_not(model)
+    assert why_not(model) is None
+
+
 # --- a window that nothing reads
 
 

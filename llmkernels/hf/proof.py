@@ -9,7 +9,7 @@ the facts with which the logits agree best.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .compose import LayerCache, Tokens, embed, forward, make_tables
 from .description import Product, Trunk, with_products
 from .layout import UnknownLayout
-from .reference import WINDOW, Reference, fill, reference_of, small_model
+from .origin import hold
+from .reference import WINDOW, Reference, fill, of_account, reference_of, small_config, small_model
 from .trunk import Facts, positions_of, read
 from .trust import NoStep
 
@@ -27,27 +28,47 @@ _TOKENS = 2 * WINDOW + 2
 # How loud channels are, and how far logits may be off, of the largest: a few times of what rounding makes of them.
 _FILLS = ((1.0, 1e-5), (16.0, 1e-3))
 
+_TRIES = 3  # of a proof that ends in an error: there may be none the next time, when memory was short
+
 _proofs: list[tuple[tuple, Facts | str]] = []  # facts, or why there are none
+_failed: list[tuple] = []  # the tries that ended in an error
 
 
 def facts(model: nn.Module, expected: Reference) -> Facts:
-    """The facts under which the description of a model is right. Raises UnknownLayout where there are none."""
-    called = tuple(value for _, _, value in expected.names)
-    key = type(expected.model), expected.config, expected.attention, called
+    """The facts under which the description of a model is right. Raises UnknownLayout where there are none.
+
+    Models of one class that differ in their sizes alone have one small model, and so one proof.
+    """
+    cls = type(expected.model)
+    try:
+        config = small_config(model.config)
+    except Exception as error:
+        raise UnknownLayout(_in_its_own_way(error)) from error
+    key = cls, of_account(config), expected.attention, expected.called
     found = next((found for known, found in _proofs if known == key), None)
     if found is None:
         try:
-            found = _prove(model, expected)
+            found = _prove(cls, config, expected.attention)
         except UnknownLayout as reason:
             found = str(reason)
         except NoStep:
             raise
-        except Exception as error:  # this family does something in a way of its own
-            found = f"has an unknown layout ({type(error).__name__}: {error})"
+        except Exception as error:
+            found = _in_its_own_way(error)
+            _failed.append(key)
+            if _failed.count(key) < _TRIES:
+                raise UnknownLayout(found) from error
+        if not hold(expected.names):
+            raise UnknownLayout("has forwards that another thread is changing")
         _proofs.append((key, found))
     if isinstance(found, str):
         raise UnknownLayout(found)
     return found
+
+
+def _in_its_own_way(error: Exception) -> str:
+    """Of a family that does something otherwise than all others."""
+    return f"has an unknown layout ({type(error).__name__}: {error})"
 
 
 def _candidates(config: Any) -> Iterator[Facts]:
@@ -60,15 +81,21 @@ def _candidates(config: Any) -> Iterator[Facts]:
         yield Facts(*options)
 
 
-def _prove(model: nn.Module, expected: Reference) -> Facts:
-    # Modes of the caller have nothing to see here.
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        small = small_model(model)
-        known = reference_of(small, vars(small.config), expected.attention)
+def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Facts:
+    # Modes of the caller have nothing to see here, and his autocast no dtypes to decide.
+    with (
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+    ):
+        small = small_model(cls, config)
+        known = reference_of(small, vars(small.config), attention)
         ids = torch.arange(_TOKENS) * 7 % 61
         rotary = read(small, known, Facts()).rotary
         starts = {0, max(0, len(positions_of(rotary)) - _TOKENS)}
-        fits = dict.fromkeys(_candidates(model.config), 0.0)
+        fits = dict.fromkeys(_candidates(config), 0.0)
         for loud, tolerance in _FILLS:
             fill(small, loud)
             _level_embeddings(small, ids)

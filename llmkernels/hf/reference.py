@@ -1,7 +1,8 @@
 """What a model looks like as its class makes it of its config, and a small one of the same kind.
 
     reference(model)       the module tree to expect, made without memory: every class, part, parameter and number
-    small_model(model)     a model of the same class with the same config but for its sizes, on the CPU
+    small_config(config)   the same but for its sizes
+    small_model(cls, ..)   a model of such a config, on the CPU
 
 trust.py compares a live model with the first, and proof.py the composed forward with the second.
 """
@@ -52,6 +53,7 @@ class Reference:
     classes: tuple[type, ...]  # of all modules
     attention: Callable  # the function of transformers that the config names
     names: tuple[Name, ...]  # what the forwards and the attention call, and functions that modules have
+    called: tuple  # the same, for all models of these classes
 
 
 _references: weakref.WeakKeyDictionary[nn.Module, Reference] = weakref.WeakKeyDictionary()
@@ -60,10 +62,15 @@ _references: weakref.WeakKeyDictionary[nn.Module, Reference] = weakref.WeakKeyDi
 def reference(model: nn.Module) -> Reference:
     """The reference of a model. Raises UnknownLayout where its class can not be built from its config."""
     known = _references.get(model)
-    config, attention = _of_account(model.config), _attention_of(model)
+    config, attention = of_account(model.config), _attention_of(model)
     if known is not None and known.config == config and known.attention is attention and hold(known.names):
         return known
-    made = _build(own_class(type(model)), copy.deepcopy(model.config), "meta").eval()
+    try:
+        made = _build(own_class(type(model)), copy.deepcopy(model.config), "meta").eval()
+    except UnknownLayout:
+        raise
+    except Exception as error:
+        raise UnknownLayout(f"can not be built from its config ({type(error).__name__}: {error})") from error
     known = _references[model] = reference_of(made, copy.deepcopy(config), attention)
     return known
 
@@ -71,10 +78,11 @@ def reference(model: nn.Module) -> Reference:
 def reference_of(made: nn.Module, config: dict[str, Any], attention: Callable) -> Reference:
     """A model as its own reference."""
     classes = tuple(dict.fromkeys(map(type, made.modules())))
-    called = [names_of(attention), *(names_of(cls.forward, cls) for cls in classes)]
-    called += [members_of(module) for module in made.modules()]
-    names = tuple(dict.fromkeys(name for names in called for name in names))
-    return Reference(config, made, _part(made), classes, attention, names)
+    names = [*names_of(attention), *(name for cls in classes for name in names_of(cls.forward, cls))]
+    own = [(type(module), name) for module in made.modules() for name in members_of(module)]
+    called = *(value for _, _, value in names), *dict.fromkeys((cls, name, value) for cls, (_, name, value) in own)
+    names = tuple(dict.fromkeys([*names, *(name for _, name in own)]))
+    return Reference(config, made, _part(made), classes, attention, names, called)
 
 
 # Entries of a config that change neither what its class makes of it nor what a step computes.
@@ -83,7 +91,8 @@ _NO_ACCOUNT |= {"_name_or_path", "_commit_hash", "architectures", "transformers_
 _NO_ACCOUNT |= {"label2id", "problem_type", "initializer_range"}
 
 
-def _of_account(config: Any) -> dict[str, Any]:
+def of_account(config: Any) -> dict[str, Any]:
+    """What a model is made of, of its config."""
     return {name: value for name, value in vars(config).items() if name not in _NO_ACCOUNT}
 
 
@@ -130,10 +139,7 @@ class _WithoutRandomNumbers(TorchDispatchMode):
 
 def _build(cls: type[nn.Module], config: Any, device: str) -> nn.Module:
     with torch.inference_mode(False), torch.device(device), _WithoutRandomNumbers():
-        try:
-            return cls(config)
-        except Exception as error:
-            raise UnknownLayout(f"can not be built from its config ({type(error).__name__}: {error})") from error
+        return cls(config)
 
 
 _VALUES = str, Number, types.FunctionType, types.BuiltinFunctionType, functools.partial
@@ -212,10 +218,10 @@ def _layer_kinds(config: Any) -> list[tuple]:
     return [tuple(str(values[index]) for values in lists) for index in range(count)]
 
 
-def small_model(model: nn.Module) -> nn.Module:
-    """A small float32 model on the CPU, whose parameters are still to be filled. Raises UnknownLayout where there is
-    none. Numbers that are read from modules are others than the class made of the config."""
-    small = _build(own_class(type(model)), small_config(model.config), "cpu").float().eval()
+def small_model(cls: type[nn.Module], config: Any) -> nn.Module:
+    """A float32 model of a small config on the CPU, whose parameters are still to be filled. Numbers that are read from
+    modules are others than the class made of the config."""
+    small = _build(cls, copy.deepcopy(config), "cpu").float().eval()
     for module in small.modules():
         for name in vars(module).keys() & _READ:
             setattr(module, name, _EPS if "eps" in name else 1.25 * getattr(module, name))
