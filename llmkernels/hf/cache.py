@@ -79,11 +79,12 @@ class Buffers:
         """Append (B, Hkv, T, D) keys and values that fit; returns them behind those that were held."""
         start = self.start
         self.make_room(key_states.shape[2])
-        end = self.length + key_states.shape[2]
-        for place, states in zip(self.views(self.length, end), (key_states, value_states), strict=True):
-            place.copy_(states)
+        first, end = self.length, self.length + key_states.shape[2]
+        k, v = self.views(first, end)
+        k.copy_(key_states)
+        v.copy_(value_states)
         self.length = end
-        return self.views(start, end)
+        return (k, v) if start == first else self.views(start, end)
 
     def make_room(self, tokens: int) -> bool:
         """Make room for more tokens. A layer that grows moves to new buffers if needed; any other raises ValueError.

@@ -9,6 +9,7 @@ With `parallel` all blocks of a layer read what the layer was given. Multipliers
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,7 @@ class Layer:
     branches: tuple[Branch, ...]
     parallel: bool
 
-    @property
+    @functools.cached_property
     def attention(self) -> Attention:
         return next(branch.block for branch in self.branches if isinstance(branch.block, Attention))
 
@@ -118,7 +119,7 @@ class Trunk:
         """One for its dtype and device."""
         return self.embedding
 
-    @property
+    @functools.cached_property
     def token_bytes(self) -> int:
         """The size of the keys and values of one token of one sequence."""
         elements = sum(layer.attention.kv_heads * layer.attention.head_dim for layer in self.layers)

@@ -308,14 +308,10 @@ def plain_unit(activation: Callable) -> Callable | None:
 def _unit(activation: Callable) -> tuple[Callable | None, Callable | None]:
     cls = type(activation)
     units = _UNITS.get((cls.__module__, cls.__name__))
-    if units is None or not (torch.compiler.is_compiling() or _calls_the_same(cls)):
+    # The functions that it calls have to be those that it called when it was first seen.
+    if units is None or not (torch.compiler.is_compiling() or hold(_first_calls(cls, cls.forward))):
         return None, None
     return units
-
-
-def _calls_the_same(cls: type) -> bool:
-    """Whether the functions that an activation calls are those that it called when it was first seen."""
-    return hold(_first_calls(cls, cls.forward))
 
 
 @functools.cache

@@ -369,14 +369,15 @@ def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
     """Raise NoStep unless a KVCache fits the model."""
     if len(cache.layers) != len(parts.layers):
         raise NoStep(f"the cache has {len(cache.layers)} layers")
-    weight = parts.weight
+    dtype, device = parts.weight.dtype, parts.weight.device
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
-        if buffers.is_sliding and buffers.sliding_window != layer.attention.window_left + 1:
+        attention = layer.attention
+        if buffers.is_sliding and buffers.sliding_window != attention.window_left + 1:
             raise NoStep("the cache has another sliding window than the model")
         if buffers.is_initialized:
-            expected = (batch, buffers.rows, layer.attention.kv_heads, layer.attention.head_dim)
+            expected = (batch, buffers.rows, attention.kv_heads, attention.head_dim)
             for buffer in (buffers.k, buffers.v):
-                if buffer.shape != expected or buffer.dtype != weight.dtype or buffer.device != weight.device:
+                if buffer.shape != expected or buffer.dtype != dtype or buffer.device != device:
                     raise NoStep("the cache was made for other keys and values")
 
 
