@@ -5,11 +5,13 @@ import io
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 import llmkernels
 from families import family_model
 from hf_models import tiny_inputs
-from llmkernels.hf import decode
+from llmkernels.hf import decode, proof
+from llmkernels.hf.report import PREFILL
 
 
 @pytest.fixture
@@ -81,3 +83,39 @@ def test_a_model_patched_again_is_read_once(reads):
         with llmkernels.patch(model):
             check_read_once(model, generate, reads)
         reads.clear()
+
+
+@pytest.mark.parametrize("name", ["nemotron", "cohere_qk_norm", "stablelm_parallel", "mixtral", "gpt_oss"])
+def test_a_refusal_is_read_once(name, reads):
+    model = family_model(name)
+    handle = llmkernels.patch(model)
+    check_read_once(model, generate, reads)
+    [row] = handle.report().decode
+    assert [*row.calls] == [f"by transformers: {row.reason}"]
+
+
+def test_a_refusal_ends_with_what_it_was_for(monkeypatch):
+    model, ids = family_model("llama"), tiny_inputs()
+    handle = llmkernels.patch(model)
+    original = modeling_llama.rotate_half
+    with monkeypatch.context() as context:
+        context.setattr(modeling_llama, "rotate_half", lambda x: original(x))
+        for _ in range(2):
+            generate(model, ids)
+    assert PREFILL not in handle.report().decode[0].calls
+    generate(model, ids)
+    assert handle.report().decode[0].calls[PREFILL] == 1
+
+
+def test_an_error_is_no_refusal(monkeypatch):
+    """Neither is one of the proof, which is tried again."""
+    monkeypatch.setattr(proof, "_proofs", [])
+    monkeypatch.setattr(proof, "_failed", [])
+    model, ids = family_model("llama"), tiny_inputs()
+    handle = llmkernels.patch(model)
+    with monkeypatch.context() as context:
+        context.setattr(proof, "_logits", None)
+        generate(model, ids)
+    assert PREFILL not in handle.report().decode[0].calls
+    generate(model, ids)
+    assert handle.report().decode[0].calls[PREFILL] == 1

@@ -31,7 +31,7 @@ from .guard import Snapshot
 from .record import Lists
 from .report import STEP
 from .trunk import fits_cache, pack, trunk
-from .trust import NoStep
+from .trust import NoStep, Refusal
 
 MAX_STEPS = 32  # that a model keeps, each with its buffers and a graph: the ones used last
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
@@ -156,6 +156,7 @@ class Decoder:
         self._lock = threading.Lock()
         self._closed = False
         self._described: Described | None = None
+        self._refused: tuple[Snapshot, str] | None = None  # what the model was when it had no description, and why
         self._refusal: str | None = None  # why the model could not be read, the last time,
         self._pause = self._paused = 0  # for how many forwards it is not tried again, and how many of them are over
         # Steps by cache, which they do not keep alive, and kind; and all of them, those used last at the end.
@@ -168,16 +169,25 @@ class Decoder:
         known = self._described
         if known is not None and (memory := known.snapshot.memory()) and known.snapshot.holds(model):
             return known.parts, memory
+        if self._refused is not None:
+            snapshot, reason = self._refused
+            if (memory := snapshot.memory()) and snapshot.holds(model):
+                raise NoStep(reason)
         # Packing moves parameters. When it has, or another thread changed the model meanwhile, it is read once more.
         for _ in range(2):
             snapshot = Snapshot(model)
-            owning = pack(model, trunk(model))
+            try:
+                owning = pack(model, trunk(model))
+            except Refusal as reason:
+                if (memory := snapshot.memory()) and snapshot.holds(model):
+                    self._refused = snapshot, str(reason)
+                raise
             memory = snapshot.memory()
             if memory and snapshot.holds(model):
                 break
         else:
             raise NoStep("the model is being changed by another thread")
-        self._described = Described(snapshot, map_tensors(owning, alias))
+        self._described, self._refused = Described(snapshot, map_tensors(owning, alias)), None
         return self._described.parts, memory
 
     def begin(self, parts: Trunk, cache: Any, kind: Hashable = "step") -> DecodeStep:
@@ -317,7 +327,7 @@ class Decoder:
     def close(self) -> None:
         """Keep nothing any more, of calls under way either."""
         self._closed = True
-        self._described = None
+        self._described = self._refused = None
         self.release()
 
 

@@ -35,7 +35,8 @@ _failed: list[tuple] = []  # the tries that ended in an error
 
 
 def facts(model: nn.Module, expected: Reference) -> Facts:
-    """The facts under which the description of a model is right. Raises UnknownLayout where there are none.
+    """The facts under which the description of a model is right. Raises UnknownLayout where there are none,
+    and NoStep where that is not known yet.
 
     Models of one class that differ in their sizes alone have one small model, and so one proof.
     """
@@ -57,9 +58,9 @@ def facts(model: nn.Module, expected: Reference) -> Facts:
             found = _in_its_own_way(error)
             _failed.append(key)
             if _failed.count(key) < _TRIES:
-                raise UnknownLayout(found) from error
+                raise NoStep(f"{cls.__name__} {found}") from error
         if not hold(expected.names):
-            raise UnknownLayout("has forwards that another thread is changing")
+            raise NoStep("another thread is changing functions that the model calls")
         _proofs.append((key, found))
     if isinstance(found, str):
         raise UnknownLayout(found)

@@ -28,7 +28,7 @@ from .layers import Generating, gated_unit, geglu_erf, geglu_tanh, gelu_erf, gel
 from .layout import UnknownLayout, kind_of, mlp_of, norm_of, rotation_name, rotation_of
 from .origin import check_names
 from .reference import Part, Reference, reference
-from .trust import Distrust, NoStep
+from .trust import Distrust, NoStep, Refusal
 from .wiring import is_attention, wiring
 
 MAX_BATCH = 64
@@ -53,7 +53,8 @@ class Facts:
 
 
 def trunk(model: nn.Module) -> Trunk:
-    """The description of a patched model. Raises NoStep where it computes anything but what the step computes."""
+    """The description of a patched model. Raises NoStep where it computes anything but what the step computes,
+    and a Refusal where that is so for as long as it is the same."""
     from .proof import facts
 
     if not isinstance(model, Generating) or "original" not in vars(type(model)):
@@ -70,7 +71,7 @@ def trunk(model: nn.Module) -> Trunk:
     except Distrust as reason:
         raise reason.named_in(model) from None
     except UnknownLayout as reason:
-        raise NoStep(f"{type(model).__name__} {reason}") from None
+        raise Refusal(f"{type(model).__name__} {reason}") from None
     _check_tensors(parts)
     return parts
 

@@ -40,6 +40,10 @@ class NoStep(Exception):
     """Why the decode step can not run."""
 
 
+class Refusal(NoStep):
+    """Why a model can not be described. It holds until the model changes."""
+
+
 class Distrust(NoStep):
     """Why a module can not be read without calling it. `{}` in the reason stands for the module's name."""
 
