@@ -16,7 +16,7 @@ from hf_models import CountOps, assert_close, lora, tiny_inputs
 from llmkernels.hf import compose, forward, graphs
 from llmkernels.hf.cache_name import cache_name
 from llmkernels.hf.decode import decoder
-from llmkernels.hf.trust import NoStep
+from llmkernels.hf.errors import NoStep
 
 NEW = 9
 STEP = "by the decode step"

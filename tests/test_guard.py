@@ -12,9 +12,9 @@ from torch import nn
 import llmkernels
 from families import family_model
 from generating import small_model
+from llmkernels.hf.errors import NoStep
 from llmkernels.hf.guard import Snapshot
 from llmkernels.hf.record import Lists
-from llmkernels.hf.trust import NoStep
 
 
 def layer(model):

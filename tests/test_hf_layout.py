@@ -27,8 +27,9 @@ from hf_models import (
     tiny_model,
 )
 from llmkernels.hf import unpatch
+from llmkernels.hf.errors import UnknownLayout
 from llmkernels.hf.families import MLP, Norm, Rotation
-from llmkernels.hf.layout import UnknownLayout, kind_of, mlp_of, norm_of, rotation_of, trace
+from llmkernels.hf.layout import kind_of, mlp_of, norm_of, rotation_of, trace
 from llmkernels.hf.source import bind_global, fuse_adds
 
 

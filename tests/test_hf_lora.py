@@ -11,7 +11,7 @@ import llmkernels
 from hf_models import FAMILIES, LAYERS, assert_close, logits_of, rounding, tiny_inputs, tiny_model
 from llmkernels.hf import lora as layers
 from llmkernels.hf import unpatch
-from llmkernels.hf.layout import UnknownLayout
+from llmkernels.hf.errors import UnknownLayout
 from llmkernels.ops import lora as op
 
 peft = pytest.importorskip("peft")

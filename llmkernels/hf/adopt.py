@@ -20,9 +20,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache import Buffers, KVCache, KVCacheLayer, WindowBuffers, room_for
 from .description import Trunk
-from .layout import UnknownLayout, check_origin
+from .errors import NoStep, UnknownLayout
+from .layout import check_origin
 from .origin import Entry, asked_of_origin
-from .trust import NoStep
 
 
 def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = False) -> None:

@@ -13,11 +13,11 @@ from llmkernels.ops import sample
 
 from . import reading
 from .decode import decoder
+from .errors import NoStep
 from .layers import has_kernel
 from .loop import prepare
 from .reading import Reading, Text
 from .report import PREFILL, by_forward
-from .trust import NoStep
 
 
 def generate(

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from . import packing, trust
+from .errors import Distrust, NoStep, UnknownLayout
 from .layers import own_class
-from .origin import Entry, UnknownLayout, asked_of_origin, check_origin, entry
+from .origin import Entry, asked_of_origin, check_origin, entry
 from .record import Lists
 from .reference import Part, Reference, attention_function, attention_scope, reference
-from .trust import Distrust, Inspection, NoStep, calls_only_its_class, hooks_do_nothing
+from .trust import Inspection, calls_only_its_class, hooks_do_nothing
 
 
 def inspect_all(model: nn.Module, root: Part) -> None:

@@ -21,10 +21,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from llmkernels.ops import add_layer_norm, add_rms_norm, bias_gelu, geglu, relu2, relu2_glu, swiglu
 
 from .cache_name import cache_name
+from .errors import UnknownLayout
 from .families import MLP as MLPNames
 from .families import Layer, Norm, Rotation, is_lora
 from .layout import (
-    UnknownLayout,
     apply_norm,
     check_origin,
     kind_of,

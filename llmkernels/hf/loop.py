@@ -22,10 +22,10 @@ from . import reading
 from .cache_name import cache_name
 from .decode import Decoder, DecodeStep, decoder
 from .description import Trunk
+from .errors import NoStep
 from .reading import Reading, Text
 from .report import PREFILL, by_transformers
 from .trunk import check_batch, check_cache, check_length, is_ours
-from .trust import NoStep
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now

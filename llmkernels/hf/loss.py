@@ -14,9 +14,10 @@ from llmkernels.ops import linear_cross_entropy
 from llmkernels.ops._common import _is_transforming
 
 from .cache_name import cache_name
+from .errors import UnknownLayout
 from .families import Loss
 from .layers import WITHOUT, count, has_kernel, runs_only_forward
-from .layout import Symbol, UnknownLayout, check_origin
+from .layout import Symbol, check_origin
 from .lazy import LazyTensor
 
 OP = "linear_cross_entropy"

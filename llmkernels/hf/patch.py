@@ -12,6 +12,7 @@ from llmkernels._versions import untested_transformers
 from . import decode as decoding
 from . import lora, packing, trunk
 from . import loss as losses
+from .errors import UnknownLayout
 from .families import known_base
 from .layers import (
     WITHOUT,
@@ -29,7 +30,7 @@ from .layers import (
     runs_of,
     runs_only_forward,
 )
-from .layout import UnknownLayout, kind_of
+from .layout import kind_of
 from .report import NOT_ASKED, Decode, Report, Row
 from .trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import NoStep
 from .origin import Entry
-from .trust import NoStep
 
 
 class Lists:

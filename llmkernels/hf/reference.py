@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import trust
+from .errors import NoStep, UnknownLayout
 from .layers import own_class
-from .layout import UnknownLayout
 from .origin import Name, check_origin, hold, members_of, names_of
-from .trust import Kind, NoStep
+from .trust import Kind
 from .wiring import is_attention
 
 # Numbers of a module that trunk.py reads from the model itself. All others are what its class makes of the config.

@@ -22,13 +22,13 @@ from llmkernels.ops import relu2, relu2_glu, swiglu
 
 from . import packing, trust
 from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, with_products
+from .errors import Distrust, NoStep, UnknownLayout
 from .families import Rotation
 from .guard import check_helpers, inspect_all
 from .layers import Generating, gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, own_class, plain_unit
-from .layout import UnknownLayout, kind_of, mlp_of, norm_of, rotation_name, rotation_of
+from .layout import kind_of, mlp_of, norm_of, rotation_name, rotation_of
 from .origin import check_names
 from .reference import Part, Reference, reference
-from .trust import Distrust, NoStep
 from .wiring import is_attention, wiring
 
 MAX_BATCH = 64

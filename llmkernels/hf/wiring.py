@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from .layout import UnknownLayout, check_origin
+from .errors import UnknownLayout
+from .layout import check_origin
 
 
 @dataclass(frozen=True)
