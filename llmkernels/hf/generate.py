@@ -14,9 +14,9 @@ from llmkernels.ops import sample
 from . import reading
 from .decode import decoder
 from .errors import NoStep
-from .layers import has_kernel
 from .loop import prepare
 from .reading import Reading, Text
+from .replaced import has_kernel
 from .report import PREFILL, by_forward
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from . import packing, trust
 from .errors import Distrust, NoStep, UnknownLayout
-from .layers import own_class
 from .origin import Entry, asked_of_origin, check_origin, entry
 from .record import Lists
 from .reference import Part, Reference, attention_function, attention_scope, reference
+from .replaced import own_class
 from .trust import Inspection, calls_only_its_class, hooks_do_nothing
 
 

@@ -1,6 +1,6 @@
 """The loop behind a patched model's generate(): transformers' own, by the decode step.
 
-LOOPS is what a patched model class has in place of transformers' loops: see layers.model_class. It prefills by the
+LOOPS is what a patched model class has in place of transformers' loops: see model_class.py. It prefills by the
 model's own forward, into a KVCache.
 
     prompt          prefill -> logits

@@ -11,8 +11,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from llmkernels.ops import add_lora, lora_linear
 
 from .errors import UnknownLayout
-from .layers import WITHOUT, count, has_kernel, has_no_hooks
 from .layout import check_origin
+from .replaced import WITHOUT, count, has_kernel, has_no_hooks
 
 OP = "lora_linear"
 

@@ -16,9 +16,9 @@ from llmkernels.ops._common import _is_transforming
 from .cache_name import cache_name
 from .errors import UnknownLayout
 from .families import Loss
-from .layers import WITHOUT, count, has_kernel, runs_only_forward
 from .layout import Symbol, check_origin
 from .lazy import LazyTensor
+from .replaced import WITHOUT, count, has_kernel, runs_only_forward
 
 OP = "linear_cross_entropy"
 IGNORED = -100  # the label of a token without a loss, in transformers

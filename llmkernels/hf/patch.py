@@ -12,25 +12,13 @@ from llmkernels._versions import untested_transformers
 from . import decode as decoding
 from . import lora, packing, trunk
 from . import loss as losses
+from .activations import gated_unit, op_name, plain_unit
 from .errors import UnknownLayout
 from .families import known_base
-from .layers import (
-    WITHOUT,
-    Generating,
-    Patched,
-    Replaced,
-    forget_runs,
-    fused_class,
-    gated_unit,
-    has_kernel,
-    model_class,
-    op_name,
-    patched_class,
-    plain_unit,
-    runs_of,
-    runs_only_forward,
-)
+from .layers import fused_class, patched_class
 from .layout import kind_of
+from .model_class import model_class
+from .replaced import WITHOUT, Generating, Patched, Replaced, forget_runs, has_kernel, runs_of, runs_only_forward
 from .report import NOT_ASKED, Decode, Report, Row
 from .trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import trust
 from .errors import NoStep, UnknownLayout
-from .layers import own_class
 from .origin import Name, check_origin, hold, members_of, names_of
+from .replaced import own_class
 from .trust import Kind
 from .wiring import is_attention
 

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from llmkernels.ops import relu2, relu2_glu, swiglu
 
 from . import packing, trust
+from .activations import gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, plain_unit
 from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, with_products
 from .errors import Distrust, NoStep, UnknownLayout
 from .families import Rotation
 from .guard import check_helpers, inspect_all
-from .layers import Generating, gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, own_class, plain_unit
 from .layout import kind_of, mlp_of, norm_of, rotation_name, rotation_of
 from .origin import check_names
 from .reference import Part, Reference, reference
+from .replaced import Generating, own_class
 from .wiring import is_attention, wiring
 
 MAX_BATCH = 64
@@ -236,7 +237,7 @@ def _mlp(mlp: nn.Module) -> MLP:
     return MLP(_product(mlp, up), _product(mlp, [getattr(mlp, names.down)]), activation, gated)
 
 
-# Those of compose.py, by the functions of layers.py.
+# Those of compose.py, by the functions of activations.py.
 _ACTIVATIONS = {swiglu: "silu", geglu_erf: "gelu", geglu_tanh: "gelu_pytorch_tanh", relu2_glu: "relu2"}
 _ACTIVATIONS |= {gelu_erf: "gelu", gelu_tanh: "gelu_pytorch_tanh", relu2: "relu2"}
 

@@ -26,9 +26,9 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .errors import Distrust, NoStep, UnknownLayout
-from .layers import Patched, Replaced, own_class
 from .layout import check_origin
 from .origin import Entry, asked_of_origin, entry
+from .replaced import Patched, Replaced, own_class
 
 # Modes that change no result, and need not see what is computed. DeviceContext is that of set_default_device.
 OBSERVERS = {DeviceContext}
