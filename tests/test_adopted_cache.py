@@ -17,7 +17,7 @@ from hf_models import assert_close, tiny_inputs
 from llmkernels.hf import adopt
 from llmkernels.hf import cache as caches
 from llmkernels.hf.decode import decoder
-from llmkernels.hf.trunk import is_ours
+from llmkernels.hf.fits import is_ours
 
 STEP = "by the decode step"
 FAMILIES = ["qwen2", "mistral", "gemma3"]  # no windows, windows alone, some

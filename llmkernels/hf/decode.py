@@ -27,11 +27,12 @@ from .alias import alias
 from .compose import LayerCache, Tokens, make_tables
 from .description import Trunk, leaves, map_tensors
 from .errors import NoStep
+from .fits import fits_cache
 from .graphs import Program
 from .guard import Snapshot
 from .record import Lists
 from .report import STEP
-from .trunk import fits_cache, pack, trunk
+from .trunk import pack, trunk
 
 MAX_STEPS = 32  # that a model keeps, each with its buffers and a graph: the ones used last
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again

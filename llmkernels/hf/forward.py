@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from .cache_name import cache_name
 from .decode import Decoder, decoder
 from .errors import NoStep
+from .fits import check_cache, is_ours, may_become_ours
 from .reading import Reading
 from .report import STEP, by_forward
-from .trunk import check_cache, check_length, is_ours, may_become_ours
+from .trunk import check_length
 
 MAX_ROWS = 64  # tokens of all sequences together
 # Arguments of a forward that the step has, and those that change nothing where it runs.

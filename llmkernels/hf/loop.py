@@ -23,9 +23,10 @@ from .cache_name import cache_name
 from .decode import Decoder, DecodeStep, decoder
 from .description import Trunk
 from .errors import NoStep
+from .fits import check_cache, is_ours
 from .reading import Reading, Text
 from .report import PREFILL, by_transformers
-from .trunk import check_batch, check_cache, check_length, is_ours
+from .trunk import check_batch, check_length
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .compose import LayerCache, Tokens, embed, forward, make_tables
 from .description import Product, Trunk, with_products
 from .errors import NoStep, UnknownLayout
+from .read import Facts, positions_of, read
 from .reference import WINDOW, Reference, fill, reference_of, small_model
-from .trunk import Facts, positions_of, read
 
 _TOKENS = 2 * WINDOW + 2
 # How loud channels are, and how far logits may be off, of the largest: a few times of what rounding makes of them.
