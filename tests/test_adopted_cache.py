@@ -15,7 +15,7 @@ import llmkernels
 from families import WINDOW, family_model
 from hf_models import assert_close, tiny_inputs
 from llmkernels.hf import adopt
-from llmkernels.hf import cache as caches
+from llmkernels.hf import buffers as caches
 from llmkernels.hf.decode import decoder
 from llmkernels.hf.fits import is_ours
 

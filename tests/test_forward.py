@@ -226,7 +226,7 @@ def test_a_cache_that_grows(device):
     expected, _ = loop(model, ids, new=70)
     llmkernels.patch(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmkernels.hf.cache.AHEAD_TOKENS", 1)
+        patch.setattr("llmkernels.hf.buffers.AHEAD_TOKENS", 1)
         found, _ = loop(model, ids, new=70)
     assert torch.equal(found, expected)
 
@@ -285,7 +285,7 @@ def test_a_graph_is_replayed(name, recording):
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_a_graph_is_replayed_when_a_window_moves(name, padded, recording, monkeypatch):
     """To the first rows of the same buffers, which it has the addresses of."""
-    monkeypatch.setattr("llmkernels.hf.cache.STEP", 4)
+    monkeypatch.setattr("llmkernels.hf.buffers.STEP", 4)
     model, ids = family_model(name), tiny_inputs(batch=3)
     mask = left_padded("cpu") if padded else None
     expected = loop(model, ids, mask, new=40)

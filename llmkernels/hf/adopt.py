@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import Buffers, KVCache, KVCacheLayer, WindowBuffers, room_for
+from .buffers import Buffers, WindowBuffers, room_for
+from .cache import KVCache
+from .cache_layers import KVCacheLayer
 from .description import Trunk
 from .errors import NoStep, UnknownLayout
 from .layout import check_origin

@@ -34,6 +34,7 @@ from .record import Lists
 from .report import STEP
 from .trunk import pack, trunk
 
+KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 MAX_STEPS = 32  # that a model keeps, each with its buffers and a graph: the ones used last
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
 
@@ -275,7 +276,7 @@ class Decoder:
         rest at the end. Layers with a sliding window keep as many tokens as there.
         """
         from . import adopt
-        from .cache import KEPT_BYTES, KVCache
+        from .cache import KVCache
 
         device = parts.weight.device
         windows = adopt.windows(caller, len(parts.layers))

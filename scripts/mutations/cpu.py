@@ -388,7 +388,7 @@ CPU = [
     Mutation(
         "py_cache_is_filled_past_its_end",
         "one token more than the capacity is let in",
-        "llmkernels/hf/cache.py",
+        "llmkernels/hf/buffers.py",
         "        if needed <= self.capacity:\n            return self.capacity\n",
         "        if needed <= self.capacity + 1:\n            return self.capacity\n",
         "tests/test_kv_cache.py",
