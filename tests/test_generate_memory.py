@@ -11,9 +11,9 @@ import llmkernels
 from families import WINDOW, family_model
 from generating import NEW, Stream, generate_step, hf_generate, small_model
 from hf_models import tiny_inputs
-from llmkernels.hf import buffers as caches
-from llmkernels.hf import decode
-from llmkernels.hf.decode import decoder
+from llmkernels.hf.cache import buffers as caches
+from llmkernels.hf.step import decode
+from llmkernels.hf.step.decode import decoder
 
 GIB = 1 << 30
 

@@ -9,18 +9,28 @@ from torch import nn
 
 from llmkernels._versions import untested_transformers
 
-from . import decode as decoding
-from . import lora, packing, trunk
-from . import loss as losses
-from .activations import gated_unit, op_name, plain_unit
+from .callers.model_class import model_class
+from .classes.families import known_base
+from .classes.layout import kind_of
 from .errors import UnknownLayout
-from .families import known_base
-from .layers import fused_class, patched_class
-from .layout import kind_of
-from .model_class import model_class
-from .replaced import WITHOUT, Generating, Patched, Replaced, forget_runs, has_kernel, runs_of, runs_only_forward
+from .model.trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
+from .modules import lora
+from .modules import loss as losses
+from .modules.activations import gated_unit, op_name, plain_unit
+from .modules.layers import fused_class, patched_class
+from .modules.replaced import (
+    WITHOUT,
+    Generating,
+    Patched,
+    Replaced,
+    forget_runs,
+    has_kernel,
+    runs_of,
+    runs_only_forward,
+)
 from .report import NOT_ASKED, Decode, Report, Row
-from .trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
+from .step import decode as decoding
+from .step import packing, trunk
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()

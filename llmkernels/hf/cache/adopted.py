@@ -1,0 +1,359 @@
+"""Decode steps for a caller with transformers' DynamicCache: a step needs a KVCache.
+
+    generate    copy_in: the tokens of the caller's cache are copied to a KVCache before the first step;
+                hand_back: after the last one the new tokens are appended to the caller's cache by its own `update`, so
+                that it holds the same as after transformers' loop
+    forward     become_ours: the layers of the caller's cache move to buffers, where steps append to them. For anyone
+                else they are transformers' layers as before
+
+Importing this module imports transformers.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..classes.layout import check_origin
+from ..classes.origin import Entry, asked_of_origin
+from ..errors import NoStep, UnknownLayout
+from ..model.description import Trunk
+from .buffers import Buffers, WindowBuffers, room_for
+from .kv_cache import KVCache
+from .layers import KVCacheLayer
+
+
+def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = False) -> None:
+    """Raise NoStep unless `cache` is a DynamicCache, empty or of this model and batch.
+
+    `recorded`: layers with a window may have more tokens than it, which are there to be cropped.
+    """
+    if type(cache) not in (DynamicCache, AdoptedCache):
+        raise NoStep(f"the cache given is a {type(cache).__name__}")
+    if cache.offloading or _is_replaced(cache, *cache.layers):
+        raise NoStep("the cache given does more than to hold keys and values")
+    if not cache.layers and cache.layer_class_to_replicate is DynamicLayer:
+        return
+    if len(cache.layers) != len(parts.layers):
+        raise NoStep(f"the cache has {len(cache.layers)} layers")
+    tokens = int(cache.get_seq_length())  # assisted decoding makes a tensor of it
+    recordings = {}
+    for layer, part in zip(cache.layers, (layer.attention for layer in parts.layers), strict=True):
+        held, kind = tokens, getattr(layer, "theirs", type(layer))
+        if kind is DynamicSlidingWindowLayer:
+            # A window that attention does not have: the description holds for as many tokens as the cache keeps, in
+            # one call of generate. A cache that becomes ours would go on without it.
+            window = len(parts.positions) if part.window_left < 0 and not recorded else part.window_left + 1
+            held = min(tokens, window - 1)
+            if layer.sliding_window != window or window < 2:
+                raise NoStep("the cache has another sliding window than the model")
+            if layer.record_past:
+                if not recorded:
+                    raise NoStep("the cache records what its sliding window drops")
+                held = max(held, min(tokens, layer.keys.shape[2]) if tokens else 0)
+            if recordings.setdefault(layer.sliding_window, (layer.record_past, held)) != (layer.record_past, held):
+                raise NoStep("the layers of the cache differ in what they record")
+        elif kind is not DynamicLayer:
+            raise NoStep(f"the cache has a {type(layer).__name__}")
+        if layer.get_seq_length() != tokens:
+            raise NoStep("the layers of the cache differ in length")
+        expected = (batch, part.kv_heads, held, part.head_dim)
+        for held_tensor in (layer.keys, layer.values) if tokens else ():
+            _check_tensor(held_tensor, expected, parts.weight)
+
+
+def _check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    if tensor.shape != shape or tensor.dtype != like.dtype or tensor.device != like.device:
+        raise NoStep("the cache was made for other keys and values")
+
+
+def windows(cache: DynamicCache | None, layers: int) -> list[int | None]:
+    """How many tokens each layer of a cache keeps at least, or None for all."""
+    kept = [] if cache is None else cache.layers
+    return [getattr(layer, "sliding_window", None) for layer in kept] or [None] * layers
+
+
+def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
+    """Copy the tokens of `theirs` to `ours`, which is empty. Those that a sliding window has dropped are not needed."""
+    tokens = int(theirs.get_seq_length())
+    for ours_layer, layer in zip(ours.layers, theirs.layers if tokens else (), strict=False):
+        _copy_layer(ours_layer, layer, tokens)
+
+
+def _copy_layer(ours: KVCacheLayer, layer: DynamicLayer, tokens: int) -> None:
+    if not ours.is_initialized:
+        ours.lazy_initialization(layer.keys, layer.values)
+    ours.length = ours.offset = tokens - layer.keys.shape[2]
+    ours.append(layer.keys, layer.values)
+
+
+@torch.no_grad()
+def hand_back(ours: KVCache, theirs: DynamicCache, frees: bool) -> None:
+    """Append to `theirs` the tokens of `ours` that it does not have. With `frees`, then free each layer of `ours`."""
+    first = int(theirs.get_seq_length())
+    sliding = theirs.is_sliding or [False] * len(ours.layers)
+    for index, layer in enumerate(ours.layers):
+        start = first
+        if layer.offset > first:
+            start = layer.length - 1
+            _replace(theirs.layers[index], *layer.views(max(layer.offset, layer.start - 1), start), start)
+        # A sliding window keeps a view of the tensor that update() makes: a short one if the last token is alone.
+        cuts = [start, max(start, layer.length - 1), layer.length] if sliding[index] else [start, layer.length]
+        for start, end in pairwise(cuts):
+            if start < end:
+                theirs.update(*layer.views(start, end), index)
+        if frees:
+            layer.release()
+
+
+def _replace(layer: DynamicSlidingWindowLayer, keys: Tensor, values: Tensor, tokens: int) -> None:
+    """Let a layer have seen so many tokens, of which it holds these: what was before them its window has dropped."""
+    if not layer.is_initialized:
+        layer.lazy_initialization(keys, values)
+    layer.keys, layer.values, layer.cumulative_length = keys, values, tokens
+
+
+def _is_replaced(*instances: Cache | DynamicLayer) -> bool:
+    """Whether a method of these was replaced, or `update` of their classes: some caches change what they are given."""
+    return _is_patched() or not all(_METHODS.isdisjoint(vars(instance)) for instance in instances)
+
+
+_KINDS = Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+
+def _is_patched() -> bool:
+    try:
+        for kind in _KINDS:
+            check_origin(kind.update)
+    except UnknownLayout:
+        return True
+    return False
+
+
+# --- a cache that becomes ours
+
+
+def _attribute(read: Callable) -> property:
+    """What is an attribute of transformers' layer: whoever assigns to it gets that layer back."""
+
+    def assign(layer: "AdoptedLayer", value: Any) -> None:
+        layer.give_back()
+        setattr(layer, read.__name__, value)
+
+    return property(read, assign)
+
+
+class AdoptedLayer(DynamicLayer, Buffers):
+    """A DynamicLayer whose tokens are in buffers with room for more, where steps append.
+
+    All methods do what transformers' do. Those for which the buffers are of no use give the layer back first: it is
+    transformers' own then, until the next step.
+    """
+
+    theirs = DynamicLayer
+    grows = True
+    first: int  # the first token that is held
+
+    @classmethod
+    def adopt(cls, layer: DynamicLayer, tokens: int, capacity: int, layers: int) -> None:
+        """Turn a layer of `tokens` into one of this class. On an exception it is what it was."""
+        state, held = dict(vars(layer)), layer.keys.shape[2]
+        for name in ("keys", "values", "cumulative_length"):
+            state.pop(name, None)
+        first = tokens - held
+        state |= {"capacity": capacity, "length": tokens, "layers": layers}
+        state |= {"first": first, "offset": first, "is_shown": False}
+        adopted = cls.__new__(cls)
+        vars(adopted).update(state)
+        rows = adopted._rows_for(capacity, held + 1)
+        k, v = (_filled(held, rows) for held in (layer.keys, layer.values))
+        vars(layer).clear()
+        vars(layer).update(state, k=k, v=v)
+        layer.__class__ = cls
+
+    def give_back(self) -> None:
+        """Be transformers' own layer again, of the same tokens: views of the buffers."""
+        state = self._state()
+        vars(self).clear()
+        vars(self).update(state)
+        self.__class__ = self.theirs
+
+    def _state(self) -> dict[str, Any]:
+        """The attributes that transformers' layer would have."""
+        own = {"k", "v", "capacity", "length", "layers", "first", "offset", "is_shown"}
+        keys, values = self.views(self.start, self.length)
+        return {name: x for name, x in vars(self).items() if name not in own} | {"keys": keys, "values": values}
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Copies and pickles are of transformers' own layer."""
+        state = self._state()
+        for name in ("keys", "values"):
+            state[name] = state[name].clone(memory_format=torch.contiguous_format)
+        return self.theirs, self._arguments(), state
+
+    def _arguments(self) -> tuple:
+        return ()
+
+    @_attribute
+    def keys(self) -> Tensor:
+        self.is_shown = True
+        return self.views(self.start, self.length)[0]
+
+    @_attribute
+    def values(self) -> Tensor:
+        self.is_shown = True
+        return self.views(self.start, self.length)[1]
+
+    def _least(self, tokens: int) -> int:
+        """How many of so many tokens have to be held."""
+        return tokens
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self._fits(key_states, self.k) or not self._fits(value_states, self.v):
+            self.give_back()
+            return self.update(key_states, value_states, *args, **kwargs)
+        return self.append(key_states, value_states)
+
+    def _fits(self, states: Tensor, buffer: Tensor) -> bool:
+        """Whether these can be written to the buffer. Where gradients are recorded, nothing is changed in place."""
+        batch, _, heads, dim = buffer.shape
+        return (
+            not torch.is_grad_enabled()
+            and not _is_patched()
+            and (states.dtype, states.device) == (buffer.dtype, buffer.device)
+            and (*states.shape[:2], *states.shape[3:]) == (batch, heads, dim)
+        )
+
+    def crop(self, *args, **kwargs) -> None:
+        held = self.views(self.start, self.length)[0]
+        cropped = self.theirs.__new__(self.theirs)
+        vars(cropped).update(vars(self), keys=held, values=held, cumulative_length=self.length)
+        cropped.crop(*args, **kwargs)
+        tokens, held = int(cropped.get_seq_length()), cropped.keys.shape[2]
+        is_overwritten = self.is_shown and tokens < self.length
+        self.length, self.first = tokens, tokens - held
+        if is_overwritten or held < self._least(tokens):
+            self.give_back()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.is_shown or len(beam_idx) != self.k.shape[0]:
+            super().reorder_cache(beam_idx)
+        else:
+            self.reorder(beam_idx)
+
+
+class AdoptedWindowLayer(AdoptedLayer, WindowBuffers, DynamicSlidingWindowLayer):
+    """The same with a sliding window."""
+
+    theirs = DynamicSlidingWindowLayer
+
+    def _arguments(self) -> tuple:
+        return (self.sliding_window,)
+
+    @property
+    def start(self) -> int:
+        return self.first if self.record_past else max(self.first, self.length - self.sliding_window + 1)
+
+    @property
+    def kept(self) -> tuple:
+        """What layers of the same window have in common, which drop tokens together."""
+        return self.sliding_window, self.offset, self.rows, self.first, self.record_past
+
+    @_attribute
+    def cumulative_length(self) -> int:
+        return self.length
+
+    def _state(self) -> dict[str, Any]:
+        return super()._state() | {"cumulative_length": self.length}
+
+    def _least(self, tokens: int) -> int:
+        return min(tokens, self.sliding_window - 1)
+
+    def _fits(self, states: Tensor, buffer: Tensor) -> bool:
+        return not self.record_past and super()._fits(states, buffer)
+
+    def _place(self, states: Sequence[Tensor], first: int, rows: int) -> None:
+        super()._place(states, first, rows)
+        self.first = first
+
+    def activate_past_recording(self) -> None:
+        self.first = self.start
+        super().activate_past_recording()
+
+
+def _filled(held: Tensor, rows: int) -> Tensor:
+    """A buffer with these tokens, (B, Hkv, T, D), at first. The rest may be read and must not be NaN: zeros."""
+    batch, heads, tokens, dim = held.shape
+    with torch.inference_mode(False):
+        buffer = held.new_zeros(batch, rows, heads, dim)
+    buffer[:, :tokens].copy_(held.transpose(1, 2))
+    return buffer
+
+
+class AdoptedCache(DynamicCache, KVCache):
+    """A DynamicCache that has become a KVCache, as long as all its layers are ours."""
+
+    __repr__ = Cache.__repr__
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        own = {"counters", "leftpads", "_counted", "_position", "_versions"}
+        state = {name: value for name, value in vars(self).items() if name not in own}
+        return DynamicCache, (), state
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether steps can run: nobody has got a layer back, replaced what it does or changed it alone."""
+        layers = self.layers
+        return (
+            bool(layers)
+            and all(isinstance(layer, AdoptedLayer) for layer in layers)
+            and len({layer.capacity for layer in layers}) == 1
+            and self.is_even
+            and not _is_replaced(self, *layers)
+        )
+
+    @property
+    def is_even(self) -> bool:
+        sliding = [layer for layer in self.layers if isinstance(layer, AdoptedWindowLayer)]
+        same = not sliding or len({layer.kept for layer in sliding}) == len({layer.sliding_window for layer in sliding})
+        return same and KVCache.is_even.fget(self)
+
+    def asked_of(self) -> list[Entry]:
+        updates = [(kind, "update", kind.update) for kind in _KINDS]
+        return updates + [entry for kind in _KINDS for entry in asked_of_origin(kind.update)]
+
+
+_ADOPTED = {kind.theirs: kind for kind in (AdoptedLayer, AdoptedWindowLayer)}
+_METHODS = {name for kind in (AdoptedCache, AdoptedWindowLayer) for name in dir(kind) if callable(getattr(kind, name))}
+
+
+def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
+    """Turn a DynamicCache with tokens into a KVCache that grows, in place: whoever has it has the same object.
+
+    Raises NoStep where there is no memory for a layer; it is what it was then.
+    """
+    tokens = int(cache.get_seq_length())
+    capacity = room_for(tokens, batch * parts.token_bytes)
+    _give_back(cache)
+    try:
+        for layer in cache.layers:
+            _ADOPTED[type(layer)].adopt(layer, tokens, capacity, len(cache.layers))
+    except torch.OutOfMemoryError:
+        _give_back(cache)
+        raise NoStep("there is no memory to copy the cache") from None
+    cache.counters = cache.leftpads = None
+    cache.__class__ = AdoptedCache
+    cache._forget_counters()
+
+
+def _give_back(cache: DynamicCache) -> None:
+    for layer in cache.layers:
+        if isinstance(layer, AdoptedLayer):
+            layer.give_back()

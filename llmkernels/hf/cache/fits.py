@@ -1,0 +1,49 @@
+"""Whether a step can run on a cache that somebody has."""
+
+import functools
+from typing import Any
+
+from ..errors import NoStep
+from ..model.description import Trunk
+
+
+def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
+    """Raise NoStep unless a KVCache fits the model."""
+    if len(cache.layers) != len(parts.layers):
+        raise NoStep(f"the cache has {len(cache.layers)} layers")
+    weight = parts.weight
+    for layer, buffers in zip(parts.layers, cache.layers, strict=True):
+        if buffers.is_sliding and buffers.sliding_window != layer.attention.window_left + 1:
+            raise NoStep("the cache has another sliding window than the model")
+        if buffers.is_initialized:
+            expected = (batch, buffers.rows, layer.attention.kv_heads, layer.attention.head_dim)
+            for buffer in (buffers.k, buffers.v):
+                if buffer.shape != expected or buffer.dtype != weight.dtype or buffer.device != weight.device:
+                    raise NoStep("the cache was made for other keys and values")
+
+
+def fits_cache(cache: Any, parts: Trunk, batch: int) -> bool:
+    try:
+        check_cache(cache, parts, batch)
+    except NoStep:
+        return False
+    return True
+
+
+def is_ours(cache: Any) -> bool:
+    """Whether a step runs on this cache as it is."""
+    ours, adopted, _ = _cache_types()
+    return type(cache) is ours or (type(cache) is adopted and cache.is_intact)
+
+
+def may_become_ours(cache: Any) -> bool:
+    """Whether a cache is one of ours, or of the kind that becomes one."""
+    return type(cache) in _cache_types()
+
+
+@functools.cache
+def _cache_types() -> tuple[type, ...]:
+    from .adopted import AdoptedCache, DynamicCache
+    from .kv_cache import KVCache
+
+    return KVCache, AdoptedCache, DynamicCache

@@ -1,0 +1,234 @@
+"""The forward of a patched model by its decode step: a few tokens per sequence behind a cache.
+
+So whoever calls the model gets the step: a loop of one's own, beam search, assisted decoding and prompt lookup, which
+verify several tokens at once, a chat that goes on with a returned cache, a pipeline.
+
+    prompt            the model's modules, into whatever cache the caller has
+    next tokens       the first time the cache becomes one of ours, in place (adopted.py); from then on the step
+
+A forward that asks for anything else, or has more than MAX_ROWS tokens, is the modules'. Report.decode counts both.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache.fits import check_cache, is_ours, may_become_ours
+from ..classes.cache_name import cache_name
+from ..errors import NoStep
+from ..report import STEP, by_forward
+from ..step.decode import Decoder, decoder
+from ..step.trunk import check_length
+from .reading import Reading
+
+MAX_ROWS = 64  # tokens of all sequences together
+# Arguments of a forward that the step has, and those that change nothing where it runs.
+_KNOWN = {
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+}
+
+
+def by_step(original: Callable, signature: Any) -> Callable:
+    """A forward of a model class that takes the step where it can, and else is `original`."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    name = cache_name()
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        given = signature(self, args, kwargs)
+        cache = given.get(name)
+        if cache is None or not _has_few_tokens(given.get("input_ids")) or _is_empty(cache):
+            return original(self, *args, **kwargs)
+        state = decoder(self)
+        try:
+            logits = _step(self, state, given)
+        except NoStep as reason:
+            state.count_forward(by_forward(reason))
+            return original(self, *args, **kwargs)
+        return CausalLMOutputWithPast(logits=logits, **{name: cache})
+
+    return forward
+
+
+def bound_arguments(forward: Callable) -> Callable:
+    """A function that gives the arguments of a call of `forward` by name, with those in its **kwargs."""
+    signature = inspect.signature(forward)
+    variable = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+
+    def given(self, args, kwargs) -> dict[str, Any]:
+        if not args:
+            return kwargs
+        try:
+            named = dict(signature.bind(self, *args, **kwargs).arguments)
+        except TypeError:  # which the original raises
+            return {}
+        return named | named.pop(variable, {})
+
+    return given
+
+
+def _has_few_tokens(ids: Any) -> bool:
+    """Whether these are few enough for a step."""
+    return isinstance(ids, Tensor) and ids.ndim == 2 and 0 < ids.numel() <= MAX_ROWS
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a cache that the step takes has no tokens. Others are not asked: their length may be on the device."""
+    if not may_become_ours(cache):
+        return False
+    try:
+        return int(cache.get_seq_length()) == 0
+    except ValueError:  # one of states alone, which has no length
+        return True
+
+
+def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
+    """The logits of the tokens to keep. Raises NoStep, and has changed nothing then that the modules see."""
+    _check_call(model, given)
+    ids, cache = given["input_ids"], given[cache_name()]
+    places = Places(given, ids, int(cache.get_seq_length()))
+    logits = _replayed(model, state, ids, cache, places)
+    if logits is None:
+        places.check()
+        logits = _described(model, state, ids, cache, places)
+    state.count_forward(STEP)
+    logits = logits.view(*ids.shape, -1)
+    kept = given.get("logits_to_keep")
+    return logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
+
+
+def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
+    """Raise NoStep for what only the modules do. Reads nothing on the device."""
+    if torch.is_grad_enabled():
+        raise NoStep("gradients are enabled")
+    if model.training:
+        raise NoStep("the model is in training mode")
+    device = given["input_ids"].device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NoStep("a CUDA graph is being captured")
+    if torch.is_autocast_enabled(device.type):
+        raise NoStep("autocast decides the dtypes")
+    for name, value in given.items():
+        if name not in _KNOWN and name not in ("self", cache_name()) and value is not None and value is not False:
+            raise NoStep(name)
+    cache = given[cache_name()]
+    if not may_become_ours(cache):
+        raise NoStep(f"the cache given is a {type(cache).__name__}")
+    if given.get("use_cache") is False or given.get("return_dict") is False:
+        raise NoStep("use_cache=False or return_dict=False")
+    config = vars(model.config)  # a look at an attribute of it takes a microsecond each
+    if config.get("output_hidden_states") or config.get("_output_attentions"):
+        raise NoStep("output_attentions or output_hidden_states in the config")
+    if config.get("use_cache") is False and given.get("use_cache") is None:
+        raise NoStep("use_cache=False in the config")
+
+
+def _replayed(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places: "Places") -> Tensor | None:
+    """The logits by the graph of an earlier forward. None where there is none, or the model is not what it was then.
+
+    The graph is queued first, and the host looks at the model while the GPU works. If the model has changed, the result
+    is dropped: the graph has written nothing but keys and values behind the cache's end.
+    """
+    recorded = state.recorded_forward(cache, *ids.shape)
+    if recorded is None:
+        return None
+    step, known, _memory = recorded
+    cache.begin(places.last - ids.shape[1], places.leftpad)
+    logits = step(ids.flatten())
+    kept = False
+    try:
+        if known.snapshot.holds(model):
+            places.check()  # waits for the device: last
+            kept = True
+    finally:
+        if not kept:
+            cache.take_back(ids.shape[1])
+            state.drop_forward(cache, ids.shape[1])  # the next one looks first
+    return logits if kept else None
+
+
+def _described(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places: "Places") -> Tensor:
+    """The logits by the description of the model as it is, behind a cache that becomes one of ours."""
+    from ..cache.adopted import become_ours, check_dynamic
+
+    batch, ahead = ids.shape
+    is_own = is_ours(cache)
+    if is_own and not cache.has_room(ahead):
+        raise NoStep("the cache is full")
+    if (reason := state.refusal()) is not None:
+        raise NoStep(reason)
+    try:
+        parts, _memory = state.describe(model)
+    except NoStep as reason:
+        state.refuse(str(reason))
+        raise
+    state.accept()
+    if ids.device != parts.weight.device:
+        raise NoStep(f"input_ids on {ids.device}")
+    check_length(parts, places.past + ahead)
+    if is_own:
+        check_cache(cache, parts, batch)
+    else:
+        check_dynamic(cache, parts, batch, recorded=True)
+        become_ours(cache, parts, batch)
+    cache.begin(places.last - ahead, places.leftpad)
+    return state.begin_forward(parts, cache, ahead)(ids.flatten())
+
+
+class Places:
+    """Where the new tokens of a forward are, by its mask and positions.
+
+    `last` is the position of the last token of all sequences, or of each (B,); `leftpad` (B,) where each sequence
+    starts, None for all at 0. Both are as the arguments have it, if `check` finds that these are those of padding on
+    the left. What that takes is computed on the device, and read by the host when it is needed.
+    """
+
+    def __init__(self, given: dict[str, Any], ids: Tensor, past: int):
+        batch, count = ids.shape
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        self.past = past
+        self.last: Tensor | int = past + count - 1
+        self.leftpad: Tensor | None = None
+        indices = None if mask is None and positions is None else torch.arange(past + count, device=ids.device)
+        facts = {}
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.shape != (batch, past + count):
+                raise NoStep("attention_mask is not (batch, tokens)")
+            live = (mask != 0).to(ids.device)
+            self.leftpad = (~live).sum(1)
+            facts[_BAD_MASK] = (live == (indices >= self.leftpad[:, None])).all() & live[:, -1].all()
+        if positions is not None:
+            if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != count:
+                raise NoStep("position_ids are not (batch, tokens)")
+            positions = positions.to(ids.device)
+            self.last = positions[:, -1].expand(batch)
+            inside = (positions >= 0) & (positions < past + count)
+            facts[_BAD_POSITIONS] = inside.all() & (positions == positions[:, :1] + indices[:count]).all()
+        self._names = list(facts)
+        self._reading = Reading(ids, *([torch.stack(list(facts.values()))] if facts else []))
+
+    def check(self) -> None:
+        """Raise NoStep for other masks and positions than those of padding on the left, and IndexError for tokens that
+        there are none of."""
+        ids, *facts = self._reading.wait()
+        if ids.min() < 0:
+            raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it
+        for name, holds in zip(self._names, facts[0].tolist() if facts else (), strict=True):
+            if not holds:
+                raise NoStep(name)
+
+
+_BAD_MASK = "attention_mask masks more than padding on the left"
+_BAD_POSITIONS = "position_ids do not follow each other, or run ahead of the tokens"

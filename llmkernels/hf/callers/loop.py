@@ -1,0 +1,305 @@
+"""The loop behind a patched model's generate(): transformers' own, by the decode step.
+
+LOOPS is what a patched model class has in place of transformers' loops: see model_class.py. It prefills by the
+model's own forward, into a KVCache.
+
+    prompt          prefill -> logits
+    each token      processors, choice, criteria        what a user's code sees
+                    step -> logits of the next          on CUDA queued before the host waits for
+                    read on the host whether to go on   ... this, and taken back if not
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache.fits import check_cache, is_ours
+from ..classes.cache_name import cache_name
+from ..errors import NoStep
+from ..model.description import Trunk
+from ..report import PREFILL, by_transformers
+from ..step.decode import Decoder, DecodeStep, decoder
+from ..step.trunk import check_batch, check_length
+from . import reading
+from .reading import Reading, Text
+
+_KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+_KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the decode step needs to know of one call of generate.
+
+    `memory` keeps what `parts` describes where it is. `leftpad` is where each sequence starts, None for all at 0;
+    `tokens` how many there are with those in the cache, of up to `limit`; `returned` says that the caller sees the
+    cache afterwards.
+    """
+
+    model: nn.Module
+    parts: Trunk
+    memory: list[Any]
+    inputs: dict[str, Any]
+    leftpad: Tensor | None
+    batch: int
+    tokens: int
+    limit: int
+    returned: bool
+
+    @property
+    def given_cache(self):
+        """The cache that transformers has prepared, or the caller's."""
+        return self.inputs[cache_name()]
+
+    def prefill(self, input_ids: Tensor, config, cache):
+        return self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
+
+    def cache(self, state: Decoder):
+        """A context: the KVCache to use. Where the caller's is none, one on loan."""
+        given = self.given_cache
+        if is_ours(given):
+            return nullcontext(given)
+        return state.lend_cache(self.parts, self.batch, self.tokens, self.limit, given, self.returned)
+
+    def shown_cache(self):
+        """The DynamicCache that the caller has given, and may look at between two steps; else None."""
+        given = self.given_cache
+        return given if getattr(given, "_is_user_defined", False) and not is_ours(given) else None
+
+    def begin(self, state: Decoder, cache, kind: Any = "step") -> DecodeStep:
+        """The step behind the prompt, which is in the cache now."""
+        last = self.inputs["position_ids"][:, -1]
+        cache.begin(last.expand(self.batch), self.leftpad)
+        return state.begin(self.parts, cache, kind)
+
+
+def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any]) -> Call:
+    """Raises NoStep where only transformers' own loop does what a call asks for."""
+    parts, memory = decoder(model).describe(model)
+    if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
+        raise NoStep("gradients are enabled")
+    _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
+    leftpad, tokens = _left_padding(input_ids, inputs, config)
+    check_length(parts, tokens - input_ids.shape[1] + stopping_criteria.max_length)
+    behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
+    cache = inputs[cache_name()]
+    return Call(
+        model=model,
+        parts=parts,
+        memory=memory,
+        inputs=inputs,
+        leftpad=leftpad,
+        batch=input_ids.shape[0],
+        tokens=tokens,
+        limit=behind + stopping_criteria.max_length,
+        returned=bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)),
+    )
+
+
+def _sampling_loop(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus: bool = False,
+        streamer=None,
+        **model_kwargs,
+    ):
+        state = decoder(self)
+        try:
+            call = prepare(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+        except NoStep as reason:
+            state.count(by_transformers(reason))
+            return original(
+                self,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        with call.cache(state) as cache:
+            return _run(call, state, cache, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+
+    return _sample
+
+
+def _other_loop(original: Callable) -> Callable:
+    name = original.__name__.removeprefix("init").strip("_").replace("_", " ")
+
+    @functools.wraps(original)
+    def loop(self, *args, **kwargs):
+        decoder(self).count(by_transformers(name))
+        return original(self, *args, **kwargs)
+
+    return loop
+
+
+def _generate(original: Callable) -> Callable:
+    """Only counts: a loop that the caller brings along is not looked up on the class."""
+
+    @functools.wraps(original)
+    def generate(self, *args, **kwargs):
+        loop = kwargs.get("custom_generate")
+        if loop is not None and getattr(loop, "__module__", None) != f"{__package__}.generate":
+            decoder(self).count("by custom_generate")
+        return original(self, *args, **kwargs)
+
+    generate.__wrapped__ = getattr(original, "__wrapped__", original)  # as without us: generate() with gradients
+    return generate
+
+
+# By the names of transformers' own, which it looks up on the class.
+LOOPS = {
+    "_sample": _sampling_loop,
+    "_beam_search": _other_loop,
+    "_assisted_decoding": _other_loop,
+    "init_continuous_batching": _other_loop,  # generate_batch begins with it
+    "generate": _generate,
+}
+
+
+def _check_call(parts: Trunk, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
+    """Raise NoStep for whatever a call asks of the loop that only transformers' own has."""
+    from ..cache.adopted import check_dynamic
+
+    if synced_gpus:
+        raise NoStep("synced_gpus")
+    if config.is_assistant:
+        raise NoStep("assistant of assisted decoding")
+    if config.output_attentions or config.output_hidden_states:
+        raise NoStep("output_attentions or output_hidden_states")
+    known = _KNOWN_INPUTS | {cache_name()}
+    if unknown := sorted(key for key in inputs if key not in known and inputs[key] is not None):
+        raise NoStep(", ".join(unknown))
+    cache = inputs.get(cache_name())
+    if not inputs.get("use_cache") or cache is None:
+        raise NoStep("use_cache=False")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise NoStep(f"cache_implementation={config.cache_implementation}")
+    if is_ours(cache):
+        check_cache(cache, parts, input_ids.shape[0])
+    else:
+        check_dynamic(cache, parts, input_ids.shape[0])
+    if stopping_criteria.max_length is None:
+        raise NoStep("no max_length")
+    check_batch(parts, input_ids)
+
+
+def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config) -> tuple[Tensor | None, int]:
+    """Where each sequence starts, None for all at 0; and how many tokens there are with those in the cache.
+
+    Raises NoStep for other masks and positions than left padding's. Reads a few numbers on the host: before the
+    prefill, where nothing is waiting yet.
+    """
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if positions is None or positions.ndim != 2:
+        raise NoStep("position_ids are not (batch, tokens)")
+    if mask is not None and mask.ndim != 2:
+        raise NoStep("attention_mask is not (batch, tokens)")
+    last = positions[:, -1]
+    facts = [last.max(), last.min()]
+    if mask is not None:
+        live = mask != 0
+        facts += [live.all(), (live[:, 1:] >= live[:, :-1]).all() & live[:, -1].all()]
+    highest, lowest, full, padded_left = [*torch.stack([fact.long() for fact in facts]).tolist(), 1, 1][:4]
+    # transformers from 5.23 drops a mask of ones, and notes its length.
+    tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", positions.shape[1])
+    if not padded_left:
+        raise NoStep("attention_mask masks more than padding on the left")
+    if lowest < 0 or highest >= tokens:  # cos and sin are there for as many positions as there are tokens
+        raise NoStep("position_ids run ahead of the tokens")
+    # As transformers has it: input_ids are all tokens, or where the mask is longer, those behind the ones in the cache.
+    past, given = inputs[cache_name()].get_seq_length(), input_ids.shape[1]
+    if past and config.prefill_chunk_size is not None:  # up to 5.22 it computes what is in the cache once more
+        raise NoStep("prefill_chunk_size with tokens in the cache")
+    if tokens not in (given, past + given) or tokens <= past:
+        raise NoStep("input_ids and attention_mask do not go on where the cache ends")
+    return None if full else (~live).sum(1), tokens
+
+
+def _is_transformers(user: Any) -> bool:
+    """Whether a processor, criterion or streamer is transformers' own, or none."""
+    return user is None or type(user).__module__.startswith("transformers.")
+
+
+def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor, stopping_criteria, config, streamer):
+    """transformers' GenerationMixin._sample by the decode step: same scores, same random numbers, same results."""
+    from ..cache.adopted import hand_back
+
+    keep_scores = config.return_dict_in_generate and config.output_scores
+    keep_logits = config.return_dict_in_generate and config.output_logits
+    scores, raw_logits = () if keep_scores else None, () if keep_logits else None
+    pad = config._pad_token_tensor
+    pad = None if pad is None else pad.to(input_ids.device)
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+    # transformers' own processors read any layout and keep nothing; other people's get what transformers gives them.
+    own = all(map(_is_transformers, (*logits_processor, *stopping_criteria)))
+    shown = None if own and _is_transformers(streamer) else call.shown_cache()
+    text = Text(input_ids, stopping_criteria.max_length, copies=not own)
+    unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+    late = reading.is_late(input_ids.device)
+
+    logits = call.prefill(input_ids, config, cache).logits[:, -1]
+    step = None
+    going = True
+    while going:
+        if shown is not None:
+            hand_back(cache, shown, frees=False)
+        # A copy: processors write into it, and the next step into logits.
+        next_logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
+        next_scores = logits_processor(text.read(), next_logits)
+        if keep_scores:
+            scores += (next_scores,)
+        if keep_logits:
+            raw_logits += (next_logits,)
+        if config.do_sample:
+            tokens = torch.multinomial(nn.functional.softmax(next_scores, dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = torch.argmax(next_scores, dim=-1)
+        if has_eos:
+            tokens = tokens * unfinished + pad * (1 - unfinished)
+        text.append(tokens)
+        unfinished = unfinished & ~stopping_criteria(text.read(), scores)
+        decision = Reading(tokens, unfinished.max())
+
+        ahead = late and text.length < stopping_criteria.max_length and cache.has_room(1)
+        if ahead:
+            step = step or call.begin(state, cache)
+            logits = step(text.last())
+        going = False  # and so it is when the streamer raises
+        try:
+            seen, goes_on = decision.wait()
+            if streamer is not None:
+                streamer.put(seen)
+            going = bool(goes_on)
+        finally:
+            if ahead and not going:
+                cache.take_back(1)
+        if going and not ahead:
+            step = step or call.begin(state, cache)
+            logits = step(text.last())
+    if step is None:
+        state.count(PREFILL)
+    if streamer is not None:
+        streamer.end()
+    if not config.return_dict_in_generate:
+        return text.result()
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(
+        sequences=text.result(),
+        scores=scores,
+        logits=raw_logits,
+        **{cache_name(): call.given_cache},
+    )

@@ -1,0 +1,146 @@
+"""Where the functions are from by which a class computes, and whether they are still the same.
+
+check_origin(function)      it is transformers' own
+names_of(function, cls)     what it calls by name, however deep
+hold(names)                 whether the names still stand for that
+entry(name)                 a name as csrc/record.h looks it up
+"""
+
+import functools
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..errors import UnknownLayout
+
+
+def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)) -> None:
+    """Raise UnknownLayout for a forward that is not of these packages: it may have side effects.
+
+    Its wrappers must be from one of them, too.
+    """
+    owner = "transformers'" if "transformers" in origins else "PEFT's"
+    while forward is not None:
+        if _home(forward).split(".")[0] not in origins:
+            raise UnknownLayout(f"its forward is not {owner} own but from {_home(forward)}")
+        forward = getattr(forward, "__wrapped__", None)
+
+
+def _home(function: Callable) -> str:
+    """The module of a function, by what it computes in: its __module__ may be copied from another one."""
+    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+
+
+# --- names
+
+Name = tuple[Callable[[str], Any], str, Any]  # how a name is looked up, the name, and what it stands for
+_names: dict[tuple[Callable, type], tuple[Name, ...]] = {}
+_KINDS = types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, staticmethod, classmethod, property
+
+
+def hold(names: Iterable[Name]) -> bool:
+    """Whether names still stand for what they stood for."""
+    return all(get(name) is value for get, name, value in names)
+
+
+Entry = tuple[Any, str, Any]  # an item of a dict, or an attribute of anything else: whose, the name, and the value
+
+
+def entry(name: Name) -> Entry:
+    """A name as an entry: of a class, the dict behind the view that vars() gives."""
+    get, text, value = name
+    owner = get.__self__
+    return (owner if isinstance(owner, dict) else gc.get_referents(owner)[0], text, value)
+
+
+def asked_of_origin(function: Any) -> list[Entry]:
+    """What `check_origin` looks at: it finds nothing else where these are the same."""
+    entries = []
+    while function is not None:
+        scope, members = getattr(function, "__globals__", None), getattr(function, "__dict__", None)
+        if scope is not None:
+            entries.append((scope, "__name__", scope.get("__name__")))
+        if isinstance(members, dict):
+            entries.append((members, "__wrapped__", members.get("__wrapped__")))
+        function = getattr(function, "__wrapped__", None)
+    return entries
+
+
+def names_of(function: Callable, cls: type = object) -> tuple[Name, ...]:
+    """What a function, a method of `cls`, calls by name: functions, methods, and those of torch; and what these call.
+
+    The same tuple as long as it holds.
+    """
+    known = _names.get((function, cls))
+    if known is None or not hold(known):
+        known = _names[function, cls] = tuple(_walk(function, cls))
+    return known
+
+
+def members_of(module: nn.Module) -> list[Name]:
+    """The functions that a module has by itself, as names; of a partial its function."""
+    found = {name: getattr(value, "func", value) for name, value in vars(module).items()}
+    return [(found.get, name, value) for name, value in found.items() if isinstance(value, _KINDS)]
+
+
+def check_names(names: Iterable[Name]) -> None:
+    """Raise UnknownLayout for a function that is neither transformers' nor torch's nor Python's: it may have side
+    effects."""
+    for _, name, value in names:
+        for function in _functions(value):
+            home = _home(function).split(".")[0]
+            if home not in ("transformers", "torch") and home not in sys.stdlib_module_names:
+                raise UnknownLayout(f"has a forward that calls {name}, which is from {_home(function)}")
+
+
+def _walk(function: Callable, cls: type) -> Iterator[Name]:
+    of_torch = [[vars(torch).get], [vars(F).get], _members(Tensor)]
+    seen, left = set(), _functions(function)
+    while left:
+        if (part := left.pop()) in seen:
+            continue
+        seen.add(part)
+        left += _enclosed(part)
+        # Functions of others than transformers are followed no further than to names of torch's.
+        is_its_own = _home(part).split(".")[0] == "transformers"
+        places = [[part.__globals__.get], _members(cls), *of_torch] if is_its_own else of_torch
+        for name in _named(part.__code__):
+            for lookups in places:
+                values = [get(name) for get in lookups]
+                if any(isinstance(value, _KINDS) for value in values):
+                    for get, value in zip(lookups, values, strict=True):
+                        yield get, name, value
+                        left += _functions(value)
+
+
+@functools.cache
+def _members(cls: type) -> list[Callable]:
+    """Lookups of the members of a class and its bases, but for those that every module has."""
+    return [vars(base).get for base in cls.__mro__ if base not in (nn.Module, object)]
+
+
+def _functions(value: Any) -> list[types.FunctionType]:
+    """The function with a source that a value is, or that a method or a property is made of."""
+    value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+    return [value] if isinstance(value, types.FunctionType) else []
+
+
+def _enclosed(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """What a wrapper wraps, and the other functions in its closure."""
+    for cell in function.__closure__ or ():
+        if cell != types.CellType():  # an empty one
+            yield from _functions(cell.cell_contents)
+    yield from _functions(getattr(function, "__wrapped__", None))
+
+
+def _named(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _named(constant)

@@ -1,0 +1,187 @@
+"""What a decoder computes, as data: read.py reads it from a model, compose.py runs it.
+
+A decoder layer adds blocks to a residual stream x, one after the other:
+
+    x += multiplier * post(block(pre(x)))        pre, post: norms, each there or not; block: attention or MLP
+
+With `parallel` all blocks of a layer read what the layer was given. Multipliers, scales and softcaps that are off are
+1 or 0. Parameters are those of the model; `packed` in trunk.py puts those of one product into one tensor.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..classes import families
+
+
+@dataclass(frozen=True)
+class Norm:
+    options: families.Norm
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Product:
+    """x W^T + b with the rows of `weights` one below the other. `weight` and `bias` are those rows, once packed."""
+
+    weights: tuple[nn.Parameter, ...]
+    biases: tuple[nn.Parameter, ...] = ()
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def groups(self) -> list[tuple[nn.Parameter, ...]]:
+        """What has to be packed."""
+        return [group for group in (self.weights, self.biases) if len(group) > 1]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Heads of `head_dim` against a cache. A query sees `window_left` keys before its own; -1: all.
+
+    `table` names the tables of cos and sin among those of the model; None: no rotation. With `alternates` they have the
+    columns of a pair next to each other. `row_norms`: q_norm and k_norm take all heads of a token together.
+    """
+
+    qkv: Product
+    output: Product
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window_left: int
+    softcap: float
+    table: str | None
+    interleaved: bool
+    alternates: bool
+    q_norm: Norm | None
+    k_norm: Norm | None
+    row_norms: bool
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(act(gate) * up) of a packed [gate | up], or without `gated` down(act(up))."""
+
+    up: Product
+    down: Product
+    activation: str
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Branch:
+    block: Attention | MLP
+    pre: Norm | None
+    post: Norm | None
+    multiplier: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    branches: tuple[Branch, ...]
+    parallel: bool
+
+    @property
+    def attention(self) -> Attention:
+        return next(branch.block for branch in self.branches if isinstance(branch.block, Attention))
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """What a token passes through, in this order.
+
+    `embed_scale`: what embeddings are multiplied by, a number, a tensor that is cast to their dtype, or None. `rotary`
+    makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
+    `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped.
+    """
+
+    embedding: nn.Parameter
+    embed_scale: float | Tensor | None
+    rotary: nn.Module | None
+    tables: tuple[str, ...]
+    positions: range
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Product
+    logit_scale: float
+    logit_softcap: float
+
+    @property
+    def weight(self) -> Tensor:
+        """One for its dtype and device."""
+        return self.embedding
+
+    @property
+    def token_bytes(self) -> int:
+        """The size of the keys and values of one token of one sequence."""
+        elements = sum(layer.attention.kv_heads * layer.attention.head_dim for layer in self.layers)
+        return 2 * elements * self.weight.dtype.itemsize
+
+    @property
+    def groups(self) -> list[tuple[nn.Parameter, ...]]:
+        """What has to be packed, of all products."""
+        return [group for product in products(self) for group in product.groups]
+
+
+def products(node: Any) -> Iterator[Product]:
+    """All products in a description."""
+    if isinstance(node, Product):
+        yield node
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            yield from products(getattr(node, field.name))
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from products(item)
+
+
+def with_products(node: Any, change: Callable[[Product], Product]) -> Any:
+    """The same description with other products."""
+    if isinstance(node, Product):
+        return change(node)
+    if isinstance(node, (Trunk, Layer, Branch, Attention, MLP)):
+        names = [field.name for field in dataclasses.fields(node)]
+        return dataclasses.replace(node, **{name: with_products(getattr(node, name), change) for name in names})
+    if isinstance(node, tuple):
+        return tuple(with_products(item, change) for item in node)
+    return node
+
+
+def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same description with other tensors, of packed products and without their parameters."""
+    if isinstance(node, Tensor):
+        return change(node)
+    if isinstance(node, Product):
+        return Product((), (), *(None if x is None else change(x) for x in (node.weight, node.bias)))
+    if isinstance(node, tuple):
+        return tuple(map_tensors(item, change) for item in node)
+    if isinstance(node, (Trunk, Layer, Branch, Attention, MLP, Norm)):
+        names = [field.name for field in dataclasses.fields(node)]
+        return dataclasses.replace(node, **{name: map_tensors(getattr(node, name), change) for name in names})
+    return node
+
+
+def leaves(node: Any) -> Iterator[Any]:
+    """All tensors and numbers of a description, or of tuples, dicts and dataclasses with tensors. Not the modules, nor
+    the parameters that a packed product stands for."""
+    if isinstance(node, Product):
+        yield from (node.weight, node.bias)
+    elif isinstance(node, dict):
+        for name, item in node.items():
+            yield name
+            yield from leaves(item)
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from leaves(item)
+    elif dataclasses.is_dataclass(node):
+        for field in dataclasses.fields(node):
+            yield from leaves(getattr(node, field.name))
+    elif not isinstance(node, nn.Module):
+        yield node

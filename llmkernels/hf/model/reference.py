@@ -1,0 +1,240 @@
+"""What a model looks like as its class makes it of its config, and a small one of the same kind.
+
+    reference(model)       the module tree to expect, made without memory: every class, part, parameter and number
+    small_model(model)     a model of the same class with the same config but for its sizes, on the CPU
+
+trust.py compares a live model with the first, and proof.py the composed forward with the second.
+"""
+
+import copy
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..classes.origin import Name, check_origin, hold, members_of, names_of
+from ..errors import NoStep, UnknownLayout
+from ..modules.replaced import own_class
+from . import trust
+from .trust import Kind
+from .wiring import is_attention
+
+# Numbers of a module that read.py reads from the model itself. All others are what its class makes of the config.
+_READ = {"scaling", "eps", "variance_epsilon"}
+# Those that are of no account to a forward in eval mode.
+_FREE = {"training", "gradient_checkpointing", "vocab_size", "in_features", "out_features", "num_embeddings"}
+_FREE |= {"max_seq_len_cached", "padding_idx", "scale_grad_by_freq", "sparse", "attention_dropout"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module as it should be: its kind, the module of the reference, numbers of it that are read, and its parts."""
+
+    kind: Kind
+    module: nn.Module
+    read: tuple[str, ...]
+    parts: dict[str, "Part"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    config: dict[str, Any]  # as it was
+    model: nn.Module
+    root: Part
+    classes: tuple[type, ...]  # of all modules
+    attention: Callable  # the function of transformers that the config names
+    names: tuple[Name, ...]  # what the forwards and the attention call, and functions that modules have
+
+
+_references: weakref.WeakKeyDictionary[nn.Module, Reference] = weakref.WeakKeyDictionary()
+
+
+def reference(model: nn.Module) -> Reference:
+    """The reference of a model. Raises UnknownLayout where its class can not be built from its config."""
+    known = _references.get(model)
+    config, attention = _of_account(model.config), _attention_of(model)
+    if known is not None and known.config == config and known.attention is attention and hold(known.names):
+        return known
+    made = _build(own_class(type(model)), copy.deepcopy(model.config), "meta").eval()
+    known = _references[model] = reference_of(made, copy.deepcopy(config), attention)
+    return known
+
+
+def reference_of(made: nn.Module, config: dict[str, Any], attention: Callable) -> Reference:
+    """A model as its own reference."""
+    classes = tuple(dict.fromkeys(map(type, made.modules())))
+    called = [names_of(attention), *(names_of(cls.forward, cls) for cls in classes)]
+    called += [members_of(module) for module in made.modules()]
+    names = tuple(dict.fromkeys(name for names in called for name in names))
+    return Reference(config, made, _part(made), classes, attention, names)
+
+
+# Entries of a config that change neither what its class makes of it nor what a step computes.
+_NO_ACCOUNT = {"use_cache", "bos_token_id", "eos_token_id", "output_hidden_states", "_output_attentions", "return_dict"}
+_NO_ACCOUNT |= {"_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "id2label"}
+_NO_ACCOUNT |= {"label2id", "problem_type", "initializer_range"}
+
+
+def _of_account(config: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(config).items() if name not in _NO_ACCOUNT}
+
+
+def _attention_of(model: nn.Module) -> Callable:
+    """The function by which a model attends. Raises NoStep unless it is of transformers: it may compute anything."""
+    function = attention_function(model.config, attention_scope(model))
+    try:
+        check_origin(function)
+    except UnknownLayout:
+        raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}") from None
+    return function
+
+
+def attention_function(config: Any, scope: dict[str, Any]) -> Callable:
+    """The function that a config names, for attentions of a file with these globals."""
+    return _attention_functions().get_interface(config._attn_implementation, scope.get("eager_attention_forward"))
+
+
+@functools.cache
+def _attention_functions() -> Any:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
+
+
+def attention_scope(model: nn.Module) -> dict[str, Any]:
+    """The globals of the file that a model's attention is from."""
+    attention = next((module for module in model.modules() if is_attention(module)), None)
+    if attention is None:
+        raise NoStep("the model has no attention")
+    return vars(sys.modules[own_class(type(attention)).__module__])
+
+
+class _WithoutRandomNumbers(TorchDispatchMode):
+    """Makes zeros where a module would be filled with random numbers: others draw from torch's generator meanwhile."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **kwargs or {})
+        if not function._schema.is_mutable:
+            raise UnknownLayout(f"draws random numbers by {function} when it is made")
+        return args[0].zero_()
+
+
+def _build(cls: type[nn.Module], config: Any, device: str) -> nn.Module:
+    with torch.inference_mode(False), torch.device(device), _WithoutRandomNumbers():
+        try:
+            return cls(config)
+        except Exception as error:
+            raise UnknownLayout(f"can not be built from its config ({type(error).__name__}: {error})") from error
+
+
+_VALUES = str, Number, types.FunctionType, types.BuiltinFunctionType, functools.partial
+
+
+def _part(module: nn.Module) -> Part:
+    members = vars(module)
+    cls = type(module)
+    numbers = tuple(
+        (name, value)
+        for name, value in members.items()
+        if (value is None or isinstance(value, _VALUES)) and name[0] != "_" and name not in _READ | _FREE
+    )
+    kind = trust.kind(
+        cls,
+        children=frozenset(members["_modules"]) if cls is not nn.ModuleList else None,
+        parameters=frozenset(members["_parameters"]),
+        trains=any("dropout" in name for name in members) or hasattr(module, "config"),
+        numbers=numbers,
+    )
+    read = tuple(name for name in members if name in _READ)
+    return Part(kind, module, read, {name: _part(child) for name, child in members["_modules"].items()})
+
+
+# --- a small model
+
+WINDOW = 5  # of a small model
+_HEADS = 2
+
+
+def small_config(config: Any) -> Any:
+    """The same with few and small layers. Heads have the size that they have, and windows are short.
+
+    Embeddings are not tied to the head: the logit of a token itself would drown the others.
+    """
+    small = copy.deepcopy(config)
+    kinds = _layer_kinds(config)
+    last = max(kinds.index(kind) for kind in set(kinds))
+    layers = max(last + 1, min(2, len(kinds)))
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    grouped = kv_heads < heads
+    changes = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": _HEADS * (2 if grouped else 1),
+        "num_key_value_heads": _HEADS,
+        "hidden_size": _HEADS * (2 if grouped else 1) * head_dim,
+        "intermediate_size": 96,
+        "vocab_size": 64,
+        "tie_word_embeddings": False,
+    }
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
+            changes[name] = value[:layers]
+    if getattr(config, "sliding_window", None) is not None:
+        changes["sliding_window"] = WINDOW
+    if getattr(config, "pad_token_id", None) is not None:
+        changes["pad_token_id"] = 0  # within the vocabulary
+    for name, value in changes.items():
+        if hasattr(small, name):
+            setattr(small, name, value)
+    if getattr(config, "_attn_implementation", "eager") != "sdpa":
+        small._attn_implementation = "eager"
+    return small
+
+
+def _layer_kinds(config: Any) -> list[tuple]:
+    """What distinguishes the layers of a config, for each: its entries in the lists with one per layer."""
+    count = config.num_hidden_layers
+    lists = [
+        value
+        for name, value in vars(config).items()
+        if isinstance(value, list) and len(value) == count and name != "architectures"
+    ]
+    return [tuple(str(values[index]) for values in lists) for index in range(count)]
+
+
+def small_model(model: nn.Module) -> nn.Module:
+    """A small float32 model on the CPU, whose parameters are still to be filled. Raises UnknownLayout where there is
+    none. Numbers that are read from modules are others than the class made of the config."""
+    small = _build(own_class(type(model)), small_config(model.config), "cpu").float().eval()
+    for module in small.modules():
+        for name in vars(module).keys() & _READ:
+            setattr(module, name, _EPS if "eps" in name else 1.25 * getattr(module, name))
+    return small
+
+
+_EPS = 0.1  # of norms: large, so that it matters
+
+
+@torch.no_grad()
+def fill(small: nn.Module, loud: float) -> None:
+    """Fill a small model with random numbers that make activations about 1, and `loud` in some channels of products."""
+    generator = torch.Generator().manual_seed(0)
+    for module in small.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                values = values.clamp(-2, 2) * 0.2 + (parameter.mean().round() if name == "weight" else 0)
+            elif not isinstance(module, nn.Embedding):
+                is_loud = torch.rand((*parameter.shape[:-1], 1), generator=generator) < 1 / 16
+                values *= 1.4 * parameter.shape[-1] ** -0.5 * torch.where(is_loud, loud, 1)
+            parameter.copy_(values)

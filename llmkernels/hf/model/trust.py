@@ -1,0 +1,329 @@
+"""Whether the modules and parameters of a model compute what they were made to: asked before they are not called.
+
+The decode step reads weights and calls no module. That is right as long as nobody has anything to say about those
+calls. `Inspection` asks so of every module and every parameter, in every call of generate, and remembers nothing:
+
+    a module       its class and its class's forward are those expected; no forward of the instance and no hook that
+                   does something; the children and parameters that its forward reads, and no others; not training
+    a parameter    a plain nn.Parameter of a dtype and on a device, contiguous, with memory
+    all around     no mode, global hook or autocast; that functions which forwards call are those expected, origin.py
+                   says of all classes at once
+
+What is left behind and does nothing is looked through: see `_does_nothing` and `calls_only_its_class`.
+"""
+
+import functools
+import types
+from collections.abc import Callable, ItemsView
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ..classes.layout import check_origin
+from ..classes.origin import Entry, asked_of_origin, entry
+from ..errors import Distrust, NoStep, UnknownLayout
+from ..modules.replaced import Patched, Replaced, own_class
+
+# Modes that change no result, and need not see what is computed. DeviceContext is that of set_default_device.
+OBSERVERS = {DeviceContext}
+
+_FORWARDS = {cls: cls.forward for cls in (nn.Linear, nn.Embedding, nn.ModuleList)}
+_CALLS = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl", "__getattr__")}
+
+
+def check_surroundings() -> None:
+    """Raise NoStep where something around a call sees or changes what is computed."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+            if type(mode) not in OBSERVERS:
+                raise NoStep(f"{type(mode).__name__}, an active mode, has to see what is computed")
+    if _has_any_global_hook():
+        raise NoStep("hooks on all modules have to see their calls")
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What modules with one part to play look like.
+
+    `check_class(cls)` raises UnknownLayout for a class that may compute something else. `trains` says that the forward
+    is another one in training mode. `numbers` are members that have a value: numbers, names, functions, None.
+    """
+
+    check_class: Callable[[type], None]
+    children: frozenset[str] | None = frozenset()  # None: any
+    parameters: frozenset[str] = frozenset()
+    trains: bool = False
+    numbers: ItemsView[str, Any] = field(default_factory=lambda: {}.items())
+
+
+class Inspection:
+    """The checks of one call, for parameters of one dtype on one device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
+        self._classes: set[tuple[type, Kind]] = set()
+
+    def module(self, module: nn.Module, kind: Kind) -> dict[str, Any]:
+        """The members of a module that passes for its kind. Raises Distrust."""
+        cls = type(module)
+        if (cls, kind) not in self._classes:
+            self._check_class(module, cls, kind)
+        members = module.__dict__
+        if kind.trains and members["training"]:
+            raise Distrust(module, "{} is in training mode")
+        if "forward" in members and not calls_only_its_class(module, self.dtype, self.device):
+            raise Distrust(module, "{} has a forward of its own")
+        if not hooks_do_nothing(members):
+            raise Distrust(module, "hooks on {} have to see its calls")
+        if not kind.numbers <= members.items():
+            _check_numbers(module, kind, members)
+        if kind.children is None:
+            return members
+        parameters = members["_parameters"]
+        if members["_modules"].keys() != kind.children or not members.keys().isdisjoint(kind.children):
+            raise Distrust(module, "{} has other parts than expected")
+        if parameters.keys() != kind.parameters or not members.keys().isdisjoint(kind.parameters):
+            raise Distrust(module, "{} has tensors that are no parameters, or others than expected")
+        for parameter in parameters.values():
+            if parameter is not None:
+                self._check_parameter(module, parameter)
+        return members
+
+    def _check_class(self, module: nn.Module, cls: type, kind: Kind) -> None:
+        try:
+            check_class(cls, kind)
+        except UnknownLayout as reason:
+            raise Distrust(module, f"{{}} {reason}") from None
+        self._classes.add((cls, kind))
+
+    def _check_parameter(self, module: nn.Module, parameter: Tensor) -> None:
+        if type(parameter) is not nn.Parameter:
+            raise Distrust(module, f"a weight of {{}} is a {type(parameter).__name__}, not a plain parameter")
+        if parameter.dtype != self.dtype or parameter.device != self.device:
+            raise NoStep("weights differ in dtype or device")
+        if parameter.layout != torch.strided or not parameter.is_contiguous() or not parameter.data_ptr():
+            raise Distrust(module, "a weight of {} has no ordinary memory")
+
+
+# --- classes
+
+
+_ABSENT = object()
+
+
+def _check_numbers(module: nn.Module, kind: Kind, members: dict[str, Any]) -> None:
+    for name, value in kind.numbers:
+        found = members.get(name, _ABSENT)
+        if found != value and not _is_same_partial(found, value):
+            raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
+
+
+def _is_same_partial(found: Any, expected: Any) -> bool:
+    if not isinstance(found, functools.partial) or not isinstance(expected, functools.partial):
+        return False
+    return (found.func, found.args, found.keywords) == (expected.func, expected.args, expected.keywords)
+
+
+def kind(expected: type[nn.Module], numbers: tuple[tuple[str, Any], ...], **options: Any) -> Kind:
+    """Modules that compute what this class of transformers' or torch's does, with the forward that it has.
+
+    The same one for the same arguments.
+    """
+    return _kind(expected, _FORWARDS.get(expected, expected.forward), numbers, tuple(sorted(options.items())))
+
+
+@functools.cache
+def _kind(expected: type[nn.Module], forward: Callable, numbers: tuple, options: tuple) -> Kind:
+    def check(cls: type) -> None:
+        if issubclass(cls, Replaced):
+            if "original" not in vars(cls):
+                raise UnknownLayout("is of a class made of a patched one")
+            if issubclass(cls, Patched) and (cls.forward is not cls.made or not cls.is_current()):
+                raise UnknownLayout("has another forward: that of its class was replaced")
+            cls = cls.original
+        if cls is not expected and (expected.__module__.startswith("torch.") or own_class(cls) is not expected):
+            raise UnknownLayout(f"is a {_name(cls)}, not {_name(expected)}")
+        if cls.forward is not forward:
+            raise UnknownLayout("has another forward: that of its class was replaced")
+        check_origin(forward, ("transformers", "torch"))
+
+    return Kind(check, numbers=dict(numbers).items(), **dict(options))
+
+
+def check_class(cls: type, kind: Kind) -> None:
+    """Raise UnknownLayout for a class of modules that may compute something else."""
+    kind.check_class(cls)
+    for name, original in _CALLS.items():
+        if getattr(cls, name) is not original:
+            check_origin(getattr(cls, name), ("transformers", "torch"))
+
+
+def asked_of(cls: type) -> list[Entry]:
+    """What `check_class` looks at: it finds nothing else where these are the same."""
+    entries = [(cls, name, getattr(cls, name)) for name in ("__mro__", "forward", *_CALLS)]
+    for name in ("forward", *_CALLS):
+        entries += asked_of_origin(getattr(cls, name))
+    for base in cls.__mro__[: cls.__mro__.index(own_class(cls)) + 1]:
+        entries += [
+            (base, "__module__", base.__module__),
+            entry((vars(base).get, "original", vars(base).get("original"))),
+        ]
+    if issubclass(cls, Patched):
+        entries += [(cls, "made", cls.made), (cls, "is_current", cls.is_current), *map(entry, cls.is_current.calls)]
+    if issubclass(cls, Replaced):
+        entries += asked_of(cls.original)
+    return entries
+
+
+def _name(cls: type) -> str:
+    return f"torch.nn.{cls.__name__}" if cls.__module__.startswith("torch.nn.") else f"{cls.__module__}.{cls.__name__}"
+
+
+def _wrapped_by(function: Callable):
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        yield function
+
+
+# --- leftovers
+
+
+def hooks_do_nothing(members: dict[str, Any]) -> bool:
+    """Whether a module with these members has no forward hook that has to see its calls."""
+    hooks = members["_forward_pre_hooks"], members["_forward_hooks"]
+    return all(_does_nothing(hook) for each in hooks if each for hook in each.values())
+
+
+def _does_nothing(hook: Callable) -> bool:
+    """Whether a forward hook can be left out: it does nothing when nobody asks, or while gradients are disabled."""
+    module, name = getattr(hook, "__module__", None) or "", getattr(hook, "__name__", "")
+    return module == "transformers.utils.output_capturing" or (
+        name in ("make_inputs_require_grads", "make_inputs_require_grad")  # gradient checkpointing leaves it behind
+        and module.split(".")[0] in ("transformers", "peft")
+    )
+
+
+def calls_only_its_class(module: nn.Module, dtype: torch.dtype | None = None, device: Any = None) -> bool:
+    """Whether the forward set on a module comes to its class's forward.
+
+    accelerate leaves that behind when its hooks go. With a dtype and a device of the weights, its hooks that move
+    nothing and its autocast to that very dtype, which changes nothing, are looked through as well.
+    """
+    own = _own(type(module))
+    if dtype is None:
+        return _comes_to(own, module, lambda forward: None)
+    return _comes_to(
+        own, module, lambda forward: _inside(module, forward) if _adds_nothing(module, forward, dtype, device) else None
+    )
+
+
+def is_of_accelerate(module: nn.Module) -> bool:
+    """Whether the forward set on a module is accelerate's, which comes to its class's forward, whatever it adds."""
+    return _comes_to(_own(type(module)), module, functools.partial(_inside, module))
+
+
+def runs_made_forward(module: nn.Module) -> bool:
+    """Whether the forward set on a patched module comes to the one made for its class, and not to the original's."""
+    return _comes_to(_forwards(type(module)), module, functools.partial(_inside, module))
+
+
+def _comes_to(own: set[Callable], module: nn.Module, inside: Callable[[Any], Any]) -> bool:
+    forward = vars(module)["forward"]
+    while forward is not None:
+        if isinstance(forward, types.MethodType):
+            if forward.__self__ is not module:
+                return False
+            forward = forward.__func__
+        if type(forward) is types.FunctionType and forward in own:
+            return True
+        forward = inside(forward)
+    return False
+
+
+def _own(cls: type) -> set[Callable]:
+    """The forwards that stand for a class's: its own, and where it was made here, the original's, too."""
+    return _forwards(cls) | (_forwards(cls.original) if issubclass(cls, Replaced) else set())
+
+
+def _forwards(cls: type) -> set[Callable]:
+    return {cls.forward, *_wrapped_by(cls.forward)}
+
+
+def around(module: nn.Module, inner: Callable) -> types.MethodType | None:
+    """What accelerate has put around a module's forward for mixed precision, around `inner` instead.
+
+    None where the forward set on the module is another's, or that of accelerate's hooks.
+    """
+    forward = vars(module)["forward"]
+    if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
+        return None
+    made = _around(forward.__func__, inner, _own(type(module)))
+    return None if made is None else types.MethodType(made, module)
+
+
+def _around(forward: Any, inner: Callable, own: set[Callable]) -> Callable | None:
+    wrap, function = _autocast_and_function(forward)
+    converter = getattr(forward, "__wrapped__", None)
+    if type(converter).__module__ == _CONVERSION:
+        wrap, function = forward.__globals__["convert_outputs_to_fp32"], converter.model_forward
+    if wrap is None:
+        return None
+    made = inner if function in own else _around(function, inner, own)
+    return None if made is None else wrap(made)
+
+
+_CONVERSION = "accelerate.utils.operations"  # of convert_outputs_to_fp32, which logits are converted to in any case
+
+
+def _inside(module: nn.Module, forward: Any) -> Any:
+    """What a wrapper of accelerate's around a module's forward calls; None if it is another's."""
+    if isinstance(forward, functools.partial):  # add_hook_to_module
+        is_hook = forward.func.__module__ == "accelerate.hooks" and forward.args == (module,)
+        return vars(module).get("_old_forward") if is_hook else None
+    origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
+    if origin == _CONVERSION:
+        return getattr(forward, "model_forward", None) or getattr(forward, "__wrapped__", None)
+    return _autocast_and_function(forward)[1]
+
+
+def _adds_nothing(module: nn.Module, forward: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    if isinstance(forward, functools.partial):
+        return _moves_nothing(vars(module).get("_hf_hook"), device)
+    autocast, _ = _autocast_and_function(forward)
+    return autocast is None or not autocast._enabled or autocast.device != device.type or autocast.fast_dtype == dtype
+
+
+def _autocast_and_function(forward: Any) -> tuple[Any, Any]:
+    """The parts of what torch.autocast has decorated, or two None."""
+    code = getattr(forward, "__code__", None)
+    is_autocast = getattr(forward, "__globals__", {}).get("__name__") == "torch.amp.autocast_mode"
+    if not is_autocast or code.co_name != "decorate_autocast":
+        return None, None
+    cells = dict(zip(code.co_freevars, forward.__closure__, strict=True))
+    return cells["autocast_instance"].cell_contents, cells["func"].cell_contents
+
+
+def _moves_nothing(hook: Any, device: torch.device) -> bool:
+    """Whether a hook of accelerate's leaves everything as and where it is."""
+    cls = type(hook)
+    if cls.__module__ != "accelerate.hooks":
+        return False
+    if cls.__name__ == "SequentialHook":
+        return all(_moves_nothing(inner, device) for inner in hook.hooks)
+    if cls.__name__ == "AlignDevicesHook":
+        target = hook.execution_device
+        return not hook.offload and (target is None or _device_meant(target, device.type) == device)
+    return cls.__name__ == "ModelHook"
+
+
+def _device_meant(target: Any, kind: str) -> torch.device:
+    """The device that accelerate means: a number is an index, and cuda without an index is the current device."""
+    device = torch.device(kind, target) if isinstance(target, int) else torch.device(target)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,277 @@
+"""A forward of a few tokens per sequence, composed of the library's ops from a description of the model.
+
+    hidden = embedding[tokens] * embed_scale
+    for each branch of each layer:  hidden += multiplier * post(block(pre(hidden)))
+    logits = head(norm(hidden))
+
+What runs for a layer as Llama's, one token, on a GPU of compute capability 9.0, is five launches:
+
+    qkv = rms_norm(hidden) Wqkv^T + b              rms_norm_linear
+    a = attention(rope(q), cache + rope(k), v)     rope_decode_attention: rotates, writes the cache, attends
+    hidden += a Wo^T                               linear_add_scale_
+    m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_glu_linear
+    hidden += m Wdown^T                            linear_add_scale_
+
+The norms are folded into the linears: for up to 16 rows the linear after a norm normalizes x itself; for up to 64 the
+linear before it has done most of it, and hands that over. Then the first norm of the first layer is a launch.
+
+The launches overlap by programmatic dependent launch (`prefetch`): each requests its weights, or the keys and values of
+earlier tokens, while the previous kernel still runs. This is correct because
+
+    weights   were complete when the step began. The step does not write them, and a kernel that has just written them
+              does not let the next one start before it has ended (PyTorch's kernels and our optimizers do not).
+    cache     The keys and values of earlier tokens were written before `cache_seqlens` was last changed, and the kernel
+              that changed it does not let the next one start early either.
+
+All of it is ops of llmkernels, so that it can be recorded into a CUDA graph: see graphs.py.
+
+A single launch for a whole step, with barriers of the grid between the layers, was tried on an H200 with one sequence:
+
+    value       | case                         | result
+    ------------|------------------------------|------------
+    one launch  | Llama, 8 billion parameters  | 2 % faster
+    one launch  | Qwen2.5, 7 billion           | 4 % slower
+    one launch  | Qwen2.5, half a billion      | 59 % slower
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..model.description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
+
+_ops = torch.ops.llmkernels
+_index = torch.ops.aten.index.Tensor_out
+# The activations that a product has in its epilogue; and the ops for those behind one, gated and not.
+_FUSED = ("silu", "gelu", "gelu_pytorch_tanh")
+_GATED = {
+    "silu": lambda x: _ops.swiglu_packed(x),
+    "gelu": lambda x: _ops.geglu_packed(x, "none"),
+    "gelu_pytorch_tanh": lambda x: _ops.geglu_packed(x, "tanh"),
+    "relu2": lambda x: _ops.relu2_glu_packed(x),
+}
+_PLAIN = {
+    "gelu": lambda x: _ops.bias_gelu(x, None, "none"),
+    "gelu_pytorch_tanh": lambda x: _ops.bias_gelu(x, None, "tanh"),
+    "relu2": lambda x: _ops.relu2(x),
+}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The new tokens: the last `count` of each of `batch` sequences in the caches.
+
+    `positions` int32 (B, T) are those of their rotation; `block_table` where caches are pages. `tables` has cos and sin
+    of each position, by the names that layers have for them.
+    """
+
+    batch: int
+    count: int
+    positions: Tensor
+    tables: dict[str, tuple[Tensor, Tensor]]
+    block_table: Tensor | None = None
+
+
+class LayerCache(NamedTuple):
+    """The keys and values of a layer, as `decode_attention` takes them: `seqlens` int32 (B,) counts them with the new
+    ones, `leftpad` int32 (B,) or None. Where a layer keeps its window alone, both count from its first row."""
+
+    k: Tensor
+    v: Tensor
+    seqlens: Tensor
+    leftpad: Tensor | None
+
+
+def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
+    """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
+
+    The new keys and values are written to `caches`, one for each layer.
+    """
+    readers = [_reader(layer.branches[0]) for layer in trunk.layers] + [(trunk.norm, trunk.head)]
+    handed = _NOTHING
+    for index, (layer, cache) in enumerate(zip(trunk.layers, caches, strict=True)):
+        handed = _layer(layer, hidden, handed, tokens, cache, readers[index + 1])
+    logits = _Source(hidden, trunk.norm, handed).linear(trunk.head)
+    if trunk.logit_scale != 1 or trunk.logit_softcap != 0:
+        logits = _ops.scale_softcap(logits, trunk.logit_scale, trunk.logit_softcap)
+    return logits
+
+
+def embed(embedding: Tensor, scale: Tensor | float | None, ids: Tensor, hidden: Tensor) -> None:
+    """Write the embeddings of the tokens (N,) to `hidden` (N, H), scaled. Not part of a graph: PyTorch's ops."""
+    _index(embedding, [ids], out=hidden)  # F.embedding takes three times as long
+    if scale is not None:
+        hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
+
+
+def make_tables(trunk: Trunk, positions: range) -> dict[str, tuple[Tensor, Tensor]]:
+    """cos and sin (P, pairs) of these positions, by name. Computed by the model's module, which repeats those of a
+    pair."""
+    weight = trunk.weight
+    positions = torch.arange(positions.start, positions.stop, device=weight.device)[None]
+    found = {}
+    attentions = [layer.attention for layer in trunk.layers]
+    alternates = attentions[0].alternates
+    for name in trunk.tables:
+        pair = trunk.rotary(weight[:1], positions, *([name] if name else []))
+        found[name] = tuple(_of_pairs(table[0], alternates).to(weight.dtype).contiguous() for table in pair)
+    if any(attention.table is None or _is_partial(attention, found) for attention in attentions):
+        cos = weight.new_ones(positions.shape[1], attentions[0].head_dim // 2)
+        found[UNROTATED] = cos, torch.zeros_like(cos)
+    return found
+
+
+def _of_pairs(table: Tensor, alternates: bool) -> Tensor:
+    return table[:, ::2] if alternates else table[:, : table.shape[1] // 2]
+
+
+def _layer(layer: Layer, hidden: Tensor, handed, tokens: Tokens, cache, following):
+    """Adds the layer's branches to `hidden`; returns what the last add hands to `following`, a norm and a product."""
+    if layer.parallel:
+        blocks = [_block(branch, _normalized(hidden, branch.pre), tokens, cache) for branch in layer.branches]
+        readers = [None] * (len(blocks) - 1) + [following]
+        for branch, y, reader in zip(layer.branches, blocks, readers, strict=True):
+            handed = _add(hidden, y, branch, reader)
+        return handed
+    readers = [*map(_reader, layer.branches[1:]), following]
+    for branch, reader in zip(layer.branches, readers, strict=True):
+        y = _block(branch, _Source(hidden, branch.pre, handed), tokens, cache)
+        handed = _add(hidden, y, branch, reader)
+    return handed
+
+
+def _reader(branch: Branch) -> tuple[Norm | None, Product]:
+    block = branch.block
+    return branch.pre, block.qkv if isinstance(block, Attention) else block.up
+
+
+_NOTHING = None, None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a product reads: norm(x). `handed`: that norm's work as far as the linear that made x has done it."""
+
+    x: Tensor
+    norm: Norm | None = None
+    handed: tuple[Tensor | None, Tensor | None] = _NOTHING
+
+    def linear(self, product: Product) -> Tensor:
+        norm = self.norm
+        if norm is None or norm.options.kind != "rms_norm":
+            return _ops.linear(_norm(self.x, norm), product.weight, product.bias, True)
+        options = *_options(norm), True, *self.handed
+        return _ops.rms_norm_linear(self.x, norm.weight, product.weight, product.bias, *options)
+
+    def glu(self, product: Product, activation: str) -> Tensor:
+        norm = self.norm
+        if activation not in _FUSED or product.bias is not None:
+            return _GATED[activation](self.linear(product))
+        if norm is None or norm.options.kind != "rms_norm":
+            return _ops.glu_linear(_norm(self.x, norm), product.weight, activation, True)
+        options = *_options(norm), True, *self.handed
+        return _ops.rms_norm_glu_linear(self.x, norm.weight, product.weight, activation, *options)
+
+
+def _options(norm: Norm) -> tuple[float, float, bool]:
+    return norm.eps, norm.options.weight_offset, norm.options.cast_before_weight
+
+
+def _norm(x: Tensor, norm: Norm | None) -> Tensor:
+    if norm is None:
+        return x
+    if norm.options.kind == "rms_norm":
+        return _ops.rms_norm(x, norm.weight, *_options(norm))
+    return _ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+
+def _normalized(hidden: Tensor, norm: Norm | None) -> _Source:
+    return _Source(_norm(hidden, norm))
+
+
+def _block(branch: Branch, source: _Source, tokens: Tokens, cache) -> Tensor:
+    block = branch.block
+    return _attend(block, source, tokens, cache) if isinstance(block, Attention) else _mlp(block, source)
+
+
+def _mlp(mlp: MLP, source: _Source) -> Tensor:
+    """What the down projection reads."""
+    if mlp.gated:
+        return source.glu(mlp.up, mlp.activation)
+    return _PLAIN[mlp.activation](source.linear(mlp.up))
+
+
+def _add(hidden: Tensor, y: Tensor, branch: Branch, following: tuple[Norm | None, Product] | None):
+    """hidden += multiplier * post(last product of the branch (y))"""
+    block = branch.block
+    product = block.output if isinstance(block, Attention) else block.down
+    post = branch.post
+    if post is not None:
+        y = _ops.linear(y, product.weight, product.bias, True)
+        _ops.rms_norm_add_(hidden, y, post.weight, *_options(post), branch.multiplier)
+        return _NOTHING
+    norm, reader = following or (None, None)
+    if norm is None or norm.options.kind != "rms_norm":
+        _ops.linear_add_(hidden, y, product.weight, product.bias, branch.multiplier, True)
+        return _NOTHING
+    weights = product.weight, product.bias, reader.weight, norm.weight
+    return _ops.linear_add_scale_(hidden, y, *weights, norm.options.weight_offset, branch.multiplier, True)
+
+
+# --- attention
+
+UNROTATED = "not rotated"  # the name of tables that rotate by 0
+
+
+def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerCache) -> Tensor:
+    """What the output projection reads, (B * T, heads * D)."""
+    qkv = source.linear(attention.qkv)
+    table, interleaved, norms = attention.table, attention.interleaved, _norms(attention)
+    if table is None:
+        table, interleaved = UNROTATED, False
+    elif _is_partial(attention, tokens.tables):
+        _rotate_part(attention, qkv, tokens)
+        table, interleaved, norms = UNROTATED, False, ()
+    tables = tokens.tables[table]
+    scores = attention.scale, attention.window_left, attention.softcap
+    if tokens.count == 1 and not interleaved:
+        places = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
+        options = attention.heads, *scores, True, *norms
+        return _ops.rope_decode_attention(qkv, *tables, tokens.positions[:, 0], *places, *options)
+    q, k, v = _heads(attention, qkv, tokens)
+    places = cache.k, cache.v, cache.seqlens, tokens.block_table
+    _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *places, interleaved, *norms)
+    y = _ops.decode_attention(q, *cache, tokens.block_table, *scores)
+    return y.view(len(qkv), -1)
+
+
+def _norms(attention: Attention) -> tuple:
+    """The norms of q and k, as the ops take them."""
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    return () if q_norm is None else (q_norm.weight, k_norm.weight, *_options(q_norm), attention.row_norms)
+
+
+def _is_partial(attention: Attention, tables: dict[str, tuple[Tensor, Tensor]]) -> bool:
+    """Whether a rotation leaves out a part of each head."""
+    return attention.table is not None and 2 * tables[attention.table][0].shape[1] < attention.head_dim
+
+
+def _rotate_part(attention: Attention, qkv: Tensor, tokens: Tokens) -> None:
+    """Norms and a partial rotation of q and k, in place."""
+    q, k, _ = _heads(attention, qkv, tokens)
+    cos, sin = tokens.tables[attention.table]
+    layout = False, attention.interleaved, 2 * cos.shape[1]
+    if attention.q_norm is None:
+        _ops.rope_(q, k, cos, sin, tokens.positions, *layout)
+    else:
+        q_weight, k_weight, *options = _norms(attention)
+        _ops.rms_norm_rope_(q, k, q_weight, k_weight, cos, sin, tokens.positions, *options, *layout)
+
+
+def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> tuple[Tensor, ...]:
+    """q, k and v, each (B, T, heads, D)."""
+    heads = qkv.view(tokens.batch, tokens.count, -1, attention.head_dim)
+    return heads.split([attention.heads, attention.kv_heads, attention.kv_heads], 2)

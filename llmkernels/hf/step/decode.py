@@ -1,0 +1,358 @@
+"""The decode step: one token for every sequence, composed of ops (compose.py) and, on CUDA, recorded into one graph.
+
+    Decoder          what a model keeps between calls: description, steps, a cache, and how often which way was taken
+    Described        the description of a model, good for as long as nothing that it was read from has changed
+    DecodeStep       one model on one cache
+
+Each call asks whether the model is still what its description was read from; if it is not, it is read anew. What is
+kept between calls is addresses: of the model and of a caller's cache it keeps nothing alive.
+
+A layer as Llama's is five launches on a GPU of compute capability 9.0, for up to 64 sequences in bfloat16 or float16,
+and the head is one or two. Other layers and GPUs take more.
+"""
+
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache.fits import fits_cache
+from ..errors import NoStep
+from ..model.description import Trunk, leaves, map_tensors
+from ..report import STEP
+from . import compose, graphs
+from .alias import alias
+from .compose import LayerCache, Tokens, make_tables
+from .graphs import Program
+from .guard import Snapshot
+from .record import Lists
+from .trunk import pack, trunk
+
+KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
+MAX_STEPS = 32  # that a model keeps, each with its buffers and a graph: the ones used last
+_MAX_PAUSE = 64  # forwards until a model that has no step is read again
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """The description of a model: its tensors are aliases, which own no memory."""
+
+    snapshot: Snapshot
+    parts: Trunk
+
+
+class DecodeStep:
+    """One model on one cache: the next `ahead` tokens of each sequence.
+
+    `tokens` int64 (B * ahead,) are the last tokens of each sequence, which are not in the cache yet: `run` embeds them,
+    then runs what calls `forward`, which appends them to the cache and returns the logits (B * ahead, V) behind each.
+    What is run may be recorded, so it calls ops of llmkernels only.
+    """
+
+    def __init__(
+        self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None] | None = None, ahead: int = 1
+    ):
+        self.program = program
+        self.device = parts.weight.device
+        self.count = 0  # of the steps that ran since a call began
+        self.parts = parts
+        self._cache = weakref.ref(cache)
+        self._note = note  # called with that count
+        self._ahead = ahead
+        weight, rows = parts.weight, cache.layers[0].k.shape[0] * ahead
+        self.tokens = program.buffer("tokens", (rows,), torch.long, self.device)
+        self._hidden = program.buffer("hidden", (rows, weight.shape[1]), weight.dtype, self.device)
+        self._bind()
+
+    @property
+    def cache(self) -> Any:
+        """The cache, which whoever runs the step keeps alive."""
+        return self._cache()
+
+    def fits(self, parts: Trunk) -> bool:
+        """Whether it is the step of this description, and the cache is what and where it was."""
+        return parts is self.parts and self._record.holds(self.cache)
+
+    def _bind(self) -> None:
+        """Collect what the forward reads and writes, and with it the addresses that a graph has to have."""
+        cache, ahead = self.cache, self._ahead
+        positions = cache.counters[0]
+        batch, self._positions = len(positions), positions[:, None]
+        if ahead > 1:
+            self._positions = self.program.buffer("positions", (batch, ahead), torch.int32, self.device)
+            self._offsets = torch.arange(1 - ahead, 1, dtype=torch.int32, device=self.device)
+        tables = make_tables(self.parts, self.parts.positions[: cache.capacity])
+        tables = {name: self._kept(name, pair) for name, pair in tables.items()}
+        self._record = _record(cache)
+        self._caches = tuple(
+            LayerCache(alias(layer.k), alias(layer.v), *places)
+            for layer, places in zip(cache.layers, cache.places(), strict=True)
+        )
+        self._where = Tokens(batch, ahead, self._positions, tables)
+        used = *leaves(self.parts), *leaves(self._where), *leaves(self._caches)
+        self.program.bind(tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in used))
+
+    def _kept(self, name: str, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The tables in buffers of the program."""
+        buffers = []
+        for part, table in zip(("cos", "sin"), tables, strict=True):
+            buffers.append(self.program.buffer(f"{part} {name}", table.shape, table.dtype, self.device))
+            buffers[-1].copy_(table)
+        return tuple(buffers)
+
+    def forward(self) -> Tensor:
+        return compose.forward(self.parts, self._hidden, self._where, self._caches)
+
+    def run(self, function: Callable[[], Any], tokens: Tensor | None = None) -> Any:
+        """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph.
+
+        `tokens`: others than those of the buffer.
+        """
+        cache, ahead = self.cache, self._ahead
+        if cache.make_room(ahead):
+            self._bind()
+        tokens = self.tokens if tokens is None else tokens
+        compose.embed(self.parts.embedding, self.parts.embed_scale, tokens, self._hidden)
+        cache.count_ahead(ahead)
+        if ahead > 1:
+            torch.add(cache.counters[0][:, None], self._offsets, out=self._positions)
+        result = self.program.run(function, self.device)
+        cache.advance(ahead)
+        self.count += 1
+        if self._note is not None:
+            self._note(self.count)
+        return result
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The logits behind the tokens, until the next call."""
+        return self.run(self.forward, tokens.long())
+
+
+def _record(cache: Any) -> Any:
+    """What a step relies on of its cache, as a record: all but how many tokens it has."""
+    lists = Lists(cache)
+    lists.names += cache.asked_of()
+    lists.tensors += [(0, name, getattr(cache, name)) for name in ("counters", "leftpads")]
+    layers = lists.node(0, "layers", cache.layers)
+    for index, layer in enumerate(cache.layers):
+        place, members = lists.node(layers, index, layer), vars(layer)
+        lists.tensors += [(place, name, members[name]) for name in ("k", "v")]
+        lists.same.append((place, "update", members.get("update")))
+        lists.equal += [(place, name, members.get(name)) for name in ("capacity", "sliding_window", "record_past")]
+    return lists.record()
+
+
+class Decoder:
+    """What is kept for one model between calls of generate."""
+
+    def __init__(self):
+        self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
+        self.steps = 0  # that ran, of all calls
+        self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
+        self._lock = threading.Lock()
+        self._closed = False
+        self._described: Described | None = None
+        self._refusal: str | None = None  # why the model could not be read, the last time,
+        self._pause = self._paused = 0  # for how many forwards it is not tried again, and how many of them are over
+        # Steps by cache, which they do not keep alive, and kind; and all of them, those used last at the end.
+        self._steps: weakref.WeakKeyDictionary[Any, dict[Hashable, DecodeStep]] = weakref.WeakKeyDictionary()
+        self._recent: OrderedDict[tuple[weakref.ref, Hashable], None] = OrderedDict()
+        self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
+
+    def describe(self, model: nn.Module) -> tuple[Trunk, list[Any]]:
+        """The description of a model as it is now, and what keeps its memory alive. Raises NoStep."""
+        known = self._described
+        if known is not None and (memory := known.snapshot.memory()) and known.snapshot.holds(model):
+            return known.parts, memory
+        # Packing moves parameters. When it has, or another thread changed the model meanwhile, it is read once more.
+        for _ in range(2):
+            snapshot = Snapshot(model)
+            owning = pack(model, trunk(model))
+            memory = snapshot.memory()
+            if memory and snapshot.holds(model):
+                break
+        else:
+            raise NoStep("the model is being changed by another thread")
+        self._described = Described(snapshot, map_tensors(owning, alias))
+        return self._described.parts, memory
+
+    def begin(self, parts: Trunk, cache: Any, kind: Hashable = "step") -> DecodeStep:
+        """The step of a model on a cache whose counters are set. Steps of one `kind` run the same function."""
+        return self._step(parts, cache, kind, self._note_step)
+
+    def begin_forward(self, parts: Trunk, cache: Any, ahead: int) -> DecodeStep:
+        """The same for a forward of `ahead` tokens per sequence, by itself."""
+        return self._step(parts, cache, ("forward", ahead), None, ahead)
+
+    def _step(self, parts: Trunk, cache: Any, kind: Hashable, note: Callable | None, ahead: int = 1) -> DecodeStep:
+        with self._lock:
+            steps = self._steps.setdefault(cache, {})
+            step = steps.get(kind)
+        if step is None or not step.fits(parts):
+            program = Program(self.calls) if step is None else step.program
+            step = DecodeStep(parts, cache, program, note, ahead)
+        step.count = 0
+        with self._lock:
+            steps[kind] = step
+            self._recent[weakref.ref(cache), kind] = None
+            self._recent.move_to_end((weakref.ref(cache), kind))
+            while len(self._recent) > MAX_STEPS:
+                (reference, oldest), _ = self._recent.popitem(last=False)
+                if (owner := reference()) is not None:
+                    self._steps.get(owner, {}).pop(oldest, None)
+        return step
+
+    def recorded_forward(self, cache: Any, batch: int, ahead: int) -> tuple[DecodeStep, Described, list[Any]] | None:
+        """The step of the last forward, if it has a graph that may be replayed before the model is looked at.
+
+        That is where all that it reads is in its place still, which the list keeps alive. The cache has been checked
+        when the step was made.
+        """
+        known, step = self._described, self._steps.get(cache, {}).get(("forward", ahead))
+        if known is None or step is None or step.program.graph is None or len(step.tokens) != batch * ahead:
+            return None
+        if not step.fits(known.parts) or not cache.is_even:
+            return None
+        # The graph's tables of cos and sin end where they begin to depend on the length, or with the cache's capacity.
+        if (
+            cache.length + ahead > len(known.parts.positions[: cache.capacity])
+            or (memory := known.snapshot.memory()) is None
+        ):
+            return None
+        return step, known, memory
+
+    def drop_forward(self, cache: Any, ahead: int) -> None:
+        """Forget the step of forwards of `ahead` tokens, and its graph."""
+        self._steps.get(cache, {}).pop(("forward", ahead), None)
+
+    def count(self, way: str) -> None:
+        """Note that a call of generate went this way."""
+        with self._lock:
+            self.calls[way] += 1
+
+    def _note_step(self, number: int) -> None:
+        """Note a step that ran. With the first one the call went by the decode step, and not before."""
+        with self._lock:
+            self.steps += 1
+            if number == 1:
+                self.calls[STEP] += 1
+
+    def count_forward(self, way: str) -> None:
+        """Note that a forward behind a cache went this way."""
+        with self._lock:
+            self.forwards[way] += 1
+
+    def refuse(self, reason: str) -> None:
+        """Note why the model could not be read, which takes as long as a forward: it is tried again after 1, 2, 4 ...
+        forwards."""
+        self._refusal, self._paused = reason, 0
+        self._pause = min(max(1, 2 * self._pause), _MAX_PAUSE)
+
+    def refusal(self) -> str | None:
+        """Why the model is not read for this forward, or None."""
+        if self._paused < self._pause:
+            self._paused += 1
+            return self._refusal
+        return None
+
+    def accept(self) -> None:
+        """Note that the model could be read."""
+        self._refusal, self._pause = None, 0
+
+    @contextmanager
+    def lend_cache(
+        self, parts: Trunk, batch: int, tokens: int, limit: int, caller: Any = None, returned: bool = False
+    ) -> Iterator[Any]:
+        """A KVCache with room for `tokens` and some more, up to `limit`; behind that it grows.
+
+        The same as last time where possible, as its graphs need not be recorded anew then. `caller` is the DynamicCache
+        that the call was given: what it holds is in the KVCache at the beginning, and if it is `returned`, it holds the
+        rest at the end. Layers with a sliding window keep as many tokens as there.
+        """
+        from ..cache import adopted
+        from ..cache.kv_cache import KVCache
+
+        device = parts.weight.device
+        windows = adopted.windows(caller, len(parts.layers))
+        cache = self._take(parts, windows, batch, min(tokens, limit), _stream(device))
+        if cache is None:
+            cache = KVCache.growable(windows, batch * parts.token_bytes, tokens, limit)
+        try:
+            if caller is not None:
+                adopted.copy_in(cache, caller)
+            yield cache
+        finally:
+            keeps = 0 < cache.nbytes <= KEPT_BYTES
+            if returned:
+                adopted.hand_back(cache, caller, frees=not keeps)
+            if keeps and not self._closed:
+                self._spare[:] = [(cache, _stream(device))]
+
+    def _take(self, parts: Trunk, windows: list[int | None], batch: int, tokens: int, stream: int | None) -> Any:
+        """The spare cache, emptied, if it fits. Whoever has it has it alone: another call gets one of its own."""
+        try:
+            cache, last_stream = self._spare.pop()
+        except IndexError:
+            return None
+        # On another stream it may still be in use.
+        if last_stream != stream or cache.capacity < tokens or cache.windows != windows:
+            return None
+        if not fits_cache(cache, parts, batch):
+            return None
+        cache.reset()
+        return cache
+
+    def release(self) -> None:
+        """Free the cache and the graphs that are kept for the next call."""
+        self._spare.clear()
+        with self._lock:
+            self._steps.clear()
+            self._recent.clear()
+        graphs.release_memory()
+
+    def close(self) -> None:
+        """Keep nothing any more, of calls under way either."""
+        self._closed = True
+        self._described = None
+        self.release()
+
+
+def _stream(device: torch.device) -> int | None:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+
+
+_DECODERS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def decoder(model: nn.Module) -> Decoder:
+    """The decoder of this very model: not of a copy, and not in its pickle."""
+    known = _DECODERS.get(model)
+    return _DECODERS.setdefault(model, Decoder()) if known is None else known
+
+
+def release(model: nn.Module) -> None:
+    """Free the cache and the CUDA graphs that a patched model keeps for its next call of generate.
+
+    They are the only memory that generating leaves behind: a cache of at most 1 GiB, the graphs of steps on it, and
+    small buffers. A call under way keeps what it uses. No-op where there is nothing.
+
+    Raises: TypeError when model is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"release: model must be a torch.nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if module in _DECODERS:
+            _DECODERS[module].release()
+
+
+def forget(model: nn.Module) -> None:
+    """Undo what decoding did to a model, which is not patched any more: its graphs and its cache are gone."""
+    if (state := _DECODERS.pop(model, None)) is not None:
+        state.close()
+    graphs.release_memory()

@@ -1,0 +1,172 @@
+"""Whether a model is still what its description was read from.
+
+inspect_all     every module and parameter of a model is as in its reference: looks at everything, and says why not
+Snapshot        the same as when it was taken: one pass over a flat record, in C++
+check_helpers   generate() asks of the model what its class answers
+check_attention  the model attends by a function of transformers
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..classes.origin import Entry, asked_of_origin, check_origin, entry
+from ..errors import Distrust, NoStep, UnknownLayout
+from ..model import trust
+from ..model.reference import Part, Reference, attention_function, attention_scope, reference
+from ..model.trust import Inspection, calls_only_its_class, hooks_do_nothing
+from ..modules.replaced import own_class
+from . import packing
+from .record import Lists
+
+
+def inspect_all(model: nn.Module, root: Part) -> None:
+    """Raise NoStep or Distrust unless each module and parameter of a model is as in its reference."""
+    weight = next(model.parameters(), None)
+    inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
+    config = model.config
+
+    def visit(module: nn.Module, part: Part) -> None:
+        members = inspection.module(module, part.kind)
+        modules = members["_modules"]
+        if members.get("config", config) is not config:
+            raise Distrust(module, "{} has a config of its own")
+        if modules.keys() != part.parts.keys():
+            raise NoStep(f"{len(modules)} layers, of {len(part.parts)} in the config")
+        for name, child in part.parts.items():
+            visit(modules[name], child)
+
+    visit(model, root)
+
+
+_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+_TENSORS = "_parameters", "_buffers"
+
+
+class _Tree(Lists):
+    """The modules of a model. A module that is as large as it was has no member that hides a child or a parameter."""
+
+    def __init__(self, model: nn.Module, root: Part):
+        super().__init__(model)
+        self.classes: dict[type, None] = {}
+        self.hooked: list[str] = []  # modules with hooks or a forward of their own, which do nothing now
+        self._add(model, root, 0, "")
+
+    def _add(self, module: nn.Module, part: Part, index: int, path: str) -> None:
+        members = vars(module)
+        self.classes[type(module)] = None
+        self.same += [(index, name, members[name]) for name in ("training", "config") if name in members]
+        self.equal += [(index, name, members.get(name)) for name in (*dict(part.kind.numbers), *part.read)]
+        for kind in _TENSORS:
+            place = self.node(index, kind, members[kind])
+            self.tensors += [(place, name, tensor) for name, tensor in members[kind].items()]
+        for kind in _HOOKS:
+            self.node(index, kind, members[kind])
+        if "forward" in members or any(members[kind] for kind in _HOOKS):
+            self.hooked.append(path)
+        children = self.node(index, "_modules", members["_modules"])
+        for name, part_of_it in part.parts.items():
+            child = members["_modules"][name]
+            self._add(child, part_of_it, self.node(children, name, child), f"{path}.{name}".lstrip("."))
+
+
+class Snapshot:
+    """What a model is. Keeps no module and no tensor alive. Raises NoStep where the model can not be read."""
+
+    def __init__(self, model: nn.Module):
+        expected = _reference_of(model)
+        _inspect(model, expected.root)
+        weight = next(model.parameters())
+        self._dtype, self._device = weight.dtype, weight.device
+        self._attention, self._scope = expected.attention, attention_scope(model)
+        tree = _Tree(model, expected.root)
+        tree.same += [(0, name, None) for name in _HELPERS]
+        config = tree.node(0, "config", model.config)
+        tree.equal += [(config, name, value) for name, value in expected.config.items()]
+        tree.names += [*map(entry, expected.names), *_asked_of_helpers(model)]
+        tree.names += [name for cls in tree.classes for name in trust.asked_of(cls)]
+        tensors = [tensor for _, _, tensor in tree.tensors if tensor is not None]
+        self._hooked = tree.hooked
+        # A weight that is written in place is the same, since a step reads it as it is; a buffer is not, since tables
+        # may have been made of it.
+        self._buffers = [(weakref.ref(x), _version(x)) for x in tensors if not isinstance(x, nn.Parameter)]
+        self._record = tree.record(list({packing.memory_of(tensor): tensor for tensor in tensors}.values()))
+
+    def memory(self) -> list[torch.UntypedStorage] | None:
+        """What keeps the memory of all parameters and buffers alive, or None if some of it is not where it was."""
+        return self._record.memory()
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the model is the same. Asked while what `memory` gave is alive, so that no other tensor can have the
+        place of one."""
+        trust.check_surroundings()
+        return (
+            self._record.holds(model)
+            and attention_function(model.config, self._scope) is self._attention
+            and all((x := buffer()) is not None and _version(x) == version for buffer, version in self._buffers)
+            and all(self._does_nothing(model.get_submodule(name)) for name in self._hooked)
+            and not torch.is_autocast_enabled(self._device.type)
+        )
+
+    def _does_nothing(self, module: nn.Module) -> bool:
+        """Whether what was put on a module still can be left out."""
+        members = vars(module)
+        return hooks_do_nothing(members) and (
+            "forward" not in members or calls_only_its_class(module, self._dtype, self._device)
+        )
+
+
+def _version(x: Tensor) -> Any:
+    """What is another one when a buffer has been written in place."""
+    return x.tolist() if x.is_inference() else x._version  # which a tensor made in inference mode has not
+
+
+def _reference_of(model: nn.Module) -> Reference:
+    try:
+        return reference(model)
+    except UnknownLayout as reason:
+        raise NoStep(f"{type(model).__name__} {reason}") from None
+
+
+def _inspect(model: nn.Module, root: Part) -> None:
+    try:
+        inspect_all(model, root)
+    except Distrust as reason:
+        raise reason.named_in(model) from None
+
+
+# --- the rest of what generate() asks of a model
+
+_HELPERS = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "__call__")
+
+
+def check_helpers(model: nn.Module) -> None:
+    """generate() asks nothing else of the model than of its family's class."""
+    original = _original(model)
+    known = own_class(original)
+    for name in _HELPERS:
+        if name in vars(model) or getattr(original, name) is not getattr(known, name):
+            raise NoStep(f"{name} was replaced")
+        try:
+            check_origin(getattr(known, name), ("transformers", "torch"))  # torch's: decorators such as no_grad
+        except UnknownLayout as reason:
+            raise NoStep(f"{name}: {reason}") from None
+
+
+def _asked_of_helpers(model: nn.Module) -> list[Entry]:
+    """What `check_helpers` looks at but for the model's own members: it finds nothing else where these are the same."""
+    original = _original(model)
+    known, entries = own_class(original), []
+    for name in _HELPERS:
+        entries += [(cls, name, getattr(cls, name)) for cls in (original, known)]
+        entries += asked_of_origin(getattr(known, name))
+    return entries
+
+
+def _original(model: nn.Module) -> type[nn.Module]:
+    patched = type(model)  # which another thread may change meanwhile
+    if "original" not in vars(patched):
+        raise NoStep("the model is not patched for it")
+    return patched.original

@@ -1,0 +1,134 @@
+"""That a description is right: the composed forward of a small model gives the logits that its modules give.
+
+The small model has the class and the config of the model in question but for sizes (reference.py), and random weights,
+once of an ordinary size, and once so large in some channels that scores and values reach what clips them.
+Both run on the CPU, in float32, over more tokens than a window has, at the first positions and at the last for which
+the description is meant: some families scale queries far behind. What a description can not read off a model is tried:
+the facts with which the logits agree best.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import NoStep, UnknownLayout
+from ..model.description import Product, Trunk, with_products
+from ..model.read import Facts, positions_of, read
+from ..model.reference import WINDOW, Reference, fill, reference_of, small_model
+from .compose import LayerCache, Tokens, embed, forward, make_tables
+
+_TOKENS = 2 * WINDOW + 2
+# How loud channels are, and how far logits may be off, of the largest: a few times of what rounding makes of them.
+_FILLS = ((1.0, 1e-5), (16.0, 1e-3))
+
+_proofs: list[tuple[tuple, Facts | str]] = []  # facts, or why there are none
+
+
+def facts(model: nn.Module, expected: Reference) -> Facts:
+    """The facts under which the description of a model is right. Raises UnknownLayout where there are none."""
+    called = tuple(value for _, _, value in expected.names)
+    key = type(expected.model), expected.config, expected.attention, called
+    found = next((found for known, found in _proofs if known == key), None)
+    if found is None:
+        try:
+            found = _prove(model, expected)
+        except UnknownLayout as reason:
+            found = str(reason)
+        except NoStep:
+            raise
+        except Exception as error:  # this family does something in a way of its own
+            found = f"has an unknown layout ({type(error).__name__}: {error})"
+        _proofs.append((key, found))
+    if isinstance(found, str):
+        raise UnknownLayout(found)
+    return found
+
+
+def _candidates(config: Any) -> Iterator[Facts]:
+    types = getattr(config, "layer_types", None) or []
+    mixed = len(set(types)) > 1
+    scales = (-1, 1) if getattr(config, "logits_scaling", None) not in (None, 1) else (-1,)
+    softcaps = (True, False) if getattr(config, "attn_logit_softcapping", None) else (True,)
+    windows = (True, False) if getattr(config, "sliding_window", None) is not None else (True,)
+    for options in itertools.product((False, True) if mixed else (False,), windows, softcaps, scales):
+        yield Facts(*options)
+
+
+def _prove(model: nn.Module, expected: Reference) -> Facts:
+    # Modes of the caller have nothing to see here.
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        small = small_model(model)
+        known = reference_of(small, vars(small.config), expected.attention)
+        ids = torch.arange(_TOKENS) * 7 % 61
+        rotary = read(small, known, Facts()).rotary
+        starts = {0, max(0, len(positions_of(rotary)) - _TOKENS)}
+        fits = dict.fromkeys(_candidates(model.config), 0.0)
+        for loud, tolerance in _FILLS:
+            fill(small, loud)
+            _level_embeddings(small, ids)
+            for start in starts:
+                fits = _fitting(fits, small, known, ids, start, tolerance)
+    return min(fits, key=fits.get)
+
+
+def _fitting(
+    candidates: dict[Facts, float], small: nn.Module, known: Reference, ids: Tensor, start: int, tolerance: float
+) -> dict[Facts, float]:
+    """The candidates with which logits agree here, too, with their largest error as a part of what is tolerated."""
+    target = _logits(small, ids, start)
+    errors = {
+        candidate: max(before, _error(_composed(read(small, known, candidate), ids, start), target) / tolerance)
+        for candidate, before in candidates.items()
+    }
+    if (least := min(errors.values())) > 1:
+        off = f"logits differ by {least * tolerance:.1g} of the largest"
+        raise UnknownLayout(f"computes something else than its description: {off}")
+    return {candidate: error for candidate, error in errors.items() if error <= 1}
+
+
+def _level_embeddings(small: nn.Module, ids: Tensor) -> None:
+    """Make what the first layer is given about 1: scaled embeddings would drown what the layers add."""
+    found = []
+    with small.model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: found.extend(args), with_kwargs=True):
+        _logits(small, ids, 0)
+    small.model.embed_tokens.weight /= found[0].std()
+
+
+def _logits(small: nn.Module, ids: Tensor, start: int) -> Tensor:
+    """Of each token, by the modules. The first one has the position `start`."""
+    positions = torch.arange(start, start + len(ids))[None]
+    return small(ids[None], position_ids=positions, use_cache=False).logits[0]
+
+
+def _error(logits: Tensor, target: Tensor) -> float:
+    """How far logits differ, of the largest."""
+    error = float((logits - target).abs().max() / target.abs().max())
+    return float("inf") if math.isnan(error) else error
+
+
+def _composed(parts: Trunk, ids: Tensor, start: int) -> Tensor:
+    """The logits of each token, one at a time at first and then several. The first one has the position `start`."""
+    parts = with_products(parts, _joined)
+    tables = make_tables(parts, range(start, start + len(ids)))
+    shapes = [(1, len(ids), layer.attention.kv_heads, layer.attention.head_dim) for layer in parts.layers]
+    seqlens = torch.zeros(1, dtype=torch.int32)
+    caches = [LayerCache(torch.zeros(shape), torch.zeros(shape), seqlens, None) for shape in shapes]
+    logits = []
+    counts = [1] * WINDOW + [len(ids) - WINDOW - 3, 1, 2]
+    for end, count in zip(itertools.accumulate(counts), counts, strict=True):
+        hidden = torch.empty(count, parts.embedding.shape[1])
+        embed(parts.embedding, parts.embed_scale, ids[end - count : end], hidden)
+        positions = torch.arange(end - count, end, dtype=torch.int32)[None]  # rows of the tables
+        seqlens.fill_(end)
+        logits.append(forward(parts, hidden, Tokens(1, count, positions, tables), caches))
+    return torch.cat(logits)
+
+
+def _joined(product: Product) -> Product:
+    weight, bias = (torch.cat(group) if group else None for group in (product.weights, product.biases))
+    return Product(product.weights, product.biases, weight, bias)
