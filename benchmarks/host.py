@@ -18,8 +18,8 @@ import llmkernels
 from benchmarks import timing
 from benchmarks.cases import OURS
 from benchmarks.run import Run
-from llmkernels.hf import graphs
-from llmkernels.hf.decode import decoder
+from llmkernels.hf.step import graphs
+from llmkernels.hf.step.decode import decoder
 
 LAYERS = (24, 36)  # of Qwen2.5-0.5B and SmolLM3-3B
 SIZES = {

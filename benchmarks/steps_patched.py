@@ -8,7 +8,7 @@ import torch
 import llmkernels
 from benchmarks import steps
 from benchmarks.run import Run
-from llmkernels.hf.decode import decoder
+from llmkernels.hf.step.decode import decoder
 
 
 class Bench(steps.Bench):

@@ -1,4 +1,5 @@
-// What a model was when a step was made for it, in flat lists, and whether it still is: hf/guard.py fills and asks it.
+// What a model was when a step was made for it, in flat lists, and whether it still is. hf/step/guard.py fills and asks
+// it.
 //
 //   names     what dicts and classes have under a name: functions that the forwards call
 //   nodes     the dicts and lists to be found from the model on: of its modules, their parameters, children and hooks

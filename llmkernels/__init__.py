@@ -51,7 +51,7 @@ else:  # hidden from type checkers, which would take every name for one of the p
 
     def __getattr__(name: str):
         if name == "KVCache":  # it is a transformers Cache, and transformers is not imported before it is needed
-            from llmkernels.hf import KVCache
+            from llmkernels.hf.cache.kv_cache import KVCache
 
             return KVCache
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

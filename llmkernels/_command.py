@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from llmkernels import _library
+
 LONGEST = 500  # characters of a message; some of transformers' list every architecture there is
 
 
@@ -26,8 +28,6 @@ def check_model_path(name: str) -> None:
 
 def check_installation() -> None:
     """Raise Problem where the kernels or transformers are missing, which `python -m llmkernels` starts without."""
-    from llmkernels import _library
-
     if _library.error:
         raise Problem(_library.error)
     try:

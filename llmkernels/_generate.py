@@ -5,6 +5,7 @@ import math
 import os
 import sys
 
+import llmkernels
 from llmkernels._checkpoint import open_checkpoint
 from llmkernels._command import Problem, check_installation, choose_device, number
 
@@ -49,8 +50,6 @@ def run(options: argparse.Namespace) -> None:
     check_installation()
     import torch
     import transformers
-
-    import llmkernels
 
     device = choose_device(options.device)
     transformers.logging.set_verbosity_error()

@@ -65,4 +65,4 @@ def device(request):
 @pytest.fixture(params=[False, True], ids=["at-once", "late"])
 def late(request, monkeypatch):
     """Whether the loops of generation look at a step one step late, as they do on CUDA."""
-    monkeypatch.setattr(sys.modules["llmkernels.hf.reading"], "is_late", lambda device: request.param)
+    monkeypatch.setattr(sys.modules["llmkernels.hf.callers.reading"], "is_late", lambda device: request.param)

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 import oracles
-from llmkernels.hf.description import Attention
+from llmkernels.hf.model.description import Attention
 
 ACTIVATIONS = {
     "silu": F.silu,

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from llmkernels.hf.trust import OBSERVERS
+from llmkernels.hf.model.trust import OBSERVERS
 
 FAMILIES = ["qwen2", "llama"]
 LAYERS = 2

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from llmkernels.hf.cache_name import cache_name
+from llmkernels.hf.classes.cache_name import cache_name
 
 CACHE = cache_name()
 

@@ -14,10 +14,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 import llmkernels
 from families import WINDOW, family_model
 from hf_models import assert_close, tiny_inputs
-from llmkernels.hf import adopt
-from llmkernels.hf import cache as caches
-from llmkernels.hf.decode import decoder
-from llmkernels.hf.trunk import is_ours
+from llmkernels.hf.cache import adopted
+from llmkernels.hf.cache import buffers as caches
+from llmkernels.hf.cache.fits import is_ours
+from llmkernels.hf.step.decode import decoder
 
 STEP = "by the decode step"
 FAMILIES = ["qwen2", "mistral", "gemma3"]  # no windows, windows alone, some
@@ -534,8 +534,8 @@ def test_no_memory_for_the_buffers(fails, monkeypatch):
             raise torch.OutOfMemoryError
         return filled(*arguments)
 
-    filled = adopt._filled
-    monkeypatch.setattr(adopt, "_filled", out_of_memory)
+    filled = adopted._filled
+    monkeypatch.setattr(adopted, "_filled", out_of_memory)
     layers = list(twins.caches[0].layers)
     twins.forward()
     assert {type(layer) for layer in layers} == {DynamicLayer, DynamicSlidingWindowLayer}

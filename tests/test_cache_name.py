@@ -13,8 +13,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import llmkernels
 from generating import NEW, hf_generate, small_model
 from hf_models import assert_close, count_ops, tiny_inputs
-from llmkernels.hf.cache_name import cache_name
-from llmkernels.hf.decode import decoder
+from llmkernels.hf.classes.cache_name import cache_name
+from llmkernels.hf.step.decode import decoder
 
 NAMES = [*dict.fromkeys(["past_key_values", cache_name()])]
 
@@ -103,9 +103,9 @@ def test_a_model_with_another_kind_of_cache():
 UNKNOWN = """
 import sys
 sys.orig_argv[1:] = ["-m", "llmkernels"]  # what info looks at, to tell faults of the library
-import llmkernels.hf.cache_name
+import llmkernels.hf.classes.cache_name
 from llmkernels import __main__, _versions
-llmkernels.hf.cache_name._NAMES = ("another_name",)
+llmkernels.hf.classes.cache_name._NAMES = ("another_name",)
 _versions.NEWEST_TRANSFORMERS = "5.16"
 
 status = __main__.main(["info"])

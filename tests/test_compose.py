@@ -1,5 +1,5 @@
-"""The composed step (llmkernels/hf/compose.py): a forward of a few tokens of each sequence through a whole description,
-against the formula in float64 (tests/decode_oracle.py) and eager's own error."""
+"""The composed step (llmkernels/hf/step/compose.py): a forward of a few tokens of each sequence through a whole
+description, against the formula in float64 (tests/decode_oracle.py) and eager's own error."""
 
 import dataclasses
 from collections import Counter
@@ -12,9 +12,9 @@ from torch.autograd import DeviceType
 
 import decode_oracle
 from hf_models import count_ops
-from llmkernels.hf import families
-from llmkernels.hf.compose import LayerCache, Tokens, forward, make_tables
-from llmkernels.hf.description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, map_tensors
+from llmkernels.hf.classes import families
+from llmkernels.hf.model.description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, map_tensors
+from llmkernels.hf.step.compose import LayerCache, Tokens, forward, make_tables
 from oracles import assert_same
 
 PAGE = 16

@@ -89,7 +89,7 @@ def test_a_new_family_that_does_it_otherwise(lantern, name, forward, reason, dev
 def test_no_family_is_known_by_name():
     """A class or a module of one family in the code would be a change that each family needs."""
     families = {name for model in FAMILIES.values() for name in (model.model, model.model.removesuffix("ForCausalLM"))}
-    for path in (PLACE.parent / "llmkernels" / "hf").glob("*.py"):
+    for path in (PLACE.parent / "llmkernels" / "hf").rglob("*.py"):
         code = compile(path.read_text(), str(path), "exec")
         assert not families & {*_names_and_strings(code)}, path
 

@@ -10,8 +10,8 @@ from transformers.models.llama import modeling_llama
 import llmkernels
 from families import family_model
 from hf_models import tiny_inputs
-from llmkernels.hf import decode, proof
 from llmkernels.hf.report import PREFILL
+from llmkernels.hf.step import decode, proof
 
 
 @pytest.fixture

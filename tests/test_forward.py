@@ -13,10 +13,11 @@ import llmkernels
 from families import EXPECTED, FAMILIES, WINDOW, family_model
 from generating import left_padded, small_model
 from hf_models import CountOps, assert_close, lora, tiny_inputs
-from llmkernels.hf import compose, forward, graphs
-from llmkernels.hf.cache_name import cache_name
-from llmkernels.hf.decode import decoder
-from llmkernels.hf.trust import NoStep
+from llmkernels.hf.callers import forward
+from llmkernels.hf.classes.cache_name import cache_name
+from llmkernels.hf.errors import NoStep
+from llmkernels.hf.step import compose, graphs
+from llmkernels.hf.step.decode import decoder
 
 NEW = 9
 STEP = "by the decode step"
@@ -226,7 +227,7 @@ def test_a_cache_that_grows(device):
     expected, _ = loop(model, ids, new=70)
     llmkernels.patch(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmkernels.hf.cache.AHEAD_TOKENS", 1)
+        patch.setattr("llmkernels.hf.cache.buffers.AHEAD_TOKENS", 1)
         found, _ = loop(model, ids, new=70)
     assert torch.equal(found, expected)
 
@@ -285,7 +286,7 @@ def test_a_graph_is_replayed(name, recording):
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_a_graph_is_replayed_when_a_window_moves(name, padded, recording, monkeypatch):
     """To the first rows of the same buffers, which it has the addresses of."""
-    monkeypatch.setattr("llmkernels.hf.cache.STEP", 4)
+    monkeypatch.setattr("llmkernels.hf.cache.buffers.STEP", 4)
     model, ids = family_model(name), tiny_inputs(batch=3)
     mask = left_padded("cpu") if padded else None
     expected = loop(model, ids, mask, new=40)
@@ -591,7 +592,7 @@ def test_a_hook_for_a_while(device):
 
 
 def test_what_is_kept_is_bounded(device, monkeypatch):
-    monkeypatch.setattr("llmkernels.hf.decode.MAX_STEPS", 3)
+    monkeypatch.setattr("llmkernels.hf.step.decode.MAX_STEPS", 3)
     model, ids = small_model(device=device), tiny_inputs(device, 1, 20)
     llmkernels.patch(model)
     with torch.no_grad():

@@ -24,7 +24,7 @@ from generating import (
 from hf_models import FAMILIES, VOCAB, assert_close, count_ops, tiny_inputs
 from llmkernels import KVCache
 from llmkernels.hf import unpatch
-from llmkernels.hf.decode import decoder
+from llmkernels.hf.step.decode import decoder
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])

@@ -9,8 +9,9 @@ import llmkernels
 from generating import NEW, generate_step, hf_generate, left_padded, small_model
 from hf_models import assert_close, count_ops, logits_of, tiny_inputs
 from llmkernels import KVCache
-from llmkernels.hf import layers, unpatch
-from llmkernels.hf.decode import decoder
+from llmkernels.hf import unpatch
+from llmkernels.hf.modules import layers
+from llmkernels.hf.step.decode import decoder
 
 
 @contextlib.contextmanager

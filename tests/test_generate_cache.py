@@ -12,7 +12,7 @@ import llmkernels
 from generating import NEW, generate_step, hf_generate, left_padded, small_model
 from hf_models import FAMILIES, LAYERS, assert_close, count_ops, logits_of, tiny_inputs
 from llmkernels.hf import unpatch
-from llmkernels.hf.decode import decoder
+from llmkernels.hf.step.decode import decoder
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
@@ -85,7 +85,7 @@ def test_it_is_what_transformers_returns(family, operation, late):
 @pytest.mark.parametrize("tokens", [2, 3, 11])
 def test_sliding_windows(tokens, step, device, late, monkeypatch):
     """Also where the cache on loan has little room, and drops what the window has dropped."""
-    monkeypatch.setattr("llmkernels.hf.cache.STEP", step)
+    monkeypatch.setattr("llmkernels.hf.cache.buffers.STEP", step)
     model, ids = small_model(device=device, **WINDOW), tiny_inputs(device, tokens=tokens)
     for given in (None, DynamicCache, lambda: DynamicCache(config=model.config)):
         options = lambda: {} if given is None else {"past_key_values": given()}  # noqa: B023, E731

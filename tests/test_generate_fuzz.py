@@ -10,7 +10,7 @@ import llmkernels
 from generating import Stream, small_model
 from hf_models import FAMILIES, VOCAB
 from llmkernels.hf import unpatch
-from llmkernels.hf.cache_name import cache_name
+from llmkernels.hf.classes.cache_name import cache_name
 
 SEEDS = range(120)
 

@@ -13,8 +13,8 @@ from generating import NEW, generate_step, hf_generate, small_model
 from hf_models import tiny_inputs
 from llmkernels import KVCache
 from llmkernels.hf import unpatch
-from llmkernels.hf.decode import decoder
 from llmkernels.hf.report import PREFILL
+from llmkernels.hf.step.decode import decoder
 
 STEP, BEAMS, ASSISTED = generate_step(), "by transformers: beam search", "by transformers: assisted decoding"
 

@@ -13,9 +13,9 @@ from generating import NEW, Stream, check_counts, generate_step, hf_generate, le
 from hf_models import FAMILIES, count_ops, lora, tiny_inputs
 from llmkernels import KVCache
 from llmkernels.hf import generate
-from llmkernels.hf.decode import decoder
+from llmkernels.hf.step.decode import decoder
 
-module = sys.modules["llmkernels.hf.generate"]
+module = sys.modules["llmkernels.hf.callers.generate"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

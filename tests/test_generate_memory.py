@@ -11,8 +11,9 @@ import llmkernels
 from families import WINDOW, family_model
 from generating import NEW, Stream, generate_step, hf_generate, small_model
 from hf_models import tiny_inputs
-from llmkernels.hf import cache as caches
-from llmkernels.hf.decode import decoder
+from llmkernels.hf.cache import buffers as caches
+from llmkernels.hf.step import decode
+from llmkernels.hf.step.decode import decoder
 
 GIB = 1 << 30
 
@@ -58,7 +59,7 @@ def test_a_large_cache_is_not_kept(generate, device, monkeypatch):
     expected = hf_generate(model, ids)
     llmkernels.patch(model)
     for limit, kept in ((1 << 20, 1), (1000, 0), (1 << 20, 1)):
-        monkeypatch.setattr(caches, "KEPT_BYTES", limit)
+        monkeypatch.setattr(decode, "KEPT_BYTES", limit)
         assert torch.equal(generate(model, ids, max_new_tokens=NEW), expected)
         gc.collect()
         assert len(decoder(model)._spare) == len(the_programs(model)) == kept
@@ -68,7 +69,7 @@ def test_a_large_cache_is_not_kept(generate, device, monkeypatch):
 @pytest.mark.parametrize("limit", [0, GIB])
 def test_a_returned_cache_holds_its_own(limit, device, monkeypatch):
     """Layer by layer the buffers are freed as their contents are copied to the returned cache, unless they are kept."""
-    monkeypatch.setattr(caches, "KEPT_BYTES", limit)
+    monkeypatch.setattr(decode, "KEPT_BYTES", limit)
     model, ids = small_model(device=device), tiny_inputs(device)
     llmkernels.patch(model)
     cache = hf_generate(model, ids, return_dict_in_generate=True).past_key_values

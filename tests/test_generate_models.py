@@ -18,7 +18,8 @@ from generating import (
     steps,
 )
 from hf_models import FAMILIES, assert_close, count_ops, logits_of, lora, rounding, tiny_inputs, tiny_model
-from llmkernels.hf import trunk, unpatch
+from llmkernels.hf import unpatch
+from llmkernels.hf.step import trunk
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import llmkernels
 from generating import NEW, Stream, generate_step, hf_generate, left_padded, small_model
 from hf_models import tiny_inputs
 from llmkernels.hf import unpatch
-from llmkernels.hf.decode import decoder
+from llmkernels.hf.step.decode import decoder
 
 
 def spare(model):
@@ -76,8 +76,8 @@ def test_growing_and_shrinking(device):
 
 def test_a_cache_that_grows(device, late, monkeypatch):
     """A cache starts small even if max_length is large, and grows; one that was returned grows, too."""
-    monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "AHEAD_TOKENS", 4)
-    monkeypatch.setattr(sys.modules["llmkernels.hf.cache"], "STEP", 4)
+    monkeypatch.setattr(sys.modules["llmkernels.hf.cache.buffers"], "AHEAD_TOKENS", 4)
+    monkeypatch.setattr(sys.modules["llmkernels.hf.cache.buffers"], "STEP", 4)
     model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
     expected = hf_generate(model, ids, attention_mask=mask, max_new_tokens=40)
     handle = llmkernels.patch(model)

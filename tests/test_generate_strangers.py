@@ -126,7 +126,7 @@ def test_a_weight_that_is_no_parameter(device):
 
 def test_a_cache_that_is_full_when_the_text_ends(device, monkeypatch):
     """The loop reads the stop flag one step late. It must not ask for room for a step that is not needed."""
-    from llmkernels.hf import reading
+    from llmkernels.hf.callers import reading
 
     monkeypatch.setattr(reading, "is_late", lambda device: True)
     model, ids = small_model(device=device), tiny_inputs(device, 1)

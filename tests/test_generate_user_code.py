@@ -11,8 +11,8 @@ from generating import NEW, Stream, hf_generate, small_model
 from hf_models import VOCAB, tiny_inputs
 from llmkernels import KVCache
 from llmkernels.hf import unpatch
-from llmkernels.hf.decode import decoder
 from llmkernels.hf.report import PREFILL, STEP
+from llmkernels.hf.step.decode import decoder
 
 
 def both(model, call, way=STEP):

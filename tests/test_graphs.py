@@ -1,4 +1,4 @@
-"""CUDA graphs of one thread beside the work of others: hf/graphs.py. On the CPU with a stub that notes all calls."""
+"""CUDA graphs of one thread beside the work of others: hf/step/graphs.py. On the CPU with a stub that notes calls."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ import torch
 
 import llmkernels
 import test_compose
-from llmkernels.hf import graphs
+from llmkernels.hf.step import graphs
 from stub_cuda import compile_stub
 
 DEVICE = torch.device("cuda:0")

@@ -1,4 +1,4 @@
-"""Whether a model is what its description was read from: hf/guard.py, and the record of csrc/record.h that it asks."""
+"""Whether a model is what its description was read from: hf/step/guard.py, and the record it asks, csrc/record.h."""
 
 import collections
 import copy
@@ -12,9 +12,9 @@ from torch import nn
 import llmkernels
 from families import family_model
 from generating import small_model
-from llmkernels.hf.guard import Snapshot
-from llmkernels.hf.record import Lists
-from llmkernels.hf.trust import NoStep
+from llmkernels.hf.errors import NoStep
+from llmkernels.hf.step.guard import Snapshot
+from llmkernels.hf.step.record import Lists
 
 
 def layer(model):

@@ -27,9 +27,10 @@ from hf_models import (
     tiny_model,
 )
 from llmkernels.hf import unpatch
-from llmkernels.hf.families import MLP, Norm, Rotation
-from llmkernels.hf.layout import UnknownLayout, kind_of, mlp_of, norm_of, rotation_of, trace
-from llmkernels.hf.source import bind_global, fuse_adds
+from llmkernels.hf.classes.families import MLP, Norm, Rotation
+from llmkernels.hf.classes.layout import kind_of, mlp_of, norm_of, rotation_of, trace
+from llmkernels.hf.classes.source import bind_global, fuse_adds
+from llmkernels.hf.errors import UnknownLayout
 
 
 def left_alone(model, kind, **asked):

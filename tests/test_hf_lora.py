@@ -9,9 +9,9 @@ from torch import nn
 
 import llmkernels
 from hf_models import FAMILIES, LAYERS, assert_close, logits_of, rounding, tiny_inputs, tiny_model
-from llmkernels.hf import lora as layers
 from llmkernels.hf import unpatch
-from llmkernels.hf.layout import UnknownLayout
+from llmkernels.hf.errors import UnknownLayout
+from llmkernels.hf.modules import lora as layers
 from llmkernels.ops import lora as op
 
 peft = pytest.importorskip("peft")

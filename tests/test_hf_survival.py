@@ -172,7 +172,7 @@ assert type(model.model.norm).original.__module__ == "transformers.models.qwen2.
 with torch.no_grad():
     patched = model(ids).logits
     import llmkernels.hf
-    assert sum(isinstance(m, llmkernels.hf.layers.Patched) for m in model.modules()) == {5 * LAYERS + 1}
+    assert sum(isinstance(m, llmkernels.hf.modules.replaced.Patched) for m in model.modules()) == {5 * LAYERS + 1}
     llmkernels.hf.unpatch(model)
     torch.save((patched, model(ids).logits, model), {str(tmp_path / "out.pt")!r})
 """

@@ -17,8 +17,9 @@ from transformers.models.qwen2 import modeling_qwen2
 import llmkernels
 from generating import NEW, check_falls_back, check_steps, generate_step, hf_generate, runs_steps, small_model
 from hf_models import LAYERS, OPS, assert_close, count_ops, logits_of, lora, tiny_inputs, tiny_model
-from llmkernels.hf import packing, trunk, unpatch
-from llmkernels.hf.decode import decoder
+from llmkernels.hf import unpatch
+from llmkernels.hf.step import packing, trunk
+from llmkernels.hf.step.decode import decoder
 
 
 def stays_on_the_step(model, ids):

@@ -13,8 +13,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from hf_models import FAMILIES, LAYERS, assert_close, logits_of, tiny_inputs, tiny_model
 from llmkernels import KVCache, PagedKVCache
 from llmkernels.hf import OutOfPages
-from llmkernels.hf import cache as caches
-from llmkernels.hf.cache import KVCacheLayer, KVCacheWindowLayer, room_for
+from llmkernels.hf.cache import buffers as caches
+from llmkernels.hf.cache.buffers import room_for
+from llmkernels.hf.cache.layers import KVCacheLayer, KVCacheWindowLayer
 
 
 def filled(device="cpu", tokens=5, capacity=8, batch=2):

@@ -10,8 +10,9 @@ from torch import nn
 import llmkernels
 from generating import NEW, check_counts, hf_generate, small_model, steps
 from hf_models import VOCAB, assert_close, count_ops, logits_of, tiny_inputs
-from llmkernels.hf import packing, unpatch
-from llmkernels.hf.decode import decoder
+from llmkernels.hf import unpatch
+from llmkernels.hf.step import packing
+from llmkernels.hf.step.decode import decoder
 
 
 def storages(model):

@@ -12,9 +12,11 @@ import llmkernels
 from families import family_model
 from generating import generate_step, hf_generate
 from hf_models import as_transformers, assert_close, logits_of, tiny_inputs
-from llmkernels.hf import proof, reference, unpatch
-from llmkernels.hf.guard import Snapshot
-from llmkernels.hf.trunk import trunk, why_not
+from llmkernels.hf import unpatch
+from llmkernels.hf.model import reference
+from llmkernels.hf.step import proof
+from llmkernels.hf.step.guard import Snapshot
+from llmkernels.hf.step.trunk import trunk, why_not
 
 
 def logits_of_steps(model, ids, new=8):

@@ -6,8 +6,8 @@ from torch import nn
 
 from families import family_model
 from hf_models import as_transformers, assert_close
-from llmkernels.hf.layout import UnknownLayout
-from llmkernels.hf.wiring import Wire, is_attention, wiring
+from llmkernels.hf.errors import UnknownLayout
+from llmkernels.hf.model.wiring import Wire, is_attention, wiring
 
 SIZE = 8
 

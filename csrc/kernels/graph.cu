@@ -1,6 +1,6 @@
-// Recording and launching CUDA graphs, see recorder.h. llmkernels/hf/graphs.py calls the exported functions through
-// ctypes. They return a cudaError_t. Any thread may call them, but only one at a time may use a slot or launch a graph.
-// The current device must be that of the slot.
+// Recording and launching CUDA graphs, see recorder.h. llmkernels/hf/step/graphs.py calls the exported functions
+// through ctypes. They return a cudaError_t. Any thread may call them, but only one at a time may use a slot or launch
+// a graph. The current device must be that of the slot.
 #include <cuda_runtime.h>
 
 #include <memory>

@@ -5,40 +5,51 @@ ops, on that instance only: modules change their class to a subclass of it, and 
 `patch` returns a `PatchHandle` that reports what runs and undoes it; `unpatch(model)` undoes it where there is no
 handle, on a deep copy or a loaded pickle.
 
-    families.py  what is known by name, and the options of what classes compute
-    layout.py    which kind a class is of, and what it computes: found out by running it
-    source.py    copies of a forward with an op in it
-    layers.py    the replacements
-    patch.py     patch, unpatch, PatchHandle
-    report.py    what patch found and did
-    packing.py   weights that are read together, in one storage
-    cache.py     a KV cache of fixed buffers, as transformers takes it; paged.py, one of pages
-    adopt.py     transformers' own DynamicCache around a decode step
-    cache_name.py  what transformers calls the cache
-    trunk.py     what the decode step reads of a model, or why it can not run; trust.py, whether a module may be read
-    decode.py    the decode step: one token for every sequence
-    loop.py      the loop behind model.generate(); generate.py, our own; reading.py, what they share
+    patch.py     patch, unpatch, PatchHandle; report.py, what patch found and did; errors.py, why something is left
+    callers/     who asks for steps: model.generate(), our own generate, the forward of a patched model
+    step/        a description becomes launches: composed, proved, recorded into graphs
+    cache/       KVCache, pages, and transformers' own cache around a step
+    model/       what a model computes, as data; whether its modules may be left uncalled
+    modules/     what runs in the place of a module's forward: norms, rotations, MLPs, LoRA, the loss
+    classes/     what a class of transformers computes, found out by running it
+
+A folder imports from those below it, never from those above. How a call of a patched model becomes launches:
+
+    model(ids, past_key_values=cache)
+      callers/forward.py     few tokens behind a cache? --no--> the model's modules (modules/)
+      step/decode.py         the model's Decoder: is there a graph for this cache and as many tokens?
+        yes                    replay it; meanwhile step/guard.py: is the model what its description was read from?
+                               if not, the result is dropped, and the call goes on as without a graph
+        no                     the description, if it still holds; else it is made:
+          model/reference.py     the modules as their class makes them of the config
+          step/guard.py          each module of the model is as in the reference
+          model/read.py          weights, norms, rotations, windows -> model/description.py
+          step/proof.py          a small model of the same class gives the logits of its description
+          step/packing.py        q|k|v and gate|up become one weight each
+        cache/adopted.py       the first time: the layers of the caller's cache become buffers
+      step/compose.py        per layer: norm, product, attention, product, add, norm, gated MLP -> logits
+      step/graphs.py         on CUDA these launches are recorded once, and replayed from then on
 
 Importing this package does not import transformers; using `KVCache` does.
 """
 
 from typing import TYPE_CHECKING
 
-from .decode import release
-from .generate import generate
-from .paged import OutOfPages, PagedKVCache
+from .cache.paged import OutOfPages, PagedKVCache
+from .callers.generate import generate
 from .patch import PatchHandle, patch, unpatch
+from .step.decode import release
 
 __all__ = ["KVCache", "OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "release", "unpatch"]
 
 
 if TYPE_CHECKING:
-    from .cache import KVCache
+    from .cache.kv_cache import KVCache
 else:
 
     def __getattr__(name: str):
         if name == "KVCache":
-            from .cache import KVCache
+            from .cache.kv_cache import KVCache
 
             return KVCache
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,35 +4,29 @@ import types
 import weakref
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from llmkernels._versions import untested_transformers
 
-from . import decode as decoding
-from . import lora, packing, trunk
-from . import loss as losses
-from .families import known_base
-from .layers import (
-    WITHOUT,
-    Generating,
-    Patched,
-    Replaced,
-    forget_runs,
-    fused_class,
-    gated_unit,
-    has_kernel,
-    model_class,
-    op_name,
-    patched_class,
-    plain_unit,
-    runs_of,
-    runs_only_forward,
-    start_count,
+from .callers.model_class import model_class
+from .classes.layout import kind_of
+from .model.trust import around, calls_only_its_class
+from .modules.layers import patched_class
+from .modules.replaced import WITHOUT, Generating, Patched, Replaced, forget_runs, runs_of, start_count
+from .obstacles import (
+    decode_obstacle,
+    device_type,
+    fallback,
+    fused_norms,
+    has_own_forward,
+    is_around,
+    kinds_in,
+    obstacle,
+    op_of,
 )
-from .layout import UnknownLayout, kind_of
 from .report import NOT_ASKED, Decode, Report, Row
-from .trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
+from .step import decode as decoding
+from .step import packing, trunk
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
@@ -108,7 +102,7 @@ def patch(
         raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
     asked = {"rms_norm": rms_norm, "layer_norm": layer_norm, "rope": rope, "gated_mlp": gated_mlp, "mlp": mlp}
     asked |= {"add_rms_norm": add_rms_norm, "loss": training, "lora": training, "experts": False}
-    kinds = _kinds(model)
+    kinds = kinds_in(model)
     if not {*kinds.values()} - {"lora", "experts"}:
         raise ValueError(f"patch: model must contain layers of a decoder of transformers, got {type(model)}")
     if count := sum(isinstance(module, Patched) for module in model.modules()):
@@ -119,15 +113,15 @@ def patch(
     plan = {}
     for module in model.modules():
         kind = kinds.get(module)
-        generates = decode and _decode_obstacle(module) is None
-        loss = kind == "loss" and training and _obstacle(module, kind) is None
+        generates = decode and decode_obstacle(module) is None
+        loss = kind == "loss" and training and obstacle(module, kind) is None
         if generates or loss:
             plan[module] = model_class(type(module), generates, loss)
-        if kind in (None, "loss") or not asked[kind] or _obstacle(module, kind):
+        if kind in (None, "loss") or not asked[kind] or obstacle(module, kind):
             continue
         plan[module] = patched_class(type(module))
         if kind == "add_rms_norm":  # it reads the weights and eps of these norms
-            for norm in _fused_norms(module):
+            for norm in fused_norms(module):
                 plan[norm] = patched_class(type(norm), only_fused=not asked[kinds[norm]])
     handle = PatchHandle(model, {kind for kind, wanted in (asked | {"decode": decode}).items() if wanted})
     if not any(issubclass(cls, Patched) for cls in plan.values()):
@@ -158,7 +152,7 @@ def unpatch(model: nn.Module) -> None:
                 raise RuntimeError(
                     f"unpatch: the class of {name} must be the patched one, got {type(module)} made later"
                 )
-            if isinstance(module, Patched) and _has_own_forward(module) and not _is_around(module):
+            if isinstance(module, Patched) and has_own_forward(module) and not is_around(module):
                 raise RuntimeError(f"unpatch: {name} must not have a forward of its own, got one set after patch()")
         for module in replaced.values():
             _PATCHES.pop(module, None)
@@ -200,7 +194,7 @@ class PatchHandle:
         Reads the model as it is at this moment, so hooks, new activations and moves since `patch` show. Says "not
         patched" of all where the patch was undone, also if the model was patched again since.
         """
-        kinds = _kinds(self._model)
+        kinds = kinds_in(self._model)
         found = {*kinds.values()}
         wanted = [
             kind
@@ -219,17 +213,17 @@ class PatchHandle:
             elif kind not in self._kinds and module not in run_by_layer:
                 row.left_alone[name] = NOT_ASKED
             elif not isinstance(module, Patched) or not is_current:
-                row.left_alone[name] = None if isinstance(module, Patched) else _obstacle(module, kind)
+                row.left_alone[name] = None if isinstance(module, Patched) else obstacle(module, kind)
                 row.left_alone[name] = row.left_alone[name] or "not patched"
-            elif reason := _fallback(module, kind):
+            elif reason := fallback(module, kind):
                 row.left_alone[name] = reason
             else:
-                op = run_by_layer.get(module) or _op(module, kind)
+                op = run_by_layer.get(module) or op_of(module, kind)
                 if kind == "add_rms_norm":
-                    run_by_layer |= {norm: f"add_{type(norm).options.kind}" for norm in _fused_norms(module)}
+                    run_by_layer |= {norm: f"add_{type(norm).options.kind}" for norm in fused_norms(module)}
                 row.patched.append(name)
                 row.kernels["llmkernels::" + op] += 1
-                row.backends[_device_type(module)] += 1
+                row.backends[device_type(module)] += 1
             if is_current:
                 for run, times in runs_of(module).items():
                     op, _, reason = run.partition(": ")
@@ -249,7 +243,7 @@ class PatchHandle:
             elif isinstance(module, Generating) and is_current:
                 reason = trunk.why_not(module)
             else:
-                reason = (None if isinstance(module, Generating) else _decode_obstacle(module)) or "not patched"
+                reason = (None if isinstance(module, Generating) else decode_obstacle(module)) or "not patched"
             state = decoding.decoder(module)
             counts = state.calls.copy(), state.steps, state.forwards.copy()
             entries.append(Decode(type(module).__name__, reason, *counts))
@@ -269,134 +263,6 @@ _ALWAYS = ("rms_norm", "rope", "gated_mlp", "add_rms_norm")
 _ROWS = ("rms_norm", "layer_norm", "rope", "gated_mlp", "mlp", "add_rms_norm", "experts", "loss", "lora")
 
 
-def _kinds(model: nn.Module) -> dict[nn.Module, str]:
-    """The kind of each module that has one. A LayerNorm of torch's has one where it is part of a decoder."""
-    kinds = {module: kind for module in model.modules() if (kind := kind_of(type(module))) is not None}
-    parts: set[nn.Module] = set()
-    for parent in model.modules():
-        children = [*parent.children()]
-        lists = [child for child in children if isinstance(child, nn.ModuleList)]
-        has_layers = any(kinds.get(layer) == "add_rms_norm" for layers in lists for layer in layers)
-        if has_layers or kinds.get(parent) in ("add_rms_norm", "rope"):
-            parts.update(children)
-    return {
-        module: kind
-        for module, kind in kinds.items()
-        if kind != "layer_norm" or module in parts or known_base(type(module)) is not nn.LayerNorm
-    }
-
-
-def _options(module: nn.Module):
-    """What a module that is or can be patched computes."""
-    return (type(module) if isinstance(module, Patched) else patched_class(type(module))).options
-
-
-def _fused_norms(layer: nn.Module) -> list[nn.Module]:
-    return [getattr(layer, name) for name in _options(layer).norms]
-
-
-def _decode_obstacle(module: nn.Module) -> str | None:
-    """Why a module can not generate by our loop, or None."""
-    if kind_of(type(module)) != "loss":
-        return "no model of transformers' that generates text with a decoder alone"
-    try:
-        model_class(type(module), generates=True, loss=False)
-    except UnknownLayout as reason:
-        return str(reason)
-    return None
-
-
-def _device_type(module: nn.Module) -> str:
-    return next((parameter.device.type for parameter in module.parameters()), "cpu")
-
-
-def _op(module: nn.Module, kind: str) -> str:
-    """The name of the op that a module of this kind runs."""
-    if kind in ("gated_mlp", "mlp"):
-        return op_name(_unit(module, kind))
-    if kind == "add_rms_norm":
-        return f"add_{_options(_fused_norms(module)[0]).kind}"
-    return {"loss": losses.OP, "lora": lora.OP}.get(kind, kind)
-
-
-def _activation(module: nn.Module) -> Callable:
-    return getattr(module, _options(module).act)
-
-
-def _unit(module: nn.Module, kind: str) -> Callable | None:
-    return (gated_unit if kind == "gated_mlp" else plain_unit)(_activation(module))
-
-
-def _obstacle(module: nn.Module, kind: str) -> str | None:
-    """Why a module of a known kind cannot be patched, or None."""
-    if _has_own_forward(module) and not (kind == "loss" and _is_around(module)):
-        by_hooks = is_of_accelerate(module)
-        by = "by hooks of accelerate: patch the model before those" if by_hooks else "on the instance"
-        return f"it has a forward of its own, set {by}"
-    try:
-        cls = getattr(type(module), "original", type(module))
-        model_class(cls, False, True) if kind == "loss" else patched_class(cls)
-    except UnknownLayout as reason:
-        return str(reason)
-    if kind in ("rms_norm", "layer_norm") and any(parameter.dim() != 1 for parameter in module.parameters()):
-        return "its weight has more than one dimension"
-    if kind in ("gated_mlp", "mlp") and _unit(module, kind) is None:
-        return _no_kernel_for(_activation(module))
-    if kind == "add_rms_norm":
-        for name in _options(module).norms:
-            if (norm := getattr(module, name, None)) is None:
-                return f"it has no {name}"
-            if (kind_of_norm := kind_of(type(norm))) not in ("rms_norm", "layer_norm"):
-                return f"no kernel for its {name}, {type(norm).__name__}"
-            if reason := _obstacle(norm, kind_of_norm):
-                return f"{name}: {reason}"
-    if kind == "lora":  # products of PyTorch's, on every device
-        return None
-    device = _device_type(module)
-    op = f"llmkernels::{_op(module, kind)}"
-    if device != "meta" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, device.upper()):
-        return f"this build of llmkernels has no {op} for {device}"
-    return None
-
-
-def _fallback(module: nn.Module, kind: str) -> str | None:
-    """Why a patched module does without its kernel for now, or None."""
-    weight = next(module.parameters(), None)
-    if weight is not None and not has_kernel(weight):
-        return f"no kernel for {weight.dtype} on {weight.device.type}"
-    cls = type(module)
-    if "forward" in vars(module) and not runs_made_forward(module):
-        return "it has a forward of its own, set on the instance"
-    if cls.forward is not cls.made or not cls.is_current():
-        return "the forward of its class was replaced"
-    if kind == "loss":
-        return losses.why_not(module, at_rest=True)
-    if kind == "lora":
-        return lora.why_not(module)
-    if kind in ("gated_mlp", "mlp"):
-        if _unit(module, kind) is None:
-            return _no_kernel_for(_activation(module))
-        if not runs_only_forward(_activation(module)):
-            return "hooks on its activation have to see it"
-    if kind == "add_rms_norm":
-        linear = next((parameter for parameter in module.parameters() if parameter.dim() > 1), None)
-        for name, norm in zip(_options(module).norms, _fused_norms(module), strict=True):
-            if fused_class(norm) is None:
-                return f"{name} has hooks or was replaced"
-            if linear is not None and any(parameter.dtype != linear.dtype for parameter in norm.parameters()):
-                return f"{name} has another dtype"
-    return None
-
-
-def _has_own_forward(module: nn.Module) -> bool:
-    return "forward" in vars(module) and not calls_only_its_class(module)
-
-
-def _is_around(module: nn.Module) -> bool:
-    """Whether the forward set on a module is what accelerate has put around its class's for mixed precision."""
-    return around(module, type(module).forward) is not None
-
-
 def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Change the class of a module. What accelerate has put around its forward is around that of the new class then."""
     if "forward" in vars(module):
@@ -411,7 +277,3 @@ def _change_class(module: nn.Module, cls: type[nn.Module]) -> None:
                 _BEFORE[made.__func__] = forward, type(module).forward
             module.forward = made
     module.__class__ = cls
-
-
-def _no_kernel_for(activation) -> str:
-    return f"no kernel for its activation, {getattr(activation, '__name__', type(activation).__name__)}"

@@ -6,7 +6,7 @@ CPU_ATTENTION, CPU_SAMPLING = "csrc/cpu/decode_attention.cpp", "csrc/cpu/samplin
 CPU_NORM, CPU_ROPE, CPU_GLU = "csrc/cpu/norm.cpp", "csrc/cpu/rope.cpp", "csrc/cpu/glu.cpp"
 
 CPU_NORM_ROPE = "csrc/cpu/rms_norm_rope.cpp"
-COMPOSE = "llmkernels/hf/compose.py"
+COMPOSE = "llmkernels/hf/step/compose.py"
 
 CPU = [
     Mutation(
@@ -380,7 +380,7 @@ CPU = [
     Mutation(
         "py_graph_outlives_the_weights",
         "a graph is used again though the description holds other tensors",
-        "llmkernels/hf/decode.py",
+        "llmkernels/hf/step/decode.py",
         "used = *leaves(self.parts), *leaves(self._where)",
         "used = *leaves(self._where)",
         "tests/test_generate_state.py -k bound_to_its_addresses",
@@ -388,7 +388,7 @@ CPU = [
     Mutation(
         "py_cache_is_filled_past_its_end",
         "one token more than the capacity is let in",
-        "llmkernels/hf/cache.py",
+        "llmkernels/hf/cache/buffers.py",
         "        if needed <= self.capacity:\n            return self.capacity\n",
         "        if needed <= self.capacity + 1:\n            return self.capacity\n",
         "tests/test_kv_cache.py",
@@ -396,7 +396,7 @@ CPU = [
     Mutation(
         "py_window_moves_and_nobody_counts",
         "a window has moved to the first rows, and the counters still have it where it was",
-        "llmkernels/hf/cache.py",
+        "llmkernels/hf/cache/kv_cache.py",
         "            self._count()\n            if self._position is None:\n",
         "            if self._position is None:\n",
         "tests/test_forward.py -k when_a_window_moves",
@@ -404,7 +404,7 @@ CPU = [
     Mutation(
         "py_counters_are_never_set_again",
         "the counters on the device stay what the last step has made them",
-        "llmkernels/hf/cache.py",
+        "llmkernels/hf/cache/kv_cache.py",
         "        if counts != self._counted:\n",
         "        if not self._counted:\n",
         "tests/test_kv_cache.py -k counters",
@@ -428,7 +428,7 @@ CPU = [
     Mutation(
         "py_step_does_not_advance",
         "every decode step writes to the same place of the cache",
-        "llmkernels/hf/decode.py",
+        "llmkernels/hf/step/decode.py",
         "        cache.count_ahead(ahead)\n",
         "",
         "tests/test_generate.py -k greedy",
@@ -436,7 +436,7 @@ CPU = [
     Mutation(
         "py_step_that_nobody_wants_stays",
         "a step that was queued before the end was known leaves its token in the cache",
-        "llmkernels/hf/generate.py",
+        "llmkernels/hf/callers/generate.py",
         "                late_cache.take_back(1)\n",
         "                pass\n",
         "tests/test_generate_user_code.py -k leaves_the_cache",
@@ -444,7 +444,7 @@ CPU = [
     Mutation(
         "py_cache_of_the_caller_is_filled_at_the_end_only",
         "processors and streamers that look at the caller's cache find nothing in it",
-        "llmkernels/hf/loop.py",
+        "llmkernels/hf/callers/loop.py",
         "            hand_back(cache, shown, frees=False)\n",
         "            pass\n",
         "tests/test_generate_user_code.py -k look_at_its_cache",
@@ -452,7 +452,7 @@ CPU = [
     Mutation(
         "py_last_token_is_handed_back_twice",
         "a sliding window of the caller gets the last token once more where there is no new one",
-        "llmkernels/hf/adopt.py",
+        "llmkernels/hf/cache/adopted.py",
         "[start, max(start, layer.length - 1), layer.length]",
         "[start, layer.length - 1, layer.length]",
         "tests/test_generate_cache.py -k adds_nothing",
@@ -460,7 +460,7 @@ CPU = [
     Mutation(
         "py_options_in_the_default_dtype",
         "top_p=0.999 is 1 where bfloat16 is the default dtype",
-        "llmkernels/hf/generate.py",
+        "llmkernels/hf/callers/generate.py",
         'return torch.as_tensor(value, device="cpu", dtype=torch.float64) if tensor.is_floating_point() else tensor',
         "return tensor",
         "tests/test_generate_lean.py -k default_dtype",
@@ -468,7 +468,7 @@ CPU = [
     Mutation(
         "py_text_keeps_its_buffer",
         "a text that ends early is returned with the memory of the longest one",
-        "llmkernels/hf/reading.py",
+        "llmkernels/hf/callers/reading.py",
         "return text if text.untyped_storage().nbytes() == text.nbytes else text.clone()",
         "return text.contiguous()",
         "tests/test_generate.py -k no_more_memory",
@@ -476,7 +476,7 @@ CPU = [
     Mutation(
         "py_subclasses_of_tensor_are_read",
         "a weight that computes something else is read as a plain one",
-        "llmkernels/hf/trust.py",
+        "llmkernels/hf/model/trust.py",
         "if type(parameter) is not nn.Parameter:",
         "if not isinstance(parameter, Tensor):",
         "tests/test_hf_trust.py -k tensor_subclass",
@@ -484,7 +484,7 @@ CPU = [
     Mutation(
         "py_dropout_is_forgotten",
         "an attention in training mode, which drops out, is not called",
-        "llmkernels/hf/trust.py",
+        "llmkernels/hf/model/trust.py",
         'if kind.trains and members["training"]:',
         "if kind.trains and False:",
         "tests/test_hf_trust.py -k dropout",
@@ -492,7 +492,7 @@ CPU = [
     Mutation(
         "py_modes_are_not_asked",
         "an active mode does not see the step",
-        "llmkernels/hf/trust.py",
+        "llmkernels/hf/model/trust.py",
         "if type(mode) not in OBSERVERS:",
         "if type(mode) is None:",
         "tests/test_hf_trust.py -k active_modes",
@@ -508,7 +508,7 @@ CPU = [
     Mutation(
         "py_views_are_looked_for",
         "a wrapper that asks whether the logits are a view computes them",
-        "llmkernels/hf/lazy.py",
+        "llmkernels/hf/modules/lazy.py",
         ', "requires_grad", "_base")',
         ', "requires_grad")',
         "tests/test_hf_loss.py -k read_nothing",
@@ -516,7 +516,7 @@ CPU = [
     Mutation(
         "py_replaced_functions_are_not_seen",
         "a function of torch that was replaced is not called",
-        "llmkernels/hf/trust.py",
+        "llmkernels/hf/model/trust.py",
         "if getattr(owner, name) is not function:",
         "if getattr(owner, name) is None:",
         "tests/test_hf_trust.py -k functions_of_torch",
@@ -524,7 +524,7 @@ CPU = [
     Mutation(
         "py_replaced_forwards_are_not_seen",
         "the forward of a class that was replaced after patch is not called",
-        "llmkernels/hf/trust.py",
+        "llmkernels/hf/model/trust.py",
         "        for value in (part, *found):\n",
         "        for value in ():\n",
         "tests/test_hf_trust.py -k nobody_patches",
@@ -532,7 +532,7 @@ CPU = [
     Mutation(
         "py_other_ops_are_recorded",
         "an op that is not the library's runs while a graph is made, and never again",
-        "llmkernels/hf/graphs.py",
+        "llmkernels/hf/step/graphs.py",
         'if op.namespace != "llmkernels" and',
         "if op.namespace is None and",
         "tests/test_graphs.py -k refused",

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from llmkernels.ops import sample
 
+from ..errors import NoStep
+from ..modules.replaced import has_kernel
+from ..report import PREFILL, by_forward
+from ..step.decode import decoder
 from . import reading
-from .decode import decoder
-from .layers import has_kernel
 from .loop import prepare
 from .reading import Reading, Text
-from .report import PREFILL, by_forward
-from .trust import NoStep
 
 
 def generate(

@@ -22,17 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.fits import fits_cache
+from ..errors import NoStep, Refusal
+from ..model.description import Trunk, leaves, map_tensors
+from ..report import STEP
 from . import compose, graphs
 from .alias import alias
 from .compose import LayerCache, Tokens, make_tables
-from .description import Trunk, leaves, map_tensors
 from .graphs import Program
 from .guard import Snapshot
 from .record import Lists
-from .report import STEP
-from .trunk import fits_cache, pack, trunk
-from .trust import NoStep, Refusal
+from .trunk import pack, trunk
 
+KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 MAX_STEPS = 32  # that a model keeps, each with its buffers and a graph: the ones used last
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
 
@@ -283,22 +285,22 @@ class Decoder:
         that the call was given: what it holds is in the KVCache at the beginning, and if it is `returned`, it holds the
         rest at the end. Layers with a sliding window keep as many tokens as there.
         """
-        from . import adopt
-        from .cache import KEPT_BYTES, KVCache
+        from ..cache import adopted
+        from ..cache.kv_cache import KVCache
 
         device = parts.weight.device
-        windows = adopt.windows(caller, len(parts.layers))
+        windows = adopted.windows(caller, len(parts.layers))
         cache = self._take(parts, windows, batch, min(tokens, limit), _stream(device))
         if cache is None:
             cache = KVCache.growable(windows, batch * parts.token_bytes, tokens, limit)
         try:
             if caller is not None:
-                adopt.copy_in(cache, caller)
+                adopted.copy_in(cache, caller)
             yield cache
         finally:
             keeps = 0 < cache.nbytes <= KEPT_BYTES
             if returned:
-                adopt.hand_back(cache, caller, frees=not keeps)
+                adopted.hand_back(cache, caller, frees=not keeps)
             if keeps and not self._closed:
                 self._spare[:] = [(cache, _stream(device))]
 

@@ -25,35 +25,16 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .layers import Patched, Replaced, own_class
-from .layout import UnknownLayout, check_origin
-from .origin import Entry, asked_of_origin, entry
+from ..classes.layout import check_origin
+from ..classes.origin import Entry, asked_of_origin, entry
+from ..errors import Distrust, NoStep, UnknownLayout
+from ..modules.replaced import Patched, Replaced, own_class
 
 # Modes that change no result, and need not see what is computed. DeviceContext is that of set_default_device.
 OBSERVERS = {DeviceContext}
 
 _FORWARDS = {cls: cls.forward for cls in (nn.Linear, nn.Embedding, nn.ModuleList)}
 _CALLS = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl", "__getattr__")}
-
-
-class NoStep(Exception):
-    """Why the decode step can not run."""
-
-
-class Refusal(NoStep):
-    """Why a model can not be described. It holds until the model changes."""
-
-
-class Distrust(NoStep):
-    """Why a module can not be read without calling it. `{}` in the reason stands for the module's name."""
-
-    def __init__(self, module: nn.Module, reason: str):
-        super().__init__(reason)
-        self.module = module
-
-    def named_in(self, model: nn.Module) -> NoStep:
-        name = next((name for name, module in model.named_modules() if module is self.module), "")
-        return NoStep(str(self).replace("{}", name or type(model).__name__))
 
 
 def check_surroundings() -> None:

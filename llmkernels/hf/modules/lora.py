@@ -10,8 +10,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_lora, lora_linear
 
-from .layers import WITHOUT, count, has_kernel, has_no_hooks
-from .layout import UnknownLayout, check_origin
+from ..classes.layout import check_origin
+from ..errors import UnknownLayout
+from .replaced import WITHOUT, count, has_kernel, has_no_hooks
 
 OP = "lora_linear"
 

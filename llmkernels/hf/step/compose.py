@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
+from ..model.description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
 
 _ops = torch.ops.llmkernels
 _index = torch.ops.aten.index.Tensor_out

@@ -18,11 +18,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import Buffers, KVCache, KVCacheLayer, WindowBuffers, room_for
-from .description import Trunk
-from .layout import UnknownLayout, check_origin
-from .origin import Entry, asked_of_origin
-from .trust import NoStep
+from ..classes.layout import check_origin
+from ..classes.origin import Entry, asked_of_origin
+from ..errors import NoStep, UnknownLayout
+from ..model.description import Trunk
+from .buffers import Buffers, WindowBuffers, room_for
+from .kv_cache import KVCache
+from .layers import KVCacheLayer
 
 
 def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = False) -> None:

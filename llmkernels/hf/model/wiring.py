@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from .layout import UnknownLayout, check_origin
+from ..classes.layout import check_origin
+from ..errors import UnknownLayout
 
 
 @dataclass(frozen=True)

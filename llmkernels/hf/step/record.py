@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .origin import Entry
-from .trust import NoStep
+from ..classes.origin import Entry
+from ..errors import NoStep
 
 
 class Lists:

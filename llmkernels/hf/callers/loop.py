@@ -1,6 +1,6 @@
 """The loop behind a patched model's generate(): transformers' own, by the decode step.
 
-LOOPS is what a patched model class has in place of transformers' loops: see layers.model_class. It prefills by the
+LOOPS is what a patched model class has in place of transformers' loops: see model_class.py. It prefills by the
 model's own forward, into a KVCache.
 
     prompt          prefill -> logits
@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.fits import check_cache, is_ours
+from ..classes.cache_name import cache_name
+from ..errors import NoStep
+from ..model.description import Trunk
+from ..report import PREFILL, by_transformers
+from ..step.decode import Decoder, DecodeStep, decoder
+from ..step.trunk import check_batch, check_length
 from . import reading
-from .cache_name import cache_name
-from .decode import Decoder, DecodeStep, decoder
-from .description import Trunk
 from .reading import Reading, Text
-from .report import PREFILL, by_transformers
-from .trunk import check_batch, check_cache, check_length, is_ours
-from .trust import NoStep
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now
@@ -150,7 +151,7 @@ def _generate(original: Callable) -> Callable:
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
         loop = kwargs.get("custom_generate")
-        if loop is not None and getattr(loop, "__module__", None) != "llmkernels.hf.generate":
+        if loop is not None and getattr(loop, "__module__", None) != f"{__package__}.generate":
             decoder(self).count("by custom_generate")
         return original(self, *args, **kwargs)
 
@@ -170,7 +171,7 @@ LOOPS = {
 
 def _check_call(parts: Trunk, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
     """Raise NoStep for whatever a call asks of the loop that only transformers' own has."""
-    from .adopt import check_dynamic
+    from ..cache.adopted import check_dynamic
 
     if synced_gpus:
         raise NoStep("synced_gpus")
@@ -234,7 +235,7 @@ def _is_transformers(user: Any) -> bool:
 
 def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor, stopping_criteria, config, streamer):
     """transformers' GenerationMixin._sample by the decode step: same scores, same random numbers, same results."""
-    from .adopt import hand_back
+    from ..cache.adopted import hand_back
 
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits

@@ -13,11 +13,12 @@ from torch.autograd import Function
 from llmkernels.ops import linear_cross_entropy
 from llmkernels.ops._common import _is_transforming
 
-from .cache_name import cache_name
-from .families import Loss
-from .layers import WITHOUT, count, has_kernel, runs_only_forward
-from .layout import Symbol, UnknownLayout, check_origin
+from ..classes.cache_name import cache_name
+from ..classes.families import Loss
+from ..classes.layout import Symbol, check_origin
+from ..errors import UnknownLayout
 from .lazy import LazyTensor
+from .replaced import WITHOUT, count, has_kernel, runs_only_forward
 
 OP = "linear_cross_entropy"
 IGNORED = -100  # the label of a token without a loss, in transformers

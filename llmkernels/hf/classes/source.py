@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .layout import UnknownLayout
+from ..errors import UnknownLayout
 
 
 def bind_global(function: Callable, name: str, value: Callable, with_first: bool = False) -> Callable:

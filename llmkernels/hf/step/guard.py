@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import packing, trust
-from .layers import own_class
-from .origin import Entry, UnknownLayout, asked_of_origin, check_origin, entry
+from ..classes.origin import Entry, asked_of_origin, check_origin, entry
+from ..errors import Distrust, NoStep, UnknownLayout
+from ..model import trust
+from ..model.reference import Part, Reference, attention_function, attention_scope, reference
+from ..model.trust import Inspection, calls_only_its_class, hooks_do_nothing
+from ..modules.replaced import own_class
+from . import packing
 from .record import Lists
-from .reference import Part, Reference, attention_function, attention_scope, reference
-from .trust import Distrust, Inspection, NoStep, calls_only_its_class, hooks_do_nothing
 
 
 def inspect_all(model: nn.Module, root: Part) -> None:

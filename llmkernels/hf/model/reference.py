@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..classes.origin import Name, check_origin, hold, members_of, names_of
+from ..errors import NoStep, UnknownLayout
+from ..modules.replaced import own_class
 from . import trust
-from .layers import own_class
-from .layout import UnknownLayout
-from .origin import Name, check_origin, hold, members_of, names_of
-from .trust import Kind, NoStep
+from .trust import Kind
 from .wiring import is_attention
 
-# Numbers of a module that trunk.py reads from the model itself. All others are what its class makes of the config.
+# Numbers of a module that read.py reads from the model itself. All others are what its class makes of the config.
 _READ = {"scaling", "eps", "variance_epsilon"}
 # Those that are of no account to a forward in eval mode.
 _FREE = {"training", "gradient_checkpointing", "vocab_size", "in_features", "out_features", "num_embeddings"}

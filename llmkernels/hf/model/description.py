@@ -1,4 +1,4 @@
-"""What a decoder computes, as data: trunk.py reads it from a model, compose.py runs it.
+"""What a decoder computes, as data: read.py reads it from a model, compose.py runs it.
 
 A decoder layer adds blocks to a residual stream x, one after the other:
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from . import families
+from ..classes import families
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-class UnknownLayout(Exception):
-    """Why a class is not replaced."""
+from ..errors import UnknownLayout
 
 
 def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)) -> None:

@@ -4,7 +4,7 @@ So whoever calls the model gets the step: a loop of one's own, beam search, assi
 verify several tokens at once, a chat that goes on with a returned cache, a pipeline.
 
     prompt            the model's modules, into whatever cache the caller has
-    next tokens       the first time the cache becomes one of ours, in place (adopt.py); from then on the step
+    next tokens       the first time the cache becomes one of ours, in place (adopted.py); from then on the step
 
 A forward that asks for anything else, or has more than MAX_ROWS tokens, is the modules'. Report.decode counts both.
 """
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .cache_name import cache_name
-from .decode import Decoder, decoder
+from ..cache.fits import check_cache, is_ours, may_become_ours
+from ..classes.cache_name import cache_name
+from ..errors import NoStep
+from ..report import STEP, by_forward
+from ..step.decode import Decoder, decoder
+from ..step.trunk import check_length
 from .reading import Reading
-from .report import STEP, by_forward
-from .trunk import check_cache, check_length, is_ours, may_become_ours
-from .trust import NoStep
 
 MAX_ROWS = 64  # tokens of all sequences together
 # Arguments of a forward that the step has, and those that change nothing where it runs.
@@ -160,7 +161,7 @@ def _replayed(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places:
 
 def _described(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places: "Places") -> Tensor:
     """The logits by the description of the model as it is, behind a cache that becomes one of ours."""
-    from .adopt import become_ours, check_dynamic
+    from ..cache.adopted import become_ours, check_dynamic
 
     batch, ahead = ids.shape
     is_own = is_ours(cache)

@@ -1,40 +1,25 @@
-"""What the decode step reads of a model: `trunk(model)`, or the reason why the step can not run.
+"""Reads the description of a model off its modules, which are as in its reference.
 
-The step computes what the forwards of a model compute, without calling its modules; so nothing may have to see those
-calls, and nothing may compute otherwise.
-
-    trust.py       every module and parameter is what the model's class makes of its config (reference.py)
-    wiring.py      how the blocks of a layer are wired
-    proof.py       a small model of the same class and config computes what the description says that it does
+wiring.py says how the blocks of a layer are wired, layout.py what the classes of norms, MLPs and rotations compute.
 """
 
-import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from llmkernels.ops import relu2, relu2_glu, swiglu
 
-from . import packing, trust
-from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, with_products
-from .families import Rotation
-from .guard import check_helpers, inspect_all
-from .layers import Generating, gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, own_class, plain_unit
-from .layout import UnknownLayout, kind_of, mlp_of, norm_of, rotation_name, rotation_of
-from .origin import check_names
-from .reference import Part, Reference, reference
-from .trust import Distrust, NoStep, Refusal
+from ..classes.families import Rotation
+from ..classes.layout import mlp_of, norm_of, rotation_name, rotation_of
+from ..errors import Distrust, UnknownLayout
+from ..modules.activations import gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, plain_unit
+from ..modules.replaced import own_class
+from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
+from .reference import Part, Reference
 from .wiring import is_attention, wiring
-
-MAX_BATCH = 64
-MAX_HEAD_DIM = 512  # of decode_attention on CUDA; on the CPU there is no limit
-_OP = "rope_decode_attention"
-_ops = torch.ops.llmkernels
 
 
 @dataclass(frozen=True)
@@ -50,33 +35,6 @@ class Facts:
     windowed: bool = True
     softcap: bool = True
     logit_scale: int = -1
-
-
-def trunk(model: nn.Module) -> Trunk:
-    """The description of a patched model. Raises NoStep where it computes anything but what the step computes,
-    and a Refusal where that is so for as long as it is the same."""
-    from .proof import facts
-
-    if not isinstance(model, Generating) or "original" not in vars(type(model)):
-        raise NoStep("the model is not patched for it")
-    try:
-        trust.check_surroundings()
-        expected = reference(model)
-        if any(kind_of(cls) == "experts" for cls in expected.classes):
-            raise UnknownLayout("has experts, which are left to transformers")
-        inspect_all(model, expected.root)
-        check_names(expected.names)
-        check_helpers(model)
-        parts = read(model, expected, facts(model, expected))
-    except Distrust as reason:
-        raise reason.named_in(model) from None
-    except UnknownLayout as reason:
-        raise Refusal(f"{type(model).__name__} {reason}") from None
-    _check_tensors(parts)
-    return parts
-
-
-# --- reading
 
 
 def _ask(question: Callable, module: nn.Module, *arguments: Any) -> Any:
@@ -237,7 +195,7 @@ def _mlp(mlp: nn.Module) -> MLP:
     return MLP(_product(mlp, up), _product(mlp, [getattr(mlp, names.down)]), activation, gated)
 
 
-# Those of compose.py, by the functions of layers.py.
+# Those of compose.py, by the functions of activations.py.
 _ACTIVATIONS = {swiglu: "silu", geglu_erf: "gelu", geglu_tanh: "gelu_pytorch_tanh", relu2_glu: "relu2"}
 _ACTIVATIONS |= {gelu_erf: "gelu", gelu_tanh: "gelu_pytorch_tanh", relu2: "relu2"}
 
@@ -325,133 +283,3 @@ def _window(members: dict[str, Any], index: int, config: Any, facts: Facts) -> i
     if window < 1:
         raise UnknownLayout(f"has a window of {window}")
     return window - 1
-
-
-def _check_tensors(parts: Trunk) -> None:
-    device, dtype = parts.weight.device, parts.weight.dtype
-    head_dim = max(layer.attention.head_dim for layer in parts.layers)
-    if device.type not in ("cpu", "cuda"):
-        raise NoStep(f"no kernels for {device.type}")
-    name = f"llmkernels::{_OP}"
-    if not hasattr(_ops, _OP) or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, device.type.upper()):
-        raise NoStep(f"this build of llmkernels has no {name} for {device.type}")
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64) or (
-        device.type == "cuda" and (dtype.itemsize == 8 or head_dim > MAX_HEAD_DIM)
-    ):
-        raise NoStep(f"no kernel for {dtype} with head_dim {head_dim} on {device.type}")
-    if torch.is_autocast_enabled(device.type):
-        raise NoStep("autocast decides the dtypes")
-    seen: Counter[int] = Counter(id(parameter) for group in parts.groups for parameter in group)
-    if seen and max(seen.values()) > 1:
-        raise NoStep("layers share weights")
-
-
-def check_batch(parts: Trunk, input_ids: Tensor) -> None:
-    """Raise NoStep unless the step takes these tokens."""
-    if input_ids.shape[0] > MAX_BATCH:
-        raise NoStep(f"a batch of more than {MAX_BATCH}")
-    if type(input_ids) is not Tensor:
-        raise NoStep(f"input_ids are a {type(input_ids).__name__}")
-    if input_ids.device != parts.weight.device:
-        raise NoStep(f"input_ids on {input_ids.device}")
-    if input_ids.numel() == 0:
-        raise NoStep("empty input_ids")
-
-
-def check_length(parts: Trunk, tokens: int) -> None:
-    """Raise NoStep unless the description holds for so many tokens."""
-    if tokens > len(parts.positions):
-        by_rope = len(parts.positions) == len(positions_of(parts.rotary))
-        what = f"rope of type {parts.rotary.rope_type}" if by_rope else "what a window leaves in the cache"
-        raise NoStep(f"{what} depends on the length of the sequence")
-
-
-def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
-    """Raise NoStep unless a KVCache fits the model."""
-    if len(cache.layers) != len(parts.layers):
-        raise NoStep(f"the cache has {len(cache.layers)} layers")
-    dtype, device = parts.weight.dtype, parts.weight.device
-    for layer, buffers in zip(parts.layers, cache.layers, strict=True):
-        attention = layer.attention
-        if buffers.is_sliding and buffers.sliding_window != attention.window_left + 1:
-            raise NoStep("the cache has another sliding window than the model")
-        if buffers.is_initialized:
-            expected = (batch, buffers.rows, attention.kv_heads, attention.head_dim)
-            for buffer in (buffers.k, buffers.v):
-                if buffer.shape != expected or buffer.dtype != dtype or buffer.device != device:
-                    raise NoStep("the cache was made for other keys and values")
-
-
-def fits_cache(cache: Any, parts: Trunk, batch: int) -> bool:
-    try:
-        check_cache(cache, parts, batch)
-    except NoStep:
-        return False
-    return True
-
-
-def is_ours(cache: Any) -> bool:
-    """Whether a step runs on this cache as it is."""
-    ours, adopted, _ = _cache_types()
-    return type(cache) is ours or (type(cache) is adopted and cache.is_intact)
-
-
-def may_become_ours(cache: Any) -> bool:
-    """Whether a cache is one of ours, or of the kind that becomes one."""
-    return type(cache) in _cache_types()
-
-
-@functools.cache
-def _cache_types() -> tuple[type, ...]:
-    from .adopt import AdoptedCache, DynamicCache
-    from .cache import KVCache
-
-    return KVCache, AdoptedCache, DynamicCache
-
-
-# --- packing
-
-
-def pack(model: nn.Module, parts: Trunk) -> Trunk:
-    """The description with packed products. Raises NoStep where they can not be packed.
-
-    They stay what they are for whoever has them, also when another thread unpatches the model.
-    """
-    with packing.LOCK:
-        if not isinstance(model, Generating):
-            raise NoStep("the model is not patched any more")
-        if any(packing.packed(group) is None for group in parts.groups):
-            check_packable(parts)
-            try:
-                packing.pack(parts.groups)
-            except torch.OutOfMemoryError:
-                raise NoStep("there is no memory to pack the weights of a layer") from None
-        return packed(parts)
-
-
-def packed(parts: Trunk) -> Trunk:
-    """The description with the tensors of its products, which are packed."""
-
-    def tensor(parameters: tuple[nn.Parameter, ...]) -> Tensor | None:
-        if not parameters:
-            return None
-        return parameters[0] if len(parameters) == 1 else packing.packed(parameters)
-
-    return with_products(
-        parts, lambda product: Product(product.weights, product.biases, tensor(product.weights), tensor(product.biases))
-    )
-
-
-def check_packable(parts: Trunk) -> None:
-    for group in parts.groups:
-        if packing.packed(group) is None and (reason := packing.obstacle(group)):
-            raise NoStep(reason)
-
-
-def why_not(model: nn.Module) -> str | None:
-    """Why the decode step of a model can not run now, or None."""
-    try:
-        check_packable(trunk(model))
-    except NoStep as reason:
-        return str(reason)
-    return None

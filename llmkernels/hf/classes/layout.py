@@ -18,9 +18,10 @@ from torch import nn
 
 from llmkernels.ops import layer_norm, rms_norm, rope
 
+from ..errors import UnknownLayout
 from .cache_name import cache_argument
 from .families import KINDS, MLP, Norm, Rotation, is_lora, known_base
-from .origin import Name, UnknownLayout, check_origin, names_of
+from .origin import Name, check_origin, names_of
 
 # --- kinds
 

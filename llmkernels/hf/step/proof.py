@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..classes.origin import hold
+from ..errors import NoStep, UnknownLayout
+from ..model.description import Product, Trunk, with_products
+from ..model.read import Facts, positions_of, read
+from ..model.reference import WINDOW, Reference, fill, of_account, reference_of, small_config, small_model
 from .compose import LayerCache, Tokens, embed, forward, make_tables
-from .description import Product, Trunk, with_products
-from .layout import UnknownLayout
-from .origin import hold
-from .reference import WINDOW, Reference, fill, of_account, reference_of, small_config, small_model
-from .trunk import Facts, positions_of, read
-from .trust import NoStep
 
 _TOKENS = 2 * WINDOW + 2
 # How loud channels are, and how far logits may be off, of the largest: a few times of what rounding makes of them.

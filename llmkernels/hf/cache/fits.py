@@ -1,0 +1,50 @@
+"""Whether a step can run on a cache that somebody has."""
+
+import functools
+from typing import Any
+
+from ..errors import NoStep
+from ..model.description import Trunk
+
+
+def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
+    """Raise NoStep unless a KVCache fits the model."""
+    if len(cache.layers) != len(parts.layers):
+        raise NoStep(f"the cache has {len(cache.layers)} layers")
+    dtype, device = parts.weight.dtype, parts.weight.device
+    for layer, buffers in zip(parts.layers, cache.layers, strict=True):
+        attention = layer.attention
+        if buffers.is_sliding and buffers.sliding_window != attention.window_left + 1:
+            raise NoStep("the cache has another sliding window than the model")
+        if buffers.is_initialized:
+            expected = (batch, buffers.rows, attention.kv_heads, attention.head_dim)
+            for buffer in (buffers.k, buffers.v):
+                if buffer.shape != expected or buffer.dtype != dtype or buffer.device != device:
+                    raise NoStep("the cache was made for other keys and values")
+
+
+def fits_cache(cache: Any, parts: Trunk, batch: int) -> bool:
+    try:
+        check_cache(cache, parts, batch)
+    except NoStep:
+        return False
+    return True
+
+
+def is_ours(cache: Any) -> bool:
+    """Whether a step runs on this cache as it is."""
+    ours, adopted, _ = _cache_types()
+    return type(cache) is ours or (type(cache) is adopted and cache.is_intact)
+
+
+def may_become_ours(cache: Any) -> bool:
+    """Whether a cache is one of ours, or of the kind that becomes one."""
+    return type(cache) in _cache_types()
+
+
+@functools.cache
+def _cache_types() -> tuple[type, ...]:
+    from .adopted import AdoptedCache, DynamicCache
+    from .kv_cache import KVCache
+
+    return KVCache, AdoptedCache, DynamicCache

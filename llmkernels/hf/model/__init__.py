@@ -1,0 +1,1 @@
+"""What a model computes, as data, and whether its modules may be left uncalled."""

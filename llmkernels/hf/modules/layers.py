@@ -1,0 +1,282 @@
+"""The forwards that replace transformers' own, and the subclasses that carry them.
+
+A patched module has its class changed to a subclass of it that differs in `forward` only. So isinstance, parameters,
+state dict, submodules, hooks, `copy.deepcopy` and attribute access stay what they were, and changing the class back
+is all there is to undo. Submodules are always called, never read through: a Linear with a LoRA adapter, a hook or a
+collective works. Where somebody has replaced the original's forward since, that one runs.
+
+Another thread may patch or unpatch a module while its forward runs. So a forward finds what it needs in its closure,
+never by way of the module's class.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from llmkernels.ops import add_layer_norm, add_rms_norm
+
+from ..classes.families import MLP as MLPNames
+from ..classes.families import Layer, Norm, Rotation, is_lora
+from ..classes.layout import (
+    apply_norm,
+    check_origin,
+    kind_of,
+    mlp_of,
+    norm_of,
+    offset_weight,
+    rotate,
+    rotation_name,
+    rotation_of,
+    trace,
+)
+from ..classes.origin import Name, names_of
+from ..classes.source import bind_global, fuse_adds
+from ..errors import UnknownLayout
+from . import lora
+from .activations import gated_unit, op_name, plain_unit
+from .replaced import (
+    WITHOUT,
+    LoRA,
+    Patched,
+    count,
+    has_kernel,
+    is_current_for,
+    runs_only_forward,
+    stepping_aside,
+)
+
+
+class FusedNorm(Patched):
+    """A norm that its decoder layer fuses with the add in front of it, by `add(norm, x, residual)`, a static method."""
+
+    options: Norm
+    add: Callable
+
+
+class CalledNorm(FusedNorm):
+    """A norm that runs on a kernel where it is called, too."""
+
+
+class RMSNorm(CalledNorm):
+    pass
+
+
+class LayerNorm(CalledNorm):
+    pass
+
+
+def _norm_members(original: Callable, options: Norm) -> dict[str, Callable]:
+    op, add_op = options.kind, f"add_{options.kind}"
+
+    def tensors(norm: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return norm.weight if options.has_weight else None, norm.bias if options.has_bias else None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight, bias = tensors(self)
+        if not _has_norm_kernel(op, hidden_states, weight, bias):
+            count(self, WITHOUT)
+            return original(self, hidden_states)
+        count(self, op)
+        return apply_norm(options, hidden_states, weight, bias, getattr(self, options.eps))
+
+    def add(norm, hidden_states: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The norm of the sum, and the sum; None where the op would compute them otherwise."""
+        (weight, bias), eps = tensors(norm), getattr(norm, options.eps)
+        if not (_are_of(residual.dtype, hidden_states, weight, bias) and _has_norm_kernel(op, residual, weight, bias)):
+            return None
+        count(norm, add_op)
+        if op == "layer_norm":
+            return add_layer_norm(hidden_states, residual, offset_weight(options, weight), bias, eps)
+        numbers = {"weight_offset": options.weight_offset, "cast_before_weight": options.cast_before_weight}
+        return add_rms_norm(hidden_states, residual, weight, eps, **numbers)
+
+    return {"forward": forward, "add": staticmethod(add)}
+
+
+def _are_of(dtype: torch.dtype, *tensors: torch.Tensor | None) -> bool:
+    return all(tensor is None or tensor.dtype == dtype for tensor in tensors)
+
+
+def _has_norm_kernel(op: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    """Whether the op computes what PyTorch does: its layer_norm takes no two dtypes on a GPU, and autocast runs it in
+    float32."""
+    if op == "layer_norm" and (torch.is_autocast_enabled(x.device.type) or not _are_of(x.dtype, weight, bias)):
+        return False
+    return has_kernel(x)
+
+
+class MLP(Patched):
+    """An MLP whose activation, and the product with it where it is gated, are one op."""
+
+    options: MLPNames
+
+
+def _mlp_forward(names: MLPNames) -> Callable:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Looked up per call, since both a hook on the activation and another activation may come after patch().
+        act_fn, down = getattr(self, names.act), getattr(self, names.down)
+        unit = (gated_unit if names.gate else plain_unit)(act_fn)
+        if unit is None or not runs_only_forward(act_fn) or not has_kernel(x):
+            count(self, WITHOUT)
+            unit = _gated(act_fn) if names.gate else act_fn
+        else:
+            count(self, op_name(unit))
+        if names.gate is None:
+            hidden = unit(getattr(self, names.up)(x))
+        elif names.up is None:
+            hidden = unit(*getattr(self, names.gate)(x).chunk(2, dim=-1))
+        else:
+            hidden = unit(getattr(self, names.gate)(x), getattr(self, names.up)(x))
+        hidden = down(hidden)
+        if names.dropout is not None:
+            hidden = nn.functional.dropout(hidden, p=getattr(self, names.dropout), training=self.training)
+        return hidden
+
+    return forward
+
+
+def _gated(activation: Callable) -> Callable:
+    return lambda gate, up: activation(gate) * up
+
+
+class Attention(Patched):
+    """Its forward is the original's with `rotation_by_kernel` in the place of the function that rotates."""
+
+    options: Rotation
+
+
+class DecoderLayer(Patched):
+    """Its forward is the original's with `_add_norm` in the place of each add and the norm behind it."""
+
+    options: Layer
+
+
+def _add_norm(
+    layer: nn.Module, norm: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm(residual + hidden_states), and the sum.
+
+    The add at the end of a layer is neither deferred to the next layer nor done in place: hooks see the layer's real
+    output, autograd its input.
+    """
+    cls = fused_class(norm)  # checked per call: the norm may get a hook or be replaced after patch()
+    fused = None if cls is None else cls.add(norm, hidden_states, residual)
+    if fused is not None:
+        count(layer, f"add_{cls.options.kind}")
+        return fused
+    why_not = (
+        "the norm has hooks or was replaced" if cls is None else "no kernel for the dtypes of the add and the norm"
+    )
+    count(layer, WITHOUT, why_not)
+    residual = residual + hidden_states
+    return norm(residual), residual
+
+
+def rotation_by_kernel(original: Callable, options: Rotation) -> Callable:
+    """What a function of transformers that rotates q and k does, by our op where it has a kernel."""
+
+    def rotation(module, q, k, cos, sin, unsqueeze_dim=1):
+        known = (q.dim(), cos.dim()) == (4, 3) and unsqueeze_dim in (1, 2)
+        # Without position_ids some models make tables of all tokens for the last one, and broadcast.
+        if not has_kernel(q) or not known or cos.shape[1] != q.shape[3 - unsqueeze_dim]:
+            count(module, WITHOUT)
+            return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        count(module, "rope")
+        return rotate(options, q, k, cos, sin, unsqueeze_dim)
+
+    return rotation
+
+
+def fused_class(norm: nn.Module) -> type[FusedNorm] | None:
+    """The class with the function for norm(x + residual), or None where somebody has to see that the norm is called."""
+    cls = type(norm)
+    fuses = issubclass(cls, FusedNorm) and cls.forward is cls.made and cls.is_current() and runs_only_forward(norm)
+    return cls if fuses else None
+
+
+def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Module]:
+    """The patched subclass of a layer's class. `only_fused`: of a norm, whose own forward stays.
+
+    The same one every time, so that compiled graphs of a model stay valid when it is patched again.
+    Raises UnknownLayout when cls does not compute what the replacement does.
+    """
+    # Keyed by the functions it is made from too, which somebody may have replaced since the last call.
+    if is_lora(cls):
+        return _lora_class(cls, cls.forward)
+    return _patched_class(cls, cls.forward, _rotation_calls(cls.forward), only_fused)
+
+
+def _rotation_calls(forward: Callable) -> tuple[Name, ...]:
+    """The function by which a forward rotates, if it does, and what that calls."""
+    if (name := rotation_name(forward)) is None:
+        return ()
+    scope = inspect.unwrap(forward).__globals__
+    return (scope.get, name, scope[name]), *names_of(scope[name])
+
+
+@functools.cache
+def _patched_class(cls, forward, rotation, only_fused):
+    kind = kind_of(cls)
+    members, calls = {}, rotation  # those in whose place the replacement computes
+    if kind in ("rms_norm", "layer_norm"):
+        options, calls = norm_of(cls), names_of(forward, cls)
+        replacement = FusedNorm if only_fused else {"rms_norm": RMSNorm, "layer_norm": LayerNorm}[options.kind]
+        members = _norm_members(forward, options)
+        made = members["forward"]
+    elif kind == "rope":
+        replacement = Attention
+        made, options = _rotating_forward(forward)
+    elif kind in ("gated_mlp", "mlp"):
+        replacement, options, calls = MLP, mlp_of(forward), names_of(forward, cls)
+        made = _mlp_forward(options)
+    elif kind == "add_rms_norm":
+        check_origin(forward)
+        replacement = DecoderLayer
+        made, norms = fuse_adds(forward, _add_norm)
+        options = Layer(norms, _traced(forward))
+    else:
+        raise UnknownLayout(f"{cls.__name__} is of no known kind")
+    is_current = is_current_for(cls, forward, calls)
+    if not only_fused:
+        made = stepping_aside(cls, is_current, made, takes_one=kind not in ("rope", "add_rms_norm"))
+    else:
+        made = forward
+    # transformers, accelerate and PEFT look at __name__; __module__ says the truth about where forward is from.
+    members |= {"forward": made, "is_current": staticmethod(is_current), "options": options}
+    members |= {"original": cls, "recipe": (patched_class, only_fused)}
+    members |= {"__module__": __name__, "__doc__": cls.__doc__}
+    patched = type(cls.__name__, (replacement, cls), members)
+    patched.made = patched.forward  # which a base may have wrapped, as transformers' layers do from 5.23
+    return patched
+
+
+def _rotating_forward(forward: Callable) -> tuple[Callable, Rotation]:
+    check_origin(forward)
+    name = rotation_name(forward)
+    if name is None:
+        raise UnknownLayout("its forward does not call a function that rotates directly")
+    rotation = inspect.unwrap(forward).__globals__[name]
+    options = rotation_of(name, rotation)
+    return bind_global(forward, name, rotation_by_kernel(rotation, options), with_first=True), options
+
+
+def _traced(forward: Callable) -> str | None:
+    try:
+        return trace(forward)
+    except UnknownLayout:
+        return None
+
+
+@functools.cache
+def _lora_class(cls, forward):
+    is_current, by_op = is_current_for(cls, forward), lora.forward_by_op(forward)
+    lora.check_forward(cls, by_op)
+    made = stepping_aside(cls, is_current, functools.wraps(forward)(by_op))
+    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    members |= {"forward": made, "is_current": staticmethod(is_current), "original": cls, "recipe": (patched_class,)}
+    patched = type(cls.__name__, (LoRA, cls), members)
+    patched.made = patched.forward
+    return patched

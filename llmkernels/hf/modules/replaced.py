@@ -1,0 +1,164 @@
+"""What all classes have in common that `patch` puts in the place of others: their bases, and what their modules count.
+
+A patched module has its class changed to a subclass of it that differs in `forward` only: see layers.py. Where somebody
+has replaced the original's forward since, that one runs.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ..classes.origin import Name, hold
+from ..errors import UnknownLayout
+
+
+class Replaced:
+    """Base of every class that `patch` makes. `original` is the class it was made from, and `recipe` the function that
+    made it, with the arguments behind that class."""
+
+    original: type[nn.Module]
+    recipe: tuple[Any, ...]
+
+    def __reduce_ex__(self, protocol):
+        # The class is made at run time, so a pickle names the one it was made from, and loading makes it again.
+        _, _, state, *rest = super().__reduce_ex__(max(protocol, 2))
+        if _RUNS in state:
+            state = {key: value for key, value in state.items() if key != _RUNS}
+        return (_unpickle, (self.original, *self.recipe), state, *rest)
+
+
+class Patched(Replaced):
+    """Base of every class with another forward.
+
+    `made` is that forward, `options` what it computes, a dataclass of families.py; a LoRA layer has none.
+    `is_current()` says whether it still stands for what the original computes: False where somebody has replaced a
+    function that it was made from; `is_current.calls` are these functions, as names.
+    """
+
+    made: Callable
+    options: Any
+    is_current: Callable[[], bool]
+
+
+class Generating(Replaced):
+    """Base of every model class with another loop behind generate(), and a forward by the step: see forward.py."""
+
+
+class CausalLM(Patched):
+    """Base of every model class whose loss is computed without the logits: see loss.py."""
+
+
+class LoRA(Patched):
+    """Base of every LoRA layer of PEFT that runs on our ops: see lora.py."""
+
+
+def _unpickle(original: type[nn.Module], make: Callable, *options: Any) -> nn.Module:
+    try:
+        cls = make(original, *options)
+    except UnknownLayout:  # another transformers than the one that wrote the pickle: what it computes is the same
+        cls = original
+    made = cls.__new__(cls)
+    if cls is not original:
+        start_count(made)
+    return made
+
+
+_RUNS = "_llmkernels_runs"  # the member in which a patched module counts: there from the beginning, see guard.py
+
+
+def start_count(module: nn.Module) -> None:
+    vars(module)[_RUNS] = {}
+
+
+def count(module: nn.Module, op: str, reason: str | None = None) -> None:
+    """Note that a module has run an op, or WITHOUT one for this reason. Inside of a compiled graph nobody counts."""
+    if torch.compiler.is_compiling():
+        return
+    op = op if reason is None else f"{op}: {reason}"
+    members = module.__dict__
+    runs = members.get(_RUNS)
+    if runs is None:
+        runs = members.setdefault(_RUNS, {})
+    runs[op] = runs.get(op, 0) + 1
+
+
+def runs_of(module: nn.Module) -> dict[str, int]:
+    """How often a patched module has run which op, or none, with the reason behind a colon where it gave one.
+
+    Calls of several threads at the same time may count as one.
+    """
+    return dict(vars(module).get(_RUNS, {}))
+
+
+def forget_runs(module: nn.Module) -> None:
+    vars(module).pop(_RUNS, None)
+
+
+WITHOUT = "without a kernel"
+
+
+def own_class(cls: type) -> type:
+    """The class of transformers' or torch's that a class is, or derives from; never one made here."""
+    for base in cls.__mro__:
+        if base.__module__.split(".")[0] in ("transformers", "torch") and "original" not in vars(base):
+            return base
+    return cls
+
+
+def is_current_for(cls: type[nn.Module], forward: Callable, calls: tuple[Name, ...] = ()) -> Callable[[], bool]:
+    def is_current() -> bool:
+        return cls.forward is forward and (torch.compiler.is_compiling() or hold(calls))
+
+    is_current.calls = calls
+    return is_current
+
+
+def stepping_aside(
+    cls: type[nn.Module], is_current: Callable[[], bool], forward: Callable, takes_one: bool = False
+) -> Callable:
+    """`forward`, or where it is not current any more the forward of cls. `takes_one`: an argument of any name.
+
+    It has the signature of cls's, and no `__wrapped__`, by which accelerate would find that one and leave ours out.
+    """
+
+    @functools.wraps(forward)
+    def forward_or_original(self, *args, **kwargs):
+        if not is_current():
+            count(self, WITHOUT)
+            return cls.forward(self, *args, **kwargs)
+        if takes_one:
+            return forward(self, *args, *kwargs.values())
+        return forward(self, *args, **kwargs)
+
+    forward_or_original.__signature__ = inspect.signature(forward)
+    del forward_or_original.__wrapped__
+    return forward_or_original
+
+
+# --- what a call of a module runs
+
+
+def has_kernel(x: torch.Tensor) -> bool:
+    """Whether the ops take such a tensor: on CUDA none takes float64, to which a model may move after patch()."""
+    return not (x.dtype is torch.float64 and x.is_cuda)
+
+
+def runs_only_forward(module: nn.Module) -> bool:
+    """Whether module(x) is the forward of its class and nothing else: no hooks, no forward of the instance."""
+    return has_no_hooks(module) and not _has_any_global_hook()
+
+
+def has_no_hooks(module: nn.Module) -> bool:
+    """The same, but for hooks on all modules."""
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )

@@ -1,0 +1,140 @@
+"""What the decode step reads of a model: `trunk(model)`, or the reason why the step can not run.
+
+The step computes what the forwards of a model compute, without calling its modules; so nothing may have to see those
+calls, and nothing may compute otherwise.
+
+    trust.py       every module and parameter is what the model's class makes of its config (reference.py)
+    read.py        the description of such a model
+    proof.py       a small model of the same class and config computes what the description says that it does
+"""
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from ..classes.layout import kind_of
+from ..classes.origin import check_names
+from ..errors import Distrust, NoStep, Refusal, UnknownLayout
+from ..model import trust
+from ..model.description import Product, Trunk, with_products
+from ..model.read import positions_of, read
+from ..model.reference import reference
+from ..modules.replaced import Generating
+from . import packing
+from .guard import check_helpers, inspect_all
+from .proof import facts
+
+MAX_BATCH = 64
+MAX_HEAD_DIM = 512  # of decode_attention on CUDA; on the CPU there is no limit
+_OP = "rope_decode_attention"
+_ops = torch.ops.llmkernels
+
+
+def trunk(model: nn.Module) -> Trunk:
+    """The description of a patched model. Raises NoStep where it computes anything but what the step computes,
+    and a Refusal where that is so for as long as it is the same."""
+    if not isinstance(model, Generating) or "original" not in vars(type(model)):
+        raise NoStep("the model is not patched for it")
+    try:
+        trust.check_surroundings()
+        expected = reference(model)
+        if any(kind_of(cls) == "experts" for cls in expected.classes):
+            raise UnknownLayout("has experts, which are left to transformers")
+        inspect_all(model, expected.root)
+        check_names(expected.names)
+        check_helpers(model)
+        parts = read(model, expected, facts(model, expected))
+    except Distrust as reason:
+        raise reason.named_in(model) from None
+    except UnknownLayout as reason:
+        raise Refusal(f"{type(model).__name__} {reason}") from None
+    _check_tensors(parts)
+    return parts
+
+
+def _check_tensors(parts: Trunk) -> None:
+    device, dtype = parts.weight.device, parts.weight.dtype
+    head_dim = max(layer.attention.head_dim for layer in parts.layers)
+    if device.type not in ("cpu", "cuda"):
+        raise NoStep(f"no kernels for {device.type}")
+    name = f"llmkernels::{_OP}"
+    if not hasattr(_ops, _OP) or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, device.type.upper()):
+        raise NoStep(f"this build of llmkernels has no {name} for {device.type}")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64) or (
+        device.type == "cuda" and (dtype.itemsize == 8 or head_dim > MAX_HEAD_DIM)
+    ):
+        raise NoStep(f"no kernel for {dtype} with head_dim {head_dim} on {device.type}")
+    if torch.is_autocast_enabled(device.type):
+        raise NoStep("autocast decides the dtypes")
+    seen: Counter[int] = Counter(id(parameter) for group in parts.groups for parameter in group)
+    if seen and max(seen.values()) > 1:
+        raise NoStep("layers share weights")
+
+
+def check_batch(parts: Trunk, input_ids: Tensor) -> None:
+    """Raise NoStep unless the step takes these tokens."""
+    if input_ids.shape[0] > MAX_BATCH:
+        raise NoStep(f"a batch of more than {MAX_BATCH}")
+    if type(input_ids) is not Tensor:
+        raise NoStep(f"input_ids are a {type(input_ids).__name__}")
+    if input_ids.device != parts.weight.device:
+        raise NoStep(f"input_ids on {input_ids.device}")
+    if input_ids.numel() == 0:
+        raise NoStep("empty input_ids")
+
+
+def check_length(parts: Trunk, tokens: int) -> None:
+    """Raise NoStep unless the description holds for so many tokens."""
+    if tokens > len(parts.positions):
+        by_rope = len(parts.positions) == len(positions_of(parts.rotary))
+        what = f"rope of type {parts.rotary.rope_type}" if by_rope else "what a window leaves in the cache"
+        raise NoStep(f"{what} depends on the length of the sequence")
+
+
+# --- packing
+
+
+def pack(model: nn.Module, parts: Trunk) -> Trunk:
+    """The description with packed products. Raises NoStep where they can not be packed.
+
+    They stay what they are for whoever has them, also when another thread unpatches the model.
+    """
+    with packing.LOCK:
+        if not isinstance(model, Generating):
+            raise NoStep("the model is not patched any more")
+        if any(packing.packed(group) is None for group in parts.groups):
+            check_packable(parts)
+            try:
+                packing.pack(parts.groups)
+            except torch.OutOfMemoryError:
+                raise NoStep("there is no memory to pack the weights of a layer") from None
+        return packed(parts)
+
+
+def packed(parts: Trunk) -> Trunk:
+    """The description with the tensors of its products, which are packed."""
+
+    def tensor(parameters: tuple[nn.Parameter, ...]) -> Tensor | None:
+        if not parameters:
+            return None
+        return parameters[0] if len(parameters) == 1 else packing.packed(parameters)
+
+    return with_products(
+        parts, lambda product: Product(product.weights, product.biases, tensor(product.weights), tensor(product.biases))
+    )
+
+
+def check_packable(parts: Trunk) -> None:
+    for group in parts.groups:
+        if packing.packed(group) is None and (reason := packing.obstacle(group)):
+            raise NoStep(reason)
+
+
+def why_not(model: nn.Module) -> str | None:
+    """Why the decode step of a model can not run now, or None."""
+    try:
+        check_packable(trunk(model))
+    except NoStep as reason:
+        return str(reason)
+    return None
