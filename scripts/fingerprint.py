@@ -434,8 +434,12 @@ class Tree:
         if submodule := self._file(f"{module}.{attribute}"):
             return submodule
         for node in ast.walk(self.syntax(file) or ast.Module([], [])):
-            if isinstance(node, ast.ImportFrom) and attribute in (alias.asname or alias.name for alias in node.names):
-                return self._resolve(self._module(node, file), attribute)
+            if isinstance(node, ast.ImportFrom):
+                # A star brings what the package that it is of has from one of its files.
+                names, source = {alias.asname or alias.name for alias in node.names}, self._module(node, file)
+                found = self._resolve(source, attribute) if {attribute, "*"} & names else None
+                if attribute in names or ("*" in names and found != self._file(source)):
+                    return found
         return file
 
     def _definitions(self, name: str) -> list[ast.AST]:
