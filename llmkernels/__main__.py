@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from llmkernels import __version__, _demo, _generate, _info, profiling
+from llmkernels import __version__, _demo, _generate, _info, _profile
 from llmkernels._command import run_command
 
 
@@ -13,7 +13,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     _demo.add_command(commands)
     _generate.add_command(commands)
-    profiling.add_command(commands)
+    _profile.add_command(commands)
     _info.add_command(commands)  # a command is a module that adds its parser, with the function to `run`
 
     def run() -> int | None:

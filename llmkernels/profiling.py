@@ -1,6 +1,5 @@
-"""Where the time of a model goes: `profile(model, input_ids)`, and `python -m llmkernels profile MODEL`."""
+"""Where the time of a model goes: `profile(model, input_ids)`."""
 
-import argparse
 import re
 import statistics
 import time
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from llmkernels._checkpoint import open_checkpoint
-from llmkernels._command import Problem, check_installation, choose_device, number
+from llmkernels.hf import patch, unpatch
 
 FIRST, NEXT = "first token", "each next token"
 REPEATS = 5  # of what is timed without the profiler
@@ -175,8 +173,6 @@ def profile(model: nn.Module, input_ids: Tensor, *, new_tokens: int = 16) -> Pro
 
     >>> print(llmkernels.profile(model, torch.randint(0, 1000, (1, 512), device=model.device)))
     """
-    from llmkernels.hf import patch, unpatch
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile: model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(input_ids, Tensor):
@@ -367,37 +363,3 @@ def _kernels(line: Line) -> str:
         return ""
     owners = ", ".join(owner for owner, part in line.owners.most_common() if part > 0.05 * line.time)
     return f"{line.launches:.3g} {owners}"
-
-
-def add_command(commands):
-    parser = commands.add_parser("profile", help="where the time of a model goes, unpatched and patched")
-    count = number(int, lambda x: x > 0, "positive")
-    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or a name on the Hugging Face Hub")
-    parser.add_argument("--tokens", type=count, default=512, metavar="N", help="of the prompt; default: %(default)s")
-    parser.add_argument("--batch", type=count, default=1, metavar="N", help="sequences; default: %(default)s")
-    parser.add_argument("--new-tokens", type=count, default=16, metavar="N", help="steps; default: %(default)s")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: as generate")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture, too (PNG, PDF, SVG)")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> None:
-    """Print the tables."""
-    check_installation()
-    import transformers
-
-    device = choose_device(options.device)
-    transformers.logging.set_verbosity_error()
-    checkpoint = open_checkpoint(options.model)
-    dtype = options.dtype or ("float32" if device.type == "cpu" else checkpoint.dtype)
-    model = checkpoint.model(dtype if dtype == "auto" else getattr(torch, dtype)).to(device).eval()
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (options.batch, options.tokens), device=device)
-    found = profile(model, ids, new_tokens=options.new_tokens)
-    found.print()
-    if options.plot:
-        try:
-            found.plot(options.plot)
-        except ModuleNotFoundError as error:
-            raise Problem("--plot must have matplotlib: pip install matplotlib") from error

@@ -6,6 +6,7 @@ import torch
 import llmkernels
 from generating import small_model
 from hf_models import tiny_inputs
+from llmkernels import __main__
 from llmkernels.profiling import FIRST, NEXT, _limits, kind_of, owner_of
 
 NEW = 3
@@ -20,11 +21,12 @@ def found(request):
 
 
 def test_both_ways_and_phases(found):
+    multiplied = {"linear", "attention"} if found.device == "the CPU" else {"linear"}  # by PyTorch's products on a GPU
     assert [phase.name for phase in found.phases] == [FIRST, NEXT]
     for phase in found.phases:
         assert set(phase.lines) == set(phase.wall) == {"unpatched", "patched"}
         assert all(value > 0 for value in phase.wall.values())
-        assert {"linear", "attention"} <= set(phase.limits)
+        assert multiplied <= set(phase.limits)
         for lines in phase.lines.values():
             assert all(line.time > 0 and line.launches > 0 for line in lines.values())
             assert all(abs(sum(line.owners.values()) - line.time) < 1e-6 for line in lines.values())
@@ -94,6 +96,17 @@ def test_text_and_picture(found, tmp_path):
 )
 def test_kinds_and_owners(name, kind, owner):
     assert (kind_of(name), owner_of(name)) == (kind, owner)
+
+
+def test_the_command(tmp_path, capfd):
+    small_model().save_pretrained(tmp_path / "model")
+    options = ["--tokens", "8", "--new-tokens", "2", "--device", "cpu", "--plot", str(tmp_path / "profile.svg")]
+    assert __main__.main(["profile", str(tmp_path / "model"), *options]) == 0
+    out = capfd.readouterr().out
+    assert FIRST in out and NEXT in out
+    assert (tmp_path / "profile.svg").read_text().startswith("<?xml")
+    assert __main__.main(["profile", str(tmp_path / "missing")]) == 1
+    assert "does not exist" in capfd.readouterr().err
 
 
 def test_bad_arguments():

@@ -115,7 +115,15 @@ __host__ __device__ constexpr int unit_size(int group_threads) { return group_th
 //
 // That costs 2 lanes of 32. To get the vector from the next warp would take another barrier per row; to store single
 // elements at the ends of every warp, not of the row only, would take more instructions than all of the store. What is
-// read more than once is cut once: the result goes back to the thread's own place in the ring.
+// read more than once is cut once: the result goes back to the thread's own place in the ring. An H200, bfloat16, us,
+// forward and backward:
+//
+//   case                 | element by element | by vectors | aligned neighbour
+//   ---------------------|--------------------|------------|------------------
+//   rms_norm 8192x1001   | 99                 | 51         | 28
+//   rms_norm 8192x4097   | 323                | 146        | 86
+//   layer_norm 8192x1001 | 137                | 76         | 37
+//   layer_norm 8192x4097 | 457                | 238        | 103
 constexpr int kOwnLanes = 30;
 __host__ __device__ constexpr int64_t shifted_warps(int64_t count, int vectors) {
   return (count + kOwnLanes * vectors - 1) / (kOwnLanes * vectors);

@@ -40,7 +40,7 @@ inline GroupPlan plan_group(int64_t count, int64_t groups, int sm_count, int mos
     if (plan.vectors == 0 && count <= vectors * threads) plan.vectors = vectors;
   };
   for (int vectors = 1; vectors < most_vectors; vectors *= 2) fits(vectors, few ? most_threads : 32);
-  if (!few) fits(most_vectors, 64), fits(4, 512);
+  if (!few && most_vectors > 0) fits(most_vectors, 64), fits(4, 512);
   fits(most_vectors, most_threads);
   plan.threads = group_threads(count, plan.vectors > 0 ? plan.vectors : 4, kMaxThreads);
   const int64_t per_sm = std::max<int64_t>(1, groups / sm_count);
