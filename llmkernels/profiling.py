@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ class Phase:
 
     Attributes:
         name: which of them.
-        wall: milliseconds of a call, by what ran: "unpatched", "patched".
+        wall: milliseconds of a call, by what ran: "unpatched", "patched". That of a next token is a difference of two
+            calls, which noise may turn negative where a step takes less than it.
         lines: of each of these, the lines by kind.
         limits: milliseconds that what a kind reads, writes and multiplies takes at the measured rates of this device.
     """
@@ -221,13 +223,13 @@ def _measure(model: nn.Module, ids: Tensor, new_tokens: int) -> dict[str, tuple[
     def generate(tokens: int) -> None:
         model.generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
 
-    counts = 1, 1 + new_tokens
-    walls, lines = [], []
-    for count in counts:
-        for _ in range(2):  # records graphs
-            generate(count)
-        walls.append(statistics.median(_timed(ids.device, lambda count=count: generate(count)) for _ in range(REPEATS)))
-        lines.append(_profiled(ids.device, lambda count=count: generate(count)))
+    calls = [partial(generate, count) for count in (1, 1 + new_tokens)]
+    for call in (*calls, *calls):  # records graphs
+        call()
+    times = [[_timed(ids.device, call) for call in calls] for _ in range(REPEATS)]  # in turn: a machine's speed varies
+    lines = [_profiled(ids.device, call) for call in calls]
+    first = statistics.median(one for one, _ in times)
+    each_next = statistics.median(many - one for one, many in times) / new_tokens
     steps: dict[str, Line] = defaultdict(Line)
     for sign, found in ((-1, lines[0]), (1, lines[1])):
         for kind, line in found.items():
@@ -236,7 +238,7 @@ def _measure(model: nn.Module, ids: Tensor, new_tokens: int) -> dict[str, tuple[
             for owner, part in line.owners.items():
                 steps[kind].owners[owner] += sign * part / new_tokens
     steps = {kind: line for kind, line in steps.items() if line.time > 0 and line.launches > 0}
-    return {FIRST: (walls[0], lines[0]), NEXT: ((walls[1] - walls[0]) / new_tokens, steps)}
+    return {FIRST: (first, lines[0]), NEXT: (each_next, steps)}
 
 
 def _timed(device: torch.device, call: Callable[[], object]) -> float:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+import llmkernels
+
 PACKAGE = "llmkernels"
+ROOT = Path(llmkernels.__file__).parent.parent  # the source tree, or where the wheel is installed
 # What the package runs without. `_C` is one of its own that a build for another Python lacks.
 OPTIONAL = {"accelerate", "gguf", "matplotlib", "peft", "transformers", f"{PACKAGE}._C"}
 # `python -m llmkernels` says what is missing: its modules start without these, too.

@@ -5,7 +5,7 @@ Run as a program, this file is such a process: it hides the name, or the version
 """
 
 import ast
-import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -102,7 +102,8 @@ def test_one_newest_torch():
 
 def private_names():
     """(file, name) of what llmkernels takes of torch that begins with an underscore, or lies in a module that does."""
-    for path in sorted((ROOT / "llmkernels").rglob("*.py")):
+    package = Path(importlib.util.find_spec("llmkernels").origin).parent
+    for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
                 hidden = any(part.startswith("_") for part in node.module.split("."))

@@ -17,7 +17,9 @@ constexpr int kSkewedBlocksPerSm = 4;  // for rows that are not aligned, which t
 // a bound the compiler saves registers: it loads the second operand halfway through.
 //
 // value() has the bits of eager PyTorch once it is rounded to T. near() is as close to the true value, in fewer
-// instructions, and so is the slope. An activation is added here, in cpu/activation.h and in torch/glu.cpp.
+// instructions, and so is the slope. Where a compiler could fuse either of two products into a sum, fmaf() says which:
+// else a kernel that needs the slope alone would have other bits than one that needs the value, too. An activation is
+// added here, in cpu/activation.h and in torch/glu.cpp.
 struct Silu {
   static constexpr int kBlocksPerSm = 8;
   template <typename T>
@@ -43,7 +45,7 @@ struct Silu {
   __device__ static void value_and_slope(float x, float& value, float& slope) {
     const float sigmoid = 1.f / (1.f + expf(-x));
     value = x * sigmoid;
-    slope = sigmoid * (1.f + x * (1.f - sigmoid));
+    slope = sigmoid * fmaf(x, 1.f - sigmoid, 1.f);
   }
 };
 
@@ -68,12 +70,13 @@ struct GeluTanh {
     if constexpr (sizeof(T) == 2) {
       const float g = gate(x);
       value = x * g;
-      slope = g + value * (1.f - g) * fmaf(6.f * kBeta * kKappa, x * x, 2.f * kBeta);
+      slope = fmaf(value * (1.f - g), fmaf(6.f * kBeta * kKappa, x * x, 2.f * kBeta), g);
       return;
     }
     const float t = tanhf(kBeta * (x + kKappa * (x * x * x)));
     value = 0.5f * x * (1.f + t);
-    slope = 0.5f * (1.f + t) + 0.5f * x * (1.f - t * t) * kBeta * (1.f + 3.f * kKappa * x * x);
+    const float t_slope = fmaf(-t, t, 1.f) * kBeta * fmaf(3.f * kKappa * x, x, 1.f);
+    slope = fmaf(0.5f * x, t_slope, 0.5f * (1.f + t));
   }
 };
 
@@ -113,7 +116,7 @@ struct GeluErf {
     }
     const float cdf = 0.5f * (1.f + erff(x * kRsqrt2));
     value = x * cdf;
-    slope = cdf + x * kDensity * expf(-0.5f * x * x);
+    slope = fmaf(x * kDensity, expf(-0.5f * x * x), cdf);
   }
 };
 
