@@ -1,10 +1,10 @@
 """Benchmarks of llmkernels beside its peers: `python -m benchmarks ops|model|decode|train|stale|merge|show`.
 
-sections.py        the table of sections: what is measured at once, and which sources it depends on
+sections.py        the table of sections: what is measured at once; sources.py: on which files it depends
 measure.py         the sections of an op: every case by every provider
 call_overhead.py   the CPU cost of one Python call
 forward*.py        prefill and decode by a user's own loop over the forward of a model, and its variants.py
-steps*.py          what generate takes per token, patched and not; step_parts.py: the launches of a step
+steps*.py          what generate takes per token, patched and not in turn; step_parts.py: the launches of a step
 host.py            what a forward of a patched model takes on the host beside the kernels of its step
 families.py        models of many families: every way to generate, and the first token
 training*.py       a step of fine-tuning, and its losses: of random weights, and of the real model

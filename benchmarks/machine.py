@@ -36,7 +36,7 @@ def describe(device: torch.device) -> dict:
         "sm_clock_mhz": clock,
         "copy_gb_s": round(copy_gb_s, 1),
         "read_gb_s": round(read_gb_s, 1),
-        "sources": fingerprint.fingerprint(),
+        "sources": fingerprint(),
         "command": command(),
         "date": now(),
     }

@@ -28,7 +28,7 @@ def sections(path: Path) -> dict[str, dict]:
 
 
 def merge(path: Path, meta: dict, rows: Sequence[dict], without: Collection[str] = ()) -> None:
-    """Puts whole sections into a results file, in the places of those that it has.
+    """Puts whole sections into a results file, in the places of those that it has, or that they replace.
 
     Raises ValueError for results of another machine, and for those that lack a provider that the file has, unless it
     is one of `without`.
@@ -42,8 +42,10 @@ def merge(path: Path, meta: dict, rows: Sequence[dict], without: Collection[str]
             if lost := providers(old_rows, section) - providers(rows, section) - set(without):
                 raise ValueError(f"{path} has {', '.join(sorted(lost))} in {section}, and these results have not")
         newer = max(old_meta, meta, key=lambda one: one["date"])
-        meta = {**newer, "sections": {**old_meta["sections"], **meta["sections"]}}
-        fresh = {row["section"] for row in rows}
+        replaced = {name for one in meta["sections"].values() for name in one.get("replaces", ())}
+        kept = {name: one for name, one in old_meta["sections"].items() if name not in replaced}
+        fresh = replaced | {row["section"] for row in rows}
+        meta = {**newer, "sections": {**kept, **meta["sections"]}}
         rows = [*(row for row in old_rows if row["section"] not in fresh), *rows]
     places = {name: place for place, name in enumerate(meta["sections"])}
     save(path, meta, sorted(rows, key=lambda row: places[row["section"]]))

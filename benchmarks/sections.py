@@ -13,41 +13,50 @@ import torch
 from benchmarks import machine, report, results
 from benchmarks.models import MODELS
 from benchmarks.run import Run
-from benchmarks.sources import ROOT, fingerprint
+from benchmarks.sources import hash_of
 
-CASES = "benchmarks/measure.py"
+# What every op depends on, and every patched model, beside what these import and include.
+OP = ("setup.py", "benchmarks/measure.py")
+PATCHED = ("setup.py", "csrc/kernels", "csrc/torch", "csrc/module.cpp", "llmkernels/hf", "llmkernels/ops")
+TRAINED = (*PATCHED, "llmkernels/optim")
 
 
 @dataclass(frozen=True)
 class Section:
-    """`roots` are the files that measure it, whose imports and ops say what else it depends on."""
+    """`roots` are the files and folders it depends on, beside those that these include and import.
+
+    It has what the sections `replaces` of older results had.
+    """
 
     file: str
     name: str
     roots: tuple[str, ...]
     measure: Callable[[Run], list[dict]]
     seconds: int  # about so many on an H200, until it has been measured
+    replaces: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
         return f"{self.file}/{self.name}"
 
 
-def of_op(file: str, name: str, module: str, seconds: int, methods: Sequence[str]) -> Section:
+def of_op(file: str, name: str, module: str, seconds: int, ours: str, methods: Sequence[str] = ("graph",)) -> Section:
+    """`ours` are files of llmkernels/ops and of the bindings in csrc/torch, or paths."""
+
     def measure(run: Run) -> list[dict]:
         from benchmarks.measure import measure_op
         from benchmarks.ops import DECODE_OPS, OPS
 
         return measure_op((OPS | DECODE_OPS)[name], run, methods)
 
-    return Section(file, name, (CASES, f"benchmarks/ops/{module}.py"), measure, seconds)
+    return Section(file, name, (*OP, f"benchmarks/ops/{module}.py", *sources_of(ours)), measure, seconds)
 
 
-def of(file: str, name: str, module: str, function: str, seconds: int) -> Section:
+def of(file: str, name: str, module: str, function: str, seconds: int, roots: Sequence[str] = PATCHED, **more):
     def measure(run: Run) -> list[dict]:
         return getattr(importlib.import_module(f"benchmarks.{module}"), function)(run)
 
-    return Section(file, name, (f"benchmarks/{module}.py",), measure, seconds)
+    return Section(file, name, (f"benchmarks/{module}.py", *roots), measure, seconds, **more)
 
 
 def of_model(name: str) -> Section:
@@ -56,55 +65,65 @@ def of_model(name: str) -> Section:
 
         return families.measure(name, run)
 
-    return Section("decode", name, ("benchmarks/families.py",), measure, seconds=20)
+    return Section("decode", name, ("benchmarks/families.py", *PATCHED), measure, seconds=30)
 
 
-op = partial(of_op, "ops", methods=("graph", "events", "wall"))
-graph_op = partial(of_op, "ops", methods=("graph",))
-decode_op = partial(of_op, "decode_ops", methods=("graph",))
+def sources_of(ours: str) -> list[str]:
+    folders = {".cpp": "csrc/torch/", ".py": "llmkernels/ops/"}
+    return [name if "/" in name else folders[Path(name).suffix] + name for name in ours.split()]
+
+
+op = partial(of_op, "ops")
+timed_by_all = partial(of_op, "ops", methods=("graph", "events", "wall"))
+decode_op = partial(of_op, "decode_ops")
+NORM, GLU, LINEAR = "rms_norm.py norm.cpp", "glu.py glu.cpp", "linear.py linear.cpp"
+QUANT, CROSS_ENTROPY = "fp8.py fp8.cpp fp8_linear.cpp", "cross_entropy.py cross_entropy.cpp"
 
 # Those that matter most come first.
 TABLE = (
-    of("ops", "call_overhead", "call_overhead", "measure", 15),  # soon: before others have filled the host's caches
-    of("decode", "steps", "steps_patched", "measure_first_sizes", 30),
-    decode_op("linear", "linear", 30),
-    decode_op("rms_norm_linear", "linear", 40),
-    decode_op("decode_attention", "decode_attention", 30),
-    decode_op("sample", "sample", 15),
-    op("rms_norm", "rms_norm", 65),
-    op("add_rms_norm", "add_rms_norm", 25),
-    graph_op("layer_norm", "layer_norm", 20),
-    op("rope", "rope", 40),
-    graph_op("rms_norm_rope", "rms_norm_rope", 20),
-    op("swiglu", "swiglu", 35),
-    op("geglu", "geglu", 10),
-    graph_op("softmax", "softmax", 30),
-    graph_op("cross_entropy", "cross_entropy", 20),
-    graph_op("cross_entropy_gradient", "cross_entropy", 30),
-    graph_op("linear_cross_entropy", "linear_cross_entropy", 40),
-    graph_op("bias_gelu", "bias_gelu", 15),
-    graph_op("fp8_quantize", "fp8", 15),
-    graph_op("rms_norm_fp8_quantize", "fp8", 15),
-    graph_op("swiglu_fp8_quantize", "fp8", 15),
-    decode_op("fp8_linear", "fp8", 40),
-    graph_op("gated_mlp", "gated_mlp", 40),
-    graph_op("lora_linear", "lora_linear", 40),
-    graph_op("adamw", "adamw", 30),
-    of("ops", "odd", "odd", "measure", 60),
+    of(  # soon: before others have filled the host's caches
+        "ops", "call_overhead", "call_overhead", "measure", 15,
+        roots=("setup.py", *sources_of(f"{NORM} {GLU} rope.py rope.cpp")),
+    ),
+    of("decode", "steps", "steps_compared", "measure_first_sizes", 80, replaces=("unpatched",)),
+    decode_op("linear", "linear", 30, LINEAR),
+    decode_op("rms_norm_linear", "linear", 40, LINEAR),
+    decode_op("decode_attention", "decode_attention", 30, "attention.py attention.cpp"),
+    decode_op("sample", "sample", 15, "sampling.py sampling.cpp"),
+    timed_by_all("rms_norm", "rms_norm", 65, NORM),
+    timed_by_all("add_rms_norm", "add_rms_norm", 25, NORM),
+    op("layer_norm", "layer_norm", 20, "layer_norm.py norm.cpp"),
+    timed_by_all("rope", "rope", 40, "rope.py rope.cpp"),
+    op("rms_norm_rope", "rms_norm_rope", 20, "rms_norm_rope.py rms_norm_rope.cpp"),
+    timed_by_all("swiglu", "swiglu", 35, GLU),
+    timed_by_all("geglu", "geglu", 10, GLU),
+    op("softmax", "softmax", 30, "softmax.py softmax.cpp"),
+    op("cross_entropy", "cross_entropy", 20, CROSS_ENTROPY),
+    op("cross_entropy_gradient", "cross_entropy", 30, CROSS_ENTROPY),
+    op("linear_cross_entropy", "linear_cross_entropy", 40, "linear_cross_entropy.py linear_cross_entropy.cpp"),
+    op("bias_gelu", "bias_gelu", 15, "bias_act.py bias_act.cpp"),
+    op("fp8_quantize", "fp8", 15, QUANT),
+    op("rms_norm_fp8_quantize", "fp8", 15, QUANT),
+    op("swiglu_fp8_quantize", "fp8", 15, QUANT),
+    decode_op("fp8_linear", "fp8", 40, QUANT),
+    op("gated_mlp", "gated_mlp", 40, f"gated_mlp.py gated_mlp.cpp {GLU} {LINEAR}"),
+    op("lora_linear", "lora_linear", 40, f"lora.py lora.cpp {LINEAR}"),
+    op("adamw", "adamw", 30, "llmkernels/optim optim.cpp"),
+    of("ops", "odd", "odd", "measure", 60, roots=(*OP, *sources_of(
+        f"{NORM} {GLU} {CROSS_ENTROPY} layer_norm.py softmax.py softmax.cpp"
+    ))),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),
     *(of_model(name) for name in MODELS),
-    of("decode", "other_sizes", "steps_patched", "measure_other_sizes", 100),
+    of("decode", "other_sizes", "steps_compared", "measure_other_sizes", 400, replaces=("unpatched_other_sizes",)),
     of("decode", "parts", "step_parts", "measure", 15),
     of("decode", "host", "host", "measure", 10),
-    of("decode", "unpatched", "steps_unpatched", "measure_first_sizes", 35),
-    of("decode", "unpatched_other_sizes", "steps_unpatched", "measure_other_sizes", 80),
-    of("train", "full", "training", "measure_full", 80),
-    of("train", "adapters", "training", "measure_adapters", 130),
-    of("train", "real", "training_real", "measure", 120),
-    of("model", "compiled", "forward_compiled", "measure", 120),
-    of("decode", "compiled", "steps_unpatched", "measure_compiled", 130),
-)
+    of("train", "full", "training", "measure_full", 80, roots=TRAINED),
+    of("train", "adapters", "training", "measure_adapters", 130, roots=TRAINED),
+    of("train", "real", "training_real", "measure", 120, roots=TRAINED),
+    of("model", "compiled", "forward_compiled", "measure", 120, roots=()),
+    of("decode", "compiled", "steps_compiled", "measure", 130, roots=()),
+)  # fmt: skip
 COMMANDS = {
     "ops": ("ops",),
     "decode": ("decode_ops", "decode"),
@@ -117,15 +136,14 @@ def find(files: Iterable[str], names: Sequence[str] = ()) -> list[Section]:
     return [section for section in TABLE if section.file in files and (not names or section.name in names)]
 
 
-def stale(folder: Path, sections: Iterable[Section] = TABLE, tree=None) -> list[tuple[Section, str]]:
+def stale(folder: Path, sections: Iterable[Section] = TABLE) -> list[tuple[Section, str]]:
     """The sections whose rows in `folder` are not of these sources, and why not."""
-    tree = tree or fingerprint.Tree(ROOT)
     found = []
     for section in sections:
         measured = results.sections(folder / f"{section.file}.json").get(section.name)
         if measured is None:
             found.append((section, "not measured"))
-        elif measured.get("roots") != list(section.roots) or fingerprint.is_stale(measured, tree):
+        elif measured["sources"] != hash_of(section.roots):
             found.append((section, f"measured on other sources, {measured['date'][:10]}"))
     return found
 
@@ -169,8 +187,7 @@ def measure(
 
 
 def save(section: Section, meta: dict, rows: list[dict], output: Path) -> None:
-    component = fingerprint.Tree(ROOT).component(section.roots, gpu=bool(meta["gpu"]))
-    entry = {**meta, "sources": component, "roots": list(section.roots)}
+    entry = {**meta, "sources": hash_of(section.roots)} | ({"replaces": section.replaces} if section.replaces else {})
     rows = [{"section": section.name, **row} for row in rows]
     meta = {key: value for key, value in meta.items() if key != "seconds"}
     results.merge(output / f"{section.file}.json", {**meta, "sections": {section.name: entry}}, rows)

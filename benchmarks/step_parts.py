@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import llmkernels
-from benchmarks import steps_patched, timing
+from benchmarks import steps_compared, timing
 from benchmarks.run import Run
 
 BATCHES, CONTEXT = (1, 8, 64), 512
@@ -27,7 +27,7 @@ def measure(run: Run) -> list[dict]:
         return [row for batch in BATCHES for row in bench.parts(batch)]
 
 
-class Bench(steps_patched.Bench):
+class Bench(steps_compared.Bench):
     def parts(self, batch: int) -> list[dict]:
         found = []
         self.run.begin(f"parts of a step, batch {batch}")

@@ -37,7 +37,9 @@ DOCUMENTS = ("README.md", "docs/performance.md", "results/README.md")
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SIZES = ((1, 512), (1, 8192), (8, 512), (64, 512))  # batch and context of the README's table of decoding
 NO_PEERS = ("generate", "forward", "empty")
+UNPATCHED = ("eager", "eager_generate", "static_compile")
 NOISE = 1.01  # what is closer than that is a draw
+WIDE = 1.15  # p90 over p10 from which a table shows both
 
 Rows = list[dict]
 Value = Callable[[dict], float]
@@ -82,14 +84,21 @@ def filled(text: str, results: Results) -> str:
 
 
 def decode(results: Results) -> str:
-    """ms per token at a few sizes, a line for each way to generate."""
-    steps = [row for row in over_sizes(results.rows["decode"]) if row["provider"] != "eager"]
+    """ms per token at a few sizes, a line for each way to generate, and what patching gains over the best of others."""
+    steps = over_sizes(results.rows["decode"])
     columns = [{row["provider"]: row for row in pick(steps, batch=batch, context=context)} for batch, context in SIZES]
     labels = {row["provider"]: label(row) for row in steps}
     body = [
         [labels[name], *(cell(found.get(name), milliseconds, fastest(found.values())) for found in columns)]
         for name in in_order(labels)
     ]
+    gains = [
+        f"{fastest(peers) / found['generate']['time_us']:.1f} x"
+        if "generate" in found and (peers := [found[name] for name in UNPATCHED if name in found])
+        else ""
+        for found in columns
+    ]
+    body.append(["the fastest unpatched / model.generate, patched", *gains])
     head = ["ms per token", *(f"batch {batch}, context {context}" for batch, context in SIZES)]
     return markdown(head, body) + results.below("decode", steps)
 
@@ -104,14 +113,16 @@ def models(results: Results) -> str:
     ways = {
         ("decode", "generate"): "model.generate",
         ("decode", "forward"): "a loop over the forward",
-        ("decode", "eager"): "the same, unpatched",
+        ("decode", "eager"): "unpatched, the faster of both",
         ("first_token", OURS): "first token",
         ("first_token", "eager"): "the same, unpatched",
     }
     ours = ("decode", OURS)
     head = ["ms", "llmkernels.generate", "TB/s", *ways.values()]
     body, rows = [], []
-    for name, found in of_models(results, (ours, *ways)).items():
+    for name, found in of_models(results, (ours, *ways, ("decode", "eager_generate"))).items():
+        if unpatched := [found[way] for way in (("decode", "eager"), ("decode", "eager_generate")) if way in found]:
+            found["decode", "eager"] = min(unpatched, key=lambda row: row["time_us"])
         times = [cell(found.get(way), milliseconds) for way in (ours, *ways)]
         body.append([MODELS[name], times[0], number(bandwidth(found[ours])) if ours in found else "", *times[1:]])
         rows += found.values()
@@ -364,13 +375,16 @@ def markdown(head: list[str], body: list[list[str]], words: int = 1) -> str:
 
 
 def cell(row: dict | None, value: Value, best: float | None = None) -> str:
+    """The median; with p10 and p90 where these are far apart."""
     if row is None:
         return ""
-    return f"**{number(value(row))}**" if row["time_us"] == best else number(value(row))
+    words = f"**{number(value(row))}**" if row["time_us"] == best else number(value(row))
+    low, high = (value({**row, "time_us": row.get(f"time_us_{end}", row["time_us"])}) for end in ("p10", "p90"))
+    return f"{words} ({number(low)} to {number(high)})" if high > WIDE * low else words
 
 
-def fastest(rows: Iterable[dict]) -> float:
-    return min(row["time_us"] for row in rows)
+def fastest(rows: Iterable[dict]) -> float | None:
+    return min((row["time_us"] for row in rows), default=None)
 
 
 def best_peer(found: dict[str, dict]) -> dict | None:

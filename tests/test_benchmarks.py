@@ -26,13 +26,14 @@ from benchmarks import (
     sections,
     step_parts,
     steps,
+    steps_compared,
     tables,
     timing,
 )
 from benchmarks.cases import OURS, PROVIDERS
 from benchmarks.ops import DECODE_OPS, OPS
 from benchmarks.run import Run
-from benchmarks.sources import fingerprint
+from benchmarks.sources import depended_on
 
 ROOT = Path(__file__).parent.parent
 META = {
@@ -68,7 +69,7 @@ def test_a_short_run_writes_the_format(tmp_path):
 
 def test_a_short_decode_run(tmp_path):
     """Kernels and whole steps, patched and not, each of which has run; and one of the other models."""
-    names = ("decode_attention", "sample", "steps", "unpatched", "llama-3.2-1b")
+    names = ("decode_attention", "sample", "steps", "llama-3.2-1b")
     out = run(tmp_path, "decode", "--section", *names, "--providers", OURS, "generate", "eager")
     kernels, steps = (json.loads((tmp_path / name).read_text())["rows"] for name in ("decode_ops.json", "decode.json"))
     assert "left out" not in out.replace("cudnn left out", "")  # which is for GPUs
@@ -174,7 +175,7 @@ def test_a_short_run_of_a_model(name):
 
     short = Run(torch.device("cpu"), quick=True)
     rows = families.measure(name, short)
-    wanted = {("decode", provider) for provider in (OURS, "generate", "forward", "eager")}
+    wanted = {("decode", provider) for provider in (OURS, "generate", "forward", "eager", "eager_generate")}
     others = ("beams", "lookup") if name in families.CALLERS else ()
     wanted |= {(op, provider) for op in ("first_token", *others) for provider in (OURS, "eager")}
     assert {(row["op"], row["provider"]) for row in rows} == wanted and len(rows) == len(wanted)
@@ -192,6 +193,41 @@ def test_a_short_run_of_a_model(name):
     assert [decode.reason for decode in handle.report().decode] == [None]
 
 
+def test_ways_to_generate_are_timed_in_turn(monkeypatch):
+    """Patched and not in one run, on the caches that a caller would have; one that does not run is left out."""
+    from transformers import DynamicCache
+
+    order, left_out = [], []
+    short = Run(torch.device("cpu"), quick=True, warn=lambda what, problem: left_out.append(what))
+    bench = steps_compared.Bench(short)
+    monkeypatch.setattr(Run, "small", False)
+    monkeypatch.setattr(bench, "many", 6)
+    bench.few, bench.seconds = 2, 0
+
+    def watched(name, way):
+        def measure(batch, context):
+            order.append(name)
+            measured = way(batch, context)
+            assert len(measured[0]) >= steps.REPEATS
+            return measured
+
+        return measure
+
+    def fails(batch, context):
+        raise RuntimeError("does not run")
+
+    ways = bench.our_ways | {"eager": bench.loop, "eager_generate": bench.generate}
+    rows = bench.rows({name: watched(name, way) for name, way in ways.items()} | {"torch": fails}, [(1, 32)])
+    rounds = [order[start : start + 4] for start in range(0, len(order), 4)]
+    assert len(rounds) == steps.TURNS and all(set(one) == set(ways) for one in rounds)
+    assert left_out == ["torch, batch 1, context 32"]
+    assert [row["provider"] for row in rows] == list(ways)
+    for row in rows:
+        assert set(row) >= ROW and 0 < row["time_us_p10"] <= row["time_us"] <= row["time_us_p90"]
+    assert type(bench.growing_cache(2, 8)) is DynamicCache and bench.growing_cache(2, 8).get_seq_length() == 8
+    models.load.cache_clear()
+
+
 def test_other_models_than_ours_are_measured_at_many_sizes_alone():
     assert families.measure("qwen3-8b", Run(torch.device("cpu"), quick=True, model_id="of/somebody")) == []
 
@@ -205,6 +241,8 @@ def test_the_tables_of_models():
     rows = [
         {**row, "provider": OURS, "time_us": 4000},
         {**row, "provider": "forward", "time_us": 4500},
+        {**row, "provider": "eager", "time_us": 22_000},
+        {**row, "provider": "eager_generate", "time_us": 21_000, "time_us_p10": 20_000, "time_us_p90": 24_000},
         {**first, "provider": "eager", "time_us": 30_000},
         {**row, "op": "beams", "provider": OURS, "time_us": 4900},
         {**row, "section": "qwen2.5-0.5b", "model": "qwen2.5-0.5b", "provider": "eager", "time_us": 20_000},
@@ -215,7 +253,7 @@ def test_the_tables_of_models():
     found.metas, found.rows = {"decode": meta}, {"decode": rows}
     assert tables.models(found).splitlines()[2:-2] == [
         "| Qwen2.5-0.5B |  |  |  |  | 20.0 |  |  |",
-        "| Qwen3-8B | 4.00 | 4.00 |  | 4.50 |  |  | 30.0 |",
+        "| Qwen3-8B | 4.00 | 4.00 |  | 4.50 | 21.0 (20.0 to 24.0) |  | 30.0 |",
     ]
     assert tables.callers(found).splitlines()[2:-2] == ["| Qwen3-8B | 4.90 |  |  |  |"]
     assert [line.count("3.40") for line in tables.decode_all(found).splitlines()[2:-2]] == [1]
@@ -223,6 +261,28 @@ def test_the_tables_of_models():
     found.rows = {"decode": []}
     assert tables.models(found) == tables.callers(found) == "Not measured yet: `python -m benchmarks decode`.\n"
     assert set(models.MODELS) <= set(plots.MODELS)
+
+
+def test_the_table_of_the_readme_compares_with_the_fastest_unpatched_way():
+    """And a time whose p90 is far above its p10 is shown with both; one without them is as before."""
+    row = {"section": "steps", "op": "decode", "model": "qwen2.5-7b", "batch": 1, "context": 512, "timing": "wall",
+           "dtype": "bfloat16", "bytes": 16e9}  # fmt: skip
+    found = object.__new__(tables.Results)
+    found.metas = {"decode": A_META | {"transformers": "old", "sections": {"steps": A_META}}}
+    found.rows = {"decode": [
+        {**row, "provider": "generate", "time_us": 3000, "time_us_p10": 2900, "time_us_p90": 3300},
+        {**row, "provider": "eager", "time_us": 20_000, "time_us_p10": 18_000, "time_us_p90": 21_000},
+        {**row, "provider": "eager_generate", "time_us": 24_000},
+        {**row, "provider": "static_compile", "time_us": 7500, "time_us_p10": 7500, "time_us_p90": 7600},
+        {**row, "provider": "generate", "batch": 8, "time_us": 4000},
+    ]}  # fmt: skip
+    assert tables.decode(found).splitlines()[2:-2] == [
+        "| model.generate, patched | **3.00** |  | **4.00** |  |",
+        "| a loop over the forward, unpatched | 20.0 (18.0 to 21.0) |  |  |  |",
+        "| model.generate, unpatched | 24.0 |  |  |  |",
+        "| static cache, torch.compile | 7.50 |  |  |  |",
+        "| the fastest unpatched / model.generate, patched | 2.5 x |  |  |  |",
+    ]
 
 
 # ---- sections
@@ -259,6 +319,15 @@ def test_sections_merge_into_their_file(tmp_path):
     with pytest.raises(ValueError, match="was measured on a GPU, and these results on another GPU"):
         a_file(tmp_path, {"rope": 6}, gpu="another GPU")
     assert numbers(tmp_path)["rope"] == 5
+
+
+def test_a_section_takes_the_place_of_those_that_it_replaces(tmp_path):
+    """What was timed unpatched in a run of its own is in `steps` now."""
+    a_file(tmp_path, {"rope": 1, "swiglu": 2})
+    meta = A_META | {"sections": {"geglu": A_META | {"replaces": ["rope"]}}}
+    results.merge(tmp_path / "ops.json", meta, [{"section": "geglu", **A_ROW, "time_us": 3}])
+    assert numbers(tmp_path) == {"swiglu": 2, "geglu": 3}
+    assert list(results.sections(tmp_path / "ops.json")) == ["swiglu", "geglu"]
 
 
 def test_results_without_a_peer_are_left_out(tmp_path):
@@ -327,10 +396,11 @@ def test_what_is_stale(fakes, tmp_path):
     sections.measure(table, Run(torch.device("cpu")), tmp_path)
     assert sections.stale(tmp_path, table) == []
     meta, rows = results.load(tmp_path / "ops.json")
-    meta["sections"]["a"]["sources"] = "of others"
-    meta["sections"]["d"]["roots"] = []
+    meta["sections"]["a"] |= {"sources": "of others", "date": "2026-02-03T04:05:06"}
     results.save(tmp_path / "ops.json", meta, rows)
-    assert [section.name for section, _ in sections.stale(tmp_path, table)] == ["a", "d"]
+    assert [(section.name, why) for section, why in sections.stale(tmp_path, table)] == [
+        ("a", "measured on other sources, 2026-02-03")
+    ]
 
 
 def test_stale_runs_what_is_stale(tmp_path):
@@ -341,21 +411,20 @@ def test_stale_runs_what_is_stale(tmp_path):
 
 
 def test_sections_depend_on_what_they_measure():
-    tree = fingerprint.Tree(ROOT)
-    reached = {section.title: set(tree.reached(section.roots)) for section in sections.TABLE}
+    reached = {section.title: set(depended_on(section.roots)) for section in sections.TABLE}
     assert len(reached) == len(sections.TABLE)
-    assert all((ROOT / root).exists() for section in sections.TABLE for root in section.roots)
     printing = {"benchmarks/report.py", "benchmarks/plots.py", "benchmarks/machine.py", "benchmarks/sections.py"}
     assert not any(printing & files for files in reached.values())
     if not (ROOT / "csrc").exists():
         return  # the tests of a wheel
+    assert all((ROOT / root).exists() for section in sections.TABLE for root in section.roots)
     for title in ("ops/rope", "ops/call_overhead", "model/prefill"):
         assert "csrc/kernels/rope/rope.cu" in reached[title]
     assert "csrc/kernels/linear/linear.cu" in reached["decode/steps"]
     for title in ("ops/rms_norm", "ops/swiglu", "decode_ops/sample"):
         assert not any("attention" in file or "hf/" in file for file in reached[title])
-    for title in ("decode/unpatched", "decode/compiled", "model/compiled"):
-        assert not any(file.startswith("csrc") for file in reached[title])
+    for title in ("decode/compiled", "model/compiled"):
+        assert not any(file.startswith(("csrc", "llmkernels")) for file in reached[title])
 
 
 @pytest.fixture
@@ -376,7 +445,9 @@ def test_committed_results_are_of_the_table(committed):
     for file in dict.fromkeys(section.file for section in sections.TABLE):
         meta, rows = results.load(committed / f"{file}.json")
         assert {row["section"] for row in rows} == set(meta["sections"])
-        assert set(meta["sections"]) <= {section.name for section in sections.find([file])}
+        table = sections.find([file])
+        known = {name for section in table for name in (section.name, *section.replaces)}
+        assert set(meta["sections"]) <= known
         assert all(set(one) >= META for one in (meta, *meta["sections"].values()))
 
 
