@@ -439,8 +439,12 @@ def at_context_512(rows: Rows) -> Rows:
 
 
 def over_sizes(rows: Rows) -> Rows:
-    """The steps of the model that is measured at many sizes; those of the others have sections of their names."""
-    return [row for row in pick(rows, op="decode") if row["section"] not in models.MODELS]
+    return [row for row in rows if is_over_sizes(row)]
+
+
+def is_over_sizes(row: dict) -> bool:
+    """A step of the model that is measured at many sizes; those of the others have sections of their names."""
+    return row["op"] == "decode" and row["section"] not in models.MODELS
 
 
 def main_rows(rows: Rows) -> Rows:

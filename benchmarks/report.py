@@ -33,6 +33,14 @@ def cases(rows: Iterable[dict]) -> list[tuple[dict, dict[str, dict]]]:
     return list(groups.values())
 
 
+def is_peer(row: dict) -> bool:
+    return row["provider"] not in NO_PEERS and not row.get("approximate")  # which computes less than the op
+
+
+def best_peer(found: dict[str, dict]) -> dict | None:
+    return min(filter(is_peer, found.values()), key=lambda row: row["time_us"], default=None)
+
+
 def shape(keys: dict) -> str:
     """The case in a few words, for a table's first column or a picture's axis."""
     if keys["op"] in ("rope", "rms_norm_rope"):
@@ -73,9 +81,8 @@ def number(time_us: float) -> str:
     return f"{time_us:.2f}" if time_us < 100 else f"{time_us:.1f}" if time_us < 1000 else f"{time_us:.0f}"
 
 
+# Other ways to our own kernels, and what computes nothing.
 NO_PEERS = (OURS, "generate", "forward", "empty")
-
-
 METHODS = {
     "graph": "CUDA graph over rotated inputs",
     "events": "single launches, L2 flushed",
@@ -123,13 +130,12 @@ def print_table(
             style = "bold green" if time_us == best else ""
             cells.append(Text(number(time_us / unit_us), style) if time_us else "-")
         ours = found.get(OURS)
-        # Not a peer: another way to our own kernels, and what computes less than the op.
-        peers = [row["time_us"] for name, row in found.items() if name not in NO_PEERS and not row.get("approximate")]
+        peer = best_peer(found)
         if bandwidth:
             rate = ours["bytes"] / ours["time_us"] / 1e3 if ours else 0
             cells += [f"{rate / gb_s:.2f}", f"{rate / limit_gb_s:.0%}"] if ours else ["", ""]
         cells.append(f"{found['eager']['time_us'] / ours['time_us']:.2f}x" if ours and "eager" in found else "")
-        cells.append(f"{min(peers) / ours['time_us']:.2f}x" if ours and peers else "")
+        cells.append(f"{peer['time_us'] / ours['time_us']:.2f}x" if ours and peer else "")
         table.add_row(*cells)
     console.print()
     console.print(table)

@@ -38,11 +38,12 @@ def merge(path: Path, meta: dict, rows: Sequence[dict], without: Collection[str]
         here, there = (one["gpu"] or one["cpu"] for one in (old_meta, meta))
         if here != there:
             raise ValueError(f"{path} was measured on {here}, and these results on {there}")
-        for section in meta["sections"]:
-            if lost := providers(old_rows, section) - providers(rows, section) - set(without):
-                raise ValueError(f"{path} has {', '.join(sorted(lost))} in {section}, and these results have not")
-        newer = max(old_meta, meta, key=lambda one: one["date"])
         replaced = {name for one in meta["sections"].values() for name in one.get("replaces", ())}
+        for section, one in meta["sections"].items():
+            for old in (section, *one.get("replaces", ())):
+                if lost := providers(old_rows, old) - providers(rows, section) - set(without):
+                    raise ValueError(f"{path} has {', '.join(sorted(lost))} in {old}, and these results have not")
+        newer = max(old_meta, meta, key=lambda one: one["date"])
         kept = {name: one for name, one in old_meta["sections"].items() if name not in replaced}
         fresh = replaced | {row["section"] for row in rows}
         meta = {**newer, "sections": {**kept, **meta["sections"]}}

@@ -6,7 +6,6 @@ A table stands between `<!-- table NAME -->` and `<!-- end -->`; a test compares
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 from benchmarks import models as published
@@ -18,7 +17,7 @@ from benchmarks.plots import (
     bandwidth,
     dates,
     in_order,
-    is_ours,
+    is_over_sizes,
     label,
     main_rows,
     microseconds,
@@ -29,14 +28,13 @@ from benchmarks.plots import (
     pick,
     teraflops,
 )  # fmt: skip
-from benchmarks.report import METHODS, cases
+from benchmarks.report import METHODS, best_peer, cases
 from benchmarks.results import load
 from benchmarks.sections import COMMANDS
 
 DOCUMENTS = ("README.md", "docs/performance.md", "results/README.md")
 BLOCK = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SIZES = ((1, 512), (1, 8192), (8, 512), (64, 512))  # batch and context of the README's table of decoding
-NO_PEERS = ("generate", "forward", "empty")
 UNPATCHED = ("eager", "eager_generate", "static_compile")
 NOISE = 1.01  # what is closer than that is a draw
 WIDE = 1.15  # p90 over p10 from which a table shows both
@@ -101,11 +99,6 @@ def decode(results: Results) -> str:
     body.append(["the fastest unpatched / model.generate, patched", *gains])
     head = ["ms per token", *(f"batch {batch}, context {context}" for batch, context in SIZES)]
     return markdown(head, body) + results.below("decode", steps)
-
-
-def decode_all(results: Results) -> str:
-    rows = sorted(over_sizes(results.rows["decode"]), key=lambda row: (row["batch"], row["context"]))
-    return side_by_side(rows, milliseconds, "ms per token") + results.below("decode", rows)
 
 
 def models(results: Results) -> str:
@@ -197,47 +190,6 @@ def beside_best_peer(rows: Rows) -> str:
     return markdown(head, body)
 
 
-def prefill(results: Results, logits: str = "last") -> str:
-    rows = pick(results.rows["model"], op="prefill", logits=logits)
-    return side_by_side(rows, milliseconds, "ms") + results.below("model", rows)
-
-
-def forward_decode(results: Results) -> str:
-    rows = pick(results.rows["model"], op="decode")
-    return side_by_side(rows, milliseconds, "ms per token") + results.below("model", rows)
-
-
-def of_ops(results: Results, direction: str) -> str:
-    """Those that memory limits."""
-    rows = [row for row in graph_rows(results) if "flops" not in row and row["pass"] == direction]
-    return side_by_side(rows, microseconds, "µs", bandwidth) + results.below("ops", rows)
-
-
-def of_products(results: Results) -> str:
-    """Those of matrix products."""
-    rows = [row for row in graph_rows(results) if "flops" in row]
-    return side_by_side(rows, microseconds, "µs", teraflops, "TFLOP/s") + results.below("ops", rows)
-
-
-def graph_rows(results: Results) -> Rows:
-    return [row for row in results.rows["ops"] if row["op"] != "call_overhead" and row["timing"] == "graph"]
-
-
-def overhead(results: Results) -> str:
-    rows = pick(results.rows["ops"], op="call_overhead")
-    return side_by_side(rows, microseconds, "µs") + results.below("ops", rows)
-
-
-def kernel(results: Results, op: str) -> str:
-    rows = pick(results.rows["decode_ops"], op=op)
-    return side_by_side(rows, microseconds, "µs", bandwidth) + results.below("decode_ops", rows)
-
-
-def fp8_linear(results: Results) -> str:
-    rows = [row for row in results.rows["decode_ops"] if row["op"].startswith("fp8_linear")]
-    return side_by_side(rows, microseconds, "µs", teraflops, "TFLOP/s") + results.below("decode_ops", rows)
-
-
 def train(results: Results) -> str:
     """A line for each way to train each model."""
     rows = pick(results.rows["train"], op="train_step")
@@ -272,19 +224,49 @@ def parts(results: Results) -> str:
     return markdown(["ms", *(f"batch {batch}" for batch in batches)], body) + results.below("decode", rows)
 
 
-def side_by_side(rows: Rows, value: Value, unit: str, rate: Value | None = None, rate_unit: str = "TB/s") -> str:
-    """A line for every case, a column for every implementation."""
-    if not rows:
-        return ""
-    names = in_order({row["provider"] for row in rows})
-    labels = {row["provider"]: label(row) for row in rows}
-    head = [unit, *(labels[name] for name in names), *([rate_unit] if rate else [])]
-    body = []
-    for keys, found in cases(rows):
-        best = fastest(row for name, row in found.items() if name not in NO_PEERS and not row.get("approximate"))
-        cells = [cell(found.get(name), value, best) for name in names]
-        body.append([case_of(keys), *cells, *([number(rate(found[OURS]))] if rate else [])])
-    return markdown(head, body)
+def side_by_side(
+    file: str,
+    wanted: Callable[[dict], bool],
+    unit: str = "µs",
+    rate: Value | None = None,
+    rate_unit: str = "TB/s",
+    order: Callable[[dict], tuple] | None = None,
+) -> Callable[[Results], str]:
+    """A table with a line for every case, a column for every implementation."""
+    value = microseconds if unit == "µs" else milliseconds
+
+    def table(results: Results) -> str:
+        rows = [row for row in results.rows[file] if wanted(row)]
+        rows = sorted(rows, key=order) if order else rows
+        names = in_order({row["provider"] for row in rows})
+        labels = {row["provider"]: label(row) for row in rows}
+        head = [unit, *(labels[name] for name in names), *([rate_unit] if rate else [])]
+        body = []
+        for keys, found in cases(rows):
+            best = fastest(row for name, row in found.items() if name == OURS or report.is_peer(row))
+            cells = [cell(found.get(name), value, best) for name in names]
+            body.append([case_of(keys), *cells, *([number(rate(found[OURS]))] if rate else [])])
+        return (markdown(head, body) if rows else "") + results.below(file, rows)
+
+    return table
+
+
+def of_memory(direction: str) -> Callable[[Results], str]:
+    """The ops that memory limits."""
+    return side_by_side("ops", lambda row: by_graph(row) and row["pass"] == direction and "flops" not in row,
+                        rate=bandwidth)  # fmt: skip
+
+
+def of_kernel(op: str) -> Callable[[Results], str]:
+    return side_by_side("decode_ops", lambda row: row["op"] == op, rate=bandwidth)
+
+
+def of_prefill(logits: str) -> Callable[[Results], str]:
+    return side_by_side("model", lambda row: (row["op"], row.get("logits")) == ("prefill", logits), "ms")
+
+
+def by_graph(row: dict) -> bool:
+    return row["op"] != "call_overhead" and row["timing"] == "graph"
 
 
 def losses(results: Results) -> str:
@@ -337,26 +319,30 @@ def tests(results: Results) -> str:
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "decode": decode,
-    "decode_all": decode_all,
+    "decode_all": side_by_side(
+        "decode", is_over_sizes, "ms per token", order=lambda row: (row["batch"], row["context"])
+    ),
     "models": models,
     "callers": callers,
     "ops": ops,
     "decode_ops": decode_ops,
-    "prefill": prefill,
-    "prefill_all_logits": partial(prefill, logits="all"),
-    "forward_decode": forward_decode,
-    "ops_forward": partial(of_ops, direction="fwd"),
-    "ops_backward": partial(of_ops, direction="bwd"),
-    "ops_gradients": partial(of_ops, direction="fwd+bwd"),
-    "products": of_products,
-    "fp8_linear": fp8_linear,
+    "prefill": of_prefill("last"),
+    "prefill_all_logits": of_prefill("all"),
+    "forward_decode": side_by_side("model", lambda row: row["op"] == "decode", "ms per token"),
+    "ops_forward": of_memory("fwd"),
+    "ops_backward": of_memory("bwd"),
+    "ops_gradients": of_memory("fwd+bwd"),
+    "products": side_by_side("ops", lambda row: by_graph(row) and "flops" in row, "µs", teraflops, "TFLOP/s"),
+    "fp8_linear": side_by_side(
+        "decode_ops", lambda row: row["op"].startswith("fp8_linear"), "µs", teraflops, "TFLOP/s"
+    ),
     "train": train,
     "train_pictures": train_pictures,
-    "call_overhead": overhead,
-    "linear": partial(kernel, op="linear"),
-    "rms_norm_linear": partial(kernel, op="rms_norm_linear"),
-    "decode_attention": partial(kernel, op="decode_attention"),
-    "sample": partial(kernel, op="sample"),
+    "call_overhead": side_by_side("ops", lambda row: row["op"] == "call_overhead"),
+    "linear": of_kernel("linear"),
+    "rms_norm_linear": of_kernel("rms_norm_linear"),
+    "decode_attention": of_kernel("decode_attention"),
+    "sample": of_kernel("sample"),
     "decode_parts": parts,
     "score": score,
     "losses": losses,
@@ -385,11 +371,6 @@ def cell(row: dict | None, value: Value, best: float | None = None) -> str:
 
 def fastest(rows: Iterable[dict]) -> float | None:
     return min((row["time_us"] for row in rows), default=None)
-
-
-def best_peer(found: dict[str, dict]) -> dict | None:
-    peers = [row for name, row in found.items() if not is_ours(row) and name not in NO_PEERS]
-    return min((row for row in peers if not row.get("approximate")), key=lambda row: row["time_us"], default=None)
 
 
 def case_of(keys: dict) -> str:

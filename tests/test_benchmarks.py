@@ -256,7 +256,7 @@ def test_the_tables_of_models():
         "| Qwen3-8B | 4.00 | 4.00 |  | 4.50 | 21.0 (20.0 to 24.0) |  | 30.0 |",
     ]
     assert tables.callers(found).splitlines()[2:-2] == ["| Qwen3-8B | 4.90 |  |  |  |"]
-    assert [line.count("3.40") for line in tables.decode_all(found).splitlines()[2:-2]] == [1]
+    assert [line.count("3.40") for line in tables.TABLES["decode_all"](found).splitlines()[2:-2]] == [1]
     assert plots.at_context_512(rows) == rows[-1:]
     found.rows = {"decode": []}
     assert tables.models(found) == tables.callers(found) == "Not measured yet: `python -m benchmarks decode`.\n"
@@ -327,6 +327,9 @@ def test_a_section_takes_the_place_of_those_that_it_replaces(tmp_path):
     meta = A_META | {"sections": {"geglu": A_META | {"replaces": ["rope"]}}}
     results.merge(tmp_path / "ops.json", meta, [{"section": "geglu", **A_ROW, "time_us": 3}])
     assert numbers(tmp_path) == {"swiglu": 2, "geglu": 3}
+    meta = A_META | {"sections": {"sample": A_META | {"replaces": ["swiglu"]}}}
+    with pytest.raises(ValueError, match="has llmkernels in swiglu"):
+        results.merge(tmp_path / "ops.json", meta, [{"section": "sample", **A_ROW, "provider": "eager", "time_us": 3}])
     assert list(results.sections(tmp_path / "ops.json")) == ["swiglu", "geglu"]
 
 
@@ -492,6 +495,7 @@ def test_losses_are_counted(tmp_path):
                 "badly": {OURS: (3, {}), "eager": (1, {})},
                 "won": {OURS: (1, {}), "eager": (2, {}), "cublas": (0.5, {"approximate": True}), "empty": (0.1, {})},
                 "alone": {OURS: (1, {})},
+                "part": {OURS: (1, {"part": "head"})},  # of a step, which is nobody's peer
             }.items() for name, (time_us, more) in times.items()
         ]}  # fmt: skip
 
