@@ -70,9 +70,9 @@ def test_a_new_family(lantern, device):
 @pytest.mark.parametrize(
     ("name", "forward", "reason"),
     [
-        ("LanternMLP", lambda self, x: self.narrow(self.act(self.widen(x)) ** 2), "LanternMLP: unknown layout"),
+        ("LanternMLP", lambda self, x: self.narrow(self.act(self.widen(x)) ** 2), "an activation without a kernel"),
         ("LanternRMSNorm", lambda self, x: x * (1 + self.weight), "computes no norm"),
-        ("LanternDecoderLayer", lambda self, x, **kwargs: x * 2, "nothing is added"),
+        ("LanternDecoderLayer", lambda self, x, **kwargs: x * 2, "attends without the function"),
     ],
 )
 def test_a_new_family_that_does_it_otherwise(lantern, name, forward, reason, device, monkeypatch):
