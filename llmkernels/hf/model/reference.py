@@ -27,7 +27,7 @@ from ..modules.replaced import own_class
 from . import trust
 from .trust import Kind
 
-# Numbers of a module that read.py reads from the model itself. All others are what its class makes of the config.
+# Numbers of a module that bind.py takes from the model itself. All others are what its class makes of the config.
 _READ = {"scaling", "eps", "variance_epsilon"}
 # Those that are of no account to a forward in eval mode.
 _FREE = {"training", "gradient_checkpointing", "vocab_size", "in_features", "out_features", "num_embeddings"}
