@@ -1,7 +1,8 @@
 """Patching a live Hugging Face model, and generating with it.
 
 `patch(model)` makes the norms, rotary embedding, MLPs and residual adds of a transformers model run on this package's
-ops, on that instance only: modules change their class to a subclass of it, and nothing global is written.
+ops, on that instance only: modules change their class to a subclass of it, and nothing global is written but the name
+of an attention in transformers' AttentionInterface, by which small models are watched.
 `patch` returns a `PatchHandle` that reports what runs and undoes it; `unpatch(model)` undoes it where there is no
 handle, on a deep copy or a loaded pickle.
 

@@ -259,10 +259,13 @@ def _flat(values: tuple) -> Iterator[Any]:
 
 
 _active = threading.local()
+_NAME = "llmkernels_observed"
 
 
 def _attend(module, query, key, value, attention_mask, **options):
-    return _active.recorder.attend(module, query, key, value, attention_mask, options)
+    if (recorder := getattr(_active, "recorder", None)) is None:
+        raise RuntimeError(f"attention {_NAME} is for llmkernels alone, which watches a small model by it")
+    return recorder.attend(module, query, key, value, attention_mask, options)
 
 
 @functools.cache
@@ -271,10 +274,9 @@ def _registered() -> str:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = "llmkernels_observed"
-    type(ALL_ATTENTION_FUNCTIONS).register(name, _attend)
-    type(ALL_MASK_ATTENTION_FUNCTIONS).register(name, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    return name
+    type(ALL_ATTENTION_FUNCTIONS).register(_NAME, _attend)
+    type(ALL_MASK_ATTENTION_FUNCTIONS).register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    return _NAME
 
 
 @functools.cache

@@ -124,9 +124,8 @@ def _attention_functions() -> Any:
 
 def attention_scope(model: nn.Module) -> dict[str, Any]:
     """The globals of the file that a model's attention is from."""
-    classes = dict.fromkeys(own_class(type(module)) for module in model.modules())
-    scopes = [vars(sys.modules[cls.__module__]) for cls in classes]
-    return next((scope for scope in scopes if _EAGER in scope), scopes[0])
+    scopes = (vars(sys.modules[own_class(type(module)).__module__]) for module in model.modules())
+    return next((scope for scope in scopes if _EAGER in scope), {})
 
 
 class _WithoutRandomNumbers(TorchDispatchMode):

@@ -10,7 +10,6 @@ while it runs: observe.py.
 import copy
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +27,7 @@ from ..model.reference import (
     WINDOW,
     Reference,
     attention_function,
+    attention_scope,
     fill,
     of_account,
     reference_of,
@@ -36,7 +36,6 @@ from ..model.reference import (
     small_model,
 )
 from ..model.template import Template
-from ..modules.replaced import own_class
 from .compose import LayerCache, Tokens, embed, forward, make_tables
 
 _TOKENS = 2 * WINDOW + 2
@@ -118,7 +117,7 @@ def _observed(cls: type[nn.Module], config: Any) -> tuple[nn.Module, Template]:
     attends = copy.copy(small.config)
 
     def attention(module: nn.Module) -> Callable:
-        return attention_function(attends, vars(sys.modules[own_class(type(module)).__module__]))
+        return attention_function(attends, attention_scope(module))
 
     ids, positions = (torch.arange(_TOKENS) * 7 % 61)[None], torch.arange(_TOKENS)[None]
     return small, read(observe(small, ids, positions, attention))
