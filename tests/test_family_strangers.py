@@ -1,6 +1,7 @@
 """Families that no line of llmkernels and no other test names: a step that is right, or a reason."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import llmkernels
-from families import _SHARED, FAMILIES
+from families import _SHARED, FAMILIES, family_config
 from generating import generate_step, left_padded
 from hf_models import assert_close, count_ops, logits_of, tiny_inputs
 
@@ -42,14 +43,18 @@ def tokens_of(model, device, new=NEW):
 # --- a family that does not exist
 
 
-@pytest.fixture
-def lantern(monkeypatch):
-    name = "transformers.models.lantern.modeling_lantern"
-    spec = importlib.util.spec_from_file_location(name, PLACE / "lantern.py")
+def imported(name, path, monkeypatch):
+    """The module of a file, under a name that it would have in transformers."""
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def lantern(monkeypatch):
+    return imported("transformers.models.lantern.modeling_lantern", PLACE / "lantern.py", monkeypatch)
 
 
 def test_a_new_family(lantern, device):
@@ -68,11 +73,37 @@ def test_a_new_family(lantern, device):
 
 
 @pytest.mark.parametrize(
+    "layer",
+    [
+        "x = x + self.second(attend(self.first(x))); x = x + self.third(self.feed_forward(x)) * 0.7",
+        "x = x + self.feed_forward(self.first(x)); x = self.second(attend(x)) / 2 + x",
+        "x += 0.3 * attend(self.third(x)) + self.feed_forward(self.second(x))",
+    ],
+    ids=["behind-the-mlp", "mlp-first", "side-by-side"],
+)
+def test_norms_in_unusual_places(lantern, layer, device, monkeypatch):
+    source = f"""
+def forward(self, x, **kwargs):
+    def attend(x):
+        return self.attention_of_tokens(x, **kwargs)[0]
+    {layer}
+    return x
+"""
+    exec(source, vars(lantern))
+    monkeypatch.setattr(lantern.LanternDecoderLayer, "forward", vars(lantern)["forward"])
+    model = made(lantern.LanternForCausalLM).to(device)
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert torch.equal(tokens_of(model, device), expected)
+    assert handle.report().decode[0].calls == {generate_step(): 1}
+
+
+@pytest.mark.parametrize(
     ("name", "forward", "reason"),
     [
-        ("LanternMLP", lambda self, x: self.narrow(self.act(self.widen(x)) ** 2), "LanternMLP: unknown layout"),
+        ("LanternMLP", lambda self, x: self.narrow(self.act(self.widen(x)) ** 2), "an activation without a kernel"),
         ("LanternRMSNorm", lambda self, x: x * (1 + self.weight), "computes no norm"),
-        ("LanternDecoderLayer", lambda self, x, **kwargs: x * 2, "nothing is added"),
+        ("LanternDecoderLayer", lambda self, x, **kwargs: x * 2, "attends without the function"),
     ],
 )
 def test_a_new_family_that_does_it_otherwise(lantern, name, forward, reason, device, monkeypatch):
@@ -183,3 +214,51 @@ def test_every_causal_model():
             assert len(decode.reason.split()) > 3, decode
     assert steps >= 25
     assert reasons >= 20
+
+
+# --- names
+
+# Attributes of the modules of a family, each under another name.
+_ATTRIBUTES = (
+    *("model", "lm_head", "embed_tokens", "layers", "norm", "rotary_emb", "self_attn", "mlp", "input_layernorm"),
+    *("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "dense", "q_norm", "k_norm", "scaling", "head_dim"),
+    *("gate_proj", "up_proj", "down_proj", "gate_up_proj", "act_fn", "activation_fn", "c_fc", "c_proj", "act"),
+    *("variance_epsilon", "eps", "residual_multiplier", "embedding_multiplier", "layer_idx", "logit_scale"),
+)
+
+
+def renamed(model_class, folder, monkeypatch):
+    """The class of a model as that of its family, whose attributes have names that say nothing."""
+    original = sys.modules[model_class.__module__]
+    names = {attribute: f"part{index}" for index, attribute in enumerate(_ATTRIBUTES)}
+    source = Path(original.__file__).read_text()
+    source = re.sub(rf"\bself\.({'|'.join(names)})\b", lambda found: f"self.{names[found[1]]}", source)
+    for attribute in ("model", "lm_head", "embed_tokens"):
+        source = source.replace(f'"{attribute}', f'"{names[attribute]}')
+        source = source.replace(f'.{attribute}.weight"', f'.{names[attribute]}.weight"')
+    source = source.replace("from ... import", "from transformers import").replace("from ...", "from transformers.")
+    source = source.replace("from .configuration", f"from {original.__package__}.configuration")
+    path = folder / "modeling_nameless.py"
+    path.write_text(source)
+    return getattr(imported("transformers.models.nameless.modeling_nameless", path, monkeypatch), model_class.__name__)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "glm", "cohere", "olmo2", "phi"]
+)
+def test_names_do_not_matter(name, device, tmp_path, monkeypatch):
+    """Every attribute of the modules of a family under another name: the same step."""
+    torch.manual_seed(0)
+    config = family_config(name)
+    model = renamed(getattr(transformers, FAMILIES[name].model), tmp_path, monkeypatch)(config).eval().to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
+    model.generation_config.eos_token_id = None
+    assert not any(isinstance(getattr(model, attribute, None), torch.nn.Module) for attribute in ("model", "lm_head"))
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert handle.report().decode[0].reason is None
+    assert torch.equal(tokens_of(model, device), expected)
+    assert handle.report().decode[0].calls == {generate_step(): 1}

@@ -85,7 +85,8 @@ def clipped(self, hidden_states, position_embeddings, attention_mask=None, past_
     v = v.clamp(-20, 20)
     if past_key_values is not None:
         k, v = past_key_values.update(k, v, self.layer_idx)
-    y, weights = eager_attention_forward(self, q, k, v, attention_mask, self.scaling)  # noqa: F821
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)  # noqa: F821
+    y, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling)
     return self.o_proj(y.flatten(-2)), weights
 
 

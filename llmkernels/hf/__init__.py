@@ -1,7 +1,8 @@
 """Patching a live Hugging Face model, and generating with it.
 
 `patch(model)` makes the norms, rotary embedding, MLPs and residual adds of a transformers model run on this package's
-ops, on that instance only: modules change their class to a subclass of it, and nothing global is written.
+ops, on that instance only: modules change their class to a subclass of it, and nothing global is written but the name
+of an attention in transformers' AttentionInterface, by which small models are watched.
 `patch` returns a `PatchHandle` that reports what runs and undoes it; `unpatch(model)` undoes it where there is no
 handle, on a deep copy or a loaded pickle.
 
@@ -23,8 +24,11 @@ A folder imports from those below it, never from those above. How a call of a pa
         no                     the description, if it still holds; else it is made:
           model/reference.py     the modules as their class makes them of the config
           step/guard.py          each module of the model is as in the reference
-          model/read.py          weights, norms, rotations, windows -> model/description.py
-          step/proof.py          a small model of the same class gives the logits of its description
+          step/proof.py          a small model of the same class is run, once:
+            model/observe.py       a graph of what its logits are made of
+            model/read.py          norms, products, rotations, windows -> model/template.py
+                                   the template gives the logits of the small model, or there is no step
+          model/bind.py          the template with the weights and numbers of this model -> model/description.py
           step/packing.py        q|k|v and gate|up become one weight each
         cache/adopted.py       the first time: the layers of the caller's cache become buffers
       step/compose.py        per layer: norm, product, attention, product, add, norm, gated MLP -> logits

@@ -5,12 +5,14 @@ need not. If a transformers release changes a formula, its class gets other opti
 code, nothing changes.
 """
 
+import copy
 import functools
 import inspect
 import itertools
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -160,8 +162,7 @@ def mlp_of(forward: Callable) -> MLP:
 
 _EPS = ("variance_epsilon", "eps")
 _NORMS = [
-    Norm("rms_norm", eps, offset, cast, has_weight)
-    for eps in _EPS
+    Norm("rms_norm", "", offset, cast, has_weight)
     for offset, cast, has_weight in (
         (0, True, True),
         (0, False, True),
@@ -170,8 +171,7 @@ _NORMS = [
         (0, True, False),
     )
 ] + [
-    Norm("layer_norm", eps, offset, has_weight=has_weight, has_bias=has_bias)
-    for eps in _EPS
+    Norm("layer_norm", "", offset, has_weight=has_weight, has_bias=has_bias)
     for offset, has_weight, has_bias in ((0, True, True), (0, True, False), (1, True, True), (0, False, False))
 ]
 
@@ -205,15 +205,37 @@ def _norm_of(cls: type, forward: Callable) -> Norm:
             error = reason
     if not runs:
         raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})")
-    agreed = {
-        options: min(_agreement(options, *run) for run in runs[options.eps])
-        for options in _NORMS
-        if options.eps in runs
-    }
-    best = max(agreed, key=agreed.get)
+    return _best_norm(runs)
+
+
+def norm_of_module(module: nn.Module, x: torch.Tensor) -> tuple[Norm, str | None, str | None]:
+    """What a norm computes of float32 x, and the names of its weight and its bias. Its `eps` may have any name."""
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if len(names) > 2 or any(module._parameters[name].ndim != 1 for name in names):
+        raise UnknownLayout("its forward computes no norm that has a kernel: it has other weights")
+    runs = {}
+    for eps, value in vars(module).items():
+        if isinstance(value, float) and 0 < value < 1:
+            runs[eps] = []
+            for dtype in (torch.float32, torch.bfloat16):
+                copied = copy.deepcopy(module).to(dtype)
+                parameters = [copied._parameters[name] for name in names] + [None] * (2 - len(names))
+                runs[eps].append((x.to(dtype), *parameters, value, copied(x.to(dtype))))
+    best = _best_norm(runs)
+    weight, bias = (*names, None, None)[:2]
+    return best, weight if best.has_weight else None, bias if best.has_bias else None
+
+
+def _best_norm(runs: dict[str, list[tuple]]) -> Norm:
+    """By what agrees with runs of a forward, by the name of the eps that they used."""
+    agreed = {}
+    for eps, results in runs.items():
+        for options in _NORMS:
+            agreed[replace(options, eps=eps)] = min(_agreement(options, *run) for run in results)
+    best = max(agreed, key=agreed.get, default=None)
     # The sum of squares may differ in its last bit, which changes few bfloat16 results or none; another rounding order
     # or formula changes many.
-    if agreed[best] < 0.95:
+    if best is None or agreed[best] < 0.95:
         raise UnknownLayout("its forward computes no norm that has a kernel")
     return best
 
@@ -227,14 +249,16 @@ def _run_norm(cls: type, forward: Callable, eps: str, x: torch.Tensor) -> tuple:
         nn.Parameter(torch.linspace(*ends, 64, device="cpu", dtype=x.dtype), requires_grad=False)
         for ends in ((0.3, 1.7), (-0.6, 0.8))
     )
-    return x, norm.weight, norm.bias, forward(norm, x)
+    return x, norm.weight, norm.bias, 0.25, forward(norm, x)
 
 
-def _agreement(options: Norm, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, found: torch.Tensor) -> float:
+def _agreement(options: Norm, x: torch.Tensor, weight: Any, bias: Any, eps: float, found: torch.Tensor) -> float:
     if not torch.is_tensor(found) or found.dtype != x.dtype or found.shape != x.shape:
         return 0.0
+    if (options.has_weight and weight is None) or (options.has_bias and bias is None):
+        return 0.0
     weight, bias = weight if options.has_weight else None, bias if options.has_bias else None
-    expected = apply_norm(options, x, weight, bias, 0.25)
+    expected = apply_norm(options, x, weight, bias, eps)
     tolerance = 1e-5 if x.dtype is torch.float32 else 0
     return torch.isclose(found.float(), expected.float(), rtol=tolerance, atol=1e-6).float().mean().item()
 
@@ -251,6 +275,11 @@ _ROTATIONS = [
     dict(zip(("interleaved", "table", "float32", "keeps_dtype"), values, strict=True))
     for values in itertools.product((False, True), ("elements", "half", "pairs"), (False, True), (False, True))
 ]
+
+
+def rotations() -> Iterator[Rotation]:
+    """All that have a kernel, the simple ones first."""
+    return (Rotation("", **values) for values in _ROTATIONS)
 
 
 def rotate(options: Rotation, q, k, cos, sin, unsqueeze_dim: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a decoder computes, as data: read.py reads it from a model, compose.py runs it.
+"""What a decoder computes, as data: bind.py makes it of a model, compose.py runs it.
 
 A decoder layer adds blocks to a residual stream x, one after the other:
 

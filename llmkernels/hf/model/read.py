@@ -1,285 +1,375 @@
-"""Reads the description of a model off its modules, which are as in its reference.
+"""Reads the template of a description off what a small model was seen to compute: `read(record)`.
 
-wiring.py says how the blocks of a layer are wired, layout.py what the classes of norms, MLPs and rotations compute.
+Products and attention are those that ran; norms, rotations and activations are known by their numbers.
 """
 
-import inspect
-from collections.abc import Callable
+import dataclasses
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from llmkernels.ops import relu2, relu2_glu, swiglu
-
+from ..classes import layout
 from ..classes.families import Rotation
-from ..classes.layout import mlp_of, norm_of, rotation_name, rotation_of
-from ..errors import Distrust, UnknownLayout
-from ..modules.activations import gated_unit, geglu_erf, geglu_tanh, gelu_erf, gelu_tanh, plain_unit
-from ..modules.replaced import own_class
+from ..errors import UnknownLayout
 from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
-from .reference import Part, Reference
-from .wiring import is_attention, wiring
+from .numbers import ACTIVATIONS, attend, is_close, rotation_of, tokens_first, window_of
+from .observe import Node, Number, Record
+from .template import Factor, Path, Template, Window
+
+
+def read(record: Record) -> Template:
+    """The template of a model. Raises UnknownLayout where it computes what no description has."""
+    return _Reader(record).template()
+
+
+class _Reader:
+    def __init__(self, record: Record):
+        self.record = record
+        self.tokens = record.logits.value.shape[1]
+        self.stack = _stack(record)
+        self._norms: dict[str, Norm] = {}
+        self._rotaries: set[str] = set()
+
+    def template(self) -> Template:
+        head, logit_scale, softcap = self._head(self.record.logits)
+        norm, stream = self._normed(head.args[0])
+        if norm is None:
+            raise UnknownLayout("has no norm behind its layers")
+        start, terms = self._terms(stream)
+        embedding, embed_scale = self._embedding(start)
+        layers = self._layers(start, terms)
+        rotated = [layer.attention for layer in layers if layer.attention.table is not None]
+        rotations = {(one.interleaved, one.alternates) for one in rotated}
+        if len(rotations) > 1 or len(self._rotaries) > 1:
+            raise UnknownLayout("has layers that rotate in different ways")
+        if rotated:  # tables are laid out alike for all layers
+            layers = [_rotating_as(layer, *next(iter(rotations))) for layer in layers]
+        trunk = Trunk(
+            embedding=embedding,
+            embed_scale=embed_scale,
+            rotary=next((Path(name) for name in self._rotaries), None),
+            tables=tuple(sorted({one.table for one in rotated})),
+            positions=range(0),
+            layers=tuple(layers),
+            norm=norm,
+            head=self._product([head]),
+            logit_scale=logit_scale,
+            logit_softcap=softcap,
+        )
+        return Template(trunk, self.stack)
+
+    # --- from the logits to the stream
+
+    def _head(self, logits: Node) -> tuple[Node, Factor, Factor | float]:
+        """The product behind everything, what multiplies it, and what caps it."""
+        node, scales, cap = logits, [], None
+        while (node := node.stripped()).kind != "product":
+            if node.kind == "scale":
+                scales.append(node.args[1])
+            elif node.kind == "tanh" and cap is None:
+                cap, scales = Factor(tuple(scales)), []
+            else:
+                raise UnknownLayout(f"computes logits by {_said(node)}")
+            node = node.args[0]
+        if cap is None:
+            return node, Factor(tuple(scales)), 0.0
+        return node, Factor((*scales, *cap.numbers)), cap
+
+    def _embedding(self, start: Node) -> tuple[Path, Factor | None]:
+        numbers = []
+        while (start := start.stripped()).kind == "scale":
+            numbers.append(start.args[1])
+            start = start.args[0]
+        if start.kind != "embedding":
+            raise UnknownLayout(f"has layers that are given what {_said(start)} makes, where embeddings are expected")
+        if len(numbers) > 1:
+            raise UnknownLayout("scales embeddings more than once")
+        return Path(start.args[1].name), Factor(tuple(numbers)) if numbers else None
+
+    def _terms(self, stream: Node) -> tuple[Node, list[Node]]:
+        """What a residual stream begins with, and what is added to it, in the order in which it was computed."""
+        summands = _summands(stream)
+        starts = [node for node in summands if not node.nearest("product", "attention")]
+        if not starts:
+            raise UnknownLayout(
+                f"adds what {_said(summands[0])} makes to the residual stream, which begins with nothing"
+            )
+        if len(starts) > 1:
+            raise UnknownLayout(f"has a residual stream that begins with {len(starts)} tensors")
+        terms = [node for node in summands if node is not starts[0]]
+        if len({*terms}) < len(terms):
+            raise UnknownLayout("adds the same twice")
+        return starts[0], terms
+
+    # --- layers
+
+    def _layers(self, start: Node, terms: list[Node]) -> list[Layer]:
+        found = []
+        for term in terms:
+            multiplier, post, output = self._term(term)
+            block, entrance = self._block(output)
+            pre, source = self._normed(entrance)
+            if post is not None and post.options.kind != "rms_norm":
+                raise UnknownLayout(f"has a {post.options.kind} behind a block")
+            found.append((output.order, term, Branch(block, pre, post, multiplier), _summands(source)))
+        found.sort(key=lambda one: (len(one[3]), one[0]))
+        added, layers, calls = [start], [], [node.order for node in self.record.attentions]
+        for index, members in itertools.groupby(found, key=lambda one: self._layer_of(one[2])):
+            group, before = list(members), len(added)
+            sources = []
+            for _, term, _, summands in group:
+                if {*summands} != {*added[: len(summands)]} or len(summands) < before:
+                    raise UnknownLayout("has a block that reads something of its own")
+                sources.append(len(summands) - before)
+                added.append(term)
+            if sources not in (list(range(len(group))), [0] * len(group)):
+                raise UnknownLayout("has layers whose blocks read neither the layer's input nor what is before them")
+            branches = tuple(branch for _, _, branch, _ in group)
+            if sum(isinstance(branch.block, Attention) for branch in branches) != 1:
+                raise UnknownLayout("has layers without attention, or with two")
+            if index != len(layers):
+                raise UnknownLayout("runs its layers in another order, or not all of them")
+            layers.append(Layer(branches, parallel=len(group) > 1 and sources[-1] == 0))
+        if len(layers) != len(calls):
+            raise UnknownLayout(f"attends {len(calls)} times in {len(layers)} layers")
+        return layers
+
+    def _layer_of(self, branch: Branch) -> int:
+        block = branch.block
+        name = (block.output if isinstance(block, Attention) else block.down).weights[0].name
+        if not name.startswith(f"{self.stack}."):
+            raise UnknownLayout(f"adds {name}, which is no part of a layer")
+        return int(name[len(self.stack) + 1 :].split(".")[0])
+
+    def _term(self, term: Node) -> tuple[Factor, Norm | None, Node]:
+        """What multiplies a summand, the norm of the block, and its last product."""
+        numbers, post, node = [], None, term
+        while (node := node.stripped()).kind != "product":
+            if node.kind == "scale" and post is None:
+                numbers.append(node.args[1])
+            elif node.kind == "module" and post is None:
+                post = self._norm(node)
+            else:
+                raise UnknownLayout(f"adds what {_said(node)} makes to a residual stream")
+            node = node.args[0]
+        return Factor(tuple(numbers)), post, node
+
+    def _normed(self, node: Node) -> tuple[Norm | None, Node]:
+        """The norm that a tensor is the result of, if it is, and what it was made of."""
+        node = node.stripped()
+        return (self._norm(node), node.args[0].stripped()) if node.kind == "module" else (None, node)
+
+    def _block(self, output: Node) -> tuple[Attention | MLP, Node]:
+        """The block whose last product this is, and what its first ones read."""
+        entrance = output.args[0]
+        before = entrance.nearest("product", "attention")
+        if [node.kind for node in before] == ["attention"]:
+            return self._attention(before[0], output)
+        return self._mlp(before, output)
+
+    # --- MLPs
+
+    def _mlp(self, before: list[Node], output: Node) -> tuple[MLP, Node]:
+        hidden = output.args[0].value
+        tries = [((one,), (None, one.value)) for one in before[:1]]
+        if len(before) == 2:
+            tries = [((a, b), (a.value, b.value)) for a, b in itertools.permutations(before)]
+        elif before and before[0].value.shape[-1] == 2 * hidden.shape[-1]:
+            tries = [((before[0],), before[0].value.chunk(2, -1))]
+        if len(before) not in (1, 2) or len({node.args[0].stripped() for node in before}) > 1:
+            raise UnknownLayout(f"has an MLP of an unknown layout: {len(before)} products before {_said(output)}")
+        for (products, (gate, up)), (name, act) in itertools.product(tries, ACTIVATIONS.items()):
+            if is_close(hidden, act(up) if gate is None else act(gate) * up):
+                mlp = MLP(self._product(products), self._product([output]), name, gate is not None)
+                return mlp, before[0].args[0]
+        raise UnknownLayout(f"has an activation without a kernel before {_said(output)}")
+
+    # --- attention
+
+    def _attention(self, call: Node, output: Node) -> tuple[Attention, Node]:
+        q, k, v, _ = call.args
+        if not is_close(output.args[0].value, call.value, 0):
+            raise UnknownLayout("changes what attention gives before the product behind it")
+        layer = call.options["layer"]
+        if layer != self._layer_at(call.name) or call.options["layer of v"] != layer:
+            raise UnknownLayout(f"has an attention with layer {layer} of the cache")
+        products, heads = self._heads((q, k, v))
+        if heads[2].norm is not None or heads[2].rotation is not None:
+            raise UnknownLayout("has an attention that normalizes or rotates v")
+        q_norm, k_norm, row_norms = self._head_norms(heads)
+        rotation, table = heads[0].rotation, heads[0].table
+        if (rotation, table) != (heads[1].rotation, heads[1].table):
+            raise UnknownLayout("rotates q and k in different ways")
+        scale, softcap, window = self._scores(call)
+        attention = Attention(
+            qkv=self._product(products),
+            output=self._product([output]),
+            heads=0,
+            kv_heads=0,
+            head_dim=q.value.shape[-1],
+            scale=scale,
+            window_left=window,
+            softcap=softcap,
+            table=table,
+            interleaved=rotation is not None and rotation.interleaved,
+            alternates=rotation is not None and rotation.interleaved and rotation.table == "elements",
+            q_norm=q_norm,
+            k_norm=k_norm,
+            row_norms=row_norms,
+        )
+        return attention, products[0].args[0]
+
+    def _heads(self, qkv: Sequence[Node]) -> tuple[list[Node], list["_Heads"]]:
+        """The products that q, k and v are made of, and how."""
+        found = []
+        for x in qkv:
+            near = x.nearest("product", "attention", "module", "tables")
+            norms, tables = ([node for node in near if node.kind == kind] for kind in ("module", "tables"))
+            before = norms[0].args[0].nearest("product", "attention") if norms else []
+            before += [node for node in near if node.kind in ("product", "attention")]
+            if [node.kind for node in before] != ["product"] or len(norms) > 1:
+                raise UnknownLayout("has an attention of an unknown layout: q, k and v are more than products")
+            found.append((x.value.transpose(1, 2)[0], before[0], norms, tables))
+        products = list(dict.fromkeys(product for _, product, _, _ in found))
+        widths = [value[0].numel() for value, *_ in found]
+        offsets = [0, 0, 0] if len(products) == 3 else [0, widths[0], widths[0] + widths[1]]
+        if [node.value.shape[-1] for node in products] != (widths if len(products) == 3 else [sum(widths)]):
+            raise UnknownLayout("has an attention of an unknown layout: q, k and v are not the rows of its products")
+        if len({node.args[0].stripped() for node in products}) > 1:
+            raise UnknownLayout("has an attention whose products read different tensors")
+        return products, [
+            self._made_of(value, product.value[0][:, offset : offset + width], norms, tables)
+            for (value, product, norms, tables), offset, width in zip(found, offsets, widths, strict=True)
+        ]
+
+    def _made_of(self, value: Tensor, before: Tensor, norms: list[Node], tables: list[Node]) -> "_Heads":
+        """How (T, heads, D) are made of a product (T, heads * D)."""
+        norm = None
+        if norms:
+            try:
+                norm = self._norm(norms[0])
+            except UnknownLayout as reason:
+                raise UnknownLayout(f"has norms of q and k without a kernel: {reason}") from None
+            if not is_close(tokens_first(norms[0].args[0].value, self.tokens), before, 0):
+                raise UnknownLayout("has norms of q and k of an unknown layout")
+            before = tokens_first(norms[0].value, self.tokens)
+        rotation = rotation_of(before.reshape(value.shape), value, tables)
+        if rotation is None:
+            return _Heads(norm, None, None, value.shape[-1])
+        names = [x for x in tables[0].args if isinstance(x, str)]
+        if len([*tables[0].nodes()]) != 2 or len(names) > 1:
+            raise UnknownLayout("makes tables of a rotation of more than positions")
+        self._rotaries.add(tables[0].name)
+        return _Heads(norm, rotation, next(iter(names), ""), value.shape[-1])
+
+    def _head_norms(self, heads: list["_Heads"]) -> tuple[Norm | None, Norm | None, bool]:
+        q, k = heads[0].norm, heads[1].norm
+        if q is None and k is None:
+            return None, None, False
+        if q is None or k is None:
+            raise UnknownLayout("has a norm of q or of k alone")
+        if q.options != k.options or q.eps.value != k.eps.value:
+            raise UnknownLayout("has norms of q and k that differ")
+        if q.options.kind != "rms_norm" or q.weight is None:
+            raise UnknownLayout("has norms of q and k without a kernel")
+        return q, k, self._shape(q.weight)[0] != heads[0].head_dim
+
+    def _scores(self, call: Node) -> tuple[Factor, Factor | float, Window | int]:
+        """The scale, the softcap and the window with which an attention gives what it gives, to loud queries, too."""
+        q, k, v, mask = (x.value if isinstance(x, Node) else x for x in call.args)
+        scale = call.options.get("scaling")
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        window = window_of(mask, self.tokens)
+        caps = {x for name, x in call.options.items() if name != "scaling" and isinstance(x, float) and x > 0}
+        function = call.options["function"]
+        errors = {}
+        for cap in (0.0, *sorted(caps)):
+            pairs = [(function(loud * q), attend(loud * q, k, v, scale, cap, window)) for loud in (1.0, 16.0)]
+            errors[cap] = max(float((found - expected).abs().max() / found.abs().max()) for found, expected in pairs)
+        cap = min(errors, key=errors.get)
+        if not errors[cap] < 1e-4:
+            raise UnknownLayout(f"has an attention without a kernel: it differs by {errors[cap]:.1g}")
+        return self._factor(scale, call.name), self._factor(cap, call.name) if cap else 0.0, window
+
+    # --- parts
+
+    def _factor(self, value: float, path: str) -> Factor:
+        return Factor((self.record.number(value, [path]),))
+
+    def _shape(self, path: Path) -> torch.Size:
+        return self.record.model.get_parameter(path.name).shape
+
+    def _norm(self, node: Node) -> Norm:
+        if node.name not in self._norms:
+            module = self.record.model.get_submodule(node.name)
+            try:
+                options, weight, bias = layout.norm_of_module(module, node.args[0].value)
+            except UnknownLayout as reason:
+                raise UnknownLayout(f"has the module {type(module).__name__}: {reason}") from None
+            if options.kind == "layer_norm" and options.weight_offset:
+                raise UnknownLayout(f"has a norm whose weight has an offset, {type(module).__name__}")
+            paths = (None if name is None else Path(f"{node.name}.{name}") for name in (weight, bias))
+            eps = Number(float(getattr(module, options.eps)), node.name, options.eps)
+            self._norms[node.name] = Norm(options, *paths, eps)
+        return self._norms[node.name]
+
+    def _product(self, nodes: Sequence[Node]) -> Product:
+        weights, biases = zip(*(node.args[1:] for node in nodes), strict=True)
+        if len({bias is None for bias in biases}) > 1:
+            raise UnknownLayout(f"has a bias in some products of {_said(nodes[0])} and its like only")
+        biases = () if biases[0] is None else biases
+        return Product(*(tuple(Path(node.name) for node in group) for group in (weights, biases)))
+
+    def _layer_at(self, path: str) -> int:
+        return int(path[len(self.stack) + 1 :].split(".")[0])
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What can not be read off a model: proof.py finds out by trying.
+class _Heads:
+    """How q, k or v is made of a product: by a norm, then a rotation by the table of this name."""
 
-    `unrotated`: layers without a window have no rotation. `windowed`: the window of the config is the attention's.
-    `softcap`: scores are capped where the attention has a number for it. `logit_scale`: 1 where logits are multiplied
-    by `logits_scaling` of the config, -1 where divided.
-    """
-
-    unrotated: bool = False
-    windowed: bool = True
-    softcap: bool = True
-    logit_scale: int = -1
+    norm: Norm | None
+    rotation: Rotation | None
+    table: str | None
+    head_dim: int = 0
 
 
-def _ask(question: Callable, module: nn.Module, *arguments: Any) -> Any:
-    """What layout.py says of a module."""
-    try:
-        return question(*arguments)
-    except UnknownLayout as reason:
-        raise UnknownLayout(f"has the module {own_class(type(module)).__name__}: {reason}") from None
+# --- words
 
 
-def _first(modules: dict[str, Any], *names: str) -> Any:
-    return next((modules[name] for name in names if name in modules), None)
+def _stack(record: Record) -> str:
+    """The path of the list of layers."""
+    parts = record.attentions[0].name.split(".")
+    for end in range(1, len(parts)):
+        path = ".".join(parts[:end])
+        if isinstance(record.model.get_submodule(path), nn.ModuleList):
+            return path
+    raise UnknownLayout(f"has an attention in no list of layers, {record.attentions[0].name}")
 
 
-def read(model: nn.Module, expected: Reference, facts: Facts) -> Trunk:
-    """The description of a model that has all parts of its reference. Raises UnknownLayout where it has no description.
+def _summands(node: Node) -> list[Node]:
+    node = node.stripped()
+    return [x for side in node.args for x in _summands(side)] if node.kind == "add" else [node]
 
-    Distrust is raised for what is known, but is not as expected in this very model.
-    """
-    config = model.config
-    if set(model._modules) != {"model", "lm_head"}:
-        raise UnknownLayout(f"has the parts {', '.join(model._modules)}")
-    base, head = model.model, model.lm_head
-    modules = base._modules
-    embedding, layers, rotary = modules.get("embed_tokens"), modules.get("layers"), modules.get("rotary_emb")
-    base_part = expected.root.parts["model"]
-    norms = [
-        module for name, module in modules.items()
-        if module not in (embedding, layers, rotary) and not isinstance(module, nn.Dropout)
-    ]  # fmt: skip
-    if not isinstance(embedding, nn.Embedding) or not isinstance(layers, nn.ModuleList) or rotary is None:
-        raise UnknownLayout("has other parts than embed_tokens, layers, rotary_emb and a norm")
-    if len(norms) != 1:
-        raise UnknownLayout(f"has {len(norms)} modules behind its layers, where a norm is expected")
-    if embedding.max_norm is not None:
-        raise Distrust(embedding, "{} has a max_norm")
-    tables = _tables(rotary, config)
-    positions = positions_of(rotary)
-    if not facts.windowed:  # what is behind that window is not attended to: transformers' caches drop it
-        positions = positions[: config.sliding_window]
-    return Trunk(
-        embedding=embedding.weight,
-        embed_scale=_embed_scale(embedding, base_part),
-        rotary=rotary,
-        tables=tables,
-        positions=positions,
-        layers=tuple(
-            _layer(layer, part, index, config, tables, facts)
-            for index, (layer, part) in enumerate(zip(layers, base_part.parts["layers"].parts.values(), strict=True))
-        ),
-        norm=read_norm(norms[0]),
-        head=_product(model, [head]),
-        logit_scale=_logit_scale(config, facts),
-        logit_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+
+def _rotating_as(layer: Layer, interleaved: bool, alternates: bool) -> Layer:
+    branches = tuple(
+        dataclasses.replace(
+            branch, block=dataclasses.replace(branch.block, interleaved=interleaved, alternates=alternates)
+        )
+        if isinstance(branch.block, Attention)
+        else branch
+        for branch in layer.branches
     )
+    return dataclasses.replace(layer, branches=branches)
 
 
-def _embed_scale(embedding: nn.Module, base: Part) -> float | Tensor | None:
-    if "embed_scale" in embedding._buffers:
-        return embedding._buffers["embed_scale"]
-    default = getattr(base.module, "embedding_multiplier", None)
-    return getattr(base.parts["embed_tokens"].module, "embed_scale", default)
-
-
-def _logit_scale(config: Any, facts: Facts) -> float:
-    if (scale := getattr(config, "logits_scaling", None)) is not None:
-        return scale if facts.logit_scale > 0 else 1 / scale
-    return getattr(config, "logit_scale", None) or 1.0
-
-
-def _tables(rotary: nn.Module, config: Any) -> tuple[str, ...]:
-    if "layer_type" in inspect.signature(rotary.forward).parameters:
-        return tuple(sorted(set(config.layer_types)))
-    return ("",)
-
-
-def positions_of(rotary: nn.Module) -> range:
-    """The positions whose rotation does not depend on how long the sequence is."""
-    types = getattr(rotary, "rope_type", "default")
-    for kind in types.values() if isinstance(types, dict) else (types,):
-        if not isinstance(kind, str):
-            raise UnknownLayout(f"has rope of type {kind}")
-        if "dynamic" in kind or kind == "longrope":
-            original = getattr(rotary, "original_max_seq_len", 0)
-            if kind == "longrope":
-                original = rotary.config.rope_parameters.get("original_max_position_embeddings", original)
-            return range(original)
-    return range(1 << 31)
-
-
-def read_norm(module: nn.Module) -> Norm:
-    """A norm by its class. Raises UnknownLayout for one that the step does not have."""
-    options = _ask(norm_of, module, own_class(type(module)))
-    if options.kind == "layer_norm" and options.weight_offset:
-        raise UnknownLayout(f"has a norm whose weight has an offset, {type(module).__name__}")
-    parameters = module._parameters
-    weight = parameters["weight"] if options.has_weight else None
-    return Norm(options, weight, parameters["bias"] if options.has_bias else None, getattr(module, options.eps))
-
-
-def _product(owner: nn.Module, linears: list[nn.Module]) -> Product:
-    weights, biases = [], []
-    for linear in linears:
-        if not isinstance(linear, nn.Linear):
-            raise UnknownLayout(f"has a {type(linear).__name__} where a linear layer is expected")
-        members = vars(linear)
-        weight, bias = members["_parameters"]["weight"], members["_parameters"]["bias"]
-        if weight.shape != (members["out_features"], members["in_features"]):
-            raise Distrust(linear, "{} holds a part of its weight only")
-        weights.append(weight)
-        if bias is not None:
-            biases.append(bias)
-    if len(biases) not in (0, len(weights)):
-        raise Distrust(owner, "only some of the products of {} have a bias")
-    if len({weight.shape[1] for weight in weights}) > 1:
-        raise Distrust(owner, "the products of {} differ in what they read")
-    return Product(tuple(weights), tuple(biases))
-
-
-def _layer(layer: nn.Module, part: Part, index: int, config: Any, tables: tuple[str, ...], facts: Facts) -> Layer:
-    wires = wiring(part.module, type(part.module).forward)
-    sources = [wire.source for wire in wires]
-    if sources not in (list(range(len(wires))), [0] * len(wires)):
-        raise UnknownLayout("has layers whose blocks read neither the layer's input nor what is before them")
-    branches = []
-    for wire in wires:
-        block = getattr(layer, wire.block)
-        if is_attention(block):
-            block = _attention(block, part.parts[wire.block], index, config, tables, facts)
-        else:
-            block = _mlp(block)
-        pre, post = _block_norm(layer, wire.pre, True), _block_norm(layer, wire.post, False)
-        branches.append(Branch(block, pre, post, wire.multiplier))
-    if sum(isinstance(branch.block, Attention) for branch in branches) != 1:
-        raise UnknownLayout("has layers without attention, or with two")
-    return Layer(tuple(branches), parallel=len(wires) > 1 and sources[-1] == 0)
-
-
-def _block_norm(layer: nn.Module, name: str | None, before: bool) -> Norm | None:
-    if name is None or isinstance(module := getattr(layer, name), nn.Identity):
-        return None
-    norm = read_norm(module)
-    if not before and norm.options.kind != "rms_norm":
-        raise UnknownLayout(f"has a {type(module).__name__} behind a block")
-    return norm
-
-
-def _mlp(mlp: nn.Module) -> MLP:
-    names = _ask(mlp_of, mlp, own_class(type(mlp)).forward)
-    gated = names.gate is not None
-    act = getattr(mlp, names.act)
-    activation = _ACTIVATIONS.get((gated_unit if gated else plain_unit)(act))
-    if activation is None:
-        raise UnknownLayout(f"has an activation without a kernel, {type(act).__name__}")
-    up = [getattr(mlp, name) for name in (names.gate, names.up) if name is not None]
-    if len({linear.weight.shape for linear in up}) > 1:
-        raise Distrust(mlp, "gate and up of {} differ in shape")
-    return MLP(_product(mlp, up), _product(mlp, [getattr(mlp, names.down)]), activation, gated)
-
-
-# Those of compose.py, by the functions of activations.py.
-_ACTIVATIONS = {swiglu: "silu", geglu_erf: "gelu", geglu_tanh: "gelu_pytorch_tanh", relu2_glu: "relu2"}
-_ACTIVATIONS |= {gelu_erf: "gelu", gelu_tanh: "gelu_pytorch_tanh", relu2: "relu2"}
-
-
-def _attention(
-    module: nn.Module, part: Part, index: int, config: Any, tables: tuple[str, ...], facts: Facts
-) -> Attention:
-    # Numbers of the reference, but for those that may differ from it: what its class does not know, it does not read.
-    members, modules = {**vars(part.module), **{name: vars(module)[name] for name in part.read}}, module._modules
-    if members.get("layer_idx") != index:
-        raise UnknownLayout(f"has an attention {index} with layer {members.get('layer_idx')} of the cache")
-    output = _product(module, [_first(modules, "o_proj", "dense", "out_proj")])
-    packed = modules.get("qkv_proj")
-    linears = [packed] if packed is not None else [modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
-    names = {"qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "dense", "out_proj", "q_norm", "k_norm"}
-    if (unknown := modules.keys() - names) or module._parameters or None in linears:
-        raise UnknownLayout(f"has an attention of an unknown layout: {', '.join(sorted(unknown)) or 'q, k, v'}")
-    qkv = _product(module, linears)
-    head_dim, scale = members.get("head_dim"), members.get("scaling")
-    if not isinstance(head_dim, int) or not isinstance(scale, (int, float)):
-        raise UnknownLayout("has an attention without head_dim or scaling")
-    heads = output.weights[0].shape[1] // head_dim
-    rows = [weight.shape[0] for weight in qkv.weights]
-    kv_heads = rows[1] // head_dim if packed is None else (rows[0] // head_dim - heads) // 2
-    expected = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    if rows != (expected if packed is None else [sum(expected)]) or kv_heads < 1 or heads % kv_heads:
-        raise Distrust(module, "{} has an unknown layout of heads")
-    q_norm, k_norm = _head_norms(modules)
-    row_norms = q_norm is not None and q_norm.weight.shape[0] != head_dim
-    if row_norms and (q_norm.weight.shape[0], k_norm.weight.shape[0]) != (expected[0], expected[1]):
-        raise Distrust(module, "{} has norms of an unknown layout")
-    window = _window(members, index, config, facts)
-    rotation = _rotation(module)
-    rotates = members.get("use_rope", True) and not (facts.unrotated and window < 0)
-    return Attention(
-        qkv=qkv,
-        output=output,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        scale=float(scale),
-        window_left=window,
-        softcap=(members.get("attn_logit_softcapping") or 0.0) if facts.softcap else 0.0,
-        table=(config.layer_types[index] if tables != ("",) else "") if rotates else None,
-        interleaved=rotation.interleaved,
-        alternates=rotation.interleaved and rotation.table == "elements",
-        q_norm=q_norm,
-        k_norm=k_norm,
-        row_norms=row_norms,
-    )
-
-
-def _rotation(module: nn.Module) -> Rotation:
-    forward = own_class(type(module)).forward
-    name = rotation_name(forward)
-    if name is None:
-        raise UnknownLayout("has an attention without a rotation")
-    return _ask(rotation_of, module, name, inspect.unwrap(forward).__globals__[name])
-
-
-def _head_norms(modules: dict[str, nn.Module]) -> tuple[Norm | None, Norm | None]:
-    found = [modules.get(name) for name in ("q_norm", "k_norm")]
-    if found == [None, None]:
-        return None, None
-    if None in found:
-        raise UnknownLayout("has a norm of q or of k alone")
-    norms = [read_norm(module) for module in found]
-    if norms[0].options != norms[1].options or norms[0].eps != norms[1].eps:
-        raise UnknownLayout("has norms of q and k that differ")
-    if norms[0].options.kind != "rms_norm" or norms[0].weight is None or norms[0].weight.ndim != 1:
-        raise UnknownLayout("has norms of q and k without a kernel")
-    return norms[0], norms[1]
-
-
-def _window(members: dict[str, Any], index: int, config: Any, facts: Facts) -> int:
-    """How many keys before its own a query of a layer sees, or -1: all."""
-    window = members.get("sliding_window", getattr(config, "sliding_window", None))
-    types = getattr(config, "layer_types", None)
-    if types is not None and types[index] not in ("full_attention", "sliding_attention"):
-        raise UnknownLayout(f"has layers of type {types[index]}")
-    if members.get("is_sliding") is False or (types is not None and types[index] != "sliding_attention"):
-        window = None
-    if window is None or not facts.windowed:
-        return -1
-    if window < 1:
-        raise UnknownLayout(f"has a window of {window}")
-    return window - 1
+def _said(node: Node) -> str:
+    if node.kind == "product":
+        return f"the product with {node.args[1].name}"
+    if node.kind == "module":
+        return f"the module {node.name}"
+    return node.name or {"add": "a sum", "scale": "a multiple"}.get(node.kind, node.kind)

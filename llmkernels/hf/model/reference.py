@@ -26,9 +26,8 @@ from ..errors import NoStep, UnknownLayout
 from ..modules.replaced import own_class
 from . import trust
 from .trust import Kind
-from .wiring import is_attention
 
-# Numbers of a module that read.py reads from the model itself. All others are what its class makes of the config.
+# Numbers of a module that bind.py takes from the model itself. All others are what its class makes of the config.
 _READ = {"scaling", "eps", "variance_epsilon"}
 # Those that are of no account to a forward in eval mode.
 _FREE = {"training", "gradient_checkpointing", "vocab_size", "in_features", "out_features", "num_embeddings"}
@@ -53,7 +52,7 @@ class Reference:
     classes: tuple[type, ...]  # of all modules
     attention: Callable  # the function of transformers that the config names
     names: tuple[Name, ...]  # what the forwards and the attention call, and functions that modules have
-    called: tuple  # the same, for all models of these classes
+    called: tuple  # the same and the forwards, for all models of these classes
 
 
 _references: weakref.WeakKeyDictionary[nn.Module, Reference] = weakref.WeakKeyDictionary()
@@ -80,7 +79,9 @@ def reference_of(made: nn.Module, config: dict[str, Any], attention: Callable) -
     classes = tuple(dict.fromkeys(map(type, made.modules())))
     names = [*names_of(attention), *(name for cls in classes for name in names_of(cls.forward, cls))]
     own = [(type(module), name) for module in made.modules() for name in members_of(module)]
-    called = *(value for _, _, value in names), *dict.fromkeys((cls, name, value) for cls, (_, name, value) in own)
+    forwards = ((cls, "forward", cls.forward) for cls in classes)
+    members = dict.fromkeys((cls, name, value) for cls, (_, name, value) in own)
+    called = *forwards, *(value for _, _, value in names), *members
     names = tuple(dict.fromkeys([*names, *(name for _, name in own)]))
     return Reference(config, made, _part(made), classes, attention, names, called)
 
@@ -108,7 +109,10 @@ def _attention_of(model: nn.Module) -> Callable:
 
 def attention_function(config: Any, scope: dict[str, Any]) -> Callable:
     """The function that a config names, for attentions of a file with these globals."""
-    return _attention_functions().get_interface(config._attn_implementation, scope.get("eager_attention_forward"))
+    return _attention_functions().get_interface(config._attn_implementation, scope.get(_EAGER))
+
+
+_EAGER = "eager_attention_forward"
 
 
 @functools.cache
@@ -120,10 +124,8 @@ def _attention_functions() -> Any:
 
 def attention_scope(model: nn.Module) -> dict[str, Any]:
     """The globals of the file that a model's attention is from."""
-    attention = next((module for module in model.modules() if is_attention(module)), None)
-    if attention is None:
-        raise NoStep("the model has no attention")
-    return vars(sys.modules[own_class(type(attention)).__module__])
+    scopes = (vars(sys.modules[own_class(type(module)).__module__]) for module in model.modules())
+    return next((scope for scope in scopes if _EAGER in scope), {})
 
 
 class _WithoutRandomNumbers(TorchDispatchMode):
@@ -176,7 +178,7 @@ def small_config(config: Any) -> Any:
     Embeddings are not tied to the head: the logit of a token itself would drown the others.
     """
     small = copy.deepcopy(config)
-    kinds = _layer_kinds(config)
+    kinds = layer_kinds(config)
     last = max(kinds.index(kind) for kind in set(kinds))
     layers = max(last + 1, min(2, len(kinds)))
     heads = config.num_attention_heads
@@ -207,7 +209,21 @@ def small_config(config: Any) -> Any:
     return small
 
 
-def _layer_kinds(config: Any) -> list[tuple]:
+def resized(small: Any) -> Any:
+    """A small config with other sizes, and one layer more: what differs then depends on sizes."""
+    other = copy.deepcopy(small)
+    for name, value in vars(small).items():
+        if isinstance(value, list) and len(value) == small.num_hidden_layers and name != "architectures":
+            setattr(other, name, [*value, value[-1]])
+    doubled = "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size"
+    changes = {name: 2 * getattr(small, name) for name in doubled if isinstance(getattr(small, name, None), int)}
+    for name, value in changes.items():
+        setattr(other, name, value)
+    other.num_hidden_layers = small.num_hidden_layers + 1
+    return other
+
+
+def layer_kinds(config: Any) -> list[tuple]:
     """What distinguishes the layers of a config, for each: its entries in the lists with one per layer."""
     count = config.num_hidden_layers
     lists = [

@@ -120,11 +120,11 @@ _ABSENT = object()
 def _check_numbers(module: nn.Module, kind: Kind, members: dict[str, Any]) -> None:
     for name, value in kind.numbers:
         found = members.get(name, _ABSENT)
-        if found != value and not _is_same_partial(found, value):
+        if found != value and not is_same_partial(found, value):
             raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
 
 
-def _is_same_partial(found: Any, expected: Any) -> bool:
+def is_same_partial(found: Any, expected: Any) -> bool:
     if not isinstance(found, functools.partial) or not isinstance(expected, functools.partial):
         return False
     return (found.func, found.args, found.keywords) == (expected.func, expected.args, expected.keywords)

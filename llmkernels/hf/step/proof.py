@@ -3,13 +3,14 @@
 The small model has the class and the config of the model in question but for sizes (reference.py), and random weights,
 once of an ordinary size, and once so large in some channels that scores and values reach what clips them.
 Both run on the CPU, in float32, over more tokens than a window has, at the first positions and at the last for which
-the description is meant: some families scale queries far behind. What a description can not read off a model is tried:
-the facts with which the logits agree best.
+the description is meant: some families scale queries far behind. The description is read from the small model, too,
+while it runs: observe.py.
 """
 
+import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +19,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..classes.origin import hold
 from ..errors import NoStep, UnknownLayout
+from ..model.bind import bind
 from ..model.description import Product, Trunk, with_products
-from ..model.read import Facts, positions_of, read
-from ..model.reference import WINDOW, Reference, fill, of_account, reference_of, small_config, small_model
+from ..model.observe import observe
+from ..model.read import read
+from ..model.reference import (
+    WINDOW,
+    Reference,
+    attention_function,
+    attention_scope,
+    fill,
+    of_account,
+    reference_of,
+    resized,
+    small_config,
+    small_model,
+)
+from ..model.template import Template
 from .compose import LayerCache, Tokens, embed, forward, make_tables
 
 _TOKENS = 2 * WINDOW + 2
@@ -29,12 +44,12 @@ _FILLS = ((1.0, 1e-5), (16.0, 1e-3))
 
 _TRIES = 3  # of a proof that ends in an error: there may be none the next time, when memory was short
 
-_proofs: list[tuple[tuple, Facts | str]] = []  # facts, or why there are none
+_proofs: list[tuple[tuple, Template | str]] = []  # what was proved, or why nothing was
 _failed: list[tuple] = []  # the tries that ended in an error
 
 
-def facts(model: nn.Module, expected: Reference) -> Facts:
-    """The facts under which the description of a model is right. Raises UnknownLayout where there are none,
+def template_of(model: nn.Module, expected: Reference) -> Template:
+    """The template of a model's description, proved. Raises UnknownLayout where it has none,
     and NoStep where that is not known yet.
 
     Models of one class that differ in their sizes alone have one small model, and so one proof.
@@ -71,17 +86,7 @@ def _in_its_own_way(error: Exception) -> str:
     return f"has an unknown layout ({type(error).__name__}: {error})"
 
 
-def _candidates(config: Any) -> Iterator[Facts]:
-    types = getattr(config, "layer_types", None) or []
-    mixed = len(set(types)) > 1
-    scales = (-1, 1) if getattr(config, "logits_scaling", None) not in (None, 1) else (-1,)
-    softcaps = (True, False) if getattr(config, "attn_logit_softcapping", None) else (True,)
-    windows = (True, False) if getattr(config, "sliding_window", None) is not None else (True,)
-    for options in itertools.product((False, True) if mixed else (False,), windows, softcaps, scales):
-        yield Facts(*options)
-
-
-def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Facts:
+def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
     # Modes of the caller have nothing to see here, and his autocast no dtypes to decide.
     with (
         _disable_current_modes(),
@@ -90,41 +95,53 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Facts:
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
     ):
-        small = small_model(cls, config)
+        small, template = _observed(cls, config)
+        _check_numbers(template, cls, config)
         known = reference_of(small, vars(small.config), attention)
-        ids = torch.arange(_TOKENS) * 7 % 61
-        rotary = read(small, known, Facts()).rotary
-        starts = {0, max(0, len(positions_of(rotary)) - _TOKENS)}
-        fits = dict.fromkeys(_candidates(config), 0.0)
         for loud, tolerance in _FILLS:
             fill(small, loud)
-            _level_embeddings(small, ids)
-            for start in starts:
-                fits = _fitting(fits, small, known, ids, start, tolerance)
-    return min(fits, key=fits.get)
+            _level_embeddings(small, template, ids := torch.arange(_TOKENS) * 7 % 61)
+            parts = bind(template, small, known)
+            for start in {0, max(0, len(parts.positions) - _TOKENS)}:
+                error = _error(_composed(parts, ids, start), _logits(small, ids, start))
+                if not error <= tolerance:
+                    off = f"logits differ by {error:.1g} of the largest"
+                    raise UnknownLayout(f"computes something else than its description: {off}")
+    return template
 
 
-def _fitting(
-    candidates: dict[Facts, float], small: nn.Module, known: Reference, ids: Tensor, start: int, tolerance: float
-) -> dict[Facts, float]:
-    """The candidates with which logits agree here, too, with their largest error as a part of what is tolerated."""
-    target = _logits(small, ids, start)
-    errors = {
-        candidate: max(before, _error(_composed(read(small, known, candidate), ids, start), target) / tolerance)
-        for candidate, before in candidates.items()
-    }
-    if (least := min(errors.values())) > 1:
-        off = f"logits differ by {least * tolerance:.1g} of the largest"
-        raise UnknownLayout(f"computes something else than its description: {off}")
-    return {candidate: error for candidate, error in errors.items() if error <= 1}
+def _observed(cls: type[nn.Module], config: Any) -> tuple[nn.Module, Template]:
+    """A small model, and what it was seen to compute."""
+    small = small_model(cls, config)
+    fill(small, 1.0)
+    attends = copy.copy(small.config)
+
+    def attention(module: nn.Module) -> Callable:
+        return attention_function(attends, attention_scope(module))
+
+    ids, positions = (torch.arange(_TOKENS) * 7 % 61)[None], torch.arange(_TOKENS)[None]
+    return small, read(observe(small, ids, positions, attention))
 
 
-def _level_embeddings(small: nn.Module, ids: Tensor) -> None:
+def _check_numbers(template: Template, cls: type[nn.Module], config: Any) -> None:
+    """Raise UnknownLayout where a forward makes a number of the sizes of the model: here they are others."""
+    numbers = template.own_numbers(len(template.trunk.layers))
+    if any(number != 1 for number in numbers):
+        _, other = _observed(cls, resized(config))
+        if other.own_numbers(len(template.trunk.layers)) != numbers:
+            raise UnknownLayout("multiplies by a number that depends on its sizes")
+
+
+def _level_embeddings(small: nn.Module, template: Template, ids: Tensor) -> None:
     """Make what the first layer is given about 1: scaled embeddings would drown what the layers add."""
     found = []
-    with small.model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: found.extend(args), with_kwargs=True):
+
+    def note(_, args, kwargs):
+        found.extend((*args, *kwargs.values()))
+
+    with small.get_submodule(template.stack)[0].register_forward_pre_hook(note, with_kwargs=True):
         _logits(small, ids, 0)
-    small.model.embed_tokens.weight /= found[0].std()
+    small.get_parameter(template.trunk.embedding.name).div_(found[0].std())
 
 
 def _logits(small: nn.Module, ids: Tensor, start: int) -> Tensor:

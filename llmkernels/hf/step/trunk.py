@@ -4,8 +4,8 @@ The step computes what the forwards of a model compute, without calling its modu
 calls, and nothing may compute otherwise.
 
     trust.py       every module and parameter is what the model's class makes of its config (reference.py)
-    read.py        the description of such a model
-    proof.py       a small model of the same class and config computes what the description says that it does
+    bind.py        the description of such a model
+    proof.py       the template of it: a small model of the same class and config computes what it says
 """
 
 from collections import Counter
@@ -17,13 +17,13 @@ from ..classes.layout import kind_of
 from ..classes.origin import check_names
 from ..errors import Distrust, NoStep, Refusal, UnknownLayout
 from ..model import trust
+from ..model.bind import bind, positions_of
 from ..model.description import Product, Trunk, with_products
-from ..model.read import positions_of, read
 from ..model.reference import reference
 from ..modules.replaced import Generating
 from . import packing
 from .guard import check_helpers, inspect_all
-from .proof import facts
+from .proof import template_of
 
 MAX_BATCH = 64
 MAX_HEAD_DIM = 512  # of decode_attention on CUDA; on the CPU there is no limit
@@ -44,7 +44,7 @@ def trunk(model: nn.Module) -> Trunk:
         inspect_all(model, expected.root)
         check_names(expected.names)
         check_helpers(model)
-        parts = read(model, expected, facts(model, expected))
+        parts = bind(template_of(model, expected), model, expected)
     except Distrust as reason:
         raise reason.named_in(model) from None
     except UnknownLayout as reason:

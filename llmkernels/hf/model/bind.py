@@ -1,0 +1,190 @@
+"""Puts the parameters and numbers of a model in a template: `bind(template, model, expected)`, the description.
+
+A layer of the model takes the first layer of the template that its class makes alike.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import Distrust, UnknownLayout
+from .description import Attention, Norm, Product, Trunk
+from .observe import CONFIG, Number
+from .reference import Part, Reference, layer_kinds
+from .template import Factor, Path, Template, Window
+from .trust import is_same_partial
+
+
+def bind(template: Template, model: nn.Module, expected: Reference) -> Trunk:
+    """The description of a model that is as its reference. Raises Distrust where one of its tensors is not,
+    and UnknownLayout for a layer that is like none of the template."""
+    parts = template.trunk
+    places = _places(template, model, expected)
+    layers = tuple(
+        _Binder(model, expected, _renamed(template.stack, place, index)).bound(parts.layers[place])
+        for index, place in enumerate(places)
+    )
+    windowed = [layer.attention.window_left >= 0 for layer in layers]
+    rest = _Binder(model, expected, lambda path: path).bound(dataclasses.replace(parts, layers=()))
+    return dataclasses.replace(rest, layers=layers, positions=_positions(rest.rotary, model.config, windowed))
+
+
+class _Binder:
+    def __init__(self, model: nn.Module, expected: Reference, rename: Callable[[str], str]):
+        self._model, self._expected, self._rename = model, expected, rename
+
+    def bound(self, node: Any) -> Any:
+        if isinstance(node, Path):
+            return self._tensor_or_module(node.name)
+        if isinstance(node, Factor):
+            return self._factor(node)
+        if isinstance(node, Number):
+            return self._number(node)
+        if isinstance(node, Window):
+            window = getattr(self._model.config, "sliding_window", None)
+            if not window or window < 1:
+                raise UnknownLayout(f"has a window of {window}")
+            return window - 1
+        if isinstance(node, tuple):
+            return tuple(map(self.bound, node))
+        if isinstance(node, Norm):  # whose options stay
+            self._owner(node.eps.path, with_bias=False)
+            return Norm(node.options, *map(self.bound, (node.weight, node.bias)), float(self.bound(node.eps)))
+        if isinstance(node, Product):
+            return self._product(node)
+        if dataclasses.is_dataclass(node):
+            made = {field.name: self.bound(getattr(node, field.name)) for field in dataclasses.fields(node)}
+            node = dataclasses.replace(node, **made)
+        return self._with_heads(node) if isinstance(node, Attention) else node
+
+    def _owner(self, path: str, with_bias: bool) -> tuple[nn.Module, nn.Module]:
+        """A module and that of the reference. Both have the same parameters, or one of them may have a bias, too."""
+        owner, reference = (_at(model, self._rename(path)) for model in (self._model, self._expected.model))
+        for name, parameter in reference._parameters.items():
+            if (owner._parameters[name] is None) != (parameter is None) and not (with_bias and name == "bias"):
+                raise Distrust(owner, f"{{}} has another {name} than its class makes")
+        return owner, reference
+
+    def _tensor_or_module(self, path: str, with_bias: bool = False) -> Any:
+        parent, _, name = path.rpartition(".")
+        if name in _at(self._model, self._rename(parent))._modules:
+            return _at(self._model, self._rename(path))
+        owner, reference = self._owner(parent, with_bias)
+        found = owner._parameters[name]
+        if found.shape != reference._parameters[name].shape:
+            raise Distrust(owner, "{} holds a part of its weight only")
+        return found
+
+    def _product(self, product: Product) -> Product:
+        """Linear layers have the bias that they have: somebody may have put one there, or taken it away."""
+        parents = [path.name.removesuffix(".weight") for path in product.weights]
+        are_linear = all(type(_at(self._expected.model, self._rename(name))) is nn.Linear for name in parents)
+        weights = tuple(self._tensor_or_module(path.name, are_linear) for path in product.weights)
+        if not are_linear:
+            return Product(weights, self.bound(product.biases))
+        owners = [_at(self._model, self._rename(name)) for name in parents]
+        biases = [owner._parameters["bias"] for owner in owners if owner._parameters["bias"] is not None]
+        if len(biases) not in (0, len(owners)):
+            block = _at(self._model, self._rename(parents[0].rpartition(".")[0]))
+            raise Distrust(block, "only some of the products of {} have a bias")
+        return Product(weights, tuple(biases))
+
+    def _factor(self, factor: Factor) -> float | Tensor:
+        """A tensor only where it is all that there is: reading it would wait for the device."""
+        found = [(self._number(number), number.power) for number in factor.numbers]
+        if len(found) == 1 and isinstance(found[0][0], Tensor) and found[0][1] == 1:
+            return found[0][0]
+        result = 1.0
+        for value, power in found:
+            if isinstance(value, Tensor):
+                raise UnknownLayout("multiplies by a tensor")
+            result *= float(value) ** power
+        return result
+
+    def _number(self, number: Number) -> float | Tensor:
+        if not number.name:
+            return number.value
+        if number.path == CONFIG:
+            return getattr(self._model.config, number.name)
+        members = vars(_at(self._model, self._rename(number.path)))
+        return members["_buffers"][number.name] if number.name in members["_buffers"] else members[number.name]
+
+    def _with_heads(self, attention: Attention) -> Attention:
+        head_dim, rows = attention.head_dim, sum(weight.shape[0] for weight in attention.qkv.weights)
+        heads = attention.output.weights[0].shape[1] // head_dim
+        return dataclasses.replace(attention, heads=heads, kv_heads=(rows // head_dim - heads) // 2)
+
+
+def _at(model: nn.Module, path: str) -> nn.Module:
+    for name in path.split(".") if path else ():
+        model = model._modules[name]
+    return model
+
+
+def _renamed(stack: str, place: int, index: int) -> Callable[[str], str]:
+    old, new = f"{stack}.{place}.", f"{stack}.{index}."
+    return lambda path: new + path[len(old) :] if path.startswith(old) else path
+
+
+def _places(template: Template, model: nn.Module, expected: Reference) -> list[int]:
+    """For each layer of a model the layer of the template that stands for it."""
+    part = expected.root
+    for name in template.stack.split("."):
+        part = part.parts[name]
+    layers, kinds = [*part.parts.values()], layer_kinds(model.config)
+    places: list[int] = []
+    for index, layer in enumerate(layers):
+        alike = (
+            place
+            for place in range(min(len(template.trunk.layers), len(layers)))
+            if kinds[place] == kinds[index] and _alike(layers[place], layer, place, index)
+        )
+        if (place := next(alike, None)) is None:
+            raise UnknownLayout(f"has a layer {index} that is not as one of the first {len(template.trunk.layers)}")
+        places.append(place)
+    return places
+
+
+def _alike(one: Part, other: Part, index: int, other_index: int) -> bool:
+    """Whether two layers of a reference differ in their indices alone."""
+    if one.kind is not other.kind:
+        if one.kind.check_class is not other.kind.check_class and type(one.module) is not type(other.module):
+            return False
+        numbers, others = dict(one.kind.numbers), dict(other.kind.numbers)
+        if numbers.keys() != others.keys() or one.kind.parameters != other.kind.parameters:
+            return False
+        for name, value in numbers.items():
+            found = others[name]
+            if value != found and not is_same_partial(value, found) and (value, found) != (index, other_index):
+                return False
+    if any(vars(one.module)[name] != vars(other.module)[name] for name in one.read):
+        return False
+    return one.parts.keys() == other.parts.keys() and all(
+        _alike(part, other.parts[name], index, other_index) for name, part in one.parts.items()
+    )
+
+
+def _positions(rotary: nn.Module | None, config: Any, windowed: list[bool]) -> range:
+    """Those for which the tables hold; and no more than a window, where what is behind it leaves the cache although
+    layers attend to it."""
+    positions = positions_of(rotary)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(windowed)
+    window = getattr(config, "sliding_window", None)
+    drops = (kind == "sliding_attention" and not sees for kind, sees in zip(types, windowed, strict=True))
+    return positions[:window] if window is not None and any(drops) else positions
+
+
+def positions_of(rotary: nn.Module | None) -> range:
+    """The positions whose rotation does not depend on how long the sequence is."""
+    types = getattr(rotary, "rope_type", "default")
+    for kind in types.values() if isinstance(types, dict) else (types,):
+        if not isinstance(kind, str):
+            raise UnknownLayout(f"has rope of type {kind}")
+        if "dynamic" in kind or kind == "longrope":
+            original = getattr(rotary, "original_max_seq_len", 0)
+            if kind == "longrope":
+                original = rotary.config.rope_parameters.get("original_max_position_embeddings", original)
+            return range(original)
+    return range(1 << 31)

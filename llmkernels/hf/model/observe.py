@@ -1,0 +1,297 @@
+"""What a small model computes, observed while it runs: `observe(model, ids)` gives a graph of tensors.
+
+Products and embeddings are known by the parameters that they read, attention by the function of transformers'
+AttentionInterface that is handed q, k and v, and a module without parts is one node. Names of modules do not matter:
+read.py finds out by their numbers what norms, rotations and activations are.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..classes.cache_name import cache_name
+from ..errors import UnknownLayout
+
+# What leaves the values as they are.
+_SAME = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "unsqueeze", "squeeze", "to"}
+_SAME |= {"float", "type_as", "clone", "detach", "dropout", "getitem", "view_as", "reshape_as", "swapaxes"}
+_CALLS = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "multiply": "mul"}
+_CALLS |= {"truediv": "div", "itruediv": "div", "idiv": "div", "true_divide": "div", "divide": "div"}
+
+
+@dataclass(eq=False)
+class Node:
+    """A tensor and what it was made by.
+
+    kind              args
+    ----------------- -------------------------------------------------------------------
+    "parameter"       of the model, `name`
+    "constant"        any other that was there before: a buffer has its `name`
+    "embedding"       ids, weight
+    "product"         x, weight, bias or None: x W^T + b
+    "attention"       q, k, v, mask or None; `options` are the other arguments, the layers of the cache that k
+                      and v were given to, and a function of other queries
+    "module"          the arguments of a call of the module `name`, which has no parts and returns a tensor
+    "tables"          the same, of a module that returns several; `options` has the index
+    "add"             two summands
+    "scale"           what is multiplied, and a Number
+    "tanh", "same"    x; the same numbers, maybe in another shape
+    "other"           of the function `name`
+    """
+
+    kind: str
+    value: Tensor  # as it was when it was made
+    args: tuple[Any, ...] = ()
+    name: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    order: int = 0
+
+    def nearest(self, *kinds: str) -> list["Node"]:
+        """The first ones of these kinds that it was made of, itself included, in the order in which they were made."""
+        found, seen, left = [], set(), [self]
+        while left:
+            if (node := left.pop()) in seen:
+                continue
+            seen.add(node)
+            if node.kind in kinds:
+                found.append(node)
+            elif node.kind != "tables":
+                left += node.nodes()
+        return sorted(found, key=lambda node: node.order)
+
+    def nodes(self) -> Iterator["Node"]:
+        return (node for node in self.args if isinstance(node, Node))
+
+    def stripped(self) -> "Node":
+        """The first node that has other numbers than those that it was made of."""
+        node = self
+        while node.kind == "same":
+            node = node.args[0]
+        return node
+
+
+CONFIG = "config of the model"
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that a forward multiplies by: the attribute or buffer `name` of the module `path`, or the entry `name`
+    of CONFIG; with an empty name a number of the forward's own. `power` is -1 where it divides."""
+
+    value: float
+    path: str = ""
+    name: str = ""
+    power: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    model: nn.Module
+    logits: Node
+    attentions: tuple[Node, ...]  # in the order of the calls
+
+    def number(self, value: float, paths: Iterable[str], power: int = 1) -> Number:
+        """A number by where it is from: an attribute of one of these modules, or of the config."""
+        return number_of(self.model, value, paths, power)
+
+
+def number_of(model: nn.Module, value: float, paths: Iterable[str], power: int = 1) -> Number:
+    for path, members in [*((path, vars(model.get_submodule(path))) for path in paths), (CONFIG, vars(model.config))]:
+        for name, member in members.items():
+            if isinstance(member, float) and member == value:
+                return Number(float(value), path, name, power)
+    return Number(float(value), power=power)
+
+
+def observe(model: nn.Module, ids: Tensor, positions: Tensor, attention: Callable[[nn.Module], Callable]) -> Record:
+    """Run a model on token ids (1, T), and record how its logits are made.
+
+    `attention(module)` is the function by which a module of the model attends. Raises UnknownLayout for a model that
+    does not attend by the function that its config names.
+    """
+    config, implementation = model.config, model.config._attn_implementation
+    recorder = _Recorder(model, attention)
+    handles = [hook for name, module in model.named_modules() for hook in recorder.hooks(name, module)]
+    config._attn_implementation = _registered()
+    try:
+        _active.recorder = recorder
+        with recorder:
+            cache = {cache_name(): _cache_class()(recorder)}
+            output = model(ids, position_ids=positions, use_cache=True, **cache)
+    finally:
+        _active.recorder = None
+        config._attn_implementation = implementation
+        for handle in handles:
+            handle.remove()
+    if not recorder.attentions:
+        raise UnknownLayout("attends without the function that its config names")
+    return Record(model, recorder.node(output.logits), tuple(recorder.attentions))
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module, attention: Callable):
+        super().__init__()
+        self.attentions: list[Node] = []
+        self._model, self._attention = model, attention
+        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one
+        self._nodes: dict[int, Node] = {}
+        self._running: list[tuple[str, int]] = []  # modules, and how many nodes there were
+        self._atomic = 0  # the last node that must not be hidden in one of a module
+        self._cached: dict[int, int] = {}  # the layers of keys and values
+        for name, parameter in model.named_parameters():
+            self._add(parameter, Node("parameter", parameter.detach(), name=name))
+        for name, buffer in model.named_buffers():
+            self._add(buffer, Node("constant", buffer.detach(), name=name))
+
+    def _add(self, tensor: Tensor, node: Node) -> Node:
+        self._kept.append(tensor)
+        self._nodes[id(tensor)] = node
+        node.order = len(self._kept)
+        if node.kind in ("product", "embedding", "attention"):
+            self._atomic = node.order
+        return node
+
+    def node(self, tensor: Tensor) -> Node:
+        known = self._nodes.get(id(tensor))
+        return self._add(tensor, Node("constant", tensor.detach())) if known is None else known
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = tuple(self.node(x) if isinstance(x, Tensor) else x for x in _flat((*args, *kwargs.values())))
+        results = function(*args, **kwargs)
+        name = getattr(function, "__name__", "").strip("_")
+        for index, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
+            if isinstance(result, Tensor) and not self._is_known(result, name):
+                self._add(result, self._made(_CALLS.get(name, name), result.detach().clone(), given, kwargs, index))
+        return results
+
+    def _is_known(self, result: Tensor, name: str) -> bool:
+        """Whether a function has returned what was there: in-place functions change what they return."""
+        return id(result) in self._nodes and name in _SAME
+
+    def _made(self, name: str, value: Tensor, given: tuple, kwargs: dict, index: int) -> Node:
+        tensors = [x for x in given if isinstance(x, Node)]
+        if name in ("linear", "embedding") and len(tensors) > 1 and all(x.kind == "parameter" for x in tensors[1:]):
+            kind = "product" if name == "linear" else "embedding"
+            bias = (tensors[2] if len(tensors) > 2 else None,) if name == "linear" else ()
+            return Node(kind, value, (*tensors[:2], *bias))
+        if name in ("add", "mul", "div") and len(given) == 2:
+            a, b = given
+            a, b = (b, a) if name != "div" and self._number(a) is not None else (a, b)
+            if name == "add" and len(tensors) == 2 and a.value.shape == b.value.shape == value.shape:
+                return Node("add", value, (a, b))
+            if name != "add" and isinstance(a, Node) and (number := self._number(b, -1 if name == "div" else 1)):
+                return Node("scale", value, (a, number))
+        if name == "tanh" and len(tensors) == 1:
+            return Node("tanh", value, (tensors[0],))
+        if name in _SAME and tensors and tensors[0].value.numel() == value.numel():
+            return Node("same", value, (tensors[0],))
+        return Node("other", value, given, name=name, options={"index": index})
+
+    def _number(self, x: Any, power: int = 1) -> Number | None:
+        """A number, or a tensor that is one and depends on no token."""
+        if isinstance(x, Node):
+            leaf = x.stripped()
+            if leaf.kind != "constant" or leaf.value.numel() != 1 or not leaf.value.is_floating_point():
+                return None
+            path, _, name = leaf.name.rpartition(".")
+            return Number(float(leaf.value), path, name, power)
+        if isinstance(x, bool) or not isinstance(x, (int, float)):
+            return None
+        return number_of(self._model, x, [path for path, _ in reversed(self._running)], power)
+
+    # --- modules
+
+    def hooks(self, path: str, module: nn.Module) -> Iterator[Any]:
+        def enter(module, args, kwargs):
+            self._running.append((path, len(self._kept)))
+
+        def leave(module, args, kwargs, output):
+            _, before = self._running.pop()
+            if not module._modules and self._atomic <= before:
+                self._as_one(path, (*args, *kwargs.values()), output)
+
+        yield module.register_forward_pre_hook(enter, with_kwargs=True)
+        yield module.register_forward_hook(leave, with_kwargs=True)
+
+    def _as_one(self, path: str, given: tuple, output: Any) -> None:
+        """What a module without parts returns is made of its arguments, by it."""
+        args = tuple(self.node(x) if isinstance(x, Tensor) else x for x in given)
+        several = isinstance(output, (tuple, list))
+        for index, result in enumerate(output if several else (output,)):
+            if isinstance(result, Tensor) and all(x is not result for x in given):
+                node = Node("tables" if several else "module", self.node(result).value, args, path, {"index": index})
+                self._add(result, node)
+
+    # --- attention
+
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict) -> Any:
+        def function(q: Tensor) -> Tensor:
+            return by_transformers(module, q, k, v, mask, **options)[0]
+
+        by_transformers = self._attention(module)
+        output, weights = by_transformers(module, q, k, v, mask, **options)
+        args = *map(self.node, (q, k, v)), None if mask is None else self.node(mask)
+        cached = {"layer": self._cached.get(id(k)), "layer of v": self._cached.get(id(v))}
+        node = Node("attention", self.node(output).value, args, self._running[-1][0])
+        node.options = options | cached | {"function": function}
+        self.attentions.append(self._add(output, node))
+        return output, weights
+
+    def cached(self, k: Tensor, v: Tensor, layer: int) -> None:
+        self._cached[id(k)] = self._cached[id(v)] = layer
+
+
+def _flat(values: tuple) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+# --- transformers' interfaces
+
+
+_active = threading.local()
+_NAME = "llmkernels_observed"
+
+
+def _attend(module, query, key, value, attention_mask, **options):
+    if (recorder := getattr(_active, "recorder", None)) is None:
+        raise RuntimeError(f"attention {_NAME} is for llmkernels alone, which watches a small model by it")
+    return recorder.attend(module, query, key, value, attention_mask, options)
+
+
+@functools.cache
+def _registered() -> str:
+    """The name of an attention that tells the recorder of this thread. Masks are those of eager attention."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    type(ALL_ATTENTION_FUNCTIONS).register(_NAME, _attend)
+    type(ALL_MASK_ATTENTION_FUNCTIONS).register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    return _NAME
+
+
+@functools.cache
+def _cache_class() -> type:
+    from transformers.cache_utils import DynamicCache
+
+    class Observed(DynamicCache):
+        """An empty cache that says what it is given, and keeps nothing."""
+
+        def __init__(self, recorder: _Recorder):
+            super().__init__()
+            self._recorder = recorder
+
+        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+            self._recorder.cached(key_states, value_states, layer_idx)
+            return key_states, value_states
+
+    return Observed

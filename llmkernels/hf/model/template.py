@@ -1,0 +1,62 @@
+"""A description without a model: paths stand for parameters and modules, and numbers say where they were found.
+
+read.py makes a template of what a small model was seen to compute, and bind.py a description for each model.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .description import Trunk
+from .observe import Number
+
+
+@dataclass(frozen=True)
+class Path:
+    """Stands for a parameter or a module."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Stands for a product of numbers."""
+
+    numbers: tuple[Number, ...] = ()
+
+    @property
+    def value(self) -> float:
+        result = 1.0
+        for number in self.numbers:
+            result *= number.value**number.power
+        return result
+
+
+@dataclass(frozen=True)
+class Window:
+    """Stands for how many keys before its own a query sees, where the config has a window."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """`stack` is the path of the list of layers."""
+
+    trunk: Trunk
+    stack: str
+
+    def own_numbers(self, layers: int) -> list[float]:
+        """Those that no module and no config has, of the first layers and all else."""
+        parts = dataclasses.replace(self.trunk, layers=self.trunk.layers[:layers])
+        return [number.value for number in numbers(parts) if not number.name]
+
+
+def numbers(node: Any) -> Iterator[Number]:
+    if isinstance(node, Number):
+        yield node
+    elif isinstance(node, tuple):
+        for item in node:
+            yield from numbers(item)
+    elif dataclasses.is_dataclass(node):
+        for entry in dataclasses.fields(node):
+            yield from numbers(getattr(node, entry.name))
