@@ -516,17 +516,17 @@ CPU = [
     Mutation(
         "py_replaced_functions_are_not_seen",
         "a function of torch that was replaced is not called",
-        "llmkernels/hf/model/trust.py",
-        "if getattr(owner, name) is not function:",
-        "if getattr(owner, name) is None:",
-        "tests/test_hf_trust.py -k functions_of_torch",
+        "llmkernels/hf/classes/origin.py",
+        "if get(name) is not value:",
+        "if value is None and get(name) is not value:",
+        "tests/test_proof.py -k two_calls_down",
     ),
     Mutation(
         "py_replaced_forwards_are_not_seen",
         "the forward of a class that was replaced after patch is not called",
         "llmkernels/hf/model/trust.py",
-        "        for value in (part, *found):\n",
-        "        for value in ():\n",
+        "        if cls.forward is not forward:\n",
+        "        if cls.forward is None:\n",
         "tests/test_hf_trust.py -k nobody_patches",
     ),
     Mutation(

@@ -173,8 +173,8 @@ LOSSES = [
         "cuda_loss_backward_drops_the_tail",
         "the last tile of a row is left out",
         LOSS_BACKWARD,
-        "return (vocab + tile - 1) / tile;",
-        "return std::max<int64_t>(1, vocab / tile);",
+        "return ((vector ? vocab : vocab + N - 1) + kTile - 1) / kTile;",
+        "return std::max<int64_t>(1, (vector ? vocab : vocab + N - 1) / kTile);",
         "tests/test_cross_entropy.py -k 'vocabularies and cuda'",
     ),
     Mutation(
