@@ -1,7 +1,7 @@
 """The calls of registry.py, for the tests of threads and devices. Run as a program, it is such a test in a new process:
 
-    python tests/every_op.py threads     16 threads at once, each on a stream of its own, at mixed sizes
-    python tests/every_op.py devices     all ops on cuda:0, then all on cuda:1, then both in turn
+python tests/every_op.py threads     16 threads at once, each on a stream of its own, at mixed sizes
+python tests/every_op.py devices     all ops on cuda:0, then all on cuda:1, then both in turn
 """
 
 import collections
