@@ -272,6 +272,7 @@ CASES = [
     _loss_case("cross_entropy", label_smoothing=0.1),
     _loss_case("cross_entropy_in_backward", gradient_in_forward=False, softcap=5.0),
     _glu_case("relu2_glu", "relu2_glu"),
+    _glu_case("relu2_glu_packed", "relu2_glu", packed=True),
     _bias_act_case("bias_gelu", "bias_gelu", 1),
     _bias_act_case("relu2", "relu2", 1),
     _bias_act_case("bias_swiglu", "bias_swiglu", 2),

@@ -18,152 +18,14 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import llmkernels
-from oracles import angles
+from registry import OPS, every_op, overload, small_calls, written
 
-BATCH, HEADS, KV_HEADS, DIM, CAPACITY, VOCAB = 2, 4, 2, 8, 6, 10
-
-_F32, _I32 = torch.float32, torch.int32
-
-
-def _per_sequence(value: int) -> Tensor:
-    return torch.full((BATCH,), value, dtype=_I32)
+_CALLS = small_calls()
 
 
 def valid(op: str) -> dict:
     """Arguments by name that the op takes, every tensor that is optional among them."""
-    x, weight = torch.ones(BATCH, 3, 8), torch.ones(8)
-    q, k = torch.ones(BATCH, 3, HEADS, DIM), torch.ones(BATCH, 3, KV_HEADS, DIM)
-    cos, sin = angles(5, DIM)
-    norm_options = {"eps": 1e-6, "weight_offset": 0.0}
-    rope = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": torch.arange(3).expand(BATCH, 3)}
-    qk_norm = {"q": q, "k": k, "q_weight": torch.ones(DIM), "k_weight": torch.ones(DIM), **dict(list(rope.items())[2:]),
-               **norm_options}  # fmt: skip
-    head_norms = {"q_norm_weight": torch.ones(DIM), "k_norm_weight": torch.ones(DIM), **norm_options}
-    rotation = {"cos": cos, "sin": sin, "positions": _per_sequence(1), "cache_seqlens": _per_sequence(2)}
-    caches = {name: torch.ones(BATCH, CAPACITY, KV_HEADS, DIM) for name in ("k_cache", "v_cache")}
-    pages = {"block_table": torch.arange(BATCH, dtype=_I32)[:, None], "softmax_scale": 0.5, "window_left": 4}
-    lengths = {"cache_seqlens": _per_sequence(3), "cache_leftpad": _per_sequence(0)}
-    rows = {"norm_weight": weight, "weight": torch.ones(6, 8)}
-    handoff = {"scaled": torch.ones(BATCH * 3, 8), "squares": torch.ones(2, 64)}
-    add = {"residual": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6), "alpha": 0.5}
-    loss = {"logits": x, "target": torch.ones(BATCH, 3, dtype=torch.long), "weight": weight, "ignore_index": -100,
-            "reduction": "mean", "label_smoothing": 0.1, "lse_square_scale": 0.0, "softcap": 0.0}  # fmt: skip
-    saved_loss = {**loss, "reduction": "none", "lse": torch.ones(BATCH, 3), "sums": torch.ones(2)}
-    linear_loss = {"x": x, "linear_weight": torch.ones(6, 8), "linear_bias": torch.ones(6),
-                   **{name: value for name, value in loss.items() if name != "logits"}, "weight": torch.ones(6),
-                   "max_logits_bytes": 100, "at_once": False}  # fmt: skip
-    adapter = {"lora_a": torch.ones(2, 8), "lora_b": torch.ones(6, 2), "scaling": 0.5}
-    one = torch.ones(1)
-    lists = {name: [torch.ones(2, 3), torch.ones(5)] for name in
-             ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")}  # fmt: skip
-    values = {
-        "rms_norm": {"x": x, "weight": weight, **norm_options},
-        "add_rms_norm": {"x": x, "residual": x.clone(), "weight": weight, **norm_options},
-        "rms_norm_add_": {"residual": x, "x": x.clone(), "weight": weight, **norm_options, "alpha": 0.5},
-        "rms_norm_backward": {"grad_y": x, "x": x, "weight": weight, "grad_sum": x, **norm_options,
-                              "cast_before_weight": True, "needs_grad_weight": True},
-        "layer_norm": {"x": x, "weight": weight, "bias": weight, "eps": 1e-5},
-        "add_layer_norm": {"x": x, "residual": x.clone(), "weight": weight, "bias": weight, "eps": 1e-5},
-        "layer_norm_backward": {"grad_y": x, "x": x, "weight": weight, "grad_sum": x, "eps": 1e-5,
-                                "needs_grad_weight": True, "needs_grad_bias": True},
-        "rope": rope,
-        "rope_": rope,
-        "rope_backward": {"grad_q": q, "grad_k": k, **dict(list(rope.items())[2:]), "heads_first": False,
-                          "interleaved": False, "rotary_dim": DIM},
-        "rms_norm_rope": qk_norm,
-        "rms_norm_rope_": qk_norm,
-        "rms_norm_rope_backward": {"grad_q": q, "grad_k": k, **qk_norm, "cast_before_weight": True, "row_wise": False,
-                                   "heads_first": False, "interleaved": False, "rotary_dim": DIM,
-                                   "needs_grad_q_weight": True, "needs_grad_k_weight": True},
-        "swiglu": {"gate": x, "up": x},
-        "swiglu_backward": {"grad_y": x, "gate": x, "up": x},
-        "swiglu_packed": {"gate_up": x},
-        "swiglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x},
-        "geglu": {"gate": x, "up": x},
-        "geglu_backward": {"grad_y": x, "gate": x, "up": x, "approximate": "none"},
-        "geglu_packed": {"gate_up": x},
-        "geglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "approximate": "none"},
-        "softmax": {"x": x, "mask": torch.ones(3, 8), "scale": 0.5, "causal": True},
-        "softmax_backward": {"grad_y": x, "y": x, "scale": 0.5},
-        "log_softmax": {"x": x, "scale": 0.5},
-        "log_softmax_backward": {"grad_y": x, "y": x, "scale": 0.5},
-        "cross_entropy": loss,
-        "cross_entropy_": loss,
-        "cross_entropy_backward": {"grad_loss": torch.ones(BATCH, 3), **saved_loss},
-        "cross_entropy_backward_": {"grad": x.clone(), "grad_loss": torch.ones(BATCH, 3), **saved_loss},
-        "linear_cross_entropy": linear_loss,
-        "linear_cross_entropy_backward": {"grad_loss": torch.ones(BATCH, 3), **linear_loss,
-                                          "lse": torch.ones(BATCH, 3), "reduction": "none", "needs_x": True,
-                                          "needs_weight": True, "needs_bias": True},
-        "cross_entropy_scale_": {"grad": x, "grad_loss": torch.ones(BATCH, 3)},
-        "relu2_glu": {"gate": x, "up": x},
-        "relu2_glu_backward": {"grad_y": x, "gate": x, "up": x},
-        "relu2_glu_packed": {"gate_up": x},
-        "relu2_glu_packed_backward": {"grad_y": x[..., :4], "gate_up": x},
-        "bias_gelu": {"x": x, "bias": weight},
-        "bias_gelu_backward": {"grad_y": x, "x": x, "bias": weight, "approximate": "none", "needs_grad_bias": True},
-        "relu2": {"x": x, "bias": weight},
-        "relu2_backward": {"grad_y": x, "x": x, "bias": weight, "needs_grad_bias": True},
-        "bias_swiglu": {"gate": x, "up": x, "gate_bias": weight, "up_bias": weight},
-        "bias_swiglu_backward": {"grad_y": x, "gate": x, "up": x, "gate_bias": weight, "up_bias": weight,
-                                 "needs_grad_gate_bias": True, "needs_grad_up_bias": True},
-        "bias_geglu": {"gate": x, "up": x, "gate_bias": weight, "up_bias": weight},
-        "bias_geglu_backward": {"grad_y": x, "gate": x, "up": x, "gate_bias": weight, "up_bias": weight,
-                                "approximate": "tanh", "needs_grad_gate_bias": True, "needs_grad_up_bias": True},
-        "bias_swiglu_packed": {"gate_up": x, "bias": weight},
-        "bias_swiglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "bias": weight, "needs_grad_bias": True},
-        "bias_geglu_packed": {"gate_up": x, "bias": weight},
-        "bias_geglu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "bias": weight, "approximate": "tanh",
-                                       "needs_grad_bias": True},
-        "glu_packed_backward": {"grad_y": x[..., :4], "gate_up": x, "activation": "silu"},
-        "glu_packed_backward_": {"grad_y": x[..., :4], "gate_up": x, "activation": "gelu"},
-        "gated_mlp": {"x": x, "gate_up_weight": torch.ones(10, 8), "down_weight": torch.ones(6, 5),
-                      "gate_up_bias": torch.ones(10), "down_bias": torch.ones(6)},
-        "lora_linear": {"x": x, "weight": torch.ones(6, 8), **adapter, "bias": torch.ones(6)},
-        "add_lora": {"y": torch.ones(BATCH, 3, 6), "x": x, **adapter},
-        "lora_linear_backward": {"grad_y": torch.ones(BATCH, 3, 6), "x": x, "weight": torch.ones(6, 8), **adapter,
-                                 "h": torch.ones(BATCH * 3, 2), "a_parts": torch.ones(0), "b_parts": torch.ones(0),
-                                 "split": False, "needs_x": True, "needs_a": True, "needs_b": True},
-        "scale_softcap": {"logits": x, "scale": 0.5, "softcap": 30.0},
-        "sample": {"logits": torch.ones(BATCH, VOCAB), "temperature": torch.ones(BATCH), "top_k": _per_sequence(2),
-                   "top_p": torch.ones(BATCH), "min_p": torch.zeros(BATCH), "repetition_penalty": torch.ones(BATCH),
-                   "seen": torch.zeros(BATCH, VOCAB, dtype=torch.bool), "rng_state": torch.zeros(2).long(),
-                   "temperature_value": 1.0, "top_p_value": 1.0, "min_p_value": 0.0, "repetition_penalty_value": 1.0},
-        "linear": {"x": x, "weight": torch.ones(6, 8), "bias": torch.ones(6)},
-        "rms_norm_linear": {"x": x, **rows, "bias": torch.ones(6), **norm_options, **handoff},
-        "linear_add_": add,
-        "linear_add_scale_": {**add, "next_weight": torch.ones(10, 6), "next_norm_weight": torch.ones(6),
-                              "next_weight_offset": 0.0},
-        "glu_linear": {"x": x, "weight": torch.ones(6, 8)},
-        "rms_norm_glu_linear": {"x": x, **rows, **norm_options, **handoff},
-        "fp8_quantize": {"x": x},
-        "rms_norm_fp8_quantize": {"x": x, "weight": weight, **norm_options},
-        "swiglu_fp8_quantize": {"gate": x, "up": x},
-        "fp8_linear": {"x": x.to(torch.float8_e4m3fn), "weight": torch.ones(6, 8).to(torch.float8_e4m3fn),
-                       "x_scale": torch.ones(BATCH, 3, 1), "weight_scale": torch.ones(6, 1),
-                       "bias": torch.ones(6).bfloat16()},
-        "decode_attention": {"q": q, **caches, **lengths, **pages, "softcap": 0.0},
-        "rope_kv_write": {**rope, "v": k.clone(), **caches, "cache_seqlens": _per_sequence(3),
-                          "block_table": pages["block_table"], **head_norms},
-        "rope_decode_attention": {"qkv": torch.ones(BATCH, (HEADS + 2 * KV_HEADS) * DIM), **rotation,
-                                  "cache_leftpad": _per_sequence(0), **caches, **pages, "heads": HEADS,
-                                  "softcap": 0.0, **head_norms},
-        "adam_": {**lists, "steps": [one, one], "lr": one, "grad_scale": one, "found_inf": torch.zeros(1),
-                  "grad_norm": one, "counter": torch.zeros(1, dtype=_I32), "rounding_seed": 5, "indices": [0, 3],
-                  "lr_value": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "max_norm": 1.0,
-                  "decoupled_weight_decay": True, "maximize": False},
-        "grad_norm": {"grads": lists["grads"], "norm_type": 2.0},
-        "clip_grads_": {"grads": lists["grads"], "norm": one, "max_norm": 1.0},
-    }  # fmt: skip
-    return tree_map_only(Tensor, torch.clone, values[op])
-
-
-OPS = sorted(name.removeprefix("llmkernels::") for name in torch._C._dispatch_get_all_op_names()
-             if name.startswith("llmkernels::") and not name.endswith(".no_grad"))  # fmt: skip
-
-
-def overload(op: str) -> torch._ops.OpOverload:
-    return getattr(torch.ops.llmkernels, op).default
+    return tree_map_only(Tensor, torch.clone, _CALLS[op][0])
 
 
 def call(op: str, values: dict):
@@ -180,7 +42,6 @@ def tensors_of(op: str) -> list[tuple[str, int | None]]:
 
 
 EVERY_TENSOR = [(op, name, index) for op in OPS for name, index in tensors_of(op)]
-every_op = pytest.mark.parametrize("op", OPS)
 every_tensor = pytest.mark.parametrize("op, name, index", EVERY_TENSOR, ids=lambda x: "" if x is None else str(x))
 
 
@@ -189,11 +50,6 @@ def changed(op: str, name: str, index: int | None, change) -> dict:
     if index is None:
         return values | {name: change(values[name])}
     return values | {name: [*values[name][:index], change(values[name][index])]}
-
-
-def written(op: str) -> list[str]:
-    """The arguments that the schema says are written to."""
-    return [argument.name for argument in overload(op)._schema.arguments if argument.is_write]
 
 
 def fakes(values: dict, mode: FakeTensorMode) -> dict:
@@ -368,10 +224,11 @@ def test_none_for_a_tensor(op, name, index):
     argument = next(argument for argument in overload(op)._schema.arguments if argument.name == name)
     if "Optional" in str(argument.type) or index is not None or len(tensors_of(op)) == 1:
         pytest.skip("may be None, or torch names it")
-    error = error_of(call, op, valid(op) | {name: None})
+    values = valid(op) | {name: None}
+    error = error_of(call, op, values)
     assert error == (RuntimeError, f"{op}: {name} must be a tensor, got None")
     with FakeTensorMode() as mode:
-        assert error_of(call, op, fakes(valid(op) | {name: None}, mode)) == error
+        assert error_of(call, op, fakes(values, mode)) == error
 
 
 def public_values(op: str) -> dict:
@@ -462,7 +319,7 @@ def test_words_that_are_unknown():
         with pytest.raises(ValueError, match=r"geglu(_packed)?: approximate must be 'tanh' or 'none'.*, got 'erf'"):
             llmkernels.geglu(*arguments, approximate="erf")
     with pytest.raises(ValueError, match=r"gated_mlp: activation must be 'silu', 'gelu' .*, got 'relu'"):
-        llmkernels.gated_mlp(**public_values("gated_mlp"), activation="relu")
+        llmkernels.gated_mlp(**public_values("gated_mlp") | {"activation": "relu"})
     with pytest.raises(ValueError, match="rope: layout must be 'bthd' or 'bhtd', got 'thd'"):
         llmkernels.rope(**public_values("rope"), layout="thd")
     with pytest.raises(ValueError, match="rms_norm_rope: layout must be 'bthd' or 'bhtd', got 'thd'"):

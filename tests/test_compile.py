@@ -8,6 +8,7 @@ from torch.library import opcheck
 import llmkernels
 from cases import every_case
 from oracles import DEVICES, angles, assert_same, scaled_rows, tensors
+from registry import DIFFERENTIABLE, overload, small_calls
 
 
 @pytest.fixture(autouse=True)
@@ -18,14 +19,14 @@ def _nothing_compiled_before():
 every_dynamic = pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 
 
-# Registration: schema, fake, autograd and dynamic shapes of every op, as opcheck tests them.
+# Registration: schema, fake, autograd and dynamic shapes of every op, as opcheck tests them. The calls here add other
+# layouts and options to those of registry.py.
 
 
 def norm_calls(device):
     x, weight = scaled_rows(3, 4, 16, device=device), torch.randn(16, device=device)
     strided = scaled_rows(3, 4, 32, device=device)[..., :16]
     yield "rms_norm", (x,)
-    yield "rms_norm", (x, weight)
     yield "rms_norm", (strided.transpose(0, 1), weight, 1e-5, 1.0, False)
     yield "rms_norm", (x[:0], weight)
     yield "add_rms_norm", (x, strided)
@@ -83,24 +84,11 @@ def rms_norm_rope_other_calls(device):
         yield "rms_norm_rope_backward", (*grads, q, k, *weights, *options, True, index % 2 == 0)
 
 
-def glu_calls(device):
-    gate, up = torch.randn(2, 3, 4, 16, device=device)
-    yield "swiglu", (gate, up)
-    yield "swiglu", (gate.transpose(0, 1), up.transpose(0, 1))
-    yield "swiglu_packed", (gate,)
-    yield "relu2_glu", (gate, up)
-    yield "relu2_glu_packed", (gate,)
-    for approximate in ("tanh", "none"):
-        yield "geglu", (gate, up, approximate)
-        yield "geglu_packed", (gate, approximate)
-
-
 def bias_act_calls(device):
     gate, up = torch.randn(2, 3, 4, 16, device=device)
     biases = torch.randn(2, 16, device=device)
     yield "bias_gelu", (gate,)
     yield "bias_gelu", (gate.transpose(0, 1), biases[0], "tanh")
-    yield "relu2", (gate, biases[0])
     yield "bias_swiglu", (gate, up)
     yield "bias_swiglu", (gate, up.transpose(0, 1).contiguous().transpose(0, 1), *biases)
     yield "bias_geglu", (gate[:0], up[:0], *biases, "tanh")
@@ -115,16 +103,6 @@ def bias_act_backward_calls(device):
         yield "relu2_backward", (grad_y, gate, None, wanted)
         yield "bias_swiglu_backward", (grad_y, gate, up, *biases, wanted, True)
         yield "bias_geglu_backward", (grad_y, gate, up, *biases, "tanh", True, wanted)
-
-
-def glu_backward_calls(device):
-    gate, up = torch.randn(2, 3, 4, 16, device=device)
-    yield "relu2_glu_backward", (up, gate, up)
-    yield "relu2_glu_packed_backward", (up[..., :8], gate)
-    yield "swiglu_backward", (up, gate, up)
-    yield "swiglu_packed_backward", (up[..., :8], gate)
-    yield "geglu_backward", (up, gate, up, "tanh")
-    yield "geglu_packed_backward", (up[..., :8], gate, "none")
 
 
 def packed_calls(device):
@@ -171,7 +149,6 @@ def softmax_calls(device):
     yield "softmax", (x,)
     yield "softmax", (x.transpose(0, 1), torch.rand(2, 1, 16, device=device) > 0.3, 0.5, True)
     yield "softmax", (x[..., :15], torch.zeros(4, 1, device=device))
-    yield "log_softmax", (x, 0.5)
 
 
 def loss_calls(device):
@@ -190,15 +167,10 @@ def linear_loss_calls(device):
 def loss_backward_calls(device):
     (_, (logits, target)), (_, (*_, ignore, kind, smoothing, scale, cap, _early)) = loss_calls(device)
     options, weight = (ignore, kind, smoothing, scale, cap), torch.rand(16, device=device)
-    yield "cross_entropy", (logits, target, weight, *options, True)
-    yield "cross_entropy_", (logits, target, weight, *options)
     saved = target, weight, logits.logsumexp(-1), weight[:2]
-    yield "cross_entropy_backward", (logits[..., 0], logits, *saved, *options)
-    yield "cross_entropy_backward_", (logits.neg(), logits[..., 0], logits, *saved, *options)
     yield "cross_entropy_backward_", (logits.neg(), logits[..., 0], None, *saved, *options)
     yield "cross_entropy_scale_", (logits, logits[0, 0, 0].clone())
-    (_, linear), (_, (x, head, target, bias, _, *options, _, _, _)) = linear_loss_calls(device)
-    yield "linear_cross_entropy", (*linear, bias, None, -100, "mean", 0.0, 0.0, 0.0, 100, False, True, True, True)
+    _, (_, (x, head, target, bias, _, *options, _, _, _)) = linear_loss_calls(device)
     saved = x, head, target, bias, weight, x.sum(-1)
     yield "linear_cross_entropy_backward", (logits[..., 0], *saved, *options, False, True, True, False)
 
@@ -207,12 +179,6 @@ def rms_norm_add_calls(device):
     residual, x, weight = (torch.randn(shape, device=device) for shape in ((2, 3, 16), (3, 2, 16), (16,)))
     yield "rms_norm_add_", (residual, x.transpose(0, 1), weight, 1e-5, 1.0, False, 0.5)
     yield "rms_norm_add_", (residual[0, 0], x[0, 0])
-
-
-def softmax_backward_calls(device):
-    y, grad_y = torch.randn(2, 2, 3, 16, device=device).softmax(-1)
-    yield "softmax_backward", (grad_y, y, 0.5)
-    yield "log_softmax_backward", (grad_y.transpose(0, 1), y.log().transpose(0, 1), 0.5)
 
 
 def fp8_calls(device):
@@ -225,18 +191,11 @@ def fp8_calls(device):
     yield "fp8_quantize", (x[:0],)
 
 
-def optimizer_calls(device):
-    def draw():
-        return [torch.rand(size, device=device) for size in ((3, 5), (7,))]
-
-    one = torch.ones(1, device=device)
-    steps, counter = [one.clone(), one.clone()], torch.zeros(1, dtype=torch.int32, device=device)
+def adam_calls(device):
+    lists = [[torch.rand(size, device=device) for size in ((3, 5), (7,))] for _ in range(4)]
+    steps, counter = [torch.ones(1, device=device) for _ in range(2)], torch.zeros(1, dtype=torch.int32, device=device)
     numbers = 0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, True, False
-    seeded = counter, 5, [0, 3], *numbers
-    yield "adam_", (draw(), draw(), draw(), draw(), draw(), steps, one, one, one - 1, one, *seeded)
-    yield "adam_", (draw(), draw(), draw(), draw(), [], steps, *[None] * 4, counter, None, [], *numbers)
-    yield "grad_norm", (draw(), 2.0)
-    yield "clip_grads_", (draw(), one, 1.0)
+    yield "adam_", (*lists, [], steps, *[None] * 4, counter, None, [], *numbers)
 
 
 def differentiable_calls(device):
@@ -247,7 +206,7 @@ def differentiable_calls(device):
     yield from layer_norm_calls(device)
     yield from (("rope", arguments) for arguments in rope_arguments(device))
     yield from rms_norm_rope_calls(device)
-    yield from glu_calls(device)
+    yield "swiglu", torch.randn(2, 3, 4, 16, device=device).transpose(1, 2).unbind()
     yield from bias_act_calls(device)
     yield from packed_calls(device)
     yield from lora_calls(device)
@@ -257,52 +216,58 @@ def other_calls(device):
     yield from norm_backward_calls(device)
     yield from rms_norm_add_calls(device)
     yield "scale_softcap", (torch.randn(3, 2, 16, device=device).transpose(0, 1), 0.5, 30.0)
-    yield from softmax_backward_calls(device)
+    grad_y, y = torch.randn(2, 2, 3, 16, device=device).transpose(1, 2)
+    yield "log_softmax_backward", (grad_y, y.log_softmax(-1), 0.5)
     yield from loss_backward_calls(device)
     for arguments in rope_arguments(device):
         yield "rope_backward", arguments
         if arguments[1].stride(-1) == 1:
             yield "rope_", arguments
     yield from rms_norm_rope_other_calls(device)
-    yield from glu_backward_calls(device)
     yield from bias_act_backward_calls(device)
     yield from packed_backward_calls(device)
     yield from lora_backward_calls(device)
-    yield from optimizer_calls(device)
+    yield from adam_calls(device)
     yield from fp8_calls(device)
+
+
+# Arguments before this one take gradients: not cos, sin, masks, targets.
+TAKES_GRADIENT = {"rope": 2, "rms_norm_rope": 4, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}
+
+
+def leaves(op, arguments, requires_grad) -> tuple:
+    return tuple(
+        a.detach().requires_grad_(requires_grad and i < TAKES_GRADIENT.get(op, 5)) if isinstance(a, torch.Tensor) else a
+        for i, a in enumerate(arguments)
+    )
+
+
+EVERY_CALL = [(op, index) for op, calls in small_calls().items() for index in range(len(calls))]
+
+
+@pytest.mark.parametrize("op, index", EVERY_CALL)
+def test_opcheck_of_every_op(device, op, index):
+    arguments = small_calls(device)[op][index]
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    checks += ["test_schema"] if op != "fp8_linear" else []  # which multiplies the inputs, and torch no FP8 numbers
+    # Not where the backward writes to a gradient that the forward has returned.
+    is_differentiable = op in DIFFERENTIABLE and not arguments.get("gradient_in_forward")
+    for requires_grad in {False, is_differentiable}:
+        values = leaves(op, arguments.values(), requires_grad)
+        opcheck(overload(op), (), dict(zip(arguments, values, strict=True)), test_utils=checks)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("index", range(len(list(differentiable_calls("cpu")))))
 def test_opcheck(device, index, requires_grad):
-    name, arguments = list(differentiable_calls(device))[index]
-    # Not cos, sin, masks, targets.
-    takes_gradient = {"rope": 2, "rms_norm_rope": 4, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}
-    takes_gradient = takes_gradient.get(name, 5)
-    arguments = [
-        a.detach().requires_grad_(requires_grad and i < takes_gradient) if isinstance(a, torch.Tensor) else a
-        for i, a in enumerate(arguments)
-    ]
-    opcheck(getattr(torch.ops.llmkernels, name).default, tuple(arguments))
+    op, arguments = list(differentiable_calls(device))[index]
+    opcheck(overload(op), leaves(op, arguments, requires_grad))
 
 
 @pytest.mark.parametrize("index", range(len(list(other_calls("cpu")))))
 def test_opcheck_of_ops_without_a_gradient(device, index):
-    name, arguments = list(other_calls(device))[index]
-    opcheck(getattr(torch.ops.llmkernels, name).default, arguments)
-
-
-# Tested in their own files.
-CHECKED_ELSEWHERE = {"decode_attention", "fp8_linear", "glu_linear", "linear", "linear_add_", "linear_add_scale_",
-                     "rms_norm_glu_linear", "rms_norm_linear", "rope_decode_attention", "rope_kv_write",
-                     "sample"}  # fmt: skip
-
-
-def test_every_op_is_checked():
-    checked = {name for name, _ in (*differentiable_calls("cpu"), *other_calls("cpu"))} | CHECKED_ELSEWHERE
-    every = {name.removeprefix("llmkernels::") for name in torch._C._dispatch_get_all_op_names()
-             if name.startswith("llmkernels::") and not name.endswith(".no_grad")}  # fmt: skip
-    assert checked == every
+    op, arguments = list(other_calls(device))[index]
+    opcheck(overload(op), arguments)
 
 
 @every_case

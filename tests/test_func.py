@@ -10,9 +10,10 @@ from torch.utils import _pytree
 
 import llmkernels
 import oracles
-from cases import Case, every_case
-from hf_models import tiny_inputs, tiny_model
+from cases import CASES, Case, every_case
+from hf_models import CountOps, tiny_inputs, tiny_model
 from oracles import scaled_rows, tensors
+from registry import DIFFERENTIABLE
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,17 @@ def assert_close(results, expected, tolerance=None):
     for a, b in zip(results, expected, strict=True):
         wide = tolerance or (2e-4 if b.dtype == torch.float32 else 1e-10)
         torch.testing.assert_close(a, b, rtol=wide, atol=wide)
+
+
+# Tested here and in their own files: rows are not all that counts in their shapes.
+PRODUCTS = {"linear", "rms_norm_linear", "linear_cross_entropy", "lora_linear", "add_lora"}
+
+
+def test_every_differentiable_op_is_in_a_case():
+    with CountOps() as counter:
+        for case in CASES:
+            case.ours(*case.inputs())
+    assert counter.counts.keys() >= DIFFERENTIABLE - PRODUCTS
 
 
 @every_case
