@@ -99,6 +99,39 @@ def forward(self, x, **kwargs):
 
 
 @pytest.mark.parametrize(
+    ("condition", "reason"),
+    [
+        ("self.is_late", "has a layer 2 that is not as one of the first 2"),
+        ("self.layer_idx >= 2", "has layers that compute something by their index"),
+    ],
+)
+def test_layers_that_differ_by_their_index(lantern, condition, reason, device, monkeypatch):
+    """A small model has fewer layers: what only a later one does, it does not show."""
+    source = f"""
+def forward(self, hidden_states, position_embeddings, **kwargs):
+    cos, sin = position_embeddings
+    if {condition}:
+        position_embeddings = torch.ones_like(cos), torch.zeros_like(sin)
+    return original_forward(self, hidden_states, position_embeddings, **kwargs)
+
+def init(self, config, layer_idx):
+    original_init(self, config, layer_idx)
+    self.is_late = layer_idx >= 2
+"""
+    attention = lantern.LanternAttention
+    vars(lantern).update(original_forward=attention.forward, original_init=attention.__init__)
+    exec(source, vars(lantern))
+    monkeypatch.setattr(attention, "forward", vars(lantern)["forward"])
+    if condition == "self.is_late":
+        monkeypatch.setattr(attention, "__init__", vars(lantern)["init"])
+    model = made(lantern.LanternForCausalLM, num_hidden_layers=4).to(device)
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert reason in handle.report().decode[0].reason
+    assert torch.equal(tokens_of(model, device), expected)
+
+
+@pytest.mark.parametrize(
     ("name", "forward", "reason"),
     [
         ("LanternMLP", lambda self, x: self.narrow(self.act(self.widen(x)) ** 2), "an activation without a kernel"),

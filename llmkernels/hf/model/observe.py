@@ -6,8 +6,10 @@ read.py finds out by their numbers what norms, rotations and activations are.
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +122,7 @@ def observe(model: nn.Module, ids: Tensor, positions: Tensor, attention: Callabl
     config._attn_implementation = _registered()
     try:
         _active.recorder = recorder
-        with recorder:
+        with recorder, _watched_indices(model):
             cache = {cache_name(): _cache_class()(recorder)}
             output = model(ids, position_ids=positions, use_cache=True, **cache)
     finally:
@@ -244,7 +246,7 @@ class _Recorder(TorchFunctionMode):
         return output, weights
 
     def cached(self, k: Tensor, v: Tensor, layer: int) -> None:
-        self._cached[id(k)] = self._cached[id(v)] = layer
+        self._cached[id(k)] = self._cached[id(v)] = operator.index(layer)
 
 
 def _flat(values: tuple) -> Iterator[Any]:
@@ -253,6 +255,63 @@ def _flat(values: tuple) -> Iterator[Any]:
             yield from _flat(value)
         else:
             yield value
+
+
+# --- indices of layers
+
+
+class _Index(int):
+    """The index of a layer, which may name a layer of the cache or an item of a list, and nothing else.
+
+    The layers of a small model stand for all of a large one, so what they compute must not depend on it.
+    """
+
+
+def _refuse(*_: Any) -> Any:
+    raise UnknownLayout("has layers that compute something by their index")
+
+
+_COMPUTED = (
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "bool",
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+)
+_COMPUTED += "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "and", "rand", "neg", "float"
+for _name in _COMPUTED:
+    setattr(_Index, f"__{_name}__", _refuse)
+_Index.__hash__ = int.__hash__
+
+
+@contextmanager
+def _watched_indices(model: nn.Module) -> Iterator[None]:
+    """Members that number the layers of a list are _Index meanwhile."""
+    found = []
+    for stack in model.modules():
+        layers = [dict(layer.named_modules()) for layer in stack] if isinstance(stack, nn.ModuleList) else []
+        for path, first in layers[0].items() if len(layers) > 1 else ():
+            modules = [layer.get(path) for layer in layers]
+            for name, value in vars(first).items():
+                if type(value) is int and [vars(m).get(name) if m else None for m in modules] == [*range(len(layers))]:
+                    found += [(module, name) for module in modules]
+    try:
+        for module, name in found:
+            vars(module)[name] = _Index(vars(module)[name])
+        yield
+    finally:
+        for module, name in found:
+            vars(module)[name] = operator.index(vars(module)[name])
 
 
 # --- transformers' interfaces
