@@ -161,14 +161,12 @@ def test_writing_to_views():
     assert "rope_ q negated" in done.stdout and "adam_ params negated" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "name", ["add_rms_norm", "rope", "decode_attention", "rope_decode_attention", "linear_add_", "sample"]
-)
-def test_float64_on_a_gpu(name):
+@every_op
+def test_float64_on_a_gpu(op):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        values = tree_map_only(Tensor, lambda x: x.to(torch.float64) if x.is_floating_point() else x, valid(name))
+        values = tree_map_only(Tensor, lambda x: x.to(torch.float64) if x.is_floating_point() else x, valid(op))
         values = tree_map_only(Tensor, lambda x: torch.empty_like(mode.from_tensor(x), device="cuda"), values)
-        assert "is float64, which is supported on the CPU only" in error_of(call, name, values)[1]
+        assert "is float64, which is supported on the CPU only" in error_of(call, op, values)[1]
 
 
 @every_op

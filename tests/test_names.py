@@ -10,6 +10,7 @@ import llmkernels
 
 OPS = [getattr(llmkernels, name) for name in llmkernels.__all__]
 OPS = [op for op in OPS if inspect.isfunction(op) and op.__module__.startswith("llmkernels.ops.")]
+OWN_OPTIONS = ["state_dtype", "stochastic_rounding", "rounding_seed", "max_grad_norm"]  # of optimizers
 MODULES = [getattr(llmkernels.nn, name) for name in llmkernels.nn.__all__]
 
 
@@ -32,6 +33,17 @@ def test_one_type_and_one_default_for_each_name():
         assert kinds == expected, f"{name}: {kinds} in {function}, {expected} in {first}"
         required = inspect.Parameter.empty in (default, value)
         assert required or default == value, f"{name}: {default!r} in {function}, {value!r} in {first}"
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_constructors_of_optimizers(name):
+    """Those of torch.optim, and behind them the same arguments in both."""
+    ours, torchs = (inspect.signature(getattr(module, name)).parameters for module in (llmkernels.optim, torch.optim))
+    own = inspect.signature(llmkernels.optim.Adam).parameters
+    assert [*ours.values()][-4:] == [own[option] for option in OWN_OPTIONS]
+    assert {option: (p.kind, p.default) for option, p in ours.items() if option not in OWN_OPTIONS} == {
+        option: (p.kind, p.default) for option, p in torchs.items()
+    }
 
 
 def public_functions():
