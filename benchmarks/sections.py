@@ -40,14 +40,27 @@ class Section:
         return f"{self.file}/{self.name}"
 
 
+def op_of(module: str, name: str):
+    """The op of that name in a module of benchmarks/ops."""
+    from benchmarks.cases import Op
+
+    values = vars(importlib.import_module(f"benchmarks.ops.{module}")).values()
+    return next(op for op in values if isinstance(op, Op) and op.name == name)
+
+
+def ops(*files: str) -> list:
+    """The ops that sections of these files measure."""
+    roots = [(Path(root), section.name) for section in find(files) for root in section.roots]
+    return [op_of(root.stem, name) for root, name in roots if root.parent == Path("benchmarks/ops")]
+
+
 def of_op(file: str, name: str, module: str, seconds: int, ours: str, methods: Sequence[str] = ("graph",)) -> Section:
     """`ours` are files of llmkernels/ops and of the bindings in csrc/torch, or paths."""
 
     def measure(run: Run) -> list[dict]:
         from benchmarks.measure import measure_op
-        from benchmarks.ops import DECODE_OPS, OPS
 
-        return measure_op((OPS | DECODE_OPS)[name], run, methods)
+        return measure_op(op_of(module, name), run, methods)
 
     return Section(file, name, (*OP, f"benchmarks/ops/{module}.py", *sources_of(ours)), measure, seconds)
 

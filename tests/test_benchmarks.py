@@ -31,7 +31,6 @@ from benchmarks import (
     timing,
 )
 from benchmarks.cases import OURS, PROVIDERS
-from benchmarks.ops import DECODE_OPS, OPS
 from benchmarks.run import Run
 from benchmarks.sources import depended_on
 
@@ -554,7 +553,7 @@ def test_the_parts_of_a_step_run():
 
 
 def test_every_case_compares_like_with_like():
-    for op in OPS.values():
+    for op in sections.ops("ops"):
         dtypes = {}
         for case in op.cases:
             assert {"eager", OURS} <= set(op.providers(case)) <= set(PROVIDERS) or case.keys.get("in_place")
@@ -590,8 +589,8 @@ def test_cases_have_the_keys_of_the_format():
         "lora_linear": {"m", "n", "k", "r"},
         "adamw": {"parameters", "tensors"},
     }
-    ops = OPS | DECODE_OPS
-    assert all(set(case.keys) == keys[op.name] for op in ops.values() for case in op.cases)
+    ops = sections.ops("ops", "decode_ops")
+    assert all(set(case.keys) == keys[op.name] for op in ops for case in op.cases)
 
 
 @pytest.mark.parametrize("name", call_overhead.CASES)
@@ -608,7 +607,7 @@ def test_the_empty_op_has_our_signature(name):
     assert tensors + optional_weight + len(options) == len(ours.arguments)
 
 
-@pytest.mark.parametrize("case", [case for op in OPS.values() for case in op.cases], ids=lambda case: case.title)
+@pytest.mark.parametrize("case", [case for op in sections.ops("ops") for case in op.cases], ids=lambda case: case.title)
 def test_a_replay_touches_more_than_the_cache(case):
     itemsize = case.dtype.itemsize
     if case.op in ("rope", "rms_norm_rope"):
