@@ -1,5 +1,6 @@
 """What is read off a small model that runs: made-up layers, and those of transformers."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -167,6 +168,24 @@ def test_windows():
     assert [one.table for one in attentions] == ["sliding_attention", "sliding_attention", "full_attention"]
     _, attentions = attentions_of("qwen2", sliding_window=6)  # not used
     assert {one.window_left for one in attentions} == {-1}
+
+
+def test_windows_of_another_name(lantern, monkeypatch):  # noqa: F811
+    """However long: in a small model all of them are short. Without a name that is known, they have no step."""
+    from transformers.masking_utils import create_sliding_window_causal_mask
+
+    def forward(self, x, **kwargs):
+        config = copy.copy(self.attention_of_tokens.config)
+        config.sliding_window = config.sight_window
+        mask = create_sliding_window_causal_mask(config, x, None, None)
+        return original(self, x, **kwargs | {"attention_mask": mask})
+
+    original = lantern.LanternDecoderLayer.forward
+    monkeypatch.setattr(lantern.LanternDecoderLayer, "forward", forward)
+    config = lantern.LanternConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, vocab_size=64)
+    config.sight_window, config._attn_implementation = 4096, "eager"
+    template = template_of(lantern.LanternForCausalLM, config)
+    assert {layer.attention.window_left for layer in template.trunk.layers} == {Window()}
 
 
 def test_layers_that_do_not_rotate():

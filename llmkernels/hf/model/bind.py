@@ -134,6 +134,9 @@ def _places(template: Template, model: nn.Module, expected: Reference) -> list[i
     for name in template.stack.split("."):
         part = part.parts[name]
     layers, kinds = [*part.parts.values()], layer_kinds(model.config)
+    for kind in getattr(model.config, "layer_types", None) or ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnknownLayout(f"has layers of type {kind}")
     places: list[int] = []
     for index, layer in enumerate(layers):
         alike = (

@@ -197,8 +197,7 @@ def small_config(config: Any) -> Any:
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
             changes[name] = value[:layers]
-    if getattr(config, "sliding_window", None) is not None:
-        changes["sliding_window"] = WINDOW
+    changes |= {name: WINDOW for name, value in vars(config).items() if _is_window(name, value)}
     if getattr(config, "pad_token_id", None) is not None:
         changes["pad_token_id"] = 0  # within the vocabulary
     for name, value in changes.items():
@@ -207,6 +206,12 @@ def small_config(config: Any) -> Any:
     if getattr(config, "_attn_implementation", "eager") != "sdpa":
         small._attn_implementation = "eager"
     return small
+
+
+def _is_window(name: str, value: Any) -> bool:
+    """Whether an entry of a config says how far layers see: few tokens have to show it."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return is_count and ("window" in name or "chunk" in name) and not name.endswith("layers")
 
 
 def resized(small: Any) -> Any:
