@@ -78,13 +78,14 @@ def test_another_attention_is_another_proof():
         llmkernels.patch(model)
 
 
-def clipped(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+def clipped(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
+    cache = kwargs.get("past_key_values", kwargs.get("cache"))  # as transformers 5.24 calls it
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     q, k, v = (part(hidden_states).view(shape).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
     q, k = apply_rotary_pos_emb(q, k, *position_embeddings)  # noqa: F821
     v = v.clamp(-20, 20)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)  # noqa: F821
     y, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling)
     return self.o_proj(y.flatten(-2)), weights
