@@ -116,7 +116,7 @@ class _Reader:
                 raise UnknownLayout(f"has a {post.options.kind} behind a block")
             found.append((output.order, term, Branch(block, pre, post, multiplier), _summands(source)))
         found.sort(key=lambda one: (len(one[3]), one[0]))
-        added, layers, calls = [start], [], [node.order for node in self.record.attentions]
+        added, layers, calls = [start], [], len(self.record.attentions)
         for index, members in itertools.groupby(found, key=lambda one: self._layer_of(one[2])):
             group, before = list(members), len(added)
             sources = []
@@ -133,8 +133,8 @@ class _Reader:
             if index != len(layers):
                 raise UnknownLayout("runs its layers in another order, or not all of them")
             layers.append(Layer(branches, parallel=len(group) > 1 and sources[-1] == 0))
-        if len(layers) != len(calls):
-            raise UnknownLayout(f"attends {len(calls)} times in {len(layers)} layers")
+        if len(layers) != calls:
+            raise UnknownLayout(f"attends {calls} times in {len(layers)} layers")
         return layers
 
     def _layer_of(self, branch: Branch) -> int:
@@ -142,7 +142,7 @@ class _Reader:
         name = (block.output if isinstance(block, Attention) else block.down).weights[0].name
         if not name.startswith(f"{self.stack}."):
             raise UnknownLayout(f"adds {name}, which is no part of a layer")
-        return int(name[len(self.stack) + 1 :].split(".")[0])
+        return self._layer_at(name)
 
     def _term(self, term: Node) -> tuple[Factor, Norm | None, Node]:
         """What multiplies a summand, the norm of the block, and its last product."""
@@ -334,7 +334,7 @@ class _Heads:
     norm: Norm | None
     rotation: Rotation | None
     table: str | None
-    head_dim: int = 0
+    head_dim: int
 
 
 # --- words

@@ -98,9 +98,10 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
         small, template = _observed(cls, config)
         _check_numbers(template, cls, config)
         known = reference_of(small, vars(small.config), attention)
+        ids = _token_ids()
         for loud, tolerance in _FILLS:
             fill(small, loud)
-            _level_embeddings(small, template, ids := torch.arange(_TOKENS) * 7 % 61)
+            _level_embeddings(small, template, ids)
             parts = bind(template, small, known)
             for start in {0, max(0, len(parts.positions) - _TOKENS)}:
                 error = _error(_composed(parts, ids, start), _logits(small, ids, start))
@@ -119,8 +120,11 @@ def _observed(cls: type[nn.Module], config: Any) -> tuple[nn.Module, Template]:
     def attention(module: nn.Module) -> Callable:
         return attention_function(attends, attention_scope(module))
 
-    ids, positions = (torch.arange(_TOKENS) * 7 % 61)[None], torch.arange(_TOKENS)[None]
-    return small, read(observe(small, ids, positions, attention))
+    return small, read(observe(small, _token_ids()[None], torch.arange(_TOKENS)[None], attention))
+
+
+def _token_ids() -> Tensor:
+    return torch.arange(_TOKENS) * 7 % 61
 
 
 def _check_numbers(template: Template, cls: type[nn.Module], config: Any) -> None:
