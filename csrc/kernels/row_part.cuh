@@ -278,20 +278,27 @@ class RowPart<T, N, RowPlace::kShifted> {
     for (int offset = first + chunk * chunk_; offset < end; offset += step()) visit(offset);
   }
   // Copies the last of the aligned vectors that a vector of the chunk is cut out of: the others are those of its
-  // neighbour, in this chunk or an earlier one, and the head of the row.
+  // neighbour, in this chunk or an earlier one, and the ends of the row.
   __device__ void copy(int chunk, uint64_t policy) const {
     for_chunk(chunk, [&](int offset) {
       const int c = shift_ == 0 ? offset : offset + N - shift_;
-      const int bytes = (end_ - begin_ - c) * static_cast<int>(sizeof(T));
-      if (bytes > 0) cp_async_16(cache_ + (N + shift_ + c) / N, part_ + c, min(16, bytes), policy);
+      if (c + N <= end_ - begin_) cp_async_16(cache_ + (N + shift_ + c) / N, part_ + c, 16, policy);
     });
   }
-  // The head, and zeros behind the end.
+  // The head and the tail, of less than a vector each, and zeros behind the end. (cp.async can copy a part of a vector,
+  // too, but memcheck takes that for an access of all of it.)
   __device__ void copy_ends() const {
-    const int length = end_ - begin_, rank = group_.rank;
-    T* const elements = reinterpret_cast<T*>(cache_ + 1);
-    if (shift_ > 0 && shift_ + rank < N) elements[shift_ + rank] = rank < length ? part_[rank] : from_float<T>(0.f);
-    if (rank < 2) cache_[1 + (shift_ + length + N - 1) / N + rank] = V::of([](int) { return 0.f; });
+    const int length = end_ - begin_, rank = group_.rank, end = shift_ + length, tail = end / N * N;
+    T* const elements = reinterpret_cast<T*>(cache_ + 1);  // column begin_ + c is element shift_ + c
+    const auto element = [&](int e) { return e < end ? part_[e - shift_] : from_float<T>(0.f); };
+    const bool of_head = shift_ > 0 && shift_ + rank < N;
+    const bool of_tail = tail < end && (tail > 0 || shift_ == 0) && rank < N;
+    T first, last;  // both are under way before the first is stored
+    if (of_head) first = element(shift_ + rank);
+    if (of_tail) last = element(tail + rank);
+    if (of_head) elements[shift_ + rank] = first;
+    if (of_tail) elements[tail + rank] = last;
+    if (rank < 2) cache_[1 + (end + N - 1) / N + rank] = V::of([](int) { return 0.f; });
   }
 
   const T* part_;

@@ -151,9 +151,11 @@ __device__ Vec<T, N> from_next_lane(const Vec<T, N>& value) {
 // A block for every SM, whose units take rows as they go, with kVectors vectors per thread. There is little to do for a
 // byte, so that every instruction in the loop counts: what a thread does not have (columns behind the end, rows behind
 // the last) is copied as zeros, which add nothing to a sum, instead of being asked for. kRounds: round(n) is what the
-// forward multiplied by the weight. kShifted: rows of any alignment, by groups of whole warps.
+// forward multiplied by the weight. kShifted: rows of any alignment, by groups of whole warps; behind each of the first
+// `rows_inside` rows lie others.
 template <typename T, int kVectors, bool kCentered, bool kRounds, bool kShifted>
-__global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBackwardParams params, bool keep_inputs) {
+__global__ void __launch_bounds__(kMaxThreads)
+    norm_backward_kernel(const NormBackwardParams params, bool keep_inputs, int64_t rows_inside) {
   constexpr int N = kVecWidth<T>, kDepth = kStages<kVectors>, kSums = kCentered ? 3 : 2;
   constexpr bool kReloads = kVectors > 2 || kCentered;  // after a reduction, since registers are scarce
   using V = Vec<T, N>;
@@ -182,18 +184,19 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBa
   Rows<T> next(params, first + row_of_unit);       // to be copied
   T* grad_x = next.grad_x;
   int64_t next_row = first;
-  // Copies the aligned vector in which the thread's own one begins. That in which the row begins is copied whole,
-  // unless the operand begins there, too: nothing outside of that is touched.
+  // Copies the aligned vector in which the thread's own one begins. Those in which the row begins and ends are copied
+  // whole, unless the operand begins or ends there, too: nothing outside of that is touched. (cp.async can copy a part
+  // of a vector as well, but memcheck takes that for an access of all of it.)
   [[maybe_unused]] const auto copy_shifted = [&](int4* target, const T* row, const void* operand, int v) {
     const auto address = reinterpret_cast<uintptr_t>(row + offset(v));
     const auto* const source = reinterpret_cast<const T*>(address & ~uintptr_t{15});
     const int shift = misalignment(row), left = next_row < rows ? cols - offset(v) + shift : 0;
-    const int count = min(max(left, 0), N);
-    if (v == 0 && source < operand && count > 0) {
+    const bool at_begin = v == 0 && source < operand, at_end = left < N && next_row >= rows_inside;
+    if (left > 0 && (at_begin || at_end)) {
 #pragma unroll 1
-      for (int i = shift; i < count; ++i) reinterpret_cast<T*>(target)[i] = source[i];
+      for (int i = at_begin ? shift : 0; i < min(left, N); ++i) reinterpret_cast<T*>(target)[i] = source[i];
     } else {
-      cp_async_16(target, source, count * static_cast<int>(sizeof(T)), policy);
+      cp_async_16(target, source, left > 0 ? 16 : 0, policy);
     }
   };
   const auto copy_next = [&](int stage) {
@@ -260,6 +263,9 @@ __global__ void __launch_bounds__(kMaxThreads) norm_backward_kernel(const NormBa
 #pragma unroll
         for (int v = begin; v < kVectors && v < begin + kBatch; ++v) {
           x[v] = load_cut(0, v, next.x, params.x_stride), grad_y[v] = load_cut(1, v, next.grad_y, params.grad_y_stride);
+          if (offset(v) + N > cols) {  // the copy did not end with the row
+            x[v] = first_of(x[v], cols - offset(v)), grad_y[v] = first_of(grad_y[v], cols - offset(v));
+          }
         }
         if constexpr (!kReloads) continue;
         __syncwarp();  // both lanes have read it
@@ -547,6 +553,9 @@ cudaError_t plan_persistent(const NormBackwardParams& params, PersistentPlan& pl
 template <typename T, bool kCentered>
 cudaError_t launch_persistent(const PersistentPlan& plan, const NormBackwardParams& params, cudaStream_t stream) {
   const LaunchShape shape{plan.blocks, dim3(plan.row.threads_per_row, plan.row.rows_per_block), plan.ring_bytes};
+  const int64_t apart =
+      std::min({params.x_stride, params.grad_y_stride, params.grad_sum ? params.grad_sum_stride : params.x_stride});
+  const int64_t rows_inside = apart < params.cols ? 0 : params.rows - 1;
   return dispatch_int<1, 2, 3, 4>(plan.row.vectors, [&](auto vectors) {
     return dispatch_int<0, 1>(plan.shifted, [&](auto shifted) {
       constexpr int kVectors = decltype(vectors)::value;
@@ -558,7 +567,7 @@ cudaError_t launch_persistent(const PersistentPlan& plan, const NormBackwardPara
         const auto kernel = params.options.cast_before_weight
                                 ? norm_backward_kernel<T, kVectors, kCentered, kMayRound, kShifted>
                                 : norm_backward_kernel<T, kVectors, kCentered, false, kShifted>;
-        return launch(kernel, shape, stream, params, plan.keep_inputs);
+        return launch(kernel, shape, stream, params, plan.keep_inputs, rows_inside);
       }
     });
   });

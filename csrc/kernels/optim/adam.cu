@@ -72,7 +72,7 @@ int kind_of(const AdamTensor& tensor) {
 struct Shared {
   AdamScalars<float> scalars;
   float step;
-  bool skip, last;
+  bool skip;
 };
 
 // The memory of one tensor. P: parameter and gradient, S: state.
@@ -132,7 +132,7 @@ struct Slice {
 // The first loads are under way while a thread prepares the scalars.
 template <typename P, typename S, bool kAmsgrad, bool kStochastic>
 __device__ void update_chunk(const Operands<P, S>& at, const Chunk& chunk, bool aligned, uint64_t seed, int index,
-                             int* counter, Shared& shared) {
+                             int* counter, const Shared& shared, bool& last) {
   constexpr int N = kVecWidth<P>;
   const int64_t middle = end_of_vectors<N>(chunk, aligned);
   int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N;
@@ -140,7 +140,7 @@ __device__ void update_chunk(const Operands<P, S>& at, const Chunk& chunk, bool 
   if (i < middle) vectors.load(at, i);
   __syncthreads();  // the scalars are there
   // Behind the read of the step, by release. Only one warp waits for the answer.
-  if (threadIdx.x == 0) shared.last = atomic_add_acq_rel(counter, 1) == static_cast<int>(gridDim.x) - 1;
+  if (threadIdx.x == 0) last = atomic_add_acq_rel(counter, 1) == static_cast<int>(gridDim.x) - 1;
   if (shared.skip) return;
   while (i < middle) {
     vectors.template update<kStochastic>(at, i, seed, index, shared);
@@ -178,6 +178,7 @@ template <bool kAmsgrad, bool kStochastic, typename Table>
 __global__ void __launch_bounds__(kListThreads, kAmsgrad || kStochastic ? 3 : 4)
     adam_kernel(const __grid_constant__ Table table, const __grid_constant__ AdamLaunch launch) {
   __shared__ Shared shared;
+  __shared__ bool last;  // not a part of it, which is read while this is written
   const int t = tensor_of_block(table.first_block, launch.count);
   const Chunk chunk = chunk_of_block(table.first_block[t], launch.chunk, table.size[t]);
   pdl_wait();
@@ -194,10 +195,10 @@ __global__ void __launch_bounds__(kListThreads, kAmsgrad || kStochastic ? 3 : 4)
                             static_cast<S*>(table.exp_avg[t]), static_cast<S*>(table.exp_avg_sq[t]),
                             static_cast<S*>(table.max_exp_avg_sq[t])};
     update_chunk<P, S, kAmsgrad, kStochastic>(at, chunk, table.kind[t] & kAligned, launch.seed, table.index[t],
-                                              launch.counter, shared);
+                                              launch.counter, shared, last);
   });
   __syncthreads();
-  if (!shared.last) return;
+  if (!last) return;
   if (threadIdx.x == 0) *launch.counter = 0;
   if (shared.skip) return;
   for (int i = static_cast<int>(threadIdx.x); i < launch.count; i += kListThreads) *table.step[i] += 1.f;
