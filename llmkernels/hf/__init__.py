@@ -12,7 +12,7 @@ handle, on a deep copy or a loaded pickle.
     cache/       KVCache, pages, and transformers' own cache around a step
     model/       what a model computes, as data; whether its modules may be left uncalled
     modules/     what runs in the place of a module's forward: norms, rotations, MLPs, LoRA, the loss
-    classes/     what a class of transformers computes, found out by running it
+    classes/     what a class computes, found out by running it, and whether that is all that it does
 
 A folder imports from those below it, never from those above. How a call of a patched model becomes launches:
 
@@ -22,7 +22,8 @@ A folder imports from those below it, never from those above. How a call of a pa
         yes                    replay it; meanwhile step/guard.py: is the model what its description was read from?
                                if not, the result is dropped, and the call goes on as without a graph
         no                     the description, if it still holds; else it is made:
-          model/reference.py     the modules as their class makes them of the config
+          model/reference.py     the modules as their class makes them of the config; classes/effects.py: those from
+                                 outside of transformers do nothing but compute
           step/guard.py          each module of the model is as in the reference
           step/proof.py          a small model of the same class is run, once:
             model/observe.py       a graph of what its logits are made of

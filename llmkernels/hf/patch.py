@@ -104,7 +104,9 @@ def patch(
     asked |= {"add_rms_norm": add_rms_norm, "loss": training, "lora": training, "experts": False}
     kinds = kinds_in(model)
     if not {*kinds.values()} - {"lora", "experts"}:
-        raise ValueError(f"patch: model must contain layers of a decoder of transformers, got {type(model)}")
+        raise ValueError(
+            f"patch: model must be or contain a decoder that transformers generates with, got {type(model)}"
+        )
     if count := sum(isinstance(module, Patched) for module in model.modules()):
         raise RuntimeError(
             f"patch: model must not be patched already, got one with {count} patched modules; call unpatch() on its "
@@ -124,7 +126,9 @@ def patch(
             for norm in fused_norms(module):
                 plan[norm] = patched_class(type(norm), only_fused=not asked[kinds[norm]])
     handle = PatchHandle(model, {kind for kind, wanted in (asked | {"decode": decode}).items() if wanted})
-    if not any(issubclass(cls, Patched) for cls in plan.values()):
+    # Of a model whose layers are not transformers', steps alone run on kernels.
+    wanted = (Patched, Generating) if {*kinds.values()} <= {"loss"} else Patched
+    if not any(issubclass(cls, wanted) for cls in plan.values()):
         raise ValueError(f"patch: nothing to patch\n{handle.report()}")
     with packing.LOCK:
         for module, cls in plan.items():

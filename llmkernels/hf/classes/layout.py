@@ -31,13 +31,16 @@ from .origin import Name, check_origin, names_of
 def kind_of(cls: type) -> str | None:
     """The kind of a module class: a keyword of `patch`, "experts", "loss", "lora", or None.
 
-    A class that derives from one of transformers' has that one's kind, whatever forward it has itself. A torch.nn.
-    LayerNorm has the kind of a norm; whether it is part of a decoder, its class does not say.
+    A class that derives from one of transformers' has that one's kind, whatever forward it has itself; of others those
+    have one that generate text. A torch.nn.LayerNorm has the kind of a norm; whether it is part of a decoder, its class
+    does not say.
     """
     if is_lora(cls):
         return "lora"
     base = known_base(cls)
-    return None if base is None else _kind_of(base, base.forward)
+    if base is None:
+        return "loss" if any(each.__module__ == "transformers.generation.utils" for each in cls.__mro__) else None
+    return _kind_of(base, base.forward)
 
 
 @functools.cache
@@ -208,22 +211,38 @@ def _norm_of(cls: type, forward: Callable) -> Norm:
     return _best_norm(runs)
 
 
-def norm_of_module(module: nn.Module, x: torch.Tensor) -> tuple[Norm, str | None, str | None]:
-    """What a norm computes of float32 x, and the names of its weight and its bias. Its `eps` may have any name."""
+def norm_of_module(module: nn.Module, x: torch.Tensor) -> tuple[Norm, str | None, str | None, float]:
+    """What a norm computes of float32 x, the names of its weight and its bias, and its eps. That may be an attribute of
+    any name, or a number of the forward's own, which has no name."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     if len(names) > 2 or any(module._parameters[name].ndim != 1 for name in names):
         raise UnknownLayout("its forward computes no norm that has a kernel: it has other weights")
-    runs = {}
-    for eps, value in vars(module).items():
-        if isinstance(value, float) and 0 < value < 1:
-            runs[eps] = []
-            for dtype in (torch.float32, torch.bfloat16):
-                copied = copy.deepcopy(module).to(dtype)
-                parameters = [copied._parameters[name] for name in names] + [None] * (2 - len(names))
-                runs[eps].append((x.to(dtype), *parameters, value, copied(x.to(dtype))))
+    values = {name: value for name, value in vars(module).items() if isinstance(value, float) and 0 < value < 1}
+    if not values and (measured := _measured_eps(module, x)) is not None:
+        values[""] = measured
+    runs = {eps: [] for eps in values}
+    for dtype in (torch.float32, torch.bfloat16):
+        copied = copy.deepcopy(module).to(dtype)
+        parameters = [copied._parameters[name] for name in names] + [None] * (2 - len(names))
+        for eps, value in values.items():
+            runs[eps].append((x.to(dtype), *parameters, value, copied(x.to(dtype))))
     best = _best_norm(runs)
     weight, bias = (*names, None, None)[:2]
-    return best, weight if best.has_weight else None, bias if best.has_bias else None
+    return best, weight if best.has_weight else None, bias if best.has_bias else None, values[best.eps]
+
+
+def _measured_eps(module: nn.Module, x: torch.Tensor) -> float | None:
+    """The eps of a norm, by what it makes of a small row; None where that is no number of three digits."""
+    row = x.flatten(0, -2)[0].double()
+    row = row - row.mean()
+    row /= row.square().mean().sqrt()
+    small = 1e-6
+    norm = copy.deepcopy(module).float()
+    at_zero, large, little = (norm(factor * row.float()).double() for factor in (0, 1, small))
+    ratio = float((little - at_zero).norm() / (large - at_zero).norm())  # sqrt((1 + eps) / (small^2 + eps)) small
+    eps = (1 - ratio**2) / (ratio**2 / small**2 - 1) if ratio > small else 0.0
+    rounded = float(f"{eps:.2e}")
+    return rounded if 0 < rounded < 1 and abs(eps - rounded) < 1e-4 * rounded else None
 
 
 def _best_norm(runs: dict[str, list[tuple]]) -> Norm:

@@ -86,19 +86,27 @@ def names_of(function: Callable, cls: type = object) -> tuple[Name, ...]:
     return known
 
 
+def members_of_class(cls: type) -> list[Name]:
+    """The functions of a class from outside of transformers, as names: what others may call on a module of it."""
+    known = "transformers", "torch", "builtins"
+    lookups = [vars(base) for base in cls.__mro__ if base.__module__.split(".")[0] not in known]
+    return [(found.get, name, value) for found in lookups for name, value in found.items() if isinstance(value, _KINDS)]
+
+
 def members_of(module: nn.Module) -> list[Name]:
     """The functions that a module has by itself, as names; of a partial its function."""
     found = {name: getattr(value, "func", value) for name, value in vars(module).items()}
     return [(found.get, name, value) for name, value in found.items() if isinstance(value, _KINDS)]
 
 
-def check_names(names: Iterable[Name]) -> None:
-    """Raise UnknownLayout for a function that is neither transformers' nor torch's nor Python's: it may have side
-    effects."""
+def check_names(names: Iterable[Name], packages: Iterable[str] = ()) -> None:
+    """Raise UnknownLayout for a function that is neither transformers' nor torch's nor Python's, nor of these
+    packages, which effects.py has looked at: it may have side effects."""
+    known = {"transformers", "torch", *packages}
     for _, name, value in names:
         for function in _functions(value):
             home = _home(function).split(".")[0]
-            if home not in ("transformers", "torch") and home not in sys.stdlib_module_names:
+            if home not in known and home not in sys.stdlib_module_names:
                 raise UnknownLayout(f"has a forward that calls {name}, which is from {_home(function)}")
 
 
@@ -110,8 +118,8 @@ def _walk(function: Callable, cls: type) -> Iterator[Name]:
             continue
         seen.add(part)
         left += _enclosed(part)
-        # Functions of others than transformers are followed no further than to names of torch's.
-        is_its_own = _home(part).split(".")[0] == "transformers"
+        # Functions of others than transformers and the class's package are followed to names of torch's alone.
+        is_its_own = _home(part).split(".")[0] in ("transformers", cls.__module__.split(".")[0])
         places = [[part.__globals__.get], _members(cls), *of_torch] if is_its_own else of_torch
         for name in _named(part.__code__):
             for lookups in places:

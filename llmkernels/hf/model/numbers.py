@@ -40,7 +40,10 @@ def rotation_of(before: Tensor, after: Tensor, tables: list[Node]) -> Rotation |
         return None
     if len(tables) != 2 or tables[0].name != tables[1].name:
         raise UnknownLayout("has an attention that changes q or k by something else than a rotation")
-    cos, sin = (node.value for node in sorted(tables, key=lambda node: node.options["index"]))
+    tables = sorted(tables, key=lambda node: node.options["index"])
+    if any(node.value.numel() % before.shape[0] for node in tables):
+        raise UnknownLayout("makes tables of a rotation of more than positions")
+    cos, sin = (node.value.reshape(1, before.shape[0], -1) for node in tables)
     x = before.transpose(0, 1)[None]
     for rotation in layout.rotations():
         if rotation.table != "pairs" and cos.shape[-1] <= x.shape[-1]:

@@ -1,8 +1,8 @@
 """What a small model computes, observed while it runs: `observe(model, ids)` gives a graph of tensors.
 
-Products and embeddings are known by the parameters that they read, attention by the function of transformers'
-AttentionInterface that is handed q, k and v, and a module without parts is one node. Names of modules do not matter:
-read.py finds out by their numbers what norms, rotations and activations are.
+Products and embeddings are known by the parameters that they read, attention by the function that is handed q, k and v,
+of transformers' AttentionInterface or PyTorch's own, and a module without parts is one node. Names of modules do not
+matter: read.py finds out by their numbers what norms, rotations and activations are.
 """
 
 import functools
@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..classes.cache_name import cache_name
@@ -37,7 +39,7 @@ class Node:
     "embedding"       ids, weight
     "product"         x, weight, bias or None: x W^T + b
     "attention"       q, k, v, mask or None; `options` are the other arguments, the layers of the cache that k
-                      and v were given to, and a function of other queries
+                      and v were given to, and a function of other queries; values are (1, T, heads, D)
     "module"          the arguments of a call of the module `name`, which has no parts and returns a tensor
     "tables"          the same, of a module that returns several; `options` has the index
     "add"             two summands
@@ -145,6 +147,7 @@ class _Recorder(TorchFunctionMode):
         self._running: list[tuple[str, int]] = []  # modules, and how many nodes there were
         self._atomic = 0  # the last node that must not be hidden in one of a module
         self._cached: dict[int, int] = {}  # the layers of keys and values
+        self._attending = False
         for name, parameter in model.named_parameters():
             self._add(parameter, Node("parameter", parameter.detach(), name=name))
         for name, buffer in model.named_buffers():
@@ -164,6 +167,8 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and not self._attending:
+            return self._attend_directly(*args, **kwargs)
         given = tuple(self.node(x) if isinstance(x, Tensor) else x for x in _flat((*args, *kwargs.values())))
         results = function(*args, **kwargs)
         name = getattr(function, "__name__", "").strip("_")
@@ -237,13 +242,42 @@ class _Recorder(TorchFunctionMode):
             return by_transformers(module, q, k, v, mask, **options)[0]
 
         by_transformers = self._attention(module)
+        self._attending = True
         output, weights = by_transformers(module, q, k, v, mask, **options)
-        args = *map(self.node, (q, k, v)), None if mask is None else self.node(mask)
-        cached = {"layer": self._cached.get(id(k)), "layer of v": self._cached.get(id(v))}
-        node = Node("attention", self.node(output).value, args, self._running[-1][0])
-        node.options = options | cached | {"function": function}
-        self.attentions.append(self._add(output, node))
+        self._attending = False
+        self._add_attention(output, (q, k, v), mask, options | {"function": function})
         return output, weights
+
+    def _attend_directly(self, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        """A call of PyTorch's function: heads come before tokens, and k and v may have been repeated for all heads."""
+        given = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        given |= {"scale": scale, "enable_gqa": enable_gqa}
+
+        def function(q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, **given).transpose(1, 2)
+
+        output = F.scaled_dot_product_attention(q, k, v, **given)
+        qkv = q, self._before_repeat(k), self._before_repeat(v)
+        options = {"scaling": scale, "function": function}
+        self._add_attention(output, qkv, None if is_causal else attn_mask, options)
+        self.node(output).value = output.detach().transpose(1, 2).clone()
+        return output
+
+    def _before_repeat(self, x: Tensor) -> Tensor:
+        """The tensor of the cache of which a function has repeated the heads."""
+        node = self.node(x)
+        tensors = {self._nodes[key]: tensor for tensor in self._kept if (key := id(tensor)) in self._cached}
+        while node not in tensors and len(before := [*node.nodes()]) == 1 and node.kind in ("same", "other"):
+            node = before[0]
+        first = tensors.get(node, x)
+        groups = x.shape[1] // first.shape[1]
+        return first if torch.equal(first.repeat_interleave(groups, 1), x) else x
+
+    def _add_attention(self, output: Tensor, qkv: tuple[Tensor, ...], mask: Tensor | None, options: dict) -> None:
+        args = *map(self.node, qkv), None if mask is None else self.node(mask)
+        cached = {name: self._cached.get(id(x)) for name, x in zip(("layer", "layer of v"), qkv[1:], strict=True)}
+        node = Node("attention", self.node(output).value, args, self._running[-1][0], options | cached)
+        self.attentions.append(self._add(output, node))
 
     def cached(self, k: Tensor, v: Tensor, layer: int) -> None:
         self._cached[id(k)] = self._cached[id(v)] = operator.index(layer)

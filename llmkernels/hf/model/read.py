@@ -306,14 +306,13 @@ class _Reader:
         if node.name not in self._norms:
             module = self.record.model.get_submodule(node.name)
             try:
-                options, weight, bias = layout.norm_of_module(module, node.args[0].value)
+                options, weight, bias, eps = layout.norm_of_module(module, node.args[0].value)
             except UnknownLayout as reason:
                 raise UnknownLayout(f"has the module {type(module).__name__}: {reason}") from None
             if options.kind == "layer_norm" and options.weight_offset:
                 raise UnknownLayout(f"has a norm whose weight has an offset, {type(module).__name__}")
             paths = (None if name is None else Path(f"{node.name}.{name}") for name in (weight, bias))
-            eps = Number(float(getattr(module, options.eps)), node.name, options.eps)
-            self._norms[node.name] = Norm(options, *paths, eps)
+            self._norms[node.name] = Norm(options, *paths, Number(eps, node.name, options.eps))
         return self._norms[node.name]
 
     def _product(self, nodes: Sequence[Node]) -> Product:

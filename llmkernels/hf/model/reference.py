@@ -21,9 +21,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..classes.origin import Name, check_origin, hold, members_of, names_of
+from ..classes.effects import check_effects, is_foreign
+from ..classes.families import known_base
+from ..classes.origin import Name, check_origin, hold, members_of, members_of_class, names_of
 from ..errors import NoStep, UnknownLayout
-from ..modules.replaced import own_class
+from ..modules.replaced import foreign_class, own_class
 from . import trust
 from .trust import Kind
 
@@ -64,20 +66,31 @@ def reference(model: nn.Module) -> Reference:
     config, attention = of_account(model.config), _attention_of(model)
     if known is not None and known.config == config and known.attention is attention and hold(known.names):
         return known
+    known = _references[model] = reference_of(_as_made(type(model), model.config), copy.deepcopy(config), attention)
+    return known
+
+
+def _as_made(cls: type[nn.Module], config: Any) -> nn.Module:
+    """A model as its class makes it. A class that derives from one of transformers', and asks for more than a config
+    when it is made, stands for that one."""
+    foreign, own = foreign_class(cls), own_class(cls)
     try:
-        made = _build(own_class(type(model)), copy.deepcopy(model.config), "meta").eval()
+        made = _build(foreign or own, copy.deepcopy(config), "meta").eval()
     except UnknownLayout:
         raise
     except Exception as error:
-        raise UnknownLayout(f"can not be built from its config ({type(error).__name__}: {error})") from error
-    known = _references[model] = reference_of(made, copy.deepcopy(config), attention)
-    return known
+        if foreign is None or known_base(own) is None:
+            raise UnknownLayout(f"can not be built from its config ({type(error).__name__}: {error})") from error
+        made = _build(own, copy.deepcopy(config), "meta").eval()
+    check_effects(made)
+    return made
 
 
 def reference_of(made: nn.Module, config: dict[str, Any], attention: Callable) -> Reference:
     """A model as its own reference."""
     classes = tuple(dict.fromkeys(map(type, made.modules())))
     names = [*names_of(attention), *(name for cls in classes for name in names_of(cls.forward, cls))]
+    names += [name for cls in classes if is_foreign(cls) for name in members_of_class(cls)]
     own = [(type(module), name) for module in made.modules() for name in members_of(module)]
     forwards = ((cls, "forward", cls.forward) for cls in classes)
     members = dict.fromkeys((cls, name, value) for cls, (_, name, value) in own)
@@ -99,9 +112,11 @@ def of_account(config: Any) -> dict[str, Any]:
 
 def _attention_of(model: nn.Module) -> Callable:
     """The function by which a model attends. Raises NoStep unless it is of transformers: it may compute anything."""
-    function = attention_function(model.config, attention_scope(model))
+    scope = attention_scope(model)
+    function = attention_function(model.config, scope)
     try:
-        check_origin(function)
+        if function is not scope.get(_EAGER):  # effects.py looks at that of the model's own file
+            check_origin(function)
     except UnknownLayout:
         raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}") from None
     return function
@@ -124,7 +139,8 @@ def _attention_functions() -> Any:
 
 def attention_scope(model: nn.Module) -> dict[str, Any]:
     """The globals of the file that a model's attention is from."""
-    scopes = (vars(sys.modules[own_class(type(module)).__module__]) for module in model.modules())
+    classes = (foreign_class(type(module)) or own_class(type(module)) for module in model.modules())
+    scopes = (vars(sys.modules[cls.__module__]) for cls in classes if cls.__module__ in sys.modules)
     return next((scope for scope in scopes if _EAGER in scope), {})
 
 

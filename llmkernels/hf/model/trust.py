@@ -25,10 +25,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..classes.effects import is_foreign
 from ..classes.layout import check_origin
 from ..classes.origin import Entry, asked_of_origin, entry
 from ..errors import Distrust, NoStep, UnknownLayout
-from ..modules.replaced import Patched, Replaced, own_class
+from ..modules.replaced import Patched, Replaced, foreign_class, own_class
 
 # Modes that change no result, and need not see what is computed. DeviceContext is that of set_default_device.
 OBSERVERS = {DeviceContext}
@@ -147,13 +148,19 @@ def _kind(expected: type[nn.Module], forward: Callable, numbers: tuple, options:
             if issubclass(cls, Patched) and (cls.forward is not cls.made or not cls.is_current()):
                 raise UnknownLayout("has another forward: that of its class was replaced")
             cls = cls.original
-        if cls is not expected and (expected.__module__.startswith("torch.") or own_class(cls) is not expected):
+        classes = cls, own_class(cls), foreign_class(cls)
+        if cls is not expected and (expected.__module__.startswith("torch.") or expected not in classes):
             raise UnknownLayout(f"is a {_name(cls)}, not {_name(expected)}")
         if cls.forward is not forward:
             raise UnknownLayout("has another forward: that of its class was replaced")
-        check_origin(forward, ("transformers", "torch"))
+        check_origin(forward, ("transformers", "torch", *_packages(expected)))
 
     return Kind(check, numbers=dict(numbers).items(), **dict(options))
+
+
+def _packages(cls: type) -> list[str]:
+    """The package of a class from outside of transformers, whose forward effects.py has looked at."""
+    return [cls.__module__.split(".")[0]] if is_foreign(cls) else []
 
 
 def check_class(cls: type, kind: Kind) -> None:

@@ -110,6 +110,15 @@ def own_class(cls: type) -> type:
     return cls
 
 
+def foreign_class(cls: type) -> type | None:
+    """The class from outside of transformers and torch that a class is, or derives from, if it makes or computes
+    anything itself; never one made here."""
+    bases = cls.__mro__[: cls.__mro__.index(own_class(cls))]
+    theirs = [base for base in bases if "original" not in vars(base) and not issubclass(Replaced, base)]
+    theirs = [base for base in theirs if base not in (Patched, CausalLM, Generating)]
+    return theirs[0] if any(name in vars(base) for base in theirs for name in ("__init__", "forward")) else None
+
+
 def is_current_for(cls: type[nn.Module], forward: Callable, calls: tuple[Name, ...] = ()) -> Callable[[], bool]:
     def is_current() -> bool:
         return cls.forward is forward and (torch.compiler.is_compiling() or hold(calls))

@@ -117,7 +117,8 @@ def make_tables(trunk: Trunk, positions: range) -> dict[str, tuple[Tensor, Tenso
     alternates = attentions[0].alternates
     for name in trunk.tables:
         pair = trunk.rotary(weight[:1], positions, *([name] if name else []))
-        found[name] = tuple(_of_pairs(table[0], alternates).to(weight.dtype).contiguous() for table in pair)
+        rows = (table.reshape(positions.shape[1], -1) for table in pair)
+        found[name] = tuple(_of_pairs(table, alternates).to(weight.dtype).contiguous() for table in rows)
     if any(attention.table is None or _is_partial(attention, found) for attention in attentions):
         cos = weight.new_ones(positions.shape[1], attentions[0].head_dim // 2)
         found[UNROTATED] = cos, torch.zeros_like(cos)

@@ -145,12 +145,13 @@ _HELPERS = ("_sample", "prepare_inputs_for_generation", "_update_model_kwargs_fo
 def check_helpers(model: nn.Module) -> None:
     """generate() asks nothing else of the model than of its family's class."""
     original = _original(model)
-    known = own_class(original)
     for name in _HELPERS:
-        if name in vars(model) or getattr(original, name) is not getattr(known, name):
+        if name in vars(model) or any(
+            getattr(original, name) is not getattr(known, name) for known in _known(original, name)
+        ):
             raise NoStep(f"{name} was replaced")
         try:
-            check_origin(getattr(known, name), ("transformers", "torch"))  # torch's: decorators such as no_grad
+            check_origin(getattr(original, name), ("transformers", "torch"))  # torch's: decorators such as no_grad
         except UnknownLayout as reason:
             raise NoStep(f"{name}: {reason}") from None
 
@@ -158,11 +159,16 @@ def check_helpers(model: nn.Module) -> None:
 def _asked_of_helpers(model: nn.Module) -> list[Entry]:
     """What `check_helpers` looks at but for the model's own members: it finds nothing else where these are the same."""
     original = _original(model)
-    known, entries = own_class(original), []
+    entries = []
     for name in _HELPERS:
-        entries += [(cls, name, getattr(cls, name)) for cls in (original, known)]
-        entries += asked_of_origin(getattr(known, name))
+        entries += [(cls, name, getattr(cls, name)) for cls in (original, *_known(original, name))]
+        entries += asked_of_origin(getattr(original, name))
     return entries
+
+
+def _known(cls: type, name: str) -> list[type]:
+    """The class of transformers' that a class is or derives from, if that has a function of this name."""
+    return [known for known in (own_class(cls),) if hasattr(known, name)]
 
 
 def _original(model: nn.Module) -> type[nn.Module]:

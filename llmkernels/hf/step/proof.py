@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..classes.cache_name import cache_name
+from ..classes.effects import is_foreign
 from ..classes.origin import hold
 from ..errors import NoStep, UnknownLayout
 from ..model.bind import bind
@@ -103,6 +105,9 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
             fill(small, loud)
             _level_embeddings(small, template, ids)
             parts = bind(template, small, known)
+            if any(map(is_foreign, known.classes)):
+                _check_tables(parts, config)
+                _check_conventions(small, ids, tolerance)
             for start in {0, max(0, len(parts.positions) - _TOKENS)}:
                 error = _error(_composed(parts, ids, start), _logits(small, ids, start))
                 if not error <= tolerance:
@@ -134,6 +139,40 @@ def _check_numbers(template: Template, cls: type[nn.Module], config: Any) -> Non
         _, other = _observed(cls, resized(config))
         if other.own_numbers(len(template.trunk.layers)) != numbers:
             raise UnknownLayout("multiplies by a number that depends on its sizes")
+
+
+def _check_tables(parts: Trunk, config: Any) -> None:
+    """Raise UnknownLayout where a rotation has other angles in a longer sequence. Those of transformers say so, see
+    `positions_of`; a foreign one is asked."""
+    if parts.rotary is None or not is_foreign(type(parts.rotary)):
+        return
+    longest = 4 * (getattr(config, "max_position_embeddings", None) or 4096)
+    few, many = (make_tables(parts, range(tokens)) for tokens in (_TOKENS, max(longest, 2 * _TOKENS)))
+    for name, tables in few.items():
+        if any(not torch.equal(table, others[:_TOKENS]) for table, others in zip(tables, many[name], strict=True)):
+            raise UnknownLayout("has a rotation that depends on the length of the sequence")
+
+
+def _check_conventions(small: nn.Module, ids: Tensor, tolerance: float) -> None:
+    """Raise UnknownLayout unless a cache and a mask of padding mean to a foreign model what they do in transformers."""
+    from transformers import DynamicCache
+
+    expected, count, cache = _logits(small, ids, 0), len(ids), DynamicCache(config=small.config)
+    positions = torch.arange(count)[None]
+    found = []
+    for begin, end in ((0, count - 3), (count - 3, count - 2), (count - 2, count)):
+        given = {cache_name(): cache, "attention_mask": torch.ones(1, end, dtype=torch.long)}
+        output = small(ids[None, begin:end], position_ids=positions[:, begin:end], use_cache=True, **given)
+        found.append(output.logits[0])
+    if not _error(torch.cat(found), expected) <= tolerance:
+        raise UnknownLayout("computes something else behind a cache than without one")
+    padding = 3
+    mask = torch.ones(1, padding + count, dtype=torch.long)
+    mask[:, :padding] = 0
+    padded, positions = (nn.functional.pad(x, (padding, 0)) for x in (ids[None], positions))
+    output = small(padded, position_ids=positions, attention_mask=mask, use_cache=False)
+    if not _error(output.logits[0, padding:], expected) <= tolerance:
+        raise UnknownLayout("sees padding that its mask hides")
 
 
 def _level_embeddings(small: nn.Module, template: Template, ids: Tensor) -> None:

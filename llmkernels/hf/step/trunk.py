@@ -13,6 +13,7 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
+from ..classes.effects import packages_of
 from ..classes.layout import kind_of
 from ..classes.origin import check_names
 from ..errors import Distrust, NoStep, Refusal, UnknownLayout
@@ -42,7 +43,7 @@ def trunk(model: nn.Module) -> Trunk:
         if any(kind_of(cls) == "experts" for cls in expected.classes):
             raise UnknownLayout("has experts, which are left to transformers")
         inspect_all(model, expected.root)
-        check_names(expected.names)
+        check_names(expected.names, packages_of(expected.classes))
         check_helpers(model)
         parts = bind(template_of(model, expected), model, expected)
     except Distrust as reason:

@@ -1,0 +1,198 @@
+"""Models whose classes are not transformers': they take the step, unless they do more than to compute."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+import llmkernels
+from generating import generate_step
+from hf_models import tiny_inputs
+from test_family_strangers import made, tokens_of
+
+
+@pytest.fixture
+def lantern():
+    return fresh("lantern")
+
+
+@pytest.fixture
+def beacon():
+    return fresh("beacon")
+
+
+def fresh(name):
+    """A file of tests as a module that nobody has changed."""
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+def replace(module, place, source):
+    """Replace a function of a class in a file's module, as if the file said so."""
+    cls, _, name = place.partition(".")
+    vars(module)["original"] = getattr(vars(module)[cls], name)
+    exec(source, vars(module))
+    setattr(vars(module)[cls], name, vars(module)[name])
+
+
+def check_step(model, device):
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert handle.report().decode[0].reason is None
+    assert torch.equal(tokens_of(model, device), expected)
+    assert handle.report().decode[0].calls == {generate_step(): 1}
+    handle.unpatch()
+    assert torch.equal(tokens_of(model, device), expected)
+
+
+def check_no_step(model, device, reason):
+    """It computes what it did, by its modules."""
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert reason in handle.report().decode[0].reason
+    assert torch.equal(tokens_of(model, device), expected)
+    assert handle.report().decode[0].calls == {f"by transformers: {handle.report().decode[0].reason}": 1}
+
+
+def test_layers_in_a_model_of_transformers(lantern, device):
+    check_step(made(lantern.LanternForCausalLM).to(device), device)
+
+
+def test_all_of_a_model(beacon, device):
+    check_step(made(beacon.BeaconForCausalLM).to(device), device)
+
+
+@pytest.mark.parametrize(
+    "attended",
+    [
+        "F.scaled_dot_product_attention(q, *(x.repeat_interleave(2, 1) for x in (k, v)), mask, is_causal=causal)",
+        "F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=0.3, enable_gqa=True)",
+    ],
+    ids=["repeated", "groups"],
+)
+def test_attention_by_pytorch(beacon, attended, device):
+    source = f"""
+def attended(self, q, k, v, mask):
+    causal = mask is None and q.shape[2] > 1
+    return {attended}.transpose(1, 2)
+"""
+    replace(beacon, "Gaze.attended", source)
+    check_step(made(beacon.BeaconForCausalLM).to(device), device)
+
+
+def test_a_loop_of_ones_own(beacon, device):
+    model = made(beacon.BeaconForCausalLM).to(device)
+    ids = tiny_inputs(device)
+
+    def tokens():
+        found, cache, x = [], None, ids
+        for _ in range(6):
+            output = model(x, use_cache=True, **({beacon.CACHE: cache} if cache is not None else {}))
+            cache, x = getattr(output, beacon.CACHE), output.logits[:, -1:].argmax(-1)
+            found.append(x)
+        return torch.cat(found, 1)
+
+    with torch.no_grad():
+        expected = tokens()
+        handle = llmkernels.patch(model)
+        assert torch.equal(tokens(), expected)
+    assert handle.report().decode[0].forwards == {generate_step(): 5}
+
+
+def test_a_helper_that_is_replaced_later(beacon, device):
+    model = made(beacon.BeaconForCausalLM).to(device)
+    before = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert torch.equal(tokens_of(model, device), before)
+    exec("def turned(x, cos, sin):\n    return x", vars(beacon))
+    after = tokens_of(model, device)
+    handle.unpatch()
+    assert torch.equal(tokens_of(model, device), after)
+    assert not torch.equal(after, before)
+
+
+EFFECTS = {
+    "attribute": "self.calls = getattr(self, 'calls', 0) + 1",
+    "attribute-of-the-class": "type(self).calls = 1",
+    "global": "global CALLS; CALLS = 1",
+    "list": "SEEN.append(x)",
+    "item": "SEEN[0] = x",
+    "buffer": "self.a.gain.add_(0)",
+    "print": "print(x.shape)",
+    "setattr": "setattr(self, 'calls', 1)",
+    "import": "import os",
+    "another-package": "tiny_inputs('cpu')",
+    "a-global-that-is-no-constant": "x + SEEN",
+}
+
+
+@pytest.mark.parametrize("effect", EFFECTS.values(), ids=EFFECTS)
+def test_effects_are_kept(beacon, effect, device):
+    vars(beacon).update(SEEN=[0], tiny_inputs=tiny_inputs)
+    source = f"""
+def forward(self, x, cos, sin, mask, memory):
+    if x is None:
+        {effect}
+    return original(self, x, cos, sin, mask, memory)
+"""
+    replace(beacon, "Storey.forward", source)
+    model = made(beacon.BeaconForCausalLM).to(device)
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    reason = handle.report().decode[0].reason
+    assert "may do more than return something" in reason or "which is from" in reason
+    assert torch.equal(tokens_of(model, device), expected)
+
+
+def test_a_method_of_another_module(beacon, device):
+    """Functions count wherever they are reached."""
+    replace(beacon, "Gaze.heads", "def heads(self, x):\n    self.last = x\n    return original(self, x)")
+    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "heads sets last")
+
+
+def test_a_member_that_keeps_something(beacon, device):
+    source = """
+def __init__(self, config):
+    original(self, config)
+    self.seen = {}
+
+def noted(self, x):
+    self.seen.update(last=x)
+    return x
+"""
+    replace(beacon, "Thought.__init__", source)
+    beacon.Thought.noted = vars(beacon)["noted"]
+    vars(beacon)["of_thought"] = beacon.Thought.forward
+    exec("def forward(self, x):\n    return of_thought(self, self.noted(x))", vars(beacon))
+    beacon.Thought.forward = vars(beacon)["forward"]
+    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "may keep something in seen")
+
+
+def test_padding_that_is_seen(beacon, device):
+    source = """
+def attended(self, q, k, v, mask):
+    causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, causal, enable_gqa=True).transpose(1, 2)
+"""
+    replace(beacon, "Gaze.attended", source)
+    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "sees padding that its mask hides")
+
+
+def test_a_cache_of_its_own_kind(beacon, device):
+    source = """
+def attended(self, q, k, v, mask):
+    return original(self, q, k, v * 2 if q.shape[2] == 1 else v, mask)
+"""
+    replace(beacon, "Gaze.attended", source)
+    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "computes something else behind a cache")
+
+
+def test_a_rotation_by_the_length(beacon, device):
+    source = """
+def forward(self, x, positions):
+    far = (positions.max() + 1).clamp(min=100) / 100
+    return original(self, x, positions / far)
+"""
+    replace(beacon, "Lens.forward", source)
+    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "depends on the length of the sequence")
