@@ -103,7 +103,7 @@ def break_model(model, how):
     elif how == "twice":
         layer.mlp.gate_proj.weight = model.model.layers[0].mlp.gate_proj.weight
     elif how == "training":
-        model.train()
+        layer.self_attn.train().attention_dropout = 1e-9  # so little that it drops nothing
     elif how == "norm":
         layer.input_layernorm = nn.RMSNorm(112, device=model.device)
     elif how == "eps":
@@ -128,7 +128,7 @@ BROKEN = {
     "activation": "model.layers.1.mlp.act_fn is a transformers.activations.GELUActivation, not",
     "shared": "a weight shares its memory with other tensors",
     "twice": "layers share weights",
-    "training": "Qwen2ForCausalLM is in training mode",
+    "training": "model.layers.1.self_attn is in training mode",
     "norm": "model.layers.1.input_layernorm is a torch.nn.RMSNorm, not",
     "part": "model.layers.1.self_attn has other parts than expected",
 }

@@ -105,7 +105,7 @@ def patch(
     kinds = kinds_in(model)
     if not {*kinds.values()} - {"lora", "experts"}:
         raise ValueError(
-            f"patch: model must be or contain a decoder that transformers generates with, got {type(model)}"
+            f"patch: model must generate text, or contain layers of a decoder of transformers, got {type(model)}"
         )
     if count := sum(isinstance(module, Patched) for module in model.modules()):
         raise RuntimeError(

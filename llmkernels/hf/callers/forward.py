@@ -113,8 +113,6 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
     """Raise NoStep for what only the modules do. Reads nothing on the device."""
     if torch.is_grad_enabled():
         raise NoStep("gradients are enabled")
-    if model.training:
-        raise NoStep("the model is in training mode")
     device = given["input_ids"].device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NoStep("a CUDA graph is being captured")

@@ -144,19 +144,24 @@ def attention_scope(model: nn.Module) -> dict[str, Any]:
     return next((scope for scope in scopes if _EAGER in scope), {})
 
 
-class _WithoutRandomNumbers(TorchDispatchMode):
+class WithoutRandomNumbers(TorchDispatchMode):
     """Makes zeros where a module would be filled with random numbers: others draw from torch's generator meanwhile."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if torch.Tag.nondeterministic_seeded not in function.tags:
+        if torch.Tag.nondeterministic_seeded not in function.tags or _attends_without_dropout(function, args, kwargs):
             return function(*args, **kwargs or {})
         if not function._schema.is_mutable:
-            raise UnknownLayout(f"draws random numbers by {function} when it is made")
+            raise UnknownLayout(f"draws random numbers by {function}")
         return args[0].zero_()
 
 
+def _attends_without_dropout(function: Any, args: tuple, kwargs: dict[str, Any] | None) -> bool:
+    given = dict(zip((x.name for x in function._schema.arguments), args, strict=False)) | (kwargs or {})
+    return "scaled_dot_product" in str(function) and not given.get("dropout_p")
+
+
 def _build(cls: type[nn.Module], config: Any, device: str) -> nn.Module:
-    with torch.inference_mode(False), torch.device(device), _WithoutRandomNumbers():
+    with torch.inference_mode(False), torch.device(device), WithoutRandomNumbers():
         return cls(config)
 
 

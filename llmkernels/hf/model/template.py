@@ -40,10 +40,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Template:
-    """`stack` is the path of the list of layers."""
+    """`stack` is the path of the list of layers. `same_in_training`: the model computes the same in training mode, and
+    draws no random number."""
 
     trunk: Trunk
     stack: str
+    same_in_training: bool = False
 
     def own_numbers(self, layers: int) -> list[float]:
         """Those that no module and no config has, of the first layers and all else."""

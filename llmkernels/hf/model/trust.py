@@ -4,7 +4,8 @@ The decode step reads weights and calls no module. That is right as long as nobo
 calls. `Inspection` asks so of every module and every parameter, in every call of generate, and remembers nothing:
 
     a module       its class and its class's forward are those expected; no forward of the instance and no hook that
-                   does something; the children and parameters that its forward reads, and no others; not training
+                   does something; the children and parameters that its forward reads, and no others; in training
+                   mode neither dropout nor gradient checkpointing
     a parameter    a plain nn.Parameter of a dtype and on a device, contiguous, with memory
     all around     no mode, global hook or autocast; that functions which forwards call are those expected, origin.py
                    says of all classes at once
@@ -68,6 +69,7 @@ class Inspection:
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype, self.device = dtype, device
+        self.in_training: nn.Module | None = None  # the first one that is, if its forward asks for it
         self._classes: set[tuple[type, Kind]] = set()
 
     def module(self, module: nn.Module, kind: Kind) -> dict[str, Any]:
@@ -77,7 +79,9 @@ class Inspection:
             self._check_class(module, cls, kind)
         members = module.__dict__
         if kind.trains and members["training"]:
-            raise Distrust(module, "{} is in training mode")
+            if any(value for _, value in of_training(members)):
+                raise Distrust(module, "{} is in training mode")
+            self.in_training = self.in_training or module
         if "forward" in members and not calls_only_its_class(module, self.dtype, self.device):
             raise Distrust(module, "{} has a forward of its own")
         if not hooks_do_nothing(members):
@@ -110,6 +114,15 @@ class Inspection:
             raise NoStep("weights differ in dtype or device")
         if parameter.layout != torch.strided or not parameter.is_contiguous() or not parameter.data_ptr():
             raise Distrust(module, "a weight of {} has no ordinary memory")
+
+
+def of_training(members: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Those members of a module that change what it computes in training mode if they are neither 0 nor False."""
+    return [
+        (name, value)
+        for name, value in members.items()
+        if name == "gradient_checkpointing" or ("dropout" in name and isinstance(value, (int, float)))
+    ]
 
 
 # --- classes
@@ -288,13 +301,18 @@ _CONVERSION = "accelerate.utils.operations"  # of convert_outputs_to_fp32, which
 
 
 def _inside(module: nn.Module, forward: Any) -> Any:
-    """What a wrapper of accelerate's around a module's forward calls; None if it is another's."""
+    """What a wrapper of accelerate's or TRL's around a module's forward calls; None if it is another's."""
     if isinstance(forward, functools.partial):  # add_hook_to_module
         is_hook = forward.func.__module__ == "accelerate.hooks" and forward.args == (module,)
         return vars(module).get("_old_forward") if is_hook else None
     origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
     if origin == _CONVERSION:
         return getattr(forward, "model_forward", None) or getattr(forward, "__wrapped__", None)
+    if origin == "trl.trainer.utils" and forward.__code__.co_name == "_fused_forward":
+        # Another loss, for who asks for that by an argument of TRL's own.
+        return dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))[
+            "original_forward"
+        ].cell_contents
     return _autocast_and_function(forward)[1]
 
 

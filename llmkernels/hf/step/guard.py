@@ -22,8 +22,11 @@ from . import packing
 from .record import Lists
 
 
-def inspect_all(model: nn.Module, root: Part) -> None:
-    """Raise NoStep or Distrust unless each module and parameter of a model is as in its reference."""
+def inspect_all(model: nn.Module, root: Part) -> nn.Module | None:
+    """Raise NoStep or Distrust unless each module and parameter of a model is as in its reference.
+
+    Returns a module that is in training mode, if there is one whose forward asks for it.
+    """
     weight = next(model.parameters(), None)
     inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
     config = model.config
@@ -39,6 +42,7 @@ def inspect_all(model: nn.Module, root: Part) -> None:
             visit(modules[name], child)
 
     visit(model, root)
+    return inspection.in_training
 
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
@@ -59,6 +63,7 @@ class _Tree(Lists):
         self.classes[type(module)] = None
         self.same += [(index, name, members[name]) for name in ("training", "config") if name in members]
         self.equal += [(index, name, members.get(name)) for name in (*dict(part.kind.numbers), *part.read)]
+        self.equal += [(index, *entry) for entry in trust.of_training(members)]
         for kind in _TENSORS:
             place = self.node(index, kind, members[kind])
             self.tensors += [(place, name, tensor) for name, tensor in members[kind].items()]

@@ -8,6 +8,7 @@ while it runs: observe.py.
 """
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from ..model.read import read
 from ..model.reference import (
     WINDOW,
     Reference,
+    WithoutRandomNumbers,
     attention_function,
     attention_scope,
     fill,
@@ -113,7 +115,7 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
                 if not error <= tolerance:
                     off = f"logits differ by {error:.1g} of the largest"
                     raise UnknownLayout(f"computes something else than its description: {off}")
-    return template
+        return dataclasses.replace(template, same_in_training=_same_in_training(small, ids))
 
 
 def _observed(cls: type[nn.Module], config: Any) -> tuple[nn.Module, Template]:
@@ -139,6 +141,18 @@ def _check_numbers(template: Template, cls: type[nn.Module], config: Any) -> Non
         _, other = _observed(cls, resized(config))
         if other.own_numbers(len(template.trunk.layers)) != numbers:
             raise UnknownLayout("multiplies by a number that depends on its sizes")
+
+
+def _same_in_training(small: nn.Module, ids: Tensor) -> bool:
+    """Whether a model computes the same in training mode. Its random numbers are zeros here, which shows."""
+    expected = _logits(small, ids, 0)
+    try:
+        with WithoutRandomNumbers():
+            return torch.equal(_logits(small.train(), ids, 0), expected)
+    except UnknownLayout:
+        return False
+    finally:
+        small.eval()
 
 
 def _check_tables(parts: Trunk, config: Any) -> None:

@@ -42,10 +42,13 @@ def trunk(model: nn.Module) -> Trunk:
         expected = reference(model)
         if any(kind_of(cls) == "experts" for cls in expected.classes):
             raise UnknownLayout("has experts, which are left to transformers")
-        inspect_all(model, expected.root)
+        in_training = inspect_all(model, expected.root)
         check_names(expected.names, packages_of(expected.classes))
         check_helpers(model)
-        parts = bind(template_of(model, expected), model, expected)
+        template = template_of(model, expected)
+        if in_training is not None and not template.same_in_training:
+            raise Distrust(in_training, "{} is in training mode")
+        parts = bind(template, model, expected)
     except Distrust as reason:
         raise reason.named_in(model) from None
     except UnknownLayout as reason:

@@ -1,0 +1,94 @@
+"""Packages that call a patched model in their own ways: lm-evaluation-harness and TRL."""
+
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import llmkernels
+from generating import generate_step
+from hf_models import tiny_model
+
+WORDS = 90
+
+
+def tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **special)
+
+
+def text(rng, count):
+    return " ".join(f"w{rng.randrange(WORDS)}" for _ in range(count))
+
+
+def test_lm_evaluation_harness(device):
+    """Log-likelihoods, of continuations and of whole texts, and generation with stop words."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    rng = random.Random(0)
+    model = tiny_model(vocab_size=WORDS + 3).to(device)
+    harness = HFLM(pretrained=model, tokenizer=tokenizer(), batch_size=4, max_length=64)
+
+    def instances(kind, arguments):
+        return [Instance(kind, {}, given, index) for index, given in enumerate(arguments)]
+
+    pairs = [(text(rng, rng.randrange(3, 20)) + " ", text(rng, rng.randrange(1, 6))) for _ in range(10)]
+    stops = {"until": ["w5"], "max_gen_toks": 12, "do_sample": False}
+    likelihoods = instances("loglikelihood", pairs)
+    rolling = instances("loglikelihood_rolling", [(text(rng, 40),) for _ in range(3)])
+    prompts = instances("generate_until", [(text(rng, rng.randrange(3, 20)), stops) for _ in range(6)])
+
+    def run():
+        scores = harness.loglikelihood(likelihoods, disable_tqdm=True)
+        whole = harness.loglikelihood_rolling(rolling, disable_tqdm=True)
+        return scores, whole, harness.generate_until(prompts, disable_tqdm=True)
+
+    expected = run()
+    handle = llmkernels.patch(model)
+    found = run()
+    assert found[2] == expected[2]
+    assert [greedy for _, greedy in found[0]] == [greedy for _, greedy in expected[0]]
+    assert [score for score, _ in found[0]] == pytest.approx([score for score, _ in expected[0]], abs=1e-4)
+    assert found[1] == pytest.approx(expected[1], abs=1e-4)
+    assert handle.report().decode[0].calls == {generate_step(): 2}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_rollouts_of_trl(training, device, tmp_path):
+    """GRPO: rollouts by the step, in training mode, with the tokens and losses of the model unpatched."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    def trained(patched):
+        rng = random.Random(0)
+        prompts = datasets.Dataset.from_dict({"prompt": [text(rng, 6) for _ in range(8)]})
+        torch.manual_seed(0)
+        model = tiny_model(vocab_size=WORDS + 3).to(device)
+        handle = llmkernels.patch(model, training=training) if patched else None
+        completions = []
+
+        def reward(**given):
+            completions.append(given["completions"])
+            return [float(len({*completion.split()})) for completion in given["completions"]]
+
+        options = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 2}
+        quiet = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "bf16": False}
+        config = trl.GRPOConfig(str(tmp_path), seed=0, use_cpu=device == "cpu", **options, **quiet)
+        trainer = trl.GRPOTrainer(model, reward, config, prompts, processing_class=tokenizer())
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return completions, losses, list(model.parameters()), handle
+
+    expected, found = trained(False), trained(True)
+    assert found[0] == expected[0]
+    assert found[1] == pytest.approx(expected[1], abs=1e-5)
+    for ours, theirs in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert found[3].report().decode[0].calls == {generate_step(): 2}
