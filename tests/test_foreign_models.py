@@ -196,3 +196,18 @@ def forward(self, x, positions):
 """
     replace(beacon, "Lens.forward", source)
     check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "depends on the length of the sequence")
+
+
+def test_attention_of_its_own_file(beacon, device):
+    source = """
+def eager_attention_forward(module, q, k, v, mask, scaling, dropout=0.0, **kwargs):
+    k, v = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, v))
+    scores = scaling * q @ k.transpose(2, 3)
+    return ((scores if mask is None else scores + mask).softmax(-1) @ v).transpose(1, 2), None
+"""
+    exec(source, vars(beacon))
+    model = made(beacon.BeaconForCausalLM, attn_implementation="eager").to(device)
+    check_step(model, device)
+    vars(beacon)["SEEN"] = []
+    exec(source.replace("    scores =", "    SEEN.append(q)\n    scores =", 1), vars(beacon))
+    check_no_step(made(beacon.BeaconForCausalLM, attn_implementation="eager").to(device), device, "calls append")

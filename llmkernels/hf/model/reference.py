@@ -114,9 +114,10 @@ def _attention_of(model: nn.Module) -> Callable:
     """The function by which a model attends. Raises NoStep unless it is of transformers: it may compute anything."""
     scope = attention_scope(model)
     function = attention_function(model.config, scope)
+    # effects.py looks at that of a foreign model's own file.
+    own = [scope["__name__"].split(".")[0]] if function is scope.get(_EAGER) else []
     try:
-        if function is not scope.get(_EAGER):  # effects.py looks at that of the model's own file
-            check_origin(function)
+        check_origin(function, ("transformers", *own))
     except UnknownLayout:
         raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}") from None
     return function
