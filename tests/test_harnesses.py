@@ -1,14 +1,16 @@
-"""Packages that call a patched model in their own ways: lm-evaluation-harness and TRL."""
+"""What calls a patched model in its own way: lm-evaluation-harness, TRL, transformers' server and its batches."""
 
 import random
+import socket
+import time
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import llmkernels
-from generating import generate_step
-from hf_models import tiny_model
+from generating import generate_step, small_model
+from hf_models import tiny_inputs, tiny_model
 
 WORDS = 90
 
@@ -58,6 +60,62 @@ def test_lm_evaluation_harness(device):
     assert [score for score, _ in found[0]] == pytest.approx([score for score, _ in expected[0]], abs=1e-4)
     assert found[1] == pytest.approx(expected[1], abs=1e-4)
     assert handle.report().decode[0].calls == {generate_step(): 2}
+
+
+def test_continuous_batching(device):
+    model = small_model(device=device)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompts = [row[: 4 + index].tolist() for index, row in enumerate(tiny_inputs(device, 3))]
+
+    def run():
+        found = model.generate_batch(prompts, generation_config=GenerationConfig(**options), progress_bar=False)
+        return [found[name].generated_tokens for name in sorted(found)]
+
+    expected = run()
+    handle = llmkernels.patch(model)
+    assert run() == expected
+    assert handle.report().decode[0].calls == {"by transformers: continuous batching": 1}
+
+
+def test_server_of_transformers(device, tmp_path):
+    """`transformers serve`, whose model is patched while it is up: requests at once and in pieces."""
+    for package in ("fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package)
+    requests = pytest.importorskip("requests")
+    from transformers.cli.serve import Serve
+
+    model = tiny_model(vocab_size=WORDS + 3)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = Serve(force_model=str(tmp_path), device=device, port=port, non_blocking=True, log_level="error")
+    try:
+        (loaded,) = server._model_manager.loaded_models.values()
+        loaded.processor = tokenizer()  # that of the model's family is chosen by its type, and knows no word
+        for _ in range(200):
+            try:
+                requests.get(f"http://localhost:{port}/health", timeout=5)
+                break
+            except requests.ConnectionError:
+                time.sleep(0.05)
+
+        def ask(stream):
+            options = {"prompt": "w1 w2 w3 w4", "max_tokens": 8, "temperature": 0.0, "stream": stream}
+            answer = requests.post(
+                f"http://localhost:{port}/v1/completions", json={"model": str(tmp_path)} | options, timeout=60
+            )
+            return answer.text if stream else answer.json()["choices"]
+
+        expected = ask(False)
+        handle = llmkernels.patch(loaded.model)
+        assert ask(False) == expected
+        assert "data: " in ask(True)
+        assert handle.report().decode[0].calls == {generate_step(): 2}
+    finally:
+        server.kill_server()
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -120,10 +120,10 @@ __host__ __device__ constexpr int unit_size(int group_threads) { return group_th
 //
 //   case                 | element by element | by vectors | aligned neighbour
 //   ---------------------|--------------------|------------|------------------
-//   rms_norm 8192x1001   | 99                 | 51         | 28
-//   rms_norm 8192x4097   | 323                | 146        | 86
-//   layer_norm 8192x1001 | 137                | 76         | 37
-//   layer_norm 8192x4097 | 457                | 238        | 103
+//   rms_norm 8192x1001   | 99                 | 53         | 28
+//   rms_norm 8192x4097   | 323                | 150        | 86
+//   layer_norm 8192x1001 | 137                | 77         | 37
+//   layer_norm 8192x4097 | 457                | 244        | 103
 constexpr int kOwnLanes = 30;
 __host__ __device__ constexpr int64_t shifted_warps(int64_t count, int vectors) {
   return (count + kOwnLanes * vectors - 1) / (kOwnLanes * vectors);
