@@ -115,7 +115,7 @@ def _attention_of(model: nn.Module) -> Callable:
     scope = attention_scope(model)
     function = attention_function(model.config, scope)
     # effects.py looks at that of a foreign model's own file.
-    own = [scope["__name__"].split(".")[0]] if function is scope.get(_EAGER) else []
+    own = [scope["__name__"].split(".")[0]] if function is not None and function is scope.get(_EAGER) else []
     try:
         check_origin(function, ("transformers", *own))
     except UnknownLayout:
