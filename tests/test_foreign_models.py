@@ -1,6 +1,8 @@
 """Models whose classes are not transformers': they take the step, unless they do more than to compute."""
 
 import importlib
+import inspect
+import re
 import sys
 
 import pytest
@@ -61,6 +63,26 @@ def test_layers_in_a_model_of_transformers(lantern, device):
 
 def test_all_of_a_model(beacon, device):
     check_step(made(beacon.BeaconForCausalLM).to(device), device)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "granite", "mistral", "starcoder2"])
+def test_a_family_of_transformers_outside_of_it(name, device, tmp_path, monkeypatch):
+    """Its file with absolute imports, as remote code is."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    source = inspect.getsource(module)
+    for dots, package in (
+        ("...", "transformers."),
+        ("..", "transformers.models."),
+        (".", f"transformers.models.{name}."),
+    ):
+        source = source.replace(f"from {dots} import", f"from {package[:-1]} import")
+        source = re.sub(rf"from {re.escape(dots)}(?=[a-z_])", f"from {package}", source)
+    (tmp_path / f"remote_{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    remote = importlib.import_module(f"remote_{name}")
+    (model_class,) = (cls for key, cls in vars(remote).items() if key.endswith("ForCausalLM"))
+    assert model_class.__module__ == f"remote_{name}"
+    check_step(made(model_class).to(device), device)
 
 
 @pytest.mark.parametrize(
