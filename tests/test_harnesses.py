@@ -15,6 +15,15 @@ from hf_models import tiny_inputs, tiny_model
 WORDS = 90
 
 
+@pytest.fixture(autouse=True)
+def no_state_of_accelerate():
+    """What these packages make of it is for the whole process, and other tests want another."""
+    yield
+    state = pytest.importorskip("accelerate.state")
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.GradientState._reset_state()
+
+
 def tokenizer():
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i + 3 for i in range(WORDS)}
