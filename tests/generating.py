@@ -36,6 +36,19 @@ def hf_generate(model, ids, **options):
     return model.generate(ids, **{"max_new_tokens": NEW, "do_sample": False} | options)
 
 
+@torch.no_grad()
+def loop(model, ids, mask=None, new=NEW + 1, cache=None, **options):
+    """Greedy search by hand: the tokens, and the logits of each."""
+    tokens, logits = [], []
+    for _ in range(new):
+        output = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
+        tokens.append(ids)
+        logits.append(output.logits[:, -1])
+        mask = mask if mask is None else torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    return torch.cat(tokens, 1), torch.stack(logits, 1)
+
+
 def check_steps(model, ids, **options):
     """The patched model generates by the step what it generates unpatched."""
     handle = llmkernels.patch(model)

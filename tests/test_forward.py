@@ -1,45 +1,33 @@
 """The forward of a patched model behind a cache, by the decode step: loops of one's own, beams, verified tokens."""
 
-import contextlib
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 import llmkernels
-from families import EXPECTED, FAMILIES, WINDOW, family_model
-from generating import left_padded, small_model
+from families import EXPECTED, FAMILIES, family_model
+from generating import left_padded, loop, small_model
 from hf_models import CountOps, assert_close, lora, tiny_inputs
 from llmkernels.hf.callers import forward
 from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.errors import NoStep
-from llmkernels.hf.step import compose, graphs
+from llmkernels.hf.step import graphs
 from llmkernels.hf.step.decode import decoder
 
 NEW = 9
+
+
 STEP = "by the decode step"
 # Those that docs/models.md says to have a decode step, but for those whose tables would change on the way.
+
+
 DESCRIBED = [
     name
     for name, runs in EXPECTED.items()
     if not runs.no_step and "original_max_position_embeddings" not in FAMILIES[name].options
 ]
-
-
-@torch.no_grad()
-def loop(model, ids, mask=None, new=NEW, cache=None, **options):
-    """Greedy search by hand: the tokens, and the logits of each."""
-    tokens, logits = [], []
-    for _ in range(new):
-        output = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
-        cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
-        tokens.append(ids)
-        logits.append(output.logits[:, -1])
-        mask = mask if mask is None else torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-    return torch.cat(tokens, 1), torch.stack(logits, 1)
 
 
 def check(model, function, forwards=None):
@@ -232,149 +220,6 @@ def test_a_cache_that_grows(device):
     assert torch.equal(found, expected)
 
 
-# --- graphs of earlier calls
-
-
-class Graph:
-    """What replays a step on the CPU, as a CUDA graph does on a GPU: the launches of the recording, by address."""
-
-    def __init__(self, step):
-        arguments = step.parts, step._hidden, step._where, step._caches
-        self.function = lambda: compose.forward(*arguments)
-        self.output, self.replays = self.function(), 0
-
-    def replay(self):
-        self.replays += 1
-        self.output.copy_(self.function())
-
-
-@pytest.fixture
-def recording(monkeypatch):
-    def run(program, function, device):
-        if program.graph is not None:
-            program.graph.replay()
-            return program.output
-        if not program.warm:
-            program.warm = True
-            return function()
-        program.graph = Graph(function.__self__)
-        program.output = program.graph.output
-        return program.output
-
-    monkeypatch.setattr(graphs.Program, "run", run)
-
-
-def replays(model, cache):
-    programs = [step.program for step in decoder(model)._steps[cache].values()]
-    return sum(program.graph.replays for program in programs if program.graph)
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi3"])
-def test_a_graph_is_replayed(name, recording):
-    model, ids = family_model(name), tiny_inputs(tokens=20)
-    with torch.no_grad():
-        expected = model(ids).logits
-        llmkernels.patch(model)
-        cache = model(ids[:, :10]).past_key_values
-        for token in range(10, 20):
-            found = model(ids[:, token : token + 1], past_key_values=cache).logits
-            assert_close(found, expected[:, token : token + 1])
-    assert replays(model, cache) == 8
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
-def test_a_graph_is_replayed_when_a_window_moves(name, padded, recording, monkeypatch):
-    """To the first rows of the same buffers, which it has the addresses of."""
-    monkeypatch.setattr("llmkernels.hf.cache.buffers.STEP", 4)
-    model, ids = family_model(name), tiny_inputs(batch=3)
-    mask = left_padded("cpu") if padded else None
-    expected = loop(model, ids, mask, new=40)
-    llmkernels.patch(model)
-    cache = DynamicCache(config=model.config)
-    found = loop(model, ids, mask, new=40, cache=cache)
-    assert torch.equal(found[0], expected[0])
-    assert_close(found[1], expected[1])
-    assert replays(model, cache) == 37
-    assert [layer.k.shape[1] for layer in cache.layers if layer.is_sliding] == [WINDOW + 4] * 2
-
-
-CHANGES = {
-    "weight": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight * 2)),
-    "data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight * 2),
-    "scale": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.3),
-    "eps": lambda model: setattr(model.model.layers[0].input_layernorm, "variance_epsilon", 0.5),
-    "frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
-    "embedding": lambda model: setattr(
-        model.model.embed_tokens, "weight", torch.nn.Parameter(model.model.embed_tokens.weight * 2)
-    ),
-    "order": lambda model: setattr(
-        model.model.layers[0].self_attn.o_proj.weight, "data", model.model.layers[0].self_attn.o_proj.weight.data.t()
-    ),
-    "in place": lambda model: model.lm_head.weight.mul_(2),
-    "hook": lambda model: model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2),
-}
-
-
-@pytest.mark.parametrize("how", CHANGES)
-def test_a_changed_model_is_noticed(how, recording):
-    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        llmkernels.patch(model)
-        caches = [each(ids[:, :10]).past_key_values for each in (model, other)]
-        for token in range(10, 20):
-            if token == 15:
-                CHANGES[how](model)
-                CHANGES[how](other)
-            found, expected = (
-                each(ids[:, token : token + 1], past_key_values=cache).logits
-                for each, cache in zip((model, other), caches, strict=True)
-            )
-            assert_close(found, expected)
-
-
-def test_a_cache_that_is_reordered_or_selected(recording):
-    model, ids = family_model("qwen2"), tiny_inputs(batch=3, tokens=20)
-    other = copy.deepcopy(model)
-    llmkernels.patch(model)
-    with torch.no_grad():
-        caches = [each(ids[:, :10]).past_key_values for each in (model, other)]
-        rows = torch.arange(3)
-        for token in range(10, 20):
-            if token == 14:
-                rows = rows[torch.tensor([2, 0, 0])]
-                [cache.reorder_cache(torch.tensor([2, 0, 0])) for cache in caches]
-            if token == 17:
-                rows = rows[:2]
-                [cache.batch_select_indices(torch.tensor([0, 1])) for cache in caches]
-            chunk = ids[rows, token : token + 1]
-            found, expected = (
-                each(chunk, past_key_values=cache).logits for each, cache in zip((model, other), caches, strict=True)
-            )
-            assert_close(found, expected)
-
-
-def test_nothing_is_kept_alive(recording):
-    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
-    llmkernels.patch(model)
-    with torch.no_grad():
-        cache = model(ids[:, :10]).past_key_values
-        for token in range(10, 14):
-            model(ids[:, token : token + 1], past_key_values=cache)
-    dead_cache, dead_weight = weakref.ref(cache), weakref.ref(model.model.norm.weight)
-    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.detach().clone())
-    gc.collect()
-    assert dead_weight() is None
-    del cache
-    gc.collect()
-    assert dead_cache() is None
-    dead = weakref.ref(model)
-    del model
-    gc.collect()
-    assert dead() is None
-
-
 def test_two_threads_and_two_caches(device):
     model, ids = small_model(device=device), tiny_inputs(device)
     expected, _ = loop(model, ids)
@@ -418,146 +263,6 @@ def test_a_step_can_be_recorded(name, monkeypatch):
     llmkernels.generate(model, ids, max_new_tokens=3)
     model.generate(ids.repeat(1, 3)[:1], max_new_tokens=NEW, do_sample=False, prompt_lookup_num_tokens=3)
     assert len(runs) >= 5
-
-
-def test_a_graph_ends_where_its_tables_end(recording):
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    model, ids = small_model(max_position_embeddings=16, rope_parameters=rope), tiny_inputs()
-    expected = loop(model, ids, new=12)
-    llmkernels.patch(model)
-    for _ in range(2):
-        found = loop(model, ids, new=12)
-        assert torch.equal(found[0], expected[0])
-        assert_close(found[1], expected[1])
-
-
-def test_what_is_dropped_leaves_nothing(recording):
-    """A graph was replayed, and only then the host saw that the model had changed."""
-    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
-    with torch.no_grad():
-        llmkernels.patch(model)
-        cache = model(ids[:, :10]).past_key_values
-        for token in range(10, 15):
-            model(ids[:, token : token + 1], past_key_values=cache)
-        before = replays(model, cache)
-        calls = []
-        hook = model.lm_head.register_forward_hook(lambda *arguments: calls.append(1))
-        output = model(ids[:, 15:16], past_key_values=cache)
-        assert before and calls == [1]
-        assert cache.get_seq_length() == 16
-        hook.remove()
-        found = model(ids[:, 16:17], past_key_values=cache).logits
-        unpatched = llmkernels.hf.unpatch(model)
-        expected = model(ids[:, :17]).logits
-    assert_close(output.logits, expected[:, 15:16])
-    assert_close(found, expected[:, 16:17])
-    del unpatched
-
-
-def steps_and(model, ids, change, count=20):
-    """Logits of steps on one cache, which is changed before one of them."""
-    found = []
-    with torch.no_grad():
-        cache = model(ids[:, :10]).past_key_values
-        for token in range(10, count):
-            if token == 15:
-                change(cache)
-            found.append(model(ids[:, token : token + 1], past_key_values=cache).logits)
-    return cache, torch.cat(found, 1)
-
-
-def give_back_a_layer(cache):
-    cache.layers[1].keys = cache.layers[1].keys.clone()
-
-
-def another_buffer(cache):
-    layer = cache.layers[1]
-    if hasattr(layer, "k"):
-        layer.k = layer.k.clone()
-
-
-CACHE_CHANGES = {
-    "nothing": lambda cache: None,
-    "a layer": give_back_a_layer,
-    "a buffer": another_buffer,
-    "counters": lambda cache: hasattr(cache, "counters") and cache.counters.add_(3),
-    "cropped": lambda cache: cache.crop(-2),
-    "a list": lambda cache: setattr(cache, "layers", [*cache.layers]),
-}
-
-
-@pytest.mark.parametrize("how", CACHE_CHANGES)
-def test_a_changed_cache_is_noticed(how, recording):
-    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
-    _, expected = steps_and(model, ids, CACHE_CHANGES[how])
-    llmkernels.patch(model)
-    cache, found = steps_and(model, ids, CACHE_CHANGES[how])
-    assert_close(found, expected)
-    assert replays(model, cache) >= 3
-
-
-def test_an_update_of_ones_own_is_called(recording):
-    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
-    seen = []
-
-    def watch(cache):
-        update = cache.layers[1].update
-        cache.layers[1].update = lambda *arguments, **options: seen.append(1) or update(*arguments, **options)
-
-    _, expected = steps_and(model, ids, watch)
-    llmkernels.patch(model)
-    _, found = steps_and(model, ids, watch)
-    assert_close(found, expected)
-    assert len(seen) == 10
-
-
-def test_layers_of_different_lengths(recording):
-    """What the step would not see."""
-    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
-    llmkernels.patch(model)
-    cache, _ = steps_and(model, ids, lambda cache: None, 15)
-    cache.layers[0].crop(-1)
-    before = replays(model, cache)
-    with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError):  # as with transformers' cache
-        model(ids[:, 15:16], past_key_values=cache)
-    assert replays(model, cache) == before
-
-
-def test_a_step_that_raises_changes_nothing(recording, monkeypatch):
-    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
-    _, expected = steps_and(model, ids, lambda cache: None)
-    llmkernels.patch(model)
-
-    def fail(cache):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(Graph, "replay", lambda graph: 1 // 0)
-            model(ids[:, :1], past_key_values=cache)
-
-    cache, found = steps_and(model, ids, fail)
-    assert_close(found, expected)
-    assert replays(model, cache) >= 8
-
-
-@pytest.mark.parametrize("mask", ["hole", "negative ids"])
-def test_arguments_that_are_found_wrong_late(mask, recording):
-    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
-    with torch.no_grad():
-        llmkernels.patch(model)
-        cache = model(ids[:, :10]).past_key_values
-        for token in range(10, 14):
-            model(ids[:, token : token + 1], past_key_values=cache)
-        assert replays(model, cache)
-        if mask == "negative ids":
-            with pytest.raises(IndexError, match="index out of range"):
-                model(-ids[:, 14:15] - 1, past_key_values=cache)
-            assert cache.get_seq_length() == 14
-        else:
-            holes = torch.ones(2, 15, dtype=torch.long)
-            holes[0, 3] = 0
-            found = model(ids[:, 14:15], past_key_values=cache, attention_mask=holes).logits
-            llmkernels.hf.unpatch(model)
-            other = model(ids[:, :14]).past_key_values
-            assert_close(found, model(ids[:, 14:15], past_key_values=other, attention_mask=holes).logits)
 
 
 def test_tokens_that_there_are_none_of(device):

@@ -25,7 +25,7 @@ PYTHON = [
         "llmkernels/hf/cache/kv_cache.py",
         "            self._count()\n            if self._position is None:\n",
         "            if self._position is None:\n",
-        "tests/test_forward.py -k when_a_window_moves",
+        "tests/test_forward_graphs.py -k when_a_window_moves",
     ),
     Mutation(
         "py_counters_are_never_set_again",
