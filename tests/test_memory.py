@@ -353,6 +353,27 @@ def test_every_kernel_path_strided(layout):
 
 @pytest.mark.sanitizer
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["row_strided", "offset", "expanded"])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "add_rms_norm", "softmax"])
+def test_every_kernel_path_of_rows_that_are_not_aligned(name, layout):
+    """Forward and backward, also where rows have no others behind them that a vector may end in."""
+    case = case_named(name)
+    inputs = case.inputs(5, 1001, torch.bfloat16)
+    grad_outputs = case.grad_outputs(inputs)
+    results = []
+    for device in ("cpu", "cuda"):
+        some = [
+            [laid_out(t.to(device), layout) if t.dim() == 2 else t.to(device) for t in given]
+            for given in (inputs, grad_outputs)
+        ]
+        results.append(case.differentiate(*some))
+    for expected, found in zip(*results, strict=True):
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=scale * 8 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.gpu
 @pytest.mark.parametrize("rank", [16, 3])  # vectors, single elements
 def test_every_kernel_path_lora(rank):
     """Of sizes for which no product of cuBLAS runs: without rows, and without columns."""
