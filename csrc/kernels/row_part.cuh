@@ -14,16 +14,20 @@
 // by one group of threads. How a row is split depends on its length, its alignment and the device alone, never on the
 // number of rows, and the order of a sum not on where a row starts, once it is split.
 //
-// Rows that are not aligned were kept in registers as well, each thread's vectors cut out of its own and the next
-// lane's. That takes 600 instructions per warp and two vectors, where rows that are aligned take 280. An H200,
-// bfloat16, us:
+// Rows that are not aligned were kept in registers as well. First, each thread's vectors were cut out of its own and
+// the next lane's: 600 instructions per warp and two vectors, where rows that are aligned take 280. Then each thread
+// kept the aligned vectors themselves, in the same phase for loads and stores, and a sum over one of the row's own
+// vectors was begun by the lane below. An H200, bfloat16, us:
 //
-//   case                 | shared memory | registers | aligned neighbour
-//   ---------------------|---------------|-----------|------------------
-//   rms_norm 8192x1001   | 19.2          | 16.5      | 9.1
-//   rms_norm 8192x4097   | 63.1          | 74.1      | 32.9
-//   layer_norm 8192x4097 | 95.8          | 88.8      | 37.7
-//   softmax 8192x4097    | 66.2          | 95.4      | 35.5
+//   case                 | shared memory | cut  | in phase | aligned neighbour
+//   ---------------------|---------------|------|----------|------------------
+//   rms_norm 8192x1001   | 19.2          | 16.5 | 18.4     | 9.1
+//   rms_norm 8192x4097   | 63.1          | 74.1 | 63.2     | 32.9
+//   layer_norm 8192x1001 | 30.0          |      | 27.7     | 11.8
+//   layer_norm 8192x2050 | 52.3          |      | 44.8     |
+//   layer_norm 8192x4097 | 95.8          | 88.8 | 104      | 37.7
+//   softmax 8192x1001    | 21.1          |      | 49.9     | 9.4
+//   softmax 8192x4097    | 66.2          | 95.4 | 87.8     | 35.5
 #pragma once
 #include <algorithm>
 
