@@ -392,3 +392,33 @@ def test_layers_without_attention(name):
     [decode] = handle.report().decode
     assert len(decode.reason.split()) > 3, decode
     assert torch.equal(hf_generate(model, ids), expected)
+
+
+def large_scores():
+    """A model whose softmax enlarges the rounding errors of its scores."""
+    options = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "embedding_multiplier": 3.0}
+    options |= {"attention_multiplier": 1.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**options)).eval()
+
+
+def test_rounding_errors_that_the_model_enlarges(proofs, monkeypatch):
+    """They are no reason against a step; the limit, here a low one, is for models that enlarge none."""
+    monkeypatch.setattr(proof, "_FILLS", ((1.0, 2e-6), (16.0, 1e-3)))
+    assert llmkernels.patch(large_scores()).report().decode[0].reason is None
+
+
+def test_errors_beyond_rounding(proofs, monkeypatch):
+    monkeypatch.setattr(proof, "_FILLS", ((1.0, 1e-7), (16.0, 1e-7)))
+    monkeypatch.setattr(proof, "_rounding", lambda *args: 0.0)
+    reason = llmkernels.patch(large_scores()).report().decode[0].reason
+    assert "computes something else than its description" in reason
+
+
+def test_weights_that_are_rounded_are_put_back():
+    model = large_scores()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        found = proof._rounding(model, torch.arange(20), 0)
+    assert 0 < found < 1e-3
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
