@@ -32,9 +32,9 @@ static_assert(kSquares + 4 * kGemvWarps <= kHeaderBytes);
 // Rows of W in a stage: as many as make 5 KiB per warp of it. Rows of up to 2560 elements take fewer, which more often
 // divide what a block has. SmolLM3-3B on an H200, of the same weights, us per token, medians of six runs in turn:
 //
-//   rows per stage | 5    | 6    | 8    | 10
-//   ---------------|------|------|------|-----
-//   us             | 1788 | 1764 | 1765 | 1784
+//   rows per stage | 6    | 8    | 10
+//   ---------------|------|------|-----
+//   us             | 1764 | 1765 | 1784
 __host__ __device__ constexpr int stage_rows(int vectors) { return vectors == 1 ? 8 : 10 / vectors; }
 
 struct Arguments {
