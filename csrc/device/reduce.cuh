@@ -22,8 +22,20 @@ struct Group {
   int index;    // of the group in its block
 };
 
-// A barrier of a group of whole warps: barriers 1, 2, ... of the block are those of its groups.
+// A group that may be at another place of its kernel than the other groups of its block.
+struct LooseGroup : Group {};
+
+// A barrier of the threads of a group. Longer than a warp, groups that go in step take the block's, and loose ones
+// barriers 1, 2, ... of the block (15 such groups at most). These are not for small blocks: the compiler does not know
+// which of them a kernel uses, so that it takes all 16, of which an SM has 64, and so no more than four blocks.
 __device__ inline void group_barrier(const Group& group) {
+  if (group.threads > 32) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
+}
+__device__ inline void group_barrier(const LooseGroup& group) {
   if (group.threads > 32) {
     named_barrier(1 + group.index, group.threads);
   } else {
@@ -95,15 +107,15 @@ __device__ inline MaxSum warp_max_sum(const MaxSum& value, int threads) {
 
 // Reduces over a group by reduce(value, lanes), one of the functions above; every thread gets the result. `shared`
 // holds one value per warp of the block; see group_sum() on its reuse, and on barriers. `none` is the value of nothing.
-template <typename Value, typename Reduce>
-__device__ inline Value group_reduce(const Value& value, const Value& none, const Group& group, Value* shared,
+template <typename Value, typename AnyGroup, typename Reduce>
+__device__ inline Value group_reduce(const Value& value, const Value& none, const AnyGroup& group, Value* shared,
                                      const Reduce& reduce) {
   const Value of_warp = reduce(value, group.threads);
   if (group.threads <= 32) return of_warp;
   const int warps = group.threads / 32;
   Value* const values = shared + group.index * warps;
   if (group.rank % 32 == 0) values[group.rank / 32] = of_warp;
-  named_barrier(1 + group.index, group.threads);
+  group_barrier(group);
   const int width = warps <= 4 ? 4 : warps <= 8 ? 8 : warps <= 16 ? 16 : 32;
   const int from = threadIdx.x & (width - 1);
   return reduce(from < warps ? values[from] : none, width);
@@ -142,11 +154,10 @@ __device__ inline float warp_sum_each(const float (&values)[kCount]) {
 }
 
 // Sums up to four values over a group; every thread gets the totals. `shared` holds kValues floats per warp of the
-// block. Groups need not call it in step, but those of more than a warp take barriers 1, 2, ... of the block (15 such
-// groups at most). Successive calls must alternate between two `shared` buffers: a fast warp may already write the next
-// sums while a slow one still reads these, but it cannot pass the barrier in between.
-template <int kValues>
-__device__ inline void group_sum(float (&values)[kValues], const Group& group, float* shared) {
+// block. Successive calls must alternate between two `shared` buffers: a fast warp may already write the next sums
+// while a slow one still reads these, but it cannot pass the barrier in between.
+template <int kValues, typename AnyGroup>
+__device__ inline void group_sum(float (&values)[kValues], const AnyGroup& group, float* shared) {
   if (group.threads < 32) return warp_sum(values, group.threads);
   constexpr int kCount = kValues == 3 ? 4 : kValues, kLanes = 32 / kCount;  // so many lanes sum one of the values
   float padded[kCount] = {};
@@ -157,7 +168,7 @@ __device__ inline void group_sum(float (&values)[kValues], const Group& group, f
   if (warps > 1) {
     float* const sums = shared + (group.index * kValues + value) * warps;
     if (from == 0 && value < kValues) sums[group.rank / 32] = total;
-    named_barrier(1 + group.index, group.threads);
+    group_barrier(group);
     // Every warp adds up the sums of all warps by itself, which saves a broadcast and its barrier.
     total = 0.f;
 #pragma unroll

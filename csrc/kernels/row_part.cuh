@@ -12,22 +12,8 @@
 //
 // Rows that do not fit a cluster's shared memory, or are short and not aligned, are read from global memory each time
 // by one group of threads. How a row is split depends on its length, its alignment and the device alone, never on the
-// number of rows, and the order of a sum not on where a row starts, once it is split.
-//
-// Rows that are not aligned were kept in registers as well. First, each thread's vectors were cut out of its own and
-// the next lane's: 600 instructions per warp and two vectors, where rows that are aligned take 280. Then each thread
-// kept the aligned vectors themselves, in the same phase for loads and stores, and a sum over one of the row's own
-// vectors was begun by the lane below. An H200, bfloat16, us:
-//
-//   case                 | shared memory | cut  | in phase | aligned neighbour
-//   ---------------------|---------------|------|----------|------------------
-//   rms_norm 8192x1001   | 19.2          | 16.5 | 18.4     | 9.1
-//   rms_norm 8192x4097   | 63.1          | 74.1 | 63.2     | 32.9
-//   layer_norm 8192x1001 | 30.0          |      | 27.7     | 11.8
-//   layer_norm 8192x2050 | 52.3          |      | 44.8     |
-//   layer_norm 8192x4097 | 95.8          | 88.8 | 104      | 37.7
-//   softmax 8192x1001    | 21.1          |      | 49.9     | 9.4
-//   softmax 8192x4097    | 66.2          | 95.4 | 87.8     | 35.5
+// number of rows, and the order of a sum not on where a row starts, once it is split. (Norms and softmax keep most rows
+// that are not aligned in registers: row_words.cuh.)
 #pragma once
 #include <algorithm>
 
@@ -176,8 +162,10 @@ class RowPart {
   }
 
   // The same, of a part that is being copied: the first vectors while the last are under way.
+  // `wanted`: whether this row is; all groups of a block call it, to go in step.
   template <typename Visit>
-  __device__ void for_each_arriving(const Visit& visit) const {
+  __device__ void for_each_arriving(const Visit& visit, bool wanted = true) const {
+    if (!wanted) return;
     if constexpr (kCached) {
       for_chunks_from<0>(visit);
     } else {
@@ -249,8 +237,8 @@ class RowPart<T, N, RowPlace::kShifted> {
     for (int c = begin_ + group_.rank * N; c < end_; c += step()) visit(c);
   }
   template <typename Visit>
-  __device__ void for_each_arriving(const Visit& visit) const {
-    for_chunks_from<0>(visit);
+  __device__ void for_each_arriving(const Visit& visit, bool wanted = true) const {
+    for_chunks_from<0>(visit, wanted);
   }
   // Stores to the aligned vectors of `target`, whose columns are others: make() gets some outside of the row, too.
   template <typename Make>
@@ -270,11 +258,11 @@ class RowPart<T, N, RowPlace::kShifted> {
   __device__ int step() const { return group_.threads * N; }
 
   template <int kFirst, typename Visit>
-  __device__ void for_chunks_from(const Visit& visit) const {
+  __device__ void for_chunks_from(const Visit& visit, bool wanted) const {
     cp_async_wait<kChunks - 1 - kFirst>();
     group_barrier(group_);
-    for_chunk(kFirst, [&](int offset) { visit(begin_ + offset); });
-    if constexpr (kFirst + 1 < kChunks) for_chunks_from<kFirst + 1>(visit);
+    if (wanted) for_chunk(kFirst, [&](int offset) { visit(begin_ + offset); });
+    if constexpr (kFirst + 1 < kChunks) for_chunks_from<kFirst + 1>(visit, wanted);
   }
   template <typename Visit>
   __device__ void for_chunk(int chunk, const Visit& visit) const {

@@ -32,7 +32,7 @@ CUDA = [
         "cuda_warps_of_a_row_do_not_meet",
         "a row's sum is read before all of its warps have written theirs",
         "csrc/device/reduce.cuh",
-        "    named_barrier(1 + group.index, group.threads);\n    // Every",
+        "    group_barrier(group);\n    // Every",
         "    // Every",
         "tests/test_memory.py -k 'every_kernel_path and rms_norm-float16-2048x900'",
         tool="racecheck",
@@ -242,7 +242,7 @@ CUDA = [
     Mutation(
         "cuda_reused_buffer",
         "one buffer for the sums of successive rows, with no barrier in between",
-        "csrc/kernels/norm/backward.cuh",
+        "csrc/kernels/norm/backward_persistent.cuh",
         "group_sum(sums, group, shared[kCentered ? 0 : parity]);",
         "group_sum(sums, group, shared[0]);",
         "tests/test_memory.py -k 'every_kernel_path and rms_norm-float16-2048x900'",
@@ -251,7 +251,7 @@ CUDA = [
     Mutation(
         "cuda_grad_weight_of_the_unrounded",
         "the gradient of the weight is of n before it is rounded",
-        "csrc/kernels/norm/backward.cuh",
+        "csrc/kernels/norm/backward_row.cuh",
         "return cast_before_weight ? to_float(from_float<T>(n)) : n;",
         "return cast_before_weight ? n : n;",
         "tests/test_rms_norm.py -k 'of_what_the_weight_multiplied and cuda'",
@@ -259,7 +259,7 @@ CUDA = [
     Mutation(
         "cuda_unrounded_in_registers",
         "likewise, of rows that are kept in registers",
-        "csrc/kernels/norm/backward.cuh",
+        "csrc/kernels/norm/backward_persistent.cuh",
         "(kRounds ? rounded[i] : n[i])",
         "n[i]",
         "tests/test_rms_norm.py -k 'of_what_the_weight_multiplied and cuda'",
@@ -267,7 +267,7 @@ CUDA = [
     Mutation(
         "cuda_columns_behind_the_end",
         "what a thread does not have is copied, and not zeros",
-        "csrc/kernels/norm/backward.cuh",
+        "csrc/kernels/norm/backward_persistent.cuh",
         "has(v) && next_row < rows ? 16 : 0",
         "16",
         "tests/test_rms_norm.py -k 'forward_and_backward and cuda'",
@@ -275,7 +275,7 @@ CUDA = [
     Mutation(
         "cuda_rows_behind_the_last",
         "rows that are not there count",
-        "csrc/kernels/norm/backward.cuh",
+        "csrc/kernels/norm/backward_persistent.cuh",
         "    if (row >= rows) scalars = {};  // with an eps of 0, those of zeros would be infinite\n",
         "",
         "tests/test_rms_norm.py -k 'no_eps and cuda'",
@@ -283,7 +283,7 @@ CUDA = [
     Mutation(
         "cuda_layer_norm_uncorrected_mean",
         "the backward takes the first sum's mean as it is",
-        "csrc/kernels/norm/backward.cuh",
+        "csrc/kernels/norm/backward_row.cuh",
         "return {mean + error, rstd,",
         "return {mean + 0 * error, rstd,",
         "tests/test_layer_norm.py -k 'equal_numbers and cuda'",
@@ -291,7 +291,7 @@ CUDA = [
     Mutation(
         "cuda_int32_row_offset",
         "offsets of rows wrap at 2^31",
-        "csrc/kernels/norm/forward.cuh",
+        "csrc/kernels/norm/forward_row.cuh",
         "static_cast<const T*>(params.x) + row * params.x_stride)",
         "static_cast<const T*>(params.x) + static_cast<int>(row * params.x_stride))",
         "tests/test_memory.py -k 'large and (2_31 or 2_32) and not rope and not swiglu'",
@@ -299,7 +299,7 @@ CUDA = [
     Mutation(
         "cuda_int32_output_offset",
         "offsets of output rows wrap at 2^31",
-        "csrc/kernels/norm/forward.cuh",
+        "csrc/kernels/norm/forward_row.cuh",
         "static_cast<T*>(params.y) + row * params.cols)",
         "static_cast<T*>(params.y) + static_cast<int>(row * params.cols))",
         "tests/test_memory.py -k 'large and 2_32_elements_rms_norm'",
@@ -307,7 +307,7 @@ CUDA = [
     Mutation(
         "cuda_ignored_stride",
         "rows of x are taken for contiguous",
-        "csrc/kernels/norm/forward.cuh",
+        "csrc/kernels/norm/forward_row.cuh",
         "static_cast<const T*>(params.x) + row * params.x_stride)",
         "static_cast<const T*>(params.x) + row * params.cols)",
         "tests/test_rms_norm.py -k 'layouts and cuda'",
@@ -315,7 +315,7 @@ CUDA = [
     Mutation(
         "cuda_swapped_rounding",
         "multiplies by the weight before it rounds",
-        "csrc/kernels/norm/forward.cuh",
+        "csrc/kernels/norm/forward_row.cuh",
         "if (has_weight && !cast_before_weight) {",
         "if (has_weight) {",
         "tests/test_rms_norm.py -k 'rounding_order and cuda'",
@@ -327,6 +327,31 @@ CUDA = [
         "eps, group, shared[0], shared[1], mine)",
         "eps, group, shared[0], shared[0], mine)",
         "tests/test_memory.py -k 'every_kernel_path and layer_norm-float32-5000'",
+        tool="racecheck",
+    ),
+    Mutation(
+        "cuda_words_drop_the_ends",
+        "of a row that is not aligned, the elements that fill no vector are not stored",
+        "csrc/kernels/row_words.cuh",
+        "    for_ends([&](int e) { base[e] = slot_[e]; });\n",
+        "",
+        "tests/test_rms_norm.py -k 'not_aligned and cuda'",
+    ),
+    Mutation(
+        "cuda_words_of_the_padding",
+        "what lies behind a row that is not aligned counts",
+        "csrc/kernels/row_words.cuh",
+        "slot_[e] = from_float<T>(value);",
+        "slot_[e] = from_float<T>(value + 1.f);",
+        "tests/test_rms_norm.py -k 'not_aligned and cuda'",
+    ),
+    Mutation(
+        "cuda_words_do_not_wait",
+        "the row is written to another place of its slot while others still read it",
+        "csrc/kernels/row_words.cuh",
+        "    if (shift != shift_) group_barrier(group_);  // else each thread writes where it alone has read\n",
+        "",
+        "tests/test_memory.py -k 'rows_that_are_not_aligned and add_rms_norm'",
         tool="racecheck",
     ),
     Mutation(

@@ -53,22 +53,21 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
   if (writes_loss && target >= 0 && target < params.vocab) z_target = terms.score<kGeneral>(to_float(logits[target]));
   __syncwarp();  // the gradient may overwrite it
   RowSums sums = RowSums::none();
-  if (!ignored) {
-    part.for_each_arriving([&](auto c) {
-      const V x = part.load(c);
-      float z[N];
+  const auto add = [&](auto c) {
+    const V x = part.load(c);
+    float z[N];
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        z[i] = terms.score<kGeneral>(x[i]);
-        if (kPartial && c + i >= params.vocab) {
-          z[i] = -INFINITY;
-        } else if constexpr (kGeneral) {
-          sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
-        }
+    for (int i = 0; i < N; ++i) {
+      z[i] = terms.score<kGeneral>(x[i]);
+      if (kPartial && c + i >= params.vocab) {
+        z[i] = -INFINITY;
+      } else if constexpr (kGeneral) {
+        sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
       }
-      sums.exponentials.add(z);
-    });
-  }
+    }
+    sums.exponentials.add(z);
+  };
+  part.for_each_arriving(add, !ignored);
   sums = group_reduce(sums, RowSums::none(), at.group, warps, warp_row_sums);
   sums = cluster_reduce(sums, at.cluster, blocks, warp_row_sums);
   const float shift = sums.exponentials.shift(), log_sum = logf(sums.exponentials.sum);

@@ -5,12 +5,13 @@
 // x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 arithmetic. Masks:
 // the columns after the row's own (causal), a tensor that is added, a tensor of bool. A row without any column gives
 // zeros. Moves 2 elements per element, and what there is of a mask: memory is the limit. Short rows are kept in
-// registers, long ones and those of any alignment in the shared memory of a cluster (row_part.cuh), with maximum and
-// sum as one reduction (online softmax, Milakov & Gimelshein 2018); the rest is read twice.
+// registers, also those of any alignment (row_words.cuh), long ones in the shared memory of a cluster (row_part.cuh),
+// with maximum and sum as one reduction (online softmax, Milakov & Gimelshein 2018); the rest is read twice.
 #include "softmax.h"
 
 #include "kernels/dispatch.cuh"
 #include "kernels/row_part.cuh"
+#include "kernels/row_words.cuh"
 
 namespace llmk::kernels {
 namespace {
@@ -46,18 +47,21 @@ struct Scores {
     }
   }
 
-  __device__ void operator()(const Vec<T, N>& x, int64_t c, float (&z)[N]) const {
+  // Of the vector at column c, the first `left` elements lie in the row, and with kPartial no others.
+  __device__ void operator()(const Vec<T, N>& x, int64_t c, float (&z)[N], [[maybe_unused]] int left = N) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) z[i] = x[i] * scale;
     if constexpr (kMasked && kPartial) {
-      const auto exists = [&](int i) { return c + i >= 0 && c + i < cols; };
-      if (bias && col_stride == 1) {
+      const auto exists = [&](int i) { return c + i >= 0 && i < left; };
+      if (bias && (col_stride != 1 || N <= 2)) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          if (exists(i)) z[i] += to_float(bias[(c + i) * col_stride]);
+        }
+      } else if (bias) {
         const auto values = load_shifted(bias, c, int64_t{0}, cols);
 #pragma unroll
         for (int i = 0; i < N; ++i) z[i] += values[i];
-      } else if (bias) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) z[i] += to_float(bias[0]);
       } else if (keep) {
 #pragma unroll
         for (int i = 0; i < N; ++i) z[i] = exists(i) && keep[(c + i) * col_stride] ? z[i] : -INFINITY;
@@ -82,9 +86,9 @@ struct Scores {
     if constexpr (kMasked) {
 #pragma unroll
       for (int i = 0; i < N; ++i) z[i] = c + i < visible ? z[i] : -INFINITY;
-    } else if (kPartial && c + N > cols) {
+    } else if (kPartial) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) z[i] = c + i < cols ? z[i] : -INFINITY;
+      for (int i = 0; i < N; ++i) z[i] = i < left ? z[i] : -INFINITY;
     }
   }
 };
@@ -165,6 +169,71 @@ __global__ void __launch_bounds__(kShortThreads, kMasked ? 1 : 4)
   }
 }
 
+// The same of a row of any alignment, by words.
+template <typename T, int kWords, bool kMasked>
+__global__ void __launch_bounds__(kMaxWordThreads, 2)
+    softmax_words_kernel(const SoftmaxParams params, const WordPlan plan, bool keep_inputs) {
+  using Slot = RowSlot<T, kWords>;
+  using W = typename Slot::Word;
+  constexpr int N = Slot::kPerWord;
+  extern __shared__ int4 slots[];
+  __shared__ float maxima[kMaxWordThreads / 32], sums[kMaxWordThreads / 32];
+  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
+  const int cols = row < params.rows ? static_cast<int>(params.cols) : 0;
+  Slot slot(slots, 0, plan, group, cols);
+  pdl_launch_dependents();
+  pdl_wait();
+  slot.copy(static_cast<const T*>(params.x) + row * params.x_stride, l2_policy(keep_inputs));
+  cp_async_commit();
+  const Scores<T, N, kMasked, /*kPartial=*/true> scores(params, row, false);
+  cp_async_wait<0>();
+  group_barrier(group);
+  W values[kWords];
+  slot.load(values);
+  float z[kWords][N];
+  MaxSum total = MaxSum::none();
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    scores(values[i], slot.column(i), z[i], cols - slot.column(i));
+#pragma unroll
+    for (int k = 0; k < N; ++k) total.max = fmaxf(total.max, z[i][k]);
+  }
+  total.max = group_reduce(total.max, -INFINITY, group, maxima, warp_max);
+  const float shift = total.shift();
+  float sum[1] = {0.f};
+  const auto add_powers = [&](auto log) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const float difference = z[i][k] - shift, power = exp_approximate(difference);
+        sum[0] += power;
+        z[i][k] = decltype(log)::value ? difference : power;
+      }
+    }
+  };
+  if (params.log) {
+    add_powers(std::true_type{});
+  } else {
+    add_powers(std::false_type{});
+  }
+  group_sum(sum, group, sums);
+  total.sum = sum[0];
+  const Result result(total, params.log);
+  T* const y = static_cast<T*>(params.y) + row * params.cols;
+  if (params.log) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) values[i] = W::of([&](int k) { return z[i][k] - result.log_sum; });
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) values[i] = W::of([&](int k) { return z[i][k] * result.factor; });
+  }
+  slot.put(y, values);
+  group_barrier(group);
+  slot.store(y);
+}
+
 // A row in the shared memory of a cluster, or read twice.
 template <typename T, int N, RowPlace kPlace, bool kMasked>
 __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedThreads)
@@ -181,14 +250,15 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
   const Scores<T, N, kMasked, kPlace == RowPlace::kShifted> scores(params, at.row, mask_is_vector);
   MaxSum sum = MaxSum::none();
   float z[N];
+  const auto left = [&](auto c) { return static_cast<int>(min(params.cols - c, int64_t{N})); };
   part.for_each_arriving([&](auto c) {
-    scores(part.load(c), c, z);
+    scores(part.load(c), c, z, left(c));
     sum.add(z);
   });
   sum = group_reduce(sum, MaxSum::none(), at.group, warps, warp_max_sum);
   const Result result(cluster_reduce(sum, at.cluster, blocks, warp_max_sum), params.log);
   part.store_each(static_cast<T*>(params.y) + at.row * params.cols, [&](auto c) {
-    scores(part.load(c), c, z);
+    scores(part.load(c), c, z, left(c));
     return V::of([&](int i) { return result(z[i]); });
   });
 }
@@ -228,8 +298,15 @@ cudaError_t launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
       return launch(softmax_kernel<T, decltype(number)::value, kMasked>, shape, stream, params, vector_mask);
     });
   }
-  const RowSplit split = split_row(params.cols, sizeof(T), 1, vector, device, kAloneBytes);
   const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 2);
+  const WordPlan words = plan_words(params.cols, sizeof(T), 1);
+  if (!vector && words.words > 0) {
+    return dispatch_int<4, 8, 12, 16>(words.words, [&](auto number) {
+      return launch(softmax_words_kernel<T, decltype(number)::value, kMasked>, words.shape(params.rows), stream, params,
+                    words, keep);
+    });
+  }
+  const RowSplit split = split_row(params.cols, sizeof(T), 1, vector, device, kAloneBytes);
   return dispatch_split<T>(split, [&](auto width, auto place) {
     return launch(softmax_long_kernel<T, decltype(width)::value, decltype(place)::value, kMasked>,
                   split.shape(params.rows), stream, params, split, vector_mask, keep);

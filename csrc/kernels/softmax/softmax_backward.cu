@@ -6,6 +6,7 @@
 // arithmetic. Moves 3 elements per element. Rows as in softmax.cu. A masked column has y = 0, and so no gradient.
 #include "kernels/dispatch.cuh"
 #include "kernels/row_part.cuh"
+#include "kernels/row_words.cuh"
 #include "softmax.h"
 
 namespace llmk::kernels {
@@ -59,6 +60,44 @@ __global__ void __launch_bounds__(256) softmax_backward_kernel(const SoftmaxBack
   }
 }
 
+// The same of a row of any alignment, by words.
+template <typename T, int kWords>
+__global__ void __launch_bounds__(kMaxWordThreads, 2)
+    softmax_backward_words_kernel(const SoftmaxBackwardParams params, const WordPlan plan, bool keep_inputs) {
+  using Slot = RowSlot<T, kWords>;
+  using W = typename Slot::Word;
+  extern __shared__ int4 slots[];
+  __shared__ float shared[kMaxWordThreads / 32];
+  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
+  const int cols = row < params.rows ? static_cast<int>(params.cols) : 0;
+  Slot grad_y(slots, 0, plan, group, cols), y(slots, 1, plan, group, cols);
+  pdl_launch_dependents();
+  pdl_wait();
+  const uint64_t policy = l2_policy(keep_inputs);
+  grad_y.copy(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride, policy);
+  y.copy(static_cast<const T*>(params.y) + row * params.y_stride, policy);
+  cp_async_commit();
+  grad_y.pad(0.f);
+  y.pad(0.f);
+  cp_async_wait<0>();
+  group_barrier(group);
+  W g[kWords], values[kWords];
+  grad_y.load(g);
+  y.load(values);
+  float sum[1] = {0.f};
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) sum[0] = add_terms<Slot::kPerWord>(sum[0], g[i], values[i], params.log);
+  group_sum(sum, group, shared);
+  T* const grad_x = static_cast<T*>(params.grad_x) + row * params.cols;
+  const float scale = static_cast<float>(params.scale);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) g[i] = grad_x_of(g[i], values[i], sum[0], scale, params.log);
+  grad_y.put(grad_x, g);
+  group_barrier(group);
+  grad_y.store(grad_x);
+}
+
 // A row in the shared memory of a cluster, or read twice.
 template <typename T, int N, RowPlace kPlace>
 __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedThreads)
@@ -109,8 +148,15 @@ cudaError_t softmax_backward(const SoftmaxBackwardParams& params, Dtype dtype, c
       return launch(vectors == 1 ? softmax_backward_kernel<T, 1> : softmax_backward_kernel<T, kShortVectors>, shape,
                     stream, params);
     }
-    const RowSplit split = split_row(params.cols, sizeof(T), 2, vector, device, kAloneBytes);
     const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 3);
+    const WordPlan words = plan_words(params.cols, sizeof(T), 2);
+    if (!vector && words.words > 0) {
+      return dispatch_int<4, 8, 12, 16>(words.words, [&](auto number) {
+        return launch(softmax_backward_words_kernel<T, decltype(number)::value>, words.shape(params.rows), stream,
+                      params, words, keep);
+      });
+    }
+    const RowSplit split = split_row(params.cols, sizeof(T), 2, vector, device, kAloneBytes);
     return dispatch_split<T>(split, [&](auto width, auto place) {
       return launch(softmax_backward_long_kernel<T, decltype(width)::value, decltype(place)::value>,
                     split.shape(params.rows), stream, params, split, keep);
