@@ -148,6 +148,16 @@ __device__ Vec<T, N> add(const Vec<T, N>& a, const Vec<T, N>& b) {
   }
 }
 
+// Has the elements converted to float once more where they are used next. Else the compiler keeps them as they are and
+// as floats, in three times the registers.
+template <typename T, int N>
+__device__ void forget_floats(Vec<T, N>& s) {
+  if constexpr (Vec<T, N>::kPaired) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) asm volatile("" : "+r"(reinterpret_cast<unsigned&>(s.data[i])));
+  }
+}
+
 // The widest vector of T: one 16-byte access.
 template <typename T>
 constexpr int kVecWidth = 16 / sizeof(T);

@@ -349,7 +349,7 @@ CUDA = [
         "cuda_words_do_not_wait",
         "the row is written to another place of its slot while others still read it",
         "csrc/kernels/row_words.cuh",
-        "    if (shift != shift_) group_barrier(group_);  // else each thread writes where it alone has read\n",
+        "    if (misalignment(target) != shift_) group_barrier(group_);  // else each thread writes where it alone has read\n",
         "",
         "tests/test_memory.py -k 'rows_that_are_not_aligned and add_rms_norm'",
         tool="racecheck",

@@ -11,27 +11,44 @@
 // bfloat16; float32 arithmetic. Moves 3 elements per element (4 with grad_sum), plus a float32 row of each partial sum
 // per block.
 //
-// Rows that fit a block take a persistent grid (backward_persistent.cuh), others two kernels (backward_long.cuh).
-// Partial sums are added in a fixed order; no atomics.
+// Rows that fit a block take a persistent grid, aligned ones by vectors (backward_persistent.cuh), others by words
+// (backward_words.cuh). The rest takes two kernels (backward_long.cuh). Partial sums are added in a fixed order; no
+// atomics.
 #pragma once
 #include <algorithm>
 
 #include "backward.h"
 #include "backward_long.cuh"
 #include "backward_persistent.cuh"
+#include "backward_words.cuh"
 #include "kernels/column_sum.cuh"
 #include "kernels/dispatch.cuh"
 
 namespace llmk::kernels::norm {
 
+// How the rows are processed: by vectors, by words, or, where neither has room for one, from global memory each time.
+struct BackwardPlan {
+  PersistentPlan vectors{};
+  WordPlan words{};
+  int64_t blocks = 0;  // of a persistent grid, each of which leaves one row of partial sums
+};
+
+template <typename T, bool kCentered>
+cudaError_t plan_backward(const NormBackwardParams& params, BackwardPlan& plan) {
+  if (!is_vector<T>(params)) return plan_backward_words<T, kCentered>(params, plan.words, plan.blocks);
+  const cudaError_t status = plan_persistent<T, kCentered>(params, plan.vectors);
+  if (plan.vectors.row.vectors > 0) plan.blocks = plan.vectors.blocks;
+  return status;
+}
+
 template <bool kCentered>
 cudaError_t backward_workspace(const NormBackwardParams& params, Dtype dtype, NormBackwardWorkspace& workspace) {
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    PersistentPlan plan;
-    if (const cudaError_t status = plan_persistent<T, kCentered>(params, plan); status != cudaSuccess) return status;
+    BackwardPlan plan;
+    if (const cudaError_t status = plan_backward<T, kCentered>(params, plan); status != cudaSuccess) return status;
     int64_t statistics = 0;
-    if (plan.row.vectors > 0) {
+    if (plan.blocks > 0) {
       workspace.partial_rows = plan.blocks;
     } else {
       // Enough partial sums to fill the GPU, and none over more than 1024 rows, for accuracy.
@@ -49,11 +66,16 @@ cudaError_t backward(const NormBackwardParams& params, Dtype dtype, cudaStream_t
   if (params.rows == 0 || params.cols == 0) return cudaSuccess;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    PersistentPlan plan;
-    cudaError_t status = plan_persistent<T, kCentered>(params, plan);
+    BackwardPlan plan;
+    cudaError_t status = plan_backward<T, kCentered>(params, plan);
     if (status != cudaSuccess) return status;
-    status = plan.row.vectors > 0 ? launch_persistent<T, kCentered>(plan, params, stream)
-                                  : launch_long<T, kCentered>(params, stream);
+    if (plan.vectors.row.vectors > 0) {
+      status = launch_persistent<T, kCentered>(plan.vectors, params, stream);
+    } else if (plan.words.words > 0) {
+      status = launch_words<T, kCentered>(plan.words, plan.blocks, params, stream);
+    } else {
+      status = launch_long<T, kCentered>(params, stream);
+    }
     if (status != cudaSuccess) return status;
     return column_sum<T>({params.partials, params.partial_rows, params.cols, params.grad_weight, params.grad_bias},
                          stream);

@@ -76,16 +76,6 @@ __device__ float sum_of_squares(const Vec<T, N>& s, float total) {
   return total;
 }
 
-// Has the elements converted to float once more where they are used next. Else the compiler keeps them as they are and
-// as floats, in three times the registers.
-template <typename T, int N>
-__device__ void forget_floats(Vec<T, N>& s) {
-  if constexpr (Vec<T, N>::kPaired) {
-#pragma unroll
-    for (int i = 0; i < N; i += 2) asm volatile("" : "+r"(reinterpret_cast<unsigned&>(s.data[i])));
-  }
-}
-
 __device__ inline float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
 // Where a row begins in each operand.

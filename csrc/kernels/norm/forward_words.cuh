@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   const Row<T> row(params, index);
   const int all = static_cast<int>(params.cols), cols = index < params.rows ? all : 0;
   const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
-  Slot x(slots, 0, plan, group, cols), other(slots, 1, plan, group, cols);
+  Slot x(slots, 0, group, plan.rows_per_block, cols), other(slots, 1, group, plan.rows_per_block, cols);
   pdl_launch_dependents();
   pdl_wait();
   const uint64_t policy = l2_policy(keep_inputs);
@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   const float typical = kCentered && cols > 0 ? row.template typical<1>(kResidual, params.cols) : 0.f;
   x.pad(typical);
   if constexpr (kSum != Sum::kNone) other.pad(0.f);
-  cp_async_wait<0>();
-  group_barrier(group);
+  Slot::arrived();
   W s[kWords];
   [[maybe_unused]] W r[kWords];
   x.load(s);
@@ -113,7 +112,6 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   }
   T* const target = kSum == Sum::kAfter ? row.target : row.y;
   x.put(target, s);
-  group_barrier(group);
   x.store(target);
   if constexpr (kResidual) other.store(row.sum);
 }

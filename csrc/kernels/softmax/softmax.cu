@@ -181,14 +181,13 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
   const int cols = row < params.rows ? static_cast<int>(params.cols) : 0;
-  Slot slot(slots, 0, plan, group, cols);
+  Slot slot(slots, 0, group, plan.rows_per_block, cols);
   pdl_launch_dependents();
   pdl_wait();
   slot.copy(static_cast<const T*>(params.x) + row * params.x_stride, l2_policy(keep_inputs));
   cp_async_commit();
   const Scores<T, N, kMasked, /*kPartial=*/true> scores(params, row, false);
-  cp_async_wait<0>();
-  group_barrier(group);
+  Slot::arrived();
   W values[kWords];
   slot.load(values);
   float z[kWords][N];
@@ -230,7 +229,6 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
     for (int i = 0; i < kWords; ++i) values[i] = W::of([&](int k) { return z[i][k] * result.factor; });
   }
   slot.put(y, values);
-  group_barrier(group);
   slot.store(y);
 }
 

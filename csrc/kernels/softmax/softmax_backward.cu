@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
   const int cols = row < params.rows ? static_cast<int>(params.cols) : 0;
-  Slot grad_y(slots, 0, plan, group, cols), y(slots, 1, plan, group, cols);
+  Slot grad_y(slots, 0, group, plan.rows_per_block, cols), y(slots, 1, group, plan.rows_per_block, cols);
   pdl_launch_dependents();
   pdl_wait();
   const uint64_t policy = l2_policy(keep_inputs);
@@ -80,8 +80,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   cp_async_commit();
   grad_y.pad(0.f);
   y.pad(0.f);
-  cp_async_wait<0>();
-  group_barrier(group);
+  Slot::arrived();
   W g[kWords], values[kWords];
   grad_y.load(g);
   y.load(values);
@@ -94,7 +93,6 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
 #pragma unroll
   for (int i = 0; i < kWords; ++i) g[i] = grad_x_of(g[i], values[i], sum[0], scale, params.log);
   grad_y.put(grad_x, g);
-  group_barrier(group);
   grad_y.store(grad_x);
 }
 

@@ -1,0 +1,261 @@
+// The norms' backward (backward.cuh) for rows of any alignment that fit a block, by words (row_words.cuh): a persistent
+// grid, as in backward_persistent.cuh. A group reads its rows from a ring of slots, and has one slot more for what it
+// stores. In the turn of its row i,
+//
+//   vectors   of row i + 2 begin to be copied, by cp.async
+//   ends      of row i + 1, loaded in the turn before, are put beside its vectors
+//   words     x, grad_y -> sums -> grad_x -> a slot -> stored by vectors
+//
+// An H100, bfloat16, us, forward and backward; cut: vectors were cut out of two that neighbouring lanes had copied.
+//
+//   case                 | cut   | words | aligned neighbour
+//   ---------------------|-------|-------|------------------
+//   rms_norm 8192x1001   | 47.3  | 40.7  | 34.7
+//   rms_norm 8192x2050   | 73.2  | 73.6  |
+//   rms_norm 8192x4097   | 135.9 | 143.8 | 119.8
+//   layer_norm 8192x1001 | 62.1  | 48.1  | 39.4
+//   layer_norm 8192x4097 | 208.1 | 208.2 | 128.9
+//   layer_norm 4096x8191 | 213.9 | 164.5 |
+#pragma once
+#include <algorithm>
+
+#include "backward_row.cuh"
+#include "device/ptx.cuh"
+#include "device/reduce.cuh"
+#include "kernels/dispatch.cuh"
+#include "kernels/row_words.cuh"
+
+namespace llmk::kernels::norm {
+
+// Threads of a block; words of a thread, at most, for the sums over rows have to fit the registers; rows of a group in
+// shared memory.
+constexpr int kBackwardThreads = 512, kFewWords = 8;
+template <typename T, bool kCentered>
+constexpr int kMostWords = kCentered && sizeof(T) == 2 ? 12 : 16;
+__host__ __device__ constexpr int word_stages(int words) { return words > kFewWords ? 2 : 3; }
+
+// kRounds: round(n) is what the forward multiplied by the weight.
+template <typename T, int kWords, bool kCentered, bool kRounds>
+__global__ void __launch_bounds__(kBackwardThreads)
+    norm_backward_words_kernel(const NormBackwardParams params, const WordPlan plan, bool keep_inputs) {
+  using Slot = RowSlot<T, kWords>;
+  using W = typename Slot::Word;
+  constexpr int kPerWord = Slot::kPerWord, kDepth = word_stages(kWords), kSums = kCentered ? 3 : 2;
+  extern __shared__ int4 slots[];  // [stage][operand][group], [group]: grad_x
+  __shared__ float shared[2][kSums * kBackwardThreads / 32];
+  const LooseGroup group{{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)}};
+  const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int cols = static_cast<int>(params.cols), operands = params.grad_sum ? 3 : 2;
+  const uint64_t policy = l2_policy(keep_inputs);
+  const auto slot_of = [&](int stage, int operand) {
+    return Slot(slots, stage * operands + operand, group, plan.rows_per_block, cols);
+  };
+
+  // As many turns for every group of a block: those that share a barrier meet as often.
+  const int64_t ahead = static_cast<int64_t>(group.index) * gridDim.x, first = ahead + blockIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  T ends[3];  // of the copy that was begun last
+  const auto for_operands = [&](int64_t row, int stage, const auto& body) {
+    if (row >= params.rows) return;
+    const Rows<T> rows(params, row);
+    body(slot_of(stage, 0), rows.x, ends[0]);
+    body(slot_of(stage, 1), rows.grad_y, ends[1]);
+    if (params.grad_sum) body(slot_of(stage, 2), rows.grad_sum, ends[2]);
+  };
+  const auto begin_copy = [&](int64_t row, int stage) {
+    for_operands(row, stage, [&](Slot slot, const T* source, T& end) {
+      slot.copy_vectors(source, policy);
+      end = slot.load_end(source);
+    });
+    cp_async_commit();
+  };
+  const auto end_copy = [&](int64_t row, int stage) {
+    for_operands(row, stage, [&](Slot slot, const T* source, T& end) {
+      slot.holds(source);
+      slot.put_end(end);
+    });
+  };
+
+  const int vectors = static_cast<int>(plan.row_bytes() / 16) * kDepth * operands * plan.rows_per_block;
+  for (int v = thread; v < vectors; v += threads) slots[v] = make_int4(0, 0, 0, 0);
+  __syncthreads();
+  pdl_wait();
+  begin_copy(first, 0);
+  if constexpr (kDepth == 3) {
+    end_copy(first, 0);
+    begin_copy(first + step, 1);
+  }
+
+  const Rows<T> row_0(params, 0);
+  const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
+  const float weight_offset = row_0.weight ? static_cast<float>(params.options.weight_offset) : 0.f;
+  Slot result(slots, kDepth * operands, group, plan.rows_per_block, cols);
+  W weight[kWords];
+  load_parameters(row_0.weight, cols, result.column(0), 1.f, weight);
+  float grad_weight[kWords][kPerWord];
+  [[maybe_unused]] float grad_bias[kWords][kPerWord];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+#pragma unroll
+    for (int k = 0; k < kPerWord; ++k) grad_weight[i][k] = grad_bias[i][k] = 0.f;
+  }
+  const auto scale = [&](int i, int k) { return weight_offset + weight[i][k]; };
+
+  int stage = 0, last = kDepth - 2, free = kDepth - 1;  // of this row, of the copy that was begun last, of the next
+  int parity = 0;
+  for (int64_t row = first; row < params.rows + ahead; row += step) {
+    end_copy(row + (kDepth - 2) * step, last);
+    begin_copy(row + (kDepth - 1) * step, free);
+    Slot::template arrived<kDepth - 1>();
+    const bool exists = row < params.rows;
+    const Rows<T> rows(params, row);
+    W x[kWords], grad_y[kWords];
+    const auto load = [&](int operand, const T* source, W(&words)[kWords]) {
+      Slot slot = slot_of(stage, operand);
+      slot.holds(source);
+      slot.load(words);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) forget_floats(words[i]);
+    };
+    load(0, rows.x, x);
+    load(1, rows.grad_y, grad_y);
+    float mean = 0.f, mean_g = 0.f;
+    if constexpr (kCentered) {
+      float sums[2] = {0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+#pragma unroll
+        for (int k = 0; k < kPerWord; ++k) {
+          sums[0] += x[i][k];
+          sums[1] += grad_y[i][k] * scale(i, k);
+        }
+      }
+      group_sum(sums, group, shared[1]);
+      mean = sums[0] * inverse_cols, mean_g = sums[1] * inverse_cols;
+    }
+    float sums[kSums] = {};
+    const int left = cols - result.column(0);  // columns from the thread's first one on
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      forget_floats(x[i]), forget_floats(grad_y[i]), forget_floats(weight[i]);
+#pragma unroll
+      for (int k = 0; k < kPerWord; ++k) {
+        if (kCentered && i * Slot::kStep + k >= left) continue;  // the difference of no number from the mean is not 0
+        const float d = centered<kCentered>(x[i][k], mean);
+        sums[0] += d * d;
+        sums[1] += grad_y[i][k] * scale(i, k) * d;
+        if constexpr (kCentered) sums[2] += d;
+      }
+    }
+    group_sum(sums, group, shared[kCentered ? 0 : parity]);
+    if (exists) {
+      const Scalars scalars = row_scalars<kCentered>(sums, mean, mean_g, inverse_cols, eps);
+      Slot grad_sum = slot_of(stage, 2);
+      grad_sum.holds(rows.grad_sum);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        forget_floats(x[i]), forget_floats(grad_y[i]), forget_floats(weight[i]);
+        float n[kPerWord], grad[kPerWord];
+#pragma unroll
+        for (int k = 0; k < kPerWord; ++k) n[k] = centered<kCentered>(x[i][k], scalars.mean) * scalars.rstd;
+        const W rounded = W::of([&](int k) { return n[k]; });
+#pragma unroll
+        for (int k = 0; k < kPerWord; ++k) {
+          grad_weight[i][k] += grad_y[i][k] * (kRounds ? rounded[k] : n[k]);
+          if constexpr (kCentered) grad_bias[i][k] += grad_y[i][k];
+          grad[k] = scalars.rstd * without_means<kCentered>(grad_y[i][k] * scale(i, k), n[k], scalars);
+        }
+        if (params.grad_sum) {
+          const W extra = grad_sum.word(i);
+#pragma unroll
+          for (int k = 0; k < kPerWord; ++k) grad[k] += extra[k];
+        }
+        x[i] = W::of([&](int k) { return grad[k]; });
+      }
+      result.put(rows.grad_x, x);
+    }
+    if (exists) result.store(rows.grad_x);
+    parity ^= 1;
+    last = free;
+    free = stage;
+    stage = stage + 1 < kDepth ? stage + 1 : 0;
+  }
+
+  pdl_launch_dependents();
+  // One row of each partial sum per block: its groups are added up in shared memory, in a fixed order.
+  cp_async_wait<0>();
+  auto* const group_sums = reinterpret_cast<float*>(slots);  // [group][column]
+  auto* partial = static_cast<float*>(params.partials) + blockIdx.x * params.cols;
+  const auto add_groups = [&](const float(&of_thread)[kWords][kPerWord]) {
+    __syncthreads();  // what lies there has been read
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+#pragma unroll
+      for (int k = 0; k < kPerWord; ++k) {
+        const int c = result.column(i) + k;
+        if (c < cols) group_sums[group.index * cols + c] = of_thread[i][k];
+      }
+    }
+    __syncthreads();
+    for (int c = thread; c < cols; c += threads) {
+      float sum = group_sums[c];
+      for (int g = 1; g < blockDim.y; ++g) sum += group_sums[g * cols + c];
+      partial[c] = sum;
+    }
+    partial += params.partial_rows * params.cols;
+  };
+  if (params.grad_weight) add_groups(grad_weight);
+  if constexpr (kCentered) {
+    if (params.grad_bias) add_groups(grad_bias);
+  }
+}
+
+// The plan of a row, and the grid; no words when the row is not for this kernel. A thread has eight words, unless more
+// of them, of longer rows, keep a quarter more threads of a block at work. That does not depend on the number of rows.
+template <typename T, bool kCentered>
+cudaError_t plan_backward_words(const NormBackwardParams& params, WordPlan& plan, int64_t& blocks) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  const int64_t room = static_cast<int64_t>(device.shared_bytes) - 1024;  // the reductions need some
+  int64_t bytes = 0;                                                      // of shared memory for a row
+  for (const int most : {kFewWords, 12, 16}) {
+    if (most > kMostWords<T, kCentered>) break;
+    WordPlan some = plan_words(params.cols, sizeof(T), 1, most, kBackwardThreads);
+    if (some.words == 0) continue;
+    const int64_t some_bytes = some.row_bytes() * (word_stages(some.words) * (params.grad_sum ? 3 : 2) + 1);
+    some.rows_per_block = static_cast<int>(std::min<int64_t>(kBackwardThreads / some.threads, room / some_bytes));
+    if (4 * some.threads * some.rows_per_block > 5 * plan.threads * plan.rows_per_block) {
+      plan = some, bytes = some_bytes;
+    }
+  }
+  if (plan.words == 0) return cudaSuccess;
+  const int64_t rows_per_sm = (params.rows + device.sm_count - 1) / device.sm_count;
+  plan.rows_per_block = static_cast<int>(std::min<int64_t>(plan.rows_per_block, rows_per_sm));
+  // More than half of an SM's, so that two blocks cannot pile up on one that is free early.
+  plan.shared_bytes = std::max<size_t>(bytes * plan.rows_per_block, device.shared_bytes / 2 + 1024);
+  blocks = std::min<int64_t>(params.rows, device.sm_count);
+  return cudaSuccess;
+}
+
+template <typename T, bool kCentered>
+cudaError_t launch_words(const WordPlan& plan, int64_t blocks, const NormBackwardParams& params, cudaStream_t stream) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  const int operands = params.grad_sum ? 4 : 3;
+  const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * operands);
+  const LaunchShape shape{blocks, dim3(plan.threads, plan.rows_per_block), plan.shared_bytes};
+  return dispatch_int<4, 8, 12, 16>(plan.words, [&](auto words) {
+    constexpr int kWords = decltype(words)::value;
+    if constexpr (kWords > kMostWords<T, kCentered>) {
+      return cudaErrorInvalidValue;  // no such plan
+    } else {
+      constexpr bool kMayRound = sizeof(T) == 2 && !kCentered;
+      const auto kernel = params.options.cast_before_weight
+                              ? norm_backward_words_kernel<T, kWords, kCentered, kMayRound>
+                              : norm_backward_words_kernel<T, kWords, kCentered, false>;
+      return launch(kernel, shape, stream, params, plan, keep);
+    }
+  });
+}
+
+}  // namespace llmk::kernels::norm
