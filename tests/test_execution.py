@@ -30,7 +30,7 @@ def test_250_equal_reruns(case, device, dtype):
 
 @every_case
 @every_dtype
-@pytest.mark.parametrize("cols", [136, 3584, 1037])
+@pytest.mark.parametrize("cols", [136, 3584, 1037, 4097])
 def test_a_row_alone_is_the_same_row_in_a_batch_of_300(case, device, dtype, cols):
     if not case.batch_invariant:
         pytest.skip("PyTorch's matmul sums in an order that depends on the number of rows")
