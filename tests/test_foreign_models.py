@@ -65,11 +65,9 @@ def test_all_of_a_model(beacon, device):
     check_step(made(beacon.BeaconForCausalLM).to(device), device)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "granite", "mistral", "starcoder2"])
-def test_a_family_of_transformers_outside_of_it(name, device, tmp_path, monkeypatch):
-    """Its file with absolute imports, as remote code is."""
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    source = inspect.getsource(module)
+def remote(name, folder, monkeypatch, change=lambda source: source):
+    """The model of a family of transformers from a copy of its file with absolute imports, as remote code is."""
+    source = inspect.getsource(importlib.import_module(f"transformers.models.{name}.modeling_{name}"))
     for dots, package in (
         ("...", "transformers."),
         ("..", "transformers.models."),
@@ -77,12 +75,33 @@ def test_a_family_of_transformers_outside_of_it(name, device, tmp_path, monkeypa
     ):
         source = source.replace(f"from {dots} import", f"from {package[:-1]} import")
         source = re.sub(rf"from {re.escape(dots)}(?=[a-z_])", f"from {package}", source)
-    (tmp_path / f"remote_{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    remote = importlib.import_module(f"remote_{name}")
-    (model_class,) = (cls for key, cls in vars(remote).items() if key.endswith("ForCausalLM"))
+    (folder / f"remote_{name}.py").write_text(change(source))
+    monkeypatch.syspath_prepend(folder)
+    module = fresh(f"remote_{name}")
+    (model_class,) = (cls for key, cls in vars(module).items() if key.endswith("ForCausalLM"))
     assert model_class.__module__ == f"remote_{name}"
-    check_step(made(model_class).to(device), device)
+    return model_class
+
+
+FAMILIES_OUTSIDE = ["llama", "gemma2", "olmo2", "granite", "mistral", "starcoder2", "qwen3", "smollm3", "olmo3"]
+
+
+@pytest.mark.parametrize("name", FAMILIES_OUTSIDE)
+def test_a_family_of_transformers_outside_of_it(name, device, tmp_path, monkeypatch):
+    check_step(made(remote(name, tmp_path, monkeypatch)).to(device), device)
+
+
+def test_masks_in_a_dict_of_the_caller(device, tmp_path, monkeypatch):
+    """As Qwen 3, but where it has been given a dict of masks, it stores into that one, too."""
+
+    def change(source):
+        store = """            if self.has_sliding_layers:
+                causal_mask_mapping["sliding_attention"] ="""
+        assert store in source
+        return source.replace(store, store.replace("\n    ", "\n")[4:])
+
+    model = made(remote("qwen3", tmp_path, monkeypatch, change)).to(device)
+    check_no_step(model, device, "Qwen3Model.forward sets an item")
 
 
 @pytest.mark.parametrize(
@@ -173,14 +192,21 @@ def test_a_method_of_another_module(beacon, device):
     check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "heads sets last")
 
 
-def test_a_member_that_keeps_something(beacon, device):
-    source = """
+@pytest.mark.parametrize(
+    ("update", "reason"),
+    [
+        ("self.seen.update(last=x)", "noted calls update"),
+        ("seen = getattr(self, 'seen'); seen.update(last=x)", "may keep something in seen"),
+    ],
+)
+def test_a_member_that_keeps_something(beacon, update, reason, device):
+    source = f"""
 def __init__(self, config):
     original(self, config)
-    self.seen = {}
+    self.seen = {{}}
 
 def noted(self, x):
-    self.seen.update(last=x)
+    {update}
     return x
 """
     replace(beacon, "Thought.__init__", source)
@@ -188,7 +214,7 @@ def noted(self, x):
     vars(beacon)["of_thought"] = beacon.Thought.forward
     exec("def forward(self, x):\n    return of_thought(self, self.noted(x))", vars(beacon))
     beacon.Thought.forward = vars(beacon)["forward"]
-    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "may keep something in seen")
+    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, reason)
 
 
 def test_padding_that_is_seen(beacon, device):

@@ -4,14 +4,14 @@ A step leaves the calls of modules out. That is right for a forward that only re
 and wrong for one that counts its calls or keeps what it has seen. The numbers do not show the difference, so the
 code has to: `check_effects(model)` looks at all functions of the classes' packages that their forwards reach.
 
-It is strict: what it does not know may do anything.
+It is strict: what it does not know may do anything. A dict or list that a function has made itself it may change, and
+a warning is not missed.
 """
 
 import builtins
-import dis
 import inspect
 import logging
-import sys
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
 from numbers import Number
@@ -21,18 +21,36 @@ import torch
 from torch import nn
 
 from ..errors import UnknownLayout
+from .variables import Variables
 
 _KNOWN = {"transformers", "torch"}
-_STORES = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
+_STORES = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL"}
+_STORES_ITEM = {"STORE_SUBSCR", "DELETE_SUBSCR"}
+_LOADS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"}
 _MODULES = {"torch", "transformers", "math", "functools", "itertools", "operator", "typing", "collections"}
+_MODULES |= {"warnings", "logging"}
+# Packages whose functions and classes may be called.
+_CALLED = _MODULES | {"builtins", "abc", "contextlib", "copy", "dataclasses", "enum", "inspect", "types"}
 _BUILTINS = {"abs", "all", "any", "bool", "callable", "dict", "enumerate", "float", "getattr", "hasattr", "int", "len"}
 _BUILTINS |= {"isinstance", "issubclass", "iter", "list", "max", "min", "next", "pow", "range", "reversed", "round"}
 _BUILTINS |= {"set", "slice", "sorted", "str", "sum", "super", "tuple", "type", "zip", "frozenset", "map", "filter"}
-# Methods that change what they are called on, but for `update` of a cache: members may be no dict or set.
-_MUTATORS = {"append", "extend", "insert", "add", "remove", "discard", "clear", "setdefault", "popitem", "appendleft"}
+# Methods that change a dict or a list. `update` is that of a cache, too: members may be no dict or set.
+_OF_CONTAINERS = {"append", "extend", "insert", "remove", "clear", "setdefault", "pop", "popitem", "sort", "reverse"}
+_OF_CONTAINERS |= {"update"}
+# Other functions that change what they are called on or with, or the state of a library.
+_MUTATORS = {"add", "discard", "appendleft", "popleft", "extendleft", "move_to_end"}
+_MUTATORS |= {"intersection_update", "difference_update", "symmetric_difference_update"}
 _MUTATORS |= {"write", "put", "send", "register_buffer", "register_parameter", "register_module", "add_module"}
-_MUTATORS |= {"register_forward_hook", "register_forward_pre_hook", "__setattr__", "__setitem__", "__dict__"}
-_MUTATORS |= {name for name in dir(torch.Tensor) if name[-1] == "_" != name[-2:-1]}
+_MUTATORS |= {"register_forward_hook", "register_forward_pre_hook", "__dict__", "__setattr__", "__delattr__"}
+_MUTATORS |= {"__setitem__", "__delitem__", "setitem", "delitem"}
+_MUTATORS |= {"save", "manual_seed", "set_seed", "set_rng_state", "set_default_dtype", "set_default_device"}
+_IN_PLACE = {"i" + name.rstrip("_") for name in dir(operator)} & {*dir(operator)}  # iadd and its like
+_MUTATORS |= _IN_PLACE | {f"__{name}__" for name in _IN_PLACE}
+
+
+def _changes(name: str) -> bool:
+    """Whether a function of this name changes something; by PyTorch's convention it does with a _ at the end."""
+    return name in _MUTATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_foreign(cls: type) -> bool:
@@ -59,50 +77,110 @@ def check_effects(model: nn.Module) -> None:
         if (function := left.pop()) in seen:
             continue
         seen.add(function)
-        left += _enclosed(function)
+        left += _held(function)
         package = _package(_home(function))
-        if package in _KNOWN or package in sys.stdlib_module_names:
+        if package in _CALLED:
             continue
         if package not in packages:
             raise UnknownLayout(f"calls {function.__qualname__}, which is from {_home(function)}")
         for code in _codes(function.__code__):
             _check_code(code, function)
-            named.update(code.co_names)
-            for name in code.co_names:
-                if name in function.__globals__:
-                    left += _check_global(name, function.__globals__[name], function)
-                left += [part for cls in foreign for value in _member(cls, name) for part in _functions(value)]
+            globals_ = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+            for name, value in globals_.items():
+                left += _check_global(name, value, function)
+            classes = [*foreign, *(value for value in globals_.values() if isinstance(value, type))]
+            names = {*code.co_names, *filter(_is_name, code.co_consts)}  # getattr() and its like take strings
+            left += [
+                part for name in names for cls in classes for value in _member(cls, name) for part in _functions(value)
+            ]
+            named |= names
     for module in modules:
         _check_members(module, named - _OF_MODULES)
 
 
+def _is_name(constant: Any) -> bool:
+    return isinstance(constant, str) and constant.isidentifier()
+
+
 def _check_members(module: nn.Module, named: set[str]) -> None:
     """Raise UnknownLayout for a member by which a foreign module may keep what it has seen."""
-    for name in named & vars(module).keys():
-        value = vars(module)[name]
-        is_config = any(base.__module__ == "transformers.configuration_utils" for base in type(value).__mro__)
-        if is_config or _is_constant(value) or isinstance(value, list):
-            continue
-        origins = {_package(_home(one)) for one in [*_functions(value)] or [type(value)]}
-        if isinstance(value, (dict, set)) or not origins <= {*_KNOWN, "builtins"}:
+    members = [(name, vars(module)[name]) for name in named & vars(module).keys()]
+    of_class = [(name, value) for name in named for value in _member(type(module), name)]
+    members += [(name, value) for name, value in of_class if not any(_functions(value))]
+    for name, value in members:
+        if _may_keep(value):
             raise UnknownLayout(f"may keep something in {name}, a {type(value).__name__}")
+
+
+def _may_keep(value: Any) -> bool:
+    if functions := list(_functions(value)):
+        return any(_package(_home(one)) not in _KNOWN for one in functions)
+    bases = {base.__module__ for base in type(value).__mro__}
+    if "transformers.configuration_utils" in bases or isinstance(value, (list, tuple, type)) or _is_constant(value):
+        return False
+    return "transformers.cache_utils" in bases or (is_foreign(type(value)) and not _is_pure(value))
 
 
 _OF_MODULES = vars(nn.Module()).keys()
 
 
 def _check_code(code: types.CodeType, function: types.FunctionType) -> None:
-    for step in dis.get_instructions(code):
-        name = step.argval
-        is_builtin = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and name not in function.__globals__
-        if step.opname in _STORES or (step.opname == "STORE_DEREF" and name in code.co_freevars):
-            _refuse(function, f"sets {name}" if isinstance(name, str) else "sets an item")
-        if step.opname == "IMPORT_NAME" and _package(name) not in _MODULES:
-            _refuse(function, f"imports {name}")
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name in _MUTATORS:
-            _refuse(function, f"calls {name}")
-        if is_builtin and _may_do_anything(name):
-            _refuse(function, f"calls {name}")
+    variables = Variables(function, code)
+    for index in range(len(variables.steps)):
+        if effect := _stores(variables, index, code) or _calls(variables, index, function):
+            _refuse(function, effect)
+    for constant in code.co_consts:
+        if "out" in (constant if isinstance(constant, tuple) else (constant,)):
+            _refuse(function, "computes into an out")
+        if _is_name(constant) and _takes_names(code) and (_changes(constant) or constant in _OF_CONTAINERS):
+            _refuse(function, f"calls {constant}")
+
+
+def _stores(variables: Variables, index: int, code: types.CodeType) -> str | None:
+    """What a step may change that the function has not made itself."""
+    step = variables.steps[index]
+    if step.name in _STORES or (step.name == "STORE_DEREF" and step.value in code.co_freevars):
+        return f"sets {step.value}"
+    if step.name == "STORE_SLICE" or (step.name in _STORES_ITEM and not _is_item_of_own(variables, index)):
+        return "sets an item"
+    if step.in_place and (_takes_names(code) or not _is_of_own_value(variables, index)):
+        return "computes in place"
+    return None
+
+
+def _calls(variables: Variables, index: int, function: types.FunctionType) -> str | None:
+    """What a step names that does more than return something."""
+    step, name = variables.steps[index], variables.steps[index].value
+    if step.name == "IMPORT_NAME" and _package(name) not in _MODULES:
+        return f"imports {name}"
+    if step.name in _LOADS and (_changes(name) or (name in _OF_CONTAINERS and not _is_of_own(variables, index))):
+        return f"calls {name}"
+    if step.name in ("LOAD_GLOBAL", "LOAD_NAME") and name not in function.__globals__ and _may_do_anything(name):
+        return f"calls {name}"
+    return None
+
+
+def _takes_names(code: types.CodeType) -> bool:
+    """Whether a code calls what finds a member by a string."""
+    return not {"getattr", "attrgetter", "methodcaller"}.isdisjoint(code.co_names)
+
+
+def _is_item_of_own(variables: Variables, index: int) -> bool:
+    """Whether an item that is set is one of a dict or list of this call, by a key that is a constant or a variable."""
+    is_key = variables.steps[index - 1].name == "LOAD_CONST" or variables.loaded(index) is not None
+    return is_key and variables.is_container(variables.loaded(index, 2), index)
+
+
+def _is_of_own_value(variables: Variables, index: int) -> bool:
+    """Whether an operator as += changes a variable that holds a result."""
+    after = variables.steps[index + 1]
+    return after.name == "STORE_FAST" and variables.is_result(after.value, index)
+
+
+def _is_of_own(variables: Variables, index: int) -> bool:
+    """Whether a method is that of a dict or list of this call, or one by which an argument, a cache, is updated."""
+    name, is_update = variables.loaded(index), variables.steps[index].value == "update"
+    return variables.is_container(name, index) or (is_update and variables.is_result(name, index, or_argument=True))
 
 
 def _refuse(function: types.FunctionType, what: str) -> None:
@@ -118,24 +196,30 @@ def _may_do_anything(name: str) -> bool:
 
 def _check_global(name: str, value: Any, function: Callable) -> list[types.FunctionType]:
     """The functions behind a global of a foreign function, which may be read only."""
+    functions = list(_functions(value))
+    if any(_changes(one.__name__) for one in functions):
+        _refuse(function, f"calls {name}")
     if isinstance(value, types.ModuleType):
-        if _package(value.__name__) in _MODULES:
-            return []
+        is_known_one = _package(value.__name__) in _MODULES
     elif isinstance(value, type):
-        if (
-            not is_foreign(value)
-            or _package(value.__module__) in sys.stdlib_module_names
-            or _returns_or_computes(value)
-        ):
-            return []
-    elif functions := list(_functions(value)):
-        return functions
-    elif _is_constant(value) or isinstance(value, (types.BuiltinFunctionType, logging.Logger)):
-        return []
-    if _package(type(value).__module__) in {*_KNOWN, "typing"}:
-        return []
-    _refuse(function, f"uses {name}")
-    return []
+        is_known_one = _package(value.__module__) in _CALLED or _returns_or_computes(value)
+    else:
+        is_known_one = _is_constant(value) or _is_pure(value) or isinstance(value, logging.Logger)
+    if not (functions or is_known_one or _package(type(value).__module__) in {*_KNOWN, "typing"}):
+        _refuse(function, f"uses {name}")
+    return functions
+
+
+def _is_pure(value: Any) -> bool:
+    """Whether a value is a function of C that only returns something."""
+    if not isinstance(value, types.BuiltinFunctionType) or _changes(value.__name__):
+        return False
+    owner = value.__self__
+    if owner is builtins:
+        return value.__name__ in _BUILTINS
+    if isinstance(owner, types.ModuleType):
+        return _package(owner.__name__).lstrip("_") in _MODULES
+    return value is getattr(torch, value.__name__, None)
 
 
 def _returns_or_computes(cls: type) -> bool:
@@ -151,16 +235,21 @@ def _is_constant(value: Any) -> bool:
     return value is None or isinstance(value, (str, bytes, Number, torch.dtype, torch.device, range, slice))
 
 
-def _enclosed(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """The functions in the closure of one, and what it wraps. Raises UnknownLayout where it may write to that."""
-    foreign = _package(_home(function)) not in {*_KNOWN, *sys.stdlib_module_names}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if cell == types.CellType():
-            continue
-        value = cell.cell_contents
-        yield from _functions(value)
-        if foreign and not isinstance(value, type) and not _is_constant(value) and not callable(value):
-            _refuse(function, f"has {name} around it")
+def _held(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """The functions in the closure and the defaults of one, and what it wraps.
+
+    Raises UnknownLayout where it may write to what is there.
+    """
+    names, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    held = [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()]
+    held += [*zip(names[len(names) - len(defaults) :], defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
+    is_looked_at = _package(_home(function)) not in _CALLED
+    for name, value in held:
+        yield from (functions := list(_functions(value)))
+        is_harmless = functions or isinstance(value, type) or _is_constant(value) or _is_pure(value)
+        if is_looked_at and not is_harmless:
+            _refuse(function, f"has {name}, a {type(value).__name__}, around it")
     yield from _functions(getattr(function, "__wrapped__", None))
 
 

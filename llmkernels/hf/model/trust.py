@@ -310,9 +310,7 @@ def _inside(module: nn.Module, forward: Any) -> Any:
         return getattr(forward, "model_forward", None) or getattr(forward, "__wrapped__", None)
     if origin == "trl.trainer.utils" and forward.__code__.co_name == "_fused_forward":
         # Another loss, for who asks for that by an argument of TRL's own.
-        return dict(zip(forward.__code__.co_freevars, forward.__closure__, strict=True))[
-            "original_forward"
-        ].cell_contents
+        return _enclosed(forward, "original_forward")
     return _autocast_and_function(forward)[1]
 
 
@@ -329,8 +327,12 @@ def _autocast_and_function(forward: Any) -> tuple[Any, Any]:
     is_autocast = getattr(forward, "__globals__", {}).get("__name__") == "torch.amp.autocast_mode"
     if not is_autocast or code.co_name != "decorate_autocast":
         return None, None
-    cells = dict(zip(code.co_freevars, forward.__closure__, strict=True))
-    return cells["autocast_instance"].cell_contents, cells["func"].cell_contents
+    return _enclosed(forward, "autocast_instance"), _enclosed(forward, "func")
+
+
+def _enclosed(function: Any, name: str) -> Any:
+    """A variable of the function around a function."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def _moves_nothing(hook: Any, device: torch.device) -> bool:
