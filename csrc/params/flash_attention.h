@@ -1,0 +1,26 @@
+// Parameters of attention over prompts, on either device. Strides count elements; head dimensions are contiguous.
+#pragma once
+#include <cstdint>
+
+namespace llmk {
+
+// Query i of q_tokens has position p = i + k_tokens - q_tokens, and sees the keys j in [0, k_tokens) with
+// p - window_left <= j <= p + window_right and j >= k_begin[b].
+struct FlashAttentionParams {
+  const void* q;  // [batch, q_tokens, heads, head_dim]
+  const void* k;  // [batch, k_tokens, kv_heads, head_dim]: query head h belongs to kv head h / (heads / kv_heads)
+  const void* v;  // likewise
+  void* y;        // [batch, q_tokens, heads, head_dim], contiguous
+  float* lse;     // [batch, heads, q_tokens], contiguous: log(sum of e^score), -inf where there is no score; or null
+  int64_t batch, q_tokens, k_tokens, heads, kv_heads, head_dim;
+  int64_t q_batch, q_token, q_head;  // strides
+  int64_t k_batch, k_token, k_head;
+  int64_t v_batch, v_token, v_head;
+  double softmax_scale;               // of q k
+  double softcap;                     // scores become softcap * tanh(score / softcap); 0: unchanged
+  int64_t window_left, window_right;  // -1: to all; causal: window_right is 0
+  const int32_t* k_begin;             // [batch]: keys before this one are padding; null: 0 for all
+  const void* sinks;                  // [heads]: a score of each row without a value; null: none
+};
+
+}  // namespace llmk
