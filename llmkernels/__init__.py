@@ -6,10 +6,11 @@
   `llmkernels.nn`
 - `fp8_quantize`, `rms_norm_fp8_quantize`, `swiglu_fp8_quantize`, `fp8_linear`: FP8 for inference, without gradients;
   `nn.FP8Linear` quantizes a linear layer
-- `decode_attention`, `rope_kv_write`, `sample`: ops for decoding, without gradients
+- `attention`: over prompts; `decode_attention`, `rope_kv_write`, `sample`: for decoding; without gradients
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it
 - `generate(model, ids)`: generates tokens, on a GPU by a CUDA graph; `release(model)` frees what it keeps;
   `KVCache`, `PagedKVCache`
+- `register_attention()`: `attention` as `attn_implementation="llmkernels"` of transformers
 - `profile(model, ids)`: where the time of a model goes, unpatched and patched
 - `optim.AdamW`, `optim.Adam`: optimizers with one launch for a whole list of parameters; `optim.clip_grad_norm_`
 - `python -m llmkernels generate` and `profile`: the same as commands; `python -m llmkernels info`: what is installed,
@@ -25,7 +26,7 @@ __version__ = "0.1.0"
 # False only for `python -m llmkernels`, which reports what is wrong; any other import raises ImportError.
 if _library.load():
     from llmkernels import nn, ops, optim
-    from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, release, unpatch
+    from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, register_attention, release, unpatch
     from llmkernels.ops import *  # noqa: F403, whose __all__ is a part of this one's
     from llmkernels.profiling import profile
 
@@ -39,6 +40,7 @@ __all__ = [
     "optim",
     "patch",
     "profile",
+    "register_attention",
     "release",
     "unpatch",
 ]

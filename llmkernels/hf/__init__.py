@@ -2,11 +2,13 @@
 
 `patch(model)` makes the norms, rotary embedding, MLPs and residual adds of a transformers model run on this package's
 ops, on that instance only: modules change their class to a subclass of it, and nothing global is written but the name
-of an attention in transformers' AttentionInterface, by which small models are watched.
+of an attention in transformers' AttentionInterface, by which small models are watched. `register_attention()` writes
+another one there, for models patched or not.
 `patch` returns a `PatchHandle` that reports what runs and undoes it; `unpatch(model)` undoes it where there is no
 handle, on a deep copy or a loaded pickle.
 
     patch.py     patch, unpatch, PatchHandle; report.py, what patch found and did; errors.py, why something is left
+    attention.py our attention as an implementation of transformers
     callers/     who asks for steps: model.generate(), our own generate, the forward of a patched model
     step/        a description becomes launches: composed, proved, recorded into graphs
     cache/       KVCache, pages, and transformers' own cache around a step
@@ -40,12 +42,13 @@ Importing this package does not import transformers; using `KVCache` does.
 
 from typing import TYPE_CHECKING
 
+from .attention import register_attention
 from .cache.paged import OutOfPages, PagedKVCache
 from .callers.generate import generate
 from .patch import PatchHandle, patch, unpatch
 from .step.decode import release
 
-__all__ = ["KVCache", "OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "release", "unpatch"]
+__all__ = ["KVCache", "OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "register_attention", "release", "unpatch"]
 
 
 if TYPE_CHECKING:

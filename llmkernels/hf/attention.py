@@ -1,0 +1,202 @@
+"""Our attention as an implementation of transformers: `attn_implementation="llmkernels"`.
+
+An attention layer of transformers gets its mask from the function that is registered with its implementation. Ours says
+in a small tensor of int32 what the kernel has to know, where that is enough:
+
+    None      causal (or all to all, of a model that is not causal), without padding
+    (B,)      causal; the first key of each sequence that is not padding
+    (B, W)    the same, and a query sees W keys, its own included; W is the size alone, the values do not vary along it
+
+All else (padding amid or behind the tokens, packed sequences, chunks, masks of the caller, static caches, which are
+longer than what they hold) is the mask of 4 dimensions that PyTorch's attention takes, and goes there. So does what the
+kernel does not do: gradients, dropout, values with heads of another size than the keys.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from llmkernels.ops.attention import attention, decode_attention
+
+NAME = "llmkernels"
+MAX_HEAD_DIM = 256  # of the kernel on a GPU
+MAX_DECODE_QUERIES = 16  # of a key head and sequence, which decode_attention reads the keys once for
+
+
+def register_attention() -> None:
+    """Makes `attn_implementation="llmkernels"` known to transformers, for models that are loaded, or set, from now on.
+
+    >>> register_attention()
+    >>> from transformers import AttentionInterface
+    >>> "llmkernels" in AttentionInterface()
+    True
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **options: Any,
+) -> Tensor | None:
+    """The mask of a forward, as the module says; see `transformers.masking_utils.sdpa_mask` for the arguments."""
+    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
+
+    mask_function = mask_function or causal_mask_function
+    simple = allow_is_causal_skip and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if simple and not torch.compiler.is_compiling() and _sees_window(mask_function, local_size):
+        device = options.get("device", "cpu")
+        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].to(device)
+        starts, known = _starts(padding)
+        windowed = local_size is not None and local_size < kv_length
+        if known and starts is None and windowed:
+            starts = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        if known:
+            return starts[:, None].expand(-1, local_size) if windowed else starts
+    return sdpa_mask(
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        mask_function,
+        attention_mask,
+        local_size=local_size,
+        # Without a mask, PyTorch's attention is not told of a window.
+        allow_is_causal_skip=allow_is_causal_skip and simple and q_length == kv_length,
+        **options,
+    )
+
+
+def _sees_window(mask_function: Callable, local_size: int | None) -> bool:
+    """Whether query q sees the keys k with q - local_size < k <= q, or all k <= q without a size: what a few of them
+    see tells, since a mask function is one of positions alone where no mask may be left out."""
+    from transformers.masking_utils import causal_mask_function
+
+    if local_size is None:
+        return mask_function is causal_mask_function
+    queries = torch.tensor([0, 1, local_size - 1, local_size, local_size + 1, 2 * local_size, 3 * local_size + 1])
+    near = torch.tensor([-local_size - 1, -local_size, 1 - local_size, -1, 0, 1])
+    q, k = queries.repeat_interleave(len(near)), (queries[:, None] + near).flatten()
+    q, k = q[k >= 0], k[k >= 0]
+    zero = torch.zeros((), dtype=torch.int64)
+    try:
+        sees = mask_function(zero, zero, q, k)
+    except (RuntimeError, IndexError, TypeError):
+        return False
+    return bool((sees == ((k <= q) & (k > q - local_size))).all())
+
+
+def _starts(padding: Tensor | None) -> tuple[Tensor | None, bool]:
+    """The first token of each sequence, None where it is the first for all; and whether that says all of the padding."""
+    if padding is None or bool(padding.all()):
+        return None, True
+    starts = padding.to(torch.int32).argmax(1)
+    columns = torch.arange(padding.shape[1], device=padding.device)
+    return starts.to(torch.int32), bool((padding == (columns >= starts[:, None])).all())
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a layer: query (B, H, T, D), key and value (B, Hkv, keys, D) to y (B, T, H, D)."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    starts = window = None
+    if attention_mask is not None and attention_mask.dim() < 4:
+        causal = True
+        starts = attention_mask if attention_mask.dim() == 1 else attention_mask[:, 0]
+        window = attention_mask.shape[1] if attention_mask.dim() == 2 else None
+        attention_mask = None
+    sinks = None if s_aux is None else s_aux.to(query.dtype)
+    tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
+    if (
+        attention_mask is not None
+        or position_bias is not None
+        or dropout > 0
+        or key.shape[-1] != value.shape[-1]
+        or (query.is_cuda and query.shape[-1] > MAX_HEAD_DIM)
+        or any(t.dtype != query.dtype for t in tensors)
+        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    ):
+        y = _by_torch(
+            query, key, value, attention_mask, position_bias, causal, starts, window, scaling, softcap, sinks, dropout
+        )
+        return y.transpose(1, 2).contiguous(), None
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    options = {
+        "softmax_scale": scaling,
+        "window_size": (-1 if window is None else window - 1, 0 if causal else -1),
+        "softcap": softcap or 0.0,
+    }
+    if q.is_cuda and causal and sinks is None and q.shape[1] * q.shape[2] // k.shape[2] <= MAX_DECODE_QUERIES:
+        lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
+        return decode_attention(q, k, v, lengths, cache_leftpad=starts, **options), None
+    return attention(q, k, v, k_begin=starts, sinks=sinks, **options), None
+
+
+def _by_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    causal: bool,
+    starts: Tensor | None,
+    window: int | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """The same by PyTorch, with its gradients and dropout: y (B, H, T, D)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if mask is None and (causal or starts is not None):
+        keys = torch.arange(key.shape[2], device=query.device)
+        positions = keys[key.shape[2] - query.shape[2] :, None]
+        mask = keys <= positions
+        if window is not None:
+            mask = mask & (keys > positions - window)
+        if starts is not None:
+            mask = mask & (keys >= starts[:, None, None, None])
+    if not softcap and sinks is None:
+        if bias is not None and mask is not None:
+            mask = torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
+        mask = bias if mask is None else mask
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].nan_to_num(0.0)
+    return F.dropout(weights.to(query.dtype), dropout) @ value

@@ -1,0 +1,176 @@
+"""`attn_implementation="llmkernels"`: every family gives what it gives by transformers' eager attention."""
+
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+import llmkernels
+from families import FAMILIES, WINDOW, family_model
+from hf_models import tiny_inputs
+from llmkernels.hf import attention as interface
+
+TOKENS = 3 * WINDOW - 1
+TEXT = [name for name in FAMILIES if name not in ("qwen2_5_vl", "gemma3_image", "llava")]
+every_family = pytest.mark.parametrize("name", TEXT)
+
+llmkernels.register_attention()
+
+
+def implemented(model, name):
+    model.set_attn_implementation(name)
+    return model
+
+
+def counted():
+    """The ops that the layers call, each counted."""
+    return [mock.patch.object(interface, name, wraps=getattr(interface, name)) for name in ("attention", "_by_torch")]
+
+
+def both(model, call):
+    """What call() gives by our attention, and by the eager one; and how often the kernel and PyTorch ran."""
+    implemented(model, interface.NAME)
+    (ours, torchs) = counted()
+    with ours as of_kernel, torchs as of_torch, torch.no_grad():
+        found = call()
+        counts = of_kernel.call_count, of_torch.call_count
+    implemented(model, "eager")
+    with torch.no_grad():
+        return found, call(), counts
+
+
+def assert_close(found, expected, where=None):
+    if where is not None:
+        found, expected = found[where], expected[where]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * expected.abs().max().item())
+
+
+def padded(ids, side):
+    mask = torch.ones_like(ids)
+    mask[0, slice(0, 5) if side == "left" else slice(-5, None)] = 0
+    return mask
+
+
+@every_family
+def test_prompt(name):
+    model, ids = family_model(name), tiny_inputs("cpu", 2, TOKENS)
+    found, expected, (kernel, by_torch) = both(model, lambda: model(input_ids=ids).logits)
+    assert_close(found, expected)
+    assert (kernel > 0, by_torch) == (True, 0)
+
+
+@every_family
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(name, side):
+    model, ids = family_model(name), tiny_inputs("cpu", 2, TOKENS)
+    mask = padded(ids, side)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    call = lambda: model(input_ids=ids, attention_mask=mask, position_ids=positions).logits  # noqa: E731
+    found, expected, (kernel, by_torch) = both(model, call)
+    assert_close(found, expected, mask.bool())
+    assert (kernel > 0, by_torch > 0) == (side == "left", side == "right")
+
+
+@every_family
+def test_generate(name):
+    model, ids = family_model(name), tiny_inputs("cpu", 2, 11)
+    mask = padded(ids, "left")
+    call = lambda: model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, do_sample=False)  # noqa: E731
+    found, expected, (kernel, by_torch) = both(model, call)
+    assert torch.equal(found, expected)
+    assert (kernel > 0, by_torch) == (True, 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
+def test_chunks_on_a_cache(name):
+    model, ids = family_model(name), tiny_inputs("cpu", 2, TOKENS)
+
+    def call():
+        cache = transformers.DynamicCache(config=model.config)
+        return torch.cat([model(input_ids=part, past_key_values=cache).logits for part in ids.split(7, 1)], 1)
+
+    found, expected, (_, by_torch) = both(model, call)
+    assert_close(found, expected)
+    assert by_torch == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_static_cache_goes_to_torch(name):
+    model, ids = family_model(name), tiny_inputs("cpu", 2, 11)
+    call = lambda: model.generate(ids, max_new_tokens=5, do_sample=False, cache_implementation="static")  # noqa: E731
+    found, expected, _ = both(model, call)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
+def test_packed_sequences_and_masks_of_the_caller(name):
+    model, ids = family_model(name), tiny_inputs("cpu", 1, TOKENS)
+    positions = torch.cat([torch.arange(8), torch.arange(TOKENS - 8)])[None]
+    found, expected, _ = both(model, lambda: model(input_ids=ids, position_ids=positions, use_cache=False).logits)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
+def test_gradients_are_those_of_torch(name):
+    model, ids = family_model(name), tiny_inputs("cpu", 2, TOKENS)
+    mask = padded(ids, "left")
+    grads = []
+    for implementation in (interface.NAME, "eager"):
+        implemented(model, implementation).zero_grad()
+        model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * expected.abs().max().item() + 1e-7)
+
+
+def test_a_model_that_sees_all_tokens():
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=64
+    )
+    torch.manual_seed(0)
+    model = transformers.BertModel(config).eval()
+    ids = torch.randint(2, 64, (2, 13))
+    found, expected, (kernel, by_torch) = both(model, lambda: model(input_ids=ids).last_hidden_state)
+    assert_close(found, expected)
+    assert (kernel > 0, by_torch) == (True, 0)
+    mask = padded(ids, "right")
+    found, expected, _ = both(model, lambda: model(input_ids=ids, attention_mask=mask).last_hidden_state)
+    assert_close(found, expected, mask.bool())
+
+
+def test_a_chunked_mask_is_not_taken_for_a_window():
+    from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
+
+    none = torch.zeros(2, dtype=torch.int64)
+    assert interface._sees_window(sliding_window_causal_mask_function(4), 4)
+    assert not interface._sees_window(sliding_window_causal_mask_function(5), 4)
+    assert not interface._sees_window(chunked_causal_mask_function(4, none), 4)
+    assert not interface._sees_window(sliding_window_causal_mask_function(4), None)
+
+
+def test_patched_models_take_it_too():
+    model, ids = family_model("llama"), tiny_inputs("cpu", 2, TOKENS)
+    implemented(model, interface.NAME)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with llmkernels.patch(model):
+            assert_close(model(input_ids=ids).logits, expected)
+            steps = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(steps, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss", "phi3"])
+def test_on_a_gpu(name):
+    """In bfloat16, no further from float32 than by PyTorch's attention, twice over."""
+    ids = tiny_inputs("cuda", 2, TOKENS)
+    exact = implemented(family_model(name, "cuda"), "eager")
+    model = family_model(name, "cuda", torch.bfloat16)
+    mask = padded(ids, "left")
+    with torch.no_grad():
+        expected, errors = exact(input_ids=ids, attention_mask=mask).logits[mask.bool()], []
+        for implementation in (interface.NAME, "eager"):
+            logits = implemented(model, implementation)(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+            errors.append((logits.float() - expected).square().mean().sqrt().item())
+    assert errors[0] <= 2 * errors[1], errors
