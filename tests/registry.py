@@ -227,3 +227,7 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     yield call("rope_decode_attention", *one_token, padding, *caches, pages, *options, *norms)
     for found in ((), norms, row_norms):
         yield call("rope_decode_attention", *one_token, None, *caches, None, *options, *found)
+
+    q, k, v = (draw(sequences, tokens, n, dim) for n in (heads, kv_heads, kv_heads))
+    yield call("attention", q, k, v, padding, draw(heads), 0.3, tokens // 2, 0, 20.0)
+    yield call("attention", q, k, v)

@@ -294,6 +294,7 @@ def test_numbers_that_are_none(op, name, number):
     "op, name, number",
     [("rms_norm", "eps", -1e-6), ("layer_norm", "eps", -1e-6), ("decode_attention", "softcap", -1),
      ("decode_attention", "window_left", -2),
+     ("attention", "softcap", -1), ("attention", "window_left", -2), ("attention", "window_right", -2),
      ("rope", "rotary_dim", 3), ("rope", "rotary_dim", 0), ("rope", "rotary_dim", 10),
      ("rms_norm_rope", "eps", -1e-6), ("rms_norm_rope", "rotary_dim", 3), ("sample", "top_k_value", -1),
      ("sample", "temperature_value", -0.5), ("sample", "top_p_value", 0), ("sample", "min_p_value", 1.5),

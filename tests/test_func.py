@@ -208,6 +208,10 @@ def attend(q):
     return llmkernels.decode_attention(q, cache, cache, lengths)
 
 
+def attend_to_prompt(q):
+    return llmkernels.attention(q, q, q, causal=True)
+
+
 def rotate_in_place(q):
     angle = torch.ones(1, 8, device=q.device, dtype=q.dtype)
     return llmkernels.rope(q.clone(), torch.zeros_like(q), angle, angle, inplace=True)[0]
@@ -227,7 +231,7 @@ def write(q):
     return q
 
 
-@pytest.mark.parametrize("function", [attend, rotate_in_place, write])
+@pytest.mark.parametrize("function", [attend, attend_to_prompt, rotate_in_place, write])
 def test_what_has_no_gradient_says_so(device, function):
     """Also where a vmap hides from it that a gradient is wanted, and in forward mode."""
     q = torch.randn(2, 1, 1, 2, 8, device=device)

@@ -21,7 +21,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/convert.h"
-#include "cpu/exponential.h"
+#include "cpu/online_softmax.h"
 
 namespace llmk::cpu {
 namespace {
@@ -32,8 +32,7 @@ constexpr int64_t kMinSplitKeys = 256;  // fewer are not worth a merge
 constexpr int64_t kMinTasks = 64;       // keys are split until there are this many tasks
 constexpr int64_t kPrefetchAhead = 8;   // keys or values: each may lie on a memory page of its own
 constexpr int kValuesAtOnce = 4;        // added to the sum in one pass, so that it is read and written less often
-constexpr int kLanes = 8;               // of a dot product, which takes kStep elements at a time
-constexpr int64_t kStep = 4 * kLanes;
+constexpr int64_t kStep = 4 * kLanes;   // elements that a dot product takes at a time
 
 // A row of the cache in the type computed in: the row itself, or a converted copy in the buffer. With kPadded it is
 // followed by zeros up to a multiple of kStep.
@@ -49,13 +48,6 @@ inline const Wide<T>* widened(const T* source, int64_t dim, Wide<T>* __restrict 
   }
   if (padding > 0) std::fill_n(buffer + dim, padding, Wide<T>(0));
   return buffer;
-}
-
-template <typename A>
-inline A sum_of_lanes(const A (&lanes)[kLanes]) {
-  A half[kLanes / 2];
-  for (int i = 0; i < kLanes / 2; ++i) half[i] = lanes[i] + lanes[i + kLanes / 2];
-  return (half[0] + half[2]) + (half[1] + half[3]);
 }
 
 // The dot product of `count` elements, a multiple of kStep. It has several accumulators (lanes), since an addition to
@@ -114,48 +106,6 @@ inline void add_weighted(A* __restrict sum, const A* weights, const A* const* va
   }
 }
 
-template <typename A>
-inline A hyperbolic_tangent(A x) {
-  if constexpr (std::is_same_v<A, double>) {
-    return std::tanh(x);
-  } else {
-    // By the exponential; near 0, where its digits cancel, by a series.
-    const A z = x * x, e = exponential(A(-2) * std::abs(x));
-    const A series = x + x * z * (A(-1. / 3) + z * (A(2. / 15) + z * (A(-17. / 315) + z * A(62. / 2835))));
-    const A quotient = std::copysign((A(1) - e) / (A(1) + e), x);
-    return z < A(0.0625) ? series : quotient;
-  }
-}
-
-template <typename A>
-inline A largest(const A* values, int64_t count) {
-  A lanes[kLanes];
-  std::fill_n(lanes, kLanes, -std::numeric_limits<A>::infinity());
-  int64_t j = 0;
-  for (; j + kLanes <= count; j += kLanes) {
-    for (int i = 0; i < kLanes; ++i) lanes[i] = values[j + i] > lanes[i] ? values[j + i] : lanes[i];
-  }
-  for (; j < count; ++j) lanes[0] = values[j] > lanes[0] ? values[j] : lanes[0];
-  return *std::max_element(lanes, lanes + kLanes);
-}
-
-// values = exp(values - maximum); returns their sum. NaN stays NaN. A score equal to the maximum has weight 1, even if
-// both are infinite.
-template <typename A>
-inline A weights_of(A* __restrict values, int64_t count, A maximum) {
-  for (int64_t j = 0; j < count; ++j) {
-    const A distance = values[j] - maximum, weight = values[j] == maximum ? A(1) : exponential(distance);
-    values[j] = values[j] == values[j] ? weight : values[j];
-  }
-  A lanes[kLanes] = {};
-  int64_t j = 0;
-  for (; j + kLanes <= count; j += kLanes) {
-    for (int i = 0; i < kLanes; ++i) lanes[i] += values[j + i];
-  }
-  for (; j < count; ++j) lanes[0] += values[j];
-  return sum_of_lanes(lanes);
-}
-
 template <typename T>
 inline void write_output(const DecodeAttentionParams& p, int64_t flat, Wide<T> total, const Wide<T>* sum,
                          LoopType<T>* buffer) {
@@ -177,11 +127,7 @@ struct Query {
 // has grown.
 template <typename A>
 inline void online_softmax(const DecodeAttentionParams& p, A* scores, int64_t count, Query<A>& query, A* sum) {
-  const A scale = static_cast<A>(p.softmax_scale), cap = static_cast<A>(p.softcap);
-  for (int64_t j = 0; j < count; ++j) scores[j] *= scale;
-  if (p.softcap > 0) {
-    for (int64_t j = 0; j < count; ++j) scores[j] = cap * hyperbolic_tangent(scores[j] / cap);
-  }
+  scale_and_cap(scores, count, static_cast<A>(p.softmax_scale), static_cast<A>(p.softcap));
   const A maximum = std::max(query.maximum, largest(scores, count));
   if (maximum != query.maximum) {
     const A rescale = std::exp(query.maximum - maximum);

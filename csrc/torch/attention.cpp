@@ -4,6 +4,7 @@
 
 #include "backend.h"
 #include "cpu/attention.h"
+#include "heads.h"
 #include "parts.h"
 #include "positions.h"
 #if LLMK_CUDA
@@ -38,19 +39,6 @@ struct QkNorms {
   bool row_wise;
 };
 
-void check_heads(const char* op, const Argument& argument, const char* axes) {
-  LLMK_CHECK(argument->dim() == 4, op, argument.name, " must have shape ", axes, ", got ", shape(*argument));
-}
-
-// int32 (batch,)
-void check_per_sequence(const char* op, const Argument& argument, int64_t batch) {
-  if (!argument) return;
-  LLMK_CHECK(argument->scalar_type() == ScalarType::Int, op, argument.name, " must be int32, got ",
-             name(argument->scalar_type()));
-  LLMK_CHECK(argument->dim() == 1 && argument->size(0) == batch, op, argument.name, " must have shape [", batch,
-             "] (the batch), got ", shape(*argument));
-}
-
 // The two caches, [batch, capacity, ...] or, with a block table, [pages, page_size, ...], for queries of `heads` heads
 // and the dtype of `model`.
 void check_caches(const char* op, const Argument& model, int64_t batch, int64_t heads, const Argument& k_cache,
@@ -59,11 +47,9 @@ void check_caches(const char* op, const Argument& model, int64_t batch, int64_t 
   check_heads(op, k_cache, axes);
   check_dtype(op, k_cache, model);
   check_like(op, v_cache, k_cache);
-  const int64_t kv_heads = k_cache->size(2);
   LLMK_CHECK(block_table || k_cache->size(0) == batch, op, k_cache.name, " must have the batch of ", model.name, ", ",
              batch, ", got shape ", shape(*k_cache));
-  LLMK_CHECK(kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, op, model.name,
-             " must have a multiple of the heads of ", k_cache.name, ", got ", heads, " and ", kv_heads);
+  check_head_counts(op, model, heads, k_cache, k_cache->size(2));
   for (const Argument& cache : {k_cache, v_cache}) {
     LLMK_CHECK(has_unit_last_stride(*cache), op, cache.name, " must be contiguous along head_dim, got strides ",
                text(cache->strides()));
@@ -108,10 +94,6 @@ KvCache kv_cache(const Tensor& k_cache, const Tensor& v_cache, const std::option
           static_cast<const int32_t*>(data(table)),
           table ? table->stride(0) : 0,
           table ? table->size(1) * page_size : page_size};
-}
-
-std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
-  return tensor ? std::optional(with_unit_last_stride(*tensor)) : std::nullopt;
 }
 
 // Checks that keys [0, count) of a sequence are in pages that exist. On the CPU only, where this costs nothing.

@@ -9,7 +9,7 @@ torch.export) raises the same, but cannot see whether two tensors share memory.
 
 from llmkernels.ops import optim as _optim  # noqa: F401, public in llmkernels.optim
 from llmkernels.ops import softcap as _softcap  # noqa: F401, its fake
-from llmkernels.ops.attention import decode_attention, rope_kv_write
+from llmkernels.ops.attention import attention, decode_attention, rope_kv_write
 from llmkernels.ops.bias_act import bias_geglu, bias_gelu, bias_swiglu, relu2
 from llmkernels.ops.cross_entropy import cross_entropy
 from llmkernels.ops.fp8 import fp8_linear, fp8_quantize, rms_norm_fp8_quantize, swiglu_fp8_quantize
@@ -29,6 +29,7 @@ __all__ = [
     "add_layer_norm",
     "add_lora",
     "add_rms_norm",
+    "attention",
     "bias_geglu",
     "bias_gelu",
     "bias_swiglu",

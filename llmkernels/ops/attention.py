@@ -1,9 +1,10 @@
-"""Attention of a decode step against a KV cache, and what fills the cache: public functions and fakes.
+"""Attention over prompts; that of a decode step against a KV cache, and what fills the cache: public functions, fakes.
 
-Kernels: csrc/kernels/attention, csrc/cpu/decode_attention.cpp and rope_kv_write.cpp. For inference: no gradients.
+Kernels: csrc/kernels/attention, csrc/cpu/flash_attention.cpp, decode_attention.cpp and rope_kv_write.cpp. No gradients.
 """
 
 from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +12,105 @@ from torch import Tensor
 from llmkernels.ops._common import contiguous_like, public, refuse_gradients, register_fake
 
 _ops = torch.ops.llmkernels
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    k_begin: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    k_begin: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@public
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    k_begin: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention of all tokens of a prompt, or of its last ones, without the matrix of scores in memory.
+
+    The names and the meaning of the arguments are those of flash-attn's ``flash_attn_func``, 2.1 and later. Query i of
+    Tq is at position ``p = i + Tk - Tq``, so the last query is at the last key. It sees the keys j with
+    ``max(k_begin[b], p - left) <= j <= p + right``:
+
+    .. math:: y = \sum_j \frac{e^{s_j}}{e^{sink} + \sum_i e^{s_i}}\, v_j, \qquad
+              s_j = \mathrm{softmax\_scale}\; q \cdot k_j
+
+    Args:
+        q: (B, Tq, H, D); float32, float16 or bfloat16, on the CPU also float64. On a GPU D is at most 256.
+        k, v: (B, Tk, Hkv, D). H is any multiple of Hkv: query head h belongs to kv head h // (H // Hkv).
+        causal: a query sees no key after its own position: ``right`` is 0.
+        softmax_scale: default 1 / sqrt(D).
+        window_size: (left, right): how many keys before and after its own position a query sees; -1: all of them.
+        softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; 0: unchanged.
+        k_begin: int32 (B,), on the device of ``q``: the index of the first key after left padding. Default 0.
+        sinks: (H,), of the dtype of ``q``: a score of every query of a head that has no value, as in gpt-oss. Neither
+            ``softmax_scale`` nor ``softcap`` applies to it. Default: none, and no :math:`e^{sink}`.
+        return_lse: also return the log of the denominator.
+
+    Returns:
+        y, (B, Tq, H, D), contiguous; with ``return_lse`` (y, lse), lse float32 (B, H, Tq): the natural logarithm of the
+        sum of :math:`e^{s_j}` over the keys that a query sees, and of :math:`e^{sink}`. For a query that sees no key y
+        is zeros, and lse the sink, or -inf without one.
+
+    Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection, or (B, H, T, D)
+        transposed; others are copied. Keys and values before ``k_begin`` are not read.
+    Fast: float16 and bfloat16, by tensor cores; float32 works, slowly.
+    Arithmetic: float32 (float64 for float64); with tensor cores probabilities are rounded to the dtype before they meet
+        the values. Rounded once.
+    Deterministic: yes.
+    Differentiable: no.
+    Matches: ``torch.nn.functional.scaled_dot_product_attention`` with the mask described; its ``is_causal`` aligns the
+        first query with the first key instead.
+    Raises: ValueError for a ``window_size`` below -1, a negative ``softcap``, numbers that are not finite; RuntimeError
+        for shapes, dtypes and devices that do not fit, each by name, and for inputs that need a gradient.
+    Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2".
+
+    >>> q = k = v = torch.eye(2).view(1, 2, 1, 2)
+    >>> attention(q, k, v, causal=True, softmax_scale=0.0)[0, :, 0]
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]])
+    """
+    given = {"sinks": sinks} if sinks is not None else {}
+    refuse_gradients("attention", _NO_GRADIENT, q=q, k=k, v=v, **given)
+    left, right = window_size
+    if left < -1 or right < -1:
+        raise ValueError(f"attention: window_size must be (left, right) of at least -1 each, got {window_size}")
+    y, lse = _ops.attention(q, k, v, k_begin, sinks, softmax_scale, left, 0 if causal else right, softcap)
+    return (y, lse) if return_lse else y
 
 
 @public
@@ -157,6 +257,13 @@ def _fake(name: str, fake: Callable) -> None:
     register_fake(name, fake, overloads=("",))
 
 
+_fake(
+    "attention",
+    lambda q, *others, **named: (
+        contiguous_like(q),
+        q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32),
+    ),
+)
 _fake("decode_attention", lambda q, *others, **named: contiguous_like(q))
 _fake("rope_kv_write", lambda *arguments, **named: None)
 _fake(
