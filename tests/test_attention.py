@@ -1,5 +1,5 @@
-"""attention: against the formula in float64, with at most twice the error of eager; sizes, masks, sinks, layouts, memory
-that must not be read, errors."""
+"""attention: against the formula in float64, with at most twice the error of eager; sizes, masks, sinks, layouts,
+memory that must not be read, errors."""
 
 import math
 
@@ -35,38 +35,29 @@ def visible(q_tokens, k_tokens, device, causal=False, window_size=ALL, k_begin=N
     return seen
 
 
-def make(device, dtype, q_tokens, k_tokens, heads=4, kv_heads=2, head_dim=64, batch=2, **mask):
-    """q, k, v; rounded once, so that every copy in float64 has the same values.
-
-    The values are large where the mask of any query ends, and at both ends of tiles. So a key too few or too many makes
-    the result wrong by more than rounding does.
-    """
-    q = torch.randn(batch, q_tokens, heads, head_dim, device=device).to(dtype)
+def make(device, dtype, q_tokens, k_tokens, heads=4, kv_heads=2, head_dim=64, batch=2):
+    """q, k, v."""
+    q = torch.randn(batch, q_tokens, heads, head_dim, device=device)
     k, v = torch.randn(2, batch, k_tokens, kv_heads, head_dim, device=device)
-    large = torch.zeros(k_tokens, dtype=torch.bool, device=device)
-    large[::16] = large[15::16] = True
-    k_begin = mask.get("k_begin")
-    for begin in [] if k_begin is None else k_begin.tolist():
-        large[max(begin - 1, 0) : max(begin, 0) + 1] = True
-    v *= torch.where(large, 30.0, 1.0)[:, None, None]
-    return q, k.to(dtype), v.to(dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def formula(q, k, v, softmax_scale=None, softcap=0.0, sinks=None, **mask) -> tuple[Tensor, Tensor]:
-    """y and lse in the dtype of q, softmax in float32 at least; zeros and -inf where there is no score."""
-    group = q.size(2) // k.size(2)
-    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
-    scores = (q @ k.transpose(-1, -2)) * scale
+def probabilities(q, k, softmax_scale=None, softcap=0.0, sinks=None, **mask) -> tuple[Tensor, Tensor]:
+    """(B, H, Tq, Tk), and lse, by a softmax in float32 at least; zeros and -inf where there is no score."""
+    q, k = q.transpose(1, 2), k.repeat_interleave(q.size(2) // k.size(2), 2).transpose(1, 2)
+    scores = (q @ k.transpose(-1, -2)) * (q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     seen = visible(q.size(2), k.size(2), q.device, **mask)[:, None]
     scores = scores.masked_fill(~seen, -math.inf).to(torch.promote_types(q.dtype, torch.float32))
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
-    lse = scores.logsumexp(-1) if scores.size(-1) else scores.new_full(scores.shape[:-1], -math.inf)
-    weights = scores.softmax(-1)[..., : k.size(2)].nan_to_num().to(q.dtype)
-    return (weights @ v).transpose(1, 2), lse
+    return scores.softmax(-1)[..., : k.size(2)].nan_to_num(), scores.logsumexp(-1)
+
+
+def weighted(weights, v) -> Tensor:
+    """(B, Tq, H, D)"""
+    return (weights @ v.repeat_interleave(weights.size(1) // v.size(2), 2).transpose(1, 2)).transpose(1, 2)
 
 
 def in_double(options: dict) -> dict:
@@ -74,29 +65,32 @@ def in_double(options: dict) -> dict:
 
 
 def check(inputs, given=None, **options):
-    """attention of `given`, which has the values of `inputs`, by default `inputs` themselves."""
+    """attention of `given`, which has the values of `inputs`, by default `inputs` themselves.
+
+    Errors of a query are relative to the size of a sum of its terms of random signs, which is that of one rounding of
+    each. A key too few or too many is more than that.
+    """
     q, k, v = inputs
     y, lse = attention(*(given or inputs), return_lse=True, **options)
     assert y.shape == q.shape and y.dtype == q.dtype and y.is_contiguous()
     assert lse.shape == (q.size(0), q.size(2), q.size(1)) and lse.dtype == torch.float32 and lse.is_contiguous()
-    exact, exact_lse = formula(*(x.double() for x in inputs), **in_double(options))
-    eager, eager_lse = formula(*inputs, **options)
-    # Rounding happens to the float32 scores, whose absolute errors are relative errors of the probabilities, and to the
-    # probabilities, which are rounded to the dtype. Every sequence and head has its own scale.
-    scale = options.get("softmax_scale")
-    scale = q.size(3) ** -0.5 if scale is None else abs(scale)
-    score = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * scale if k.numel() else 0.0
-    small = torch.finfo(torch.float32).eps * score
-    eps = torch.finfo(q.dtype).eps + small
-    error, allowed = (y.double() - exact).abs(), (eager.double() - exact).abs()
-    for measure in (lambda x: x.abs().amax((1, 3)), lambda x: x.square().mean((1, 3)).sqrt()):
-        assert (measure(error) <= 2 * measure(allowed) + 4 * eps * measure(exact)).all()
+    weights, exact_lse = probabilities(q.double(), k.double(), **in_double(options))
+    exact, size = weighted(weights, v.double()), weighted(weights.square(), v.double().square()).sqrt()
+    size = torch.maximum(size, exact.abs()).amax(-1, keepdim=True).clamp_min(1e-30)
+    eager_weights, eager_lse = probabilities(q, k, **options)
+    eager = weighted(eager_weights.to(q.dtype), v)
+    # Besides, rounding happens to the float32 scores, whose absolute errors are relative errors of the probabilities.
+    scale = q.size(3) ** -0.5 if options.get("softmax_scale") is None else abs(options["softmax_scale"])
+    small = torch.finfo(torch.float32).eps * (1 + q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max() * scale)
+    floor = 2 * torch.finfo(q.dtype).eps + 4 * small
+    error, allowed = ((x.double() - exact).abs() / size for x in (y, eager))
+    for measure in (lambda x: x.amax((1, 3)), lambda x: x.square().mean((1, 3)).sqrt()):
+        assert (measure(error) <= 2 * measure(allowed) + floor).all()
     finite = exact_lse.isfinite()
     assert (lse[~finite].double() == exact_lse[~finite]).all()
-    error, allowed = ((x.double() - exact_lse)[finite].abs() for x in (lse, eager_lse))
     if finite.any():
-        floor = 4 * (small + torch.finfo(torch.float32).eps * (1 + exact_lse[finite].abs().max()))
-        assert error.max() <= 2 * allowed.max() + floor
+        error, allowed = ((x.double() - exact_lse)[finite].abs().max() for x in (lse, eager_lse))
+        assert error <= 2 * allowed + 4 * small * (1 + exact_lse[finite].abs().max())
     assert_same(attention(*(given or inputs), **options), y)
     return y, lse
 
@@ -207,7 +201,7 @@ def test_a_sink_of_minus_infinity_is_none(device, dtype):
 def test_left_padding(device, options, dtype):
     """The padding is not read; a row that is nothing but padding is zeros."""
     k_begin = int32([0, 1, 17, 64, 129, 130, 1000, -5], device)
-    q, k, v = make(device, dtype, 100, 130, batch=8, k_begin=k_begin)
+    q, k, v = make(device, dtype, 100, 130, batch=8)
     padded = k.clone(), v.clone()
     for b, begin in enumerate(k_begin.tolist()):
         for x in padded:
@@ -340,8 +334,8 @@ def test_float64():
     sinks = torch.randn(4, dtype=torch.float64)
     for options in ({}, {"causal": True, "softcap": 5.0}, {"window_size": (9, 3), "sinks": sinks}):
         y, lse = attention(*inputs, return_lse=True, **options)
-        exact, exact_lse = formula(*inputs, **options)
-        torch.testing.assert_close(y, exact, rtol=1e-12, atol=1e-12)
+        weights, exact_lse = probabilities(*inputs[:2], **options)
+        torch.testing.assert_close(y, weighted(weights, inputs[2]), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse, exact_lse.float())
 
 
