@@ -48,7 +48,17 @@ from .callers.generate import generate
 from .patch import PatchHandle, patch, unpatch
 from .step.decode import release
 
-__all__ = ["KVCache", "OutOfPages", "PagedKVCache", "PatchHandle", "generate", "patch", "register_attention", "release", "unpatch"]
+__all__ = [
+    "KVCache",
+    "OutOfPages",
+    "PagedKVCache",
+    "PatchHandle",
+    "generate",
+    "patch",
+    "register_attention",
+    "release",
+    "unpatch",
+]
 
 
 if TYPE_CHECKING:

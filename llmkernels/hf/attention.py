@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from llmkernels.ops.attention import attention, decode_attention
 
@@ -102,7 +102,7 @@ def _sees_window(mask_function: Callable, local_size: int | None) -> bool:
 
 
 def _starts(padding: Tensor | None) -> tuple[Tensor | None, bool]:
-    """The first token of each sequence, None where it is the first for all; and whether that says all of the padding."""
+    """The first token of each sequence, None if it is the first of all; and whether that says all of the padding."""
     if padding is None or bool(padding.all()):
         return None, True
     starts = padding.to(torch.int32).argmax(1)
