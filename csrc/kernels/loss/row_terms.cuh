@@ -37,7 +37,7 @@ struct LossTerms {
   }
   template <bool kGeneral>
   __device__ float score(float x) const {
-    if constexpr (kGeneral) return softcap > 0.f ? softcap * tanhf(x * inverse_softcap) : x;
+    if constexpr (kGeneral) return softcap > 0.f ? __fmul_rn(softcap, tanhf(x * inverse_softcap)) : x;
     return x;
   }
   // kPartial: c may lie outside of the row, where nobody looks at the result.
@@ -52,7 +52,9 @@ struct LossTerms {
   }
 };
 
-// The gradient of a row: grad_c = e^(z_c - shift) factor - uniform w_c - [c = target] hot.
+// The gradient of a row: grad_c = e^(z_c - shift) factor - uniform w_c - [c = target] hot. Which products are rounded
+// before they are added is written out: the compiler has a copy of this for the ends of a row that is not aligned, and
+// an element would have other bits there.
 struct RowGradient {
   float shift, factor, uniform, hot;
 
@@ -63,8 +65,8 @@ struct RowGradient {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float z = terms.score<kGeneral>(x[i]);
-      grad[i] = exp_approximate(z - shift) * factor;
-      if constexpr (kGeneral) grad[i] -= uniform * terms.class_weight<kGeneral, kPartial>(c + i);
+      grad[i] = __fmul_rn(exp_approximate(z - shift), factor);
+      if constexpr (kGeneral) grad[i] = fmaf(-uniform, terms.class_weight<kGeneral, kPartial>(c + i), grad[i]);
     }
     if (from_target < N) {
 #pragma unroll
@@ -75,7 +77,7 @@ struct RowGradient {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const float tanh = terms.score<kGeneral>(x[i]) * terms.inverse_softcap;
-          grad[i] *= 1.f - tanh * tanh;
+          grad[i] *= fmaf(-tanh, tanh, 1.f);
         }
       }
     }
