@@ -28,6 +28,22 @@ CPU = [
         "tests/test_decode_attention.py",
     ),
     Mutation(
+        "cpu_prompts_see_one_key_too_many",
+        "a query of a prompt sees the key after the last one of its window",
+        "csrc/cpu/flash_attention.cpp",
+        "position + p.window_right + 1)",
+        "position + p.window_right + 2)",
+        "tests/test_attention.py",
+    ),
+    Mutation(
+        "cpu_prompts_forget_sinks",
+        "a sink is not in the denominator",
+        "csrc/cpu/flash_attention.cpp",
+        "sink == kNone ? A(0) : A(1)",
+        "A(0)",
+        "tests/test_attention.py -k sinks",
+    ),
+    Mutation(
         "cpu_fp8_ties_round_up",
         "what is halfway between two codes goes to the larger one",
         "csrc/cpu/fp8.cpp",
