@@ -39,6 +39,8 @@ class Case:
             shape = f"{keys['parameters']} parameters in {keys['tensors']}"
         elif "vocab" in keys:
             shape = f"{keys['rows']}x{keys['vocab']}" + (f" of {keys['hidden']}" if "hidden" in keys else "")
+        elif self.op == "attention":
+            shape = f"batch {keys['batch']} {keys['tokens']} tokens"
         elif "tokens" in keys:
             shape = f"{keys['tokens']} tokens {keys['heads']}+{keys['kv_heads']} heads" + " in place" * keys["in_place"]
         else:

@@ -40,6 +40,7 @@ OPS = {
     "swiglu": "SwiGLU",
     "geglu": "GEGLU",
     "softmax": "softmax",
+    "attention": "attention",
     "cross_entropy": "cross-entropy",
     "linear_cross_entropy": "linear + cross-entropy",
     "bias_gelu": "bias + GELU",

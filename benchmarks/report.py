@@ -49,6 +49,8 @@ def shape(keys: dict) -> str:
         words = [f"{keys['n']}x{keys['k']}, {keys['m']} row{'s' * (keys['m'] > 1)}"]
     elif "kv_tokens" in keys:
         words = [f"batch {keys['batch']}, {keys['kv_tokens']} keys", "paged" * (keys["cache"] == "paged")]
+    elif keys["op"] == "attention":
+        words = [f"batch {keys['batch']}, {keys['tokens']} tokens"]
     elif "parameters" in keys:
         words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']} tensors" * (keys["tensors"] > 1)]
     elif "vocab" in keys:

@@ -111,6 +111,7 @@ TABLE = (
     timed_by_all("swiglu", "swiglu", 35, GLU),
     timed_by_all("geglu", "geglu", 10, GLU),
     op("softmax", "softmax", 30, "softmax.py softmax.cpp"),
+    op("attention", "attention", 30, "attention.py flash_attention.cpp"),
     op("cross_entropy", "cross_entropy", 20, CROSS_ENTROPY),
     op("cross_entropy_gradient", "cross_entropy", 30, CROSS_ENTROPY),
     op("linear_cross_entropy", "linear_cross_entropy", 40, "linear_cross_entropy.py linear_cross_entropy.cpp"),

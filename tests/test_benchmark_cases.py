@@ -33,6 +33,7 @@ def test_cases_have_the_keys_of_the_format():
         "swiglu": rows_cols | {"packed"},
         "geglu": rows_cols | {"packed"},
         "softmax": rows_cols,
+        "attention": {"batch", "tokens", "heads", "kv_heads", "head_dim"},
         "cross_entropy": {"rows", "vocab"},
         "cross_entropy_gradient": {"rows", "vocab"},
         "linear_cross_entropy": {"rows", "vocab", "hidden"},
@@ -72,6 +73,9 @@ def test_a_replay_touches_more_than_the_cache(case):
     itemsize = case.dtype.itemsize
     if case.op in ("rope", "rms_norm_rope"):
         size = case.keys["tokens"] * (case.keys["heads"] + case.keys["kv_heads"]) * case.keys["head_dim"] * itemsize
+    elif case.op == "attention":
+        heads = case.keys["heads"] + 2 * case.keys["kv_heads"]
+        size = case.keys["batch"] * case.keys["tokens"] * heads * case.keys["head_dim"] * itemsize
     elif case.op == "gated_mlp":
         size = 3 * case.keys["n"] * case.keys["k"] * itemsize
     elif case.op == "linear_cross_entropy":
