@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmkernels import attention
-from oracles import DTYPES, assert_same, laid_out
+from oracles import DTYPES, assert_same, captured, laid_out
 
 ALL = (-1, -1)  # window_size: no window
 LENGTHS = [(1, 1), (1, 100), (17, 64), (64, 17), (64, 64), (100, 257), (257, 100), (257, 257), (17, 1)]  # Tq, Tk
@@ -435,3 +435,43 @@ def test_gradients_are_refused_only_where_they_are_wanted(device):
     q, k, v = make(device, torch.float32, 3, 5)
     with torch.no_grad():
         attention(q.requires_grad_(), k, v)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads():
+    inputs = make("cpu", torch.float32, 300, 400, heads=7, kv_heads=1)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            results.append(attention(*inputs, causal=True, return_lse=True))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert_same(result, results[0])
+
+
+@pytest.mark.gpu
+@every_dtype
+def test_cuda_graph(dtype):
+    """One capture serves other values, those of k_begin among them."""
+    inputs = make("cuda", dtype, 130, 200, heads=8, head_dim=128)
+    k_begin = int32([0, 0], "cuda")
+    graph, results = captured(lambda: attention(*inputs, causal=True, k_begin=k_begin, return_lse=True))
+    for starts in ([0, 3], [199, 64], [200, 17]):
+        k_begin.copy_(int32(starts, "cuda"))
+        for x in inputs:
+            x.normal_()
+        graph.replay()
+        assert_same(results, attention(*inputs, causal=True, k_begin=k_begin, return_lse=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitizer
+@every_dtype
+def test_every_path_once(dtype):
+    sinks = torch.randn(4, device="cuda").to(dtype)
+    options = {"window_size": (49, 9), "softcap": 3.0, "sinks": sinks, "k_begin": int32([0, 20], "cuda")}
+    for head_dim in (64, 128, 256, 40, 33):
+        check(make("cuda", dtype, 70, 100, head_dim=head_dim), **options)
+        check(make("cuda", dtype, 40, 30, heads=7, kv_heads=1, head_dim=head_dim, batch=1), causal=True)
