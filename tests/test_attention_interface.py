@@ -100,16 +100,18 @@ def test_chunks_on_a_cache(name):
 def test_static_cache_goes_to_torch(name):
     model, ids = family_model(name), tiny_inputs("cpu", 2, 11)
     call = lambda: model.generate(ids, max_new_tokens=5, do_sample=False, cache_implementation="static")  # noqa: E731
-    found, expected, _ = both(model, call)
+    found, expected, (_, by_torch) = both(model, call)
     assert torch.equal(found, expected)
+    assert by_torch > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
-def test_packed_sequences_and_masks_of_the_caller(name):
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_packed_sequences_go_to_torch(name):
     model, ids = family_model(name), tiny_inputs("cpu", 1, TOKENS)
     positions = torch.cat([torch.arange(8), torch.arange(TOKENS - 8)])[None]
-    found, expected, _ = both(model, lambda: model(input_ids=ids, position_ids=positions, use_cache=False).logits)
+    found, expected, counts = both(model, lambda: model(input_ids=ids, position_ids=positions, use_cache=False).logits)
     assert_close(found, expected)
+    assert counts[0] == 0 < counts[1]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
@@ -125,6 +127,18 @@ def test_gradients_are_those_of_torch(name):
         grads.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     for found, expected in zip(*grads, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * expected.abs().max().item() + 1e-7)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_mask_of_the_caller_goes_to_torch(name):
+    """It lets a query see two keys after its own, which no other mask does."""
+    model, ids = family_model(name), tiny_inputs("cpu", 2, 5)
+    keys = torch.arange(5)
+    mask = (keys <= keys[:, None] + 2).expand(2, 1, 5, 5)
+    mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    found, expected, counts = both(model, lambda: model(input_ids=ids, attention_mask=mask).logits)
+    assert_close(found, expected)
+    assert counts[0] == 0 < counts[1]
 
 
 def test_a_model_that_sees_all_tokens():

@@ -58,18 +58,6 @@ __device__ Vec<T, N> cut(const Vec<T, N>& low, const Vec<T, N>& high, int shift)
   return of_words<T>(make_uint4(result[0], result[1], result[2], result[3]));
 }
 
-// The first `count` elements of a vector, and 0 for the others.
-template <typename T, int N>
-__device__ Vec<T, N> first_of(const Vec<T, N>& value, int count) {
-  constexpr int kPerWord = 4 / sizeof(T);
-  const Words words = words_of(value);
-  const auto word = [&](uint32_t w, int i) -> uint32_t {
-    if (count >= (i + 1) * kPerWord) return w;
-    return sizeof(T) < 4 && count > i * kPerWord ? w & 0xffffu : 0;
-  };
-  return of_words<T>(make_uint4(word(words.x, 0), word(words.y, 1), word(words.z, 2), word(words.w, 3)));
-}
-
 // Columns [c, c + N) of a row, element by element; 0 outside of [begin, end).
 template <typename T, typename Index, int N = kVecWidth<T>>
 __device__ Vec<T, N> load_elements(const T* row, Index c, Index begin, Index end) {

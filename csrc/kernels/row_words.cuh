@@ -40,8 +40,8 @@ constexpr int kMaxWordThreads = 512;
 constexpr int64_t kLeastWords = 64;  // of a row: most of a warp that has fewer would be idle
 constexpr int kWarpRows = 4;         // rows of a block, if a warp is enough for each
 
-// For rows of `cols` elements, of `slots` operands. The more words a thread has, the better, unless others leave an
-// eighth fewer empty. An H100, bfloat16, us:
+// For rows of `cols` elements, of `slots` operands. A thread has as many words as it may, unless with fewer of them the
+// threads have an eighth less in all, most of which would be padding. An H100, bfloat16, us:
 //
 //   case              | 16 words | 12   | 8
 //   ------------------|----------|------|-----
