@@ -15,6 +15,7 @@ from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.errors import NoStep
 from llmkernels.hf.step import graphs
 from llmkernels.hf.step.decode import decoder
+from llmkernels.hf.step.program import Program
 
 NEW = 9
 
@@ -251,12 +252,12 @@ def test_a_step_can_be_recorded(name, monkeypatch):
     """It calls ops of the library and takes views, and nothing else: that is what a recorder allows."""
     runs = []
 
-    def run(program, function, device):
+    def run(program, function, device, place):
         runs.append(function)
         with graphs._OnlyOurs():
             return function()
 
-    monkeypatch.setattr(graphs.Program, "run", run)
+    monkeypatch.setattr(Program, "run", run)
     model, ids = family_model(name), tiny_inputs()
     llmkernels.patch(model)
     loop(model, ids, new=3)
@@ -297,20 +298,39 @@ def test_a_hook_for_a_while(device):
 
 
 def test_what_is_kept_is_bounded(device, monkeypatch):
-    monkeypatch.setattr("llmkernels.hf.step.decode.MAX_STEPS", 3)
-    model, ids = small_model(device=device), tiny_inputs(device, 1, 20)
+    monkeypatch.setattr("llmkernels.hf.step.program.MAX_PROGRAMS", 3)
+    model, ids = small_model(device=device), tiny_inputs(device, 1, 40)
     llmkernels.patch(model)
     with torch.no_grad():
         expected = model(ids).logits
         caches = [model(ids[:, :10]).past_key_values for _ in range(5)]
-        for token in range(10, 14):
-            for cache in caches:
-                found = model(ids[:, token : token + 1], past_key_values=cache).logits
-                assert_close(found, expected[:, token : token + 1])
+        for ahead, cache in enumerate(caches, 1):
+            for first in range(10, 10 + 4 * ahead, ahead):
+                found = model(ids[:, first : first + ahead], past_key_values=cache).logits
+                assert_close(found, expected[:, first : first + ahead])
     state = decoder(model)
-    assert len(state._recent) == 3
-    assert sum(map(len, state._steps.values())) == 3
+    assert len(state.programs.idle()) == 3
     assert state.forwards == {STEP: 20}
+
+
+def test_chats_share_programs(device):
+    """Whoever has a cache: there are as many programs, and graphs of them, as run at the same time."""
+    model, ids = small_model(device=device), tiny_inputs(device, 1, 20)
+    handle = llmkernels.patch(model)
+    with torch.no_grad():
+        caches = [model(ids[:, : 10 + chat % 3]).past_key_values for chat in range(12)]
+        for token in range(5):
+            for chat, cache in enumerate(caches):
+                first = 10 + chat % 3 + token
+                prompt = ids[:, first : first + 1]
+                expected = model(ids[:, : first + 1]).logits[:, -1:]
+                assert_close(model(prompt, past_key_values=cache).logits, expected)
+    (program,) = decoder(model).programs.idle()
+    assert len(program.recordings) == 1
+    (entry,) = handle.report().decode
+    assert entry.graphs == (1 if device == "cuda" else 0)
+    assert (entry.graph_bytes > 0) == (device == "cuda")
+    assert entry.forwards == {STEP: 60}
 
 
 def test_other_caches_are_not_asked(device):

@@ -3,6 +3,8 @@ meanwhile whether model and cache are still those that it was recorded with."""
 
 import contextlib
 import copy
+import ctypes
+import dataclasses
 import gc
 import weakref
 
@@ -14,42 +16,64 @@ import llmkernels
 from families import WINDOW, family_model
 from generating import left_padded, loop, small_model
 from hf_models import assert_close, tiny_inputs
-from llmkernels.hf.step import compose, graphs
+from llmkernels.hf.step import compose
 from llmkernels.hf.step.decode import decoder
+from llmkernels.hf.step.program import Program
+
+
+def at(address, like):
+    """A tensor like another one, at this address."""
+    memory = (ctypes.c_uint8 * like.nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
 
 
 class Graph:
     """What replays a step on the CPU, as a CUDA graph does on a GPU: the launches of the recording, by address."""
 
     def __init__(self, step):
-        arguments = step.parts, step._hidden, step._where, step._caches
-        self.function = lambda: compose.forward(*arguments)
-        self.output, self.replays = self.function(), 0
+        self.arguments = step.parts, step._hidden, step._where, step._caches
+        self.moved = self.arguments
+        self.replays = self.points = 0
+        self.output = self.function()
+
+    def function(self):
+        return compose.forward(*self.moved)
 
     def replay(self):
         self.replays += 1
         self.output.copy_(self.function())
 
+    def point(self, recorded, now):
+        self.points += 1
+        moves = dict(zip(recorded, now, strict=True))
+        parts, hidden, where, caches = self.arguments
+        positions = at(moves.get(where.positions.data_ptr(), where.positions.data_ptr()), where.positions)
+        caches = [compose.LayerCache(*(at(moves[x.data_ptr()], x) for x in cache)) for cache in caches]
+        self.moved = parts, hidden, dataclasses.replace(where, positions=positions), caches
+
 
 @pytest.fixture
 def recording(monkeypatch):
-    def run(program, function, device):
-        if program.graph is not None:
-            program.graph.replay()
-            return program.output
-        if not program.warm:
-            program.warm = True
+    def run(program, function, device, place):
+        recording = program.recording(place)
+        if recording.graph is not None:
+            if place.addresses != recording.pointed:
+                recording._point(place)
+            recording.graph.replay()
+            return recording.output
+        if not recording.warm:
+            recording.warm = True
             return function()
-        program.graph = Graph(function.__self__)
-        program.output = program.graph.output
-        return program.output
+        recording.graph = Graph(function.__self__)
+        recording.output = recording.graph.output
+        recording.recorded = recording.pointed = place.addresses
+        return recording.output
 
-    monkeypatch.setattr(graphs.Program, "run", run)
+    monkeypatch.setattr(Program, "run", run)
 
 
-def replays(model, cache):
-    programs = [step.program for step in decoder(model)._steps[cache].values()]
-    return sum(program.graph.replays for program in programs if program.graph)
+def replays(model):
+    return sum(graph.replays for graph in decoder(model).programs.graphs())
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma2", "phi3"])
@@ -62,7 +86,7 @@ def test_a_graph_is_replayed(name, recording):
         for token in range(10, 20):
             found = model(ids[:, token : token + 1], past_key_values=cache).logits
             assert_close(found, expected[:, token : token + 1])
-    assert replays(model, cache) == 8
+    assert replays(model) == 8
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -78,7 +102,7 @@ def test_a_graph_is_replayed_when_a_window_moves(name, padded, recording, monkey
     found = loop(model, ids, mask, new=40, cache=cache)
     assert torch.equal(found[0], expected[0])
     assert_close(found[1], expected[1])
-    assert replays(model, cache) == 37
+    assert replays(model) == 37
     assert [layer.k.shape[1] for layer in cache.layers if layer.is_sliding] == [WINDOW + 4] * 2
 
 
@@ -177,7 +201,7 @@ def test_what_is_dropped_leaves_nothing(recording):
         cache = model(ids[:, :10]).past_key_values
         for token in range(10, 15):
             model(ids[:, token : token + 1], past_key_values=cache)
-        before = replays(model, cache)
+        before = replays(model)
         calls = []
         hook = model.lm_head.register_forward_hook(lambda *arguments: calls.append(1))
         output = model(ids[:, 15:16], past_key_values=cache)
@@ -229,9 +253,9 @@ def test_a_changed_cache_is_noticed(how, recording):
     model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
     _, expected = steps_and(model, ids, CACHE_CHANGES[how])
     llmkernels.patch(model)
-    cache, found = steps_and(model, ids, CACHE_CHANGES[how])
+    _, found = steps_and(model, ids, CACHE_CHANGES[how])
     assert_close(found, expected)
-    assert replays(model, cache) >= 3
+    assert replays(model) >= 3
 
 
 def test_an_update_of_ones_own_is_called(recording):
@@ -255,10 +279,10 @@ def test_layers_of_different_lengths(recording):
     llmkernels.patch(model)
     cache, _ = steps_and(model, ids, lambda cache: None, 15)
     cache.layers[0].crop(-1)
-    before = replays(model, cache)
+    before = replays(model)
     with torch.no_grad(), contextlib.suppress(RuntimeError, ValueError):  # as with transformers' cache
         model(ids[:, 15:16], past_key_values=cache)
-    assert replays(model, cache) == before
+    assert replays(model) == before
 
 
 def test_a_step_that_raises_changes_nothing(recording, monkeypatch):
@@ -271,9 +295,9 @@ def test_a_step_that_raises_changes_nothing(recording, monkeypatch):
             patch.setattr(Graph, "replay", lambda graph: 1 // 0)
             model(ids[:, :1], past_key_values=cache)
 
-    cache, found = steps_and(model, ids, fail)
+    _, found = steps_and(model, ids, fail)
     assert_close(found, expected)
-    assert replays(model, cache) >= 8
+    assert replays(model) >= 8
 
 
 @pytest.mark.parametrize("mask", ["hole", "negative ids"])
@@ -284,7 +308,7 @@ def test_arguments_that_are_found_wrong_late(mask, recording):
         cache = model(ids[:, :10]).past_key_values
         for token in range(10, 14):
             model(ids[:, token : token + 1], past_key_values=cache)
-        assert replays(model, cache)
+        assert replays(model)
         if mask == "negative ids":
             with pytest.raises(IndexError, match="index out of range"):
                 model(-ids[:, 14:15] - 1, past_key_values=cache)
@@ -296,3 +320,61 @@ def test_arguments_that_are_found_wrong_late(mask, recording):
             llmkernels.hf.unpatch(model)
             other = model(ids[:, :14]).past_key_values
             assert_close(found, model(ids[:, 14:15], past_key_values=other, attention_mask=holes).logits)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "phi3"])
+def test_caches_share_a_graph(name, recording):
+    """It is pointed at whichever cache is asked for, at several lengths, tokens at a time and paddings."""
+    model = family_model(name)
+    ids = tiny_inputs(batch=2, tokens=40)
+    other = copy.deepcopy(model)
+    llmkernels.patch(model)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        pairs = []
+        for chat in range(4):
+            given = {"attention_mask": mask[:, : 10 + chat]} if chat % 2 else {}
+            pairs.append([each(ids[:, : 10 + chat], **given).past_key_values for each in (model, other)])
+        for turn in range(12):
+            ahead = 1 if turn % 3 else 2
+            for chat, caches in enumerate(pairs):
+                first = caches[1].get_seq_length()
+                given = {"attention_mask": mask[:, : first + ahead]} if chat % 2 else {}
+                chunk = ids[:, first : first + ahead]
+                found, expected = (
+                    each(chunk, past_key_values=cache, **given).logits
+                    for each, cache in zip((model, other), caches, strict=True)
+                )
+                assert_close(found, expected)
+    recorded = decoder(model).programs.graphs()
+    assert len(recorded) == 2  # for one token at a time, and for two
+    assert all(graph.points >= 8 for graph in recorded)
+
+
+def test_generate_replays_the_graphs_of_earlier_calls(recording):
+    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
+    llmkernels.patch(model)
+    for call in range(4):
+        cache = llmkernels.KVCache(model, 64) if call % 2 else None
+        model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
+    assert len(decoder(model).programs.graphs()) <= 2  # by the capacity
+    assert replays(model) >= 4 * 7 - 6
+
+
+def test_one_more_at_the_same_time_has_a_program_of_its_own(recording):
+    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    inner = []
+
+    class Streamer:
+        def put(self, value):
+            inner.append(model.generate(ids, max_new_tokens=4, do_sample=False) if len(inner) < 3 else None)
+
+        def end(self):
+            pass
+
+    llmkernels.patch(model)
+    found = model.generate(ids[:1], max_new_tokens=8, do_sample=False, streamer=Streamer())
+    assert torch.equal(found, expected[:1])
+    assert all(torch.equal(ids_, expected[:, :24]) for ids_ in inner[:3])

@@ -189,8 +189,8 @@ def test_lean_options_in_full_whatever_the_default_dtype():
     try:
         for top_p in (0.999, [0.999, 0.9]):
             llmkernels.generate(model, ids, do_sample=True, top_p=top_p, temperature=0.7, max_new_tokens=2)
-            (steps,) = decoder(model)._steps.values()
-            (buffers,) = (step.program.buffers for kind, step in steps.items() if kind != "step")
+            (program,) = decoder(model).programs.idle()
+            buffers = program.buffers
             expected = torch.tensor(top_p, dtype=torch.float32).expand(2)
             assert torch.equal(buffers["top_p"], expected)
             assert torch.equal(buffers["temperature"], torch.full((2,), 0.7, dtype=torch.float32))

@@ -13,6 +13,7 @@ from generating import NEW, Stream, generate_step, hf_generate, left_padded, sma
 from hf_models import tiny_inputs
 from llmkernels.hf import unpatch
 from llmkernels.hf.step.decode import decoder
+from llmkernels.hf.step.program import Recording
 
 
 def spare(model):
@@ -83,7 +84,7 @@ def test_a_cache_that_grows(device, late, monkeypatch):
     handle = llmkernels.patch(model)
     for _ in range(2):
         assert torch.equal(hf_generate(model, ids, attention_mask=mask, max_new_tokens=40), expected)
-    assert spare(model).capacity == 56
+    assert spare(model).capacity >= 56
     decoder(model).release()
     for _ in range(2):
         assert torch.equal(llmkernels.generate(model, ids, attention_mask=mask, max_new_tokens=40), expected)
@@ -124,18 +125,18 @@ def test_nothing_keeps_a_model_alive(device):
 
 
 def test_a_graph_is_bound_to_its_addresses():
-    """Weights that moved and another cache, which need a new graph on CUDA."""
+    """Weights that moved, which need a new graph on CUDA."""
     model, ids = small_model(), tiny_inputs()
     llmkernels.patch(model)
     hf_generate(model, ids)
-    (steps,) = decoder(model)._steps.values()
-    program = steps["step"].program
-    addresses, program.graph = program.addresses, "captured"
+    (program,) = decoder(model).programs.idle()
+    addresses, program.recordings["a shape"] = program.addresses, Recording()
     hf_generate(model, ids)
-    assert (program.addresses, program.graph) == (addresses, "captured")
+    assert program.addresses == addresses
+    assert program.recordings
     model.model.layers[0].mlp.down_proj.weight.data = model.model.layers[0].mlp.down_proj.weight.data.clone()
     hf_generate(model, ids)
-    assert program.graph is None
+    assert "a shape" not in program.recordings
     assert program.addresses != addresses
 
 
@@ -144,15 +145,15 @@ def test_graphs_are_captured_and_used_again():
     model, ids = small_model(device="cuda", dtype=torch.bfloat16), tiny_inputs("cuda")
     llmkernels.patch(model)
     first = hf_generate(model, ids)
-    (steps,) = decoder(model)._steps.values()
-    graph = steps["step"].program.graph
+    (program,) = decoder(model).programs.idle()
+    graph = program.graph
     assert graph is not None
     assert torch.equal(hf_generate(model, ids), first)
-    assert steps["step"].program.graph is graph
+    assert program.graph is graph
     with torch.no_grad():
         model.lm_head.weight.neg_()  # in place: the graph reads the new values
     changed = hf_generate(model, ids)
-    assert steps["step"].program.graph is graph
+    assert program.graph is graph
     assert not torch.equal(changed, first)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -16,6 +16,7 @@ import torch
 import llmkernels
 import test_compose
 from llmkernels.hf.step import graphs
+from llmkernels.hf.step.program import Program
 from stub_cuda import compile_stub
 
 DEVICE = torch.device("cuda:0")
@@ -92,11 +93,11 @@ def books(monkeypatch):
 
 
 def test_a_program_runs_then_records_then_replays(books):
-    program, runs = graphs.Program(), []
+    program, runs = Program(), []
     found = [program.run(lambda: runs.append(0) or len(runs), DEVICE) for _ in range(4)]
     assert found == [1, 2, 2, 2]
     assert books.done.count("launch") == 3
-    program.bind(("other", "addresses"))
+    program.bind("another description", lambda: ("other", "addresses"))
     assert program.graph is None
     assert books.done[-1] == "destroy"
     assert program.run(lambda: "anew", DEVICE) == "anew"
@@ -105,7 +106,7 @@ def test_a_program_runs_then_records_then_replays(books):
 @pytest.mark.parametrize("fails", ["slot", "begin", "end"])
 def test_a_recording_that_fails_is_a_step_without_a_graph(books, fails):
     books.fails = fails
-    program = graphs.Program()
+    program = Program()
     assert [program.run(lambda: 3, DEVICE) for _ in range(9)] == [3] * 9
     assert program.graph is None
     assert program.calls == {"a step without a CUDA graph: CUDA graph: no such luck": 8}
@@ -140,7 +141,7 @@ def test_a_recording_that_fails_returns_its_slot(books, monkeypatch):
 
 def test_a_step_that_cannot_be_recorded(books):
     """Any exception ends the recording; then the function runs without a graph."""
-    program = graphs.Program()
+    program = Program()
 
     def step():
         if books.recordings:
@@ -149,19 +150,19 @@ def test_a_step_that_cannot_be_recorded(books):
 
     assert [program.run(step, DEVICE) for _ in range(3)] == [5] * 3
     assert program.calls == {"a step without a CUDA graph: not now": 2}
-    program.bind(("new",))
+    program.bind("another description", lambda: ("new",))
     assert [program.run(lambda: 6, DEVICE) for _ in range(3)] == [6] * 3
     assert program.graph is not None
 
 
 def test_other_ops_than_the_librarys_are_refused(books):
     """They would run while the graph is made, and never again."""
-    program, x = graphs.Program(), torch.ones(3)
+    program, x = Program(), torch.ones(3)
     assert [program.run(lambda: (x + 1).tolist(), DEVICE) for _ in range(3)] == [[2] * 3] * 3
     ((reason, count),) = program.calls.items()
     assert count == 2
     assert reason.startswith("a step without a CUDA graph: aten.add.Tensor is not an op of llmkernels")
-    ours = graphs.Program()
+    ours = Program()
     weight = torch.ones(3)
     for _ in range(3):
         y = ours.run(lambda: llmkernels.rms_norm(x, weight, 1e-6), DEVICE)
@@ -173,7 +174,7 @@ def test_other_ops_than_the_librarys_are_refused(books):
 def test_allocators_without_pools(books, backend, monkeypatch):
     """Their memory would be given to others while the graph still uses it."""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-    program = graphs.Program()
+    program = Program()
     assert [program.run(lambda: 3, DEVICE) for _ in range(3)] == [3] * 3
     assert program.graph is None
     reason = f"a step without a CUDA graph: the allocator is {backend}, which has no memory pools"
@@ -181,7 +182,8 @@ def test_allocators_without_pools(books, backend, monkeypatch):
 
 
 def test_an_interrupt_ends_the_recording(books):
-    program = graphs.Program(warm=True)
+    program = Program()
+    program.run(lambda: 0, DEVICE)
 
     def interrupted():
         raise KeyboardInterrupt
@@ -275,11 +277,11 @@ def test_the_names_of_the_library():
         assert f" {name}(" in text.replace("*", " "), name
 
 
-@pytest.mark.parametrize("scenario", ["slots", "recordings", "streams"])
+@pytest.mark.parametrize("scenario", ["slots", "recordings", "streams", "points"])
 def test_the_library_on_a_stub_of_cuda(scenario, tmp_path):
     """csrc/kernels/graph.cu. slots: those that cannot be made are not counted; after 1024 of them no graph could be
     made. recordings: one that fails does not spoil the next. streams: a launch waits for that of another stream, also
-    one with the same handle."""
+    one with the same handle. points: kernels get the addresses of another cache."""
     done = subprocess.run([compile_stub("graphs", tmp_path), scenario], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{scenario}: 0 wrong\n", done.stdout + done.stderr
 
@@ -424,7 +426,7 @@ def test_a_graph_has_memory_of_its_own():
 def test_a_spoilt_recording_leaves_nothing_behind(spoil):
     """Synchronizing does not spoil one."""
     x = rows(100)
-    program, weight, wanted = graphs.Program(), torch.ones_like(x[0]), norm(x)
+    program, weight, wanted = Program(), torch.ones_like(x[0]), norm(x)
 
     def step():
         y = llmkernels.rms_norm(x, weight, 1e-6)
@@ -438,7 +440,7 @@ def test_a_spoilt_recording_leaves_nothing_behind(spoil):
         assert torch.equal(program.run(step, x.device), wanted)
     assert (program.graph is None) == (spoil != "synchronize")
     assert sum(program.calls.values()) == (5 if spoil != "synchronize" else 0)  # of 6 runs, all but the first
-    good = graphs.Program()
+    good = Program()
     for _ in range(4):
         assert torch.equal(good.run(lambda: llmkernels.rms_norm(x, weight, 1e-6), x.device), wanted)
     assert good.graph is not None
@@ -483,7 +485,7 @@ def test_memory_of_dead_graphs_is_used_again():
     weight, wanted = torch.ones_like(x[0]), norm(x)
     before = []
     for _round in range(50):
-        program = graphs.Program()
+        program = Program()
         for _ in range(3):
             assert torch.equal(program.run(lambda: llmkernels.rms_norm(x, weight, 1e-6), x.device), wanted)
         del program
@@ -513,7 +515,7 @@ def test_a_synchronizing_thread_spoils_nothing():
     thread.start()
     try:
         for _ in range(300):
-            program = graphs.Program()
+            program = Program()
             for _ in range(3):
                 assert torch.equal(program.run(lambda: llmkernels.rms_norm(x, weight, 1e-6), x.device), wanted)
             assert program.graph is not None

@@ -3,6 +3,7 @@
 // a graph. The current device must be that of the slot.
 #include <cuda_runtime.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -23,9 +24,17 @@ struct GraphSlot {
   int number;
 };
 
+// Kernels of a graph that have addresses of a cache.
+struct Movable {
+  std::function<cudaError_t(const Moves&)> launch;
+  std::vector<cudaGraphNode_t> nodes;
+};
+
 struct Graph {
   cudaGraphExec_t executable;
+  cudaGraph_t recorded;  // which has the nodes that are updated
   GraphSlot* slot;
+  std::vector<Movable> movables;
   // The stream of the last launch, if there was one. Its id and not its handle, which another stream may have once this
   // one is destroyed, while the graph still runs.
   std::optional<unsigned long long> stream;
@@ -65,6 +74,16 @@ cudaError_t captured_tail(cudaStream_t stream, std::vector<cudaGraphNode_t>& tai
   return cudaSuccess;
 }
 
+cudaKernelNodeParams node_params(const void* kernel, const LaunchShape& shape, void** arguments) {
+  cudaKernelNodeParams params{};
+  params.func = const_cast<void*>(kernel);
+  params.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+  params.blockDim = shape.threads;
+  params.sharedMemBytes = static_cast<unsigned>(shape.shared_bytes);
+  params.kernelParams = arguments;
+  return params;
+}
+
 // One line of launches.
 class GraphRecorder final : public Recorder {
  public:
@@ -77,12 +96,7 @@ class GraphRecorder final : public Recorder {
 
   cudaError_t add_launch(const void* kernel, const LaunchShape& shape, bool overlaps, void** arguments) override {
     if (status_ != cudaSuccess) return status_;
-    cudaKernelNodeParams params{};
-    params.func = const_cast<void*>(kernel);
-    params.gridDim = dim3(static_cast<unsigned>(shape.blocks));
-    params.blockDim = shape.threads;
-    params.sharedMemBytes = static_cast<unsigned>(shape.shared_bytes);
-    params.kernelParams = arguments;
+    const cudaKernelNodeParams params = node_params(kernel, shape, arguments);
     cudaGraphNode_t node = nullptr;
     cudaError_t status = cudaGraphAddKernelNode(&node, graph_, nullptr, 0, &params);
     if (status == cudaSuccess && shape.cluster > 1) {
@@ -95,6 +109,16 @@ class GraphRecorder final : public Recorder {
     }
     last_ = {node};
     last_is_ours_ = true;
+    if (in_movable_) movables_.back().nodes.push_back(node);
+    return status_ = status;
+  }
+
+  cudaError_t add_movable(std::function<cudaError_t(const Moves&)> launch) override {
+    if (status_ != cudaSuccess) return status_;
+    movables_.push_back({std::move(launch), {}});
+    in_movable_ = true;
+    const cudaError_t status = movables_.back().launch({});
+    in_movable_ = false;
     return status_ = status;
   }
 
@@ -116,11 +140,13 @@ class GraphRecorder final : public Recorder {
 
   int slot() const override { return slot_->number; }
 
-  cudaError_t finish(Graph*& result) const {
+  cudaError_t finish(Graph*& result) {
     cudaGraphExec_t executable = nullptr;
     if (status_ != cudaSuccess) return status_;
     const cudaError_t status = cudaGraphInstantiate(&executable, graph_, 0);
-    if (status == cudaSuccess) result = new Graph{executable, slot_, std::nullopt};
+    if (status == cudaSuccess) {
+      result = new Graph{executable, std::exchange(graph_, nullptr), slot_, std::move(movables_), std::nullopt};
+    }
     return status;
   }
 
@@ -131,8 +157,41 @@ class GraphRecorder final : public Recorder {
   cudaGraph_t graph_ = nullptr;
   std::vector<cudaGraphNode_t> last_;  // what the next node comes after
   bool last_is_ours_ = false;          // one kernel of this library
-  cudaError_t status_;                 // the first failure
+  std::vector<Movable> movables_;
+  bool in_movable_ = false;  // whether the next nodes are those of the last one
+  cudaError_t status_;       // the first failure
 };
+
+// Gives the nodes of a Movable the parameters of the launches that are made.
+class GraphUpdater final : public Recorder {
+ public:
+  GraphUpdater(const Graph& graph, const Movable& movable) : graph_(graph), nodes_(movable.nodes) {}
+
+  cudaError_t add_launch(const void* kernel, const LaunchShape& shape, bool, void** arguments) override {
+    if (next_ == nodes_.size()) return cudaErrorGraphExecUpdateFailure;
+    const cudaKernelNodeParams params = node_params(kernel, shape, arguments);
+    return cudaGraphExecKernelNodeSetParams(graph_.executable, nodes_[next_++], &params);
+  }
+  cudaError_t add_movable(std::function<cudaError_t(const Moves&)>) override { return cudaErrorGraphExecUpdateFailure; }
+  void begin_capture() override { throw std::logic_error("a launch of PyTorch's can not be pointed at other memory"); }
+  void end_capture() override {}
+  int slot() const override { return graph_.slot->number; }
+
+  bool is_complete() const { return next_ == nodes_.size(); }
+
+ private:
+  const Graph& graph_;
+  const std::vector<cudaGraphNode_t>& nodes_;
+  size_t next_ = 0;
+};
+
+cudaError_t update(const Graph& graph, const Movable& movable, const Moves& moves) {
+  GraphUpdater updater(graph, movable);
+  current_recorder = &updater;
+  const cudaError_t status = movable.launch(moves);
+  current_recorder = nullptr;
+  return status == cudaSuccess && !updater.is_complete() ? cudaErrorGraphExecUpdateFailure : status;
+}
 
 thread_local std::unique_ptr<GraphRecorder> own_recorder;  // current_recorder
 
@@ -184,6 +243,19 @@ LLMK_EXPORT int llmk_graph_end(void** result) {
   return clear_error(status);
 }
 
+// Points the graph at other memory: what was at from[i] when it was recorded is at to[i] for the launches to come.
+// Those before are not concerned. After a failure it must not be launched any more.
+LLMK_EXPORT int llmk_graph_point(void* given, const void* const* from, const void* const* to, int64_t count) {
+  if (current_recorder) return cudaErrorIllegalState;
+  const Graph& graph = *static_cast<Graph*>(given);
+  Moves moves;
+  for (int64_t i = 0; i < count; ++i) moves.add(from[i], to[i]);
+  for (const Movable& movable : graph.movables) {
+    if (const cudaError_t status = update(graph, movable, moves); status != cudaSuccess) return clear_error(status);
+  }
+  return cudaSuccess;
+}
+
 LLMK_EXPORT int llmk_graph_launch(void* given, void* in) {
   Graph& graph = *static_cast<Graph*>(given);
   const auto stream = static_cast<cudaStream_t>(in);
@@ -204,6 +276,7 @@ LLMK_EXPORT int llmk_graph_launch(void* given, void* in) {
 LLMK_EXPORT int llmk_graph_destroy(void* given) {
   const auto* const graph = static_cast<Graph*>(given);
   const cudaError_t status = cudaGraphExecDestroy(graph->executable);
+  (void)cudaGraphDestroy(graph->recorded);
   delete graph;
   return clear_error(status);
 }

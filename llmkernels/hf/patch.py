@@ -249,7 +249,8 @@ class PatchHandle:
             else:
                 reason = (None if isinstance(module, Generating) else decode_obstacle(module)) or "not patched"
             state = decoding.decoder(module)
-            counts = state.calls.copy(), state.steps, state.forwards.copy()
+            kept = state.programs.graphs()
+            counts = state.calls.copy(), state.steps, state.forwards.copy(), len(kept), sum(x.nbytes for x in kept)
             entries.append(Decode(type(module).__name__, reason, *counts))
         return entries
 

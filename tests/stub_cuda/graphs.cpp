@@ -1,8 +1,10 @@
 // Tests of csrc/kernels/graph.cu on a stub of CUDA's graphs, streams and events. Prints how often something was wrong.
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <set>
 #include <string>
 
@@ -16,6 +18,7 @@ using cudaEvent_t = void*;
 constexpr auto cudaErrorMemoryAllocation = static_cast<cudaError_t>(2);
 constexpr auto cudaErrorIllegalState = static_cast<cudaError_t>(401);
 constexpr auto cudaErrorStreamCaptureInvalidated = static_cast<cudaError_t>(901);
+constexpr auto cudaErrorGraphExecUpdateFailure = static_cast<cudaError_t>(910);
 constexpr unsigned cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2;
 constexpr unsigned char cudaGraphKernelNodePortProgrammatic = 1, cudaGraphDependencyTypeProgrammatic = 1;
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
@@ -41,6 +44,8 @@ std::string fails;             // the function that fails
 std::set<cudaStream_t> alive;  // streams
 unsigned long long id = 1;     // of any stream
 int waits = 0, launches = 0;
+uintptr_t nodes = 0;                              // that were added
+std::map<cudaGraphNode_t, const void*> pointers;  // the first argument of kernels, by node
 
 cudaError_t done(const char* function) { return fails == function ? cudaErrorUnknown : cudaSuccess; }
 
@@ -79,9 +84,16 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
   ++stub::launches;
   return stub::done("launch");
 }
-cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t*, cudaGraph_t, const cudaGraphNode_t*, size_t,
-                                   const cudaKernelNodeParams*) {
+cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t* node, cudaGraph_t, const cudaGraphNode_t*, size_t,
+                                   const cudaKernelNodeParams* params) {
+  *node = reinterpret_cast<cudaGraphNode_t>(++stub::nodes);
+  stub::pointers[*node] = *static_cast<const void* const*>(params->kernelParams[0]);
   return cudaSuccess;
+}
+cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t, cudaGraphNode_t node,
+                                             const cudaKernelNodeParams* params) {
+  stub::pointers[node] = *static_cast<const void* const*>(params->kernelParams[0]);
+  return stub::done("update");
 }
 cudaError_t cudaGraphKernelNodeSetAttribute(cudaGraphNode_t, cudaLaunchAttributeID, const cudaLaunchAttributeValue*) {
   return cudaSuccess;
@@ -170,13 +182,66 @@ int wait_for_other_streams() {
   return wrong;
 }
 
+// A graph that is pointed at other memory: the kernels that were recorded with its addresses get new ones, from
+// whatever they were pointed at before, and others stay as they are.
+int point_at_other_memory() {
+  struct Params {
+    const void* cache;
+    int kernels;
+  };
+  const char memory[8] = {};
+  int wrong = 0, added = 0;
+  const auto launch = [&](const Params& params) {
+    cudaError_t status = cudaSuccess;
+    for (int i = 0; i < params.kernels + added && status == cudaSuccess; ++i) {
+      const void* pointer = params.cache;
+      void* arguments[] = {&pointer, nullptr};
+      status = current_recorder->add_launch(nullptr, {1, dim3(1)}, false, arguments);
+    }
+    return status;
+  };
+  const auto move = [](Params& params, const Moves& moves) { moves(params.cache); };
+  void *slot = nullptr, *stream = nullptr, *graph = nullptr;
+  wrong += llmk_graph_slot(&slot, &stream) != cudaSuccess || llmk_graph_begin(slot) != cudaSuccess;
+  wrong += launch_movable(Params{memory, 1}, launch, move) != cudaSuccess;
+  wrong += launch({memory, 1}) != cudaSuccess;
+  wrong += launch_movable(Params{memory + 1, 2}, launch, move) != cudaSuccess;
+  wrong += launch_movable(Params{memory + 2, 0}, launch, move) != cudaSuccess;
+  wrong += llmk_graph_end(&graph) != cudaSuccess;
+  const auto expect = [&](std::initializer_list<int> places) {
+    int node = 0;
+    for (const int place : places) {
+      wrong += stub::pointers[reinterpret_cast<cudaGraphNode_t>(uintptr_t(++node))] != memory + place;
+    }
+  };
+  expect({0, 0, 1, 1});
+  const void* const from[] = {memory, memory + 1};
+  for (const int by : {4, 6, 0}) {
+    const void* const to[] = {memory + by, memory + by + 1};
+    wrong += llmk_graph_point(graph, from, to, 2) != cudaSuccess || current_recorder;
+    expect({by, 0, by + 1, by + 1});
+  }
+  wrong += stub::nodes != 4;
+  stub::fails = "update";
+  wrong += llmk_graph_point(graph, from, from, 2) == cudaSuccess || current_recorder;
+  stub::fails = "";
+  for (const int more : {1, -1}) {  // kernels than were recorded
+    added = more;
+    wrong += llmk_graph_point(graph, from, from, 2) != cudaErrorGraphExecUpdateFailure || current_recorder;
+  }
+  return wrong + (llmk_graph_destroy(graph) != cudaSuccess);
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
   const struct {
     const char* name;
     int (*run)();
-  } scenarios[] = {{"slots", make_slots}, {"recordings", record_after_failures}, {"streams", wait_for_other_streams}};
+  } scenarios[] = {{"slots", make_slots},
+                   {"recordings", record_after_failures},
+                   {"streams", wait_for_other_streams},
+                   {"points", point_at_other_memory}};
   for (const auto& scenario : scenarios) {
     if (std::strcmp(scenario.name, arguments[1]) == 0) {
       const int wrong = scenario.run();

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "decode_attention_any.h"
+#include "kernels/recorder.h"
 #include "kernels/tensor_map.h"
 #include "launch_attention.h"
 #include "plan.h"
@@ -137,12 +138,17 @@ cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params
 }
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream) {
-  if (params.batch == 0 || params.tokens == 0 || params.heads == 0 || params.head_dim == 0) return cudaSuccess;
-  if (!decode_attention_is_fast(params, dtype)) return decode_attention_any(params, dtype, stream);
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  return for_each_launch(params, [&](const DecodeAttentionParams& part) {
-    return launch_plan(part, plan_decode_attention(part, device), device, dtype, stream);
+  const auto launch = [=](const DecodeAttentionParams& p) {
+    if (p.batch == 0 || p.tokens == 0 || p.heads == 0 || p.head_dim == 0) return cudaSuccess;
+    if (!decode_attention_is_fast(p, dtype)) return decode_attention_any(p, dtype, stream);
+    DeviceInfo device;
+    if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+    return for_each_launch(p, [&](const DecodeAttentionParams& part) {
+      return launch_plan(part, plan_decode_attention(part, device), device, dtype, stream);
+    });
+  };
+  return launch_movable(params, launch, [](DecodeAttentionParams& p, const Moves& moves) {
+    moves(p.cache.k, p.cache.v, p.cache_seqlens, p.cache_leftpad, p.positions);
   });
 }
 

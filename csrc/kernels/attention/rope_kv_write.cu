@@ -14,6 +14,7 @@
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "kernels/norm/plan.h"
+#include "kernels/recorder.h"
 #include "qk_norm.cuh"
 #include "rotate.cuh"
 
@@ -214,9 +215,7 @@ bool is_vector(const RopeKvWriteParams& p) {
   return !p.interleaved && std::all_of(strides.begin(), strides.end(), [](int64_t s) { return s % N == 0; });
 }
 
-}  // namespace
-
-cudaError_t rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStream_t stream) {
+cudaError_t launch_rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStream_t stream) {
   const int64_t rows = params.batch * params.tokens * (params.heads + 2 * params.kv_heads);
   if (rows == 0 || params.head_dim == 0) return cudaSuccess;
   return dispatch_dtype(dtype, [&](auto tag) {
@@ -240,6 +239,15 @@ cudaError_t rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStre
     };
     return is_vector<T>(params) ? run_norm(norm_rope_kv_write_kernel<T, N>, N)
                                 : run_norm(norm_rope_kv_write_kernel<T, 1>, 1);
+  });
+}
+
+}  // namespace
+
+cudaError_t rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStream_t stream) {
+  const auto launch = [=](const RopeKvWriteParams& p) { return launch_rope_kv_write(p, dtype, stream); };
+  return launch_movable(params, launch, [](RopeKvWriteParams& p, const Moves& moves) {
+    moves(p.cache.k, p.cache.v, p.cache_seqlens, p.position_ids);
   });
 }
 

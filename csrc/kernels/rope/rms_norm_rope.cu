@@ -13,6 +13,7 @@
 
 #include "device/ptx.cuh"
 #include "kernels/launch.h"
+#include "kernels/recorder.h"
 #include "rms_norm_rope.cuh"
 #include "rope.h"
 
@@ -126,9 +127,7 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
   }
 }
 
-}  // namespace
-
-cudaError_t rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStream_t stream) {
+cudaError_t launch_rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStream_t stream) {
   const int64_t tokens = params.rope.batch * params.rope.tokens, all_heads = params.rope.q.heads + params.rope.k.heads;
   if (tokens == 0 || params.rope.head_dim == 0 || rows_of_token(params, 1) == 0) return cudaSuccess;
   if (tokens > kMaxRopeTokens) return cudaErrorInvalidValue;
@@ -156,6 +155,14 @@ cudaError_t rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStre
       return run(rms_norm_rope_kernel<T, A, N, kInterleaved, 1>, 1);
     });
   });
+}
+
+}  // namespace
+
+cudaError_t rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStream_t stream) {
+  return launch_movable(
+      params, [=](const RmsNormRopeParams& p) { return launch_rms_norm_rope(p, dtype, stream); },
+      [](RmsNormRopeParams& p, const Moves& moves) { moves(p.rope.position_ids); });
 }
 
 }  // namespace llmk::kernels

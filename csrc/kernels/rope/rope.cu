@@ -18,6 +18,7 @@
 #include "device/vec.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "kernels/recorder.h"
 #include "rotation.cuh"
 
 namespace llmk::kernels {
@@ -110,9 +111,7 @@ dim3 block_shape(const RopeParams& params, int width) {
   return dim3(pairs, rows, std::clamp(kThreads / (pairs * rows), 1, 64));
 }
 
-}  // namespace
-
-cudaError_t rope(const RopeParams& params, Dtype dtype, cudaStream_t stream) {
+cudaError_t launch_rope(const RopeParams& params, Dtype dtype, cudaStream_t stream) {
   const int64_t tokens = params.batch * params.tokens;
   if (tokens == 0 || params.head_dim == 0 || params.q.heads + params.k.heads == 0) return cudaSuccess;
   if (tokens > kMaxRopeTokens) return cudaErrorInvalidValue;
@@ -132,6 +131,14 @@ cudaError_t rope(const RopeParams& params, Dtype dtype, cudaStream_t stream) {
     }
     return run(params.interleaved ? rope_kernel<T, N, true> : rope_kernel<T, N, false>, N);
   });
+}
+
+}  // namespace
+
+cudaError_t rope(const RopeParams& params, Dtype dtype, cudaStream_t stream) {
+  return launch_movable(
+      params, [=](const RopeParams& p) { return launch_rope(p, dtype, stream); },
+      [](RopeParams& p, const Moves& moves) { moves(p.position_ids); });
 }
 
 }  // namespace llmk::kernels

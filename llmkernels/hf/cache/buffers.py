@@ -16,12 +16,20 @@ def room_for(tokens: int, row_bytes: int, limit: int | None = None) -> int:
     """The capacity of a cache that has `tokens` and may grow up to `limit`.
 
     `row_bytes` is the size of one token in all layers and sequences. The room ahead is in proportion to the tokens, so
-    that moves to larger buffers, each with a new graph, stay a small part of the time at any length. Where there is a
-    limit, which will be reached soon, the first move is farther away.
+    that moves to larger buffers stay a small part of the time at any length. Where there is a limit, which will be
+    reached soon, the first move is farther away. Where there is none, capacities are four in an octave, since caches of
+    one capacity share a graph; but not for more than AHEAD_BYTES.
     """
     ahead = AHEAD_TOKENS if limit is not None else min(max(tokens, FIRST_TOKENS), AHEAD_TOKENS)
     room = tokens + max(tokens // 4, min(ahead, AHEAD_BYTES // max(row_bytes, 1)), 1)
-    return -(-min(room, room if limit is None else max(limit, tokens)) // STEP) * STEP
+    if limit is not None:
+        return _up(min(room, max(limit, tokens)), STEP)
+    step = max(STEP, 1 << (room.bit_length() - 3))
+    return _up(room, step if step * row_bytes <= AHEAD_BYTES else STEP)
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 class Buffers:

@@ -140,10 +140,11 @@ class KVCache(Cache):
             self._position = positions
         self._versions = self.counters._version, self.leftpads._version
 
-    def places(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer: cache_seqlens and cache_leftpad as its rows count them. They stay where they are."""
+    def rows(self) -> list[int]:
+        """Of each layer: its row of `counters[1:]` and of `leftpads`, cache_seqlens and cache_leftpad as it counts
+        them."""
         index = {window: row for row, window in enumerate(self._offsets())}
-        return [(self.counters[1 + index[layer.window]], self.leftpads[index[layer.window]]) for layer in self.layers]
+        return [index[layer.window] for layer in self.layers]
 
     def _offsets(self) -> dict[int | None, int]:
         """How many tokens have been dropped, by window. Layers of one window drop them together."""

@@ -22,6 +22,7 @@ from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..report import STEP, by_forward
 from ..step.decode import Decoder, decoder
+from ..step.program import Program
 from ..step.trunk import check_length
 from .reading import Reading
 
@@ -99,14 +100,15 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     _check_call(model, given)
     ids, cache = given["input_ids"], given[cache_name()]
     places = Places(given, ids, int(cache.get_seq_length()))
-    logits = _replayed(model, state, ids, cache, places)
-    if logits is None:
-        places.check()
-        logits = _described(model, state, ids, cache, places)
-    state.count_forward(STEP)
-    logits = logits.view(*ids.shape, -1)
     kept = given.get("logits_to_keep")
-    return logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
+    with state.lend("logits", ids, ids.shape[1]) as program:
+        logits = _replayed(model, state, program, ids, cache, places)
+        if logits is None:
+            places.check()
+            logits = _described(model, state, program, ids, cache, places)
+        state.count_forward(STEP)
+        logits = logits.view(*ids.shape, -1)
+        return logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
 
 
 def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
@@ -133,13 +135,15 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
         raise NoStep("use_cache=False in the config")
 
 
-def _replayed(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places: "Places") -> Tensor | None:
+def _replayed(
+    model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, places: "Places"
+) -> Tensor | None:
     """The logits by the graph of an earlier forward. None where there is none, or the model is not what it was then.
 
     The graph is queued first, and the host looks at the model while the GPU works. If the model has changed, the result
     is dropped: the graph has written nothing but keys and values behind the cache's end.
     """
-    recorded = state.recorded_forward(cache, *ids.shape)
+    recorded = state.recorded_forward(cache, program, *ids.shape)
     if recorded is None:
         return None
     step, known, _memory = recorded
@@ -153,11 +157,11 @@ def _replayed(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places:
     finally:
         if not kept:
             cache.take_back(ids.shape[1])
-            state.drop_forward(cache, ids.shape[1])  # the next one looks first
+            state.forget_place(cache)  # the next one looks first
     return logits if kept else None
 
 
-def _described(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places: "Places") -> Tensor:
+def _described(model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, places: "Places") -> Tensor:
     """The logits by the description of the model as it is, behind a cache that becomes one of ours."""
     from ..cache.adopted import become_ours, check_dynamic
 
@@ -182,7 +186,7 @@ def _described(model: nn.Module, state: Decoder, ids: Tensor, cache: Any, places
         check_dynamic(cache, parts, batch, recorded=True)
         become_ours(cache, parts, batch)
     cache.begin(places.last - ahead, places.leftpad)
-    return state.begin_forward(parts, cache, ahead)(ids.flatten())
+    return state.begin_forward(parts, cache, program, ahead)(ids.flatten())
 
 
 class Places:

@@ -272,14 +272,14 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
         state.count(by_forward(reason))
     eos = config._eos_token_tensor
     text = Text(input_ids, stopping_criteria.max_length)
-    with call.cache(state) if call else nullcontext() as cache:
+    kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)
+    with (
+        call.cache(state) if call else nullcontext() as cache,
+        state.lend(kind, input_ids) if call else nullcontext() as program,
+    ):
         outputs = call.prefill(input_ids, config, cache) if call else model._prefill(input_ids, config, inputs)
         logits = outputs.logits[:, -1].to(input_ids.device)
-        if call:
-            kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)
-            step = call.begin(state, cache, kind)
-        else:
-            step = _ModuleStep(model, outputs, inputs, input_ids)
+        step = call.begin(state, cache, program) if call else _ModuleStep(model, outputs, inputs, input_ids)
         del outputs
         choice = _Choice(step, logits, seen, numbers, config, generator)
         late = call is not None and reading.is_late(input_ids.device)

@@ -24,6 +24,7 @@ from ..errors import NoStep
 from ..model.description import Trunk
 from ..report import PREFILL, by_transformers
 from ..step.decode import Decoder, DecodeStep, decoder
+from ..step.program import Program
 from ..step.trunk import check_batch, check_length
 from . import reading
 from .reading import Reading, Text
@@ -71,11 +72,11 @@ class Call:
         given = self.given_cache
         return given if getattr(given, "_is_user_defined", False) and not is_ours(given) else None
 
-    def begin(self, state: Decoder, cache, kind: Any = "step") -> DecodeStep:
+    def begin(self, state: Decoder, cache, program: Program) -> DecodeStep:
         """The step behind the prompt, which is in the cache now."""
         last = self.inputs["position_ids"][:, -1]
         cache.begin(last.expand(self.batch), self.leftpad)
-        return state.begin(self.parts, cache, kind)
+        return state.begin(self.parts, cache, program)
 
 
 def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any]) -> Call:
@@ -128,8 +129,9 @@ def _sampling_loop(original: Callable) -> Callable:
                 streamer=streamer,
                 **model_kwargs,
             )
-        with call.cache(state) as cache:
-            return _run(call, state, cache, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        run = input_ids, logits_processor, stopping_criteria, generation_config, streamer
+        with call.cache(state) as cache, state.lend("logits", input_ids) as program:
+            return _run(call, state, cache, program, *run)
 
     return _sample
 
@@ -233,7 +235,17 @@ def _is_transformers(user: Any) -> bool:
     return user is None or type(user).__module__.startswith("transformers.")
 
 
-def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor, stopping_criteria, config, streamer):
+def _run(
+    call: Call,
+    state: Decoder,
+    cache,
+    program: Program,
+    input_ids: Tensor,
+    logits_processor,
+    stopping_criteria,
+    config,
+    streamer,
+):
     """transformers' GenerationMixin._sample by the decode step: same scores, same random numbers, same results."""
     from ..cache.adopted import hand_back
 
@@ -275,7 +287,7 @@ def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor,
 
         ahead = late and text.length < stopping_criteria.max_length and cache.has_room(1)
         if ahead:
-            step = step or call.begin(state, cache)
+            step = step or call.begin(state, cache, program)
             logits = step(text.last())
         going = False  # and so it is when the streamer raises
         try:
@@ -287,7 +299,7 @@ def _run(call: Call, state: Decoder, cache, input_ids: Tensor, logits_processor,
             if ahead and not going:
                 cache.take_back(1)
         if going and not ahead:
-            step = step or call.begin(state, cache)
+            step = step or call.begin(state, cache, program)
             logits = step(text.last())
     if step is None:
         state.count(PREFILL)

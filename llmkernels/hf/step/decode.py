@@ -2,7 +2,7 @@
 
     Decoder          what a model keeps between calls: description, steps, a cache, and how often which way was taken
     Described        the description of a model, good for as long as nothing that it was read from has changed
-    DecodeStep       one model on one cache
+    DecodeStep       one model on one cache, in a program that any cache of the same shape takes (program.py)
 
 Each call asks whether the model is still what its description was read from; if it is not, it is read anew. What is
 kept between calls is addresses: of the model and of a caller's cache it keeps nothing alive.
@@ -13,9 +13,9 @@ and the head is one or two. Other layers and GPUs take more.
 
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,13 @@ from ..model.description import Trunk, leaves, map_tensors
 from ..report import STEP
 from . import compose, graphs
 from .alias import alias
-from .compose import LayerCache, Tokens, make_tables
-from .graphs import Program
+from .compose import Tokens, make_tables
 from .guard import Snapshot
-from .record import Lists
+from .place import Place, place_of
+from .program import Program, Programs
 from .trunk import pack, trunk
 
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
-MAX_STEPS = 32  # that a model keeps, each with its buffers and a graph: the ones used last
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
 
 
@@ -48,7 +47,7 @@ class Described:
 
 
 class DecodeStep:
-    """One model on one cache: the next `ahead` tokens of each sequence.
+    """One model on one cache, in a program on loan: the next `ahead` tokens of each sequence.
 
     `tokens` int64 (B * ahead,) are the last tokens of each sequence, which are not in the cache yet: `run` embeds them,
     then runs what calls `forward`, which appends them to the cache and returns the logits (B * ahead, V) behind each.
@@ -56,55 +55,42 @@ class DecodeStep:
     """
 
     def __init__(
-        self, parts: Trunk, cache: Any, program: Program, note: Callable[[int], None] | None = None, ahead: int = 1
+        self,
+        parts: Trunk,
+        cache: Any,
+        place: Place,
+        program: Program,
+        ahead: int = 1,
+        note: Callable[[int], None] | None = None,
     ):
         self.program = program
         self.device = parts.weight.device
-        self.count = 0  # of the steps that ran since a call began
+        self.count = 0  # of the steps that ran
         self.parts = parts
-        self._cache = weakref.ref(cache)
-        self._note = note  # called with that count
+        self._cache = cache
         self._ahead = ahead
-        weight, rows = parts.weight, cache.layers[0].k.shape[0] * ahead
+        self._note = note  # called with that count
+        program.bind(parts, lambda: tuple(map(_address, leaves(parts))))
+        weight, self._batch = parts.weight, cache.layers[0].k.shape[0]
+        rows = self._batch * ahead
         self.tokens = program.buffer("tokens", (rows,), torch.long, self.device)
         self._hidden = program.buffer("hidden", (rows, weight.shape[1]), weight.dtype, self.device)
-        self._bind()
-
-    @property
-    def cache(self) -> Any:
-        """The cache, which whoever runs the step keeps alive."""
-        return self._cache()
-
-    def fits(self, parts: Trunk) -> bool:
-        """Whether it is the step of this description, and the cache is what and where it was."""
-        return parts is self.parts and self._record.holds(self.cache)
-
-    def _bind(self) -> None:
-        """Collect what the forward reads and writes, and with it the addresses that a graph has to have."""
-        cache, ahead = self.cache, self._ahead
-        positions = cache.counters[0]
-        batch, self._positions = len(positions), positions[:, None]
         if ahead > 1:
-            self._positions = self.program.buffer("positions", (batch, ahead), torch.int32, self.device)
-            self._offsets = torch.arange(1 - ahead, 1, dtype=torch.int32, device=self.device)
-        tables = make_tables(self.parts, self.parts.positions[: cache.capacity])
-        tables = {name: self._kept(name, pair) for name, pair in tables.items()}
-        self._record = _record(cache)
-        self._caches = tuple(
-            LayerCache(alias(layer.k), alias(layer.v), *places)
-            for layer, places in zip(cache.layers, cache.places(), strict=True)
-        )
-        self._where = Tokens(batch, ahead, self._positions, tables)
-        used = *leaves(self.parts), *leaves(self._where), *leaves(self._caches)
-        self.program.bind(tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in used))
+            self._positions = program.buffer("positions", (self._batch, ahead), torch.int32, self.device)
+            offsets = program.buffers.get("offsets")
+            if offsets is None:
+                offsets = torch.arange(1 - ahead, 1, dtype=torch.int32, device=self.device)
+            self._offsets = program.buffers["offsets"] = offsets
+        self._move(place)
 
-    def _kept(self, name: str, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The tables in buffers of the program."""
-        buffers = []
-        for part, table in zip(("cos", "sin"), tables, strict=True):
-            buffers.append(self.program.buffer(f"{part} {name}", table.shape, table.dtype, self.device))
-            buffers[-1].copy_(table)
-        return tuple(buffers)
+    def _move(self, place: Place) -> None:
+        """Run at this place."""
+        self._place, self._caches = place, place.layers
+        recording = self.program.recording(place)
+        if recording.model is not self.parts:
+            recording.keep(self.parts, make_tables(self.parts, self.parts.positions[: self._cache.capacity]))
+        positions = place.positions if self._ahead == 1 else self._positions
+        self._where = Tokens(self._batch, self._ahead, positions, recording.tables)
 
     def forward(self) -> Tensor:
         return compose.forward(self.parts, self._hidden, self._where, self._caches)
@@ -114,15 +100,15 @@ class DecodeStep:
 
         `tokens`: others than those of the buffer.
         """
-        cache, ahead = self.cache, self._ahead
+        cache, ahead = self._cache, self._ahead
         if cache.make_room(ahead):
-            self._bind()
+            self._move(place_of(cache))
         tokens = self.tokens if tokens is None else tokens
         compose.embed(self.parts.embedding, self.parts.embed_scale, tokens, self._hidden)
         cache.count_ahead(ahead)
         if ahead > 1:
             torch.add(cache.counters[0][:, None], self._offsets, out=self._positions)
-        result = self.program.run(function, self.device)
+        result = self.program.run(function, self.device, self._place)
         cache.advance(ahead)
         self.count += 1
         if self._note is not None:
@@ -134,18 +120,8 @@ class DecodeStep:
         return self.run(self.forward, tokens.long())
 
 
-def _record(cache: Any) -> Any:
-    """What a step relies on of its cache, as a record: all but how many tokens it has."""
-    lists = Lists(cache)
-    lists.names += cache.asked_of()
-    lists.tensors += [(0, name, getattr(cache, name)) for name in ("counters", "leftpads")]
-    layers = lists.node(0, "layers", cache.layers)
-    for index, layer in enumerate(cache.layers):
-        place, members = lists.node(layers, index, layer), vars(layer)
-        lists.tensors += [(place, name, members[name]) for name in ("k", "v")]
-        lists.same.append((place, "update", members.get("update")))
-        lists.equal += [(place, name, members.get(name)) for name in ("capacity", "sliding_window", "record_past")]
-    return lists.record()
+def _address(leaf: Any) -> Any:
+    return (leaf.data_ptr(), leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else leaf
 
 
 class Decoder:
@@ -161,9 +137,8 @@ class Decoder:
         self._refused: tuple[Snapshot, str] | None = None  # what the model was when it had no description, and why
         self._refusal: str | None = None  # why the model could not be read, the last time,
         self._pause = self._paused = 0  # for how many forwards it is not tried again, and how many of them are over
-        # Steps by cache, which they do not keep alive, and kind; and all of them, those used last at the end.
-        self._steps: weakref.WeakKeyDictionary[Any, dict[Hashable, DecodeStep]] = weakref.WeakKeyDictionary()
-        self._recent: OrderedDict[tuple[weakref.ref, Hashable], None] = OrderedDict()
+        self.programs = Programs(self.calls)
+        self._places: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # of caches
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
     def describe(self, model: nn.Module) -> tuple[Trunk, list[Any]]:
@@ -192,42 +167,37 @@ class Decoder:
         self._described, self._refused = Described(snapshot, map_tensors(owning, alias)), None
         return self._described.parts, memory
 
-    def begin(self, parts: Trunk, cache: Any, kind: Hashable = "step") -> DecodeStep:
-        """The step of a model on a cache whose counters are set. Steps of one `kind` run the same function."""
-        return self._step(parts, cache, kind, self._note_step)
+    def lend(self, kind: Hashable, ids: Tensor, ahead: int = 1) -> AbstractContextManager[Program]:
+        """A program for the block, for steps of `ahead` tokens of as many sequences as in ids (B, T), in the current
+        stream. Programs of one kind run the same function."""
+        return self.programs.lend((kind, len(ids), ahead, ids.device, _stream(ids.device)))
 
-    def begin_forward(self, parts: Trunk, cache: Any, ahead: int) -> DecodeStep:
+    def begin(self, parts: Trunk, cache: Any, program: Program) -> DecodeStep:
+        """The step of a model on a cache whose counters are set, for a call of generate."""
+        return DecodeStep(parts, cache, self._place(cache), program, note=self._note_step)
+
+    def begin_forward(self, parts: Trunk, cache: Any, program: Program, ahead: int) -> DecodeStep:
         """The same for a forward of `ahead` tokens per sequence, by itself."""
-        return self._step(parts, cache, ("forward", ahead), None, ahead)
+        return DecodeStep(parts, cache, self._place(cache), program, ahead)
 
-    def _step(self, parts: Trunk, cache: Any, kind: Hashable, note: Callable | None, ahead: int = 1) -> DecodeStep:
-        with self._lock:
-            steps = self._steps.setdefault(cache, {})
-            step = steps.get(kind)
-        if step is None or not step.fits(parts):
-            program = Program(self.calls) if step is None else step.program
-            step = DecodeStep(parts, cache, program, note, ahead)
-        step.count = 0
-        with self._lock:
-            steps[kind] = step
-            self._recent[weakref.ref(cache), kind] = None
-            self._recent.move_to_end((weakref.ref(cache), kind))
-            while len(self._recent) > MAX_STEPS:
-                (reference, oldest), _ = self._recent.popitem(last=False)
-                if (owner := reference()) is not None:
-                    self._steps.get(owner, {}).pop(oldest, None)
-        return step
+    def _place(self, cache: Any) -> Place:
+        known = self._places.get(cache)
+        if known is None or not known.holds(cache):
+            known = self._places[cache] = place_of(cache)
+        return known
 
-    def recorded_forward(self, cache: Any, batch: int, ahead: int) -> tuple[DecodeStep, Described, list[Any]] | None:
-        """The step of the last forward, if it has a graph that may be replayed before the model is looked at.
+    def recorded_forward(
+        self, cache: Any, program: Program, batch: int, ahead: int
+    ) -> tuple[DecodeStep, Described, list[Any]] | None:
+        """The step of a forward, if there is a graph that may be replayed before the model is looked at.
 
         That is where all that it reads is in its place still, which the list keeps alive. The cache has been checked
-        when the step was made.
+        when its place was noted.
         """
-        known, step = self._described, self._steps.get(cache, {}).get(("forward", ahead))
-        if known is None or step is None or step.program.graph is None or len(step.tokens) != batch * ahead:
+        known, place = self._described, self._places.get(cache)
+        if known is None or place is None or not program.has_graph(known.parts, place):
             return None
-        if not step.fits(known.parts) or not cache.is_even:
+        if not place.holds(cache) or not cache.is_even or len(place.positions) != batch:
             return None
         # The graph's tables of cos and sin end where they begin to depend on the length, or with the cache's capacity.
         if (
@@ -235,11 +205,11 @@ class Decoder:
             or (memory := known.snapshot.memory()) is None
         ):
             return None
-        return step, known, memory
+        return DecodeStep(known.parts, cache, place, program, ahead), known, memory
 
-    def drop_forward(self, cache: Any, ahead: int) -> None:
-        """Forget the step of forwards of `ahead` tokens, and its graph."""
-        self._steps.get(cache, {}).pop(("forward", ahead), None)
+    def forget_place(self, cache: Any) -> None:
+        """Let the next forward look at the model and the cache before it replays a graph."""
+        self._places.pop(cache, None)
 
     def count(self, way: str) -> None:
         """Note that a call of generate went this way."""
@@ -322,13 +292,14 @@ class Decoder:
         """Free the cache and the graphs that are kept for the next call."""
         self._spare.clear()
         with self._lock:
-            self._steps.clear()
-            self._recent.clear()
+            self._places.clear()
+        self.programs.clear()
         graphs.release_memory()
 
     def close(self) -> None:
         """Keep nothing any more, of calls under way either."""
         self._closed = True
+        self.programs.close()
         self._described = self._refused = None
         self.release()
 
@@ -349,7 +320,7 @@ def decoder(model: nn.Module) -> Decoder:
 def release(model: nn.Module) -> None:
     """Free the cache and the CUDA graphs that a patched model keeps for its next call of generate.
 
-    They are the only memory that generating leaves behind: a cache of at most 1 GiB, the graphs of steps on it, and
+    They are the only memory that generating leaves behind: a cache of at most 1 GiB, graphs with their tensors, and
     small buffers. A call under way keeps what it uses. No-op where there is nothing.
 
     Raises: TypeError when model is no module.

@@ -1,7 +1,7 @@
 """CUDA graphs in a process of several threads, made and destroyed without any effect on other threads.
 
-    Program          a function of fixed buffers: run once, then recorded, then replayed
     record           records a function; returns a Graph
+    Graph            is replayed, and can be pointed at another cache than the one that it was recorded with
     no_recording     a block during which no thread records, for calls that wait for the device
 
 The library records its own launches, as nodes of a graph (csrc/kernels/recorder.h), with a memory pool of torch's
@@ -20,19 +20,16 @@ import ctypes
 import functools
 import threading
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmkernels import _library
-
-_ATTEMPTS = 3  # recordings of a program that may fail before it runs without a graph for good
 
 _LOCK = threading.Lock()  # held by a thread that records or releases memory, and within no_recording()
 
@@ -64,10 +61,23 @@ class Graph:
     def __init__(self, handle: ctypes.c_void_p, device: int, slot: _Slot):
         self._handle = handle
         self._device = device
+        self._slot = slot
         weakref.finalize(self, _destroy, handle, device, slot).atexit = False
 
     def replay(self) -> None:
         _check(_functions().llmk_graph_launch(self._handle, torch.cuda.current_stream(self._device).cuda_stream))
+
+    def point(self, recorded: Sequence[int], now: Sequence[int]) -> None:
+        """Let replays read and write the keys, values, lengths and positions at other addresses than the `recorded`
+        ones. If it raises, the graph is of no use any more."""
+        addresses = ctypes.c_void_p * len(recorded)
+        _check(_functions().llmk_graph_point(self._handle, addresses(*recorded), addresses(*now), len(recorded)))
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of its tensors, which graphs that come after it use again."""
+        segments = torch.cuda.memory_snapshot(self._slot.pool)
+        return sum(segment["total_size"] for segment in segments)
 
 
 def _destroy(handle: ctypes.c_void_p, device: int, slot: _Slot) -> None:
@@ -173,6 +183,7 @@ def _functions() -> ctypes.CDLL:
     library.llmk_graph_begin.argtypes = [pointer]
     library.llmk_graph_end.argtypes = [pointer]
     library.llmk_graph_launch.argtypes = [pointer, pointer]
+    library.llmk_graph_point.argtypes = [pointer, pointer, pointer, ctypes.c_int64]
     library.llmk_graph_destroy.argtypes = [pointer]
     library.llmk_graph_error.restype = ctypes.c_char_p
     return library
@@ -181,62 +192,3 @@ def _functions() -> ctypes.CDLL:
 def _check(status: int) -> None:
     if status:
         raise RuntimeError(f"CUDA graph: {_functions().llmk_graph_error(status).decode()}")
-
-
-@dataclass
-class Program:
-    """A function of fixed buffers: on CUDA run once, then recorded, then replayed. One thread at a time runs it.
-
-    Where it can not be recorded it is run without a graph, and `calls` counts these runs by the reason.
-    """
-
-    calls: Counter[str] = field(default_factory=Counter)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    addresses: tuple = ()
-    warm: bool = False
-    graph: Graph | None = None
-    output: Any = None
-    failures: int = 0
-    reason: str = ""  # why it was not recorded
-
-    def bind(self, addresses: tuple) -> None:
-        """Forget the graph unless it was made with these addresses and shapes."""
-        if addresses != self.addresses:
-            self.addresses = addresses
-            self._forget()
-
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor that stays where it is for as long as the program lives. New ones are 0."""
-        tensor = self.buffers.get(name)
-        if tensor is None or tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-            with torch.inference_mode(False):
-                tensor = self.buffers[name] = torch.zeros(shape, dtype=dtype, device=device)
-            self._forget()
-        return tensor
-
-    def run(self, function: Callable[[], Any], device: torch.device) -> Any:
-        """The function's result. On CUDA the next call overwrites it."""
-        if device.type != "cuda":
-            return function()
-        with torch.cuda.device(device):
-            if not self.warm:  # a single step is not worth a graph; and cuBLAS has to be loaded before it is captured
-                self.warm = True
-                return function()
-            if self.graph is None and self.failures < _ATTEMPTS and not torch.cuda.is_current_stream_capturing():
-                self._record(function, device)
-            if self.graph is None:
-                if self.failures:
-                    self.calls[f"a step without a CUDA graph: {self.reason}"] += 1
-                return function()
-            self.graph.replay()
-            return self.output
-
-    def _record(self, function: Callable[[], Any], device: torch.device) -> None:
-        try:
-            self.graph, self.output = record(function, device)
-        except NoGraph as reason:
-            self.failures += 1
-            self.reason = str(reason)
-
-    def _forget(self) -> None:
-        self.warm, self.graph, self.output, self.failures = False, None, None, 0
