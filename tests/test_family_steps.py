@@ -71,9 +71,10 @@ def test_lean_loop(name, device):
     [decode] = handle.report().decode
     assert decode.calls == {generate_step(): 2}
     assert decode.steps >= 2 * (NEW - 1)
+    graphs = f", CUDA graphs: {decode.graphs} of {decode.graph_bytes >> 20} MiB" if device == "cuda" else ""
     assert str(handle.report()).splitlines()[-1] == (
         f"{type(model).__name__} decodes by the decode step "
-        f"(calls of generate: 2 by the decode step, {decode.steps} steps)"
+        f"(calls of generate: 2 by the decode step, {decode.steps} steps{graphs})"
     )
 
 

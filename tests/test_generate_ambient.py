@@ -11,6 +11,7 @@ from hf_models import assert_close, count_ops, logits_of, tiny_inputs
 from llmkernels import KVCache
 from llmkernels.hf import unpatch
 from llmkernels.hf.modules import layers
+from llmkernels.hf.step import proof
 from llmkernels.hf.step.decode import decoder
 
 
@@ -101,8 +102,11 @@ def test_ambient_state(state, device, late):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("state", STATES)
-def test_patched_in_any_state(state, device):
-    """The checks of patch(), which compute with tensors of their own, come to the same result."""
+def test_patched_in_any_state(state, device, monkeypatch):
+    """The checks of patch(), which compute with tensors of their own, come to the same result, whatever is the state
+    when a class is met for the first time."""
+    monkeypatch.setattr(proof, "_proofs", [])
+    monkeypatch.setattr(proof, "_failed", [])
     model, ids = small_model(device=device), tiny_inputs(device)
     expected = hf_generate(model, ids)
     layers._patched_class.cache_clear()

@@ -240,11 +240,12 @@ def _composed(parts: Trunk, ids: Tensor, start: int) -> Tensor:
     tables = make_tables(parts, range(start, start + len(ids)))
     shapes = [(1, len(ids), layer.attention.kv_heads, layer.attention.head_dim) for layer in parts.layers]
     seqlens = torch.zeros(1, dtype=torch.int32)
-    caches = [LayerCache(torch.zeros(shape), torch.zeros(shape), seqlens, None) for shape in shapes]
+    zeros = parts.embedding.new_zeros  # of its dtype, whatever the default is
+    caches = [LayerCache(zeros(shape), zeros(shape), seqlens, None) for shape in shapes]
     logits = []
     counts = [1] * WINDOW + [len(ids) - WINDOW - 3, 1, 2]
     for end, count in zip(itertools.accumulate(counts), counts, strict=True):
-        hidden = torch.empty(count, parts.embedding.shape[1])
+        hidden = parts.embedding.new_empty(count, parts.embedding.shape[1])
         embed(parts.embedding, parts.embed_scale, ids[end - count : end], hidden)
         positions = torch.arange(end - count, end, dtype=torch.int32)[None]  # rows of the tables
         seqlens.fill_(end)
