@@ -4,6 +4,7 @@
 #if LLMK_CUDA
 #include "kernels/linear/linear.h"
 #endif
+#include "matrix.h"
 #include "params/linear.h"
 #include "parts.h"
 
@@ -178,6 +179,13 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
       if (next) scaled = prepare_handoff(params, dtype, *next, x);
     };
     if (run_kernel(x, f, set)) return scaled;
+  }
+#endif
+#if LLMK_CUDA
+  if (const Rows rows = as_rows(residual); x.is_cuda() && !f.bias && rows.tensor.get() == residual.get()) {
+    const Tensor sums = matrix(residual, rows.rows, rows.cols, rows.stride);
+    aten::addmm_out(sums, sums, matrix(x), transposed(f.weight), alpha);  // added by the product, before it is rounded
+    return std::nullopt;
   }
 #endif
   const Tensor y = library_linear(x, f.weight, f.bias);

@@ -250,8 +250,9 @@ class PatchHandle:
                 reason = (None if isinstance(module, Generating) else decode_obstacle(module)) or "not patched"
             state = decoding.decoder(module)
             kept = state.programs.graphs()
-            counts = state.calls.copy(), state.steps, state.forwards.copy(), len(kept), sum(x.nbytes for x in kept)
-            entries.append(Decode(type(module).__name__, reason, *counts))
+            counts = state.calls.copy(), state.steps, state.forwards.copy(), state.prompts.copy()
+            graphs = len(kept), sum(graph.nbytes for graph in kept)
+            entries.append(Decode(type(module).__name__, reason, *counts, *graphs))
         return entries
 
     def __enter__(self) -> "PatchHandle":

@@ -61,6 +61,7 @@ class Decode:
         calls: the calls of generate so far, by the way they took: `by the decode step` if one ran.
         steps: the decode steps that ran in all of them.
         forwards: the forwards of a few tokens behind a cache so far, by the way they took, in the same words.
+        prompts: the prompts of calls by the decode step so far, by the way they took, in the same words.
         graphs: the CUDA graphs that are kept for calls to come. Caches of one shape share them.
         graph_bytes: the memory of these on the GPU, besides caches.
     """
@@ -70,6 +71,7 @@ class Decode:
     calls: Counter = field(default_factory=Counter)
     steps: int = 0
     forwards: Counter = field(default_factory=Counter)
+    prompts: Counter = field(default_factory=Counter)
     graphs: int = 0
     graph_bytes: int = 0
 
@@ -79,7 +81,8 @@ class Decode:
         counts = "; ".join(f"{count} {names[way]}" for way, count in self.calls.items())
         forwards = "; ".join(f"{count} {way}" for way, count in self.forwards.items())
         kept = f"{self.graphs} of {self.graph_bytes / 2**20:.0f} MiB" if self.graphs else ""
-        found = ("calls of generate", counts), ("forwards", forwards), ("CUDA graphs", kept)
+        prompts = "; ".join(f"{count} {way}" for way, count in self.prompts.items())
+        found = ("calls of generate", counts), ("prompts", prompts), ("forwards", forwards), ("CUDA graphs", kept)
         said = [f"{what}: {text}" for what, text in found if text]
         return f"{self.model} decodes {way}" + (f" ({', '.join(said)})" if said else "")
 

@@ -277,10 +277,14 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
         call.cache(state) if call else nullcontext() as cache,
         state.lend(kind, input_ids) if call else nullcontext() as program,
     ):
-        outputs = call.prefill(input_ids, config, cache) if call else model._prefill(input_ids, config, inputs)
-        logits = outputs.logits[:, -1].to(input_ids.device)
-        step = call.begin(state, cache, program) if call else _ModuleStep(model, outputs, inputs, input_ids)
-        del outputs
+        if call:
+            logits = call.prefill(state, input_ids, config, cache)
+            step = call.begin(state, cache, program)
+        else:
+            outputs = model._prefill(input_ids, config, inputs)
+            logits = outputs.logits[:, -1].to(input_ids.device)
+            step = _ModuleStep(model, outputs, inputs, input_ids)
+            del outputs
         choice = _Choice(step, logits, seen, numbers, config, generator)
         late = call is not None and reading.is_late(input_ids.device)
         _loop(step, choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)

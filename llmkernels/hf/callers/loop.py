@@ -22,9 +22,10 @@ from ..cache.fits import check_cache, is_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..model.description import Trunk
-from ..report import PREFILL, by_transformers
+from ..report import PREFILL, STEP, by_forward, by_transformers
 from ..step.decode import Decoder, DecodeStep, decoder
 from ..step.program import Program
+from ..step.prompt import check_prompt, run_prompt
 from ..step.trunk import check_batch, check_length
 from . import reading
 from .reading import Reading, Text
@@ -57,8 +58,20 @@ class Call:
         """The cache that transformers has prepared, or the caller's."""
         return self.inputs[cache_name()]
 
-    def prefill(self, input_ids: Tensor, config, cache):
-        return self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
+    def prefill(self, state: Decoder, input_ids: Tensor, config, cache) -> Tensor:
+        """The logits (B, V) behind the prompt, whose keys and values are in the cache then."""
+        count = input_ids.shape[1] - cache.length if input_ids.shape[1] == self.tokens else input_ids.shape[1]
+        try:
+            if config.prefill_chunk_size is not None:
+                raise NoStep("prefill_chunk_size")
+            check_prompt(self.parts, cache, count)
+        except NoStep as reason:
+            state.count_prompt(by_forward(reason))
+            outputs = self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
+            return outputs.logits[:, -1]
+        state.count_prompt(STEP)
+        last = self.inputs["position_ids"][:, -1].expand(self.batch)
+        return run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
 
     def cache(self, state: Decoder):
         """A context: the KVCache to use. Where the caller's is none, one on loan."""
@@ -262,7 +275,7 @@ def _run(
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     late = reading.is_late(input_ids.device)
 
-    logits = call.prefill(input_ids, config, cache).logits[:, -1]
+    logits = call.prefill(state, input_ids, config, cache)
     step = None
     going = True
     while going:

@@ -1,4 +1,4 @@
-"""A forward of a few tokens per sequence, composed of the library's ops from a description of the model.
+"""A forward of a few tokens per sequence, or of a prompt, composed of ops from a description of the model.
 
     hidden = embedding[tokens] * embed_scale
     for each branch of each layer:  hidden += multiplier * post(block(pre(hidden)))
@@ -65,7 +65,8 @@ class Tokens:
     """The new tokens: the last `count` of each of `batch` sequences in the caches.
 
     `positions` int32 (B, T) are those of their rotation; `block_table` where caches are pages. `tables` has cos and sin
-    of each position, by the names that layers have for them.
+    of each position, by the names that layers have for them. `is_prompt`: there are many, all keys and values of the
+    caches are live, and only the last of each sequence needs logits.
     """
 
     batch: int
@@ -73,6 +74,7 @@ class Tokens:
     positions: Tensor
     tables: dict[str, tuple[Tensor, Tensor]]
     block_table: Tensor | None = None
+    is_prompt: bool = False
 
 
 class LayerCache(NamedTuple):
@@ -86,7 +88,8 @@ class LayerCache(NamedTuple):
 
 
 def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
-    """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
+    """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten; of a
+    prompt (B, V), those behind the last ones.
 
     The new keys and values are written to `caches`, one for each layer.
     """
@@ -94,6 +97,8 @@ def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[Layer
     handed = _NOTHING
     for index, (layer, cache) in enumerate(zip(trunk.layers, caches, strict=True)):
         handed = _layer(layer, hidden, handed, tokens, cache, readers[index + 1])
+    if tokens.is_prompt:
+        hidden, handed = hidden.view(tokens.batch, tokens.count, -1)[:, -1], _NOTHING
     logits = _Source(hidden, trunk.norm, handed).linear(trunk.head)
     if trunk.logit_scale != 1 or trunk.logit_softcap != 0:
         logits = _ops.scale_softcap(logits, trunk.logit_scale, trunk.logit_softcap)
@@ -238,14 +243,18 @@ def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerC
         table, interleaved, norms = UNROTATED, False, ()
     tables = tokens.tables[table]
     scores = attention.scale, attention.window_left, attention.softcap
-    if tokens.count == 1 and not interleaved:
+    if tokens.count == 1 and not interleaved and not tokens.is_prompt:
         places = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
         options = attention.heads, *scores, True, *norms
         return _ops.rope_decode_attention(qkv, *tables, tokens.positions[:, 0], *places, *options)
     q, k, v = _heads(attention, qkv, tokens)
     places = cache.k, cache.v, cache.seqlens, tokens.block_table
     _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *places, interleaved, *norms)
-    y = _ops.decode_attention(q, *cache, tokens.block_table, *scores)
+    if tokens.is_prompt:
+        scale, window, softcap = scores
+        y, _ = _ops.attention(q, cache.k, cache.v, cache.leftpad, None, scale, window, 0, softcap)
+    else:
+        y = _ops.decode_attention(q, *cache, tokens.block_table, *scores)
     return y.view(len(qkv), -1)
 
 

@@ -130,6 +130,7 @@ class Decoder:
     def __init__(self):
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self.steps = 0  # that ran, of all calls
+        self.prompts: Counter[str] = Counter()  # how often the prompt of a call took which way
         self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
         self._lock = threading.Lock()
         self._closed = False
@@ -215,6 +216,11 @@ class Decoder:
         """Note that a call of generate went this way."""
         with self._lock:
             self.calls[way] += 1
+
+    def count_prompt(self, way: str) -> None:
+        """Note that the prompt of a call that goes by the decode step went this way."""
+        with self._lock:
+            self.prompts[way] += 1
 
     def _note_step(self, number: int) -> None:
         """Note a step that ran. With the first one the call went by the decode step, and not before."""

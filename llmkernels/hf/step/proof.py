@@ -114,7 +114,8 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
                 _check_tables(parts, config)
                 _check_conventions(small, ids, _MOST * tolerance)
             for start in {0, max(0, len(parts.positions) - _TOKENS)}:
-                error = _error(_composed(parts, ids, start), _logits(small, ids, start))
+                expected = _logits(small, ids, start)
+                error = _error(_composed(parts, ids, start), torch.cat([expected, expected[-1:]]))
                 if not error <= tolerance and not error <= min(
                     _MOST * tolerance, _ROUNDINGS * _rounding(small, ids, start)
                 ):
@@ -235,7 +236,8 @@ def _rounding(small: nn.Module, ids: Tensor, start: int) -> float:
 
 
 def _composed(parts: Trunk, ids: Tensor, start: int) -> Tensor:
-    """The logits of each token, one at a time at first and then several. The first one has the position `start`."""
+    """The logits of each token, one at a time at first and then several; and those of the last one, of all as one
+    prompt. The first one has the position `start`."""
     parts = with_products(parts, _joined)
     tables = make_tables(parts, range(start, start + len(ids)))
     shapes = [(1, len(ids), layer.attention.kv_heads, layer.attention.head_dim) for layer in parts.layers]
@@ -250,6 +252,10 @@ def _composed(parts: Trunk, ids: Tensor, start: int) -> Tensor:
         positions = torch.arange(end - count, end, dtype=torch.int32)[None]  # rows of the tables
         seqlens.fill_(end)
         logits.append(forward(parts, hidden, Tokens(1, count, positions, tables), caches))
+    hidden = parts.embedding.new_empty(len(ids), parts.embedding.shape[1])
+    embed(parts.embedding, parts.embed_scale, ids, hidden)
+    positions = torch.arange(len(ids), dtype=torch.int32)[None]
+    logits.append(forward(parts, hidden, Tokens(1, len(ids), positions, tables, is_prompt=True), caches))
     return torch.cat(logits)
 
 
