@@ -5,6 +5,7 @@
 #include "flash_attention_any.h"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "kernels/recorder.h"
 
 namespace llmk::kernels {
 namespace {
@@ -40,7 +41,7 @@ bool flash_attention_is_fast(const FlashAttentionParams& params, Dtype dtype) {
   return true;
 }
 
-cudaError_t flash_attention(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
+static cudaError_t launch_flash_attention(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.batch == 0 || params.q_tokens == 0 || params.heads == 0 || params.head_dim == 0) return cudaSuccess;
   if (params.q_tokens > kMostTokens || params.k_tokens > kMostTokens || params.head_dim > kMaxFlashHeadDim) {
     return cudaErrorInvalidValue;
@@ -48,6 +49,12 @@ cudaError_t flash_attention(const FlashAttentionParams& params, Dtype dtype, cud
   if (!flash_attention_is_fast(params, dtype)) return flash_attention_any(params, dtype, stream);
   if (dtype == Dtype::kFloat16) return launch_fast<__half>(params, stream);
   return launch_fast<__nv_bfloat16>(params, stream);
+}
+
+cudaError_t flash_attention(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
+  const auto launch = [=](const FlashAttentionParams& p) { return launch_flash_attention(p, dtype, stream); };
+  return launch_movable(params, launch,
+                        [](FlashAttentionParams& p, const Moves& moves) { moves(p.k, p.v, p.k_begin); });
 }
 
 }  // namespace llmk::kernels

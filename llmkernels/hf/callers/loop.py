@@ -25,7 +25,7 @@ from ..model.description import Trunk
 from ..report import PREFILL, STEP, by_forward, by_transformers
 from ..step.decode import Decoder, DecodeStep, decoder
 from ..step.program import Program
-from ..step.prompt import check_prompt, run_prompt
+from ..step.prompt import check_prompt
 from ..step.trunk import check_batch, check_length
 from . import reading
 from .reading import Reading, Text
@@ -71,7 +71,7 @@ class Call:
             return outputs.logits[:, -1]
         state.count_prompt(STEP)
         last = self.inputs["position_ids"][:, -1].expand(self.batch)
-        return run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
+        return state.run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
 
     def cache(self, state: Decoder):
         """A context: the KVCache to use. Where the caller's is none, one on loan."""

@@ -125,6 +125,11 @@ class Trunk:
         elements = sum(layer.attention.kv_heads * layer.attention.head_dim for layer in self.layers)
         return 2 * elements * self.weight.dtype.itemsize
 
+    @functools.cached_property
+    def layer_weights(self) -> int:
+        """How many weights a token is multiplied by in the layers, once their products are packed."""
+        return sum(product.weight.numel() for product in products(self.layers))
+
     @property
     def groups(self) -> list[tuple[nn.Parameter, ...]]:
         """What has to be packed, of all products."""

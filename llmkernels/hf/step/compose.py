@@ -93,12 +93,23 @@ def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[Layer
 
     The new keys and values are written to `caches`, one for each layer.
     """
+    handed = run_layers(trunk, hidden, tokens, caches)
+    if tokens.is_prompt:
+        return head(trunk, hidden.view(tokens.batch, tokens.count, -1)[:, -1])
+    return head(trunk, hidden, handed)
+
+
+def run_layers(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]):
+    """All layers, in place; returns what the last one hands to the head."""
     readers = [_reader(layer.branches[0]) for layer in trunk.layers] + [(trunk.norm, trunk.head)]
     handed = _NOTHING
     for index, (layer, cache) in enumerate(zip(trunk.layers, caches, strict=True)):
         handed = _layer(layer, hidden, handed, tokens, cache, readers[index + 1])
-    if tokens.is_prompt:
-        hidden, handed = hidden.view(tokens.batch, tokens.count, -1)[:, -1], _NOTHING
+    return handed
+
+
+def head(trunk: Trunk, hidden: Tensor, handed=(None, None)) -> Tensor:
+    """The logits of what the layers have made, row by row."""
     logits = _Source(hidden, trunk.norm, handed).linear(trunk.head)
     if trunk.logit_scale != 1 or trunk.logit_softcap != 0:
         logits = _ops.scale_softcap(logits, trunk.logit_scale, trunk.logit_softcap)

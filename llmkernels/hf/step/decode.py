@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from ..cache.fits import fits_cache
 from ..errors import NoStep, Refusal
-from ..model.description import Trunk, leaves, map_tensors
+from ..model.description import Trunk, map_tensors
 from ..report import STEP
-from . import compose, graphs
+from . import compose, graphs, prompt
 from .alias import alias
-from .compose import Tokens, make_tables
+from .compose import Tokens
 from .guard import Snapshot
 from .place import Place, place_of
 from .program import Program, Programs
@@ -70,7 +70,7 @@ class DecodeStep:
         self._cache = cache
         self._ahead = ahead
         self._note = note  # called with that count
-        program.bind(parts, lambda: tuple(map(_address, leaves(parts))))
+        program.bind(parts)
         weight, self._batch = parts.weight, cache.layers[0].k.shape[0]
         rows = self._batch * ahead
         self.tokens = program.buffer("tokens", (rows,), torch.long, self.device)
@@ -86,11 +86,9 @@ class DecodeStep:
     def _move(self, place: Place) -> None:
         """Run at this place."""
         self._place, self._caches = place, place.layers
-        recording = self.program.recording(place)
-        if recording.model is not self.parts:
-            recording.keep(self.parts, make_tables(self.parts, self.parts.positions[: self._cache.capacity]))
+        tables = self.program.tables(place, self._cache.capacity)
         positions = place.positions if self._ahead == 1 else self._positions
-        self._where = Tokens(self._batch, self._ahead, positions, recording.tables)
+        self._where = Tokens(self._batch, self._ahead, positions, tables)
 
     def forward(self) -> Tensor:
         return compose.forward(self.parts, self._hidden, self._where, self._caches)
@@ -118,10 +116,6 @@ class DecodeStep:
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits behind the tokens, until the next call."""
         return self.run(self.forward, tokens.long())
-
-
-def _address(leaf: Any) -> Any:
-    return (leaf.data_ptr(), leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else leaf
 
 
 class Decoder:
@@ -186,6 +180,16 @@ class Decoder:
         if known is None or not known.holds(cache):
             known = self._places[cache] = place_of(cache)
         return known
+
+    def run_prompt(self, parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None) -> Tensor:
+        """The logits behind a prompt: see prompt.py. Where the host would take longer than the GPU, by a graph."""
+        padded = prompt.padded_length(parts, cache, *ids.shape)
+        if padded is None:
+            return prompt.run(parts, cache, ids, last, leftpad)
+        prompt.allocate(parts, cache, len(ids))
+        cache.begin(0, leftpad)
+        with self.lend("prompt", ids, padded) as program:
+            return prompt.run_padded(parts, cache, ids, last, self._place(cache), program, padded)
 
     def recorded_forward(
         self, cache: Any, program: Program, batch: int, ahead: int

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..model.description import Trunk, leaves
 from . import graphs
+from .compose import make_tables
 from .graphs import Graph, NoGraph
 from .place import Place
 
@@ -28,7 +30,7 @@ _ATTEMPTS = 3  # recordings of a function that may fail before it runs without a
 class Recording:
     """A function with caches of one shape: run once, then recorded, then replayed."""
 
-    model: Any = None  # the description that it ran last,
+    model: Trunk | None = None  # the description that it ran last,
     tables: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # and the cos and sin of that
     warm: bool = False
     graph: Graph | None = None
@@ -38,7 +40,7 @@ class Recording:
     failures: int = 0
     reason: str = ""  # why it was not recorded
 
-    def keep(self, model: Any, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def keep(self, model: Trunk, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Run this description, with these tables: where there are others of the same shape, which a graph reads, those
         are overwritten."""
         old = [table for pair in self.tables.values() for table in pair]
@@ -89,7 +91,7 @@ class Program:
 
     calls: Counter[str] = field(default_factory=Counter)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    model: Any = None  # the description that it runs
+    model: Trunk | None = None  # the description that it runs
     addresses: tuple = ()  # of that, and whatever else a recording depends on
     recordings: OrderedDict[Hashable, Recording] = field(default_factory=OrderedDict)  # by the shape of the cache
 
@@ -98,11 +100,11 @@ class Program:
         """That of the last run, if it had one."""
         return next(reversed(self.recordings.values())).graph if self.recordings else None
 
-    def bind(self, model: Any, addresses: Callable[[], tuple]) -> None:
+    def bind(self, model: Trunk) -> None:
         """Run this description: of another one than before the graphs are kept if all is at the same addresses."""
         if model is self.model:
             return
-        found = addresses()
+        found = tuple(map(_address, leaves(model)))
         if found != self.addresses:
             self.recordings.clear()
         self.model, self.addresses = model, found
@@ -115,7 +117,14 @@ class Program:
             self.recordings.popitem(last=False)
         return recording
 
-    def has_graph(self, model: Any, place: Place) -> bool:
+    def tables(self, place: Place, capacity: int) -> dict[str, tuple[Tensor, Tensor]]:
+        """The cos and sin of the description at the positions of such a cache, for as long as its recording lives."""
+        recording = self.recording(place)
+        if recording.model is not self.model:
+            recording.keep(self.model, make_tables(self.model, self.model.positions[:capacity]))
+        return recording.tables
+
+    def has_graph(self, model: Trunk, place: Place) -> bool:
         """Whether a run of this description on a cache of this shape would replay a graph."""
         recording = self.recordings.get(place.shape)
         return recording is not None and recording.graph is not None and recording.model is model
@@ -139,6 +148,10 @@ class Program:
         if recording.failures and recording.graph is None:
             self.calls[f"a step without a CUDA graph: {recording.reason}"] += 1
         return result
+
+
+def _address(leaf: Any) -> Any:
+    return (leaf.data_ptr(), leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else leaf
 
 
 class Programs:

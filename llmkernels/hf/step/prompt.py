@@ -1,6 +1,7 @@
 """A prompt behind what a KVCache holds, by the same description as the decode step.
 
-It runs launch by launch, without a graph: a GPU takes longer than the host for a prompt of a few hundred tokens.
+run           launch by launch: a GPU takes longer for a long prompt than the host
+run_padded    a short one by a CUDA graph for its length and a little more
 """
 
 from typing import Any
@@ -12,16 +13,22 @@ from ..errors import NoStep
 from ..model.description import Trunk
 from . import compose
 from .compose import LayerCache, Tokens, make_tables
+from .place import Place
+from .program import Program
 
 _HEAD_DIMS = range(8, 257, 8)  # of attention by tensor cores
-_CPU_TOKENS = 512  # in the cache, up to which attention takes no longer than PyTorch's there
+# Up to so many tokens of a sequence attention takes no longer than PyTorch's: measured on two cores, and on an H100.
+_MOST_TOKENS = {"cpu": 512, "cuda": 2048}
+# A graph is of use as long as a GPU takes less time for the products than the host for the launches.
+_GRAPH_TOKENS = 1024
+_GRAPH_PRODUCTS = 1.2e12  # multiplications
 
 
 def check_prompt(parts: Trunk, cache: Any, tokens: int) -> None:
     """Raise NoStep unless `tokens` more of each sequence can run so, and no slower than by the model's modules."""
     dtype, device = parts.weight.dtype, parts.weight.device
-    if device.type == "cpu" and cache.length + tokens > _CPU_TOKENS:
-        raise NoStep(f"more than {_CPU_TOKENS} tokens on the CPU")
+    if cache.length + tokens > (most := _MOST_TOKENS[device.type]):
+        raise NoStep(f"attention over more than {most} tokens is left to PyTorch")
     if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
         raise NoStep(f"attention over prompts is slow in {dtype}")
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
@@ -33,17 +40,22 @@ def check_prompt(parts: Trunk, cache: Any, tokens: int) -> None:
         raise NoStep("the cache has no room for the prompt")
 
 
-def run_prompt(parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None) -> Tensor:
+def allocate(parts: Trunk, cache: Any, batch: int) -> None:
+    """Give an empty cache its tensors."""
+    for layer, buffers in zip(parts.layers, cache.layers, strict=True):
+        if not buffers.is_initialized:
+            attention = layer.attention
+            like = parts.weight.new_empty(batch, attention.kv_heads, 0, attention.head_dim)
+            buffers.lazy_initialization(like, like)
+
+
+def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None) -> Tensor:
     """The logits (B, V) behind the last of the tokens `ids` (B, T), which are appended to the cache.
 
     `last` (B,) are the positions of the last tokens, `leftpad` (B,) where each sequence starts, None for all at 0.
     """
     batch, count = ids.shape
-    weight = parts.weight
-    for layer, buffers in zip(parts.layers, cache.layers, strict=True):
-        if not buffers.is_initialized:
-            like = weight.new_empty(batch, layer.attention.kv_heads, 0, layer.attention.head_dim)
-            buffers.lazy_initialization(like, like)
+    allocate(parts, cache, batch)
     cache.make_room(count)
     past = cache.length
     cache.begin(last - count, leftpad)
@@ -59,9 +71,47 @@ def run_prompt(parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Ten
         )
         for buffers, row in zip(cache.layers, cache.rows(), strict=True)
     ]
-    hidden = weight.new_empty(batch * count, weight.shape[1])
+    hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
     compose.embed(parts.embedding, parts.embed_scale, ids.flatten(), hidden)
     tokens = Tokens(batch, count, positions, make_tables(parts, parts.positions[: past + count]), is_prompt=True)
     logits = compose.forward(parts, hidden, tokens, places)
     cache.advance(count)
     return logits
+
+
+def padded_length(parts: Trunk, cache: Any, batch: int, count: int) -> int | None:
+    """For how many tokens a graph runs a prompt of `count`: one of four numbers in an octave. None: without a graph."""
+    step = max(16, (1 << count.bit_length()) // 8)
+    padded = -(-count // step) * step
+    if parts.weight.device.type != "cuda" or cache.length or batch * padded > _GRAPH_TOKENS:
+        return None
+    if batch * padded * parts.layer_weights > _GRAPH_PRODUCTS or padded > len(parts.positions[: cache.capacity]):
+        return None
+    return padded if all(padded <= buffers.rows for buffers in cache.layers) else None
+
+
+def run_padded(
+    parts: Trunk, cache: Any, ids: Tensor, last: Tensor, place: Place, program: Program, padded: int
+) -> Tensor:
+    """The same as `run` for an empty cache at this place, with as many tokens behind the prompt that it has `padded`.
+
+    No token of the prompt sees those, and what they write is behind the end of the cache.
+    """
+    batch, count = ids.shape
+    device, weight = ids.device, parts.weight
+    program.bind(parts)
+    tables = program.tables(place, cache.capacity)
+    tokens = program.buffer("tokens", (batch, padded), torch.long, device)
+    positions = program.buffer("positions", (batch, padded), torch.int32, device)
+    hidden = program.buffer("hidden", (batch * padded, weight.shape[1]), weight.dtype, device)
+    tokens[:, :count].copy_(ids)
+    most = len(parts.positions[: cache.capacity]) - 1
+    offsets = torch.arange(1 - count, 1 - count + padded, device=device)
+    positions.copy_((last[:, None] + offsets).clamp_(0, most))
+    compose.embed(parts.embedding, parts.embed_scale, tokens.flatten(), hidden)
+    cache.count_ahead(padded)  # where they are written; the next to begin counts again
+    places = [layer._replace(k=layer.k[:, :padded], v=layer.v[:, :padded]) for layer in place.layers]
+    where = Tokens(batch, padded, positions, tables, is_prompt=True)
+    program.run(lambda: compose.run_layers(parts, hidden, where, places), device, place)
+    cache.advance(count)
+    return compose.head(parts, hidden.view(batch, padded, -1)[:, count - 1])
