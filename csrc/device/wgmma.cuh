@@ -1,5 +1,6 @@
-// wgmma: matrix instructions of a warpgroup (four warps, the first of which has a number divisible by four), with both
-// operands in shared memory. One instruction per function. Only code for sm_90a has them; else this header is empty.
+// wgmma: matrix instructions of a warpgroup (four warps, the first of which has a number divisible by four), with the
+// second operand in shared memory, and the first one there or in registers. One instruction per function. Only code for
+// sm_90a has them; else this header is empty.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -17,6 +18,23 @@ __device__ inline uint64_t wgmma_operand(uint32_t shared) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
   constexpr uint64_t kUnused = uint64_t{1} << 16;  // the other stride: a swizzled row is as wide as the swizzle
   return kSwizzle128 | kEightRows | kUnused | (shared & 0x3ffff) / 16;
+}
+
+// The same of an operand of the second factor whose rows are the 16 elements that are summed over: rows of 64 columns,
+// the next 64 columns `box_bytes` behind. An advance by 16 rows adds 2048 bytes.
+__device__ inline uint64_t wgmma_rows(uint32_t shared, uint32_t box_bytes) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
+  return kSwizzle128 | kEightRows | uint64_t{box_bytes / 16} << 16 | (shared & 0x3ffff) / 16;
+}
+
+// Moves registers between the warpgroups of a block. All warps of the warpgroup call it.
+template <int kCount>
+__device__ inline void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ inline void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 // Orders accesses to registers and shared memory before the instructions that follow.
@@ -66,6 +84,54 @@ LLMK_WGMMA(64,
            "%32, %33", LLMK_16(0), LLMK_16(16))
 #undef LLMK_WGMMA
 #undef LLMK_WGMMA_AS
+
+// The same with 128 columns, or d = a b^T where not `add`.
+template <typename T>
+__device__ void wgmma_128(float (&d)[64], uint64_t a, uint64_t b, bool add);
+// d += a b for a in registers, as the results of wgmma above are distributed (in each of them two columns), and b of 16
+// rows and 2 kCount columns (wgmma_rows).
+template <typename T, int kCount>
+__device__ void wgmma_rows_of(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b);
+
+#define LLMK_64 LLMK_16(0), LLMK_16(16), LLMK_16(32), LLMK_16(48)
+#define LLMK_WGMMA_128(T, type)                                                               \
+  template <>                                                                                 \
+  __device__ inline void wgmma_128<T>(float(&d)[64], uint64_t a, uint64_t b, bool add) {      \
+    asm volatile(                                                                             \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                      \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." #type "." #type " {" LLMK_REGISTERS_64 \
+        "}, %64, %65, add, 1, 1, 0, 0;\n}"                                                    \
+        : LLMK_64                                                                             \
+        : "l"(a), "l"(b), "r"(int{add}));                                                     \
+  }
+#define LLMK_WGMMA_ROWS(T, type, columns, registers, operands, ...)                                                 \
+  template <>                                                                                                       \
+  __device__ inline void wgmma_rows_of<T, columns / 2>(float(&d)[columns / 2], const uint32_t(&a)[4], uint64_t b) { \
+    asm volatile(                                                                                                   \
+        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                                                              \
+        "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." #type "." #type " {" registers "}, " operands       \
+        ", add, 1, 1, 1;\n}"                                                                                        \
+        : __VA_ARGS__                                                                                               \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                      \
+  }
+#define LLMK_REGISTERS_32                                                  \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LLMK_REGISTERS_64                                                              \
+  LLMK_REGISTERS_32                                                                    \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+LLMK_WGMMA_128(__half, f16)
+LLMK_WGMMA_128(__nv_bfloat16, bf16)
+LLMK_WGMMA_ROWS(__half, f16, 64, LLMK_REGISTERS_32, "{%32, %33, %34, %35}, %36", LLMK_16(0), LLMK_16(16))
+LLMK_WGMMA_ROWS(__nv_bfloat16, bf16, 64, LLMK_REGISTERS_32, "{%32, %33, %34, %35}, %36", LLMK_16(0), LLMK_16(16))
+LLMK_WGMMA_ROWS(__half, f16, 128, LLMK_REGISTERS_64, "{%64, %65, %66, %67}, %68", LLMK_64)
+LLMK_WGMMA_ROWS(__nv_bfloat16, bf16, 128, LLMK_REGISTERS_64, "{%64, %65, %66, %67}, %68", LLMK_64)
+#undef LLMK_REGISTERS_64
+#undef LLMK_REGISTERS_32
+#undef LLMK_WGMMA_ROWS
+#undef LLMK_WGMMA_128
+#undef LLMK_64
 #undef LLMK_16
 #undef LLMK_4
 

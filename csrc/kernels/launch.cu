@@ -14,6 +14,23 @@ namespace {
 __global__ void empty_kernel() {}
 const void* const kEmptyKernel = reinterpret_cast<const void*>(empty_kernel);
 
+// Has static shared memory where it was compiled for sm_90a.
+__global__ void wgmma_kernel(int* result) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  __shared__ volatile int memory[1];
+  memory[0] = 1;
+  *result = memory[0];
+#endif
+}
+
+cudaError_t find_wgmma(bool& result) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t status = cudaFuncGetAttributes(&attributes, wgmma_kernel);
+  if (status != cudaSuccess) (void)cudaGetLastError();  // clears it, or the next launch would report it
+  result = attributes.sharedSizeBytes > 0;
+  return status;
+}
+
 // The architecture that this library's code for the current device was compiled for: __CUDA_ARCH__ / 10 in the kernels.
 // Where the library has only PTX of an older architecture, that runs, but without the code in
 // `#if __CUDA_ARCH__ >= 900`, so no launcher may count on it. ptxVersion is this architecture, of machine code as well.
@@ -75,8 +92,14 @@ cudaError_t query(int device, DeviceInfo& info) {
   }
   int code = 0;
   if (const cudaError_t status = code_architecture(code); status != cudaSuccess) return status;
+  const int compute_capability = std::min(major * 10 + minor, code);
+  bool has_wgmma = false;
+  if (compute_capability == 90) {
+    if (const cudaError_t status = find_wgmma(has_wgmma); status != cudaSuccess) return status;
+  }
   info = {sm_count,
-          std::min(major * 10 + minor, code),
+          compute_capability,
+          has_wgmma,
           static_cast<size_t>(shared_bytes),
           static_cast<size_t>(l2_bytes),
           {}};

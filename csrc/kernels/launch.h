@@ -13,6 +13,7 @@ namespace llmk::kernels {
 struct DeviceInfo {
   int sm_count;
   int compute_capability;  // 90 for sm_90; that of the compiled code if it is lower than the device's, see launch.cu
+  bool has_wgmma;          // whether this library has code for sm_90a, and not for sm_90 alone
   size_t shared_bytes;     // shared memory of one block, at most
   size_t l2_bytes;
   // clusters[n], n = 1, 2, 4, 8, 16: how many clusters of n blocks run at the same time, with each block on its own SM.

@@ -1,11 +1,15 @@
 // Attention over prompts: which kernel.
 #include "flash_attention.cuh"
 
+#include <utility>
+
 #include "flash_attention.h"
 #include "flash_attention_any.h"
+#include "flash_attention_sm90.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "kernels/recorder.h"
+#include "kernels/tensor_map.h"
 
 namespace llmk::kernels {
 namespace {
@@ -20,8 +24,64 @@ cudaError_t launch_tiles(const FlashAttentionParams& params, cudaStream_t stream
   return launch(flash::flash_attention_kernel<T, kDim>, shape, stream, params);
 }
 
+// A tensor [batch, tokens, heads, head_dim], of which a box has 128 tokens of one head and 64 columns.
+struct Operand {
+  const void* data;
+  int64_t tokens, heads, batch_stride, token_stride, head_stride;
+};
+
+bool can_map(int64_t batch, const Operand& x) {
+  const auto can = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride < int64_t{1} << 39); };
+  return can(batch, x.batch_stride) && can(x.tokens, x.token_stride) && can(x.heads, x.head_stride);
+}
+
+cudaError_t make_map(CUtensorMap& map, const FlashAttentionParams& p, const Operand& x, Dtype dtype) {
+  const auto stride = [&](int64_t size, int64_t stride) { return size == 1 ? p.head_dim : stride; };  // of no use there
+  const TensorBox tensor{
+      4,
+      {p.head_dim, x.tokens, x.heads, p.batch},
+      {1, stride(x.tokens, x.token_stride), stride(x.heads, x.head_stride), stride(p.batch, x.batch_stride)},
+      {64, flash::Sm90Tile<64>::kRows, 1, 1}};
+  return make_tensor_map(map, x.data, tensor, dtype);
+}
+
+struct Operands {
+  Operand q, k, v;
+};
+
+Operands operands(const FlashAttentionParams& p) {
+  return {{p.q, p.q_tokens, p.heads, p.q_batch, p.q_token, p.q_head},
+          {p.k, p.k_tokens, p.kv_heads, p.k_batch, p.k_token, p.k_head},
+          {p.v, p.k_tokens, p.kv_heads, p.v_batch, p.v_token, p.v_head}};
+}
+
+bool has_sm90_kernel(const FlashAttentionParams& p, const DeviceInfo& device) {
+  if (!device.has_wgmma || !has_tensor_maps() || p.head_dim > 128 || p.k_tokens == 0) return false;
+  const Operands x = operands(p);
+  return can_map(p.batch, x.q) && can_map(p.batch, x.k) && can_map(p.batch, x.v);
+}
+
+template <typename T, int kDim>
+cudaError_t launch_sm90(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
+  using Size = flash::Sm90Tile<kDim>;
+  const Operands x = operands(params);
+  flash::Maps maps;
+  for (const auto& [map, operand] : {std::pair{&maps.q, &x.q}, std::pair{&maps.k, &x.k}, std::pair{&maps.v, &x.v}}) {
+    if (const cudaError_t status = make_map(*map, params, *operand, dtype); status != cudaSuccess) return status;
+  }
+  const int64_t tiles = (params.q_tokens + Size::kRows - 1) / Size::kRows;
+  const LaunchShape shape{tiles * params.batch * params.heads, dim3(Size::kThreads), Size::kSharedBytes};
+  return launch(flash::flash_attention_sm90_kernel<T, kDim>, shape, stream, params, maps);
+}
+
 template <typename T>
-cudaError_t launch_fast(const FlashAttentionParams& params, cudaStream_t stream) {
+cudaError_t launch_fast(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  if (has_sm90_kernel(params, device)) {
+    return params.head_dim <= 64 ? launch_sm90<T, 64>(params, dtype, stream)
+                                 : launch_sm90<T, 128>(params, dtype, stream);
+  }
   if (params.head_dim <= 64) return launch_tiles<T, 64>(params, stream);
   if (params.head_dim <= 128) return launch_tiles<T, 128>(params, stream);
   return launch_tiles<T, 256>(params, stream);
@@ -47,8 +107,8 @@ static cudaError_t launch_flash_attention(const FlashAttentionParams& params, Dt
     return cudaErrorInvalidValue;
   }
   if (!flash_attention_is_fast(params, dtype)) return flash_attention_any(params, dtype, stream);
-  if (dtype == Dtype::kFloat16) return launch_fast<__half>(params, stream);
-  return launch_fast<__nv_bfloat16>(params, stream);
+  if (dtype == Dtype::kFloat16) return launch_fast<__half>(params, dtype, stream);
+  return launch_fast<__nv_bfloat16>(params, dtype, stream);
 }
 
 cudaError_t flash_attention(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {

@@ -15,8 +15,7 @@
 #include "device/mma.cuh"
 #include "device/ptx.cuh"
 #include "device/vec.cuh"
-#include "softmax.cuh"
-#include "visible.cuh"
+#include "softmax_rows.cuh"
 
 namespace llmk::kernels::flash {
 
@@ -50,22 +49,6 @@ struct Rows {
   }
 };
 
-template <typename T>
-__device__ uint32_t pack(float low, float high) {
-  const auto pair = Pair<T>::from_floats(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
-}
-
-// The maximum or the sum over the four lanes that share a row.
-__device__ inline float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-__device__ inline float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 template <typename T, int kDim>
 __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(const FlashAttentionParams params) {
   using Size = Tile<kDim>;
@@ -96,15 +79,12 @@ __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(c
   }
   cp_async_commit();
 
-  // Scores are multiplied by `factor` on their way into the exponent, unless they must have been before.
-  const float scale = static_cast<float>(params.softmax_scale), cap = static_cast<float>(params.softcap);
-  const bool early = cap > 0.f || scale <= 0.f;
-  const float factor = early ? kLog2E : scale * kLog2E;
+  const ScoreScale scale(params);
   const int row_of_warp = warp * 16 * kRowTiles;
-  float y[kRowTiles][kDim / 8][4], maximum[kRowTiles][2], sum[kRowTiles][2];
+  float y[kRowTiles][kDim / 8][4];
+  SoftmaxRow rows[kRowTiles][2];
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) {
-    maximum[r][0] = maximum[r][1] = -INFINITY, sum[r][0] = sum[r][1] = 0.f;
 #pragma unroll
     for (int d = 0; d < kDim / 8; ++d) y[r][d][0] = y[r][d][1] = y[r][d][2] = y[r][d][3] = 0.f;
   }
@@ -149,48 +129,10 @@ __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(c
     for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (early) {
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              float& score = s[r][n][2 * half + i];
-              score *= scale;
-              if (cap > 0.f) score = cap * tanhf(score / cap);
-            }
-          }
-        }
-        if (!whole) {
-          const int query = first + row_of_warp + r * 16 + half * 8 + g;
-          const int from = visible.begin(query) - key - pair, to = visible.end(query) - key - pair;
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              if (n * 8 + i < from || n * 8 + i >= to) s[r][n][2 * half + i] = -INFINITY;
-            }
-          }
-        }
-        float highest = maximum[r][half];
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-          highest = fmaxf(highest, fmaxf(s[r][n][2 * half], s[r][n][2 * half + 1]));
-        }
-        highest = quad_max(highest);
-        const float shift = -finite(highest) * factor;
-        const float correction = exp2_approximate(fmaf(maximum[r][half], factor, shift));
-        maximum[r][half] = highest;
-        float total = 0.f;
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            float& score = s[r][n][2 * half + i];
-            score = exp2_approximate(fmaf(score, factor, shift));
-            total += score;
-          }
-        }
-        sum[r][half] = sum[r][half] * correction + total;
+        const int query = first + row_of_warp + r * 16 + half * 8 + g, column = key + pair;
+        const auto score = [&](int n, int i) -> float& { return s[r][n][2 * half + i]; };
+        const float correction = rows[r][half].template update<kKeys / 8>(scale, whole, visible.begin(query) - column,
+                                                                          visible.end(query) - column, score);
 #pragma unroll
         for (int d = 0; d < kDim / 8; ++d) y[r][d][2 * half] *= correction, y[r][d][2 * half + 1] *= correction;
       }
@@ -228,16 +170,14 @@ __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(c
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row_of_warp + r * 16 + half * 8 + g;
-      const float highest = maximum[r][half] * factor, shift = finite(fmaxf(highest, sink));
-      const float correction = exp2_approximate(highest - shift);
-      const float total = quad_sum(sum[r][half]) * correction + exp2_approximate(sink - shift);
-      const float scale_of_row = total == 0.f ? 0.f : correction / total;
+      float log_sum;
+      const float scale_of_row = rows[r][half].finish(scale, sink, log_sum);
 #pragma unroll
       for (int d = 0; d < kDim / 8; ++d) {
         *reinterpret_cast<uint32_t*>(q_rows.vector(row, d) + pair) =
             pack<T>(y[r][d][2 * half] * scale_of_row, y[r][d][2 * half + 1] * scale_of_row);
       }
-      if (lse && pair == 0 && first + row < q_tokens) lse[first + row] = (shift + log2f(total)) / kLog2E;
+      if (lse && pair == 0 && first + row < q_tokens) lse[first + row] = log_sum;
     }
   }
   __syncwarp();

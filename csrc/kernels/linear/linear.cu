@@ -129,22 +129,6 @@ __global__ void __launch_bounds__(Math::kCompiled ? kBlockThreads<Math> : 32, Ma
 #endif
 }
 
-// Whether this library has wgmma code for `device`, the current one: it may have been compiled for sm_90, not sm_90a.
-bool has_wgmma(const DeviceInfo& device) {
-  if (device.compute_capability != 90) return false;
-  static PerDevice<bool> known;
-  const bool* result = nullptr;
-  const cudaError_t status = known.get(result, [](int, bool& found) {
-    using Kernel = Wgmma<__half, 32, 3>;
-    cudaFuncAttributes attributes{};
-    const cudaError_t status = cudaFuncGetAttributes(&attributes, linear_kernel<Kernel>);
-    if (status != cudaSuccess) (void)cudaGetLastError();  // clears it, or the next launch would report it
-    found = attributes.maxThreadsPerBlock >= kBlockThreads<Kernel>;
-    return status;
-  });
-  return status == cudaSuccess && *result;
-}
-
 // Boxes of `chunks` chunks by `box_rows` rows, swizzled, zeros beyond the tensor. Where chunks divide K they are a
 // dimension of their own, so that one copy moves several; else they are columns.
 cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t cols, int64_t stride, int box_rows,
@@ -253,7 +237,7 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
          p.n < (1 << 30) && p.weight_stride < (int64_t{1} << 38) && rows_aligned(p.x, p.x_stride, p.m, 2) &&
          rows_aligned(p.weight, p.weight_stride, p.n, 2) && is_aligned(p.norm_weight, 16) &&
          device_info(device) == cudaSuccess && device.compute_capability >= 90 && device.shared_bytes >= 200 * 1024 &&
-         has_tensor_maps() && (p.m <= kLinearMaxMmaTokens || has_wgmma(device));
+         has_tensor_maps() && (p.m <= kLinearMaxMmaTokens || device.has_wgmma);
 }
 
 // The route beyond 16 tokens. Measured on an H200, in us, cuBLAS without the launches that it needs beside it for

@@ -1,0 +1,100 @@
+// Rows of an online softmax whose scores are results of matrix instructions: four lanes share a row.
+#pragma once
+#include "device/mma.cuh"
+#include "device/vec.cuh"
+#include "softmax.cuh"
+#include "visible.cuh"
+
+namespace llmk::kernels::flash {
+
+// The maximum or the sum over the four lanes that share a row.
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+template <typename T>
+__device__ uint32_t pack(float low, float high) {
+  const auto pair = Pair<T>::from_floats(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// From products q k to scores, and on to exponents in base 2. Scores are multiplied by `factor` on their way into the
+// exponent, unless they must have been before.
+struct ScoreScale {
+  float scale, cap, factor;
+  bool early;
+
+  __device__ explicit ScoreScale(const FlashAttentionParams& params)
+      : scale(static_cast<float>(params.softmax_scale)), cap(static_cast<float>(params.softcap)) {
+    early = cap > 0.f || scale <= 0.f;
+    factor = early ? kLog2E : scale * kLog2E;
+  }
+  __device__ float apply_early(float score) const {
+    score *= scale;
+    return cap > 0.f ? cap * tanhf(score / cap) : score;
+  }
+};
+
+// What a lane knows of one row.
+struct SoftmaxRow {
+  float maximum = -INFINITY;  // of all lanes
+  float sum = 0.f;            // of this lane's columns
+
+  // Turns scores into probabilities over the maximum so far, which rises: what was summed before is to be multiplied by
+  // the result. score(n, i), n in [0, kPairs), i 0 or 1, is column 8 n + i of this lane's; it sees [from, to) of them
+  // where not `whole`.
+  template <int kPairs, typename Score>
+  __device__ float update(const ScoreScale& scale, bool whole, int from, int to, const Score& score) {
+    if (scale.early) {
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) {
+        score(n, 0) = scale.apply_early(score(n, 0));
+        score(n, 1) = scale.apply_early(score(n, 1));
+      }
+    }
+    if (!whole) {
+#pragma unroll
+      for (int n = 0; n < kPairs; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (n * 8 + i < from || n * 8 + i >= to) score(n, i) = -INFINITY;
+        }
+      }
+    }
+    float highest = maximum;
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) highest = fmaxf(highest, fmaxf(score(n, 0), score(n, 1)));
+    highest = quad_max(highest);
+    const float shift = -finite(highest) * scale.factor;
+    const float correction = exp2_approximate(fmaf(maximum, scale.factor, shift));
+    maximum = highest;
+    float total = 0.f;
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        score(n, i) = exp2_approximate(fmaf(score(n, i), scale.factor, shift));
+        total += score(n, i);
+      }
+    }
+    sum = sum * correction + total;
+    return correction;
+  }
+
+  // What the weighted values are to be multiplied by, with a sink (its score times log2(e), or -inf); and the log of
+  // the sum.
+  __device__ float finish(const ScoreScale& scale, float sink, float& lse) const {
+    const float highest = maximum * scale.factor, shift = finite(fmaxf(highest, sink));
+    const float correction = exp2_approximate(highest - shift);
+    const float total = quad_sum(sum) * correction + exp2_approximate(sink - shift);
+    lse = (shift + log2f(total)) / kLog2E;
+    return total == 0.f ? 0.f : correction / total;
+  }
+};
+
+}  // namespace llmk::kernels::flash
