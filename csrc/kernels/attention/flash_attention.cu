@@ -9,8 +9,6 @@
 namespace llmk::kernels {
 namespace {
 
-constexpr int64_t kMostTokens = int64_t{1} << 30;  // positions are int
-
 template <typename T, int kDim>
 cudaError_t launch_tiles(const FlashAttentionParams& params, cudaStream_t stream) {
   using Size = flash::Tile<kDim>;
@@ -42,7 +40,7 @@ bool flash_attention_is_fast(const FlashAttentionParams& params, Dtype dtype) {
 
 cudaError_t flash_attention(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.batch == 0 || params.q_tokens == 0 || params.heads == 0 || params.head_dim == 0) return cudaSuccess;
-  if (params.q_tokens > kMostTokens || params.k_tokens > kMostTokens || params.head_dim > kMaxFlashHeadDim) {
+  if (params.q_tokens > kMaxFlashTokens || params.k_tokens > kMaxFlashTokens || params.head_dim > kMaxFlashHeadDim) {
     return cudaErrorInvalidValue;
   }
   if (!flash_attention_is_fast(params, dtype)) return flash_attention_any(params, dtype, stream);
