@@ -135,7 +135,7 @@ def test_training(device, name):
 
 def test_gradients_of_few_tokens(device):
     """Which a kernel without gradients would take, if nobody wanted them."""
-    model, ids = family_model("llama", device), tiny_inputs(device, 2, 2)
+    model, ids = family_model("llama", device), tiny_inputs(device, 2, 5)
     grads = []
     for implementation in (interface.NAME, "eager"):
         implemented(model, implementation).zero_grad()
