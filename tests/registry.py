@@ -229,5 +229,9 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
         yield call("rope_decode_attention", *one_token, None, *caches, None, *options, *found)
 
     q, k, v = (draw(sequences, tokens, n, dim) for n in (heads, kv_heads, kv_heads))
-    yield call("attention", q, k, v, padding, draw(heads), 0.3, tokens // 2, 0, 20.0)
-    yield call("attention", q, k, v)
+    sinks, options = draw(heads), (0.3, tokens // 2, 0, 20.0)
+    for of_call in ((padding, sinks, *options), (None, None, None, -1, -1, 0.0)):
+        yield call("attention", q, k, v, *of_call)
+        y, lse = torch.ops.llmkernels.attention(q, k, v, *of_call)
+        grad_lse = None if of_call[0] is None else lse.sin()
+        yield call("attention_backward", y.cos(), grad_lse, q, k, v, y, lse, *of_call)

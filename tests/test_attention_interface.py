@@ -114,19 +114,54 @@ def test_packed_sequences_go_to_torch(name):
     assert counts[0] == 0 < counts[1]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
-def test_gradients_are_those_of_torch(name):
-    model, ids = family_model(name), tiny_inputs("cpu", 2, TOKENS)
+@every_family
+def test_training(device, name):
+    """Gradients by our kernels are those by eager attention."""
+    model, ids = family_model(name, device).train(), tiny_inputs(device, 2, TOKENS)
     mask = padded(ids, "left")
     labels = ids.masked_fill(mask == 0, -100)
     labels[0, 5] = -100  # it would be predicted from padding, which sees nothing
     grads = []
     for implementation in (interface.NAME, "eager"):
         implemented(model, implementation).zero_grad()
-        model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+        (ours, torchs) = counted()
+        with ours as of_kernel, torchs as of_torch:
+            model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+        assert (of_kernel.call_count > 0, of_torch.call_count) == (implementation == interface.NAME, 0)
         grads.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     for found, expected in zip(*grads, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * expected.abs().max().item() + 1e-7)
+
+
+def test_gradients_of_few_tokens(device):
+    """Which a kernel without gradients would take, if nobody wanted them."""
+    model, ids = family_model("llama", device), tiny_inputs(device, 2, 5)
+    grads = []
+    for implementation in (interface.NAME, "eager"):
+        implemented(model, implementation).zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * expected.abs().max().item() + 1e-7)
+
+
+def test_dropout_goes_to_torch():
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=64,
+        attention_dropout=0.5,
+    )
+    model, ids = (
+        implemented(transformers.LlamaForCausalLM(config), interface.NAME).train(),
+        torch.randint(0, 64, (2, 9)),
+    )
+    (ours, torchs) = counted()
+    with ours as of_kernel, torchs as of_torch:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert (of_kernel.call_count, of_torch.call_count) == (0, 2)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -237,7 +237,9 @@ TAKES_GRADIENT = {"rope": 2, "rms_norm_rope": 4, "softmax": 1, "cross_entropy": 
 
 def leaves(op, arguments, requires_grad) -> tuple:
     return tuple(
-        a.detach().requires_grad_(requires_grad and i < TAKES_GRADIENT.get(op, 5)) if isinstance(a, torch.Tensor) else a
+        a.detach().requires_grad_(requires_grad and a.is_floating_point() and i < TAKES_GRADIENT.get(op, 5))
+        if isinstance(a, torch.Tensor)
+        else a
         for i, a in enumerate(arguments)
     )
 

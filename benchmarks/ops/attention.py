@@ -1,4 +1,4 @@
-"""Attention over a prompt, causal."""
+"""Attention over a prompt, causal, and its gradients."""
 
 from functools import partial
 
@@ -48,16 +48,18 @@ def inputs(case, device):
     return torch.randn(shape, dtype=case.dtype, device=device).split((HEADS, KV_HEADS, KV_HEADS), 2)
 
 
-def case(batch, tokens):
+def case(batch, tokens, direction="fwd"):
     keys = {"batch": batch, "tokens": tokens, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     moved = 2 * batch * tokens * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS)
     flops = 4 * batch * HEADS * HEAD_DIM * (tokens * (tokens + 1) // 2)  # of the keys that are seen
-    return Case("attention", keys, torch.bfloat16, moved, quick=(batch, tokens) == (1, 512), flops=flops)
+    if direction == "bwd":  # q, k, v, y and its gradient in, three gradients out; five products, the scores once more
+        moved, flops = 2 * moved, flops * 5 // 2
+    return Case("attention", keys, torch.bfloat16, moved, direction, (batch, tokens) == (1, 512), flops)
 
 
 OP = Op(
     name="attention",
-    cases=tuple(case(*size) for size in SIZES),
+    cases=tuple(case(*size, direction) for direction in ("fwd", "bwd") for size in SIZES),
     inputs=inputs,
     eager=eager,
     providers=providers,

@@ -20,13 +20,13 @@
 #include <vector>
 
 #include "cpu/convert.h"
+#include "cpu/flash_attention_rows.h"
 #include "cpu/online_softmax.h"
 
 namespace llmk::cpu {
 namespace {
 
 constexpr int64_t kQueryTile = 64;  // queries
-constexpr int64_t kRowsAtOnce = 4;  // added to a sum in one pass, so that it is read and written less often
 
 // Keys of a KV tile. float32, 512 tokens, 8 heads of 128, one core with AVX-512 and 48 KiB of L1:
 //
@@ -42,32 +42,6 @@ struct Query {
   int64_t begin, end;
   A maximum, total;
 };
-
-template <typename T>
-inline void widen_row(const T* source, int64_t dim, Wide<T>* __restrict target) {
-  if constexpr (std::is_same_v<T, Half>) {
-    widen_halves(source, dim, target);
-  } else {
-    for (int64_t d = 0; d < dim; ++d) target[d] = widen(source[d]);
-  }
-}
-
-// sum[0, width) += the sum of weights[i] * rows[i * stride, ... + width) over i < count.
-template <typename A>
-inline void add_weighted_rows(A* __restrict sum, const A* __restrict weights, const A* __restrict rows, int64_t stride,
-                              int64_t count, int64_t width) {
-  int64_t i = 0;
-  for (; i + kRowsAtOnce <= count; i += kRowsAtOnce) {
-    const A *const r0 = rows + i * stride, *const r1 = r0 + stride, *const r2 = r1 + stride, *const r3 = r2 + stride;
-    const A w0 = weights[i], w1 = weights[i + 1], w2 = weights[i + 2], w3 = weights[i + 3];
-    for (int64_t c = 0; c < width; ++c) sum[c] += (w0 * r0[c] + w1 * r1[c]) + (w2 * r2[c] + w3 * r3[c]);
-  }
-  for (; i < count; ++i) {
-    const A* const row = rows + i * stride;
-    const A w = weights[i];
-    for (int64_t c = 0; c < width; ++c) sum[c] += w * row[c];
-  }
-}
 
 // Turns scores into weights relative to the largest score so far. Rescales the sum if that has grown.
 template <typename A>
@@ -112,14 +86,11 @@ inline void load_kv_tile(const FlashAttentionParams& p, int64_t b, int64_t kv_he
 template <typename T>
 inline Query<Wide<T>> begin_query(const FlashAttentionParams& p, int64_t b, int64_t head, int64_t token) {
   using A = Wide<T>;
-  const int64_t position = token + p.k_tokens - p.q_tokens;
-  int64_t begin = p.k_begin != nullptr ? std::clamp<int64_t>(p.k_begin[b], 0, p.k_tokens) : 0, end = p.k_tokens;
-  if (p.window_left >= 0) begin = std::max(begin, position - p.window_left);
-  if (p.window_right >= 0) end = std::min(end, position + p.window_right + 1);
+  const auto [begin, end] = visible_keys(p, b, token);
   constexpr A kNone = -std::numeric_limits<A>::infinity();
   A sink = kNone;
   if (p.sinks != nullptr) widen_row(static_cast<const T*>(p.sinks) + head, 1, &sink);
-  return {begin, std::max(begin, end), sink, sink == kNone ? A(0) : A(1)};
+  return {begin, end, sink, sink == kNone ? A(0) : A(1)};
 }
 
 template <typename T>
@@ -131,7 +102,7 @@ inline void write_output(const FlashAttentionParams& p, int64_t b, int64_t head,
   for (int64_t d = 0; d < p.head_dim; ++d) output[d] = narrow<T>(sum[d] * factor);
   store(output, p.head_dim, y);
   if (p.lse == nullptr) return;
-  p.lse[(b * p.heads + head) * p.q_tokens + token] = static_cast<float>(query.maximum + std::log(query.total));
+  static_cast<Wide<T>*>(p.lse)[(b * p.heads + head) * p.q_tokens + token] = query.maximum + std::log(query.total);
 }
 
 template <typename T>

@@ -11,7 +11,8 @@ struct FlashAttentionParams {
   const void* k;  // [batch, k_tokens, kv_heads, head_dim]: query head h belongs to kv head h / (heads / kv_heads)
   const void* v;  // likewise
   void* y;        // [batch, q_tokens, heads, head_dim], contiguous
-  float* lse;     // [batch, heads, q_tokens], contiguous: log(sum of e^score), -inf where there is no score; or null
+  // [batch, heads, q_tokens], contiguous: log(sum of e^score), -inf where there is no score. float; double for float64.
+  void* lse;
   int64_t batch, q_tokens, k_tokens, heads, kv_heads, head_dim;
   int64_t q_batch, q_token, q_head;  // strides
   int64_t k_batch, k_token, k_head;
@@ -21,6 +22,15 @@ struct FlashAttentionParams {
   int64_t window_left, window_right;  // -1: to all; causal: window_right is 0
   const int32_t* k_begin;             // [batch]: keys before this one are padding; null: 0 for all
   const void* sinks;                  // [heads]: a score of each row without a value; null: none
+};
+
+// The gradients of q, k, v and sinks. y and lse are inputs here.
+struct FlashAttentionBackwardParams : FlashAttentionParams {
+  const void* grad_y;                               // [batch, q_tokens, heads, head_dim]
+  int64_t grad_y_batch, grad_y_token, grad_y_head;  // strides
+  const void* grad_lse;                             // as lse; null: zeros
+  void *grad_q, *grad_k, *grad_v, *grad_sinks;      // contiguous; grad_sinks: null without sinks
+  float* statistics;  // on a GPU: memory for flash_attention_statistics() numbers, aligned to 16 bytes
 };
 
 }  // namespace llmk

@@ -1,10 +1,11 @@
-// attention: over prompts.
+// attention, over prompts, and its backward.
 #include "cpu/flash_attention.h"
 
 #include "backend.h"
 #include "heads.h"
 #if LLMK_CUDA
 #include "kernels/attention/flash_attention.h"
+#include "kernels/attention/flash_attention_backward.h"
 #endif
 
 namespace llmk {
@@ -12,27 +13,41 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-constexpr const char* kOp = "attention";
+// The options of both ops.
+struct Options {
+  const std::optional<Tensor>&k_begin, &sinks;
+  std::optional<double> softmax_scale;
+  int64_t window_left, window_right;
+  double softcap;
+};
 
-void check_window(const char* name, int64_t window) {
-  LLMK_CHECK(window >= -1, kOp, name, " must be at least -1 (unlimited), got ", window);
+void check_window(const char* op, const char* name, int64_t window) {
+  LLMK_CHECK(window >= -1, op, name, " must be at least -1 (unlimited), got ", window);
 }
 
-// Checks q, k and v.
-void check_inputs(const Argument& q, const Argument& k, const Argument& v) {
-  check_heads(kOp, q, "(batch, q_tokens, heads, head_dim)");
-  LLMK_CHECK(q->size(3) > 0, kOp, "q must have a head_dim of at least 1, got shape ", shape(*q));
-  check_heads(kOp, k, "(batch, k_tokens, kv_heads, head_dim)");
-  check_dtype(kOp, k, q);
-  LLMK_CHECK(k->size(0) == q->size(0), kOp, "k must have the batch of q, ", q->size(0), ", got shape ", shape(*k));
-  LLMK_CHECK(k->size(3) == q->size(3), kOp, "k must have the head_dim of q, ", q->size(3), ", got shape ", shape(*k));
-  check_like(kOp, v, k);
-  check_head_counts(kOp, q, q->size(2), k, k->size(2));
+void check_inputs(const char* op, const Argument& q, const Argument& k, const Argument& v, const Options& options) {
+  check_heads(op, q, "(batch, q_tokens, heads, head_dim)");
+  LLMK_CHECK(q->size(3) > 0, op, "q must have a head_dim of at least 1, got shape ", shape(*q));
+  check_heads(op, k, "(batch, k_tokens, kv_heads, head_dim)");
+  check_dtype(op, k, q);
+  LLMK_CHECK(k->size(0) == q->size(0), op, "k must have the batch of q, ", q->size(0), ", got shape ", shape(*k));
+  LLMK_CHECK(k->size(3) == q->size(3), op, "k must have the head_dim of q, ", q->size(3), ", got shape ", shape(*k));
+  check_like(op, v, k);
+  check_head_counts(op, q, q->size(2), k, k->size(2));
+  check_per_sequence(op, {"k_begin", options.k_begin}, q->size(0));
+  check_vector(op, {"sinks", options.sinks}, q, q->size(2), "heads");
+  check_finite(op, "softmax_scale", options.softmax_scale.value_or(1));
+  check_window(op, "window_left", options.window_left);
+  check_window(op, "window_right", options.window_right);
+  check_not_negative(op, "softcap", options.softcap);
+#if LLMK_CUDA
+  LLMK_CHECK(!q->is_cuda() || q->size(3) <= kernels::kMaxFlashHeadDim || q->numel() == 0, op,
+             "q must have a head_dim of at most ", kernels::kMaxFlashHeadDim, " on a GPU, got ", q->size(3));
+#endif
 }
 
-// The inputs, with contiguous heads.
-FlashAttentionParams describe(const Tensor& q, const Tensor& k, const Tensor& v) {
-  FlashAttentionParams params{};
+// The inputs, with contiguous heads, and the options; k_begin and sinks are contiguous.
+void describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options, FlashAttentionParams& params) {
   params.q = q.const_data_ptr();
   params.k = k.const_data_ptr();
   params.v = v.const_data_ptr();
@@ -45,56 +60,122 @@ FlashAttentionParams describe(const Tensor& q, const Tensor& k, const Tensor& v)
   params.q_batch = q.stride(0), params.q_token = q.stride(1), params.q_head = q.stride(2);
   params.k_batch = k.stride(0), params.k_token = k.stride(1), params.k_head = k.stride(2);
   params.v_batch = v.stride(0), params.v_token = v.stride(1), params.v_head = v.stride(2);
-  return params;
+  params.softmax_scale = options.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(params.head_dim)));
+  params.softcap = options.softcap;
+  // A window that hides nothing is none: the first query is at k_tokens - q_tokens, the last one at k_tokens - 1.
+  params.window_left = options.window_left >= params.k_tokens - 1 ? -1 : options.window_left;
+  params.window_right = options.window_right >= params.q_tokens - 1 ? -1 : options.window_right;
+  params.k_begin = static_cast<const int32_t*>(data(options.k_begin));
+  params.sinks = data(options.sinks);
 }
+
+std::array<int64_t, 3> lse_sizes(const Tensor& q) { return {q.size(0), q.size(2), q.size(1)}; }
+ScalarType lse_type(Dtype dtype) { return dtype == Dtype::kFloat64 ? ScalarType::Double : ScalarType::Float; }
 
 std::tuple<Tensor, Tensor> attention(const Tensor& given_q, const Tensor& given_k, const Tensor& given_v,
                                      std::optional<Tensor> given_k_begin, std::optional<Tensor> given_sinks,
                                      std::optional<double> softmax_scale, int64_t window_left, int64_t window_right,
                                      double softcap) {
+  constexpr const char* kOp = "attention";
   check_tensors(kOp,
                 {{"q", given_q}, {"k", given_k}, {"v", given_v}, {"k_begin", given_k_begin}, {"sinks", given_sinks}});
   const Dtype dtype = to_dtype(kOp, {"q", given_q});
-  check_inputs({"q", given_q}, {"k", given_k}, {"v", given_v});
-  const int64_t batch = given_q.size(0), q_tokens = given_q.size(1), heads = given_q.size(2), dim = given_q.size(3);
-  const int64_t k_tokens = given_k.size(1);
-  check_per_sequence(kOp, {"k_begin", given_k_begin}, batch);
-  check_vector(kOp, {"sinks", given_sinks}, {"q", given_q}, heads, "heads");
-  check_finite(kOp, "softmax_scale", softmax_scale.value_or(1));
-  check_window("window_left", window_left);
-  check_window("window_right", window_right);
-  check_not_negative(kOp, "softcap", softcap);
-
+  check_inputs(kOp, {"q", given_q}, {"k", given_k}, {"v", given_v},
+               {given_k_begin, given_sinks, softmax_scale, window_left, window_right, softcap});
   Tensor y = empty_rows(given_q);
-  const std::array<int64_t, 3> lse_sizes{batch, heads, q_tokens};
-  Tensor lse = empty({lse_sizes.data(), 3}, ScalarType::Float, given_q);
+  const auto sizes = lse_sizes(given_q);
+  Tensor lse = empty({sizes.data(), sizes.size()}, lse_type(dtype), given_q);
   if (y.numel() == 0) return {y, lse};
 
   const Tensor q = with_unit_last_stride(given_q), k = with_unit_last_stride(given_k),
                v = with_unit_last_stride(given_v);
   const std::optional<Tensor> k_begin = contiguous(given_k_begin), sinks = contiguous(given_sinks);
-  FlashAttentionParams params = describe(q, k, v);
+  FlashAttentionParams params{};
+  describe(q, k, v, {k_begin, sinks, softmax_scale, window_left, window_right, softcap}, params);
   params.y = y.mutable_data_ptr();
-  params.lse = static_cast<float*>(lse.mutable_data_ptr());
-  params.softmax_scale = softmax_scale.value_or(1 / std::sqrt(static_cast<double>(dim)));
-  params.softcap = softcap;
-  // A window that hides nothing is none: the first query is at k_tokens - q_tokens, the last one at k_tokens - 1.
-  params.window_left = window_left >= k_tokens - 1 ? -1 : window_left;
-  params.window_right = window_right >= q_tokens - 1 ? -1 : window_right;
-  params.k_begin = static_cast<const int32_t*>(data(k_begin));
-  params.sinks = data(sinks);
-#if LLMK_CUDA
-  LLMK_CHECK(!q.is_cuda() || dim <= kernels::kMaxFlashHeadDim, kOp, "q must have a head_dim of at most ",
-             kernels::kMaxFlashHeadDim, " on a GPU, got ", dim);
-#endif
+  params.lse = lse.mutable_data_ptr();
   on_device(kOp, q, LLMK_CUDA_ONLY([&](auto stream) { return kernels::flash_attention(params, dtype, stream); }), [&] {
-    const int64_t tasks = cpu::flash_attention_tasks(params), work = batch * heads * q_tokens * k_tokens / tasks * dim;
+    const int64_t tasks = cpu::flash_attention_tasks(params);
+    const int64_t work = params.batch * params.heads * params.q_tokens * params.k_tokens / tasks * params.head_dim;
     parallel_for(tasks, work, [&](int64_t begin, int64_t end) { cpu::flash_attention(params, dtype, begin, end); });
   });
   return {y, lse};
 }
 
-void register_ops(StableLibrary& ops) { ops.impl("attention", TORCH_BOX(&attention)); }
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& given_grad_y, std::optional<Tensor> given_grad_lse, const Tensor& given_q, const Tensor& given_k,
+    const Tensor& given_v, const Tensor& given_y, const Tensor& given_lse, std::optional<Tensor> given_k_begin,
+    std::optional<Tensor> given_sinks, std::optional<double> softmax_scale, int64_t window_left, int64_t window_right,
+    double softcap) {
+  constexpr const char* kOp = "attention_backward";
+  const Argument q_argument("q", given_q), lse_argument("lse", given_lse),
+      grad_lse_argument("grad_lse", given_grad_lse);
+  check_tensors(kOp, {{"grad_y", given_grad_y},
+                      grad_lse_argument,
+                      q_argument,
+                      {"k", given_k},
+                      {"v", given_v},
+                      {"y", given_y},
+                      lse_argument,
+                      {"k_begin", given_k_begin},
+                      {"sinks", given_sinks}});
+  const Dtype dtype = to_dtype(kOp, q_argument);
+  check_inputs(kOp, q_argument, {"k", given_k}, {"v", given_v},
+               {given_k_begin, given_sinks, softmax_scale, window_left, window_right, softcap});
+  check_like(kOp, {"grad_y", given_grad_y}, q_argument);
+  check_like(kOp, {"y", given_y}, q_argument);
+  const auto sizes = lse_sizes(given_q);
+  const IntHeaderOnlyArrayRef lse_shape{sizes.data(), sizes.size()};
+  LLMK_CHECK(given_lse.scalar_type() == lse_type(dtype) && given_lse.sizes().equals(lse_shape), kOp, "lse must be ",
+             name(lse_type(dtype)), " of shape ", text(lse_shape), ", got ", name(given_lse.scalar_type()),
+             " of shape ", shape(given_lse));
+  if (given_grad_lse) check_like(kOp, grad_lse_argument, lse_argument);
+
+  Tensor grad_q = empty_rows(given_q), grad_k = empty_rows(given_k), grad_v = empty_rows(given_v);
+  const int64_t count = given_sinks ? given_q.size(2) : 0;
+  Tensor grad_sinks = empty({&count, 1}, dtype_code(given_q), given_q);
+  if (grad_q.numel() + grad_k.numel() + count == 0) return {grad_q, grad_k, grad_v, grad_sinks};
+
+  const Tensor q = with_unit_last_stride(given_q), k = with_unit_last_stride(given_k),
+               v = with_unit_last_stride(given_v), grad_y = with_unit_last_stride(given_grad_y),
+               y = aten::contiguous(given_y), lse = aten::contiguous(given_lse);
+  const std::optional<Tensor> k_begin = contiguous(given_k_begin), sinks = contiguous(given_sinks);
+  const std::optional<Tensor> grad_lse =
+      given_grad_lse ? std::optional(aten::contiguous(*given_grad_lse)) : std::nullopt;
+  FlashAttentionBackwardParams params{};
+  describe(q, k, v, {k_begin, sinks, softmax_scale, window_left, window_right, softcap}, params);
+  params.y = const_cast<void*>(y.const_data_ptr());
+  params.lse = const_cast<void*>(lse.const_data_ptr());
+  params.grad_y = grad_y.const_data_ptr();
+  params.grad_y_batch = grad_y.stride(0), params.grad_y_token = grad_y.stride(1), params.grad_y_head = grad_y.stride(2);
+  params.grad_lse = data(grad_lse);
+  params.grad_q = grad_q.mutable_data_ptr();
+  params.grad_k = grad_k.mutable_data_ptr();
+  params.grad_v = grad_v.mutable_data_ptr();
+  params.grad_sinks = given_sinks ? grad_sinks.mutable_data_ptr() : nullptr;
+#if LLMK_CUDA
+  std::optional<Tensor> statistics;
+  if (q.is_cuda()) {
+    const int64_t numbers = kernels::flash_attention_statistics(params);
+    statistics = empty({&numbers, 1}, ScalarType::Float, q);
+    params.statistics = static_cast<float*>(statistics->mutable_data_ptr());
+  }
+#endif
+  on_device(kOp, q,
+            LLMK_CUDA_ONLY([&](auto stream) { return kernels::flash_attention_backward(params, dtype, stream); }), [&] {
+              const int64_t tasks = cpu::flash_attention_backward_tasks(params);
+              const int64_t pairs = params.batch * params.heads * params.q_tokens * params.k_tokens;
+              parallel_for(tasks, 4 * pairs / tasks * params.head_dim, [&](int64_t begin, int64_t end) {
+                cpu::flash_attention_backward(params, dtype, begin, end);
+              });
+            });
+  return {grad_q, grad_k, grad_v, grad_sinks};
+}
+
+void register_ops(StableLibrary& ops) {
+  implement_differentiable(ops, "attention", TORCH_BOX(&attention));
+  ops.impl("attention_backward", TORCH_BOX(&attention_backward));
+}
 
 }  // namespace
 

@@ -9,7 +9,7 @@ in a small tensor of int32 what the kernel has to know, where that is enough:
 
 All else (padding amid or behind the tokens, packed sequences, chunks, masks of the caller, static caches, which are
 longer than what they hold) is the mask of 4 dimensions that PyTorch's attention takes, and goes there. So does what the
-kernel does not do: gradients, dropout, values with heads of another size than the keys.
+kernel does not do: dropout, values with heads of another size than the keys.
 """
 
 from collections.abc import Callable
@@ -141,7 +141,6 @@ def attention_forward(
         or key.shape[-1] != value.shape[-1]
         or (query.is_cuda and query.shape[-1] > MAX_HEAD_DIM)
         or any(t.dtype != query.dtype for t in tensors)
-        or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
     ):
         y = _by_torch(
             query, key, value, attention_mask, position_bias, causal, starts, window, scaling, softcap, sinks, dropout
@@ -153,10 +152,15 @@ def attention_forward(
         "window_size": (-1 if window is None else window - 1, 0 if causal else -1),
         "softcap": softcap or 0.0,
     }
-    if q.is_cuda and causal and sinks is None and q.shape[1] * q.shape[2] // k.shape[2] <= MAX_DECODE_QUERIES:
+    few = q.shape[1] * q.shape[2] // k.shape[2] <= MAX_DECODE_QUERIES
+    if few and q.is_cuda and causal and sinks is None and not (torch.is_grad_enabled() and _requires_grad(q, k, v)):
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, lengths, cache_leftpad=starts, **options), None
     return attention(q, k, v, k_begin=starts, sinks=sinks, **options), None
+
+
+def _requires_grad(*tensors: Tensor) -> bool:
+    return any(t.requires_grad for t in tensors)
 
 
 def _by_torch(

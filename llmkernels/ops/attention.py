@@ -1,6 +1,7 @@
 """Attention over prompts; that of a decode step against a KV cache, and what fills the cache: public functions, fakes.
 
-Kernels: csrc/kernels/attention, csrc/cpu/flash_attention.cpp, decode_attention.cpp and rope_kv_write.cpp. No gradients.
+Kernels: csrc/kernels/attention, csrc/cpu/flash_attention.cpp, flash_attention_backward.cpp, decode_attention.cpp and
+rope_kv_write.cpp. Only attention over prompts has gradients.
 """
 
 from collections.abc import Callable
@@ -9,9 +10,19 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import contiguous_like, public, refuse_gradients, register_fake
+from llmkernels.ops._common import (
+    caller,
+    contiguous_like,
+    differentiable_once,
+    public,
+    refuse_gradients,
+    register_autograd,
+    register_fake,
+    register_vmap,
+)
 
 _ops = torch.ops.llmkernels
+_attention = caller("attention")
 
 
 @overload
@@ -82,21 +93,28 @@ def attention(
         return_lse: also return the log of the denominator.
 
     Returns:
-        y, (B, Tq, H, D), contiguous; with ``return_lse`` (y, lse), lse float32 (B, H, Tq): the natural logarithm of the
-        sum of :math:`e^{s_j}` over the keys that a query sees, and of :math:`e^{sink}`. For a query that sees no key y
-        is zeros, and lse the sink, or -inf without one.
+        y, (B, Tq, H, D), contiguous; with ``return_lse`` (y, lse), lse (B, H, Tq), float32 (float64 for float64): the
+        natural logarithm of the sum of :math:`e^{s_j}` over the keys that a query sees, and of :math:`e^{sink}`. For a
+        query that sees no key y is zeros, and lse the sink, or -inf without one.
 
     Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection, or (B, H, T, D)
         transposed; others are copied. Keys and values before ``k_begin`` are not read.
-    Fast: float16 and bfloat16, by tensor cores; float32 works, slowly.
+    Fast: float16 and bfloat16, by tensor cores; float32 works, slowly. Gradients likewise.
     Arithmetic: float32 (float64 for float64); with tensor cores probabilities are rounded to the dtype before they meet
-        the values. Rounded once.
-    Deterministic: yes.
-    Differentiable: no.
+        the values, and in the backward they and the gradients of scores before they meet another matrix. Rounded once.
+    Deterministic: yes, gradients too.
+    Differentiable: once, in ``q``, ``k``, ``v`` and ``sinks``, from y and from lse; saves these and the inputs. With
+        :math:`p_j = e^{s_j - lse}` and :math:`\delta = dy \cdot y - dlse`
+
+        .. math:: dv_j = \sum p_j\, dy, \qquad ds_j = p_j (dy \cdot v_j - \delta), \qquad
+                  dsink = -\sum e^{sink - lse}\, \delta
+
+        where the sums are over queries and over the query heads of a kv head; dq and dk follow from ds. A query that
+        sees no key gives no gradient but that of its sink.
     Matches: ``torch.nn.functional.scaled_dot_product_attention`` with the mask described; its ``is_causal`` aligns the
         first query with the first key instead.
     Raises: ValueError for a ``window_size`` below -1, a negative ``softcap``, numbers that are not finite; RuntimeError
-        for shapes, dtypes and devices that do not fit, each by name, and for inputs that need a gradient.
+        for shapes, dtypes and devices that do not fit, each by name.
     Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2".
 
     >>> q = k = v = torch.eye(2).view(1, 2, 1, 2)
@@ -104,12 +122,10 @@ def attention(
     tensor([[1.0000, 0.0000],
             [0.5000, 0.5000]])
     """
-    given = {"sinks": sinks} if sinks is not None else {}
-    refuse_gradients("attention", _NO_GRADIENT, q=q, k=k, v=v, **given)
     left, right = window_size
     if left < -1 or right < -1:
         raise ValueError(f"attention: window_size must be (left, right) of at least -1 each, got {window_size}")
-    y, lse = _ops.attention(q, k, v, k_begin, sinks, softmax_scale, left, 0 if causal else right, softcap)
+    y, lse = _attention(q, k, v, k_begin, sinks, softmax_scale, left, 0 if causal else right, softcap)
     return (y, lse) if return_lse else y
 
 
@@ -253,17 +269,47 @@ def rope_kv_write(
 _NO_GRADIENT = "{name} must not require a gradient, there is none for it; use no_grad()"
 
 
+def _lse_like(q: Tensor) -> Tensor:
+    sizes = q.shape[0], q.shape[2], q.shape[1]
+    return q.new_empty(sizes, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+register_fake("attention", lambda q, *others, **named: (contiguous_like(q), _lse_like(q)))
+register_fake(
+    "attention_backward",
+    lambda grad_y, grad_lse, q, k, v, y, lse, k_begin, sinks, *options, **named: (
+        *map(contiguous_like, (q, k, v)),
+        q.new_empty(0 if sinks is None else q.shape[2]),
+    ),
+    overloads=("",),
+)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, k_begin, sinks, *ctx.options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, k_begin, sinks)
+
+
+@differentiable_once
+def _backward(ctx, grad_y, grad_lse):
+    q, k, v, y, lse, k_begin, sinks = ctx.saved_tensors
+    if grad_y is None and grad_lse is None:
+        return (None,) * 9
+    grad_y = torch.zeros_like(y) if grad_y is None else grad_y
+    *grads, grad_sinks = _ops.attention_backward(grad_y, grad_lse, q, k, v, y, lse, k_begin, sinks, *ctx.options)
+    return (*grads, None, None if sinks is None else grad_sinks, None, None, None, None)
+
+
+register_autograd("attention", _backward, _setup)
+register_vmap("attention", lambda *call: None)  # one by one
+register_vmap("attention_backward", lambda *call: None)
+
+
 def _fake(name: str, fake: Callable) -> None:
     register_fake(name, fake, overloads=("",))
 
 
-_fake(
-    "attention",
-    lambda q, *others, **named: (
-        contiguous_like(q),
-        q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32),
-    ),
-)
 _fake("decode_attention", lambda q, *others, **named: contiguous_like(q))
 _fake("rope_kv_write", lambda *arguments, **named: None)
 _fake(

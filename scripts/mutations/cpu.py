@@ -30,10 +30,26 @@ CPU = [
     Mutation(
         "cpu_prompts_see_one_key_too_many",
         "a query of a prompt sees the key after the last one of its window",
-        "csrc/cpu/flash_attention.cpp",
+        "csrc/cpu/flash_attention_rows.h",
         "position + p.window_right + 1)",
         "position + p.window_right + 2)",
         "tests/test_attention.py",
+    ),
+    Mutation(
+        "cpu_prompts_forget_delta",
+        "the gradient of a score lacks what all scores of a query have in common",
+        "csrc/cpu/flash_attention_backward.cpp",
+        "ds[j] = (ds[j] - delta) * scale;",
+        "ds[j] = ds[j] * scale;",
+        "tests/test_attention_backward.py -k cpu",
+    ),
+    Mutation(
+        "cpu_prompts_forget_the_slope_of_the_cap",
+        "gradients pass a softcap as if it were not there",
+        "csrc/cpu/flash_attention_backward.cpp",
+        "ds[j] *= A(1) - t * t;",
+        "ds[j] *= A(1);",
+        "tests/test_attention_backward.py -k caps",
     ),
     Mutation(
         "cpu_prompts_forget_sinks",

@@ -379,6 +379,22 @@ CUDA = [
         "tests/test_attention.py -k cuda",
     ),
     Mutation(
+        "cuda_flash_attention_backward_looks_ahead",
+        "a tile of queries of which some see a key counts for all of them",
+        "csrc/kernels/attention/flash_attention_backward.cuh",
+        "first + kRows <= visible.end(query);",
+        "first + kRows <= visible.end(last_query);",
+        "tests/test_attention_backward.py -k cuda",
+    ),
+    Mutation(
+        "cuda_flash_attention_backward_forgets_heads",
+        "keys get gradients from the first query head of their group only",
+        "csrc/kernels/attention/flash_attention_backward.cuh",
+        "const int steps = tiles * heads;",
+        "const int steps = tiles;",
+        "tests/test_attention_backward.py -k 'test_heads and cuda'",
+    ),
+    Mutation(
         "cuda_adam_dropped_tail",
         "elements that fill no vector are not updated",
         "csrc/kernels/optim/adam.cu",

@@ -1,6 +1,7 @@
 // Attention over prompts: which kernel.
 #include "flash_attention.cuh"
 
+#include <atomic>
 #include <utility>
 
 #include "flash_attention.h"
@@ -13,8 +14,6 @@
 
 namespace llmk::kernels {
 namespace {
-
-constexpr int64_t kMostTokens = int64_t{1} << 30;  // positions are int
 
 template <typename T, int kDim>
 cudaError_t launch_tiles(const FlashAttentionParams& params, cudaStream_t stream) {
@@ -30,16 +29,17 @@ struct Operand {
   int64_t tokens, heads, batch_stride, token_stride, head_stride;
 };
 
-bool can_map(int64_t batch, const Operand& x) {
-  const auto can = [](int64_t size, int64_t stride) { return size == 1 || (stride > 0 && stride < int64_t{1} << 39); };
-  return can(batch, x.batch_stride) && can(x.tokens, x.token_stride) && can(x.heads, x.head_stride);
+bool can_map(const Operand& x) {
+  const auto fits = [](int64_t stride) { return stride >= 0 && stride < int64_t{1} << 39; };
+  return fits(x.batch_stride) && fits(x.head_stride) && (x.tokens == 1 || (x.token_stride > 0 && fits(x.token_stride)));
 }
 
 cudaError_t make_map(CUtensorMap& map, const FlashAttentionParams& p, const Operand& x, Dtype dtype) {
-  const auto stride = [&](int64_t size, int64_t stride) { return size == 1 ? p.head_dim : stride; };  // of no use there
+  const auto size = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
+  const auto stride = [&](int64_t size, int64_t stride) { return size == 1 || stride == 0 ? p.head_dim : stride; };
   const TensorBox tensor{
       4,
-      {p.head_dim, x.tokens, x.heads, p.batch},
+      {p.head_dim, x.tokens, size(x.heads, x.head_stride), size(p.batch, x.batch_stride)},
       {1, stride(x.tokens, x.token_stride), stride(x.heads, x.head_stride), stride(p.batch, x.batch_stride)},
       {64, flash::Sm90Tile<64>::kRows, 1, 1}};
   return make_tensor_map(map, x.data, tensor, dtype);
@@ -55,10 +55,12 @@ Operands operands(const FlashAttentionParams& p) {
           {p.v, p.k_tokens, p.kv_heads, p.v_batch, p.v_token, p.v_head}};
 }
 
+std::atomic<bool> is_portable{false};  // see llmk_flash_attention_portable
+
 bool has_sm90_kernel(const FlashAttentionParams& p, const DeviceInfo& device) {
-  if (!device.has_wgmma || !has_tensor_maps() || p.head_dim > 128 || p.k_tokens == 0) return false;
+  if (is_portable || !device.has_wgmma || !has_tensor_maps() || p.head_dim > 128 || p.k_tokens == 0) return false;
   const Operands x = operands(p);
-  return can_map(p.batch, x.q) && can_map(p.batch, x.k) && can_map(p.batch, x.v);
+  return can_map(x.q) && can_map(x.k) && can_map(x.v);
 }
 
 template <typename T, int kDim>
@@ -103,7 +105,7 @@ bool flash_attention_is_fast(const FlashAttentionParams& params, Dtype dtype) {
 
 static cudaError_t launch_flash_attention(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.batch == 0 || params.q_tokens == 0 || params.heads == 0 || params.head_dim == 0) return cudaSuccess;
-  if (params.q_tokens > kMostTokens || params.k_tokens > kMostTokens || params.head_dim > kMaxFlashHeadDim) {
+  if (params.q_tokens > kMaxFlashTokens || params.k_tokens > kMaxFlashTokens || params.head_dim > kMaxFlashHeadDim) {
     return cudaErrorInvalidValue;
   }
   if (!flash_attention_is_fast(params, dtype)) return flash_attention_any(params, dtype, stream);
@@ -118,3 +120,8 @@ cudaError_t flash_attention(const FlashAttentionParams& params, Dtype dtype, cud
 }
 
 }  // namespace llmk::kernels
+
+// For tests, which call it through ctypes: whether every GPU takes the kernels for compute capability 8.0.
+extern "C" __attribute__((visibility("default"))) void llmk_flash_attention_portable(int value) {
+  llmk::kernels::is_portable = value != 0;
+}

@@ -9,6 +9,7 @@
 namespace llmk::kernels {
 
 constexpr int64_t kMaxFlashHeadDim = 256;
+constexpr int64_t kMaxFlashTokens = int64_t{1} << 30;  // positions are int
 
 // Whether the tensor-core kernel supports this: 16-bit, head_dim a multiple of 8, everything aligned to 16 bytes.
 // flash_attention() runs anything else by a slow kernel.

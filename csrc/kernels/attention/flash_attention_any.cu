@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(32 * kQueries) flash_attention_any_kernel(cons
   for (int i = 0; i < kColumns; ++i) {
     if (lane + i * 32 < head_dim) target[lane + i * 32] = from_float<T>(y[i] * scale_of_row);
   }
-  if (params.lse && lane == 0) params.lse[index] = shift + logf(total);
+  if (params.lse && lane == 0) static_cast<float*>(params.lse)[index] = shift + logf(total);
 }
 
 }  // namespace

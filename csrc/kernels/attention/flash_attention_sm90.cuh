@@ -10,17 +10,15 @@
 //
 // The first tile begins at the first key that any of the queries sees, so that no padding is read.
 #pragma once
-#include "device/mma.cuh"
-#include "device/ptx.cuh"
 #include "device/tma.cuh"
-#include "device/vec.cuh"
 #include "device/wgmma.cuh"
+#include "products.cuh"
 #include "softmax_rows.cuh"
 
 namespace llmk::kernels::flash {
 
 struct Maps {
-  CUtensorMap q, k, v;  // boxes of 64 columns and 128 rows
+  CUtensorMap q, k, v;  // boxes of 64 columns and 128 rows; one head, or batch, where all are the same memory
 };
 
 // `kDim`: elements of a head, at least; those behind head_dim are zeros in shared memory.
@@ -79,20 +77,20 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
     fewer_registers<24>();
     if (threadIdx.x >= 32 || !elect() || tiles == 0) return;
     const int kv_head = h / static_cast<int>(params.heads / params.kv_heads);
-    const auto copy = [&](uint32_t to, const CUtensorMap& map, int row, int head, uint32_t full) {
+    const auto copy = [&](uint32_t to, const CUtensorMap& map, int row, int head, int batch, uint32_t full) {
       barrier_arrive_expecting(full, kBytes);
 #pragma unroll
       for (int box = 0; box < Size::kBoxes; ++box) {
-        tensor_load(to + box * Size::kBoxBytes, map, {box * 64, row, head, b}, full, kEvictNormal);
+        tensor_load(to + box * Size::kBoxBytes, map, {box * 64, row, head, batch}, full, kEvictNormal);
       }
     };
-    copy(q_at, maps.q, block_first, h, q_full);
+    copy(q_at, maps.q, block_first, params.q_head ? h : 0, params.q_batch ? b : 0, q_full);
     for (int tile = 0; tile < tiles; ++tile) {
       const int row = begin + tile * kRows, at = tile % kStages * kBytes;
       barrier_wait(k_stage(tile).empty, phase(tile) ^ 1);
-      copy(k_at + at, maps.k, row, kv_head, k_stage(tile).full);
+      copy(k_at + at, maps.k, row, params.k_head ? kv_head : 0, params.k_batch ? b : 0, k_stage(tile).full);
       barrier_wait(v_stage(tile).empty, phase(tile) ^ 1);
-      copy(v_at + at, maps.v, row, kv_head, v_stage(tile).full);
+      copy(v_at + at, maps.v, row, params.v_head ? kv_head : 0, params.v_batch ? b : 0, v_stage(tile).full);
     }
     return;
   }
@@ -187,7 +185,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
   // The result goes through the place of the warpgroup's own queries to whole vectors.
   named_barrier(1 + group, 128);
   const int64_t q_head = static_cast<int64_t>(b) * params.heads + h;
-  float* const lse = params.lse ? params.lse + q_head * q_tokens : nullptr;
+  float* const lse = params.lse ? static_cast<float*>(params.lse) + q_head * q_tokens : nullptr;
   const float sink = params.sinks ? to_float(static_cast<const T*>(params.sinks)[h]) * kLog2E : -INFINITY;
   char* const memory = reinterpret_cast<char*>(shared) + (q_at - shared_address(shared));
   const auto vector = [&](int row, int chunk) {  // row of the warp

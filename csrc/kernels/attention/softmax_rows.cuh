@@ -1,7 +1,6 @@
 // Rows of an online softmax whose scores are results of matrix instructions: four lanes share a row.
 #pragma once
 #include "device/mma.cuh"
-#include "device/vec.cuh"
 #include "softmax.cuh"
 #include "visible.cuh"
 
@@ -15,12 +14,6 @@ __device__ inline float quad_max(float x) {
 __device__ inline float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-template <typename T>
-__device__ uint32_t pack(float low, float high) {
-  const auto pair = Pair<T>::from_floats(low, high);
-  return reinterpret_cast<const uint32_t&>(pair);
 }
 
 // From products q k to scores, and on to exponents in base 2. Scores are multiplied by `factor` on their way into the

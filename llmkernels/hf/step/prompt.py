@@ -17,8 +17,9 @@ from .place import Place
 from .program import Program
 
 _HEAD_DIMS = range(8, 257, 8)  # of attention by tensor cores
-# Up to so many tokens of a sequence attention takes no longer than PyTorch's: measured on two cores, and on an H100.
-_MOST_TOKENS = {"cpu": 512, "cuda": 2048}
+# Up to so many tokens of a sequence attention takes no longer than PyTorch's, on two cores; and on an H100 with a
+# head_dim of more than 128. With up to 128 it never does.
+_CPU_TOKENS, _LARGE_HEAD_TOKENS = 512, 1024
 # A graph is of use as long as a GPU takes less time for the products than the host for the launches.
 _GRAPH_TOKENS = 1024
 _GRAPH_PRODUCTS = 1.2e12  # multiplications
@@ -27,13 +28,16 @@ _GRAPH_PRODUCTS = 1.2e12  # multiplications
 def check_prompt(parts: Trunk, cache: Any, tokens: int) -> None:
     """Raise NoStep unless `tokens` more of each sequence can run so, and no slower than by the model's modules."""
     dtype, device = parts.weight.dtype, parts.weight.device
-    if cache.length + tokens > (most := _MOST_TOKENS[device.type]):
-        raise NoStep(f"attention over more than {most} tokens is left to PyTorch")
+    length = cache.length + tokens
+    if device.type == "cpu" and length > _CPU_TOKENS:
+        raise NoStep(f"attention over more than {_CPU_TOKENS} tokens is left to PyTorch")
     if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
         raise NoStep(f"attention over prompts is slow in {dtype}")
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
         if device.type == "cuda" and layer.attention.head_dim not in _HEAD_DIMS:
             raise NoStep(f"attention over prompts is slow with head_dim {layer.attention.head_dim}")
+        if device.type == "cuda" and layer.attention.head_dim > 128 and length > _LARGE_HEAD_TOKENS:
+            raise NoStep(f"attention over more than {_LARGE_HEAD_TOKENS} tokens is left to PyTorch")
         if buffers.is_sliding and buffers.length + tokens > buffers.end:
             raise NoStep("the prompt is longer than what a sliding window keeps")
     if not cache.is_even or not cache.has_room(tokens):

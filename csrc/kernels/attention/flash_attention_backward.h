@@ -1,0 +1,18 @@
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "dtype.h"
+#include "params/flash_attention.h"
+
+namespace llmk::kernels {
+
+// The gradients of q, k, v and, where there are any, of sinks; by a slow kernel where flash_attention_is_fast() is
+// false or `grad_y` is not aligned.
+cudaError_t flash_attention_backward(const FlashAttentionBackwardParams& params, Dtype dtype, cudaStream_t stream);
+
+// How many numbers of workspace it needs.
+int64_t flash_attention_statistics(const FlashAttentionParams& params);
+
+}  // namespace llmk::kernels
