@@ -16,6 +16,14 @@ LAYERS = 2
 VOCAB = 97
 # One forward of LAYERS layers, everything patched.
 OPS = {"rms_norm": LAYERS + 1, "add_rms_norm": LAYERS, "rope": LAYERS, "swiglu": LAYERS}
+# One prompt of a call of generate.
+PROMPT = {
+    "rms_norm_linear": LAYERS + 1,
+    "rope_kv_write": LAYERS,
+    "attention": LAYERS,
+    "linear_add_scale_": 2 * LAYERS,
+    "rms_norm_glu_linear": LAYERS,
+}
 # One decode step.
 STEP = {
     "rms_norm_linear": LAYERS + 1,

@@ -62,6 +62,8 @@ def check(inputs, given=None, grads=None, **options) -> tuple[Tensor, ...]:
     wide, wide_grads = [t.double() for t in inputs], [t.double() for t in grads]
     exact = gradients(eager, wide, wide_grads, **options)
     scales = sizes(*wide[:3], wide[3] if len(wide) > 3 else None, *wide_grads, **options)
+    if inputs[0].dtype == torch.float32:  # the error of lse in float32 is that of all probabilities of a row
+        scales = [4 * scale for scale in scales]
     for name, *results, scale in zip(NAMES, found, rounded, exact, scales, strict=False):
         assert_accurate(*results, torch.maximum(scale, results[2].abs()), f"gradient of {name}")
     return found

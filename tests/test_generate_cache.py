@@ -12,7 +12,7 @@ import llmkernels
 from generating import NEW, generate_step, hf_generate, left_padded, small_model
 from hf_models import FAMILIES, LAYERS, assert_close, count_ops, logits_of, tiny_inputs
 from llmkernels.hf import unpatch
-from llmkernels.hf.step.decode import decoder
+from llmkernels.hf.step.decode import Decoder, decoder
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
@@ -175,7 +175,7 @@ def test_an_exception_leaves_what_transformers_leaves(device, late):
 
 
 @pytest.mark.parametrize("window", [{}, WINDOW])
-def test_a_call_that_fails_at_once_adds_nothing(window):
+def test_a_call_that_fails_at_once_adds_nothing(window, monkeypatch):
     model, ids = small_model(**window), tiny_inputs()
     llmkernels.patch(model)
     cache = DynamicCache(config=model.config)
@@ -185,7 +185,7 @@ def test_a_call_that_fails_at_once_adds_nothing(window):
     def fail(*args, **kwargs):
         raise torch.OutOfMemoryError("at the prefill")
 
-    model._prefill = fail
+    monkeypatch.setattr(Decoder, "run_prompt", fail)
     with pytest.raises(torch.OutOfMemoryError, match="at the prefill"):
         hf_generate(model, ids, past_key_values=cache)
     assert_same_cache(cache, before)

@@ -97,7 +97,7 @@ def test_a_program_runs_then_records_then_replays(books):
     found = [program.run(lambda: runs.append(0) or len(runs), DEVICE) for _ in range(4)]
     assert found == [1, 2, 2, 2]
     assert books.done.count("launch") == 3
-    program.bind("another description", lambda: ("other", "addresses"))
+    program.bind(("another", "description"))
     assert program.graph is None
     assert books.done[-1] == "destroy"
     assert program.run(lambda: "anew", DEVICE) == "anew"
@@ -150,7 +150,7 @@ def test_a_step_that_cannot_be_recorded(books):
 
     assert [program.run(step, DEVICE) for _ in range(3)] == [5] * 3
     assert program.calls == {"a step without a CUDA graph: not now": 2}
-    program.bind("another description", lambda: ("new",))
+    program.bind(("another", "description"))
     assert [program.run(lambda: 6, DEVICE) for _ in range(3)] == [6] * 3
     assert program.graph is not None
 

@@ -81,7 +81,7 @@ class Decode:
         counts = "; ".join(f"{count} {names[way]}" for way, count in self.calls.items())
         forwards = "; ".join(f"{count} {way}" for way, count in self.forwards.items())
         kept = f"{self.graphs} of {self.graph_bytes / 2**20:.0f} MiB" if self.graphs else ""
-        prompts = "; ".join(f"{count} {way}" for way, count in self.prompts.items())
+        prompts = "; ".join(f"{count} {way}" for way, count in self.prompts.items() if way != STEP)
         found = ("calls of generate", counts), ("prompts", prompts), ("forwards", forwards), ("CUDA graphs", kept)
         said = [f"{what}: {text}" for what, text in found if text]
         return f"{self.model} decodes {way}" + (f" ({', '.join(said)})" if said else "")

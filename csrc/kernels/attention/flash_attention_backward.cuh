@@ -135,9 +135,10 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
   const auto grad_y_of = [&](int stage) { return Tiles{columns + (2 + stage) * Size::kColumnElements}; };
   const auto copy = [&](int step) {
     const int stage = step % 2, head = step / tiles, query = (first_tile + step % tiles) * kColumns;
-    q_of(stage).copy(q + head * params.q_head, params.q_token, head_dim, query, kColumns, 0, q_tokens);
-    grad_y_of(stage).copy(grad_y + head * params.grad_y_head, params.grad_y_token, head_dim, query, kColumns, 0,
-                          q_tokens);
+    // Zeros for queries that see none of the keys, since even no probability times an infinite gradient is NaN.
+    q_of(stage).copy(q + head * params.q_head, params.q_token, head_dim, query, kColumns, begin, end);
+    grad_y_of(stage).copy(grad_y + head * params.grad_y_head, params.grad_y_token, head_dim, query, kColumns, begin,
+                          end);
     if (threadIdx.x < kColumns / 2) {  // vectors of lse, then of delta
       const int of_delta = threadIdx.x / (kColumns / 4), vector = threadIdx.x % (kColumns / 4);
       cp_async_16_or_zero(shared_address(statistics + (2 * stage + of_delta) * kColumns + 4 * vector),
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
               float &p = s[r][n][2 * half + i], &of_score = ds[r][n][2 * half + i];
               gradient.apply<capped.value>(p, of_score, lse, delta);
               const int key = first + row_of_warp + r * 16 + half * 8 + g;
-              if (!whole && (key < from || key >= to)) p = 0.f;
+              if (!whole && (key < from || key >= to)) p = of_score = 0.f;
               of_score *= p;
             }
           }
@@ -298,7 +299,7 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kQueryThreads)
             for (int i = 0; i < 2; ++i) {
               float &p = s[r][n][2 * half + i], &of_score = ds[r][n][2 * half + i];
               gradient.apply<capped.value>(p, of_score, lse[r][half], delta[r][half]);
-              if (!whole && (n * 8 + i < from || n * 8 + i >= to)) p = 0.f;
+              if (!whole && (n * 8 + i < from || n * 8 + i >= to)) p = of_score = 0.f;
               of_score *= p;
             }
           }

@@ -21,12 +21,11 @@ from ..cache.fits import check_cache, is_ours, may_become_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..report import STEP, by_forward
-from ..step.decode import Decoder, decoder
+from ..step.decode import MAX_ROWS, Decoder, decoder
 from ..step.program import Program
 from ..step.trunk import check_length
 from .reading import Reading
 
-MAX_ROWS = 64  # tokens of all sequences together
 # Arguments of a forward that the step has, and those that change nothing where it runs.
 _KNOWN = {
     "input_ids",

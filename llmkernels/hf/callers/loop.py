@@ -25,7 +25,6 @@ from ..model.description import Trunk
 from ..report import PREFILL, STEP, by_forward, by_transformers
 from ..step.decode import Decoder, DecodeStep, decoder
 from ..step.program import Program
-from ..step.prompt import check_prompt
 from ..step.trunk import check_batch, check_length
 from . import reading
 from .reading import Reading, Text
@@ -64,14 +63,14 @@ class Call:
         try:
             if config.prefill_chunk_size is not None:
                 raise NoStep("prefill_chunk_size")
-            check_prompt(self.parts, cache, count)
+            last = self.inputs["position_ids"][:, -1].expand(self.batch)
+            logits = state.run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
         except NoStep as reason:
             state.count_prompt(by_forward(reason))
             outputs = self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
             return outputs.logits[:, -1]
         state.count_prompt(STEP)
-        last = self.inputs["position_ids"][:, -1].expand(self.batch)
-        return state.run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
+        return logits
 
     def cache(self, state: Decoder):
         """A context: the KVCache to use. Where the caller's is none, one on loan."""

@@ -35,6 +35,7 @@ from .program import Program, Programs
 from .trunk import pack, trunk
 
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
+MAX_ROWS = 64  # tokens of all sequences together that a step takes
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
 
 
@@ -182,7 +183,16 @@ class Decoder:
         return known
 
     def run_prompt(self, parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None) -> Tensor:
-        """The logits behind a prompt: see prompt.py. Where the host would take longer than the GPU, by a graph."""
+        """The logits (B, V) behind a prompt: see prompt.py. Where the host would take longer than the GPU, by a graph.
+
+        Raises NoStep, and has changed nothing then.
+        """
+        if cache.length and ids.numel() <= MAX_ROWS:
+            cache.begin(last - ids.shape[1], leftpad)
+            with self.lend("logits", ids, ids.shape[1]) as program:
+                logits = self.begin_forward(parts, cache, program, ids.shape[1])(ids.flatten())
+                return logits.view(*ids.shape, -1)[:, -1].clone()
+        prompt.check_prompt(parts, cache, ids.shape[1])
         padded = prompt.padded_length(parts, cache, *ids.shape)
         if padded is None:
             return prompt.run(parts, cache, ids, last, leftpad)

@@ -1,0 +1,141 @@
+"""Prompts of generate, composed of ops as the decode step is: step/prompt.py."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import llmkernels
+from families import family_model
+from generating import NEW, hf_generate, small_model
+from hf_models import assert_close, rounding, tiny_inputs
+from llmkernels.hf import unpatch
+from llmkernels.hf.report import STEP
+from llmkernels.hf.step import prompt
+from llmkernels.hf.step.decode import decoder
+from test_forward import DESCRIBED
+
+
+def masked(device, tokens, seed=0):
+    """Three prompts of different lengths, padded on the left."""
+    ids = tiny_inputs(device, 3, tokens, seed=seed)
+    mask = torch.ones_like(ids)
+    mask[1, : tokens // 2] = mask[2, : tokens - 1] = 0
+    return ids, {"attention_mask": mask, "eos_token_id": None}
+
+
+def prompts(model):
+    return decoder(model).prompts
+
+
+@pytest.fixture
+def padded(monkeypatch):
+    """Prompts run as a GPU runs short ones: with tokens behind them."""
+
+    def length(parts, cache, batch, count):
+        found = -(-count // 4) * 4 + 4
+        has_room = found <= cache.capacity and all(found <= layer.rows for layer in cache.layers)
+        return found if has_room and not cache.length else None
+
+    monkeypatch.setattr(prompt, "padded_length", length)
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_padded_to_a_length_that_has_a_graph(name, padded):
+    """What stands behind a prompt changes nothing, in the same buffers for one prompt after the other."""
+    model = family_model(name)
+    calls = [masked("cpu", tokens, seed=tokens) for tokens in (3, 7, 10, 9, 1)]
+    expected = [hf_generate(model, ids, **options) for ids, options in calls]
+    llmkernels.patch(model)
+    for (ids, options), text in zip(calls, expected, strict=True):
+        assert torch.equal(hf_generate(model, ids, **options), text)
+        assert torch.equal(llmkernels.generate(model, ids, max_new_tokens=NEW, **options), text)
+    assert prompts(model) == {STEP: 10}
+    assert len(decoder(model).programs.idle()) <= 2 * 3 + 2  # by the length; and the steps of two loops
+
+
+@pytest.mark.parametrize("how", ["padded", "as it is"])
+def test_the_cache_behind_a_prompt(how, request):
+    if how == "padded":
+        request.getfixturevalue("padded")
+    model = small_model()
+    ids, options = masked("cpu", 10)
+    options |= {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 2}
+    expected = hf_generate(model, ids, **options)
+    llmkernels.patch(model)
+    cache = llmkernels.KVCache(model, 40)
+    for given in (None, DynamicCache(config=model.config), cache):
+        found = hf_generate(model, ids, past_key_values=given, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+        for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            for row, tokens in enumerate((11, 6, 2)):  # those of padding are of no use
+                assert_close(ours.keys[row, :, -tokens:], theirs.keys[row, :, -tokens:])
+                assert_close(ours.values[row, :, -tokens:], theirs.values[row, :, -tokens:])
+    assert prompts(model) == {STEP: 3}
+    assert cache.cache_seqlens.tolist() == [11] * 3
+
+
+def test_behind_tokens_in_the_cache(monkeypatch):
+    """Many new tokens as a prompt, few as a step of several."""
+    monkeypatch.setattr("llmkernels.hf.step.decode.MAX_ROWS", 8)
+    model, ids = small_model(), tiny_inputs(tokens=24)
+    expected = hf_generate(model, ids)
+    llmkernels.patch(model)
+    for first, few in ((10, False), (21, True)):
+        cache = llmkernels.KVCache(model, 40)
+        model.generate(ids[:, : first + 1], past_key_values=cache, max_new_tokens=1, do_sample=False)
+        cache.crop(first - cache.length)
+        before = decoder(model).programs.idle()
+        assert torch.equal(hf_generate(model, ids, past_key_values=cache), expected)
+        assert any(program.buffers["tokens"].numel() == 6 for program in decoder(model).programs.idle()) == few, before
+    assert prompts(model) == {STEP: 4}
+
+
+def test_what_is_left_to_the_modules(monkeypatch):
+    monkeypatch.setattr(prompt, "_CPU_TOKENS", 12)
+    model, ids = small_model(), tiny_inputs(tokens=13)
+    windowed = family_model("mistral")
+    expected = hf_generate(model, ids), hf_generate(windowed, tiny_inputs(tokens=12))
+    monkeypatch.setattr("llmkernels.hf.cache.buffers.STEP", 1)
+    llmkernels.patch(model)
+    handle = llmkernels.patch(windowed)
+    assert torch.equal(hf_generate(model, ids), expected[0])
+    hf_generate(model, ids[:, :8], prefill_chunk_size=4)
+    assert torch.equal(hf_generate(windowed, tiny_inputs(tokens=12)), expected[1])
+    assert prompts(model) == {
+        "by the model's forward: attention over more than 12 tokens is left to PyTorch": 1,
+        "by the model's forward: prefill_chunk_size": 1,
+    }
+    reason = "by the model's forward: the prompt is longer than what a sliding window keeps"
+    assert prompts(windowed) == {reason: 1}
+    assert f"prompts: 1 {reason}" in str(handle.report())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_graphs_of_prompts(name):
+    """The logits behind prompts and in steps, of graphs for few lengths, against those in float32."""
+    model = family_model(name, "cuda", torch.bfloat16)
+    exact = family_model(name, "cuda", torch.float32)
+    for tokens in (3, 17, 9, 24, 17, 3, 16, 20):
+        ids, options = masked("cuda", tokens, seed=tokens)
+        options |= {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+        llmkernels.patch(model)
+        found = hf_generate(model, ids, **options)
+        text = found.sequences[:, :-1]
+        mask = torch.cat([options["attention_mask"], torch.ones_like(text[:, tokens:])], 1)
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        with torch.no_grad():
+            expected = exact(text, **given).logits[:, tokens - 1 :]
+        assert_close(torch.stack(found.logits, 1).float(), expected, 4 * rounding(torch.bfloat16))
+    assert prompts(model)[STEP] >= 6  # a long one may not fit into a window
+    assert 2 <= len(decoder(model).programs.graphs()) <= 4
+    unpatch(model)
+
+
+@pytest.mark.gpu
+def test_float32_and_large_heads_on_a_gpu():
+    model, ids = small_model(device="cuda"), tiny_inputs("cuda")
+    llmkernels.patch(model)
+    hf_generate(model, ids)
+    assert prompts(model) == {"by the model's forward: attention over prompts is slow in torch.float32": 1}
