@@ -18,8 +18,9 @@ import llmkernels
 from benchmarks import timing
 from benchmarks.cases import OURS
 from benchmarks.run import Run
-from llmkernels.hf.step import graphs
 from llmkernels.hf.step.decode import decoder
+from llmkernels.hf.step.place import Place
+from llmkernels.hf.step.program import Program
 
 LAYERS = (24, 36)  # of Qwen2.5-0.5B and SmolLM3-3B
 SIZES = {
@@ -53,18 +54,19 @@ def prepared(layers: int, device: torch.device) -> Iterator[dict[str, Callable]]
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     model = Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=layers, **SIZES)).to(device, torch.bfloat16).eval()
-    with llmkernels.patch(model), mock.patch.object(graphs.Program, "run", without_the_step):
+    with llmkernels.patch(model), mock.patch.object(Program, "run", without_the_step):
         turn = loop(model)
         turn()
         snapshot = decoder(model)._described.snapshot
         yield {"loop": turn, "guard": lambda: snapshot.holds(model), "memory": snapshot.memory}
 
 
-def without_the_step(program: graphs.Program, function: Callable, device: torch.device):
+def without_the_step(program: Program, function: Callable, device: torch.device, place: Place):
     """In the place of Program.run: where a graph would be replayed, nothing runs."""
-    if program.graph is None:
-        program.graph, program.output = mock.sentinel.graph, function()
-    return program.output
+    recording = program.recording(place)
+    if recording.graph is None:
+        recording.graph, recording.output = mock.sentinel.graph, function()
+    return recording.output
 
 
 def loop(model) -> Callable:

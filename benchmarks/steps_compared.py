@@ -8,13 +8,14 @@ from benchmarks import steps
 from benchmarks.cases import OURS
 from benchmarks.run import Run
 from llmkernels.hf.step.decode import decoder
+from llmkernels.hf.step.program import Program
 
 
 class Bench(steps.Bench):
     def step(self, cache):
         """The decode step, a function from tokens to logits: the caller keeps the cache alive, and this the model."""
         parts, self.memory = decoder(self.model).describe(self.model)
-        return decoder(self.model).begin(parts, cache)
+        return decoder(self.model).begin(parts, cache, Program())
 
     def logits_of_step(self, ids: Tensor) -> Tensor:
         with llmkernels.patch(self.model):

@@ -117,10 +117,10 @@ def test_graphs_of_prompts(name):
     """The logits behind prompts and in steps, of graphs for few lengths, against those in float32."""
     model = family_model(name, "cuda", torch.bfloat16)
     exact = family_model(name, "cuda", torch.float32)
+    llmkernels.patch(model)
     for tokens in (3, 17, 9, 24, 17, 3, 16, 20):
         ids, options = masked("cuda", tokens, seed=tokens)
         options |= {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
-        llmkernels.patch(model)
         found = hf_generate(model, ids, **options)
         text = found.sequences[:, :-1]
         mask = torch.cat([options["attention_mask"], torch.ones_like(text[:, tokens:])], 1)

@@ -97,11 +97,7 @@ cudaError_t query(int device, DeviceInfo& info) {
   if (compute_capability == 90) {
     if (const cudaError_t status = find_wgmma(has_wgmma); status != cudaSuccess) return status;
   }
-  info = {sm_count,
-          compute_capability,
-          has_wgmma,
-          static_cast<size_t>(shared_bytes),
-          static_cast<size_t>(l2_bytes),
+  info = {sm_count, compute_capability, has_wgmma, static_cast<size_t>(shared_bytes), static_cast<size_t>(l2_bytes),
           {}};
   count_clusters(info);
   return cudaSuccess;

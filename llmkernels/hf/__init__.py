@@ -16,11 +16,14 @@ handle, on a deep copy or a loaded pickle.
     modules/     what runs in the place of a module's forward: norms, rotations, MLPs, LoRA, the loss
     classes/     what a class computes, found out by running it, and whether that is all that it does
 
-A folder imports from those below it, never from those above. How a call of a patched model becomes launches:
+A folder imports from those below it, never from those above. model.generate() and our generate() run their prompt by
+step/prompt.py, of the same description, and each token by step/decode.py. How a call of a patched model becomes
+launches:
 
     model(ids, past_key_values=cache)
       callers/forward.py     few tokens behind a cache? --no--> the model's modules (modules/)
-      step/decode.py         the model's Decoder: is there a graph for this cache and as many tokens?
+      step/program.py        buffers and graphs for as many sequences and tokens, which caches of one shape share
+      step/decode.py         the model's Decoder: is there a graph for the shape of this cache (step/place.py)?
         yes                    replay it; meanwhile step/guard.py: is the model what its description was read from?
                                if not, the result is dropped, and the call goes on as without a graph
         no                     the description, if it still holds; else it is made:
@@ -35,7 +38,7 @@ A folder imports from those below it, never from those above. How a call of a pa
           step/packing.py        q|k|v and gate|up become one weight each
         cache/adopted.py       the first time: the layers of the caller's cache become buffers
       step/compose.py        per layer: norm, product, attention, product, add, norm, gated MLP -> logits
-      step/graphs.py         on CUDA these launches are recorded once, and replayed from then on
+      step/graphs.py         on CUDA these launches are recorded once, and replayed from then on, by whichever cache
 
 Importing this package does not import transformers; using `KVCache` does.
 """

@@ -371,11 +371,19 @@ CUDA = [
         "tests/test_attention.py -k cuda",
     ),
     Mutation(
+        "cuda_flash_attention_sm90_looks_ahead",
+        "on Hopper, too",
+        "csrc/kernels/attention/flash_attention_sm90.cuh",
+        "key + kRows <= visible.end(first);",
+        "key + kRows <= visible.end(last);",
+        "tests/test_attention.py -k cuda",
+    ),
+    Mutation(
         "cuda_flash_attention_forgets_to_rescale",
         "the sum of the weights is not scaled down when a larger score comes",
-        "csrc/kernels/attention/flash_attention.cuh",
-        "sum[r][half] = sum[r][half] * correction + total;",
-        "sum[r][half] = sum[r][half] + total;",
+        "csrc/kernels/attention/softmax_rows.cuh",
+        "sum = sum * correction + total;",
+        "sum = sum + total;",
         "tests/test_attention.py -k cuda",
     ),
     Mutation(

@@ -118,9 +118,9 @@ PYTHON = [
     Mutation(
         "py_graph_outlives_the_weights",
         "a graph is used again though the description holds other tensors",
-        "llmkernels/hf/step/decode.py",
-        "used = *leaves(self.parts), *leaves(self._where)",
-        "used = *leaves(self._where)",
+        "llmkernels/hf/step/program.py",
+        "if found != self.addresses:",
+        "if found is None:",
         "tests/test_generate_state.py -k bound_to_its_addresses",
     ),
     Mutation(
