@@ -85,24 +85,24 @@ LLMK_WGMMA(64,
 #undef LLMK_WGMMA
 #undef LLMK_WGMMA_AS
 
-// The same with 128 columns, or d = a b^T where not `add`.
-template <typename T>
-__device__ void wgmma_128(float (&d)[64], uint64_t a, uint64_t b, bool add);
+// The same, or d = a b^T where not `add`.
+template <typename T, int kCount>
+__device__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool add);
 // d += a b for a in registers, as the results of wgmma above are distributed (in each of them two columns), and b of 16
 // rows and 2 kCount columns (wgmma_rows).
 template <typename T, int kCount>
 __device__ void wgmma_rows_of(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b);
 
 #define LLMK_64 LLMK_16(0), LLMK_16(16), LLMK_16(32), LLMK_16(48)
-#define LLMK_WGMMA_128(T, type)                                                               \
-  template <>                                                                                 \
-  __device__ inline void wgmma_128<T>(float(&d)[64], uint64_t a, uint64_t b, bool add) {      \
-    asm volatile(                                                                             \
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %66, 0;\n"                                      \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." #type "." #type " {" LLMK_REGISTERS_64 \
-        "}, %64, %65, add, 1, 1, 0, 0;\n}"                                                    \
-        : LLMK_64                                                                             \
-        : "l"(a), "l"(b), "r"(int{add}));                                                     \
+#define LLMK_WGMMA_OR_SET(T, type, columns, registers, operands, add, ...)                                             \
+  template <>                                                                                                          \
+  __device__ inline void wgmma<T, columns / 2>(float(&d)[columns / 2], uint64_t a, uint64_t b, bool adds) {            \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add                                                           \
+                 ", 0;\n"                                                                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." #type "." #type " {" registers "}, " operands \
+                 ", add, 1, 1, 0, 0;\n}"                                                                               \
+                 : __VA_ARGS__                                                                                         \
+                 : "l"(a), "l"(b), "r"(int{adds}));                                                                    \
   }
 #define LLMK_WGMMA_ROWS(T, type, columns, registers, operands, ...)                                                 \
   template <>                                                                                                       \
@@ -121,8 +121,10 @@ __device__ void wgmma_rows_of(float (&d)[kCount], const uint32_t (&a)[4], uint64
   LLMK_REGISTERS_32                                                                    \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-LLMK_WGMMA_128(__half, f16)
-LLMK_WGMMA_128(__nv_bfloat16, bf16)
+LLMK_WGMMA_OR_SET(__half, f16, 64, LLMK_REGISTERS_32, "%32, %33", "%34", LLMK_16(0), LLMK_16(16))
+LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 64, LLMK_REGISTERS_32, "%32, %33", "%34", LLMK_16(0), LLMK_16(16))
+LLMK_WGMMA_OR_SET(__half, f16, 128, LLMK_REGISTERS_64, "%64, %65", "%66", LLMK_64)
+LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 128, LLMK_REGISTERS_64, "%64, %65", "%66", LLMK_64)
 LLMK_WGMMA_ROWS(__half, f16, 64, LLMK_REGISTERS_32, "{%32, %33, %34, %35}, %36", LLMK_16(0), LLMK_16(16))
 LLMK_WGMMA_ROWS(__nv_bfloat16, bf16, 64, LLMK_REGISTERS_32, "{%32, %33, %34, %35}, %36", LLMK_16(0), LLMK_16(16))
 LLMK_WGMMA_ROWS(__half, f16, 128, LLMK_REGISTERS_64, "{%64, %65, %66, %67}, %68", LLMK_64)
@@ -130,7 +132,7 @@ LLMK_WGMMA_ROWS(__nv_bfloat16, bf16, 128, LLMK_REGISTERS_64, "{%64, %65, %66, %6
 #undef LLMK_REGISTERS_64
 #undef LLMK_REGISTERS_32
 #undef LLMK_WGMMA_ROWS
-#undef LLMK_WGMMA_128
+#undef LLMK_WGMMA_OR_SET
 #undef LLMK_64
 #undef LLMK_16
 #undef LLMK_4

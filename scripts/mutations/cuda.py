@@ -374,8 +374,8 @@ CUDA = [
         "cuda_flash_attention_sm90_looks_ahead",
         "on Hopper, too",
         "csrc/kernels/attention/flash_attention_sm90.cuh",
-        "key + kRows <= visible.end(first);",
-        "key + kRows <= visible.end(last);",
+        "key + kKeys <= visible.end(first);",
+        "key + kKeys <= visible.end(last);",
         "tests/test_attention.py -k cuda",
     ),
     Mutation(

@@ -23,7 +23,7 @@ cudaError_t launch_tiles(const FlashAttentionParams& params, cudaStream_t stream
   return launch(flash::flash_attention_kernel<T, kDim>, shape, stream, params);
 }
 
-// A tensor [batch, tokens, heads, head_dim], of which a box has 128 tokens of one head and 64 columns.
+// A tensor [batch, tokens, heads, head_dim], of which a box has some tokens of one head and 64 columns.
 struct Operand {
   const void* data;
   int64_t tokens, heads, batch_stride, token_stride, head_stride;
@@ -34,14 +34,14 @@ bool can_map(const Operand& x) {
   return fits(x.batch_stride) && fits(x.head_stride) && (x.tokens == 1 || (x.token_stride > 0 && fits(x.token_stride)));
 }
 
-cudaError_t make_map(CUtensorMap& map, const FlashAttentionParams& p, const Operand& x, Dtype dtype) {
+cudaError_t make_map(CUtensorMap& map, const FlashAttentionParams& p, const Operand& x, int rows, Dtype dtype) {
   const auto size = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
   const auto stride = [&](int64_t size, int64_t stride) { return size == 1 || stride == 0 ? p.head_dim : stride; };
   const TensorBox tensor{
       4,
       {p.head_dim, x.tokens, size(x.heads, x.head_stride), size(p.batch, x.batch_stride)},
       {1, stride(x.tokens, x.token_stride), stride(x.heads, x.head_stride), stride(p.batch, x.batch_stride)},
-      {64, flash::Sm90Tile<64>::kRows, 1, 1}};
+      {64, rows, 1, 1}};
   return make_tensor_map(map, x.data, tensor, dtype);
 }
 
@@ -58,7 +58,7 @@ Operands operands(const FlashAttentionParams& p) {
 std::atomic<bool> is_portable{false};  // see llmk_flash_attention_portable
 
 bool has_sm90_kernel(const FlashAttentionParams& p, const DeviceInfo& device) {
-  if (is_portable || !device.has_wgmma || !has_tensor_maps() || p.head_dim > 128 || p.k_tokens == 0) return false;
+  if (is_portable || !device.has_wgmma || !has_tensor_maps() || p.k_tokens == 0) return false;
   const Operands x = operands(p);
   return can_map(x.q) && can_map(x.k) && can_map(x.v);
 }
@@ -68,10 +68,11 @@ cudaError_t launch_sm90(const FlashAttentionParams& params, Dtype dtype, cudaStr
   using Size = flash::Sm90Tile<kDim>;
   const Operands x = operands(params);
   flash::Maps maps;
-  for (const auto& [map, operand] : {std::pair{&maps.q, &x.q}, std::pair{&maps.k, &x.k}, std::pair{&maps.v, &x.v}}) {
-    if (const cudaError_t status = make_map(*map, params, *operand, dtype); status != cudaSuccess) return status;
-  }
-  const int64_t tiles = (params.q_tokens + Size::kRows - 1) / Size::kRows;
+  cudaError_t status = make_map(maps.q, params, x.q, Size::kQueries, dtype);
+  if (status == cudaSuccess) status = make_map(maps.k, params, x.k, Size::kKeys, dtype);
+  if (status == cudaSuccess) status = make_map(maps.v, params, x.v, Size::kKeys, dtype);
+  if (status != cudaSuccess) return status;
+  const int64_t tiles = (params.q_tokens + Size::kQueries - 1) / Size::kQueries;
   const LaunchShape shape{tiles * params.batch * params.heads, dim3(Size::kThreads), Size::kSharedBytes};
   return launch(flash::flash_attention_sm90_kernel<T, kDim>, shape, stream, params, maps);
 }
@@ -81,8 +82,10 @@ cudaError_t launch_fast(const FlashAttentionParams& params, Dtype dtype, cudaStr
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   if (has_sm90_kernel(params, device)) {
-    return params.head_dim <= 64 ? launch_sm90<T, 64>(params, dtype, stream)
-                                 : launch_sm90<T, 128>(params, dtype, stream);
+    if (params.head_dim <= 64) return launch_sm90<T, 64>(params, dtype, stream);
+    if (params.head_dim <= 128) return launch_sm90<T, 128>(params, dtype, stream);
+    if (params.head_dim <= 192) return launch_sm90<T, 192>(params, dtype, stream);
+    return launch_sm90<T, 256>(params, dtype, stream);
   }
   if (params.head_dim <= 64) return launch_tiles<T, 64>(params, stream);
   if (params.head_dim <= 128) return launch_tiles<T, 128>(params, stream);

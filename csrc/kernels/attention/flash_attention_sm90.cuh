@@ -18,16 +18,18 @@
 namespace llmk::kernels::flash {
 
 struct Maps {
-  CUtensorMap q, k, v;  // boxes of 64 columns and 128 rows; one head, or batch, where all are the same memory
+  CUtensorMap q, k,
+      v;  // boxes of 64 columns and as many rows as a tile has; one head, or batch, where all are the same memory
 };
 
 // `kDim`: elements of a head, at least; those behind head_dim are zeros in shared memory.
 template <int kDim>
 struct Sm90Tile {
-  static constexpr int kRows = 128;  // queries of a block, keys of a tile
+  static constexpr int kQueries = 128, kKeys = kDim <= 128 ? 128 : 64;
   static constexpr int kThreads = 128 * 3, kStages = 2, kBoxes = kDim / 64;
-  static constexpr int kBoxBytes = kRows * 128, kBytes = kBoxes * kBoxBytes;  // in shared memory
-  static constexpr size_t kSharedBytes = (1 + 2 * kStages) * kBytes + 1024 + 128;
+  static constexpr int kQueryBoxBytes = kQueries * 128, kKeyBoxBytes = kKeys * 128;  // in shared memory
+  static constexpr int kQueryBytes = kBoxes * kQueryBoxBytes, kKeyBytes = kBoxes * kKeyBoxBytes;
+  static constexpr size_t kSharedBytes = kQueryBytes + 2 * kStages * kKeyBytes + 1024 + 128;
 };
 
 // The barriers of a stage of keys or of values.
@@ -40,10 +42,11 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
     flash_attention_sm90_kernel(const FlashAttentionParams params, const __grid_constant__ Maps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Size = Sm90Tile<kDim>;
-  constexpr int kRows = Size::kRows, kStages = Size::kStages, kBytes = Size::kBytes, kWarps = 8;
+  constexpr int kQueries = Size::kQueries, kKeys = Size::kKeys, kStages = Size::kStages, kWarps = 8;
+  constexpr int kKeyBytes = Size::kKeyBytes;
   extern __shared__ int4 shared[];
-  const uint32_t q_at = (shared_address(shared) + 1023) & ~1023u, k_at = q_at + kBytes, v_at = k_at + kStages * kBytes;
-  const uint32_t q_full = v_at + kStages * kBytes;
+  const uint32_t q_at = (shared_address(shared) + 1023) & ~1023u, k_at = q_at + Size::kQueryBytes;
+  const uint32_t v_at = k_at + kStages * kKeyBytes, q_full = v_at + kStages * kKeyBytes;
   const auto k_stage = [&](int tile) {
     return Stage{q_full + 8 + tile % kStages * 16, q_full + 16 + tile % kStages * 16};
   };
@@ -63,34 +66,40 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
   }
   const int q_tokens = static_cast<int>(params.q_tokens);
   const unsigned of_tile = static_cast<unsigned>(params.batch * params.heads);
-  const int block_first = ((q_tokens + kRows - 1) / kRows - 1 - static_cast<int>(blockIdx.x / of_tile)) * kRows;
+  const int block_first =
+      ((q_tokens + kQueries - 1) / kQueries - 1 - static_cast<int>(blockIdx.x / of_tile)) * kQueries;
   const int b = static_cast<int>(blockIdx.x % of_tile / params.heads),
             h = static_cast<int>(blockIdx.x % of_tile % params.heads);
   __syncthreads();
   pdl_launch_dependents();
   pdl_wait();
   const Visible visible(params, b);
-  const int begin = visible.begin(block_first), end = visible.end(min(block_first + kRows, q_tokens) - 1);
-  const int tiles = begin < end ? (end - begin + kRows - 1) / kRows : 0;
+  const int begin = visible.begin(block_first), end = visible.end(min(block_first + kQueries, q_tokens) - 1);
+  const int tiles = begin < end ? (end - begin + kKeys - 1) / kKeys : 0;
 
   if (threadIdx.x < 128) {  // copies
     fewer_registers<24>();
     if (threadIdx.x >= 32 || !elect() || tiles == 0) return;
     const int kv_head = h / static_cast<int>(params.heads / params.kv_heads);
-    const auto copy = [&](uint32_t to, const CUtensorMap& map, int row, int head, int batch, uint32_t full) {
-      barrier_arrive_expecting(full, kBytes);
+    const auto copy = [&](uint32_t to, int box_bytes, const CUtensorMap& map, int row, int head, int batch,
+                          uint32_t full) {
+      barrier_arrive_expecting(full, Size::kBoxes * box_bytes);
 #pragma unroll
       for (int box = 0; box < Size::kBoxes; ++box) {
-        tensor_load(to + box * Size::kBoxBytes, map, {box * 64, row, head, batch}, full, kEvictNormal);
+        tensor_load(to + box * box_bytes, map, {box * 64, row, head, batch}, full, kEvictNormal);
       }
     };
-    copy(q_at, maps.q, block_first, params.q_head ? h : 0, params.q_batch ? b : 0, q_full);
+    const auto copy_keys = [&](uint32_t to, const CUtensorMap& map, int row, int64_t head, int64_t batch,
+                               uint32_t full) {
+      copy(to, Size::kKeyBoxBytes, map, row, head ? kv_head : 0, batch ? b : 0, full);
+    };
+    copy(q_at, Size::kQueryBoxBytes, maps.q, block_first, params.q_head ? h : 0, params.q_batch ? b : 0, q_full);
     for (int tile = 0; tile < tiles; ++tile) {
-      const int row = begin + tile * kRows, at = tile % kStages * kBytes;
+      const int row = begin + tile * kKeys, at = tile % kStages * kKeyBytes;
       barrier_wait(k_stage(tile).empty, phase(tile) ^ 1);
-      copy(k_at + at, maps.k, row, params.k_head ? kv_head : 0, params.k_batch ? b : 0, k_stage(tile).full);
+      copy_keys(k_at + at, maps.k, row, params.k_head, params.k_batch, k_stage(tile).full);
       barrier_wait(v_stage(tile).empty, phase(tile) ^ 1);
-      copy(v_at + at, maps.v, row, params.v_head ? kv_head : 0, params.v_batch ? b : 0, v_stage(tile).full);
+      copy_keys(v_at + at, maps.v, row, params.v_head, params.v_batch, v_stage(tile).full);
     }
     return;
   }
@@ -100,12 +109,20 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
   const int lane = threadIdx.x % 32, g = lane / 4, pair = 2 * (lane % 4);
   const int first = block_first + group * 64, last = min(first + 64, q_tokens) - 1;
   const ScoreScale scale(params);
-  float s[kRows / 2], y[kDim / 2];
-  uint32_t p[kRows / 16][4];
+  constexpr int kColumns = kDim % 128 == 0 ? 128 : 64;  // of one wgmma
+  float s[kKeys / 2], y[kDim / kColumns][kColumns / 2];
+  uint32_t p[kKeys / 16][4];
   SoftmaxRow rows[2];
+  const auto sum = [&](int d, int i) -> float& {  // of columns 8 d + pair and the next, two rows
+    return y[d / (kColumns / 8)][d % (kColumns / 8) * 4 + i];
+  };
 #pragma unroll
-  for (int i = 0; i < kDim / 2; ++i) y[i] = 0.f;
+  for (int d = 0; d < kDim / 8; ++d) sum(d, 0) = sum(d, 1) = sum(d, 2) = sum(d, 3) = 0.f;
 
+  const auto pin_sums = [&] {
+#pragma unroll
+    for (int c = 0; c < kDim / kColumns; ++c) wgmma_pin(y[c]);
+  };
   const auto release = [&](const Stage& stage) {
     if (lane == 0) barrier_arrive(stage.empty);
   };
@@ -113,39 +130,44 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
     barrier_wait(k_stage(tile).full, phase(tile));
     wgmma_pin(s);
     wgmma_fence();
-    const uint32_t k = k_at + tile % kStages * kBytes;
+    const uint32_t q = q_at + group * 64 * 128, k = k_at + tile % kStages * kKeyBytes;
 #pragma unroll
     for (int d = 0; d < kDim; d += 16) {
-      const uint32_t at = d / 64 * Size::kBoxBytes + d % 64 * 2;
-      wgmma_128<T>(s, wgmma_operand(q_at + group * 64 * 128 + at), wgmma_operand(k + at), d > 0);
+      const uint32_t at_q = q + d / 64 * Size::kQueryBoxBytes + d % 64 * 2;
+      const uint32_t at_k = k + d / 64 * Size::kKeyBoxBytes + d % 64 * 2;
+      wgmma<T>(s, wgmma_operand(at_q), wgmma_operand(at_k), d > 0);
     }
     wgmma_commit();
   };
   const auto begin_values = [&](int tile) {  // y += p v
     barrier_wait(v_stage(tile).full, phase(tile));
-    wgmma_pin(y);
+    pin_sums();
     wgmma_fence();
-    const uint32_t v = v_at + tile % kStages * kBytes;
+    const uint32_t v = v_at + tile % kStages * kKeyBytes;
 #pragma unroll
-    for (int n = 0; n < kRows / 16; ++n) {
-      wgmma_rows_of<T>(y, p[n], wgmma_rows(v + n * 2048, Size::kBoxBytes));
+    for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+      for (int c = 0; c < kDim / kColumns; ++c) {
+        const uint32_t at = v + c * (kColumns / 64) * Size::kKeyBoxBytes + n * 2048;
+        wgmma_rows_of<T>(y[c], p[n], wgmma_rows(at, Size::kKeyBoxBytes));
+      }
     }
     wgmma_commit();
   };
   const auto softmax = [&](int tile, float(&corrections)[2]) {
-    const int key = begin + tile * kRows, column = key + pair;
-    const bool whole = first <= last && key >= visible.begin(last) && key + kRows <= visible.end(first);
+    const int key = begin + tile * kKeys, column = key + pair;
+    const bool whole = first <= last && key >= visible.begin(last) && key + kKeys <= visible.end(first);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query = first + warp * 16 + half * 8 + g;
       const auto score = [&](int n, int i) -> float& { return s[4 * n + 2 * half + i]; };
-      corrections[half] = rows[half].template update<kRows / 8>(scale, whole, visible.begin(query) - column,
+      corrections[half] = rows[half].template update<kKeys / 8>(scale, whole, visible.begin(query) - column,
                                                                 visible.end(query) - column, score);
     }
   };
   const auto pack_scores = [&] {
 #pragma unroll
-    for (int n = 0; n < kRows / 16; ++n) {
+    for (int n = 0; n < kKeys / 16; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[n][i] = pack<T>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
     }
@@ -168,18 +190,18 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       release(k_stage(tile));
       softmax(tile, corrections);
       wgmma_wait<0>();
-      wgmma_pin(y);
+      pin_sums();
       release(v_stage(tile - 1));
 #pragma unroll
       for (int d = 0; d < kDim / 8; ++d) {
-        y[4 * d] *= corrections[0], y[4 * d + 1] *= corrections[0];
-        y[4 * d + 2] *= corrections[1], y[4 * d + 3] *= corrections[1];
+        sum(d, 0) *= corrections[0], sum(d, 1) *= corrections[0];
+        sum(d, 2) *= corrections[1], sum(d, 3) *= corrections[1];
       }
       pack_scores();
     }
     begin_values(tiles - 1);
     wgmma_wait<0>();
-    wgmma_pin(y);
+    pin_sums();
   }
 
   // The result goes through the place of the warpgroup's own queries to whole vectors.
@@ -190,7 +212,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
   char* const memory = reinterpret_cast<char*>(shared) + (q_at - shared_address(shared));
   const auto vector = [&](int row, int chunk) {  // row of the warp
     const int of_block = group * 64 + warp * 16 + row;
-    return reinterpret_cast<T*>(memory + chunk / 8 * Size::kBoxBytes + of_block * 128 + ((chunk ^ row) & 7) * 16);
+    return reinterpret_cast<T*>(memory + chunk / 8 * Size::kQueryBoxBytes + of_block * 128 + ((chunk ^ row) & 7) * 16);
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -200,7 +222,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
 #pragma unroll
     for (int d = 0; d < kDim / 8; ++d) {
       *reinterpret_cast<uint32_t*>(vector(row, d) + pair) =
-          pack<T>(y[4 * d + 2 * half] * scale_of_row, y[4 * d + 2 * half + 1] * scale_of_row);
+          pack<T>(sum(d, 2 * half) * scale_of_row, sum(d, 2 * half + 1) * scale_of_row);
     }
     if (lse && pair == 0 && query < q_tokens) lse[query] = log_sum;
   }

@@ -17,8 +17,8 @@ from .place import Place
 from .program import Program
 
 _HEAD_DIMS = range(8, 257, 8)  # of attention by tensor cores
-# Up to so many tokens of a sequence attention takes no longer than PyTorch's, on two cores; and on an H100 with a
-# head_dim of more than 128. With up to 128 it never does.
+# Up to so many tokens of a sequence attention takes no longer than PyTorch's, on two cores; and with a head_dim of more
+# than 128 on GPUs other than Hopper. In all other cases it never does.
 _CPU_TOKENS, _LARGE_HEAD_TOKENS = 512, 1024
 # A graph is of use as long as a GPU takes less time for the products than the host for the launches.
 _GRAPH_TOKENS = 1024
@@ -36,12 +36,16 @@ def check_prompt(parts: Trunk, cache: Any, tokens: int) -> None:
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
         if device.type == "cuda" and layer.attention.head_dim not in _HEAD_DIMS:
             raise NoStep(f"attention over prompts is slow with head_dim {layer.attention.head_dim}")
-        if device.type == "cuda" and layer.attention.head_dim > 128 and length > _LARGE_HEAD_TOKENS:
+        if length > _LARGE_HEAD_TOKENS and layer.attention.head_dim > 128 and not _is_hopper(device):
             raise NoStep(f"attention over more than {_LARGE_HEAD_TOKENS} tokens is left to PyTorch")
         if buffers.is_sliding and buffers.length + tokens > buffers.end:
             raise NoStep("the prompt is longer than what a sliding window keeps")
     if not cache.is_even or not cache.has_room(tokens):
         raise NoStep("the cache has no room for the prompt")
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def allocate(parts: Trunk, cache: Any, batch: int) -> None:
