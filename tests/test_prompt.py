@@ -9,10 +9,13 @@ from families import family_model
 from generating import NEW, hf_generate, small_model
 from hf_models import assert_close, rounding, tiny_inputs
 from llmkernels.hf import unpatch
+from llmkernels.hf.callers import forward
 from llmkernels.hf.report import STEP
 from llmkernels.hf.step import prompt
 from llmkernels.hf.step.decode import decoder
 from test_forward import DESCRIBED
+
+LONG = "by the model's forward: the prompt is longer than what a sliding window keeps"
 
 
 def masked(device, tokens, seed=0):
@@ -106,9 +109,71 @@ def test_what_is_left_to_the_modules(monkeypatch):
         "by the model's forward: attention over more than 12 tokens is left to PyTorch": 1,
         "by the model's forward: prefill_chunk_size": 1,
     }
-    reason = "by the model's forward: the prompt is longer than what a sliding window keeps"
-    assert prompts(windowed) == {reason: 1}
-    assert f"prompts: 1 {reason}" in str(handle.report())
+    assert prompts(windowed) == {LONG: 1}
+    assert f"prompts: 1 {LONG}" in str(handle.report())
+
+
+@pytest.fixture
+def by_forward(monkeypatch):
+    """Forwards of prompts as on a GPU."""
+    monkeypatch.setattr(forward, "PROMPT_DEVICES", {"cpu", "cuda"})
+
+
+@pytest.mark.parametrize("how", ["padded", "as it is"])
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_forwards_of_prompts(name, how, by_forward, request):
+    """The first one shows which cache the modules make; from then on they are composed, and the loop goes on."""
+    if how == "padded":
+        request.getfixturevalue("padded")
+    model = family_model(name)
+    calls = [(*masked("cpu", tokens, seed=tokens), tokens % 2) for tokens in (3, 6, 7, 5)]
+
+    def run(model):
+        found = []
+        for ids, options, kept in calls:
+            mask = options["attention_mask"]
+            output = model(ids, attention_mask=mask, logits_to_keep=kept)
+            found.append(output.logits * mask[:, -output.logits.shape[1] :, None])  # those of padding are of no use
+            for _ in range(3):
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+                ids = output.logits[:, -1:].argmax(-1)
+                output = model(ids, attention_mask=mask, past_key_values=output.past_key_values)
+                found.append(output.logits)
+        return found
+
+    with torch.no_grad():
+        expected = run(model)
+        llmkernels.patch(model)
+        found = run(model)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs)
+    assert prompts(model)[STEP] == 3 or prompts(model) == {STEP: 2, LONG: 1}
+    assert decoder(model).forwards == {STEP: 12}
+
+
+def test_forwards_that_the_modules_run(by_forward):
+    model, ids = small_model(), tiny_inputs(tokens=8)
+    llmkernels.patch(model)
+    assert torch.is_grad_enabled()
+    model(ids)
+    with torch.no_grad():
+        for _ in range(2):
+            model(ids, use_cache=False)
+            model(ids, labels=ids)
+            model(ids, output_hidden_states=True)
+            model(inputs_embeds=model.model.embed_tokens(ids))
+        assert not prompts(model)
+        model(ids)
+        assert type(model(ids).past_key_values).__mro__[1] is DynamicCache
+        assert prompts(model) == {STEP: 1}
+        holes = torch.ones_like(ids)
+        holes[0, 3] = 0
+        expected = small_model()(ids, attention_mask=holes).logits
+        assert_close(model(ids, attention_mask=holes).logits, expected)
+        hook = model.lm_head.register_forward_hook(lambda *arguments: arguments[2] * 2)
+        assert_close(model(ids).logits, 2 * small_model()(ids).logits)
+        hook.remove()
+    assert len(prompts(model)) == 3 and prompts(model)[STEP] == 1
 
 
 @pytest.mark.gpu

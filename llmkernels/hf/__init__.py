@@ -17,8 +17,8 @@ handle, on a deep copy or a loaded pickle.
     classes/     what a class computes, found out by running it, and whether that is all that it does
 
 A folder imports from those below it, never from those above. model.generate() and our generate() run their prompt by
-step/prompt.py, of the same description, and each token by step/decode.py. How a call of a patched model becomes
-launches:
+step/prompt.py, of the same description, and each token by step/decode.py; forwards of prompts on a GPU do, too. How a
+call of a patched model becomes launches:
 
     model(ids, past_key_values=cache)
       callers/forward.py     few tokens behind a cache? --no--> the model's modules (modules/)

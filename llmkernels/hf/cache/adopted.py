@@ -293,7 +293,8 @@ def _filled(held: Tensor, rows: int) -> Tensor:
     batch, heads, tokens, dim = held.shape
     with torch.inference_mode(False):
         buffer = held.new_zeros(batch, rows, heads, dim)
-    buffer[:, :tokens].copy_(held.transpose(1, 2))
+    if tokens:
+        buffer[:, :tokens].copy_(held.transpose(1, 2))
     return buffer
 
 
@@ -334,14 +335,34 @@ _ADOPTED = {kind.theirs: kind for kind in (AdoptedLayer, AdoptedWindowLayer)}
 _METHODS = {name for kind in (AdoptedCache, AdoptedWindowLayer) for name in dir(kind) if callable(getattr(kind, name))}
 
 
+def new_cache(config: Any, parts: Trunk, batch: int, tokens: int) -> "AdoptedCache":
+    """The DynamicCache that a model makes for a prompt of so many tokens, without them yet. Raises NoStep."""
+    cache = DynamicCache(config=config)
+    check_dynamic(cache, parts, batch, recorded=True)
+    if not cache.layers:
+        raise NoStep("the layers of the cache are not known")
+    if any(tokens > (getattr(layer, "sliding_window", None) or tokens) for layer in cache.layers):
+        raise NoStep("the prompt is longer than what a sliding window keeps")
+    for layer, part in zip(cache.layers, parts.layers, strict=True):
+        attention = part.attention
+        none = parts.weight.new_empty(batch, attention.kv_heads, 0, attention.head_dim)
+        layer.lazy_initialization(none, none)
+        layer.keys = layer.values = none
+    _adopt(cache, 0, room_for(tokens, batch * parts.token_bytes))
+    return cache
+
+
 def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
     """Turn a DynamicCache with tokens into a KVCache that grows, in place: whoever has it has the same object.
 
     Raises NoStep where there is no memory for a layer; it is what it was then.
     """
     tokens = int(cache.get_seq_length())
-    capacity = room_for(tokens, batch * parts.token_bytes)
     _give_back(cache)
+    _adopt(cache, tokens, room_for(tokens, batch * parts.token_bytes))
+
+
+def _adopt(cache: DynamicCache, tokens: int, capacity: int) -> None:
     try:
         for layer in cache.layers:
             _ADOPTED[type(layer)].adopt(layer, tokens, capacity, len(cache.layers))

@@ -3,7 +3,8 @@
 So whoever calls the model gets the step: a loop of one's own, beam search, assisted decoding and prompt lookup, which
 verify several tokens at once, a chat that goes on with a returned cache, a pipeline.
 
-    prompt            the model's modules, into whatever cache the caller has
+    prompt            on a GPU, without a cache given: composed of ops as well (step/prompt.py), into a cache that is
+                      one of ours from the beginning; else the model's modules, into whatever cache the caller has
     next tokens       the first time the cache becomes one of ours, in place (adopted.py); from then on the step
 
 A forward that asks for anything else, or has more than MAX_ROWS tokens, is the modules'. Report.decode counts both.
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from ..cache.fits import check_cache, is_ours, may_become_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
+from ..model.description import Trunk
 from ..report import STEP, by_forward
 from ..step.decode import MAX_ROWS, Decoder, decoder
 from ..step.program import Program
-from ..step.trunk import check_length
+from ..step.trunk import check_batch, check_length
 from .reading import Reading
 
 # Arguments of a forward that the step has, and those that change nothing where it runs.
@@ -48,8 +50,10 @@ def by_step(original: Callable, signature: Any) -> Callable:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         given = signature(self, args, kwargs)
-        cache = given.get(name)
-        if cache is None or not _has_few_tokens(given.get("input_ids")) or _is_empty(cache):
+        cache, ids = given.get(name), given.get("input_ids")
+        if cache is None and _may_be_prompt(ids):
+            return _prompt(self, functools.partial(original, self, *args, **kwargs), given, name)
+        if cache is None or not _has_few_tokens(ids) or _is_empty(cache):
             return original(self, *args, **kwargs)
         state = decoder(self)
         try:
@@ -60,6 +64,91 @@ def by_step(original: Callable, signature: Any) -> Callable:
         return CausalLMOutputWithPast(logits=logits, **{name: cache})
 
     return forward
+
+
+PROMPT_DEVICES = {"cuda"}  # on a CPU the modules take no longer
+_MOST_PRODUCTS = 3e12  # multiplications, from which on a GPU is the limit however a prompt is launched
+
+
+def _may_be_prompt(ids: Any) -> bool:
+    return (
+        isinstance(ids, Tensor)
+        and ids.ndim == 2
+        and ids.numel() > 0
+        and ids.device.type in PROMPT_DEVICES
+        and not torch.is_grad_enabled()
+    )
+
+
+def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: str) -> Any:
+    """The forward of a prompt without a cache, which makes one: composed of ops, or `original()`."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    state = decoder(model)
+    try:
+        _check_call(model, given)
+    except NoStep:
+        return original()
+    if state.makes_dynamic is None:
+        output = original()
+        state.makes_dynamic = _makes_dynamic(model, getattr(output, name, None))
+        return output
+    try:
+        if not state.makes_dynamic:
+            raise NoStep("the modules make a cache of another kind")
+        logits, cache = _composed_prompt(model, state, given)
+    except NoStep as reason:
+        state.count_prompt(by_forward(reason))
+        return original()
+    state.count_prompt(STEP)
+    return CausalLMOutputWithPast(logits=logits, **{name: cache})
+
+
+def _makes_dynamic(model: nn.Module, cache: Any) -> bool:
+    """Whether a cache that the modules have made is a DynamicCache of the model's config."""
+    from transformers import DynamicCache
+
+    def kinds(cache):
+        return [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
+
+    return type(cache) is DynamicCache and kinds(cache) == kinds(DynamicCache(config=model.config))
+
+
+def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any]:
+    """The logits of the tokens to keep, and the cache. Raises NoStep."""
+    from ..cache.adopted import new_cache
+
+    ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
+    if not isinstance(kept, int):
+        raise NoStep("logits_to_keep is no number")
+    parts, _memory = _description(model, state, ids)
+    check_batch(parts, ids)
+    batch, count = ids.shape
+    if ids.numel() * parts.layer_weights > _MOST_PRODUCTS:
+        raise NoStep("the prompt is long, and the modules take no longer")
+    check_length(parts, count)
+    places = Places(given, ids, 0)
+    places.check()
+    last = places.last
+    if not isinstance(last, Tensor):
+        last = torch.full((batch,), last, device=ids.device)
+    cache = new_cache(model.config, parts, batch, count)
+    return state.run_prompt(parts, cache, ids, last, places.leftpad, min(kept or count, count)), cache
+
+
+def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Trunk, list[Any]]:
+    """The description of the model as it is, and what keeps its memory alive. Raises NoStep."""
+    if (reason := state.refusal()) is not None:
+        raise NoStep(reason)
+    try:
+        found = state.describe(model)
+    except NoStep as reason:
+        state.refuse(str(reason))
+        raise
+    state.accept()
+    if ids.device != found[0].weight.device:
+        raise NoStep(f"input_ids on {ids.device}")
+    return found
 
 
 def bound_arguments(forward: Callable) -> Callable:
@@ -122,8 +211,8 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if name not in _KNOWN and name not in ("self", cache_name()) and value is not None and value is not False:
             raise NoStep(name)
-    cache = given[cache_name()]
-    if not may_become_ours(cache):
+    cache = given.get(cache_name())
+    if cache is not None and not may_become_ours(cache):
         raise NoStep(f"the cache given is a {type(cache).__name__}")
     if given.get("use_cache") is False or given.get("return_dict") is False:
         raise NoStep("use_cache=False or return_dict=False")
@@ -168,16 +257,7 @@ def _described(model: nn.Module, state: Decoder, program: Program, ids: Tensor, 
     is_own = is_ours(cache)
     if is_own and not cache.has_room(ahead):
         raise NoStep("the cache is full")
-    if (reason := state.refusal()) is not None:
-        raise NoStep(reason)
-    try:
-        parts, _memory = state.describe(model)
-    except NoStep as reason:
-        state.refuse(str(reason))
-        raise
-    state.accept()
-    if ids.device != parts.weight.device:
-        raise NoStep(f"input_ids on {ids.device}")
+    parts, _memory = _description(model, state, ids)
     check_length(parts, places.past + ahead)
     if is_own:
         check_cache(cache, parts, batch)

@@ -70,7 +70,7 @@ class Call:
             outputs = self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
             return outputs.logits[:, -1]
         state.count_prompt(STEP)
-        return logits
+        return logits[:, -1]
 
     def cache(self, state: Decoder):
         """A context: the KVCache to use. Where the caller's is none, one on loan."""

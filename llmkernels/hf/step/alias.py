@@ -22,9 +22,11 @@ def alias(tensor: Tensor) -> Tensor:
     """A tensor of the same shape at the same address, of a contiguous one on a CPU or a GPU."""
     if tensor.nbytes == 0:
         return torch.empty_like(tensor)
-    with torch.inference_mode(False), torch.device(tensor.device):
+    with torch.inference_mode(False):
         if tensor.is_cuda:
             data = torch.as_tensor(_Memory(tensor), device=tensor.device)
         else:
-            data = torch.frombuffer((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()), dtype=torch.uint8)
+            memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+            with torch.device("cpu"):  # which frombuffer does not take
+                data = torch.frombuffer(memory, dtype=torch.uint8)
         return data.view(tensor.dtype).view(tensor.shape)

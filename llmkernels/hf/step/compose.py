@@ -66,7 +66,7 @@ class Tokens:
 
     `positions` int32 (B, T) are those of their rotation; `block_table` where caches are pages. `tables` has cos and sin
     of each position, by the names that layers have for them. `is_prompt`: there are many, all keys and values of the
-    caches are live, and only the last of each sequence needs logits.
+    caches are live.
     """
 
     batch: int
@@ -88,15 +88,11 @@ class LayerCache(NamedTuple):
 
 
 def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
-    """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten; of a
-    prompt (B, V), those behind the last ones.
+    """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
 
     The new keys and values are written to `caches`, one for each layer.
     """
-    handed = run_layers(trunk, hidden, tokens, caches)
-    if tokens.is_prompt:
-        return head(trunk, hidden.view(tokens.batch, tokens.count, -1)[:, -1])
-    return head(trunk, hidden, handed)
+    return head(trunk, hidden, run_layers(trunk, hidden, tokens, caches))
 
 
 def run_layers(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]):

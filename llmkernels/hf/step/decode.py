@@ -125,7 +125,8 @@ class Decoder:
     def __init__(self):
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self.steps = 0  # that ran, of all calls
-        self.prompts: Counter[str] = Counter()  # how often the prompt of a call took which way
+        self.prompts: Counter[str] = Counter()  # how often a prompt took which way
+        self.makes_dynamic: bool | None = None  # whether the modules make the cache of a prompt as DynamicCache(config)
         self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
         self._lock = threading.Lock()
         self._closed = False
@@ -182,8 +183,11 @@ class Decoder:
             known = self._places[cache] = place_of(cache)
         return known
 
-    def run_prompt(self, parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None) -> Tensor:
-        """The logits (B, V) behind a prompt: see prompt.py. Where the host would take longer than the GPU, by a graph.
+    def run_prompt(
+        self, parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None, kept: int = 1
+    ) -> Tensor:
+        """The logits (B, kept, V) behind a prompt: see prompt.py. Where the host would take longer than the GPU, by a
+        graph.
 
         Raises NoStep, and has changed nothing then.
         """
@@ -191,15 +195,15 @@ class Decoder:
             cache.begin(last - ids.shape[1], leftpad)
             with self.lend("logits", ids, ids.shape[1]) as program:
                 logits = self.begin_forward(parts, cache, program, ids.shape[1])(ids.flatten())
-                return logits.view(*ids.shape, -1)[:, -1].clone()
+                return logits.view(*ids.shape, -1)[:, ids.shape[1] - kept :].clone()
         prompt.check_prompt(parts, cache, ids.shape[1])
         padded = prompt.padded_length(parts, cache, *ids.shape)
         if padded is None:
-            return prompt.run(parts, cache, ids, last, leftpad)
+            return prompt.run(parts, cache, ids, last, leftpad, kept)
         prompt.allocate(parts, cache, len(ids))
         cache.begin(0, leftpad)
         with self.lend("prompt", ids, padded) as program:
-            return prompt.run_padded(parts, cache, ids, last, self._place(cache), program, padded)
+            return prompt.run_padded(parts, cache, ids, last, kept, self._place(cache), program, padded)
 
     def recorded_forward(
         self, cache: Any, program: Program, batch: int, ahead: int

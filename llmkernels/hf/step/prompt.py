@@ -57,8 +57,8 @@ def allocate(parts: Trunk, cache: Any, batch: int) -> None:
             buffers.lazy_initialization(like, like)
 
 
-def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None) -> Tensor:
-    """The logits (B, V) behind the last of the tokens `ids` (B, T), which are appended to the cache.
+def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None, kept: int) -> Tensor:
+    """The logits (B, kept, V) behind the last of the tokens `ids` (B, T), which are appended to the cache.
 
     `last` (B,) are the positions of the last tokens, `leftpad` (B,) where each sequence starts, None for all at 0.
     """
@@ -82,9 +82,16 @@ def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | N
     hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
     compose.embed(parts.embedding, parts.embed_scale, ids.flatten(), hidden)
     tokens = Tokens(batch, count, positions, make_tables(parts, parts.positions[: past + count]), is_prompt=True)
-    logits = compose.forward(parts, hidden, tokens, places)
+    compose.run_layers(parts, hidden, tokens, places)
     cache.advance(count)
-    return logits
+    return _logits(parts, hidden.view(batch, count, -1)[:, count - kept :])
+
+
+def _logits(parts: Trunk, hidden: Tensor) -> Tensor:
+    """The logits (B, T, V) of what the layers have made (B, T, H)."""
+    if hidden.shape[1] == 1:  # rows at a distance
+        return compose.head(parts, hidden[:, 0])[:, None]
+    return compose.head(parts, hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
 def padded_length(parts: Trunk, cache: Any, batch: int, count: int) -> int | None:
@@ -99,7 +106,7 @@ def padded_length(parts: Trunk, cache: Any, batch: int, count: int) -> int | Non
 
 
 def run_padded(
-    parts: Trunk, cache: Any, ids: Tensor, last: Tensor, place: Place, program: Program, padded: int
+    parts: Trunk, cache: Any, ids: Tensor, last: Tensor, kept: int, place: Place, program: Program, padded: int
 ) -> Tensor:
     """The same as `run` for an empty cache at this place, with as many tokens behind the prompt that it has `padded`.
 
@@ -122,4 +129,4 @@ def run_padded(
     where = Tokens(batch, padded, positions, tables, is_prompt=True)
     program.run(lambda: compose.run_layers(parts, hidden, where, places), device, place)
     cache.advance(count)
-    return compose.head(parts, hidden.view(batch, padded, -1)[:, count - 1])
+    return _logits(parts, hidden.view(batch, padded, -1)[:, count - kept : count])
