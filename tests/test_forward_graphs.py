@@ -34,7 +34,8 @@ class Graph:
         self.arguments = step.parts, step._hidden, step._where, step._caches
         self.moved = self.arguments
         self.replays = self.points = 0
-        self.output = self.function()
+        with torch.inference_mode(False), torch.no_grad():  # a replay may come in any mode
+            self.output = self.function().clone()
 
     def function(self):
         return compose.forward(*self.moved)
@@ -139,6 +140,24 @@ def test_a_changed_model_is_noticed(how, recording):
                 for each, cache in zip((model, other), caches, strict=True)
             )
             assert_close(found, expected)
+
+
+def test_frequencies_that_change_after_inference_mode(recording):
+    """The tables of cos and sin, which a graph reads, are overwritten in another mode than they were made in."""
+    model, ids = family_model("qwen2"), tiny_inputs(tokens=20)
+    other = copy.deepcopy(model)
+    llmkernels.patch(model)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            caches = [each(ids[:, :10]).past_key_values for each in (model, other)]
+            for token in range(10, 14):
+                found, expected = (
+                    each(ids[:, token : token + 1], past_key_values=cache).logits
+                    for each, cache in zip((model, other), caches, strict=True)
+                )
+                assert_close(found, expected)
+        for each in (model, other):
+            each.model.rotary_emb.inv_freq.mul_(0.5)
 
 
 def test_a_cache_that_is_reordered_or_selected(recording):

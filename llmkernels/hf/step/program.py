@@ -49,7 +49,11 @@ class Recording:
             for table, values in zip(old, new, strict=True):
                 table.copy_(values)
         else:
-            self.tables, self.graph, self.output = tables, None, None
+            with torch.inference_mode(
+                False
+            ):  # copies, since tensors of inference mode can not be written outside of it
+                self.tables = {name: (cos.clone(), sin.clone()) for name, (cos, sin) in tables.items()}
+            self.graph = self.output = None
         self.model = model
 
     def run(self, function: Callable[[], Any], place: Place, device: torch.device) -> Any:
