@@ -1,7 +1,6 @@
 """What is kept between calls of generate: caches, graphs, several models, threads."""
 
 import gc
-import sys
 import threading
 import weakref
 
@@ -12,6 +11,7 @@ import llmkernels
 from generating import NEW, Stream, generate_step, hf_generate, left_padded, small_model
 from hf_models import tiny_inputs
 from llmkernels.hf import unpatch
+from llmkernels.hf.cache import buffers
 from llmkernels.hf.step.decode import decoder
 from llmkernels.hf.step.program import Recording
 
@@ -77,8 +77,8 @@ def test_growing_and_shrinking(device):
 
 def test_a_cache_that_grows(device, late, monkeypatch):
     """A cache starts small even if max_length is large, and grows; one that was returned grows, too."""
-    monkeypatch.setattr(sys.modules["llmkernels.hf.cache.buffers"], "AHEAD_TOKENS", 4)
-    monkeypatch.setattr(sys.modules["llmkernels.hf.cache.buffers"], "STEP", 4)
+    monkeypatch.setattr(buffers, "AHEAD_TOKENS", 4)
+    monkeypatch.setattr(buffers, "STEP", 4)
     model, ids, mask = small_model(device=device), tiny_inputs(device, 3), left_padded(device)
     expected = hf_generate(model, ids, attention_mask=mask, max_new_tokens=40)
     handle = llmkernels.patch(model)
