@@ -89,6 +89,14 @@ __device__ inline int atomic_add_acq_rel(int* counter, int value) {
   return before;
 }
 
+// The same for a block that goes on meanwhile: what it has read before is read before any block that finds the counter
+// changed, and calls __threadfence() thereafter, writes.
+__device__ inline int atomic_add_release(int* counter, int value) {
+  int before;
+  asm volatile("atom.add.release.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(value) : "memory");
+  return before;
+}
+
 // Programmatic dependent launch (sm_90 and later; nothing before).
 //
 //   pdl_wait()               waits for the end of the previous kernel in the stream. A kernel launched by
