@@ -1,7 +1,11 @@
 """Prompts of generate, composed of ops as the decode step is: step/prompt.py."""
 
+import copy
+import pickle
+
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 import llmkernels
@@ -9,6 +13,7 @@ from families import family_model
 from generating import NEW, hf_generate, small_model
 from hf_models import assert_close, rounding, tiny_inputs
 from llmkernels.hf import unpatch
+from llmkernels.hf.cache.block import Layout
 from llmkernels.hf.callers import forward
 from llmkernels.hf.report import STEP
 from llmkernels.hf.step import prompt
@@ -174,6 +179,148 @@ def test_forwards_that_the_modules_run(by_forward):
         assert_close(model(ids).logits, 2 * small_model()(ids).logits)
         hook.remove()
     assert len(prompts(model)) == 3 and prompts(model)[STEP] == 1
+
+
+@pytest.fixture
+def blocks(by_forward, monkeypatch):
+    """The caches that forwards have made in a block of memory, before they looked at the model."""
+    made = []
+    make = Layout.make
+
+    def noted(layout, block, tokens):
+        made.append(make(layout, block, tokens))
+        return made[-1]
+
+    monkeypatch.setattr(Layout, "make", noted)
+    return made
+
+
+@torch.no_grad()
+def test_launched_before_the_model_is_looked_at(blocks, monkeypatch):
+    model, ids = small_model(), tiny_inputs(tokens=8)
+    llmkernels.patch(model)
+
+    def check(early, **options):
+        del blocks[:]
+        found = model(ids, **options)
+        with monkeypatch.context() as by_modules:
+            by_modules.setattr(forward, "PROMPT_DEVICES", set())
+            expected = model(ids, **options)
+        assert_close(found.logits, expected.logits)
+        assert len(blocks) == early
+        for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            assert_close(ours.keys, theirs.keys)
+            assert_close(ours.values, theirs.values)
+
+    for early in (0, 0, 1, 1):  # by the modules; composed
+        check(early)
+    model.model.layers[0].mlp.up_proj.weight.mul_(0.5)
+    check(1)
+    layer = model.model.layers[1]
+    layer.input_layernorm.weight = nn.Parameter(layer.input_layernorm.weight * 2)
+    check(0)
+    check(1)
+    calls = []
+    hook = layer.register_forward_hook(lambda *arguments: calls.append(1))
+    check(0)
+    assert calls
+    hook.remove()
+    check(0)  # by the modules once more
+    check(0)
+    check(1)
+    mask = torch.ones_like(ids)
+    check(1, attention_mask=mask)
+    mask[0, 2] = 0
+    check(0, attention_mask=mask)
+    check(1, logits_to_keep=3)
+    model.config.other = [1]
+    check(0)
+    check(1)
+    model.config.other.append(2)
+    check(0)
+    with pytest.raises(IndexError):
+        model(-ids - 1)
+
+
+@torch.no_grad()
+def test_a_cache_in_a_block(blocks):
+    """It is a DynamicCache for whoever has it, and steps go on with it."""
+    model, text = small_model(), tiny_inputs(tokens=12)
+    ids, expected = text[:, :8], model(text)
+    llmkernels.patch(model)
+    for _ in range(3):
+        output = model(ids)
+    cache = output.past_key_values
+    assert blocks == [cache]
+    assert type(cache).__mro__[1] is DynamicCache
+    assert len({layer.k.untyped_storage().data_ptr() for layer in cache.layers}) == 1
+    copies = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    assert all(type(other) is DynamicCache for other in copies)
+    for other in (cache, *copies):
+        for tokens in range(8, 12):
+            output = model(text[:, tokens : tokens + 1], past_key_values=other)
+        assert_close(output.logits[:, -1], expected.logits[:, -1])
+    assert decoder(model).forwards == {STEP: 12}
+    counted = cache.counters._version
+    cache.layers[0].k.add_(0)
+    assert cache.counters._version == counted
+    cache.crop(8)
+    ours, theirs = cache.layers[0], expected.past_key_values.layers[0]
+    assert_close(ours.keys, theirs.keys[:, :, :8])
+    assert not ours.k[:, 12:].any()
+
+
+def test_a_cache_of_inference_mode(blocks):
+    """Its buffers can be written outside of it."""
+    model, ids = small_model(), tiny_inputs(tokens=8)
+    llmkernels.patch(model)
+    with torch.inference_mode():
+        for _ in range(3):
+            cache = model(ids).past_key_values
+    assert blocks == [cache]
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == 9
+
+
+@torch.no_grad()
+def test_large_caches_are_made_by_layers(blocks, monkeypatch):
+    monkeypatch.setattr("llmkernels.hf.cache.block.MOST_BYTES", 1000)
+    model, ids = small_model(), tiny_inputs(tokens=8)
+    llmkernels.patch(model)
+    for _ in range(4):
+        model(ids)
+    assert prompts(model) == {STEP: 3}
+    assert not blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DESCRIBED)
+@torch.no_grad()
+def test_graphs_of_forwards_in_blocks(name, blocks):
+    """Prompts of few lengths in turn, then steps, with the caches of all of them alive."""
+    model = family_model(name, "cuda", torch.bfloat16)
+    exact = family_model(name, "cuda", torch.float32)
+    llmkernels.patch(model)
+    chats = []
+    for tokens in (9, 9, 9, 17, 24, 9, 3, 17, 20):
+        ids, options = masked("cuda", tokens, seed=tokens)
+        mask = options["attention_mask"]
+        output = model(ids, attention_mask=mask, logits_to_keep=1)
+        chats.append((ids, mask, output.past_key_values))
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        expected = exact(ids, attention_mask=mask, position_ids=positions).logits[:, -1:]
+        given = model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1).logits
+        assert_close(given.float(), expected, 4 * rounding(torch.bfloat16))
+    assert len(blocks) >= 10
+    for ids, mask, cache in chats:
+        text, longer = torch.cat([ids, ids[:, :1]], 1), torch.cat([mask, mask[:, -1:]], 1)
+        positions = (longer.cumsum(1) - 1).clamp(min=0)
+        step = {"attention_mask": longer, "position_ids": positions[:, -1:], "past_key_values": cache}
+        found = model(text[:, -1:], **step).logits
+        expected = exact(text, attention_mask=longer, position_ids=positions).logits[:, -1:]
+        assert_close(found.float(), expected, 4 * rounding(torch.bfloat16))
+    unpatch(model)
 
 
 @pytest.mark.gpu

@@ -119,13 +119,14 @@ def _replace(layer: DynamicSlidingWindowLayer, keys: Tensor, values: Tensor, tok
 
 def _is_replaced(*instances: Cache | DynamicLayer) -> bool:
     """Whether a method of these was replaced, or `update` of their classes: some caches change what they are given."""
-    return _is_patched() or not all(_METHODS.isdisjoint(vars(instance)) for instance in instances)
+    return is_patched() or not all(_METHODS.isdisjoint(vars(instance)) for instance in instances)
 
 
 _KINDS = Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 
-def _is_patched() -> bool:
+def is_patched() -> bool:
+    """Whether someone has replaced `update` of a class of transformers' caches."""
     try:
         for kind in _KINDS:
             check_origin(kind.update)
@@ -226,7 +227,7 @@ class AdoptedLayer(DynamicLayer, Buffers):
         batch, _, heads, dim = buffer.shape
         return (
             not torch.is_grad_enabled()
-            and not _is_patched()
+            and not is_patched()
             and (states.dtype, states.device) == (buffer.dtype, buffer.device)
             and (*states.shape[:2], *states.shape[3:]) == (batch, heads, dim)
         )

@@ -67,7 +67,6 @@ def by_step(original: Callable, signature: Any) -> Callable:
 
 
 PROMPT_DEVICES = {"cuda"}  # on a CPU the modules take no longer
-_MOST_PRODUCTS = 3e12  # multiplications, from which on a GPU is the limit however a prompt is launched
 
 
 def _may_be_prompt(ids: Any) -> bool:
@@ -96,7 +95,7 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
     try:
         if not state.makes_dynamic:
             raise NoStep("the modules make a cache of another kind")
-        logits, cache = _composed_prompt(model, state, given)
+        logits, cache = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
     except NoStep as reason:
         state.count_prompt(by_forward(reason))
         return original()
@@ -114,9 +113,36 @@ def _makes_dynamic(model: nn.Module, cache: Any) -> bool:
     return type(cache) is DynamicCache and kinds(cache) == kinds(DynamicCache(config=model.config))
 
 
+def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any] | None:
+    """The same, launched first: the host looks at the model, and makes the cache's objects, while the GPU works.
+
+    None where the model and a cache of this size have not been seen before, or the model is not what it was: nothing
+    but new memory has been written then.
+    """
+    ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
+    found = state.known_prompt(ids)
+    if found is None or not isinstance(kept, int):
+        return None
+    known, layout, _memory = found
+    check_batch(known.parts, ids)
+    check_length(known.parts, ids.shape[1])
+    places = Places(given, ids, 0)
+    try:
+        block = layout.allocate()
+    except torch.OutOfMemoryError:
+        return None
+    kept = min(kept or ids.shape[1], ids.shape[1])
+    logits = state.run_prompt(known.parts, block, ids, places.last, places.leftpad, kept, block.place)
+    if not known.snapshot.holds(model) or not layout.holds(model.config):
+        return None
+    places.check()  # waits for the device: last
+    return logits, block.cache(ids.shape[1])
+
+
 def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any]:
     """The logits of the tokens to keep, and the cache. Raises NoStep."""
     from ..cache.adopted import new_cache
+    from ..cache.block import MOST_BYTES, Layout
 
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     if not isinstance(kept, int):
@@ -124,16 +150,14 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
     parts, _memory = _description(model, state, ids)
     check_batch(parts, ids)
     batch, count = ids.shape
-    if ids.numel() * parts.layer_weights > _MOST_PRODUCTS:
-        raise NoStep("the prompt is long, and the modules take no longer")
     check_length(parts, count)
     places = Places(given, ids, 0)
     places.check()
-    last = places.last
-    if not isinstance(last, Tensor):
-        last = torch.full((batch,), last, device=ids.device)
     cache = new_cache(model.config, parts, batch, count)
-    return state.run_prompt(parts, cache, ids, last, places.leftpad, min(kept or count, count)), cache
+    logits = state.run_prompt(parts, cache, ids, places.last, places.leftpad, min(kept or count, count))
+    if (layout := Layout(cache, model.config)).nbytes <= MOST_BYTES:
+        state.note_layout(layout, batch)
+    return logits, cache
 
 
 def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Trunk, list[Any]]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.buffers import room_for
 from ..cache.fits import fits_cache
 from ..errors import NoStep, Refusal
 from ..model.description import Trunk, map_tensors
@@ -36,6 +37,7 @@ from .trunk import pack, trunk
 
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 MAX_ROWS = 64  # tokens of all sequences together that a step takes
+_MAX_LAYOUTS = 32  # of caches that forwards make
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
 
 
@@ -136,6 +138,7 @@ class Decoder:
         self._pause = self._paused = 0  # for how many forwards it is not tried again, and how many of them are over
         self.programs = Programs(self.calls)
         self._places: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # of caches
+        self._layouts: dict[tuple[int, int], tuple[Described, Any]] = {}  # by the sequences and the capacity
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
     def describe(self, model: nn.Module) -> tuple[Trunk, list[Any]]:
@@ -184,10 +187,17 @@ class Decoder:
         return known
 
     def run_prompt(
-        self, parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None, kept: int = 1
+        self,
+        parts: Trunk,
+        cache: Any,
+        ids: Tensor,
+        last: Tensor | int,
+        leftpad: Tensor | None,
+        kept: int = 1,
+        place: Place | None = None,
     ) -> Tensor:
         """The logits (B, kept, V) behind a prompt: see prompt.py. Where the host would take longer than the GPU, by a
-        graph.
+        graph. `place`: that of the cache, if it is known.
 
         Raises NoStep, and has changed nothing then.
         """
@@ -203,7 +213,27 @@ class Decoder:
         prompt.allocate(parts, cache, len(ids))
         cache.begin(0, leftpad)
         with self.lend("prompt", ids, padded) as program:
-            return prompt.run_padded(parts, cache, ids, last, kept, self._place(cache), program, padded)
+            return prompt.run_padded(parts, cache, ids, last, kept, place or self._place(cache), program, padded)
+
+    def note_layout(self, layout: Any, batch: int) -> None:
+        """Note where the tensors of a new cache for so many sequences are in a block of memory (cache/block.py)."""
+        with self._lock:
+            if self._described is not None:
+                self._layouts[batch, layout.capacity] = self._described, layout
+            while len(self._layouts) > _MAX_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+
+    def known_prompt(self, ids: Tensor) -> tuple[Described, Any, list[Any]] | None:
+        """The description and the layout of a cache for a prompt (B, T) that may be launched before the model is looked
+        at: where all that it reads is in its place still, which the list keeps alive."""
+        known, (batch, tokens) = self._described, ids.shape
+        if known is None or self._pause or ids.device != known.parts.weight.device:
+            return None
+        capacity = room_for(tokens, batch * known.parts.token_bytes)
+        described, layout = self._layouts.get((batch, capacity), (None, None))
+        if described is not known or (memory := known.snapshot.memory()) is None:
+            return None
+        return known, layout, memory
 
     def recorded_forward(
         self, cache: Any, program: Program, batch: int, ahead: int
@@ -325,6 +355,7 @@ class Decoder:
         self._closed = True
         self.programs.close()
         self._described = self._refused = None
+        self._layouts.clear()
         self.release()
 
 

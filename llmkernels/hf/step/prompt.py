@@ -20,9 +20,9 @@ _HEAD_DIMS = range(8, 257, 8)  # of attention by tensor cores
 # Up to so many tokens of a sequence attention takes no longer than PyTorch's, on two cores; and with a head_dim of more
 # than 128 on GPUs other than Hopper. In all other cases it never does.
 _CPU_TOKENS, _LARGE_HEAD_TOKENS = 512, 1024
-# A graph is of use as long as a GPU takes less time for the products than the host for the launches.
-_GRAPH_TOKENS = 1024
-_GRAPH_PRODUCTS = 1.2e12  # multiplications
+# A graph is of use as long as a GPU takes less time for a layer than the host for its launches, 0.3 to 0.7 ms.
+_GRAPH_TOKENS = 4096
+_GRAPH_PRODUCTS = 2.5e11  # multiplications of a layer
 
 
 def check_prompt(parts: Trunk, cache: Any, tokens: int) -> None:
@@ -57,10 +57,11 @@ def allocate(parts: Trunk, cache: Any, batch: int) -> None:
             buffers.lazy_initialization(like, like)
 
 
-def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | None, kept: int) -> Tensor:
+def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int) -> Tensor:
     """The logits (B, kept, V) behind the last of the tokens `ids` (B, T), which are appended to the cache.
 
-    `last` (B,) are the positions of the last tokens, `leftpad` (B,) where each sequence starts, None for all at 0.
+    `last` (B,) are the positions of the last tokens, or that of all; `leftpad` (B,) where each sequence starts, None
+    for all at 0.
     """
     batch, count = ids.shape
     allocate(parts, cache, batch)
@@ -70,7 +71,7 @@ def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | N
     cache.count_ahead(count)
     offsets = torch.arange(1 - count, 1, dtype=torch.int32, device=ids.device)
     positions = (cache.counters[0][:, None] + offsets).clamp_(min=0)  # those of padding are negative
-    places = [
+    places = (
         LayerCache(
             buffers.k[:, : past + count - buffers.offset],
             buffers.v[:, : past + count - buffers.offset],
@@ -78,7 +79,7 @@ def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor, leftpad: Tensor | N
             None if leftpad is None else cache.leftpads[row],
         )
         for buffers, row in zip(cache.layers, cache.rows(), strict=True)
-    ]
+    )
     hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
     compose.embed(parts.embedding, parts.embed_scale, ids.flatten(), hidden)
     tokens = Tokens(batch, count, positions, make_tables(parts, parts.positions[: past + count]), is_prompt=True)
@@ -95,18 +96,20 @@ def _logits(parts: Trunk, hidden: Tensor) -> Tensor:
 
 
 def padded_length(parts: Trunk, cache: Any, batch: int, count: int) -> int | None:
-    """For how many tokens a graph runs a prompt of `count`: one of four numbers in an octave. None: without a graph."""
-    step = max(16, (1 << count.bit_length()) // 8)
+    """For how many tokens a graph runs a prompt of `count`: at most an eighth more, or 15. None: without a graph."""
+    step = max(16, (1 << count.bit_length()) // 16)
     padded = -(-count // step) * step
     if parts.weight.device.type != "cuda" or cache.length or batch * padded > _GRAPH_TOKENS:
         return None
-    if batch * padded * parts.layer_weights > _GRAPH_PRODUCTS or padded > len(parts.positions[: cache.capacity]):
+    if batch * padded * parts.layer_weights > _GRAPH_PRODUCTS * len(parts.layers) or padded > len(
+        parts.positions[: cache.capacity]
+    ):
         return None
     return padded if all(padded <= buffers.rows for buffers in cache.layers) else None
 
 
 def run_padded(
-    parts: Trunk, cache: Any, ids: Tensor, last: Tensor, kept: int, place: Place, program: Program, padded: int
+    parts: Trunk, cache: Any, ids: Tensor, last: Tensor | int, kept: int, place: Place, program: Program, padded: int
 ) -> Tensor:
     """The same as `run` for an empty cache at this place, with as many tokens behind the prompt that it has `padded`.
 
@@ -120,13 +123,20 @@ def run_padded(
     positions = program.buffer("positions", (batch, padded), torch.int32, device)
     hidden = program.buffer("hidden", (batch * padded, weight.shape[1]), weight.dtype, device)
     tokens[:, :count].copy_(ids)
+    offsets = torch.arange(1 - count, 1 - count + padded, dtype=torch.int32, device=device)
     most = len(parts.positions[: cache.capacity]) - 1
-    offsets = torch.arange(1 - count, 1 - count + padded, device=device)
-    positions.copy_((last[:, None] + offsets).clamp_(0, most))
+    positions.copy_(((last[:, None] if isinstance(last, Tensor) else last) + offsets).clamp_(0, most))
     compose.embed(parts.embedding, parts.embed_scale, tokens.flatten(), hidden)
     cache.count_ahead(padded)  # where they are written; the next to begin counts again
-    places = [layer._replace(k=layer.k[:, :padded], v=layer.v[:, :padded]) for layer in place.layers]
+
+    def layers() -> list[LayerCache]:
+        return [
+            LayerCache(layer.k[:, :padded], layer.v[:, :padded], cache.counters[1 + row], cache.leftpads[row])
+            for layer, row in zip(cache.layers, cache.rows(), strict=True)
+        ]
+
+    places = [] if program.has_graph(parts, place) else layers()
     where = Tokens(batch, padded, positions, tables, is_prompt=True)
-    program.run(lambda: compose.run_layers(parts, hidden, where, places), device, place)
+    program.run(lambda: compose.run_layers(parts, hidden, where, places or layers()), device, place)
     cache.advance(count)
     return _logits(parts, hidden.view(batch, padded, -1)[:, count - kept : count])

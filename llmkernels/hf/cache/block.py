@@ -1,0 +1,153 @@
+"""A new cache in one block of memory, by the layout of an earlier one.
+
+A DynamicCache is an object for each layer, with two allocations and two launches that set them to 0: the host takes
+longer to make one than a GPU takes for a short prompt. Here the memory comes first, at once, so that the prompt can be
+launched; the objects are made while the GPU works.
+
+Layout      of the tensors of a cache in a block, and what else the cache is
+Block       the memory of one
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..step.place import Place, place_of
+from .adopted import AdoptedCache, is_patched
+
+MOST_BYTES = 256 << 20  # a larger one is made layer by layer, so that a layer that grows frees its memory by itself
+_ALIGNMENT = 256  # bytes, as that of an allocation
+_OF_THE_BLOCK = {"layers", "counters", "leftpads", "_counted", "_position", "_versions"}
+
+
+class _Spec(NamedTuple):
+    """A contiguous tensor in a block."""
+
+    start: int  # in bytes
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Layout:
+    """That of an AdoptedCache for the model with this config."""
+
+    def __init__(self, cache: AdoptedCache, config: Any):
+        self.shape, self.capacity, self.rows = place_of(cache).shape, cache.capacity, cache.rows()
+        self.layers = [(layer.is_sliding, layer.end, layer.rows) for layer in cache.layers]
+        self._config, self._device = _values(config), cache.counters.device
+        self._cache = {name: value for name, value in vars(cache).items() if name not in _OF_THE_BLOCK}
+        self._kinds = [type(layer) for layer in cache.layers]
+        self._states = [{name: x for name, x in vars(layer).items() if name not in "kv"} for layer in cache.layers]
+        self.specs: list[_Spec] = []
+        self.nbytes = 0
+        for x in (cache.counters, cache.leftpads, *(x for layer in cache.layers for x in (layer.k, layer.v))):
+            self.specs.append(_Spec(self.nbytes, x.shape, x.dtype))
+            self.nbytes += -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def holds(self, config: Any) -> bool:
+        """Whether transformers would make such a cache still."""
+        return _values(config) == self._config and not is_patched()
+
+    def allocate(self) -> "Block":
+        """The memory of a new cache. Its rest may be read and must not be NaN: zeros."""
+        with torch.inference_mode(False):
+            return Block(self, torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
+
+    def addresses(self, base: int) -> tuple[int, ...]:
+        """Those of a cache in a block at this address, in the order of place_of()."""
+        counted, buffers = self.specs[:2], self.specs[2:]
+        rows = [x.start + row * x.shape[1] * x.dtype.itemsize for x in counted for row in range(x.shape[0])]
+        return tuple(base + start for start in (*rows, *(x.start for x in buffers)))
+
+    def make(self, block: "Block", tokens: int) -> AdoptedCache:
+        cache = AdoptedCache.__new__(AdoptedCache)
+        layers = [kind.__new__(kind) for kind in self._kinds]
+        buffers = block.tensors(2, None)
+        for layer, state in zip(layers, self._states, strict=True):
+            vars(layer).update(state, k=next(buffers), v=next(buffers), length=tokens)
+        vars(cache).update(self._cache, layers=layers, counters=block.counters, leftpads=block.leftpads)
+        cache._forget_counters()
+        return cache
+
+
+class Block:
+    """The memory of a cache without tokens: what step/prompt.py takes for one."""
+
+    length, is_even = 0, True
+
+    def __init__(self, layout: Layout, memory: Tensor):
+        self._layout, self._memory = layout, memory
+        self.capacity = layout.capacity
+        self.counters, self.leftpads = self.tensors(0, 2)
+        self.place = Place(layout.addresses(memory.data_ptr()), layout.shape)
+
+    def tensors(self, first: int, end: int | None) -> Iterator[Tensor]:
+        """Some of its tensors. Each counts its versions as if it had memory of its own."""
+        device, storage = self._memory.device, self._memory.untyped_storage()
+        with torch.inference_mode(False):
+            found = [
+                torch.empty(0, dtype=dtype, device=device).set_(storage, start // dtype.itemsize, shape)
+                for start, shape, dtype in self._layout.specs[first:end]
+            ]
+        return iter(found)
+
+    @property
+    def layers(self) -> list["_Layer"]:
+        return [_Layer(self, index, *layer) for index, layer in enumerate(self._layout.layers)]
+
+    def rows(self) -> list[int]:
+        return self._layout.rows
+
+    def has_room(self, tokens: int) -> bool:
+        return tokens <= self.capacity
+
+    def make_room(self, tokens: int) -> None:
+        """There is."""
+
+    def begin(self, positions: Tensor | int, cache_leftpad: Tensor | None = None) -> None:
+        if isinstance(positions, Tensor):
+            self.counters[0].copy_(positions)
+        elif positions != 0:
+            self.counters[0].fill_(positions)
+        if cache_leftpad is not None:
+            self.leftpads.copy_(cache_leftpad)
+
+    def count_ahead(self, tokens: int) -> None:
+        self.counters.add_(tokens)
+
+    def advance(self, tokens: int) -> None:
+        """The cache that is made of it counts."""
+
+    def cache(self, tokens: int) -> AdoptedCache:
+        """The cache, with so many tokens."""
+        return self._layout.make(self, tokens)
+
+
+@dataclass
+class _Layer:
+    """A layer in a block: its buffers are tensors when somebody needs them."""
+
+    block: Block
+    index: int
+    is_sliding: bool
+    end: int
+    rows: int
+    length = offset = 0
+    is_initialized = True
+
+    @property
+    def k(self) -> Tensor:
+        return next(self.block.tensors(2 + 2 * self.index, 3 + 2 * self.index))
+
+    @property
+    def v(self) -> Tensor:
+        return next(self.block.tensors(3 + 2 * self.index, 4 + 2 * self.index))
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """What the config of a model says of the text."""
+    text = config.get_text_config(decoder=True)
+    return {name: list(value) if isinstance(value, list) else value for name, value in vars(text).items()}
