@@ -33,14 +33,17 @@ class Case:
         keys = self.keys
         if "m" in keys:
             shape = f"{keys['m']} x {keys['n']}x{keys['k']}"
+        elif self.op == "attention":
+            shape = (
+                f"batch {keys['batch']} {keys['tokens']} tokens {keys['heads']}+{keys['kv_heads']}x{keys['head_dim']}"
+            )
+            shape += "" if keys["causal"] else " all to all"
         elif "kv_tokens" in keys:
             shape = f"batch {keys['batch']} {keys['kv_tokens']} keys {keys['cache']}"
         elif "parameters" in keys:
             shape = f"{keys['parameters']} parameters in {keys['tensors']}"
         elif "vocab" in keys:
             shape = f"{keys['rows']}x{keys['vocab']}" + (f" of {keys['hidden']}" if "hidden" in keys else "")
-        elif self.op == "attention":
-            shape = f"batch {keys['batch']} {keys['tokens']} tokens"
         elif "tokens" in keys:
             shape = f"{keys['tokens']} tokens {keys['heads']}+{keys['kv_heads']} heads" + " in place" * keys["in_place"]
         else:
@@ -87,6 +90,7 @@ class Op:
     differentiable: int  # the first so many of (*inputs, *shared) get gradients
     shared: Callable[[Case, torch.device], tuple[Tensor, ...]] = lambda case, device: ()
     error: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], float] | None = None
+    reference: Callable[[Case], Callable] | None = None  # instead of `eager`, where that depends on the case
 
 
 def plain(function: Callable, **options) -> Provider:

@@ -17,6 +17,7 @@ BEAMS = 4
 # for, whoever is timed, since some are easier to guess than others.
 GUESSES, PIECE, MANY = 10, 32, 28
 ROUNDS, SAMPLES = 4, 3  # of first tokens
+FIRST_TOKENS = 128  # of a short prompt
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -28,6 +29,7 @@ def measure(name: str, run: Run) -> list[dict]:
     rows = bench.rows(bench.ways, [bench.size])
     if name in CALLERS:
         rows += bench.rows(bench.both(bench.beams), [bench.size], "beams", BEAMS) + bench.lookup_rows()
+        rows += [] if run.small else bench.first_token(1, FIRST_TOKENS)
     return rows + bench.first_token(*bench.size)
 
 

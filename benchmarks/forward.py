@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.cases import OURS
-from benchmarks.models import fits_in_float32, float32_copy, head_dim, load
+from benchmarks.models import fits_in_float32, float32_copy, head_dim, load, load_published
 from benchmarks.run import Run
 
 CONTEXT = 512
@@ -24,9 +24,10 @@ Samples = dict[str, list[float]]
 class Bench:
     """One model and its variants: context managers as in variants.py."""
 
-    def __init__(self, run: Run, variants: Mapping[str, Callable]):
+    def __init__(self, run: Run, variants: Mapping[str, Callable], published: str | None = None):
+        """Of the model that the caller names, or of this one of ours."""
         self.run, self.device = run, run.device
-        self.model, self.name = load(run.device, run.model_id)
+        self.model, self.name = load_published(published, run.device) if published else load(run.device, run.model_id)
         self.rounds, self.samples, self.steps = (3, 3, 6) if run.quick else (8, 8, 16)
         self.variants = dict(variants)
         self.facts: dict[str, dict] = {name: {} for name in variants}

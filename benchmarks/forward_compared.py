@@ -1,17 +1,20 @@
 """The forward of a model as it is, patched by llmkernels, and patched by Liger-Kernel."""
 
 from benchmarks.forward import Bench
+from benchmarks.models import QWEN_05B
 from benchmarks.run import Run
 from benchmarks.variants import VARIANTS
 
 LENGTHS = (128, 256, 512, 1024, 2048)
+LONG = 8192  # with the last logits alone
+SMALL_LENGTHS = (128, 2048)  # of the small model
 BATCHES = (1, 8)
 CPU_VARIANTS = ("eager", "llmkernels")
 
 
-def bench(run: Run) -> Bench:
+def bench(run: Run, published: str | None = None) -> Bench:
     asked = run.providers or (VARIANTS if run.on_gpu else CPU_VARIANTS)
-    found = Bench(run, {name: variant for name, variant in VARIANTS.items() if name in asked})
+    found = Bench(run, {name: variant for name, variant in VARIANTS.items() if name in asked}, published)
     found.leave_out_what_fails()
     return found
 
@@ -20,7 +23,12 @@ def measure_prefill(run: Run) -> list[dict]:
     lengths = LENGTHS[:: 2 if run.quick else 1] if run.on_gpu else LENGTHS[: 2 if run.quick else 3]
     compared = bench(run)
     compared.compare_logits()
-    return [row for tokens in lengths for logits in ("last", "all") for row in compared.prefill(tokens, logits)]
+    rows = [row for tokens in lengths for logits in ("last", "all") for row in compared.prefill(tokens, logits)]
+    if run.small or run.model_id:
+        return rows
+    rows += compared.prefill(LONG, "last")
+    small = bench(run, QWEN_05B)
+    return rows + [row for tokens in SMALL_LENGTHS for row in small.prefill(tokens, "last")]
 
 
 def measure_decode(run: Run) -> list[dict]:

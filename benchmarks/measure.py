@@ -83,11 +83,12 @@ def judge(op: Op, provider: Provider, outputs: Tensor | Tensors, expected: Tenso
 @torch.enable_grad()
 def reference(op: Op, case: Case, inputs: Tensors) -> tuple[Tensors, Tensors]:
     """What a provider has to compute, in float32, and (for a backward pass) the gradients it gets."""
+    eager = op.reference(case) if op.reference else op.eager
     wide = [tensor.detach().float() if tensor.is_floating_point() else tensor for tensor in inputs]
     if case.direction != "bwd":
-        return as_tuple(op.eager(*wide)), ()
+        return as_tuple(eager(*wide)), ()
     leaves = [tensor.requires_grad_() for tensor in wide[: op.differentiable]]
-    outputs = as_tuple(op.eager(*wide))
+    outputs = as_tuple(eager(*wide))
     grads = tuple(torch.randn_like(output).to(case.dtype) for output in outputs)
     return torch.autograd.grad(outputs, leaves, [grad.float() for grad in grads]), grads
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.cases import OURS, PROVIDERS
+from benchmarks.models import QWEN
 
 # A log file has no width of its own.
 console = Console(width=None if os.isatty(1) else 170, highlight=False)
@@ -19,8 +20,8 @@ STEPS = ("decode", "beams", "lookup")  # whose time is that of a token
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
     "op", "function", "part", "model", "layers", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed",
-    "m", "n", "k", "batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "in_place", "cache", "context",
-    "logits", "dtype", "pass", "timing",
+    "m", "n", "k", "batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "causal", "in_place", "cache",
+    "context", "logits", "dtype", "pass", "timing",
 )  # fmt: skip
 
 
@@ -47,10 +48,11 @@ def shape(keys: dict) -> str:
         words = [f"{keys['tokens']} tokens, {keys['heads']}+{keys['kv_heads']} heads", "in place" * keys["in_place"]]
     elif "m" in keys:
         words = [f"{keys['n']}x{keys['k']}, {keys['m']} row{'s' * (keys['m'] > 1)}"]
+    elif keys["op"] == "attention":
+        words = [f"batch {keys['batch']}, {keys['tokens']} tokens,", f"{keys['heads']}+{keys['kv_heads']} heads"]
+        words += [f"of {keys['head_dim']}", "" if keys["causal"] else "all to all"]
     elif "kv_tokens" in keys:
         words = [f"batch {keys['batch']}, {keys['kv_tokens']} keys", "paged" * (keys["cache"] == "paged")]
-    elif keys["op"] == "attention":
-        words = [f"batch {keys['batch']}, {keys['tokens']} tokens"]
     elif "parameters" in keys:
         words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']} tensors" * (keys["tensors"] > 1)]
     elif "vocab" in keys:
@@ -62,7 +64,7 @@ def shape(keys: dict) -> str:
     elif "part" in keys:
         words = [f"{keys['part']}, batch {keys['batch']}"]
     elif keys["op"] == "prefill":
-        words = [f"{keys['tokens']} tokens, {keys['logits']} logits"]
+        words = ["" if keys["model"] == QWEN else keys["model"], f"{keys['tokens']} tokens, {keys['logits']} logits"]
     elif keys["op"] == "train_step":
         words = [keys["model"], f"{keys['batch']} x {keys['tokens']} tokens"]
     elif keys["op"] in STEPS:

@@ -7,7 +7,7 @@ from benchmarks.cases import Case, Op, Provider, compiled, plain
 from benchmarks.ops import swiglu
 
 QWEN = {"7b": (18944, 3584), "0.5b": (4864, 896)}  # intermediate, hidden
-TOKENS = {"7b": (1, 16, 64, 256, 2048, 8192), "0.5b": (1, 2048)}
+TOKENS = {"7b": (1, 16, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192), "0.5b": (1, 2048)}
 
 
 def eager(gate_up_weight, down_weight, x):

@@ -14,7 +14,7 @@ QWEN_SHAPES = (
     (152064, 3584),
 )  # gate|up, down, q|k|v, o, head
 FEW_TOKENS = (1, 2, 4, 8, 16, 32, 64)
-NORM_TOKENS = (1, 4, 16, 64, 128, 256, 512, 2048, 8192)
+NORM_TOKENS = (1, 4, 16, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def cublas(weight, x):

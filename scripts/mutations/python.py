@@ -12,6 +12,22 @@ PYTHON = [
         "tests/test_generate_cache.py -k adds_nothing",
     ),
     Mutation(
+        "py_prompts_launched_first_and_nobody_looks",
+        "a prompt that was launched before the model was looked at counts, whatever the model is now",
+        "llmkernels/hf/callers/forward.py",
+        "    if not known.snapshot.holds(model) or not layout.holds(model.config):\n        return None\n",
+        "",
+        "tests/test_prompt.py -k launched_before",
+    ),
+    Mutation(
+        "py_tensors_of_a_block_count_together",
+        "a step that writes keys tells the counters of the cache that someone has written to them",
+        "llmkernels/hf/cache/block.py",
+        "torch.empty(0, dtype=dtype, device=device).set_(storage, start // dtype.itemsize, shape)\n",
+        "self._memory.view(dtype)[start // dtype.itemsize :][: shape.numel()].view(shape)\n",
+        "tests/test_prompt.py -k cache_in_a_block",
+    ),
+    Mutation(
         "py_cache_is_filled_past_its_end",
         "one token more than the capacity is let in",
         "llmkernels/hf/cache/buffers.py",
