@@ -242,9 +242,12 @@ def test_launched_before_the_model_is_looked_at(blocks, monkeypatch):
         model(-ids - 1)
 
 
+@pytest.mark.parametrize("how", ["padded", "as it is"])
 @torch.no_grad()
-def test_a_cache_in_a_block(blocks):
+def test_a_cache_in_a_block(how, blocks, request):
     """It is a DynamicCache for whoever has it, and steps go on with it."""
+    if how == "padded":
+        request.getfixturevalue("padded")
     model, text = small_model(), tiny_inputs(tokens=12)
     ids, expected = text[:, :8], model(text)
     llmkernels.patch(model)
@@ -252,6 +255,7 @@ def test_a_cache_in_a_block(blocks):
         output = model(ids)
     cache = output.past_key_values
     assert blocks == [cache]
+    assert all(cache.layers[0].k[:, :8].any((0, 2, 3)))
     assert type(cache).__mro__[1] is DynamicCache
     assert len({layer.k.untyped_storage().data_ptr() for layer in cache.layers}) == 1
     copies = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))

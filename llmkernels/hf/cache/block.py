@@ -31,12 +31,22 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
 
 
+class _Extent(NamedTuple):
+    """What the buffers of a layer hold."""
+
+    is_sliding: bool
+    end: int
+    rows: int
+
+
 class Layout:
     """That of an AdoptedCache for the model with this config."""
 
+    length = 0
+
     def __init__(self, cache: AdoptedCache, config: Any):
         self.shape, self.capacity, self.rows = place_of(cache).shape, cache.capacity, cache.rows()
-        self.layers = [(layer.is_sliding, layer.end, layer.rows) for layer in cache.layers]
+        self.layers = [_Extent(layer.is_sliding, layer.end, layer.rows) for layer in cache.layers]
         self._config, self._device = _values(config), cache.counters.device
         self._cache = {name: value for name, value in vars(cache).items() if name not in _OF_THE_BLOCK}
         self._kinds = [type(layer) for layer in cache.layers]
@@ -124,6 +134,13 @@ class Block:
     def cache(self, tokens: int) -> AdoptedCache:
         """The cache, with so many tokens."""
         return self._layout.make(self, tokens)
+
+    def move(self) -> "Block":
+        """What is in it, in new memory; it is empty then."""
+        with torch.inference_mode(False):
+            moved = Block(self._layout, self._memory.clone())
+            self._memory.zero_()
+        return moved
 
 
 @dataclass

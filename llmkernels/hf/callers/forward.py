@@ -127,12 +127,11 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
     check_batch(known.parts, ids)
     check_length(known.parts, ids.shape[1])
     places = Places(given, ids, 0)
+    kept = min(kept or ids.shape[1], ids.shape[1])
     try:
-        block = layout.allocate()
+        logits, block = state.launch_prompt(known.parts, layout, ids, places.last, places.leftpad, kept)
     except torch.OutOfMemoryError:
         return None
-    kept = min(kept or ids.shape[1], ids.shape[1])
-    logits = state.run_prompt(known.parts, block, ids, places.last, places.leftpad, kept, block.place)
     if not known.snapshot.holds(model) or not layout.holds(model.config):
         return None
     places.check()  # waits for the device: last

@@ -38,6 +38,8 @@ from .trunk import pack, trunk
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 MAX_ROWS = 64  # tokens of all sequences together that a step takes
 _MAX_LAYOUTS = 32  # of caches that forwards make
+_MAX_BLOCKS = 4  # of memory that graphs of prompts write to,
+_MOST_COPIED_BYTES = 64 << 20  # of at most this size
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
 
 
@@ -139,6 +141,7 @@ class Decoder:
         self.programs = Programs(self.calls)
         self._places: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # of caches
         self._layouts: dict[tuple[int, int], tuple[Described, Any]] = {}  # by the sequences and the capacity
+        self._blocks: list[tuple[Any, int | None, Any]] = []  # layouts, the stream, and memory that graphs write to
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
     def describe(self, model: nn.Module) -> tuple[Trunk, list[Any]]:
@@ -222,6 +225,34 @@ class Decoder:
                 self._layouts[batch, layout.capacity] = self._described, layout
             while len(self._layouts) > _MAX_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]
+
+    def launch_prompt(
+        self, parts: Trunk, layout: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int
+    ) -> tuple[Tensor, Any]:
+        """The logits behind a prompt, as of run_prompt(), and the block of memory with its keys and values.
+
+        A graph writes to memory of its own, which is copied: that takes a GPU less time than the host takes to point
+        the graph at other memory.
+        """
+        if prompt.padded_length(parts, layout, *ids.shape) is None or layout.nbytes > _MOST_COPIED_BYTES:
+            block = layout.allocate()
+            return self.run_prompt(parts, block, ids, last, leftpad, kept, block.place), block
+        with self._lend_block(layout, _stream(ids.device)) as block:
+            logits = self.run_prompt(parts, block, ids, last, leftpad, kept, block.place)
+            return logits, block.move()
+
+    @contextmanager
+    def _lend_block(self, layout: Any, stream: int | None) -> Iterator[Any]:
+        """An empty block for this stream, for the block of code, which leaves it empty."""
+        with self._lock:
+            found = [entry for entry in self._blocks if entry[:2] == (layout, stream)][-1:]
+            self._blocks[:] = [entry for entry in self._blocks if entry not in found]
+        block = found[0][2] if found else layout.allocate()
+        yield block
+        with self._lock:  # where an exception left something in it, it is not kept
+            if not self._closed:
+                self._blocks.append((layout, stream, block))
+                del self._blocks[:-_MAX_BLOCKS]
 
     def known_prompt(self, ids: Tensor) -> tuple[Described, Any, list[Any]] | None:
         """The description and the layout of a cache for a prompt (B, T) that may be launched before the model is looked
@@ -347,6 +378,7 @@ class Decoder:
         self._spare.clear()
         with self._lock:
             self._places.clear()
+            self._blocks.clear()
         self.programs.clear()
         graphs.release_memory()
 
