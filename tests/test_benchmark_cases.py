@@ -33,7 +33,7 @@ def test_cases_have_the_keys_of_the_format():
         "swiglu": rows_cols | {"packed"},
         "geglu": rows_cols | {"packed"},
         "softmax": rows_cols,
-        "attention": {"batch", "tokens", "heads", "kv_heads", "head_dim"},
+        "attention": {"batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "causal"},
         "cross_entropy": {"rows", "vocab"},
         "cross_entropy_gradient": {"rows", "vocab"},
         "linear_cross_entropy": {"rows", "vocab", "hidden"},

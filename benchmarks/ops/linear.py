@@ -1,5 +1,7 @@
 """Linear for few tokens, y = x W^T, and the same behind an RMSNorm: every call has a weight of its own."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -21,10 +23,17 @@ def cublas(weight, x):
     return F.linear(x, weight)
 
 
-def ours():
+def in_step(case):
+    """Whether the op is called as a decode step does. For more rows a step hands the norm over from one linear to the
+    next, so that one alone is not a part of it: there the op is called as anyone does, and may take cuBLAS."""
+    return case.keys["m"] <= 16
+
+
+def ours(case):
     import llmkernels  # noqa: F401, the ops
 
-    return lambda weight, x: torch.ops.llmkernels.linear(x, weight, in_step=True)  # as in a decode step
+    op = partial(torch.ops.llmkernels.linear, in_step=in_step(case))
+    return lambda weight, x: op(x, weight)
 
 
 def norm_eager(weight, x, norm_weight):
@@ -35,11 +44,11 @@ def norm_torch(weight, x, norm_weight):
     return F.linear(rms_norm.fused(x, norm_weight), weight)
 
 
-def norm_ours():
+def norm_ours(case):
     import llmkernels  # noqa: F401, the ops
 
-    op = torch.ops.llmkernels.rms_norm_linear
-    return lambda weight, x, norm_weight: op(x, norm_weight, weight, eps=rms_norm.EPS, in_step=True)
+    op = partial(torch.ops.llmkernels.rms_norm_linear, eps=rms_norm.EPS, in_step=in_step(case))
+    return lambda weight, x, norm_weight: op(x, norm_weight, weight)
 
 
 def case(op, m, n, k, chained=False):
@@ -63,7 +72,7 @@ LINEAR = Op(
     inputs=weight,
     shared=tokens,
     eager=cublas,
-    providers=lambda case: {"cublas": plain(cublas), "llmkernels": Provider(ours)},
+    providers=lambda case: {"cublas": plain(cublas), "llmkernels": Provider(partial(ours, case))},
     differentiable=2,
 )
 
@@ -78,7 +87,7 @@ RMS_NORM_LINEAR = Op(
         "torch": plain(norm_torch),
         "compile": compiled(norm_eager),
         "cublas": plain(lambda weight, x, norm_weight: F.linear(x, weight), approximate=True),
-        "llmkernels": Provider(norm_ours),
+        "llmkernels": Provider(partial(norm_ours, case)),
     },
     differentiable=3,
 )

@@ -22,7 +22,7 @@ PYTHON = [
     Mutation(
         "py_tensors_of_a_block_count_together",
         "a step that writes keys tells the counters of the cache that someone has written to them",
-        "llmkernels/hf/cache/block.py",
+        "llmkernels/hf/step/block.py",
         "torch.empty(0, dtype=dtype, device=device).set_(storage, start // dtype.itemsize, shape)\n",
         "self._memory.view(dtype)[start // dtype.itemsize :][: shape.numel()].view(shape)\n",
         "tests/test_prompt.py -k cache_in_a_block",

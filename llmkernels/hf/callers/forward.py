@@ -141,7 +141,7 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
 def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any]:
     """The logits of the tokens to keep, and the cache. Raises NoStep."""
     from ..cache.adopted import new_cache
-    from ..cache.block import MOST_BYTES, Layout
+    from ..step.block import MOST_BYTES, Layout
 
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     if not isinstance(kept, int):
@@ -155,7 +155,7 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
     cache = new_cache(model.config, parts, batch, count)
     logits = state.run_prompt(parts, cache, ids, places.last, places.leftpad, min(kept or count, count))
     if (layout := Layout(cache, model.config)).nbytes <= MOST_BYTES:
-        state.note_layout(layout, batch)
+        state.layouts.note(parts, batch, layout)
     return logits, cache
 
 

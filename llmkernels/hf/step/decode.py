@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache.buffers import room_for
 from ..cache.fits import fits_cache
 from ..errors import NoStep, Refusal
 from ..model.description import Trunk, map_tensors
@@ -31,15 +30,13 @@ from . import compose, graphs, prompt
 from .alias import alias
 from .compose import Tokens
 from .guard import Snapshot
+from .layouts import MOST_COPIED_BYTES, Layouts
 from .place import Place, place_of
 from .program import Program, Programs
 from .trunk import pack, trunk
 
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 MAX_ROWS = 64  # tokens of all sequences together that a step takes
-_MAX_LAYOUTS = 32  # of caches that forwards make
-_MAX_BLOCKS = 4  # of memory that graphs of prompts write to,
-_MOST_COPIED_BYTES = 64 << 20  # of at most this size
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
 
 
@@ -140,8 +137,7 @@ class Decoder:
         self._pause = self._paused = 0  # for how many forwards it is not tried again, and how many of them are over
         self.programs = Programs(self.calls)
         self._places: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # of caches
-        self._layouts: dict[tuple[int, int], tuple[Described, Any]] = {}  # by the sequences and the capacity
-        self._blocks: list[tuple[Any, int | None, Any]] = []  # layouts, the stream, and memory that graphs write to
+        self.layouts = Layouts()
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
     def describe(self, model: nn.Module) -> tuple[Trunk, list[Any]]:
@@ -218,14 +214,6 @@ class Decoder:
         with self.lend("prompt", ids, padded) as program:
             return prompt.run_padded(parts, cache, ids, last, kept, place or self._place(cache), program, padded)
 
-    def note_layout(self, layout: Any, batch: int) -> None:
-        """Note where the tensors of a new cache for so many sequences are in a block of memory (cache/block.py)."""
-        with self._lock:
-            if self._described is not None:
-                self._layouts[batch, layout.capacity] = self._described, layout
-            while len(self._layouts) > _MAX_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
-
     def launch_prompt(
         self, parts: Trunk, layout: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int
     ) -> tuple[Tensor, Any]:
@@ -234,35 +222,21 @@ class Decoder:
         A graph writes to memory of its own, which is copied: that takes a GPU less time than the host takes to point
         the graph at other memory.
         """
-        if prompt.padded_length(parts, layout, *ids.shape) is None or layout.nbytes > _MOST_COPIED_BYTES:
+        if prompt.padded_length(parts, layout, *ids.shape) is None or layout.nbytes > MOST_COPIED_BYTES:
             block = layout.allocate()
             return self.run_prompt(parts, block, ids, last, leftpad, kept, block.place), block
-        with self._lend_block(layout, _stream(ids.device)) as block:
+        with self.layouts.lend(layout, _stream(ids.device)) as block:
             logits = self.run_prompt(parts, block, ids, last, leftpad, kept, block.place)
             return logits, block.move()
-
-    @contextmanager
-    def _lend_block(self, layout: Any, stream: int | None) -> Iterator[Any]:
-        """An empty block for this stream, for the block of code, which leaves it empty."""
-        with self._lock:
-            found = [entry for entry in self._blocks if entry[:2] == (layout, stream)][-1:]
-            self._blocks[:] = [entry for entry in self._blocks if entry not in found]
-        block = found[0][2] if found else layout.allocate()
-        yield block
-        with self._lock:  # where an exception left something in it, it is not kept
-            if not self._closed:
-                self._blocks.append((layout, stream, block))
-                del self._blocks[:-_MAX_BLOCKS]
 
     def known_prompt(self, ids: Tensor) -> tuple[Described, Any, list[Any]] | None:
         """The description and the layout of a cache for a prompt (B, T) that may be launched before the model is looked
         at: where all that it reads is in its place still, which the list keeps alive."""
-        known, (batch, tokens) = self._described, ids.shape
+        known = self._described
         if known is None or self._pause or ids.device != known.parts.weight.device:
             return None
-        capacity = room_for(tokens, batch * known.parts.token_bytes)
-        described, layout = self._layouts.get((batch, capacity), (None, None))
-        if described is not known or (memory := known.snapshot.memory()) is None:
+        layout = self.layouts.find(known.parts, *ids.shape)
+        if layout is None or (memory := known.snapshot.memory()) is None:
             return None
         return known, layout, memory
 
@@ -378,7 +352,7 @@ class Decoder:
         self._spare.clear()
         with self._lock:
             self._places.clear()
-            self._blocks.clear()
+        self.layouts.release()
         self.programs.clear()
         graphs.release_memory()
 
@@ -387,7 +361,7 @@ class Decoder:
         self._closed = True
         self.programs.close()
         self._described = self._refused = None
-        self._layouts.clear()
+        self.layouts = Layouts()
         self.release()
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..step.place import Place, place_of
-from .adopted import AdoptedCache, is_patched
+from ..cache.adopted import AdoptedCache, is_patched
+from .place import Place, place_of
 
 MOST_BYTES = 256 << 20  # a larger one is made layer by layer, so that a layer that grows frees its memory by itself
 _ALIGNMENT = 256  # bytes, as that of an allocation
