@@ -74,15 +74,15 @@ Tensor forward(const char* op, Operands o, Activation activation) {
   if (o.gate.numel() == 0) return y;
   const Rows gate = as_rows(o.gate);
   const std::optional<Rows> up = o.up ? std::optional(as_rows(*o.up)) : std::nullopt;
-  const BiasActParams params{gate.data(),
-                             up ? up->data() : nullptr,
-                             data(o.gate_bias),
-                             data(o.up_bias),
-                             y.mutable_data_ptr(),
-                             gate.rows,
-                             gate.cols,
-                             gate.stride,
-                             up ? up->stride : 0};
+  const BiasActParams params{.gate = gate.data(),
+                             .up = up ? up->data() : nullptr,
+                             .gate_bias = data(o.gate_bias),
+                             .up_bias = data(o.up_bias),
+                             .y = y.mutable_data_ptr(),
+                             .rows = gate.rows,
+                             .cols = gate.cols,
+                             .gate_stride = gate.stride,
+                             .up_stride = up ? up->stride : 0};
   on_device(op, o.gate,
             LLMK_CUDA_ONLY([&](auto stream) { return kernels::bias_act(params, activation, dtype, stream); }), [&] {
               parallel_for(params.rows, params.cols,
@@ -117,23 +117,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const char* op, const Tensor
   }
   const Rows grad_rows = as_rows(grad_y), gate = as_rows(o.gate);
   const std::optional<Rows> up = o.up ? std::optional(as_rows(*o.up)) : std::nullopt;
-  BiasActBackwardParams params{grad_rows.data(),
-                               gate.data(),
-                               up ? up->data() : nullptr,
-                               data(o.gate_bias),
-                               data(o.up_bias),
-                               grad_gate.mutable_data_ptr(),
-                               up ? of_up(grad_gate, grad_up) : nullptr,
-                               needs_gate_bias ? gate_bias.mutable_data_ptr() : nullptr,
-                               needs_up_bias ? of_up(gate_bias, up_bias) : nullptr,
-                               nullptr,
-                               0,
-                               gate.rows,
-                               gate.cols,
-                               grad_rows.stride,
-                               gate.stride,
-                               up ? up->stride : 0,
-                               out_cols};
+  BiasActBackwardParams params{.grad_y = grad_rows.data(),
+                               .gate = gate.data(),
+                               .up = up ? up->data() : nullptr,
+                               .gate_bias = data(o.gate_bias),
+                               .up_bias = data(o.up_bias),
+                               .grad_gate = grad_gate.mutable_data_ptr(),
+                               .grad_up = up ? of_up(grad_gate, grad_up) : nullptr,
+                               .grad_gate_bias = needs_gate_bias ? gate_bias.mutable_data_ptr() : nullptr,
+                               .grad_up_bias = needs_up_bias ? of_up(gate_bias, up_bias) : nullptr,
+                               .partials = nullptr,
+                               .partial_rows = 0,
+                               .rows = gate.rows,
+                               .cols = gate.cols,
+                               .grad_y_stride = grad_rows.stride,
+                               .gate_stride = gate.stride,
+                               .up_stride = up ? up->stride : 0,
+                               .grad_stride = out_cols};
   std::optional<Tensor> partials;  // kept until the launch; later uses of the memory are ordered after the kernels
   const auto allocate_partials = [&](ScalarType partial_type) {
     const int64_t count = (needs_gate_bias + needs_up_bias) * params.partial_rows * params.cols;

@@ -267,8 +267,11 @@ void cross_entropy_scale_(Tensor grad, const Tensor& grad_loss) {
   check_contiguous_rows(op, grad);
   if (is_meta(grad) || grad.numel() == 0) return;
   const int64_t vocab = grad.size(grad.dim() - 1);
-  const CrossEntropyScaleParams params{grad.mutable_data_ptr(), of_loss.const_data_ptr(), grad.numel() / vocab, vocab,
-                                       is_scalar ? 0 : 1};
+  const CrossEntropyScaleParams params{.grad = grad.mutable_data_ptr(),
+                                       .grad_loss = of_loss.const_data_ptr(),
+                                       .rows = grad.numel() / vocab,
+                                       .vocab = vocab,
+                                       .grad_loss_stride = is_scalar ? 0 : 1};
   on_device(op, grad, LLMK_CUDA_ONLY([&](auto stream) { return kernels::cross_entropy_scale(params, dtype, stream); }),
             [&] {
               parallel_for(params.rows, vocab,

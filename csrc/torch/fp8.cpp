@@ -109,7 +109,8 @@ Quantized quantize(const Options& options, const Tensor& x) {
   if (x.numel() == 0) return out.without_elements();
   const Dtype dtype = to_dtype(options.op, {"x", x});
   const Rows rows = as_rows(x);
-  const Fp8QuantizeParams params{rows.data(), nullptr, rows.stride, 0, out.params};
+  const Fp8QuantizeParams params{
+      .x = rows.data(), .up = nullptr, .x_stride = rows.stride, .up_stride = 0, .out = out.params};
   if (options.per_tensor()) return quantize_tensor(options, x, out, params, dtype);
   on_device(options.op, x, LLMK_CUDA_ONLY([&](auto stream) { return kernels::fp8_quantize(params, dtype, stream); }),
             [&] {
@@ -140,8 +141,17 @@ Quantized rms_norm_fp8_quantize(const Tensor& x, std::optional<Tensor> weight, d
     const Dtype dtype = to_dtype(options.op, {"x", x});
     const Rows rows = as_rows(x);
     const auto contiguous = weight ? std::optional(with_unit_last_stride(*weight)) : std::nullopt;
-    const NormParams params{rows.data(), nullptr,   data(contiguous), nullptr, nullptr, nullptr,
-                            rows.rows,   rows.cols, rows.stride,      0,       norm};
+    const NormParams params{.x = rows.data(),
+                            .residual = nullptr,
+                            .weight = data(contiguous),
+                            .bias = nullptr,
+                            .y = nullptr,
+                            .sum = nullptr,
+                            .rows = rows.rows,
+                            .cols = rows.cols,
+                            .x_stride = rows.stride,
+                            .residual_stride = 0,
+                            .options = norm};
     if (kernels::fp8_quantize_fuses_rms_norm(params, dtype)) {
       Output out(options, x.sizes(), x);
       on_device(

@@ -44,8 +44,13 @@ Tensor forward(const char* op, const Tensor& gate, const Tensor& up, Activation 
   if (gate.numel() == 0) return y;
   const Rows gate_rows = as_rows(gate), up_rows = as_rows(up);
   run(op,
-      GluParams{gate_rows.data(), up_rows.data(), y.mutable_data_ptr(), gate_rows.rows, gate_rows.cols,
-                gate_rows.stride, up_rows.stride},
+      GluParams{.gate = gate_rows.data(),
+                .up = up_rows.data(),
+                .y = y.mutable_data_ptr(),
+                .rows = gate_rows.rows,
+                .cols = gate_rows.cols,
+                .gate_stride = gate_rows.stride,
+                .up_stride = up_rows.stride},
       activation, dtype, gate);
   return y;
 }
@@ -61,9 +66,17 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y, const 
   if (gate.numel() == 0) return {grad_gate, grad_up};
   const Rows grad_rows = as_rows(grad_y), gate_rows = as_rows(gate), up_rows = as_rows(up);
   run(op,
-      GluBackwardParams{grad_rows.data(), gate_rows.data(), up_rows.data(), grad_gate.mutable_data_ptr(),
-                        grad_up.mutable_data_ptr(), gate_rows.rows, gate_rows.cols, grad_rows.stride, gate_rows.stride,
-                        up_rows.stride, gate_rows.cols},
+      GluBackwardParams{.grad_y = grad_rows.data(),
+                        .gate = gate_rows.data(),
+                        .up = up_rows.data(),
+                        .grad_gate = grad_gate.mutable_data_ptr(),
+                        .grad_up = grad_up.mutable_data_ptr(),
+                        .rows = gate_rows.rows,
+                        .cols = gate_rows.cols,
+                        .grad_y_stride = grad_rows.stride,
+                        .gate_stride = gate_rows.stride,
+                        .up_stride = up_rows.stride,
+                        .grad_stride = gate_rows.cols},
       activation, dtype, gate);
   return {grad_gate, grad_up};
 }
@@ -94,8 +107,13 @@ Tensor glu_packed(const char* op, const Tensor& gate_up, Activation activation) 
   const Rows packed = as_rows(gate_up);
   const int64_t cols = packed.cols / 2;
   run(op,
-      GluParams{packed.data(), up_half(packed.data(), cols, gate_up), y.mutable_data_ptr(), packed.rows, cols,
-                packed.stride, packed.stride},
+      GluParams{.gate = packed.data(),
+                .up = up_half(packed.data(), cols, gate_up),
+                .y = y.mutable_data_ptr(),
+                .rows = packed.rows,
+                .cols = cols,
+                .gate_stride = packed.stride,
+                .up_stride = packed.stride},
       activation, dtype, gate_up);
   return y;
 }
@@ -110,10 +128,19 @@ void write_packed_backward(const char* op, const Tensor& grad_y, const Tensor& g
   const int64_t cols = packed.cols / 2;
   void* const grad_gate = grad.mutable_data_ptr();
   run(op,
-      GluBackwardParams{grad_rows.data(), packed.data(), up_half(packed.data(), cols, gate_up), grad_gate,
-                        const_cast<void*>(up_half(grad_gate, cols, gate_up)), packed.rows, cols, grad_rows.stride,
-                        packed.stride, packed.stride, out.stride, y ? y->mutable_data_ptr() : nullptr,
-                        y ? as_rows(*y).stride : 0},
+      GluBackwardParams{.grad_y = grad_rows.data(),
+                        .gate = packed.data(),
+                        .up = up_half(packed.data(), cols, gate_up),
+                        .grad_gate = grad_gate,
+                        .grad_up = const_cast<void*>(up_half(grad_gate, cols, gate_up)),
+                        .rows = packed.rows,
+                        .cols = cols,
+                        .grad_y_stride = grad_rows.stride,
+                        .gate_stride = packed.stride,
+                        .up_stride = packed.stride,
+                        .grad_stride = out.stride,
+                        .y = y ? y->mutable_data_ptr() : nullptr,
+                        .y_stride = y ? as_rows(*y).stride : 0},
       activation, to_dtype(op, {"gate_up", gate_up}), gate_up);
 }
 

@@ -60,9 +60,17 @@ std::pair<Tensor, std::optional<Tensor>> forward(const char* op, NormKind kind, 
 
   const Rows x_rows = as_rows(x);
   const std::optional<Rows> residual_rows = residual ? std::optional(as_rows(*residual)) : std::nullopt;
-  const NormParams params{x_rows.data(),        residual ? residual_rows->data() : nullptr, data(weight), data(bias),
-                          y.mutable_data_ptr(), sum ? sum->mutable_data_ptr() : nullptr,    x_rows.rows,  x_rows.cols,
-                          x_rows.stride,        residual ? residual_rows->stride : 0,       options};
+  const NormParams params{.x = x_rows.data(),
+                          .residual = residual ? residual_rows->data() : nullptr,
+                          .weight = data(weight),
+                          .bias = data(bias),
+                          .y = y.mutable_data_ptr(),
+                          .sum = sum ? sum->mutable_data_ptr() : nullptr,
+                          .rows = x_rows.rows,
+                          .cols = x_rows.cols,
+                          .x_stride = x_rows.stride,
+                          .residual_stride = residual ? residual_rows->stride : 0,
+                          .options = options};
   run(op, kind, params, dtype, x, may_overlap);
   return {y, sum};
 }
@@ -94,8 +102,17 @@ void rms_norm_add_(Tensor residual, const Tensor& x, std::optional<Tensor> given
   const auto weight = check_of_columns(op, "weight", given_weight, x);
   if (x.numel() == 0) return;
   const Rows x_rows = as_rows(x), target = as_rows(residual);
-  NormParams params{x_rows.data(), nullptr,     data(weight),  nullptr, nullptr, nullptr,
-                    x_rows.rows,   x_rows.cols, x_rows.stride, 0,       options};
+  NormParams params{.x = x_rows.data(),
+                    .residual = nullptr,
+                    .weight = data(weight),
+                    .bias = nullptr,
+                    .y = nullptr,
+                    .sum = nullptr,
+                    .rows = x_rows.rows,
+                    .cols = x_rows.cols,
+                    .x_stride = x_rows.stride,
+                    .residual_stride = 0,
+                    .options = options};
   params.target = residual.mutable_data_ptr();
   params.target_stride = target.stride;
   params.alpha = alpha;
@@ -137,21 +154,21 @@ std::tuple<Tensor, Tensor, Tensor> backward(const char* op, NormKind kind, const
 
   const Rows x_rows = as_rows(x), grad_y_rows = as_rows(grad_y);
   const std::optional<Rows> grad_sum_rows = grad_sum ? std::optional(as_rows(*grad_sum)) : std::nullopt;
-  NormBackwardParams params{grad_y_rows.data(),
-                            x_rows.data(),
-                            data(weight),
-                            grad_sum ? grad_sum_rows->data() : nullptr,
-                            grad_x.mutable_data_ptr(),
-                            needs_grad_weight ? grad_weight.mutable_data_ptr() : nullptr,
-                            needs_grad_bias ? grad_bias.mutable_data_ptr() : nullptr,
-                            nullptr,
-                            0,
-                            x_rows.rows,
-                            x_rows.cols,
-                            grad_y_rows.stride,
-                            x_rows.stride,
-                            grad_sum ? grad_sum_rows->stride : 0,
-                            options};
+  NormBackwardParams params{.grad_y = grad_y_rows.data(),
+                            .x = x_rows.data(),
+                            .weight = data(weight),
+                            .grad_sum = grad_sum ? grad_sum_rows->data() : nullptr,
+                            .grad_x = grad_x.mutable_data_ptr(),
+                            .grad_weight = needs_grad_weight ? grad_weight.mutable_data_ptr() : nullptr,
+                            .grad_bias = needs_grad_bias ? grad_bias.mutable_data_ptr() : nullptr,
+                            .partials = nullptr,
+                            .partial_rows = 0,
+                            .rows = x_rows.rows,
+                            .cols = x_rows.cols,
+                            .grad_y_stride = grad_y_rows.stride,
+                            .x_stride = x_rows.stride,
+                            .grad_sum_stride = grad_sum ? grad_sum_rows->stride : 0,
+                            .options = options};
   std::optional<Tensor> partials;  // kept until the launch; later uses of the memory are ordered after the kernels
   const auto allocate_partials = [&](int64_t count, ScalarType type) {
     partials = empty({&count, 1}, type, x);

@@ -187,17 +187,17 @@ void adam_(const List& param_list, const List& grads, const List& exp_avgs, cons
     counter = empty({&one, 1}, ScalarType::Int, first);
     aten::zero_(*counter);
   }
-  const AdamParams params{tensors.data(),
-                          static_cast<int64_t>(tensors.size()),
-                          pointer<float>(lr),
-                          pointer<float>(grad_scale),
-                          pointer<float>(found_inf),
-                          pointer<float>(grad_norm),
-                          counter ? static_cast<int*>(counter->mutable_data_ptr()) : nullptr,
-                          lists.amsgrad(),
-                          rounding_seed.has_value(),
-                          static_cast<uint64_t>(rounding_seed.value_or(0)),
-                          options};
+  const AdamParams params{.tensors = tensors.data(),
+                          .count = static_cast<int64_t>(tensors.size()),
+                          .lr = pointer<float>(lr),
+                          .grad_scale = pointer<float>(grad_scale),
+                          .found_inf = pointer<float>(found_inf),
+                          .grad_norm = pointer<float>(grad_norm),
+                          .counter = counter ? static_cast<int*>(counter->mutable_data_ptr()) : nullptr,
+                          .amsgrad = lists.amsgrad(),
+                          .stochastic = rounding_seed.has_value(),
+                          .seed = static_cast<uint64_t>(rounding_seed.value_or(0)),
+                          .options = options};
   on_device(op, first, LLMK_CUDA_ONLY([&](auto stream) { return kernels::adam(params, stream); }),
             [&] { adam_on_cpu(params); });
 }

@@ -79,19 +79,19 @@ Tensor sample(const Tensor& logits, std::optional<Tensor> temperature, std::opti
   if (count == 0) return tokens;
 
   const Rows rows = as_rows(logits);
-  const SamplingParams params{rows.data(),
-                              temperatures.per_row(),
-                              top_ks.per_row(),
-                              top_ps.per_row(),
-                              min_ps.per_row(),
-                              penalties.per_row(),
-                              seen ? static_cast<uint8_t*>(seen->mutable_data_ptr()) : nullptr,
-                              static_cast<int64_t*>(rng_state.mutable_data_ptr()),
-                              static_cast<int64_t*>(tokens.mutable_data_ptr()),
-                              count,
-                              vocab,
-                              rows.stride,
-                              seen ? seen->stride(0) : 0};
+  const SamplingParams params{.logits = rows.data(),
+                              .temperature = temperatures.per_row(),
+                              .top_k = top_ks.per_row(),
+                              .top_p = top_ps.per_row(),
+                              .min_p = min_ps.per_row(),
+                              .repetition_penalty = penalties.per_row(),
+                              .seen = seen ? static_cast<uint8_t*>(seen->mutable_data_ptr()) : nullptr,
+                              .rng_state = static_cast<int64_t*>(rng_state.mutable_data_ptr()),
+                              .tokens = static_cast<int64_t*>(tokens.mutable_data_ptr()),
+                              .rows = count,
+                              .vocab = vocab,
+                              .logits_stride = rows.stride,
+                              .seen_stride = seen ? seen->stride(0) : 0};
   on_device(op, logits, LLMK_CUDA_ONLY([&](auto stream) { return kernels::sample(params, dtype, stream); }), [&] {
     parallel_for(count, 8 * vocab, [&](int64_t begin, int64_t end) { cpu::sample(params, dtype, begin, end); });
     params.rng_state[1] = (params.rng_state[1] + 1) & sampling::kOffsetMask;

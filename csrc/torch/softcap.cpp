@@ -20,7 +20,13 @@ Tensor scale_softcap(const Tensor& logits, double scale, double softcap) {
   Tensor y = empty_rows(logits);
   if (logits.numel() == 0) return y;
   const Rows rows = as_rows(logits);
-  const SoftcapParams params{rows.data(), y.mutable_data_ptr(), rows.rows, rows.cols, rows.stride, scale, softcap};
+  const SoftcapParams params{.x = rows.data(),
+                             .y = y.mutable_data_ptr(),
+                             .rows = rows.rows,
+                             .cols = rows.cols,
+                             .x_stride = rows.stride,
+                             .scale = scale,
+                             .softcap = softcap};
   on_device(op, logits, LLMK_CUDA_ONLY([&](auto stream) { return kernels::scale_softcap(params, dtype, stream); }),
             [&] {
               parallel_for(params.rows * params.cols, 1,

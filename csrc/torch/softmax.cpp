@@ -75,11 +75,15 @@ Tensor forward(const char* op, const Tensor& x, const std::optional<Tensor>& giv
   if (x.numel() == 0) return y;
 
   const Rows rows = as_rows(x);
-  const SoftmaxParams params{rows.data(), y.mutable_data_ptr(),
-                             rows.rows,   rows.cols,
-                             rows.stride, scale,
-                             log,         causal ? x.size(x.dim() - 2) : 0,
-                             mask};
+  const SoftmaxParams params{.x = rows.data(),
+                             .y = y.mutable_data_ptr(),
+                             .rows = rows.rows,
+                             .cols = rows.cols,
+                             .x_stride = rows.stride,
+                             .scale = scale,
+                             .log = log,
+                             .causal_rows = causal ? x.size(x.dim() - 2) : 0,
+                             .mask = mask};
   on_device(op, x, LLMK_CUDA_ONLY([&](auto stream) { return kernels::softmax(params, dtype, stream); }), [&] {
     parallel_for(params.rows, 4 * params.cols,
                  [&](int64_t begin, int64_t end) { cpu::softmax(params, dtype, begin, end); });
@@ -97,9 +101,15 @@ Tensor backward(const char* op, const Tensor& grad_y, const Tensor& y, double sc
   if (y.numel() == 0) return grad_x;
 
   const Rows grad_y_rows = as_rows(grad_y), y_rows = as_rows(y);
-  const SoftmaxBackwardParams params{grad_y_rows.data(), y_rows.data(), grad_x.mutable_data_ptr(),
-                                     y_rows.rows,        y_rows.cols,   grad_y_rows.stride,
-                                     y_rows.stride,      scale,         log};
+  const SoftmaxBackwardParams params{.grad_y = grad_y_rows.data(),
+                                     .y = y_rows.data(),
+                                     .grad_x = grad_x.mutable_data_ptr(),
+                                     .rows = y_rows.rows,
+                                     .cols = y_rows.cols,
+                                     .grad_y_stride = grad_y_rows.stride,
+                                     .y_stride = y_rows.stride,
+                                     .scale = scale,
+                                     .log = log};
   on_device(op, y, LLMK_CUDA_ONLY([&](auto stream) { return kernels::softmax_backward(params, dtype, stream); }), [&] {
     parallel_for(params.rows, 2 * params.cols,
                  [&](int64_t begin, int64_t end) { cpu::softmax_backward(params, dtype, begin, end); });

@@ -26,10 +26,10 @@ cudaError_t kv_map(CUtensorMap& map, const DecodeAttentionParams& p, const void*
   // The stride of a dimension of size 1 is not used, and may be out of range.
   const auto stride = [&](int64_t size, int64_t given) { return size == 1 ? p.head_dim : given; };
   const KvCache& c = p.cache;
-  const TensorBox tensor{4,
-                         {p.head_dim, c.page_size, p.kv_heads, c.pages},
-                         {1, stride(c.page_size, token), stride(p.kv_heads, head), stride(c.pages, page)},
-                         {kChunkColumns, box, 1, 1}};
+  const TensorBox tensor{.dims = 4,
+                         .sizes = {p.head_dim, c.page_size, p.kv_heads, c.pages},
+                         .strides = {1, stride(c.page_size, token), stride(p.kv_heads, head), stride(c.pages, page)},
+                         .box = {kChunkColumns, box, 1, 1}};
   return make_tensor_map(map, data, tensor, dtype);
 }
 

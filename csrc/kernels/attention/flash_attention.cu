@@ -38,10 +38,10 @@ cudaError_t make_map(CUtensorMap& map, const FlashAttentionParams& p, const Oper
   const auto size = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
   const auto stride = [&](int64_t size, int64_t stride) { return size == 1 || stride == 0 ? p.head_dim : stride; };
   const TensorBox tensor{
-      4,
-      {p.head_dim, x.tokens, size(x.heads, x.head_stride), size(p.batch, x.batch_stride)},
-      {1, stride(x.tokens, x.token_stride), stride(x.heads, x.head_stride), stride(p.batch, x.batch_stride)},
-      {64, rows, 1, 1}};
+      .dims = 4,
+      .sizes = {p.head_dim, x.tokens, size(x.heads, x.head_stride), size(p.batch, x.batch_stride)},
+      .strides = {1, stride(x.tokens, x.token_stride), stride(x.heads, x.head_stride), stride(p.batch, x.batch_stride)},
+      .box = {64, rows, 1, 1}};
   return make_tensor_map(map, x.data, tensor, dtype);
 }
 

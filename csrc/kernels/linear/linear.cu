@@ -135,10 +135,10 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
                        int chunks, Dtype dtype) {
   if (rows == 1) stride = cols;  // the given one is not used, and may be out of range
   const bool whole = cols % kLinearChunk == 0;
-  const TensorBox tensor{3,
-                         {whole ? kLinearChunk : cols, rows, whole ? cols / kLinearChunk : 1},
-                         {1, stride, kLinearChunk},
-                         {kLinearChunk, box_rows, chunks}};
+  const TensorBox tensor{.dims = 3,
+                         .sizes = {whole ? kLinearChunk : cols, rows, whole ? cols / kLinearChunk : 1},
+                         .strides = {1, stride, kLinearChunk},
+                         .box = {kLinearChunk, box_rows, chunks}};
   return make_tensor_map(map, data, tensor, dtype);
 }
 
@@ -152,7 +152,8 @@ bool can_fold_norm(const LinearParams& p, Dtype dtype) {
 bool folds_norm(const LinearParams& p, Dtype dtype) { return can_fold_norm(p, dtype) && p.m <= kLinearMaxMmaTokens; }
 
 LinearPlan plan_of(const LinearParams& p, const DeviceInfo& device) {
-  const LinearShape shape{p.m, p.n, p.k, p.glu.has_value(), p.normalize && p.parts == 0};
+  const LinearShape shape{
+      .m = p.m, .n = p.n, .k = p.k, .glu = p.glu.has_value(), .normalize = p.normalize && p.parts == 0};
   return plan_linear(shape, device.clusters, choose_tuning(shape, device.clusters));
 }
 
@@ -175,32 +176,32 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
     return status;
   }
   const bool glu = p.glu.has_value();
-  const Arguments arguments{p.x,
-                            p.norm_weight,
-                            p.bias,
-                            p.residual ? p.residual : p.y,
-                            p.residual != nullptr,
-                            glu,
-                            is_vector(p, plan),
-                            p.glu.value_or(Activation{}),
-                            static_cast<float>(p.alpha),
-                            static_cast<int>(p.m),
-                            static_cast<int>(p.k),
-                            glu ? p.n / 2 : p.n,
-                            glu ? static_cast<int>(p.n / 2) : plan.box_rows,
-                            p.k % kLinearChunk ? kLinearChunk : 0,
-                            p.k % kLinearChunk ? 0 : 1,
-                            p.y_stride,
-                            p.normalize && p.parts == 0,
-                            p.norm.weight_offset != 0,
-                            p.in_step,
-                            static_cast<float>(p.norm.eps),
-                            p.next_norm_weight,
-                            static_cast<float>(p.next_offset),
-                            p.scaled,
-                            static_cast<float*>(p.squares),
-                            p.parts,
-                            plan};
+  const Arguments arguments{.x = p.x,
+                            .norm_weight = p.norm_weight,
+                            .bias = p.bias,
+                            .y = p.residual ? p.residual : p.y,
+                            .add_residual = p.residual != nullptr,
+                            .glu = glu,
+                            .vector = is_vector(p, plan),
+                            .activation = p.glu.value_or(Activation{}),
+                            .alpha = static_cast<float>(p.alpha),
+                            .m = static_cast<int>(p.m),
+                            .k = static_cast<int>(p.k),
+                            .out = glu ? p.n / 2 : p.n,
+                            .box_step = glu ? static_cast<int>(p.n / 2) : plan.box_rows,
+                            .column_step = p.k % kLinearChunk ? kLinearChunk : 0,
+                            .depth_step = p.k % kLinearChunk ? 0 : 1,
+                            .y_stride = p.y_stride,
+                            .fold_norm = p.normalize && p.parts == 0,
+                            .norm_offset = p.norm.weight_offset != 0,
+                            .prefetch_weights = p.in_step,
+                            .eps = static_cast<float>(p.norm.eps),
+                            .next_norm_weight = p.next_norm_weight,
+                            .next_offset = static_cast<float>(p.next_offset),
+                            .scaled = p.scaled,
+                            .squares = static_cast<float*>(p.squares),
+                            .parts = p.parts,
+                            .plan = plan};
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const int64_t clusters = std::min(plan.output_tiles, device.clusters[plan.cluster]);
@@ -285,7 +286,17 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   LinearParams p = params;
   if (p.normalize && p.parts == 0 && !folds_norm(p, dtype)) {
-    const NormParams norm{p.x, nullptr, p.norm_weight, nullptr, p.workspace, nullptr, p.m, p.k, p.x_stride, 0, p.norm};
+    const NormParams norm{.x = p.x,
+                          .residual = nullptr,
+                          .weight = p.norm_weight,
+                          .bias = nullptr,
+                          .y = p.workspace,
+                          .sum = nullptr,
+                          .rows = p.m,
+                          .cols = p.k,
+                          .x_stride = p.x_stride,
+                          .residual_stride = 0,
+                          .options = p.norm};
     if (const cudaError_t status = rms_norm(norm, dtype, stream); status != cudaSuccess) return status;
     p.x = p.workspace;
     p.x_stride = p.k;

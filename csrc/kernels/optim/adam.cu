@@ -257,15 +257,15 @@ cudaError_t adam(const AdamParams& params, cudaStream_t stream) {
     table.kind[i] = static_cast<uint8_t>(kind_of(tensor));
   };
   const auto run_table = [&](const auto& table, int64_t first, int64_t end, int64_t blocks) {
-    const AdamLaunch launch_params{AdamConstants<float>(params.options),
-                                   params.lr,
-                                   params.grad_scale,
-                                   params.found_inf,
-                                   params.grad_norm,
-                                   params.seed,
-                                   params.counter,
-                                   chunk,
-                                   static_cast<int>(end - first)};
+    const AdamLaunch launch_params{.constants = AdamConstants<float>(params.options),
+                                   .lr = params.lr,
+                                   .grad_scale = params.grad_scale,
+                                   .found_inf = params.found_inf,
+                                   .grad_norm = params.grad_norm,
+                                   .seed = params.seed,
+                                   .counter = params.counter,
+                                   .chunk = chunk,
+                                   .count = static_cast<int>(end - first)};
     // Without any element there are steps to count.
     return run(table, launch_params, std::max<int64_t>(blocks, 1), amsgrad, params.stochastic, stream);
   };
