@@ -74,6 +74,15 @@ __device__ inline void tensor_load(uint32_t shared, const CUtensorMap& map, int 
       "l"(&map), "r"(column), "r"(row), "r"(depth), "r"(barrier), "l"(policy)
       : "memory");
 }
+// The same to all blocks of the cluster whose bits are in `blocks`: to the same place in each, and to its barrier.
+__device__ inline void tensor_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row, int depth,
+                                             uint32_t barrier, uint16_t blocks, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_"
+      "hint [%0], [%1, {%2, %3, %4}], [%5], %6, %7;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(depth), "r"(barrier), "h"(blocks), "l"(policy)
+      : "memory");
+}
 // The same of a four-dimensional tensor.
 __device__ inline void tensor_load(uint32_t shared, const CUtensorMap& map, const int (&at)[4], uint32_t barrier,
                                    uint64_t policy) {

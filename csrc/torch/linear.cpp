@@ -1,7 +1,9 @@
 // linear, glu_linear, both behind an RMSNorm, and linear_add_: a kernel for few tokens on a recent GPU, else the
-// library's other ops and PyTorch's linear (cuBLAS, MKL).
+// library's other ops and PyTorch's linear (cuBLAS, MKL), or the kernel for many tokens where that is the route
+// (gemm.h).
 #include "backend.h"
 #if LLMK_CUDA
+#include "kernels/gemm/gemm.h"
 #include "kernels/linear/linear.h"
 #endif
 #include "matrix.h"
@@ -74,12 +76,10 @@ std::optional<Scaled> check_handoff(const Tensor& x, const Linear& f, const std:
 }
 
 #if LLMK_CUDA
-// The kernel's parameters, except for x and the result. Nothing if there is no kernel for so many rows or such weights.
-std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
+// The kernels' parameters, except for x and the result. Nothing if there is no kernel for such weights.
+std::optional<LinearParams> describe_any(const Linear& f, int64_t rows) {
   const auto unit = [](const std::optional<Tensor>& t) { return !t || has_unit_last_stride(*t); };
-  if (rows > kernels::kLinearMaxTokens || !unit(f.weight) || !unit(f.bias) || (f.norm && !unit(f.norm->weight))) {
-    return std::nullopt;
-  }
+  if (!unit(f.weight) || !unit(f.bias) || (f.norm && !unit(f.norm->weight))) return std::nullopt;
   LinearParams params{};
   if (f.norm) {
     params.normalize = true;
@@ -97,6 +97,11 @@ std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
   return params;
 }
 
+// Those of the kernel for few tokens.
+std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
+  return rows > kernels::kLinearMaxTokens ? std::nullopt : describe_any(f, rows);
+}
+
 // Allocates the tensors of the norm hand-off to `next` (params/linear.h), if `next` takes it.
 std::optional<Scaled> prepare_handoff(LinearParams& params, Dtype dtype, const Linear& next, const Tensor& like) {
   const std::optional<LinearParams> described = describe(next, params.m);
@@ -109,6 +114,30 @@ std::optional<Scaled> prepare_handoff(LinearParams& params, Dtype dtype, const L
   params.scaled = result.x.mutable_data_ptr();
   params.squares = result.squares.mutable_data_ptr();
   return result;
+}
+
+// Runs the kernel for many tokens, without a norm, if it is the route. `set` sets the parameters of the result.
+template <typename Set>
+bool run_gemm(const Tensor& x, const Linear& f, const Set& set) {
+  const int64_t k = f.weight.size(1);
+  if (!x.is_cuda() || k == 0 || x.numel() == 0 || f.weight.numel() == 0 || (f.glu && f.bias)) return false;
+  std::optional<LinearParams> params =
+      describe_any({f.op, f.weight, f.bias, std::nullopt, f.glu, false}, x.numel() / k);
+  if (!params || params->m <= kernels::kLinearMaxTokens || !kernels::gemm_is_faster(*params)) return false;
+  const Dtype dtype = to_dtype(f.op, {"x", x});
+  const Rows rows = as_rows(x);
+  params->x = rows.data();
+  params->x_stride = rows.stride;
+  set(*params);
+  bool done = false;
+  on_device(
+      f.op, x,
+      [&](auto stream) {
+        done = kernels::gemm_supported(*params, dtype);
+        return done ? kernels::gemm(*params, dtype, stream) : cudaSuccess;
+      },
+      [] {});
+  return done;
 }
 
 // Runs the kernel if there is one. `set` sets the parameters of the result, and may change x.
@@ -161,6 +190,15 @@ Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::opti
 #endif
   if (is_meta(x)) return empty(sizes, x.scalar_type(), x);
   const Tensor normalized = f.norm ? rms_norm_between(x, f.norm->weight, f.norm->options) : x;
+#if LLMK_CUDA
+  std::optional<Tensor> result;
+  const auto set = [&](LinearParams& params) {
+    result = empty(sizes, x.scalar_type(), x);
+    params.y = result->mutable_data_ptr();
+    params.y_stride = sizes.back();
+  };
+  if (run_gemm(normalized, f, set)) return *result;
+#endif
   const Tensor y = library_linear(normalized, f.weight, f.bias);
   return f.glu ? glu_packed(f.op, y, *f.glu) : y;
 }
@@ -182,6 +220,14 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear
   }
 #endif
 #if LLMK_CUDA
+  if (const Rows rows = as_rows(residual); x.is_cuda() && rows.tensor.get() == residual.get()) {
+    const auto set = [&](LinearParams& params) {
+      params.residual = residual.mutable_data_ptr();
+      params.alpha = alpha;
+      params.y_stride = rows.stride;
+    };
+    if (run_gemm(x, f, set)) return std::nullopt;
+  }
   if (const Rows rows = as_rows(residual); x.is_cuda() && !f.bias && rows.tensor.get() == residual.get()) {
     const Tensor sums = matrix(residual, rows.rows, rows.cols, rows.stride);
     aten::addmm_out(sums, sums, matrix(x), transposed(f.weight), alpha);  // added by the product, before it is rounded

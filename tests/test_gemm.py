@@ -1,0 +1,147 @@
+"""Linears of many tokens by the library's own kernel for Hopper, which is not the route yet (csrc/kernels/gemm)."""
+
+import contextlib
+import ctypes
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import oracles
+from linear_cases import add, compare, eager_add, eager_glu, eager_norm_glu, eager_norm_linear, every_narrow_dtype, make
+from llmkernels import _library, gated_mlp, linear, rms_norm_linear
+from oracles import assert_same
+
+pytestmark = pytest.mark.gpu
+_op = torch.ops.llmkernels
+
+# Tokens on both sides of a block's 128 and a cluster's 256; columns and K of one vector, of a tile and some more.
+EVERY_M = pytest.mark.parametrize("m", [65, 127, 128, 129, 256, 257, 700])
+EVERY_SHAPE = pytest.mark.parametrize(
+    "n, k", [(16, 8), (16, 3584), (240, 72), (256, 64), (272, 136), (512, 200), (4608, 1024), (1040, 18944)]
+)
+
+
+@contextlib.contextmanager
+def by_gemm():
+    library = ctypes.CDLL(str(_library.PATH))
+    library.llmk_gemm_is_route(1)
+    try:
+        yield
+    finally:
+        library.llmk_gemm_is_route(0)
+
+
+@pytest.fixture(autouse=True)
+def route():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    with by_gemm():
+        yield
+
+
+def kernels(function):
+    """The names of the kernels that a call runs."""
+    function()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events()]
+
+
+@every_narrow_dtype
+@EVERY_M
+@EVERY_SHAPE
+def test_forward(m, n, k, dtype):
+    x, norm_weight, weight, bias = make(m, n, k, dtype, "cuda")
+    compare(linear, F.linear, (x, weight, bias))
+    compare(linear, F.linear, (x, weight, None))
+    compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
+    residual = torch.randn_like(F.linear(x, weight))
+    compare(add, eager_add, (residual, x, weight))
+    compare(partial(add, alpha=0.22), partial(eager_add, alpha=0.22), (residual, x, weight, bias))
+    compare(_op.glu_linear, eager_glu, (x, weight))
+    compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
+
+
+@every_narrow_dtype
+@pytest.mark.parametrize("activation", oracles.ACTIVATIONS)
+def test_gated_activations(activation, dtype):
+    x, _, weight, _ = make(300, 528, 136, dtype, "cuda")
+    compare(_op.glu_linear, eager_glu, (x * 2, weight * 2), activation=activation)
+
+
+def test_which_kernel_runs():
+    x, _, weight, _ = make(300, 528, 136, torch.bfloat16, "cuda")
+    assert any("gemm_kernel" in name for name in kernels(lambda: linear(x, weight)))
+    odd = weight[:523]
+    assert not any("gemm_kernel" in name for name in kernels(lambda: linear(x, odd)))
+    compare(linear, F.linear, (x, odd, None))
+
+
+@every_narrow_dtype
+def test_rows_apart(dtype):
+    """x, W and the residual are slices of wider tensors."""
+    wide_x, _, wide_weight, _ = make(260, 512, 192, dtype, "cuda")
+    wide = torch.randn(260, 1024, device="cuda").to(dtype)
+    x, weight, residual = wide_x[:, 8:144], wide_weight[:, 48:184], wide[:, 256:768]
+    compare(linear, F.linear, (x, weight, None))
+    before, expected = wide.clone(), residual.clone()
+    _op.linear_add_(expected, x.contiguous(), weight.contiguous())
+    _op.linear_add_(residual, x, weight)
+    assert_same(residual, expected)
+    assert_same(wide[:, :256], before[:, :256])
+    assert_same(wide[:, 768:], before[:, 768:])
+
+
+def test_nothing_beyond_the_result_is_written():
+    x, _, weight, _ = make(257, 264, 72, torch.bfloat16, "cuda")
+    wide = torch.full((300, 400), 7.0, device="cuda", dtype=torch.bfloat16)
+    _op.linear_add_(wide[:257, :264], x, weight)
+    assert (wide[257:] == 7).all()
+    assert (wide[:, 264:] == 7).all()
+
+
+def test_every_run_gives_the_same():
+    x, _, weight, _ = make(2048, 4608, 3584, torch.bfloat16, "cuda", bias=False)
+    expected = linear(x, weight)
+    for _ in range(50):
+        assert_same(linear(x, weight), expected)
+
+
+def test_rows_do_not_depend_on_their_number():
+    x, _, weight, _ = make(1000, 4608, 3584, torch.bfloat16, "cuda", bias=False)
+    expected = linear(x, weight)
+    for m in (65, 128, 300, 999):
+        assert_same(linear(x[:m], weight), expected[:m])
+
+
+def test_not_a_number_stays_in_its_row():
+    x, _, weight, _ = make(300, 528, 136, torch.bfloat16, "cuda", bias=False)
+    expected = linear(x, weight)
+    x[150] = float("nan")
+    found = linear(x, weight)
+    assert found[150].isnan().all()
+    assert_same(found[:150], expected[:150])
+    assert_same(found[151:], expected[151:])
+
+
+def test_in_a_graph():
+    x, _, weight, _ = make(300, 528, 136, torch.bfloat16, "cuda", bias=False)
+    expected = linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = linear(x, weight)
+    x.neg_()
+    graph.replay()
+    assert_same(found, -expected)
+
+
+def test_gated_mlp():
+    x, _, gate_up, _ = make(300, 512, 136, torch.bfloat16, "cuda", bias=False)
+    down = make(1, 136, 256, torch.bfloat16, "cuda")[2]
+    with torch.no_grad():
+        names = kernels(lambda: gated_mlp(x, gate_up, down))
+    assert sum("gemm_kernel" in name for name in names) == 2
+    assert not any("glu_kernel" in name for name in names)
