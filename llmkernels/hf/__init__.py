@@ -40,6 +40,12 @@ call of a patched model becomes launches:
       step/compose.py        per layer: norm, product, attention, product, add, norm, gated MLP -> logits
       step/graphs.py         on CUDA these launches are recorded once, and replayed from then on, by whichever cache
 
+    model(ids), on a GPU
+      step/layouts.py        has a prompt of this size run before?
+        yes                    its graph is replayed, or step/prompt.py launches, into one block of memory; meanwhile
+                               step/guard.py as above, and step/block.py makes the cache's objects
+        no                     the description as above, and a new cache: cache/adopted.py
+
 Importing this package does not import transformers; using `KVCache` does.
 """
 
