@@ -41,7 +41,9 @@ def padded(monkeypatch):
 
     def length(parts, cache, batch, count):
         found = -(-count // 4) * 4 + 4
-        has_room = found <= cache.capacity and all(found <= layer.rows for layer in cache.layers)
+        has_room = found <= len(parts.positions[: cache.capacity]) and all(
+            found <= layer.rows for layer in cache.layers
+        )
         return found if has_room and not cache.length else None
 
     monkeypatch.setattr(prompt, "padded_length", length)
@@ -179,6 +181,30 @@ def test_forwards_that_the_modules_run(by_forward):
         assert_close(model(ids).logits, 2 * small_model()(ids).logits)
         hook.remove()
     assert len(prompts(model)) == 3 and prompts(model)[STEP] == 1
+
+
+@pytest.mark.parametrize("how", ["padded", "as it is"])
+@torch.no_grad()
+def test_a_rotation_that_has_grown(how, by_forward, request):
+    """Behind a long text a rotation of the dynamic kind has other frequencies, until a short one comes: also where the
+    tables of a short one end just where the frequencies begin to grow."""
+    if how == "padded":
+        request.getfixturevalue("padded")
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model, exact = (small_model(max_position_embeddings=16, rope_parameters=rope) for _ in range(2))
+    long, short = tiny_inputs(tokens=30), tiny_inputs(tokens=11)
+    llmkernels.patch(model)
+    for _ in range(3):
+        model(long)
+        output = model(short)
+        assert_close(output.logits, exact(short).logits)
+        model(long)
+        step = model(short[:, :1], past_key_values=output.past_key_values)
+        assert_close(step.logits, exact(torch.cat([short, short[:, :1]], 1)).logits[:, -1:])
+        model(long)
+        exact(long)
+        assert torch.equal(hf_generate(model, short, max_new_tokens=3), hf_generate(exact, short, max_new_tokens=3))
+    assert prompts(model)[STEP] >= 4
 
 
 @pytest.fixture

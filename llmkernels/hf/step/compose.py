@@ -119,16 +119,23 @@ def embed(embedding: Tensor, scale: Tensor | float | None, ids: Tensor, hidden: 
         hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
 
 
-def make_tables(trunk: Trunk, positions: range) -> dict[str, tuple[Tensor, Tensor]]:
+def make_tables(trunk: Trunk, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
     """cos and sin (P, pairs) of these positions, by name. Computed by the model's module, which repeats those of a
-    pair."""
+    pair.
+
+    `ahead`: the sequences are shorter. A module whose frequencies grow with the length keeps those of a longer sequence
+    until it is asked for a shorter one than they begin to grow at, which is where the description's positions end.
+    """
     weight = trunk.weight
     positions = torch.arange(positions.start, positions.stop, device=weight.device)[None]
     found = {}
     attentions = [layer.attention for layer in trunk.layers]
     alternates = attentions[0].alternates
     for name in trunk.tables:
-        pair = trunk.rotary(weight[:1], positions, *([name] if name else []))
+        kind = [name] if name else []
+        if ahead and positions.shape[1] == len(trunk.positions):
+            trunk.rotary(weight[:1], positions[:, :1], *kind)
+        pair = trunk.rotary(weight[:1], positions, *kind)
         rows = (table.reshape(positions.shape[1], -1) for table in pair)
         found[name] = tuple(_of_pairs(table, alternates).to(weight.dtype).contiguous() for table in rows)
     if any(attention.table is None or _is_partial(attention, found) for attention in attentions):

@@ -125,7 +125,7 @@ class Program:
         """The cos and sin of the description at the positions of such a cache, for as long as its recording lives."""
         recording = self.recording(place)
         if recording.model is not self.model:
-            recording.keep(self.model, make_tables(self.model, self.model.positions[:capacity]))
+            recording.keep(self.model, make_tables(self.model, self.model.positions[:capacity], ahead=True))
         return recording.tables
 
     def has_graph(self, model: Trunk, place: Place) -> bool:
