@@ -381,8 +381,8 @@ def decoder(model: nn.Module) -> Decoder:
 def release(model: nn.Module) -> None:
     """Free the cache and the CUDA graphs that a patched model keeps for its next call of generate.
 
-    They are the only memory that generating leaves behind: a cache of at most 1 GiB, graphs with their tensors, 256 MiB
-    at most that graphs of prompts write to, and small buffers. A call under way keeps what it uses. No-op where there is nothing.
+    They are the only memory that generating leaves behind: a cache of at most 1 GiB, 256 MiB at most that graphs of
+    prompts write to, graphs with their tensors, and small buffers. A call under way keeps what it uses.
 
     Raises: TypeError when model is no module.
     """
