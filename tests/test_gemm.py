@@ -1,6 +1,5 @@
 """Linears of many tokens by the library's own kernel for Hopper, which is not the route yet (csrc/kernels/gemm)."""
 
-import contextlib
 import ctypes
 from functools import partial
 
@@ -23,22 +22,14 @@ EVERY_SHAPE = pytest.mark.parametrize(
 )
 
 
-@contextlib.contextmanager
-def by_gemm():
-    library = ctypes.CDLL(str(_library.PATH))
-    library.llmk_gemm_is_route(1)
-    try:
-        yield
-    finally:
-        library.llmk_gemm_is_route(0)
-
-
 @pytest.fixture(autouse=True)
 def route():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    with by_gemm():
-        yield
+    library = ctypes.CDLL(str(_library.PATH))
+    library.llmk_gemm_is_route(1)
+    yield
+    library.llmk_gemm_is_route(0)
 
 
 def kernels(function):

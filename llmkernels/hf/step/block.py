@@ -50,7 +50,9 @@ class Layout:
         self._config, self._device = _values(config), cache.counters.device
         self._cache = {name: value for name, value in vars(cache).items() if name not in _OF_THE_BLOCK}
         self._kinds = [type(layer) for layer in cache.layers]
-        self._states = [{name: x for name, x in vars(layer).items() if name not in "kv"} for layer in cache.layers]
+        self._states = [
+            {name: x for name, x in vars(layer).items() if name not in ("k", "v")} for layer in cache.layers
+        ]
         self.specs: list[_Spec] = []
         self.nbytes = 0
         for x in (cache.counters, cache.leftpads, *(x for layer in cache.layers for x in (layer.k, layer.v))):

@@ -49,9 +49,7 @@ class Recording:
             for table, values in zip(old, new, strict=True):
                 table.copy_(values)
         else:
-            with torch.inference_mode(
-                False
-            ):  # copies, since tensors of inference mode can not be written outside of it
+            with torch.inference_mode(False):  # copies, which can be written outside of inference mode, too
                 self.tables = {name: (cos.clone(), sin.clone()) for name, (cos, sin) in tables.items()}
             self.graph = self.output = None
         self.model = model
