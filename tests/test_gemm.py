@@ -1,4 +1,4 @@
-"""Linears of many tokens by the library's own kernel for Hopper, which is not the route yet (csrc/kernels/gemm)."""
+"""Linears of many tokens by the library's own kernel for Hopper (csrc/kernels/gemm)."""
 
 import ctypes
 from functools import partial
@@ -22,14 +22,17 @@ EVERY_SHAPE = pytest.mark.parametrize(
 )
 
 
+WIDTHS = [256, 224, 192, 144, 128]  # of a tile: csrc/kernels/gemm/plan.h
+
+
 @pytest.fixture(autouse=True)
-def route():
+def force():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    library = ctypes.CDLL(str(_library.PATH))
-    library.llmk_gemm_is_route(1)
-    yield
-    library.llmk_gemm_is_route(0)
+    force = ctypes.CDLL(str(_library.PATH)).llmk_force_gemm
+    force(1)
+    yield force
+    force(0)
 
 
 def kernels(function):
@@ -54,6 +57,18 @@ def test_forward(m, n, k, dtype):
     compare(partial(add, alpha=0.22), partial(eager_add, alpha=0.22), (residual, x, weight, bias))
     compare(_op.glu_linear, eager_glu, (x, weight))
     compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
+
+
+@every_narrow_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("m", [65, 129, 300, 520])  # clusters that share x, or W; tiles beyond the tokens
+@pytest.mark.parametrize("n", [480, 1536])
+def test_every_width(m, n, width, dtype, force):
+    x, _, weight, bias = make(m, n, 1096, dtype, "cuda")
+    force(width)
+    compare(linear, F.linear, (x, weight, bias))
+    compare(_op.glu_linear, eager_glu, (x, weight))
+    compare(add, eager_add, (torch.randn_like(F.linear(x, weight)), x, weight, bias))
 
 
 @every_narrow_dtype

@@ -94,7 +94,10 @@ template <typename T, int kCount>
 __device__ void wgmma_rows_of(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b);
 
 #define LLMK_64 LLMK_16(0), LLMK_16(16), LLMK_16(32), LLMK_16(48)
-#define LLMK_128 LLMK_64, LLMK_16(64), LLMK_16(80), LLMK_16(96), LLMK_16(112)
+#define LLMK_72 LLMK_64, LLMK_4(64), LLMK_4(68)
+#define LLMK_96 LLMK_64, LLMK_16(64), LLMK_16(80)
+#define LLMK_112 LLMK_96, LLMK_16(96)
+#define LLMK_128 LLMK_112, LLMK_16(112)
 #define LLMK_WGMMA_OR_SET(T, type, columns, registers, operands, add, ...)                                             \
   template <>                                                                                                          \
   __device__ inline void wgmma<T, columns / 2>(float(&d)[columns / 2], uint64_t a, uint64_t b, bool adds) {            \
@@ -122,16 +125,27 @@ __device__ void wgmma_rows_of(float (&d)[kCount], const uint32_t (&a)[4], uint64
   LLMK_REGISTERS_32                                                                    \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define LLMK_REGISTERS_128                                                                       \
-  LLMK_REGISTERS_64                                                                              \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "           \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define LLMK_REGISTERS_72 LLMK_REGISTERS_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define LLMK_REGISTERS_96                                                              \
+  LLMK_REGISTERS_64                                                                    \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define LLMK_REGISTERS_112 \
+  LLMK_REGISTERS_96        \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define LLMK_REGISTERS_128 \
+  LLMK_REGISTERS_112       \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 LLMK_WGMMA_OR_SET(__half, f16, 64, LLMK_REGISTERS_32, "%32, %33", "%34", LLMK_16(0), LLMK_16(16))
 LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 64, LLMK_REGISTERS_32, "%32, %33", "%34", LLMK_16(0), LLMK_16(16))
 LLMK_WGMMA_OR_SET(__half, f16, 128, LLMK_REGISTERS_64, "%64, %65", "%66", LLMK_64)
 LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 128, LLMK_REGISTERS_64, "%64, %65", "%66", LLMK_64)
+LLMK_WGMMA_OR_SET(__half, f16, 144, LLMK_REGISTERS_72, "%72, %73", "%74", LLMK_72)
+LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 144, LLMK_REGISTERS_72, "%72, %73", "%74", LLMK_72)
+LLMK_WGMMA_OR_SET(__half, f16, 192, LLMK_REGISTERS_96, "%96, %97", "%98", LLMK_96)
+LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 192, LLMK_REGISTERS_96, "%96, %97", "%98", LLMK_96)
+LLMK_WGMMA_OR_SET(__half, f16, 224, LLMK_REGISTERS_112, "%112, %113", "%114", LLMK_112)
+LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 224, LLMK_REGISTERS_112, "%112, %113", "%114", LLMK_112)
 LLMK_WGMMA_OR_SET(__half, f16, 256, LLMK_REGISTERS_128, "%128, %129", "%130", LLMK_128)
 LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 256, LLMK_REGISTERS_128, "%128, %129", "%130", LLMK_128)
 LLMK_WGMMA_ROWS(__half, f16, 64, LLMK_REGISTERS_32, "{%32, %33, %34, %35}, %36", LLMK_16(0), LLMK_16(16))
@@ -139,11 +153,17 @@ LLMK_WGMMA_ROWS(__nv_bfloat16, bf16, 64, LLMK_REGISTERS_32, "{%32, %33, %34, %35
 LLMK_WGMMA_ROWS(__half, f16, 128, LLMK_REGISTERS_64, "{%64, %65, %66, %67}, %68", LLMK_64)
 LLMK_WGMMA_ROWS(__nv_bfloat16, bf16, 128, LLMK_REGISTERS_64, "{%64, %65, %66, %67}, %68", LLMK_64)
 #undef LLMK_REGISTERS_128
+#undef LLMK_REGISTERS_112
+#undef LLMK_REGISTERS_96
+#undef LLMK_REGISTERS_72
 #undef LLMK_REGISTERS_64
 #undef LLMK_REGISTERS_32
 #undef LLMK_WGMMA_ROWS
 #undef LLMK_WGMMA_OR_SET
 #undef LLMK_128
+#undef LLMK_112
+#undef LLMK_96
+#undef LLMK_72
 #undef LLMK_64
 #undef LLMK_16
 #undef LLMK_4

@@ -9,67 +9,71 @@
 namespace llmk::kernels {
 namespace {
 
-using many_tokens::Arguments;
-using many_tokens::Epilogue;
-using many_tokens::gemm_kernel;
+std::atomic<int> forced{0};  // see llmk_force_gemm
 
-std::atomic<bool> is_route{false};  // see llmk_gemm_is_route
-
-// Boxes of 128 rows by 64 elements of K, zeros beyond the tensor.
-cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t k, int64_t stride, Dtype dtype) {
-  const TensorBox tensor{.dims = 3,
-                         .sizes = {k, rows, 1},
-                         .strides = {1, stride, stride},
-                         .box = {many_tokens::kDepth, many_tokens::kRows, 1}};
+// Boxes of `box_rows` rows by 64 elements of K, zeros beyond the tensor.
+cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t k, int64_t stride, int box_rows,
+                       Dtype dtype) {
+  if (rows == 1) stride = k;
+  const TensorBox tensor{
+      .dims = 3, .sizes = {k, rows, 1}, .strides = {1, stride, stride}, .box = {kGemmDepth, box_rows, 1}};
   return make_tensor_map(map, data, tensor, dtype);
 }
 
-template <typename T, Epilogue kEpilogue>
-cudaError_t launch_gemm(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
+template <typename T, int kColumns, bool kGlu>
+cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, const DeviceInfo& device, Dtype dtype,
+                        cudaStream_t stream) {
   using namespace many_tokens;
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   CUtensorMap x{}, weight{};
-  if (const cudaError_t status = tensor_map(x, p.x, p.m, p.k, p.m > 1 ? p.x_stride : p.k, dtype);
-      status != cudaSuccess) {
-    return status;
-  }
-  if (const cudaError_t status = tensor_map(weight, p.weight, p.n, p.k, p.n > 1 ? p.weight_stride : p.k, dtype);
-      status != cudaSuccess) {
-    return status;
-  }
-  const auto divide_up = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
-  constexpr bool kGlu = kEpilogue == Epilogue::kGlu;
+  cudaError_t status = tensor_map(x, p.x, p.m, p.k, p.x_stride, kRows / 2, dtype);
+  if (status == cudaSuccess) status = tensor_map(weight, p.weight, p.n, p.k, p.weight_stride, kColumns / 2, dtype);
+  if (status != cudaSuccess) return status;
   const int64_t columns = kGlu ? p.n / 2 : p.n;
-  const int column_step = kGlu ? kColumns / 2 : kColumns, cluster = p.m > kRows ? 2 : 1;
-  const int row_tiles = divide_up(p.m, cluster * kRows), tiles = row_tiles * divide_up(columns, column_step);
+  const int tiles = plan.row_tiles * plan.column_tiles;
   const Arguments arguments{.bias = p.bias,
                             .y = p.residual ? p.residual : p.y,
                             .y_stride = p.y_stride,
                             .columns = columns,
                             .alpha = static_cast<float>(p.alpha),
+                            .adds = p.residual != nullptr,
                             .activation = p.glu.value_or(Activation{}),
                             .m = static_cast<int>(p.m),
-                            .k_tiles = divide_up(p.k, kDepth),
+                            .k_tiles = static_cast<int>((p.k + kDepth - 1) / kDepth),
+                            .cluster = plan.cluster,
+                            .shares_weight = plan.shares_weight,
+                            .weight_early = p.in_step,
                             .half_step = kGlu ? static_cast<int>(columns) : kColumns / 2,
-                            .column_step = column_step,
-                            .row_tiles = row_tiles,
+                            .column_step = kGlu ? kColumns / 2 : kColumns,
+                            .row_tiles = plan.row_tiles,
                             .tiles = tiles};
-  LaunchShape shape{.blocks = int64_t{std::min(tiles, device.clusters[cluster])} * cluster,
-                    .threads = dim3(kThreads),
-                    .shared_bytes = kSharedBytes,
-                    .may_overlap = false,
-                    .cluster = cluster};
-  const auto kernel = cluster == 1 ? gemm_kernel<T, kEpilogue, 1> : gemm_kernel<T, kEpilogue, 2>;
-  return launch(kernel, shape, stream, x, weight, arguments);
+  const LaunchShape shape{.blocks = int64_t{std::min(tiles, device.clusters[plan.cluster])} * plan.cluster,
+                          .threads = dim3(kThreads),
+                          .shared_bytes = Ring<kColumns>::kSharedBytes,
+                          .cluster = plan.cluster};
+  return launch(gemm_kernel<T, kColumns, kGlu>, shape, stream, x, weight, arguments);
+}
+
+template <typename T, bool kGlu>
+cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, const DeviceInfo& device, Dtype dtype,
+                      cudaStream_t stream) {
+  switch (plan.columns) {
+    case 256: return launch_gemm<T, 256, kGlu>(p, plan, device, dtype, stream);
+    case 224: return launch_gemm<T, 224, kGlu>(p, plan, device, dtype, stream);
+    case 192: return launch_gemm<T, 192, kGlu>(p, plan, device, dtype, stream);
+    case 144: return launch_gemm<T, 144, kGlu>(p, plan, device, dtype, stream);
+    case 128: return launch_gemm<T, 128, kGlu>(p, plan, device, dtype, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 template <typename T>
-cudaError_t launch_as(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
-  if (p.glu) return launch_gemm<T, Epilogue::kGlu>(p, dtype, stream);
-  if (p.residual) return launch_gemm<T, Epilogue::kAdd>(p, dtype, stream);
-  return launch_gemm<T, Epilogue::kStore>(p, dtype, stream);
+cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, const DeviceInfo& device, Dtype dtype,
+                      cudaStream_t stream) {
+  return p.glu ? launch_as<T, true>(p, plan, device, dtype, stream)
+               : launch_as<T, false>(p, plan, device, dtype, stream);
 }
+
+GemmShape shape_of(const LinearParams& p) { return {p.m, p.n, p.k, p.glu.has_value()}; }
 
 }  // namespace
 
@@ -84,18 +88,22 @@ bool gemm_supported(const LinearParams& p, Dtype dtype) {
          rows_aligned(p.residual ? p.residual : p.y, p.y_stride, p.m, 2);
 }
 
-bool gemm_is_faster(const LinearParams&) { return is_route; }
+bool gemm_is_faster(const LinearParams&) { return forced > 0; }
 
 cudaError_t gemm(const LinearParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.m == 0 || params.n == 0 || params.k == 0)
     return cudaErrorInvalidValue;  // the caller has a result for them
-  return dtype == Dtype::kFloat16 ? launch_as<__half>(params, dtype, stream)
-                                  : launch_as<__nv_bfloat16>(params, dtype, stream);
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  const int columns = forced;
+  const GemmPlan plan = columns > 1 ? plan_gemm(shape_of(params), columns, device.clusters)
+                                    : choose_gemm(shape_of(params), device.clusters);
+  return dtype == Dtype::kFloat16 ? launch_as<__half>(params, plan, device, dtype, stream)
+                                  : launch_as<__nv_bfloat16>(params, plan, device, dtype, stream);
 }
 
 }  // namespace llmk::kernels
 
-// For tests and benchmarks, which call it through ctypes: whether linears of many tokens take the kernel.
-extern "C" __attribute__((visibility("default"))) void llmk_gemm_is_route(int value) {
-  llmk::kernels::is_route = value != 0;
-}
+// For tests and benchmarks, which call it through ctypes: which linears of many tokens take the kernel. 0: those where
+// it is faster; 1: all that it supports; else all, with tiles of so many columns; -1: none.
+extern "C" __attribute__((visibility("default"))) void llmk_force_gemm(int value) { llmk::kernels::forced = value; }
