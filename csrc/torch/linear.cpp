@@ -122,7 +122,7 @@ bool run_gemm(const Tensor& x, const Linear& f, const Set& set) {
   const int64_t k = f.weight.size(1);
   if (!x.is_cuda() || k == 0 || x.numel() == 0 || f.weight.numel() == 0 || (f.glu && f.bias)) return false;
   std::optional<LinearParams> params =
-      describe_any({f.op, f.weight, f.bias, std::nullopt, f.glu, false}, x.numel() / k);
+      describe_any({f.op, f.weight, f.bias, std::nullopt, f.glu, f.in_step}, x.numel() / k);
   if (!params || params->m <= kernels::kLinearMaxTokens || !kernels::gemm_is_faster(*params)) return false;
   const Dtype dtype = to_dtype(f.op, {"x", x});
   const Rows rows = as_rows(x);

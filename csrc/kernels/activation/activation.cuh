@@ -39,7 +39,7 @@ struct Silu {
   }
   template <typename T>
   __device__ static float near(float x) {
-    return sizeof(T) == 4 ? value<T>(x) : x / (1.f + __expf(-x));
+    return sizeof(T) == 4 ? value<T>(x) : x * reciprocal_approximate(1.f + exp_approximate(-x));
   }
   template <typename T>
   __device__ static void value_and_slope(float x, float& value, float& slope) {

@@ -20,7 +20,7 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
   return make_tensor_map(map, data, tensor, dtype);
 }
 
-template <typename T, int kColumns, bool kGlu>
+template <typename T, bool kGlu, int kColumns, bool kAlternates>
 cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, const DeviceInfo& device, Dtype dtype,
                         cudaStream_t stream) {
   using namespace many_tokens;
@@ -50,19 +50,21 @@ cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, const Devic
                           .threads = dim3(kThreads),
                           .shared_bytes = Ring<kColumns>::kSharedBytes,
                           .cluster = plan.cluster};
-  return launch(gemm_kernel<T, kColumns, kGlu>, shape, stream, x, weight, arguments);
+  return launch(gemm_kernel<T, kColumns, kGlu, kAlternates>, shape, stream, x, weight, arguments);
 }
 
 template <typename T, bool kGlu>
 cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, const DeviceInfo& device, Dtype dtype,
                       cudaStream_t stream) {
-  switch (plan.columns) {
-    case 256: return launch_gemm<T, 256, kGlu>(p, plan, device, dtype, stream);
-    case 224: return launch_gemm<T, 224, kGlu>(p, plan, device, dtype, stream);
-    case 192: return launch_gemm<T, 192, kGlu>(p, plan, device, dtype, stream);
-    case 144: return launch_gemm<T, 144, kGlu>(p, plan, device, dtype, stream);
-    case 128: return launch_gemm<T, 128, kGlu>(p, plan, device, dtype, stream);
-  }
+  const auto is = [&](int columns, bool alternates) {
+    return plan.tile.columns == columns && plan.tile.alternates == alternates;
+  };
+  if (is(256, false)) return launch_gemm<T, kGlu, 256, false>(p, plan, device, dtype, stream);
+  if (is(224, false)) return launch_gemm<T, kGlu, 224, false>(p, plan, device, dtype, stream);
+  if (is(192, false)) return launch_gemm<T, kGlu, 192, false>(p, plan, device, dtype, stream);
+  if (is(192, true)) return launch_gemm<T, kGlu, 192, true>(p, plan, device, dtype, stream);
+  if (is(144, true)) return launch_gemm<T, kGlu, 144, true>(p, plan, device, dtype, stream);
+  if (is(128, true)) return launch_gemm<T, kGlu, 128, true>(p, plan, device, dtype, stream);
   return cudaErrorInvalidValue;
 }
 
@@ -88,16 +90,20 @@ bool gemm_supported(const LinearParams& p, Dtype dtype) {
          rows_aligned(p.residual ? p.residual : p.y, p.y_stride, p.m, 2);
 }
 
-bool gemm_is_faster(const LinearParams&) { return forced > 0; }
+bool gemm_is_faster(const LinearParams& params) {
+  DeviceInfo device;
+  if (forced != 0 || device_info(device) != cudaSuccess) return forced > 0;
+  return gemm_is_faster_than_library(shape_of(params), device.clusters);
+}
 
 cudaError_t gemm(const LinearParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.m == 0 || params.n == 0 || params.k == 0)
     return cudaErrorInvalidValue;  // the caller has a result for them
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const int columns = forced;
-  const GemmPlan plan = columns > 1 ? plan_gemm(shape_of(params), columns, device.clusters)
-                                    : choose_gemm(shape_of(params), device.clusters);
+  const int value = forced;
+  const GemmPlan plan = value > 1 ? plan_gemm(shape_of(params), {value % 1000, value >= 1000}, device.clusters)
+                                  : choose_gemm(shape_of(params), device.clusters);
   return dtype == Dtype::kFloat16 ? launch_as<__half>(params, plan, device, dtype, stream)
                                   : launch_as<__nv_bfloat16>(params, plan, device, dtype, stream);
 }
@@ -105,5 +111,6 @@ cudaError_t gemm(const LinearParams& params, Dtype dtype, cudaStream_t stream) {
 }  // namespace llmk::kernels
 
 // For tests and benchmarks, which call it through ctypes: which linears of many tokens take the kernel. 0: those where
-// it is faster; 1: all that it supports; else all, with tiles of so many columns; -1: none.
+// it is faster; 1: all that it supports; -1: none; else all, with tiles of so many columns, plus 1000 where the
+// warpgroups alternate.
 extern "C" __attribute__((visibility("default"))) void llmk_force_gemm(int value) { llmk::kernels::forced = value; }

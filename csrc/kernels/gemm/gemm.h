@@ -11,7 +11,7 @@ namespace llmk::kernels {
 // strides and addresses in whole vectors of 16 bytes. It does not normalize.
 bool gemm_supported(const LinearParams& params, Dtype dtype);
 
-// Whether it is the route. Off: the kernel has not run on a GPU yet, so nothing is known of its speed.
+// Whether it is faster than cuBLAS, where supported (plan.h).
 bool gemm_is_faster(const LinearParams& params);
 
 cudaError_t gemm(const LinearParams& params, Dtype dtype, cudaStream_t stream);

@@ -5,10 +5,15 @@
 // with the rounding of linear.cu. A gated activation, bias and residual are in the epilogue: [gate | up] is never in
 // memory.
 //
-// A block computes 128 tokens by kColumns rows of W, with `glu` half of them of the gate and half of the up projection,
-// so that a thread has both sums of an element. A warp copies tiles of 64 elements of K into a ring; two warpgroups of
-// 64 tokens each multiply them. Of what the two blocks of a cluster share, each copies one half to both. Grids are
-// persistent: the next tile's copies run beside the epilogue. The design is that of CUTLASS on Hopper.
+// A tile is 128 tokens by kColumns rows of W, with `glu` half of them of the gate and half of the up projection, so
+// that a thread has both sums of an element. A warp copies 64 elements of K at a time into a ring, tile after tile, and
+// two warpgroups multiply them:
+//
+//   kAlternates   each takes every other tile, so that the products of one run beside the epilogue of the other
+//   else          each takes 64 tokens of every tile, which may be wider: the sums of a thread are half as many
+//
+// Of what the two blocks of a cluster share, each copies one half to both. Grids are persistent. The design is that of
+// CUTLASS on Hopper ("ping-pong" and "cooperative").
 //
 //                    shares_weight                                     else
 //   block 0   tokens 0 ... 127,    all rows of W; copies x 0      all tokens, rows of W 0; copies half of x
@@ -84,6 +89,10 @@ struct Position {
 
   __device__ void advance() {
     if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+  __device__ void advance(int count) {
+    phase ^= (stage + count) / kStages & 1;
+    stage = (stage + count) % kStages;
   }
 };
 
@@ -215,7 +224,7 @@ __device__ void epilogue(const Arguments& a, unsigned char* place, int row, int6
 
 #endif
 
-template <typename T, int kColumns, bool kGlu>
+template <typename T, int kColumns, bool kGlu, bool kAlternates>
 __global__ void __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap weight,
                 const __grid_constant__ Arguments a) {
@@ -232,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     tensor_map_prefetch(weight);
     for (int stage = 0; stage < R::kStages; ++stage) {
       barrier_init(full + 8 * stage, 1);
-      barrier_init(empty + 8 * stage, a.cluster * kWarps);
+      barrier_init(empty + 8 * stage, a.cluster * (kAlternates ? kWarps / 2 : kWarps));
     }
     barrier_init_fence();
   }
@@ -245,24 +254,36 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncwarp();
   } else {
     more_registers<240>();
+    pdl_launch_dependents();
     pdl_wait();
+    constexpr int kParts = kAlternates ? 2 : 1;  // of 64 tokens each
     const int group = warp / 4 - 1, lane = threadIdx.x % 32;
     unsigned char* const place = shared + (store - base) + (warp - 4) * kStoreBytes;
-    float sums[kColumns / 2];
+    float sums[kParts][kColumns / 2];
     const auto release = [&](int stage) {
       if (lane < a.cluster) barrier_arrive_cluster_relaxed(cluster_address(empty + 8 * stage, lane));
     };
     Position<R::kStages> at;
-    for (int index = first; index < a.tiles; index += step) {
-      wgmma_pin(sums);
-      for (int k = 0, before = 0; k < a.k_tiles; ++k, before = at.stage, at.advance()) {
-        const uint32_t rows = ring + at.stage * R::kStageBytes + group * R::kXBytes;
+    if (kAlternates && group == 1) at.advance(a.k_tiles);
+    for (int index = kAlternates ? first + group * step : first; index < a.tiles; index += kParts * step) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) wgmma_pin(sums[part]);
+      // In turn: a barrier's parity tells only the next phase from this one, so a warpgroup must not wait for its
+      // stages before the other has those in front of them.
+      if (kAlternates && index != first) named_barrier(1 + group, 32 * kWarps);
+      int before = 0;
+      for (int k = 0; k < a.k_tiles; ++k, before = at.stage, at.advance()) {
+        const uint32_t rows = ring + at.stage * R::kStageBytes + (kAlternates ? 0 : group * R::kXBytes);
         const uint32_t columns = ring + at.stage * R::kStageBytes + 2 * R::kXBytes;
         barrier_wait(full + 8 * at.stage, at.phase);
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < kDepth; d += 16) {
-          wgmma<T>(sums, wgmma_operand(rows + d * 2), wgmma_operand(columns + d * 2), k > 0 || d > 0);
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            wgmma<T>(sums[part], wgmma_operand(rows + part * R::kXBytes + d * 2), wgmma_operand(columns + d * 2),
+                     k > 0 || d > 0);
+          }
         }
         wgmma_commit();
         if (k > 0) {
@@ -270,11 +291,18 @@ __global__ void __launch_bounds__(kThreads, 1)
           release(before);
         }
       }
+      if (kAlternates && index + step < a.tiles) named_barrier_arrive(2 - group, 32 * kWarps);
       wgmma_wait<0>();
-      wgmma_pin(sums);
-      release((at.stage + R::kStages - 1) % R::kStages);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) wgmma_pin(sums[part]);
+      release(before);
+      if constexpr (kAlternates) at.advance(a.k_tiles);  // those of the other warpgroup
       const Tile tile(a, index, rank);
-      epilogue<T, kColumns, kGlu>(a, place, tile.row + group * 64 + warp % 4 * 16, tile.column, sums);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int row = tile.row + (kAlternates ? part : group) * 64 + warp % 4 * 16;
+        epilogue<T, kColumns, kGlu>(a, place, row, tile.column, sums[part]);
+      }
     }
   }
   if (a.cluster > 1) cluster_barrier_relaxed();  // no copy and no arrival of the other block is under way
