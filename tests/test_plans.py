@@ -48,9 +48,8 @@ DEVICES = {
 }
 
 
-@pytest.fixture(scope="module")
-def plans(tmp_path_factory):
-    program = compile_stub("plans", tmp_path_factory.mktemp("plans"))
+def asker(name, folder):
+    program = compile_stub(name, folder)
 
     def ask(questions):
         text = "\n".join(" ".join(map(str, question)) for question in questions)
@@ -58,6 +57,16 @@ def plans(tmp_path_factory):
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     return ask
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    return asker("plans", tmp_path_factory.mktemp("plans"))
+
+
+@pytest.fixture(scope="module")
+def gemm_plans(tmp_path_factory):
+    return asker("gemm_plans", tmp_path_factory.mktemp("gemm_plans"))
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
@@ -95,3 +104,44 @@ def test_attention_counts_kv_tiles_in_32_bits(plans):
         kv_tiles = min(batch, plan["sequences"]) * kv_heads * plan["query_tiles"] * -(-capacity // 64)
         assert kv_tiles <= 2**29, (question, plan)
         assert plan["sequences"] >= 1 or kv_heads * plan["query_tiles"] * capacity > 2**29 * 32, (question, plan)
+
+
+GEMM_ROWS = (65, 128, 129, 256, 300, 384, 1000, 2048, 8192)
+
+
+@pytest.mark.parametrize("clusters", [(132, 66), (132, 0), (16, 8), (108, 54)], ids=str)
+def test_gemm_covers_the_result(gemm_plans, clusters):
+    """Every tile once, and no row or column of tiles too many but for the second block of a cluster."""
+    columns = (8, 16, 200, 896, 3584, 37888)
+    questions = [(*clusters, m, n, 3584, glu) for m in GEMM_ROWS for n in columns for glu in (0, 1)]
+    for question, plan in zip(questions, gemm_plans(questions), strict=True):
+        _, _, m, n, _, glu = question
+        wide, step = (n // 2, plan["columns"] // 2) if glu else (n, plan["columns"])
+        across = plan["cluster"] if not plan["shares_weight"] else 1
+        down = plan["cluster"] if plan["shares_weight"] else 1
+        assert plan["tiles"] == plan["row_tiles"] * plan["column_tiles"], (question, plan)
+        assert 0 <= plan["row_tiles"] * down * 128 - m < down * 128, (question, plan)
+        assert 0 <= plan["column_tiles"] * across * step - wide < across * step, (question, plan)
+        assert plan["cluster"] == 1 or clusters[1] > 0
+
+
+def test_gemm_tiles_fill_an_h200(gemm_plans):
+    """The widths that were fastest when all were measured (csrc/kernels/gemm/plan.h), and the route."""
+    found = {
+        shape: (plan["columns"], bool(plan["faster"]))
+        for shape in [(2048, 37888, 3584, 1), (128, 37888, 3584, 1), (65, 37888, 3584, 1), (192, 28672, 4096, 1),
+                      (2048, 3584, 18944, 0), (2048, 3584, 3584, 0), (2048, 37888, 3584, 0), (2048, 4608, 3584, 0),
+                      (128, 3584, 3584, 0)]
+        for plan in gemm_plans([(132, 66, *shape)])
+    }  # fmt: skip
+    assert found == {
+        (2048, 37888, 3584, 1): (192, True),
+        (128, 37888, 3584, 1): (144, True),
+        (65, 37888, 3584, 1): (144, False),
+        (192, 28672, 4096, 1): (found[192, 28672, 4096, 1][0], False),
+        (2048, 3584, 18944, 0): (224, True),
+        (2048, 3584, 3584, 0): (224, True),
+        (2048, 37888, 3584, 0): (192, False),
+        (2048, 4608, 3584, 0): (192, False),
+        (128, 3584, 3584, 0): (128, False),
+    }

@@ -72,9 +72,18 @@ cudaError_t launch_sm90(const FlashAttentionParams& params, Dtype dtype, cudaStr
   if (status == cudaSuccess) status = make_map(maps.k, params, x.k, Size::kKeys, dtype);
   if (status == cudaSuccess) status = make_map(maps.v, params, x.v, Size::kKeys, dtype);
   if (status != cudaSuccess) return status;
+  DeviceInfo device;
+  if (status = device_info(device); status != cudaSuccess) return status;
   const int64_t tiles = (params.q_tokens + Size::kQueries - 1) / Size::kQueries;
-  const LaunchShape shape{tiles * params.batch * params.heads, dim3(Size::kThreads), Size::kSharedBytes};
-  return launch(flash::flash_attention_sm90_kernel<T, kDim>, shape, stream, params, maps);
+  const int64_t count = tiles * params.batch * params.heads, key_heads = params.batch * params.kv_heads;
+  if (count > INT32_MAX) return cudaErrorInvalidValue;
+  // As many key heads as fit into half of the L2 cache.
+  const int64_t head_bytes = 4 * params.k_tokens * params.head_dim;
+  const int64_t fitting = static_cast<int64_t>(device.l2_bytes) / 2 / std::max<int64_t>(head_bytes, 1);
+  const int section = static_cast<int>(std::clamp<int64_t>(fitting, 1, key_heads));
+  const LaunchShape shape{std::min<int64_t>(count, device.sm_count), dim3(Size::kThreads), Size::kSharedBytes};
+  return launch(flash::flash_attention_sm90_kernel<T, kDim>, shape, stream, params, maps, section,
+                static_cast<int>(count));
 }
 
 template <typename T>

@@ -1,14 +1,16 @@
 // Attention over prompts on Hopper (FlashAttention-3, Shah et al. 2024): what flash_attention.cuh computes, by TMA and
 // wgmma.
 //
-// A block has 128 queries of one head: a warp copies keys and values, a tile at a time, and two warpgroups of 64
-// queries each compute. A warpgroup's softmax of one tile runs beside its product with the values of the tile before:
+// A block takes 128 queries of one head at a time: a warp copies keys and values, a tile at a time, and two warpgroups
+// of 64 queries each compute. A warpgroup's softmax of one tile runs beside its product with the values of the tile
+// before, and beside the products of the other warpgroup, since they issue theirs in turn ("ping-pong"):
 //
 //   copy      K 0 |K 1, V 0         |K 2, V 1         |
 //   compute       |q k[0]  |softmax |q k[1], p v[0]   |
 //                          |                |softmax  |q k[2], p v[1] ...
 //
-// The first tile begins at the first key that any of the queries sees, so that no padding is read.
+// The first tile begins at the first key that any of the queries sees, so that no padding is read. The grid is
+// persistent: while a block writes results, the first keys of its next work are on their way.
 #pragma once
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
@@ -37,205 +39,266 @@ struct Stage {
   uint32_t full, empty;
 };
 
+// 128 queries of a head, and the tiles of keys that they see.
+template <int kDim>
+struct Work {
+  int first, b, h, begin, tiles;
+
+  // One section after the other: the heads of `section` key heads, whose keys and values stay in the L2 cache. In a
+  // section those with most tiles come first, and queries that see the same keys are neighbours.
+  __device__ Work(const FlashAttentionParams& params, int section, int index) {
+    using Size = Sm90Tile<kDim>;
+    const int q_tokens = static_cast<int>(params.q_tokens), q_tiles = (q_tokens + Size::kQueries - 1) / Size::kQueries;
+    const int heads = static_cast<int>(params.heads), group = heads / static_cast<int>(params.kv_heads);
+    const int of_section = section * group * q_tiles, number = index / of_section, at = index - number * of_section;
+    const int in_section = min(section, static_cast<int>(params.batch * params.kv_heads) - number * section) * group;
+    const int head = number * section * group + at % in_section;  // of all sequences
+    first = (q_tiles - 1 - at / in_section) * Size::kQueries;
+    b = head / heads;
+    h = head % heads;
+    const Visible visible(params, b);
+    begin = visible.begin(first);
+    const int end = visible.end(min(first + Size::kQueries, q_tokens) - 1);
+    tiles = begin < end ? (end - begin + Size::kKeys - 1) / Size::kKeys : 0;
+  }
+};
+
+// Calls body(work) for all the work of a block. Every other round goes backwards, so that all blocks get as much.
+template <int kDim, typename Body>
+__device__ void for_all_work(const FlashAttentionParams& params, int section, int count, Body&& body) {
+  bool backwards = false;
+  for (int64_t round = 0; round < count; round += gridDim.x, backwards = !backwards) {
+    const int64_t index = round + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (index < count) body(Work<kDim>(params, section, static_cast<int>(index)));
+  }
+}
+
 template <typename T, int kDim>
 __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
-    flash_attention_sm90_kernel(const FlashAttentionParams params, const __grid_constant__ Maps maps) {
+    flash_attention_sm90_kernel(const FlashAttentionParams params, const __grid_constant__ Maps maps, int section,
+                                int count) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Size = Sm90Tile<kDim>;
-  constexpr int kQueries = Size::kQueries, kKeys = Size::kKeys, kStages = Size::kStages, kWarps = 8;
+  constexpr int kKeys = Size::kKeys, kStages = Size::kStages, kWarps = 8;
   constexpr int kKeyBytes = Size::kKeyBytes;
   extern __shared__ int4 shared[];
   const uint32_t q_at = (shared_address(shared) + 1023) & ~1023u, k_at = q_at + Size::kQueryBytes;
-  const uint32_t v_at = k_at + kStages * kKeyBytes, q_full = v_at + kStages * kKeyBytes;
+  const uint32_t v_at = k_at + kStages * kKeyBytes, barriers = v_at + kStages * kKeyBytes;
+  const Stage queries{barriers, barriers + 8};
   const auto k_stage = [&](int tile) {
-    return Stage{q_full + 8 + tile % kStages * 16, q_full + 16 + tile % kStages * 16};
+    return Stage{barriers + 16 + tile % kStages * 16, barriers + 24 + tile % kStages * 16};
   };
   const auto v_stage = [&](int tile) {
     return Stage{k_stage(tile).full + kStages * 16, k_stage(tile).empty + kStages * 16};
   };
   const auto phase = [](int tile) { return static_cast<uint32_t>(tile / kStages) % 2; };
   if (threadIdx.x == 0) {
-    barrier_init(q_full, 1);
-    for (int stage = 0; stage < kStages; ++stage) {
-      for (const Stage& of : {k_stage(stage), v_stage(stage)}) {
-        barrier_init(of.full, 1);
-        barrier_init(of.empty, kWarps);
-      }
-    }
+    tensor_map_prefetch(maps.q);
+    tensor_map_prefetch(maps.k);
+    tensor_map_prefetch(maps.v);
+    const auto init = [](const Stage& of) {
+      barrier_init(of.full, 1);
+      barrier_init(of.empty, kWarps);
+    };
+    init(queries);
+    for (int stage = 0; stage < kStages; ++stage) init(k_stage(stage)), init(v_stage(stage));
     barrier_init_fence();
   }
-  const int q_tokens = static_cast<int>(params.q_tokens);
-  const unsigned of_tile = static_cast<unsigned>(params.batch * params.heads);
-  const int block_first =
-      ((q_tokens + kQueries - 1) / kQueries - 1 - static_cast<int>(blockIdx.x / of_tile)) * kQueries;
-  const int b = static_cast<int>(blockIdx.x % of_tile / params.heads),
-            h = static_cast<int>(blockIdx.x % of_tile % params.heads);
   __syncthreads();
   pdl_launch_dependents();
   pdl_wait();
-  const Visible visible(params, b);
-  const int begin = visible.begin(block_first), end = visible.end(min(block_first + kQueries, q_tokens) - 1);
-  const int tiles = begin < end ? (end - begin + kKeys - 1) / kKeys : 0;
+  int done = 0;          // tiles of earlier work
+  uint32_t q_phase = 0;  // of the queries' barriers
 
   if (threadIdx.x < 128) {  // copies
     fewer_registers<24>();
-    if (threadIdx.x >= 32 || !elect() || tiles == 0) return;
-    const int kv_head = h / static_cast<int>(params.heads / params.kv_heads);
-    const auto copy = [&](uint32_t to, int box_bytes, const CUtensorMap& map, int row, int head, int batch,
-                          uint32_t full) {
-      barrier_arrive_expecting(full, Size::kBoxes * box_bytes);
+    if (threadIdx.x >= 32 || !elect()) return;
+    for_all_work<kDim>(params, section, count, [&](const Work<kDim>& work) {
+      const int kv_head = work.h / static_cast<int>(params.heads / params.kv_heads);
+      const auto copy = [&](uint32_t to, int box_bytes, const CUtensorMap& map, int row, int head, int batch,
+                            uint32_t full) {
+        barrier_arrive_expecting(full, Size::kBoxes * box_bytes);
 #pragma unroll
-      for (int box = 0; box < Size::kBoxes; ++box) {
-        tensor_load(to + box * box_bytes, map, {box * 64, row, head, batch}, full, kEvictNormal);
+        for (int box = 0; box < Size::kBoxes; ++box) {
+          tensor_load(to + box * box_bytes, map, {box * 64, row, head, batch}, full, kEvictNormal);
+        }
+      };
+      const auto copy_keys = [&](uint32_t to, const CUtensorMap& map, int tile, int64_t head, int64_t batch,
+                                 const Stage& stage) {
+        barrier_wait(stage.empty, phase(done + tile) ^ 1);
+        copy(to + (done + tile) % kStages * kKeyBytes, Size::kKeyBoxBytes, map, work.begin + tile * kKeys,
+             head ? kv_head : 0, batch ? work.b : 0, stage.full);
+      };
+      const auto copy_k = [&](int tile) {
+        copy_keys(k_at, maps.k, tile, params.k_head, params.k_batch, k_stage(done + tile));
+      };
+      const auto copy_v = [&](int tile) {
+        copy_keys(v_at, maps.v, tile, params.v_head, params.v_batch, v_stage(done + tile));
+      };
+      if (work.tiles > 0) copy_k(0);  // while the queries' place may still be that of results
+      barrier_wait(queries.empty, q_phase ^ 1);
+      if (work.tiles == 0) {
+        barrier_arrive(queries.full);
+      } else {
+        copy(q_at, Size::kQueryBoxBytes, maps.q, work.first, params.q_head ? work.h : 0, params.q_batch ? work.b : 0,
+             queries.full);
+        copy_v(0);
       }
-    };
-    const auto copy_keys = [&](uint32_t to, const CUtensorMap& map, int row, int64_t head, int64_t batch,
-                               uint32_t full) {
-      copy(to, Size::kKeyBoxBytes, map, row, head ? kv_head : 0, batch ? b : 0, full);
-    };
-    copy(q_at, Size::kQueryBoxBytes, maps.q, block_first, params.q_head ? h : 0, params.q_batch ? b : 0, q_full);
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int row = begin + tile * kKeys, at = tile % kStages * kKeyBytes;
-      barrier_wait(k_stage(tile).empty, phase(tile) ^ 1);
-      copy_keys(k_at + at, maps.k, row, params.k_head, params.k_batch, k_stage(tile).full);
-      barrier_wait(v_stage(tile).empty, phase(tile) ^ 1);
-      copy_keys(v_at + at, maps.v, row, params.v_head, params.v_batch, v_stage(tile).full);
-    }
+      for (int tile = 1; tile < work.tiles; ++tile) copy_k(tile), copy_v(tile);
+      done += work.tiles;
+      q_phase ^= 1;
+    });
     return;
   }
 
   more_registers<240>();
   const int group = static_cast<int>(threadIdx.x) / 128 - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, pair = 2 * (lane % 4);
-  const int first = block_first + group * 64, last = min(first + 64, q_tokens) - 1;
+  const int q_tokens = static_cast<int>(params.q_tokens), head_dim = static_cast<int>(params.head_dim);
   const ScoreScale scale(params);
-  constexpr int kColumns = kDim % 128 == 0 ? 128 : 64;  // of one wgmma
-  float s[kKeys / 2], y[kDim / kColumns][kColumns / 2];
-  uint32_t p[kKeys / 16][4];
-  SoftmaxRow rows[2];
-  const auto sum = [&](int d, int i) -> float& {  // of columns 8 d + pair and the next, two rows
-    return y[d / (kColumns / 8)][d % (kColumns / 8) * 4 + i];
-  };
+  for_all_work<kDim>(params, section, count, [&](const Work<kDim>& work) {
+    const int first = work.first + group * 64, last = min(first + 64, q_tokens) - 1, tiles = work.tiles;
+    const Visible visible(params, work.b);
+    constexpr int kColumns = kDim % 128 == 0 ? 128 : 64;  // of one wgmma
+    float s[kKeys / 2], y[kDim / kColumns][kColumns / 2];
+    uint32_t p[kKeys / 16][4];
+    SoftmaxRow rows[2];
+    const auto sum = [&](int d, int i) -> float& {  // of columns 8 d + pair and the next, two rows
+      return y[d / (kColumns / 8)][d % (kColumns / 8) * 4 + i];
+    };
 #pragma unroll
-  for (int d = 0; d < kDim / 8; ++d) sum(d, 0) = sum(d, 1) = sum(d, 2) = sum(d, 3) = 0.f;
+    for (int d = 0; d < kDim / 8; ++d) sum(d, 0) = sum(d, 1) = sum(d, 2) = sum(d, 3) = 0.f;
 
-  const auto pin_sums = [&] {
+    const auto pin_sums = [&] {
 #pragma unroll
-    for (int c = 0; c < kDim / kColumns; ++c) wgmma_pin(y[c]);
-  };
-  const auto release = [&](const Stage& stage) {
-    if (lane == 0) barrier_arrive(stage.empty);
-  };
-  const auto begin_scores = [&](int tile) {  // s = q k^T
-    barrier_wait(k_stage(tile).full, phase(tile));
-    wgmma_pin(s);
-    wgmma_fence();
-    const uint32_t q = q_at + group * 64 * 128, k = k_at + tile % kStages * kKeyBytes;
-#pragma unroll
-    for (int d = 0; d < kDim; d += 16) {
-      const uint32_t at_q = q + d / 64 * Size::kQueryBoxBytes + d % 64 * 2;
-      const uint32_t at_k = k + d / 64 * Size::kKeyBoxBytes + d % 64 * 2;
-      wgmma<T>(s, wgmma_operand(at_q), wgmma_operand(at_k), d > 0);
-    }
-    wgmma_commit();
-  };
-  const auto begin_values = [&](int tile) {  // y += p v
-    barrier_wait(v_stage(tile).full, phase(tile));
-    pin_sums();
-    wgmma_fence();
-    const uint32_t v = v_at + tile % kStages * kKeyBytes;
-#pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
-#pragma unroll
-      for (int c = 0; c < kDim / kColumns; ++c) {
-        const uint32_t at = v + c * (kColumns / 64) * Size::kKeyBoxBytes + n * 2048;
-        wgmma_rows_of<T>(y[c], p[n], wgmma_rows(at, Size::kKeyBoxBytes));
-      }
-    }
-    wgmma_commit();
-  };
-  const auto softmax = [&](int tile, float(&corrections)[2]) {
-    const int key = begin + tile * kKeys, column = key + pair;
-    const bool whole = first <= last && key >= visible.begin(last) && key + kKeys <= visible.end(first);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = first + warp * 16 + half * 8 + g;
-      const auto score = [&](int n, int i) -> float& { return s[4 * n + 2 * half + i]; };
-      corrections[half] = rows[half].template update<kKeys / 8>(scale, whole, visible.begin(query) - column,
-                                                                visible.end(query) - column, score);
-    }
-  };
-  const auto pack_scores = [&] {
-#pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) p[n][i] = pack<T>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
-    }
-  };
-
-  if (tiles > 0) {
-    float corrections[2];
-    barrier_wait(q_full, 0);
-    begin_scores(0);
-    wgmma_wait<0>();
-    wgmma_pin(s);
-    release(k_stage(0));
-    softmax(0, corrections);
-    pack_scores();
-    for (int tile = 1; tile < tiles; ++tile) {
-      begin_scores(tile);
-      begin_values(tile - 1);
-      wgmma_wait<1>();
+      for (int c = 0; c < kDim / kColumns; ++c) wgmma_pin(y[c]);
+    };
+    const auto release = [&](const Stage& stage) {
+      if (lane == 0) barrier_arrive(stage.empty);
+    };
+    const auto begin_scores = [&](int tile) {  // s = q k^T
+      barrier_wait(k_stage(done + tile).full, phase(done + tile));
       wgmma_pin(s);
-      release(k_stage(tile));
-      softmax(tile, corrections);
+      wgmma_fence();
+      const uint32_t q = q_at + group * 64 * 128, k = k_at + (done + tile) % kStages * kKeyBytes;
+#pragma unroll
+      for (int d = 0; d < kDim; d += 16) {
+        const uint32_t at_q = q + d / 64 * Size::kQueryBoxBytes + d % 64 * 2;
+        const uint32_t at_k = k + d / 64 * Size::kKeyBoxBytes + d % 64 * 2;
+        wgmma<T>(s, wgmma_operand(at_q), wgmma_operand(at_k), d > 0);
+      }
+      wgmma_commit();
+    };
+    const auto begin_values = [&](int tile) {  // y += p v
+      barrier_wait(v_stage(done + tile).full, phase(done + tile));
+      pin_sums();
+      wgmma_fence();
+      const uint32_t v = v_at + (done + tile) % kStages * kKeyBytes;
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+        for (int c = 0; c < kDim / kColumns; ++c) {
+          const uint32_t at = v + c * (kColumns / 64) * Size::kKeyBoxBytes + n * 2048;
+          wgmma_rows_of<T>(y[c], p[n], wgmma_rows(at, Size::kKeyBoxBytes));
+        }
+      }
+      wgmma_commit();
+    };
+    const auto softmax = [&](int tile, float(&corrections)[2]) {
+      const int key = work.begin + tile * kKeys, column = key + pair;
+      const bool whole = first <= last && key >= visible.begin(last) && key + kKeys <= visible.end(first);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = first + warp * 16 + half * 8 + g;
+        const auto score = [&](int n, int i) -> float& { return s[4 * n + 2 * half + i]; };
+        corrections[half] = rows[half].template update<kKeys / 8>(scale, whole, visible.begin(query) - column,
+                                                                  visible.end(query) - column, score);
+      }
+    };
+    const auto pack_scores = [&] {
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[n][i] = pack<T>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
+      }
+    };
+
+    barrier_wait(queries.full, q_phase);
+    if (tiles > 0) {
+      float corrections[2];
+      // The warpgroups issue their products in turn, so that the softmax of one runs beside the products of the other.
+      const int turn = 3 + group, other = 4 - group;  // named barriers
+      if (group == 1 && tiles > 1) named_barrier_arrive(other, 256);
+      begin_scores(0);
+      wgmma_wait<0>();
+      wgmma_pin(s);
+      release(k_stage(done));
+      softmax(0, corrections);
+      pack_scores();
+      for (int tile = 1; tile < tiles; ++tile) {
+        named_barrier(turn, 256);
+        begin_scores(tile);
+        begin_values(tile - 1);
+        if (group == 0 || tile + 1 < tiles) named_barrier_arrive(other, 256);
+        wgmma_wait<1>();
+        wgmma_pin(s);
+        release(k_stage(done + tile));
+        softmax(tile, corrections);
+        wgmma_wait<0>();
+        pin_sums();
+        release(v_stage(done + tile - 1));
+#pragma unroll
+        for (int d = 0; d < kDim / 8; ++d) {
+          sum(d, 0) *= corrections[0], sum(d, 1) *= corrections[0];
+          sum(d, 2) *= corrections[1], sum(d, 3) *= corrections[1];
+        }
+        pack_scores();
+      }
+      begin_values(tiles - 1);
       wgmma_wait<0>();
       pin_sums();
-      release(v_stage(tile - 1));
+      release(v_stage(done + tiles - 1));
+    }
+
+    // The result goes through the place of the warpgroup's own queries to whole vectors.
+    named_barrier(1 + group, 128);
+    const int64_t q_head = static_cast<int64_t>(work.b) * params.heads + work.h;
+    float* const lse = params.lse ? static_cast<float*>(params.lse) + q_head * q_tokens : nullptr;
+    const float sink = params.sinks ? to_float(static_cast<const T*>(params.sinks)[work.h]) * kLog2E : -INFINITY;
+    char* const memory = reinterpret_cast<char*>(shared) + (q_at - shared_address(shared));
+    const auto vector = [&](int row, int chunk) {  // row of the warp
+      const int of_block = group * 64 + warp * 16 + row;
+      return reinterpret_cast<T*>(memory + chunk / 8 * Size::kQueryBoxBytes + of_block * 128 +
+                                  ((chunk ^ row) & 7) * 16);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = half * 8 + g, query = first + warp * 16 + row;
+      float log_sum;
+      const float scale_of_row = rows[half].finish(scale, sink, log_sum);
 #pragma unroll
       for (int d = 0; d < kDim / 8; ++d) {
-        sum(d, 0) *= corrections[0], sum(d, 1) *= corrections[0];
-        sum(d, 2) *= corrections[1], sum(d, 3) *= corrections[1];
+        *reinterpret_cast<uint32_t*>(vector(row, d) + pair) =
+            pack<T>(sum(d, 2 * half) * scale_of_row, sum(d, 2 * half + 1) * scale_of_row);
       }
-      pack_scores();
+      if (lse && pair == 0 && query < q_tokens) lse[query] = log_sum;
     }
-    begin_values(tiles - 1);
-    wgmma_wait<0>();
-    pin_sums();
-  }
-
-  // The result goes through the place of the warpgroup's own queries to whole vectors.
-  named_barrier(1 + group, 128);
-  const int64_t q_head = static_cast<int64_t>(b) * params.heads + h;
-  float* const lse = params.lse ? static_cast<float*>(params.lse) + q_head * q_tokens : nullptr;
-  const float sink = params.sinks ? to_float(static_cast<const T*>(params.sinks)[h]) * kLog2E : -INFINITY;
-  char* const memory = reinterpret_cast<char*>(shared) + (q_at - shared_address(shared));
-  const auto vector = [&](int row, int chunk) {  // row of the warp
-    const int of_block = group * 64 + warp * 16 + row;
-    return reinterpret_cast<T*>(memory + chunk / 8 * Size::kQueryBoxBytes + of_block * 128 + ((chunk ^ row) & 7) * 16);
-  };
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = half * 8 + g, query = first + warp * 16 + row;
-    float log_sum;
-    const float scale_of_row = rows[half].finish(scale, sink, log_sum);
-#pragma unroll
-    for (int d = 0; d < kDim / 8; ++d) {
-      *reinterpret_cast<uint32_t*>(vector(row, d) + pair) =
-          pack<T>(sum(d, 2 * half) * scale_of_row, sum(d, 2 * half + 1) * scale_of_row);
+    __syncwarp();
+    T* const target =
+        static_cast<T*>(params.y) + (static_cast<int64_t>(work.b) * q_tokens * params.heads + work.h) * head_dim;
+    for (int i = lane; i < 16 * kDim / 8; i += 32) {
+      const int row = i / (kDim / 8), chunk = i % (kDim / 8), query = first + warp * 16 + row;
+      if (query < q_tokens && chunk * 8 < head_dim) {
+        Vec<T, 8>::load(vector(row, chunk))
+            .store(target + static_cast<int64_t>(query) * params.heads * head_dim + chunk * 8);
+      }
     }
-    if (lse && pair == 0 && query < q_tokens) lse[query] = log_sum;
-  }
-  __syncwarp();
-  const int head_dim = static_cast<int>(params.head_dim);
-  T* const target = static_cast<T*>(params.y) + (static_cast<int64_t>(b) * q_tokens * params.heads + h) * head_dim;
-  for (int i = lane; i < 16 * kDim / 8; i += 32) {
-    const int row = i / (kDim / 8), chunk = i % (kDim / 8), query = first + warp * 16 + row;
-    if (query < q_tokens && chunk * 8 < head_dim) {
-      Vec<T, 8>::load(vector(row, chunk))
-          .store(target + static_cast<int64_t>(query) * params.heads * head_dim + chunk * 8);
-    }
-  }
+    async_proxy_fence();  // copies may write there again
+    __syncwarp();
+    release(queries);
+    done += tiles;
+    q_phase ^= 1;
+  });
 #endif
 }
 

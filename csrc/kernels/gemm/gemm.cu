@@ -45,6 +45,7 @@ cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, const Devic
                             .half_step = kGlu ? static_cast<int>(columns) : kColumns / 2,
                             .column_step = kGlu ? kColumns / 2 : kColumns,
                             .row_tiles = plan.row_tiles,
+                            .column_tiles = plan.column_tiles,
                             .tiles = tiles};
   const LaunchShape shape{.blocks = int64_t{std::min(tiles, device.clusters[plan.cluster])} * plan.cluster,
                           .threads = dim3(kThreads),

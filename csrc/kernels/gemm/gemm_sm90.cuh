@@ -37,7 +37,6 @@ constexpr int kRows = kGemmRows, kDepth = kGemmDepth;
 constexpr int kWarps = 8, kThreads = 32 * (4 + kWarps);  // a warpgroup of which one warp copies, and two that compute
 constexpr int kRowBytes = kDepth * 2;                    // of a stage, in 128-byte swizzle
 constexpr int kStoreBytes = 16 * kRowBytes;              // of a warp: 16 tokens by 64 columns on their way to memory
-constexpr int kGroup = 8;  // clusters whose tokens take the same rows of W one after the other
 
 // A stage of the ring: two halves of x, then two of W.
 template <int kColumns>
@@ -58,24 +57,22 @@ struct Arguments {
   int m, k_tiles;
   int cluster;
   bool shares_weight;
-  bool weight_early;  // W may be read before the previous kernels have ended
-  int half_step;      // rows of W from one half of a tile to the other
-  int column_step;    // columns of y from tile to tile
-  int row_tiles, tiles;
+  bool weight_early;            // W may be read before the previous kernels have ended
+  int half_step;                // rows of W from one half of a tile to the other
+  int column_step;              // columns of y from tile to tile
+  int row_tiles, column_tiles;  // of clusters
+  int tiles;
 };
 
-// What a block computes: tiles of clusters in groups of rows, so that those which run together share both operands in
-// the L2 cache.
+// What a block computes.
 struct Tile {
   int row;     // the first token
   int column;  // the first column of y, and row of W
 
   __device__ Tile(const Arguments& a, int index, int rank) {
-    const int columns = a.tiles / a.row_tiles, group = index / (kGroup * columns);
-    const int rows = min(kGroup, a.row_tiles - group * kGroup), at = index - group * kGroup * columns;
-    const int r = group * kGroup + at % rows, c = at / rows;
-    row = kRows * (a.shares_weight ? a.cluster * r + rank : r);
-    column = a.column_step * (a.shares_weight ? c : a.cluster * c + rank);
+    const GemmPosition at(index, a.row_tiles, a.column_tiles);
+    row = kRows * (a.shares_weight ? a.cluster * at.row + rank : at.row);
+    column = a.column_step * (a.shares_weight ? at.column : a.cluster * at.column + rank);
   }
 };
 

@@ -1,6 +1,8 @@
-// The launch plan of a linear for many tokens: how wide the tiles are, and what the two blocks of a cluster share.
-// Plain host code.
+// The launch plan of a linear for many tokens: how wide the tiles are, what the two blocks of a cluster share, and
+// which tile comes when.
 #pragma once
+#include <cuda_runtime.h>
+
 #include <algorithm>
 #include <cstdint>
 
@@ -27,6 +29,21 @@ struct GemmPlan {
 struct GemmShape {
   int64_t m, n, k;  // n: rows of W
   bool glu;
+};
+
+constexpr int kGemmGroup = 8;  // rows of tiles
+
+// The position of a cluster's tile: in groups of rows, so that those which run together share both operands in the L2
+// cache.
+struct GemmPosition {
+  int row, column;
+
+  __host__ __device__ GemmPosition(int index, int row_tiles, int column_tiles) {
+    const int group = index / (kGemmGroup * column_tiles), left = row_tiles - group * kGemmGroup;
+    const int rows = left < kGemmGroup ? left : kGemmGroup, at = index - group * kGemmGroup * column_tiles;
+    row = group * kGemmGroup + at % rows;
+    column = at / rows;
+  }
 };
 
 // The plan with such tiles, on a GPU where clusters[c] clusters of c blocks run at the same time.
@@ -81,8 +98,8 @@ inline bool gemm_is_faster_than_library(const GemmShape& shape, const int* clust
   const double tiles = shape.m / static_cast<double>(kGemmRows) * shape.n / std::max(clusters[1], 1);
   const double ideal = tiles * 4.0 * shape.k / kGemmDepth;  // cycles
   const GemmPlan plan = choose_gemm(shape, clusters);
-  if (shape.glu) return ideal > 0.85 * plan.cycles;
-  return shape.m > 10 * kGemmRows && plan.cycles < 0.92 * choose_gemm(shape, clusters, 224).cycles;
+  if (shape.glu) return ideal > 0.7 * plan.cycles;
+  return shape.m > 10 * kGemmRows && plan.cycles < 0.9 * choose_gemm(shape, clusters, 224).cycles;
 }
 
 }  // namespace llmk::kernels
