@@ -39,7 +39,8 @@ class Case:
             )
             shape += "" if keys["causal"] else " all to all"
         elif "kv_tokens" in keys:
-            shape = f"batch {keys['batch']} {keys['kv_tokens']} keys {keys['cache']}"
+            heads = f"{keys['heads']}+{keys['kv_heads']}x{keys['head_dim']}"
+            shape = f"batch {keys['batch']} {keys['kv_tokens']} keys of {heads} {keys['cache']}"
         elif "parameters" in keys:
             shape = f"{keys['parameters']} parameters in {keys['tensors']}"
         elif "vocab" in keys:

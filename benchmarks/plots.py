@@ -156,7 +156,7 @@ def linear(meta: dict, rows: Rows, path: Path) -> None:
 
 
 def decode_attention(meta: dict, rows: Rows, path: Path) -> None:
-    found = pick(rows, op="decode_attention")
+    found = pick(rows, section="decode_attention")
     title = "Decode attention, 28 + 4 heads: time, further left is better"
     dots(title, "µs", found, microseconds, {}, meta, path, log=True)
 

@@ -52,7 +52,9 @@ def shape(keys: dict) -> str:
         words = [f"batch {keys['batch']}, {keys['tokens']} tokens,", f"{keys['heads']}+{keys['kv_heads']} heads"]
         words += [f"of {keys['head_dim']}", "" if keys["causal"] else "all to all"]
     elif "kv_tokens" in keys:
+        heads = (keys["heads"], keys["kv_heads"], keys["head_dim"])
         words = [f"batch {keys['batch']}, {keys['kv_tokens']} keys", "paged" * (keys["cache"] == "paged")]
+        words += [] if heads == QWEN_HEADS else ["of {}+{}x{} heads".format(*heads)]
     elif "parameters" in keys:
         words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']} tensors" * (keys["tensors"] > 1)]
     elif "vocab" in keys:
@@ -92,6 +94,7 @@ METHODS = {
     "events": "single launches, L2 flushed",
     "wall": "wall time",
 }
+QWEN_HEADS = (28, 4, 128)  # of decode attention: where no heads are named
 READERS = ("linear", "rms_norm_linear", "decode_attention", "sample", *STEPS)  # what they write is little
 
 

@@ -257,8 +257,8 @@ def of_memory(direction: str) -> Callable[[Results], str]:
                         rate=bandwidth)  # fmt: skip
 
 
-def of_kernel(op: str) -> Callable[[Results], str]:
-    return side_by_side("decode_ops", lambda row: row["op"] == op, rate=bandwidth)
+def of_kernel(section: str) -> Callable[[Results], str]:
+    return side_by_side("decode_ops", lambda row: row["section"] == section, rate=bandwidth)
 
 
 def of_prefill(logits: str) -> Callable[[Results], str]:

@@ -1,5 +1,6 @@
 """Attention of one new token per sequence against a KV cache."""
 
+import itertools
 from functools import partial
 
 import torch
@@ -8,15 +9,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.cases import Case, Op, Provider, plain
 
-HEADS, KV_HEADS, HEAD_DIM = 28, 4, 128
+QWEN = (28, 4, 128)  # query heads, key heads, elements of a head
+OTHERS = (QWEN, (32, 8, 128), (40, 8, 128), (64, 8, 128), (32, 32, 128), (64, 8, 64), (14, 2, 64), (16, 8, 256))
 PAGE = 64
 SIZES = ((1, 512), (1, 1024), (1, 8192), (1, 32768), (8, 512), (8, 4096), (32, 4096), (64, 512))
 
 
 def eager(q, k, v, lengths, block_table=None):
     """softmax(q k^T / sqrt(D)) v with every key head given to its group of query heads, q (B, 1, H, D)."""
-    k, v = (gathered(x, block_table).repeat_interleave(HEADS // KV_HEADS, 2).transpose(1, 2) for x in (k, v))
-    scores = q.transpose(1, 2) @ k.transpose(2, 3) * HEAD_DIM**-0.5
+    group = q.size(2) // k.size(2)
+    k, v = (gathered(x, block_table).repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    scores = q.transpose(1, 2) @ k.transpose(2, 3) * q.size(3) ** -0.5
     return (scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v).transpose(1, 2)
 
 
@@ -48,10 +51,11 @@ def providers(case):
 
 def inputs(case, device):
     batch, tokens = case.keys["batch"], case.keys["kv_tokens"]
-    shape = (batch, tokens, KV_HEADS, HEAD_DIM)
+    heads, kv_heads, head_dim = (case.keys[name] for name in ("heads", "kv_heads", "head_dim"))
+    shape = (batch, tokens, kv_heads, head_dim)
     if case.keys["cache"] == "paged":
-        shape = (batch * tokens // PAGE, PAGE, KV_HEADS, HEAD_DIM)
-    q = torch.randn(batch, 1, HEADS, HEAD_DIM, dtype=case.dtype, device=device)
+        shape = (batch * tokens // PAGE, PAGE, kv_heads, head_dim)
+    q = torch.randn(batch, 1, heads, head_dim, dtype=case.dtype, device=device)
     return q, *(torch.randn(shape, dtype=case.dtype, device=device) for _ in range(2))
 
 
@@ -64,18 +68,33 @@ def shared(case, device):
     return lengths, pages.view(batch, -1)
 
 
-def case(batch, tokens, cache):
-    keys = {"batch": batch, "kv_tokens": tokens, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-    moved = 2 * batch * HEAD_DIM * (2 * KV_HEADS * tokens + 2 * HEADS)
+def case(batch, tokens, cache="contiguous", of=QWEN):
+    heads, kv_heads, head_dim = of
+    keys = {"batch": batch, "kv_tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    moved = 2 * batch * head_dim * (2 * kv_heads * tokens + 2 * heads)
     return Case("decode_attention", {**keys, "cache": cache}, torch.bfloat16, moved, quick=(batch, tokens) == (1, 512))
 
 
 OP = Op(
     name="decode_attention",
-    cases=(*(case(*size, "contiguous") for size in SIZES), case(8, 4096, "paged"), case(32, 4096, "paged")),
+    cases=(*(case(*size) for size in SIZES), case(8, 4096, "paged"), case(32, 4096, "paged")),
     inputs=inputs,
     shared=shared,
     eager=eager,
     providers=providers,
+    differentiable=3,
+)
+
+# Heads of many families. The eager formula would copy the keys for every head, so it is the reference and not timed.
+OTHER_HEADS = Op(
+    name="decode_attention_heads",
+    cases=tuple(
+        case(batch, tokens, of=of)
+        for of, batch, tokens in itertools.product(OTHERS, (1, 5, 8, 32, 64), (300, 2048, 8192))
+    ),
+    inputs=inputs,
+    shared=shared,
+    eager=eager,
+    providers=lambda case: {name: one for name, one in providers(case).items() if name != "eager"},
     differentiable=3,
 )

@@ -1,4 +1,4 @@
-"""Linear for few tokens, y = x W^T, and the same behind an RMSNorm: every call has a weight of its own."""
+"""Linear, y = x W^T, and the same behind an RMSNorm: every call has a weight of its own."""
 
 from functools import partial
 
@@ -16,6 +16,12 @@ QWEN_SHAPES = (
     (152064, 3584),
 )  # gate|up, down, q|k|v, o, head
 FEW_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+SMALL_SHAPES = ((896, 4864), (896, 896))  # down and o of Qwen2.5-0.5B
+SIZES = (
+    *((m, n, k) for n, k in QWEN_SHAPES for m in FEW_TOKENS),
+    *((2048, n, k) for n, k in QWEN_SHAPES[:4]),
+    *((m, n, k) for n, k in SMALL_SHAPES for m in (24, 48)),
+)
 NORM_TOKENS = (1, 4, 16, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -68,7 +74,7 @@ def tokens(case, device):
 
 LINEAR = Op(
     name="linear",
-    cases=tuple(case("linear", m, n, k, chained=True) for n, k in QWEN_SHAPES for m in FEW_TOKENS),
+    cases=tuple(case("linear", *size, chained=True) for size in SIZES),
     inputs=weight,
     shared=tokens,
     eager=cublas,
