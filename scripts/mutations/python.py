@@ -20,6 +20,14 @@ PYTHON = [
         "tests/test_prompt.py -k launched_before",
     ),
     Mutation(
+        "py_caches_of_another_kind",
+        "a forward makes a DynamicCache where its modules make another cache, or none",
+        "llmkernels/hf/callers/forward.py",
+        '    if given.get("use_cache") not in parts.dynamic_cache_for:\n',
+        "    if False:\n",
+        "tests/test_prompt.py -k modules_make",
+    ),
+    Mutation(
         "py_tensors_of_a_block_count_together",
         "a step that writes keys tells the counters of the cache that someone has written to them",
         "llmkernels/hf/step/block.py",

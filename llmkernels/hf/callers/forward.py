@@ -88,13 +88,7 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
         _check_call(model, given)
     except NoStep:
         return original()
-    if state.makes_dynamic is None:
-        output = original()
-        state.makes_dynamic = _makes_dynamic(model, getattr(output, name, None))
-        return output
     try:
-        if not state.makes_dynamic:
-            raise NoStep("the modules make a cache of another kind")
         logits, cache = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
     except NoStep as reason:
         state.count_prompt(by_forward(reason))
@@ -103,14 +97,13 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
     return CausalLMOutputWithPast(logits=logits, **{name: cache})
 
 
-def _makes_dynamic(model: nn.Module, cache: Any) -> bool:
-    """Whether a cache that the modules have made is a DynamicCache of the model's config."""
-    from transformers import DynamicCache
-
-    def kinds(cache):
-        return [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
-
-    return type(cache) is DynamicCache and kinds(cache) == kinds(DynamicCache(config=model.config))
+def _check_prompt(parts: Trunk, given: dict[str, Any]) -> None:
+    """Raise NoStep for prompts that the ops do not take, and where the modules make another cache, or none."""
+    ids = given["input_ids"]
+    check_batch(parts, ids)
+    check_length(parts, ids.shape[1])
+    if given.get("use_cache") not in parts.dynamic_cache_for:
+        raise NoStep("the modules make a cache of another kind, or none")
 
 
 def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any] | None:
@@ -124,8 +117,7 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
     if found is None or not isinstance(kept, int):
         return None
     known, layout, _memory = found
-    check_batch(known.parts, ids)
-    check_length(known.parts, ids.shape[1])
+    _check_prompt(known.parts, given)
     places = Places(given, ids, 0)
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
@@ -147,9 +139,8 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
     if not isinstance(kept, int):
         raise NoStep("logits_to_keep is no number")
     parts, _memory = _description(model, state, ids)
-    check_batch(parts, ids)
+    _check_prompt(parts, given)
     batch, count = ids.shape
-    check_length(parts, count)
     places = Places(given, ids, 0)
     places.check()
     cache = new_cache(model.config, parts, batch, count)

@@ -100,7 +100,8 @@ class Trunk:
 
     `embed_scale`: what embeddings are multiplied by, a number, a tensor that is cast to their dtype, or None. `rotary`
     makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
-    `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped.
+    `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped. `dynamic_cache_for`:
+    with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config).
     """
 
     embedding: nn.Parameter
@@ -113,6 +114,7 @@ class Trunk:
     head: Product
     logit_scale: float
     logit_softcap: float
+    dynamic_cache_for: tuple[bool | None, ...] = ()
 
     @property
     def weight(self) -> Tensor:

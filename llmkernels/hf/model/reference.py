@@ -215,6 +215,7 @@ def small_config(config: Any) -> Any:
         "intermediate_size": 96,
         "vocab_size": 64,
         "tie_word_embeddings": False,
+        "use_cache": True,
     }
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":

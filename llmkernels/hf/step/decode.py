@@ -127,7 +127,6 @@ class Decoder:
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self.steps = 0  # that ran, of all calls
         self.prompts: Counter[str] = Counter()  # how often a prompt took which way
-        self.makes_dynamic: bool | None = None  # whether the modules make the cache of a prompt as DynamicCache(config)
         self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
         self._lock = threading.Lock()
         self._closed = False

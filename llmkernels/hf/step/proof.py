@@ -121,7 +121,8 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
                 ):
                     off = f"logits differ by {error:.1g} of the largest"
                     raise UnknownLayout(f"computes something else than its description: {off}")
-        return dataclasses.replace(template, same_in_training=_same_in_training(small, ids))
+        trunk = dataclasses.replace(template.trunk, dynamic_cache_for=_dynamic_cache_for(small, ids))
+        return dataclasses.replace(template, trunk=trunk, same_in_training=_same_in_training(small, ids))
 
 
 def _observed(cls: type[nn.Module], config: Any) -> tuple[nn.Module, Template]:
@@ -159,6 +160,25 @@ def _same_in_training(small: nn.Module, ids: Tensor) -> bool:
         return False
     finally:
         small.eval()
+
+
+def _dynamic_cache_for(small: nn.Module, ids: Tensor) -> tuple[bool | None, ...]:
+    """The values of `use_cache` with which a model makes DynamicCache(config=config) for a prompt. None stands for no
+    value, too."""
+    from transformers import DynamicCache
+
+    def kinds(cache: Any) -> list[tuple[type, int | None]]:
+        return [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
+
+    def makes(**given: bool | None) -> bool:
+        try:
+            cache = getattr(small(ids[None], **given), cache_name(), None)
+        except Exception:  # of a model that makes none
+            return False
+        expected = DynamicCache(config=small.config)
+        return type(cache) is DynamicCache and not cache.offloading and kinds(cache) == kinds(expected)
+
+    return tuple(value for value in (None, True) if makes(use_cache=value) and (value or makes()))
 
 
 def _check_tables(parts: Trunk, config: Any) -> None:
