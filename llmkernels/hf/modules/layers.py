@@ -30,7 +30,6 @@ from ..classes.layout import (
     rotate,
     rotation_name,
     rotation_of,
-    trace,
 )
 from ..classes.origin import Name, names_of
 from ..classes.source import bind_global, fuse_adds
@@ -236,7 +235,7 @@ def _patched_class(cls, forward, rotation, only_fused):
         check_origin(forward)
         replacement = DecoderLayer
         made, norms = fuse_adds(forward, _add_norm)
-        options = Layer(norms, _traced(forward))
+        options = Layer(norms)
     else:
         raise UnknownLayout(f"{cls.__name__} is of no known kind")
     is_current = is_current_for(cls, forward, calls)
@@ -261,13 +260,6 @@ def _rotating_forward(forward: Callable) -> tuple[Callable, Rotation]:
     rotation = inspect.unwrap(forward).__globals__[name]
     options = rotation_of(name, rotation)
     return bind_global(forward, name, rotation_by_kernel(rotation, options), with_first=True), options
-
-
-def _traced(forward: Callable) -> str | None:
-    try:
-        return trace(forward)
-    except UnknownLayout:
-        return None
 
 
 @functools.cache
