@@ -26,7 +26,7 @@ from .obstacles import (
 )
 from .report import NOT_ASKED, Decode, Report, Row
 from .step import decode as decoding
-from .step import packing, trunk
+from .step import describe, packing
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
@@ -245,7 +245,7 @@ class PatchHandle:
             if "decode" not in self._kinds:
                 reason = NOT_ASKED
             elif isinstance(module, Generating) and is_current:
-                reason = trunk.why_not(module)
+                reason = describe.why_not(module)
             else:
                 reason = (None if isinstance(module, Generating) else decode_obstacle(module)) or "not patched"
             state = decoding.decoder(module)

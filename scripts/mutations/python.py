@@ -279,7 +279,7 @@ PYTHON = [
         "py_numbers_of_sizes_are_constants",
         "a number that a forward makes of the sizes of the small model is that of the large one",
         "llmkernels/hf/step/proof.py",
-        "        if other.own_numbers(len(template.trunk.layers)) != numbers:\n",
+        "        if other.own_numbers(len(template.description.layers)) != numbers:\n",
         "        if not numbers:\n",
         "tests/test_observe.py -k depends_on_sizes",
     ),

@@ -21,13 +21,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..classes.layout import check_origin
 from ..classes.origin import Entry, asked_of_origin
 from ..errors import NoStep, UnknownLayout
-from ..model.description import Trunk
+from ..model.description import Description
 from .buffers import Buffers, WindowBuffers, room_for
 from .kv_cache import KVCache
 from .layers import KVCacheLayer
 
 
-def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = False) -> None:
+def check_dynamic(cache: object, parts: Description, batch: int, recorded: bool = False) -> None:
     """Raise NoStep unless `cache` is a DynamicCache, empty or of this model and batch.
 
     `recorded`: layers with a window may have more tokens than it, which are there to be cropped.
@@ -336,7 +336,7 @@ _ADOPTED = {kind.theirs: kind for kind in (AdoptedLayer, AdoptedWindowLayer)}
 _METHODS = {name for kind in (AdoptedCache, AdoptedWindowLayer) for name in dir(kind) if callable(getattr(kind, name))}
 
 
-def new_cache(config: Any, parts: Trunk, batch: int, tokens: int) -> "AdoptedCache":
+def new_cache(config: Any, parts: Description, batch: int, tokens: int) -> "AdoptedCache":
     """The DynamicCache that a model makes for a prompt of so many tokens, without them yet. Raises NoStep."""
     cache = DynamicCache(config=config)
     check_dynamic(cache, parts, batch, recorded=True)
@@ -353,7 +353,7 @@ def new_cache(config: Any, parts: Trunk, batch: int, tokens: int) -> "AdoptedCac
     return cache
 
 
-def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
+def become_ours(cache: DynamicCache, parts: Description, batch: int) -> None:
     """Turn a DynamicCache with tokens into a KVCache that grows, in place: whoever has it has the same object.
 
     Raises NoStep where there is no memory for a layer; it is what it was then.

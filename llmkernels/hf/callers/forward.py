@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from ..cache.fits import check_cache, is_ours, may_become_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
-from ..model.description import Trunk
+from ..model.description import Description
 from ..report import STEP, by_forward
 from ..step.decode import MAX_ROWS, Decoder, decoder
+from ..step.describe import check_batch, check_length
 from ..step.program import Program
-from ..step.trunk import check_batch, check_length
 from .reading import Reading
 
 # Arguments of a forward that the step has, and those that change nothing where it runs.
@@ -97,7 +97,7 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
     return CausalLMOutputWithPast(logits=logits, **{name: cache})
 
 
-def _check_prompt(parts: Trunk, given: dict[str, Any]) -> None:
+def _check_prompt(parts: Description, given: dict[str, Any]) -> None:
     """Raise NoStep for prompts that the ops do not take, and where the modules make another cache, or none."""
     ids = given["input_ids"]
     check_batch(parts, ids)
@@ -150,7 +150,7 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
     return logits, cache
 
 
-def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Trunk, list[Any]]:
+def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Description, list[Any]]:
     """The description of the model as it is, and what keeps its memory alive. Raises NoStep."""
     if (reason := state.refusal()) is not None:
         raise NoStep(reason)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from ..cache.fits import check_cache, is_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
-from ..model.description import Trunk
+from ..model.description import Description
 from ..report import PREFILL, STEP, by_forward, by_transformers
 from ..step.decode import Decoder, DecodeStep, decoder
+from ..step.describe import check_batch, check_length
 from ..step.program import Program
-from ..step.trunk import check_batch, check_length
 from . import reading
 from .reading import Reading, Text
 
@@ -43,7 +43,7 @@ class Call:
     """
 
     model: nn.Module
-    parts: Trunk
+    parts: Description
     memory: list[Any]
     inputs: dict[str, Any]
     leftpad: Tensor | None
@@ -183,7 +183,7 @@ LOOPS = {
 }
 
 
-def _check_call(parts: Trunk, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
+def _check_call(parts: Description, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
     """Raise NoStep for whatever a call asks of the loop that only transformers' own has."""
     from ..cache.adopted import check_dynamic
 

@@ -10,17 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import Distrust, UnknownLayout
-from .description import Attention, Norm, Product, Trunk
+from .description import Attention, Description, Norm, Product
 from .observe import CONFIG, Number
 from .reference import Part, Reference, layer_kinds
 from .template import Factor, Path, Template, Window
 from .trust import is_same_partial
 
 
-def bind(template: Template, model: nn.Module, expected: Reference) -> Trunk:
+def bind(template: Template, model: nn.Module, expected: Reference) -> Description:
     """The description of a model that is as its reference. Raises Distrust where one of its tensors is not,
     and UnknownLayout for a layer that is like none of the template."""
-    parts = template.trunk
+    parts = template.description
     places = _places(template, model, expected)
     layers = tuple(
         _Binder(model, expected, _renamed(template.stack, place, index)).bound(parts.layers[place])
@@ -138,14 +138,15 @@ def _places(template: Template, model: nn.Module, expected: Reference) -> list[i
         if kind not in ("full_attention", "sliding_attention"):
             raise UnknownLayout(f"has layers of type {kind}")
     places: list[int] = []
+    count = len(template.description.layers)
     for index, layer in enumerate(layers):
         alike = (
             place
-            for place in range(min(len(template.trunk.layers), len(layers)))
+            for place in range(min(count, len(layers)))
             if kinds[place] == kinds[index] and _alike(layers[place], layer, place, index)
         )
         if (place := next(alike, None)) is None:
-            raise UnknownLayout(f"has a layer {index} that is not as one of the first {len(template.trunk.layers)}")
+            raise UnknownLayout(f"has a layer {index} that is not as one of the first {count}")
         places.append(place)
     return places
 

@@ -5,7 +5,7 @@ A decoder layer adds blocks to a residual stream x, one after the other:
     x += multiplier * post(block(pre(x)))        pre, post: norms, each there or not; block: attention or MLP
 
 With `parallel` all blocks of a layer read what the layer was given. Multipliers, scales and softcaps that are off are
-1 or 0. Parameters are those of the model; `packed` in trunk.py puts those of one product into one tensor.
+1 or 0. Parameters are those of the model; `packed` in describe.py puts those of one product into one tensor.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Trunk:
+class Description:
     """What a token passes through, in this order.
 
     `embed_scale`: what embeddings are multiplied by, a number, a tensor that is cast to their dtype, or None. `rotary`
@@ -154,7 +154,7 @@ def with_products(node: Any, change: Callable[[Product], Product]) -> Any:
     """The same description with other products."""
     if isinstance(node, Product):
         return change(node)
-    if isinstance(node, (Trunk, Layer, Branch, Attention, MLP)):
+    if isinstance(node, (Description, Layer, Branch, Attention, MLP)):
         names = [field.name for field in dataclasses.fields(node)]
         return dataclasses.replace(node, **{name: with_products(getattr(node, name), change) for name in names})
     if isinstance(node, tuple):
@@ -170,7 +170,7 @@ def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return Product((), (), *(None if x is None else change(x) for x in (node.weight, node.bias)))
     if isinstance(node, tuple):
         return tuple(map_tensors(item, change) for item in node)
-    if isinstance(node, (Trunk, Layer, Branch, Attention, MLP, Norm)):
+    if isinstance(node, (Description, Layer, Branch, Attention, MLP, Norm)):
         names = [field.name for field in dataclasses.fields(node)]
         return dataclasses.replace(node, **{name: map_tensors(getattr(node, name), change) for name in names})
     return node

@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..model.description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
+from ..model.description import MLP, Attention, Branch, Description, Layer, Norm, Product
 
 _ops = torch.ops.llmkernels
 _index = torch.ops.aten.index.Tensor_out
@@ -87,28 +87,28 @@ class LayerCache(NamedTuple):
     leftpad: Tensor | None
 
 
-def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
+def forward(parts: Description, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
     """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
 
     The new keys and values are written to `caches`, one for each layer.
     """
-    return head(trunk, hidden, run_layers(trunk, hidden, tokens, caches))
+    return head(parts, hidden, run_layers(parts, hidden, tokens, caches))
 
 
-def run_layers(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]):
+def run_layers(parts: Description, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]):
     """All layers, in place; returns what the last one hands to the head."""
-    readers = [_reader(layer.branches[0]) for layer in trunk.layers] + [(trunk.norm, trunk.head)]
+    readers = [_reader(layer.branches[0]) for layer in parts.layers] + [(parts.norm, parts.head)]
     handed = _NOTHING
-    for index, (layer, cache) in enumerate(zip(trunk.layers, caches, strict=True)):
+    for index, (layer, cache) in enumerate(zip(parts.layers, caches, strict=True)):
         handed = _layer(layer, hidden, handed, tokens, cache, readers[index + 1])
     return handed
 
 
-def head(trunk: Trunk, hidden: Tensor, handed=(None, None)) -> Tensor:
+def head(parts: Description, hidden: Tensor, handed=(None, None)) -> Tensor:
     """The logits of what the layers have made, row by row."""
-    logits = _Source(hidden, trunk.norm, handed).linear(trunk.head)
-    if trunk.logit_scale != 1 or trunk.logit_softcap != 0:
-        logits = _ops.scale_softcap(logits, trunk.logit_scale, trunk.logit_softcap)
+    logits = _Source(hidden, parts.norm, handed).linear(parts.head)
+    if parts.logit_scale != 1 or parts.logit_softcap != 0:
+        logits = _ops.scale_softcap(logits, parts.logit_scale, parts.logit_softcap)
     return logits
 
 
@@ -119,23 +119,23 @@ def embed(embedding: Tensor, scale: Tensor | float | None, ids: Tensor, hidden: 
         hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
 
 
-def make_tables(trunk: Trunk, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+def make_tables(parts: Description, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
     """cos and sin (P, pairs) of these positions, by name. Computed by the model's module, which repeats those of a
     pair.
 
     `ahead`: the sequences are shorter. A module whose frequencies grow with the length keeps those of a longer sequence
     until it is asked for a shorter one than they begin to grow at, which is where the description's positions end.
     """
-    weight = trunk.weight
+    weight = parts.weight
     positions = torch.arange(positions.start, positions.stop, device=weight.device)[None]
     found = {}
-    attentions = [layer.attention for layer in trunk.layers]
+    attentions = [layer.attention for layer in parts.layers]
     alternates = attentions[0].alternates
-    for name in trunk.tables:
+    for name in parts.tables:
         kind = [name] if name else []
-        if ahead and positions.shape[1] == len(trunk.positions):
-            trunk.rotary(weight[:1], positions[:, :1], *kind)
-        pair = trunk.rotary(weight[:1], positions, *kind)
+        if ahead and positions.shape[1] == len(parts.positions):
+            parts.rotary(weight[:1], positions[:, :1], *kind)
+        pair = parts.rotary(weight[:1], positions, *kind)
         rows = (table.reshape(positions.shape[1], -1) for table in pair)
         found[name] = tuple(_of_pairs(table, alternates).to(weight.dtype).contiguous() for table in rows)
     if any(attention.table is None or _is_partial(attention, found) for attention in attentions):

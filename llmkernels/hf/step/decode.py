@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 from ..cache.fits import fits_cache
 from ..errors import NoStep, Refusal
-from ..model.description import Trunk, map_tensors
+from ..model.description import Description, map_tensors
 from ..report import STEP
 from . import compose, graphs, prompt
 from .alias import alias
 from .compose import Tokens
+from .describe import describe, pack
 from .guard import Snapshot
 from .layouts import MOST_COPIED_BYTES, Layouts
 from .place import Place, place_of
 from .program import Program, Programs
-from .trunk import pack, trunk
 
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 MAX_ROWS = 64  # tokens of all sequences together that a step takes
@@ -45,7 +45,7 @@ class Described:
     """The description of a model: its tensors are aliases, which own no memory."""
 
     snapshot: Snapshot
-    parts: Trunk
+    parts: Description
 
 
 class DecodeStep:
@@ -58,7 +58,7 @@ class DecodeStep:
 
     def __init__(
         self,
-        parts: Trunk,
+        parts: Description,
         cache: Any,
         place: Place,
         program: Program,
@@ -139,7 +139,7 @@ class Decoder:
         self.layouts = Layouts()
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
-    def describe(self, model: nn.Module) -> tuple[Trunk, list[Any]]:
+    def describe(self, model: nn.Module) -> tuple[Description, list[Any]]:
         """The description of a model as it is now, and what keeps its memory alive. Raises NoStep."""
         known = self._described
         if known is not None and (memory := known.snapshot.memory()) and known.snapshot.holds(model):
@@ -152,7 +152,7 @@ class Decoder:
         for _ in range(2):
             snapshot = Snapshot(model)
             try:
-                owning = pack(model, trunk(model))
+                owning = pack(model, describe(model))
             except Refusal as reason:
                 if (memory := snapshot.memory()) and snapshot.holds(model):
                     self._refused = snapshot, str(reason)
@@ -170,11 +170,11 @@ class Decoder:
         stream. Programs of one kind run the same function."""
         return self.programs.lend((kind, len(ids), ahead, ids.device, _stream(ids.device)))
 
-    def begin(self, parts: Trunk, cache: Any, program: Program) -> DecodeStep:
+    def begin(self, parts: Description, cache: Any, program: Program) -> DecodeStep:
         """The step of a model on a cache whose counters are set, for a call of generate."""
         return DecodeStep(parts, cache, self._place(cache), program, note=self._note_step)
 
-    def begin_forward(self, parts: Trunk, cache: Any, program: Program, ahead: int) -> DecodeStep:
+    def begin_forward(self, parts: Description, cache: Any, program: Program, ahead: int) -> DecodeStep:
         """The same for a forward of `ahead` tokens per sequence, by itself."""
         return DecodeStep(parts, cache, self._place(cache), program, ahead)
 
@@ -186,7 +186,7 @@ class Decoder:
 
     def run_prompt(
         self,
-        parts: Trunk,
+        parts: Description,
         cache: Any,
         ids: Tensor,
         last: Tensor | int,
@@ -214,7 +214,7 @@ class Decoder:
             return prompt.run_padded(parts, cache, ids, last, kept, place or self._place(cache), program, padded)
 
     def launch_prompt(
-        self, parts: Trunk, layout: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int
+        self, parts: Description, layout: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int
     ) -> tuple[Tensor, Any]:
         """The logits behind a prompt, as of run_prompt(), and the block of memory with its keys and values.
 
@@ -305,7 +305,7 @@ class Decoder:
 
     @contextmanager
     def lend_cache(
-        self, parts: Trunk, batch: int, tokens: int, limit: int, caller: Any = None, returned: bool = False
+        self, parts: Description, batch: int, tokens: int, limit: int, caller: Any = None, returned: bool = False
     ) -> Iterator[Any]:
         """A KVCache with room for `tokens` and some more, up to `limit`; behind that it grows.
 
@@ -332,7 +332,7 @@ class Decoder:
             if keeps and not self._closed:
                 self._spare[:] = [(cache, _stream(device))]
 
-    def _take(self, parts: Trunk, windows: list[int | None], batch: int, tokens: int, stream: int | None) -> Any:
+    def _take(self, parts: Description, windows: list[int | None], batch: int, tokens: int, stream: int | None) -> Any:
         """The spare cache, emptied, if it fits. Whoever has it has it alone: another call gets one of its own."""
         try:
             cache, last_stream = self._spare.pop()

@@ -23,7 +23,7 @@ from ..classes.effects import is_foreign
 from ..classes.origin import hold
 from ..errors import NoStep, UnknownLayout
 from ..model.bind import bind
-from ..model.description import Product, Trunk, with_products
+from ..model.description import Description, Product, with_products
 from ..model.observe import observe
 from ..model.read import read
 from ..model.reference import (
@@ -121,8 +121,8 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
                 ):
                     off = f"logits differ by {error:.1g} of the largest"
                     raise UnknownLayout(f"computes something else than its description: {off}")
-        trunk = dataclasses.replace(template.trunk, dynamic_cache_for=_dynamic_cache_for(small, ids))
-        return dataclasses.replace(template, trunk=trunk, same_in_training=_same_in_training(small, ids))
+        description = dataclasses.replace(template.description, dynamic_cache_for=_dynamic_cache_for(small, ids))
+        return dataclasses.replace(template, description=description, same_in_training=_same_in_training(small, ids))
 
 
 def _observed(cls: type[nn.Module], config: Any) -> tuple[nn.Module, Template]:
@@ -143,10 +143,10 @@ def _token_ids() -> Tensor:
 
 def _check_numbers(template: Template, cls: type[nn.Module], config: Any) -> None:
     """Raise UnknownLayout where a forward makes a number of the sizes of the model: here they are others."""
-    numbers = template.own_numbers(len(template.trunk.layers))
+    numbers = template.own_numbers(len(template.description.layers))
     if any(number != 1 for number in numbers):
         _, other = _observed(cls, resized(config))
-        if other.own_numbers(len(template.trunk.layers)) != numbers:
+        if other.own_numbers(len(template.description.layers)) != numbers:
             raise UnknownLayout("multiplies by a number that depends on its sizes")
 
 
@@ -181,7 +181,7 @@ def _dynamic_cache_for(small: nn.Module, ids: Tensor) -> tuple[bool | None, ...]
     return tuple(value for value in (None, True) if makes(use_cache=value) and (value or makes()))
 
 
-def _check_tables(parts: Trunk, config: Any) -> None:
+def _check_tables(parts: Description, config: Any) -> None:
     """Raise UnknownLayout where a rotation has other angles in a longer sequence. Those of transformers say so, see
     `positions_of`; a foreign one is asked."""
     if parts.rotary is None or not is_foreign(type(parts.rotary)):
@@ -224,7 +224,7 @@ def _level_embeddings(small: nn.Module, template: Template, ids: Tensor) -> None
 
     with small.get_submodule(template.stack)[0].register_forward_pre_hook(note, with_kwargs=True):
         _logits(small, ids, 0)
-    small.get_parameter(template.trunk.embedding.name).div_(found[0].std())
+    small.get_parameter(template.description.embedding.name).div_(found[0].std())
 
 
 def _logits(small: nn.Module, ids: Tensor, start: int) -> Tensor:
@@ -255,7 +255,7 @@ def _rounding(small: nn.Module, ids: Tensor, start: int) -> float:
             weight.copy_(value)
 
 
-def _composed(parts: Trunk, ids: Tensor, start: int) -> Tensor:
+def _composed(parts: Description, ids: Tensor, start: int) -> Tensor:
     """The logits of each token, one at a time at first and then several; and those of all as one prompt. The first
     one has the position `start`."""
     parts = with_products(parts, _joined)
