@@ -103,8 +103,8 @@ PYTHON = [
         "py_dropout_is_forgotten",
         "an attention in training mode, which drops out, is not called",
         "llmkernels/hf/model/trust.py",
-        'if kind.trains and members["training"]:',
-        "if kind.trains and False:",
+        'if spec.trains and members["training"]:',
+        "if spec.trains and False:",
         "tests/test_hf_trust.py -k dropout",
     ),
     Mutation(

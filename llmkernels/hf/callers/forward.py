@@ -118,15 +118,15 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
         return None
     known, layout, _memory = found
     _check_prompt(known.parts, given)
-    places = Places(given, ids, 0)
+    positions = Positions(given, ids, 0)
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
-        logits, block = state.launch_prompt(known.parts, layout, ids, places.last, places.leftpad, kept)
+        logits, block = state.launch_prompt(known.parts, layout, ids, positions.last, positions.leftpad, kept)
     except torch.OutOfMemoryError:
         return None
     if not known.snapshot.holds(model) or not layout.holds(model.config):
         return None
-    places.check()  # waits for the device: last
+    positions.check()  # waits for the device: last
     return logits, block.cache(ids.shape[1])
 
 
@@ -141,10 +141,10 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
     parts, _memory = _description(model, state, ids)
     _check_prompt(parts, given)
     batch, count = ids.shape
-    places = Places(given, ids, 0)
-    places.check()
+    positions = Positions(given, ids, 0)
+    positions.check()
     cache = new_cache(model.config, parts, batch, count)
-    logits = state.run_prompt(parts, cache, ids, places.last, places.leftpad, min(kept or count, count))
+    logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, min(kept or count, count))
     if (layout := Layout(cache, model.config)).nbytes <= MOST_BYTES:
         state.layouts.note(parts, batch, layout)
     return logits, cache
@@ -201,13 +201,13 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     """The logits of the tokens to keep. Raises NoStep, and has changed nothing then that the modules see."""
     _check_call(model, given)
     ids, cache = given["input_ids"], given[cache_name()]
-    places = Places(given, ids, int(cache.get_seq_length()))
+    positions = Positions(given, ids, int(cache.get_seq_length()))
     kept = given.get("logits_to_keep")
     with state.lend("logits", ids, ids.shape[1]) as program:
-        logits = _replayed(model, state, program, ids, cache, places)
+        logits = _replayed(model, state, program, ids, cache, positions)
         if logits is None:
-            places.check()
-            logits = _described(model, state, program, ids, cache, places)
+            positions.check()
+            logits = _described(model, state, program, ids, cache, positions)
         state.count_forward(STEP)
         logits = logits.view(*ids.shape, -1)
         return logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
@@ -238,7 +238,7 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
 
 
 def _replayed(
-    model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, places: "Places"
+    model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, positions: "Positions"
 ) -> Tensor | None:
     """The logits by the graph of an earlier forward. None where there is none, or the model is not what it was then.
 
@@ -249,12 +249,12 @@ def _replayed(
     if recorded is None:
         return None
     step, known, _memory = recorded
-    cache.begin(places.last - ids.shape[1], places.leftpad)
+    cache.begin(positions.last - ids.shape[1], positions.leftpad)
     logits = step(ids.flatten())
     kept = False
     try:
         if known.snapshot.holds(model):
-            places.check()  # waits for the device: last
+            positions.check()  # waits for the device: last
             kept = True
     finally:
         if not kept:
@@ -263,7 +263,9 @@ def _replayed(
     return logits if kept else None
 
 
-def _described(model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, places: "Places") -> Tensor:
+def _described(
+    model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, positions: "Positions"
+) -> Tensor:
     """The logits by the description of the model as it is, behind a cache that becomes one of ours."""
     from ..cache.adopted import become_ours, check_dynamic
 
@@ -272,17 +274,17 @@ def _described(model: nn.Module, state: Decoder, program: Program, ids: Tensor, 
     if is_own and not cache.has_room(ahead):
         raise NoStep("the cache is full")
     parts, _memory = _description(model, state, ids)
-    check_length(parts, places.past + ahead)
+    check_length(parts, positions.past + ahead)
     if is_own:
         check_cache(cache, parts, batch)
     else:
         check_dynamic(cache, parts, batch, recorded=True)
         become_ours(cache, parts, batch)
-    cache.begin(places.last - ahead, places.leftpad)
+    cache.begin(positions.last - ahead, positions.leftpad)
     return state.begin_forward(parts, cache, program, ahead)(ids.flatten())
 
 
-class Places:
+class Positions:
     """Where the new tokens of a forward are, by its mask and positions.
 
     `last` is the position of the last token of all sequences, or of each (B,); `leftpad` (B,) where each sequence

@@ -114,8 +114,6 @@ class _Traced:
     """Stands for a module: each attribute is a symbol of that name."""
 
     training = Symbol("training")
-    gradient_checkpointing = False
-    forward = None  # transformers' wrapper that checkpoints looks at it
 
     def __getattr__(self, name):
         return Symbol(name)

@@ -176,7 +176,7 @@ def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return node
 
 
-def leaves(node: Any) -> Iterator[Any]:
+def tensors_and_numbers(node: Any) -> Iterator[Any]:
     """All tensors and numbers of a description, or of tuples, dicts and dataclasses with tensors. Not the modules, nor
     the parameters that a packed product stands for."""
     if isinstance(node, Product):
@@ -184,12 +184,12 @@ def leaves(node: Any) -> Iterator[Any]:
     elif isinstance(node, dict):
         for name, item in node.items():
             yield name
-            yield from leaves(item)
+            yield from tensors_and_numbers(item)
     elif isinstance(node, tuple):
         for item in node:
-            yield from leaves(item)
+            yield from tensors_and_numbers(item)
     elif dataclasses.is_dataclass(node):
         for field in dataclasses.fields(node):
-            yield from leaves(getattr(node, field.name))
+            yield from tensors_and_numbers(getattr(node, field.name))
     elif not isinstance(node, nn.Module):
         yield node

@@ -1,7 +1,7 @@
 """What a small model computes, observed while it runs: `observe(model, ids)` gives a graph of tensors.
 
-Products and embeddings are known by the parameters that they read, attention by the function that is handed q, k and v,
-of transformers' AttentionInterface or PyTorch's own, and a module without parts is one node. Names of modules do not
+Products and embeddings are known by the parameters that they read, attention by the function that gets q, k and v, of
+transformers' AttentionInterface or PyTorch's own, and a module without parts is one node. Names of modules do not
 matter: read.py finds out by their numbers what norms, rotations and activations are.
 """
 
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..classes.cache_name import cache_name
 from ..errors import UnknownLayout
 
-# What leaves the values as they are.
+# Functions that change no value.
 _SAME = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "unsqueeze", "squeeze", "to"}
 _SAME |= {"float", "type_as", "clone", "detach", "dropout", "getitem", "view_as", "reshape_as", "swapaxes"}
 _CALLS = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "multiply": "mul"}

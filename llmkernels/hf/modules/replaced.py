@@ -102,7 +102,7 @@ def forget_runs(module: nn.Module) -> None:
 WITHOUT = "without a kernel"
 
 
-def own_class(cls: type) -> type:
+def library_class(cls: type) -> type:
     """The class of transformers' or torch's that a class is, or derives from; never one made here."""
     for base in cls.__mro__:
         if base.__module__.split(".")[0] in ("transformers", "torch") and "original" not in vars(base):
@@ -113,7 +113,7 @@ def own_class(cls: type) -> type:
 def foreign_class(cls: type) -> type | None:
     """The class from outside of transformers and torch that a class is, or derives from, if it makes or computes
     anything itself; never one made here."""
-    bases = cls.__mro__[: cls.__mro__.index(own_class(cls))]
+    bases = cls.__mro__[: cls.__mro__.index(library_class(cls))]
     theirs = [base for base in bases if "original" not in vars(base) and not issubclass(Replaced, base)]
     theirs = [base for base in theirs if base not in (Patched, CausalLM, Generating)]
     return theirs[0] if any(name in vars(base) for base in theirs for name in ("__init__", "forward")) else None

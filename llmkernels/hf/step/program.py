@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.description import Description, leaves
+from ..model.description import Description, tensors_and_numbers
 from . import graphs
 from .compose import make_tables
 from .graphs import Graph, NoGraph
@@ -106,7 +106,7 @@ class Program:
         """Run this description: of another one than before the graphs are kept if all is at the same addresses."""
         if model is self.model:
             return
-        found = tuple(map(_address, leaves(model)))
+        found = tuple(map(_address, tensors_and_numbers(model)))
         if found != self.addresses:
             self.recordings.clear()
         self.model, self.addresses = model, found

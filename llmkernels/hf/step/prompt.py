@@ -71,7 +71,7 @@ def run(parts: Description, cache: Any, ids: Tensor, last: Tensor | int, leftpad
     cache.count_ahead(count)
     offsets = torch.arange(1 - count, 1, dtype=torch.int32, device=ids.device)
     positions = (cache.counters[0][:, None] + offsets).clamp_(min=0)  # those of padding are negative
-    places = (
+    caches = (
         LayerCache(
             buffers.k[:, : past + count - buffers.offset],
             buffers.v[:, : past + count - buffers.offset],
@@ -83,7 +83,7 @@ def run(parts: Description, cache: Any, ids: Tensor, last: Tensor | int, leftpad
     hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
     compose.embed(parts.embedding, parts.embed_scale, ids.flatten(), hidden)
     tokens = Tokens(batch, count, positions, make_tables(parts, parts.positions[: past + count]), is_prompt=True)
-    compose.run_layers(parts, hidden, tokens, places)
+    compose.run_layers(parts, hidden, tokens, caches)
     cache.advance(count)
     return _logits(parts, hidden.view(batch, count, -1)[:, count - kept :])
 
@@ -142,8 +142,8 @@ def run_padded(
             for layer, row in zip(cache.layers, cache.rows(), strict=True)
         ]
 
-    places = [] if program.has_graph(parts, place) else layers()
+    caches = [] if program.has_graph(parts, place) else layers()
     where = Tokens(batch, padded, positions, tables, is_prompt=True)
-    program.run(lambda: compose.run_layers(parts, hidden, where, places or layers()), device, place)
+    program.run(lambda: compose.run_layers(parts, hidden, where, caches or layers()), device, place)
     cache.advance(count)
     return _logits(parts, hidden.view(batch, padded, -1)[:, count - kept : count])
