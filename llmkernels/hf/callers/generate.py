@@ -287,7 +287,7 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
             del outputs
         choice = _Choice(step, logits, seen, numbers, config, generator)
         late = call is not None and reading.is_late(input_ids.device)
-        _loop(step, choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)
+        _loop(choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)
     if call and not step.count:
         state.count(PREFILL)
     if streamer is not None:
@@ -295,7 +295,7 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
     return text.result()
 
 
-def _loop(step, choice: "_Choice", logits: Tensor, text: Text, limit: int, streamer, late_cache) -> None:
+def _loop(choice: "_Choice", logits: Tensor, text: Text, limit: int, streamer, late_cache) -> None:
     """`late_cache`: the cache where a step is queued before it is known that it is wanted, and may be undone."""
     tokens = choice(logits)
     while True:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import Distrust, UnknownLayout
-from .description import Attention, Description, Norm, Product
+from .description import Attention, Description, Norm, Product, with_fields
 from .observe import CONFIG, Number
 from .reference import ExpectedModule, Reference, layer_kinds
 from .template import Factor, Path, Template, Window
@@ -47,16 +47,12 @@ class _Binder:
             if not window or window < 1:
                 raise UnknownLayout(f"has a window of {window}")
             return window - 1
-        if isinstance(node, tuple):
-            return tuple(map(self.bound, node))
         if isinstance(node, Norm):  # whose options stay
             self._owner(node.eps.path, with_bias=False)
             return Norm(node.options, *map(self.bound, (node.weight, node.bias)), float(self.bound(node.eps)))
         if isinstance(node, Product):
             return self._product(node)
-        if dataclasses.is_dataclass(node):
-            made = {field.name: self.bound(getattr(node, field.name)) for field in dataclasses.fields(node)}
-            node = dataclasses.replace(node, **made)
+        node = with_fields(node, self.bound)
         return self._with_heads(node) if isinstance(node, Attention) else node
 
     def _owner(self, path: str, with_bias: bool) -> tuple[nn.Module, nn.Module]:

@@ -174,14 +174,14 @@ class _Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "").strip("_")
         for index, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
             if isinstance(result, Tensor) and not self._is_known(result, name):
-                self._add(result, self._made(_CALLS.get(name, name), result.detach().clone(), given, kwargs, index))
+                self._add(result, self._made(_CALLS.get(name, name), result.detach().clone(), given, index))
         return results
 
     def _is_known(self, result: Tensor, name: str) -> bool:
         """Whether a function has returned what was there: in-place functions change what they return."""
         return id(result) in self._nodes and name in _SAME
 
-    def _made(self, name: str, value: Tensor, given: tuple, kwargs: dict, index: int) -> Node:
+    def _made(self, name: str, value: Tensor, given: tuple, index: int) -> Node:
         tensors = [x for x in given if isinstance(x, Node)]
         if name in ("linear", "embedding") and len(tensors) > 1 and all(x.kind == "parameter" for x in tensors[1:]):
             kind = "product" if name == "linear" else "embedding"

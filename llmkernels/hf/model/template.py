@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .description import Description
+from .description import Description, fields_of
 from .observe import Number
 
 
@@ -56,9 +56,6 @@ class Template:
 def numbers(node: Any) -> Iterator[Number]:
     if isinstance(node, Number):
         yield node
-    elif isinstance(node, tuple):
-        for item in node:
+    else:
+        for item in fields_of(node) or ():
             yield from numbers(item)
-    elif dataclasses.is_dataclass(node):
-        for entry in dataclasses.fields(node):
-            yield from numbers(getattr(node, entry.name))
