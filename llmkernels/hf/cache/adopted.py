@@ -139,7 +139,7 @@ def is_patched() -> bool:
 
 
 def _attribute(read: Callable) -> property:
-    """What is an attribute of transformers' layer: whoever assigns to it gets that layer back."""
+    """An attribute of transformers' layer. An assignment to it gives that layer back."""
 
     def assign(layer: "AdoptedLayer", value: Any) -> None:
         layer.give_back()
@@ -151,8 +151,8 @@ def _attribute(read: Callable) -> property:
 class AdoptedLayer(DynamicLayer, Buffers):
     """A DynamicLayer whose tokens are in buffers with room for more, where steps append.
 
-    All methods do what transformers' do. Those for which the buffers are of no use give the layer back first: it is
-    transformers' own then, until the next step.
+    All methods do what transformers' do. Those that can not use the buffers give the layer back first: it is
+    transformers' layer then, until the next step.
     """
 
     theirs = DynamicLayer
@@ -311,7 +311,7 @@ class AdoptedCache(DynamicCache, KVCache):
 
     @property
     def is_intact(self) -> bool:
-        """Whether steps can run: nobody has got a layer back, replaced what it does or changed it alone."""
+        """Whether steps can run: all layers are ours still, with their methods, and have the same tokens."""
         layers = self.layers
         return (
             bool(layers)
@@ -354,7 +354,7 @@ def new_cache(config: Any, parts: Description, batch: int, tokens: int) -> "Adop
 
 
 def become_ours(cache: DynamicCache, parts: Description, batch: int) -> None:
-    """Turn a DynamicCache with tokens into a KVCache that grows, in place: whoever has it has the same object.
+    """Turn a DynamicCache with tokens into a KVCache that grows, in place: it stays the same object.
 
     Raises NoStep where there is no memory for a layer; it is what it was then.
     """

@@ -1,4 +1,4 @@
-"""Whether a step can run on a cache that somebody has."""
+"""Whether a step can run on a cache."""
 
 import functools
 from typing import Any

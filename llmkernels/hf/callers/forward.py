@@ -1,13 +1,13 @@
 """The forward of a patched model by its decode step: a few tokens per sequence behind a cache.
 
-So whoever calls the model gets the step: a loop of one's own, beam search, assisted decoding and prompt lookup, which
-verify several tokens at once, a chat that goes on with a returned cache, a pipeline.
+Every caller of the model gets the step: a user's own loop, beam search, a chat on a returned cache, a pipeline, and
+assisted decoding and prompt lookup, which verify several tokens at once.
 
-    prompt            on a GPU, without a cache given: composed of ops as well (step/prompt.py), into a cache that is
-                      one of ours from the beginning; else the model's modules, into whatever cache the caller has
-    next tokens       the first time the cache becomes one of ours, in place (adopted.py); from then on the step
+    prompt            on a GPU, without a cache given: composed of ops (step/prompt.py), into a cache that is one of
+                      ours from the beginning; else by the model's modules, into the cache that the caller has
+    next tokens       by the step; before the first one the cache becomes one of ours, in place (adopted.py)
 
-A forward that asks for anything else, or has more than MAX_ROWS tokens, is the modules'. Report.decode counts both.
+The modules run a forward that asks for anything else, or has more than MAX_ROWS tokens. Report.decode counts both.
 """
 
 import functools
@@ -28,7 +28,7 @@ from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from .reading import Reading
 
-# Arguments of a forward that the step has, and those that change nothing where it runs.
+# Arguments of a forward that the step takes, and those that change nothing for it.
 _KNOWN = {
     "input_ids",
     "attention_mask",
@@ -40,7 +40,7 @@ _KNOWN = {
 
 
 def by_step(original: Callable, signature: Any) -> Callable:
-    """A forward of a model class that takes the step where it can, and else is `original`."""
+    """A forward of a model class: by the step where that is possible, else `original`."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     name = cache_name()
@@ -66,7 +66,7 @@ def by_step(original: Callable, signature: Any) -> Callable:
     return forward
 
 
-PROMPT_DEVICES = {"cuda"}  # on a CPU the modules take no longer
+PROMPT_DEVICES = {"cuda"}  # on a CPU the modules are as fast
 
 
 def _may_be_prompt(ids: Any) -> bool:
@@ -107,10 +107,9 @@ def _check_prompt(parts: Description, given: dict[str, Any]) -> None:
 
 
 def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any] | None:
-    """The same, launched first: the host looks at the model, and makes the cache's objects, while the GPU works.
+    """The same, launched first: the host checks the model, and makes the cache's objects, while the GPU works.
 
-    None where the model and a cache of this size have not been seen before, or the model is not what it was: nothing
-    but new memory has been written then.
+    None where no such prompt has run before, or the model has changed: only new memory has been written then.
     """
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     found = state.known_prompt(ids)
@@ -151,7 +150,7 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
 
 
 def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Description, list[Any]]:
-    """The description of the model as it is, and what keeps its memory alive. Raises NoStep."""
+    """The description of the model as it is now, and what keeps its memory alive. Raises NoStep."""
     if (reason := state.refusal()) is not None:
         raise NoStep(reason)
     try:
@@ -166,7 +165,7 @@ def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Descrip
 
 
 def bound_arguments(forward: Callable) -> Callable:
-    """A function that gives the arguments of a call of `forward` by name, with those in its **kwargs."""
+    """A function that names the arguments of a call of `forward`, those in its **kwargs included."""
     signature = inspect.signature(forward)
     variable = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
@@ -188,7 +187,7 @@ def _has_few_tokens(ids: Any) -> bool:
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether a cache that the step takes has no tokens. Others are not asked: their length may be on the device."""
+    """Whether a cache that the step takes has no tokens. False of others, whose length may be on the device."""
     if not may_become_ours(cache):
         return False
     try:
@@ -198,7 +197,7 @@ def _is_empty(cache: Any) -> bool:
 
 
 def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
-    """The logits of the tokens to keep. Raises NoStep, and has changed nothing then that the modules see."""
+    """The logits of the tokens to keep. Raises NoStep, and then the modules find everything as it was."""
     _check_call(model, given)
     ids, cache = given["input_ids"], given[cache_name()]
     positions = Positions(given, ids, int(cache.get_seq_length()))
@@ -240,10 +239,10 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
 def _replayed(
     model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, positions: "Positions"
 ) -> Tensor | None:
-    """The logits by the graph of an earlier forward. None where there is none, or the model is not what it was then.
+    """The logits by the graph of an earlier forward. None where there is none, or the model has changed since.
 
-    The graph is queued first, and the host looks at the model while the GPU works. If the model has changed, the result
-    is dropped: the graph has written nothing but keys and values behind the cache's end.
+    The graph is queued first, and the host checks the model while the GPU works. If the model has changed, the result
+    is dropped: the graph has only written keys and values behind the cache's end.
     """
     recorded = state.recorded_forward(cache, program, *ids.shape)
     if recorded is None:
@@ -259,7 +258,7 @@ def _replayed(
     finally:
         if not kept:
             cache.take_back(ids.shape[1])
-            state.forget_place(cache)  # the next one looks first
+            state.forget_place(cache)  # the next forward checks first
     return logits if kept else None
 
 
@@ -287,9 +286,8 @@ def _described(
 class Positions:
     """Where the new tokens of a forward are, by its mask and positions.
 
-    `last` is the position of the last token of all sequences, or of each (B,); `leftpad` (B,) where each sequence
-    starts, None for all at 0. Both are as the arguments have it, if `check` finds that these are those of padding on
-    the left. What that takes is computed on the device, and read by the host when it is needed.
+    `last` is the position of the last token, of all sequences or of each (B,); `leftpad` (B,) is where each sequence
+    starts, None for all at 0. Both hold if `check` passes: it reads on the host what the device has computed meanwhile.
     """
 
     def __init__(self, given: dict[str, Any], ids: Tensor, past: int):
@@ -317,8 +315,7 @@ class Positions:
         self._reading = Reading(ids, *([torch.stack(list(facts.values()))] if facts else []))
 
     def check(self) -> None:
-        """Raise NoStep for other masks and positions than those of padding on the left, and IndexError for tokens that
-        there are none of."""
+        """Raise NoStep unless mask and positions are those of padding on the left, and IndexError for negative ids."""
         ids, *facts = self._reading.wait()
         if ids.min() < 0:
             raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it

@@ -98,7 +98,7 @@ _OPTIONS = {
     "repetition_penalty": (1.0, torch.float32, lambda x: x > 0, "positive"),
 }
 
-# Of a generation_config: what is read here or in transformers' preparation, and what has no say in results.
+# Entries of a generation_config that are read here or in transformers' preparation, or change no result.
 _TAKEN = {
     "max_length",
     "max_new_tokens",
@@ -116,7 +116,7 @@ _TAKEN = {
     "transformers_version",
 }
 
-# What has no place in a generation_config and none here, though model.generate would let some of it pass unused.
+# Arguments that are refused, though model.generate would ignore some of them.
 _REFUSED = ("custom_generate", "assistant_model", "inputs_embeds", "input_ids", "inputs", "stop_strings", "synced_gpus")
 
 
@@ -349,7 +349,7 @@ class _Choice:
         if "repetition_penalty" in numbers:
             self._options["seen"] = buffer("seen", (batch, vocab), torch.bool).zero_().scatter_(1, prompt.long(), True)
         self._options["rng_state"] = buffer("rng_state", (2,), torch.long)
-        home = "cpu" if generator is None else generator.device  # said in full: the default device may be another one
+        home = "cpu" if generator is None else generator.device  # never the default device
         self._options["rng_state"].copy_(torch.randint(1 << 43, (2,), generator=generator, device=home))
 
     @staticmethod

@@ -1,7 +1,6 @@
 """The loop behind a patched model's generate(): transformers' own, by the decode step.
 
-LOOPS is what a patched model class has in place of transformers' loops: see model_class.py. It prefills by the
-model's own forward, into a KVCache.
+LOOPS has the methods that a patched model class has in place of transformers': see model_class.py.
 
     prompt          prefill -> logits
     each token      processors, choice, criteria        what a user's code sees
@@ -160,7 +159,7 @@ def _other_loop(original: Callable) -> Callable:
 
 
 def _generate(original: Callable) -> Callable:
-    """Only counts: a loop that the caller brings along is not looked up on the class."""
+    """Counts calls with custom_generate: such a loop is not looked up on the class."""
 
     @functools.wraps(original)
     def generate(self, *args, **kwargs):

@@ -74,7 +74,7 @@ class _Binder:
         return found
 
     def _product(self, product: Product) -> Product:
-        """Linear layers have the bias that they have: somebody may have put one there, or taken it away."""
+        """With the biases of the model's own linear layers, where the reference may have others."""
         parents = [path.name.removesuffix(".weight") for path in product.weights]
         are_linear = all(type(_at(self._expected.model, self._rename(name))) is nn.Linear for name in parents)
         weights = tuple(self._tensor_or_module(path.name, are_linear) for path in product.weights)

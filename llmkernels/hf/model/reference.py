@@ -1,4 +1,4 @@
-"""What a model looks like as its class makes it of its config, and a small one of the same kind.
+"""What the class of a model makes of its config, and a small model of the same class.
 
     reference(model)       the module tree to expect, made without memory: every class, part, parameter and number
     small_config(config)   the same but for its sizes
@@ -71,8 +71,8 @@ def reference(model: nn.Module) -> Reference:
 
 
 def _as_made(cls: type[nn.Module], config: Any) -> nn.Module:
-    """A model as its class makes it. A class that derives from one of transformers', and asks for more than a config
-    when it is made, stands for that one."""
+    """A model as its class makes it. Where a class derived from one of transformers' needs more than a config, as
+    transformers' class makes it."""
     foreign, own = foreign_class(cls), library_class(cls)
     try:
         made = _build(foreign or own, copy.deepcopy(config), "meta").eval()
@@ -99,7 +99,7 @@ def reference_of(made: nn.Module, config: dict[str, Any], attention: Callable) -
     return Reference(config, made, _expected(made), classes, attention, names, called)
 
 
-# Entries of a config that change neither what its class makes of it nor what a step computes.
+# Entries of a config that change neither the modules nor what a step computes.
 _NO_ACCOUNT = {"use_cache", "bos_token_id", "eos_token_id", "output_hidden_states", "_output_attentions", "return_dict"}
 _NO_ACCOUNT |= {"_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "id2label"}
 _NO_ACCOUNT |= {"label2id", "problem_type", "initializer_range"}

@@ -1,7 +1,7 @@
 """Whether the modules and parameters of a model compute what they were made to: asked before they are not called.
 
-The decode step reads weights and calls no module. That is right as long as nobody has anything to say about those
-calls. `Inspection` asks so of every module and every parameter, in every call of generate, and remembers nothing:
+The decode step reads weights and calls no module. That is right as long as no hook, forward or mode has to see those
+calls. `Inspection` checks every module and every parameter, and remembers nothing:
 
     a module       its class and its class's forward are those expected; no forward of the instance and no hook that
                    does something; the children and parameters that its forward reads, and no others; in training

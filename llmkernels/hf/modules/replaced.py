@@ -1,7 +1,7 @@
-"""What all classes have in common that `patch` puts in the place of others: their bases, and what their modules count.
+"""What the classes that `patch` makes have in common: their bases, and how their modules count.
 
-A patched module has its class changed to a subclass of it that differs in `forward` only: see layers.py. Where somebody
-has replaced the original's forward since, that one runs.
+A patched module has its class changed to a subclass that differs in `forward` only: see layers.py. If the original's
+forward is replaced later, that one runs.
 """
 
 import functools
@@ -76,7 +76,7 @@ def start_count(module: nn.Module) -> None:
 
 
 def count(module: nn.Module, op: str, reason: str | None = None) -> None:
-    """Note that a module has run an op, or WITHOUT one for this reason. Inside of a compiled graph nobody counts."""
+    """Count that a module has run an op, or WITHOUT one for this reason. Compiled graphs do not count."""
     if torch.compiler.is_compiling():
         return
     op = op if reason is None else f"{op}: {reason}"

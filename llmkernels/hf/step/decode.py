@@ -218,8 +218,8 @@ class Decoder:
     ) -> tuple[Tensor, Any]:
         """The logits behind a prompt, as of run_prompt(), and the block of memory with its keys and values.
 
-        A graph writes to memory of its own, which is copied: that takes a GPU less time than the host takes to point
-        the graph at other memory.
+        A graph writes to its own memory, which is copied: a GPU takes less time for that than the host for pointing the
+        graph at other memory.
         """
         if prompt.padded_length(parts, layout, *ids.shape) is None or layout.nbytes > MOST_COPIED_BYTES:
             block = layout.allocate()
@@ -229,8 +229,8 @@ class Decoder:
             return logits, block.move()
 
     def known_prompt(self, ids: Tensor) -> tuple[Described, Any, list[Any]] | None:
-        """The description and the layout of a cache for a prompt (B, T) that may be launched before the model is looked
-        at: where all that it reads is in its place still, which the list keeps alive."""
+        """The description and the layout of a cache for a prompt (B, T) that may be launched before the model is
+        checked: all that it reads is where it was, and the list keeps it alive. Else None."""
         known = self._described
         if known is None or self._pause or ids.device != known.parts.weight.device:
             return None
@@ -242,10 +242,10 @@ class Decoder:
     def recorded_forward(
         self, cache: Any, program: Program, batch: int, ahead: int
     ) -> tuple[DecodeStep, Described, list[Any]] | None:
-        """The step of a forward, if there is a graph that may be replayed before the model is looked at.
+        """The step of a forward, if there is a graph that may be replayed before the model is checked.
 
-        That is where all that it reads is in its place still, which the list keeps alive. The cache has been checked
-        when its place was noted.
+        That is so if all that it reads is where it was; the list keeps it alive. The cache has been checked when its
+        place was noted.
         """
         known, place = self._described, self._places.get(cache)
         if known is None or place is None or not program.has_graph(known.parts, place):
@@ -261,7 +261,7 @@ class Decoder:
         return DecodeStep(known.parts, cache, place, program, ahead), known, memory
 
     def forget_place(self, cache: Any) -> None:
-        """Let the next forward look at the model and the cache before it replays a graph."""
+        """Let the next forward check the model and the cache before it replays a graph."""
         self._places.pop(cache, None)
 
     def count(self, way: str) -> None:
@@ -333,7 +333,7 @@ class Decoder:
                 self._spare[:] = [(cache, _stream(device))]
 
     def _take(self, parts: Description, windows: list[int | None], batch: int, tokens: int, stream: int | None) -> Any:
-        """The spare cache, emptied, if it fits. Whoever has it has it alone: another call gets one of its own."""
+        """The spare cache, emptied, if it fits. It is taken: another call gets another one."""
         try:
             cache, last_stream = self._spare.pop()
         except IndexError:

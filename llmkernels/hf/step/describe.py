@@ -102,7 +102,7 @@ def check_length(parts: Description, tokens: int) -> None:
 def pack(model: nn.Module, parts: Description) -> Description:
     """The description with packed products. Raises NoStep where they can not be packed.
 
-    They stay what they are for whoever has them, also when another thread unpatches the model.
+    A description in use stays valid, also when another thread unpatches the model.
     """
     with packing.LOCK:
         if not isinstance(model, Generating):

@@ -55,7 +55,7 @@ class _Tree(Lists):
     def __init__(self, model: nn.Module, root: ExpectedModule):
         super().__init__(model)
         self.classes: dict[type, None] = {}
-        self.hooked: list[str] = []  # modules with hooks or a forward of their own, which do nothing now
+        self.hooked: list[str] = []  # modules with hooks, or with a forward set on them, that do nothing now
         self._add(model, root, 0, "")
 
     def _add(self, module: nn.Module, part: ExpectedModule, index: int, path: str) -> None:
@@ -124,7 +124,7 @@ class Snapshot:
 
 
 def _version(x: Tensor) -> Any:
-    """What is another one when a buffer has been written in place."""
+    """A value that changes when a buffer is written in place."""
     return x.tolist() if x.is_inference() else x._version  # which a tensor made in inference mode has not
 
 

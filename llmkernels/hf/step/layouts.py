@@ -35,7 +35,7 @@ class Layouts:
 
     @contextmanager
     def lend(self, layout: Any, stream: int | None) -> Iterator[Any]:
-        """An empty block for a graph in this stream; whoever borrows it leaves it empty."""
+        """An empty block for a graph in this stream. It has to be empty again at the end."""
         with self._lock:
             found = [entry for entry in self._idle if entry[:2] == (layout, stream)][-1:]
             self._idle[:] = [entry for entry in self._idle if entry not in found]

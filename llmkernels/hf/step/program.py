@@ -1,7 +1,7 @@
 """What a decode step runs in: buffers that stay in place, and CUDA graphs that have their addresses.
 
 Program      buffers for a function of so many sequences and tokens, with a graph for each shape of cache
-Programs     those of a model that nobody runs now: any cache of these shapes takes one, as a graph can be pointed
+Programs     those of a model that do not run now: any cache of these shapes takes one, as a graph can be pointed
              at another cache
 """
 
@@ -157,7 +157,7 @@ def _address(leaf: Any) -> Any:
 
 
 class Programs:
-    """The programs of a model that nobody runs."""
+    """The programs of a model that do not run now."""
 
     def __init__(self, calls: Counter[str]):
         self._calls = calls

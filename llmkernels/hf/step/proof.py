@@ -89,7 +89,7 @@ def template_of(model: nn.Module, expected: Reference) -> Template:
 
 
 def _in_its_own_way(error: Exception) -> str:
-    """Of a family that does something otherwise than all others."""
+    """The reason for a family that differs from all others in an unknown way."""
     return f"has an unknown layout ({type(error).__name__}: {error})"
 
 
@@ -163,8 +163,8 @@ def _same_in_training(small: nn.Module, ids: Tensor) -> bool:
 
 
 def _dynamic_cache_for(small: nn.Module, ids: Tensor) -> tuple[bool | None, ...]:
-    """The values of `use_cache` with which a model makes DynamicCache(config=config) for a prompt. None stands for no
-    value, too."""
+    """The values of `use_cache` with which a model makes DynamicCache(config=config) for a prompt; None, if given or
+    not."""
     from transformers import DynamicCache
 
     def kinds(cache: Any) -> list[tuple[type, int | None]]:
