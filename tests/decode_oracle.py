@@ -14,14 +14,14 @@ ACTIVATIONS = {
 }
 
 
-def forward(trunk, hidden, tokens, caches):
+def forward(parts, hidden, tokens, caches):
     """The logits (B * T, V). `hidden` and the caches are changed in place."""
-    for layer, cache in zip(trunk.layers, caches, strict=True):
+    for layer, cache in zip(parts.layers, caches, strict=True):
         given = hidden.clone()
         for branch in layer.branches:
             x = norm(given if layer.parallel else hidden, branch.pre)
             hidden += norm(block(branch.block, x, tokens, cache), branch.post) * branch.multiplier
-    return softcap(product(norm(hidden, trunk.norm), trunk.head) * trunk.logit_scale, trunk.logit_softcap)
+    return softcap(product(norm(hidden, parts.norm), parts.head) * parts.logit_scale, parts.logit_softcap)
 
 
 def norm(x, norm):

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 import decode_oracle
 from hf_models import count_ops
 from llmkernels.hf.classes import families
-from llmkernels.hf.model.description import MLP, Attention, Branch, Layer, Norm, Product, Trunk, map_tensors
+from llmkernels.hf.model.description import MLP, Attention, Branch, Description, Layer, Norm, Product, map_tensors
 from llmkernels.hf.step.compose import LayerCache, Tokens, forward, make_tables
 from oracles import assert_same
 
@@ -27,19 +27,19 @@ STATE = ("hidden", "k_caches", "v_caches")  # what a forward changes
 class Case:
     """The arguments of a forward."""
 
-    trunk: Trunk
+    parts: Description
     hidden: Tensor
     tokens: Tokens
     caches: list[LayerCache]
 
     def __call__(self) -> Tensor:
-        return forward(self.trunk, self.hidden, self.tokens, self.caches)
+        return forward(self.parts, self.hidden, self.tokens, self.caches)
 
     def converted(self, change) -> "Case":
         """The same with other floating-point tensors."""
         tables = {name: tuple(map(change, pair)) for name, pair in self.tokens.tables.items()}
         tokens = dataclasses.replace(self.tokens, tables=tables)
-        return Case(map_tensors(self.trunk, change), change(self.hidden), tokens, self.changed(change))
+        return Case(map_tensors(self.parts, change), change(self.hidden), tokens, self.changed(change))
 
     def copy(self) -> "Case":
         """The same with copies of what a forward changes."""
@@ -162,7 +162,7 @@ def make(
         return angles.cos(), angles.sin()
 
     head = make_product(vocab, hidden, bias if head_bias is None else head_bias)
-    trunk = Trunk(
+    parts = Description(
         embedding=head.weight,
         embed_scale=None,
         rotary=rotary,
@@ -183,13 +183,13 @@ def make(
         pages = capacity // PAGE
         table = torch.randperm(batch * pages, generator=generator).view(batch, pages).int().to(device)
         shape = batch * pages, PAGE, kv_heads, dim
-    tokens = Tokens(batch, count, positions, make_tables(trunk, range(capacity)), table)
+    tokens = Tokens(batch, count, positions, make_tables(parts, range(capacity)), table)
     caches = [LayerCache(draw(*shape), draw(*shape), seqlens, leftpad) for _ in range(layers)]
     # Random values average out over many keys; a few large ones show whether keys at the edge of a tile are lost.
     edges = [key for key in range(shape[1]) if key % 16 in (15, 0)]
     for cache in caches:
         cache.v[:, edges] *= 100
-    return Case(trunk, draw(batch * count, hidden), tokens, caches)
+    return Case(parts, draw(batch * count, hidden), tokens, caches)
 
 
 def one(**changes):
@@ -206,7 +206,7 @@ def copied(x):
 def run(function, case):
     """(logits, hidden, all keys, all values) after a forward; the arguments stay unchanged."""
     case = case.copy()
-    logits = function(case.trunk, case.hidden, case.tokens, case.caches)
+    logits = function(case.parts, case.hidden, case.tokens, case.caches)
     keys, values, *_ = zip(*case.caches, strict=True)
     return logits, case.hidden, torch.stack(keys), torch.stack(values)
 
@@ -367,7 +367,7 @@ def test_options(device, batch, normed, options):
 def test_activations_that_float16_holds_but_their_scaled_values_would_not(device, batch):
     case = make(batch, torch.float16, device, layers=3)
     case.hidden *= 4000
-    for layer in case.trunk.layers:
+    for layer in case.parts.layers:
         for branch in layer.branches:
             branch.pre.weight.mul_(10)
     check(case)
@@ -407,7 +407,7 @@ def test_layouts(device):
     assert_same(with_caches(2, 2), expected)
     others = {"unequal caches": with_caches(1, 2)}
     for change in (transposed, misaligned):
-        others[change.__name__] = run(forward, dataclasses.replace(case, trunk=map_tensors(case.trunk, change)))
+        others[change.__name__] = run(forward, dataclasses.replace(case, parts=map_tensors(case.parts, change)))
     tables = {"": tuple(map(transposed, case.tokens.tables[""]))}
     tokens = dataclasses.replace(case.tokens, tables=tables)
     others["tables"] = run(forward, dataclasses.replace(case, tokens=tokens))

@@ -28,7 +28,7 @@ def reads(monkeypatch):
 
         monkeypatch.setattr(decode, name, function)
 
-    for name in ("trunk", "Snapshot"):
+    for name in ("describe", "Snapshot"):
         counted(name)
     return found
 

@@ -19,7 +19,7 @@ from generating import (
 )
 from hf_models import FAMILIES, assert_close, count_ops, logits_of, lora, rounding, tiny_inputs, tiny_model
 from llmkernels.hf import unpatch
-from llmkernels.hf.step import trunk
+from llmkernels.hf.step import describe
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_attention_of_somebody_else(device, monkeypatch):
     llmkernels.patch(model)
     plain = hf_generate(model, ids)
     monkeypatch.setattr(module, "eager_attention_forward", half)
-    assert "attention is computed by" in str(trunk.why_not(model))
+    assert "attention is computed by" in str(describe.why_not(model))
     assert not torch.equal(hf_generate(model, ids), plain)
 
 
@@ -212,16 +212,16 @@ def test_mixed_dtypes(device):
     model = small_model(device=device)
     llmkernels.patch(model)
     model.lm_head.half()
-    assert trunk.why_not(model) == "weights differ in dtype or device"
+    assert describe.why_not(model) == "weights differ in dtype or device"
     model.half()
-    assert trunk.why_not(model) is None
+    assert describe.why_not(model) is None
 
 
 def test_autocast():
     model, ids = small_model(), tiny_inputs()
     llmkernels.patch(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert "autocast" in trunk.why_not(model)
+        assert "autocast" in describe.why_not(model)
         assert not runs_steps(hf_generate, model, ids)
 
 

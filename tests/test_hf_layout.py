@@ -172,7 +172,7 @@ def test_unknown_norm_behind_attention():
     model = tiny_model()
     model.model.layers[0].post_attention_layernorm = nn.Identity()
     assert left_alone(model, "add_rms_norm") == {
-        "model.layers.0": "no kernel for its post_attention_layernorm, Identity"
+        "model.layers.0": "its post_attention_layernorm follows an add and is no norm with a kernel, but Identity"
     }
 
 
@@ -347,8 +347,8 @@ def from_source(source):
         ({"norm": "self.norm2(residual)"}, ("norm2",)),
         ({"scale": "residual * hidden_states"}, None),
         ({"scale": "hidden_states"}, None),
-        ({"between": "hidden_states = self.dropout(hidden_states)"}, None),
-        ({"norm": "self.dropout(hidden_states)"}, None),
+        ({"norm": "self.any_name(hidden_states)"}, ("any_name",)),
+        ({"between": "hidden_states = self.mlp(hidden_states)"}, ("mlp",)),  # which the instance knows is no norm
         ({"norm": "self.norm2(hidden_states, residual)"}, None),
         ({"norm": "self.norm2(weights)"}, None),
     ],
@@ -376,6 +376,21 @@ def test_a_layer_of_another_formula(monkeypatch):
     assert_close(logits_of(model, ids), before)
     handle.unpatch()
     check_steps(model, ids)
+
+
+@pytest.mark.parametrize("name", ["scale", "mlp"])
+def test_what_follows_an_add(name, monkeypatch):
+    """A norm of any name is fused, and nothing else."""
+    monkeypatch.setattr(modeling_qwen2.Qwen2DecoderLayer, "forward", layer_like(norm=f"self.{name}(hidden_states)"))
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.scale = layer.post_attention_layernorm
+    found = left_alone(model, "add_rms_norm")
+    if name == "scale":
+        assert not found
+        assert count_ops(model, tiny_inputs())["add_rms_norm"] == LAYERS
+    else:
+        assert {*found.values()} == {"its mlp follows an add and is no norm with a kernel, but Qwen2MLP"}
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ import llmkernels
 from generating import NEW, check_falls_back, check_steps, generate_step, hf_generate, runs_steps, small_model
 from hf_models import LAYERS, OPS, assert_close, count_ops, logits_of, lora, tiny_inputs, tiny_model
 from llmkernels.hf import unpatch
-from llmkernels.hf.step import packing, trunk
+from llmkernels.hf.step import describe, packing
 from llmkernels.hf.step.decode import decoder
 
 
 def stays_on_the_step(model, ids):
     """The patched model generates by the step what it generates unpatched."""
-    assert trunk.why_not(model) is None
+    assert describe.why_not(model) is None
     calls, steps = decoder(model).calls[generate_step()], decoder(model).steps
     found = hf_generate(model, ids)
     assert decoder(model).calls[generate_step()] == calls + 1
@@ -35,7 +35,7 @@ def stays_on_the_step(model, ids):
 
 def leaves_the_step(model, ids, reason):
     """The patched model generates by its modules what it generates unpatched. Leaves it patched."""
-    assert reason in str(trunk.why_not(model))
+    assert reason in str(describe.why_not(model))
     assert not runs_steps(hf_generate, model, ids)
     found = hf_generate(model, ids)
     unpatch(model)
@@ -72,7 +72,7 @@ def test_a_weight_of_another_dtype_or_layout(name, device):
         weight.data = weight.data.t().contiguous().t()
         leaves_the_step(model, ids, "no ordinary memory")
     weight.data = weight.data.double().contiguous()
-    assert trunk.why_not(model) == "weights differ in dtype or device"
+    assert describe.why_not(model) == "weights differ in dtype or device"
 
 
 # --- weights replaced after the first call
@@ -171,7 +171,7 @@ def test_gradient_checkpointing(device):
     model.gradient_checkpointing_enable()
     model.train()(ids, labels=ids).loss.backward()
     model.eval()
-    assert trunk.why_not(model) is None
+    assert describe.why_not(model) is None
     model.gradient_checkpointing_disable()
     stays_on_the_step(model, ids)
 
@@ -193,9 +193,9 @@ def test_autocast_to_the_dtype_of_the_weights(when, device):
     llmkernels.patch(model)
     if when == "after":
         autocast_forward(model, torch.bfloat16)
-    assert trunk.why_not(model) is None
+    assert describe.why_not(model) is None
     model.float()
-    assert "Qwen2ForCausalLM has a forward of its own" in trunk.why_not(model)
+    assert "Qwen2ForCausalLM has a forward of its own" in describe.why_not(model)
 
 
 def test_unwrapped_by_accelerate(device):
@@ -219,7 +219,7 @@ def test_trainer(tmp_path):
     )
     transformers.Trainer(model=model, args=arguments, train_dataset=data).train()
     model.eval()
-    assert trunk.why_not(model) is None
+    assert describe.why_not(model) is None
     assert runs_steps(hf_generate, model, ids)
 
 
@@ -234,9 +234,9 @@ def test_hooks_of_accelerate_that_do_nothing(when, device):
     for module in (linear, norm):
         hooks.add_hook_to_module(module, hooks.AlignDevicesHook(execution_device=device, io_same_device=True))
     if when == "after":
-        assert trunk.why_not(model) is None
+        assert describe.why_not(model) is None
         hooks.add_hook_to_module(linear, hooks.AlignDevicesHook(execution_device=device, offload=True))
-        assert "down_proj has a forward of its own" in trunk.why_not(model)
+        assert "down_proj has a forward of its own" in describe.why_not(model)
     if when == "between":
         report = llmkernels.patch(model).report()
         assert "own" in report["rms_norm"].left_alone["model.norm"]
@@ -277,7 +277,7 @@ def test_the_forward_of_a_class_replaced_after_patch(name, kind, monkeypatch):
     found = logits_of(model, ids)
     assert not torch.allclose(found, plain, atol=1e-2)
     assert set(handle.report()[kind].left_alone.values()) == {"the forward of its class was replaced"}
-    reason = trunk.why_not(model)
+    reason = describe.why_not(model)
     assert "has another forward: that of its class was replaced" in reason
     text = hf_generate(model, ids)
     unpatch(model)
@@ -304,7 +304,7 @@ def test_the_forward_of_a_class_that_nobody_patches_replaced(name, part, monkeyp
     llmkernels.patch(model)
     plain = hf_generate(model, ids)
     monkeypatch.setattr(cls, "forward", forward)
-    assert trunk.why_not(model)
+    assert describe.why_not(model)
     text = hf_generate(model, ids)
     assert part is None or not torch.equal(text, plain)
     unpatch(model)
@@ -360,7 +360,7 @@ def test_default_device_is_no_mode_that_sees_anything():
     model, _ids = small_model(), tiny_inputs()
     llmkernels.patch(model)
     with torch.device("cpu"):
-        assert trunk.why_not(model) is None
+        assert describe.why_not(model) is None
 
 
 def test_dropout_in_one_attention(device):

@@ -31,7 +31,7 @@ def layers_of(template):
         kind = "attn" if isinstance(branch.block, Attention) else "mlp"
         return kind, name(branch.pre), name(branch.post), round(branch.multiplier.value, 6)
 
-    return [(layer.parallel, [*map(block, layer.branches)]) for layer in template.trunk.layers]
+    return [(layer.parallel, [*map(block, layer.branches)]) for layer in template.description.layers]
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_layers_of_families(name, blocks, parallel):
 
 def attentions_of(name, **changes):
     template = template_of(getattr(transformers, FAMILIES[name].model), family_config(name, **changes))
-    return template.trunk, [layer.attention for layer in template.trunk.layers]
+    return template.description, [layer.attention for layer in template.description.layers]
 
 
 def test_windows():
@@ -185,13 +185,13 @@ def test_windows_of_another_name(lantern, monkeypatch):  # noqa: F811
     config = lantern.LanternConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, vocab_size=64)
     config.sight_window, config._attn_implementation = 4096, "eager"
     template = template_of(lantern.LanternForCausalLM, config)
-    assert {layer.attention.window_left for layer in template.trunk.layers} == {Window()}
+    assert {layer.attention.window_left for layer in template.description.layers} == {Window()}
 
 
 def test_layers_that_do_not_rotate():
-    trunk, attentions = attentions_of("smollm3")
+    description, attentions = attentions_of("smollm3")
     assert [one.table for one in attentions] == ["", None][: len(attentions)]
-    assert trunk.rotary == Path("model.rotary_emb")
+    assert description.rotary == Path("model.rotary_emb")
 
 
 @pytest.mark.parametrize(
@@ -204,22 +204,22 @@ def test_rotations(name, interleaved, alternates):
 
 
 def test_numbers_of_the_logits():
-    trunk, _ = attentions_of("granite")
-    assert (trunk.logit_scale.value, trunk.embed_scale.value) == (1 / 2.5, 3.0)
-    trunk, attentions = attentions_of("gemma2")
-    assert (trunk.logit_scale.value, trunk.logit_softcap.value) == (1, 3.0)
+    description, _ = attentions_of("granite")
+    assert (description.logit_scale.value, description.embed_scale.value) == (1 / 2.5, 3.0)
+    description, attentions = attentions_of("gemma2")
+    assert (description.logit_scale.value, description.logit_softcap.value) == (1, 3.0)
     assert {one.softcap.value for one in attentions} == {2.0}
-    trunk, _ = attentions_of("cohere")
-    assert trunk.logit_scale.value == pytest.approx(0.4)
+    description, _ = attentions_of("cohere")
+    assert description.logit_scale.value == pytest.approx(0.4)
 
 
 def test_products_are_known_by_their_parameters():
-    trunk, (attention, *_) = attentions_of("phi3")
+    description, (attention, *_) = attentions_of("phi3")
     assert attention.qkv.weights == (Path("model.layers.0.self_attn.qkv_proj.weight"),)
-    trunk, (attention, *_) = attentions_of("qwen2")
+    description, (attention, *_) = attentions_of("qwen2")
     assert [path.name.split(".")[-2] for path in attention.qkv.biases] == ["q_proj", "k_proj", "v_proj"]
-    assert trunk.head.weights == (Path("lm_head.weight"),)
-    assert dataclasses.is_dataclass(trunk)
+    assert description.head.weights == (Path("lm_head.weight"),)
+    assert dataclasses.is_dataclass(description)
 
 
 def test_a_number_that_depends_on_sizes(lantern, monkeypatch):  # noqa: F811

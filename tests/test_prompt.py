@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 import llmkernels
 from families import family_model
@@ -18,6 +18,8 @@ from llmkernels.hf.report import STEP
 from llmkernels.hf.step import prompt
 from llmkernels.hf.step.block import Layout
 from llmkernels.hf.step.decode import decoder
+from test_family_strangers import made
+from test_foreign_models import fresh, replace
 from test_forward import DESCRIBED
 
 LONG = "by the model's forward: the prompt is longer than what a sliding window keeps"
@@ -129,7 +131,7 @@ def by_forward(monkeypatch):
 @pytest.mark.parametrize("how", ["padded", "as it is"])
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_forwards_of_prompts(name, how, by_forward, request):
-    """The first one shows which cache the modules make; from then on they are composed, and the loop goes on."""
+    """They are composed from the first one on, and the loop goes on."""
     if how == "padded":
         request.getfixturevalue("padded")
     model = family_model(name)
@@ -154,8 +156,24 @@ def test_forwards_of_prompts(name, how, by_forward, request):
         found = run(model)
     for ours, theirs in zip(found, expected, strict=True):
         assert_close(ours, theirs)
-    assert prompts(model)[STEP] == 3 or prompts(model) == {STEP: 2, LONG: 1}
+    assert prompts(model)[STEP] == 4 or prompts(model) == {STEP: 3, LONG: 1}
     assert decoder(model).forwards == {STEP: 12}
+
+
+@pytest.mark.parametrize("how", ["padded", "as it is"])
+@torch.no_grad()
+def test_the_first_forward_is_as_the_next(how, by_forward, request):
+    """The small model shows which cache the modules make, so they run for no prompt."""
+    if how == "padded":
+        request.getfixturevalue("padded")
+    model, ids = small_model(), tiny_inputs(tokens=8)
+    llmkernels.patch(model)
+    first, second = model(ids), model(ids)
+    assert torch.equal(first.logits, second.logits)
+    for one, other in zip(first.past_key_values.layers, second.past_key_values.layers, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+    assert prompts(model) == {STEP: 2}
 
 
 def test_forwards_that_the_modules_run(by_forward):
@@ -172,7 +190,7 @@ def test_forwards_that_the_modules_run(by_forward):
         assert not prompts(model)
         model(ids)
         assert type(model(ids).past_key_values).__mro__[1] is DynamicCache
-        assert prompts(model) == {STEP: 1}
+        assert prompts(model) == {STEP: 2}
         holes = torch.ones_like(ids)
         holes[0, 3] = 0
         expected = small_model()(ids, attention_mask=holes).logits
@@ -180,7 +198,7 @@ def test_forwards_that_the_modules_run(by_forward):
         hook = model.lm_head.register_forward_hook(lambda *arguments: arguments[2] * 2)
         assert_close(model(ids).logits, 2 * small_model()(ids).logits)
         hook.remove()
-    assert len(prompts(model)) == 3 and prompts(model)[STEP] == 1
+    assert len(prompts(model)) == 3 and prompts(model)[STEP] == 2
 
 
 @pytest.mark.parametrize("how", ["padded", "as it is"])
@@ -205,6 +223,53 @@ def test_a_rotation_that_has_grown(how, by_forward, request):
         exact(long)
         assert torch.equal(hf_generate(model, short, max_new_tokens=3), hf_generate(exact, short, max_new_tokens=3))
     assert prompts(model)[STEP] >= 4
+
+
+ANOTHER = "by the model's forward: the modules make a cache of another kind, or none"
+
+
+@pytest.mark.parametrize(
+    ("made_by", "options", "way"),
+    [
+        ("StaticCache(config=self.config, max_cache_len=32)", {"use_cache": True}, ANOTHER),
+        ("None", {"use_cache": True}, ANOTHER),
+        ("DynamicCache(config=self.config)", {}, ANOTHER),  # which it makes only if it is asked for
+        ("DynamicCache(config=self.config)", {"use_cache": True}, STEP),
+    ],
+    ids=["static", "none", "not asked for", "asked for"],
+)
+@torch.no_grad()
+def test_the_cache_that_the_modules_make(made_by, options, way, by_forward):
+    beacon = fresh("beacon")
+    beacon.StaticCache = StaticCache
+    source = f"""
+def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, logits_to_keep=0, **kwargs):
+    memory = kwargs.pop(CACHE, None)
+    if use_cache and memory is None:
+        memory = {made_by}
+    return original(self, input_ids, attention_mask, position_ids, False, logits_to_keep, **kwargs, **{{CACHE: memory}})
+"""
+    replace(beacon, "BeaconForCausalLM.forward", source)
+    model, ids = made(beacon.BeaconForCausalLM), tiny_inputs(tokens=8)
+    expected = model(ids, **options)
+    llmkernels.patch(model)
+    for _ in range(2):
+        found = model(ids, **options)
+        assert_close(found.logits, expected.logits)
+        assert isinstance(found.get(beacon.CACHE), type(expected.get(beacon.CACHE)))
+    assert prompts(model) == {way: 2}
+
+
+@torch.no_grad()
+def test_a_config_that_makes_no_cache(by_forward):
+    """It says nothing of other models of its class."""
+    ids = tiny_inputs(tokens=8)
+    for use_cache in (False, True):
+        model = small_model(rms_norm_eps=3e-5, use_cache=use_cache)  # that no other test has
+        llmkernels.patch(model)
+        assert (model(ids).past_key_values is None) == (not use_cache)
+        assert model(ids, use_cache=True).past_key_values is not None
+        assert prompts(model) == {STEP: 2 if use_cache else 1}
 
 
 @pytest.fixture
@@ -238,7 +303,7 @@ def test_launched_before_the_model_is_looked_at(blocks, monkeypatch):
             assert_close(ours.keys, theirs.keys)
             assert_close(ours.values, theirs.values)
 
-    for early in (0, 0, 1, 1):  # by the modules; composed
+    for early in (0, 1, 1):
         check(early)
     model.model.layers[0].mlp.up_proj.weight.mul_(0.5)
     check(1)
@@ -277,7 +342,7 @@ def test_a_cache_in_a_block(how, blocks, request):
     model, text = small_model(), tiny_inputs(tokens=12)
     ids, expected = text[:, :8], model(text)
     llmkernels.patch(model)
-    for _ in range(3):
+    for _ in range(2):
         output = model(ids)
     cache = output.past_key_values
     assert blocks == [cache]
@@ -305,7 +370,7 @@ def test_a_cache_of_inference_mode(blocks):
     model, ids = small_model(), tiny_inputs(tokens=8)
     llmkernels.patch(model)
     with torch.inference_mode():
-        for _ in range(3):
+        for _ in range(2):
             cache = model(ids).past_key_values
     assert blocks == [cache]
     with torch.no_grad():
@@ -318,7 +383,7 @@ def test_large_caches_are_made_by_layers(blocks, monkeypatch):
     monkeypatch.setattr("llmkernels.hf.step.block.MOST_BYTES", 1000)
     model, ids = small_model(), tiny_inputs(tokens=8)
     llmkernels.patch(model)
-    for _ in range(4):
+    for _ in range(3):
         model(ids)
     assert prompts(model) == {STEP: 3}
     assert not blocks
@@ -341,7 +406,7 @@ def test_graphs_of_forwards_in_blocks(name, blocks):
         expected = exact(ids, attention_mask=mask).logits[:, -1:]
         assert_close(output.logits.float(), expected, 4 * rounding(torch.bfloat16))
     assert len(blocks) == prompts(model)[STEP] - 1  # all but the first one, whose layout they have
-    assert len(blocks) == 7 or LONG in prompts(model)
+    assert len(blocks) == 8 or LONG in prompts(model)
     for ids, mask, cache in chats:
         text, longer = torch.cat([ids, ids[:, :1]], 1), torch.cat([mask, mask[:, -1:]], 1)
         found = model(text[:, -1:], attention_mask=longer, past_key_values=cache).logits

@@ -15,8 +15,8 @@ from hf_models import as_transformers, assert_close, logits_of, tiny_inputs
 from llmkernels.hf import unpatch
 from llmkernels.hf.model import reference
 from llmkernels.hf.step import proof
+from llmkernels.hf.step.describe import describe, why_not
 from llmkernels.hf.step.guard import Snapshot
-from llmkernels.hf.step.trunk import trunk, why_not
 
 
 def logits_of_steps(model, ids, new=8):
@@ -54,14 +54,14 @@ def test_softcap_of_scores(softcap, attention, head_dim):
     for layer in model.model.layers:  # scores that the cap changes
         layer.self_attn.q_proj.weight.data *= 4
     llmkernels.patch(model)
-    assert [layer.attention.softcap for layer in trunk(model).layers] == 3 * [softcap if attention == "eager" else 0]
+    assert [layer.attention.softcap for layer in describe(model).layers] == 3 * [softcap if attention == "eager" else 0]
     check_same(model, tiny_inputs())
 
 
 def test_a_softcap_that_nothing_reads():
     model = family_model("gemma3", attn_logit_softcapping=20.0, attn_implementation="eager")
     llmkernels.patch(model)
-    assert trunk(model).layers[0].attention.softcap == 0
+    assert describe(model).layers[0].attention.softcap == 0
     check_same(model, tiny_inputs())
 
 
@@ -71,7 +71,7 @@ def test_another_attention_is_another_proof():
     gemma2(attn_implementation="sdpa")
     for attention, softcap in (("eager", 50), ("sdpa", 0), ("eager", 50)):
         model.set_attn_implementation(attention)
-        assert trunk(model).layers[0].attention.softcap == softcap
+        assert describe(model).layers[0].attention.softcap == softcap
         found = logits_of_steps(model, tiny_inputs())
         unpatch(model)
         assert_close(found, logits_of_steps(model, tiny_inputs()))
@@ -214,11 +214,11 @@ def test_random_numbers_of_other_threads(monkeypatch):
 def test_entries_of_no_account(name, value, monkeypatch):
     model = family_model("llama")
     llmkernels.patch(model)
-    trunk(model)
+    describe(model)
     known = reference.reference(model)
     monkeypatch.setattr(proof, "_prove", None)
     setattr(model.config, name, value)
-    trunk(model)
+    describe(model)
     assert reference.reference(model) is known
     model.config.rms_norm_eps *= 2
     assert reference.reference(model) is not known
@@ -350,7 +350,7 @@ def test_a_window_that_nothing_reads(name):
     """The attention ignores it, but transformers' caches drop what is behind it: there the modules run."""
     model, ids = family_model(name, sliding_window=16), tiny_inputs()
     handle = llmkernels.patch(model)
-    assert trunk(model).layers[0].attention.window_left == -1
+    assert describe(model).layers[0].attention.window_left == -1
     for new, way in ((5, generate_step()), (8, "by transformers: what a window leaves in the cache")):
         found = logits_of_steps(model, ids, new)
         assert [key for key in handle.report().decode[0].calls if way in key], handle.report()

@@ -172,7 +172,9 @@ def test_prompt_lookup(model, tokenizer):
 def losses(model, tokenizer, tokens):
     """Of each of the first tokens of TEXT but the very first."""
     ids = tokenizer(TEXT, return_tensors="pt", add_special_tokens=False).input_ids[:, :tokens].to(model.device)
-    return torch.nn.functional.cross_entropy(model(ids).logits[0, :-1].double(), ids[0, 1:], reduction="none").cpu()
+    return torch.nn.functional.cross_entropy(
+        model(ids, use_cache=False).logits[0, :-1].double(), ids[0, 1:], reduction="none"
+    ).cpu()
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ call of a patched model becomes launches:
       step/decode.py         the model's Decoder: is there a graph for the shape of this cache (step/place.py)?
         yes                    replay it; meanwhile step/guard.py: is the model what its description was read from?
                                if not, the result is dropped, and the call goes on as without a graph
-        no                     the description, if it still holds; else it is made:
+        no                     the description, if it still holds; else step/describe.py makes it:
           model/reference.py     the modules as their class makes them of the config; classes/effects.py: those from
                                  outside of transformers do nothing but compute
           step/guard.py          each module of the model is as in the reference

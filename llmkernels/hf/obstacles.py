@@ -95,7 +95,7 @@ def obstacle(module: nn.Module, kind: str) -> str | None:
             if (norm := getattr(module, name, None)) is None:
                 return f"it has no {name}"
             if (kind_of_norm := kind_of(type(norm))) not in ("rms_norm", "layer_norm"):
-                return f"no kernel for its {name}, {type(norm).__name__}"
+                return f"its {name} follows an add and is no norm with a kernel, but {type(norm).__name__}"
             if reason := obstacle(norm, kind_of_norm):
                 return f"{name}: {reason}"
     if kind == "lora":  # products of PyTorch's, on every device

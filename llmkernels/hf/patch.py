@@ -26,7 +26,7 @@ from .obstacles import (
 )
 from .report import NOT_ASKED, Decode, Report, Row
 from .step import decode as decoding
-from .step import packing, trunk
+from .step import describe, packing
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
@@ -61,12 +61,13 @@ def patch(
             that is a LayerNorm. Without ``rms_norm`` (``layer_norm``) that norm runs on a kernel where it is fused, and
             not where it is called.
         decode: run the model by the decode step where that is possible, whatever the other options: greedy search and
-            sampling of ``model.generate`` and ``llmkernels.generate``, for up to 64 sequences, and each forward of up
-            to 64 tokens behind a cache. The first such call packs q|k|v and gate|up of each layer into one storage,
-            with the parameters as views into it; a CUDA graph that somebody captured before then no longer has the
-            weights. The tokens of a DynamicCache move to larger buffers in place when the first ones behind it come; it
-            stays a DynamicCache. The cache of the last call of generate, if it takes no more than 1 GiB, and its graphs
-            are kept for the next one; ``handle.release()`` or ``llmkernels.release(model)`` frees them.
+            sampling of ``model.generate`` and ``llmkernels.generate``, for up to 64 sequences; each forward of up to
+            64 tokens behind a cache; and on a GPU each forward of a prompt without a cache given. The first such call
+            packs q|k|v and gate|up of each layer into one storage, with the parameters as views into it; a CUDA graph
+            that was captured before then no longer has the weights. The tokens of a DynamicCache move to larger buffers
+            in place when the first ones behind it come; it stays a DynamicCache. The cache of the last call of
+            generate, if it takes no more than 1 GiB, and its graphs are kept for the next one; ``handle.release()`` or
+            ``llmkernels.release(model)`` frees them.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by
             ``linear_cross_entropy``, which takes a part of the memory. The output's logits are computed when somebody
             reads them, which is an error once the weights have changed; a compiled model gives none. The layers have
@@ -245,7 +246,7 @@ class PatchHandle:
             if "decode" not in self._kinds:
                 reason = NOT_ASKED
             elif isinstance(module, Generating) and is_current:
-                reason = trunk.why_not(module)
+                reason = describe.why_not(module)
             else:
                 reason = (None if isinstance(module, Generating) else decode_obstacle(module)) or "not patched"
             state = decoding.decoder(module)

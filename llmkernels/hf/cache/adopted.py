@@ -21,13 +21,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..classes.layout import check_origin
 from ..classes.origin import Entry, asked_of_origin
 from ..errors import NoStep, UnknownLayout
-from ..model.description import Trunk
+from ..model.description import Description
 from .buffers import Buffers, WindowBuffers, room_for
 from .kv_cache import KVCache
 from .layers import KVCacheLayer
 
 
-def check_dynamic(cache: object, parts: Trunk, batch: int, recorded: bool = False) -> None:
+def check_dynamic(cache: object, parts: Description, batch: int, recorded: bool = False) -> None:
     """Raise NoStep unless `cache` is a DynamicCache, empty or of this model and batch.
 
     `recorded`: layers with a window may have more tokens than it, which are there to be cropped.
@@ -139,7 +139,7 @@ def is_patched() -> bool:
 
 
 def _attribute(read: Callable) -> property:
-    """What is an attribute of transformers' layer: whoever assigns to it gets that layer back."""
+    """An attribute of transformers' layer. An assignment to it gives that layer back."""
 
     def assign(layer: "AdoptedLayer", value: Any) -> None:
         layer.give_back()
@@ -151,8 +151,8 @@ def _attribute(read: Callable) -> property:
 class AdoptedLayer(DynamicLayer, Buffers):
     """A DynamicLayer whose tokens are in buffers with room for more, where steps append.
 
-    All methods do what transformers' do. Those for which the buffers are of no use give the layer back first: it is
-    transformers' own then, until the next step.
+    All methods do what transformers' do. Those that can not use the buffers give the layer back first: it is
+    transformers' layer then, until the next step.
     """
 
     theirs = DynamicLayer
@@ -311,7 +311,7 @@ class AdoptedCache(DynamicCache, KVCache):
 
     @property
     def is_intact(self) -> bool:
-        """Whether steps can run: nobody has got a layer back, replaced what it does or changed it alone."""
+        """Whether steps can run: all layers are ours still, with their methods, and have the same tokens."""
         layers = self.layers
         return (
             bool(layers)
@@ -336,7 +336,7 @@ _ADOPTED = {kind.theirs: kind for kind in (AdoptedLayer, AdoptedWindowLayer)}
 _METHODS = {name for kind in (AdoptedCache, AdoptedWindowLayer) for name in dir(kind) if callable(getattr(kind, name))}
 
 
-def new_cache(config: Any, parts: Trunk, batch: int, tokens: int) -> "AdoptedCache":
+def new_cache(config: Any, parts: Description, batch: int, tokens: int) -> "AdoptedCache":
     """The DynamicCache that a model makes for a prompt of so many tokens, without them yet. Raises NoStep."""
     cache = DynamicCache(config=config)
     check_dynamic(cache, parts, batch, recorded=True)
@@ -353,8 +353,8 @@ def new_cache(config: Any, parts: Trunk, batch: int, tokens: int) -> "AdoptedCac
     return cache
 
 
-def become_ours(cache: DynamicCache, parts: Trunk, batch: int) -> None:
-    """Turn a DynamicCache with tokens into a KVCache that grows, in place: whoever has it has the same object.
+def become_ours(cache: DynamicCache, parts: Description, batch: int) -> None:
+    """Turn a DynamicCache with tokens into a KVCache that grows, in place: it stays the same object.
 
     Raises NoStep where there is no memory for a layer; it is what it was then.
     """

@@ -1,4 +1,4 @@
-"""The keys and values of one layer in buffers: what a decode step writes into, whoever's cache it is."""
+"""The keys and values of one layer in buffers, which a decode step writes: of a KVCache or a caller's own cache."""
 
 from collections.abc import Sequence
 from typing import Any

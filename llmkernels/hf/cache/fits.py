@@ -1,13 +1,13 @@
-"""Whether a step can run on a cache that somebody has."""
+"""Whether a step can run on a cache."""
 
 import functools
 from typing import Any
 
 from ..errors import NoStep
-from ..model.description import Trunk
+from ..model.description import Description
 
 
-def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
+def check_cache(cache: Any, parts: Description, batch: int) -> None:
     """Raise NoStep unless a KVCache fits the model."""
     if len(cache.layers) != len(parts.layers):
         raise NoStep(f"the cache has {len(cache.layers)} layers")
@@ -23,7 +23,7 @@ def check_cache(cache: Any, parts: Trunk, batch: int) -> None:
                     raise NoStep("the cache was made for other keys and values")
 
 
-def fits_cache(cache: Any, parts: Trunk, batch: int) -> bool:
+def fits_cache(cache: Any, parts: Description, batch: int) -> bool:
     try:
         check_cache(cache, parts, batch)
     except NoStep:

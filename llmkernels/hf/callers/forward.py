@@ -1,13 +1,13 @@
 """The forward of a patched model by its decode step: a few tokens per sequence behind a cache.
 
-So whoever calls the model gets the step: a loop of one's own, beam search, assisted decoding and prompt lookup, which
-verify several tokens at once, a chat that goes on with a returned cache, a pipeline.
+Every caller of the model gets the step: a user's own loop, beam search, a chat on a returned cache, a pipeline, and
+assisted decoding and prompt lookup, which verify several tokens at once.
 
-    prompt            on a GPU, without a cache given: composed of ops as well (step/prompt.py), into a cache that is
-                      one of ours from the beginning; else the model's modules, into whatever cache the caller has
-    next tokens       the first time the cache becomes one of ours, in place (adopted.py); from then on the step
+    prompt            on a GPU, without a cache given: composed of ops (step/prompt.py), into a cache that is one of
+                      ours from the beginning; else by the model's modules, into the cache that the caller has
+    next tokens       by the step; before the first one the cache becomes one of ours, in place (adopted.py)
 
-A forward that asks for anything else, or has more than MAX_ROWS tokens, is the modules'. Report.decode counts both.
+The modules run a forward that asks for anything else, or has more than MAX_ROWS tokens. Report.decode counts both.
 """
 
 import functools
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from ..cache.fits import check_cache, is_ours, may_become_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
-from ..model.description import Trunk
+from ..model.description import Description
 from ..report import STEP, by_forward
 from ..step.decode import MAX_ROWS, Decoder, decoder
+from ..step.describe import check_batch, check_length
 from ..step.program import Program
-from ..step.trunk import check_batch, check_length
 from .reading import Reading
 
-# Arguments of a forward that the step has, and those that change nothing where it runs.
+# Arguments of a forward that the step takes, and those that change nothing for it.
 _KNOWN = {
     "input_ids",
     "attention_mask",
@@ -40,7 +40,7 @@ _KNOWN = {
 
 
 def by_step(original: Callable, signature: Any) -> Callable:
-    """A forward of a model class that takes the step where it can, and else is `original`."""
+    """A forward of a model class: by the step where that is possible, else `original`."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     name = cache_name()
@@ -66,7 +66,7 @@ def by_step(original: Callable, signature: Any) -> Callable:
     return forward
 
 
-PROMPT_DEVICES = {"cuda"}  # on a CPU the modules take no longer
+PROMPT_DEVICES = {"cuda"}  # on a CPU the modules are as fast
 
 
 def _may_be_prompt(ids: Any) -> bool:
@@ -88,13 +88,7 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
         _check_call(model, given)
     except NoStep:
         return original()
-    if state.makes_dynamic is None:
-        output = original()
-        state.makes_dynamic = _makes_dynamic(model, getattr(output, name, None))
-        return output
     try:
-        if not state.makes_dynamic:
-            raise NoStep("the modules make a cache of another kind")
         logits, cache = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
     except NoStep as reason:
         state.count_prompt(by_forward(reason))
@@ -103,38 +97,35 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
     return CausalLMOutputWithPast(logits=logits, **{name: cache})
 
 
-def _makes_dynamic(model: nn.Module, cache: Any) -> bool:
-    """Whether a cache that the modules have made is a DynamicCache of the model's config."""
-    from transformers import DynamicCache
-
-    def kinds(cache):
-        return [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
-
-    return type(cache) is DynamicCache and kinds(cache) == kinds(DynamicCache(config=model.config))
+def _check_prompt(parts: Description, given: dict[str, Any]) -> None:
+    """Raise NoStep for prompts that the ops do not take, and where the modules make another cache, or none."""
+    ids = given["input_ids"]
+    check_batch(parts, ids)
+    check_length(parts, ids.shape[1])
+    if given.get("use_cache") not in parts.dynamic_cache_for:
+        raise NoStep("the modules make a cache of another kind, or none")
 
 
 def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any] | None:
-    """The same, launched first: the host looks at the model, and makes the cache's objects, while the GPU works.
+    """The same, launched first: the host checks the model, and makes the cache's objects, while the GPU works.
 
-    None where the model and a cache of this size have not been seen before, or the model is not what it was: nothing
-    but new memory has been written then.
+    None where no such prompt has run before, or the model has changed: only new memory has been written then.
     """
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     found = state.known_prompt(ids)
     if found is None or not isinstance(kept, int):
         return None
     known, layout, _memory = found
-    check_batch(known.parts, ids)
-    check_length(known.parts, ids.shape[1])
-    places = Places(given, ids, 0)
+    _check_prompt(known.parts, given)
+    positions = Positions(given, ids, 0)
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
-        logits, block = state.launch_prompt(known.parts, layout, ids, places.last, places.leftpad, kept)
+        logits, block = state.launch_prompt(known.parts, layout, ids, positions.last, positions.leftpad, kept)
     except torch.OutOfMemoryError:
         return None
     if not known.snapshot.holds(model) or not layout.holds(model.config):
         return None
-    places.check()  # waits for the device: last
+    positions.check()  # waits for the device: last
     return logits, block.cache(ids.shape[1])
 
 
@@ -147,20 +138,19 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
     if not isinstance(kept, int):
         raise NoStep("logits_to_keep is no number")
     parts, _memory = _description(model, state, ids)
-    check_batch(parts, ids)
+    _check_prompt(parts, given)
     batch, count = ids.shape
-    check_length(parts, count)
-    places = Places(given, ids, 0)
-    places.check()
+    positions = Positions(given, ids, 0)
+    positions.check()
     cache = new_cache(model.config, parts, batch, count)
-    logits = state.run_prompt(parts, cache, ids, places.last, places.leftpad, min(kept or count, count))
+    logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, min(kept or count, count))
     if (layout := Layout(cache, model.config)).nbytes <= MOST_BYTES:
         state.layouts.note(parts, batch, layout)
     return logits, cache
 
 
-def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Trunk, list[Any]]:
-    """The description of the model as it is, and what keeps its memory alive. Raises NoStep."""
+def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Description, list[Any]]:
+    """The description of the model as it is now, and what keeps its memory alive. Raises NoStep."""
     if (reason := state.refusal()) is not None:
         raise NoStep(reason)
     try:
@@ -175,7 +165,7 @@ def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Trunk, 
 
 
 def bound_arguments(forward: Callable) -> Callable:
-    """A function that gives the arguments of a call of `forward` by name, with those in its **kwargs."""
+    """A function that names the arguments of a call of `forward`, those in its **kwargs included."""
     signature = inspect.signature(forward)
     variable = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
@@ -197,7 +187,7 @@ def _has_few_tokens(ids: Any) -> bool:
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether a cache that the step takes has no tokens. Others are not asked: their length may be on the device."""
+    """Whether a cache that the step takes has no tokens. False of others, whose length may be on the device."""
     if not may_become_ours(cache):
         return False
     try:
@@ -207,16 +197,16 @@ def _is_empty(cache: Any) -> bool:
 
 
 def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
-    """The logits of the tokens to keep. Raises NoStep, and has changed nothing then that the modules see."""
+    """The logits of the tokens to keep. Raises NoStep, and then the modules find everything as it was."""
     _check_call(model, given)
     ids, cache = given["input_ids"], given[cache_name()]
-    places = Places(given, ids, int(cache.get_seq_length()))
+    positions = Positions(given, ids, int(cache.get_seq_length()))
     kept = given.get("logits_to_keep")
     with state.lend("logits", ids, ids.shape[1]) as program:
-        logits = _replayed(model, state, program, ids, cache, places)
+        logits = _replayed(model, state, program, ids, cache, positions)
         if logits is None:
-            places.check()
-            logits = _described(model, state, program, ids, cache, places)
+            positions.check()
+            logits = _described(model, state, program, ids, cache, positions)
         state.count_forward(STEP)
         logits = logits.view(*ids.shape, -1)
         return logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
@@ -247,32 +237,34 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
 
 
 def _replayed(
-    model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, places: "Places"
+    model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, positions: "Positions"
 ) -> Tensor | None:
-    """The logits by the graph of an earlier forward. None where there is none, or the model is not what it was then.
+    """The logits by the graph of an earlier forward. None where there is none, or the model has changed since.
 
-    The graph is queued first, and the host looks at the model while the GPU works. If the model has changed, the result
-    is dropped: the graph has written nothing but keys and values behind the cache's end.
+    The graph is queued first, and the host checks the model while the GPU works. If the model has changed, the result
+    is dropped: the graph has only written keys and values behind the cache's end.
     """
     recorded = state.recorded_forward(cache, program, *ids.shape)
     if recorded is None:
         return None
     step, known, _memory = recorded
-    cache.begin(places.last - ids.shape[1], places.leftpad)
+    cache.begin(positions.last - ids.shape[1], positions.leftpad)
     logits = step(ids.flatten())
     kept = False
     try:
         if known.snapshot.holds(model):
-            places.check()  # waits for the device: last
+            positions.check()  # waits for the device: last
             kept = True
     finally:
         if not kept:
             cache.take_back(ids.shape[1])
-            state.forget_place(cache)  # the next one looks first
+            state.forget_place(cache)  # the next forward checks first
     return logits if kept else None
 
 
-def _described(model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, places: "Places") -> Tensor:
+def _described(
+    model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, positions: "Positions"
+) -> Tensor:
     """The logits by the description of the model as it is, behind a cache that becomes one of ours."""
     from ..cache.adopted import become_ours, check_dynamic
 
@@ -281,22 +273,21 @@ def _described(model: nn.Module, state: Decoder, program: Program, ids: Tensor, 
     if is_own and not cache.has_room(ahead):
         raise NoStep("the cache is full")
     parts, _memory = _description(model, state, ids)
-    check_length(parts, places.past + ahead)
+    check_length(parts, positions.past + ahead)
     if is_own:
         check_cache(cache, parts, batch)
     else:
         check_dynamic(cache, parts, batch, recorded=True)
         become_ours(cache, parts, batch)
-    cache.begin(places.last - ahead, places.leftpad)
+    cache.begin(positions.last - ahead, positions.leftpad)
     return state.begin_forward(parts, cache, program, ahead)(ids.flatten())
 
 
-class Places:
+class Positions:
     """Where the new tokens of a forward are, by its mask and positions.
 
-    `last` is the position of the last token of all sequences, or of each (B,); `leftpad` (B,) where each sequence
-    starts, None for all at 0. Both are as the arguments have it, if `check` finds that these are those of padding on
-    the left. What that takes is computed on the device, and read by the host when it is needed.
+    `last` is the position of the last token, of all sequences or of each (B,); `leftpad` (B,) is where each sequence
+    starts, None for all at 0. Both hold if `check` passes: it reads on the host what the device has computed meanwhile.
     """
 
     def __init__(self, given: dict[str, Any], ids: Tensor, past: int):
@@ -324,8 +315,7 @@ class Places:
         self._reading = Reading(ids, *([torch.stack(list(facts.values()))] if facts else []))
 
     def check(self) -> None:
-        """Raise NoStep for other masks and positions than those of padding on the left, and IndexError for tokens that
-        there are none of."""
+        """Raise NoStep unless mask and positions are those of padding on the left, and IndexError for negative ids."""
         ids, *facts = self._reading.wait()
         if ids.min() < 0:
             raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it

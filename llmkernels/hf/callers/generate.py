@@ -98,7 +98,7 @@ _OPTIONS = {
     "repetition_penalty": (1.0, torch.float32, lambda x: x > 0, "positive"),
 }
 
-# Of a generation_config: what is read here or in transformers' preparation, and what has no say in results.
+# Entries of a generation_config that are read here or in transformers' preparation, or change no result.
 _TAKEN = {
     "max_length",
     "max_new_tokens",
@@ -116,7 +116,7 @@ _TAKEN = {
     "transformers_version",
 }
 
-# What has no place in a generation_config and none here, though model.generate would let some of it pass unused.
+# Arguments that are refused, though model.generate would ignore some of them.
 _REFUSED = ("custom_generate", "assistant_model", "inputs_embeds", "input_ids", "inputs", "stop_strings", "synced_gpus")
 
 
@@ -287,7 +287,7 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
             del outputs
         choice = _Choice(step, logits, seen, numbers, config, generator)
         late = call is not None and reading.is_late(input_ids.device)
-        _loop(step, choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)
+        _loop(choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)
     if call and not step.count:
         state.count(PREFILL)
     if streamer is not None:
@@ -295,7 +295,7 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
     return text.result()
 
 
-def _loop(step, choice: "_Choice", logits: Tensor, text: Text, limit: int, streamer, late_cache) -> None:
+def _loop(choice: "_Choice", logits: Tensor, text: Text, limit: int, streamer, late_cache) -> None:
     """`late_cache`: the cache where a step is queued before it is known that it is wanted, and may be undone."""
     tokens = choice(logits)
     while True:
@@ -349,7 +349,7 @@ class _Choice:
         if "repetition_penalty" in numbers:
             self._options["seen"] = buffer("seen", (batch, vocab), torch.bool).zero_().scatter_(1, prompt.long(), True)
         self._options["rng_state"] = buffer("rng_state", (2,), torch.long)
-        home = "cpu" if generator is None else generator.device  # said in full: the default device may be another one
+        home = "cpu" if generator is None else generator.device  # never the default device
         self._options["rng_state"].copy_(torch.randint(1 << 43, (2,), generator=generator, device=home))
 
     @staticmethod

@@ -1,7 +1,6 @@
 """The loop behind a patched model's generate(): transformers' own, by the decode step.
 
-LOOPS is what a patched model class has in place of transformers' loops: see model_class.py. It prefills by the
-model's own forward, into a KVCache.
+LOOPS has the methods that a patched model class has in place of transformers': see model_class.py.
 
     prompt          prefill -> logits
     each token      processors, choice, criteria        what a user's code sees
@@ -21,11 +20,11 @@ from torch import Tensor, nn
 from ..cache.fits import check_cache, is_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
-from ..model.description import Trunk
+from ..model.description import Description
 from ..report import PREFILL, STEP, by_forward, by_transformers
 from ..step.decode import Decoder, DecodeStep, decoder
+from ..step.describe import check_batch, check_length
 from ..step.program import Program
-from ..step.trunk import check_batch, check_length
 from . import reading
 from .reading import Reading, Text
 
@@ -43,7 +42,7 @@ class Call:
     """
 
     model: nn.Module
-    parts: Trunk
+    parts: Description
     memory: list[Any]
     inputs: dict[str, Any]
     leftpad: Tensor | None
@@ -160,7 +159,7 @@ def _other_loop(original: Callable) -> Callable:
 
 
 def _generate(original: Callable) -> Callable:
-    """Only counts: a loop that the caller brings along is not looked up on the class."""
+    """Counts calls with custom_generate: such a loop is not looked up on the class."""
 
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
@@ -183,7 +182,7 @@ LOOPS = {
 }
 
 
-def _check_call(parts: Trunk, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
+def _check_call(parts: Description, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
     """Raise NoStep for whatever a call asks of the loop that only transformers' own has."""
     from ..cache.adopted import check_dynamic
 

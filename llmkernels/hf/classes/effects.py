@@ -1,11 +1,11 @@
-"""Whether what a class from outside of transformers computes is all that it does.
+"""Whether classes from outside of transformers have side effects.
 
-A step leaves the calls of modules out. That is right for a forward that only returns something, as transformers' do,
-and wrong for one that counts its calls or keeps what it has seen. The numbers do not show the difference, so the
-code has to: `check_effects(model)` looks at all functions of the classes' packages that their forwards reach.
+A step does not call modules. That is right for a forward that only returns something, as transformers' do, and wrong
+for one that counts its calls or keeps what it has seen. Results do not show the difference, but code does:
+`check_effects(model)` reads all functions of the classes' packages that their forwards reach.
 
-It is strict: what it does not know may do anything. A dict or list that a function has made itself it may change, and
-a warning is not missed.
+It is strict: what it does not know may do anything. A function may change a dict or list that it has made itself, and
+may warn.
 """
 
 import builtins

@@ -58,14 +58,10 @@ class MLP:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer: `norms` names those that follow an add directly and are fused with it, in their order.
-
-    `computes` is what the forward returns, as an expression of its arguments and submodules; None where that depends on
-    the instance.
-    """
+    """A decoder layer: `norms` names the modules that follow an add directly, in their order. If all of them are norms,
+    they are fused with it."""
 
     norms: tuple[str, ...]
-    computes: str | None
 
 
 @dataclass(frozen=True)

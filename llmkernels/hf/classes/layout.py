@@ -114,8 +114,6 @@ class _Traced:
     """Stands for a module: each attribute is a symbol of that name."""
 
     training = Symbol("training")
-    gradient_checkpointing = False
-    forward = None  # transformers' wrapper that checkpoints looks at it
 
     def __getattr__(self, name):
         return Symbol(name)
@@ -200,15 +198,19 @@ def _norm_of(cls: type, forward: Callable) -> Norm:
     check_origin(forward, ("transformers", "torch"))
     x = torch.linspace(-1.5, 2.5, 256, device="cpu").view(4, 64)
     x = x * x.flip(-1).exp()  # no row is symmetric, or has a mean near 0
-    runs, error = {}, None
-    for eps in _EPS:
-        try:
-            runs[eps] = [_run_norm(cls, forward, eps, x.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
-        except Exception as reason:  # it has another eps
-            error = reason
-    if not runs:
-        raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})")
-    return _best_norm(runs)
+    norm = cls.__new__(cls)
+    nn.Module.__init__(norm)
+    norm.normalized_shape = (64,)
+    norm.weight, norm.bias = (
+        nn.Parameter(torch.linspace(*ends, 64, device="cpu"), requires_grad=False) for ends in ((0.3, 1.7), (-0.6, 0.8))
+    )
+    vars(norm).update(zip(_EPS, (0.25, 0.2), strict=True))  # large, so that their place in the formula matters
+    try:
+        return norm_of_module(norm, x)[0]
+    except UnknownLayout:
+        raise
+    except Exception as error:  # it has other members
+        raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
 
 
 def norm_of_module(module: nn.Module, x: torch.Tensor) -> tuple[Norm, str | None, str | None, float]:
@@ -225,7 +227,7 @@ def norm_of_module(module: nn.Module, x: torch.Tensor) -> tuple[Norm, str | None
         copied = copy.deepcopy(module).to(dtype)
         parameters = [copied._parameters[name] for name in names] + [None] * (2 - len(names))
         for eps, value in values.items():
-            runs[eps].append((x.to(dtype), *parameters, value, copied(x.to(dtype))))
+            runs[eps].append((x.to(dtype), *parameters, value, copied.forward(x.to(dtype))))
     best = _best_norm(runs)
     weight, bias = (*names, None, None)[:2]
     return best, weight if best.has_weight else None, bias if best.has_bias else None, values[best.eps]
@@ -257,18 +259,6 @@ def _best_norm(runs: dict[str, list[tuple]]) -> Norm:
     if best is None or agreed[best] < 0.95:
         raise UnknownLayout("its forward computes no norm that has a kernel")
     return best
-
-
-def _run_norm(cls: type, forward: Callable, eps: str, x: torch.Tensor) -> tuple:
-    norm = cls.__new__(cls)
-    nn.Module.__init__(norm)
-    setattr(norm, eps, 0.25)  # large, so that its place in the formula matters
-    norm.normalized_shape = (64,)
-    norm.weight, norm.bias = (
-        nn.Parameter(torch.linspace(*ends, 64, device="cpu", dtype=x.dtype), requires_grad=False)
-        for ends in ((0.3, 1.7), (-0.6, 0.8))
-    )
-    return x, norm.weight, norm.bias, 0.25, forward(norm, x)
 
 
 def _agreement(options: Norm, x: torch.Tensor, weight: Any, bias: Any, eps: float, found: torch.Tensor) -> float:

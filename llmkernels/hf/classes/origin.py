@@ -120,9 +120,9 @@ def _walk(function: Callable, cls: type) -> Iterator[Name]:
         left += _enclosed(part)
         # Functions of others than transformers and the class's package are followed to names of torch's alone.
         is_its_own = _home(part).split(".")[0] in ("transformers", cls.__module__.split(".")[0])
-        places = [[part.__globals__.get], _members(cls), *of_torch] if is_its_own else of_torch
+        scopes = [[part.__globals__.get], _members(cls), *of_torch] if is_its_own else of_torch
         for name in _named(part.__code__):
-            for lookups in places:
+            for lookups in scopes:
                 values = [get(name) for get in lookups]
                 if any(isinstance(value, _KINDS) for value in values):
                     for get, value in zip(lookups, values, strict=True):

@@ -8,7 +8,6 @@ seen, and TorchDynamo up to 2.11 guards such a function on the original module.
 import ast
 import functools
 import inspect
-import re
 import textwrap
 import types
 from collections.abc import Callable
@@ -43,6 +42,8 @@ _NORMED = "_normed"
 
 def fuse_adds(function: Callable, add_norm: Callable) -> tuple[Callable, tuple[str, ...]]:
     """A copy of a forward with each add and the norm behind it in one call, and the names of those norms.
+
+    They may be other modules than norms: which they are, the instance knows.
 
         hidden_states = residual + f(x)            _normed, hidden_states = add_norm(self, self.norm, f(x), residual)
         residual = hidden_states             ->    residual = hidden_states
@@ -87,7 +88,7 @@ def _fuse_first(me: str, add: ast.stmt, rest: list[ast.stmt]) -> str | None:
         for node in ast.walk(statement.value):
             match node:
                 case ast.Call(ast.Attribute(ast.Name(owner), norm) as called, [ast.Name(name)], []) if (
-                    owner == me and name in names and re.search(r"norm|^ln", norm)
+                    owner == me and name in names
                 ):
                     # In place: the nodes belong to the tree that is compiled.
                     function = ast.Name(_ADD_NORM, ast.Load())

@@ -10,21 +10,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import Distrust, UnknownLayout
-from .description import Attention, Norm, Product, Trunk
+from .description import Attention, Description, Norm, Product, with_fields
 from .observe import CONFIG, Number
-from .reference import Part, Reference, layer_kinds
+from .reference import ExpectedModule, Reference, layer_kinds
 from .template import Factor, Path, Template, Window
 from .trust import is_same_partial
 
 
-def bind(template: Template, model: nn.Module, expected: Reference) -> Trunk:
+def bind(template: Template, model: nn.Module, expected: Reference) -> Description:
     """The description of a model that is as its reference. Raises Distrust where one of its tensors is not,
     and UnknownLayout for a layer that is like none of the template."""
-    parts = template.trunk
-    places = _places(template, model, expected)
+    parts = template.description
+    sources = _sources(template, model, expected)
     layers = tuple(
-        _Binder(model, expected, _renamed(template.stack, place, index)).bound(parts.layers[place])
-        for index, place in enumerate(places)
+        _Binder(model, expected, _renamed(template.stack, source, index)).bound(parts.layers[source])
+        for index, source in enumerate(sources)
     )
     windowed = [layer.attention.window_left >= 0 for layer in layers]
     rest = _Binder(model, expected, lambda path: path).bound(dataclasses.replace(parts, layers=()))
@@ -47,16 +47,12 @@ class _Binder:
             if not window or window < 1:
                 raise UnknownLayout(f"has a window of {window}")
             return window - 1
-        if isinstance(node, tuple):
-            return tuple(map(self.bound, node))
         if isinstance(node, Norm):  # whose options stay
             self._owner(node.eps.path, with_bias=False)
             return Norm(node.options, *map(self.bound, (node.weight, node.bias)), float(self.bound(node.eps)))
         if isinstance(node, Product):
             return self._product(node)
-        if dataclasses.is_dataclass(node):
-            made = {field.name: self.bound(getattr(node, field.name)) for field in dataclasses.fields(node)}
-            node = dataclasses.replace(node, **made)
+        node = with_fields(node, self.bound)
         return self._with_heads(node) if isinstance(node, Attention) else node
 
     def _owner(self, path: str, with_bias: bool) -> tuple[nn.Module, nn.Module]:
@@ -78,7 +74,7 @@ class _Binder:
         return found
 
     def _product(self, product: Product) -> Product:
-        """Linear layers have the bias that they have: somebody may have put one there, or taken it away."""
+        """With the biases of the model's own linear layers, where the reference may have others."""
         parents = [path.name.removesuffix(".weight") for path in product.weights]
         are_linear = all(type(_at(self._expected.model, self._rename(name))) is nn.Linear for name in parents)
         weights = tuple(self._tensor_or_module(path.name, are_linear) for path in product.weights)
@@ -123,13 +119,13 @@ def _at(model: nn.Module, path: str) -> nn.Module:
     return model
 
 
-def _renamed(stack: str, place: int, index: int) -> Callable[[str], str]:
-    old, new = f"{stack}.{place}.", f"{stack}.{index}."
+def _renamed(stack: str, source: int, index: int) -> Callable[[str], str]:
+    old, new = f"{stack}.{source}.", f"{stack}.{index}."
     return lambda path: new + path[len(old) :] if path.startswith(old) else path
 
 
-def _places(template: Template, model: nn.Module, expected: Reference) -> list[int]:
-    """For each layer of a model the layer of the template that stands for it."""
+def _sources(template: Template, model: nn.Module, expected: Reference) -> list[int]:
+    """For each layer of a model the index of the template's layer that it is like."""
     part = expected.root
     for name in template.stack.split("."):
         part = part.parts[name]
@@ -137,26 +133,27 @@ def _places(template: Template, model: nn.Module, expected: Reference) -> list[i
     for kind in getattr(model.config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise UnknownLayout(f"has layers of type {kind}")
-    places: list[int] = []
+    sources: list[int] = []
+    count = len(template.description.layers)
     for index, layer in enumerate(layers):
         alike = (
-            place
-            for place in range(min(len(template.trunk.layers), len(layers)))
-            if kinds[place] == kinds[index] and _alike(layers[place], layer, place, index)
+            source
+            for source in range(min(count, len(layers)))
+            if kinds[source] == kinds[index] and _alike(layers[source], layer, source, index)
         )
-        if (place := next(alike, None)) is None:
-            raise UnknownLayout(f"has a layer {index} that is not as one of the first {len(template.trunk.layers)}")
-        places.append(place)
-    return places
+        if (source := next(alike, None)) is None:
+            raise UnknownLayout(f"has a layer {index} that is not as one of the first {count}")
+        sources.append(source)
+    return sources
 
 
-def _alike(one: Part, other: Part, index: int, other_index: int) -> bool:
+def _alike(one: ExpectedModule, other: ExpectedModule, index: int, other_index: int) -> bool:
     """Whether two layers of a reference differ in their indices alone."""
-    if one.kind is not other.kind:
-        if one.kind.check_class is not other.kind.check_class and type(one.module) is not type(other.module):
+    if one.spec is not other.spec:
+        if one.spec.check_class is not other.spec.check_class and type(one.module) is not type(other.module):
             return False
-        numbers, others = dict(one.kind.numbers), dict(other.kind.numbers)
-        if numbers.keys() != others.keys() or one.kind.parameters != other.kind.parameters:
+        numbers, others = dict(one.spec.numbers), dict(other.spec.numbers)
+        if numbers.keys() != others.keys() or one.spec.parameters != other.spec.parameters:
             return False
         for name, value in numbers.items():
             found = others[name]

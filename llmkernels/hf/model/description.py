@@ -5,7 +5,7 @@ A decoder layer adds blocks to a residual stream x, one after the other:
     x += multiplier * post(block(pre(x)))        pre, post: norms, each there or not; block: attention or MLP
 
 With `parallel` all blocks of a layer read what the layer was given. Multipliers, scales and softcaps that are off are
-1 or 0. Parameters are those of the model; `packed` in trunk.py puts those of one product into one tensor.
+1 or 0. Parameters are those of the model; `packed` in describe.py puts those of one product into one tensor.
 """
 
 import dataclasses
@@ -95,12 +95,13 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Trunk:
+class Description:
     """What a token passes through, in this order.
 
     `embed_scale`: what embeddings are multiplied by, a number, a tensor that is cast to their dtype, or None. `rotary`
     makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
-    `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped.
+    `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped. `dynamic_cache_for`:
+    with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config).
     """
 
     embedding: nn.Parameter
@@ -113,6 +114,7 @@ class Trunk:
     head: Product
     logit_scale: float
     logit_softcap: float
+    dynamic_cache_for: tuple[bool | None, ...] = ()
 
     @property
     def weight(self) -> Tensor:
@@ -136,28 +138,38 @@ class Trunk:
         return [group for product in products(self) for group in product.groups]
 
 
+# --- walks
+
+
+def fields_of(node: Any) -> tuple[Any, ...] | None:
+    """What a tuple or a dataclass holds; None of anything else."""
+    if isinstance(node, tuple):
+        return node
+    if dataclasses.is_dataclass(node):
+        return tuple(getattr(node, field.name) for field in dataclasses.fields(node))
+    return None
+
+
+def with_fields(node: Any, change: Callable[[Any], Any]) -> Any:
+    """A tuple or a dataclass with what `change` makes of each thing that it holds; anything else as it is."""
+    if (items := fields_of(node)) is None:
+        return node
+    made = map(change, items)
+    return tuple(made) if isinstance(node, tuple) else type(node)(*made)
+
+
 def products(node: Any) -> Iterator[Product]:
     """All products in a description."""
     if isinstance(node, Product):
         yield node
-    elif dataclasses.is_dataclass(node):
-        for field in dataclasses.fields(node):
-            yield from products(getattr(node, field.name))
-    elif isinstance(node, tuple):
-        for item in node:
+    else:
+        for item in fields_of(node) or ():
             yield from products(item)
 
 
 def with_products(node: Any, change: Callable[[Product], Product]) -> Any:
     """The same description with other products."""
-    if isinstance(node, Product):
-        return change(node)
-    if isinstance(node, (Trunk, Layer, Branch, Attention, MLP)):
-        names = [field.name for field in dataclasses.fields(node)]
-        return dataclasses.replace(node, **{name: with_products(getattr(node, name), change) for name in names})
-    if isinstance(node, tuple):
-        return tuple(with_products(item, change) for item in node)
-    return node
+    return change(node) if isinstance(node, Product) else with_fields(node, lambda item: with_products(item, change))
 
 
 def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -166,28 +178,16 @@ def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(node)
     if isinstance(node, Product):
         return Product((), (), *(None if x is None else change(x) for x in (node.weight, node.bias)))
-    if isinstance(node, tuple):
-        return tuple(map_tensors(item, change) for item in node)
-    if isinstance(node, (Trunk, Layer, Branch, Attention, MLP, Norm)):
-        names = [field.name for field in dataclasses.fields(node)]
-        return dataclasses.replace(node, **{name: map_tensors(getattr(node, name), change) for name in names})
-    return node
+    return with_fields(node, lambda item: map_tensors(item, change))
 
 
-def leaves(node: Any) -> Iterator[Any]:
-    """All tensors and numbers of a description, or of tuples, dicts and dataclasses with tensors. Not the modules, nor
-    the parameters that a packed product stands for."""
+def tensors_and_numbers(node: Any) -> Iterator[Any]:
+    """All tensors and numbers of a description. Not the modules, nor the parameters that a packed product stands
+    for."""
     if isinstance(node, Product):
         yield from (node.weight, node.bias)
-    elif isinstance(node, dict):
-        for name, item in node.items():
-            yield name
-            yield from leaves(item)
-    elif isinstance(node, tuple):
-        for item in node:
-            yield from leaves(item)
-    elif dataclasses.is_dataclass(node):
-        for field in dataclasses.fields(node):
-            yield from leaves(getattr(node, field.name))
+    elif (items := fields_of(node)) is not None:
+        for item in items:
+            yield from tensors_and_numbers(item)
     elif not isinstance(node, nn.Module):
         yield node

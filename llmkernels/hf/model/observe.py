@@ -1,7 +1,7 @@
 """What a small model computes, observed while it runs: `observe(model, ids)` gives a graph of tensors.
 
-Products and embeddings are known by the parameters that they read, attention by the function that is handed q, k and v,
-of transformers' AttentionInterface or PyTorch's own, and a module without parts is one node. Names of modules do not
+Products and embeddings are known by the parameters that they read, attention by the function that gets q, k and v, of
+transformers' AttentionInterface or PyTorch's own, and a module without parts is one node. Names of modules do not
 matter: read.py finds out by their numbers what norms, rotations and activations are.
 """
 
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ..classes.cache_name import cache_name
 from ..errors import UnknownLayout
 
-# What leaves the values as they are.
+# Functions that change no value.
 _SAME = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "unsqueeze", "squeeze", "to"}
 _SAME |= {"float", "type_as", "clone", "detach", "dropout", "getitem", "view_as", "reshape_as", "swapaxes"}
 _CALLS = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "multiply": "mul"}
@@ -174,14 +174,14 @@ class _Recorder(TorchFunctionMode):
         name = getattr(function, "__name__", "").strip("_")
         for index, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
             if isinstance(result, Tensor) and not self._is_known(result, name):
-                self._add(result, self._made(_CALLS.get(name, name), result.detach().clone(), given, kwargs, index))
+                self._add(result, self._made(_CALLS.get(name, name), result.detach().clone(), given, index))
         return results
 
     def _is_known(self, result: Tensor, name: str) -> bool:
         """Whether a function has returned what was there: in-place functions change what they return."""
         return id(result) in self._nodes and name in _SAME
 
-    def _made(self, name: str, value: Tensor, given: tuple, kwargs: dict, index: int) -> Node:
+    def _made(self, name: str, value: Tensor, given: tuple, index: int) -> Node:
         tensors = [x for x in given if isinstance(x, Node)]
         if name in ("linear", "embedding") and len(tensors) > 1 and all(x.kind == "parameter" for x in tensors[1:]):
             kind = "product" if name == "linear" else "embedding"

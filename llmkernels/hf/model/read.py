@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..classes import layout
 from ..classes.families import Rotation
 from ..errors import UnknownLayout
-from .description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
+from .description import MLP, Attention, Branch, Description, Layer, Norm, Product
 from .numbers import ACTIVATIONS, attend, is_close, rotation_of, tokens_first, window_of
 from .observe import Node, Number, Record
 from .template import Factor, Path, Template, Window
@@ -47,7 +47,7 @@ class _Reader:
             raise UnknownLayout("has layers that rotate in different ways")
         if rotated:  # tables are laid out alike for all layers
             layers = [_rotating_as(layer, *next(iter(rotations))) for layer in layers]
-        trunk = Trunk(
+        description = Description(
             embedding=embedding,
             embed_scale=embed_scale,
             rotary=next((Path(name) for name in self._rotaries), None),
@@ -59,7 +59,7 @@ class _Reader:
             logit_scale=logit_scale,
             logit_softcap=softcap,
         )
-        return Template(trunk, self.stack)
+        return Template(description, self.stack)
 
     # --- from the logits to the stream
 

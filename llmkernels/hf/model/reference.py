@@ -1,4 +1,4 @@
-"""What a model looks like as its class makes it of its config, and a small one of the same kind.
+"""What the class of a model makes of its config, and a small model of the same class.
 
     reference(model)       the module tree to expect, made without memory: every class, part, parameter and number
     small_config(config)   the same but for its sizes
@@ -25,9 +25,9 @@ from ..classes.effects import check_effects, is_foreign
 from ..classes.families import known_base
 from ..classes.origin import Name, check_origin, hold, members_of, members_of_class, names_of
 from ..errors import NoStep, UnknownLayout
-from ..modules.replaced import foreign_class, own_class
+from ..modules.replaced import foreign_class, library_class
 from . import trust
-from .trust import Kind
+from .trust import ModuleSpec
 
 # Numbers of a module that bind.py takes from the model itself. All others are what its class makes of the config.
 _READ = {"scaling", "eps", "variance_epsilon"}
@@ -37,20 +37,20 @@ _FREE |= {"max_seq_len_cached", "padding_idx", "scale_grad_by_freq", "sparse", "
 
 
 @dataclass(frozen=True)
-class Part:
-    """A module as it should be: its kind, the module of the reference, numbers of it that are read, and its parts."""
+class ExpectedModule:
+    """A module of the reference, what one in its place has to look like, its numbers that are read, and its parts."""
 
-    kind: Kind
+    spec: ModuleSpec
     module: nn.Module
     read: tuple[str, ...]
-    parts: dict[str, "Part"]
+    parts: dict[str, "ExpectedModule"]
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
     config: dict[str, Any]  # as it was
     model: nn.Module
-    root: Part
+    root: ExpectedModule
     classes: tuple[type, ...]  # of all modules
     attention: Callable  # the function of transformers that the config names
     names: tuple[Name, ...]  # what the forwards and the attention call, and functions that modules have
@@ -71,9 +71,9 @@ def reference(model: nn.Module) -> Reference:
 
 
 def _as_made(cls: type[nn.Module], config: Any) -> nn.Module:
-    """A model as its class makes it. A class that derives from one of transformers', and asks for more than a config
-    when it is made, stands for that one."""
-    foreign, own = foreign_class(cls), own_class(cls)
+    """A model as its class makes it. Where a class derived from one of transformers' needs more than a config, as
+    transformers' class makes it."""
+    foreign, own = foreign_class(cls), library_class(cls)
     try:
         made = _build(foreign or own, copy.deepcopy(config), "meta").eval()
     except UnknownLayout:
@@ -96,10 +96,10 @@ def reference_of(made: nn.Module, config: dict[str, Any], attention: Callable) -
     members = dict.fromkeys((cls, name, value) for cls, (_, name, value) in own)
     called = *forwards, *(value for _, _, value in names), *members
     names = tuple(dict.fromkeys([*names, *(name for _, name in own)]))
-    return Reference(config, made, _part(made), classes, attention, names, called)
+    return Reference(config, made, _expected(made), classes, attention, names, called)
 
 
-# Entries of a config that change neither what its class makes of it nor what a step computes.
+# Entries of a config that change neither the modules nor what a step computes.
 _NO_ACCOUNT = {"use_cache", "bos_token_id", "eos_token_id", "output_hidden_states", "_output_attentions", "return_dict"}
 _NO_ACCOUNT |= {"_name_or_path", "_commit_hash", "architectures", "transformers_version", "dtype", "id2label"}
 _NO_ACCOUNT |= {"label2id", "problem_type", "initializer_range"}
@@ -140,7 +140,7 @@ def _attention_functions() -> Any:
 
 def attention_scope(model: nn.Module) -> dict[str, Any]:
     """The globals of the file that a model's attention is from."""
-    classes = (foreign_class(type(module)) or own_class(type(module)) for module in model.modules())
+    classes = (foreign_class(type(module)) or library_class(type(module)) for module in model.modules())
     scopes = (vars(sys.modules[cls.__module__]) for cls in classes if cls.__module__ in sys.modules)
     return next((scope for scope in scopes if _EAGER in scope), {})
 
@@ -169,7 +169,7 @@ def _build(cls: type[nn.Module], config: Any, device: str) -> nn.Module:
 _VALUES = str, Number, types.FunctionType, types.BuiltinFunctionType, functools.partial
 
 
-def _part(module: nn.Module) -> Part:
+def _expected(module: nn.Module) -> ExpectedModule:
     members = vars(module)
     cls = type(module)
     numbers = tuple(
@@ -177,7 +177,7 @@ def _part(module: nn.Module) -> Part:
         for name, value in members.items()
         if (value is None or isinstance(value, _VALUES)) and name[0] != "_" and name not in _READ | _FREE
     )
-    kind = trust.kind(
+    spec = trust.module_spec(
         cls,
         children=frozenset(members["_modules"]) if cls is not nn.ModuleList else None,
         parameters=frozenset(members["_parameters"]),
@@ -185,7 +185,7 @@ def _part(module: nn.Module) -> Part:
         numbers=numbers,
     )
     read = tuple(name for name in members if name in _READ)
-    return Part(kind, module, read, {name: _part(child) for name, child in members["_modules"].items()})
+    return ExpectedModule(spec, module, read, {name: _expected(child) for name, child in members["_modules"].items()})
 
 
 # --- a small model
@@ -215,6 +215,7 @@ def small_config(config: Any) -> Any:
         "intermediate_size": 96,
         "vocab_size": 64,
         "tie_word_embeddings": False,
+        "use_cache": True,
     }
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .description import Trunk
+from .description import Description, fields_of
 from .observe import Number
 
 
@@ -43,22 +43,19 @@ class Template:
     """`stack` is the path of the list of layers. `same_in_training`: the model computes the same in training mode, and
     draws no random number."""
 
-    trunk: Trunk
+    description: Description
     stack: str
     same_in_training: bool = False
 
     def own_numbers(self, layers: int) -> list[float]:
         """Those that no module and no config has, of the first layers and all else."""
-        parts = dataclasses.replace(self.trunk, layers=self.trunk.layers[:layers])
+        parts = dataclasses.replace(self.description, layers=self.description.layers[:layers])
         return [number.value for number in numbers(parts) if not number.name]
 
 
 def numbers(node: Any) -> Iterator[Number]:
     if isinstance(node, Number):
         yield node
-    elif isinstance(node, tuple):
-        for item in node:
+    else:
+        for item in fields_of(node) or ():
             yield from numbers(item)
-    elif dataclasses.is_dataclass(node):
-        for entry in dataclasses.fields(node):
-            yield from numbers(getattr(node, entry.name))

@@ -1,7 +1,7 @@
 """Whether the modules and parameters of a model compute what they were made to: asked before they are not called.
 
-The decode step reads weights and calls no module. That is right as long as nobody has anything to say about those
-calls. `Inspection` asks so of every module and every parameter, in every call of generate, and remembers nothing:
+The decode step reads weights and calls no module. That is right as long as no hook, forward or mode has to see those
+calls. `Inspection` checks every module and every parameter, and remembers nothing:
 
     a module       its class and its class's forward are those expected; no forward of the instance and no hook that
                    does something; the children and parameters that its forward reads, and no others; in training
@@ -30,7 +30,7 @@ from ..classes.effects import is_foreign
 from ..classes.layout import check_origin
 from ..classes.origin import Entry, asked_of_origin, entry
 from ..errors import Distrust, NoStep, UnknownLayout
-from ..modules.replaced import Patched, Replaced, foreign_class, own_class
+from ..modules.replaced import Patched, Replaced, foreign_class, library_class
 
 # Modes that change no result, and need not see what is computed. DeviceContext is that of set_default_device.
 OBSERVERS = {DeviceContext}
@@ -50,8 +50,8 @@ def check_surroundings() -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
-    """What modules with one part to play look like.
+class ModuleSpec:
+    """What a module has to look like that computes what one of the reference does.
 
     `check_class(cls)` raises UnknownLayout for a class that may compute something else. `trains` says that the forward
     is another one in training mode. `numbers` are members that have a value: numbers, names, functions, None.
@@ -70,15 +70,15 @@ class Inspection:
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype, self.device = dtype, device
         self.in_training: nn.Module | None = None  # the first one that is, if its forward asks for it
-        self._classes: set[tuple[type, Kind]] = set()
+        self._classes: set[tuple[type, ModuleSpec]] = set()
 
-    def module(self, module: nn.Module, kind: Kind) -> dict[str, Any]:
-        """The members of a module that passes for its kind. Raises Distrust."""
+    def module(self, module: nn.Module, spec: ModuleSpec) -> dict[str, Any]:
+        """The members of a module that is as its spec says. Raises Distrust."""
         cls = type(module)
-        if (cls, kind) not in self._classes:
-            self._check_class(module, cls, kind)
+        if (cls, spec) not in self._classes:
+            self._check_class(module, cls, spec)
         members = module.__dict__
-        if kind.trains and members["training"]:
+        if spec.trains and members["training"]:
             if any(value for _, value in of_training(members)):
                 raise Distrust(module, "{} is in training mode")
             self.in_training = self.in_training or module
@@ -86,26 +86,26 @@ class Inspection:
             raise Distrust(module, "{} has a forward of its own")
         if not hooks_do_nothing(members):
             raise Distrust(module, "hooks on {} have to see its calls")
-        if not kind.numbers <= members.items():
-            _check_numbers(module, kind, members)
-        if kind.children is None:
+        if not spec.numbers <= members.items():
+            _check_numbers(module, spec, members)
+        if spec.children is None:
             return members
         parameters = members["_parameters"]
-        if members["_modules"].keys() != kind.children or not members.keys().isdisjoint(kind.children):
+        if members["_modules"].keys() != spec.children or not members.keys().isdisjoint(spec.children):
             raise Distrust(module, "{} has other parts than expected")
-        if parameters.keys() != kind.parameters or not members.keys().isdisjoint(kind.parameters):
+        if parameters.keys() != spec.parameters or not members.keys().isdisjoint(spec.parameters):
             raise Distrust(module, "{} has tensors that are no parameters, or others than expected")
         for parameter in parameters.values():
             if parameter is not None:
                 self._check_parameter(module, parameter)
         return members
 
-    def _check_class(self, module: nn.Module, cls: type, kind: Kind) -> None:
+    def _check_class(self, module: nn.Module, cls: type, spec: ModuleSpec) -> None:
         try:
-            check_class(cls, kind)
+            check_class(cls, spec)
         except UnknownLayout as reason:
             raise Distrust(module, f"{{}} {reason}") from None
-        self._classes.add((cls, kind))
+        self._classes.add((cls, spec))
 
     def _check_parameter(self, module: nn.Module, parameter: Tensor) -> None:
         if type(parameter) is not nn.Parameter:
@@ -131,8 +131,8 @@ def of_training(members: dict[str, Any]) -> list[tuple[str, Any]]:
 _ABSENT = object()
 
 
-def _check_numbers(module: nn.Module, kind: Kind, members: dict[str, Any]) -> None:
-    for name, value in kind.numbers:
+def _check_numbers(module: nn.Module, spec: ModuleSpec, members: dict[str, Any]) -> None:
+    for name, value in spec.numbers:
         found = members.get(name, _ABSENT)
         if found != value and not is_same_partial(found, value):
             raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
@@ -144,16 +144,16 @@ def is_same_partial(found: Any, expected: Any) -> bool:
     return (found.func, found.args, found.keywords) == (expected.func, expected.args, expected.keywords)
 
 
-def kind(expected: type[nn.Module], numbers: tuple[tuple[str, Any], ...], **options: Any) -> Kind:
+def module_spec(expected: type[nn.Module], numbers: tuple[tuple[str, Any], ...], **options: Any) -> ModuleSpec:
     """Modules that compute what this class of transformers' or torch's does, with the forward that it has.
 
     The same one for the same arguments.
     """
-    return _kind(expected, _FORWARDS.get(expected, expected.forward), numbers, tuple(sorted(options.items())))
+    return _spec(expected, _FORWARDS.get(expected, expected.forward), numbers, tuple(sorted(options.items())))
 
 
 @functools.cache
-def _kind(expected: type[nn.Module], forward: Callable, numbers: tuple, options: tuple) -> Kind:
+def _spec(expected: type[nn.Module], forward: Callable, numbers: tuple, options: tuple) -> ModuleSpec:
     def check(cls: type) -> None:
         if issubclass(cls, Replaced):
             if "original" not in vars(cls):
@@ -161,14 +161,14 @@ def _kind(expected: type[nn.Module], forward: Callable, numbers: tuple, options:
             if issubclass(cls, Patched) and (cls.forward is not cls.made or not cls.is_current()):
                 raise UnknownLayout("has another forward: that of its class was replaced")
             cls = cls.original
-        classes = cls, own_class(cls), foreign_class(cls)
+        classes = cls, library_class(cls), foreign_class(cls)
         if cls is not expected and (expected.__module__.startswith("torch.") or expected not in classes):
             raise UnknownLayout(f"is a {_name(cls)}, not {_name(expected)}")
         if cls.forward is not forward:
             raise UnknownLayout("has another forward: that of its class was replaced")
         check_origin(forward, ("transformers", "torch", *_packages(expected)))
 
-    return Kind(check, numbers=dict(numbers).items(), **dict(options))
+    return ModuleSpec(check, numbers=dict(numbers).items(), **dict(options))
 
 
 def _packages(cls: type) -> list[str]:
@@ -176,9 +176,9 @@ def _packages(cls: type) -> list[str]:
     return [cls.__module__.split(".")[0]] if is_foreign(cls) else []
 
 
-def check_class(cls: type, kind: Kind) -> None:
+def check_class(cls: type, spec: ModuleSpec) -> None:
     """Raise UnknownLayout for a class of modules that may compute something else."""
-    kind.check_class(cls)
+    spec.check_class(cls)
     for name, original in _CALLS.items():
         if getattr(cls, name) is not original:
             check_origin(getattr(cls, name), ("transformers", "torch"))
@@ -189,7 +189,7 @@ def asked_of(cls: type) -> list[Entry]:
     entries = [(cls, name, getattr(cls, name)) for name in ("__mro__", "forward", *_CALLS)]
     for name in ("forward", *_CALLS):
         entries += asked_of_origin(getattr(cls, name))
-    for base in cls.__mro__[: cls.__mro__.index(own_class(cls)) + 1]:
+    for base in cls.__mro__[: cls.__mro__.index(library_class(cls)) + 1]:
         entries += [
             (base, "__module__", base.__module__),
             entry((vars(base).get, "original", vars(base).get("original"))),

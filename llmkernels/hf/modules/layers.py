@@ -3,10 +3,10 @@
 A patched module has its class changed to a subclass of it that differs in `forward` only. So isinstance, parameters,
 state dict, submodules, hooks, `copy.deepcopy` and attribute access stay what they were, and changing the class back
 is all there is to undo. Submodules are always called, never read through: a Linear with a LoRA adapter, a hook or a
-collective works. Where somebody has replaced the original's forward since, that one runs.
+collective works. If the original's forward is replaced later, that one runs.
 
 Another thread may patch or unpatch a module while its forward runs. So a forward finds what it needs in its closure,
-never by way of the module's class.
+not in the module's class.
 """
 
 import functools
@@ -30,7 +30,6 @@ from ..classes.layout import (
     rotate,
     rotation_name,
     rotation_of,
-    trace,
 )
 from ..classes.origin import Name, names_of
 from ..classes.source import bind_global, fuse_adds
@@ -191,7 +190,7 @@ def rotation_by_kernel(original: Callable, options: Rotation) -> Callable:
 
 
 def fused_class(norm: nn.Module) -> type[FusedNorm] | None:
-    """The class with the function for norm(x + residual), or None where somebody has to see that the norm is called."""
+    """The class with the function for norm(x + residual), or None where the norm itself has to be called."""
     cls = type(norm)
     fuses = issubclass(cls, FusedNorm) and cls.forward is cls.made and cls.is_current() and runs_only_forward(norm)
     return cls if fuses else None
@@ -203,7 +202,7 @@ def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Mod
     The same one every time, so that compiled graphs of a model stay valid when it is patched again.
     Raises UnknownLayout when cls does not compute what the replacement does.
     """
-    # Keyed by the functions it is made from too, which somebody may have replaced since the last call.
+    # The key has the functions that it is made from, too: they may have been replaced since the last call.
     if is_lora(cls):
         return _lora_class(cls, cls.forward)
     return _patched_class(cls, cls.forward, _rotation_calls(cls.forward), only_fused)
@@ -236,7 +235,7 @@ def _patched_class(cls, forward, rotation, only_fused):
         check_origin(forward)
         replacement = DecoderLayer
         made, norms = fuse_adds(forward, _add_norm)
-        options = Layer(norms, _traced(forward))
+        options = Layer(norms)
     else:
         raise UnknownLayout(f"{cls.__name__} is of no known kind")
     is_current = is_current_for(cls, forward, calls)
@@ -261,13 +260,6 @@ def _rotating_forward(forward: Callable) -> tuple[Callable, Rotation]:
     rotation = inspect.unwrap(forward).__globals__[name]
     options = rotation_of(name, rotation)
     return bind_global(forward, name, rotation_by_kernel(rotation, options), with_first=True), options
-
-
-def _traced(forward: Callable) -> str | None:
-    try:
-        return trace(forward)
-    except UnknownLayout:
-        return None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A tensor whose values are computed when somebody reads them."""
+"""A tensor whose values are computed when they are read."""
 
 import functools
 from collections.abc import Callable

@@ -134,7 +134,7 @@ def _output(head: nn.Linear, softcap: float | None, hidden: Tensor, loss: Tensor
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    """The logits under the autocast of now, computed once somebody reads them."""
+    """The logits under the present autocast, computed when they are read."""
     device = hidden.device.type
     autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
 

@@ -1,7 +1,7 @@
-"""What all classes have in common that `patch` puts in the place of others: their bases, and what their modules count.
+"""What the classes that `patch` makes have in common: their bases, and how their modules count.
 
-A patched module has its class changed to a subclass of it that differs in `forward` only: see layers.py. Where somebody
-has replaced the original's forward since, that one runs.
+A patched module has its class changed to a subclass that differs in `forward` only: see layers.py. If the original's
+forward is replaced later, that one runs.
 """
 
 import functools
@@ -76,7 +76,7 @@ def start_count(module: nn.Module) -> None:
 
 
 def count(module: nn.Module, op: str, reason: str | None = None) -> None:
-    """Note that a module has run an op, or WITHOUT one for this reason. Inside of a compiled graph nobody counts."""
+    """Count that a module has run an op, or WITHOUT one for this reason. Compiled graphs do not count."""
     if torch.compiler.is_compiling():
         return
     op = op if reason is None else f"{op}: {reason}"
@@ -102,7 +102,7 @@ def forget_runs(module: nn.Module) -> None:
 WITHOUT = "without a kernel"
 
 
-def own_class(cls: type) -> type:
+def library_class(cls: type) -> type:
     """The class of transformers' or torch's that a class is, or derives from; never one made here."""
     for base in cls.__mro__:
         if base.__module__.split(".")[0] in ("transformers", "torch") and "original" not in vars(base):
@@ -113,7 +113,7 @@ def own_class(cls: type) -> type:
 def foreign_class(cls: type) -> type | None:
     """The class from outside of transformers and torch that a class is, or derives from, if it makes or computes
     anything itself; never one made here."""
-    bases = cls.__mro__[: cls.__mro__.index(own_class(cls))]
+    bases = cls.__mro__[: cls.__mro__.index(library_class(cls))]
     theirs = [base for base in bases if "original" not in vars(base) and not issubclass(Replaced, base)]
     theirs = [base for base in theirs if base not in (Patched, CausalLM, Generating)]
     return theirs[0] if any(name in vars(base) for base in theirs for name in ("__init__", "forward")) else None

@@ -97,7 +97,7 @@ class Block:
         self.place = Place(layout.addresses(memory.data_ptr()), layout.shape)
 
     def tensors(self, first: int, end: int | None) -> Iterator[Tensor]:
-        """Some of its tensors. Each counts its versions as if it had memory of its own."""
+        """Some of its tensors. Each counts its versions by itself."""
         device, storage = self._memory.device, self._memory.untyped_storage()
         with torch.inference_mode(False):
             found = [
@@ -147,7 +147,7 @@ class Block:
 
 @dataclass
 class _Layer:
-    """A layer in a block: its buffers are tensors when somebody needs them."""
+    """A layer in a block. Its tensors are made when they are read."""
 
     block: Block
     index: int

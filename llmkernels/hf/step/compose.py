@@ -13,7 +13,7 @@ What runs for a layer as Llama's, one token, on a GPU of compute capability 9.0,
     hidden += m Wdown^T                            linear_add_scale_
 
 The norms are folded into the linears: for up to 16 rows the linear after a norm normalizes x itself; for up to 64 the
-linear before it has done most of it, and hands that over. Then the first norm of the first layer is a launch.
+linear before it has done most of it. Then the first norm of the first layer is a launch.
 
 The launches overlap by programmatic dependent launch (`prefetch`): each requests its weights, or the keys and values of
 earlier tokens, while the previous kernel still runs. This is correct because
@@ -41,7 +41,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..model.description import MLP, Attention, Branch, Layer, Norm, Product, Trunk
+from ..model.description import MLP, Attention, Branch, Description, Layer, Norm, Product
 
 _ops = torch.ops.llmkernels
 _index = torch.ops.aten.index.Tensor_out
@@ -87,28 +87,28 @@ class LayerCache(NamedTuple):
     leftpad: Tensor | None
 
 
-def forward(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
+def forward(parts: Description, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
     """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
 
     The new keys and values are written to `caches`, one for each layer.
     """
-    return head(trunk, hidden, run_layers(trunk, hidden, tokens, caches))
+    return head(parts, hidden, run_layers(parts, hidden, tokens, caches))
 
 
-def run_layers(trunk: Trunk, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]):
-    """All layers, in place; returns what the last one hands to the head."""
-    readers = [_reader(layer.branches[0]) for layer in trunk.layers] + [(trunk.norm, trunk.head)]
-    handed = _NOTHING
-    for index, (layer, cache) in enumerate(zip(trunk.layers, caches, strict=True)):
-        handed = _layer(layer, hidden, handed, tokens, cache, readers[index + 1])
-    return handed
+def run_layers(parts: Description, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]):
+    """All layers, in place; returns what the last one has prepared of the norm before the head."""
+    readers = [_reader(layer.branches[0]) for layer in parts.layers] + [(parts.norm, parts.head)]
+    prepared = _NOTHING
+    for index, (layer, cache) in enumerate(zip(parts.layers, caches, strict=True)):
+        prepared = _layer(layer, hidden, prepared, tokens, cache, readers[index + 1])
+    return prepared
 
 
-def head(trunk: Trunk, hidden: Tensor, handed=(None, None)) -> Tensor:
+def head(parts: Description, hidden: Tensor, prepared=(None, None)) -> Tensor:
     """The logits of what the layers have made, row by row."""
-    logits = _Source(hidden, trunk.norm, handed).linear(trunk.head)
-    if trunk.logit_scale != 1 or trunk.logit_softcap != 0:
-        logits = _ops.scale_softcap(logits, trunk.logit_scale, trunk.logit_softcap)
+    logits = _Source(hidden, parts.norm, prepared).linear(parts.head)
+    if parts.logit_scale != 1 or parts.logit_softcap != 0:
+        logits = _ops.scale_softcap(logits, parts.logit_scale, parts.logit_softcap)
     return logits
 
 
@@ -119,23 +119,23 @@ def embed(embedding: Tensor, scale: Tensor | float | None, ids: Tensor, hidden: 
         hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
 
 
-def make_tables(trunk: Trunk, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+def make_tables(parts: Description, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
     """cos and sin (P, pairs) of these positions, by name. Computed by the model's module, which repeats those of a
     pair.
 
     `ahead`: the sequences are shorter. A module whose frequencies grow with the length keeps those of a longer sequence
     until it is asked for a shorter one than they begin to grow at, which is where the description's positions end.
     """
-    weight = trunk.weight
+    weight = parts.weight
     positions = torch.arange(positions.start, positions.stop, device=weight.device)[None]
     found = {}
-    attentions = [layer.attention for layer in trunk.layers]
+    attentions = [layer.attention for layer in parts.layers]
     alternates = attentions[0].alternates
-    for name in trunk.tables:
+    for name in parts.tables:
         kind = [name] if name else []
-        if ahead and positions.shape[1] == len(trunk.positions):
-            trunk.rotary(weight[:1], positions[:, :1], *kind)
-        pair = trunk.rotary(weight[:1], positions, *kind)
+        if ahead and positions.shape[1] == len(parts.positions):
+            parts.rotary(weight[:1], positions[:, :1], *kind)
+        pair = parts.rotary(weight[:1], positions, *kind)
         rows = (table.reshape(positions.shape[1], -1) for table in pair)
         found[name] = tuple(_of_pairs(table, alternates).to(weight.dtype).contiguous() for table in rows)
     if any(attention.table is None or _is_partial(attention, found) for attention in attentions):
@@ -148,19 +148,20 @@ def _of_pairs(table: Tensor, alternates: bool) -> Tensor:
     return table[:, ::2] if alternates else table[:, : table.shape[1] // 2]
 
 
-def _layer(layer: Layer, hidden: Tensor, handed, tokens: Tokens, cache, following):
-    """Adds the layer's branches to `hidden`; returns what the last add hands to `following`, a norm and a product."""
+def _layer(layer: Layer, hidden: Tensor, prepared, tokens: Tokens, cache, following):
+    """Adds the layer's branches to `hidden`. `prepared` is of the first norm; returns the same of `following`, the norm
+    and the product behind the layer."""
     if layer.parallel:
         blocks = [_block(branch, _normalized(hidden, branch.pre), tokens, cache) for branch in layer.branches]
         readers = [None] * (len(blocks) - 1) + [following]
         for branch, y, reader in zip(layer.branches, blocks, readers, strict=True):
-            handed = _add(hidden, y, branch, reader)
-        return handed
+            prepared = _add(hidden, y, branch, reader)
+        return prepared
     readers = [*map(_reader, layer.branches[1:]), following]
     for branch, reader in zip(layer.branches, readers, strict=True):
-        y = _block(branch, _Source(hidden, branch.pre, handed), tokens, cache)
-        handed = _add(hidden, y, branch, reader)
-    return handed
+        y = _block(branch, _Source(hidden, branch.pre, prepared), tokens, cache)
+        prepared = _add(hidden, y, branch, reader)
+    return prepared
 
 
 def _reader(branch: Branch) -> tuple[Norm | None, Product]:
@@ -173,17 +174,18 @@ _NOTHING = None, None
 
 @dataclass(frozen=True)
 class _Source:
-    """What a product reads: norm(x). `handed`: that norm's work as far as the linear that made x has done it."""
+    """What a product reads: norm(x). `prepared`: the `scaled` and `squares` of that norm, where the linear that made x
+    has computed them."""
 
     x: Tensor
     norm: Norm | None = None
-    handed: tuple[Tensor | None, Tensor | None] = _NOTHING
+    prepared: tuple[Tensor | None, Tensor | None] = _NOTHING
 
     def linear(self, product: Product) -> Tensor:
         norm = self.norm
         if norm is None or norm.options.kind != "rms_norm":
             return _ops.linear(_norm(self.x, norm), product.weight, product.bias, True)
-        options = *_options(norm), True, *self.handed
+        options = *_options(norm), True, *self.prepared
         return _ops.rms_norm_linear(self.x, norm.weight, product.weight, product.bias, *options)
 
     def glu(self, product: Product, activation: str) -> Tensor:
@@ -192,7 +194,7 @@ class _Source:
             return _GATED[activation](self.linear(product))
         if norm is None or norm.options.kind != "rms_norm":
             return _ops.glu_linear(_norm(self.x, norm), product.weight, activation, True)
-        options = *_options(norm), True, *self.handed
+        options = *_options(norm), True, *self.prepared
         return _ops.rms_norm_glu_linear(self.x, norm.weight, product.weight, activation, *options)
 
 
@@ -258,12 +260,12 @@ def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerC
     tables = tokens.tables[table]
     scores = attention.scale, attention.window_left, attention.softcap
     if tokens.count == 1 and not interleaved and not tokens.is_prompt:
-        places = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
+        cached = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
         options = attention.heads, *scores, True, *norms
-        return _ops.rope_decode_attention(qkv, *tables, tokens.positions[:, 0], *places, *options)
+        return _ops.rope_decode_attention(qkv, *tables, tokens.positions[:, 0], *cached, *options)
     q, k, v = _heads(attention, qkv, tokens)
-    places = cache.k, cache.v, cache.seqlens, tokens.block_table
-    _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *places, interleaved, *norms)
+    cached = cache.k, cache.v, cache.seqlens, tokens.block_table
+    _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *cached, interleaved, *norms)
     if tokens.is_prompt:
         scale, window, softcap = scores
         y, _ = _ops.attention(q, cache.k, cache.v, cache.leftpad, None, scale, window, 0, softcap)

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 from ..cache.fits import fits_cache
 from ..errors import NoStep, Refusal
-from ..model.description import Trunk, map_tensors
+from ..model.description import Description, map_tensors
 from ..report import STEP
 from . import compose, graphs, prompt
 from .alias import alias
 from .compose import Tokens
+from .describe import describe, pack
 from .guard import Snapshot
 from .layouts import MOST_COPIED_BYTES, Layouts
 from .place import Place, place_of
 from .program import Program, Programs
-from .trunk import pack, trunk
 
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 MAX_ROWS = 64  # tokens of all sequences together that a step takes
@@ -45,7 +45,7 @@ class Described:
     """The description of a model: its tensors are aliases, which own no memory."""
 
     snapshot: Snapshot
-    parts: Trunk
+    parts: Description
 
 
 class DecodeStep:
@@ -58,7 +58,7 @@ class DecodeStep:
 
     def __init__(
         self,
-        parts: Trunk,
+        parts: Description,
         cache: Any,
         place: Place,
         program: Program,
@@ -127,7 +127,6 @@ class Decoder:
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self.steps = 0  # that ran, of all calls
         self.prompts: Counter[str] = Counter()  # how often a prompt took which way
-        self.makes_dynamic: bool | None = None  # whether the modules make the cache of a prompt as DynamicCache(config)
         self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
         self._lock = threading.Lock()
         self._closed = False
@@ -140,7 +139,7 @@ class Decoder:
         self.layouts = Layouts()
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
-    def describe(self, model: nn.Module) -> tuple[Trunk, list[Any]]:
+    def describe(self, model: nn.Module) -> tuple[Description, list[Any]]:
         """The description of a model as it is now, and what keeps its memory alive. Raises NoStep."""
         known = self._described
         if known is not None and (memory := known.snapshot.memory()) and known.snapshot.holds(model):
@@ -153,7 +152,7 @@ class Decoder:
         for _ in range(2):
             snapshot = Snapshot(model)
             try:
-                owning = pack(model, trunk(model))
+                owning = pack(model, describe(model))
             except Refusal as reason:
                 if (memory := snapshot.memory()) and snapshot.holds(model):
                     self._refused = snapshot, str(reason)
@@ -171,11 +170,11 @@ class Decoder:
         stream. Programs of one kind run the same function."""
         return self.programs.lend((kind, len(ids), ahead, ids.device, _stream(ids.device)))
 
-    def begin(self, parts: Trunk, cache: Any, program: Program) -> DecodeStep:
+    def begin(self, parts: Description, cache: Any, program: Program) -> DecodeStep:
         """The step of a model on a cache whose counters are set, for a call of generate."""
         return DecodeStep(parts, cache, self._place(cache), program, note=self._note_step)
 
-    def begin_forward(self, parts: Trunk, cache: Any, program: Program, ahead: int) -> DecodeStep:
+    def begin_forward(self, parts: Description, cache: Any, program: Program, ahead: int) -> DecodeStep:
         """The same for a forward of `ahead` tokens per sequence, by itself."""
         return DecodeStep(parts, cache, self._place(cache), program, ahead)
 
@@ -187,7 +186,7 @@ class Decoder:
 
     def run_prompt(
         self,
-        parts: Trunk,
+        parts: Description,
         cache: Any,
         ids: Tensor,
         last: Tensor | int,
@@ -215,12 +214,12 @@ class Decoder:
             return prompt.run_padded(parts, cache, ids, last, kept, place or self._place(cache), program, padded)
 
     def launch_prompt(
-        self, parts: Trunk, layout: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int
+        self, parts: Description, layout: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int
     ) -> tuple[Tensor, Any]:
         """The logits behind a prompt, as of run_prompt(), and the block of memory with its keys and values.
 
-        A graph writes to memory of its own, which is copied: that takes a GPU less time than the host takes to point
-        the graph at other memory.
+        A graph writes to its own memory, which is copied: a GPU takes less time for that than the host for pointing the
+        graph at other memory.
         """
         if prompt.padded_length(parts, layout, *ids.shape) is None or layout.nbytes > MOST_COPIED_BYTES:
             block = layout.allocate()
@@ -230,8 +229,8 @@ class Decoder:
             return logits, block.move()
 
     def known_prompt(self, ids: Tensor) -> tuple[Described, Any, list[Any]] | None:
-        """The description and the layout of a cache for a prompt (B, T) that may be launched before the model is looked
-        at: where all that it reads is in its place still, which the list keeps alive."""
+        """The description and the layout of a cache for a prompt (B, T) that may be launched before the model is
+        checked: all that it reads is where it was, and the list keeps it alive. Else None."""
         known = self._described
         if known is None or self._pause or ids.device != known.parts.weight.device:
             return None
@@ -243,10 +242,10 @@ class Decoder:
     def recorded_forward(
         self, cache: Any, program: Program, batch: int, ahead: int
     ) -> tuple[DecodeStep, Described, list[Any]] | None:
-        """The step of a forward, if there is a graph that may be replayed before the model is looked at.
+        """The step of a forward, if there is a graph that may be replayed before the model is checked.
 
-        That is where all that it reads is in its place still, which the list keeps alive. The cache has been checked
-        when its place was noted.
+        That is so if all that it reads is where it was; the list keeps it alive. The cache has been checked when its
+        place was noted.
         """
         known, place = self._described, self._places.get(cache)
         if known is None or place is None or not program.has_graph(known.parts, place):
@@ -262,7 +261,7 @@ class Decoder:
         return DecodeStep(known.parts, cache, place, program, ahead), known, memory
 
     def forget_place(self, cache: Any) -> None:
-        """Let the next forward look at the model and the cache before it replays a graph."""
+        """Let the next forward check the model and the cache before it replays a graph."""
         self._places.pop(cache, None)
 
     def count(self, way: str) -> None:
@@ -306,7 +305,7 @@ class Decoder:
 
     @contextmanager
     def lend_cache(
-        self, parts: Trunk, batch: int, tokens: int, limit: int, caller: Any = None, returned: bool = False
+        self, parts: Description, batch: int, tokens: int, limit: int, caller: Any = None, returned: bool = False
     ) -> Iterator[Any]:
         """A KVCache with room for `tokens` and some more, up to `limit`; behind that it grows.
 
@@ -333,8 +332,8 @@ class Decoder:
             if keeps and not self._closed:
                 self._spare[:] = [(cache, _stream(device))]
 
-    def _take(self, parts: Trunk, windows: list[int | None], batch: int, tokens: int, stream: int | None) -> Any:
-        """The spare cache, emptied, if it fits. Whoever has it has it alone: another call gets one of its own."""
+    def _take(self, parts: Description, windows: list[int | None], batch: int, tokens: int, stream: int | None) -> Any:
+        """The spare cache, emptied, if it fits. It is taken: another call gets another one."""
         try:
             cache, last_stream = self._spare.pop()
         except IndexError:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from ..classes.origin import Entry, asked_of_origin, check_origin, entry
 from ..errors import Distrust, NoStep, UnknownLayout
 from ..model import trust
-from ..model.reference import Part, Reference, attention_function, attention_scope, reference
+from ..model.reference import ExpectedModule, Reference, attention_function, attention_scope, reference
 from ..model.trust import Inspection, calls_only_its_class, hooks_do_nothing
-from ..modules.replaced import own_class
+from ..modules.replaced import library_class
 from . import packing
 from .record import Lists
 
 
-def inspect_all(model: nn.Module, root: Part) -> nn.Module | None:
+def inspect_all(model: nn.Module, root: ExpectedModule) -> nn.Module | None:
     """Raise NoStep or Distrust unless each module and parameter of a model is as in its reference.
 
     Returns a module that is in training mode, if there is one whose forward asks for it.
@@ -31,8 +31,8 @@ def inspect_all(model: nn.Module, root: Part) -> nn.Module | None:
     inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
     config = model.config
 
-    def visit(module: nn.Module, part: Part) -> None:
-        members = inspection.module(module, part.kind)
+    def visit(module: nn.Module, part: ExpectedModule) -> None:
+        members = inspection.module(module, part.spec)
         modules = members["_modules"]
         if members.get("config", config) is not config:
             raise Distrust(module, "{} has a config of its own")
@@ -52,17 +52,17 @@ _TENSORS = "_parameters", "_buffers"
 class _Tree(Lists):
     """The modules of a model. A module that is as large as it was has no member that hides a child or a parameter."""
 
-    def __init__(self, model: nn.Module, root: Part):
+    def __init__(self, model: nn.Module, root: ExpectedModule):
         super().__init__(model)
         self.classes: dict[type, None] = {}
-        self.hooked: list[str] = []  # modules with hooks or a forward of their own, which do nothing now
+        self.hooked: list[str] = []  # modules with hooks, or with a forward set on them, that do nothing now
         self._add(model, root, 0, "")
 
-    def _add(self, module: nn.Module, part: Part, index: int, path: str) -> None:
+    def _add(self, module: nn.Module, part: ExpectedModule, index: int, path: str) -> None:
         members = vars(module)
         self.classes[type(module)] = None
         self.same += [(index, name, members[name]) for name in ("training", "config") if name in members]
-        self.equal += [(index, name, members.get(name)) for name in (*dict(part.kind.numbers), *part.read)]
+        self.equal += [(index, name, members.get(name)) for name in (*dict(part.spec.numbers), *part.read)]
         self.equal += [(index, *entry) for entry in trust.of_training(members)]
         for kind in _TENSORS:
             place = self.node(index, kind, members[kind])
@@ -124,7 +124,7 @@ class Snapshot:
 
 
 def _version(x: Tensor) -> Any:
-    """What is another one when a buffer has been written in place."""
+    """A value that changes when a buffer is written in place."""
     return x.tolist() if x.is_inference() else x._version  # which a tensor made in inference mode has not
 
 
@@ -135,7 +135,7 @@ def _reference_of(model: nn.Module) -> Reference:
         raise NoStep(f"{type(model).__name__} {reason}") from None
 
 
-def _inspect(model: nn.Module, root: Part) -> None:
+def _inspect(model: nn.Module, root: ExpectedModule) -> None:
     try:
         inspect_all(model, root)
     except Distrust as reason:
@@ -173,7 +173,7 @@ def _asked_of_helpers(model: nn.Module) -> list[Entry]:
 
 def _known(cls: type, name: str) -> list[type]:
     """The class of transformers' that a class is or derives from, if that has a function of this name."""
-    return [known for known in (own_class(cls),) if hasattr(known, name)]
+    return [known for known in (library_class(cls),) if hasattr(known, name)]
 
 
 def _original(model: nn.Module) -> type[nn.Module]:

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .graphs import no_recording
 
-LOCK = threading.RLock()  # held by whoever packs, unpacks, or needs that nobody does
+LOCK = threading.RLock()  # held while weights are packed or unpacked, or must not be
 _LINEAR_FORWARD = nn.Linear.forward.__code__
 _TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while packing
 
@@ -100,7 +100,7 @@ def pack(groups: Iterable[Sequence[nn.Parameter]]) -> None:
 
 
 def unpack(model: nn.Module) -> None:
-    """Give each packed parameter of a model memory of its own again, one base after the other."""
+    """Give each packed parameter of a model separate memory again, one base after the other."""
     with LOCK:
         groups: dict[int, list[Tensor]] = {}
         for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """What a decode step runs in: buffers that stay in place, and CUDA graphs that have their addresses.
 
 Program      buffers for a function of so many sequences and tokens, with a graph for each shape of cache
-Programs     those of a model that nobody runs now: any cache of these shapes takes one, as a graph can be pointed
+Programs     those of a model that do not run now: any cache of these shapes takes one, as a graph can be pointed
              at another cache
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.description import Trunk, leaves
+from ..model.description import Description, tensors_and_numbers
 from . import graphs
 from .compose import make_tables
 from .graphs import Graph, NoGraph
@@ -30,7 +30,7 @@ _ATTEMPTS = 3  # recordings of a function that may fail before it runs without a
 class Recording:
     """A function with caches of one shape: run once, then recorded, then replayed."""
 
-    model: Trunk | None = None  # the description that it ran last,
+    model: Description | None = None  # the description that it ran last,
     tables: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # and the cos and sin of that
     warm: bool = False
     graph: Graph | None = None
@@ -40,7 +40,7 @@ class Recording:
     failures: int = 0
     reason: str = ""  # why it was not recorded
 
-    def keep(self, model: Trunk, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def keep(self, model: Description, tables: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Run this description, with these tables: where there are others of the same shape, which a graph reads, those
         are overwritten."""
         old = [table for pair in self.tables.values() for table in pair]
@@ -93,7 +93,7 @@ class Program:
 
     calls: Counter[str] = field(default_factory=Counter)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    model: Trunk | None = None  # the description that it runs
+    model: Description | None = None  # the description that it runs
     addresses: tuple = ()  # of that, and whatever else a recording depends on
     recordings: OrderedDict[Hashable, Recording] = field(default_factory=OrderedDict)  # by the shape of the cache
 
@@ -102,11 +102,11 @@ class Program:
         """That of the last run, if it had one."""
         return next(reversed(self.recordings.values())).graph if self.recordings else None
 
-    def bind(self, model: Trunk) -> None:
+    def bind(self, model: Description) -> None:
         """Run this description: of another one than before the graphs are kept if all is at the same addresses."""
         if model is self.model:
             return
-        found = tuple(map(_address, leaves(model)))
+        found = tuple(map(_address, tensors_and_numbers(model)))
         if found != self.addresses:
             self.recordings.clear()
         self.model, self.addresses = model, found
@@ -126,7 +126,7 @@ class Program:
             recording.keep(self.model, make_tables(self.model, self.model.positions[:capacity], ahead=True))
         return recording.tables
 
-    def has_graph(self, model: Trunk, place: Place) -> bool:
+    def has_graph(self, model: Description, place: Place) -> bool:
         """Whether a run of this description on a cache of this shape would replay a graph."""
         recording = self.recordings.get(place.shape)
         return recording is not None and recording.graph is not None and recording.model is model
@@ -157,7 +157,7 @@ def _address(leaf: Any) -> Any:
 
 
 class Programs:
-    """The programs of a model that nobody runs."""
+    """The programs of a model that do not run now."""
 
     def __init__(self, calls: Counter[str]):
         self._calls = calls

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NoStep
-from ..model.description import Trunk
+from ..model.description import Description
 from . import compose
 from .compose import LayerCache, Tokens, make_tables
 from .place import Place
@@ -25,7 +25,7 @@ _GRAPH_TOKENS = 4096
 _GRAPH_PRODUCTS = 2.5e11  # multiplications of a layer
 
 
-def check_prompt(parts: Trunk, cache: Any, tokens: int) -> None:
+def check_prompt(parts: Description, cache: Any, tokens: int) -> None:
     """Raise NoStep unless `tokens` more of each sequence can run so, and no slower than by the model's modules."""
     dtype, device = parts.weight.dtype, parts.weight.device
     length = cache.length + tokens
@@ -48,7 +48,7 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def allocate(parts: Trunk, cache: Any, batch: int) -> None:
+def allocate(parts: Description, cache: Any, batch: int) -> None:
     """Give an empty cache its tensors."""
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
         if not buffers.is_initialized:
@@ -57,7 +57,7 @@ def allocate(parts: Trunk, cache: Any, batch: int) -> None:
             buffers.lazy_initialization(like, like)
 
 
-def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int) -> Tensor:
+def run(parts: Description, cache: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int) -> Tensor:
     """The logits (B, kept, V) behind the last of the tokens `ids` (B, T), which are appended to the cache.
 
     `last` (B,) are the positions of the last tokens, or that of all; `leftpad` (B,) where each sequence starts, None
@@ -71,7 +71,7 @@ def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor | int, leftpad: Tens
     cache.count_ahead(count)
     offsets = torch.arange(1 - count, 1, dtype=torch.int32, device=ids.device)
     positions = (cache.counters[0][:, None] + offsets).clamp_(min=0)  # those of padding are negative
-    places = (
+    caches = (
         LayerCache(
             buffers.k[:, : past + count - buffers.offset],
             buffers.v[:, : past + count - buffers.offset],
@@ -83,19 +83,19 @@ def run(parts: Trunk, cache: Any, ids: Tensor, last: Tensor | int, leftpad: Tens
     hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
     compose.embed(parts.embedding, parts.embed_scale, ids.flatten(), hidden)
     tokens = Tokens(batch, count, positions, make_tables(parts, parts.positions[: past + count]), is_prompt=True)
-    compose.run_layers(parts, hidden, tokens, places)
+    compose.run_layers(parts, hidden, tokens, caches)
     cache.advance(count)
     return _logits(parts, hidden.view(batch, count, -1)[:, count - kept :])
 
 
-def _logits(parts: Trunk, hidden: Tensor) -> Tensor:
+def _logits(parts: Description, hidden: Tensor) -> Tensor:
     """The logits (B, T, V) of what the layers have made (B, T, H)."""
     if hidden.shape[1] == 1:  # rows at a distance
         return compose.head(parts, hidden[:, 0])[:, None]
     return compose.head(parts, hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
 
-def padded_length(parts: Trunk, cache: Any, batch: int, count: int) -> int | None:
+def padded_length(parts: Description, cache: Any, batch: int, count: int) -> int | None:
     """For how many tokens a graph runs a prompt of `count`: at most an eighth more, or 15. None: without a graph."""
     step = max(16, (1 << count.bit_length()) // 16)
     padded = -(-count // step) * step
@@ -109,7 +109,14 @@ def padded_length(parts: Trunk, cache: Any, batch: int, count: int) -> int | Non
 
 
 def run_padded(
-    parts: Trunk, cache: Any, ids: Tensor, last: Tensor | int, kept: int, place: Place, program: Program, padded: int
+    parts: Description,
+    cache: Any,
+    ids: Tensor,
+    last: Tensor | int,
+    kept: int,
+    place: Place,
+    program: Program,
+    padded: int,
 ) -> Tensor:
     """The same as `run` for an empty cache at this place, with as many tokens behind the prompt that it has `padded`.
 
@@ -135,8 +142,8 @@ def run_padded(
             for layer, row in zip(cache.layers, cache.rows(), strict=True)
         ]
 
-    places = [] if program.has_graph(parts, place) else layers()
+    caches = [] if program.has_graph(parts, place) else layers()
     where = Tokens(batch, padded, positions, tables, is_prompt=True)
-    program.run(lambda: compose.run_layers(parts, hidden, where, places or layers()), device, place)
+    program.run(lambda: compose.run_layers(parts, hidden, where, caches or layers()), device, place)
     cache.advance(count)
     return _logits(parts, hidden.view(batch, padded, -1)[:, count - kept : count])

@@ -23,7 +23,7 @@ from ..classes.effects import is_foreign
 from ..classes.origin import hold
 from ..errors import NoStep, UnknownLayout
 from ..model.bind import bind
-from ..model.description import Product, Trunk, with_products
+from ..model.description import Description, Product, with_products
 from ..model.observe import observe
 from ..model.read import read
 from ..model.reference import (
@@ -89,7 +89,7 @@ def template_of(model: nn.Module, expected: Reference) -> Template:
 
 
 def _in_its_own_way(error: Exception) -> str:
-    """Of a family that does something otherwise than all others."""
+    """The reason for a family that differs from all others in an unknown way."""
     return f"has an unknown layout ({type(error).__name__}: {error})"
 
 
@@ -121,7 +121,8 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
                 ):
                     off = f"logits differ by {error:.1g} of the largest"
                     raise UnknownLayout(f"computes something else than its description: {off}")
-        return dataclasses.replace(template, same_in_training=_same_in_training(small, ids))
+        description = dataclasses.replace(template.description, dynamic_cache_for=_dynamic_cache_for(small, ids))
+        return dataclasses.replace(template, description=description, same_in_training=_same_in_training(small, ids))
 
 
 def _observed(cls: type[nn.Module], config: Any) -> tuple[nn.Module, Template]:
@@ -142,10 +143,10 @@ def _token_ids() -> Tensor:
 
 def _check_numbers(template: Template, cls: type[nn.Module], config: Any) -> None:
     """Raise UnknownLayout where a forward makes a number of the sizes of the model: here they are others."""
-    numbers = template.own_numbers(len(template.trunk.layers))
+    numbers = template.own_numbers(len(template.description.layers))
     if any(number != 1 for number in numbers):
         _, other = _observed(cls, resized(config))
-        if other.own_numbers(len(template.trunk.layers)) != numbers:
+        if other.own_numbers(len(template.description.layers)) != numbers:
             raise UnknownLayout("multiplies by a number that depends on its sizes")
 
 
@@ -161,7 +162,26 @@ def _same_in_training(small: nn.Module, ids: Tensor) -> bool:
         small.eval()
 
 
-def _check_tables(parts: Trunk, config: Any) -> None:
+def _dynamic_cache_for(small: nn.Module, ids: Tensor) -> tuple[bool | None, ...]:
+    """The values of `use_cache` with which a model makes DynamicCache(config=config) for a prompt; None, if given or
+    not."""
+    from transformers import DynamicCache
+
+    def kinds(cache: Any) -> list[tuple[type, int | None]]:
+        return [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
+
+    def makes(**given: bool | None) -> bool:
+        try:
+            cache = getattr(small(ids[None], **given), cache_name(), None)
+        except Exception:  # of a model that makes none
+            return False
+        expected = DynamicCache(config=small.config)
+        return type(cache) is DynamicCache and not cache.offloading and kinds(cache) == kinds(expected)
+
+    return tuple(value for value in (None, True) if makes(use_cache=value) and (value or makes()))
+
+
+def _check_tables(parts: Description, config: Any) -> None:
     """Raise UnknownLayout where a rotation has other angles in a longer sequence. Those of transformers say so, see
     `positions_of`; a foreign one is asked."""
     if parts.rotary is None or not is_foreign(type(parts.rotary)):
@@ -204,7 +224,7 @@ def _level_embeddings(small: nn.Module, template: Template, ids: Tensor) -> None
 
     with small.get_submodule(template.stack)[0].register_forward_pre_hook(note, with_kwargs=True):
         _logits(small, ids, 0)
-    small.get_parameter(template.trunk.embedding.name).div_(found[0].std())
+    small.get_parameter(template.description.embedding.name).div_(found[0].std())
 
 
 def _logits(small: nn.Module, ids: Tensor, start: int) -> Tensor:
@@ -235,7 +255,7 @@ def _rounding(small: nn.Module, ids: Tensor, start: int) -> float:
             weight.copy_(value)
 
 
-def _composed(parts: Trunk, ids: Tensor, start: int) -> Tensor:
+def _composed(parts: Description, ids: Tensor, start: int) -> Tensor:
     """The logits of each token, one at a time at first and then several; and those of all as one prompt. The first
     one has the position `start`."""
     parts = with_products(parts, _joined)

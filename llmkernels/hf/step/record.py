@@ -10,8 +10,8 @@ from ..errors import NoStep
 
 
 class Lists:
-    """What a record is made of. A node is an object with members, a dict or a list, and its index is what it is known
-    by; the first one is the object that the record is asked of."""
+    """What a record is made of. A node is an object with members, a dict or a list, known by its index; the first one
+    is the object that the record is of."""
 
     def __init__(self, root: Any):
         self.names: list[Entry] = []
@@ -22,7 +22,8 @@ class Lists:
         self.node(-1, "", root)
 
     def node(self, parent: int, name: str | int, value: Any) -> int:
-        """Note what a node has under a name or an index, of which the record has to find as many members again."""
+        """Add what a node has under a name or an index, with the number of its members. Returns the index of the new
+        node."""
         size = len(value if isinstance(value, (dict, list)) else vars(value))
         self.nodes.append((parent, name, type(value), size))
         return len(self.nodes) - 1

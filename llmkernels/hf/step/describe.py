@@ -1,4 +1,4 @@
-"""What the decode step reads of a model: `trunk(model)`, or the reason why the step can not run.
+"""What the decode step reads of a model: `describe(model)`, or the reason why the step can not run.
 
 The step computes what the forwards of a model compute, without calling its modules; so nothing may have to see those
 calls, and nothing may compute otherwise.
@@ -19,7 +19,7 @@ from ..classes.origin import check_names
 from ..errors import Distrust, NoStep, Refusal, UnknownLayout
 from ..model import trust
 from ..model.bind import bind, positions_of
-from ..model.description import Product, Trunk, with_products
+from ..model.description import Description, Product, with_products
 from ..model.reference import reference
 from ..modules.replaced import Generating
 from . import packing
@@ -32,7 +32,7 @@ _OP = "rope_decode_attention"
 _ops = torch.ops.llmkernels
 
 
-def trunk(model: nn.Module) -> Trunk:
+def describe(model: nn.Module) -> Description:
     """The description of a patched model. Raises NoStep where it computes anything but what the step computes,
     and a Refusal where that is so for as long as it is the same."""
     if not isinstance(model, Generating) or "original" not in vars(type(model)):
@@ -57,7 +57,7 @@ def trunk(model: nn.Module) -> Trunk:
     return parts
 
 
-def _check_tensors(parts: Trunk) -> None:
+def _check_tensors(parts: Description) -> None:
     device, dtype = parts.weight.device, parts.weight.dtype
     head_dim = max(layer.attention.head_dim for layer in parts.layers)
     if device.type not in ("cpu", "cuda"):
@@ -76,7 +76,7 @@ def _check_tensors(parts: Trunk) -> None:
         raise NoStep("layers share weights")
 
 
-def check_batch(parts: Trunk, input_ids: Tensor) -> None:
+def check_batch(parts: Description, input_ids: Tensor) -> None:
     """Raise NoStep unless the step takes these tokens."""
     if input_ids.shape[0] > MAX_BATCH:
         raise NoStep(f"a batch of more than {MAX_BATCH}")
@@ -88,7 +88,7 @@ def check_batch(parts: Trunk, input_ids: Tensor) -> None:
         raise NoStep("empty input_ids")
 
 
-def check_length(parts: Trunk, tokens: int) -> None:
+def check_length(parts: Description, tokens: int) -> None:
     """Raise NoStep unless the description holds for so many tokens."""
     if tokens > len(parts.positions):
         by_rope = len(parts.positions) == len(positions_of(parts.rotary))
@@ -99,10 +99,10 @@ def check_length(parts: Trunk, tokens: int) -> None:
 # --- packing
 
 
-def pack(model: nn.Module, parts: Trunk) -> Trunk:
+def pack(model: nn.Module, parts: Description) -> Description:
     """The description with packed products. Raises NoStep where they can not be packed.
 
-    They stay what they are for whoever has them, also when another thread unpatches the model.
+    A description in use stays valid, also when another thread unpatches the model.
     """
     with packing.LOCK:
         if not isinstance(model, Generating):
@@ -116,7 +116,7 @@ def pack(model: nn.Module, parts: Trunk) -> Trunk:
         return packed(parts)
 
 
-def packed(parts: Trunk) -> Trunk:
+def packed(parts: Description) -> Description:
     """The description with the tensors of its products, which are packed."""
 
     def tensor(parameters: tuple[nn.Parameter, ...]) -> Tensor | None:
@@ -129,7 +129,7 @@ def packed(parts: Trunk) -> Trunk:
     )
 
 
-def check_packable(parts: Trunk) -> None:
+def check_packable(parts: Description) -> None:
     for group in parts.groups:
         if packing.packed(group) is None and (reason := packing.obstacle(group)):
             raise NoStep(reason)
@@ -138,7 +138,7 @@ def check_packable(parts: Trunk) -> None:
 def why_not(model: nn.Module) -> str | None:
     """Why the decode step of a model can not run now, or None."""
     try:
-        check_packable(trunk(model))
+        check_packable(describe(model))
     except NoStep as reason:
         return str(reason)
     return None
