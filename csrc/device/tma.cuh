@@ -137,8 +137,8 @@ __device__ inline void cluster_store(uint32_t address, const float4& v) {
 __device__ inline void barrier_arrive_cluster(uint32_t address) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }
-// The same where no writes need to be visible: of a stage that wgmma has read and copies fill again. The ordered arrival
-// is a fence of the GPU: some 1 us.
+// The same where no writes need to be visible: of a stage that wgmma has read and copies fill again. The ordered
+// arrival is a fence of the GPU: some 1 us.
 __device__ inline void barrier_arrive_cluster_relaxed(uint32_t address) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }
