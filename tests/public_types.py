@@ -54,6 +54,10 @@ def patching(model: torch.nn.Module, ids: Tensor) -> None:
     assert_type(llmkernels.KVCache(model, capacity=64).cache_seqlens, Tensor)
     assert_type(llmkernels.PagedKVCache(layers=1, pages=2, page_size=4, kv_heads=1, head_dim=8).allocate(), int)
 
+    profile = llmkernels.profile(model, ids)
+    assert_type(profile.rows[0].time_ms, float)
+    assert_type(profile.to_json(), str)
+
     llmkernels.patch(model, rms_norms=False)  # type: ignore[call-arg]
     llmkernels.generate(model)  # type: ignore[call-arg]
 
