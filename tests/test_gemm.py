@@ -151,3 +151,20 @@ def test_gated_mlp():
         names = kernels(lambda: gated_mlp(x, gate_up, down))
     assert sum("gemm_kernel" in name for name in names) == 2
     assert not any("glu_kernel" in name for name in names)
+
+
+def test_route(force):
+    """What is faster by measurement (csrc/kernels/gemm/plan.h): a gated activation, and tiles that fill the GPU."""
+    force(0)
+    if torch.cuda.get_device_properties(0).multi_processor_count != 132:
+        pytest.skip("measured on 132 multiprocessors")
+    x = torch.randn(2048, 3584, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(7168, 3584, device="cuda", dtype=torch.bfloat16).mul_(3584**-0.5)
+
+    def takes(function):
+        return any("many_tokens" in name for name in kernels(function))
+
+    assert takes(lambda: linear(x, weight[:3584]))
+    assert not takes(lambda: linear(x, weight[:4608]))
+    assert takes(lambda: _op.glu_linear(x, weight))
+    assert not takes(lambda: _op.glu_linear(x[:65], weight))
