@@ -30,7 +30,7 @@ struct FlashAttentionBackwardParams : FlashAttentionParams {
   int64_t grad_y_batch, grad_y_token, grad_y_head;  // strides
   const void* grad_lse;                             // as lse; null: zeros
   void *grad_q, *grad_k, *grad_v, *grad_sinks;      // contiguous; grad_sinks: null without sinks
-  float* statistics;  // on a GPU: memory for flash_attention_statistics() numbers, aligned to 16 bytes
+  float* statistics;  // on a GPU: memory for flash_attention_backward_workspace() numbers, aligned to 16 bytes
 };
 
 }  // namespace llmk

@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
 #if LLMK_CUDA
   std::optional<Tensor> statistics;
   if (q.is_cuda()) {
-    const int64_t numbers = kernels::flash_attention_statistics(params);
+    const int64_t numbers = kernels::flash_attention_backward_workspace(params, dtype);
     statistics = empty({&numbers, 1}, ScalarType::Float, q);
     params.statistics = static_cast<float*>(statistics->mutable_data_ptr());
   }

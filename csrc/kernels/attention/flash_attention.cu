@@ -6,11 +6,11 @@
 
 #include "flash_attention.h"
 #include "flash_attention_any.h"
+#include "flash_attention_maps.h"
 #include "flash_attention_sm90.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "kernels/recorder.h"
-#include "kernels/tensor_map.h"
 
 namespace llmk::kernels {
 namespace {
@@ -23,54 +23,22 @@ cudaError_t launch_tiles(const FlashAttentionParams& params, cudaStream_t stream
   return launch(flash::flash_attention_kernel<T, kDim>, shape, stream, params);
 }
 
-// A tensor [batch, tokens, heads, head_dim], of which a box has some tokens of one head and 64 columns.
-struct Operand {
-  const void* data;
-  int64_t tokens, heads, batch_stride, token_stride, head_stride;
-};
-
-bool can_map(const Operand& x) {
-  const auto fits = [](int64_t stride) { return stride >= 0 && stride < int64_t{1} << 39; };
-  return fits(x.batch_stride) && fits(x.head_stride) && (x.tokens == 1 || (x.token_stride > 0 && fits(x.token_stride)));
-}
-
-cudaError_t make_map(CUtensorMap& map, const FlashAttentionParams& p, const Operand& x, int rows, Dtype dtype) {
-  const auto size = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
-  const auto stride = [&](int64_t size, int64_t stride) { return size == 1 || stride == 0 ? p.head_dim : stride; };
-  const TensorBox tensor{
-      .dims = 4,
-      .sizes = {p.head_dim, x.tokens, size(x.heads, x.head_stride), size(p.batch, x.batch_stride)},
-      .strides = {1, stride(x.tokens, x.token_stride), stride(x.heads, x.head_stride), stride(p.batch, x.batch_stride)},
-      .box = {64, rows, 1, 1}};
-  return make_tensor_map(map, x.data, tensor, dtype);
-}
-
-struct Operands {
-  Operand q, k, v;
-};
-
-Operands operands(const FlashAttentionParams& p) {
-  return {{p.q, p.q_tokens, p.heads, p.q_batch, p.q_token, p.q_head},
-          {p.k, p.k_tokens, p.kv_heads, p.k_batch, p.k_token, p.k_head},
-          {p.v, p.k_tokens, p.kv_heads, p.v_batch, p.v_token, p.v_head}};
-}
-
 std::atomic<bool> is_portable{false};  // see llmk_flash_attention_portable
 
 bool has_sm90_kernel(const FlashAttentionParams& p, const DeviceInfo& device) {
+  using namespace flash;
   if (is_portable || !device.has_wgmma || !has_tensor_maps() || p.k_tokens == 0) return false;
-  const Operands x = operands(p);
-  return can_map(x.q) && can_map(x.k) && can_map(x.v);
+  return can_map(q_operand(p)) && can_map(k_operand(p)) && can_map(v_operand(p));
 }
 
 template <typename T, int kDim>
 cudaError_t launch_sm90(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
-  using Size = flash::Sm90Tile<kDim>;
-  const Operands x = operands(params);
-  flash::Maps maps;
-  cudaError_t status = make_map(maps.q, params, x.q, Size::kQueries, dtype);
-  if (status == cudaSuccess) status = make_map(maps.k, params, x.k, Size::kKeys, dtype);
-  if (status == cudaSuccess) status = make_map(maps.v, params, x.v, Size::kKeys, dtype);
+  using namespace flash;
+  using Size = Sm90Tile<kDim>;
+  Maps maps;
+  cudaError_t status = make_map(maps.q, params, q_operand(params), Size::kQueries, dtype);
+  if (status == cudaSuccess) status = make_map(maps.k, params, k_operand(params), Size::kKeys, dtype);
+  if (status == cudaSuccess) status = make_map(maps.v, params, v_operand(params), Size::kKeys, dtype);
   if (status != cudaSuccess) return status;
   DeviceInfo device;
   if (status = device_info(device); status != cudaSuccess) return status;
@@ -82,8 +50,7 @@ cudaError_t launch_sm90(const FlashAttentionParams& params, Dtype dtype, cudaStr
   const int64_t fitting = static_cast<int64_t>(device.l2_bytes) / 2 / std::max<int64_t>(head_bytes, 1);
   const int section = static_cast<int>(std::clamp<int64_t>(fitting, 1, key_heads));
   const LaunchShape shape{std::min<int64_t>(count, device.sm_count), dim3(Size::kThreads), Size::kSharedBytes};
-  return launch(flash::flash_attention_sm90_kernel<T, kDim>, shape, stream, params, maps, section,
-                static_cast<int>(count));
+  return launch(flash_attention_sm90_kernel<T, kDim>, shape, stream, params, maps, section, static_cast<int>(count));
 }
 
 template <typename T>

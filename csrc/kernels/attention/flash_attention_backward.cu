@@ -1,10 +1,15 @@
 // Gradients of attention over prompts: what they need to know of each query, and which kernels.
 #include "flash_attention_backward.cuh"
 
+#include <atomic>
+#include <tuple>
+
 #include "device/reduce.cuh"
 #include "flash_attention.h"
 #include "flash_attention_backward.h"
 #include "flash_attention_backward_any.h"
+#include "flash_attention_backward_sm90.cuh"
+#include "flash_attention_maps.h"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 
@@ -69,6 +74,10 @@ bool grad_y_is_aligned(const FlashAttentionBackwardParams& params) {
          params.grad_y_head % 8 == 0;
 }
 
+bool is_fast(const FlashAttentionBackwardParams& params, Dtype dtype) {
+  return flash_attention_is_fast(params, dtype) && grad_y_is_aligned(params);
+}
+
 template <typename T, int kDim>
 cudaError_t launch_tiles(const FlashAttentionBackwardParams& params, cudaStream_t stream) {
   using Size = flash::BackwardTile<kDim>;
@@ -84,8 +93,71 @@ cudaError_t launch_tiles(const FlashAttentionBackwardParams& params, cudaStream_
   return launch(flash::flash_attention_backward_queries_kernel<T, kDim>, shape, stream, params);
 }
 
+// Off: the kernels have not run on a GPU yet. See llmk_flash_attention_backward_sm90.
+std::atomic<bool> has_sm90{false};
+
+// Into how many parts the query heads of a key head are divided: so that there are a few blocks for each SM, since
+// tiles of keys differ in how many queries see them. 0: there is no kernel for Hopper.
+int count_splits(const FlashAttentionBackwardParams& p, Dtype dtype) {
+  DeviceInfo device;
+  if (!has_sm90 || dtype == Dtype::kFloat32 || p.head_dim > 128 || p.k_tokens == 0 || p.q_tokens == 0) return 0;
+  if (p.batch == 0 || p.heads == 0) return 0;
+  if (device_info(device) != cudaSuccess || !device.has_wgmma || !has_tensor_maps()) return 0;
+  using namespace flash;
+  if (!can_map(q_operand(p)) || !can_map(k_operand(p)) || !can_map(v_operand(p)) || !can_map(grad_y_operand(p)))
+    return 0;
+  const int64_t group = p.heads / p.kv_heads, blocks = (p.k_tokens + 127) / 128 * p.batch * p.kv_heads;
+  int64_t splits = 1;
+  while (splits < group && (group % splits != 0 || blocks * splits < 4 * device.sm_count)) ++splits;
+  return static_cast<int>(splits);
+}
+
+int64_t statistics_count(const FlashAttentionParams& params) {
+  return 2 * params.batch * params.heads * flash::padded_q_tokens(params);
+}
+
+// Of each of grad_k and grad_v.
+int64_t key_elements(const FlashAttentionParams& p) { return p.batch * p.k_tokens * p.kv_heads * p.head_dim; }
+
+template <typename T, int kDim>
+cudaError_t launch_sm90(const FlashAttentionBackwardParams& params, int splits, Dtype dtype, cudaStream_t stream) {
+  using namespace flash;
+  using Size = Sm90Backward<kDim>;
+  const Operand operands[] = {q_operand(params), grad_y_operand(params), k_operand(params), v_operand(params)};
+  BackwardMaps of_keys{}, of_queries{};
+  for (int i = 0; i < 2; ++i) {
+    for (const auto& [map, operand, rows] : {std::tuple{&of_keys.rows[i], &operands[2 + i], Size::kRows},
+                                             std::tuple{&of_keys.columns[i], &operands[i], Size::kColumns},
+                                             std::tuple{&of_queries.rows[i], &operands[i], Size::kRows},
+                                             std::tuple{&of_queries.columns[i], &operands[2 + i], Size::kColumns}}) {
+      if (const auto status = make_map(*map, params, *operand, rows, dtype); status != cudaSuccess) return status;
+    }
+  }
+  float* const parts = splits > 1 ? params.statistics + statistics_count(params) : nullptr;
+  const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const LaunchShape keys{divide_up(params.k_tokens, Size::kRows) * params.batch * params.kv_heads * splits,
+                         dim3(Size::kThreads), Size::kSharedBytes};
+  auto status =
+      launch(flash_attention_backward_keys_sm90_kernel<T, kDim>, keys, stream, params, of_keys, splits, parts);
+  if (status != cudaSuccess) return status;
+  const LaunchShape queries{divide_up(params.q_tokens, Size::kRows) * params.batch * params.heads, dim3(Size::kThreads),
+                            Size::kSharedBytes};
+  status = launch(flash_attention_backward_queries_sm90_kernel<T, kDim>, queries, stream, params, of_queries);
+  if (status != cudaSuccess || !parts) return status;
+  const int64_t count = key_elements(params);
+  const LaunchShape adds{divide_up(count, 8 * 256), dim3(256)};
+  for (int i = 0; i < 2 && status == cudaSuccess; ++i) {
+    status = launch(add_parts_kernel<T>, adds, stream, params, const_cast<const float*>(parts), splits, count, i);
+  }
+  return status;
+}
+
 template <typename T>
-cudaError_t launch_fast(const FlashAttentionBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_fast(const FlashAttentionBackwardParams& params, Dtype dtype, cudaStream_t stream) {
+  if (const int splits = count_splits(params, dtype); splits > 0) {
+    return params.head_dim <= 64 ? launch_sm90<T, 64>(params, splits, dtype, stream)
+                                 : launch_sm90<T, 128>(params, splits, dtype, stream);
+  }
   if (params.head_dim <= 64) return launch_tiles<T, 64>(params, stream);
   if (params.head_dim <= 128) return launch_tiles<T, 128>(params, stream);
   return launch_tiles<T, 256>(params, stream);
@@ -93,7 +165,7 @@ cudaError_t launch_fast(const FlashAttentionBackwardParams& params, cudaStream_t
 
 template <typename T, int kWidth>
 cudaError_t launch_statistics(const FlashAttentionBackwardParams& params, cudaStream_t stream) {
-  const int64_t rows = flash_attention_statistics(params) / 2;
+  const int64_t rows = statistics_count(params) / 2;
   if (rows > 0) {
     const LaunchShape shape{(rows + kRowsOfBlock - 1) / kRowsOfBlock, dim3(32, kRowsOfBlock)};
     if (const auto status = launch(statistics_kernel<T, kWidth>, shape, stream, params)) return status;
@@ -104,21 +176,22 @@ cudaError_t launch_statistics(const FlashAttentionBackwardParams& params, cudaSt
 
 }  // namespace
 
-int64_t flash_attention_statistics(const FlashAttentionParams& params) {
-  return 2 * params.batch * params.heads * flash::padded_q_tokens(params);
+int64_t flash_attention_backward_workspace(const FlashAttentionBackwardParams& params, Dtype dtype) {
+  const int splits = is_fast(params, dtype) ? count_splits(params, dtype) : 0;
+  return statistics_count(params) + (splits > 1 ? 2 * splits * key_elements(params) : 0);
 }
 
 cudaError_t flash_attention_backward(const FlashAttentionBackwardParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.q_tokens > kMaxFlashTokens || params.k_tokens > kMaxFlashTokens || params.head_dim > kMaxFlashHeadDim) {
     return cudaErrorInvalidValue;
   }
-  const bool fast = flash_attention_is_fast(params, dtype) && grad_y_is_aligned(params);
+  const bool fast = is_fast(params, dtype);
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
       if (fast) {
         const auto status = launch_statistics<T, 8>(params, stream);
-        return status == cudaSuccess ? launch_fast<T>(params, stream) : status;
+        return status == cudaSuccess ? launch_fast<T>(params, dtype, stream) : status;
       }
     }
     const auto status = launch_statistics<T, 1>(params, stream);
@@ -127,3 +200,8 @@ cudaError_t flash_attention_backward(const FlashAttentionBackwardParams& params,
 }
 
 }  // namespace llmk::kernels
+
+// For tests and benchmarks, which call it through ctypes: whether GPUs of compute capability 9.0 take their kernels.
+extern "C" __attribute__((visibility("default"))) void llmk_flash_attention_backward_sm90(int value) {
+  llmk::kernels::has_sm90 = value != 0;
+}

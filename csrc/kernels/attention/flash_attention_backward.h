@@ -13,6 +13,6 @@ namespace llmk::kernels {
 cudaError_t flash_attention_backward(const FlashAttentionBackwardParams& params, Dtype dtype, cudaStream_t stream);
 
 // How many numbers of workspace it needs.
-int64_t flash_attention_statistics(const FlashAttentionParams& params);
+int64_t flash_attention_backward_workspace(const FlashAttentionBackwardParams& params, Dtype dtype);
 
 }  // namespace llmk::kernels

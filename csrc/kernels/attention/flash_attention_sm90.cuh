@@ -14,6 +14,7 @@
 #pragma once
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
+#include "flash_attention_maps.h"
 #include "products.cuh"
 #include "softmax_rows.cuh"
 
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
                                  const Stage& stage) {
         barrier_wait(stage.empty, phase(done + tile) ^ 1);
         copy(to + (done + tile) % kStages * kKeyBytes, Size::kKeyBoxBytes, map, work.begin + tile * kKeys,
-             head ? kv_head : 0, batch ? work.b : 0, stage.full);
+             map_index(kv_head, head), map_index(work.b, batch), stage.full);
       };
       const auto copy_k = [&](int tile) {
         copy_keys(k_at, maps.k, tile, params.k_head, params.k_batch, k_stage(done + tile));
@@ -140,8 +141,8 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       if (work.tiles == 0) {
         barrier_arrive(queries.full);
       } else {
-        copy(q_at, Size::kQueryBoxBytes, maps.q, work.first, params.q_head ? work.h : 0, params.q_batch ? work.b : 0,
-             queries.full);
+        copy(q_at, Size::kQueryBoxBytes, maps.q, work.first, map_index(work.h, params.q_head),
+             map_index(work.b, params.q_batch), queries.full);
         copy_v(0);
       }
       for (int tile = 1; tile < work.tiles; ++tile) copy_k(tile), copy_v(tile);

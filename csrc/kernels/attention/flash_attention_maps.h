@@ -1,0 +1,50 @@
+// Tensor maps of queries, keys and values of a prompt, for kernels that copy by TMA.
+#pragma once
+#include <cuda.h>
+
+#include "dtype.h"
+#include "kernels/tensor_map.h"
+#include "params/flash_attention.h"
+
+namespace llmk::kernels::flash {
+
+// A tensor [batch, tokens, heads, head_dim], of which a box has some tokens of one head and 64 columns.
+struct Operand {
+  const void* data;
+  int64_t tokens, heads, batch_stride, token_stride, head_stride;
+};
+
+inline Operand q_operand(const FlashAttentionParams& p) {
+  return {p.q, p.q_tokens, p.heads, p.q_batch, p.q_token, p.q_head};
+}
+inline Operand k_operand(const FlashAttentionParams& p) {
+  return {p.k, p.k_tokens, p.kv_heads, p.k_batch, p.k_token, p.k_head};
+}
+inline Operand v_operand(const FlashAttentionParams& p) {
+  return {p.v, p.k_tokens, p.kv_heads, p.v_batch, p.v_token, p.v_head};
+}
+inline Operand grad_y_operand(const FlashAttentionBackwardParams& p) {
+  return {p.grad_y, p.q_tokens, p.heads, p.grad_y_batch, p.grad_y_token, p.grad_y_head};
+}
+
+inline bool can_map(const Operand& x) {
+  const auto fits = [](int64_t stride) { return stride >= 0 && stride < int64_t{1} << 39; };
+  return fits(x.batch_stride) && fits(x.head_stride) && (x.tokens == 1 || (x.token_stride > 0 && fits(x.token_stride)));
+}
+
+// Heads and sequences that share their memory, by a stride of 0, are one in the map: see map_index().
+inline cudaError_t make_map(CUtensorMap& map, const FlashAttentionParams& p, const Operand& x, int rows, Dtype dtype) {
+  const auto size = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
+  const auto stride = [&](int64_t size, int64_t stride) { return size == 1 || stride == 0 ? p.head_dim : stride; };
+  const TensorBox tensor{
+      .dims = 4,
+      .sizes = {p.head_dim, x.tokens, size(x.heads, x.head_stride), size(p.batch, x.batch_stride)},
+      .strides = {1, stride(x.tokens, x.token_stride), stride(x.heads, x.head_stride), stride(p.batch, x.batch_stride)},
+      .box = {64, rows, 1, 1}};
+  return make_tensor_map(map, x.data, tensor, dtype);
+}
+
+// The index in the map of head or sequence i, whose stride this is.
+__host__ __device__ inline int map_index(int64_t i, int64_t stride) { return stride == 0 ? 0 : static_cast<int>(i); }
+
+}  // namespace llmk::kernels::flash
