@@ -1,11 +1,35 @@
 """Attention over prompts by its formula, and its inputs: for test_attention.py and test_attention_backward.py."""
 
+import contextlib
+import ctypes
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
+from conftest import DEVICES
+from llmkernels import _library
+
 ALL = (-1, -1)  # window_size: no window
+PORTABLE = pytest.param("portable", marks=pytest.mark.gpu, id="cuda-portable")
+
+
+@pytest.fixture(name="device", params=[*DEVICES, PORTABLE])
+def every_device(request):
+    """Also a GPU that takes the kernels for compute capability 8.0."""
+    with portable_kernels() if request.param == "portable" else contextlib.nullcontext():
+        yield "cuda" if request.param == "portable" else request.param
+
+
+@contextlib.contextmanager
+def portable_kernels():
+    library = ctypes.CDLL(str(_library.PATH))
+    library.llmk_flash_attention_portable(1)
+    try:
+        yield
+    finally:
+        library.llmk_flash_attention_portable(0)
 
 
 def int32(values, device):

@@ -2,39 +2,17 @@
 memory that must not be read, errors."""
 
 import contextlib
-import ctypes
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention_oracle import int32, make, probabilities, weighted
-from conftest import DEVICES
-from llmkernels import _library, attention
+from attention_oracle import every_device, int32, make, portable_kernels, probabilities, weighted  # noqa: F401
+from llmkernels import attention
 from oracles import DTYPES, assert_same, captured, laid_out
 
 LENGTHS = [(1, 1), (1, 100), (17, 64), (64, 17), (64, 64), (100, 257), (257, 100), (257, 257), (17, 1)]  # Tq, Tk
-
-PORTABLE = pytest.param("portable", marks=pytest.mark.gpu, id="cuda-portable")
-
-
-@pytest.fixture(params=[*DEVICES, PORTABLE])
-def device(request):
-    """Also a GPU that takes the kernels for compute capability 8.0."""
-    with portable_kernels() if request.param == "portable" else contextlib.nullcontext():
-        yield "cuda" if request.param == "portable" else request.param
-
-
-@contextlib.contextmanager
-def portable_kernels():
-    library = ctypes.CDLL(str(_library.PATH))
-    library.llmk_flash_attention_portable(1)
-    try:
-        yield
-    finally:
-        library.llmk_flash_attention_portable(0)
-
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

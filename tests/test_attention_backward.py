@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.func import grad, vmap
 
-from attention_oracle import int32, make, probabilities, weighted
+from attention_oracle import every_device, int32, make, probabilities, weighted  # noqa: F401
 from llmkernels import attention
 from oracles import DTYPES, assert_accurate, assert_same, captured, laid_out
 

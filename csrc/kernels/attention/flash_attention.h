@@ -15,6 +15,9 @@ constexpr int64_t kMaxFlashTokens = int64_t{1} << 30;  // positions are int
 // flash_attention() runs anything else by a slow kernel.
 bool flash_attention_is_fast(const FlashAttentionParams& params, Dtype dtype);
 
+// Whether that is the kernel for Hopper.
+bool flash_attention_is_sm90(const FlashAttentionParams& params);
+
 cudaError_t flash_attention(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream);
 
 }  // namespace llmk::kernels

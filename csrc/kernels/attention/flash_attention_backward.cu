@@ -1,7 +1,6 @@
 // Gradients of attention over prompts: what they need to know of each query, and which kernels.
 #include "flash_attention_backward.cuh"
 
-#include <atomic>
 #include <tuple>
 
 #include "device/reduce.cuh"
@@ -93,20 +92,15 @@ cudaError_t launch_tiles(const FlashAttentionBackwardParams& params, cudaStream_
   return launch(flash::flash_attention_backward_queries_kernel<T, kDim>, shape, stream, params);
 }
 
-// Off: the kernels have not run on a GPU yet. See llmk_flash_attention_backward_sm90.
-std::atomic<bool> has_sm90{false};
-
-// Into how many parts the query heads of a key head are divided: so that there are a few blocks for each SM, since
-// tiles of keys differ in how many queries see them. 0: there is no kernel for Hopper.
+// Into how many parts the query heads of a key head are divided, so that there are a few blocks for each SM: tiles of
+// keys differ in how many queries see them. The batch has no say, or a sequence's gradients would depend on it. 0:
+// there is no kernel for Hopper.
 int count_splits(const FlashAttentionBackwardParams& p, Dtype dtype) {
-  DeviceInfo device;
-  if (!has_sm90 || dtype == Dtype::kFloat32 || p.head_dim > 128 || p.k_tokens == 0 || p.q_tokens == 0) return 0;
-  if (p.batch == 0 || p.heads == 0) return 0;
-  if (device_info(device) != cudaSuccess || !device.has_wgmma || !has_tensor_maps()) return 0;
   using namespace flash;
-  if (!can_map(q_operand(p)) || !can_map(k_operand(p)) || !can_map(v_operand(p)) || !can_map(grad_y_operand(p)))
-    return 0;
-  const int64_t group = p.heads / p.kv_heads, blocks = (p.k_tokens + 127) / 128 * p.batch * p.kv_heads;
+  DeviceInfo device;
+  if (dtype == Dtype::kFloat32 || p.head_dim > 128 || p.batch == 0 || p.heads == 0 || p.q_tokens == 0) return 0;
+  if (device_info(device) != cudaSuccess || !flash_attention_is_sm90(p) || !can_map(grad_y_operand(p))) return 0;
+  const int64_t group = p.heads / p.kv_heads, blocks = (p.k_tokens + 127) / 128 * p.kv_heads;
   int64_t splits = 1;
   while (splits < group && (group % splits != 0 || blocks * splits < 4 * device.sm_count)) ++splits;
   return static_cast<int>(splits);
@@ -200,8 +194,3 @@ cudaError_t flash_attention_backward(const FlashAttentionBackwardParams& params,
 }
 
 }  // namespace llmk::kernels
-
-// For tests and benchmarks, which call it through ctypes: whether GPUs of compute capability 9.0 take their kernels.
-extern "C" __attribute__((visibility("default"))) void llmk_flash_attention_backward_sm90(int value) {
-  llmk::kernels::has_sm90 = value != 0;
-}
