@@ -176,9 +176,10 @@ def test_text_picture_and_json(found, tmp_path):
         "wall time",
         *WAYS,
         "left to win",
-        "llmkernels rms_norm",
     ):
         assert word in text
+    norm = found.find(PREFILL, "patched", "norm")
+    assert norm.owner == "llmkernels" and f"llmkernels {norm.kernel}" in text
     data = json.loads(found.to_json())
     assert [row["kind"] for row in data["rows"]] == [row.kind for row in found.rows]
     assert [call["idle_ms"] for call in data["calls"]] == [call.idle_ms for call in found.calls]
