@@ -7,7 +7,7 @@ OTHER, COPIES = "other", "copies"
 # template arguments; of others all of it, since PyTorch's elementwise kernels say there what they compute.
 _KINDS = (
     ("training", r"backward|bwd|adam|grad_|clip_grads|cross_entropy|nll_loss|^(column|partial)_sums?_kernel"),
-    ("training", r"^(statistics|add_parts|combine_partials)_kernel"),  # of attention's backward and the norm of gradients
+    ("training", r"^(statistics|add_parts|combine_partials)_kernel"),  # of gradients
     ("attention", r"attention|attn|flash|fmha|sdpa|softmax"),
     ("rotation", r"rope|rotary"),
     ("product", r"gemm|gemv|nvjet|xmma|cutlass|split_?k|linear|mlp|lora|matmul|mkldnn|(\b|_)(add|badd)?b?m[mv](\b|_)"),
