@@ -101,6 +101,15 @@ def test_rows_apart(dtype):
     assert_same(wide[:, 768:], before[:, 768:])
 
 
+@every_narrow_dtype
+def test_rows_that_are_one(dtype):
+    """Expanded x and W, for which there is no tensor map."""
+    x, _, weight, _ = make(300, 272, 136, dtype, "cuda", bias=False)
+    compare(linear, F.linear, (x[:1].expand(300, 136), weight, None))
+    compare(linear, F.linear, (x, weight[:1].expand(272, 136), None))
+    compare(_op.glu_linear, eager_glu, (x[:1].expand(300, 136), weight))
+
+
 def test_nothing_beyond_the_result_is_written():
     x, _, weight, _ = make(257, 264, 72, torch.bfloat16, "cuda")
     wide = torch.full((300, 400), 7.0, device="cuda", dtype=torch.bfloat16)

@@ -85,9 +85,13 @@ bool gemm_supported(const LinearParams& p, Dtype dtype) {
   if (dtype != Dtype::kFloat16 && dtype != Dtype::kBFloat16) return false;
   if (p.normalize || p.m > INT32_MAX - 256 || p.n > INT32_MAX - 256 || p.k > INT32_MAX - 64) return false;
   if (device_info(device) != cudaSuccess || !device.has_wgmma || !has_tensor_maps()) return false;
+  // Tensor maps have no rows that overlap, as those of expanded tensors do.
+  const auto can_map = [&](int64_t rows, int64_t stride) {
+    return rows == 1 || (stride >= p.k && stride < int64_t{1} << 38);
+  };
   const int64_t columns = p.glu ? p.n / 2 : p.n;
-  return p.k % 8 == 0 && columns % 8 == 0 && rows_aligned(p.x, p.x_stride, p.m, 2) &&
-         rows_aligned(p.weight, p.weight_stride, p.n, 2) &&
+  return p.k % 8 == 0 && columns % 8 == 0 && can_map(p.m, p.x_stride) && can_map(p.n, p.weight_stride) &&
+         rows_aligned(p.x, p.x_stride, p.m, 2) && rows_aligned(p.weight, p.weight_stride, p.n, 2) &&
          rows_aligned(p.residual ? p.residual : p.y, p.y_stride, p.m, 2);
 }
 
