@@ -62,7 +62,6 @@ cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, const DeviceI
   };
   if (is(256, false)) return launch_gemm<T, kGlu, 256, false>(p, plan, device, dtype, stream);
   if (is(224, false)) return launch_gemm<T, kGlu, 224, false>(p, plan, device, dtype, stream);
-  if (is(192, false)) return launch_gemm<T, kGlu, 192, false>(p, plan, device, dtype, stream);
   if (is(192, true)) return launch_gemm<T, kGlu, 192, true>(p, plan, device, dtype, stream);
   if (is(144, true)) return launch_gemm<T, kGlu, 144, true>(p, plan, device, dtype, stream);
   if (is(128, true)) return launch_gemm<T, kGlu, 128, true>(p, plan, device, dtype, stream);
