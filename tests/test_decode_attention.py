@@ -113,16 +113,17 @@ def check(inputs, block_table=None, paged=None, **options):
 
 
 @every_dtype
-@pytest.mark.parametrize("batch", [1, 2, 8, 33])
+@pytest.mark.parametrize("batch", [1, 2, 8, 33, 170, 1100])
 def test_batches_of_mixed_lengths(device, batch, dtype):
     lengths = [(37 * b + 1) % 65 for b in range(batch)]  # 0, 1 and the capacity are among them
     check(make(device, dtype, lengths))
 
 
 @every_dtype
-@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 511, 512, 513, 1024])
-def test_lengths(device, length, dtype):
-    check(make(device, dtype, [length, 1024], heads=7, kv_heads=1, capacity=1024))
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1024])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_lengths(device, length, head_dim, dtype):
+    check(make(device, dtype, [length, 1024], heads=7, kv_heads=1, head_dim=head_dim, capacity=1024))
 
 
 @every_dtype
@@ -358,12 +359,12 @@ def test_a_linear_writes_lengths(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [1, 3, 40])
+@pytest.mark.parametrize("batch", [1, 3, 40, 100, 170])
 def test_lengths_that_a_launch_of_ours_writes_meanwhile(batch):
     """A kernel that changes the lengths lets attention start at once, which plans its splits from the old lengths."""
     q, k, v, _ = make("cuda", torch.bfloat16, [2000] * batch, heads=28, kv_heads=4, head_dim=128, capacity=2000)
     token = F.one_hot(torch.zeros(1, dtype=torch.long, device="cuda"), 512).bfloat16()
-    lives = [[first, *[2000 - 30 * i for i in range(1, batch)]] for first in (200, 2000, 700)]
+    lives = [[first, *[2000 - 30 * i % 1990 for i in range(1, batch)]] for first in (200, 2000, 700)]
     sources = [source_of(live, 512).cuda() for live in lives]
     expected = [decode_attention(q, k, v, int32(live, "cuda")) for live in lives]
     places = set()

@@ -124,13 +124,18 @@ __device__ inline uint32_t cluster_address(uint32_t shared, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
-__device__ inline void cluster_store(uint32_t address, const float2& v) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
-}
-__device__ inline void cluster_store(uint32_t address, const float4& v) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z),
-               "f"(v.w)
+// Stores to another block's shared memory and counts the bytes at a barrier there, as a copy does: who waits there
+// needs no arrival of the writer, whose ordering would be a fence of the GPU. Both by their cluster_address().
+__device__ inline void cluster_store(uint32_t address, const float2& v, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(v.x), "f"(v.y), "r"(barrier)
                : "memory");
+}
+__device__ inline void cluster_store(uint32_t address, const float4& v, uint32_t barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
 }
 // Arrives at another block's barrier, by its cluster_address(). Earlier writes to any block of the cluster are visible
 // after barrier_wait_cluster().

@@ -73,8 +73,8 @@ CUDA = [
         "cuda_attention_keeps_a_stale_plan",
         "splits that were planned from lengths which then changed are not planned again",
         "csrc/kernels/attention/decode_attention.cuh",
-        "__syncthreads_and(seqlens.update(now))",
-        "__syncthreads_and(seqlens.update(now) | true)",
+        "__syncthreads_and(seqlens.is_kept(info))",
+        "__syncthreads_and(seqlens.is_kept(info) | true)",
         "tests/test_decode_attention.py -k 'meanwhile'",
     ),
     Mutation(
@@ -106,8 +106,8 @@ CUDA = [
         "cuda_attention_loses_the_last_keys",
         "the last keys, where they do not fill a KV tile, are left out",
         "csrc/kernels/attention/tile_scheduler.cuh",
-        "max((end - tile_origin + kKvTile - 1) / kKvTile, 1)",
-        "max((end - tile_origin) / kKvTile, 1)",
+        "max((end - tile_origin + S::kKvTile - 1) / S::kKvTile, 1)",
+        "max((end - tile_origin) / S::kKvTile, 1)",
         "tests/test_decode_attention.py -k 'test_lengths and cuda'",
     ),
     Mutation(

@@ -39,9 +39,9 @@ cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& p
   const KvCache& c = params.cache;
   KvMaps maps{};
   if (has_producer) {
-    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box_keys(), dtype);
+    cudaError_t status = kv_map(maps.k, params, c.k, c.k_page, c.k_token, c.k_head, plan.box_keys, dtype);
     if (status == cudaSuccess)
-      status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box_keys(), dtype);
+      status = kv_map(maps.v, params, c.v, c.v_page, c.v_token, c.v_head, plan.box_keys, dtype);
     if (status != cudaSuccess) return status;
   }
   LaunchShape shape{int64_t{plan.cluster} * plan.clusters, dim3(kThreads + 32 * has_producer),
@@ -106,7 +106,7 @@ bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
     if (!is_aligned(pointer, 16)) return false;
   }
   const KvCache& c = p.cache;
-  if (c.block_table && c.page_size % kWarpKeys != 0) return false;
+  if (c.block_table && c.page_size % kMmaKeys != 0) return false;
   if (sequences_per_launch(p) < 1) return false;
   DeviceInfo device;
   if (device_info(device) != cudaSuccess) return false;

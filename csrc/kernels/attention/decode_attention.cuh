@@ -12,7 +12,7 @@
 //   tile_scheduler.cuh  split-KV: which keys a cluster of blocks attends to
 //   ring_tma.cuh        the producer warp and the ring of KV tiles (sm_90; ring_copy.cuh: cp.async before)
 //   queries.cuh         the queries, and the new key and value, to shared memory (qk_norm.cuh, rotate.cuh)
-//   tile.cuh            the main loop's body: a warp's 16 keys of a KV tile, online softmax
+//   tile.cuh            the main loop's body: a warp's keys of a KV tile, online softmax
 //   merge.cuh           the reduction of the partial sums
 //   plan.h              clusters and stages, with the measured choices
 //
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
                             const __grid_constant__ DecodePlan plan,
                             [[maybe_unused]] const __grid_constant__ KvMaps maps) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Layout layout(S::D, S::kQueries, plan.stages, plan.cluster);
+  const Layout layout(S::D, S::kQueries, plan.stages, plan.cluster, plan.sequences);
   const Cluster cluster = Cluster::of(plan.cluster, plan.clusters);
   const int warp = threadIdx.x / 32;
   const int query_tiles = plan.query_tiles, work_tiles = static_cast<int>(params.kv_heads) * query_tiles,
@@ -66,19 +66,22 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
     waiting = false;
   };
 #if __CUDA_ARCH__ >= 900
-  // No speculation in the fused form, which writes to the cache, or for a batch whose lengths do not fit registers.
-  const bool speculative = !params.prefetch_cache && !params.new_k && batch <= 32;
+  // No speculation in the fused form, which writes to the cache, or for a batch of more sequences than threads.
+  const bool speculative = !params.prefetch_cache && !params.new_k && batch <= static_cast<int>(blockDim.x);
   if (!params.prefetch_cache && !speculative) wait();
   const bool is_producer = warp == kWarps;
-  SequenceLengths seqlens(params);
+  SequenceLengths<S> seqlens(params, shared + layout.seqlens);
+  SequenceInfo info = seqlens.read();
   Producer<S> producer(params, plan, maps, seqlens, cluster, shared_address(shared), layout);
   if (is_producer) producer.init_barriers();
-  cluster.arrive();  // this block's barriers are initialised
-  __syncthreads();
+  cluster.arrive_relaxed();  // this block's barriers are initialised, and fenced
 #else
   constexpr bool speculative = false, is_producer = false;  // no programmatic dependent launch
-  SequenceLengths seqlens(params);
+  SequenceLengths<S> seqlens(params, shared + layout.seqlens);
+  SequenceInfo info = seqlens.read();
 #endif
+  seqlens.keep(info);
+  __syncthreads();
   Merger<S> merger(params, plan, cluster, shared, layout);
   const ScoreMod score_mod(params);
 
@@ -88,17 +91,16 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
   //   speculative  prefetches to L2, waits for the      loads the first         compares the lengths; changed: resets
   //                previous kernel, fills the ring      queries, then stops     the barriers and reschedules
   //   confirmed    the rest, or all if rescheduled      all work tiles
-  TileScheduler scheduler;
+  TileScheduler<S> scheduler;
   bool confirmed = !speculative, reschedule = true, queries_loaded = false;
 #pragma unroll 1
   while (true) {
     if (reschedule)
-      scheduler = TileScheduler(seqlens, work_tiles, plan_splits(seqlens, work_tiles, cluster.count, plan.min_tiles),
-                                cluster.index);
-    SequenceInfo now;
+      scheduler = TileScheduler<S>(seqlens, work_tiles, plan_splits(seqlens, work_tiles, cluster.count, plan.min_tiles),
+                                   cluster.index);
     const auto read_seqlens = [&] {
       if (!params.prefetch_cache) wait();
-      if (!confirmed) now = seqlens.read();
+      if (!confirmed) info = seqlens.read();
     };
     if (is_producer) {
 #if __CUDA_ARCH__ >= 900
@@ -108,14 +110,14 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
 #if __CUDA_ARCH__ >= 900
       Ring<S> ring(plan, shared_address(shared), layout);
 #else
-      Ring<S> ring(params, plan, seqlens, KvTileIterator(scheduler, cluster.rank, cluster.size),
+      Ring<S> ring(params, plan, seqlens, KvTileIterator<S>(scheduler, cluster.rank, cluster.size),
                    shared_address(shared));
 #endif
       read_seqlens();
       while (!scheduler.done(batch) && scheduler.work_tile < work_tiles) {
         const int first_key = scheduler.first_key(), end_key = scheduler.end_key(), new_key = scheduler.keys.new_key;
         if (!queries_loaded) {
-          const int new_tile = new_key >= first_key && new_key < end_key ? (new_key - first_key) / kKvTile : -1;
+          const int new_tile = new_key >= first_key && new_key < end_key ? (new_key - first_key) / S::kKvTile : -1;
           const bool writes_new_kv = new_tile >= 0 && (new_tile & (cluster.size - 1)) == cluster.rank;
           load_queries<S, kNorm>(params, scheduler, query_tiles, group, writes_new_kv, shared, layout, wait);
         }
@@ -129,10 +131,10 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
         const Mask<S> mask(params, scheduler, first_query, group);
         const QueryOperand<S> q(shared_address(shared) + layout.q);
         Accumulator<S> accumulator;
-        for (int tile = first_key + cluster.rank * kKvTile; tile < end_key; tile += cluster.size * kKvTile) {
-          const int key = tile + warp * kWarpKeys, begin = scheduler.keys.begin - key, end = end_key - key;
-          const bool has_keys = begin < kWarpKeys && end > 0;
-          const bool has_new_key = has_keys && new_key >= key && new_key < min(key + kWarpKeys, end_key);
+        for (int tile = first_key + cluster.rank * S::kKvTile; tile < end_key; tile += cluster.size * S::kKvTile) {
+          const int key = tile + warp * S::kWarpKeys, begin = scheduler.keys.begin - key, end = end_key - key;
+          const bool has_keys = begin < S::kWarpKeys && end > 0;
+          const bool has_new_key = has_keys && new_key >= key && new_key < min(key + S::kWarpKeys, end_key);
           // Waits for the keys or values of the tile; returns the address of this warp's rows.
           const auto wait_stage = [&](bool is_value) {
             const int stage = ring.wait();
@@ -141,10 +143,10 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
               ring.fence_writes();
               __syncwarp();
             }
-            return shared_address(shared) + stage + warp * kWarpKeys * 128;
+            return shared_address(shared) + stage + warp * S::kWarpKeys * 128;
           };
           const uint32_t k_rows = wait_stage(false);
-          float s[S::kMmaTiles][4];
+          Scores<S> s;
           if (has_keys) multiply_queries<S>(s, k_rows, q);
           ring.release();
           if (has_keys) {
@@ -164,8 +166,9 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
     }
     if (confirmed) break;
     confirmed = true;
-    reschedule = !__syncthreads_and(seqlens.update(now));  // warps may have read different lengths
+    reschedule = !__syncthreads_and(seqlens.is_kept(info));
     if (reschedule) {
+      seqlens.keep(info);
 #if __CUDA_ARCH__ >= 900
       if (is_producer) producer.reset();
 #endif

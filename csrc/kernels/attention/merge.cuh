@@ -88,7 +88,7 @@ struct Workspace {
       : sums(static_cast<float4*>(workspace)),
         softmaxes(reinterpret_cast<float2*>(sums + clusters * 2 * S::kQueries * (S::D / 4))) {}
 
-  __device__ static int row(const TileScheduler& scheduler, int cluster, int query) {
+  __device__ static int row(const TileScheduler<S>& scheduler, int cluster, int query) {
     const bool is_last_split = scheduler.work_tile_begin > cluster * scheduler.splits.kv_tiles;
     return (cluster * 2 + is_last_split) * S::kQueries + query;
   }
@@ -108,7 +108,7 @@ class Merger {
         workspace_(params.workspace, cluster.count) {}
 
   // After every warp has stored its partial output. `first_query` and `queries`: of the work tile.
-  __device__ void merge(const TileScheduler& scheduler, int first_query, int queries, bool is_last_work_tile) {
+  __device__ void merge(const TileScheduler<S>& scheduler, int first_query, int queries, bool is_last_work_tile) {
     const int first_cluster = scheduler.first_cluster(), contributors = scheduler.last_cluster() - first_cluster + 1;
     const auto emit = [&](int query, int vector, const PartialOutput& partial) {
       if (contributors == 1) return write(scheduler, first_query, query, vector, partial);
@@ -172,7 +172,7 @@ class Merger {
         cluster_.size, [&](int rank) { return softmax_at(layout_.block_softmaxes, partial_row(query, rank)); },
         [&](int rank) { return sums_at(layout_.block_sums, partial_row(query, rank), vector); });
   }
-  __device__ PartialOutput merge_clusters(const TileScheduler& scheduler, int first_cluster, int count, int query,
+  __device__ PartialOutput merge_clusters(const TileScheduler<S>& scheduler, int first_cluster, int count, int query,
                                           int vector) const {
     const auto softmax_of = [&](int i) {
       const float2 state = __ldcg(workspace_.softmaxes + workspace_.row(scheduler, first_cluster + i, query));
@@ -191,32 +191,32 @@ class Merger {
     const uint32_t base = shared_address(shared_);
     wait_for_cluster();
     if (round_ > 0) barrier_wait_cluster(base + layout_.partials_empty, (round_ - 1) % 2);
+    const uint32_t full = base + layout_.partials_full;
+    if (threadIdx.x == 0) {
+      const int owned = (queries + cluster_.size - 1 - cluster_.rank) >> (__ffs(cluster_.size) - 1);
+      barrier_arrive_expecting(full, owned * cluster_.size * static_cast<int>(S::D * 4 + sizeof(SoftmaxState)));
+    }
     for_each(queries, 0, 1, [&](int query, int vector) {
       const PartialOutput partial = merge_warps(query, vector);
       const int owner = query & (cluster_.size - 1), row = partial_row(query, cluster_.rank);
-      const uint32_t sums = base + layout_.block_sums + (row * S::kSumRow + vector * 4) * 4;
-      cluster_store(cluster_address(sums, owner), partial.sums);
+      const uint32_t sums = base + layout_.block_sums + (row * S::kSumRow + vector * 4) * 4,
+                     owners_full = cluster_address(full, owner);
+      cluster_store(cluster_address(sums, owner), partial.sums, owners_full);
       if (vector == 0) {
         cluster_store(cluster_address(base + layout_.block_softmaxes + row * 8, owner),
-                      make_float2(partial.softmax.maximum, partial.softmax.sum));
+                      make_float2(partial.softmax.maximum, partial.softmax.sum), owners_full);
       }
     });
-    arrive(base + layout_.partials_full);
-    barrier_wait_cluster(base + layout_.partials_full, round_ % 2);
+    barrier_wait(full, round_ % 2);
 #endif
   }
-  // This block has read the partial outputs of the others.
+  // This block has read the partial outputs of the others: each of its warps arrives at every block of the cluster.
   __device__ void release_partials() const {
-#if __CUDA_ARCH__ >= 900
-    arrive(shared_address(shared_) + layout_.partials_empty);
-#endif
-  }
-  // This warp arrives at the same barrier in every block of the cluster.
-  __device__ void arrive([[maybe_unused]] uint32_t barrier) const {
 #if __CUDA_ARCH__ >= 900
     __syncwarp();
     const int lane = threadIdx.x % 32;
-    if (lane < cluster_.size) barrier_arrive_cluster(cluster_address(barrier, lane));
+    if (lane < cluster_.size)
+      barrier_arrive_cluster(cluster_address(shared_address(shared_) + layout_.partials_empty, lane));
 #endif
   }
 
@@ -235,7 +235,7 @@ class Merger {
     return *is_last;
   }
 
-  __device__ void write(const TileScheduler& scheduler, int first_query, int query, int vector,
+  __device__ void write(const TileScheduler<S>& scheduler, int first_query, int query, int vector,
                         const PartialOutput& partial) const {
     using T = typename S::T;
     const int group = static_cast<int>(params_.heads / params_.kv_heads), tokens = static_cast<int>(params_.tokens);

@@ -10,16 +10,19 @@
 
 namespace llmk::kernels {
 
-// The kernel counts KV tiles in 32 bits, and pads those of a work tile to at most twice their number. A launch may have
-// this many sequences, even if all of them use their whole capacity.
-constexpr int64_t kMaxKvTiles = int64_t{1} << 29;
+// The kernel keeps all lengths in shared memory. It counts KV tiles in 32 bits, and pads those of a work tile to at
+// most twice their number. A launch may have this many sequences, even if all of them use their whole capacity.
+constexpr int64_t kMaxSequences = 1024, kMaxKvTiles = int64_t{1} << 29;
 inline int64_t sequences_per_launch(const DecodeAttentionParams& params) {
   const int64_t queries = params.heads / params.kv_heads * params.tokens,
                 work_tiles = params.kv_heads * ((queries + 7) / 8);
-  return kMaxKvTiles / (std::max<int64_t>((params.cache.capacity + kKvTile - 1) / kKvTile, 1) * work_tiles);
+  const int64_t kv_tile = kv_tile_of(static_cast<int>(params.head_dim));
+  return std::min(kMaxSequences,
+                  kMaxKvTiles / (std::max<int64_t>((params.cache.capacity + kv_tile - 1) / kv_tile, 1) * work_tiles));
 }
 
 struct DecodePlan {
+  int sequences;        // of the launch
   int group;            // heads per kv head
   int query_mma_tiles;  // 8 queries each
   int query_tiles;      // per kv head
@@ -28,20 +31,23 @@ struct DecodePlan {
   int min_tiles;     // see plan_splits()
   int stages;        // of the ring
   int pdl_tiles;     // KV tiles that a block has left when the next kernel may start; 0: it may from the beginning
-  int log2_boxes;    // a copy is a box of kKvTile >> log2_boxes keys: 64, 32 or 16
+  int box_keys;      // of one copy: 64, 32 or 16
+  int log2_boxes;    // in a KV tile
   bool evict_first;  // L2 policy of the copies of keys and values
 
   __host__ __device__ int boxes() const { return 1 << log2_boxes; }
-  __host__ __device__ int box_keys() const { return kKvTile >> log2_boxes; }
-  Layout layout(int64_t head_dim) const { return {static_cast<int>(head_dim), 8 * query_mma_tiles, stages, cluster}; }
+  Layout layout(int64_t head_dim) const {
+    return {static_cast<int>(head_dim), 8 * query_mma_tiles, stages, cluster, sequences};
+  }
 };
 
+// Keys of a copy: where a KV tile has more, copies without keys of the sequence are left out.
+constexpr int kMaxBoxKeys = 64;
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
-// Sequence lengths up to which one cluster of 8, 4 or 16 blocks per work tile is as fast as more blocks.
-constexpr int64_t kMaxSeqlenCluster8 = 512, kMaxSeqlenCluster4 = 768, kMaxSeqlenCluster16 = 2048;
-// Shared memory of a block. With a half or a third of an SM's, blocks of the next kernel can start beside this one's.
-constexpr size_t kSmallShared = 64 * 1024, kThirdOfShared = 76 * 1024, kLessThanHalf = 92 * 1024,
-                 kHalfOfShared = 112 * 1024, kMostOfShared = 200 * 1024;
+// Shared memory of a block. Beside two of 64 KB a block of the next kernel can start; two of 92 KB keep more copies in
+// flight. Blocks with more registers run alone on their SM.
+constexpr size_t kSmallShared = 64 * 1024, kLessThanHalf = 92 * 1024, kHalfOfShared = 112 * 1024,
+                 kMostOfShared = 200 * 1024;
 // The next kernel may start when the blocks request their last kPdlTiles KV tiles: it then reads memory while this one
 // merges. With clusters of one block it may start at once instead (0): if it started later, two of its blocks would run
 // on an SM that is done early.
@@ -52,18 +58,24 @@ constexpr size_t kSmallShared = 64 * 1024, kThirdOfShared = 76 * 1024, kLessThan
 //   1     | clusters of one block                                  | 15 % slower
 constexpr int kPdlTiles = 1;
 
-// Two blocks for every SM where a kernel of one block per SM and half of its shared memory would be unbalanced: behind
-// a linear, whose blocks do not end together, two of its blocks would start on an SM that is free early, and none on
-// another. In us or ms, an H200; "step" is a decode step of Qwen2.5-7B:
+// Few KV tiles: each work tile has a cluster of its own. All its blocks have tiles, and their merge needs no workspace.
+// More: the KV tiles are dealt out evenly to two blocks of each SM, of which one computes while the other waits, and
+// behind a linear, whose blocks do not end together, no SM stays without. In us by graph replay, an H100; best of:
 //
-//   case                               | one block | two blocks
-//   -----------------------------------|-----------|-----------
-//   step, 16 sequences of 8192 keys    |      5.81 |       5.31
-//   step, 32 sequences of 32768 keys   |      19.8 |       17.3
-//   step, 1 sequence of 32768 keys     |      3.98 |       3.90
-//   step, 1 of 8192, 16 of 512         |           | up to 0.5 % slower: fewer than kManyKvTiles per SM
-//   attention by itself, 32 of 4096    |      68.4 |       70.0
-constexpr int64_t kManyKvTiles = 8;
+//   work tiles x KV tiles        | a cluster per work tile, of         | dealt out
+//                                |     1      2      4      8     16   | one block, two blocks of an SM
+//   -----------------------------|-------------------------------------|------------------------------
+//      2 x 16 keys of 64         |                7.2    4.8    4.3    |   8.2       7.6
+//     16 x 16                    |                7.2    6.7           |   8.5       8.0
+//     40 x 16                    |               10.1                  |  12.0      12.1
+//    128 x 16                    |  25.0                               |            24.3
+//      4 x  5 keys of 128        |                4.6    3.9    4.1    |
+//     20 x  5                    |         5.7    5.0                  |
+//    128 x  5                    |  10.7                               |            10.5
+//     40 x 32                    |  17.5         17.4                  |  20.6      17.0
+//     64 x 128                   |                                     |  97.1      87.6
+constexpr int kFewTiles = 4;    // of each block
+constexpr int kManyTiles = 32;  // of a work tile
 
 // As many stages as fit into `bytes`; a ring needs at least two.
 inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
@@ -75,7 +87,9 @@ inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
 
 inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, const DeviceInfo& device) {
   DecodePlan plan{};
+  plan.sequences = static_cast<int>(std::min(params.batch, kMaxSequences));
   plan.group = static_cast<int>(params.heads / params.kv_heads);
+  const int kv_tile = kv_tile_of(static_cast<int>(params.head_dim));
   const int64_t queries = plan.group * params.tokens;
   plan.query_mma_tiles = queries <= 8 ? 1 : 2;
   plan.query_tiles = static_cast<int>((queries + 8 * plan.query_mma_tiles - 1) / (8 * plan.query_mma_tiles));
@@ -87,39 +101,39 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
   } else {
     const int64_t max_seqlen =
         params.max_seqlen > 0 ? std::min(params.max_seqlen, params.cache.capacity) : params.cache.capacity;
-    const bool is_small = params.head_dim * plan.query_mma_tiles <= 128;
+    const int64_t tiles = (max_seqlen + kv_tile - 1) / kv_tile;
+    const bool is_small = params.head_dim * plan.query_mma_tiles <= 128;  // in registers
+    const int blocks_per_sm = is_small ? 2 : 1;
+    // Clusters that run at the same time. Those of 16 have to find half of a GPU's smallest unit of SMs free.
+    const auto has_room = [&](int cluster) {
+      const int blocks = cluster == 16 ? device.sm_count / 2 : is_small ? device.sm_count * 3 / 2 : device.sm_count;
+      return work_tiles * cluster <= blocks && work_tiles <= int64_t{blocks_per_sm} * device.clusters[cluster];
+    };
+    plan.cluster = 1;
+    while (plan.cluster < 16 && plan.cluster < tiles && has_room(2 * plan.cluster)) plan.cluster *= 2;
     size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
-    int blocks = device.sm_count;
-    // Only cluster sizes of which all clusters run at the same time; many devices have no clusters of 16 blocks.
-    if (max_seqlen <= kMaxSeqlenCluster16 && work_tiles * 8 <= device.sm_count) {
-      // A cluster per work tile: every block has work, and the merge needs no workspace.
-      plan.cluster = max_seqlen <= kMaxSeqlenCluster8 ? 8 : 16;
-      while (plan.cluster > 1 && work_tiles > device.clusters[plan.cluster]) plan.cluster /= 2;
-      blocks = static_cast<int>(work_tiles) * plan.cluster;
-    } else if (max_seqlen <= kMaxSeqlenCluster4 && is_small && work_tiles <= device.clusters[4]) {
-      plan.cluster = 4;
-      blocks = static_cast<int>(work_tiles) * plan.cluster;
-      bytes = kThirdOfShared;
+    if (tiles <= kFewTiles * plan.cluster && has_room(plan.cluster)) {
+      plan.clusters = static_cast<int>(work_tiles);
+      if (is_small) bytes = kSmallShared;
     } else {
-      // new_k: what the linear before has just made.
-      const bool unbalanced = params.new_k && work_tiles * (max_seqlen / kKvTile) >= kManyKvTiles * device.sm_count;
+      plan.cluster = work_tiles <= int64_t{blocks_per_sm} * device.clusters[2] ? 2 : 1;
+      plan.clusters = blocks_per_sm * device.clusters[plan.cluster];
       const bool many = work_tiles > device.sm_count;
-      plan.cluster = work_tiles <= device.clusters[2] ? 2 : 1;
-      if (plan.cluster == 2) blocks = 2 * device.clusters[2];
-      // With two blocks per SM one also computes while the other waits for its block table.
-      if (is_small && (unbalanced || many || (params.cache.block_table && plan.cluster == 1))) {
-        blocks *= 2;
-        bytes = many ? kSmallShared : kLessThanHalf;
-      }
+      // new_k: in a decode step, where the next linear's blocks are to start early.
+      if (is_small)
+        bytes = many                 ? (params.new_k ? kSmallShared : kLessThanHalf)
+                : tiles > kManyTiles ? kLessThanHalf
+                                     : kSmallShared;
     }
-    plan.clusters = blocks / plan.cluster;
     plan.pdl_tiles = plan.cluster == 1 ? 0 : kPdlTiles;
     plan_ring(plan, params.head_dim, std::min(bytes, device.shared_bytes));
   }
   plan.clusters = std::clamp(plan.clusters, 1, kMaxBlocks / plan.cluster);
   plan.min_tiles = std::max(4 * plan.cluster, 8);
-  while (params.cache.block_table && plan.box_keys() > kWarpKeys && params.cache.page_size % plan.box_keys() != 0)
-    ++plan.log2_boxes;
+  plan.box_keys = kMaxBoxKeys;
+  while (params.cache.block_table && plan.box_keys > kMmaKeys && params.cache.page_size % plan.box_keys != 0)
+    plan.box_keys /= 2;
+  while (plan.box_keys << plan.log2_boxes < kv_tile) ++plan.log2_boxes;
   plan.evict_first = plan.query_tiles == 1;  // else several blocks read the same keys
   return plan;
 }

@@ -33,7 +33,7 @@ __device__ void sum_rows(const DecodeAttentionParams& params, int b, bool has_ke
 // `prefetch_cache` allows before the end of the previous kernel, and before all other loads. For the consumer warps.
 // kNorm: what has a weight in params.norm is normalized before the rotation.
 template <typename S, bool kNorm, typename Wait>
-__device__ void load_queries(const DecodeAttentionParams& params, const TileScheduler& scheduler, int query_tiles,
+__device__ void load_queries(const DecodeAttentionParams& params, const TileScheduler<S>& scheduler, int query_tiles,
                              int group, bool writes_new_kv, unsigned char* shared, const Layout& layout,
                              const Wait& wait) {
   using T = typename S::T;
@@ -134,7 +134,7 @@ template <typename S>
 __device__ void insert_new_row(unsigned char* stage, int row, const unsigned char* new_row) {
   const int lane = threadIdx.x % 32;
   if (lane < S::kVectors) {
-    unsigned char* const target = stage + lane / 8 * kChunkBytes + row * 128 + (lane % 8 ^ row % 8) * 16;
+    unsigned char* const target = stage + lane / 8 * S::kChunkBytes + row * 128 + (lane % 8 ^ row % 8) * 16;
     *reinterpret_cast<uint4*>(target) = *reinterpret_cast<const uint4*>(new_row + lane * 16);
   }
 }

@@ -15,8 +15,8 @@ template <typename S>
 class Ring {
  public:
   // Prologue: fills the ring with the first tiles.
-  __device__ Ring(const DecodeAttentionParams& params, const DecodePlan& plan, const SequenceLengths& seqlens,
-                  const KvTileIterator& first_tile, uint32_t shared)
+  __device__ Ring(const DecodeAttentionParams& params, const DecodePlan& plan, const SequenceLengths<S>& seqlens,
+                  const KvTileIterator<S>& first_tile, uint32_t shared)
       : params_(params), seqlens_(seqlens), query_tiles_(plan.query_tiles), ring_(shared), tiles_(first_tile) {
 #pragma unroll 1
     for (stage_ = 0; stage_ < kCpAsyncStages; ++stage_) load();
@@ -43,8 +43,8 @@ class Ring {
     if (!tiles_.done) {
       const bool is_value = stage_ % 2;
       const KvCache& cache = params_.cache;
-      const TileScheduler& scheduler = tiles_.scheduler;
-      const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * kWarpKeys, key = tiles_.key + first_row;
+      const TileScheduler<S>& scheduler = tiles_.scheduler;
+      const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * S::kWarpKeys, key = tiles_.key + first_row;
       int page = scheduler.b, in_page = key;
       if (cache.block_table) {
         const int page_size = static_cast<int>(cache.page_size), index = key / page_size;
@@ -60,10 +60,10 @@ class Ring {
                          : page * cache.k_page + in_page * cache.k_token + head * cache.k_head;
       }
 #pragma unroll
-      for (int i = 0; i < kWarpKeys * S::kVectors / 32; ++i) {
+      for (int i = 0; i < S::kWarpKeys * S::kVectors / 32; ++i) {
         const int vector = lane + 32 * i, row = vector / S::kVectors, column = vector % S::kVectors;
         const bool is_live = exists && key + row >= scheduler.keys.begin && key + row < scheduler.end_key();
-        cp_async_16_or_zero(ring_ + stage_ * S::kStageBytes + column / 8 * kChunkBytes + (first_row + row) * 128 +
+        cp_async_16_or_zero(ring_ + stage_ * S::kStageBytes + column / 8 * S::kChunkBytes + (first_row + row) * 128 +
                                 (column % 8 ^ row % 8) * 16,
                             is_live ? from + (row * token + column * 8) : from, is_live);
       }
@@ -73,10 +73,10 @@ class Ring {
   }
 
   const DecodeAttentionParams& params_;
-  const SequenceLengths& seqlens_;
+  const SequenceLengths<S>& seqlens_;
   int query_tiles_;
   uint32_t ring_;
-  KvTileIterator tiles_;
+  KvTileIterator<S> tiles_;
   int stage_;
 };
 

@@ -24,7 +24,7 @@ template <typename S>
 class Producer {
  public:
   __device__ Producer(const DecodeAttentionParams& params, const DecodePlan& plan, const KvMaps& maps,
-                      const SequenceLengths& seqlens, const Cluster& cluster, uint32_t shared, const Layout& layout)
+                      const SequenceLengths<S>& seqlens, const Cluster& cluster, uint32_t shared, const Layout& layout)
       : params_(params),
         plan_(plan),
         maps_(maps),
@@ -43,7 +43,7 @@ class Producer {
     if (lane() == 0) {
       tensor_map_prefetch(maps_.k);
       tensor_map_prefetch(maps_.v);
-      barrier_init(partials_full_, kWarps * cluster_.size);
+      barrier_init(partials_full_, 1);
       barrier_init(partials_empty_, kWarps * cluster_.size);
     }
     init_stages();
@@ -52,7 +52,7 @@ class Producer {
   // Copies the KV tiles of `scheduler`, after `wait`. Unless `confirmed`, first prefetches the first tiles to the L2
   // cache, before `wait`, and stops when the ring is full. `resume` goes on from there.
   template <typename Wait>
-  __device__ void run(const TileScheduler& scheduler, bool confirmed, bool resume, const Wait& wait) {
+  __device__ void run(const TileScheduler<S>& scheduler, bool confirmed, bool resume, const Wait& wait) {
 #pragma unroll 1
     for (bool prefetch = !confirmed;; prefetch = false) {
       if (!resume) start(scheduler);
@@ -88,8 +88,8 @@ class Producer {
  private:
   __device__ static int lane() { return threadIdx.x % 32; }
 
-  __device__ void start(const TileScheduler& scheduler) {
-    tiles_ = KvTileIterator(scheduler, cluster_.rank, cluster_.size);
+  __device__ void start(const TileScheduler<S>& scheduler) {
+    tiles_ = KvTileIterator<S>(scheduler, cluster_.rank, cluster_.size);
     tiles_copied_ = stage_ = 0;
     empty_phase_ = 1;
     new_work_tile_ = true;
@@ -125,7 +125,7 @@ class Producer {
   }
   __device__ int page_of(int first) const {
     const int key =
-        first + (lane() >> plan_.log2_boxes) * tiles_.step + (lane() & (plan_.boxes() - 1)) * plan_.box_keys();
+        first + (lane() >> plan_.log2_boxes) * tiles_.step + (lane() & (plan_.boxes() - 1)) * plan_.box_keys;
     if (key >= tiles_.scheduler.end_key()) return -1;
     return __ldcg(params_.cache.block_table + tiles_.scheduler.b * params_.cache.table_stride +
                   divide(key, page_size()));
@@ -134,8 +134,8 @@ class Producer {
 
   // Copies the keys of a KV tile, then its values; `prefetch`: only to the L2 cache.
   __device__ void copy_kv_tile(bool prefetch) {
-    const TileScheduler& scheduler = tiles_.scheduler;
-    const int box_keys = plan_.box_keys(), key = tiles_.key + box_ * box_keys;
+    const TileScheduler<S>& scheduler = tiles_.scheduler;
+    const int box_keys = plan_.box_keys, key = tiles_.key + box_ * box_keys;
     const bool has_box = box_ < plan_.boxes() && key < scheduler.end_key() && key + box_keys > scheduler.keys.begin;
     const int bytes = __popc(__ballot_sync(0xffffffffu, has_box)) * box_keys * kChunkColumns * 2;
     int page = page_, in_page = key;
@@ -160,7 +160,7 @@ class Producer {
       if (lane() == 0) barrier_arrive_expecting(full, bytes);
       __syncwarp();
       if (has_box) {
-        tensor_load(ring_ + stage_ * S::kStageBytes + chunk * kChunkBytes + box_ * box_keys * 128, map, at, full,
+        tensor_load(ring_ + stage_ * S::kStageBytes + chunk * S::kChunkBytes + box_ * box_keys * 128, map, at, full,
                     policy);
       }
       if (++stage_ == plan_.stages) stage_ = 0, empty_phase_ ^= 1;
@@ -170,12 +170,12 @@ class Producer {
   const DecodeAttentionParams& params_;
   const DecodePlan& plan_;
   const KvMaps& maps_;
-  const SequenceLengths& seqlens_;
+  const SequenceLengths<S>& seqlens_;
   const Cluster& cluster_;
   uint32_t ring_, full_, empty_, partials_full_, partials_empty_;
   int work_tiles_;
   int box_;  // this lane's box along the keys of a KV tile
-  KvTileIterator tiles_;
+  KvTileIterator<S> tiles_;
   int tiles_copied_;
   bool new_work_tile_;  // none of its pages are loaded yet
   int stage_;

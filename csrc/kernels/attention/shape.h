@@ -6,17 +6,22 @@ namespace llmk::kernels {
 
 constexpr int kWarps = 4;  // consumers of a block; from sm_90 on there is a producer warp beside them
 constexpr int kThreads = 32 * kWarps;
-constexpr int kWarpKeys = 16;                // keys of a KV tile that a warp multiplies
-constexpr int kKvTile = kWarps * kWarpKeys;  // keys that a block multiplies at a time
+constexpr int kMmaKeys = 16;  // of one mma.sync
+
+// The keys that a block multiplies at a time. A tile takes a warp a microsecond of latencies, whatever its size: short
+// heads have more keys in it, so that a tile of any head has at least 16 KB of keys.
+__host__ __device__ constexpr int kv_tile_of(int head_dim) { return head_dim <= 64 ? 128 : 64; }
 
 // A stage of the ring holds the keys or the values of a KV tile: columns 0 to 63 of all keys, then columns 64 to 127,
 // ...; rows of 128 bytes in TMA's 128-byte swizzle (16-byte vector v of row r lies at v ^ (r % 8)), so that eight rows
 // cover all banks.
-constexpr int kChunkColumns = 64, kChunkBytes = kKvTile * kChunkColumns * 2;
+constexpr int kChunkColumns = 64;
 __host__ __device__ constexpr int chunks_of_head(int head_dim) {
   return (head_dim + kChunkColumns - 1) / kChunkColumns;
 }
-__host__ __device__ constexpr int stage_bytes(int head_dim) { return chunks_of_head(head_dim) * kChunkBytes; }
+__host__ __device__ constexpr int stage_bytes(int head_dim) {
+  return chunks_of_head(head_dim) * kv_tile_of(head_dim) * kChunkColumns * 2;
+}
 
 constexpr int kCpAsyncStages = 4;  // before sm_90, see ring_copy.cuh
 
@@ -25,7 +30,8 @@ template <typename Element, int kHeadDim, int kTiles>
 struct Shape {
   using T = Element;
   static constexpr int D = kHeadDim, kMmaTiles = kTiles, kQueries = 8 * kTiles;
-  static constexpr int kChunks = chunks_of_head(D), kStageBytes = stage_bytes(D);
+  static constexpr int kKvTile = kv_tile_of(D), kWarpKeys = kKvTile / kWarps, kKeyTiles = kWarpKeys / kMmaKeys;
+  static constexpr int kChunks = chunks_of_head(D), kStageBytes = stage_bytes(D), kChunkBytes = kStageBytes / kChunks;
   static constexpr int kVectors = D / 8;   // of 16 bytes, per row
   static constexpr int kRow = D * 2 + 16;  // bytes per query; 16 of padding against bank conflicts
   static constexpr int kSumRow = D + 4;    // floats per partial output; 4 of padding against bank conflicts
@@ -42,9 +48,10 @@ struct Layout {
   int full, empty;      // barriers of the stages
   int partials_full, partials_empty;  // barriers of block_sums
   int is_last;                        // Merger::is_last_cluster(), for all warps
+  int seqlens;                        // of the launch's sequences: length and padding
   int bytes;
 
-  __host__ __device__ constexpr Layout(int head_dim, int queries, int stages, int cluster)
+  __host__ __device__ constexpr Layout(int head_dim, int queries, int stages, int cluster, int sequences)
       : q(stages * stage_bytes(head_dim)),
         new_kv(q + queries * (head_dim * 2 + 16)),
         sums(new_kv + 2 * (head_dim * 2 + 16)),
@@ -56,7 +63,8 @@ struct Layout {
         partials_full(empty + stages * 8),
         partials_empty(partials_full + 8),
         is_last(partials_empty + 8),
-        bytes(is_last + 16) {}
+        seqlens(is_last + 16),
+        bytes(seqlens + sequences * 8) {}
 };
 
 }  // namespace llmk::kernels

@@ -1,6 +1,6 @@
-// One warp's 16 keys of a KV tile: scores, mask, online softmax and the product with the values.
+// One warp's 16 or 32 keys of a KV tile: scores, mask, online softmax and the product with the values.
 //
-//   S^T [16 keys, queries] = K Q^T        O^T [head_dim, queries] += V^T P^T
+//   S^T [keys, queries] = K Q^T        O^T [head_dim, queries] += V^T P^T
 //
 // Keys are the A operand (16 rows) of mma.sync and queries the B operand (8 columns). So up to 8 queries of a kv head
 // cost no more than one, and a lane holds the same two queries in both products.
@@ -48,38 +48,46 @@ struct QueryOperand {
 __device__ inline uint32_t swizzled_row(uint32_t tile, int row, bool upper) {
   return tile + row * 128 + (static_cast<int>(upper) ^ row % 8) * 16;
 }
-__device__ inline uint32_t columns_of(uint32_t swizzled, int step) {
-  return (swizzled ^ step % 4 * 32) + step / 4 * kChunkBytes;
+template <typename S>
+__device__ uint32_t columns_of(uint32_t swizzled, int step) {
+  return (swizzled ^ step % 4 * 32) + step / 4 * S::kChunkBytes;
 }
 
-// s = K Q^T for 16 keys, before scaling.
+// Of a warp: in each row of 16 keys 8 queries each.
 template <typename S>
-__device__ void multiply_queries(float (&s)[S::kMmaTiles][4], uint32_t tile, const QueryOperand<S>& queries) {
+using Scores = float[S::kKeyTiles][S::kMmaTiles][4];
+
+// s = K Q^T, before scaling.
+template <typename S>
+__device__ void multiply_queries(Scores<S>& s, uint32_t tile, const QueryOperand<S>& queries) {
   const int lane = threadIdx.x % 32;
   const uint32_t row = swizzled_row(tile, lane % 16, lane >= 16);
-  float odd[S::kMmaTiles][4] = {};  // a second accumulator, since a product waits for the one before it
 #pragma unroll
-  for (int n = 0; n < S::kMmaTiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] = 0.f;
-  }
-#pragma unroll
-  for (int d = 0; d < S::D / 16; d += 2) {
-    uint32_t a[2][4];
-    load_matrices(a[0], columns_of(row, d));
-    load_matrices(a[1], columns_of(row, d + 1));
+  for (int m = 0; m < S::kKeyTiles; ++m) {
+    float odd[S::kMmaTiles][4] = {};  // a second accumulator, since a product waits for the one before it
 #pragma unroll
     for (int n = 0; n < S::kMmaTiles; ++n) {
-      uint32_t b[4];
-      queries.load_fragment(b, n, d / 2);
-      mma_16x8x16<typename S::T>(s[n], a[0], b[0], b[1]);
-      mma_16x8x16<typename S::T>(odd[n], a[1], b[2], b[3]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[m][n][i] = 0.f;
     }
-  }
 #pragma unroll
-  for (int n = 0; n < S::kMmaTiles; ++n) {
+    for (int d = 0; d < S::D / 16; d += 2) {
+      uint32_t a[2][4];
+      load_matrices(a[0], columns_of<S>(row, d) + m * kMmaKeys * 128);
+      load_matrices(a[1], columns_of<S>(row, d + 1) + m * kMmaKeys * 128);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
+      for (int n = 0; n < S::kMmaTiles; ++n) {
+        uint32_t b[4];
+        queries.load_fragment(b, n, d / 2);
+        mma_16x8x16<typename S::T>(s[m][n], a[0], b[0], b[1]);
+        mma_16x8x16<typename S::T>(odd[n], a[1], b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < S::kMmaTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[m][n][i] += odd[n][i];
+    }
   }
 }
 
@@ -89,7 +97,7 @@ template <typename S>
 struct Mask {
   int lower[S::kMmaTiles][2], upper[S::kMmaTiles][2];
 
-  __device__ Mask(const DecodeAttentionParams& params, const TileScheduler& scheduler, int first, int group) {
+  __device__ Mask(const DecodeAttentionParams& params, const TileScheduler<S>& scheduler, int first, int group) {
     const int lane = threadIdx.x % 32, tokens = static_cast<int>(params.tokens), end = scheduler.end_key();
     const int window_left = window_left_of(params);
 #pragma unroll
@@ -115,21 +123,25 @@ struct ScoreMod {
         cap(static_cast<float>(params.softcap) * kLog2E),
         cap_scale(params.softcap > 0 ? static_cast<float>(params.softmax_scale / params.softcap) * 2 * kLog2E : 0.f) {}
 
-  // For 16 keys from `key` on. Masked scores become -inf, whatever they are.
+  // For the keys from `key` on. Masked scores become -inf, whatever they are.
   template <typename S>
-  __device__ void apply(float (&s)[S::kMmaTiles][4], int key, const Mask<S>& mask) const {
+  __device__ void apply(Scores<S>& scores, int key, const Mask<S>& mask) const {
     const int first = key + threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int n = 0; n < S::kMmaTiles; ++n) {
+    for (int m = 0; m < S::kKeyTiles; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (cap > 0) {  // tanh(x) = 1 - 2 / (1 + e^2x)
-          s[n][i] = cap - 2 * cap * reciprocal_approximate(1.f + exp2_approximate(s[n][i] * cap_scale));
-        } else {
-          s[n][i] *= scale;
+      for (int n = 0; n < S::kMmaTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& s = scores[m][n][i];
+          if (cap > 0) {  // tanh(x) = 1 - 2 / (1 + e^2x)
+            s = cap - 2 * cap * reciprocal_approximate(1.f + exp2_approximate(s * cap_scale));
+          } else {
+            s *= scale;
+          }
+          const int j = first + m * kMmaKeys + i / 2 * 8;
+          if (j < mask.lower[n][i % 2] || j >= mask.upper[n][i % 2]) s = -INFINITY;
         }
-        const int j = first + i / 2 * 8;
-        if (j < mask.lower[n][i % 2] || j >= mask.upper[n][i % 2]) s[n][i] = -INFINITY;
       }
     }
   }
@@ -142,7 +154,7 @@ struct Accumulator {
   static constexpr int kMmaTiles = S::kMmaTiles, kSteps = S::D / 16;
   float o[kSteps][kMmaTiles][4];
   float maximum[kMmaTiles][2], sum[kMmaTiles][2];
-  uint32_t p[kMmaTiles][2];  // probabilities of the current KV tile, not yet normalized
+  uint32_t p[S::kKeyTiles][kMmaTiles][2];  // probabilities of the current KV tile, not yet normalized
 
   __device__ Accumulator() {
 #pragma unroll
@@ -158,29 +170,37 @@ struct Accumulator {
   }
 
   // Online softmax: updates maximum and sum, rescales o, and stores the probabilities in p.
-  __device__ void online_softmax(float (&s)[kMmaTiles][4]) {
+  __device__ void online_softmax(Scores<S>& s) {
     using P = Pair<typename S::T>;
 #pragma unroll
     for (int n = 0; n < kMmaTiles; ++n) {
       float scale[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        float new_maximum = fmaxf(s[n][i], s[n][i + 2]);
+        float new_maximum = maximum[n][i];
+#pragma unroll
+        for (int m = 0; m < S::kKeyTiles; ++m) new_maximum = fmaxf(new_maximum, fmaxf(s[m][n][i], s[m][n][i + 2]));
 #pragma unroll
         for (int offset = 4; offset < 32; offset *= 2)
           new_maximum = fmaxf(new_maximum, __shfl_xor_sync(0xffffffffu, new_maximum, offset));
-        new_maximum = fmaxf(new_maximum, maximum[n][i]);
         const float base = finite(new_maximum);
         scale[i] = exp2_approximate(maximum[n][i] - base);
         maximum[n][i] = new_maximum;
-        s[n][i] = exp2_approximate(s[n][i] - base);
-        s[n][i + 2] = exp2_approximate(s[n][i + 2] - base);
-        sum[n][i] = sum[n][i] * scale[i] + (s[n][i] + s[n][i + 2]);
+        sum[n][i] *= scale[i];
+#pragma unroll
+        for (int m = 0; m < S::kKeyTiles; ++m) {
+          s[m][n][i] = exp2_approximate(s[m][n][i] - base);
+          s[m][n][i + 2] = exp2_approximate(s[m][n][i + 2] - base);
+          sum[n][i] += s[m][n][i] + s[m][n][i + 2];
+        }
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const auto pair = P::from_floats(s[n][2 * half], s[n][2 * half + 1]);
-        p[n][half] = transpose_matrix(*reinterpret_cast<const uint32_t*>(&pair));
+      for (int m = 0; m < S::kKeyTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const auto pair = P::from_floats(s[m][n][2 * half], s[m][n][2 * half + 1]);
+          p[m][n][half] = transpose_matrix(*reinterpret_cast<const uint32_t*>(&pair));
+        }
       }
 #pragma unroll
       for (int d = 0; d < kSteps; ++d) {
@@ -196,15 +216,19 @@ struct Accumulator {
     const auto mask = [&](int row) {
       return (row >= begin && row < end ? 0xffffu : 0u) | (row + 1 >= begin && row + 1 < end ? 0xffff0000u : 0u);
     };
-    const uint32_t low = mask(lane % 4 * 2), high = mask(lane % 4 * 2 + 8);
     const uint32_t row = swizzled_row(tile, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
-    for (int d = 0; d < kSteps; ++d) {
-      uint32_t a[4];
-      load_matrices_transposed(a, columns_of(row, d));
-      a[0] &= low, a[1] &= low, a[2] &= high, a[3] &= high;
+    for (int m = 0; m < S::kKeyTiles; ++m) {
+      const int key = m * kMmaKeys + lane % 4 * 2;
+      const uint32_t low = mask(key), high = mask(key + 8);
 #pragma unroll
-      for (int n = 0; n < kMmaTiles; ++n) mma_16x8x16<typename S::T>(o[d][n], a, p[n][0], p[n][1]);
+      for (int d = 0; d < kSteps; ++d) {
+        uint32_t a[4];
+        load_matrices_transposed(a, columns_of<S>(row, d) + m * kMmaKeys * 128);
+        a[0] &= low, a[1] &= low, a[2] &= high, a[3] &= high;
+#pragma unroll
+        for (int n = 0; n < kMmaTiles; ++n) mma_16x8x16<typename S::T>(o[d][n], a, p[m][n][0], p[m][n][1]);
+      }
     }
   }
 

@@ -1,14 +1,15 @@
 // The tile scheduler of decode attention: which keys a cluster of blocks attends to.
 //
 //   work tile   (sequence, kv head, query tile): up to 16 queries of one kv head against all keys that they see
-//   KV tile     64 keys of a work tile: one stage of the ring for the keys, one for the values
+//   KV tile     64 or 128 keys of a work tile (shape.h): one stage of the ring for the keys, one for the values
 //   split       the consecutive KV tiles of a work tile that one cluster processes (split-KV)
 //
 // All KV tiles form one line: sequence after sequence, in each work tile after work tile. Cluster i takes the KV tiles
 // [i, i + 1) * SplitPlan::kv_tiles of it (stream-K). The plan is made on the device from the sequence lengths there, so
 // every cluster gets an even part for any lengths, and a captured launch serves all of them.
 //
-//   2 sequences of 150 and 100 keys, 2 kv heads: 4 work tiles A to D of 10 KV tiles in all. 3 clusters of 2 blocks:
+//   KV tiles of 64 keys, 2 sequences of 150 and 100, 2 kv heads: 4 work tiles A to D of 10 KV tiles in all. 3 clusters
+//   of 2 blocks:
 //
 //     sequence     0                       1
 //     kv head      0           1           0       1
@@ -16,7 +17,7 @@
 //     cluster      0   0   0   0   1   1   1   1   2   2
 //     its block    0   1   0   0   0   1   0   1   0   1        the tiles of a split in turn
 //
-//   In a block, warp w multiplies keys 16 w to 16 w + 15 of each KV tile. The merge of a work tile (merge.cuh):
+//   In a block, warp w multiplies a fourth of each KV tile's keys. The merge of a work tile (merge.cuh):
 //
 //     4 warps          ->  block        by shared memory
 //     blocks           ->  cluster      by distributed shared memory
@@ -48,9 +49,10 @@ __device__ inline int window_left_of(const DecodeAttentionParams& params) {
 }
 
 // The keys [begin, end) of a sequence: from the first that any of its queries sees to the last.
+template <typename S>
 struct KeyRange {
   int begin, end;
-  int tile_origin;  // of the first KV tile: a multiple of kKvTile, so that no box of one crosses the border of a page
+  int tile_origin;  // of the first KV tile: a multiple of the tile, so that no box of one crosses the border of a page
   int new_key;      // fused form: the key that this launch writes, or -1
 
   KeyRange() = default;
@@ -61,46 +63,46 @@ struct KeyRange {
     begin = max(info.leftpad, 0);
     if (window_left >= 0) begin = max(begin, end - tokens - window_left);
     begin = min(begin, end);
-    tile_origin = begin / kKvTile * kKvTile;
+    tile_origin = begin / S::kKvTile * S::kKvTile;
     new_key = params.new_k && info.seqlen == end ? end - 1 : -1;
   }
   // At least one, so that the work tile of a sequence without keys is processed, too.
-  __device__ int kv_tiles() const { return max((end - tile_origin + kKvTile - 1) / kKvTile, 1); }
+  __device__ int kv_tiles() const { return max((end - tile_origin + S::kKvTile - 1) / S::kKvTile, 1); }
 };
 
-// All sequences' lengths and paddings. For a batch of up to 32 each lane keeps one sequence in registers, so that the
-// scheduler reads memory once and not four times in a row. For whole warps.
+// All sequences' lengths and paddings, in shared memory, so that the scheduler reads those in device memory once and
+// not four times in a row.
+template <typename S>
 class SequenceLengths {
  public:
-  __device__ explicit SequenceLengths(const DecodeAttentionParams& params) : params_(params), lane_info_(read()) {}
+  __device__ SequenceLengths(const DecodeAttentionParams& params, void* kept)
+      : params_(params), kept_(static_cast<SequenceInfo*>(kept)) {}
 
-  // read(): this lane's sequence, from memory. update(): keeps it; returns whether no lane's has changed.
+  // The sequence of this thread, from device memory.
   __device__ SequenceInfo read() const {
-    return SequenceInfo::load(params_, min(static_cast<int>(threadIdx.x % 32), batch() - 1));
+    return SequenceInfo::load(params_, min(static_cast<int>(threadIdx.x), batch() - 1));
   }
-  __device__ bool update(const SequenceInfo& now) {
-    const bool same = __all_sync(0xffffffffu, lane_info_ == now);
-    lane_info_ = now;
-    return same;
+  // Keeps this thread's sequence, and those of large batches that no thread has. Before a barrier of the block.
+  __device__ void keep(const SequenceInfo& mine) {
+    for (int b = threadIdx.x; b < batch(); b += blockDim.x)
+      kept_[b] = b == threadIdx.x ? mine : SequenceInfo::load(params_, b);
+  }
+  __device__ bool is_kept(const SequenceInfo& mine) const {
+    const int b = threadIdx.x;
+    return b >= batch() || kept_[b] == mine;
   }
   __device__ int batch() const { return static_cast<int>(params_.batch); }
 
-  // The keys of sequence b, the same for all lanes.
-  __device__ KeyRange keys(int b) const {
-    if (batch() > 32) return KeyRange(params_, SequenceInfo::load(params_, b));
-    return KeyRange(params_, SequenceInfo{__shfl_sync(0xffffffffu, lane_info_.seqlen, b),
-                                          __shfl_sync(0xffffffffu, lane_info_.leftpad, b)});
-  }
-  // The KV tiles per work tile of sequence first + lane; 0 beyond the batch. `first` is a multiple of 32.
+  __device__ KeyRange<S> keys(int b) const { return KeyRange<S>(params_, kept_[b]); }
+  // The KV tiles per work tile of sequence first + lane; 0 beyond the batch.
   __device__ int kv_tiles(int first) const {
     const int b = first + threadIdx.x % 32;
-    if (b >= batch()) return 0;
-    return KeyRange(params_, batch() > 32 ? SequenceInfo::load(params_, b) : lane_info_).kv_tiles();
+    return b < batch() ? keys(b).kv_tiles() : 0;
   }
 
  private:
   const DecodeAttentionParams& params_;
-  SequenceInfo lane_info_;
+  SequenceInfo* kept_;
 };
 
 __device__ inline int warp_max(int x) { return __reduce_max_sync(0xffffffffu, x); }
@@ -115,7 +117,8 @@ struct SplitPlan {
 
 // For whole warps; `work_tiles` is per sequence. Aligned where there is a cluster for every work tile, and that takes
 // at most `min_tiles` more KV tiles per cluster than an even split. Fewer than `min_tiles` are not split.
-__device__ inline SplitPlan plan_splits(const SequenceLengths& seqlens, int work_tiles, int clusters, int min_tiles) {
+template <typename S>
+__device__ SplitPlan plan_splits(const SequenceLengths<S>& seqlens, int work_tiles, int clusters, int min_tiles) {
   const int batch = seqlens.batch();
   int total = 0, longest = 0;
 #pragma unroll 1
@@ -139,6 +142,7 @@ __device__ inline SplitPlan plan_splits(const SequenceLengths& seqlens, int work
 }
 
 // The work tiles of a cluster, one after another. Positions count KV tiles along the line.
+template <typename S>
 struct TileScheduler {
   SplitPlan splits;
   int end;                     // of the cluster's part of the line
@@ -146,10 +150,10 @@ struct TileScheduler {
   int kv_tiles, padded_tiles;  // per work tile of this sequence
   int work_tile_begin;         // the work tile's position
   int first_kv_tile;           // of the cluster's split, in the work tile
-  KeyRange keys;
+  KeyRange<S> keys;
 
   TileScheduler() = default;
-  __device__ TileScheduler(const SequenceLengths& seqlens, int work_tiles, SplitPlan plan, int cluster)
+  __device__ TileScheduler(const SequenceLengths<S>& seqlens, int work_tiles, SplitPlan plan, int cluster)
       : splits(plan), end((cluster + 1) * plan.kv_tiles), b(0), work_tile(0) {
     const int batch = seqlens.batch(), begin = cluster * splits.kv_tiles, lane = threadIdx.x % 32;
     int base = 0;  // the position of sequence b
@@ -187,7 +191,7 @@ struct TileScheduler {
   __device__ bool is_last(int batch, int work_tiles) const {
     return work_tile_begin + padded_tiles >= end || (work_tile + 1 == work_tiles && b + 1 == batch);
   }
-  __device__ void next(const SequenceLengths& seqlens, int work_tiles) {
+  __device__ void next(const SequenceLengths<S>& seqlens, int work_tiles) {
     work_tile_begin += padded_tiles;
     first_kv_tile = 0;
     if (++work_tile < work_tiles) return;
@@ -199,9 +203,9 @@ struct TileScheduler {
   }
 
   // The keys of the split; those before keys.begin are masked.
-  __device__ int first_key() const { return keys.tile_origin + first_kv_tile * kKvTile; }
+  __device__ int first_key() const { return keys.tile_origin + first_kv_tile * S::kKvTile; }
   __device__ int end_key() const {
-    return min(keys.end, keys.tile_origin + min(kv_tiles, end - work_tile_begin) * kKvTile);
+    return min(keys.end, keys.tile_origin + min(kv_tiles, end - work_tile_begin) * S::kKvTile);
   }
   // The clusters that share the work tile.
   __device__ int first_cluster() const { return divide(work_tile_begin, splits.kv_tiles); }
@@ -216,19 +220,23 @@ struct TileScheduler {
 
 // The KV tiles of a block, through all work tiles of its cluster. The blocks of a cluster take the tiles of a split in
 // turn, so that even few tiles keep many SMs busy.
+template <typename S>
 struct KvTileIterator {
-  TileScheduler scheduler;
+  TileScheduler<S> scheduler;
   int key;          // the first key of the KV tile
   int first, step;  // in keys: the block's first tile of a split, and the distance to the next
   bool done;
 
   KvTileIterator() = default;
-  __device__ KvTileIterator(const TileScheduler& start, int rank, int blocks)
-      : scheduler(start), key(start.first_key() + rank * kKvTile), first(rank * kKvTile), step(blocks * kKvTile) {}
+  __device__ KvTileIterator(const TileScheduler<S>& start, int rank, int blocks)
+      : scheduler(start),
+        key(start.first_key() + rank * S::kKvTile),
+        first(rank * S::kKvTile),
+        step(blocks * S::kKvTile) {}
 
   // Moves on to the next work tile with a KV tile of this block, if this one has none left; to be called before each
   // tile is processed. Returns whether the work tile is still the same.
-  __device__ bool skip_to_tile(const SequenceLengths& seqlens, int work_tiles) {
+  __device__ bool skip_to_tile(const SequenceLengths<S>& seqlens, int work_tiles) {
     bool same = true;
 #pragma unroll 1
     while (!(done = scheduler.done(seqlens.batch())) && key >= scheduler.end_key()) {
