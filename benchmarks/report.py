@@ -88,7 +88,7 @@ def number(time_us: float) -> str:
 
 
 # Other ways to our own kernels, and what computes nothing.
-NO_PEERS = (OURS, "generate", "forward", "empty")
+NO_PEERS = (OURS, "llmkernels_sm80", "generate", "forward", "empty")
 METHODS = {
     "graph": "CUDA graph over rotated inputs",
     "events": "single launches, L2 flushed",

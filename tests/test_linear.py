@@ -122,11 +122,12 @@ def test_one_token(n, k, dtype):
 @pytest.mark.parametrize("k", [72, 200, 3080, 6152])
 def test_what_was_in_shared_memory_does_not_matter(m, k):
     x, _, weight, _ = make(m, 264, k, torch.bfloat16, "cuda")
-    expected = linear(x, weight)
+    ours = partial(_op.linear, in_step=True)  # and not cuBLAS
+    expected = ours(x, weight)
     for columns in (2048, 8192):
         nan = torch.full((4096, columns), torch.nan, device="cuda", dtype=torch.bfloat16)
-        assert linear(nan[:m], nan).isnan().all()
-        assert_same(linear(x, weight), expected)
+        assert ours(nan[:m], nan).isnan().all()
+        assert_same(ours(x, weight), expected)
     assert expected.isfinite().all()
 
 
@@ -142,7 +143,7 @@ def test_a_vocabulary(m):
 @pytest.mark.parametrize("k", [200, 8456])
 def test_one_rounding(device, m, k, dtype):
     """Small integers: every sum is exact, so results are bitwise equal."""
-    if m > 64 and k > 256:
+    if m > 16 and k > 256:
         pytest.skip("cuBLAS may split such a K and round the parts")
     x = torch.randint(-4, 5, (m, k), device=device).to(dtype)
     weight = torch.randint(-4, 5, (36, k), device=device).to(dtype)

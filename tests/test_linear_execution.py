@@ -174,7 +174,7 @@ def test_prefetched_weights(device, m):
     added = residual.clone()
     _op.linear_add_(added, x, weight, bias, in_step=True)
     assert_same(added, add(residual, x, weight, bias))
-    same = assert_same if m <= 48 else close_in_bfloat16  # beyond that these two may be cuBLAS outside of a step
+    same = assert_same if m <= 16 else close_in_bfloat16  # beyond that these two may be cuBLAS outside of a step
     same(_op.linear(x, weight, bias, in_step=True), linear(x, weight, bias))
     inputs = (x, norm_weight, weight, bias)
     same(_op.rms_norm_linear(*inputs, in_step=True), rms_norm_linear(*inputs))

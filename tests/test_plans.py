@@ -147,3 +147,17 @@ def test_gemm_tiles_fill_an_h200(gemm_plans):
         (2048, 4608, 3584, 0): (192, False),
         (128, 3584, 3584, 0): (128, False),
     }
+
+
+def test_linear_without_tma_fits_every_gpu(tmp_path):
+    shapes = itertools.product(
+        (66, 82, 108, 264), range(1, 17), (2, 6, 24, 896, 3584, 37888, 152064), (8, 896, 18944), (0, 1), (0, 1)
+    )
+    questions = list(shapes)
+    for question, plan in zip(questions, asker("linear_plans", tmp_path)(questions), strict=True):
+        _, _, n, k, glu, _ = question
+        out = n // 2 if glu else n
+        assert plan["shared"] <= 99 * 1024, (question, plan)
+        assert plan["tiles"] * plan["rows"] >= out > (plan["tiles"] - 1) * plan["rows"], (question, plan)
+        assert plan["mma_tiles"] <= 4 and plan["chunks"] >= 1, (question, plan)
+        assert plan["chunks"] * plan["k_tiles"] * 64 >= k, (question, plan)

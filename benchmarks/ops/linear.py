@@ -42,6 +42,30 @@ def ours(case):
     return lambda weight, x: op(x, weight)
 
 
+def sm80(case):
+    """The kernel of GPUs without TMA."""
+    import ctypes
+
+    from llmkernels import _library
+
+    force = ctypes.CDLL(str(_library.PATH)).llmk_force_linear_sm80
+    call = ours(case)
+
+    def forced(weight, x):
+        force(1)
+        try:
+            return call(weight, x)
+        finally:
+            force(0)
+
+    return forced
+
+
+def providers(case):
+    found = {"cublas": plain(cublas), "llmkernels": Provider(partial(ours, case))}
+    return {**found, "llmkernels_sm80": Provider(partial(sm80, case))} if case.keys["m"] <= 16 else found
+
+
 def norm_eager(weight, x, norm_weight):
     return F.linear(rms_norm.eager(x, norm_weight), weight)
 
@@ -78,7 +102,7 @@ LINEAR = Op(
     inputs=weight,
     shared=tokens,
     eager=cublas,
-    providers=lambda case: {"cublas": plain(cublas), "llmkernels": Provider(partial(ours, case))},
+    providers=providers,
     differentiable=2,
 )
 

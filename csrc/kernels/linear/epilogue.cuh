@@ -8,8 +8,6 @@
 
 namespace llmk::kernels::few_tokens {
 
-#if __CUDA_ARCH__ >= 900
-
 // The sum over all K groups, `step` bytes apart from `from` on, and over all blocks of the cluster.
 template <int kWidth>
 __device__ void reduce_partials(float (&sums)[kWidth], const LinearPlan& plan, uint32_t from, int step) {
@@ -30,12 +28,14 @@ __device__ void reduce_partials(float (&sums)[kWidth], const LinearPlan& plan, u
     }
     return;
   }
+#if __CUDA_ARCH__ >= 900  // there are no clusters before
   for (int group = 0; group < plan.k_consumers; ++group) {
 #pragma unroll 4
     for (int rank = 0; rank < plan.cluster; ++rank) {
       add(cluster_address(from + group * step, rank), cluster_load, cluster_load4);
     }
   }
+#endif
 }
 
 // Reduces the squares that epilogue() has stored in shared memory to this block's partial sum for each token, with four
@@ -121,7 +121,5 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
   }
   if (kNormHandoff && a.scaled) reduce_squares<T, kWidth, kThreads>(a, layout, first, tile, rank);
 }
-
-#endif
 
 }  // namespace llmk::kernels::few_tokens

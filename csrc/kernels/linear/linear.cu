@@ -15,11 +15,14 @@
 //   main_loop_*.cuh   the consumers: mma.sync up to 16 tokens, wgmma up to 64
 //   epilogue.cuh      the reduction of the partial sums, bias, activation, residual
 //
+// GPUs without TMA, or with less shared memory, take linear_sm80.cuh for up to 16 tokens.
 // One token takes gemv.cu, unless k is too large for it or W has many short rows (gemv_is_faster).
 //
 // Programmatic dependent launch: in a decode step (`in_step`) the norm's weight and the first stages of W are read
 // before the previous kernel has ended, see ptx.cuh. Elsewhere nothing is.
 #include "linear.h"
+
+#include <atomic>
 
 #include "epilogue.cuh"
 #include "gemv.h"
@@ -28,6 +31,7 @@
 #include "kernels/norm/rms_norm.h"
 #include "kernels/per_device.h"
 #include "kernels/tensor_map.h"
+#include "linear_sm80.cuh"
 #include "main_loop_mma.cuh"
 #include "main_loop_wgmma.cuh"
 #include "ring.cuh"
@@ -38,6 +42,13 @@ namespace {
 using few_tokens::Arguments;
 using few_tokens::MmaSync;
 using few_tokens::Wgmma;
+
+std::atomic<bool> forced_sm80{false};  // see llmk_force_linear_sm80
+
+// Whether a GPU takes linear_sm80.cuh.
+bool takes_sm80(const DeviceInfo& device) {
+  return forced_sm80 || device.compute_capability < 90 || device.shared_bytes < 200 * 1024 || !has_tensor_maps();
+}
 
 // The consumers, the producer warp, and for wgmma a warp that loads 1 / rms.
 template <typename Math>
@@ -163,6 +174,45 @@ bool is_vector(const LinearParams& p, const LinearPlan& plan) {
          is_aligned(p.residual ? p.residual : p.y, 8) && is_aligned(p.bias, 8);
 }
 
+Arguments arguments_of(const LinearParams& p, const LinearPlan& plan) {
+  const bool glu = p.glu.has_value();
+  return {.x = p.x,
+          .norm_weight = p.norm_weight,
+          .bias = p.bias,
+          .y = p.residual ? p.residual : p.y,
+          .add_residual = p.residual != nullptr,
+          .glu = glu,
+          .vector = is_vector(p, plan),
+          .activation = p.glu.value_or(Activation{}),
+          .alpha = static_cast<float>(p.alpha),
+          .m = static_cast<int>(p.m),
+          .k = static_cast<int>(p.k),
+          .out = glu ? p.n / 2 : p.n,
+          .box_step = glu ? static_cast<int>(p.n / 2) : plan.box_rows,
+          .column_step = p.k % kLinearChunk ? kLinearChunk : 0,
+          .depth_step = p.k % kLinearChunk ? 0 : 1,
+          .y_stride = p.y_stride,
+          .fold_norm = p.normalize && p.parts == 0,
+          .norm_offset = p.norm.weight_offset != 0,
+          .prefetch_weights = p.in_step,
+          .eps = static_cast<float>(p.norm.eps),
+          .next_norm_weight = p.next_norm_weight,
+          .next_offset = static_cast<float>(p.next_offset),
+          .scaled = p.scaled,
+          .squares = static_cast<float*>(p.squares),
+          .parts = p.parts,
+          .plan = plan};
+}
+
+cudaError_t launch_sm80(const LinearParams& p, const DeviceInfo& device, Dtype dtype, cudaStream_t stream) {
+  const int64_t blocks = linear_sm80_blocks(device.sm_count, device.shared_bytes);
+  const LinearPlan plan =
+      plan_linear_sm80({.m = p.m, .n = p.n, .k = p.k, .glu = p.glu.has_value(), .normalize = p.normalize}, blocks);
+  const few_tokens::Sm80Operands operands{p.weight, p.x, p.weight_stride * 2, p.x_stride * 2};
+  return few_tokens::launch_sm80(arguments_of(p, plan), operands,
+                                 static_cast<int>(std::min<int64_t>(blocks, plan.output_tiles)), dtype, stream);
+}
+
 // One launch; a norm, if there is one, is folded.
 cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dtype, cudaStream_t stream) {
   CUtensorMap weight{}, x{};
@@ -175,33 +225,7 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
       status != cudaSuccess) {
     return status;
   }
-  const bool glu = p.glu.has_value();
-  const Arguments arguments{.x = p.x,
-                            .norm_weight = p.norm_weight,
-                            .bias = p.bias,
-                            .y = p.residual ? p.residual : p.y,
-                            .add_residual = p.residual != nullptr,
-                            .glu = glu,
-                            .vector = is_vector(p, plan),
-                            .activation = p.glu.value_or(Activation{}),
-                            .alpha = static_cast<float>(p.alpha),
-                            .m = static_cast<int>(p.m),
-                            .k = static_cast<int>(p.k),
-                            .out = glu ? p.n / 2 : p.n,
-                            .box_step = glu ? static_cast<int>(p.n / 2) : plan.box_rows,
-                            .column_step = p.k % kLinearChunk ? kLinearChunk : 0,
-                            .depth_step = p.k % kLinearChunk ? 0 : 1,
-                            .y_stride = p.y_stride,
-                            .fold_norm = p.normalize && p.parts == 0,
-                            .norm_offset = p.norm.weight_offset != 0,
-                            .prefetch_weights = p.in_step,
-                            .eps = static_cast<float>(p.norm.eps),
-                            .next_norm_weight = p.next_norm_weight,
-                            .next_offset = static_cast<float>(p.next_offset),
-                            .scaled = p.scaled,
-                            .squares = static_cast<float*>(p.squares),
-                            .parts = p.parts,
-                            .plan = plan};
+  const Arguments arguments = arguments_of(p, plan);
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const int64_t clusters = std::min(plan.output_tiles, device.clusters[plan.cluster]);
@@ -233,12 +257,14 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
 
 bool linear_supported(const LinearParams& p, Dtype dtype) {
   DeviceInfo device;
-  return (dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16) && p.m <= kLinearMaxTokens && p.k > 0 &&
+  if (device_info(device) != cudaSuccess) return false;
+  const bool on_device = takes_sm80(device) ? device.compute_capability >= 80 && p.m <= kLinearMaxMmaTokens &&
+                                                  device.shared_bytes >= kLinearSm80Shared
+                                            : p.m <= kLinearMaxMmaTokens || device.has_wgmma;
+  return on_device && (dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16) && p.m <= kLinearMaxTokens && p.k > 0 &&
          p.k % 8 == 0 && (p.m == 1 || p.x_stride >= p.k) && (p.n == 1 || p.weight_stride >= p.k) && p.k < (1 << 30) &&
          p.n < (1 << 30) && p.weight_stride < (int64_t{1} << 38) && rows_aligned(p.x, p.x_stride, p.m, 2) &&
-         rows_aligned(p.weight, p.weight_stride, p.n, 2) && is_aligned(p.norm_weight, 16) &&
-         device_info(device) == cudaSuccess && device.compute_capability >= 90 && device.shared_bytes >= 200 * 1024 &&
-         has_tensor_maps() && (p.m <= kLinearMaxMmaTokens || device.has_wgmma);
+         rows_aligned(p.weight, p.weight_stride, p.n, 2) && is_aligned(p.norm_weight, 16);
 }
 
 // The route beyond 16 tokens. Measured on an H200, in us, cuBLAS without the launches that it needs beside it for
@@ -253,6 +279,8 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
 //   37888 x 3584, SwiGLU  |    66.7           75.2   |    74.2           74.9
 //   152064 x 3584         |   258.2          284     |   266.6          273.9
 //   the norm's launch     |     1.6, overlapped      |     2.2
+//   896 x 4864, 24 and 48 |     9.1           12.1   |     7.5            7.4
+//   896 x 896, 24 and 48  |     4.8            4.9   |     3.9            4.0
 //
 // Decode steps (in_step) do without cuBLAS up to 64 tokens.
 bool linear_is_faster(const LinearParams& p) {
@@ -260,6 +288,7 @@ bool linear_is_faster(const LinearParams& p) {
   if (p.m <= kLinearMaxMmaTokens || p.glu || p.in_step) return true;
   if (device_info(device) != cudaSuccess) return false;
   if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32;
+  if (linear_has_very_few_rows(p.n, device.clusters) && !p.residual) return false;
   if (linear_has_long_rows(p.k) || p.residual) return true;
   if (p.parts > 0) return true;  // cuBLAS would need a launch for the norm
   return p.m <= (p.normalize || linear_has_few_rows(p.n, device.clusters) ? 48 : 32);
@@ -302,8 +331,14 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
     p.x_stride = p.k;
     p.normalize = false;
   }
+  if (takes_sm80(device)) return launch_sm80(p, device, dtype, stream);
   if (p.m == 1 && gemv_is_faster(p.n, p.k, device.sm_count)) return gemv(p, dtype, stream);
   return launch_plan(p, plan_of(p, device), dtype, stream);
 }
 
 }  // namespace llmk::kernels
+
+// For tests and benchmarks, which call it through ctypes: whether every GPU takes the kernel of those without TMA.
+extern "C" __attribute__((visibility("default"))) void llmk_force_linear_sm80(int value) {
+  llmk::kernels::forced_sm80 = value != 0;
+}

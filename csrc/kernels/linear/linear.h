@@ -7,8 +7,8 @@
 
 namespace llmk::kernels {
 
-// Whether linear() takes this, on the current device: up to 64 rows of a 16-bit dtype (16 where there is no wgmma),
-// 16-byte aligned rows, sm_90.
+// Whether linear() takes this, on the current device: compute capability 8.0 and up, up to 64 rows of a 16-bit dtype
+// (16 where there is no wgmma), 16-byte aligned rows.
 bool linear_supported(const LinearParams& params, Dtype dtype);
 
 // Whether that is faster than cuBLAS (measured, see linear.cu).

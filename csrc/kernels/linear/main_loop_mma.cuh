@@ -9,8 +9,6 @@
 
 namespace llmk::kernels::few_tokens {
 
-#if __CUDA_ARCH__ >= 900
-
 // Adds the squares of 8 tokens: the diagonal of x x^T. A lane gets two elements of row lane / 4, as of any product.
 template <typename T>
 __device__ inline void mma_squares(float (&d)[2], uint32_t low, uint32_t high) {
@@ -22,29 +20,106 @@ __device__ inline void mma_squares(float (&d)[2], uint32_t low, uint32_t high) {
 // The address of 16-byte vector `vector` of the swizzled row at `row`.
 __device__ inline uint32_t swizzled(uint32_t row, int vector) { return row + (vector ^ (row / 128 % 8)) * 16; }
 
+// The sums of a warp: kTiles MMA tiles of 16 rows of W for kTokenTiles tiles of 8 tokens, and the tokens' squares.
+template <typename T, int kTokenTiles, int kTiles>
+struct Products {
+  float sums[kTiles][kTokenTiles][4], squares[kTokenTiles][2];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      squares[n][0] = squares[n][1] = 0.f;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) sums[i][n][0] = sums[i][n][1] = sums[i][n][2] = sums[i][n][3] = 0.f;
+    }
+  }
+
+  // A chunk of 64 columns of K. Addresses of this lane for ldmatrix, which loads four 8 x 8 matrices: w_row(i, flip) of
+  // MMA tile i, 16 rows by two vectors of 8 columns; x of the first 8 tokens by four vectors; norm_weight(flip) returns
+  // four vectors of the norm's weight. `flip`: what the address is to be XORed with. owns_squares(n): whether this warp
+  // sums up the squares of token tile n.
+  template <typename RowOf, typename NormWeight, typename Owns>
+  __device__ void add_chunk(const RowOf& w_row, uint32_t x, bool fold_norm, bool norm_offset,
+                            const NormWeight& norm_weight, const Owns& owns_squares) {
+#pragma unroll
+    for (int half = 0; half < 128; half += 64) {
+      uint32_t rows[2][kTiles][4], scales[4], b[kTokenTiles][4];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        load_matrices(rows[0][i], w_row(i, half));
+        load_matrices(rows[1][i], w_row(i, half ^ 32));
+      }
+      if (fold_norm) norm_weight(scales, half);
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) load_matrices(b[n], (x ^ half) + n * 1024);
+      if (fold_norm) {
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+          if (owns_squares(n)) {
+            mma_squares<T>(squares[n], b[n][0], b[n][1]);
+            mma_squares<T>(squares[n], b[n][2], b[n][3]);
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) b[n][i] = apply_norm_weight<T>(b[n][i], scales[i], norm_offset);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) mma_16x8x16<T>(sums[i][n], rows[0][i], b[n][0], b[n][1]);
+      }
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) mma_16x8x16<T>(sums[i][n], rows[1][i], b[n][2], b[n][3]);
+      }
+    }
+  }
+
+  // Writes the sums of the K group's `m` tokens to shared memory, those of MMA tiles from `first_tile` on.
+  template <typename Owns>
+  __device__ void store(const Arguments& a, const Layout& layout, int k_group, int first_tile, unsigned char* shared,
+                        const Owns& owns_squares) const {
+    const LinearPlan& plan = a.plan;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = a.m;
+    const uint32_t base = layout.full;
+    float* const partials = reinterpret_cast<float*>(shared + (layout.partials - base)) + k_group * m * plan.pitch;
+    float* const squares_of = reinterpret_cast<float*>(shared + (layout.squares - base)) + k_group * kLinearMaxTokens;
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      if (a.fold_norm && owns_squares(n) && t == g / 2) squares_of[n * 8 + g] = g % 2 ? squares[n][1] : squares[n][0];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int token = n * 8 + 2 * t + e % 2, at = (first_tile + i) * 16 + g + e / 2 * 8;
+          if (token < m) partials[token * plan.pitch + at] = sums[i][n][e];
+        }
+      }
+    }
+  }
+};
+
+#if __CUDA_ARCH__ >= 900
+
 // Multiplies the k tiles of this warp in [begin, end), those of one output tile, and writes its partial sums to shared
 // memory. kTiles: consumer.mma_tiles.
 template <typename T, int kTokenTiles, int kTiles, int kThreads>
 __device__ void main_loop_mma(const Arguments& a, const Layout& layout, const KRange& k_range, Consumer& consumer,
                               int begin, int end, unsigned char* shared) {
   const LinearPlan& plan = a.plan;
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = a.m, chunks = plan.chunks;
+  const int lane = threadIdx.x % 32, m = a.m, chunks = plan.chunks;
   const uint32_t chunk_bytes = plan.box_rows * 128;
-  // ldmatrix loads four 8 x 8 matrices: of W 16 rows by two vectors of 8 columns, of x 8 tokens by four vectors.
   const int w_vector = lane / 16, x_vector = lane / 8;
-  const bool fold_norm = a.fold_norm;
   // Each of the (at most two) token tiles has one row consumer that sums up its squares.
   const auto owns_squares = [&](int n) { return (n < plan.row_consumers ? n : 0) == consumer.row_consumer; };
   uint32_t offset[kTiles];
-  float sums[kTiles][kTokenTiles][4], squares[kTokenTiles][2];
-#pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) squares[n][0] = squares[n][1] = 0.f;
+  Products<T, kTokenTiles, kTiles> products;
+  products.clear();
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     const int tile = consumer.first_mma_tile + i, box = tile >= plan.mma_tiles_per_box;
     offset[i] = box * plan.box_bytes + (tile - box * plan.mma_tiles_per_box) * 2048;
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) sums[i][n][0] = sums[i][n][1] = sums[i][n][2] = sums[i][n][3] = 0.f;
   }
   while (consumer.k_tile < end) {
     const uint32_t w = layout.ring + consumer.stage * plan.stage_bytes, x = w + plan.boxes * plan.box_bytes;
@@ -55,61 +130,15 @@ __device__ void main_loop_mma(const Arguments& a, const Layout& layout, const KR
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c, w_row += chunk_bytes, x_row += m * 128, norm_weight += 128) {
       const uint32_t w_lane = swizzled(w_row, w_vector), x_lane = swizzled(x_row, x_vector);
-#pragma unroll
-      for (int half = 0; half < 128; half += 64) {
-        uint32_t rows[2][kTiles][4], scales[4], b[kTokenTiles][4];
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-          load_matrices(rows[0][i], offset[i] + (w_lane ^ half));
-          load_matrices(rows[1][i], offset[i] + (w_lane ^ half ^ 32));
-        }
-        if (fold_norm) load_matrices(scales, norm_weight + half);
-#pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) load_matrices(b[n], (x_lane ^ half) + n * 1024);
-        if (fold_norm) {
-#pragma unroll
-          for (int n = 0; n < kTokenTiles; ++n) {
-            if (owns_squares(n)) {
-              mma_squares<T>(squares[n], b[n][0], b[n][1]);
-              mma_squares<T>(squares[n], b[n][2], b[n][3]);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) b[n][i] = apply_norm_weight<T>(b[n][i], scales[i], a.norm_offset);
-          }
-        }
-#pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < kTiles; ++i) mma_16x8x16<T>(sums[i][n], rows[0][i], b[n][0], b[n][1]);
-        }
-#pragma unroll
-        for (int n = 0; n < kTokenTiles; ++n) {
-#pragma unroll
-          for (int i = 0; i < kTiles; ++i) mma_16x8x16<T>(sums[i][n], rows[1][i], b[n][2], b[n][3]);
-        }
-      }
+      products.add_chunk(
+          [&](int i, int flip) { return offset[i] + (w_lane ^ flip); }, x_lane, a.fold_norm, a.norm_offset,
+          [&](uint32_t(&scales)[4], int flip) { load_matrices(scales, norm_weight + flip); }, owns_squares);
     }
     consumer.release(plan, layout);
   }
   // Other warps may still read the previous tile's partial sums, or the ring where these go.
   named_barrier(kConsumersBarrier, kThreads);
-  const uint32_t base = layout.full;
-  float* const partials =
-      reinterpret_cast<float*>(shared + (layout.partials - base)) + consumer.k_group * m * plan.pitch;
-  float* const squares_of =
-      reinterpret_cast<float*>(shared + (layout.squares - base)) + consumer.k_group * kLinearMaxTokens;
-#pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) {
-    if (fold_norm && owns_squares(n) && t == g / 2) squares_of[n * 8 + g] = g % 2 ? squares[n][1] : squares[n][0];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int token = n * 8 + 2 * t + e % 2, at = (consumer.first_mma_tile + i) * 16 + g + e / 2 * 8;
-        if (token < m) partials[token * plan.pitch + at] = sums[i][n][e];
-      }
-    }
-  }
+  products.store(a, layout, consumer.k_group, consumer.first_mma_tile, shared, owns_squares);
 }
 
 #endif

@@ -143,10 +143,58 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   return plan;
 }
 
+// Linears without TMA (linear_sm80.cuh): warps, each a K group; stages of each warp's ring; shared memory of a block,
+// which every GPU from 8.0 on has. Two such blocks share an SM that has room for them.
+constexpr int kLinearSm80Warps = 4, kLinearSm80Stages = 3;
+constexpr size_t kLinearSm80Shared = 99 * 1024;
+
+inline int64_t linear_sm80_blocks(int sm_count, size_t most_shared_bytes) {
+  return int64_t{sm_count} * (most_shared_bytes >= 2 * kLinearSm80Shared ? 2 : 1);
+}
+
+// `blocks`: how many run at the same time.
+inline LinearPlan plan_linear_sm80(const LinearShape& shape, int64_t blocks) {
+  const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int m = static_cast<int>(shape.m);
+  LinearPlan plan{};
+  plan.cluster = 1;
+  plan.boxes = shape.glu ? 2 : 1;
+  plan.row_consumers = 1, plan.k_consumers = kLinearSm80Warps;
+  plan.x_rows = m;
+  // Rows that leave the fewest bytes to the last round of blocks; some rows' worth of time go by in an epilogue.
+  const int64_t out = shape.glu ? shape.n / 2 : shape.n, k_chunks = divide_up(shape.k, kLinearChunk);
+  const int most = (m <= 8 ? 48 : 32) / plan.boxes;
+  int64_t least = 0;
+  for (int rows = 4; rows <= most; rows += 4) {
+    const int64_t cost = divide_up(divide_up(out, rows), blocks) * (plan.boxes * rows + m / 2 + 4);
+    if (least == 0 || cost <= least) least = cost, plan.box_rows = rows;
+  }
+  plan.tile_rows = plan.box_rows;
+  plan.output_tiles = static_cast<int>(divide_up(out, plan.tile_rows));
+  plan.mma_tiles_per_box = static_cast<int>(divide_up(plan.box_rows, 16));
+  plan.mma_tiles = plan.boxes * plan.mma_tiles_per_box;
+  plan.box_pitch = plan.mma_tiles_per_box * 16;
+  plan.pitch = static_cast<int>(divide_up(plan.boxes * plan.box_pitch, 32)) * 32 + 4;
+  const size_t partials = static_cast<size_t>(plan.k_consumers) * m * plan.pitch * sizeof(float);
+  const size_t slack = 2048;  // the last MMA tile reads beyond the rows that are there
+  const int chunk_bytes = (plan.boxes * plan.box_rows + m + shape.normalize) * 128;
+  const int ring_chunks = kLinearSm80Warps * kLinearSm80Stages * chunk_bytes;
+  const auto fitting = static_cast<int64_t>((kLinearSm80Shared - kLinearHeaderBytes - slack - partials) / ring_chunks);
+  plan.chunks =
+      static_cast<int>(std::clamp<int64_t>(k_chunks / (2 * kLinearSm80Warps), 1, std::min<int64_t>(fitting, 4)));
+  plan.k_tiles = static_cast<int>(divide_up(k_chunks, plan.chunks));
+  plan.stages = kLinearSm80Warps * kLinearSm80Stages;
+  plan.stage_bytes = plan.chunks * chunk_bytes;
+  plan.norm_weight_bytes = slack;  // there is no norm's weight beside the ring: Layout puts the slack there
+  plan.shared_bytes = kLinearHeaderBytes + static_cast<size_t>(plan.stages) * plan.stage_bytes + slack + partials;
+  return plan;
+}
+
 // Shape classes of the tables below, by how many rows an SM gets.
 inline bool linear_has_many_rows(int64_t n, const int* clusters) { return n > int64_t{128} * clusters[1]; }
 // Whether the rows of two SMs fit one tile of wgmma.
 inline bool linear_has_few_rows(int64_t n, const int* clusters) { return n <= int64_t{64} * clusters[2]; }
+inline bool linear_has_very_few_rows(int64_t n, const int* clusters) { return n <= int64_t{32} * clusters[2]; }
 inline bool linear_has_long_rows(int64_t k) { return k > 8192; }
 
 // Up to 16 tokens take mma.sync, which folds the norm; more take wgmma. A gated activation keeps fewer bytes in flight,

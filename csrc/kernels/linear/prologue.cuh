@@ -18,8 +18,6 @@
 
 namespace llmk::kernels::few_tokens {
 
-#if __CUDA_ARCH__ >= 900
-
 __device__ inline uint32_t shared_load_int(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
@@ -118,7 +116,5 @@ __device__ inline void load_rstd(const Arguments& a, const Layout& layout, unsig
     reinterpret_cast<float4*>(shared + (layout.squares - layout.full))[quad] = {sums[0], sums[1], sums[2], sums[3]};
   }
 }
-
-#endif
 
 }  // namespace llmk::kernels::few_tokens

@@ -65,8 +65,6 @@ struct Arguments {
   LinearPlan plan;
 };
 
-#if __CUDA_ARCH__ >= 900
-
 // Named barriers: all consumers; the consumers and the warp that loads 1 / rms.
 constexpr int kConsumersBarrier = 1, kRstdBarrier = 2;
 
@@ -85,6 +83,8 @@ struct Layout {
     partials = plan.sums_alias_ring ? ring : norm_weight + plan.norm_weight_bytes;
   }
 };
+
+#if __CUDA_ARCH__ >= 900
 
 // The k tiles that this block sums up: split-K over the blocks of the cluster.
 struct KRange {
