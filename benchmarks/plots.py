@@ -14,6 +14,7 @@ from benchmarks.report import cases
 from benchmarks.results import load
 
 NAMES_AND_COLOURS = {
+    "llmkernels_sm80": ("llmkernels, without TMA", "#f4a6a6"),
     "llmkernels": ("llmkernels", "#d62728"),
     "generate": ("model.generate, patched", "#f4a3a3"),
     "forward": ("a loop over the forward, patched", "#b5515f"),

@@ -1,17 +1,16 @@
-// Plans of linears without TMA, csrc/kernels/linear/plan.h: one line of JSON per line of standard input, "blocks m n k
-// glu normalize".
+// Plans of linears without TMA, csrc/kernels/linear/plan.h: one line of JSON per line of standard input, "sm_count m n
+// k glu normalize".
 #include <cstdio>
 
 #include "kernels/linear/plan.h"
 
 int main() {
   using namespace llmk::kernels;
-  long long blocks, m, n, k;
-  int glu, normalize;
-  while (std::scanf("%lld %lld %lld %lld %d %d", &blocks, &m, &n, &k, &glu, &normalize) == 6) {
-    const LinearPlan plan = plan_linear_sm80({m, n, k, glu != 0, normalize != 0}, blocks);
-    std::printf(
-        "{\"rows\": %d, \"tiles\": %d, \"mma_tiles\": %d, \"chunks\": %d, \"k_tiles\": %d, \"shared\": %zu}\n",
-        plan.tile_rows, plan.output_tiles, plan.mma_tiles, plan.chunks, plan.k_tiles, plan.shared_bytes);
+  int sm_count, glu, normalize;
+  long long m, n, k;
+  while (std::scanf("%d %lld %lld %lld %d %d", &sm_count, &m, &n, &k, &glu, &normalize) == 6) {
+    const LinearPlan plan = plan_linear_sm80({m, n, k, glu != 0, normalize != 0}, sm_count);
+    std::printf("{\"rows\": %d, \"tiles\": %d, \"mma_tiles\": %d, \"chunks\": %d, \"k_tiles\": %d, \"shared\": %zu}\n",
+                plan.tile_rows, plan.output_tiles, plan.mma_tiles, plan.chunks, plan.k_tiles, plan.shared_bytes);
   }
 }

@@ -205,9 +205,9 @@ Arguments arguments_of(const LinearParams& p, const LinearPlan& plan) {
 }
 
 cudaError_t launch_sm80(const LinearParams& p, const DeviceInfo& device, Dtype dtype, cudaStream_t stream) {
-  const int64_t blocks = linear_sm80_blocks(device.sm_count, device.shared_bytes);
-  const LinearPlan plan =
-      plan_linear_sm80({.m = p.m, .n = p.n, .k = p.k, .glu = p.glu.has_value(), .normalize = p.normalize}, blocks);
+  const LinearPlan plan = plan_linear_sm80(
+      {.m = p.m, .n = p.n, .k = p.k, .glu = p.glu.has_value(), .normalize = p.normalize}, device.sm_count);
+  const int64_t blocks = int64_t{device.sm_count} * (device.shared_bytes >= 2 * kLinearSm80Shared ? 2 : 1);
   const few_tokens::Sm80Operands operands{p.weight, p.x, p.weight_stride * 2, p.x_stride * 2};
   return few_tokens::launch_sm80(arguments_of(p, plan), operands,
                                  static_cast<int>(std::min<int64_t>(blocks, plan.output_tiles)), dtype, stream);
@@ -273,7 +273,7 @@ bool linear_supported(const LinearParams& p, Dtype dtype) {
 //   case, n x k           | linear, 32 and 64 tokens | cuBLAS, 32 and 64 tokens
 //   ----------------------|--------------------------|-------------------------
 //   3584 x 3584           |     9.0           10.3   |    11.4            9.5
-//   4608 x 3584           |    10.6           11.7   |    11.0           11.2
+//   4608 x 3584           |    12.0           11.7   |    10.8           11.2
 //   3584 x 18944          |    33.6           38.2   |    39.5           41.6
 //   18944 x 3584          |    32.8           37.0   |    37.8           36.4
 //   37888 x 3584, SwiGLU  |    66.7           75.2   |    74.2           74.9
@@ -291,7 +291,7 @@ bool linear_is_faster(const LinearParams& p) {
   if (linear_has_very_few_rows(p.n, device.clusters) && !p.residual) return false;
   if (linear_has_long_rows(p.k) || p.residual) return true;
   if (p.parts > 0) return true;  // cuBLAS would need a launch for the norm
-  return p.m <= (p.normalize || linear_has_few_rows(p.n, device.clusters) ? 48 : 32);
+  return linear_has_few_rows(p.n, device.clusters) && p.m <= 48;
 }
 
 size_t linear_workspace_bytes(const LinearParams& p, Dtype dtype) {

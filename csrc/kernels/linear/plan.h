@@ -148,12 +148,7 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
 constexpr int kLinearSm80Warps = 4, kLinearSm80Stages = 3;
 constexpr size_t kLinearSm80Shared = 99 * 1024;
 
-inline int64_t linear_sm80_blocks(int sm_count, size_t most_shared_bytes) {
-  return int64_t{sm_count} * (most_shared_bytes >= 2 * kLinearSm80Shared ? 2 : 1);
-}
-
-// `blocks`: how many run at the same time.
-inline LinearPlan plan_linear_sm80(const LinearShape& shape, int64_t blocks) {
+inline LinearPlan plan_linear_sm80(const LinearShape& shape, int sm_count) {
   const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int m = static_cast<int>(shape.m);
   LinearPlan plan{};
@@ -161,12 +156,13 @@ inline LinearPlan plan_linear_sm80(const LinearShape& shape, int64_t blocks) {
   plan.boxes = shape.glu ? 2 : 1;
   plan.row_consumers = 1, plan.k_consumers = kLinearSm80Warps;
   plan.x_rows = m;
-  // Rows that leave the fewest bytes to the last round of blocks; some rows' worth of time go by in an epilogue.
+  // Rows for which the SM with the most tiles copies the fewest rows of W and x; an epilogue takes the time of some
+  // more.
   const int64_t out = shape.glu ? shape.n / 2 : shape.n, k_chunks = divide_up(shape.k, kLinearChunk);
-  const int most = (m <= 8 ? 48 : 32) / plan.boxes;
+  const int most = (m <= 8 ? 48 : 36) / plan.boxes;  // what shared memory holds
   int64_t least = 0;
   for (int rows = 4; rows <= most; rows += 4) {
-    const int64_t cost = divide_up(divide_up(out, rows), blocks) * (plan.boxes * rows + m / 2 + 4);
+    const int64_t cost = divide_up(divide_up(out, rows), sm_count) * (plan.boxes * rows + m + 4);
     if (least == 0 || cost <= least) least = cost, plan.box_rows = rows;
   }
   plan.tile_rows = plan.box_rows;
@@ -174,7 +170,7 @@ inline LinearPlan plan_linear_sm80(const LinearShape& shape, int64_t blocks) {
   plan.mma_tiles_per_box = static_cast<int>(divide_up(plan.box_rows, 16));
   plan.mma_tiles = plan.boxes * plan.mma_tiles_per_box;
   plan.box_pitch = plan.mma_tiles_per_box * 16;
-  plan.pitch = static_cast<int>(divide_up(plan.boxes * plan.box_pitch, 32)) * 32 + 4;
+  plan.pitch = plan.boxes * plan.box_pitch + 4;  // so that stores and loads of the partial sums cover all banks
   const size_t partials = static_cast<size_t>(plan.k_consumers) * m * plan.pitch * sizeof(float);
   const size_t slack = 2048;  // the last MMA tile reads beyond the rows that are there
   const int chunk_bytes = (plan.boxes * plan.box_rows + m + shape.normalize) * 128;
