@@ -137,25 +137,10 @@ __device__ inline void cluster_store(uint32_t address, const float4& v, uint32_t
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 }
-// Arrives at another block's barrier, by its cluster_address(). Earlier writes to any block of the cluster are visible
-// after barrier_wait_cluster().
+// Arrives at another block's barrier, by its cluster_address(): memory there has been read, and may be filled again.
+// Makes no writes visible to that block. An arrival that did is a fence of the GPU, some 1 us; see cluster_store().
 __device__ inline void barrier_arrive_cluster(uint32_t address) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
-}
-// The same where no writes need to be visible: of a stage that wgmma has read and copies fill again. The ordered
-// arrival is a fence of the GPU: some 1 us.
-__device__ inline void barrier_arrive_cluster_relaxed(uint32_t address) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
-}
-__device__ inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
 }
 __device__ inline float cluster_load(uint32_t address) {
   float value;

@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(kThreads + 32, S::kBlocks)
 #pragma unroll 1
   while (true) {
     if (reschedule)
-      scheduler = TileScheduler<S>(seqlens, work_tiles, plan_splits(seqlens, work_tiles, cluster.count, plan.min_tiles),
+      scheduler = TileScheduler<S>(seqlens, work_tiles,
+                                   plan_splits(seqlens, work_tiles, cluster.count, plan.min_tiles, plan.switch_tiles),
                                    cluster.index);
     const auto read_seqlens = [&] {
       if (!params.prefetch_cache) wait();

@@ -190,7 +190,7 @@ class Merger {
 #if __CUDA_ARCH__ >= 900
     const uint32_t base = shared_address(shared_);
     wait_for_cluster();
-    if (round_ > 0) barrier_wait_cluster(base + layout_.partials_empty, (round_ - 1) % 2);
+    if (round_ > 0) barrier_wait(base + layout_.partials_empty, (round_ - 1) % 2);
     const uint32_t full = base + layout_.partials_full;
     if (threadIdx.x == 0) {
       const int owned = (queries + cluster_.size - 1 - cluster_.rank) >> (__ffs(cluster_.size) - 1);
@@ -210,7 +210,8 @@ class Merger {
     barrier_wait(full, round_ % 2);
 #endif
   }
-  // This block has read the partial outputs of the others: each of its warps arrives at every block of the cluster.
+  // This block has read the partial outputs of the others, and used them: each of its warps arrives at every block of
+  // the cluster.
   __device__ void release_partials() const {
 #if __CUDA_ARCH__ >= 900
     __syncwarp();

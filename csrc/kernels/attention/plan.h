@@ -11,14 +11,15 @@
 namespace llmk::kernels {
 
 // The kernel keeps all lengths in shared memory. It counts KV tiles in 32 bits, and pads those of a work tile to at
-// most twice their number. A launch may have this many sequences, even if all of them use their whole capacity.
-constexpr int64_t kMaxSequences = 1024, kMaxKvTiles = int64_t{1} << 29;
+// most twice their number and kMaxSwitchTiles more. A launch may have this many sequences, even if all of them use
+// their whole capacity.
+constexpr int64_t kMaxSequences = 1024, kMaxKvTiles = int64_t{1} << 29, kMaxSwitchTiles = 4;
 inline int64_t sequences_per_launch(const DecodeAttentionParams& params) {
   const int64_t queries = params.heads / params.kv_heads * params.tokens,
                 work_tiles = params.kv_heads * ((queries + 7) / 8);
   const int64_t kv_tile = kv_tile_of(static_cast<int>(params.head_dim));
   return std::min(kMaxSequences,
-                  kMaxKvTiles / (std::max<int64_t>((params.cache.capacity + kv_tile - 1) / kv_tile, 1) * work_tiles));
+                  kMaxKvTiles / (((params.cache.capacity + kv_tile - 1) / kv_tile + kMaxSwitchTiles) * work_tiles));
 }
 
 struct DecodePlan {
@@ -28,8 +29,8 @@ struct DecodePlan {
   int query_tiles;      // per kv head
   int cluster;          // blocks: 1, 2, 4, 8 or 16
   int clusters;
-  int min_tiles;     // see plan_splits()
-  int stages;        // of the ring
+  int min_tiles, switch_tiles;  // see plan_splits()
+  int stages;                   // of the ring
   int pdl_tiles;     // KV tiles that a block has left when the next kernel may start; 0: it may from the beginning
   int box_keys;      // of one copy: 64, 32 or 16
   int log2_boxes;    // in a KV tile
@@ -74,8 +75,9 @@ constexpr int kPdlTiles = 1;
 //    128 x  5                    |  10.7                               |            10.5
 //     40 x 32                    |  17.5         17.4                  |  20.6      17.0
 //     64 x 128                   |                                     |  97.1      87.6
-constexpr int kFewTiles = 4;    // of each block
-constexpr int kManyTiles = 32;  // of a work tile
+constexpr int kSwitchTiles = 2;  // of a block go by while it ends a work tile and begins the next
+constexpr int kFewTiles = 4;     // of each block
+constexpr int kManyTiles = 32;   // of a work tile
 
 // As many stages as fit into `bytes`; a ring needs at least two.
 inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
@@ -130,6 +132,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
   }
   plan.clusters = std::clamp(plan.clusters, 1, kMaxBlocks / plan.cluster);
   plan.min_tiles = std::max(4 * plan.cluster, 8);
+  plan.switch_tiles = std::min<int>(kSwitchTiles * plan.cluster, kMaxSwitchTiles);
   plan.box_keys = kMaxBoxKeys;
   while (params.cache.block_table && plan.box_keys > kMmaKeys && params.cache.page_size % plan.box_keys != 0)
     plan.box_keys /= 2;

@@ -6,7 +6,8 @@
 //
 // All KV tiles form one line: sequence after sequence, in each work tile after work tile. Cluster i takes the KV tiles
 // [i, i + 1) * SplitPlan::kv_tiles of it (stream-K). The plan is made on the device from the sequence lengths there, so
-// every cluster gets an even part for any lengths, and a captured launch serves all of them.
+// every cluster gets an even part for any lengths, and a captured launch serves all of them. A work tile counts as some
+// KV tiles more than it has, for what it takes to begin and to end one: `switch_tiles` on the line behind its last.
 //
 //   KV tiles of 64 keys, 2 sequences of 150 and 100, 2 kv heads: 4 work tiles A to D of 10 KV tiles in all. 3 clusters
 //   of 2 blocks:
@@ -109,16 +110,20 @@ __device__ inline int warp_max(int x) { return __reduce_max_sync(0xffffffffu, x)
 __device__ inline int warp_add(int x) { return __reduce_add_sync(0xffffffffu, x); }
 
 struct SplitPlan {
-  int kv_tiles;  // per cluster
-  bool aligned;  // every work tile begins with a cluster of its own: it counts as a multiple of kv_tiles
+  int kv_tiles;      // per cluster
+  bool aligned;      // every work tile begins with a cluster of its own: it counts as a multiple of kv_tiles
+  int switch_tiles;  // else: what a work tile counts more than its KV tiles
 
-  __device__ int padded(int length) const { return aligned ? divide_up(length, kv_tiles) * kv_tiles : length; }
+  __device__ int padded(int length) const {
+    return aligned ? divide_up(length, kv_tiles) * kv_tiles : length + switch_tiles;
+  }
 };
 
 // For whole warps; `work_tiles` is per sequence. Aligned where there is a cluster for every work tile, and that takes
 // at most `min_tiles` more KV tiles per cluster than an even split. Fewer than `min_tiles` are not split.
 template <typename S>
-__device__ SplitPlan plan_splits(const SequenceLengths<S>& seqlens, int work_tiles, int clusters, int min_tiles) {
+__device__ SplitPlan plan_splits(const SequenceLengths<S>& seqlens, int work_tiles, int clusters, int min_tiles,
+                                 int switch_tiles) {
   const int batch = seqlens.batch();
   int total = 0, longest = 0;
 #pragma unroll 1
@@ -136,9 +141,9 @@ __device__ SplitPlan plan_splits(const SequenceLengths<S>& seqlens, int work_til
     int kv_tiles = divide_up(longest, divide(clusters, all_work_tiles));
     if (all_work_tiles < clusters) kv_tiles = min(kv_tiles, divide_up(total, clusters - all_work_tiles));
     kv_tiles = max(kv_tiles, min_tiles);
-    if (kv_tiles <= max(even_split, min_tiles) + min_tiles) return {kv_tiles, true};
+    if (kv_tiles <= max(even_split, min_tiles) + min_tiles) return {kv_tiles, true, 0};
   }
-  return {even_split, false};
+  return {max(divide_up(total + all_work_tiles * switch_tiles, clusters), 1), false, switch_tiles};
 }
 
 // The work tiles of a cluster, one after another. Positions count KV tiles along the line.
@@ -184,6 +189,7 @@ struct TileScheduler {
     work_tile_begin = base + work_tile * padded_tiles;
     first_kv_tile = begin - work_tile_begin;
     if (batch == 1 && work_tile >= work_tiles) b = 1;
+    if (b < batch && first_kv_tile >= kv_tiles) next(seqlens, work_tiles);  // it begins behind the work tile's last one
   }
 
   __device__ bool done(int batch) const { return b >= batch || work_tile_begin + first_kv_tile >= end; }

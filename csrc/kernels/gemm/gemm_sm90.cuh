@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     unsigned char* const place = shared + (store - base) + (warp - 4) * kStoreBytes;
     float sums[kParts][kColumns / 2];
     const auto release = [&](int stage) {
-      if (lane < a.cluster) barrier_arrive_cluster_relaxed(cluster_address(empty + 8 * stage, lane));
+      if (lane < a.cluster) barrier_arrive_cluster(cluster_address(empty + 8 * stage, lane));
     };
     Position<R::kStages> at;
     if (kAlternates && group == 1) at.advance(a.k_tiles);
