@@ -8,7 +8,8 @@ import torch._functorch.config
 from torch import Tensor
 
 # The columns of every table and picture, in this order.
-PROVIDERS = ("eager", "torch", "compile", "triton", "liger", "cublas", "cudnn", "flash", "llmkernels_sm80", "llmkernels")
+PEERS = ("eager", "torch", "compile", "triton", "liger", "cublas", "cudnn", "flash")
+PROVIDERS = (*PEERS, "llmkernels_sm80", "llmkernels")
 CPU_PROVIDERS = ("eager", "torch", "llmkernels")
 OURS = "llmkernels"
 
