@@ -34,9 +34,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y, (..., N), contiguous where the kernel runs.
 
     The kernel takes up to 16 rows of float16 or bfloat16, K a multiple of 8 and every row 16-byte aligned, on a GPU of
-    compute capability 9.0 or later with 200 KB of shared memory per block (not 12.x); on 9.0 up to 64 rows, where it
-    has been measured to be as fast as cuBLAS. Everything else is PyTorch's own linear: more rows, float32, other GPUs,
-    the CPU.
+    compute capability 8.0 or later; on 9.0 up to 64 rows, where it has been measured to be as fast as cuBLAS.
+    Everything else is PyTorch's own linear: more rows, float32, other GPUs, the CPU.
     Layout: rows of x and weight any constant distance apart are read in place.
     Autocast: casts the tensors, as it does for ``torch.nn.functional.linear``.
     Arithmetic: products summed in float32, bias added, rounded once.

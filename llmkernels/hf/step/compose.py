@@ -4,7 +4,7 @@
     for each branch of each layer:  hidden += multiplier * post(block(pre(hidden)))
     logits = head(norm(hidden))
 
-What runs for a layer as Llama's, one token, on a GPU of compute capability 9.0, is five launches:
+What runs for a layer as Llama's, one token, on a GPU, is five launches:
 
     qkv = rms_norm(hidden) Wqkv^T + b              rms_norm_linear
     a = attention(rope(q), cache + rope(k), v)     rope_decode_attention: rotates, writes the cache, attends

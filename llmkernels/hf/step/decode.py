@@ -7,8 +7,8 @@
 Each call asks whether the model is still what its description was read from; if it is not, it is read anew. What is
 kept between calls is addresses: of the model and of a caller's cache it keeps nothing alive.
 
-A layer as Llama's is five launches on a GPU of compute capability 9.0, for up to 64 sequences in bfloat16 or float16,
-and the head is one or two. Other layers and GPUs take more.
+A layer as Llama's is five launches for up to 16 sequences in bfloat16 or float16, and for up to 64 on a GPU of compute
+capability 9.0; the head is one or two. Other layers take more.
 """
 
 import threading

@@ -11,9 +11,9 @@ torch.cuda.CUDAGraph captures streams. While it does, no other thread may wait f
 ties every capture and replay to the device's default generator, so that others may neither replay nor draw random
 numbers.
 
-Where an op takes cuBLAS (in float32, on GPUs of another compute capability than 9.0), only that call is captured. A
-torch.cuda.synchronize() in another thread at this very moment raises, as beside any capture, and the step runs without
-a graph.
+Where an op takes cuBLAS (in float32, for many rows, and beyond 16 on GPUs of another compute capability than 9.0), only
+that call is captured. A torch.cuda.synchronize() in another thread at this very moment raises, as beside any capture,
+and the step runs without a graph.
 """
 
 import ctypes
