@@ -1,12 +1,15 @@
 """Shared by the tests of the linear ops: shapes, inputs, eager formulas, comparisons."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import oracles
-from oracles import DEVICES, DTYPES, assert_accurate, scaled_rows
+from llmkernels import linear, rms_norm_linear
+from oracles import DEVICES, DTYPES, assert_accurate, assert_same, scaled_rows
 
 _op = torch.ops.llmkernels
 
@@ -87,3 +90,47 @@ def compare(ours, eager, inputs, **options):
         sizes = eager(*(t if t is None else t.abs() for t in inputs64), **options)
     scale = torch.maximum(exact.abs(), sizes).amax(-1, keepdim=True)
     assert_accurate(ours(*inputs, **options), eager(*inputs, **options), exact, scale)
+
+
+def kernels(function):
+    """The names of the kernels that a call runs."""
+    function()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events()]
+
+
+def check_every_linear(m, n, k, dtype):
+    """All forms of a linear on the GPU, beside eager."""
+    x, norm_weight, weight, bias = make(m, n, k, dtype, "cuda")
+    compare(linear, F.linear, (x, weight, bias))
+    compare(linear, F.linear, (x, weight, None))
+    compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
+    residual = torch.randn_like(F.linear(x, weight))
+    compare(add, eager_add, (residual, x, weight))
+    compare(partial(add, alpha=0.22), partial(eager_add, alpha=0.22), (residual, x, weight, bias))
+    compare(_op.glu_linear, eager_glu, (x, weight))
+    compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
+
+
+def check_overlapping_launches(m):
+    """A chain in which each kernel starts while the previous one still runs gives what it gives launch by launch."""
+    inputs = [make(m, 2048, 2048, torch.bfloat16, "cuda", bias=False) for _ in range(4)]
+
+    def chain(synchronize):
+        h = inputs[0][0].clone()
+        if not synchronize:
+            torch.cuda._sleep(10_000_000)  # about 5 ms, in which all launches are made
+        for _, norm_weight, weight, _ in inputs * 2:
+            y = _op.rms_norm_linear(h, norm_weight, weight, in_step=True)
+            if synchronize:
+                torch.cuda.synchronize()
+            _op.linear_add_(h, y, weight, in_step=True)
+            if synchronize:
+                torch.cuda.synchronize()
+        return h
+
+    expected = chain(True)
+    for _ in range(20):
+        assert_same(chain(False), expected)

@@ -1,15 +1,23 @@
 """Linears of many tokens by the library's own kernel for Hopper (csrc/kernels/gemm)."""
 
 import ctypes
-from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import oracles
-from linear_cases import add, compare, eager_add, eager_glu, eager_norm_glu, eager_norm_linear, every_narrow_dtype, make
-from llmkernels import _library, gated_mlp, linear, rms_norm_linear
+from linear_cases import (
+    add,
+    check_every_linear,
+    compare,
+    eager_add,
+    eager_glu,
+    every_narrow_dtype,
+    kernels,
+    make,
+)
+from llmkernels import _library, gated_mlp, linear
 from oracles import assert_same
 
 pytestmark = pytest.mark.gpu
@@ -35,28 +43,11 @@ def force():
     force(0)
 
 
-def kernels(function):
-    """The names of the kernels that a call runs."""
-    function()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events()]
-
-
 @every_narrow_dtype
 @EVERY_M
 @EVERY_SHAPE
 def test_forward(m, n, k, dtype):
-    x, norm_weight, weight, bias = make(m, n, k, dtype, "cuda")
-    compare(linear, F.linear, (x, weight, bias))
-    compare(linear, F.linear, (x, weight, None))
-    compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
-    residual = torch.randn_like(F.linear(x, weight))
-    compare(add, eager_add, (residual, x, weight))
-    compare(partial(add, alpha=0.22), partial(eager_add, alpha=0.22), (residual, x, weight, bias))
-    compare(_op.glu_linear, eager_glu, (x, weight))
-    compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
+    check_every_linear(m, n, k, dtype)
 
 
 @every_narrow_dtype

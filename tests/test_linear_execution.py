@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from linear_cases import add, compare, eager_norm_glu, eager_norm_linear, every_m, make
+from linear_cases import add, check_overlapping_launches, compare, eager_norm_glu, eager_norm_linear, every_m, make
 from llmkernels import linear, rms_norm_linear
 from oracles import assert_same, captured, scaled_rows
 
@@ -83,24 +83,7 @@ def test_250_equal_reruns(m, n, k):
 @every_m
 def test_a_chain_of_overlapping_launches(m):
     """Each kernel starts while the previous one still runs, and must not read early what that one writes."""
-    inputs = [make(m, 2048, 2048, torch.bfloat16, "cuda", bias=False) for _ in range(4)]
-
-    def chain(synchronize):
-        h = inputs[0][0].clone()
-        if not synchronize:
-            torch.cuda._sleep(10_000_000)  # about 5 ms, in which all launches are made
-        for _, norm_weight, weight, _ in inputs * 2:
-            y = _op.rms_norm_linear(h, norm_weight, weight, in_step=True)
-            if synchronize:
-                torch.cuda.synchronize()
-            _op.linear_add_(h, y, weight, in_step=True)
-            if synchronize:
-                torch.cuda.synchronize()
-        return h
-
-    expected = chain(True)
-    for _ in range(20):
-        assert_same(chain(False), expected)
+    check_overlapping_launches(m)
 
 
 @pytest.mark.gpu

@@ -1,14 +1,24 @@
 """Linears of few tokens by the kernel of GPUs without TMA (csrc/kernels/linear/linear_sm80.cuh), on any GPU."""
 
 import ctypes
-from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 import oracles
-from linear_cases import add, compare, eager_add, eager_glu, eager_norm_glu, eager_norm_linear, every_narrow_dtype, make
+from linear_cases import (
+    add,
+    check_every_linear,
+    check_overlapping_launches,
+    compare,
+    eager_glu,
+    eager_norm_glu,
+    eager_norm_linear,
+    every_narrow_dtype,
+    kernels,
+    make,
+)
 from llmkernels import _library, linear, rms_norm_linear
 from oracles import assert_same, captured, scaled_rows
 
@@ -31,28 +41,11 @@ def force():
     force(0)
 
 
-def kernels(function):
-    """The names of the kernels that a call runs."""
-    function()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events()]
-
-
 @every_narrow_dtype
 @EVERY_M
 @EVERY_SHAPE
 def test_forward(m, n, k, dtype):
-    x, norm_weight, weight, bias = make(m, n, k, dtype, "cuda")
-    compare(linear, F.linear, (x, weight, bias))
-    compare(linear, F.linear, (x, weight, None))
-    compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
-    residual = torch.randn_like(F.linear(x, weight))
-    compare(add, eager_add, (residual, x, weight))
-    compare(partial(add, alpha=0.22), partial(eager_add, alpha=0.22), (residual, x, weight, bias))
-    compare(_op.glu_linear, eager_glu, (x, weight))
-    compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
+    check_every_linear(m, n, k, dtype)
 
 
 @every_narrow_dtype
@@ -125,24 +118,7 @@ def test_not_a_number_stays_in_its_row():
 @pytest.mark.parametrize("m", [1, 9])
 def test_a_chain_of_overlapping_launches(m):
     """Each kernel starts while the previous one still runs, and must not read early what that one writes."""
-    inputs = [make(m, 2048, 2048, torch.bfloat16, "cuda", bias=False) for _ in range(4)]
-
-    def chain(synchronize):
-        h = inputs[0][0].clone()
-        if not synchronize:
-            torch.cuda._sleep(10_000_000)  # about 5 ms, in which all launches are made
-        for _, norm_weight, weight, _ in inputs * 2:
-            y = _op.rms_norm_linear(h, norm_weight, weight, in_step=True)
-            if synchronize:
-                torch.cuda.synchronize()
-            _op.linear_add_(h, y, weight, in_step=True)
-            if synchronize:
-                torch.cuda.synchronize()
-        return h
-
-    expected = chain(True)
-    for _ in range(20):
-        assert_same(chain(False), expected)
+    check_overlapping_launches(m)
 
 
 @pytest.mark.parametrize("m", [1, 16])
