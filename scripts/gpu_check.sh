@@ -69,6 +69,7 @@ for tool in "${tools[@]}"; do
     -k "cuda or gpu" "${skipped[@]}" --junitxml="$work/$tool.xml" "$@" tests || true &
 done
 
+# --order: where a worker has crashed, what ran before.
 # Workers share the GPU, so the tests that want most of its memory run after the others, one by one. They share the cores
 # as well: 16 of them with a thread per core each take ten times as long as with one.
 if [ "$tests" = two_gpus ]; then
@@ -83,7 +84,7 @@ elif [ -n "$tests" ]; then
   echo tests >> "$work/started"
   if [ ${#workers[@]} -gt 0 ]; then
     echo tests_large >> "$work/started"
-    "${threads[@]}" "${run[@]}" "${workers[@]}" -m "not large" --junitxml="$work/tests.xml" "$@" tests || true
+    "${threads[@]}" "${run[@]}" "${workers[@]}" -m "not large" --order "$work" --junitxml="$work/tests.xml" "$@" tests || true
     "${run[@]}" -m large --junitxml="$work/tests_large.xml" "$@" tests || true
   else
     "${run[@]}" --junitxml="$work/tests.xml" "$@" tests || true

@@ -8,7 +8,9 @@ Every test that takes `device` runs on the CPU and, where there is one, on the G
 """
 
 import gc
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,17 +18,28 @@ import torch
 from oracles import DEVICES
 
 CUDA = "cuda" in DEVICES
+_order = None  # see --order
 
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz-seeds", metavar="FIRST:END", help="fuzz exactly these seeds, one test each")
+    parser.addoption("--order", metavar="DIR", help="a file per process: its tests, in the order in which they began")
 
 
 def pytest_configure(config):
+    global _order
+    if (folder := config.getoption("--order")) and (hasattr(config, "workerinput") or not config.getoption("-n", None)):
+        _order = Path(folder).absolute() / f"order_{os.environ.get('PYTEST_XDIST_WORKER', 'main')}.txt"
     config.addinivalue_line("markers", "gpu: needs a GPU")
     config.addinivalue_line("markers", "two_gpus: needs two GPUs")
     config.addinivalue_line("markers", "large(gib): needs a GPU with this much free memory")
     config.addinivalue_line("markers", "sanitizer: short selection for compute-sanitizer")
+
+
+def pytest_runtest_logstart(nodeid):
+    if _order:
+        with _order.open("a") as file:  # closed before the test, which may crash
+            print(nodeid, file=file)
 
 
 def pytest_runtest_setup(item):

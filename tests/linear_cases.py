@@ -134,3 +134,35 @@ def check_overlapping_launches(m):
     expected = chain(True)
     for _ in range(20):
         assert_same(chain(False), expected)
+
+
+def check_rows_apart(m, dtype):
+    """x, W and the residual are slices of wider tensors."""
+    wide_x, _, wide_weight, _ = make(m, 512, 192, dtype, "cuda")
+    wide = torch.randn(m, 1024, device="cuda").to(dtype)
+    x, weight, residual = wide_x[:, 8:144], wide_weight[:, 48:184], wide[:, 256:768]
+    compare(linear, F.linear, (x, weight, None))
+    before, expected = wide.clone(), residual.clone()
+    _op.linear_add_(expected, x.contiguous(), weight.contiguous())
+    _op.linear_add_(residual, x, weight)
+    assert_same(residual, expected)
+    assert_same(wide[:, :256], before[:, :256])
+    assert_same(wide[:, 768:], before[:, 768:])
+
+
+def check_nothing_beyond_the_result_is_written(m, n):
+    x, _, weight, _ = make(m, n, 72, torch.bfloat16, "cuda")
+    wide = torch.full((m + 40, n + 130), 7.0, device="cuda", dtype=torch.bfloat16)
+    _op.linear_add_(wide[:m, :n], x, weight)
+    assert (wide[m:] == 7).all()
+    assert (wide[:, n:] == 7).all()
+
+
+def check_not_a_number_stays_in_its_row(m):
+    x, _, weight, _ = make(m, 528, 136, torch.bfloat16, "cuda", bias=False)
+    expected = linear(x, weight)
+    x[m // 2] = float("nan")
+    found = linear(x, weight)
+    assert found[m // 2].isnan().all()
+    assert_same(found[: m // 2], expected[: m // 2])
+    assert_same(found[m // 2 + 1 :], expected[m // 2 + 1 :])

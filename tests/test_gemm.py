@@ -10,6 +10,9 @@ import oracles
 from linear_cases import (
     add,
     check_every_linear,
+    check_not_a_number_stays_in_its_row,
+    check_nothing_beyond_the_result_is_written,
+    check_rows_apart,
     compare,
     eager_add,
     eager_glu,
@@ -79,17 +82,7 @@ def test_which_kernel_runs():
 
 @every_narrow_dtype
 def test_rows_apart(dtype):
-    """x, W and the residual are slices of wider tensors."""
-    wide_x, _, wide_weight, _ = make(260, 512, 192, dtype, "cuda")
-    wide = torch.randn(260, 1024, device="cuda").to(dtype)
-    x, weight, residual = wide_x[:, 8:144], wide_weight[:, 48:184], wide[:, 256:768]
-    compare(linear, F.linear, (x, weight, None))
-    before, expected = wide.clone(), residual.clone()
-    _op.linear_add_(expected, x.contiguous(), weight.contiguous())
-    _op.linear_add_(residual, x, weight)
-    assert_same(residual, expected)
-    assert_same(wide[:, :256], before[:, :256])
-    assert_same(wide[:, 768:], before[:, 768:])
+    check_rows_apart(260, dtype)
 
 
 @every_narrow_dtype
@@ -102,11 +95,7 @@ def test_rows_that_are_one(dtype):
 
 
 def test_nothing_beyond_the_result_is_written():
-    x, _, weight, _ = make(257, 264, 72, torch.bfloat16, "cuda")
-    wide = torch.full((300, 400), 7.0, device="cuda", dtype=torch.bfloat16)
-    _op.linear_add_(wide[:257, :264], x, weight)
-    assert (wide[257:] == 7).all()
-    assert (wide[:, 264:] == 7).all()
+    check_nothing_beyond_the_result_is_written(257, 264)
 
 
 def test_every_run_gives_the_same():
@@ -124,13 +113,7 @@ def test_rows_do_not_depend_on_their_number():
 
 
 def test_not_a_number_stays_in_its_row():
-    x, _, weight, _ = make(300, 528, 136, torch.bfloat16, "cuda", bias=False)
-    expected = linear(x, weight)
-    x[150] = float("nan")
-    found = linear(x, weight)
-    assert found[150].isnan().all()
-    assert_same(found[:150], expected[:150])
-    assert_same(found[151:], expected[151:])
+    check_not_a_number_stays_in_its_row(300)
 
 
 def test_in_a_graph():

@@ -267,6 +267,22 @@ def test_a_graph_has_a_slot_of_its_own(books):
     assert books.done == ["releasePool"] * 4
 
 
+def test_a_pool_is_given_back_once(books, monkeypatch):
+    """Also if torch raises: the next call does not ask for it again."""
+    graphs.record(lambda: 0, DEVICE)
+    given = []
+
+    def release(device, pool):
+        given.append(pool)
+        raise RuntimeError("no such pool")
+
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", release, raising=False)
+    with pytest.raises(RuntimeError, match="no such pool"):
+        graphs.release_memory()
+    graphs.release_memory()
+    assert given == [(0, 1)]
+
+
 def test_the_names_of_the_library():
     """The functions that ctypes looks up are in csrc/kernels/graph.cu, with the same number of parameters."""
     source = graphs._library.PATH.parent.parent / "csrc/kernels/graph.cu"

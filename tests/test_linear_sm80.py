@@ -10,7 +10,10 @@ import oracles
 from linear_cases import (
     add,
     check_every_linear,
+    check_not_a_number_stays_in_its_row,
+    check_nothing_beyond_the_result_is_written,
     check_overlapping_launches,
+    check_rows_apart,
     compare,
     eager_glu,
     eager_norm_glu,
@@ -84,35 +87,15 @@ def test_which_kernel_runs(force):
 
 @every_narrow_dtype
 def test_rows_apart(dtype):
-    """x, W and the residual are slices of wider tensors."""
-    wide_x, _, wide_weight, _ = make(13, 512, 192, dtype, "cuda")
-    wide = torch.randn(13, 1024, device="cuda").to(dtype)
-    x, weight, residual = wide_x[:, 8:144], wide_weight[:, 48:184], wide[:, 256:768]
-    compare(linear, F.linear, (x, weight, None))
-    before, expected = wide.clone(), residual.clone()
-    _op.linear_add_(expected, x.contiguous(), weight.contiguous())
-    _op.linear_add_(residual, x, weight)
-    assert_same(residual, expected)
-    assert_same(wide[:, :256], before[:, :256])
-    assert_same(wide[:, 768:], before[:, 768:])
+    check_rows_apart(13, dtype)
 
 
 def test_nothing_beyond_the_result_is_written():
-    x, _, weight, _ = make(9, 268, 72, torch.bfloat16, "cuda")
-    wide = torch.full((20, 400), 7.0, device="cuda", dtype=torch.bfloat16)
-    _op.linear_add_(wide[:9, :268], x, weight)
-    assert (wide[9:] == 7).all()
-    assert (wide[:, 268:] == 7).all()
+    check_nothing_beyond_the_result_is_written(9, 268)
 
 
 def test_not_a_number_stays_in_its_row():
-    x, _, weight, _ = make(16, 528, 136, torch.bfloat16, "cuda", bias=False)
-    expected = linear(x, weight)
-    x[5] = float("nan")
-    found = linear(x, weight)
-    assert found[5].isnan().all()
-    found[5] = expected[5]
-    assert_same(found, expected)
+    check_not_a_number_stays_in_its_row(16)
 
 
 @pytest.mark.parametrize("m", [1, 9])

@@ -99,8 +99,8 @@ def release_memory() -> None:
         for device in list(_free):
             for slot in _free[device][:]:
                 if slot.pool is not None:
-                    torch._C._cuda_releasePool(device, slot.pool)
-                    slot.pool = None
+                    pool, slot.pool = slot.pool, None  # given back once, also if that raises
+                    torch._C._cuda_releasePool(device, pool)
 
 
 def record(function: Callable[[], Any], device: torch.device) -> tuple[Graph, Any]:
