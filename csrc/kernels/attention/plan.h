@@ -106,7 +106,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     const int64_t tiles = (max_seqlen + kv_tile - 1) / kv_tile;
     const bool is_small = params.head_dim * plan.query_mma_tiles <= 128;  // in registers
     const int blocks_per_sm = is_small ? 2 : 1;
-    // Clusters that run at the same time. Those of 16 have to find half of a GPU's smallest unit of SMs free.
+    // Clusters that run at the same time. One of 16 blocks needs nearly all SMs of a GPC, and soon waits for another's.
     const auto has_room = [&](int cluster) {
       const int blocks = cluster == 16 ? device.sm_count / 2 : is_small ? device.sm_count * 3 / 2 : device.sm_count;
       return work_tiles * cluster <= blocks && work_tiles <= int64_t{blocks_per_sm} * device.clusters[cluster];
