@@ -7,8 +7,8 @@
 // All KV tiles form one line: sequence after sequence, in each work tile after work tile. Cluster i takes the KV tiles
 // [i, i + 1) * SplitPlan::kv_tiles of it (stream-K). The plan is made on the device from the sequence lengths there, so
 // every cluster gets an even part for any lengths, and a captured launch serves all of them. A work tile counts as some
-// KV tiles more than it has, for what it takes to begin and to end one: `switch_tiles` on the line behind its last. Here
-// it is 0:
+// KV tiles more than it has, for what it takes to begin and to end one: `switch_tiles` on the line behind its last.
+// Here it is 0:
 //
 //   KV tiles of 64 keys, 2 sequences of 150 and 100, 2 kv heads: 4 work tiles A to D of 10 KV tiles in all. 3 clusters
 //   of 2 blocks:
