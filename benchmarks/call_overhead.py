@@ -36,7 +36,10 @@ SCHEMAS = {  # of the ops in csrc/torch/ops.cpp, and the arguments that follow t
         "int? rotary_dim) -> (Tensor, Tensor)",
         (None, True, False, None),
     ),
-    "swiglu": ("(Tensor gate, Tensor up) -> Tensor", ()),
+    "swiglu": (
+        "(Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, str activation) -> Tensor",
+        (None, None, "silu"),
+    ),
 }
 
 

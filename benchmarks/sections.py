@@ -89,7 +89,7 @@ def sources_of(ours: str) -> list[str]:
 op = partial(of_op, "ops")
 timed_by_all = partial(of_op, "ops", methods=("graph", "events", "wall"))
 decode_op = partial(of_op, "decode_ops")
-NORM, GLU, LINEAR = "rms_norm.py norm.cpp", "glu.py glu.cpp", "linear.py linear.cpp"
+NORM, GLU, LINEAR = "rms_norm.py norm.cpp", "activation.py activation.cpp", "linear.py linear.cpp"
 QUANT, CROSS_ENTROPY = "fp8.py fp8.cpp fp8_linear.cpp", "cross_entropy.py cross_entropy.cpp"
 
 # Those that matter most come first.
@@ -116,7 +116,7 @@ TABLE = (
     op("cross_entropy", "cross_entropy", 20, CROSS_ENTROPY),
     op("cross_entropy_gradient", "cross_entropy", 30, CROSS_ENTROPY),
     op("linear_cross_entropy", "linear_cross_entropy", 40, "linear_cross_entropy.py linear_cross_entropy.cpp"),
-    op("bias_gelu", "bias_gelu", 15, "bias_act.py bias_act.cpp"),
+    op("bias_gelu", "bias_gelu", 15, GLU),
     op("fp8_quantize", "fp8", 15, QUANT),
     op("rms_norm_fp8_quantize", "fp8", 15, QUANT),
     op("swiglu_fp8_quantize", "fp8", 15, QUANT),

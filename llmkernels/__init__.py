@@ -1,9 +1,9 @@
 """Fused CUDA and CPU kernels for large language models, as PyTorch ops and patched into live Hugging Face models.
 
-- `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `rms_norm_rope`, `swiglu`, `geglu`, `relu2_glu`,
-  `bias_swiglu`, `bias_geglu`, `bias_gelu`, `relu2`, `softmax`, `log_softmax`, `cross_entropy`, `linear_cross_entropy`,
-  `linear`, `rms_norm_linear`, `lora_linear`, `add_lora`, `gated_mlp`: ops with gradients; the most used as modules in
-  `llmkernels.nn`
+- `rms_norm`, `add_rms_norm`, `layer_norm`, `add_layer_norm`, `rope`, `rms_norm_rope`, `glu` (`swiglu`, `geglu`,
+  `relu2_glu`, `bias_swiglu`, `bias_geglu`), `bias_act` (`bias_gelu`, `relu2`), `softmax`, `log_softmax`,
+  `cross_entropy`, `linear_cross_entropy`, `linear`, `rms_norm_linear`, `lora_linear`, `add_lora`, `gated_mlp`: ops with
+  gradients; the most used as modules in `llmkernels.nn`
 - `fp8_quantize`, `rms_norm_fp8_quantize`, `swiglu_fp8_quantize`, `fp8_linear`: FP8 for inference, without gradients;
   `nn.FP8Linear` quantizes a linear layer
 - `attention`: over prompts; `decode_attention`, `rope_kv_write`, `sample`: for decoding; without gradients

@@ -76,16 +76,36 @@ def tiny_inputs(device="cpu", batch=2, tokens=11, seed=1):
 
 
 class CountOps(TorchDispatchMode):
-    """Counts the calls of llmkernels' ops, by name, in `counts`."""
+    """Counts the calls of llmkernels' ops, in `counts`, by name_of(); `ops` has their own names."""
 
     def __init__(self):
         super().__init__()
         self.counts = Counter()
+        self.ops = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "llmkernels":
-            self.counts[function._opname] += 1
+            self.ops.add(function._opname)
+            self.counts[name_of(function, args, kwargs or {})] += 1
         return function(*args, **kwargs or {})
+
+
+# The functions for an activation, by its op.
+FUNCTIONS = {
+    "glu": {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu", "relu2": "relu2_glu"},
+    "bias_act": {"gelu": "bias_gelu", "gelu_pytorch_tanh": "bias_gelu", "relu2": "relu2"},
+}
+
+
+def name_of(op, args, named):
+    """The name of an op; of an activation's that of the function, as swiglu, swiglu_packed, swiglu_backward."""
+    family = op._opname.removesuffix("_backward").removesuffix("_packed")
+    if family not in FUNCTIONS:
+        return op._opname
+    names = [argument.name for argument in op._schema.arguments]
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
+    given |= dict(zip(names, args, strict=False)) | named
+    return op._opname.replace(family, FUNCTIONS[family].get(given["activation"], family), 1)
 
 
 class ComputedLogits(TorchDispatchMode):

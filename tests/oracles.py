@@ -121,7 +121,12 @@ def bias_geglu(gate, up=None, gate_bias=None, up_bias=None, *, approximate="none
     return geglu(biased(gate, gate_bias), biased(up, up_bias), approximate=approximate)
 
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def gated_mlp(x, gate_up_weight, down_weight, gate_up_bias=None, down_bias=None, *, activation="silu"):

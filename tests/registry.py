@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import llmkernels  # noqa: F401, for its ops
+from llmkernels.ops.activation import ACTIVATIONS
 
 _names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("llmkernels::")]
 OPS = sorted(name for name in _names if "." not in name)
@@ -112,26 +112,18 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
         yield call("rms_norm_rope_backward", q, k, q.neg(), k.neg(), *norms, *angles, *of_norm, *of_rope, *wanted)
 
     packed = draw(batch, tokens, 2 * cols)
-    for op, *options in (("swiglu",), ("geglu", "tanh"), ("geglu", "none"), ("relu2_glu",)):
-        yield call(op, x, y, *options)
-        yield call(f"{op}_packed", packed, *options)
-        yield call(f"{op}_backward", z, x, y, *options)
-        yield call(f"{op}_packed_backward", z, packed, *options)
-    yield call("glu_packed_backward", z, packed, "silu")
-    yield call("glu_packed_backward_", z, packed, "gelu")
-
-    yield call("bias_gelu", x, weight, "none")
-    yield call("bias_gelu_backward", z, x, weight, "tanh", True)
-    yield call("relu2", x, weight)
-    yield call("relu2_backward", z, x, weight, True)
     both = torch.cat((weight, bias))
-    for op, *options in (("bias_swiglu",), ("bias_geglu", "none")):
-        yield call(op, x, y, weight, bias)
-        yield call(f"{op}_packed", packed, both, *options)
-        yield call(f"{op}_backward", z, x, y, weight, bias, *options, True, True)
-        yield call(f"{op}_packed_backward", z, packed, both, *options, True)
-    yield call("bias_geglu", x, y, weight, bias, "tanh")
-    yield call("bias_geglu_packed_backward", z, packed, both, "tanh", True)
+    for activation in ACTIVATIONS:
+        for biases in ((weight, bias), (None, None)):
+            yield call("glu", x, y, *biases, activation)
+            yield call("glu_backward", z, x, y, *biases, activation, True, True)
+        for bias_of_both in (both, None):
+            yield call("glu_packed", packed, bias_of_both, activation)
+            yield call("glu_packed_backward", z, packed, bias_of_both, activation, True)
+        yield call("bias_act", x, weight, activation)
+        yield call("bias_act_backward", z, x, weight, activation, True)
+    yield call("glu_packed_forward_backward", z, packed, "silu")
+    yield call("glu_packed_forward_backward_", z, packed, "gelu")
 
     yield call("softmax", x, y, 0.5, True)
     yield call("log_softmax", x, 0.5)

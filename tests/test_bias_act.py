@@ -274,16 +274,17 @@ def test_packed_of_any_leading_shape(device, name, shape):
 
 
 ERRORS = {
-    r"bias_swiglu_packed: gate_up must have an even last dimension.* got shape \[2, 7\]": lambda x, b: (
-        llmkernels.bias_swiglu(x[:, :7])
+    r"bias_swiglu: gate_up must have an even last dimension.* got shape \[2, 7\]": lambda x, b: llmkernels.bias_swiglu(
+        x[:, :7]
     ),
-    r"bias_geglu_packed: bias must have shape \[8\] \(gate_up.size\(-1\)\), got \[4\]": lambda x, b: (
-        llmkernels.bias_geglu(x, None, b[:4])
+    r"bias_geglu: bias must have shape \[8\] \(gate_up.size\(-1\)\), got \[4\]": lambda x, b: llmkernels.bias_geglu(
+        x, None, b[:4]
     ),
     "bias_swiglu: up_bias must be None without up": lambda x, b: llmkernels.bias_swiglu(x, None, b, b),
-    r"bias_swiglu_packed_backward: grad_y must have shape \[2, 4\], got \[2, 8\]": lambda x, b: (
-        _op.bias_swiglu_packed_backward(x, x, b, True)
+    r"glu_packed_backward: grad_y must have shape \[2, 4\], got \[2, 8\]": lambda x, b: _op.glu_packed_backward(
+        x, x, b, "silu", True
     ),
+    "bias_act: activation must be 'silu', .* got 'relu'": lambda x, b: llmkernels.bias_act(x, b, activation="relu"),
     "bias_gelu: x must be float32, float16, bfloat16.* got Int": lambda x, b: llmkernels.bias_gelu(x.int()),
     "bias_gelu: x must have at least one dimension": lambda x, b: llmkernels.bias_gelu(x[0, 0]),
     r"bias_gelu: bias must have shape \[8\] \(x.size\(-1\)\), got \[4\]": lambda x, b: llmkernels.bias_gelu(x, b[:4]),
@@ -296,11 +297,9 @@ ERRORS = {
     ),
     r"bias_swiglu: gate_bias must have shape \[8\] .* got \[4\]": lambda x, b: llmkernels.bias_swiglu(x, x, b[:4]),
     r"bias_geglu: up_bias must have shape \[8\] .* got \[4\]": lambda x, b: llmkernels.bias_geglu(x, x, None, b[:4]),
-    "bias_swiglu: up_bias must have the dtype of gate, Float, got Half": lambda x, b: _op.bias_swiglu(
-        x, x, b, b.half()
-    ),
-    r"relu2_backward: grad_y must have the shape of x, \[2, 8\], got \[1, 8\]": lambda x, b: _op.relu2_backward(
-        x[:1], x, b, True
+    "glu: up_bias must have the dtype of gate, Float, got Half": lambda x, b: _op.glu(x, x, b, b.half()),
+    r"bias_act_backward: grad_y must have the shape of x, \[2, 8\], got \[1, 8\]": lambda x, b: _op.bias_act_backward(
+        x[:1], x, b, "relu2", True
     ),
 }
 _op = torch.ops.llmkernels

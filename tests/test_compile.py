@@ -87,30 +87,31 @@ def rms_norm_rope_other_calls(device):
 def bias_act_calls(device):
     gate, up = torch.randn(2, 3, 4, 16, device=device)
     biases = torch.randn(2, 16, device=device)
-    yield "bias_gelu", (gate,)
-    yield "bias_gelu", (gate.transpose(0, 1), biases[0], "tanh")
-    yield "bias_swiglu", (gate, up)
-    yield "bias_swiglu", (gate, up.transpose(0, 1).contiguous().transpose(0, 1), *biases)
-    yield "bias_geglu", (gate[:0], up[:0], *biases, "tanh")
-    yield "bias_geglu", (gate, up, None, biases[0])
+    yield "bias_act", (gate,)
+    yield "bias_act", (gate.transpose(0, 1), biases[0], "gelu_pytorch_tanh")
+    yield "glu", (gate, up)
+    yield "glu", (gate, up.transpose(0, 1).contiguous().transpose(0, 1), *biases)
+    yield "glu", (gate[:0], up[:0], *biases, "gelu_pytorch_tanh")
+    yield "glu", (gate, up, None, biases[0], "gelu")
 
 
 def bias_act_backward_calls(device):
     grad_y, gate, up = torch.randn(3, 3, 4, 16, device=device)
     biases = torch.randn(2, 16, device=device)
     for wanted in (True, False):
-        yield "bias_gelu_backward", (grad_y, gate, biases[0], "none", wanted)
-        yield "relu2_backward", (grad_y, gate, None, wanted)
-        yield "bias_swiglu_backward", (grad_y, gate, up, *biases, wanted, True)
-        yield "bias_geglu_backward", (grad_y, gate, up, *biases, "tanh", True, wanted)
+        yield "bias_act_backward", (grad_y, gate, biases[0], "gelu", wanted)
+        yield "bias_act_backward", (grad_y, gate, None, "relu2", wanted)
+        yield "glu_backward", (grad_y, gate, up, *biases, "silu", wanted, True)
+        yield "glu_backward", (grad_y, gate, up, *biases, "gelu_pytorch_tanh", True, wanted)
+        yield "glu_backward", (grad_y, gate, up, None, None, "silu", wanted, wanted)
 
 
 def packed_calls(device):
-    """Of bias_act, gated_mlp."""
+    """Of glu_packed, gated_mlp."""
     x, bias = torch.randn(3, 4, 16, device=device), torch.randn(16, device=device)
-    yield "bias_swiglu_packed", (x, bias)
-    yield "bias_swiglu_packed", (x.transpose(0, 1),)
-    yield "bias_geglu_packed", (x[:0], bias, "tanh")
+    yield "glu_packed", (x, bias)
+    yield "glu_packed", (x.transpose(0, 1),)
+    yield "glu_packed", (x[:0], bias, "gelu_pytorch_tanh")
     gate_up, down = torch.randn(10, 16, device=device), torch.randn(7, 5, device=device)
     for is_saved in (True, False):
         yield "gated_mlp", (x, gate_up, down, None, None, "silu", is_saved)
@@ -120,10 +121,10 @@ def packed_calls(device):
 def packed_backward_calls(device):
     x, bias = torch.randn(3, 4, 16, device=device), torch.randn(16, device=device)
     for wanted in (True, False):
-        yield "bias_swiglu_packed_backward", (x[..., :8], x, bias, wanted)
-        yield "bias_geglu_packed_backward", (x[..., :8], x, None, "none", wanted)
-    yield "glu_packed_backward", (x[..., :8].transpose(0, 1), x.transpose(0, 1), "gelu")
-    yield "glu_packed_backward_", (x[..., :8].contiguous(), x, "silu")
+        yield "glu_packed_backward", (x[..., :8], x, bias, "silu", wanted)
+        yield "glu_packed_backward", (x[..., :8], x, None, "gelu", wanted)
+    yield "glu_packed_forward_backward", (x[..., :8].transpose(0, 1), x.transpose(0, 1), "gelu")
+    yield "glu_packed_forward_backward_", (x[..., :8].contiguous(), x, "silu")
 
 
 def lora_calls(device):
@@ -206,7 +207,7 @@ def differentiable_calls(device):
     yield from layer_norm_calls(device)
     yield from (("rope", arguments) for arguments in rope_arguments(device))
     yield from rms_norm_rope_calls(device)
-    yield "swiglu", torch.randn(2, 3, 4, 16, device=device).transpose(1, 2).unbind()
+    yield "glu", torch.randn(2, 3, 4, 16, device=device).transpose(1, 2).unbind()
     yield from bias_act_calls(device)
     yield from packed_calls(device)
     yield from lora_calls(device)

@@ -21,7 +21,7 @@ WRITERS = {
     "cross_entropy_": "logits are never read early",
     "cross_entropy_backward_": "gradients are never read early",
     "cross_entropy_scale_": "gradients are never read early",
-    "glu_packed_backward_": "gradients are never read early",
+    "glu_packed_forward_backward_": "gradients are never read early",
     "linear_add_": "the residual is never read early",
     "linear_add_scale_": "the residual is never read early",
     "rms_norm_add_": "the residual is never read early",

@@ -176,6 +176,10 @@ def rms_norm_rope_backward(x):
     return torch.ops.llmkernels.rms_norm_rope_backward(*heads, x[0], x[0], x, x, None, *options)
 
 
+def glu_backward(grad_y, gate, up):
+    return torch.ops.llmkernels.glu_backward(grad_y, gate, up, None, None, "silu", False, False)[:2]
+
+
 PRODUCERS = {
     "rms_norm": lambda x: llmkernels.rms_norm(x),
     "rms_norm of unaligned rows": lambda x: llmkernels.rms_norm(x[:, 1:]),
@@ -187,7 +191,7 @@ PRODUCERS = {
     "rms_norm_backward": lambda x: torch.ops.llmkernels.rms_norm_backward(x, x, x[0], None, 1e-6, 0.0, True, True)[0],
     "layer_norm": lambda x: llmkernels.layer_norm(x, x[0], x[1]),
     "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, True, True)[0],
-    "swiglu_backward": lambda x: torch.ops.llmkernels.swiglu_backward(x, x, x)[1],
+    "glu_backward": lambda x: glu_backward(x, x, x)[1],
     "softmax": lambda x: llmkernels.softmax(x),
     "softmax_backward": lambda x: torch.ops.llmkernels.softmax_backward(x, x, 1.0),
     "cross_entropy": lambda x: loss_and_gradient(x)[0],
@@ -208,7 +212,7 @@ CONSUMERS = {
     "rms_norm_backward of unaligned rows": lambda x: torch.ops.llmkernels.rms_norm_backward(
         x[:, 1:], x[:, 1:], x[0, 1:], None, 1e-6, 0.0, True, True
     ),
-    "swiglu_backward": lambda x: torch.ops.llmkernels.swiglu_backward(x, x, x),
+    "glu_backward": lambda x: glu_backward(x, x, x),
     "softmax": lambda x: llmkernels.softmax(x),
     "softmax of unaligned rows": lambda x: llmkernels.softmax(x[:, 1:]),
     "softmax_backward": lambda x: torch.ops.llmkernels.softmax_backward(x, x, 1.0),

@@ -178,19 +178,19 @@ ERRORS = {
     "swiglu: gate must be float32, float16, bfloat16.* got Int": lambda x: llmkernels.swiglu(x.int(), x.int()),
     "swiglu: gate must have at least one dimension": lambda x: llmkernels.swiglu(x[0, 0], x[0, 0]),
     r"swiglu: up must have the shape of gate, \[2, 6\], got \[1, 6\]": lambda x: llmkernels.swiglu(x, x[:1]),
-    "swiglu: up must have the dtype of gate, Float, got Half": lambda x: _op.swiglu(x, x.half()),
-    r"swiglu_backward: grad_y must have the shape of gate, \[2, 6\], got \[2, 5\]": lambda x: _op.swiglu_backward(
-        x[:, :5], x, x
+    "glu: up must have the dtype of gate, Float, got Half": lambda x: _op.glu(x, x.half()),
+    r"glu_backward: grad_y must have the shape of gate, \[2, 6\], got \[2, 5\]": lambda x: _op.glu_backward(
+        x[:, :5], x, x, None, None, "silu", False, False
     ),
-    r"swiglu_packed: gate_up must have an even last dimension.* got shape \[2, 5\]": lambda x: llmkernels.swiglu(
-        x[:, :5]
+    r"swiglu: gate_up must have an even last dimension.* got shape \[2, 5\]": lambda x: llmkernels.swiglu(x[:, :5]),
+    r"glu_packed_backward: grad_y must have shape \[2, 3\], got \[2, 6\]": lambda x: _op.glu_packed_backward(
+        x, x, None, "silu", False
     ),
-    r"swiglu_packed_backward: grad_y must have shape \[2, 3\], got \[2, 6\]": lambda x: _op.swiglu_packed_backward(
-        x, x
-    ),
+    "glu: activation must be 'silu', .*'gelu'.* got 'relu'": lambda x: llmkernels.glu(x, x, activation="relu"),
+    "glu_packed: activation must be 'silu', .* got ''": lambda x: _op.glu_packed(x, None, ""),
     r"geglu: up must have the shape of gate, \[2, 6\], got \[1, 6\]": lambda x: llmkernels.geglu(x, x[:1]),
     "geglu: approximate must be 'tanh' or 'none'.* got 'erf'": lambda x: llmkernels.geglu(x, x, approximate="erf"),
-    "geglu_packed: approximate must be 'tanh' or 'none'.* got ''": lambda x: llmkernels.geglu(x, approximate=""),
+    "geglu: approximate must be 'tanh' or 'none'.* got ''": lambda x: llmkernels.geglu(x, approximate=""),
 }
 _op = torch.ops.llmkernels
 

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 
 from llmkernels import __main__, _info, _library, _versions
 
-OPS = ("add_layer_norm", "add_rms_norm", "geglu", "layer_norm", "rms_norm", "rope", "rope_", "swiglu")
+OPS = ("add_layer_norm", "add_rms_norm", "bias_act", "glu", "layer_norm", "rms_norm", "rope", "rope_")
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0", "memory_gib": 139.8, "runs": "sm_90a"}
 
 

@@ -1,10 +1,14 @@
-// Parameters of the gated-activation kernels, on either device. Strides count elements; columns are contiguous.
+// The activations, and parameters of their kernels on either device. Strides count elements; columns are contiguous.
 #pragma once
 #include <cstdint>
 
 namespace llmk {
 
+// An activation is added here, with the name that transformers has for it, in kernels/activation/activation.cuh and in
+// cpu/activation.h.
 enum class Activation { kSilu, kGeluTanh, kGeluErf, kRelu2 };
+constexpr const char* kActivationNames[] = {"silu", "gelu_pytorch_tanh", "gelu", "relu2"};
+constexpr int kActivations = sizeof(kActivationNames) / sizeof(*kActivationNames);
 
 struct GluParams {
   const void* gate;  // [rows, cols]

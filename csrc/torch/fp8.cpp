@@ -205,7 +205,8 @@ Quantized swiglu_fp8_quantize(const Tensor& gate, std::optional<Tensor> up, std:
     }
   }
 #endif
-  return quantize(options, up ? swiglu(gate, *up) : glu_packed("swiglu_packed", gate, Activation::kSilu));
+  constexpr Activation silu = Activation::kSilu;
+  return quantize(options, up ? glu(options.op, gate, *up, silu) : glu_packed(options.op, gate, silu));
 }
 
 void register_ops(StableLibrary& ops) {

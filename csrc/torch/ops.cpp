@@ -101,50 +101,27 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "bool row_wise, bool heads_first, bool interleaved, int? rotary_dim, bool needs_grad_q_weight, "
       "bool needs_grad_k_weight) -> (Tensor, Tensor, Tensor, Tensor)");
 
-  // bias_act.cpp
-  differentiable("bias_gelu", "(Tensor x, Tensor? bias=None, str approximate='none') -> Tensor");
+  // activation.cpp; activation: see params/glu.h; a packed input is [gate | up] along its last dimension
+  differentiable("bias_act", "(Tensor x, Tensor? bias=None, str activation='gelu') -> Tensor");
   ops.def(
-      "bias_gelu_backward(Tensor grad_y, Tensor x, Tensor? bias, str approximate, bool needs_grad_bias) -> "
+      "bias_act_backward(Tensor grad_y, Tensor x, Tensor? bias, str activation, bool needs_grad_bias) -> "
       "(Tensor grad_x, Tensor grad_bias)");
-  differentiable("relu2", "(Tensor x, Tensor? bias=None) -> Tensor");
-  ops.def(
-      "relu2_backward(Tensor grad_y, Tensor x, Tensor? bias, bool needs_grad_bias) -> (Tensor grad_x, Tensor "
-      "grad_bias)");
-  differentiable("bias_swiglu", "(Tensor gate, Tensor up, Tensor? gate_bias=None, Tensor? up_bias=None) -> Tensor");
-  ops.def(
-      "bias_swiglu_backward(Tensor grad_y, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
-      "bool needs_grad_gate_bias, bool needs_grad_up_bias) -> (Tensor, Tensor, Tensor, Tensor)");
-  differentiable("bias_geglu",
-                 "(Tensor gate, Tensor up, Tensor? gate_bias=None, Tensor? up_bias=None, str approximate='none') -> "
+  differentiable("glu",
+                 "(Tensor gate, Tensor up, Tensor? gate_bias=None, Tensor? up_bias=None, str activation='silu') -> "
                  "Tensor");
   ops.def(
-      "bias_geglu_backward(Tensor grad_y, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
-      "str approximate, bool needs_grad_gate_bias, bool needs_grad_up_bias) -> (Tensor, Tensor, Tensor, Tensor)");
-  differentiable("bias_swiglu_packed", "(Tensor gate_up, Tensor? bias=None) -> Tensor");
+      "glu_backward(Tensor grad_y, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, str activation, "
+      "bool needs_grad_gate_bias, bool needs_grad_up_bias) -> "
+      "(Tensor grad_gate, Tensor grad_up, Tensor grad_gate_bias, Tensor grad_up_bias)");
+  differentiable("glu_packed", "(Tensor gate_up, Tensor? bias=None, str activation='silu') -> Tensor");
   ops.def(
-      "bias_swiglu_packed_backward(Tensor grad_y, Tensor gate_up, Tensor? bias, bool needs_grad_bias) -> "
+      "glu_packed_backward(Tensor grad_y, Tensor gate_up, Tensor? bias, str activation, bool needs_grad_bias) -> "
       "(Tensor grad_gate_up, Tensor grad_bias)");
-  differentiable("bias_geglu_packed", "(Tensor gate_up, Tensor? bias=None, str approximate='none') -> Tensor");
+  // Without a bias, y once more and the gradient; in place grad_y becomes y, and gate_up its gradient.
   ops.def(
-      "bias_geglu_packed_backward(Tensor grad_y, Tensor gate_up, Tensor? bias, str approximate, bool needs_grad_bias) "
-      "-> (Tensor grad_gate_up, Tensor grad_bias)");
-
-  // glu.cpp; a packed input is [gate | up] along its last dimension
-  differentiable("relu2_glu", "(Tensor gate, Tensor up) -> Tensor");
-  ops.def("relu2_glu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor, Tensor)");
-  differentiable("relu2_glu_packed", "(Tensor gate_up) -> Tensor");
-  ops.def("relu2_glu_packed_backward(Tensor grad_y, Tensor gate_up) -> Tensor");
-  differentiable("swiglu", "(Tensor gate, Tensor up) -> Tensor");
-  ops.def("swiglu_backward(Tensor grad_y, Tensor gate, Tensor up) -> (Tensor, Tensor)");
-  differentiable("swiglu_packed", "(Tensor gate_up) -> Tensor");
-  ops.def("swiglu_packed_backward(Tensor grad_y, Tensor gate_up) -> Tensor");
-  differentiable("geglu", "(Tensor gate, Tensor up, str approximate=\"none\") -> Tensor");
-  ops.def("geglu_backward(Tensor grad_y, Tensor gate, Tensor up, str approximate) -> (Tensor, Tensor)");
-  differentiable("geglu_packed", "(Tensor gate_up, str approximate=\"none\") -> Tensor");
-  ops.def("geglu_packed_backward(Tensor grad_y, Tensor gate_up, str approximate) -> Tensor");
-  // Gives y once more; in place grad_y becomes y, and gate_up its gradient.
-  ops.def("glu_packed_backward(Tensor grad_y, Tensor gate_up, str activation) -> (Tensor y, Tensor grad_gate_up)");
-  ops.def("glu_packed_backward_(Tensor(a!) grad_y, Tensor(b!) gate_up, str activation) -> ()");
+      "glu_packed_forward_backward(Tensor grad_y, Tensor gate_up, str activation) -> "
+      "(Tensor y, Tensor grad_gate_up)");
+  ops.def("glu_packed_forward_backward_(Tensor(a!) grad_y, Tensor(b!) gate_up, str activation) -> ()");
 
   // softcap.cpp; y = softcap tanh(scale logits / softcap), or scale logits where softcap is 0
   ops.def("scale_softcap(Tensor logits, float scale=1.0, float softcap=0.0) -> Tensor");

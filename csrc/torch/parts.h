@@ -1,5 +1,6 @@
-// The functions of norm.cpp, linear.cpp and glu.cpp that ops of other files are composed of: those of FP8, gated_mlp.
-// Called without the dispatcher, since an error that passes through it loses its text, and with checked arguments.
+// The functions of norm.cpp, linear.cpp and activation.cpp that ops of other files are composed of: those of FP8,
+// gated_mlp. Called without the dispatcher, since an error that passes through it loses its text, and with checked
+// arguments.
 #pragma once
 #include "binding.h"
 #include "params/glu.h"
@@ -37,8 +38,8 @@ inline void check_options(const char* op, const RmsNormOptions& options) {
 //   with overlap | between kernels of other libraries | 0.3 us slower
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options);
 
-Tensor swiglu(const Tensor& gate, const Tensor& up);
-// act(gate) up, from a packed [gate | up].
+// act(gate) up, separate or from a packed [gate | up].
+Tensor glu(const char* op, const Tensor& gate, const Tensor& up, Activation activation);
 Tensor glu_packed(const char* op, const Tensor& gate_up, Activation activation);
 Activation to_activation(const char* op, const std::string& name);
 

@@ -59,7 +59,7 @@ def device_type(module: nn.Module) -> str:
 
 
 def op_of(module: nn.Module, kind: str) -> str:
-    """The name of the op that a module of this kind runs."""
+    """The name of the function that a module of this kind runs; but for activations that of its op, too."""
     if kind in ("gated_mlp", "mlp"):
         return op_name(_unit(module, kind))
     if kind == "add_rms_norm":
@@ -101,7 +101,7 @@ def obstacle(module: nn.Module, kind: str) -> str | None:
     if kind == "lora":  # products of PyTorch's, on every device
         return None
     device = device_type(module)
-    op = f"llmkernels::{op_of(module, kind)}"
+    op = f"llmkernels::{ {'gated_mlp': 'glu', 'mlp': 'bias_act'}.get(kind) or op_of(module, kind) }"
     if device != "meta" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, device.upper()):
         return f"this build of llmkernels has no {op} for {device}"
     return None

@@ -55,8 +55,8 @@ def patch(
         rms_norm: patch the RMSNorm modules.
         layer_norm: patch the LayerNorm modules of decoders.
         rope: patch the rotary embedding of q and k in the attention modules.
-        gated_mlp: patch the gated MLPs, with silu, gelu, gelu_pytorch_tanh or relu2.
-        mlp: patch the MLPs without a gate, with gelu, gelu_pytorch_tanh or relu2.
+        gated_mlp: patch the gated MLPs with an activation of :func:`llmkernels.glu`.
+        mlp: patch the MLPs without a gate, with the same activations.
         add_rms_norm: fuse each residual add into the norm that directly follows it, in each decoder layer; also where
             that is a LayerNorm. Without ``rms_norm`` (``layer_norm``) that norm runs on a kernel where it is fused, and
             not where it is called.

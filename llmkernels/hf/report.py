@@ -26,10 +26,10 @@ class Row:
         kind: the keyword of `patch`.
         patched: names of the modules that run on a kernel.
         left_alone: why each other module of this kind does not, by name.
-        kernels: the ops that run, as `llmkernels::swiglu`, with the number of modules.
+        kernels: the functions that run, as `llmkernels::swiglu`, with the number of modules.
         backends: the device types that the patched modules are on, with their number.
-        runs: what the patched modules ran so far, each time counted: an op, or "without a kernel". What a graph replays
-            and what is compiled is not seen. `kernels` is the plan, `runs` what came of it.
+        runs: what the patched modules ran so far, each time counted: a function, or "without a kernel". What a graph
+            replays and what is compiled is not seen. `kernels` is the plan, `runs` what came of it.
         fallbacks: why patched modules ran without a kernel, each time counted, as far as only the call could tell.
     """
 

@@ -3,18 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from llmkernels.ops import gated_mlp, geglu, swiglu
+from llmkernels.ops import gated_mlp, glu
+from llmkernels.ops.activation import ACTIVATIONS, CLASSES
 
-# Names as in transformers' hidden_act.
-_ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
-# What modules of these classes compute; nothing of transformers is imported here.
-_NAMES = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_pytorch_tanh",
-    "PytorchGELUTanh": "gelu_pytorch_tanh",
-}
+_NAMES = {name: activation for (_, name), activation in CLASSES.items()}
 
 
 class GatedMLP(nn.Module):
@@ -26,7 +18,7 @@ class GatedMLP(nn.Module):
 
     Args:
         hidden_size, intermediate_size: sizes of the input and of the gate.
-        activation: "silu", "gelu_pytorch_tanh" or "gelu".
+        activation: as in :func:`llmkernels.glu`.
         bias: whether the projections have one.
 
     Parameters: ``gate_up_proj.weight`` (2 * intermediate_size, hidden_size), the rows of the gate first,
@@ -47,8 +39,8 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"GatedMLP: activation must be one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"GatedMLP: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         options = {"bias": bias, "device": device, "dtype": dtype}
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, **options)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
@@ -86,9 +78,7 @@ class GatedMLP(nn.Module):
         gate_up, down = self.gate_up_proj, self.down_proj
         if _is_plain(gate_up) and _is_plain(down):
             return gated_mlp(x, gate_up.weight, down.weight, gate_up.bias, down.bias, activation=self.activation)
-        if self.activation == "silu":
-            return down(swiglu(gate_up(x)))
-        return down(geglu(gate_up(x), approximate="none" if self.activation == "gelu" else "tanh"))
+        return down(glu(gate_up(x), activation=self.activation))
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

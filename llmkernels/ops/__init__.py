@@ -9,12 +9,21 @@ torch.export) raises the same, but cannot see whether two tensors share memory.
 
 from llmkernels.ops import optim as _optim  # noqa: F401, public in llmkernels.optim
 from llmkernels.ops import softcap as _softcap  # noqa: F401, its fake
+from llmkernels.ops.activation import (
+    bias_act,
+    bias_geglu,
+    bias_gelu,
+    bias_swiglu,
+    geglu,
+    glu,
+    relu2,
+    relu2_glu,
+    swiglu,
+)
 from llmkernels.ops.attention import attention, decode_attention, rope_kv_write
-from llmkernels.ops.bias_act import bias_geglu, bias_gelu, bias_swiglu, relu2
 from llmkernels.ops.cross_entropy import cross_entropy
 from llmkernels.ops.fp8 import fp8_linear, fp8_quantize, rms_norm_fp8_quantize, swiglu_fp8_quantize
 from llmkernels.ops.gated_mlp import gated_mlp
-from llmkernels.ops.glu import geglu, relu2_glu, swiglu
 from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
 from llmkernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -30,6 +39,7 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "attention",
+    "bias_act",
     "bias_geglu",
     "bias_gelu",
     "bias_swiglu",
@@ -39,6 +49,7 @@ __all__ = [
     "fp8_quantize",
     "gated_mlp",
     "geglu",
+    "glu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

@@ -234,7 +234,8 @@ def public(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _R
     """A public function whose errors have the right type.
 
     TypeError: an argument is of another kind than its annotation says, None for a tensor included. ValueError: a number
-    or a word that the op refuses. It looks only once something has failed, so it costs nothing where all is well.
+    or a word that the op refuses. Each names the function, also where the op below it has another name. It looks only
+    once something has failed, so it costs nothing where all is well.
     """
     signature = inspect.signature(function)
     is_compiling = torch.compiler.is_compiling
@@ -283,9 +284,15 @@ def _explain(op: str, signature: inspect.Signature, args: tuple, named: dict, er
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, Integral) and not -(2**63) <= number < 2**63:
                 raise ValueError(f"{op}: {name} must fit in 64 bits, got {value}") from None
-    culprit = re.match(r"\w+: (\w+) must ", str(error))
-    if type(error) is RuntimeError and culprit and isinstance(given.get(culprit[1]), Number | str | torch.dtype):
-        raise ValueError(str(error)) from None
+    told = re.match(r"(\w+)(: (\w+) must .*)", str(error), re.DOTALL)
+    if told is None or type(error) is not RuntimeError:
+        return
+    by, rest, culprit = told.groups()
+    message = f"{op if hasattr(torch.ops.llmkernels, by) else by}{rest}"
+    if isinstance(given.get(culprit), Number | str | torch.dtype):
+        raise ValueError(message) from None
+    if message != str(error):
+        raise RuntimeError(message) from None
 
 
 def register_fake(name: str, fake: Callable, overloads: tuple[str, ...] = ("", ".no_grad")) -> None:

@@ -25,7 +25,6 @@ from llmkernels.ops.linear import _autocast, _grad_bias, _grad_weight
 
 _ops = torch.ops.llmkernels
 _gated_mlp = caller("gated_mlp")
-_GELU = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}  # geglu's word for it
 
 
 @public
@@ -46,7 +45,7 @@ def gated_mlp(
         down_weight: (N, F).
         gate_up_bias: (2F,), or None.
         down_bias: (N,), or None.
-        activation: "silu" (SwiGLU), "gelu" or "gelu_pytorch_tanh" (GEGLU); transformers' names.
+        activation: as in :func:`glu`.
 
     Returns:
         y, (..., N).
@@ -58,8 +57,8 @@ def gated_mlp(
     rows                        kernels
     ==========================  ==========================================================================
     up to 16, on 9.0 up to 64   without gate_up_bias, no gradient: one kernel for g, u and act(g) u
-    the same, anything else     the kernel of :func:`linear`, then packed :func:`swiglu` or :func:`geglu`
-    more                        PyTorch's linear, then packed :func:`swiglu` or :func:`geglu`
+    the same, anything else     the kernel of :func:`linear`, then packed :func:`glu`
+    more                        PyTorch's linear, then packed :func:`glu`
     ==========================  ==========================================================================
 
     and for the product with down_weight what :func:`linear` runs. The backward is PyTorch's matmul around one kernel
@@ -103,11 +102,11 @@ def _fake(x, gate_up_weight, down_weight, gate_up_bias=None, down_bias=None, act
 
 register_fake("gated_mlp", _fake)
 register_fake(
-    "glu_packed_backward",
+    "glu_packed_forward_backward",
     lambda grad_y, gate_up, activation: (contiguous_like(grad_y), contiguous_like(gate_up)),
     overloads=("",),
 )
-register_fake("glu_packed_backward_", lambda grad_y, gate_up, activation: None, overloads=("",))
+register_fake("glu_packed_forward_backward_", lambda grad_y, gate_up, activation: None, overloads=("",))
 
 
 class _Recorded(Function):
@@ -165,29 +164,19 @@ def _gradients(ctx, grad_y):
         product, grad_gate_up = grad_y @ down_weight, gate_up
         if in_place:
             ctx.is_overwritten = True
-            _ops.glu_packed_backward_(product, gate_up, ctx.activation)
+            _ops.glu_packed_forward_backward_(product, gate_up, ctx.activation)
         elif needs_down_weight:
-            product, grad_gate_up = _ops.glu_packed_backward(product, gate_up, ctx.activation)
+            product, grad_gate_up = _ops.glu_packed_forward_backward(product, gate_up, ctx.activation)
         else:
-            grad_gate_up = _glu_backward(product, gate_up, ctx.activation)
+            grad_gate_up, _ = _ops.glu_packed_backward(product, gate_up, None, ctx.activation, False)
         grad_down_weight = _grad_weight(grad_y, product) if needs_down_weight else None
         del product
         grad_gate_up_weight = _grad_weight(grad_gate_up, x) if needs_gate_up_weight else None
         grad_gate_up_bias = _grad_bias(grad_gate_up) if needs_gate_up_bias else None
         grad_x = grad_gate_up @ gate_up_weight if needs_x else None
     elif needs_down_weight:
-        grad_down_weight = _grad_weight(grad_y, _glu(gate_up, ctx.activation))
+        grad_down_weight = _grad_weight(grad_y, _ops.glu_packed(gate_up, None, ctx.activation))
     return grad_x, grad_gate_up_weight, grad_down_weight, grad_gate_up_bias, grad_down_bias, None, None
-
-
-def _glu(gate_up: Tensor, activation: str) -> Tensor:
-    return _ops.swiglu_packed(gate_up) if activation == "silu" else _ops.geglu_packed(gate_up, _GELU[activation])
-
-
-def _glu_backward(grad_y: Tensor, gate_up: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
-        return _ops.swiglu_packed_backward(grad_y, gate_up)
-    return _ops.geglu_packed_backward(grad_y, gate_up, _GELU[activation])
 
 
 def _may_overwrite(gate_up: Tensor, grad_y: Tensor) -> bool:
@@ -204,4 +193,4 @@ def _may_overwrite(gate_up: Tensor, grad_y: Tensor) -> bool:
 
 register_autograd("gated_mlp", _backward, _setup)
 register_vmap("gated_mlp", batched_rows(0))
-register_vmap("glu_packed_backward", batched_rows(0, 1))
+register_vmap("glu_packed_forward_backward", batched_rows(0, 1))

@@ -18,8 +18,8 @@ constexpr int kSkewedBlocksPerSm = 4;  // for rows that are not aligned, which t
 //
 // value() has the bits of eager PyTorch once it is rounded to T. near() is as close to the true value, in fewer
 // instructions, and so is the slope. Where a compiler could fuse either of two products into a sum, fmaf() says which:
-// else a kernel that needs the slope alone would have other bits than one that needs the value, too. An activation is
-// added here, in cpu/activation.h and in torch/glu.cpp.
+// else a kernel that needs the slope alone would have other bits than one that needs the value, too. params/glu.h has
+// the list of activations.
 struct Silu {
   static constexpr int kBlocksPerSm = 8;
   template <typename T>

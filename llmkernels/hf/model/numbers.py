@@ -1,8 +1,7 @@
-"""What was done to a tensor, by its numbers: rotations, windows and activations as read.py asks for them."""
+"""What was done to a tensor, by its numbers: rotations and windows as read.py asks for them."""
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..classes import layout
 from ..classes.families import Rotation
@@ -18,14 +17,6 @@ def is_close(a: Tensor, b: Tensor, tolerance: float = 2e-5) -> bool:
         return False
     a, b = a.flatten(), b.flatten()
     return bool((a - b).abs().max() <= tolerance * max(float(b.abs().max()), 1e-3))
-
-
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square(),
-}
 
 
 def tokens_first(x: Tensor, tokens: int) -> Tensor:

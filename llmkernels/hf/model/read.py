@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from llmkernels.ops.activation import ACTIVATIONS
+
 from ..classes import layout
 from ..classes.families import Rotation
 from ..errors import UnknownLayout
 from .description import MLP, Attention, Branch, Description, Layer, Norm, Product
-from .numbers import ACTIVATIONS, attend, is_close, rotation_of, tokens_first, window_of
+from .numbers import attend, is_close, rotation_of, tokens_first, window_of
 from .observe import Node, Number, Record
 from .template import Factor, Path, Template, Window
 

@@ -45,19 +45,6 @@ from ..model.description import MLP, Attention, Branch, Description, Layer, Norm
 
 _ops = torch.ops.llmkernels
 _index = torch.ops.aten.index.Tensor_out
-# The activations that a product has in its epilogue; and the ops for those behind one, gated and not.
-_FUSED = ("silu", "gelu", "gelu_pytorch_tanh")
-_GATED = {
-    "silu": lambda x: _ops.swiglu_packed(x),
-    "gelu": lambda x: _ops.geglu_packed(x, "none"),
-    "gelu_pytorch_tanh": lambda x: _ops.geglu_packed(x, "tanh"),
-    "relu2": lambda x: _ops.relu2_glu_packed(x),
-}
-_PLAIN = {
-    "gelu": lambda x: _ops.bias_gelu(x, None, "none"),
-    "gelu_pytorch_tanh": lambda x: _ops.bias_gelu(x, None, "tanh"),
-    "relu2": lambda x: _ops.relu2(x),
-}
 
 
 @dataclass(frozen=True)
@@ -190,8 +177,8 @@ class _Source:
 
     def glu(self, product: Product, activation: str) -> Tensor:
         norm = self.norm
-        if activation not in _FUSED or product.bias is not None:
-            return _GATED[activation](self.linear(product))
+        if product.bias is not None:
+            return _ops.glu_packed(self.linear(product), None, activation)
         if norm is None or norm.options.kind != "rms_norm":
             return _ops.glu_linear(_norm(self.x, norm), product.weight, activation, True)
         options = *_options(norm), True, *self.prepared
@@ -223,7 +210,7 @@ def _mlp(mlp: MLP, source: _Source) -> Tensor:
     """What the down projection reads."""
     if mlp.gated:
         return source.glu(mlp.up, mlp.activation)
-    return _PLAIN[mlp.activation](source.linear(mlp.up))
+    return _ops.bias_act(source.linear(mlp.up), None, mlp.activation)
 
 
 def _add(hidden: Tensor, y: Tensor, branch: Branch, following: tuple[Norm | None, Product] | None):
