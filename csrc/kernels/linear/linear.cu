@@ -24,7 +24,9 @@
 // before the previous kernel has ended, see ptx.cuh. Elsewhere nothing is.
 #include "linear.h"
 
+#include <algorithm>
 #include <atomic>
+#include <iterator>
 
 #include "epilogue.cuh"
 #include "gemv.h"
@@ -285,4 +287,25 @@ cudaError_t linear(const LinearParams& params, const LinearRoute& route, Dtype d
 // For tests and benchmarks, which call it through ctypes: whether every GPU takes the kernel of those without TMA.
 extern "C" __attribute__((visibility("default"))) void llmk_force_linear_sm80(int value) {
   llmk::kernels::forced_sm80 = value != 0;
+}
+
+// For llmkernels.explain, which calls it through ctypes: what the routes of the current device depend on. Facts: the
+// compute capability, wgmma, tensor maps, SMs, bytes of shared memory of a block, clusters of 2, 4, 8 and 16 blocks.
+// Returns a cudaError_t.
+extern "C" __attribute__((visibility("default"))) int llmk_route_facts(int* facts) {
+  llmk::kernels::DeviceInfo device;
+  llmk::kernels::RouteOptions options;
+  const cudaError_t status = llmk::kernels::find_facts(device, options);
+  if (status != cudaSuccess) return status;
+  const int found[] = {device.compute_capability,
+                       device.has_wgmma,
+                       options.tensor_maps,
+                       device.sm_count,
+                       static_cast<int>(device.shared_bytes),
+                       device.clusters[2],
+                       device.clusters[4],
+                       device.clusters[8],
+                       device.clusters[16]};
+  std::copy(std::begin(found), std::end(found), facts);
+  return cudaSuccess;
 }
