@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "kernels/linear/route.h"
 #include "kernels/norm/plan.h"
 #include "record.h"
 
@@ -14,19 +15,132 @@ namespace {
 
 py::dict build_info() { return py::module_::import("json").attr("loads")(&llmkernels_build_info[0]); }
 
-void check(bool valid, const char* argument, const char* expected, int64_t received) {
+void check(const char* function, bool valid, const char* argument, const char* expected, const std::string& received) {
   if (valid) return;
-  throw py::value_error(std::string("norm_plan: ") + argument + " must be " + expected + ", got " +
-                        std::to_string(received));
+  throw py::value_error(std::string(function) + ": " + argument + " must be " + expected + ", got " + received);
+}
+
+void check(const char* function, bool valid, const char* argument, const char* expected, int64_t received) {
+  check(function, valid, argument, expected, std::to_string(received));
 }
 
 py::dict norm_plan(int64_t cols, int64_t element_bytes, bool vector, bool residual, bool few_rows, bool centered) {
-  check(cols > 0, "cols", "positive", cols);
-  check(element_bytes == 2 || element_bytes == 4, "element_bytes", "2 or 4", element_bytes);
+  check("norm_plan", cols > 0, "cols", "positive", cols);
+  check("norm_plan", element_bytes == 2 || element_bytes == 4, "element_bytes", "2 or 4", element_bytes);
   const auto plan =
       llmk::kernels::plan_norm(cols, static_cast<size_t>(element_bytes), vector, residual, few_rows, centered);
   return py::dict(py::arg("width") = plan.width, py::arg("vectors") = plan.vectors,
                   py::arg("threads_per_row") = plan.threads_per_row, py::arg("rows_per_block") = plan.rows_per_block);
+}
+
+// ---- the route of a linear
+
+using llmk::kernels::LinearRoute;
+using llmk::kernels::LinearVariant;
+
+const char* name(LinearVariant variant) {
+  switch (variant) {
+    case LinearVariant::kLibrary: return "library";
+    case LinearVariant::kGemv: return "gemv";
+    case LinearVariant::kMma: return "mma";
+    case LinearVariant::kWgmma: return "wgmma";
+    case LinearVariant::kSm80: return "sm80";
+    case LinearVariant::kGemm: return "gemm";
+  }
+  return "";
+}
+
+// The same numbers of every kernel: of an output tile its columns of y, which are rows of the weight, or with a gated
+// activation of the gate; of a block its ring, in bytes that are in flight at the same time.
+py::dict plan_of(const LinearRoute& route, const llmk::kernels::LinearProblem& p) {
+  const auto numbers = [&](int64_t tile_rows, int64_t tiles, int cluster, int stages, int64_t ring, size_t shared) {
+    return py::dict(py::arg("tile_rows") = tile_rows, py::arg("output_tiles") = tiles, py::arg("cluster") = cluster,
+                    py::arg("stages") = stages, py::arg("bytes_in_flight") = ring, py::arg("shared_bytes") = shared,
+                    py::arg("blocks") = route.blocks);
+  };
+  switch (route.variant) {
+    case LinearVariant::kLibrary: return {};
+    case LinearVariant::kGemv: {
+      const auto& plan = route.gemv;
+      return numbers(p.glu ? plan.rows / 2 : plan.rows, plan.blocks, 1, plan.stages,
+                     int64_t{plan.stages} * plan.stage_bytes, plan.shared_bytes);
+    }
+    case LinearVariant::kGemm: {
+      const auto& plan = route.many;
+      const int columns = plan.tile.columns, stages = llmk::kernels::gemm_stages(columns);
+      return numbers(p.glu ? columns / 2 : columns, int64_t{plan.row_tiles} * plan.column_tiles * plan.cluster,
+                     plan.cluster, stages, int64_t{stages} * llmk::kernels::gemm_stage_bytes(columns),
+                     llmk::kernels::gemm_shared_bytes(columns));
+    }
+    default: {
+      const auto& plan = route.few;
+      return numbers(plan.tile_rows, plan.output_tiles, plan.cluster, plan.stages,
+                     int64_t{plan.stages} * plan.stage_bytes, plan.shared_bytes);
+    }
+  }
+}
+
+llmk::Dtype to_dtype(const std::string& name) {
+  if (name == "float32") return llmk::Dtype::kFloat32;
+  if (name == "float16") return llmk::Dtype::kFloat16;
+  if (name == "bfloat16") return llmk::Dtype::kBFloat16;
+  check("linear_route", name == "float64", "dtype", "float16, bfloat16, float32 or float64", name);
+  return llmk::Dtype::kFloat64;
+}
+
+llmk::kernels::DeviceInfo to_device(int compute_capability, bool wgmma, int sm_count, int64_t shared_bytes,
+                                    const py::dict& clusters) {
+  check("linear_route", sm_count > 0 && sm_count <= 1 << 16, "sm_count", "from 1 to 65536", sm_count);
+  check("linear_route", shared_bytes >= 0, "shared_bytes", "not negative", shared_bytes);
+  llmk::kernels::DeviceInfo device{.sm_count = sm_count,
+                                   .compute_capability = compute_capability,
+                                   .has_wgmma = wgmma && compute_capability == 90,
+                                   .shared_bytes = static_cast<size_t>(shared_bytes),
+                                   .l2_bytes = 0,
+                                   .clusters = {}};
+  for (const auto& [key, value] : clusters) {
+    const int size = py::cast<int>(key), count = py::cast<int>(value);
+    check("linear_route", size == 2 || size == 4 || size == 8 || size == 16, "clusters", "of 2, 4, 8 or 16 blocks",
+          size);
+    check("linear_route", count >= 0 && count <= sm_count, "clusters", "from 0 to sm_count", count);
+    device.clusters[size] = count;
+  }
+  device.clusters[1] = sm_count;
+  return device;
+}
+
+py::dict linear_route(int64_t m, int64_t n, int64_t k, const std::string& dtype, bool glu, bool norm, bool bias,
+                      bool residual, bool in_step, bool aligned, int compute_capability, bool wgmma, bool tensor_maps,
+                      int sm_count, int64_t shared_bytes, const py::dict& clusters) {
+  for (const auto& [argument, value] : {std::pair{"m", m}, {"n", n}, {"k", k}}) {
+    check("linear_route", value >= 0 && value < int64_t{1} << 31, argument, "from 0 to 2^31 - 1", value);
+  }
+  check("linear_route", m * n < int64_t{1} << 40, "m * n", "less than 2^40", m * n);
+  check("linear_route", !glu || n % 2 == 0, "n", "even with glu", n);
+  const int64_t columns = glu ? n / 2 : n;
+  const llmk::kernels::LinearProblem problem{.m = m,
+                                             .n = n,
+                                             .k = k,
+                                             .x_stride = k,
+                                             .weight_stride = k,
+                                             .y_stride = columns,
+                                             .dtype = to_dtype(dtype),
+                                             .glu = glu,
+                                             .bias = bias,
+                                             .residual = residual,
+                                             .in_step = in_step,
+                                             .normalize = norm,
+                                             .norm_weight = norm,
+                                             .norm_offset = 0,
+                                             .parts = 0,
+                                             .x_aligned = aligned,
+                                             .weight_aligned = aligned,
+                                             .y_aligned = aligned,
+                                             .norm_weight_aligned = aligned};
+  const LinearRoute route = llmk::kernels::choose_route(
+      problem, to_device(compute_capability, wgmma, sm_count, shared_bytes, clusters), {.tensor_maps = tensor_maps});
+  return py::dict(py::arg("variant") = name(route.variant), py::arg("reason") = route.reason,
+                  py::arg("norm_first") = route.norm_first, py::arg("plan") = plan_of(route, problem));
 }
 
 }  // namespace
@@ -40,6 +154,16 @@ PYBIND11_MODULE(_C, module) {
       "How one row of an RMSNorm, or centered of a LayerNorm, is spread over threads: elements per access, vectors per "
       "thread (0: the row is read twice), threads per row, rows per block. See csrc/kernels/norm/plan.h. Raises: "
       "ValueError for a number out of range.");
+  module.def(
+      "linear_route", &linear_route, py::arg("m"), py::arg("n"), py::arg("k"), py::kw_only(),
+      py::arg("dtype") = "bfloat16", py::arg("glu") = false, py::arg("norm") = false, py::arg("bias") = false,
+      py::arg("residual") = false, py::arg("in_step") = false, py::arg("aligned") = true, py::arg("compute_capability"),
+      py::arg("wgmma") = true, py::arg("tensor_maps") = true, py::arg("sm_count"), py::arg("shared_bytes"),
+      py::arg("clusters"),
+      "Which kernel multiplies m tokens by a weight [n, k] on a GPU, or that the library does, why, and the plan. "
+      "`clusters`: how many clusters run at the same time, by their blocks; `wgmma`: whether the build has code for "
+      "sm_90a; `tensor_maps`: whether the driver has them. See csrc/kernels/linear/route.h. Raises: "
+      "ValueError for a number or a word out of range.");
 
   py::class_<llmk::Record>(module, "Record",
                            "What a model was when a step was made for it, and whether it still is. See csrc/record.h.")

@@ -12,6 +12,7 @@
   `KVCache`, `PagedKVCache`
 - `register_attention()`: `attention` as `attn_implementation="llmkernels"` of transformers
 - `profile(model, ids)`: where the time of a model goes, unpatched and patched
+- `explain("linear", (4, 3584), (4608, 3584))`: which kernel runs for such shapes on which GPU, or why cuBLAS does
 - `optim.AdamW`, `optim.Adam`: optimizers with one launch for a whole list of parameters; `optim.clip_grad_norm_`
 - `python -m llmkernels generate` and `profile`: the same as commands; `python -m llmkernels info`: what is installed,
   and any faults
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 # False only for `python -m llmkernels`, which reports what is wrong; any other import raises ImportError.
 if _library.load():
     from llmkernels import nn, ops, optim
+    from llmkernels._explain import explain
     from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, register_attention, release, unpatch
     from llmkernels.ops import *  # noqa: F403, whose __all__ is a part of this one's
     from llmkernels.profiling import profile
@@ -35,6 +37,7 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "__version__",
+    "explain",
     "generate",
     "nn",
     "optim",

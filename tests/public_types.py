@@ -58,6 +58,10 @@ def patching(model: torch.nn.Module, ids: Tensor) -> None:
     assert_type(profile.rows[0].time_ms, float)
     assert_type(profile.to_json(), str)
 
+    explanation = llmkernels.explain("linear", (4, 64), (64, 64), device="H200")
+    assert_type(explanation.reason, str)
+    assert_type(explanation.plan, dict[str, int])
+
     llmkernels.patch(model, rms_norms=False)  # type: ignore[call-arg]
     llmkernels.generate(model)  # type: ignore[call-arg]
 

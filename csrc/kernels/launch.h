@@ -1,4 +1,4 @@
-// Launching a kernel, and the facts of a device that launch plans need.
+// Launching a kernel on the current device.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -8,20 +8,12 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "device_info.h"
+
 namespace llmk::kernels {
 
-struct DeviceInfo {
-  int sm_count;
-  int compute_capability;  // 90 for sm_90; that of the compiled code if it is lower than the device's, see launch.cu
-  bool has_wgmma;          // whether this library has code for sm_90a, and not for sm_90 alone
-  size_t shared_bytes;     // shared memory of one block, at most
-  size_t l2_bytes;
-  // clusters[n], n = 1, 2, 4, 8, 16: how many clusters of n blocks run at the same time, with each block on its own SM.
-  // A cluster must fit a GPC, so there may be fewer than sm_count / n. 0: unknown.
-  int clusters[17];
-};
-
-// The current device's. The runtime is queried once per device; later calls take no lock. A failure is not cached.
+// The facts of the current device. The runtime is queried once per device; later calls take no lock. A failure is not
+// cached.
 cudaError_t device_info(DeviceInfo& info);
 
 // Sets the attributes of `kernel` on the current device to the maximum: all dynamic shared memory of a block, and
@@ -61,13 +53,6 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
 //   evict_last | more bytes than the L2 cache, an H200 | 2 to 4 % faster
 inline bool keeps_inputs(const DeviceInfo& device, int64_t bytes) {
   return bytes > static_cast<int64_t>(device.l2_bytes);
-}
-
-inline bool is_aligned(const void* pointer, size_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
-
-// Whether rows that start at `pointer` and lie `stride` elements apart can all be moved by 16-byte accesses.
-inline bool rows_aligned(const void* pointer, int64_t stride, int64_t rows, size_t element_bytes) {
-  return is_aligned(pointer, 16) && (rows <= 1 || stride * element_bytes % 16 == 0);
 }
 
 // What a kernel reads or writes row by row; null: nothing.

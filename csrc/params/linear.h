@@ -23,7 +23,7 @@ struct LinearParams {
   std::optional<Activation> glu;  // y = act(gate) up
   bool normalize;                 // apply RMSNorm to x first
   RmsNormOptions norm;            // how, if so
-  void* workspace;                // linear_workspace_bytes(), 16-byte aligned
+  void* workspace;                // LinearRoute::workspace_bytes, 16-byte aligned
 
   // CUDA only: a linear that adds to the residual does the work of the norm that follows, for the linear after that
   // norm. This saves the norm's launch. The first linear writes

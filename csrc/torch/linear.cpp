@@ -1,9 +1,7 @@
-// linear, glu_linear, both behind an RMSNorm, and linear_add_: a kernel for few tokens on a recent GPU, else the
-// library's other ops and PyTorch's linear (cuBLAS, MKL), or the kernel for many tokens where that is the route
-// (gemm.h).
+// linear, glu_linear, both behind an RMSNorm, and linear_add_: one of the library's kernels, or PyTorch's linear
+// (cuBLAS, MKL) and the library's other ops, as kernels/linear/route.h has it.
 #include "backend.h"
 #if LLMK_CUDA
-#include "kernels/gemm/gemm.h"
 #include "kernels/linear/linear.h"
 #endif
 #include "matrix.h"
@@ -21,6 +19,9 @@ struct Scaled {
   Tensor x, squares;
   int parts;
 };
+
+// x, or on a GPU, where its rows lie at no constant distance, a copy, which kernels and library then share.
+Tensor rows_once(const Tensor& x) { return x.is_cuda() ? as_rows(x).tensor : x; }
 
 // PyTorch's linear, on x as a matrix. A dimension of size 1 may have any stride, which cuBLAS would use.
 Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -76,10 +77,8 @@ std::optional<Scaled> check_handoff(const Tensor& x, const Linear& f, const std:
 }
 
 #if LLMK_CUDA
-// The kernels' parameters, except for x and the result. Nothing if there is no kernel for such weights.
-std::optional<LinearParams> describe_any(const Linear& f, int64_t rows) {
-  const auto unit = [](const std::optional<Tensor>& t) { return !t || has_unit_last_stride(*t); };
-  if (!unit(f.weight) || !unit(f.bias) || (f.norm && !unit(f.norm->weight))) return std::nullopt;
+// What the kernels take of a linear, except for x and the result.
+LinearParams params_of(const Linear& f, int64_t rows) {
   LinearParams params{};
   if (f.norm) {
     params.normalize = true;
@@ -97,141 +96,132 @@ std::optional<LinearParams> describe_any(const Linear& f, int64_t rows) {
   return params;
 }
 
-// Those of the kernel for few tokens.
-std::optional<LinearParams> describe(const Linear& f, int64_t rows) {
-  return rows > kernels::kLinearMaxTokens ? std::nullopt : describe_any(f, rows);
+LinearParams params_of(const Linear& f, const Rows& x) {
+  LinearParams params = params_of(f, x.rows);
+  params.x = x.data();
+  params.x_stride = x.stride;
+  return params;
+}
+
+// What the route depends on.
+kernels::LinearProblem problem_of(const Linear& f, const LinearParams& params, const Tensor& x) {
+  const auto unit = [](const std::optional<Tensor>& t) { return !t || has_unit_last_stride(*t); };
+  kernels::LinearProblem problem = kernels::problem_of(params, to_dtype(f.op, {"x", x}));
+  problem.in_rows = unit(f.weight) && unit(f.bias);
+  problem.norm_weight_aligned = problem.norm_weight_aligned && (!f.norm || unit(f.norm->weight));
+  return problem;
+}
+
+// Launches what the route says, which is not the library.
+cudaError_t run(LinearParams params, const kernels::LinearRoute& route, const Tensor& x, const Linear& f,
+                cudaStream_t stream) {
+  std::optional<Tensor> workspace;  // later uses of the memory are ordered after the kernels
+  if (const auto bytes = static_cast<int64_t>(route.workspace_bytes); bytes > 0) {
+    workspace = empty({&bytes, 1}, ScalarType::Byte, x);
+    params.workspace = workspace->mutable_data_ptr();
+  }
+  return kernels::linear(params, route, to_dtype(f.op, {"x", x}), stream);
+}
+
+// The result by a kernel; nothing where the library is the route.
+std::optional<Tensor> try_linear(const Tensor& x, const Linear& f, const std::optional<Scaled>& scaled) {
+  if (!x.is_cuda() || x.numel() == 0 || f.weight.numel() == 0) return std::nullopt;
+  const std::vector<int64_t> sizes = result_shape(x, f);
+  const Rows rows = as_rows(x);
+  LinearParams params = params_of(f, rows);
+  params.y_stride = sizes.back();
+  if (scaled && kernels::linear_takes_handoff(params.m)) {
+    params.x = scaled->x.const_data_ptr();
+    params.x_stride = params.k;
+    params.squares = scaled->squares.mutable_data_ptr();
+    params.parts = scaled->parts;
+  }
+  std::optional<Tensor> y, normalized;
+  on_device(
+      f.op, x,
+      [&](auto stream) {
+        const kernels::LinearRoute route = kernels::route_linear(problem_of(f, params, x));
+        if (route.variant == kernels::LinearVariant::kLibrary) return cudaSuccess;
+        if (route.norm_first && route.workspace_bytes == 0) {
+          normalized = rms_norm_between(x, f.norm->weight, f.norm->options);
+          params.x = normalized->const_data_ptr();
+          params.x_stride = params.k;
+          params.normalize = false;
+        }
+        y = empty(sizes, x.scalar_type(), x);
+        params.y = y->mutable_data_ptr();
+        return run(params, route, x, f, stream);
+      },
+      [] {});
+  return y;
 }
 
 // Allocates the tensors of the norm hand-off to `next` (params/linear.h), if `next` takes it.
-std::optional<Scaled> prepare_handoff(LinearParams& params, Dtype dtype, const Linear& next, const Tensor& like) {
-  const std::optional<LinearParams> described = describe(next, params.m);
-  const int parts = described ? kernels::linear_parts(params, *described, dtype) : 0;
+std::optional<Scaled> prepare_handoff(LinearParams& params, const kernels::LinearRoute& route, const Linear& next,
+                                      const Tensor& like) {
+  const LinearParams then = params_of(next, params.m);
+  const int parts = kernels::linear_parts(route, problem_of(next, then, like));
   if (parts == 0) return std::nullopt;
   Scaled result{empty({params.m, params.n}, like.scalar_type(), like),
                 empty({parts + 1, kernels::kLinearMaxTokens}, ScalarType::Float, like), parts};
-  params.next_norm_weight = described->norm_weight;
-  params.next_offset = described->norm.weight_offset;
+  params.next_norm_weight = then.norm_weight;
+  params.next_offset = then.norm.weight_offset;
   params.scaled = result.x.mutable_data_ptr();
   params.squares = result.squares.mutable_data_ptr();
   return result;
 }
 
-// Runs the kernel for many tokens, without a norm, if it is the route. `set` sets the parameters of the result.
-template <typename Set>
-bool run_gemm(const Tensor& x, const Linear& f, const Set& set) {
-  const int64_t k = f.weight.size(1);
-  if (!x.is_cuda() || k == 0 || x.numel() == 0 || f.weight.numel() == 0 || (f.glu && f.bias)) return false;
-  std::optional<LinearParams> params =
-      describe_any({f.op, f.weight, f.bias, std::nullopt, f.glu, f.in_step}, x.numel() / k);
-  if (!params || params->m <= kernels::kLinearMaxTokens || !kernels::gemm_is_faster(*params)) return false;
-  const Dtype dtype = to_dtype(f.op, {"x", x});
-  const Rows rows = as_rows(x);
-  params->x = rows.data();
-  params->x_stride = rows.stride;
-  set(*params);
+// Whether a kernel has added to the residual, and its hand-off to `next`.
+std::pair<bool, std::optional<Scaled>> try_linear_add(const Rows& residual, const Tensor& x, const Linear& f,
+                                                      double alpha, const Linear* next) {
+  if (x.numel() == 0) return {false, std::nullopt};
+  LinearParams params = params_of(f, as_rows(x));
+  params.residual = residual.tensor.mutable_data_ptr();
+  params.alpha = alpha;
+  params.y_stride = residual.stride;
   bool done = false;
+  std::optional<Scaled> scaled;
   on_device(
       f.op, x,
       [&](auto stream) {
-        done = kernels::gemm_supported(*params, dtype);
-        return done ? kernels::gemm(*params, dtype, stream) : cudaSuccess;
-      },
-      [] {});
-  return done;
-}
-
-// Runs the kernel if there is one. `set` sets the parameters of the result, and may change x.
-template <typename Set>
-bool run_kernel(const Tensor& x, const Linear& f, const Set& set) {
-  const int64_t k = f.weight.size(1);
-  if (!x.is_cuda() || k == 0 || x.numel() == 0) return false;
-  std::optional<LinearParams> params = describe(f, x.numel() / k);
-  if (!params) return false;
-  const Dtype dtype = to_dtype(f.op, {"x", x});
-  const Rows rows = as_rows(x);
-  params->x = rows.data();
-  params->x_stride = rows.stride;
-  bool done = false;
-  on_device(
-      f.op, x,
-      [&](auto stream) {
-        set(*params, dtype);
-        if (!kernels::linear_supported(*params, dtype) || !kernels::linear_is_faster(*params)) return cudaSuccess;
+        const kernels::LinearRoute route = kernels::route_linear(problem_of(f, params, x));
+        if (route.variant == kernels::LinearVariant::kLibrary) return cudaSuccess;
+        if (next) scaled = prepare_handoff(params, route, *next, x);
         done = true;
-        std::optional<Tensor> workspace;  // later uses of the memory are ordered after the kernels
-        if (const int64_t bytes = kernels::linear_workspace_bytes(*params, dtype); bytes > 0) {
-          workspace = empty({&bytes, 1}, ScalarType::Byte, x);
-          params->workspace = workspace->mutable_data_ptr();
-        }
-        return kernels::linear(*params, dtype, stream);
+        return run(params, route, x, f, stream);
       },
       [] {});
-  return done;
+  return {done, scaled};
 }
 #endif
 
 // `scaled`: from the linear_add_ that made x, if this linear was its `next`.
-Tensor linear(const Tensor& x, const Linear& f, [[maybe_unused]] const std::optional<Scaled>& scaled) {
-  const std::vector<int64_t> sizes = result_shape(x, f);
+Tensor linear(const Tensor& given, const Linear& f, [[maybe_unused]] const std::optional<Scaled>& scaled) {
+  const Tensor x = rows_once(given);
 #if LLMK_CUDA
-  if (x.is_cuda() && x.numel() > 0 && f.weight.numel() > 0) {
-    const Tensor y = empty(sizes, x.scalar_type(), x);
-    const auto set = [&](LinearParams& params, Dtype) {
-      params.y = y.mutable_data_ptr();
-      params.y_stride = sizes.back();
-      if (!scaled || params.m <= kernels::kLinearMaxMmaTokens) return;  // there the kernel folds the norm itself
-      params.x = scaled->x.const_data_ptr();
-      params.x_stride = params.k;
-      params.squares = scaled->squares.mutable_data_ptr();
-      params.parts = scaled->parts;
-    };
-    if (run_kernel(x, f, set)) return y;
-  }
+  if (const std::optional<Tensor> y = try_linear(x, f, scaled)) return *y;
 #endif
-  if (is_meta(x)) return empty(sizes, x.scalar_type(), x);
+  if (is_meta(x)) return empty(result_shape(x, f), x.scalar_type(), x);
   const Tensor normalized = f.norm ? rms_norm_between(x, f.norm->weight, f.norm->options) : x;
-#if LLMK_CUDA
-  std::optional<Tensor> result;
-  const auto set = [&](LinearParams& params) {
-    result = empty(sizes, x.scalar_type(), x);
-    params.y = result->mutable_data_ptr();
-    params.y_stride = sizes.back();
-  };
-  if (run_gemm(normalized, f, set)) return *result;
-#endif
   const Tensor y = library_linear(normalized, f.weight, f.bias);
   return f.glu ? glu_packed(f.op, y, *f.glu) : y;
 }
 
 // residual += alpha (x weight^T + bias). `next`: the linear after the next norm, for a hand-off.
-std::optional<Scaled> linear_add_(Tensor residual, const Tensor& x, const Linear& f, double alpha,
+std::optional<Scaled> linear_add_(Tensor residual, const Tensor& given, const Linear& f, double alpha,
                                   [[maybe_unused]] const Linear* next = nullptr) {
   if (residual.numel() == 0 || is_meta(residual)) return std::nullopt;
+  const Tensor x = rows_once(given);
 #if LLMK_CUDA
-  std::optional<Scaled> scaled;
-  if (const Rows rows = as_rows(residual); rows.tensor.get() == residual.get()) {
-    const auto set = [&](LinearParams& params, Dtype dtype) {
-      params.residual = residual.mutable_data_ptr();
-      params.alpha = alpha;
-      params.y_stride = rows.stride;
-      if (next) scaled = prepare_handoff(params, dtype, *next, x);
-    };
-    if (run_kernel(x, f, set)) return scaled;
-  }
-#endif
-#if LLMK_CUDA
+  // A residual that is not rows at a constant distance would be added to in a copy.
   if (const Rows rows = as_rows(residual); x.is_cuda() && rows.tensor.get() == residual.get()) {
-    const auto set = [&](LinearParams& params) {
-      params.residual = residual.mutable_data_ptr();
-      params.alpha = alpha;
-      params.y_stride = rows.stride;
-    };
-    if (run_gemm(x, f, set)) return std::nullopt;
-  }
-  if (const Rows rows = as_rows(residual); x.is_cuda() && !f.bias && rows.tensor.get() == residual.get()) {
-    const Tensor sums = matrix(residual, rows.rows, rows.cols, rows.stride);
-    aten::addmm_out(sums, sums, matrix(x), transposed(f.weight), alpha);  // added by the product, before it is rounded
-    return std::nullopt;
+    if (const auto [done, scaled] = try_linear_add(rows, x, f, alpha, next); done) return scaled;
+    if (!f.bias) {
+      const Tensor sums = matrix(residual, rows.rows, rows.cols, rows.stride);
+      // Added by the product, before it is rounded.
+      aten::addmm_out(sums, sums, matrix(x), transposed(f.weight), alpha);
+      return std::nullopt;
+    }
   }
 #endif
   const Tensor y = library_linear(x, f.weight, f.bias);

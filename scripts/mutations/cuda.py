@@ -138,7 +138,7 @@ CUDA = [
     Mutation(
         "cuda_misaligned_vectors",
         "16-byte accesses whatever the alignment",
-        "csrc/kernels/launch.h",
+        "csrc/kernels/device_info.h",
         "return is_aligned(pointer, 16) && (rows <= 1 || stride * element_bytes % 16 == 0);",
         "return (void)pointer, rows >= 0 && stride >= 0 && element_bytes > 0;",
         "tests/test_rms_norm.py -k 'layouts and cuda'",

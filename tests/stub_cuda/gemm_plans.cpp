@@ -6,6 +6,7 @@
 #define __host__
 #define __device__
 #include "kernels/gemm/plan.h"
+#include "kernels/gemm/position.h"
 
 int main() {
   using namespace llmk::kernels;

@@ -20,16 +20,20 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
   return make_tensor_map(map, data, tensor, dtype);
 }
 
+template <int kColumns>
+constexpr bool kPlansTheRing = many_tokens::Ring<kColumns>::kStages == gemm_stages(kColumns) &&
+                               many_tokens::Ring<kColumns>::kSharedBytes == gemm_shared_bytes(kColumns);
+static_assert(kPlansTheRing<256> && kPlansTheRing<224> && kPlansTheRing<192> && kPlansTheRing<144> &&
+              kPlansTheRing<128>);
+
 template <typename T, bool kGlu, int kColumns, bool kAlternates>
-cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, const DeviceInfo& device, Dtype dtype,
-                        cudaStream_t stream) {
+cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
   using namespace many_tokens;
   CUtensorMap x{}, weight{};
   cudaError_t status = tensor_map(x, p.x, p.m, p.k, p.x_stride, kRows / 2, dtype);
   if (status == cudaSuccess) status = tensor_map(weight, p.weight, p.n, p.k, p.weight_stride, kColumns / 2, dtype);
   if (status != cudaSuccess) return status;
   const int64_t columns = kGlu ? p.n / 2 : p.n;
-  const int tiles = plan.row_tiles * plan.column_tiles;
   const Arguments arguments{.bias = p.bias,
                             .y = p.residual ? p.residual : p.y,
                             .y_stride = p.y_stride,
@@ -46,8 +50,8 @@ cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, const Devic
                             .column_step = kGlu ? kColumns / 2 : kColumns,
                             .row_tiles = plan.row_tiles,
                             .column_tiles = plan.column_tiles,
-                            .tiles = tiles};
-  const LaunchShape shape{.blocks = int64_t{std::min(tiles, device.clusters[plan.cluster])} * plan.cluster,
+                            .tiles = plan.row_tiles * plan.column_tiles};
+  const LaunchShape shape{.blocks = blocks,
                           .threads = dim3(kThreads),
                           .shared_bytes = Ring<kColumns>::kSharedBytes,
                           .cluster = plan.cluster};
@@ -55,61 +59,31 @@ cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, const Devic
 }
 
 template <typename T, bool kGlu>
-cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, const DeviceInfo& device, Dtype dtype,
-                      cudaStream_t stream) {
+cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
   const auto is = [&](int columns, bool alternates) {
     return plan.tile.columns == columns && plan.tile.alternates == alternates;
   };
-  if (is(256, false)) return launch_gemm<T, kGlu, 256, false>(p, plan, device, dtype, stream);
-  if (is(224, false)) return launch_gemm<T, kGlu, 224, false>(p, plan, device, dtype, stream);
-  if (is(192, true)) return launch_gemm<T, kGlu, 192, true>(p, plan, device, dtype, stream);
-  if (is(144, true)) return launch_gemm<T, kGlu, 144, true>(p, plan, device, dtype, stream);
-  if (is(128, true)) return launch_gemm<T, kGlu, 128, true>(p, plan, device, dtype, stream);
+  if (is(256, false)) return launch_gemm<T, kGlu, 256, false>(p, plan, blocks, dtype, stream);
+  if (is(224, false)) return launch_gemm<T, kGlu, 224, false>(p, plan, blocks, dtype, stream);
+  if (is(192, true)) return launch_gemm<T, kGlu, 192, true>(p, plan, blocks, dtype, stream);
+  if (is(144, true)) return launch_gemm<T, kGlu, 144, true>(p, plan, blocks, dtype, stream);
+  if (is(128, true)) return launch_gemm<T, kGlu, 128, true>(p, plan, blocks, dtype, stream);
   return cudaErrorInvalidValue;
 }
 
 template <typename T>
-cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, const DeviceInfo& device, Dtype dtype,
-                      cudaStream_t stream) {
-  return p.glu ? launch_as<T, true>(p, plan, device, dtype, stream)
-               : launch_as<T, false>(p, plan, device, dtype, stream);
+cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
+  return p.glu ? launch_as<T, true>(p, plan, blocks, dtype, stream)
+               : launch_as<T, false>(p, plan, blocks, dtype, stream);
 }
-
-GemmShape shape_of(const LinearParams& p) { return {p.m, p.n, p.k, p.glu.has_value()}; }
 
 }  // namespace
 
-bool gemm_supported(const LinearParams& p, Dtype dtype) {
-  DeviceInfo device;
-  if (dtype != Dtype::kFloat16 && dtype != Dtype::kBFloat16) return false;
-  if (p.normalize || p.m > INT32_MAX - 256 || p.n > INT32_MAX - 256 || p.k > INT32_MAX - 64) return false;
-  if (device_info(device) != cudaSuccess || !device.has_wgmma || !has_tensor_maps()) return false;
-  // Tensor maps have no rows that overlap, as those of expanded tensors do.
-  const auto can_map = [&](int64_t rows, int64_t stride) {
-    return rows == 1 || (stride >= p.k && stride < int64_t{1} << 38);
-  };
-  const int64_t columns = p.glu ? p.n / 2 : p.n;
-  return p.k % 8 == 0 && columns % 8 == 0 && can_map(p.m, p.x_stride) && can_map(p.n, p.weight_stride) &&
-         rows_aligned(p.x, p.x_stride, p.m, 2) && rows_aligned(p.weight, p.weight_stride, p.n, 2) &&
-         rows_aligned(p.residual ? p.residual : p.y, p.y_stride, p.m, 2);
-}
+int forced_gemm() { return forced; }
 
-bool gemm_is_faster(const LinearParams& params) {
-  DeviceInfo device;
-  if (forced != 0 || device_info(device) != cudaSuccess) return forced > 0;
-  return gemm_is_faster_than_library(shape_of(params), device.clusters);
-}
-
-cudaError_t gemm(const LinearParams& params, Dtype dtype, cudaStream_t stream) {
-  if (params.m == 0 || params.n == 0 || params.k == 0)
-    return cudaErrorInvalidValue;  // the caller has a result for them
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const int value = forced;
-  const GemmPlan plan = value > 1 ? plan_gemm(shape_of(params), {value % 1000, value >= 1000}, device.clusters)
-                                  : choose_gemm(shape_of(params), device.clusters);
-  return dtype == Dtype::kFloat16 ? launch_as<__half>(params, plan, device, dtype, stream)
-                                  : launch_as<__nv_bfloat16>(params, plan, device, dtype, stream);
+cudaError_t gemm(const LinearParams& params, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
+  return dtype == Dtype::kFloat16 ? launch_as<__half>(params, plan, blocks, dtype, stream)
+                                  : launch_as<__nv_bfloat16>(params, plan, blocks, dtype, stream);
 }
 
 }  // namespace llmk::kernels

@@ -4,16 +4,14 @@
 
 #include "dtype.h"
 #include "params/linear.h"
+#include "plan.h"
 
 namespace llmk::kernels {
 
-// Whether gemm() takes this, on the current device: a GPU with wgmma, a 16-bit dtype, and k, the columns of y, the
-// strides and addresses in whole vectors of 16 bytes. It does not normalize.
-bool gemm_supported(const LinearParams& params, Dtype dtype);
+// See llmk_force_gemm.
+int forced_gemm();
 
-// Whether it is faster than cuBLAS, where supported (plan.h).
-bool gemm_is_faster(const LinearParams& params);
-
-cudaError_t gemm(const LinearParams& params, Dtype dtype, cudaStream_t stream);
+// It does not normalize. `plan` and `blocks` are those of choose_route() (linear/route.h).
+cudaError_t gemm(const LinearParams& params, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream);
 
 }  // namespace llmk::kernels

@@ -30,6 +30,7 @@
 #include "kernels/activation/activation.cuh"
 #include "params/linear.h"
 #include "plan.h"
+#include "position.h"
 
 namespace llmk::kernels::many_tokens {
 

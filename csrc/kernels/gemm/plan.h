@@ -1,9 +1,8 @@
-// The launch plan of a linear for many tokens: how wide the tiles are, what the two blocks of a cluster share, and
-// which tile comes when.
+// The launch plan of a linear for many tokens: how wide the tiles are, and what the two blocks of a cluster share.
+// Plain host code.
 #pragma once
-#include <cuda_runtime.h>
-
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 namespace llmk::kernels {
@@ -26,24 +25,17 @@ struct GemmPlan {
   double cycles = 0;           // of the tensor cores, by the model below
 };
 
+// The ring of a block: stages, and all of its shared memory in bytes. As gemm_sm90.cuh lays it out.
+constexpr int gemm_stage_bytes(int columns) { return (kGemmRows + columns) * kGemmDepth * 2; }
+constexpr int kGemmStoreBytes = 16 * 1024;  // of the warps' results on their way to memory
+constexpr int gemm_stages(int columns) { return (226 * 1024 - kGemmStoreBytes - 128) / gemm_stage_bytes(columns); }
+constexpr size_t gemm_shared_bytes(int columns) {
+  return gemm_stages(columns) * (gemm_stage_bytes(columns) + 16) + kGemmStoreBytes + 1024;
+}
+
 struct GemmShape {
   int64_t m, n, k;  // n: rows of W
   bool glu;
-};
-
-constexpr int kGemmGroup = 8;  // rows of tiles
-
-// The position of a cluster's tile: in groups of rows, so that those which run together share both operands in the L2
-// cache.
-struct GemmPosition {
-  int row, column;
-
-  __host__ __device__ GemmPosition(int index, int row_tiles, int column_tiles) {
-    const int group = index / (kGemmGroup * column_tiles), left = row_tiles - group * kGemmGroup;
-    const int rows = left < kGemmGroup ? left : kGemmGroup, at = index - group * kGemmGroup * column_tiles;
-    row = group * kGemmGroup + at % rows;
-    column = at / rows;
-  }
 };
 
 // The plan with such tiles, on a GPU where clusters[c] clusters of c blocks run at the same time.
@@ -82,6 +74,8 @@ inline GemmPlan choose_gemm(const GemmShape& shape, const int* clusters, int not
   return best;
 }
 
+constexpr int64_t kGemmLibraryTokens = 10 * kGemmRows;  // up to so many cuBLAS is faster, without a gated activation
+
 // Whether the kernel is faster than cuBLAS, and than cuBLAS and the kernel of the activation. One H200, us:
 //
 //   m, n, k             | ours | cuBLAS     because
@@ -99,7 +93,7 @@ inline bool gemm_is_faster_than_library(const GemmShape& shape, const int* clust
   const double ideal = tiles * 4.0 * shape.k / kGemmDepth;  // cycles
   const GemmPlan plan = choose_gemm(shape, clusters);
   if (shape.glu) return ideal > 0.7 * plan.cycles;
-  return shape.m > 10 * kGemmRows && plan.cycles < 0.9 * choose_gemm(shape, clusters, 224).cycles;
+  return shape.m > kGemmLibraryTokens && plan.cycles < 0.9 * choose_gemm(shape, clusters, 224).cycles;
 }
 
 }  // namespace llmk::kernels

@@ -12,8 +12,6 @@
 // the previous kernel has ended.
 #include "gemv.h"
 
-#include <algorithm>
-
 #include "device/reduce.cuh"
 #include "device/tma.cuh"
 #include "device/vec.cuh"
@@ -24,18 +22,9 @@
 namespace llmk::kernels {
 namespace {
 
-constexpr int kMaxStages = 8;  // per warp
 // Shared memory in bytes: the full barriers, and from kSquares on a sum of squares per warp.
-constexpr int kSquares = 8 * kGemvWarps * kMaxStages, kHeaderBytes = 768;
-static_assert(kSquares + 4 * kGemvWarps <= kHeaderBytes);
-
-// Rows of W in a stage: as many as make 5 KiB per warp of it. Rows of up to 2560 elements take fewer, which more often
-// divide what a block has. SmolLM3-3B on an H200, of the same weights, us per token, medians of six runs in turn:
-//
-//   rows per stage | 6    | 8    | 10
-//   ---------------|------|------|-----
-//   us             | 1764 | 1765 | 1784
-__host__ __device__ constexpr int stage_rows(int vectors) { return vectors == 1 ? 8 : 10 / vectors; }
+constexpr int kSquares = 8 * kGemvWarps * kGemvMaxStages;
+static_assert(kSquares + 4 * kGemvWarps <= kGemvHeaderBytes);
 
 struct Arguments {
   const void *x, *norm_weight, *weight, *bias;
@@ -79,10 +68,11 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
     gemv_kernel(const __grid_constant__ Arguments a) {
 #if __CUDA_ARCH__ >= 900
   using V = Vec<T, 8>;
-  constexpr int kStageRows = stage_rows(kVectors), kSliceBytes = kVectors * 512, kStageBytes = kStageRows * kSliceBytes;
+  constexpr int kStageRows = kGemvStageRows<kVectors>, kSliceBytes = kVectors * 512,
+                kStageBytes = kStageRows * kSliceBytes;
   extern __shared__ __align__(128) unsigned char shared[];
   float* const squares = reinterpret_cast<float*>(shared + kSquares);
-  float* const sums = reinterpret_cast<float*>(shared + kHeaderBytes);
+  float* const sums = reinterpret_cast<float*>(shared + kGemvHeaderBytes);
   const int warps = static_cast<int>(blockDim.x) / 32, lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that the compiler knows that it is uniform
   const int block = static_cast<int>(blockIdx.x),
@@ -228,23 +218,9 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
 
 }  // namespace
 
-cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const auto divide_up = [](int a, int b) { return (a + b - 1) / b; };
+cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaStream_t stream) {
   const bool glu = p.glu.has_value();
-  const int k = static_cast<int>(p.k), out = static_cast<int>(glu ? p.n / 2 : p.n);
-  const int blocks = std::min(device.sm_count, out), rows = divide_up(out, blocks) * (glu ? 2 : 1);
-  int vectors = 1;
-  while (k > vectors * 256 * kGemvWarps) vectors *= 2;
-  const int warps = divide_up(k, vectors * 256), rows_of_stage = stage_rows(vectors);
-  const int stage_bytes = warps * rows_of_stage * vectors * 512;
-  const int ring = (kHeaderBytes + warps * rows * 4 + 127) / 128 * 128;
-  // Where an SM has few weights to read, two blocks fit it, so that the next kernel may start early. Where it has more,
-  // a deeper ring is worth more.
-  const bool two_fit = int64_t{rows} * k * 2 <= 150 * 1024;
-  const int ring_bytes = two_fit ? 112 * 1024 - ring : 144 * 1024;
-  const int stages = std::min({ring_bytes / stage_bytes, divide_up(rows, rows_of_stage), kMaxStages});
+  const int out = static_cast<int>(glu ? p.n / 2 : p.n);
   const Arguments arguments{.x = p.x,
                             .norm_weight = p.norm_weight,
                             .weight = p.weight,
@@ -257,21 +233,21 @@ cudaError_t gemv(const LinearParams& p, Dtype dtype, cudaStream_t stream) {
                             .prefetch_weights = p.in_step,
                             .activation = p.glu.value_or(Activation{}),
                             .alpha = static_cast<float>(p.alpha),
-                            .k = k,
-                            .columns_per_block = out / blocks,
-                            .blocks_with_one_more = out % blocks,
-                            .stages = stages,
-                            .pitch = rows,
-                            .ring = ring,
+                            .k = static_cast<int>(p.k),
+                            .columns_per_block = out / plan.blocks,
+                            .blocks_with_one_more = out % plan.blocks,
+                            .stages = plan.stages,
+                            .pitch = plan.rows,
+                            .ring = plan.ring,
                             .up_rows = out,
                             .row_bytes = p.weight_stride * 2,
                             .eps = static_cast<float>(p.norm.eps)};
-  const LaunchShape shape{blocks, dim3(32 * warps),
-                          static_cast<size_t>(ring) + static_cast<size_t>(stages) * stage_bytes};
+  const LaunchShape shape{plan.blocks, dim3(32 * plan.warps), plan.shared_bytes};
   const auto launch_as = [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return dispatch_int<1, 2, 4, 8>(
-        vectors, [&](auto count) { return launch(gemv_kernel<T, decltype(count)::value>, shape, stream, arguments); });
+    return dispatch_int<1, 2, 4, 8>(plan.vectors, [&](auto count) {
+      return launch(gemv_kernel<T, decltype(count)::value>, shape, stream, arguments);
+    });
   };
   return dtype == Dtype::kFloat16 ? launch_as(TypeTag<__half>{}) : launch_as(TypeTag<__nv_bfloat16>{});
 }

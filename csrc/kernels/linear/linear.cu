@@ -9,27 +9,31 @@
 //
 // The design is the GEMM of CUTLASS on Hopper with the operands swapped, so that W fills the rows of the MMA:
 //
+//   route.h           which of the kernels, or cuBLAS
 //   plan.h            tiles, split-K and stages, with the measured choices
 //   ring.cuh          the producer, and the ring of stages with full and empty barriers
 //   prologue.cuh      the RMSNorm of x, folded in; where it cannot be, a launch of rms_norm comes first
 //   main_loop_*.cuh   the consumers: mma.sync up to 16 tokens, wgmma up to 64
 //   epilogue.cuh      the reduction of the partial sums, bias, activation, residual
 //
-// GPUs without TMA, or with less shared memory, take linear_sm80.cuh for up to 16 tokens.
-// One token takes gemv.cu, unless k is too large for it or W has many short rows (gemv_is_faster).
+// GPUs without TMA, or with less shared memory, take linear_sm80.cuh for up to 16 tokens; one token takes gemv.cu,
+// unless k is too large for it or W has many short rows. More tokens take gemm.cu, or cuBLAS. All of that is decided in
+// route.h.
 //
 // Programmatic dependent launch: in a decode step (`in_step`) the norm's weight and the first stages of W are read
 // before the previous kernel has ended, see ptx.cuh. Elsewhere nothing is.
 #include "linear.h"
 
+#include <algorithm>
 #include <atomic>
+#include <iterator>
 
 #include "epilogue.cuh"
 #include "gemv.h"
 #include "kernels/dispatch.cuh"
+#include "kernels/gemm/gemm.h"
 #include "kernels/launch.h"
 #include "kernels/norm/rms_norm.h"
-#include "kernels/per_device.h"
 #include "kernels/tensor_map.h"
 #include "linear_sm80.cuh"
 #include "main_loop_mma.cuh"
@@ -44,11 +48,6 @@ using few_tokens::MmaSync;
 using few_tokens::Wgmma;
 
 std::atomic<bool> forced_sm80{false};  // see llmk_force_linear_sm80
-
-// Whether a GPU takes linear_sm80.cuh.
-bool takes_sm80(const DeviceInfo& device) {
-  return forced_sm80 || device.compute_capability < 90 || device.shared_bytes < 200 * 1024 || !has_tensor_maps();
-}
 
 // The consumers, the producer warp, and for wgmma a warp that loads 1 / rms.
 template <typename Math>
@@ -153,21 +152,6 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
   return make_tensor_map(map, data, tensor, dtype);
 }
 
-// Whether the norm can be folded: x times its weight before the products, the sums times 1 / rms after them.
-bool can_fold_norm(const LinearParams& p, Dtype dtype) {
-  const double offset = p.norm.weight_offset;
-  const bool known_offset = offset == 0 || (offset == 1 && dtype == Dtype::kBFloat16);
-  return p.normalize && p.norm_weight && known_offset && p.k <= 16384;
-}
-// Whether the kernel folds it without the help of the previous linear.
-bool folds_norm(const LinearParams& p, Dtype dtype) { return can_fold_norm(p, dtype) && p.m <= kLinearMaxMmaTokens; }
-
-LinearPlan plan_of(const LinearParams& p, const DeviceInfo& device) {
-  const LinearShape shape{
-      .m = p.m, .n = p.n, .k = p.k, .glu = p.glu.has_value(), .normalize = p.normalize && p.parts == 0};
-  return plan_linear(shape, device.clusters, choose_tuning(shape, device.clusters));
-}
-
 bool is_vector(const LinearParams& p, const LinearPlan& plan) {
   const int64_t out = p.glu.has_value() ? p.n / 2 : p.n;
   return out % 4 == 0 && plan.box_rows % 4 == 0 && (p.m == 1 || p.y_stride % 4 == 0) &&
@@ -204,17 +188,14 @@ Arguments arguments_of(const LinearParams& p, const LinearPlan& plan) {
           .plan = plan};
 }
 
-cudaError_t launch_sm80(const LinearParams& p, const DeviceInfo& device, Dtype dtype, cudaStream_t stream) {
-  const LinearPlan plan = plan_linear_sm80(
-      {.m = p.m, .n = p.n, .k = p.k, .glu = p.glu.has_value(), .normalize = p.normalize}, device.sm_count);
-  const int64_t blocks = int64_t{device.sm_count} * (device.shared_bytes >= 2 * kLinearSm80Shared ? 2 : 1);
+cudaError_t launch_sm80(const LinearParams& p, const LinearRoute& route, Dtype dtype, cudaStream_t stream) {
   const few_tokens::Sm80Operands operands{p.weight, p.x, p.weight_stride * 2, p.x_stride * 2};
-  return few_tokens::launch_sm80(arguments_of(p, plan), operands,
-                                 static_cast<int>(std::min<int64_t>(blocks, plan.output_tiles)), dtype, stream);
+  return few_tokens::launch_sm80(arguments_of(p, route.few), operands, static_cast<int>(route.blocks), dtype, stream);
 }
 
-// One launch; a norm, if there is one, is folded.
-cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dtype, cudaStream_t stream) {
+// One launch with TMA; a norm, if there is one, is folded.
+cudaError_t launch_with_tma(const LinearParams& p, const LinearRoute& route, Dtype dtype, cudaStream_t stream) {
+  const LinearPlan& plan = route.few;
   CUtensorMap weight{}, x{};
   if (const cudaError_t status =
           tensor_map(weight, p.weight, p.n, p.k, p.weight_stride, plan.box_rows, plan.chunks, dtype);
@@ -226,10 +207,7 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
     return status;
   }
   const Arguments arguments = arguments_of(p, plan);
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const int64_t clusters = std::min(plan.output_tiles, device.clusters[plan.cluster]);
-  LaunchShape shape{clusters * plan.cluster, {}, plan.shared_bytes};
+  LaunchShape shape{route.blocks, {}, plan.shared_bytes};
   shape.cluster = plan.cluster;
   const auto launch_math = [&](auto tag) {
     using Math = typename decltype(tag)::type;
@@ -253,68 +231,30 @@ cudaError_t launch_plan(const LinearParams& p, const LinearPlan& plan, Dtype dty
   return dtype == Dtype::kFloat16 ? launch_as(TypeTag<__half>{}) : launch_as(TypeTag<__nv_bfloat16>{});
 }
 
+// What choose_route() depends on beside the problem, on the current device.
+cudaError_t find_facts(DeviceInfo& device, RouteOptions& options) {
+  options = {.tensor_maps = has_tensor_maps(), .force_sm80 = forced_sm80, .force_gemm = forced_gemm()};
+  return device_info(device);
+}
+
 }  // namespace
 
-bool linear_supported(const LinearParams& p, Dtype dtype) {
+LinearRoute route_linear(const LinearProblem& problem) {
   DeviceInfo device;
-  if (device_info(device) != cudaSuccess) return false;
-  const bool on_device = takes_sm80(device) ? device.compute_capability >= 80 && p.m <= kLinearMaxMmaTokens &&
-                                                  device.shared_bytes >= kLinearSm80Shared
-                                            : p.m <= kLinearMaxMmaTokens || device.has_wgmma;
-  return on_device && (dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16) && p.m <= kLinearMaxTokens && p.k > 0 &&
-         p.k % 8 == 0 && (p.m == 1 || p.x_stride >= p.k) && (p.n == 1 || p.weight_stride >= p.k) && p.k < (1 << 30) &&
-         p.n < (1 << 30) && p.weight_stride < (int64_t{1} << 38) && rows_aligned(p.x, p.x_stride, p.m, 2) &&
-         rows_aligned(p.weight, p.weight_stride, p.n, 2) && is_aligned(p.norm_weight, 16);
+  RouteOptions options;
+  if (find_facts(device, options) != cudaSuccess) return {.reason = "the GPU's properties are not known"};
+  return choose_route(problem, device, options);
 }
 
-// The route beyond 16 tokens. Measured on an H200, in us, cuBLAS without the launches that it needs beside it for
-// SwiGLU, for the residual (two) and for the norm:
-//
-//   case, n x k           | linear, 32 and 64 tokens | cuBLAS, 32 and 64 tokens
-//   ----------------------|--------------------------|-------------------------
-//   3584 x 3584           |     9.0           10.3   |    11.4            9.5
-//   4608 x 3584           |    12.0           11.7   |    10.8           11.2
-//   3584 x 18944          |    33.6           38.2   |    39.5           41.6
-//   18944 x 3584          |    32.8           37.0   |    37.8           36.4
-//   37888 x 3584, SwiGLU  |    66.7           75.2   |    74.2           74.9
-//   152064 x 3584         |   258.2          284     |   266.6          273.9
-//   the norm's launch     |     1.6, overlapped      |     2.2
-//   896 x 4864, 24 and 48 |     9.1           12.1   |     7.5            7.4
-//   896 x 896, 24 and 48  |     4.8            4.9   |     3.9            4.0
-//
-// Decode steps (in_step) do without cuBLAS up to 64 tokens.
-bool linear_is_faster(const LinearParams& p) {
+int linear_parts(const LinearRoute& route, const LinearProblem& next) {
   DeviceInfo device;
-  if (p.m <= kLinearMaxMmaTokens || p.glu || p.in_step) return true;
-  if (device_info(device) != cudaSuccess) return false;
-  if (linear_has_many_rows(p.n, device.clusters)) return p.m <= 32;
-  if (linear_has_very_few_rows(p.n, device.clusters) && !p.residual) return false;
-  if (linear_has_long_rows(p.k) || p.residual) return true;
-  if (p.parts > 0) return true;  // cuBLAS would need a launch for the norm
-  return linear_has_few_rows(p.n, device.clusters) && p.m <= 48;
+  RouteOptions options;
+  return find_facts(device, options) == cudaSuccess ? choose_handoff(route, next, device, options) : 0;
 }
 
-size_t linear_workspace_bytes(const LinearParams& p, Dtype dtype) {
-  return p.normalize && p.parts == 0 && !folds_norm(p, dtype) ? static_cast<size_t>(p.m) * p.k * 2 : 0;
-}
-
-int linear_parts(const LinearParams& p, const LinearParams& next, Dtype dtype) {
-  DeviceInfo device;
-  if (p.m <= kLinearMaxMmaTokens || !p.residual || device_info(device) != cudaSuccess) return 0;
-  const LinearPlan plan = plan_of(p, device);
-  LinearParams then = next;
-  then.parts = plan.output_tiles * plan.cluster;
-  const bool both =
-      linear_supported(p, dtype) && linear_is_faster(p) && linear_supported(then, dtype) && linear_is_faster(then);
-  return both && can_fold_norm(next, dtype) ? then.parts : 0;
-}
-
-cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream) {
-  if (params.m == 0 || params.n == 0) return cudaSuccess;
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+cudaError_t linear(const LinearParams& params, const LinearRoute& route, Dtype dtype, cudaStream_t stream) {
   LinearParams p = params;
-  if (p.normalize && p.parts == 0 && !folds_norm(p, dtype)) {
+  if (route.workspace_bytes > 0) {
     const NormParams norm{.x = p.x,
                           .residual = nullptr,
                           .weight = p.norm_weight,
@@ -331,9 +271,15 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
     p.x_stride = p.k;
     p.normalize = false;
   }
-  if (takes_sm80(device)) return launch_sm80(p, device, dtype, stream);
-  if (p.m == 1 && gemv_is_faster(p.n, p.k, device.sm_count)) return gemv(p, dtype, stream);
-  return launch_plan(p, plan_of(p, device), dtype, stream);
+  switch (route.variant) {
+    case LinearVariant::kGemv: return gemv(p, route.gemv, dtype, stream);
+    case LinearVariant::kMma:
+    case LinearVariant::kWgmma: return launch_with_tma(p, route, dtype, stream);
+    case LinearVariant::kSm80: return launch_sm80(p, route, dtype, stream);
+    case LinearVariant::kGemm: return gemm(p, route.many, static_cast<int>(route.blocks), dtype, stream);
+    case LinearVariant::kLibrary: break;
+  }
+  return cudaErrorInvalidValue;  // the caller's own
 }
 
 }  // namespace llmk::kernels
@@ -341,4 +287,25 @@ cudaError_t linear(const LinearParams& params, Dtype dtype, cudaStream_t stream)
 // For tests and benchmarks, which call it through ctypes: whether every GPU takes the kernel of those without TMA.
 extern "C" __attribute__((visibility("default"))) void llmk_force_linear_sm80(int value) {
   llmk::kernels::forced_sm80 = value != 0;
+}
+
+// For llmkernels.explain, which calls it through ctypes: what the routes of the current device depend on. Facts: the
+// compute capability, wgmma, tensor maps, SMs, bytes of shared memory of a block, clusters of 2, 4, 8 and 16 blocks.
+// Returns a cudaError_t.
+extern "C" __attribute__((visibility("default"))) int llmk_route_facts(int* facts) {
+  llmk::kernels::DeviceInfo device;
+  llmk::kernels::RouteOptions options;
+  const cudaError_t status = llmk::kernels::find_facts(device, options);
+  if (status != cudaSuccess) return status;
+  const int found[] = {device.compute_capability,
+                       device.has_wgmma,
+                       options.tensor_maps,
+                       device.sm_count,
+                       static_cast<int>(device.shared_bytes),
+                       device.clusters[2],
+                       device.clusters[4],
+                       device.clusters[8],
+                       device.clusters[16]};
+  std::copy(std::begin(found), std::end(found), facts);
+  return cudaSuccess;
 }

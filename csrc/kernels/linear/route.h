@@ -1,0 +1,280 @@
+// The route of a linear: which kernel runs it, by which plan, or whether the library (cuBLAS) does, and why. All of
+// that is decided here: the binding and the launcher ask, and obey. Plain host code.
+//
+//   variant   tokens        GPU                          kernel
+//   -------   -----------   --------------------------   -------------------------------------------------
+//   gemv      1             TMA: 9.0 on, 200 KB shared   gemv.cu
+//   mma       1 to 16       the same                     main_loop_mma.cuh
+//   wgmma     17 to 64      9.0                          main_loop_wgmma.cuh
+//   sm80      1 to 16       8.0 on, 99 KB shared         linear_sm80.cuh, where there is no TMA
+//   gemm      65 and more   9.0                          gemm/gemm_sm90.cuh
+//   library   any           any                          the norm's kernel, cuBLAS, the activation's kernel
+//
+// A decision takes well under a microsecond, so none is kept: a cache would have to be asked as long, by more code.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "dtype.h"
+#include "gemv_plan.h"
+#include "kernels/device_info.h"
+#include "kernels/gemm/plan.h"
+#include "params/linear.h"
+#include "plan.h"
+
+namespace llmk::kernels {
+
+// What a route depends on, of the linear.
+struct LinearProblem {
+  int64_t m, n, k;                            // n: rows of the weight
+  int64_t x_stride, weight_stride, y_stride;  // elements between rows; y or the residual
+  Dtype dtype;
+  bool glu, bias, residual, in_step;  // as in params/linear.h
+  bool normalize;                     // an RMSNorm comes first
+  bool norm_weight;                   // which has a weight
+  double norm_offset;
+  int parts;            // of the norm hand-off (params/linear.h); 0: there is none
+  bool in_rows = true;  // all tensors are rows of contiguous columns, evenly apart
+  bool x_aligned = true, weight_aligned = true, y_aligned = true;  // every row, to 16 bytes
+  bool norm_weight_aligned = true;                                 // and contiguous
+};
+
+// What it depends on beside the linear and the device: the driver, and the switches of tests and benchmarks.
+struct RouteOptions {
+  bool tensor_maps = true;  // the driver has them
+  bool force_sm80 = false;  // see llmk_force_linear_sm80
+  int force_gemm = 0;       // see llmk_force_gemm
+};
+
+enum class LinearVariant { kLibrary, kGemv, kMma, kWgmma, kSm80, kGemm };
+
+struct LinearRoute {
+  LinearVariant variant = LinearVariant::kLibrary;
+  const char* reason = "";
+  bool norm_first = false;     // a launch of rms_norm comes first; else the kernel normalizes, if anybody does
+  size_t workspace_bytes = 0;  // for that, up to 64 tokens; beyond, the caller normalizes
+  int64_t blocks = 0;          // of the launch
+  // The plan: of gemv; of mma, wgmma and sm80; of gemm.
+  GemvPlan gemv{};
+  LinearPlan few{};
+  GemmPlan many{};
+};
+
+inline LinearProblem problem_of(const LinearParams& p, Dtype dtype) {
+  return {.m = p.m,
+          .n = p.n,
+          .k = p.k,
+          .x_stride = p.x_stride,
+          .weight_stride = p.weight_stride,
+          .y_stride = p.y_stride,
+          .dtype = dtype,
+          .glu = p.glu.has_value(),
+          .bias = p.bias != nullptr,
+          .residual = p.residual != nullptr,
+          .in_step = p.in_step,
+          .normalize = p.normalize,
+          .norm_weight = p.norm_weight != nullptr,
+          .norm_offset = p.norm.weight_offset,
+          .parts = p.parts,
+          .x_aligned = rows_aligned(p.x, p.x_stride, p.m, 2),
+          .weight_aligned = rows_aligned(p.weight, p.weight_stride, p.n, 2),
+          .y_aligned = rows_aligned(p.residual ? p.residual : p.y, p.y_stride, p.m, 2),
+          .norm_weight_aligned = is_aligned(p.norm_weight, 16)};
+}
+
+namespace routing {
+
+// Whether a kernel is taken, and why, or why not.
+struct Verdict {
+  bool taken;
+  const char* reason;
+};
+inline Verdict take(const char* reason) { return {true, reason}; }
+inline Verdict refuse(const char* reason) { return {false, reason}; }
+
+// Whether the norm can be folded: x times its weight before the products, the sums times 1 / rms after them.
+inline bool can_fold_norm(const LinearProblem& p) {
+  const bool known_offset = p.norm_offset == 0 || (p.norm_offset == 1 && p.dtype == Dtype::kBFloat16);
+  return p.normalize && p.norm_weight && known_offset && p.k <= 16384;
+}
+
+// What no kernel takes.
+inline Verdict supported(const LinearProblem& p) {
+  if (p.m == 0 || p.n == 0 || p.k == 0) return refuse("there is nothing to multiply");
+  if (p.dtype == Dtype::kFloat32) return refuse("float32: the kernels take float16 and bfloat16");
+  if (p.dtype == Dtype::kFloat64) return refuse("float64: the kernels take float16 and bfloat16");
+  if (!p.in_rows) return refuse("a tensor is not rows of contiguous columns");
+  if (p.k % 8 != 0) return refuse("k is no multiple of 8");
+  if (!p.weight_aligned) return refuse("rows of the weight are not aligned to 16 bytes");
+  return take("");
+}
+
+// ---- up to 64 tokens
+
+inline bool without_tma(const DeviceInfo& device, const RouteOptions& options) {
+  return options.force_sm80 || device.compute_capability < 90 || device.shared_bytes < 200 * 1024 ||
+         !options.tensor_maps;
+}
+
+inline Verdict few_supported(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
+  if (!p.x_aligned) return refuse("rows of x are not aligned to 16 bytes");
+  if (!p.norm_weight_aligned) return refuse("the norm's weight is not contiguous and aligned to 16 bytes");
+  if ((p.m > 1 && p.x_stride < p.k) || (p.n > 1 && p.weight_stride < p.k)) return refuse("rows overlap in memory");
+  if (p.k >= 1 << 30 || p.n >= 1 << 30 || p.weight_stride >= int64_t{1} << 38) return refuse("the weight is too large");
+  if (without_tma(device, options)) {
+    if (device.compute_capability < 80) return refuse("the compute capability is below 8.0");
+    if (device.shared_bytes < kLinearSm80Shared) return refuse("a block has less than 99 KB of shared memory");
+    if (p.m > kLinearMaxMmaTokens) return refuse("more than 16 tokens take wgmma, of compute capability 9.0");
+  } else if (p.m > kLinearMaxMmaTokens && !device.has_wgmma) {
+    return refuse("more than 16 tokens take wgmma, of compute capability 9.0");
+  }
+  return take("");
+}
+
+// Measured on an H200, in us, cuBLAS without the launches that it needs beside it for SwiGLU, for the residual (two)
+// and for the norm:
+//
+//   case, n x k           | linear, 32 and 64 tokens | cuBLAS, 32 and 64 tokens
+//   ----------------------|--------------------------|-------------------------
+//   3584 x 3584           |     9.0           10.3   |    11.4            9.5
+//   4608 x 3584           |    12.0           11.7   |    10.8           11.2
+//   3584 x 18944          |    33.6           38.2   |    39.5           41.6
+//   18944 x 3584          |    32.8           37.0   |    37.8           36.4
+//   37888 x 3584, SwiGLU  |    66.7           75.2   |    74.2           74.9
+//   152064 x 3584         |   258.2          284     |   266.6          273.9
+//   the norm's launch     |     1.6, overlapped      |     2.2
+//   896 x 4864, 24 and 48 |     9.1           12.1   |     7.5            7.4
+//   896 x 896, 24 and 48  |     4.8            4.9   |     3.9            4.0
+//
+// Decode steps (in_step) do without cuBLAS up to 64 tokens.
+inline Verdict few_is_faster(const LinearProblem& p, const int* clusters) {
+  if (p.m <= kLinearMaxMmaTokens) return take("up to 16 tokens");
+  if (p.glu) return take("17 to 64 tokens with a gated activation, which cuBLAS leaves to a kernel of its own");
+  if (p.in_step) return take("17 to 64 tokens of a decode step, which does without cuBLAS");
+  if (linear_has_many_rows(p.n, clusters)) {
+    return p.m <= 32 ? take("17 to 32 tokens of a tall weight")
+                     : refuse("cuBLAS is faster from 33 to 64 tokens of a tall weight");
+  }
+  if (linear_has_very_few_rows(p.n, clusters) && !p.residual) {
+    return refuse("cuBLAS is faster from 17 to 64 tokens of a weight of very few rows");
+  }
+  if (linear_has_long_rows(p.k)) return take("17 to 64 tokens, and k above 8192");
+  if (p.residual) return take("17 to 64 tokens that are added to a residual, for which cuBLAS needs more launches");
+  if (p.parts > 0) return take("17 to 64 tokens, normalized by the linear before");
+  if (!linear_has_few_rows(p.n, clusters)) {
+    return refuse("cuBLAS is faster from 17 to 64 tokens of a weight that is neither tall nor of few rows");
+  }
+  return p.m <= 48 ? take("17 to 48 tokens of a weight of few rows")
+                   : refuse("cuBLAS is faster from 49 to 64 tokens of a weight of few rows");
+}
+
+inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
+  LinearRoute route;
+  const Verdict can = few_supported(p, device, options);
+  const Verdict verdict = can.taken ? few_is_faster(p, device.clusters) : can;
+  route.reason = verdict.reason;
+  // Beyond 16 tokens the kernel folds the norm with the help of the linear before only.
+  const bool folds = p.parts > 0 || (p.m <= kLinearMaxMmaTokens && can_fold_norm(p));
+  route.norm_first = p.normalize && !(verdict.taken && folds);
+  if (!verdict.taken) return route;
+  if (route.norm_first) route.workspace_bytes = static_cast<size_t>(p.m) * p.k * 2;
+  const LinearShape shape{
+      .m = p.m, .n = p.n, .k = p.k, .glu = p.glu, .normalize = p.normalize && !route.norm_first && p.parts == 0};
+  if (without_tma(device, options)) {
+    route.variant = LinearVariant::kSm80;
+    route.reason = "up to 16 tokens, on a GPU without TMA";
+    route.few = plan_linear_sm80(shape, device.sm_count);
+    const int64_t at_once = int64_t{device.sm_count} * (device.shared_bytes >= 2 * kLinearSm80Shared ? 2 : 1);
+    route.blocks = std::min<int64_t>(at_once, route.few.output_tiles);
+    return route;
+  }
+  if (p.m == 1 && gemv_is_faster(p.n, p.k, device.sm_count)) {
+    route.variant = LinearVariant::kGemv;
+    route.reason = "one token";
+    route.gemv = plan_gemv(p.n, p.k, p.glu, device.sm_count);
+    route.blocks = route.gemv.blocks;
+    return route;
+  }
+  if (p.m == 1) {
+    route.reason = p.k > kGemvMaxK ? "one token, and k too large for gemv" : "one token, and too many rows for gemv";
+  }
+  route.few = plan_linear(shape, device.clusters, choose_tuning(shape, device.clusters));
+  route.variant = route.few.wgmma ? LinearVariant::kWgmma : LinearVariant::kMma;
+  const int64_t clusters = std::min(route.few.output_tiles, device.clusters[route.few.cluster]);
+  route.blocks = clusters * route.few.cluster;
+  return route;
+}
+
+// ---- more
+
+inline Verdict many_supported(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
+  if (!device.has_wgmma || !options.tensor_maps) {
+    return refuse("more than 64 tokens take wgmma, of compute capability 9.0");
+  }
+  if (p.glu && p.bias) return refuse("a gated activation with a bias");
+  if (p.m > INT32_MAX - 256 || p.n > INT32_MAX - 256 || p.k > INT32_MAX - 64) return refuse("too large for 32 bits");
+  // Tensor maps have no rows that overlap, as those of expanded tensors do.
+  const auto can_map = [&](int64_t rows, int64_t stride) {
+    return rows == 1 || (stride >= p.k && stride < int64_t{1} << 38);
+  };
+  // Of a normalized x the norm makes rows side by side.
+  if (!p.normalize && !can_map(p.m, p.x_stride)) return refuse("rows of x overlap in memory, or are too far apart");
+  if (!can_map(p.n, p.weight_stride)) return refuse("rows of the weight overlap in memory, or are too far apart");
+  if (!p.normalize && !p.x_aligned) return refuse("rows of x are not aligned to 16 bytes");
+  if ((p.glu ? p.n / 2 : p.n) % 8 != 0) return refuse("the columns of the result are no multiple of 8");
+  if (!p.y_aligned) return refuse("rows of the result are not aligned to 16 bytes");
+  return take("");
+}
+
+inline Verdict many_is_faster(const GemmShape& shape, const int* clusters) {
+  const bool faster = gemm_is_faster_than_library(shape, clusters);
+  if (shape.glu) {
+    return faster ? take("more than 64 tokens with a gated activation, whose tiles fill most of the GPU")
+                  : refuse("cuBLAS is faster where tiles of a gated activation leave much of the GPU idle");
+  }
+  if (shape.m <= kGemmLibraryTokens) return refuse("cuBLAS is faster from 65 to 1280 tokens");
+  return faster ? take("more than 1280 tokens, and only tiles of 224 columns fill the GPU")
+                : refuse("cuBLAS is faster where tiles of 224 columns do not fill the GPU better than others");
+}
+
+inline LinearRoute many_tokens(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
+  LinearRoute route{.norm_first = p.normalize};
+  const GemmShape shape{p.m, p.n, p.k, p.glu};
+  Verdict verdict = many_supported(p, device, options);
+  if (verdict.taken && options.force_gemm == 0) verdict = many_is_faster(shape, device.clusters);
+  if (options.force_gemm > 0 && verdict.taken) verdict = take("a test's switch");
+  if (options.force_gemm < 0) verdict = refuse("a test's switch");
+  route.reason = verdict.reason;
+  if (!verdict.taken) return route;
+  route.variant = LinearVariant::kGemm;
+  const GemmTile forced{options.force_gemm % 1000, options.force_gemm >= 1000};
+  route.many = options.force_gemm > 1 ? plan_gemm(shape, forced, device.clusters) : choose_gemm(shape, device.clusters);
+  const int tiles = route.many.row_tiles * route.many.column_tiles;
+  route.blocks = int64_t{std::min(tiles, device.clusters[route.many.cluster])} * route.many.cluster;
+  return route;
+}
+
+}  // namespace routing
+
+inline LinearRoute choose_route(const LinearProblem& problem, const DeviceInfo& device,
+                                const RouteOptions& options = {}) {
+  const routing::Verdict verdict = routing::supported(problem);
+  if (!verdict.taken) return {.reason = verdict.reason, .norm_first = problem.normalize};
+  return problem.m <= kLinearMaxTokens ? routing::few_tokens(problem, device, options)
+                                       : routing::many_tokens(problem, device, options);
+}
+
+// Whether the linear behind a norm takes the hand-off of the linear before: up to 16 tokens it folds the norm itself.
+inline bool linear_takes_handoff(int64_t m) { return m > kLinearMaxMmaTokens && m <= kLinearMaxTokens; }
+
+// How many partial sums of squares per token the linear of `route`, which adds to the residual, leaves for the norm
+// that follows and for `next`; 0 if it cannot, or if that would not save a launch.
+inline int choose_handoff(const LinearRoute& route, LinearProblem next, const DeviceInfo& device,
+                          const RouteOptions& options = {}) {
+  if (route.variant != LinearVariant::kWgmma || !routing::can_fold_norm(next)) return 0;
+  next.parts = route.few.output_tiles * route.few.cluster;
+  return choose_route(next, device, options).variant == LinearVariant::kWgmma ? next.parts : 0;
+}
+
+}  // namespace llmk::kernels

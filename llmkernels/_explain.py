@@ -1,0 +1,274 @@
+"""`llmkernels.explain`: which kernel multiplies on which GPU, why, and how.
+
+The decision is that of the ops themselves, csrc/kernels/linear/route.h: asked here for shapes, without tensors.
+"""
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from llmkernels import _library
+
+KERNELS = {
+    "gemv": "gemv: dot products, weights by bulk copies",
+    "mma": "mma.sync, weights by TMA",
+    "wgmma": "wgmma, weights by TMA",
+    "sm80": "mma.sync, weights by cp.async",
+    "gemm": "wgmma, tiles of 128 tokens by TMA",
+    "library": "cuBLAS",
+}
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What routes depend on."""
+
+    name: str
+    compute_capability: int
+    sm_count: int
+    shared_bytes: int  # of a block, at most
+    clusters: dict[int, int] = field(default_factory=dict)  # how many run at the same time, by their blocks
+    wgmma: bool = True  # the build has code for sm_90a
+    tensor_maps: bool = True  # the driver has them
+
+
+# Clusters of several blocks count on 9.0 only.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("H200", 90, 132, 232448, {2: 66, 4: 32, 8: 14, 16: 6}),
+        Gpu("H100", 90, 132, 232448, {2: 66, 4: 32, 8: 14, 16: 6}),
+        Gpu("A100", 80, 108, 166912),
+        Gpu("RTX 4090", 89, 128, 101376),
+        Gpu("L40S", 89, 142, 101376),
+        Gpu("RTX 5090", 120, 170, 101376),
+        Gpu("B200", 100, 148, 232448),
+    )
+}
+ABSENT = "H200"  # what is taken where there is no GPU
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. Prints as a short table."""
+
+    op: str
+    operands: str  # names and shapes
+    dtype: str
+    device: str
+    variant: str  # "gemv", "mma", "wgmma", "sm80", "gemm" or "library"
+    reason: str
+    norm: str | None  # how x is normalized, if it is
+    plan: dict[str, int]  # empty with "library"
+    then: "Explanation | None" = None  # the second product of gated_mlp
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}  {self.operands}  {self.dtype}  on {self.device}"]
+        lines += [f"kernel  {KERNELS[self.variant]}", f"why     {self.reason}"]
+        lines += [f"norm    {self.norm}"] if self.norm else []
+        lines += [f"plan    {_plan_text(self.plan)}"] if self.plan else []
+        lines += ["", str(self.then)] if self.then else []
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One product of an op: the names of its operands, and what it fuses."""
+
+    x: str = "x"
+    weight: str = "weight"
+    glu: bool = False
+    norm: bool = False
+    residual: bool = False
+    bias: bool = True  # whether it takes one
+
+
+OPS = {
+    "linear": [_Product()],
+    "rms_norm_linear": [_Product(norm=True)],
+    "glu_linear": [_Product(glu=True, bias=False)],
+    "rms_norm_glu_linear": [_Product(glu=True, norm=True, bias=False)],
+    "linear_add_": [_Product(residual=True)],
+    "gated_mlp": [_Product(weight="gate_up_weight", glu=True), _Product("act(gate) up", "down_weight")],
+}
+
+
+def explain(
+    op: str,
+    *shapes: Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | int | torch.device | None = None,
+    bias: bool = False,
+    in_step: bool = False,
+    aligned: bool = True,
+) -> Explanation:
+    """Which kernel an op of a linear layer runs on a GPU for tensors of such shapes, or why cuBLAS runs, and the plan.
+
+    Nothing is run, and no GPU is needed: the answer for one that is not here is that of a build with code for it.
+
+    Args:
+        op: "linear", "rms_norm_linear", "glu_linear", "rms_norm_glu_linear", "linear_add_" or "gated_mlp".
+        shapes: of x, (..., K), and of the weight, (N, K); of gated_mlp x, (..., K), gate_up_weight, (2 F, K), and
+            down_weight, (N, F).
+        dtype: of the tensors.
+        device: a GPU of this machine, as torch names it, or one by its name: "H200", "H100", "A100", "RTX 4090",
+            "L40S", "RTX 5090" or "B200". None: the current one of this machine, or an H200 where there is none.
+        bias: whether there are biases.
+        in_step: in a decode step of ``generate``, which does without cuBLAS up to 64 rows of x.
+        aligned: whether every row of the tensors begins at a multiple of 16 bytes.
+
+    Returns: an :class:`Explanation`, which prints as a table. Its ``variant`` and ``reason`` are text, its ``plan`` is
+        a dict of numbers. Tokens are rows of x. Of gated_mlp there are two products, the second one in ``then``.
+
+    Raises: ValueError for an op, dtype or device that is not known, for a bias of an op without one, and for shapes
+        that do not fit; RuntimeError for a GPU of this machine that the build has no kernels for.
+
+    >>> print(explain("linear", (4, 3584), (4608, 3584), device="H200"))
+    linear  x (4, 3584)  weight (4608, 3584)  bfloat16  on H200
+    kernel  mma.sync, weights by TMA
+    why     up to 16 tokens
+    plan    36 rows per tile, 128 tiles, 128 blocks, 12 stages, 180 KB in flight, 192 KB of shared memory
+    """
+    products = _find_products(op)
+    x, *weights = _check_shapes(op, products, shapes)
+    if dtype not in DTYPES:
+        raise ValueError(f"{op}: dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+    if bias and not all(product.bias for product in products):
+        raise ValueError(f"{op}: bias must be False, as the op has none, got True")
+    gpu, place = _find_gpu(op, device)
+    explanation = None
+    inputs = [x, (*x[:-1], weights[0][0] // 2)]  # of the first product, and of the second of gated_mlp
+    for product, operand, weight in reversed(list(zip(products, inputs, weights, strict=False))):
+        in_epilogue = product.glu and not bias  # else the activation has a kernel of its own
+        explanation = _explain_product(
+            op, product, operand, weight, DTYPES[dtype], gpu, place, explanation,
+            glu=in_epilogue, bias=bias, in_step=in_step, aligned=aligned,
+        )  # fmt: skip
+    assert explanation is not None
+    return explanation
+
+
+def _explain_product(
+    op: str,
+    product: _Product,
+    x: tuple[int, ...],
+    weight: tuple[int, ...],
+    dtype: str,
+    gpu: Gpu,
+    place: str,
+    then: Explanation | None,
+    *,
+    glu: bool,
+    **options: bool,
+) -> Explanation:
+    from llmkernels._C import linear_route  # an optional part of the package: the ops work without it
+
+    facts = {
+        "compute_capability": gpu.compute_capability,
+        "wgmma": gpu.wgmma,
+        "tensor_maps": gpu.tensor_maps,
+        "sm_count": gpu.sm_count,
+        "shared_bytes": gpu.shared_bytes,
+        "clusters": gpu.clusters,
+    }
+    n, k = weight
+    fused = {"glu": glu, "norm": product.norm, "residual": product.residual}
+    route = linear_route(math.prod(x[:-1]), n, k, dtype=dtype, **fused, **options, **facts)
+    norm = "a launch of rms_norm before" if route["norm_first"] else "folded into the kernel"
+    return Explanation(
+        op=op,
+        operands=f"{product.x} {x}  {product.weight} {weight}",
+        dtype=dtype,
+        device=place,
+        variant=route["variant"],
+        reason=route["reason"],
+        norm=norm if product.norm else None,
+        plan=route["plan"],
+        then=then,
+    )
+
+
+def _plan_text(plan: dict[str, int]) -> str:
+    cluster = f" in clusters of {plan['cluster']}" if plan["cluster"] > 1 else ""
+    return (
+        f"{plan['tile_rows']} rows per tile, {plan['output_tiles']} tiles, {plan['blocks']} blocks{cluster}, "
+        f"{plan['stages']} stages, {plan['bytes_in_flight'] / 1024:.0f} KB in flight, "
+        f"{plan['shared_bytes'] / 1024:.0f} KB of shared memory"
+    )
+
+
+# ---- arguments
+
+
+def _find_products(op: str) -> list[_Product]:
+    if op not in OPS:
+        raise ValueError(f"explain: op must be one of {', '.join(OPS)}, got {op!r}")
+    return OPS[op]
+
+
+def _check_shapes(op: str, products: list[_Product], shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    names = ["x", *(product.weight for product in products)]
+    if len(shapes) != len(names):
+        raise ValueError(f"{op}: shapes must be those of {', '.join(names)}, got {len(shapes)} of them")
+    found = [_check_shape(op, name, shape) for name, shape in zip(names, shapes, strict=True)]
+    if not found[0]:
+        raise ValueError(f"{op}: x must have at least one dimension, got shape []")
+    columns, of = found[0][-1], "x.size(-1)"
+    for product, weight in zip(products, found[1:], strict=True):
+        if len(weight) != 2 or weight[1] != columns:
+            raise ValueError(f"{op}: {product.weight} must have shape [N, {columns}] ({of}), got {list(weight)}")
+        if product.glu and weight[0] % 2:
+            raise ValueError(
+                f"{op}: {product.weight} must have an even number of rows, [gate | up], got shape {list(weight)}"
+            )
+        columns, of = weight[0] // 2, f"{product.weight}.size(0) / 2"
+    return found
+
+
+def _check_shape(op: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    is_shape = isinstance(shape, (tuple, list)) and all(isinstance(size, int) and size >= 0 for size in shape)
+    if not is_shape:
+        raise ValueError(f"{op}: the shape of {name} must be a tuple of sizes that are not negative, got {shape!r}")
+    return tuple(shape)
+
+
+def _find_gpu(op: str, device: str | int | torch.device | None) -> tuple[Gpu, str]:
+    """The GPU, and what to call it."""
+    has_gpu = torch.cuda.is_available() and _library.build_info().get("cuda") is not None
+    if isinstance(device, str) and device in GPUS:
+        return GPUS[device], device
+    if device is None and not has_gpu:
+        return GPUS[ABSENT], f"{ABSENT} (this machine has no GPU)"
+    try:
+        index = _index_of(device) if has_gpu else None
+    except RuntimeError:  # no device of torch
+        index = None
+    if index is None or index >= torch.cuda.device_count():
+        raise ValueError(f"{op}: device must be a GPU of this machine or one of {', '.join(GPUS)}, got {device!r}")
+    return _present_gpu(op, index), torch.cuda.get_device_name(index)
+
+
+def _index_of(device: str | int | torch.device | None) -> int | None:
+    """Of a GPU as torch names it; None for another kind of device."""
+    if device is None:
+        return torch.cuda.current_device()
+    place = torch.device(device)
+    if place.type != "cuda":
+        return None
+    return torch.cuda.current_device() if place.index is None else place.index
+
+
+def _present_gpu(op: str, index: int) -> Gpu:
+    facts = (ctypes.c_int * 9)()
+    name = torch.cuda.get_device_name(index)
+    with torch.cuda.device(index):
+        status = ctypes.CDLL(str(_library.PATH)).llmk_route_facts(facts)
+    if status != 0:
+        raise RuntimeError(f"{op}: this build has no kernels for {name}: see `python -m llmkernels info`")
+    capability, wgmma, tensor_maps, sm_count, shared_bytes, *clusters = facts
+    by_size = dict(zip((2, 4, 8, 16), clusters, strict=True))
+    return Gpu(name, capability, sm_count, shared_bytes, by_size, bool(wgmma), bool(tensor_maps))
