@@ -6,13 +6,6 @@ from torch.nn import functional as F
 import oracles
 from llmkernels.hf.model.description import Attention
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: x.relu().square(),
-}
-
 
 def forward(parts, hidden, tokens, caches):
     """The logits (B * T, V). `hidden` and the caches are changed in place."""
@@ -45,7 +38,7 @@ def block(block, x, tokens, cache):
     if isinstance(block, Attention):
         return product(attend(block, product(x, block.qkv), tokens, cache), block.output)
     *gate, up = product(x, block.up).chunk(2 if block.gated else 1, -1)
-    y = ACTIVATIONS[block.activation](*gate) * up if block.gated else ACTIVATIONS[block.activation](up)
+    y = oracles.ACTIVATIONS[block.activation](*gate) * up if block.gated else oracles.ACTIVATIONS[block.activation](up)
     return product(y, block.down)
 
 

@@ -126,7 +126,17 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
 }
+
+
+def glu(gate, up=None, gate_bias=None, up_bias=None, *, activation="silu"):
+    gate, up = biased(gate, gate_bias).chunk(2, -1) if up is None else (biased(gate, gate_bias), biased(up, up_bias))
+    return ACTIVATIONS[activation](gate) * up
+
+
+def bias_act(x, bias=None, *, activation="gelu"):
+    return ACTIVATIONS[activation](biased(x, bias))
 
 
 def gated_mlp(x, gate_up_weight, down_weight, gate_up_bias=None, down_bias=None, *, activation="silu"):

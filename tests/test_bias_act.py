@@ -44,6 +44,10 @@ FUNCTIONS = {
     "bias_swiglu": (*named("bias_swiglu"), 2),
     "bias_geglu": (*named("bias_geglu"), 2),
     "bias_geglu_tanh": (*named("bias_geglu", approximate="tanh"), 2),
+    "relu2_glu": (*named("glu", activation="relu2"), 2),
+    "sigmoid": (*named("bias_act", activation="sigmoid"), 1),
+    "silu": (*named("bias_act", activation="silu"), 1),
+    "sigmoid_glu": (*named("glu", activation="sigmoid"), 2),
 }
 # Without the cancellation of 1 + erf and of 1 + tanh, by eager formula.
 TRUE_GELU = {
@@ -54,6 +58,8 @@ PACKED = {
     "bias_swiglu": packed("bias_swiglu"),
     "bias_geglu": packed("bias_geglu"),
     "bias_geglu_tanh": packed("bias_geglu", approximate="tanh"),
+    "relu2_glu": packed("glu", activation="relu2"),
+    "sigmoid_glu": packed("glu", activation="sigmoid"),
 }
 every_packed = pytest.mark.parametrize("name", PACKED)
 every_function = pytest.mark.parametrize("ours, eager, matrices", FUNCTIONS.values(), ids=FUNCTIONS.keys())
@@ -74,11 +80,10 @@ def check_biased(ours, eager, inputs, matrices, grad_layout=None):
     biased = [
         oracles.biased(x.double(), None if b is None else b.double()) for x, b in zip(inputs, biases, strict=False)
     ]
-    size = [x.abs() for x in (biased if matrices == 2 else (biased[0], torch.ones_like(biased[0])))]
-    if "relu2" in str(eager):
-        size = [size[0].square(), 2 * size[0]]
-    scales = [(size[0] * size[-1]).amax(-1, keepdim=True) if matrices == 2 else size[0].amax(-1, keepdim=True)]
-    terms = [grad_y.double().abs() * size[1]] + [grad_y.double().abs() * size[0]] * (matrices - 1)
+    gate, up = biased[0].abs(), biased[1].abs() if matrices == 2 else torch.ones_like(biased[0])
+    value, slope = (gate.square(), 2 * gate) if "relu2" in str(eager) else (gate, torch.ones_like(gate))
+    scales = [(value * up).amax(-1, keepdim=True)]
+    terms = [grad_y.double().abs() * up * slope, grad_y.double().abs() * value][:matrices]
     scales += [t.amax(-1, keepdim=True) for t in terms]
     if len(grad_y):
         scales += [t.square().sum(0).sqrt().max() for t in terms[: len(inputs) - matrices]]
@@ -121,7 +126,8 @@ def test_rounds_where_eager_rounds(device, ours, eager, matrices, dtype):
     inputs = [t.abs() for t in make(matrices, 257, 512, dtype, device)]  # where gelu has no cancellation
     assert_within_ulps(ours(*inputs), eager(*inputs), ulps=2, share=0.99)
     once = eager(*(t.float() for t in inputs)).to(dtype)
-    assert (once != eager(*inputs)).double().mean() > 0.1, "this test can't tell one rounding from two"
+    some = 0.01 if "'sigmoid'" in str(eager) and matrices == 1 else 0.1  # which is flat
+    assert (once != eager(*inputs)).double().mean() > some, "this test can't tell one rounding from two"
 
 
 def assert_as_rounded(y, exact):
@@ -181,8 +187,8 @@ def test_any_leading_shape(device, ours, eager, matrices, shape):
 def test_special_values(device, ours, eager, matrices, dtype):
     values = torch.tensor([0.0, -0.0, 100, -100, 1e-7, torch.inf, torch.nan], device=device, dtype=dtype)
     inputs = (*(values[None] for _ in range(matrices)), *(torch.ones_like(values) for _ in range(matrices)))
-    y, exact = ours(*inputs), eager(*(t.double() for t in inputs))
-    torch.testing.assert_close(y.double(), exact, equal_nan=True, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
+    y, exact = ours(*inputs), eager(*(t.double() for t in inputs)).to(dtype)  # a square may be out of range
+    torch.testing.assert_close(y.double(), exact.double(), equal_nan=True, rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @every_function

@@ -158,10 +158,10 @@ def test_configurations_without_a_step(changes, reason, device):
     check_falls_back(model, tiny_inputs(device), reason, by_forwards="dynamic" in reason)  # those up to 16 tokens
 
 
-@pytest.mark.parametrize("how", ["eps", "scale", "no biases", "gelu"])
+@pytest.mark.parametrize("how", ["eps", "scale", "no biases", "gelu", "relu2", "sigmoid"])
 def test_what_differs_from_layer_to_layer(how, device):
     """Numbers and biases are read from each layer."""
-    changes = {"hidden_act": "gelu"} if how == "gelu" else {}
+    changes = {"hidden_act": how} if how in ("gelu", "relu2", "sigmoid") else {}
     check_steps(break_model(small_model(device=device, **changes), how), tiny_inputs(device))
 
 

@@ -26,6 +26,7 @@ ACTIVATIONS = {
     "geglu_tanh": tuple(partial(f, approximate="tanh") for f in (llmkernels.geglu, oracles.geglu)),
     "geglu_erf": (llmkernels.geglu, oracles.geglu),
     "relu2": (llmkernels.relu2_glu, oracles.relu2_glu),
+    "sigmoid": tuple(partial(f, activation="sigmoid") for f in (llmkernels.glu, oracles.glu)),
 }
 every_activation = pytest.mark.parametrize("ours, eager", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

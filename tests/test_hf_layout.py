@@ -48,7 +48,15 @@ def left_alone(model, kind, **asked):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("hidden_act", "op"),
-    [("silu", "swiglu"), ("swish", "swiglu"), ("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu"), ("relu", None)],
+    [
+        ("silu", "swiglu"),
+        ("swish", "swiglu"),
+        ("gelu", "geglu"),
+        ("gelu_pytorch_tanh", "geglu"),
+        ("relu2", "relu2_glu"),
+        ("sigmoid", "glu"),
+        ("relu", None),
+    ],
 )
 def test_activation(family, hidden_act, op, device):
     model, ids = tiny_model(family, device, hidden_act=hidden_act), tiny_inputs(device)

@@ -10,7 +10,7 @@
 
 namespace llmk::cpu {
 
-// An activation is a function of x and e = exponential(argument(x)). It is a product with x, so that NaN stays NaN.
+// An activation is a function of x and e = exponential(argument(x)). NaN stays NaN: most are products with x.
 struct Silu {
   template <typename A>
   static A argument(A x) {
@@ -88,6 +88,21 @@ struct Relu2 {
   }
 };
 
+struct Sigmoid {
+  template <typename A>
+  static A argument(A x) {
+    return -x;
+  }
+  template <typename A>
+  static A value(A x, A e) {
+    return x == x ? A(1) / (A(1) + e) : x;  // NaN stays NaN
+  }
+  template <typename A>
+  static A slope(A x, A e) {
+    return value(x, e) / (A(1) + A(1) / e);  // 1 - value would cancel
+  }
+};
+
 // The exponentials have their own loop. In one loop with the rest, the chains of dependent instructions would be too
 // long for the processor to overlap iterations.
 template <typename Act, typename S, typename A>
@@ -103,6 +118,7 @@ inline void dispatch_activation(Activation activation, Body&& body) {
     case Activation::kGeluTanh: return body(TypeTag<GeluTanh>{});
     case Activation::kGeluErf: return body(TypeTag<GeluErf>{});
     case Activation::kRelu2: return body(TypeTag<Relu2>{});
+    case Activation::kSigmoid: return body(TypeTag<Sigmoid>{});
   }
 }
 

@@ -29,6 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
 }
 # Modules that compute one, by their classes' modules and names, as nothing of transformers is imported here.
 CLASSES = {
@@ -38,6 +39,7 @@ CLASSES = {
     ("transformers.activations", "GELUTanh"): "gelu_pytorch_tanh",
     ("transformers.activations", "NewGELUActivation"): "gelu_pytorch_tanh",
     ("transformers.activations", "ReLUSquaredActivation"): "relu2",
+    ("torch.nn.modules.activation", "Sigmoid"): "sigmoid",
 }
 _GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}  # by PyTorch's `approximate`
 
@@ -66,6 +68,7 @@ def glu(
             "gelu"               :math:`x (1 + \mathrm{erf}(x / \sqrt 2)) / 2`, :func:`geglu`
             "gelu_pytorch_tanh"  :math:`x (1 + \tanh(\sqrt{2/\pi} (x + 0.044715 x^3))) / 2`, :func:`geglu`
             "relu2"              :math:`\max(x, 0)^2`, :func:`relu2_glu`
+            "sigmoid"            :math:`1 / (1 + e^{-x})`, ``torch.nn.functional.glu``, which has the gate last
             ===================  ================================================================================
 
     Returns:
@@ -80,7 +83,8 @@ def glu(
     Matches: ``act(gate + gate_bias) * (up + up_bias)`` of eager PyTorch, on a GPU bit for bit.
     Raises: RuntimeError for other dtypes, different shapes or devices, an odd packed dimension, a bias that is not
         (F,), an up_bias without ``up``; ValueError for another ``activation``.
-    Source: Shazeer 2020, "GLU Variants Improve Transformer".
+    Source: Dauphin et al. 2017, "Language Modeling with Gated Convolutional Networks", for the sigmoid; Shazeer 2020,
+        "GLU Variants Improve Transformer".
 
     >>> glu(torch.tensor([0.0, 2.0]), torch.tensor([5.0, 1.0]), activation="relu2")
     tensor([0., 4.])

@@ -20,22 +20,26 @@ constexpr int kSkewedBlocksPerSm = 4;  // for rows that are not aligned, which t
 // instructions, and so is the slope. Where a compiler could fuse either of two products into a sum, fmaf() says which:
 // else a kernel that needs the slope alone would have other bits than one that needs the value, too. params/glu.h has
 // the list of activations.
+
+// x / (1 + e) as it is once rounded to 16 bits, without the division's branch for special operands, which would keep
+// the compiler from interleaving the elements of a vector: a Newton step for the reciprocal, then a correction that
+// rounds the quotient correctly. The scaling by 1/4 and the bounds keep every step finite and normal. What they change
+// lies beyond the range of 16 bits, and rounds to the same number.
+__device__ inline float quotient(float x, float e) {
+  const float d = min_nan(__fmaf_rn(0.25f, e, 0.25f), FLT_MAX);
+  const float dividend = min_nan(0.25f * x, 0.25f * FLT_MAX);
+  const float r0 = reciprocal_approximate(d);
+  const float r = __fmaf_rn(__fmaf_rn(-d, r0, 1.f), r0, r0);
+  const float q = __fmul_rn(dividend, r);
+  return __fmaf_rn(__fmaf_rn(-d, q, dividend), r, q);
+}
+
 struct Silu {
   static constexpr int kBlocksPerSm = 8;
   template <typename T>
   __device__ static float value(float x) {
     const float e = expf(-x);
-    if constexpr (sizeof(T) == 4) return x / (1.f + e);
-    // The same quotient without the division's branch for special operands, which would keep the compiler from
-    // interleaving the elements of a vector: a Newton step for the reciprocal, then a correction that rounds the
-    // quotient correctly. The scaling by 1/4 and the bounds keep every step finite and normal. What they change lies
-    // beyond the range of 16 bits, and rounds to the same number.
-    const float d = min_nan(__fmaf_rn(0.25f, e, 0.25f), FLT_MAX);
-    const float dividend = min_nan(0.25f * x, 0.25f * FLT_MAX);
-    const float r0 = reciprocal_approximate(d);
-    const float r = __fmaf_rn(__fmaf_rn(-d, r0, 1.f), r0, r0);
-    const float q = __fmul_rn(dividend, r);
-    return __fmaf_rn(__fmaf_rn(-d, q, dividend), r, q);
+    return sizeof(T) == 4 ? x / (1.f + e) : quotient(x, e);
   }
   template <typename T>
   __device__ static float near(float x) {
@@ -139,6 +143,24 @@ struct Relu2 {
   }
 };
 
+struct Sigmoid {
+  static constexpr int kBlocksPerSm = 8;
+  template <typename T>
+  __device__ static float value(float x) {
+    const float e = expf(-x);
+    return sizeof(T) == 4 ? 1.f / (1.f + e) : quotient(1.f, e);
+  }
+  template <typename T>
+  __device__ static float near(float x) {
+    return sizeof(T) == 4 ? value<T>(x) : reciprocal_approximate(1.f + exp_approximate(-x));
+  }
+  template <typename T>
+  __device__ static void value_and_slope(float x, float& value, float& slope) {
+    value = 1.f / (1.f + expf(-x));
+    slope = value / (1.f + expf(x));  // 1 - value would cancel
+  }
+};
+
 // act(gate) up, from the float32 sums of a linear. Rounds as eager PyTorch: gate and up, then act(gate); the product is
 // rounded by the store.
 template <typename Act, typename T>
@@ -191,6 +213,7 @@ cudaError_t dispatch_activation(Activation activation, Body&& body) {
     case Activation::kGeluTanh: return body(GeluTanh{});
     case Activation::kGeluErf: return body(GeluErf{});
     case Activation::kRelu2: return body(Relu2{});
+    case Activation::kSigmoid: return body(Sigmoid{});
   }
   return cudaErrorInvalidValue;
 }
@@ -203,6 +226,7 @@ __device__ void dispatch_on_device(Activation activation, Body&& body) {
     case Activation::kGeluTanh: return body(GeluTanh{});
     case Activation::kGeluErf: return body(GeluErf{});
     case Activation::kRelu2: return body(Relu2{});
+    case Activation::kSigmoid: return body(Sigmoid{});
   }
 }
 
