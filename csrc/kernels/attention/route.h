@@ -59,7 +59,7 @@ struct DecodeRoute {
   int64_t sequences = 0;
   DecodePlan plan{}, last{};
   size_t shared_bytes = 0;     // of a block of `plan`
-  int blocks_per_sm = 0;       // as the registers allow
+  int blocks_per_sm = 0;       // as registers and shared memory allow
   size_t workspace_bytes = 0;  // of the largest launch
 
   bool is_fast() const { return variant == DecodeVariant::kCpAsync || variant == DecodeVariant::kTma; }
@@ -101,7 +101,6 @@ inline bool can_map(const DecodeProblem& p, const KvStrides& strides) {
 // Whether tensor cores take it, by whatever copies.
 inline Verdict decode_supported(const DecodeProblem& p) {
   if (p.dtype == Dtype::kFloat32) return refuse("float32: tensor cores take float16 and bfloat16");
-  if (p.dtype == Dtype::kFloat64) return refuse("float64: tensor cores take float16 and bfloat16");
   if (p.head_dim != 64 && p.head_dim != 96 && p.head_dim != 128 && p.head_dim != 256) {
     return refuse("head_dim is not 64, 96, 128 or 256");
   }
@@ -126,7 +125,7 @@ inline Verdict decode_fits(const DecodeProblem& p, const DecodePlan& plan, const
 inline Verdict decode_maps(const DecodeProblem& p, const AttentionOptions& options) {
   if (!options.tensor_maps) return refuse("the driver has no tensor maps");
   if (p.pages > INT32_MAX) return refuse("a tensor map takes less than 2^31 pages");
-  if (!can_map(p, p.k) || !can_map(p, p.v)) return refuse("the cache has a stride that no tensor map takes");
+  if (!can_map(p, p.k) || !can_map(p, p.v)) return refuse("the cache has a size or a stride that no tensor map takes");
   return take("");
 }
 
@@ -143,6 +142,7 @@ inline DecodeRoute choose_decode_route(const DecodeProblem& problem, const Devic
   if (p.batch == 0 || p.tokens == 0 || p.heads == 0 || p.kv_heads == 0 || p.head_dim == 0) {
     return {.reason = "there is nothing to compute"};
   }
+  if (p.dtype == Dtype::kFloat64) return {.reason = "float64: on the CPU only"};
   if (p.head_dim > kMaxHeadDim) return {.reason = "head_dim is above 512"};
   DecodeRoute route{.variant = DecodeVariant::kPlain};
   Verdict verdict = decode_supported(p);
@@ -163,7 +163,10 @@ inline DecodeRoute choose_decode_route(const DecodeProblem& problem, const Devic
     route.last = plan_decode_attention(part, device);
   }
   route.shared_bytes = static_cast<size_t>(route.plan.layout(p.head_dim).bytes);
-  route.blocks_per_sm = decode_blocks_per_sm(p.head_dim, route.plan.query_mma_tiles);
+  // An SM has 1 KB more than a block may take, and each block takes 1 KB more than it asks for.
+  const size_t by_shared = (device.shared_bytes + 1024) / (route.shared_bytes + 1024);
+  route.blocks_per_sm =
+      std::min(decode_blocks_per_sm(p.head_dim, route.plan.query_mma_tiles), static_cast<int>(by_shared));
   route.workspace_bytes = std::max(workspace_of(route.plan, p.head_dim), workspace_of(route.last, p.head_dim));
   return route;
 }
@@ -225,6 +228,7 @@ namespace routing {
 
 // What no kernel takes.
 inline Verdict attention_supported(const AttentionProblem& p) {
+  if (p.dtype == Dtype::kFloat64) return refuse("float64: on the CPU only");
   if (p.head_dim > kMaxFlashHeadDim) return refuse("head_dim is above 256");
   if (p.q_tokens > kMaxFlashTokens || p.k_tokens > kMaxFlashTokens) return refuse("more than 2^30 tokens");
   return take("");
@@ -235,7 +239,6 @@ inline bool multiples(const HeadStrides& s) { return all_multiples({s.batch, s.t
 // Whether tensor cores take it, by whatever instructions.
 inline Verdict attention_is_fast(const AttentionProblem& p) {
   if (p.dtype == Dtype::kFloat32) return refuse("float32: tensor cores take float16 and bfloat16");
-  if (p.dtype == Dtype::kFloat64) return refuse("float64: tensor cores take float16 and bfloat16");
   if (p.head_dim % 8 != 0) return refuse("head_dim is no multiple of 8");
   if (!p.aligned || !multiples(p.q) || !multiples(p.k) || !multiples(p.v)) {
     return refuse("a head is not aligned to 16 bytes");
