@@ -1,8 +1,12 @@
 // The Python module _C: information for Python that is not an op. No torch header.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <initializer_list>
 #include <string>
+#include <utility>
 
+#include "kernels/attention/route.h"
 #include "kernels/linear/route.h"
 #include "kernels/norm/plan.h"
 #include "record.h"
@@ -31,6 +35,44 @@ py::dict norm_plan(int64_t cols, int64_t element_bytes, bool vector, bool residu
       llmk::kernels::plan_norm(cols, static_cast<size_t>(element_bytes), vector, residual, few_rows, centered);
   return py::dict(py::arg("width") = plan.width, py::arg("vectors") = plan.vectors,
                   py::arg("threads_per_row") = plan.threads_per_row, py::arg("rows_per_block") = plan.rows_per_block);
+}
+
+// ---- routes: what all of them are asked
+
+llmk::Dtype to_dtype(const char* function, const std::string& name) {
+  if (name == "float32") return llmk::Dtype::kFloat32;
+  if (name == "float16") return llmk::Dtype::kFloat16;
+  if (name == "bfloat16") return llmk::Dtype::kBFloat16;
+  check(function, name == "float64", "dtype", "float16, bfloat16, float32 or float64", name);
+  return llmk::Dtype::kFloat64;
+}
+
+llmk::kernels::DeviceInfo to_device(const char* function, int compute_capability, bool wgmma, int sm_count,
+                                    int64_t shared_bytes, const py::dict& clusters) {
+  check(function, sm_count > 0 && sm_count <= 1 << 16, "sm_count", "from 1 to 65536", sm_count);
+  check(function, shared_bytes >= 0, "shared_bytes", "not negative", shared_bytes);
+  llmk::kernels::DeviceInfo device{.sm_count = sm_count,
+                                   .compute_capability = compute_capability,
+                                   .has_wgmma = wgmma && compute_capability == 90,
+                                   .shared_bytes = static_cast<size_t>(shared_bytes),
+                                   .l2_bytes = 0,
+                                   .clusters = {}};
+  for (const auto& [key, value] : clusters) {
+    const int size = py::cast<int>(key), count = py::cast<int>(value);
+    check(function, size == 2 || size == 4 || size == 8 || size == 16, "clusters", "of 2, 4, 8 or 16 blocks", size);
+    check(function, count >= 0 && count <= sm_count, "clusters", "from 0 to sm_count", count);
+    device.clusters[size] = count;
+  }
+  device.clusters[1] = sm_count;
+  return device;
+}
+
+using Sizes = std::initializer_list<std::pair<const char*, int64_t>>;
+
+void check_sizes(const char* function, Sizes sizes) {
+  for (const auto& [argument, value] : sizes) {
+    check(function, value >= 0 && value < int64_t{1} << 31, argument, "from 0 to 2^31 - 1", value);
+  }
 }
 
 // ---- the route of a linear
@@ -80,41 +122,10 @@ py::dict plan_of(const LinearRoute& route, const llmk::kernels::LinearProblem& p
   }
 }
 
-llmk::Dtype to_dtype(const std::string& name) {
-  if (name == "float32") return llmk::Dtype::kFloat32;
-  if (name == "float16") return llmk::Dtype::kFloat16;
-  if (name == "bfloat16") return llmk::Dtype::kBFloat16;
-  check("linear_route", name == "float64", "dtype", "float16, bfloat16, float32 or float64", name);
-  return llmk::Dtype::kFloat64;
-}
-
-llmk::kernels::DeviceInfo to_device(int compute_capability, bool wgmma, int sm_count, int64_t shared_bytes,
-                                    const py::dict& clusters) {
-  check("linear_route", sm_count > 0 && sm_count <= 1 << 16, "sm_count", "from 1 to 65536", sm_count);
-  check("linear_route", shared_bytes >= 0, "shared_bytes", "not negative", shared_bytes);
-  llmk::kernels::DeviceInfo device{.sm_count = sm_count,
-                                   .compute_capability = compute_capability,
-                                   .has_wgmma = wgmma && compute_capability == 90,
-                                   .shared_bytes = static_cast<size_t>(shared_bytes),
-                                   .l2_bytes = 0,
-                                   .clusters = {}};
-  for (const auto& [key, value] : clusters) {
-    const int size = py::cast<int>(key), count = py::cast<int>(value);
-    check("linear_route", size == 2 || size == 4 || size == 8 || size == 16, "clusters", "of 2, 4, 8 or 16 blocks",
-          size);
-    check("linear_route", count >= 0 && count <= sm_count, "clusters", "from 0 to sm_count", count);
-    device.clusters[size] = count;
-  }
-  device.clusters[1] = sm_count;
-  return device;
-}
-
 py::dict linear_route(int64_t m, int64_t n, int64_t k, const std::string& dtype, bool glu, bool norm, bool bias,
                       bool residual, bool in_step, bool aligned, int compute_capability, bool wgmma, bool tensor_maps,
                       int sm_count, int64_t shared_bytes, const py::dict& clusters) {
-  for (const auto& [argument, value] : {std::pair{"m", m}, {"n", n}, {"k", k}}) {
-    check("linear_route", value >= 0 && value < int64_t{1} << 31, argument, "from 0 to 2^31 - 1", value);
-  }
+  check_sizes("linear_route", {{"m", m}, {"n", n}, {"k", k}});
   check("linear_route", m * n < int64_t{1} << 40, "m * n", "less than 2^40", m * n);
   check("linear_route", !glu || n % 2 == 0, "n", "even with glu", n);
   const int64_t columns = glu ? n / 2 : n;
@@ -124,7 +135,7 @@ py::dict linear_route(int64_t m, int64_t n, int64_t k, const std::string& dtype,
                                              .x_stride = k,
                                              .weight_stride = k,
                                              .y_stride = columns,
-                                             .dtype = to_dtype(dtype),
+                                             .dtype = to_dtype("linear_route", dtype),
                                              .glu = glu,
                                              .bias = bias,
                                              .residual = residual,
@@ -138,9 +149,157 @@ py::dict linear_route(int64_t m, int64_t n, int64_t k, const std::string& dtype,
                                              .y_aligned = aligned,
                                              .norm_weight_aligned = aligned};
   const LinearRoute route = llmk::kernels::choose_route(
-      problem, to_device(compute_capability, wgmma, sm_count, shared_bytes, clusters), {.tensor_maps = tensor_maps});
+      problem, to_device("linear_route", compute_capability, wgmma, sm_count, shared_bytes, clusters),
+      {.tensor_maps = tensor_maps});
   return py::dict(py::arg("variant") = name(route.variant), py::arg("reason") = route.reason,
                   py::arg("norm_first") = route.norm_first, py::arg("plan") = plan_of(route, problem));
+}
+
+// ---- the routes of attention
+
+using llmk::kernels::AttentionPlan;
+using llmk::kernels::AttentionVariant;
+using llmk::kernels::DecodeVariant;
+
+const char* name(DecodeVariant variant) {
+  switch (variant) {
+    case DecodeVariant::kNone: return "none";
+    case DecodeVariant::kPlain: return "plain";
+    case DecodeVariant::kCpAsync: return "cp_async";
+    case DecodeVariant::kTma: return "tma";
+  }
+  return "";
+}
+
+const char* name(AttentionVariant variant) {
+  switch (variant) {
+    case AttentionVariant::kNone: return "none";
+    case AttentionVariant::kPlain: return "plain";
+    case AttentionVariant::kMma: return "mma";
+    case AttentionVariant::kWgmma: return "wgmma";
+  }
+  return "";
+}
+
+void check_elements(const char* function, const char* argument, std::initializer_list<int64_t> shape) {
+  double elements = 1;
+  for (const int64_t size : shape) elements *= static_cast<double>(std::max<int64_t>(size, 1));
+  check(function, elements < 0x1p50, argument, "less than 2^50", py::str(py::float_(elements)));
+}
+
+void check_heads(const char* function, int64_t heads, int64_t kv_heads) {
+  check(function, heads <= 1 << 20, "heads", "at most 2^20", heads);
+  check(function, kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, "heads", "a multiple of kv_heads", heads);
+}
+
+py::dict decode_attention_route(int64_t batch, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                int64_t capacity, int64_t page_size, const std::string& dtype, bool fused, bool aligned,
+                                int compute_capability, bool wgmma, bool tensor_maps, int sm_count,
+                                int64_t shared_bytes, const py::dict& clusters) {
+  constexpr const char* kFunction = "decode_attention_route";
+  check_sizes(kFunction, {{"batch", batch},
+                          {"tokens", tokens},
+                          {"heads", heads},
+                          {"kv_heads", kv_heads},
+                          {"head_dim", head_dim},
+                          {"capacity", capacity},
+                          {"page_size", page_size}});
+  check_heads(kFunction, heads, kv_heads);
+  check_elements(kFunction, "elements of q", {batch, tokens, heads, head_dim});
+  check_elements(kFunction, "elements of the cache", {batch, std::max(capacity, page_size), kv_heads, head_dim});
+  const bool paged = page_size > 0;
+  const int64_t keys = paged ? page_size : capacity;  // of a page
+  const llmk::kernels::KvStrides strides{keys * kv_heads * head_dim, kv_heads * head_dim, head_dim};
+  const llmk::kernels::DecodeProblem problem{.batch = batch,
+                                             .tokens = tokens,
+                                             .heads = heads,
+                                             .kv_heads = kv_heads,
+                                             .head_dim = head_dim,
+                                             .capacity = capacity,
+                                             .page_size = keys,
+                                             .pages = paged ? batch * ((capacity + keys - 1) / keys) : batch,
+                                             .paged = paged,
+                                             .k = strides,
+                                             .v = strides,
+                                             .dtype = to_dtype(kFunction, dtype),
+                                             .fused = fused,
+                                             .max_seqlen = 0,
+                                             .aligned = aligned};
+  const auto route = llmk::kernels::choose_decode_route(
+      problem, to_device(kFunction, compute_capability, wgmma, sm_count, shared_bytes, clusters),
+      {.tensor_maps = tensor_maps});
+  py::dict plan;
+  if (route.is_fast()) {
+    const llmk::kernels::DecodePlan& p = route.plan;
+    plan = py::dict(py::arg("queries") = 8 * p.query_mma_tiles,
+                    py::arg("keys") = llmk::kernels::kv_tile_of(static_cast<int>(head_dim)),
+                    py::arg("work_tiles") = route.sequences * kv_heads * p.query_tiles, py::arg("cluster") = p.cluster,
+                    py::arg("blocks") = p.clusters * p.cluster, py::arg("blocks_per_sm") = route.blocks_per_sm,
+                    py::arg("stages") = p.stages,
+                    py::arg("bytes_in_flight") = p.stages * llmk::kernels::stage_bytes(static_cast<int>(head_dim)),
+                    py::arg("shared_bytes") = route.shared_bytes,
+                    py::arg("launches") = (batch + route.sequences - 1) / route.sequences);
+  }
+  return py::dict(py::arg("variant") = name(route.variant), py::arg("reason") = route.reason, py::arg("plan") = plan);
+}
+
+py::dict route_of(AttentionVariant variant, const char* reason, const AttentionPlan& plan) {
+  const bool tiled = variant == AttentionVariant::kMma || variant == AttentionVariant::kWgmma;
+  const py::dict numbers(py::arg("queries") = plan.queries, py::arg("keys") = plan.keys,
+                         py::arg("blocks") = plan.blocks, py::arg("shared_bytes") = plan.shared_bytes);
+  return py::dict(py::arg("variant") = name(variant), py::arg("reason") = reason,
+                  py::arg("plan") = tiled ? numbers : py::dict());
+}
+
+py::dict attention_route(int64_t batch, int64_t q_tokens, int64_t k_tokens, int64_t heads, int64_t kv_heads,
+                         int64_t head_dim, const std::string& dtype, bool aligned, int compute_capability, bool wgmma,
+                         bool tensor_maps, int sm_count, int64_t shared_bytes, const py::dict& clusters) {
+  constexpr const char* kFunction = "attention_route";
+  check_sizes(kFunction, {{"batch", batch},
+                          {"q_tokens", q_tokens},
+                          {"k_tokens", k_tokens},
+                          {"heads", heads},
+                          {"kv_heads", kv_heads},
+                          {"head_dim", head_dim}});
+  check_heads(kFunction, heads, kv_heads);
+  check_elements(kFunction, "elements of q", {batch, q_tokens, heads, head_dim});
+  check_elements(kFunction, "elements of k", {batch, k_tokens, kv_heads, head_dim});
+  const auto strides = [&](int64_t tokens, int64_t of_heads) -> llmk::kernels::HeadStrides {
+    return {tokens * of_heads * head_dim, of_heads * head_dim, head_dim};
+  };
+  const llmk::kernels::AttentionProblem problem{.batch = batch,
+                                                .q_tokens = q_tokens,
+                                                .k_tokens = k_tokens,
+                                                .heads = heads,
+                                                .kv_heads = kv_heads,
+                                                .head_dim = head_dim,
+                                                .q = strides(q_tokens, heads),
+                                                .k = strides(k_tokens, kv_heads),
+                                                .v = strides(k_tokens, kv_heads),
+                                                .grad_y = strides(q_tokens, heads),
+                                                .dtype = to_dtype(kFunction, dtype),
+                                                .aligned = aligned,
+                                                .grad_y_aligned = aligned};
+  const auto route = llmk::kernels::choose_attention_route(
+      problem, to_device(kFunction, compute_capability, wgmma, sm_count, shared_bytes, clusters),
+      {.tensor_maps = tensor_maps});
+  py::dict backward = route_of(route.backward, route.backward_reason, route.backward_plan);
+  if (route.splits > 0) backward["plan"]["splits"] = route.splits;
+  py::dict result = route_of(route.forward, route.reason, route.plan);
+  result["backward"] = backward;
+  return result;
+}
+
+// Defines a function that is asked for a GPU: `arguments`, then the facts of it.
+template <typename Function, typename... Arguments>
+void def_route(py::module_& module, const char* name, Function function, const std::string& text,
+               const Arguments&... arguments) {
+  module.def(name, function, arguments..., py::arg("compute_capability"), py::arg("wgmma") = true,
+             py::arg("tensor_maps") = true, py::arg("sm_count"), py::arg("shared_bytes"), py::arg("clusters"),
+             (text + " `clusters`: how many clusters run at the same time, by their blocks; `wgmma`: whether the build "
+                     "has code for sm_90a; `tensor_maps`: whether the driver has them. Raises: ValueError for a number "
+                     "or a word out of range.")
+                 .c_str());
 }
 
 }  // namespace
@@ -154,16 +313,26 @@ PYBIND11_MODULE(_C, module) {
       "How one row of an RMSNorm, or centered of a LayerNorm, is spread over threads: elements per access, vectors per "
       "thread (0: the row is read twice), threads per row, rows per block. See csrc/kernels/norm/plan.h. Raises: "
       "ValueError for a number out of range.");
-  module.def(
-      "linear_route", &linear_route, py::arg("m"), py::arg("n"), py::arg("k"), py::kw_only(),
-      py::arg("dtype") = "bfloat16", py::arg("glu") = false, py::arg("norm") = false, py::arg("bias") = false,
-      py::arg("residual") = false, py::arg("in_step") = false, py::arg("aligned") = true, py::arg("compute_capability"),
-      py::arg("wgmma") = true, py::arg("tensor_maps") = true, py::arg("sm_count"), py::arg("shared_bytes"),
-      py::arg("clusters"),
+  def_route(
+      module, "linear_route", &linear_route,
       "Which kernel multiplies m tokens by a weight [n, k] on a GPU, or that the library does, why, and the plan. "
-      "`clusters`: how many clusters run at the same time, by their blocks; `wgmma`: whether the build has code for "
-      "sm_90a; `tensor_maps`: whether the driver has them. See csrc/kernels/linear/route.h. Raises: "
-      "ValueError for a number or a word out of range.");
+      "See csrc/kernels/linear/route.h.",
+      py::arg("m"), py::arg("n"), py::arg("k"), py::kw_only(), py::arg("dtype") = "bfloat16", py::arg("glu") = false,
+      py::arg("norm") = false, py::arg("bias") = false, py::arg("residual") = false, py::arg("in_step") = false,
+      py::arg("aligned") = true);
+  def_route(
+      module, "decode_attention_route", &decode_attention_route,
+      "Which kernel runs decode_attention on a GPU, why, and the plan of its largest launch. `page_size`: 0 for a "
+      "contiguous cache; `fused`: with the rotation and the write to the cache, as in a decode step. See "
+      "csrc/kernels/attention/route.h.",
+      py::arg("batch"), py::arg("tokens"), py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"),
+      py::arg("capacity"), py::kw_only(), py::arg("page_size") = 0, py::arg("dtype") = "bfloat16",
+      py::arg("fused") = false, py::arg("aligned") = true);
+  def_route(module, "attention_route", &attention_route,
+            "Which kernels run attention over prompts and its backward on a GPU, why, and the plans. See "
+            "csrc/kernels/attention/route.h.",
+            py::arg("batch"), py::arg("q_tokens"), py::arg("k_tokens"), py::arg("heads"), py::arg("kv_heads"),
+            py::arg("head_dim"), py::kw_only(), py::arg("dtype") = "bfloat16", py::arg("aligned") = true);
 
   py::class_<llmk::Record>(module, "Record",
                            "What a model was when a step was made for it, and whether it still is. See csrc/record.h.")

@@ -1,24 +1,40 @@
-"""`llmkernels.explain`: which kernel multiplies on which GPU, why, and how.
+"""`llmkernels.explain`: which kernel runs a linear or an attention on which GPU, why, and how.
 
-The decision is that of the ops themselves, csrc/kernels/linear/route.h: asked here for shapes, without tensors.
+The decision is that of the ops themselves, csrc/kernels/linear/route.h and csrc/kernels/attention/route.h: asked here
+for shapes, without tensors.
 """
 
 import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from llmkernels import _library
 
 KERNELS = {
-    "gemv": "gemv: dot products, weights by bulk copies",
-    "mma": "mma.sync, weights by TMA",
-    "wgmma": "wgmma, weights by TMA",
-    "sm80": "mma.sync, weights by cp.async",
-    "gemm": "wgmma, tiles of 128 tokens by TMA",
-    "library": "cuBLAS",
+    "linear": {
+        "gemv": "gemv: dot products, weights by bulk copies",
+        "mma": "mma.sync, weights by TMA",
+        "wgmma": "wgmma, weights by TMA",
+        "sm80": "mma.sync, weights by cp.async",
+        "gemm": "wgmma, tiles of 128 tokens by TMA",
+        "library": "cuBLAS",
+    },
+    "decode_attention": {
+        "tma": "mma.sync, keys and values by TMA",
+        "cp_async": "mma.sync, keys and values by cp.async",
+        "plain": "the plain one, without tensor cores",
+        "none": "none",
+    },
+    "attention": {
+        "wgmma": "wgmma, keys and values by TMA",
+        "mma": "mma.sync, keys and values by cp.async",
+        "plain": "the plain one, without tensor cores",
+        "none": "none",
+    },
 }
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float64: "float64"}
 
@@ -60,15 +76,16 @@ class Explanation:
     operands: str  # names and shapes
     dtype: str
     device: str
-    variant: str  # "gemv", "mma", "wgmma", "sm80", "gemm" or "library"
+    variant: str  # a word of KERNELS
+    kernel: str  # what it stands for
     reason: str
     norm: str | None  # how x is normalized, if it is
-    plan: dict[str, int]  # empty with "library"
-    then: "Explanation | None" = None  # the second product of gated_mlp
+    plan: dict[str, int]  # empty with "library", "plain" and "none"
+    then: "Explanation | None" = None  # the second product of gated_mlp, the backward of attention
 
     def __str__(self) -> str:
         lines = [f"{self.op}  {self.operands}  {self.dtype}  on {self.device}"]
-        lines += [f"kernel  {KERNELS[self.variant]}", f"why     {self.reason}"]
+        lines += [f"kernel  {self.kernel}", f"why     {self.reason}"]
         lines += [f"norm    {self.norm}"] if self.norm else []
         lines += [f"plan    {_plan_text(self.plan)}"] if self.plan else []
         lines += ["", str(self.then)] if self.then else []
@@ -95,6 +112,7 @@ OPS = {
     "linear_add_": [_Product(residual=True)],
     "gated_mlp": [_Product(weight="gate_up_weight", glu=True), _Product("act(gate) up", "down_weight")],
 }
+ATTENTIONS = ("decode_attention", "attention")
 
 
 def explain(
@@ -106,25 +124,30 @@ def explain(
     in_step: bool = False,
     aligned: bool = True,
 ) -> Explanation:
-    """Which kernel an op of a linear layer runs on a GPU for tensors of such shapes, or why cuBLAS runs, and the plan.
+    """Which kernel an op runs on a GPU for tensors of such shapes, or that cuBLAS runs; why, and by which plan.
 
     Nothing is run, and no GPU is needed: the answer for one that is not here is that of a build with code for it.
 
     Args:
-        op: "linear", "rms_norm_linear", "glu_linear", "rms_norm_glu_linear", "linear_add_" or "gated_mlp".
+        op: "linear", "rms_norm_linear", "glu_linear", "rms_norm_glu_linear", "linear_add_", "gated_mlp",
+            "decode_attention" or "attention".
         shapes: of x, (..., K), and of the weight, (N, K); of gated_mlp x, (..., K), gate_up_weight, (2 F, K), and
-            down_weight, (N, F).
+            down_weight, (N, F). Of decode_attention q, (B, T, H, D), and k_cache, (B, capacity, Hkv, D); or pages,
+            (pages, page_size, Hkv, D), and block_table, (B, pages of a sequence). Of attention q, (B, Tq, H, D), and k,
+            (B, Tk, Hkv, D).
         dtype: of the tensors.
         device: a GPU of this machine, as torch names it, or one by its name: "H200", "H100", "A100", "RTX 4090",
             "L40S", "RTX 5090" or "B200". None: the current one of this machine, or an H200 where there is none.
         bias: whether there are biases.
-        in_step: in a decode step of ``generate``, which does without cuBLAS up to 64 rows of x.
-        aligned: whether every row of the tensors begins at a multiple of 16 bytes.
+        in_step: in a decode step of ``generate``, which does without cuBLAS up to 64 rows of x, and whose
+            decode_attention also rotates queries and keys and fills the cache.
+        aligned: whether every row of the tensors, or every head, begins at a multiple of 16 bytes.
 
     Returns: an :class:`Explanation`, which prints as a table. Its ``variant`` and ``reason`` are text, its ``plan`` is
-        a dict of numbers. Tokens are rows of x. Of gated_mlp there are two products, the second one in ``then``.
+        a dict of numbers. Tokens are rows of x. Of gated_mlp there are two products, the second one in ``then``; of
+        attention the backward is there.
 
-    Raises: ValueError for an op, dtype or device that is not known, for a bias of an op without one, and for shapes
+    Raises: ValueError for an op, dtype or device that is not known, for an option that the op has not, and for shapes
         that do not fit; RuntimeError for a GPU of this machine that the build has no kernels for.
 
     >>> print(explain("linear", (4, 3584), (4608, 3584), device="H200"))
@@ -134,12 +157,19 @@ def explain(
     plan    36 rows per tile, 128 tiles, 128 blocks, 12 stages, 180 KB in flight, 192 KB of shared memory
     """
     products = _find_products(op)
-    x, *weights = _check_shapes(op, products, shapes)
+    if op in ATTENTIONS:
+        tensors = _check_attention(op, shapes)
+    else:
+        x, *weights = _check_shapes(op, products, shapes)
     if dtype not in DTYPES:
         raise ValueError(f"{op}: dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
-    if bias and not all(product.bias for product in products):
+    if bias and not (products and all(product.bias for product in products)):
         raise ValueError(f"{op}: bias must be False, as the op has none, got True")
+    if in_step and op == "attention":
+        raise ValueError(f"{op}: in_step must be False, as a decode step runs decode_attention, got True")
     gpu, place = _find_gpu(op, device)
+    if op in ATTENTIONS:
+        return _explain_attention(op, tensors, DTYPES[dtype], gpu, place, in_step=in_step, aligned=aligned)
     explanation = None
     inputs = [x, (*x[:-1], weights[0][0] // 2)]  # of the first product, and of the second of gated_mlp
     for product, operand, weight in reversed(list(zip(products, inputs, weights, strict=False))):
@@ -167,17 +197,9 @@ def _explain_product(
 ) -> Explanation:
     from llmkernels._C import linear_route  # an optional part of the package: the ops work without it
 
-    facts = {
-        "compute_capability": gpu.compute_capability,
-        "wgmma": gpu.wgmma,
-        "tensor_maps": gpu.tensor_maps,
-        "sm_count": gpu.sm_count,
-        "shared_bytes": gpu.shared_bytes,
-        "clusters": gpu.clusters,
-    }
     n, k = weight
     fused = {"glu": glu, "norm": product.norm, "residual": product.residual}
-    route = linear_route(math.prod(x[:-1]), n, k, dtype=dtype, **fused, **options, **facts)
+    route = linear_route(math.prod(x[:-1]), n, k, dtype=dtype, **fused, **options, **_facts_of(gpu))
     norm = "a launch of rms_norm before" if route["norm_first"] else "folded into the kernel"
     return Explanation(
         op=op,
@@ -185,6 +207,7 @@ def _explain_product(
         dtype=dtype,
         device=place,
         variant=route["variant"],
+        kernel=KERNELS["linear"][route["variant"]],
         reason=route["reason"],
         norm=norm if product.norm else None,
         plan=route["plan"],
@@ -192,22 +215,79 @@ def _explain_product(
     )
 
 
+def _explain_attention(
+    op: str,
+    tensors: dict[str, tuple[int, ...]],
+    dtype: str,
+    gpu: Gpu,
+    place: str,
+    *,
+    in_step: bool,
+    aligned: bool,
+) -> Explanation:
+    from llmkernels._C import attention_route, decode_attention_route
+
+    q, k, *table = tensors.values()
+    batch, tokens, heads, head_dim = q
+    options = {"dtype": dtype, "aligned": aligned, **_facts_of(gpu)}
+    if op == "attention":
+        route = attention_route(batch, tokens, k[1], heads, k[2], head_dim, **options)
+    else:
+        page_size = k[1] if table else 0
+        capacity = k[1] * table[0][1] if table else k[1]
+        route = decode_attention_route(
+            batch, tokens, heads, k[2], head_dim, capacity, page_size=page_size, fused=in_step, **options
+        )
+
+    def explanation(op: str, route: dict[str, Any], then: Explanation | None = None) -> Explanation:
+        return Explanation(
+            op=op,
+            operands="  ".join(f"{name} {shape}" for name, shape in tensors.items()),
+            dtype=dtype,
+            device=place,
+            variant=route["variant"],
+            kernel=KERNELS["attention" if "backward" in op else op][route["variant"]],
+            reason=route["reason"],
+            norm=None,
+            plan=route["plan"],
+            then=then,
+        )
+
+    backward = explanation("attention_backward", route["backward"]) if op == "attention" else None
+    return explanation(op, route, backward)
+
+
+def _facts_of(gpu: Gpu) -> dict[str, Any]:
+    names = ("compute_capability", "wgmma", "tensor_maps", "sm_count", "shared_bytes", "clusters")
+    return {name: getattr(gpu, name) for name in names}
+
+
 def _plan_text(plan: dict[str, int]) -> str:
-    cluster = f" in clusters of {plan['cluster']}" if plan["cluster"] > 1 else ""
-    return (
-        f"{plan['tile_rows']} rows per tile, {plan['output_tiles']} tiles, {plan['blocks']} blocks{cluster}, "
-        f"{plan['stages']} stages, {plan['bytes_in_flight'] / 1024:.0f} KB in flight, "
-        f"{plan['shared_bytes'] / 1024:.0f} KB of shared memory"
-    )
+    cluster = f" in clusters of {plan['cluster']}" if plan.get("cluster", 1) > 1 else ""
+    of_launches = f" of each of {plan['launches']} launches" if plan.get("launches", 1) > 1 else ""
+    texts = {
+        "tile_rows": "{} rows per tile",
+        "output_tiles": "{} tiles",
+        "queries": f"{{}} queries by {plan.get('keys')} keys per tile",
+        "work_tiles": "{} work tiles" + of_launches,
+        "blocks": "{} blocks" + cluster,
+        "blocks_per_sm": "{} per SM",
+        "splits": "heads of a kv head in {} parts",
+        "stages": "{} stages",
+    }
+    parts = [text.format(plan[name]) for name, text in texts.items() if name in plan]
+    texts = {"bytes_in_flight": "in flight", "shared_bytes": "of shared memory"}
+    parts += [f"{plan[name] / 1024:.0f} KB {text}" for name, text in texts.items() if name in plan]
+    return ", ".join(parts)
 
 
 # ---- arguments
 
 
 def _find_products(op: str) -> list[_Product]:
-    if op not in OPS:
-        raise ValueError(f"explain: op must be one of {', '.join(OPS)}, got {op!r}")
-    return OPS[op]
+    if op not in OPS and op not in ATTENTIONS:
+        raise ValueError(f"explain: op must be one of {', '.join([*OPS, *ATTENTIONS])}, got {op!r}")
+    return OPS.get(op, [])
 
 
 def _check_shapes(op: str, products: list[_Product], shapes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -226,6 +306,29 @@ def _check_shapes(op: str, products: list[_Product], shapes: Sequence[Sequence[i
                 f"{op}: {product.weight} must have an even number of rows, [gate | up], got shape {list(weight)}"
             )
         columns, of = weight[0] // 2, f"{product.weight}.size(0) / 2"
+    return found
+
+
+def _check_attention(op: str, shapes: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """The shapes by the names of their tensors: q, that of the keys, and block_table."""
+    keys, axes = ("k", "Tk") if op == "attention" else ("k_cache", "capacity")
+    names = ["q", keys, "block_table"]
+    most = 2 if op == "attention" else 3
+    if not 2 <= len(shapes) <= most:
+        optional = ", and block_table of a paged cache" if most == 3 else ""
+        raise ValueError(f"{op}: shapes must be those of q, {keys}{optional}, got {len(shapes)} of them")
+    found = {name: _check_shape(op, name, shape) for name, shape in zip(names, shapes, strict=False)}
+    q, k, *table = found.values()
+    if len(q) != 4:
+        raise ValueError(f"{op}: q must have shape (B, T, H, D), got {list(q)}")
+    batch, _, heads, head_dim = q
+    first = "pages, page_size" if table else f"{batch}, {axes}"
+    if len(k) != 4 or k[3] != head_dim or (not table and k[0] != batch):
+        raise ValueError(f"{op}: {keys} must have shape ({first}, Hkv, {head_dim}), got {list(k)}")
+    if heads % k[2] if k[2] else heads:
+        raise ValueError(f"{op}: q must have a multiple of the {k[2]} heads of {keys}, got shape {list(q)}")
+    if table and (len(table[0]) != 2 or table[0][0] != batch):
+        raise ValueError(f"{op}: block_table must have shape ({batch}, pages of a sequence), got {list(table[0])}")
     return found
 
 

@@ -59,7 +59,7 @@ struct DecodeAttentionParams {
   // stream have ended. The caller promises that none of those that may still run then writes them: see ptx.cuh.
   bool prefetch_cache;
   int64_t max_seqlen;  // expected maximum of cache_seqlens, or 0: unknown; a hint for the plan, no limit
-  void* workspace;     // decode_attention_workspace_bytes()
+  void* workspace;     // DecodeRoute::workspace_bytes
   int* counters;       // kDecodeAttentionCounters of them: zero before the launch, and zero again after it
 };
 

@@ -9,7 +9,6 @@
 #include "positions.h"
 #if LLMK_CUDA
 #include "kernels/attention/decode_attention.h"
-#include "kernels/attention/decode_attention_any.h"
 #endif
 
 namespace llmk {
@@ -142,16 +141,14 @@ Attention prepare(const Tensor& q, const AttentionInputs& inputs) {
 #if LLMK_CUDA
 cudaError_t launch(const char* op, DecodeAttentionParams& params, Dtype dtype, const Tensor& q, cudaStream_t stream) {
   std::optional<Tensor> workspace;  // kept until the launch; later uses of the memory are ordered after the kernel
-  if (kernels::decode_attention_is_fast(params, dtype)) {
-    size_t bytes = 0;
-    check_cuda(op, kernels::decode_attention_workspace_bytes(params, bytes));
-    const int64_t size = static_cast<int64_t>(bytes);
+  const kernels::DecodeRoute route = kernels::route_decode_attention(params, dtype);
+  LLMK_CHECK(route.variant != kernels::DecodeVariant::kNone, op, "q must have a head_dim of at most ",
+             kernels::kMaxHeadDim, ", got ", params.head_dim);
+  if (route.is_fast()) {
+    const int64_t size = static_cast<int64_t>(route.workspace_bytes);
     workspace = empty({&size, 1}, ScalarType::Byte, q);
     params.workspace = workspace->mutable_data_ptr();
     check_cuda(op, kernels::decode_attention_counters(stream, params.counters));
-  } else {
-    LLMK_CHECK(params.head_dim <= kernels::kMaxHeadDim, op, "q must have a head_dim of at most ", kernels::kMaxHeadDim,
-               ", got ", params.head_dim);
   }
   return kernels::decode_attention(params, dtype, stream);
 }
@@ -376,7 +373,7 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
     const std::array<int64_t, 2> sizes{batch, width};
     Tensor out = empty({sizes.data(), 2}, dtype_code(q), q);
     params.out = out.mutable_data_ptr();
-    if (kernels::decode_attention_is_fast(params, dtype)) {
+    if (kernels::route_decode_attention(params, dtype).is_fast()) {
       on_device(
           op, q, [&](auto stream) { return launch(op, params, dtype, q, stream); }, [] {});
       return out;

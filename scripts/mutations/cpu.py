@@ -347,4 +347,12 @@ CPU = [
         "known_offset;",
         "tests/test_route.py -k folded",
     ),
+    Mutation(
+        "route_maps_a_stride_of_zero",
+        "attention copies queries that share their memory by a tensor map, which has no stride of 0 between tokens",
+        "csrc/kernels/attention/route.h",
+        "(s.token > 0 && fits(s.token))",
+        "fits(s.token)",
+        "tests/test_route.py -k attention_route",
+    ),
 ]

@@ -1,17 +1,20 @@
-// Routes of csrc/kernels/linear/route.h: one line of JSON per line of standard input, of numbers in the order of
-// test_route.py.
+// Routes of csrc/kernels/linear/route.h and csrc/kernels/attention/route.h: one line of JSON per line of standard
+// input, of a word, "linear", "decode" or "attention", and numbers in the order of test_route.py.
 #include <cstdio>
+#include <cstring>
 
+#include "kernels/attention/route.h"
 #include "kernels/linear/route.h"
 
-int main() {
-  using namespace llmk;
-  using namespace llmk::kernels;
+using namespace llmk;
+using namespace llmk::kernels;
+
+static bool linear() {
   LinearProblem p{};
   DeviceInfo device{};
   long long m, n, k, x_stride, weight_stride, y_stride, shared_bytes;
   int dtype, glu, bias, residual, in_step, normalize, norm_weight, in_rows, x, weight, y, norm, wgmma, maps, sm80, gemm;
-  while (std::scanf("%lld %lld %lld %lld %lld %lld %d %d %d %d %d %d %d %lf %d %d %d %d %d %d", &m, &n, &k, &x_stride,
+  if (std::scanf("%lld %lld %lld %lld %lld %lld %d %d %d %d %d %d %d %lf %d %d %d %d %d %d", &m, &n, &k, &x_stride,
                     &weight_stride, &y_stride, &dtype, &glu, &bias, &residual, &in_step, &normalize, &norm_weight,
                     &p.norm_offset, &p.parts, &in_rows, &x, &weight, &y, &norm) == 20 &&
          std::scanf("%d %d %d %lld %d %d %d %d", &device.compute_capability, &wgmma, &device.sm_count, &shared_bytes,
@@ -47,5 +50,74 @@ int main() {
         "%d, \"tiles\": %d}\n",
         static_cast<int>(route.variant), route.reason, route.norm_first, route.workspace_bytes, route.many.tile.columns,
         choose_handoff(route, next, device, options), route.few.output_tiles);
+    return true;
+  }
+  return false;
+}
+
+// The next number of the line.
+static bool failed = false;
+static int64_t number() {
+  long long value = 0;
+  failed |= std::scanf("%lld", &value) != 1;
+  return value;
+}
+
+static DeviceInfo device_of_line() {
+  DeviceInfo device{};
+  device.compute_capability = static_cast<int>(number());
+  device.has_wgmma = number() != 0;
+  device.sm_count = device.clusters[1] = static_cast<int>(number());
+  device.shared_bytes = static_cast<size_t>(number());
+  device.clusters[2] = static_cast<int>(number());
+  return device;
+}
+
+static bool decode() {
+  DecodeProblem p{};
+  for (int64_t* const size : {&p.batch, &p.tokens, &p.heads, &p.kv_heads, &p.head_dim, &p.capacity, &p.page_size,
+                              &p.pages, &p.k.page, &p.k.token, &p.k.head}) {
+    *size = number();
+  }
+  p.v = {number(), number(), number()};
+  p.paged = number() != 0, p.fused = number() != 0, p.dtype = static_cast<Dtype>(number()), p.aligned = number() != 0;
+  const DeviceInfo device = device_of_line();
+  const AttentionOptions options{.tensor_maps = number() != 0};
+  const DecodeRoute route = choose_decode_route(p, device, options);
+  std::printf(
+      "{\"variant\": %d, \"reason\": \"%s\", \"sequences\": %lld, \"workspace\": %zu, \"clusters\": %d, "
+      "\"last_clusters\": %d, \"blocks_per_sm\": %d}\n",
+      static_cast<int>(route.variant), route.reason, static_cast<long long>(route.sequences), route.workspace_bytes,
+      route.plan.clusters, route.last.clusters, route.blocks_per_sm);
+  return !failed;
+}
+
+static bool attention() {
+  AttentionProblem p{};
+  for (int64_t* const size : {&p.batch, &p.q_tokens, &p.k_tokens, &p.heads, &p.kv_heads, &p.head_dim}) {
+    *size = number();
+  }
+  for (HeadStrides* const strides : {&p.q, &p.k, &p.v, &p.grad_y}) {
+    strides->batch = number(), strides->token = number(), strides->head = number();
+  }
+  p.dtype = static_cast<Dtype>(number()), p.aligned = number() != 0, p.grad_y_aligned = number() != 0;
+  const DeviceInfo device = device_of_line();
+  AttentionOptions options{};
+  options.tensor_maps = number() != 0, options.portable = number() != 0;
+  const AttentionRoute route = choose_attention_route(p, device, options);
+  std::printf(
+      "{\"variant\": %d, \"reason\": \"%s\", \"backward\": %d, \"backward_reason\": \"%s\", \"columns\": %d, "
+      "\"backward_columns\": %d, \"splits\": %d}\n",
+      static_cast<int>(route.forward), route.reason, static_cast<int>(route.backward), route.backward_reason,
+      route.plan.head_columns, route.backward_plan.head_columns, route.splits);
+  return !failed;
+}
+
+int main() {
+  char word[16];
+  while (std::scanf("%15s", word) == 1) {
+    const bool done = !std::strcmp(word, "linear") ? linear() : !std::strcmp(word, "decode") ? decode() : attention();
+    if (!done) return 1;
+    std::fflush(stdout);
   }
 }

@@ -12,7 +12,6 @@ namespace llmk::kernels {
 namespace {
 
 constexpr int kSets = 2048;
-static_assert(kDecodeAttentionCounters == kMaxBlocks);
 // One array per device. The last kMaxGraphs sets are those of the library's own graphs, by their slots.
 __device__ int counter_sets[(kSets + kMaxGraphs) * kDecodeAttentionCounters];
 

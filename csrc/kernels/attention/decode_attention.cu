@@ -1,25 +1,18 @@
-// Host code of decode attention: which kernel takes a call, and its launch. The kernel is in decode_attention.cuh.
+// The launches of decode attention. The kernel is in decode_attention.cuh; which one takes a call, in route.h.
 #include "decode_attention.h"
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <type_traits>
 
 #include "decode_attention_any.h"
 #include "kernels/recorder.h"
 #include "kernels/tensor_map.h"
 #include "launch_attention.h"
-#include "plan.h"
 
 namespace llmk::kernels {
 
 namespace {
-
-// Whether a tensor map can have a dimension of this size and stride.
-bool can_map(int64_t size, int64_t stride) {
-  return size == 1 || (size > 1 && stride > 0 && stride < int64_t{1} << 39);
-}
 
 cudaError_t kv_map(CUtensorMap& map, const DecodeAttentionParams& p, const void* data, int64_t page, int64_t token,
                    int64_t head, int box, Dtype dtype) {
@@ -33,9 +26,9 @@ cudaError_t kv_map(CUtensorMap& map, const DecodeAttentionParams& p, const void*
   return make_tensor_map(map, data, tensor, dtype);
 }
 
-cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& plan, const DeviceInfo& device,
-                        Dtype dtype, cudaStream_t stream) {
-  const bool has_producer = device.compute_capability >= 90;  // a warp that copies by TMA
+// has_producer: a warp that copies by TMA.
+cudaError_t launch_plan(const DecodeAttentionParams& params, const DecodePlan& plan, bool has_producer, Dtype dtype,
+                        cudaStream_t stream) {
   const KvCache& c = params.cache;
   KvMaps maps{};
   if (has_producer) {
@@ -79,13 +72,16 @@ DecodeAttentionParams slice(const DecodeAttentionParams& params, int64_t begin, 
   return part;
 }
 
-// Calls body(part) for the sequences of each launch: nearly always one launch for the whole batch.
-template <typename Body>
-cudaError_t for_each_launch(const DecodeAttentionParams& params, const Body& body) {
-  const int64_t max_batch = sequences_per_launch(params);
-  if (params.batch <= max_batch) return body(params);
-  for (int64_t begin = 0; begin < params.batch; begin += max_batch) {
-    const cudaError_t status = body(slice(params, begin, std::min(max_batch, params.batch - begin)));
+// Launches the whole batch, nearly always at once.
+cudaError_t launch_route(const DecodeAttentionParams& params, const DecodeRoute& route, Dtype dtype,
+                         cudaStream_t stream) {
+  const bool by_tma = route.variant == DecodeVariant::kTma;
+  if (params.batch <= route.sequences) return launch_plan(params, route.plan, by_tma, dtype, stream);
+  for (int64_t begin = 0; begin < params.batch; begin += route.sequences) {
+    const int64_t left = params.batch - begin;
+    const DecodePlan& plan = left < route.sequences ? route.last : route.plan;
+    const cudaError_t status =
+        launch_plan(slice(params, begin, std::min(left, route.sequences)), plan, by_tma, dtype, stream);
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
@@ -93,59 +89,18 @@ cudaError_t for_each_launch(const DecodeAttentionParams& params, const Body& bod
 
 }  // namespace
 
-bool decode_attention_is_fast(const DecodeAttentionParams& p, Dtype dtype) {
-  const auto multiples = [](std::initializer_list<int64_t> strides) {
-    return std::all_of(strides.begin(), strides.end(), [](int64_t stride) { return stride % 8 == 0; });
-  };
-  const bool head_dim = p.head_dim == 64 || p.head_dim == 96 || p.head_dim == 128 || p.head_dim == 256;
-  if ((dtype != Dtype::kFloat16 && dtype != Dtype::kBFloat16) || !head_dim) return false;
-  if (p.cache.capacity > 0x3fffffff || p.batch > 0xffff || p.kv_heads > 0xffff) return false;
-  for (const void* pointer :
-       {p.q, static_cast<const void*>(p.cache.k), static_cast<const void*>(p.cache.v), static_cast<const void*>(p.out),
-        p.new_k, p.new_v, p.rope.cos, p.rope.sin, p.norm.q_weight, p.norm.k_weight}) {
-    if (!is_aligned(pointer, 16)) return false;
-  }
-  const KvCache& c = p.cache;
-  if (c.block_table && c.page_size % kMmaKeys != 0) return false;
-  if (sequences_per_launch(p) < 1) return false;
-  DeviceInfo device;
-  if (device_info(device) != cudaSuccess) return false;
-  const DecodePlan plan = plan_decode_attention(p, device);
-  if (plan.stages < 2 || static_cast<size_t>(plan.layout(p.head_dim).bytes) > device.shared_bytes) return false;
-  if (device.compute_capability >= 90) {
-    if (!has_tensor_maps() || c.pages > INT32_MAX || !can_map(c.page_size, c.k_token) ||
-        !can_map(c.page_size, c.v_token) || !can_map(p.kv_heads, c.k_head) || !can_map(p.kv_heads, c.v_head) ||
-        !can_map(c.pages, c.k_page) || !can_map(c.pages, c.v_page)) {
-      return false;
-    }
-  } else if (c.k_token > (1 << 26) || c.v_token > (1 << 26)) {
-    return false;  // the kernel computes offsets within a tile in 32 bits
-  }
-  return multiples({p.q_batch, p.q_token, p.q_head, c.k_page, c.k_token, c.k_head, c.v_page, c.v_token, c.v_head,
-                    p.new_k_batch, p.new_k_head, p.new_v_batch, p.new_v_head, p.rope.cos_row, p.rope.sin_row});
-}
-
-cudaError_t decode_attention_workspace_bytes(const DecodeAttentionParams& params, size_t& bytes) {
-  DeviceInfo device;
-  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  bytes = 0;
-  return for_each_launch(params, [&](const DecodeAttentionParams& part) {
-    const DecodePlan plan = plan_decode_attention(part, device);
-    bytes =
-        std::max(bytes, static_cast<size_t>(plan.clusters) * 2 * 8 * plan.query_mma_tiles * (part.head_dim + 2) * 4);
-    return cudaSuccess;
-  });
+DecodeRoute route_decode_attention(const DecodeAttentionParams& params, Dtype dtype) {
+  DeviceInfo device{};  // of a device whose properties are not known: tensor cores find too little shared memory
+  (void)device_info(device);
+  return choose_decode_route(problem_of(params, dtype), device, {.tensor_maps = has_tensor_maps()});
 }
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream) {
   const auto launch = [=](const DecodeAttentionParams& p) {
     if (p.batch == 0 || p.tokens == 0 || p.heads == 0 || p.head_dim == 0) return cudaSuccess;
-    if (!decode_attention_is_fast(p, dtype)) return decode_attention_any(p, dtype, stream);
-    DeviceInfo device;
-    if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-    return for_each_launch(p, [&](const DecodeAttentionParams& part) {
-      return launch_plan(part, plan_decode_attention(part, device), device, dtype, stream);
-    });
+    const DecodeRoute route = route_decode_attention(p, dtype);
+    if (route.variant == DecodeVariant::kNone) return cudaErrorInvalidValue;
+    return route.is_fast() ? launch_route(p, route, dtype, stream) : decode_attention_any(p, dtype, stream);
   };
   return launch_movable(params, launch, [](DecodeAttentionParams& p, const Moves& moves) {
     moves(p.cache.k, p.cache.v, p.cache_seqlens, p.cache_leftpad, p.positions);

@@ -14,17 +14,9 @@
 #pragma once
 #include "products.cuh"
 #include "softmax_rows.cuh"
+#include "tiles.h"
 
 namespace llmk::kernels::flash {
-
-// `kDim`: elements of a head, at least; those behind head_dim are zeros in shared memory.
-template <int kDim>
-struct Tile {
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kQueries = kDim <= 128 ? 128 : 64, kKeys = kDim <= 128 ? 64 : 32;
-  static constexpr int kRowTiles = kQueries / (16 * kWarps);  // of 16 queries, of a warp
-  static constexpr size_t kSharedBytes = (kQueries + 2 * kKeys) * kDim * 2;
-};
 
 template <typename T, int kDim>
 __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(const FlashAttentionParams params) {

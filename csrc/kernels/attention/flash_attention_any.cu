@@ -6,9 +6,9 @@
 #include "device/ptx.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
-#include "flash_attention.h"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "limits.h"
 #include "softmax.cuh"
 #include "visible.cuh"
 

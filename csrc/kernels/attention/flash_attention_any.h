@@ -6,7 +6,7 @@
 
 namespace llmk::kernels {
 
-// Any dtype, strides and head_dim up to 256.
+// Any dtype, strides and head_dim up to kMaxFlashHeadDim.
 cudaError_t flash_attention_any(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream);
 
 }  // namespace llmk::kernels

@@ -1,4 +1,4 @@
-// Gradients of attention over prompts: what they need to know of each query, and which kernels.
+// Gradients of attention over prompts: what they need to know of each query, and the launches. Which kernels: route.h.
 #include "flash_attention_backward.cuh"
 
 #include <tuple>
@@ -68,15 +68,6 @@ __global__ void __launch_bounds__(kSinkThreads) grad_sinks_kernel(const FlashAtt
   if (threadIdx.x == 0) static_cast<T*>(params.grad_sinks)[h] = from_float<T>(total[0]);
 }
 
-bool grad_y_is_aligned(const FlashAttentionBackwardParams& params) {
-  return is_aligned(params.grad_y, 16) && params.grad_y_batch % 8 == 0 && params.grad_y_token % 8 == 0 &&
-         params.grad_y_head % 8 == 0;
-}
-
-bool is_fast(const FlashAttentionBackwardParams& params, Dtype dtype) {
-  return flash_attention_is_fast(params, dtype) && grad_y_is_aligned(params);
-}
-
 template <typename T, int kDim>
 cudaError_t launch_tiles(const FlashAttentionBackwardParams& params, cudaStream_t stream) {
   using Size = flash::BackwardTile<kDim>;
@@ -90,20 +81,6 @@ cudaError_t launch_tiles(const FlashAttentionBackwardParams& params, cudaStream_
   if (blocks == 0) return cudaSuccess;
   const LaunchShape shape{blocks, dim3(Size::kQueryThreads), Size::kQueryBytes};
   return launch(flash::flash_attention_backward_queries_kernel<T, kDim>, shape, stream, params);
-}
-
-// Into how many parts the query heads of a key head are divided, so that there are a few blocks for each SM: tiles of
-// keys differ in how many queries see them. The batch has no say, or a sequence's gradients would depend on it. 0:
-// there is no kernel for Hopper.
-int count_splits(const FlashAttentionBackwardParams& p, Dtype dtype) {
-  using namespace flash;
-  DeviceInfo device;
-  if (dtype == Dtype::kFloat32 || p.head_dim > 128 || p.batch == 0 || p.heads == 0 || p.q_tokens == 0) return 0;
-  if (device_info(device) != cudaSuccess || !flash_attention_is_sm90(p) || !can_map(grad_y_operand(p))) return 0;
-  const int64_t group = p.heads / p.kv_heads, blocks = (p.k_tokens + 127) / 128 * p.kv_heads;
-  int64_t splits = 1;
-  while (splits < group && (group % splits != 0 || blocks * splits < 4 * device.sm_count)) ++splits;
-  return static_cast<int>(splits);
 }
 
 int64_t statistics_count(const FlashAttentionParams& params) {
@@ -147,14 +124,15 @@ cudaError_t launch_sm90(const FlashAttentionBackwardParams& params, int splits, 
 }
 
 template <typename T>
-cudaError_t launch_fast(const FlashAttentionBackwardParams& params, Dtype dtype, cudaStream_t stream) {
-  if (const int splits = count_splits(params, dtype); splits > 0) {
-    return params.head_dim <= 64 ? launch_sm90<T, 64>(params, splits, dtype, stream)
-                                 : launch_sm90<T, 128>(params, splits, dtype, stream);
+cudaError_t launch_route(const FlashAttentionBackwardParams& params, const AttentionRoute& route, Dtype dtype,
+                         cudaStream_t stream) {
+  const int columns = route.backward_plan.head_columns;
+  if (route.backward == AttentionVariant::kWgmma) {
+    return dispatch_int<64, 128>(
+        columns, [&](auto dim) { return launch_sm90<T, decltype(dim)::value>(params, route.splits, dtype, stream); });
   }
-  if (params.head_dim <= 64) return launch_tiles<T, 64>(params, stream);
-  if (params.head_dim <= 128) return launch_tiles<T, 128>(params, stream);
-  return launch_tiles<T, 256>(params, stream);
+  return dispatch_int<64, 128, 256>(columns,
+                                    [&](auto dim) { return launch_tiles<T, decltype(dim)::value>(params, stream); });
 }
 
 template <typename T, int kWidth>
@@ -171,21 +149,19 @@ cudaError_t launch_statistics(const FlashAttentionBackwardParams& params, cudaSt
 }  // namespace
 
 int64_t flash_attention_backward_workspace(const FlashAttentionBackwardParams& params, Dtype dtype) {
-  const int splits = is_fast(params, dtype) ? count_splits(params, dtype) : 0;
+  const int splits = route_attention(problem_of(params, dtype)).splits;
   return statistics_count(params) + (splits > 1 ? 2 * splits * key_elements(params) : 0);
 }
 
 cudaError_t flash_attention_backward(const FlashAttentionBackwardParams& params, Dtype dtype, cudaStream_t stream) {
-  if (params.q_tokens > kMaxFlashTokens || params.k_tokens > kMaxFlashTokens || params.head_dim > kMaxFlashHeadDim) {
-    return cudaErrorInvalidValue;
-  }
-  const bool fast = is_fast(params, dtype);
+  const AttentionRoute route = route_attention(problem_of(params, dtype));
+  if (route.backward == AttentionVariant::kNone) return cudaErrorInvalidValue;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
-      if (fast) {
+      if (route.backward != AttentionVariant::kPlain) {
         const auto status = launch_statistics<T, 8>(params, stream);
-        return status == cudaSuccess ? launch_fast<T>(params, dtype, stream) : status;
+        return status == cudaSuccess ? launch_route<T>(params, route, dtype, stream) : status;
       }
     }
     const auto status = launch_statistics<T, 1>(params, stream);

@@ -24,27 +24,10 @@
 #include "products.cuh"
 #include "softmax.cuh"
 #include "statistics.cuh"
+#include "tiles.h"
 #include "visible.cuh"
 
 namespace llmk::kernels::flash {
-
-// Sizes for heads of up to kDim elements, within 99 KB of shared memory.
-template <int kDim>
-struct BackwardTile {
-  static constexpr int kRows = kDim <= 128 ? 128 : 64, kColumns = kDim <= 128 ? 32 : 16;
-
-  // Warps of the kernel of grad_q, and row tiles of 16 of each.
-  static constexpr int kQueryRowTiles = kDim <= 128 ? 2 : 1, kQueryThreads = 32 * kRows / (16 * kQueryRowTiles);
-
-  // Warps of the kernel of grad_k and grad_v. The sums of longer heads do not fit into the registers of a warp: one
-  // half of the warps has those of grad_v then, and the other those of grad_k.
-  static constexpr int kSums = kDim <= 128 ? 2 : 1, kKeyRowTiles = kDim <= 64 ? 2 : 1;
-  static constexpr int kKeyThreads = 32 * kRows / (16 * kKeyRowTiles) * 2 / kSums;
-
-  static constexpr int kRowElements = kRows * kDim, kColumnElements = kColumns * kDim;
-  static constexpr size_t kQueryBytes = 2 * (2 * kRowElements + 4 * kColumnElements);
-  static constexpr size_t kKeyBytes = kQueryBytes + 4 * kColumns * sizeof(float);
-};
 
 // From products q k and grad_y v to p and to ds / p.
 struct ScoreGradient {

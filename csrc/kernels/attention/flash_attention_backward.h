@@ -8,8 +8,7 @@
 
 namespace llmk::kernels {
 
-// The gradients of q, k, v and, where there are any, of sinks; by a slow kernel where flash_attention_is_fast() is
-// false or `grad_y` is not aligned.
+// The gradients of q, k, v and, where there are any, of sinks, by the kernels of the route.
 cudaError_t flash_attention_backward(const FlashAttentionBackwardParams& params, Dtype dtype, cudaStream_t stream);
 
 // How many numbers of workspace it needs.

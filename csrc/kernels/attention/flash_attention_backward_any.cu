@@ -5,9 +5,9 @@
 
 #include "device/ptx.cuh"
 #include "device/vec.cuh"
-#include "flash_attention.h"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "limits.h"
 #include "softmax.cuh"
 #include "statistics.cuh"
 #include "visible.cuh"

@@ -16,20 +16,9 @@
 #include "device/wgmma.cuh"
 #include "flash_attention_backward.cuh"
 #include "flash_attention_maps.h"
+#include "tiles.h"
 
 namespace llmk::kernels::flash {
-
-template <int kDim>
-struct Sm90Backward {
-  static constexpr int kRows = 128, kColumns = 64, kStages = 4, kThreads = 128 * 3, kWarps = 8, kBoxes = kDim / 64;
-  static constexpr int kRowBoxBytes = kRows * 128, kRowBytes = kBoxes * kRowBoxBytes;
-  static constexpr int kColumnBoxBytes = kColumns * 128, kColumnBytes = kBoxes * kColumnBoxBytes;
-  static constexpr int kStageBytes = 2 * kColumnBytes, kStatisticsBytes = 2 * kColumns * 4;
-  // From a multiple of 1024 on: two operands of rows, the ring, statistics of columns, barriers.
-  static constexpr int kRing = 2 * kRowBytes, kStatistics = kRing + kStages * kStageBytes;
-  static constexpr int kBarriers = kStatistics + kStages * kStatisticsBytes;
-  static constexpr size_t kSharedBytes = 1024 + kBarriers + 8 + 16 * kStages;
-};
 
 // Two operands of rows and two of columns.
 struct BackwardMaps {

@@ -27,11 +27,6 @@ inline Operand grad_y_operand(const FlashAttentionBackwardParams& p) {
   return {p.grad_y, p.q_tokens, p.heads, p.grad_y_batch, p.grad_y_token, p.grad_y_head};
 }
 
-inline bool can_map(const Operand& x) {
-  const auto fits = [](int64_t stride) { return stride >= 0 && stride < int64_t{1} << 39; };
-  return fits(x.batch_stride) && fits(x.head_stride) && (x.tokens == 1 || (x.token_stride > 0 && fits(x.token_stride)));
-}
-
 // Heads and sequences that share their memory, by a stride of 0, are one in the map: see map_index().
 inline cudaError_t make_map(CUtensorMap& map, const FlashAttentionParams& p, const Operand& x, int rows, Dtype dtype) {
   const auto size = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };

@@ -17,22 +17,13 @@
 #include "flash_attention_maps.h"
 #include "products.cuh"
 #include "softmax_rows.cuh"
+#include "tiles.h"
 
 namespace llmk::kernels::flash {
 
 struct Maps {
   CUtensorMap q, k,
       v;  // boxes of 64 columns and as many rows as a tile has; one head, or batch, where all are the same memory
-};
-
-// `kDim`: elements of a head, at least; those behind head_dim are zeros in shared memory.
-template <int kDim>
-struct Sm90Tile {
-  static constexpr int kQueries = 128, kKeys = kDim <= 128 ? 128 : 64;
-  static constexpr int kThreads = 128 * 3, kStages = 2, kBoxes = kDim / 64;
-  static constexpr int kQueryBoxBytes = kQueries * 128, kKeyBoxBytes = kKeys * 128;  // in shared memory
-  static constexpr int kQueryBytes = kBoxes * kQueryBoxBytes, kKeyBytes = kBoxes * kKeyBoxBytes;
-  static constexpr size_t kSharedBytes = kQueryBytes + 2 * kStages * kKeyBytes + 1024 + 128;
 };
 
 // The barriers of a stage of keys or of values.

@@ -1,25 +1,42 @@
 // The launch plan of decode_attention: clusters of blocks, and the stages of their rings. It does not depend on the
 // sequence lengths, which the kernel reads on the device (tile_scheduler.cuh). The constants were measured on an H200.
+// Plain host code.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/launch.h"
-#include "params/attention.h"
+#include "dtype.h"
+#include "host_device.h"
+#include "kernels/device_info.h"
 #include "shape.h"
 
 namespace llmk::kernels {
+
+// Elements between pages, tokens and heads of a cache.
+struct KvStrides {
+  int64_t page, token, head;
+};
+
+// What route and plan of decode_attention depend on.
+struct DecodeProblem {
+  int64_t batch, tokens, heads, kv_heads, head_dim;
+  int64_t capacity, page_size, pages;  // of the cache, as in params/attention.h
+  bool paged;
+  KvStrides k, v;
+  Dtype dtype;
+  bool fused;           // the kernel rotates q and the new key, too, and writes the new key and value
+  int64_t max_seqlen;   // as in params/attention.h
+  bool aligned = true;  // every head of every tensor, and the tables of the rotation, to 16 bytes
+};
 
 // The kernel keeps all lengths in shared memory. It counts KV tiles in 32 bits, and pads those of a work tile to at
 // most twice their number and kMaxSwitchTiles more. A launch may have this many sequences, even if all of them use
 // their whole capacity.
 constexpr int64_t kMaxSequences = 1024, kMaxKvTiles = int64_t{1} << 29, kMaxSwitchTiles = 4;
-inline int64_t sequences_per_launch(const DecodeAttentionParams& params) {
-  const int64_t queries = params.heads / params.kv_heads * params.tokens,
-                work_tiles = params.kv_heads * ((queries + 7) / 8);
-  const int64_t kv_tile = kv_tile_of(static_cast<int>(params.head_dim));
-  return std::min(kMaxSequences,
-                  kMaxKvTiles / (((params.cache.capacity + kv_tile - 1) / kv_tile + kMaxSwitchTiles) * work_tiles));
+inline int64_t sequences_per_launch(const DecodeProblem& p) {
+  const int64_t queries = p.heads / p.kv_heads * p.tokens, work_tiles = p.kv_heads * ((queries + 7) / 8);
+  const int64_t kv_tile = kv_tile_of(static_cast<int>(p.head_dim));
+  return std::min(kMaxSequences, kMaxKvTiles / (((p.capacity + kv_tile - 1) / kv_tile + kMaxSwitchTiles) * work_tiles));
 }
 
 struct DecodePlan {
@@ -36,7 +53,7 @@ struct DecodePlan {
   int log2_boxes;    // in a KV tile
   bool evict_first;  // L2 policy of the copies of keys and values
 
-  __host__ __device__ int boxes() const { return 1 << log2_boxes; }
+  LLMK_HOST_DEVICE int boxes() const { return 1 << log2_boxes; }
   Layout layout(int64_t head_dim) const {
     return {static_cast<int>(head_dim), 8 * query_mma_tiles, stages, cluster, sequences};
   }
@@ -45,6 +62,7 @@ struct DecodePlan {
 // Keys of a copy: where a KV tile has more, copies without keys of the sequence are left out.
 constexpr int kMaxBoxKeys = 64;
 constexpr int kMaxBlocks = 288;  // two for each SM of the largest GPUs
+constexpr int kDecodeAttentionCounters = kMaxBlocks;
 // Shared memory of a block. Beside two of 64 KB a block of the next kernel can start; two of 92 KB keep more copies in
 // flight. Blocks with more registers run alone on their SM.
 constexpr size_t kSmallShared = 64 * 1024, kLessThanHalf = 92 * 1024, kHalfOfShared = 112 * 1024,
@@ -87,24 +105,28 @@ inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
   if (fixed < bytes) plan.stages = static_cast<int>(std::min<size_t>((bytes - fixed) / (stage + 16), 32));
 }
 
-inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, const DeviceInfo& device) {
+// As many as the registers allow: Shape::kBlocks.
+inline int decode_blocks_per_sm(int64_t head_dim, int query_mma_tiles) {
+  return head_dim * query_mma_tiles <= 128 ? 2 : 1;
+}
+
+inline DecodePlan plan_decode_attention(const DecodeProblem& p, const DeviceInfo& device) {
   DecodePlan plan{};
-  plan.sequences = static_cast<int>(std::min(params.batch, kMaxSequences));
-  plan.group = static_cast<int>(params.heads / params.kv_heads);
-  const int kv_tile = kv_tile_of(static_cast<int>(params.head_dim));
-  const int64_t queries = plan.group * params.tokens;
+  plan.sequences = static_cast<int>(std::min(p.batch, kMaxSequences));
+  plan.group = static_cast<int>(p.heads / p.kv_heads);
+  const int kv_tile = kv_tile_of(static_cast<int>(p.head_dim));
+  const int64_t queries = plan.group * p.tokens;
   plan.query_mma_tiles = queries <= 8 ? 1 : 2;
   plan.query_tiles = static_cast<int>((queries + 8 * plan.query_mma_tiles - 1) / (8 * plan.query_mma_tiles));
-  const int64_t work_tiles = params.batch * params.kv_heads * plan.query_tiles;
+  const int64_t work_tiles = p.batch * p.kv_heads * plan.query_tiles;
   if (device.compute_capability < 90) {
     plan.cluster = 1;
     plan.clusters = 2 * device.sm_count;
     plan.stages = kCpAsyncStages;
   } else {
-    const int64_t max_seqlen =
-        params.max_seqlen > 0 ? std::min(params.max_seqlen, params.cache.capacity) : params.cache.capacity;
+    const int64_t max_seqlen = p.max_seqlen > 0 ? std::min(p.max_seqlen, p.capacity) : p.capacity;
     const int64_t tiles = (max_seqlen + kv_tile - 1) / kv_tile;
-    const bool is_small = params.head_dim * plan.query_mma_tiles <= 128;  // in registers
+    const bool is_small = decode_blocks_per_sm(p.head_dim, plan.query_mma_tiles) == 2;
     const int blocks_per_sm = is_small ? 2 : 1;
     // Clusters that run at the same time. One of 16 blocks needs nearly all SMs of a GPC, and soon waits for another's.
     const auto has_room = [&](int cluster) {
@@ -113,7 +135,7 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
     };
     plan.cluster = 1;
     while (plan.cluster < 16 && plan.cluster < tiles && has_room(2 * plan.cluster)) plan.cluster *= 2;
-    size_t bytes = params.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
+    size_t bytes = p.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
     if (tiles <= kFewTiles * plan.cluster && has_room(plan.cluster)) {
       plan.clusters = static_cast<int>(work_tiles);
       if (is_small) bytes = kSmallShared;
@@ -121,21 +143,18 @@ inline DecodePlan plan_decode_attention(const DecodeAttentionParams& params, con
       plan.cluster = work_tiles <= int64_t{blocks_per_sm} * device.clusters[2] ? 2 : 1;
       plan.clusters = blocks_per_sm * device.clusters[plan.cluster];
       const bool many = work_tiles > device.sm_count;
-      // new_k: in a decode step, where the next linear's blocks are to start early.
+      // fused: in a decode step, where the next linear's blocks are to start early.
       if (is_small)
-        bytes = many                 ? (params.new_k ? kSmallShared : kLessThanHalf)
-                : tiles > kManyTiles ? kLessThanHalf
-                                     : kSmallShared;
+        bytes = many ? (p.fused ? kSmallShared : kLessThanHalf) : tiles > kManyTiles ? kLessThanHalf : kSmallShared;
     }
     plan.pdl_tiles = plan.cluster == 1 ? 0 : kPdlTiles;
-    plan_ring(plan, params.head_dim, std::min(bytes, device.shared_bytes));
+    plan_ring(plan, p.head_dim, std::min(bytes, device.shared_bytes));
   }
   plan.clusters = std::clamp(plan.clusters, 1, kMaxBlocks / plan.cluster);
   plan.min_tiles = std::max(4 * plan.cluster, 8);
   plan.switch_tiles = std::min<int>(kSwitchTiles * plan.cluster, kMaxSwitchTiles);
   plan.box_keys = kMaxBoxKeys;
-  while (params.cache.block_table && plan.box_keys > kMmaKeys && params.cache.page_size % plan.box_keys != 0)
-    plan.box_keys /= 2;
+  while (p.paged && plan.box_keys > kMmaKeys && p.page_size % plan.box_keys != 0) plan.box_keys /= 2;
   while (plan.box_keys << plan.log2_boxes < kv_tile) ++plan.log2_boxes;
   plan.evict_first = plan.query_tiles == 1;  // else several blocks read the same keys
   return plan;

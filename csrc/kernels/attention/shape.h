@@ -1,6 +1,6 @@
-// Tile sizes and shared-memory layout of decode_attention.
+// Tile sizes and shared-memory layout of decode_attention. Plain host code, for kernels as well.
 #pragma once
-#include <cuda_runtime.h>
+#include "host_device.h"
 
 namespace llmk::kernels {
 
@@ -10,16 +10,14 @@ constexpr int kMmaKeys = 16;  // of one mma.sync
 
 // The keys that a block multiplies at a time. A tile takes a warp a microsecond of latencies, whatever its size: short
 // heads have more keys in it, so that a tile of any head has at least 16 KB of keys.
-__host__ __device__ constexpr int kv_tile_of(int head_dim) { return head_dim <= 64 ? 128 : 64; }
+LLMK_HOST_DEVICE constexpr int kv_tile_of(int head_dim) { return head_dim <= 64 ? 128 : 64; }
 
 // A stage of the ring holds the keys or the values of a KV tile: columns 0 to 63 of all keys, then columns 64 to 127,
 // ...; rows of 128 bytes in TMA's 128-byte swizzle (16-byte vector v of row r lies at v ^ (r % 8)), so that eight rows
 // cover all banks.
 constexpr int kChunkColumns = 64;
-__host__ __device__ constexpr int chunks_of_head(int head_dim) {
-  return (head_dim + kChunkColumns - 1) / kChunkColumns;
-}
-__host__ __device__ constexpr int stage_bytes(int head_dim) {
+LLMK_HOST_DEVICE constexpr int chunks_of_head(int head_dim) { return (head_dim + kChunkColumns - 1) / kChunkColumns; }
+LLMK_HOST_DEVICE constexpr int stage_bytes(int head_dim) {
   return chunks_of_head(head_dim) * kv_tile_of(head_dim) * kChunkColumns * 2;
 }
 
@@ -51,7 +49,7 @@ struct Layout {
   int seqlens;                        // of the launch's sequences: length and padding
   int bytes;
 
-  __host__ __device__ constexpr Layout(int head_dim, int queries, int stages, int cluster, int sequences)
+  LLMK_HOST_DEVICE constexpr Layout(int head_dim, int queries, int stages, int cluster, int sequences)
       : q(stages * stage_bytes(head_dim)),
         new_kv(q + queries * (head_dim * 2 + 16)),
         sums(new_kv + 2 * (head_dim * 2 + 16)),

@@ -20,6 +20,7 @@
 #include "gemv_plan.h"
 #include "kernels/device_info.h"
 #include "kernels/gemm/plan.h"
+#include "kernels/verdict.h"
 #include "params/linear.h"
 #include "plan.h"
 
@@ -84,14 +85,6 @@ inline LinearProblem problem_of(const LinearParams& p, Dtype dtype) {
 }
 
 namespace routing {
-
-// Whether a kernel is taken, and why, or why not.
-struct Verdict {
-  bool taken;
-  const char* reason;
-};
-inline Verdict take(const char* reason) { return {true, reason}; }
-inline Verdict refuse(const char* reason) { return {false, reason}; }
 
 // Whether the norm can be folded: x times its weight before the products, the sums times 1 / rms after them.
 inline bool can_fold_norm(const LinearProblem& p) {
