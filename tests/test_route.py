@@ -395,8 +395,11 @@ def test_blocks_per_sm(decode_route):
         ((64, 1, 28, 4, 128, 4096), A100, 1),
         ((64, 1, 14, 2, 64, 4096), A100, 2),
         ((64, 1, 28, 4, 256, 4096), H200, 1),
+        ((64, 1, 28, 4, 256, 4096), A100, 1),
     ]:
-        assert decode_route(shape, {}, gpu)["blocks_per_sm"] == blocks, (shape, gpu)
+        found = decode_route(shape, {}, gpu)
+        assert found["blocks_per_sm"] == blocks, (shape, gpu)
+        assert found["clusters"] <= blocks * gpu["sm_count"], (shape, gpu)  # all run at the same time
 
 
 def test_columns_of_heads(attention_route):

@@ -105,9 +105,11 @@ inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
   if (fixed < bytes) plan.stages = static_cast<int>(std::min<size_t>((bytes - fixed) / (stage + 16), 32));
 }
 
-// As many as the registers allow: Shape::kBlocks.
-inline int decode_blocks_per_sm(int64_t head_dim, int query_mma_tiles) {
-  return head_dim * query_mma_tiles <= 128 ? 2 : 1;
+// How many blocks run on an SM: as registers (Shape::kBlocks) and shared memory allow. An SM has 1 KB more of that than
+// a block may take, and each block takes 1 KB more than it asks for.
+inline int decode_blocks_per_sm(int64_t head_dim, int query_mma_tiles, size_t block_bytes, const DeviceInfo& device) {
+  const bool by_registers = head_dim * query_mma_tiles <= 128;
+  return by_registers && 2 * (block_bytes + 1024) <= device.shared_bytes + 1024 ? 2 : 1;
 }
 
 inline DecodePlan plan_decode_attention(const DecodeProblem& p, const DeviceInfo& device) {
@@ -121,13 +123,14 @@ inline DecodePlan plan_decode_attention(const DecodeProblem& p, const DeviceInfo
   const int64_t work_tiles = p.batch * p.kv_heads * plan.query_tiles;
   if (device.compute_capability < 90) {
     plan.cluster = 1;
-    plan.clusters = 2 * device.sm_count;
     plan.stages = kCpAsyncStages;
+    const auto bytes = static_cast<size_t>(plan.layout(p.head_dim).bytes);
+    plan.clusters = decode_blocks_per_sm(p.head_dim, plan.query_mma_tiles, bytes, device) * device.sm_count;
   } else {
     const int64_t max_seqlen = p.max_seqlen > 0 ? std::min(p.max_seqlen, p.capacity) : p.capacity;
     const int64_t tiles = (max_seqlen + kv_tile - 1) / kv_tile;
-    const bool is_small = decode_blocks_per_sm(p.head_dim, plan.query_mma_tiles) == 2;
-    const int blocks_per_sm = is_small ? 2 : 1;
+    const int blocks_per_sm = decode_blocks_per_sm(p.head_dim, plan.query_mma_tiles, kSmallShared, device);
+    const bool is_small = blocks_per_sm == 2;
     // Clusters that run at the same time. One of 16 blocks needs nearly all SMs of a GPC, and soon waits for another's.
     const auto has_room = [&](int cluster) {
       const int blocks = cluster == 16 ? device.sm_count / 2 : is_small ? device.sm_count * 3 / 2 : device.sm_count;

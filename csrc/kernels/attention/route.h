@@ -163,10 +163,7 @@ inline DecodeRoute choose_decode_route(const DecodeProblem& problem, const Devic
     route.last = plan_decode_attention(part, device);
   }
   route.shared_bytes = static_cast<size_t>(route.plan.layout(p.head_dim).bytes);
-  // An SM has 1 KB more than a block may take, and each block takes 1 KB more than it asks for.
-  const size_t by_shared = (device.shared_bytes + 1024) / (route.shared_bytes + 1024);
-  route.blocks_per_sm =
-      std::min(decode_blocks_per_sm(p.head_dim, route.plan.query_mma_tiles), static_cast<int>(by_shared));
+  route.blocks_per_sm = decode_blocks_per_sm(p.head_dim, route.plan.query_mma_tiles, route.shared_bytes, device);
   route.workspace_bytes = std::max(workspace_of(route.plan, p.head_dim), workspace_of(route.last, p.head_dim));
   return route;
 }
