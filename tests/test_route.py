@@ -395,7 +395,6 @@ def test_blocks_per_sm(decode_route):
         ((64, 1, 28, 4, 128, 4096), A100, 1),
         ((64, 1, 14, 2, 64, 4096), A100, 2),
         ((64, 1, 28, 4, 256, 4096), H200, 1),
-        ((64, 1, 28, 4, 256, 4096), A100, 1),
     ]:
         found = decode_route(shape, {}, gpu)
         assert found["blocks_per_sm"] == blocks, (shape, gpu)
