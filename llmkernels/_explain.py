@@ -117,7 +117,7 @@ ATTENTIONS = ("decode_attention", "attention")
 
 def explain(
     op: str,
-    *shapes: Sequence[int],
+    *shapes: Sequence[Any],
     dtype: torch.dtype = torch.bfloat16,
     device: str | int | torch.device | None = None,
     bias: bool = False,
@@ -134,7 +134,7 @@ def explain(
         shapes: of x, (..., K), and of the weight, (N, K); of gated_mlp x, (..., K), gate_up_weight, (2 F, K), and
             down_weight, (N, F). Of decode_attention q, (B, T, H, D), and k_cache, (B, capacity, Hkv, D); or pages,
             (pages, page_size, Hkv, D), and block_table, (B, pages of a sequence). Of attention q, (B, Tq, H, D), and k,
-            (B, Tk, Hkv, D).
+            (B, Tk, Hkv, D). One by one, or as one list.
         dtype: of the tensors.
         device: a GPU of this machine, as torch names it, or one by its name: "H200", "H100", "A100", "RTX 4090",
             "L40S", "RTX 5090" or "B200". None: the current one of this machine, or an H200 where there is none.
@@ -157,6 +157,8 @@ def explain(
     plan    36 rows per tile, 128 tiles, 128 blocks, 12 stages, 180 KB in flight, 192 KB of shared memory
     """
     products = _find_products(op)
+    if len(shapes) == 1 and shapes[0] and all(isinstance(shape, (tuple, list)) for shape in shapes[0]):
+        shapes = tuple(shapes[0])
     if op in ATTENTIONS:
         tensors = _check_attention(op, shapes)
     else:

@@ -8,13 +8,18 @@ import json
 import math
 import re
 import subprocess
+from collections import Counter
 
 import pytest
 import torch
 
 import llmkernels
+from hf_models import LAYERS, tiny_model
 from linear_cases import add, kernels, make
 from llmkernels import _explain, _library, explain
+from llmkernels.hf.report import Decode
+from llmkernels.hf.step import routes
+from llmkernels.hf.step.describe import describe
 from stub_cuda import CSRC, compile_stub
 
 _op = torch.ops.llmkernels
@@ -794,6 +799,35 @@ def test_without_a_gpu():
 def test_raises(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         explain(*arguments, **{"device": "H200", **options})
+
+
+def test_shapes_in_a_list():
+    shapes = (2, 40, 6, 64), (2, 40, 2, 64)
+    assert explain("attention", list(shapes), device="H200") == explain("attention", *shapes, device="H200")
+    with pytest.raises(ValueError, match="linear: shapes must be those of x, weight, got 1 of them"):
+        explain("linear", [(4, 8)], device="H200")
+
+
+# Per layer q|k|v, output, gate|up and down, then the head. gemv takes up to 132 x 8 rows of a warp's 256 elements.
+@pytest.mark.parametrize(
+    "dtype, device, expected",
+    [
+        (torch.bfloat16, "H200", {"gemv": 4 * LAYERS + 1}),
+        (torch.float16, "A100", {"sm80": 4 * LAYERS + 1}),
+        (torch.float32, "H200", {"library": 4 * LAYERS + 1}),
+    ],
+    ids=str,
+)
+def test_products_of_a_step(dtype, device, expected):
+    model = tiny_model(dtype=dtype)
+    handle = llmkernels.patch(model)
+    assert routes.kernels_of(describe(model), device) == expected
+    assert handle.report().decode[0].products == {}  # on the CPU
+
+
+def test_report_shows_the_products_of_a_step():
+    decode = Decode("Model", None, products=Counter({"gemv": 4, "library": 1}))
+    assert str(decode) == "Model decodes by the decode step (products of a token: 4 by gemv, 1 by library)"
 
 
 def test_public():

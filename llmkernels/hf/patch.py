@@ -2,6 +2,7 @@
 
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 from torch import nn
@@ -27,6 +28,7 @@ from .obstacles import (
 from .report import NOT_ASKED, Decode, Report, Row
 from .step import decode as decoding
 from .step import describe, packing
+from .step.routes import kernels_in
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
@@ -253,7 +255,8 @@ class PatchHandle:
             kept = state.programs.graphs()
             counts = state.calls.copy(), state.steps, state.forwards.copy(), state.prompts.copy()
             graphs = len(kept), sum(graph.nbytes for graph in kept)
-            entries.append(Decode(type(module).__name__, reason, *counts, *graphs))
+            products = kernels_in(module) if reason is None else Counter()
+            entries.append(Decode(type(module).__name__, reason, *counts, *graphs, products))
         return entries
 
     def __enter__(self) -> "PatchHandle":

@@ -64,6 +64,8 @@ class Decode:
         prompts: the prompts of calls by the decode step so far, by the way they took, in the same words.
         graphs: the CUDA graphs that are kept for calls to come. Caches of one shape share them.
         graph_bytes: the memory of these on the GPU, besides caches.
+        products: the kernels that multiply one token in a step on a GPU, by their names in `llmkernels.explain`, with
+            the number of products each.
     """
 
     model: str
@@ -74,6 +76,7 @@ class Decode:
     prompts: Counter = field(default_factory=Counter)
     graphs: int = 0
     graph_bytes: int = 0
+    products: Counter = field(default_factory=Counter)
 
     def __str__(self) -> str:
         way = STEP if self.reason is None else by_forward(self.reason)
@@ -81,8 +84,10 @@ class Decode:
         counts = "; ".join(f"{count} {names[way]}" for way, count in self.calls.items())
         forwards = "; ".join(f"{count} {way}" for way, count in self.forwards.items())
         kept = f"{self.graphs} of {self.graph_bytes / 2**20:.0f} MiB" if self.graphs else ""
+        products = ", ".join(f"{count} by {kernel}" for kernel, count in self.products.items())
         prompts = "; ".join(f"{count} {way}" for way, count in self.prompts.items() if way != STEP)
         found = ("calls of generate", counts), ("prompts", prompts), ("forwards", forwards), ("CUDA graphs", kept)
+        found += (("products of a token", products),)
         said = [f"{what}: {text}" for what, text in found if text]
         return f"{self.model} decodes {way}" + (f" ({', '.join(said)})" if said else "")
 

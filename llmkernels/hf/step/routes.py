@@ -1,0 +1,53 @@
+"""Which kernels the products of a decode step take, for the report."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from llmkernels._explain import explain
+
+from ..model.description import Attention, Branch, Description, Norm, Product
+from .describe import describe
+
+
+def kernels_in(model: nn.Module) -> Counter:
+    """Those of a model that has a step, by their names in `llmkernels.explain`; none off a GPU."""
+    parts = describe(model)
+    return kernels_of(parts, parts.weight.device) if parts.weight.is_cuda else Counter()
+
+
+def kernels_of(parts: Description, device: str | torch.device) -> Counter:
+    """Those that multiply one token on such a GPU, with the number of products each."""
+    weight = parts.weight
+    found: Counter = Counter()
+    for op, product in _products(parts):
+        rows, columns = sum(len(one) for one in product.weights), product.weights[0].shape[1]
+        bias = bool(product.biases)
+        route = explain(op, (1, columns), (rows, columns), dtype=weight.dtype, device=device, bias=bias, in_step=True)
+        found[route.variant] += 1
+    return found
+
+
+def _products(parts: Description) -> Iterator[tuple[str, Product]]:
+    """Each product of a step and its op, as compose.py has them."""
+    for layer in parts.layers:
+        for branch in layer.branches:
+            block = branch.block
+            if isinstance(block, Attention):
+                yield _op(branch.pre, False), block.qkv
+                yield _added(branch), block.output
+            else:
+                yield _op(branch.pre, block.gated and not block.up.biases), block.up
+                yield _added(branch), block.down
+    yield _op(parts.norm, False), parts.head
+
+
+def _op(norm: Norm | None, glu: bool) -> str:
+    is_fused = norm is not None and norm.options.kind == "rms_norm"
+    return ("rms_norm_" if is_fused else "") + ("glu_linear" if glu else "linear")
+
+
+def _added(branch: Branch) -> str:
+    return "linear_add_" if branch.post is None else "linear"
