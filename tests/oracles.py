@@ -135,7 +135,7 @@ def glu(gate, up=None, gate_bias=None, up_bias=None, *, activation="silu"):
     return ACTIVATIONS[activation](gate) * up
 
 
-def bias_act(x, bias=None, *, activation="gelu"):
+def bias_act(x, bias=None, *, activation):
     return ACTIVATIONS[activation](biased(x, bias))
 
 

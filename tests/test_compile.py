@@ -87,7 +87,7 @@ def rms_norm_rope_other_calls(device):
 def bias_act_calls(device):
     gate, up = torch.randn(2, 3, 4, 16, device=device)
     biases = torch.randn(2, 16, device=device)
-    yield "bias_act", (gate,)
+    yield "bias_act", (gate, None, "gelu")
     yield "bias_act", (gate.transpose(0, 1), biases[0], "gelu_pytorch_tanh")
     yield "glu", (gate, up)
     yield "glu", (gate, up.transpose(0, 1).contiguous().transpose(0, 1), *biases)

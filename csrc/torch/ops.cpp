@@ -102,7 +102,7 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "bool needs_grad_k_weight) -> (Tensor, Tensor, Tensor, Tensor)");
 
   // activation.cpp; activation: see params/glu.h; a packed input is [gate | up] along its last dimension
-  differentiable("bias_act", "(Tensor x, Tensor? bias=None, str activation='gelu') -> Tensor");
+  differentiable("bias_act", "(Tensor x, Tensor? bias, str activation) -> Tensor");
   ops.def(
       "bias_act_backward(Tensor grad_y, Tensor x, Tensor? bias, str activation, bool needs_grad_bias) -> "
       "(Tensor grad_x, Tensor grad_bias)");

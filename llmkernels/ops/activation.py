@@ -93,7 +93,7 @@ def glu(
 
 
 @public
-def bias_act(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu") -> Tensor:
+def bias_act(x: Tensor, bias: Tensor | None = None, *, activation: str) -> Tensor:
     r"""Activation of a linear layer's output before its bias, :math:`y = \mathrm{act}(x + b)`.
 
     Args:
@@ -303,7 +303,8 @@ def _register(name: str, rows: int, empty_result=contiguous_like) -> None:
     def setup(ctx, inputs, output):
         *inputs, ctx.activation = inputs
         ctx.save_for_backward(*inputs)
-        biases = zip(inputs[rows:], ctx.needs_input_grad[rows:tensors], strict=True)
+        needs = [*ctx.needs_input_grad, *(False for _ in inputs)]  # torch.library leaves out biases that are not given
+        biases = zip(inputs[rows:], needs[rows:tensors], strict=True)
         ctx.wanted = [bias is not None and needed for bias, needed in biases]
 
     @differentiable_once
