@@ -406,6 +406,16 @@ def test_blocks_per_sm(decode_route):
         assert found["clusters"] <= blocks * gpu["sm_count"], (shape, gpu)  # all run at the same time
 
 
+@pytest.mark.parametrize(
+    "head_dim, device, queries",
+    [(128, "H200", 16), (256, "H200", 16), (128, "A100", 16), (128, "RTX 4090", 8), (96, "L40S", 8), (64, "L40S", 16)],
+)
+def test_queries_of_a_block(head_dim, device, queries):
+    """16 where shared memory holds the sums of so many, else 8."""
+    found = explain("decode_attention", (8, 4, 28, head_dim), (8, 4096, 4, head_dim), device=device)
+    assert found.variant != "plain" and found.plan["queries"] == queries
+
+
 def test_columns_of_heads(attention_route):
     """Heads take the narrowest kernel that holds them."""
     for head_dim, columns, backward, portable in [

@@ -118,7 +118,13 @@ inline DecodePlan plan_decode_attention(const DecodeProblem& p, const DeviceInfo
   plan.group = static_cast<int>(p.heads / p.kv_heads);
   const int kv_tile = kv_tile_of(static_cast<int>(p.head_dim));
   const int64_t queries = plan.group * p.tokens;
-  plan.query_mma_tiles = queries <= 8 ? 1 : 2;
+  const int fewest_stages = device.compute_capability < 90 ? kCpAsyncStages : 2;
+  const auto fits = [&](int mma_tiles) {
+    const Layout layout(static_cast<int>(p.head_dim), 8 * mma_tiles, fewest_stages, 1, plan.sequences);
+    return static_cast<size_t>(layout.bytes) <= device.shared_bytes;
+  };
+  // Where two do not fit, keys and values are read from the L2 cache once more for every 8 queries.
+  plan.query_mma_tiles = queries <= 8 || !fits(2) ? 1 : 2;
   plan.query_tiles = static_cast<int>((queries + 8 * plan.query_mma_tiles - 1) / (8 * plan.query_mma_tiles));
   const int64_t work_tiles = p.batch * p.kv_heads * plan.query_tiles;
   if (device.compute_capability < 90) {
