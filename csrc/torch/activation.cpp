@@ -71,9 +71,11 @@ Dtype check(Operands& o, const MaybeTensor& grad_y = std::nullopt, Access access
   } else if (grad_y) {
     check_like(op, {"grad_y", *grad_y}, x);
   }
-  const std::string size = std::string(o.x_name()) + ".size(-1)";
-  check_vector(op, {bias_name, o.bias}, x, o.x.size(o.x.dim() - 1), size.c_str());
-  check_vector(op, {"up_bias", o.up_bias}, x, o.cols(), size.c_str());
+  const char* const size = o.form == Form::kPlain   ? "x.size(-1)"
+                           : o.form == Form::kGated ? "gate.size(-1)"
+                                                    : "gate_up.size(-1)";
+  check_vector(op, {bias_name, o.bias}, x, o.x.size(o.x.dim() - 1), size);
+  check_vector(op, {"up_bias", o.up_bias}, x, o.cols(), size);
   for (MaybeTensor* bias : {&o.bias, &o.up_bias}) {
     if (*bias) *bias = with_unit_last_stride(**bias);
   }
