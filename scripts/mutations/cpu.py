@@ -343,7 +343,7 @@ CPU = [
         "route_folds_a_norm_that_is_too_wide",
         "the norm is folded into a linear whose shared memory does not hold its weight",
         "csrc/kernels/linear/route.h",
-        "known_offset && p.k <= 16384;",
+        "known_offset && p.k() <= 16384;",
         "known_offset;",
         "tests/test_route.py -k folded",
     ),
