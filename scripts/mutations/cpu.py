@@ -199,7 +199,7 @@ CPU = [
         "cpu_one_block_per_sm",
         "attention has one block per SM, however long the contexts are",
         "csrc/kernels/attention/plan.h",
-        "const int blocks_per_sm = is_small ? 2 : 1;",
+        "const int blocks_per_sm = decode_blocks_per_sm(p.head_dim, plan.query_mma_tiles, kSmallShared, device);",
         "const int blocks_per_sm = 1;",
         "tests/test_plans.py -k two_blocks",
     ),
