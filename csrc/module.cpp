@@ -128,14 +128,12 @@ py::dict linear_route(int64_t m, int64_t n, int64_t k, const std::string& dtype,
   check_sizes("linear_route", {{"m", m}, {"n", n}, {"k", k}});
   check("linear_route", m * n < int64_t{1} << 40, "m * n", "less than 2^40", m * n);
   check("linear_route", !glu || n % 2 == 0, "n", "even with glu", n);
-  const int64_t columns = glu ? n / 2 : n;
+  const llmk::Dtype type = to_dtype("linear_route", dtype);
   const llmk::kernels::LinearProblem problem{.m = m,
-                                             .n = n,
-                                             .k = k,
+                                             .weight = {nullptr, llmk::element_type(type), n, k, k},
                                              .x_stride = k,
-                                             .weight_stride = k,
-                                             .y_stride = columns,
-                                             .dtype = to_dtype("linear_route", dtype),
+                                             .y_stride = glu ? n / 2 : n,
+                                             .dtype = type,
                                              .glu = glu,
                                              .bias = bias,
                                              .residual = residual,

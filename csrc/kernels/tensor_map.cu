@@ -41,7 +41,7 @@ cudaError_t make_tensor_map(CUtensorMap& map, const void* data, const TensorBox&
     sizes[i] = static_cast<cuuint64_t>(tensor.sizes[i]);
     box[i] = static_cast<cuuint32_t>(tensor.box[i]);
     steps[i] = 1;
-    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(tensor.strides[i]) * 2;
+    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(tensor.strides[i]) * kHalfBytes;
   }
   const CUresult result =
       encode(&map, dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,

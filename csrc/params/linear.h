@@ -6,19 +6,19 @@
 
 #include "params/glu.h"
 #include "params/norm.h"
+#include "params/weight.h"
 
 namespace llmk {
 
 struct LinearParams {
   const void* x;            // [m, k]
   const void* norm_weight;  // [k], or null: the normalized x is not scaled
-  const void* weight;       // [n, k]; with `glu` n / 2 rows of the gate, then n / 2 rows of the up projection
+  Weight weight;            // [n, k]; with `glu` n / 2 rows of the gate, then n / 2 rows of the up projection
   const void* bias;         // [n], or null; not with `glu`
   void* residual;           // [m, n], or null: alpha times the result is added to it in place of being written to y
   double alpha;
   void* y;  // [m, n], or [m, n / 2] with `glu`
-  int64_t m, n, k;
-  int64_t x_stride, weight_stride;
+  int64_t m, x_stride;
   int64_t y_stride;               // between the rows of y, or of the residual where there is one
   std::optional<Activation> glu;  // y = act(gate) up
   bool normalize;                 // apply RMSNorm to x first
@@ -43,6 +43,10 @@ struct LinearParams {
   //   - The kernel is taken wherever it exists, also where cuBLAS is faster: a graph of the library's own launches
   //     needs no stream capture (recorder.h).
   bool in_step;
+
+  int64_t n() const { return weight.rows; }
+  int64_t k() const { return weight.cols; }
+  int64_t columns() const { return glu ? n() / 2 : n(); }  // of the result
 };
 
 }  // namespace llmk

@@ -77,6 +77,15 @@ std::optional<Scaled> check_handoff(const Tensor& x, const Linear& f, const std:
 }
 
 #if LLMK_CUDA
+Weight weight_of(const Linear& f) {
+  const int64_t rows = f.weight.size(0), cols = f.weight.size(1);
+  return {.data = f.weight.const_data_ptr(),
+          .type = element_type(to_dtype(f.op, {"weight", f.weight})),
+          .rows = rows,
+          .cols = cols,
+          .stride = rows > 1 ? f.weight.stride(0) : cols};
+}
+
 // What the kernels take of a linear, except for x and the result.
 LinearParams params_of(const Linear& f, int64_t rows) {
   LinearParams params{};
@@ -85,12 +94,10 @@ LinearParams params_of(const Linear& f, int64_t rows) {
     params.norm_weight = data(f.norm->weight);
     params.norm = f.norm->options;
   }
-  params.weight = f.weight.const_data_ptr();
+  params.weight = weight_of(f);
   params.bias = data(f.bias);
   params.m = rows;
-  params.n = f.weight.size(0);
-  params.k = params.x_stride = f.weight.size(1);
-  params.weight_stride = params.n > 1 ? f.weight.stride(0) : params.k;
+  params.x_stride = params.k();
   params.glu = f.glu;
   params.in_step = f.in_step;
   return params;
@@ -132,7 +139,7 @@ std::optional<Tensor> try_linear(const Tensor& x, const Linear& f, const std::op
   params.y_stride = sizes.back();
   if (scaled && kernels::linear_takes_handoff(params.m)) {
     params.x = scaled->x.const_data_ptr();
-    params.x_stride = params.k;
+    params.x_stride = params.k();
     params.squares = scaled->squares.mutable_data_ptr();
     params.parts = scaled->parts;
   }
@@ -145,7 +152,7 @@ std::optional<Tensor> try_linear(const Tensor& x, const Linear& f, const std::op
         if (route.norm_first && route.workspace_bytes == 0) {
           normalized = rms_norm_between(x, f.norm->weight, f.norm->options);
           params.x = normalized->const_data_ptr();
-          params.x_stride = params.k;
+          params.x_stride = params.k();
           params.normalize = false;
         }
         y = empty(sizes, x.scalar_type(), x);
@@ -162,7 +169,7 @@ std::optional<Scaled> prepare_handoff(LinearParams& params, const kernels::Linea
   const LinearParams then = params_of(next, params.m);
   const int parts = kernels::linear_parts(route, problem_of(next, then, like));
   if (parts == 0) return std::nullopt;
-  Scaled result{empty({params.m, params.n}, like.scalar_type(), like),
+  Scaled result{empty({params.m, params.n()}, like.scalar_type(), like),
                 empty({parts + 1, kernels::kLinearMaxTokens}, ScalarType::Float, like), parts};
   params.next_norm_weight = then.norm_weight;
   params.next_offset = then.norm.weight_offset;

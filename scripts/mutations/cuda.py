@@ -49,8 +49,8 @@ CUDA = [
         "cuda_fast_exponential",
         "an approximate exponential in the activation",
         "csrc/kernels/activation/activation.cuh",
-        "const float e = expf(-x);",
-        "const float e = __expf(-x);",
+        "const float e = expf(-x);\n    return sizeof(T) == 4 ? x / (1.f + e) :",
+        "const float e = __expf(-x);\n    return sizeof(T) == 4 ? x / (1.f + e) :",
         "tests/test_glu.py -k '(every_gate or equals_eager) and (cuda or gpu)'",
     ),
     Mutation(

@@ -19,8 +19,9 @@ static bool linear() {
                     &p.norm_offset, &p.parts, &in_rows, &x, &weight, &y, &norm) == 20 &&
          std::scanf("%d %d %d %lld %d %d %d %d", &device.compute_capability, &wgmma, &device.sm_count, &shared_bytes,
                     &device.clusters[2], &maps, &sm80, &gemm) == 8) {
-    p.m = m, p.n = n, p.k = k, p.x_stride = x_stride, p.weight_stride = weight_stride, p.y_stride = y_stride;
     p.dtype = static_cast<Dtype>(dtype);
+    p.m = m, p.x_stride = x_stride, p.y_stride = y_stride;
+    p.weight = {nullptr, element_type(p.dtype), n, k, weight_stride};
     p.glu = glu, p.bias = bias, p.residual = residual, p.in_step = in_step;
     p.normalize = normalize, p.norm_weight = norm_weight, p.in_rows = in_rows;
     p.x_aligned = x, p.weight_aligned = weight, p.y_aligned = y, p.norm_weight_aligned = norm;
@@ -31,10 +32,8 @@ static bool linear() {
     const LinearRoute route = choose_route(p, device, options);
     // The linear behind the norm of these tokens, for the hand-off.
     const LinearProblem next{.m = m,
-                             .n = 4608,
-                             .k = n,
+                             .weight = {nullptr, p.weight.type, 4608, n, n},
                              .x_stride = n,
-                             .weight_stride = n,
                              .y_stride = 4608,
                              .dtype = p.dtype,
                              .glu = false,

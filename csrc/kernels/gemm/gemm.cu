@@ -30,10 +30,11 @@ template <typename T, bool kGlu, int kColumns, bool kAlternates>
 cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
   using namespace many_tokens;
   CUtensorMap x{}, weight{};
-  cudaError_t status = tensor_map(x, p.x, p.m, p.k, p.x_stride, kRows / 2, dtype);
-  if (status == cudaSuccess) status = tensor_map(weight, p.weight, p.n, p.k, p.weight_stride, kColumns / 2, dtype);
+  cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, kRows / 2, dtype);
+  if (status == cudaSuccess)
+    status = tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, kColumns / 2, dtype);
   if (status != cudaSuccess) return status;
-  const int64_t columns = kGlu ? p.n / 2 : p.n;
+  const int64_t columns = p.columns();
   const Arguments arguments{.bias = p.bias,
                             .y = p.residual ? p.residual : p.y,
                             .y_stride = p.y_stride,
@@ -42,7 +43,7 @@ cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, int blocks,
                             .adds = p.residual != nullptr,
                             .activation = p.glu.value_or(Activation{}),
                             .m = static_cast<int>(p.m),
-                            .k_tiles = static_cast<int>((p.k + kDepth - 1) / kDepth),
+                            .k_tiles = static_cast<int>((p.k() + kDepth - 1) / kDepth),
                             .cluster = plan.cluster,
                             .shares_weight = plan.shares_weight,
                             .weight_early = p.in_step,

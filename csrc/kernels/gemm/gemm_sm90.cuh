@@ -36,7 +36,7 @@ namespace llmk::kernels::many_tokens {
 
 constexpr int kRows = kGemmRows, kDepth = kGemmDepth;
 constexpr int kWarps = 8, kThreads = 32 * (4 + kWarps);  // a warpgroup of which one warp copies, and two that compute
-constexpr int kRowBytes = kDepth * 2;                    // of a stage, in 128-byte swizzle
+constexpr int kRowBytes = kDepth * kHalfBytes;           // of a stage, in 128-byte swizzle
 constexpr int kStoreBytes = 16 * kRowBytes;              // of a warp: 16 tokens by 64 columns on their way to memory
 
 // A stage of the ring: two halves of x, then two of W.
@@ -279,8 +279,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int d = 0; d < kDepth; d += 16) {
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
-            wgmma<T>(sums[part], wgmma_operand(rows + part * R::kXBytes + d * 2), wgmma_operand(columns + d * 2),
-                     k > 0 || d > 0);
+            wgmma<T>(sums[part], wgmma_operand(rows + part * R::kXBytes + d * kHalfBytes),
+                     wgmma_operand(columns + d * kHalfBytes), k > 0 || d > 0);
           }
         }
         wgmma_commit();

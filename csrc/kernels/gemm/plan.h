@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "dtype.h"
+
 namespace llmk::kernels {
 
 constexpr int kGemmRows = 128, kGemmDepth = 64;  // tokens of a tile; elements of K in a stage
@@ -26,7 +28,7 @@ struct GemmPlan {
 };
 
 // The ring of a block: stages, and all of its shared memory in bytes. As gemm_sm90.cuh lays it out.
-constexpr int gemm_stage_bytes(int columns) { return (kGemmRows + columns) * kGemmDepth * 2; }
+constexpr int gemm_stage_bytes(int columns) { return (kGemmRows + columns) * kGemmDepth * kHalfBytes; }
 constexpr int kGemmStoreBytes = 16 * 1024;  // of the warps' results on their way to memory
 constexpr int gemm_stages(int columns) { return (226 * 1024 - kGemmStoreBytes - 128) / gemm_stage_bytes(columns); }
 constexpr size_t gemm_shared_bytes(int columns) {

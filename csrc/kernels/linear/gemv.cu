@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
     gemv_kernel(const __grid_constant__ Arguments a) {
 #if __CUDA_ARCH__ >= 900
   using V = Vec<T, 8>;
-  constexpr int kStageRows = kGemvStageRows<kVectors>, kSliceBytes = kVectors * 512,
+  constexpr int kStageRows = kGemvStageRows<kVectors>, kSliceBytes = kVectors * 256 * kHalfBytes,
                 kStageBytes = kStageRows * kSliceBytes;
   extern __shared__ __align__(128) unsigned char shared[];
   float* const squares = reinterpret_cast<float*>(shared + kSquares);
@@ -79,12 +79,12 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
             begin = block * a.columns_per_block + min(block, a.blocks_with_one_more);
   const int columns = a.columns_per_block + (block < a.blocks_with_one_more), rows = a.glu ? 2 * columns : columns;
   const int first = warp * kVectors * 256;  // of this warp's columns of x
-  const int slice_bytes = min(kSliceBytes, 2 * (a.k - first));
+  const int slice_bytes = min(kSliceBytes, kHalfBytes * (a.k - first));
   unsigned char* const ring = shared + a.ring + warp * a.stages * kStageBytes;
   const uint32_t full = shared_address(shared) + 8 * warp * a.stages;
 
   // Fills a stage with this warp's slices of the block's next rows: all of the gate, then all of the up projection.
-  const char* const gate = static_cast<const char*>(a.weight) + begin * a.row_bytes + 2 * first;
+  const char* const gate = static_cast<const char*>(a.weight) + begin * a.row_bytes + kHalfBytes * first;
   const char* const up = gate + (a.up_rows - columns) * a.row_bytes;
   int next = 0;
   const auto produce = [&](int stage) {
@@ -220,10 +220,10 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
 
 cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaStream_t stream) {
   const bool glu = p.glu.has_value();
-  const int out = static_cast<int>(glu ? p.n / 2 : p.n);
+  const int out = static_cast<int>(p.columns());
   const Arguments arguments{.x = p.x,
                             .norm_weight = p.norm_weight,
-                            .weight = p.weight,
+                            .weight = p.weight.data,
                             .bias = p.bias,
                             .y = p.residual ? p.residual : p.y,
                             .add_residual = p.residual != nullptr,
@@ -233,14 +233,14 @@ cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaS
                             .prefetch_weights = p.in_step,
                             .activation = p.glu.value_or(Activation{}),
                             .alpha = static_cast<float>(p.alpha),
-                            .k = static_cast<int>(p.k),
+                            .k = static_cast<int>(p.k()),
                             .columns_per_block = out / plan.blocks,
                             .blocks_with_one_more = out % plan.blocks,
                             .stages = plan.stages,
                             .pitch = plan.rows,
                             .ring = plan.ring,
                             .up_rows = out,
-                            .row_bytes = p.weight_stride * 2,
+                            .row_bytes = p.weight.row_bytes(),
                             .eps = static_cast<float>(p.norm.eps)};
   const LaunchShape shape{plan.blocks, dim3(32 * plan.warps), plan.shared_bytes};
   const auto launch_as = [&](auto tag) {

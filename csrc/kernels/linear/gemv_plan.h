@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "params/weight.h"
+
 namespace llmk::kernels {
 
 constexpr int kGemvWarps = 10;  // of a block, at most
@@ -44,21 +46,21 @@ struct GemvPlan {
   size_t shared_bytes;
 };
 
-inline GemvPlan plan_gemv(int64_t n, int64_t k, bool glu, int sm_count) {
+inline GemvPlan plan_gemv(const Weight& weight, bool glu, int sm_count) {
   const auto divide_up = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
-  const int out = static_cast<int>(glu ? n / 2 : n);
+  const int out = static_cast<int>(glu ? weight.rows / 2 : weight.rows);
   GemvPlan plan{};
   plan.blocks = std::min(sm_count, out);
   plan.rows = divide_up(out, plan.blocks) * (glu ? 2 : 1);
   plan.vectors = 1;
-  while (k > plan.vectors * 256 * kGemvWarps) plan.vectors *= 2;
-  plan.warps = divide_up(k, plan.vectors * 256);
+  while (weight.cols > plan.vectors * 256 * kGemvWarps) plan.vectors *= 2;
+  plan.warps = divide_up(weight.cols, plan.vectors * 256);
   const int stage_rows = gemv_stage_rows(plan.vectors);
-  plan.stage_bytes = plan.warps * stage_rows * plan.vectors * 512;
+  plan.stage_bytes = static_cast<int>(weight.bytes(plan.warps * stage_rows * plan.vectors * 256));
   plan.ring = (kGemvHeaderBytes + plan.warps * plan.rows * 4 + 127) / 128 * 128;
   // Where an SM has few weights to read, two blocks fit it, so that the next kernel may start early. Where it has more,
   // a deeper ring is worth more.
-  const bool two_fit = plan.rows * k * 2 <= 150 * 1024;
+  const bool two_fit = plan.rows * weight.bytes(weight.cols) <= 150 * 1024;
   const int ring_bytes = two_fit ? 112 * 1024 - plan.ring : 144 * 1024;
   plan.stages = std::min({ring_bytes / plan.stage_bytes, divide_up(plan.rows, stage_rows), kGemvMaxStages});
   plan.shared_bytes = static_cast<size_t>(plan.ring) + static_cast<size_t>(plan.stages) * plan.stage_bytes;

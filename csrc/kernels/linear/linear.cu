@@ -153,8 +153,7 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
 }
 
 bool is_vector(const LinearParams& p, const LinearPlan& plan) {
-  const int64_t out = p.glu.has_value() ? p.n / 2 : p.n;
-  return out % 4 == 0 && plan.box_rows % 4 == 0 && (p.m == 1 || p.y_stride % 4 == 0) &&
+  return p.columns() % 4 == 0 && plan.box_rows % 4 == 0 && (p.m == 1 || p.y_stride % 4 == 0) &&
          is_aligned(p.residual ? p.residual : p.y, 8) && is_aligned(p.bias, 8);
 }
 
@@ -170,11 +169,11 @@ Arguments arguments_of(const LinearParams& p, const LinearPlan& plan) {
           .activation = p.glu.value_or(Activation{}),
           .alpha = static_cast<float>(p.alpha),
           .m = static_cast<int>(p.m),
-          .k = static_cast<int>(p.k),
-          .out = glu ? p.n / 2 : p.n,
-          .box_step = glu ? static_cast<int>(p.n / 2) : plan.box_rows,
-          .column_step = p.k % kLinearChunk ? kLinearChunk : 0,
-          .depth_step = p.k % kLinearChunk ? 0 : 1,
+          .k = static_cast<int>(p.k()),
+          .out = p.columns(),
+          .box_step = glu ? static_cast<int>(p.columns()) : plan.box_rows,
+          .column_step = p.k() % kLinearChunk ? kLinearChunk : 0,
+          .depth_step = p.k() % kLinearChunk ? 0 : 1,
           .y_stride = p.y_stride,
           .fold_norm = p.normalize && p.parts == 0,
           .norm_offset = p.norm.weight_offset != 0,
@@ -189,7 +188,7 @@ Arguments arguments_of(const LinearParams& p, const LinearPlan& plan) {
 }
 
 cudaError_t launch_sm80(const LinearParams& p, const LinearRoute& route, Dtype dtype, cudaStream_t stream) {
-  const few_tokens::Sm80Operands operands{p.weight, p.x, p.weight_stride * 2, p.x_stride * 2};
+  const few_tokens::Sm80Operands operands{p.weight.data, p.x, p.weight.row_bytes(), p.x_stride * kHalfBytes};
   return few_tokens::launch_sm80(arguments_of(p, route.few), operands, static_cast<int>(route.blocks), dtype, stream);
 }
 
@@ -198,11 +197,11 @@ cudaError_t launch_with_tma(const LinearParams& p, const LinearRoute& route, Dty
   const LinearPlan& plan = route.few;
   CUtensorMap weight{}, x{};
   if (const cudaError_t status =
-          tensor_map(weight, p.weight, p.n, p.k, p.weight_stride, plan.box_rows, plan.chunks, dtype);
+          tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, plan.box_rows, plan.chunks, dtype);
       status != cudaSuccess) {
     return status;
   }
-  if (const cudaError_t status = tensor_map(x, p.x, p.m, p.k, p.x_stride, plan.x_rows, plan.chunks, dtype);
+  if (const cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, plan.x_rows, plan.chunks, dtype);
       status != cudaSuccess) {
     return status;
   }
@@ -262,13 +261,13 @@ cudaError_t linear(const LinearParams& params, const LinearRoute& route, Dtype d
                           .y = p.workspace,
                           .sum = nullptr,
                           .rows = p.m,
-                          .cols = p.k,
+                          .cols = p.k(),
                           .x_stride = p.x_stride,
                           .residual_stride = 0,
                           .options = p.norm};
     if (const cudaError_t status = rms_norm(norm, dtype, stream); status != cudaSuccess) return status;
     p.x = p.workspace;
-    p.x_stride = p.k;
+    p.x_stride = p.k();
     p.normalize = false;
   }
   switch (route.variant) {

@@ -59,7 +59,8 @@ class Sm80Ring {
         for (int r = lane_row_; r < plan.box_rows; r += 4) {
           const int64_t row = static_cast<int64_t>(at.tile) * plan.tile_rows + r;
           copy(swizzled(chunk + (box * plan.box_rows + r) * 128, vector_), operands_.weight,
-               (row + box * int64_t{a_.box_step}) * operands_.weight_row_bytes + column * 2, row < a_.out ? bytes : 0);
+               (row + box * int64_t{a_.box_step}) * operands_.weight_row_bytes + column * kHalfBytes,
+               row < a_.out ? bytes : 0);
         }
       }
     });
@@ -68,10 +69,10 @@ class Sm80Ring {
   __device__ void copy_x(int index, const Sm80Position& at) const {
     for_each_chunk(index, at, [&](uint32_t chunk, int64_t column, int bytes) {
       for (int r = lane_row_; r < a_.m; r += 4)
-        copy(swizzled(chunk + x_offset() + r * 128, vector_), operands_.x, r * operands_.x_row_bytes + column * 2,
-             bytes);
+        copy(swizzled(chunk + x_offset() + r * 128, vector_), operands_.x,
+             r * operands_.x_row_bytes + column * kHalfBytes, bytes);
       if (a_.fold_norm && lane_row_ == 0)
-        copy(chunk + norm_weight_offset() + vector_ * 16, a_.norm_weight, column * 2, bytes);
+        copy(chunk + norm_weight_offset() + vector_ * 16, a_.norm_weight, column * kHalfBytes, bytes);
     });
   }
 

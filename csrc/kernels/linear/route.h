@@ -28,9 +28,10 @@ namespace llmk::kernels {
 
 // What a route depends on, of the linear.
 struct LinearProblem {
-  int64_t m, n, k;                            // n: rows of the weight
-  int64_t x_stride, weight_stride, y_stride;  // elements between rows; y or the residual
-  Dtype dtype;
+  int64_t m;
+  Weight weight;                      // [n, k]; its elements are not read
+  int64_t x_stride, y_stride;         // elements between rows; y or the residual
+  Dtype dtype;                        // of x
   bool glu, bias, residual, in_step;  // as in params/linear.h
   bool normalize;                     // an RMSNorm comes first
   bool norm_weight;                   // which has a weight
@@ -39,6 +40,10 @@ struct LinearProblem {
   bool in_rows = true;  // all tensors are rows of contiguous columns, evenly apart
   bool x_aligned = true, weight_aligned = true, y_aligned = true;  // every row, to 16 bytes
   bool norm_weight_aligned = true;                                 // and contiguous
+
+  int64_t n() const { return weight.rows; }
+  int64_t k() const { return weight.cols; }
+  int64_t columns() const { return glu ? n() / 2 : n(); }  // of the result
 };
 
 // What it depends on beside the linear and the device: the driver, and the switches of tests and benchmarks.
@@ -64,10 +69,8 @@ struct LinearRoute {
 
 inline LinearProblem problem_of(const LinearParams& p, Dtype dtype) {
   return {.m = p.m,
-          .n = p.n,
-          .k = p.k,
+          .weight = p.weight,
           .x_stride = p.x_stride,
-          .weight_stride = p.weight_stride,
           .y_stride = p.y_stride,
           .dtype = dtype,
           .glu = p.glu.has_value(),
@@ -78,9 +81,9 @@ inline LinearProblem problem_of(const LinearParams& p, Dtype dtype) {
           .norm_weight = p.norm_weight != nullptr,
           .norm_offset = p.norm.weight_offset,
           .parts = p.parts,
-          .x_aligned = rows_aligned(p.x, p.x_stride, p.m, 2),
-          .weight_aligned = rows_aligned(p.weight, p.weight_stride, p.n, 2),
-          .y_aligned = rows_aligned(p.residual ? p.residual : p.y, p.y_stride, p.m, 2),
+          .x_aligned = rows_aligned(p.x, p.x_stride, p.m, kHalfBytes),
+          .weight_aligned = rows_aligned(p.weight.data, p.weight.row_bytes(), p.n(), 1),
+          .y_aligned = rows_aligned(p.residual ? p.residual : p.y, p.y_stride, p.m, kHalfBytes),
           .norm_weight_aligned = is_aligned(p.norm_weight, 16)};
 }
 
@@ -89,16 +92,16 @@ namespace routing {
 // Whether the norm can be folded: x times its weight before the products, the sums times 1 / rms after them.
 inline bool can_fold_norm(const LinearProblem& p) {
   const bool known_offset = p.norm_offset == 0 || (p.norm_offset == 1 && p.dtype == Dtype::kBFloat16);
-  return p.normalize && p.norm_weight && known_offset && p.k <= 16384;
+  return p.normalize && p.norm_weight && known_offset && p.k() <= 16384;
 }
 
 // What no kernel takes.
 inline Verdict supported(const LinearProblem& p) {
-  if (p.m == 0 || p.n == 0 || p.k == 0) return refuse("there is nothing to multiply");
+  if (p.m == 0 || p.n() == 0 || p.k() == 0) return refuse("there is nothing to multiply");
   if (p.dtype == Dtype::kFloat32) return refuse("float32: the kernels take float16 and bfloat16");
   if (p.dtype == Dtype::kFloat64) return refuse("float64: the kernels take float16 and bfloat16");
   if (!p.in_rows) return refuse("a tensor is not rows of contiguous columns");
-  if (p.k % 8 != 0) return refuse("k is no multiple of 8");
+  if (p.k() % 8 != 0) return refuse("k is no multiple of 8");
   if (!p.weight_aligned) return refuse("rows of the weight are not aligned to 16 bytes");
   return take("");
 }
@@ -113,8 +116,10 @@ inline bool without_tma(const DeviceInfo& device, const RouteOptions& options) {
 inline Verdict few_supported(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
   if (!p.x_aligned) return refuse("rows of x are not aligned to 16 bytes");
   if (!p.norm_weight_aligned) return refuse("the norm's weight is not contiguous and aligned to 16 bytes");
-  if ((p.m > 1 && p.x_stride < p.k) || (p.n > 1 && p.weight_stride < p.k)) return refuse("rows overlap in memory");
-  if (p.k >= 1 << 30 || p.n >= 1 << 30 || p.weight_stride >= int64_t{1} << 38) return refuse("the weight is too large");
+  if ((p.m > 1 && p.x_stride < p.k()) || (p.n() > 1 && p.weight.stride < p.k()))
+    return refuse("rows overlap in memory");
+  if (p.k() >= 1 << 30 || p.n() >= 1 << 30 || p.weight.stride >= int64_t{1} << 38)
+    return refuse("the weight is too large");
   if (without_tma(device, options)) {
     if (device.compute_capability < 80) return refuse("the compute capability is below 8.0");
     if (device.shared_bytes < kLinearSm80Shared) return refuse("a block has less than 99 KB of shared memory");
@@ -145,17 +150,17 @@ inline Verdict few_is_faster(const LinearProblem& p, const int* clusters) {
   if (p.m <= kLinearMaxMmaTokens) return take("up to 16 tokens");
   if (p.glu) return take("17 to 64 tokens with a gated activation, which cuBLAS leaves to a kernel of its own");
   if (p.in_step) return take("17 to 64 tokens of a decode step, which does without cuBLAS");
-  if (linear_has_many_rows(p.n, clusters)) {
+  if (linear_has_many_rows(p.n(), clusters)) {
     return p.m <= 32 ? take("17 to 32 tokens of a tall weight")
                      : refuse("cuBLAS is faster from 33 to 64 tokens of a tall weight");
   }
-  if (linear_has_very_few_rows(p.n, clusters) && !p.residual) {
+  if (linear_has_very_few_rows(p.n(), clusters) && !p.residual) {
     return refuse("cuBLAS is faster from 17 to 64 tokens of a weight of very few rows");
   }
-  if (linear_has_long_rows(p.k)) return take("17 to 64 tokens, and k above 8192");
+  if (linear_has_long_rows(p.k())) return take("17 to 64 tokens, and k above 8192");
   if (p.residual) return take("17 to 64 tokens that are added to a residual, for which cuBLAS needs more launches");
   if (p.parts > 0) return take("17 to 64 tokens, normalized by the linear before");
-  if (!linear_has_few_rows(p.n, clusters)) {
+  if (!linear_has_few_rows(p.n(), clusters)) {
     return refuse("cuBLAS is faster from 17 to 64 tokens of a weight that is neither tall nor of few rows");
   }
   return p.m <= 48 ? take("17 to 48 tokens of a weight of few rows")
@@ -171,9 +176,9 @@ inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, 
   const bool folds = p.parts > 0 || (p.m <= kLinearMaxMmaTokens && can_fold_norm(p));
   route.norm_first = p.normalize && !(verdict.taken && folds);
   if (!verdict.taken) return route;
-  if (route.norm_first) route.workspace_bytes = static_cast<size_t>(p.m) * p.k * 2;
+  if (route.norm_first) route.workspace_bytes = static_cast<size_t>(p.m) * p.k() * kHalfBytes;
   const LinearShape shape{
-      .m = p.m, .n = p.n, .k = p.k, .glu = p.glu, .normalize = p.normalize && !route.norm_first && p.parts == 0};
+      .m = p.m, .n = p.n(), .k = p.k(), .glu = p.glu, .normalize = p.normalize && !route.norm_first && p.parts == 0};
   if (without_tma(device, options)) {
     route.variant = LinearVariant::kSm80;
     route.reason = "up to 16 tokens, on a GPU without TMA";
@@ -182,15 +187,15 @@ inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, 
     route.blocks = std::min<int64_t>(at_once, route.few.output_tiles);
     return route;
   }
-  if (p.m == 1 && gemv_is_faster(p.n, p.k, device.sm_count)) {
+  if (p.m == 1 && gemv_is_faster(p.n(), p.k(), device.sm_count)) {
     route.variant = LinearVariant::kGemv;
     route.reason = "one token";
-    route.gemv = plan_gemv(p.n, p.k, p.glu, device.sm_count);
+    route.gemv = plan_gemv(p.weight, p.glu, device.sm_count);
     route.blocks = route.gemv.blocks;
     return route;
   }
   if (p.m == 1) {
-    route.reason = p.k > kGemvMaxK ? "one token, and k too large for gemv" : "one token, and too many rows for gemv";
+    route.reason = p.k() > kGemvMaxK ? "one token, and k too large for gemv" : "one token, and too many rows for gemv";
   }
   route.few = plan_linear(shape, device.clusters, choose_tuning(shape, device.clusters));
   route.variant = route.few.wgmma ? LinearVariant::kWgmma : LinearVariant::kMma;
@@ -206,16 +211,17 @@ inline Verdict many_supported(const LinearProblem& p, const DeviceInfo& device, 
     return refuse("more than 64 tokens take wgmma, of compute capability 9.0");
   }
   if (p.glu && p.bias) return refuse("a gated activation with a bias");
-  if (p.m > INT32_MAX - 256 || p.n > INT32_MAX - 256 || p.k > INT32_MAX - 64) return refuse("too large for 32 bits");
+  if (p.m > INT32_MAX - 256 || p.n() > INT32_MAX - 256 || p.k() > INT32_MAX - 64)
+    return refuse("too large for 32 bits");
   // Tensor maps have no rows that overlap, as those of expanded tensors do.
   const auto can_map = [&](int64_t rows, int64_t stride) {
-    return rows == 1 || (stride >= p.k && stride < int64_t{1} << 38);
+    return rows == 1 || (stride >= p.k() && stride < int64_t{1} << 38);
   };
   // Of a normalized x the norm makes rows side by side.
   if (!p.normalize && !can_map(p.m, p.x_stride)) return refuse("rows of x overlap in memory, or are too far apart");
-  if (!can_map(p.n, p.weight_stride)) return refuse("rows of the weight overlap in memory, or are too far apart");
+  if (!can_map(p.n(), p.weight.stride)) return refuse("rows of the weight overlap in memory, or are too far apart");
   if (!p.normalize && !p.x_aligned) return refuse("rows of x are not aligned to 16 bytes");
-  if ((p.glu ? p.n / 2 : p.n) % 8 != 0) return refuse("the columns of the result are no multiple of 8");
+  if (p.columns() % 8 != 0) return refuse("the columns of the result are no multiple of 8");
   if (!p.y_aligned) return refuse("rows of the result are not aligned to 16 bytes");
   return take("");
 }
@@ -233,7 +239,7 @@ inline Verdict many_is_faster(const GemmShape& shape, const int* clusters) {
 
 inline LinearRoute many_tokens(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
   LinearRoute route{.norm_first = p.normalize};
-  const GemmShape shape{p.m, p.n, p.k, p.glu};
+  const GemmShape shape{p.m, p.n(), p.k(), p.glu};
   Verdict verdict = many_supported(p, device, options);
   if (verdict.taken && options.force_gemm == 0) verdict = many_is_faster(shape, device.clusters);
   if (options.force_gemm > 0 && verdict.taken) verdict = take("a test's switch");
