@@ -35,13 +35,13 @@ cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, int blocks,
     status = tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, kColumns / 2, dtype);
   if (status != cudaSuccess) return status;
   const int64_t columns = p.columns();
-  const Arguments arguments{.bias = p.bias,
-                            .y = p.residual ? p.residual : p.y,
-                            .y_stride = p.y_stride,
+  const Arguments arguments{.bias = p.epilogue.bias,
+                            .y = p.epilogue.y,
+                            .y_stride = p.epilogue.y_stride,
                             .columns = columns,
-                            .alpha = static_cast<float>(p.alpha),
-                            .adds = p.residual != nullptr,
-                            .activation = p.glu.value_or(Activation{}),
+                            .alpha = p.epilogue.alpha,
+                            .adds = p.epilogue.add_residual,
+                            .activation = p.epilogue.activation,
                             .m = static_cast<int>(p.m),
                             .k_tiles = static_cast<int>((p.k() + kDepth - 1) / kDepth),
                             .cluster = plan.cluster,
@@ -74,8 +74,8 @@ cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, int blocks, D
 
 template <typename T>
 cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
-  return p.glu ? launch_as<T, true>(p, plan, blocks, dtype, stream)
-               : launch_as<T, false>(p, plan, blocks, dtype, stream);
+  return p.epilogue.glu ? launch_as<T, true>(p, plan, blocks, dtype, stream)
+                        : launch_as<T, false>(p, plan, blocks, dtype, stream);
 }
 
 }  // namespace

@@ -219,20 +219,19 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
 }  // namespace
 
 cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaStream_t stream) {
-  const bool glu = p.glu.has_value();
   const int out = static_cast<int>(p.columns());
   const Arguments arguments{.x = p.x,
                             .norm_weight = p.norm_weight,
                             .weight = p.weight.data,
-                            .bias = p.bias,
-                            .y = p.residual ? p.residual : p.y,
-                            .add_residual = p.residual != nullptr,
-                            .glu = glu,
+                            .bias = p.epilogue.bias,
+                            .y = p.epilogue.y,
+                            .add_residual = p.epilogue.add_residual,
+                            .glu = p.epilogue.glu,
                             .fold_norm = p.normalize,
                             .norm_offset = p.norm.weight_offset != 0,
                             .prefetch_weights = p.in_step,
-                            .activation = p.glu.value_or(Activation{}),
-                            .alpha = static_cast<float>(p.alpha),
+                            .activation = p.epilogue.activation,
+                            .alpha = p.epilogue.alpha,
                             .k = static_cast<int>(p.k()),
                             .columns_per_block = out / plan.blocks,
                             .blocks_with_one_more = out % plan.blocks,

@@ -153,36 +153,37 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
 }
 
 bool is_vector(const LinearParams& p, const LinearPlan& plan) {
-  return p.columns() % 4 == 0 && plan.box_rows % 4 == 0 && (p.m == 1 || p.y_stride % 4 == 0) &&
-         is_aligned(p.residual ? p.residual : p.y, 8) && is_aligned(p.bias, 8);
+  return p.columns() % 4 == 0 && plan.box_rows % 4 == 0 && (p.m == 1 || p.epilogue.y_stride % 4 == 0) &&
+         is_aligned(p.epilogue.y, 8) && is_aligned(p.epilogue.bias, 8);
 }
 
 Arguments arguments_of(const LinearParams& p, const LinearPlan& plan) {
-  const bool glu = p.glu.has_value();
+  const Epilogue& last = p.epilogue;
   return {.x = p.x,
           .norm_weight = p.norm_weight,
-          .bias = p.bias,
-          .y = p.residual ? p.residual : p.y,
-          .add_residual = p.residual != nullptr,
-          .glu = glu,
+          .bias = last.bias,
+          .y = last.y,
+          .add_residual = last.add_residual,
+          .glu = last.glu,
           .vector = is_vector(p, plan),
-          .activation = p.glu.value_or(Activation{}),
-          .alpha = static_cast<float>(p.alpha),
+          .activation = last.activation,
+          .alpha = last.alpha,
           .m = static_cast<int>(p.m),
           .k = static_cast<int>(p.k()),
           .out = p.columns(),
-          .box_step = glu ? static_cast<int>(p.columns()) : plan.box_rows,
+          .box_step = last.glu ? static_cast<int>(p.columns()) : plan.box_rows,
           .column_step = p.k() % kLinearChunk ? kLinearChunk : 0,
           .depth_step = p.k() % kLinearChunk ? 0 : 1,
-          .y_stride = p.y_stride,
+          .y_stride = last.y_stride,
           .fold_norm = p.normalize && p.parts == 0,
           .norm_offset = p.norm.weight_offset != 0,
           .prefetch_weights = p.in_step,
           .eps = static_cast<float>(p.norm.eps),
-          .next_norm_weight = p.next_norm_weight,
-          .next_offset = static_cast<float>(p.next_offset),
-          .scaled = p.scaled,
-          .squares = static_cast<float*>(p.squares),
+          .next_norm_weight = last.next_norm_weight,
+          .next_offset = last.next_offset,
+          .scaled = last.scaled,
+          .next_squares = last.squares,
+          .squares = p.squares,
           .parts = p.parts,
           .plan = plan};
 }
