@@ -14,7 +14,8 @@
 //   ring.cuh          the producer, and the ring of stages with full and empty barriers
 //   prologue.cuh      the RMSNorm of x, folded in; where it cannot be, a launch of rms_norm comes first
 //   main_loop_*.cuh   the consumers: mma.sync up to 16 tokens, wgmma up to 64
-//   epilogue.cuh      the reduction of the partial sums, bias, activation, residual
+//   epilogue.cuh      the reduction of the partial sums, bias, activation, residual; finish.cuh has what the other
+//                     kernels of linears share with it
 //
 // GPUs without TMA, or with less shared memory, take linear_sm80.cuh for up to 16 tokens; one token takes gemv.cu,
 // unless k is too large for it or W has many short rows. More tokens take gemm.cu, or cuBLAS. All of that is decided in
