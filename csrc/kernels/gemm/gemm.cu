@@ -13,11 +13,11 @@ std::atomic<int> forced{0};  // see llmk_force_gemm
 
 // Boxes of `box_rows` rows by 64 elements of K, zeros beyond the tensor.
 cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t k, int64_t stride, int box_rows,
-                       Dtype dtype) {
+                       ElementType type) {
   if (rows == 1) stride = k;
   const TensorBox tensor{
       .dims = 3, .sizes = {k, rows, 1}, .strides = {1, stride, stride}, .box = {kGemmDepth, box_rows, 1}};
-  return make_tensor_map(map, data, tensor, dtype);
+  return make_tensor_map(map, data, tensor, type);
 }
 
 template <int kColumns>
@@ -30,9 +30,9 @@ template <typename T, bool kGlu, int kColumns, bool kAlternates>
 cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
   using namespace many_tokens;
   CUtensorMap x{}, weight{};
-  cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, kRows / 2, dtype);
+  cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, kRows / 2, element_type(dtype));
   if (status == cudaSuccess)
-    status = tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, kColumns / 2, dtype);
+    status = tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, kColumns / 2, p.weight.type);
   if (status != cudaSuccess) return status;
   const int64_t columns = p.columns();
   const Arguments arguments{.bias = p.epilogue.bias,

@@ -143,14 +143,14 @@ __global__ void __launch_bounds__(Math::kCompiled ? kBlockThreads<Math> : 32, Ma
 // Boxes of `chunks` chunks by `box_rows` rows, swizzled, zeros beyond the tensor. Where chunks divide K they are a
 // dimension of their own, so that one copy moves several; else they are columns.
 cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t cols, int64_t stride, int box_rows,
-                       int chunks, Dtype dtype) {
+                       int chunks, ElementType type) {
   if (rows == 1) stride = cols;  // the given one is not used, and may be out of range
   const bool whole = cols % kLinearChunk == 0;
   const TensorBox tensor{.dims = 3,
                          .sizes = {whole ? kLinearChunk : cols, rows, whole ? cols / kLinearChunk : 1},
                          .strides = {1, stride, kLinearChunk},
                          .box = {kLinearChunk, box_rows, chunks}};
-  return make_tensor_map(map, data, tensor, dtype);
+  return make_tensor_map(map, data, tensor, type);
 }
 
 bool is_vector(const LinearParams& p, const LinearPlan& plan) {
@@ -199,11 +199,12 @@ cudaError_t launch_with_tma(const LinearParams& p, const LinearRoute& route, Dty
   const LinearPlan& plan = route.few;
   CUtensorMap weight{}, x{};
   if (const cudaError_t status =
-          tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, plan.box_rows, plan.chunks, dtype);
+          tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, plan.box_rows, plan.chunks, p.weight.type);
       status != cudaSuccess) {
     return status;
   }
-  if (const cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, plan.x_rows, plan.chunks, dtype);
+  if (const cudaError_t status =
+          tensor_map(x, p.x, p.m, p.k(), p.x_stride, plan.x_rows, plan.chunks, element_type(dtype));
       status != cudaSuccess) {
     return status;
   }
