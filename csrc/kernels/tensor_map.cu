@@ -32,7 +32,7 @@ EncodeTiled encode_tiled() {
 
 bool has_tensor_maps() { return encode_tiled() != nullptr; }
 
-cudaError_t make_tensor_map(CUtensorMap& map, const void* data, const TensorBox& tensor, Dtype dtype) {
+cudaError_t make_tensor_map(CUtensorMap& map, const void* data, const TensorBox& tensor, ElementType type) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return cudaErrorNotSupported;
   cuuint64_t sizes[5], strides[4];
@@ -41,10 +41,10 @@ cudaError_t make_tensor_map(CUtensorMap& map, const void* data, const TensorBox&
     sizes[i] = static_cast<cuuint64_t>(tensor.sizes[i]);
     box[i] = static_cast<cuuint32_t>(tensor.box[i]);
     steps[i] = 1;
-    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(tensor.strides[i]) * kHalfBytes;
+    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(bytes_of(type, tensor.strides[i]));
   }
   const CUresult result =
-      encode(&map, dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      encode(&map, type == ElementType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
              static_cast<cuuint32_t>(tensor.dims), const_cast<void*>(data), sizes, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "dtype.h"
+#include "params/weight.h"
 
 namespace llmk::kernels {
 
@@ -28,6 +28,6 @@ struct TensorBox {
 // Whether this driver has tensor maps.
 bool has_tensor_maps();
 
-cudaError_t make_tensor_map(CUtensorMap& map, const void* data, const TensorBox& tensor, Dtype dtype);
+cudaError_t make_tensor_map(CUtensorMap& map, const void* data, const TensorBox& tensor, ElementType type);
 
 }  // namespace llmk::kernels

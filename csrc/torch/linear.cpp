@@ -95,10 +95,11 @@ LinearParams params_of(const Linear& f, int64_t rows) {
     params.norm = f.norm->options;
   }
   params.weight = weight_of(f);
-  params.bias = data(f.bias);
   params.m = rows;
   params.x_stride = params.k();
-  params.glu = f.glu;
+  params.epilogue.bias = data(f.bias);
+  params.epilogue.glu = f.glu.has_value();
+  if (f.glu) params.epilogue.activation = *f.glu;
   params.in_step = f.in_step;
   return params;
 }
@@ -136,11 +137,11 @@ std::optional<Tensor> try_linear(const Tensor& x, const Linear& f, const std::op
   const std::vector<int64_t> sizes = result_shape(x, f);
   const Rows rows = as_rows(x);
   LinearParams params = params_of(f, rows);
-  params.y_stride = sizes.back();
+  params.epilogue.y_stride = sizes.back();
   if (scaled && kernels::linear_takes_handoff(params.m)) {
     params.x = scaled->x.const_data_ptr();
     params.x_stride = params.k();
-    params.squares = scaled->squares.mutable_data_ptr();
+    params.squares = static_cast<const float*>(scaled->squares.const_data_ptr());
     params.parts = scaled->parts;
   }
   std::optional<Tensor> y, normalized;
@@ -156,7 +157,7 @@ std::optional<Tensor> try_linear(const Tensor& x, const Linear& f, const std::op
           params.normalize = false;
         }
         y = empty(sizes, x.scalar_type(), x);
-        params.y = y->mutable_data_ptr();
+        params.epilogue.y = y->mutable_data_ptr();
         return run(params, route, x, f, stream);
       },
       [] {});
@@ -171,10 +172,10 @@ std::optional<Scaled> prepare_handoff(LinearParams& params, const kernels::Linea
   if (parts == 0) return std::nullopt;
   Scaled result{empty({params.m, params.n()}, like.scalar_type(), like),
                 empty({parts + 1, kernels::kLinearMaxTokens}, ScalarType::Float, like), parts};
-  params.next_norm_weight = then.norm_weight;
-  params.next_offset = then.norm.weight_offset;
-  params.scaled = result.x.mutable_data_ptr();
-  params.squares = result.squares.mutable_data_ptr();
+  params.epilogue.next_norm_weight = then.norm_weight;
+  params.epilogue.next_offset = static_cast<float>(then.norm.weight_offset);
+  params.epilogue.scaled = result.x.mutable_data_ptr();
+  params.epilogue.squares = static_cast<float*>(result.squares.mutable_data_ptr());
   return result;
 }
 
@@ -183,9 +184,10 @@ std::pair<bool, std::optional<Scaled>> try_linear_add(const Rows& residual, cons
                                                       double alpha, const Linear* next) {
   if (x.numel() == 0) return {false, std::nullopt};
   LinearParams params = params_of(f, as_rows(x));
-  params.residual = residual.tensor.mutable_data_ptr();
-  params.alpha = alpha;
-  params.y_stride = residual.stride;
+  params.epilogue.y = residual.tensor.mutable_data_ptr();
+  params.epilogue.y_stride = residual.stride;
+  params.epilogue.add_residual = true;
+  params.epilogue.alpha = static_cast<float>(alpha);
   bool done = false;
   std::optional<Scaled> scaled;
   on_device(

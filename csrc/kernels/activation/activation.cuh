@@ -161,14 +161,6 @@ struct Sigmoid {
   }
 };
 
-// act(gate) up, from the float32 sums of a linear. Rounds as eager PyTorch: gate and up, then act(gate); the product is
-// rounded by the store.
-template <typename Act, typename T>
-__device__ float glu_of_sums(float gate_sum, float up_sum) {
-  const auto rounded = [](float x) { return to_float(from_float<T>(x)); };
-  return rounded(Act::template near<T>(rounded(gate_sum))) * rounded(up_sum);
-}
-
 // The position of this thread's vector; a block covers kThreads vectors of one row.
 struct VectorPosition {
   int64_t row, col;

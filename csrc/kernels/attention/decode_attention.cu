@@ -23,7 +23,7 @@ cudaError_t kv_map(CUtensorMap& map, const DecodeAttentionParams& p, const void*
                          .sizes = {p.head_dim, c.page_size, p.kv_heads, c.pages},
                          .strides = {1, stride(c.page_size, token), stride(p.kv_heads, head), stride(c.pages, page)},
                          .box = {kChunkColumns, box, 1, 1}};
-  return make_tensor_map(map, data, tensor, dtype);
+  return make_tensor_map(map, data, tensor, element_type(dtype));
 }
 
 // has_producer: a warp that copies by TMA.

@@ -36,7 +36,7 @@ inline cudaError_t make_map(CUtensorMap& map, const FlashAttentionParams& p, con
       .sizes = {p.head_dim, x.tokens, size(x.heads, x.head_stride), size(p.batch, x.batch_stride)},
       .strides = {1, stride(x.tokens, x.token_stride), stride(x.heads, x.head_stride), stride(p.batch, x.batch_stride)},
       .box = {64, rows, 1, 1}};
-  return make_tensor_map(map, x.data, tensor, dtype);
+  return make_tensor_map(map, x.data, tensor, element_type(dtype));
 }
 
 // The index in the map of head or sequence i, whose stride this is.

@@ -13,11 +13,11 @@ std::atomic<int> forced{0};  // see llmk_force_gemm
 
 // Boxes of `box_rows` rows by 64 elements of K, zeros beyond the tensor.
 cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t k, int64_t stride, int box_rows,
-                       Dtype dtype) {
+                       ElementType type) {
   if (rows == 1) stride = k;
   const TensorBox tensor{
       .dims = 3, .sizes = {k, rows, 1}, .strides = {1, stride, stride}, .box = {kGemmDepth, box_rows, 1}};
-  return make_tensor_map(map, data, tensor, dtype);
+  return make_tensor_map(map, data, tensor, type);
 }
 
 template <int kColumns>
@@ -30,18 +30,18 @@ template <typename T, bool kGlu, int kColumns, bool kAlternates>
 cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
   using namespace many_tokens;
   CUtensorMap x{}, weight{};
-  cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, kRows / 2, dtype);
+  cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, kRows / 2, element_type(dtype));
   if (status == cudaSuccess)
-    status = tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, kColumns / 2, dtype);
+    status = tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, kColumns / 2, p.weight.type);
   if (status != cudaSuccess) return status;
   const int64_t columns = p.columns();
-  const Arguments arguments{.bias = p.bias,
-                            .y = p.residual ? p.residual : p.y,
-                            .y_stride = p.y_stride,
+  const Arguments arguments{.bias = p.epilogue.bias,
+                            .y = p.epilogue.y,
+                            .y_stride = p.epilogue.y_stride,
                             .columns = columns,
-                            .alpha = static_cast<float>(p.alpha),
-                            .adds = p.residual != nullptr,
-                            .activation = p.glu.value_or(Activation{}),
+                            .alpha = p.epilogue.alpha,
+                            .adds = p.epilogue.add_residual,
+                            .activation = p.epilogue.activation,
                             .m = static_cast<int>(p.m),
                             .k_tiles = static_cast<int>((p.k() + kDepth - 1) / kDepth),
                             .cluster = plan.cluster,
@@ -74,8 +74,8 @@ cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, int blocks, D
 
 template <typename T>
 cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
-  return p.glu ? launch_as<T, true>(p, plan, blocks, dtype, stream)
-               : launch_as<T, false>(p, plan, blocks, dtype, stream);
+  return p.epilogue.glu ? launch_as<T, true>(p, plan, blocks, dtype, stream)
+                        : launch_as<T, false>(p, plan, blocks, dtype, stream);
 }
 
 }  // namespace

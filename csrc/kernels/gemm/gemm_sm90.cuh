@@ -27,7 +27,7 @@
 #include "device/tma.cuh"
 #include "device/vec.cuh"
 #include "device/wgmma.cuh"
-#include "kernels/activation/activation.cuh"
+#include "kernels/linear/finish.cuh"
 #include "params/linear.h"
 #include "plan.h"
 #include "position.h"
@@ -173,7 +173,7 @@ __device__ void store_columns(const Arguments& a, unsigned char* place, int row,
     if (!inside || row + r >= a.m) continue;
     T* const to = y + (row + r) * a.y_stride;
     V result = V::load(vector(r, chunk));
-    if (a.adds) result = add(V::load(to), V::of([&](int e) { return a.alpha * result[e]; }));
+    if (a.adds) result = add_to_residual(V::load(to), result, a.alpha);
     result.store(to);
   }
   __syncwarp();  // the place is free
@@ -199,9 +199,7 @@ __device__ void epilogue(const Arguments& a, unsigned char* place, int row, int6
     activation::dispatch_on_device(a.activation, [&](auto act) {
       using Act = decltype(act);
       store_all<T, kColumns / 2>(a, place, row, column, [&](int j) {
-        const auto value = [&](int i) {
-          return activation::glu_of_sums<Act, T>(sums[4 * j + i], sums[kColumns / 4 + 4 * j + i]);
-        };
+        const auto value = [&](int i) { return glu_of_sums<Act, T>(sums[4 * j + i], sums[kColumns / 4 + 4 * j + i]); };
         return float4{value(0), value(1), value(2), value(3)};
       });
     });

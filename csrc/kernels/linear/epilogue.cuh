@@ -3,7 +3,7 @@
 #pragma once
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
-#include "kernels/activation/activation.cuh"
+#include "finish.cuh"
 #include "prologue.cuh"
 
 namespace llmk::kernels::few_tokens {
@@ -55,10 +55,10 @@ __device__ void reduce_squares(const Arguments& a, const Layout& layout, int64_t
         sum[0] += shared_load_float(layout.partials + 4 * (token * plan.pitch + i * kWidth));
     }
     warp_sum(sum, 4);
-    if (threadIdx.x % 4 == 0) a.squares[(tile * plan.cluster + rank) * kLinearMaxTokens + token] = sum[0];
+    if (threadIdx.x % 4 == 0) a.next_squares[(tile * plan.cluster + rank) * kLinearMaxTokens + token] = sum[0];
   }
   if (tile + rank + threadIdx.x == 0)
-    a.squares[plan.output_tiles * plan.cluster * kLinearMaxTokens] = norm_weight_scale<T>(layout);
+    a.next_squares[plan.output_tiles * plan.cluster * kLinearMaxTokens] = norm_weight_scale<T>(layout);
 }
 
 // Turns the partial sums into columns [first, first + plan.tile_rows) of y.
@@ -103,11 +103,11 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
       reduce_row(plan.box_pitch + row);
       activation::dispatch_on_device(a.activation, [&](auto act) {
 #pragma unroll
-        for (int e = 0; e < kWidth; ++e) sums[e] = activation::glu_of_sums<decltype(act), T>(gates[e], sums[e]);
+        for (int e = 0; e < kWidth; ++e) sums[e] = glu_of_sums<decltype(act), T>(gates[e], sums[e]);
       });
     }
     V result = V::of([&](int e) { return sums[e]; });
-    if (a.add_residual) result = add(residual, V::of([&](int e) { return a.alpha * result[e]; }));
+    if (a.add_residual) result = add_to_residual(residual, result, a.alpha);
     result.store(y);
     if (kNormHandoff && a.scaled) {
       const float factor = 1.f / norm_weight_scale<T>(layout);

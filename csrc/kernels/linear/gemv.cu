@@ -15,7 +15,7 @@
 #include "device/reduce.cuh"
 #include "device/tma.cuh"
 #include "device/vec.cuh"
-#include "kernels/activation/activation.cuh"
+#include "finish.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 
@@ -55,11 +55,12 @@ __device__ inline void dot(float (&sum)[2], const Vec<T, 8>& w, const float (&x)
 // Bias and residual of a column of y.
 template <typename T>
 struct EpilogueOperands {
-  T bias, residual;
+  using V = Vec<T, 1>;
+  V bias, residual;
 
   __device__ EpilogueOperands(const Arguments& a, int column) {
-    if (a.bias) bias = static_cast<const T*>(a.bias)[column];
-    if (a.add_residual) residual = static_cast<const T*>(a.y)[column];
+    if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
+    if (a.add_residual) residual = V::load(static_cast<const T*>(a.y) + column);
   }
 };
 
@@ -198,20 +199,16 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
   for (int i = threadIdx.x; i < columns; i += static_cast<int>(blockDim.x)) {
     if (i >= static_cast<int>(blockDim.x)) operands = EpilogueOperands<T>(a, begin + i);
     const float sum = sum_over_warps(sums + i, a.pitch) * rstd;
-    T result;
+    Vec<T, 1> result;
     if (a.glu) {
       const float up_sum = sum_over_warps(sums + columns + i, a.pitch) * rstd;
-      activation::dispatch_on_device(a.activation, [&](auto act) {
-        result = from_float<T>(activation::glu_of_sums<decltype(act), T>(sum, up_sum));
-      });
+      activation::dispatch_on_device(
+          a.activation, [&](auto act) { result.data[0] = from_float<T>(glu_of_sums<decltype(act), T>(sum, up_sum)); });
     } else {
-      result = from_float<T>(a.bias ? sum + to_float(operands.bias) : sum);
-      if (a.add_residual) {
-        const T product = from_float<T>(a.alpha * to_float(result));
-        result = from_float<T>(to_float(operands.residual) + to_float(product));
-      }
+      result.data[0] = from_float<T>(a.bias ? sum + operands.bias[0] : sum);
+      if (a.add_residual) result = add_to_residual(operands.residual, result, a.alpha);
     }
-    static_cast<T*>(a.y)[begin + i] = result;
+    static_cast<T*>(a.y)[begin + i] = result.data[0];  // assign_to() would take more instructions
   }
 #endif
 }
@@ -219,20 +216,19 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
 }  // namespace
 
 cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaStream_t stream) {
-  const bool glu = p.glu.has_value();
   const int out = static_cast<int>(p.columns());
   const Arguments arguments{.x = p.x,
                             .norm_weight = p.norm_weight,
                             .weight = p.weight.data,
-                            .bias = p.bias,
-                            .y = p.residual ? p.residual : p.y,
-                            .add_residual = p.residual != nullptr,
-                            .glu = glu,
+                            .bias = p.epilogue.bias,
+                            .y = p.epilogue.y,
+                            .add_residual = p.epilogue.add_residual,
+                            .glu = p.epilogue.glu,
                             .fold_norm = p.normalize,
                             .norm_offset = p.norm.weight_offset != 0,
                             .prefetch_weights = p.in_step,
-                            .activation = p.glu.value_or(Activation{}),
-                            .alpha = static_cast<float>(p.alpha),
+                            .activation = p.epilogue.activation,
+                            .alpha = p.epilogue.alpha,
                             .k = static_cast<int>(p.k()),
                             .columns_per_block = out / plan.blocks,
                             .blocks_with_one_more = out % plan.blocks,

@@ -14,7 +14,8 @@
 //   ring.cuh          the producer, and the ring of stages with full and empty barriers
 //   prologue.cuh      the RMSNorm of x, folded in; where it cannot be, a launch of rms_norm comes first
 //   main_loop_*.cuh   the consumers: mma.sync up to 16 tokens, wgmma up to 64
-//   epilogue.cuh      the reduction of the partial sums, bias, activation, residual
+//   epilogue.cuh      the reduction of the partial sums, bias, activation, residual; finish.cuh has what the other
+//                     kernels of linears share with it
 //
 // GPUs without TMA, or with less shared memory, take linear_sm80.cuh for up to 16 tokens; one token takes gemv.cu,
 // unless k is too large for it or W has many short rows. More tokens take gemm.cu, or cuBLAS. All of that is decided in
@@ -142,47 +143,48 @@ __global__ void __launch_bounds__(Math::kCompiled ? kBlockThreads<Math> : 32, Ma
 // Boxes of `chunks` chunks by `box_rows` rows, swizzled, zeros beyond the tensor. Where chunks divide K they are a
 // dimension of their own, so that one copy moves several; else they are columns.
 cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t cols, int64_t stride, int box_rows,
-                       int chunks, Dtype dtype) {
+                       int chunks, ElementType type) {
   if (rows == 1) stride = cols;  // the given one is not used, and may be out of range
   const bool whole = cols % kLinearChunk == 0;
   const TensorBox tensor{.dims = 3,
                          .sizes = {whole ? kLinearChunk : cols, rows, whole ? cols / kLinearChunk : 1},
                          .strides = {1, stride, kLinearChunk},
                          .box = {kLinearChunk, box_rows, chunks}};
-  return make_tensor_map(map, data, tensor, dtype);
+  return make_tensor_map(map, data, tensor, type);
 }
 
 bool is_vector(const LinearParams& p, const LinearPlan& plan) {
-  return p.columns() % 4 == 0 && plan.box_rows % 4 == 0 && (p.m == 1 || p.y_stride % 4 == 0) &&
-         is_aligned(p.residual ? p.residual : p.y, 8) && is_aligned(p.bias, 8);
+  return p.columns() % 4 == 0 && plan.box_rows % 4 == 0 && (p.m == 1 || p.epilogue.y_stride % 4 == 0) &&
+         is_aligned(p.epilogue.y, 8) && is_aligned(p.epilogue.bias, 8);
 }
 
 Arguments arguments_of(const LinearParams& p, const LinearPlan& plan) {
-  const bool glu = p.glu.has_value();
+  const Epilogue& last = p.epilogue;
   return {.x = p.x,
           .norm_weight = p.norm_weight,
-          .bias = p.bias,
-          .y = p.residual ? p.residual : p.y,
-          .add_residual = p.residual != nullptr,
-          .glu = glu,
+          .bias = last.bias,
+          .y = last.y,
+          .add_residual = last.add_residual,
+          .glu = last.glu,
           .vector = is_vector(p, plan),
-          .activation = p.glu.value_or(Activation{}),
-          .alpha = static_cast<float>(p.alpha),
+          .activation = last.activation,
+          .alpha = last.alpha,
           .m = static_cast<int>(p.m),
           .k = static_cast<int>(p.k()),
           .out = p.columns(),
-          .box_step = glu ? static_cast<int>(p.columns()) : plan.box_rows,
+          .box_step = last.glu ? static_cast<int>(p.columns()) : plan.box_rows,
           .column_step = p.k() % kLinearChunk ? kLinearChunk : 0,
           .depth_step = p.k() % kLinearChunk ? 0 : 1,
-          .y_stride = p.y_stride,
+          .y_stride = last.y_stride,
           .fold_norm = p.normalize && p.parts == 0,
           .norm_offset = p.norm.weight_offset != 0,
           .prefetch_weights = p.in_step,
           .eps = static_cast<float>(p.norm.eps),
-          .next_norm_weight = p.next_norm_weight,
-          .next_offset = static_cast<float>(p.next_offset),
-          .scaled = p.scaled,
-          .squares = static_cast<float*>(p.squares),
+          .next_norm_weight = last.next_norm_weight,
+          .next_offset = last.next_offset,
+          .scaled = last.scaled,
+          .next_squares = last.squares,
+          .squares = p.squares,
           .parts = p.parts,
           .plan = plan};
 }
@@ -197,11 +199,12 @@ cudaError_t launch_with_tma(const LinearParams& p, const LinearRoute& route, Dty
   const LinearPlan& plan = route.few;
   CUtensorMap weight{}, x{};
   if (const cudaError_t status =
-          tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, plan.box_rows, plan.chunks, dtype);
+          tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, plan.box_rows, plan.chunks, p.weight.type);
       status != cudaSuccess) {
     return status;
   }
-  if (const cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, plan.x_rows, plan.chunks, dtype);
+  if (const cudaError_t status =
+          tensor_map(x, p.x, p.m, p.k(), p.x_stride, plan.x_rows, plan.chunks, element_type(dtype));
       status != cudaSuccess) {
     return status;
   }

@@ -76,7 +76,7 @@ template <typename T, int kColumns, int kMaxTiles>
 struct Wgmma {
   using Element = T;
   static constexpr int kConsumerWarps = 4, kThreads = 128 * kLinearWarpgroups, kBlocksPerSm = 1;
-  static constexpr bool kNormHandoff = true;  // `scaled` of params/linear.h: as input, or as output for the next linear
+  static constexpr bool kNormHandoff = true;  // `scaled` as input, or as output for the next linear
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   static constexpr bool kCompiled = true;
 

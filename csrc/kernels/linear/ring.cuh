@@ -59,8 +59,9 @@ struct Arguments {
   float eps;
   const void* next_norm_weight;  // of the norm that follows the residual add, or null
   float next_offset;
-  void* scaled;
-  float* squares;
+  void* scaled;          // the new residual times that weight,
+  float* next_squares;   // and its squares, for the next linear
+  const float* squares;  // of the linear before
   int parts;  // partial sums of squares per token of an x that is already multiplied by the norm's weight; or 0
   LinearPlan plan;
 };

@@ -32,7 +32,7 @@ struct LinearProblem {
   Weight weight;                      // [n, k]; its elements are not read
   int64_t x_stride, y_stride;         // elements between rows; y or the residual
   Dtype dtype;                        // of x
-  bool glu, bias, residual, in_step;  // as in params/linear.h
+  bool glu, bias, residual, in_step;  // as in params/epilogue.h and params/linear.h
   bool normalize;                     // an RMSNorm comes first
   bool norm_weight;                   // which has a weight
   double norm_offset;
@@ -71,11 +71,11 @@ inline LinearProblem problem_of(const LinearParams& p, Dtype dtype) {
   return {.m = p.m,
           .weight = p.weight,
           .x_stride = p.x_stride,
-          .y_stride = p.y_stride,
+          .y_stride = p.epilogue.y_stride,
           .dtype = dtype,
-          .glu = p.glu.has_value(),
-          .bias = p.bias != nullptr,
-          .residual = p.residual != nullptr,
+          .glu = p.epilogue.glu,
+          .bias = p.epilogue.bias != nullptr,
+          .residual = p.epilogue.add_residual,
           .in_step = p.in_step,
           .normalize = p.normalize,
           .norm_weight = p.norm_weight != nullptr,
@@ -83,7 +83,7 @@ inline LinearProblem problem_of(const LinearParams& p, Dtype dtype) {
           .parts = p.parts,
           .x_aligned = rows_aligned(p.x, p.x_stride, p.m, kHalfBytes),
           .weight_aligned = rows_aligned(p.weight.data, p.weight.row_bytes(), p.n(), 1),
-          .y_aligned = rows_aligned(p.residual ? p.residual : p.y, p.y_stride, p.m, kHalfBytes),
+          .y_aligned = rows_aligned(p.epilogue.y, p.epilogue.y_stride, p.m, kHalfBytes),
           .norm_weight_aligned = is_aligned(p.norm_weight, 16)};
 }
 
