@@ -317,8 +317,15 @@ def test_route(route, shape, options, gpu, variant, reason):
     assert (found["variant"], found["reason"]) == (variant, reason or found["reason"])
 
 
+def source_of(family):
+    path = CSRC / "kernels" / family / "route.h"
+    if not path.exists():
+        pytest.skip("needs csrc")
+    return path.read_text()
+
+
 def test_every_reason_has_a_route():
-    text = (CSRC / "kernels" / "linear" / "route.h").read_text()
+    text = source_of("linear")
     reasons = set(re.findall(r'(?:take|refuse)\("([^"]+)"\)', text))
     for line in re.findall(r"route\.reason = [^;]+;", text):
         reasons |= set(re.findall(r'"([^"]+)"', line))
@@ -326,7 +333,7 @@ def test_every_reason_has_a_route():
 
 
 def test_every_reason_of_attention_has_a_route():
-    text = (CSRC / "kernels" / "attention" / "route.h").read_text()
+    text = source_of("attention")
     reasons = set(re.findall(r'(?:take|refuse)\("([^"]+)"\)', text))
     reasons |= set(re.findall(r'reason = "([^"]+)"', text))
     assert reasons == {row[-1] for row in DECODE_ROUTES} | {reason for row in ATTENTION_ROUTES for reason in row[-2:]}
