@@ -345,7 +345,7 @@ CPU = [
         "csrc/kernels/linear/route.h",
         "known_offset && p.k() <= 16384;",
         "known_offset;",
-        "tests/test_route.py -k folded",
+        "tests/test_linear_route.py -k folded",
     ),
     Mutation(
         "route_maps_a_stride_of_zero",
@@ -353,6 +353,6 @@ CPU = [
         "csrc/kernels/attention/route.h",
         "(s.token > 0 && fits(s.token))",
         "fits(s.token)",
-        "tests/test_route.py -k attention_route",
+        "tests/test_attention_route.py -k attention_route",
     ),
 ]

@@ -1,5 +1,5 @@
 // Routes of csrc/kernels/linear/route.h and csrc/kernels/attention/route.h: one line of JSON per line of standard
-// input, of a word, "linear", "decode" or "attention", and numbers in the order of test_route.py.
+// input, of a word, "linear", "decode" or "attention", and numbers in the order of the tests of routes.
 #include <cstdio>
 #include <cstring>
 

@@ -1,0 +1,269 @@
+"""Which kernel runs a linear on which GPU, and why: csrc/kernels/linear/route.h."""
+
+import itertools
+import re
+
+import pytest
+
+from route_cases import A100, B200, H200, RTX_2080, RTX_5090, SMALL, asking, facts_of, source_of
+
+VARIANTS = ["library", "gemv", "mma", "wgmma", "sm80", "gemm"]  # in the order of the enum
+
+# m, n, k; what differs from a plain linear of bfloat16; the GPU; the kernel, and why it.
+ROUTES = [
+    # ---- nothing that a kernel takes
+    ((0, 8, 8), {}, H200, "library", "there is nothing to multiply"),
+    ((1, 8, 8), {"dtype": 0}, H200, "library", "float32: the kernels take float16 and bfloat16"),
+    ((1, 8, 8), {"dtype": 3}, H200, "library", "float64: the kernels take float16 and bfloat16"),
+    ((1, 8, 8), {"in_rows": 0}, H200, "library", "a tensor is not rows of contiguous columns"),
+    ((1, 8, 12), {}, H200, "library", "k is no multiple of 8"),
+    ((300, 8, 12), {}, H200, "library", "k is no multiple of 8"),
+    ((1, 8, 8), {"weight_aligned": 0}, H200, "library", "rows of the weight are not aligned to 16 bytes"),
+    # ---- one token
+    ((1, 4608, 3584), {}, H200, "gemv", "one token"),
+    ((1, 4608, 20480), {"normalize": 1}, H200, "gemv", "one token"),
+    ((1, 4608, 20488), {}, H200, "mma", "one token, and k too large for gemv"),
+    ((1, 151936, 896), {}, H200, "mma", "one token, and too many rows for gemv"),
+    ((1, 152064, 3584), {}, B200, "gemv", "one token"),
+    ((1, 4608, 3584), {}, A100, "sm80", "up to 16 tokens, on a GPU without TMA"),
+    # ---- up to 16
+    ((2, 4608, 3584), {}, H200, "mma", "up to 16 tokens"),
+    ((16, 37888, 3584), {"glu": 1}, B200, "mma", "up to 16 tokens"),
+    ((16, 4608, 3584), {}, RTX_5090, "sm80", "up to 16 tokens, on a GPU without TMA"),
+    ((16, 4608, 3584), {"maps": 0}, H200, "sm80", "up to 16 tokens, on a GPU without TMA"),
+    ((16, 4608, 3584), {"sm80": 1}, H200, "sm80", "up to 16 tokens, on a GPU without TMA"),
+    ((16, 4608, 3584), {}, RTX_2080, "library", "the compute capability is below 8.0"),
+    ((16, 4608, 3584), {}, SMALL, "library", "a block has less than 99 KB of shared memory"),
+    ((16, 4608, 3584), {"x_aligned": 0}, H200, "library", "rows of x are not aligned to 16 bytes"),
+    ((16, 4608, 3584), {"y_aligned": 0}, H200, "mma", "up to 16 tokens"),
+    (
+        (16, 4608, 3584),
+        {"normalize": 1, "norm_weight_aligned": 0},
+        H200,
+        "library",
+        "the norm's weight is not contiguous and aligned to 16 bytes",
+    ),
+    ((16, 4608, 3584), {"x_stride": 0}, H200, "library", "rows overlap in memory"),
+    ((16, 4608, 3584), {"weight_stride": 8}, H200, "library", "rows overlap in memory"),
+    ((16, 2**30, 8), {}, H200, "library", "the weight is too large"),
+    # ---- 17 to 64
+    ((17, 4608, 3584), {}, A100, "library", "more than 16 tokens take wgmma, of compute capability 9.0"),
+    ((17, 4608, 3584), {}, B200, "library", "more than 16 tokens take wgmma, of compute capability 9.0"),
+    ((17, 4608, 3584), {"wgmma": 0}, H200, "library", "more than 16 tokens take wgmma, of compute capability 9.0"),
+    (
+        (64, 37888, 3584),
+        {"glu": 1},
+        H200,
+        "wgmma",
+        "17 to 64 tokens with a gated activation, which cuBLAS leaves to a kernel of its own",
+    ),
+    ((64, 4608, 3584), {"in_step": 1}, H200, "wgmma", "17 to 64 tokens of a decode step, which does without cuBLAS"),
+    ((32, 37888, 3584), {}, H200, "wgmma", "17 to 32 tokens of a tall weight"),
+    ((33, 37888, 3584), {}, H200, "library", "cuBLAS is faster from 33 to 64 tokens of a tall weight"),
+    ((24, 896, 896), {}, H200, "library", "cuBLAS is faster from 17 to 64 tokens of a weight of very few rows"),
+    ((64, 3584, 18944), {}, H200, "wgmma", "17 to 64 tokens, and k above 8192"),
+    (
+        (64, 896, 896),
+        {"residual": 1},
+        H200,
+        "wgmma",
+        "17 to 64 tokens that are added to a residual, for which cuBLAS needs more launches",
+    ),
+    (
+        (64, 4608, 3584),
+        {"normalize": 1, "parts": 112},
+        H200,
+        "wgmma",
+        "17 to 64 tokens, normalized by the linear before",
+    ),
+    ((48, 3584, 3584), {}, H200, "wgmma", "17 to 48 tokens of a weight of few rows"),
+    ((49, 3584, 3584), {}, H200, "library", "cuBLAS is faster from 49 to 64 tokens of a weight of few rows"),
+    (
+        (32, 4608, 3584),
+        {},
+        H200,
+        "library",
+        "cuBLAS is faster from 17 to 64 tokens of a weight that is neither tall nor of few rows",
+    ),
+    # ---- more
+    ((65, 4608, 3584), {}, B200, "library", "more than 64 tokens take wgmma, of compute capability 9.0"),
+    ((2048, 3584, 3584), {"maps": 0}, H200, "library", "more than 64 tokens take wgmma, of compute capability 9.0"),
+    ((128, 37888, 3584), {"glu": 1, "bias": 1}, H200, "library", "a gated activation with a bias"),
+    ((2**31 - 200, 8, 8), {}, H200, "library", "too large for 32 bits"),
+    ((2048, 3584, 3584), {"x_stride": 0}, H200, "library", "rows of x overlap in memory, or are too far apart"),
+    ((2048, 3584, 3584), {"x_stride": 0, "normalize": 1}, H200, "gemm", None),  # the norm makes others
+    (
+        (2048, 3584, 3584),
+        {"weight_stride": 8},
+        H200,
+        "library",
+        "rows of the weight overlap in memory, or are too far apart",
+    ),
+    ((2048, 3584, 3584), {"x_aligned": 0}, H200, "library", "rows of x are not aligned to 16 bytes"),
+    ((2048, 3584, 3584), {"x_aligned": 0, "normalize": 1, "norm_weight_aligned": 0}, H200, "gemm", None),
+    ((2048, 3588, 3584), {}, H200, "library", "the columns of the result are no multiple of 8"),
+    ((2048, 3584, 3584), {"y_aligned": 0}, H200, "library", "rows of the result are not aligned to 16 bytes"),
+    ((1280, 3584, 3584), {}, H200, "library", "cuBLAS is faster from 65 to 1280 tokens"),
+    ((2048, 3584, 3584), {}, H200, "gemm", "more than 1280 tokens, and only tiles of 224 columns fill the GPU"),
+    (
+        (2048, 4608, 3584),
+        {},
+        H200,
+        "library",
+        "cuBLAS is faster where tiles of 224 columns do not fill the GPU better than others",
+    ),
+    (
+        (128, 37888, 3584),
+        {"glu": 1},
+        H200,
+        "gemm",
+        "more than 64 tokens with a gated activation, whose tiles fill most of the GPU",
+    ),
+    (
+        (65, 37888, 3584),
+        {"glu": 1},
+        H200,
+        "library",
+        "cuBLAS is faster where tiles of a gated activation leave much of the GPU idle",
+    ),
+    ((65, 4608, 3584), {"gemm": 1}, H200, "gemm", "a test's switch"),
+    ((2048, 3584, 3584), {"gemm": -1}, H200, "library", "a test's switch"),
+    ((2048, 3588, 3584), {"gemm": 1}, H200, "library", "the columns of the result are no multiple of 8"),
+]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    with asking(tmp_path_factory.mktemp("routes")) as ask:
+        yield ask
+
+
+@pytest.fixture(scope="module")
+def route(program):
+    """choose_route()."""
+
+    def ask(shape, options, gpu):
+        m, n, k = shape
+        values = {"m": m, "n": n, "k": k, "x_stride": k, "weight_stride": k}
+        values |= {"y_stride": n // 2 if options.get("glu") else n, "dtype": 2}
+        values |= dict.fromkeys(("glu", "bias", "residual", "in_step", "normalize"), 0)
+        values |= {"norm_weight": 1, "norm_offset": 0.0, "parts": 0, "in_rows": 1}
+        values |= {"x_aligned": 1, "weight_aligned": 1, "y_aligned": 1, "norm_weight_aligned": 1}
+        values |= {**gpu, "maps": 1, "sm80": 0, "gemm": 0}
+        found = program("linear", values, options)
+        return found | {"variant": VARIANTS[found["variant"]]}
+
+    return ask
+
+
+@pytest.mark.parametrize("shape, options, gpu, variant, reason", ROUTES)
+def test_route(route, shape, options, gpu, variant, reason):
+    found = route(shape, options, gpu)
+    assert (found["variant"], found["reason"]) == (variant, reason or found["reason"])
+
+
+def test_every_reason_has_a_route():
+    text = source_of("linear")
+    reasons = set(re.findall(r'(?:take|refuse)\("([^"]+)"\)', text))
+    for line in re.findall(r"route\.reason = [^;]+;", text):
+        reasons |= set(re.findall(r'"([^"]+)"', line))
+    assert reasons == {row[-1] for row in ROUTES} - {None}
+
+
+def test_when_the_norm_is_folded(route):
+    """Up to 16 tokens and 16384 columns, with a weight, whose offset is 0 or, in bfloat16, 1."""
+    normalize = {"normalize": 1}
+    for m, k, options, folded in [
+        (1, 3584, {}, True),
+        (16, 16384, {}, True),
+        (16, 16392, {}, False),
+        (16, 3584, {"norm_weight": 0}, False),
+        (16, 3584, {"norm_offset": 1.0}, True),
+        (16, 3584, {"norm_offset": 1.0, "dtype": 1}, False),
+        (16, 3584, {"norm_offset": 0.5}, False),
+        (17, 3584, {}, False),
+        (17, 3584, {"parts": 112}, True),
+    ]:
+        found = route((m, 3584, k), {**normalize, **options}, H200)
+        assert found["variant"] != "library"
+        assert found["norm_first"] == (not folded), (m, k, options)
+        assert found["workspace"] == (0 if folded else 2 * m * k), (m, k, options)
+    more = route((2048, 3584, 3584), normalize, H200)
+    assert more["variant"] == "gemm" and more["norm_first"] and more["workspace"] == 0  # the binding normalizes
+
+
+def test_hand_off_of_the_norm(route):
+    """From a linear by wgmma that adds to the residual, where that saves the next linear a launch."""
+    adds = {"residual": 1}
+    found = route((32, 3584, 18944), adds, H200)
+    assert found["handoff"] == found["tiles"] * 2  # tiles of two blocks
+    assert route((16, 3584, 18944), adds, H200)["handoff"] == 0  # folds the norm itself
+    assert route((65, 3584, 18944), adds, H200)["handoff"] == 0
+    assert route((32, 3584, 18944), {**adds, "x_aligned": 0}, H200)["handoff"] == 0
+
+
+def test_switch_for_the_width_of_tiles(route):
+    for width in (256, 224, 192, 144, 128):
+        value = width if width > 192 else 1000 + width
+        assert route((300, 4608, 3584), {"gemm": value}, H200)["columns"] == width
+
+
+def linear_route(*shape, gpu=H200, **options):
+    module = pytest.importorskip("llmkernels._C")
+    return module.linear_route(*shape, **{**facts_of(gpu), **options})
+
+
+@pytest.mark.parametrize(
+    "shape, options, variant, rows, cluster",
+    [
+        ((1, 4608, 3584), {}, "gemv", 35, 1),
+        ((4, 4608, 3584), {}, "mma", 36, 1),
+        ((4, 4608, 3584), {"gpu": A100}, "sm80", None, 1),
+        ((32, 3584, 18944), {}, "wgmma", None, 2),
+        ((2048, 3584, 3584), {}, "gemm", 224, 2),
+        ((128, 37888, 3584), {"glu": True}, "gemm", 72, 2),
+    ],
+)
+def test_plan_covers_the_result(shape, options, variant, rows, cluster):
+    found = linear_route(*shape, **options)
+    plan, out = found["plan"], shape[1] // 2 if options.get("glu") else shape[1]
+    assert found["variant"] == variant
+    assert rows in (None, plan["tile_rows"]) and plan["cluster"] == cluster
+    of_tokens = -(-shape[0] // 128) if variant == "gemm" else 1
+    assert plan["tile_rows"] * plan["output_tiles"] >= out * of_tokens
+    assert 0 < plan["bytes_in_flight"] < plan["shared_bytes"] <= 227 * 1024
+    assert plan["stages"] > 0 and 0 < plan["blocks"] <= 2 * 148
+
+
+def test_library_has_no_plan():
+    found = linear_route(4, 4608, 3584, dtype="float32")
+    assert found["variant"] == "library" and found["plan"] == {}
+
+
+@pytest.mark.parametrize("number", [-1, -(2**31), 2**31, 2**62, 2**63 - 1])
+def test_route_of_any_number(number):
+    for shape in ((number, 8, 8), (8, number, 8), (8, 8, number)):
+        with pytest.raises(ValueError, match=r"linear_route: [mnk] must be from 0 to 2\^31 - 1, got "):
+            linear_route(*shape)
+
+
+@pytest.mark.parametrize("gpu", [H200, A100, RTX_5090, {**H200, "sm_count": 1, "clusters2": 0}], ids=str)
+def test_route_of_any_shape(gpu):
+    sizes = (0, 1, 2, 8, 17, 64, 65, 4096, 2**20, 2**31 - 1)
+    for m, n, k in itertools.product(sizes, repeat=3):
+        if m * n < 2**40:
+            found = linear_route(m, n, k, gpu=gpu, norm=True)
+            assert found["reason"] and bool(found["plan"]) == (found["variant"] != "library")
+
+
+def test_route_raises():
+    with pytest.raises(ValueError, match="linear_route: dtype must be float16, bfloat16, float32 or float64, got int8"):
+        linear_route(1, 8, 8, dtype="int8")
+    with pytest.raises(ValueError, match="linear_route: n must be even with glu, got 9"):
+        linear_route(1, 9, 8, glu=True)
+    with pytest.raises(ValueError, match="linear_route: sm_count must be from 1 to 65536, got 0"):
+        linear_route(1, 8, 8, sm_count=0)
+    with pytest.raises(ValueError, match="linear_route: clusters must be of 2, 4, 8 or 16 blocks, got 3"):
+        linear_route(1, 8, 8, clusters={3: 1})
+    with pytest.raises(ValueError, match=r"linear_route: m \* n must be less than 2\^40"):
+        linear_route(2**30, 2**30, 8)
