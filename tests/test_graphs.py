@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -409,6 +410,21 @@ def assert_same_state(a, b):
     for ours, wanted in zip(a.caches, b.caches, strict=True):
         for x, y in zip(ours, wanted, strict=True):
             assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x is y
+
+
+@pytest.mark.gpu
+def test_the_memory_of_graphs():
+    """Its own segments; and the pool's number, no small one that Python keeps, is still ours after the count."""
+    graphs.release_memory()
+    while torch.cuda.graph_pool_handle()[1] < 1000:
+        pass
+    x, weight = rows(1 << 12), rows(1)[0]
+    graph, _ = graphs.record(lambda: llmkernels.rms_norm(x, weight, 1e-6), torch.device("cuda"))
+    number = graph._slot.pool[1]
+    references = sys.getrefcount(number)
+    assert x.nbytes <= graphs.nbytes([graph]) == graphs.nbytes([graph, graph]) <= 16 * x.nbytes
+    assert sys.getrefcount(number) == references
+    assert graphs.nbytes([]) == 0
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ from .obstacles import (
 )
 from .report import NOT_ASKED, Decode, Report, Row
 from .step import decode as decoding
-from .step import describe, packing
+from .step import describe, graphs, packing
 from .step.routes import kernels_in
 
 # By patched module: which call of patch it was. Not of a copy, and not in a pickle.
@@ -254,9 +254,9 @@ class PatchHandle:
             state = decoding.decoder(module)
             kept = state.programs.graphs()
             counts = state.calls.copy(), state.steps, state.forwards.copy(), state.prompts.copy()
-            graphs = len(kept), sum(graph.nbytes for graph in kept)
+            memory = len(kept), graphs.nbytes(kept)
             products = kernels_in(module) if reason is None else Counter()
-            entries.append(Decode(type(module).__name__, reason, *counts, *graphs, products))
+            entries.append(Decode(type(module).__name__, reason, *counts, *memory, products))
         return entries
 
     def __enter__(self) -> "PatchHandle":

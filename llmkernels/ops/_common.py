@@ -284,7 +284,7 @@ def _explain(op: str, signature: inspect.Signature, args: tuple, named: dict, er
         for number in value if isinstance(value, tuple | list) else (value,):
             if isinstance(number, Integral) and not -(2**63) <= number < 2**63:
                 raise ValueError(f"{op}: {name} must fit in 64 bits, got {value}") from None
-    told = re.match(r"(\w+)(: (\w+) must .*)", str(error), re.DOTALL)
+    told = re.match(r"(\w+)(: (\w+) (?:must|is) .*)", str(error), re.DOTALL)
     if told is None or type(error) is not RuntimeError:
         return
     by, rest, culprit = told.groups()

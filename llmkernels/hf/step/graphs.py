@@ -2,6 +2,7 @@
 
     record           records a function; returns a Graph
     Graph            is replayed, and can be pointed at another cache than the one that it was recorded with
+    nbytes           the memory that graphs take
     no_recording     a block during which no thread records, for calls that wait for the device
 
 The library records its own launches, as nodes of a graph (csrc/kernels/recorder.h), with a memory pool of torch's
@@ -73,17 +74,20 @@ class Graph:
         addresses = ctypes.c_void_p * len(recorded)
         _check(_functions().llmk_graph_point(self._handle, addresses(*recorded), addresses(*now), len(recorded)))
 
-    @property
-    def nbytes(self) -> int:
-        """The memory of its tensors, which graphs that come after it use again."""
-        segments = torch.cuda.memory_snapshot(self._slot.pool)
-        return sum(segment["total_size"] for segment in segments)
-
 
 def _destroy(handle: ctypes.c_void_p, device: int, slot: _Slot) -> None:
     """Called when a Graph dies, at any time and in any thread: takes no lock."""
     _functions().llmk_graph_destroy(handle)
     _free[device].append(slot)
+
+
+def nbytes(kept: Sequence[Graph]) -> int:
+    """The memory of the tensors of these graphs, which graphs that come after them use again."""
+    # Not memory_snapshot(pool): torch 2.11 gives back a reference to the pool's number that it has not taken, and the
+    # number is freed while we have it.
+    pools = {graph._slot.pool for graph in kept}
+    segments = torch.cuda.memory_snapshot() if pools else []
+    return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] in pools)
 
 
 @contextmanager
