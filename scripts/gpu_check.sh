@@ -27,7 +27,7 @@ while [ $# -gt 0 ]; do
     --two-gpus) tests=two_gpus; shift ;;
     --again) tests=again; shift ;;
     --output) output=$2; shift 2 ;;
-    -n) workers=(-n "$2"); threads=(env "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"); shift 2 ;;
+    -n) workers=(-n "$2" --dist worksteal); threads=(env "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"); shift 2 ;;
     --) shift; break ;;
     *) echo "gpu_check.sh: unknown argument $1" >&2; exit 2 ;;
   esac
