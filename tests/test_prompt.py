@@ -14,6 +14,7 @@ from generating import NEW, hf_generate, small_model
 from hf_models import assert_close, rounding, tiny_inputs
 from llmkernels.hf import unpatch
 from llmkernels.hf.callers import forward
+from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.report import STEP
 from llmkernels.hf.step import prompt
 from llmkernels.hf.step.block import Layout
@@ -183,8 +184,8 @@ def test_forwards_that_the_modules_run(by_forward):
     model(ids)
     with torch.no_grad():
         for _ in range(2):
-            model(ids, use_cache=False)
             model(ids, labels=ids)
+            model(ids, return_dict=False)
             model(ids, output_hidden_states=True)
             model(inputs_embeds=model.model.embed_tokens(ids))
         assert not prompts(model)
@@ -269,7 +270,53 @@ def test_a_config_that_makes_no_cache(by_forward):
         llmkernels.patch(model)
         assert (model(ids).past_key_values is None) == (not use_cache)
         assert model(ids, use_cache=True).past_key_values is not None
-        assert prompts(model) == {STEP: 2 if use_cache else 1}
+        assert model(ids, use_cache=False).past_key_values is None
+        assert prompts(model) == {STEP: 3}
+
+
+@pytest.mark.parametrize("how", ["padded", "as it is"])
+@pytest.mark.parametrize("name", DESCRIBED)
+@torch.no_grad()
+def test_prompts_without_a_cache(name, how, by_forward, request):
+    """As in an evaluation: also longer than a sliding window, and beside forwards with a cache."""
+    if how == "padded":
+        request.getfixturevalue("padded")
+    model = family_model(name)
+    calls = [(*masked("cpu", tokens, seed=tokens), tokens % 2) for tokens in (3, 12, 7, 5)]
+
+    def run(model):
+        for ids, options, kept in calls:
+            mask = options["attention_mask"]
+            for use_cache in (False, True):
+                output = model(ids, attention_mask=mask, use_cache=use_cache, logits_to_keep=kept)
+                assert (cache_name() in output) == use_cache
+                yield output.logits * mask[:, -output.logits.shape[1] :, None]
+
+    expected = list(run(model))
+    llmkernels.patch(model)
+    for ours, theirs in zip(run(model), expected, strict=True):
+        assert_close(ours, theirs)
+    counted = prompts(model)
+    assert counted[STEP] >= 7 and counted.total() == 8
+
+
+@torch.no_grad()
+def test_layers_share_the_buffers_of_a_prompt_without_a_cache(by_forward, monkeypatch):
+    """One layer's, as the modules would take no more; but where the prompt has a graph, which may run again for a
+    cache."""
+    model, ids = small_model(), tiny_inputs(tokens=8)
+    llmkernels.patch(model)
+    made = []
+    make = prompt.cache_of_a_call
+    monkeypatch.setattr(forward, "cache_of_a_call", lambda *sizes: made.append(make(*sizes)) or made[-1])
+    expected = model(ids, use_cache=False).logits
+    first, *others = made.pop().layers
+    assert others and all(layer.k is first.k and layer.v is first.v for layer in others)
+    monkeypatch.setattr(prompt, "padded_length", lambda *_: 16)
+    assert_close(model(ids, use_cache=False).logits, expected)
+    first, *others = made.pop().layers
+    assert all(layer.k is not first.k for layer in others)
+    assert_close(model(ids).logits, expected)
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ Every caller of the model gets the step: a user's own loop, beam search, a chat 
 assisted decoding and prompt lookup, which verify several tokens at once.
 
     prompt            on a GPU, without a cache given: composed of ops (step/prompt.py), into a cache that is one of
-                      ours from the beginning; else by the model's modules, into the cache that the caller has
+                      ours from the beginning, or without a cache if the caller wants none; else by the model's
+                      modules, into the cache that the caller has
     next tokens       by the step; before the first one the cache becomes one of ours, in place (adopted.py)
 
 The modules run a forward that asks for anything else, or has more than MAX_ROWS tokens. Report.decode counts both.
@@ -26,6 +27,7 @@ from ..report import STEP, by_forward
 from ..step.decode import MAX_ROWS, Decoder, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
+from ..step.prompt import cache_of_a_call
 from .reading import Reading
 
 # Arguments of a forward that the step takes, and those that change nothing for it.
@@ -80,7 +82,7 @@ def _may_be_prompt(ids: Any) -> bool:
 
 
 def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: str) -> Any:
-    """The forward of a prompt without a cache, which makes one: composed of ops, or `original()`."""
+    """The forward of a prompt without a cache, which makes one if it is to: composed of ops, or `original()`."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     state = decoder(model)
@@ -97,13 +99,20 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
     return CausalLMOutputWithPast(logits=logits, **{name: cache})
 
 
-def _check_prompt(parts: Description, given: dict[str, Any]) -> None:
-    """Raise NoStep for prompts that the ops do not take, and where the modules make another cache, or none."""
+def _check_prompt(model: nn.Module, parts: Description, given: dict[str, Any]) -> None:
+    """Raise NoStep for prompts that the ops do not take, and where the modules make another cache."""
     ids = given["input_ids"]
     check_batch(parts, ids)
     check_length(parts, ids.shape[1])
-    if given.get("use_cache") not in parts.dynamic_cache_for:
+    use_cache = _use_cache(model, given)
+    if not (parts.no_cache_when_told if use_cache is False else use_cache in parts.dynamic_cache_for):
         raise NoStep("the modules make a cache of another kind, or none")
+
+
+def _use_cache(model: nn.Module, given: dict[str, Any]) -> bool | None:
+    """Whether a call asks for a cache; None: it says nothing, and neither does the config."""
+    use_cache = given.get("use_cache")
+    return False if use_cache is None and vars(model.config).get("use_cache") is False else use_cache
 
 
 def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any] | None:
@@ -116,7 +125,7 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
     if found is None or not isinstance(kept, int):
         return None
     known, layout, _memory = found
-    _check_prompt(known.parts, given)
+    _check_prompt(model, known.parts, given)
     positions = Positions(given, ids, 0)
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
@@ -126,11 +135,11 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
     if not known.snapshot.holds(model) or not layout.holds(model.config):
         return None
     positions.check()  # waits for the device: last
-    return logits, block.cache(ids.shape[1])
+    return logits, None if _use_cache(model, given) is False else block.cache(ids.shape[1])
 
 
 def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any]:
-    """The logits of the tokens to keep, and the cache. Raises NoStep."""
+    """The logits of the tokens to keep, and the cache, None if none is asked for. Raises NoStep."""
     from ..cache.adopted import new_cache
     from ..step.block import MOST_BYTES, Layout
 
@@ -138,12 +147,15 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
     if not isinstance(kept, int):
         raise NoStep("logits_to_keep is no number")
     parts, _memory = _description(model, state, ids)
-    _check_prompt(parts, given)
+    _check_prompt(model, parts, given)
     batch, count = ids.shape
     positions = Positions(given, ids, 0)
     positions.check()
-    cache = new_cache(model.config, parts, batch, count)
+    is_kept = _use_cache(model, given) is not False
+    cache = new_cache(model.config, parts, batch, count) if is_kept else cache_of_a_call(parts, batch, count)
     logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, min(kept or count, count))
+    if not is_kept:
+        return logits, None
     if (layout := Layout(cache, model.config)).nbytes <= MOST_BYTES:
         state.layouts.note(parts, batch, layout)
     return logits, cache
@@ -199,6 +211,8 @@ def _is_empty(cache: Any) -> bool:
 def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     """The logits of the tokens to keep. Raises NoStep, and then the modules find everything as it was."""
     _check_call(model, given)
+    if _use_cache(model, given) is False:
+        raise NoStep("use_cache=False")
     ids, cache = given["input_ids"], given[cache_name()]
     positions = Positions(given, ids, int(cache.get_seq_length()))
     kept = given.get("logits_to_keep")
@@ -227,13 +241,11 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
     cache = given.get(cache_name())
     if cache is not None and not may_become_ours(cache):
         raise NoStep(f"the cache given is a {type(cache).__name__}")
-    if given.get("use_cache") is False or given.get("return_dict") is False:
-        raise NoStep("use_cache=False or return_dict=False")
+    if given.get("return_dict") is False:
+        raise NoStep("return_dict=False")
     config = vars(model.config)  # a look at an attribute of it takes a microsecond each
     if config.get("output_hidden_states") or config.get("_output_attentions"):
         raise NoStep("output_attentions or output_hidden_states in the config")
-    if config.get("use_cache") is False and given.get("use_cache") is None:
-        raise NoStep("use_cache=False in the config")
 
 
 def _replayed(

@@ -101,7 +101,8 @@ class Description:
     `embed_scale`: what embeddings are multiplied by, a number, a tensor that is cast to their dtype, or None. `rotary`
     makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
     `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped. `dynamic_cache_for`:
-    with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config).
+    with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config);
+    `no_cache_when_told`: with use_cache=False, of the call or else of the config, they make none.
     """
 
     embedding: nn.Parameter
@@ -115,6 +116,7 @@ class Description:
     logit_scale: float
     logit_softcap: float
     dynamic_cache_for: tuple[bool | None, ...] = ()
+    no_cache_when_told: bool = False
 
     @property
     def weight(self) -> Tensor:

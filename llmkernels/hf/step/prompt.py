@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NoStep
-from ..model.description import Description
+from ..model.description import Description, Layer
 from . import compose
 from .compose import LayerCache, Tokens, make_tables
 from .place import Place
@@ -52,9 +52,30 @@ def allocate(parts: Description, cache: Any, batch: int) -> None:
     """Give an empty cache its tensors."""
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
         if not buffers.is_initialized:
-            attention = layer.attention
-            like = parts.weight.new_empty(batch, attention.kv_heads, 0, attention.head_dim)
-            buffers.lazy_initialization(like, like)
+            _allocate(buffers, layer, parts, batch)
+
+
+def _allocate(buffers: Any, layer: Layer, parts: Description, batch: int) -> None:
+    like = parts.weight.new_empty(batch, layer.attention.kv_heads, 0, layer.attention.head_dim)
+    buffers.lazy_initialization(like, like)
+
+
+def cache_of_a_call(parts: Description, batch: int, tokens: int) -> Any:
+    """A cache for a prompt that leaves none behind.
+
+    Where no graph runs the prompt, layers alike have their buffers in common: each reads what it has just written.
+    """
+    from ..cache.kv_cache import KVCache
+
+    cache = KVCache.growable([None] * len(parts.layers), batch * parts.token_bytes, tokens, tokens + tokens // 8 + 16)
+    if padded_length(parts, cache, batch, tokens) is None:
+        shared: dict[tuple[int, int], Any] = {}
+        for layer, buffers in zip(parts.layers, cache.layers, strict=True):
+            first = shared.setdefault((layer.attention.kv_heads, layer.attention.head_dim), buffers)
+            if first is buffers:
+                _allocate(buffers, layer, parts, batch)
+            buffers.k, buffers.v = first.k, first.v
+    return cache
 
 
 def run(parts: Description, cache: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int) -> Tensor:

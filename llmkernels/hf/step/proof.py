@@ -121,7 +121,11 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
                 ):
                     off = f"logits differ by {error:.1g} of the largest"
                     raise UnknownLayout(f"computes something else than its description: {off}")
-        description = dataclasses.replace(template.description, dynamic_cache_for=_dynamic_cache_for(small, ids))
+        description = dataclasses.replace(
+            template.description,
+            dynamic_cache_for=_dynamic_cache_for(small, ids),
+            no_cache_when_told=_makes_no_cache_when_told(small, ids),
+        )
         return dataclasses.replace(template, description=description, same_in_training=_same_in_training(small, ids))
 
 
@@ -171,14 +175,31 @@ def _dynamic_cache_for(small: nn.Module, ids: Tensor) -> tuple[bool | None, ...]
         return [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
 
     def makes(**given: bool | None) -> bool:
-        try:
-            cache = getattr(small(ids[None], **given), cache_name(), None)
-        except Exception:  # of a model that makes none
-            return False
+        cache = _made_cache(small, ids, **given)
         expected = DynamicCache(config=small.config)
         return type(cache) is DynamicCache and not cache.offloading and kinds(cache) == kinds(expected)
 
     return tuple(value for value in (None, True) if makes(use_cache=value) and (value or makes()))
+
+
+def _makes_no_cache_when_told(small: nn.Module, ids: Tensor) -> bool:
+    """Whether a model makes no cache with use_cache=False, of a call or else of its config."""
+    if _made_cache(small, ids, use_cache=False) is not None:
+        return False
+    told = getattr(small.config, "use_cache", True)
+    small.config.use_cache = False
+    try:
+        return _made_cache(small, ids) is _made_cache(small, ids, use_cache=None) is None
+    finally:
+        small.config.use_cache = told
+
+
+def _made_cache(small: nn.Module, ids: Tensor, **given: bool | None) -> Any:
+    """The cache that a model returns behind a prompt, or None."""
+    try:
+        return getattr(small(ids[None], **given), cache_name(), None)
+    except Exception:  # of a model that makes none
+        return None
 
 
 def _check_tables(parts: Description, config: Any) -> None:
