@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
 
 import llmkernels
 from generating import generate_step, small_model
@@ -76,8 +76,15 @@ def test_continuous_batching(device):
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompts = [row[: 4 + index].tolist() for index, row in enumerate(tiny_inputs(device, 3))]
 
+    config = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)  # else it takes most of the memory
+
     def run():
-        found = model.generate_batch(prompts, generation_config=GenerationConfig(**options), progress_bar=False)
+        found = model.generate_batch(
+            prompts,
+            generation_config=GenerationConfig(**options),
+            continuous_batching_config=config,
+            progress_bar=False,
+        )
         return [found[name].generated_tokens for name in sorted(found)]
 
     expected = run()
