@@ -16,6 +16,7 @@ from llmkernels.hf import unpatch
 from llmkernels.hf.callers import forward
 from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.report import STEP
+from llmkernels.hf.report import by_forward as by_forward_of
 from llmkernels.hf.step import prompt
 from llmkernels.hf.step.block import Layout
 from llmkernels.hf.step.decode import decoder
@@ -184,7 +185,6 @@ def test_forwards_that_the_modules_run(by_forward):
     model(ids)
     with torch.no_grad():
         for _ in range(2):
-            model(ids, labels=ids)
             model(ids, return_dict=False)
             model(ids, output_hidden_states=True)
             model(inputs_embeds=model.model.embed_tokens(ids))
@@ -298,6 +298,57 @@ def test_prompts_without_a_cache(name, how, by_forward, request):
         assert_close(ours, theirs)
     counted = prompts(model)
     assert counted[STEP] >= 7 and counted.total() == 8
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+@torch.no_grad()
+def test_the_loss_of_a_prompt(name, by_forward):
+    """As in an evaluation by Trainer: of all tokens, or divided by a number of them. Behind padding it depends on
+    logits of the padding, which are of no use."""
+    model, (ids, padded) = family_model(name), masked("cpu", 4)
+    labels, whole = ids.masked_fill(ids % 5 == 1, -100), {"attention_mask": torch.ones_like(ids)}
+    calls = [{}, {"num_items_in_batch": 7}, {"use_cache": False, **whole}, {"attention_mask": padded["attention_mask"]}]
+
+    def run(model):
+        return [model(ids, labels=labels, **call) for call in calls]
+
+    expected = run(model)
+    llmkernels.patch(model)
+    for ours, theirs in zip(run(model), expected, strict=True):
+        assert_close(ours.loss, theirs.loss)
+        assert_close(ours.logits, theirs.logits)
+        assert ours.keys() == theirs.keys()
+    assert prompts(model) == {STEP: 3, by_forward_of(forward._LOSS_OF_PADDING): 1}
+
+
+@torch.no_grad()
+def test_a_loss_of_another_kind(by_forward):
+    """Of the class: the modules compute it. Of the model: its own is called."""
+    beacon, ids = fresh("beacon"), tiny_inputs(tokens=8)
+    model = small_model()
+    expected = 2 * model(ids, labels=ids).loss
+    llmkernels.patch(model)
+    plain = model.loss_function
+    model.loss_function = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
+    assert_close(model(ids, labels=ids).loss, expected)
+    assert_close(model.train()(ids, labels=ids).loss, expected)
+    assert prompts(model)[STEP] == 1 and prompts(model).total() == 2
+    replace(
+        beacon,
+        "BeaconForCausalLM.forward",
+        """
+def forward(self, input_ids=None, labels=None, **kwargs):
+    output = original(self, input_ids, **kwargs)
+    loss = None if labels is None else self.loss_function(output.logits, labels, self.config.vocab_size) + 1
+    return CausalLMOutputWithPast(loss=loss, logits=output.logits, **{CACHE: output.get(CACHE)})
+""",
+    )
+    model = made(beacon.BeaconForCausalLM)
+    expected = model(ids, labels=ids, use_cache=False).loss
+    llmkernels.patch(model)
+    assert_close(model(ids, labels=ids, use_cache=False).loss, expected)
+    reason = "labels in training mode, or of which the modules compute another loss"
+    assert list(prompts(model)) == [by_forward_of(reason)]
 
 
 @torch.no_grad()

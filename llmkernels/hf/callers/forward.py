@@ -13,7 +13,7 @@ The modules run a forward that asks for anything else, or has more than MAX_ROWS
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ _KNOWN = {
     "logits_to_keep",
     "return_dict",
 }
+_OF_LOSS = {"labels", "num_items_in_batch"}  # which a prompt takes as well
 
 
 def by_step(original: Callable, signature: Any) -> Callable:
@@ -87,7 +88,7 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
 
     state = decoder(model)
     try:
-        _check_call(model, given)
+        _check_call(model, given, _OF_LOSS)
     except NoStep:
         return original()
     try:
@@ -96,7 +97,14 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
         state.count_prompt(by_forward(reason))
         return original()
     state.count_prompt(STEP)
-    return CausalLMOutputWithPast(logits=logits, **{name: cache})
+    return CausalLMOutputWithPast(loss=_loss(model, logits, given), logits=logits, **{name: cache})
+
+
+def _loss(model: nn.Module, logits: Tensor, given: dict[str, Any]) -> Tensor | None:
+    if given.get("labels") is None:
+        return None
+    counted = {name: given[name] for name in ("num_items_in_batch",) if given.get(name) is not None}
+    return model.loss_function(logits, given["labels"], model.config.vocab_size, **counted)
 
 
 def _check_prompt(model: nn.Module, parts: Description, given: dict[str, Any]) -> None:
@@ -107,6 +115,8 @@ def _check_prompt(model: nn.Module, parts: Description, given: dict[str, Any]) -
     use_cache = _use_cache(model, given)
     if not (parts.no_cache_when_told if use_cache is False else use_cache in parts.dynamic_cache_for):
         raise NoStep("the modules make a cache of another kind, or none")
+    if given.get("labels") is not None and (model.training or not parts.has_loss_of_logits):
+        raise NoStep("labels in training mode, or of which the modules compute another loss")
 
 
 def _use_cache(model: nn.Module, given: dict[str, Any]) -> bool | None:
@@ -226,8 +236,9 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
         return logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
 
 
-def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
-    """Raise NoStep for what only the modules do. Reads nothing on the device."""
+def _check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozenset()) -> None:
+    """Raise NoStep for what only the modules do, and arguments that are neither known nor in `also`. Reads nothing on
+    the device."""
     if torch.is_grad_enabled():
         raise NoStep("gradients are enabled")
     device = given["input_ids"].device
@@ -236,7 +247,8 @@ def _check_call(model: nn.Module, given: dict[str, Any]) -> None:
     if torch.is_autocast_enabled(device.type):
         raise NoStep("autocast decides the dtypes")
     for name, value in given.items():
-        if name not in _KNOWN and name not in ("self", cache_name()) and value is not None and value is not False:
+        is_known = name in _KNOWN or name in also or name in ("self", cache_name())
+        if not is_known and value is not None and value is not False:
             raise NoStep(name)
     cache = given.get(cache_name())
     if cache is not None and not may_become_ours(cache):
@@ -316,6 +328,8 @@ class Positions:
             live = (mask != 0).to(ids.device)
             self.leftpad = (~live).sum(1)
             facts[_BAD_MASK] = (live == (indices >= self.leftpad[:, None])).all() & live[:, -1].all()
+            if given.get("labels") is not None:
+                facts[_LOSS_OF_PADDING] = live.all()
         if positions is not None:
             if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != count:
                 raise NoStep("position_ids are not (batch, tokens)")
@@ -337,4 +351,5 @@ class Positions:
 
 
 _BAD_MASK = "attention_mask masks more than padding on the left"
+_LOSS_OF_PADDING = "labels of padded sequences, whose first token is predicted by padding"
 _BAD_POSITIONS = "position_ids do not follow each other, or run ahead of the tokens"

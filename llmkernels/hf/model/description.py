@@ -102,7 +102,8 @@ class Description:
     makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
     `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped. `dynamic_cache_for`:
     with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config);
-    `no_cache_when_told`: with use_cache=False, of the call or else of the config, they make none.
+    `no_cache_when_told`: with use_cache=False, of the call or else of the config, they make none. `has_loss_of_logits`:
+    given labels, they return the model's loss_function of its logits.
     """
 
     embedding: nn.Parameter
@@ -117,6 +118,7 @@ class Description:
     logit_softcap: float
     dynamic_cache_for: tuple[bool | None, ...] = ()
     no_cache_when_told: bool = False
+    has_loss_of_logits: bool = False
 
     @property
     def weight(self) -> Tensor:

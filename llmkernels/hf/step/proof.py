@@ -125,6 +125,7 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
             template.description,
             dynamic_cache_for=_dynamic_cache_for(small, ids),
             no_cache_when_told=_makes_no_cache_when_told(small, ids),
+            has_loss_of_logits=_has_loss_of_logits(small, ids),
         )
         return dataclasses.replace(template, description=description, same_in_training=_same_in_training(small, ids))
 
@@ -200,6 +201,21 @@ def _made_cache(small: nn.Module, ids: Tensor, **given: bool | None) -> Any:
         return getattr(small(ids[None], **given), cache_name(), None)
     except Exception:  # of a model that makes none
         return None
+
+
+def _has_loss_of_logits(small: nn.Module, ids: Tensor) -> bool:
+    """Whether a model returns its loss_function of its logits, given labels and how many of them count."""
+    labels = ids[None].clone()
+    labels[:, 2] = -100
+    for counted in ({}, {"num_items_in_batch": 5}):
+        try:
+            output = small(ids[None], labels=labels, use_cache=False, **counted)
+            told = small.loss_function(output.logits, labels, small.config.vocab_size, **counted)
+        except Exception:  # of a model that takes no labels, or has no such function
+            return False
+        if output.loss is None or not torch.equal(output.loss, told):
+            return False
+    return True
 
 
 def _check_tables(parts: Description, config: Any) -> None:
