@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 import llmkernels
 from families import family_model
 from generating import NEW, hf_generate, small_model
-from hf_models import assert_close, rounding, tiny_inputs
+from hf_models import assert_close, rounding, tiny_inputs, tiny_model
 from llmkernels.hf import unpatch
 from llmkernels.hf.callers import forward
 from llmkernels.hf.classes.cache_name import cache_name
@@ -533,6 +533,51 @@ def test_graphs_of_prompts(name):
     assert prompts(model)[STEP] >= 6  # a long one may not fit into a window
     assert 2 <= len(decoder(model).programs.graphs()) <= 4
     unpatch(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DESCRIBED)
+@torch.no_grad()
+def test_prompts_without_a_cache_on_a_gpu(name):
+    """Graphs that they share with those that make one, and losses."""
+    model, exact = (family_model(name, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
+    llmkernels.patch(model)
+    for tokens in (9, 9, 9, 24, 17):
+        ids, options = masked("cuda", tokens, seed=tokens)
+        mask = options["attention_mask"]
+        for use_cache in (False, True):
+            output = model(ids, attention_mask=mask, logits_to_keep=1, use_cache=use_cache)
+            expected = exact(ids, attention_mask=mask).logits[:, -1:]
+            assert_close(output.logits.float(), expected, 4 * rounding(torch.bfloat16))
+            assert (cache_name() in output) == use_cache
+        loss = model(ids, labels=ids, use_cache=False).loss
+        assert_close(loss, exact(ids, labels=ids).loss, 0.03)
+    assert prompts(model)[STEP] >= 13 and prompts(model).total() == 15
+    unpatch(model)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_memory_of_a_long_prompt_without_a_cache():
+    heads = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+    options = {"max_position_embeddings": 8192, "num_hidden_layers": 12}
+    model = tiny_model("qwen2", "cuda", torch.bfloat16, **heads, **options)
+    ids = tiny_inputs("cuda", tokens=6000)
+    expected = model(ids, logits_to_keep=1).logits
+    llmkernels.patch(model)
+    taken = []
+    for use_cache in (True, False):
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            output = model(ids, logits_to_keep=1, use_cache=use_cache)
+            peak = torch.cuda.max_memory_allocated() - before
+            assert_close(output.logits.float(), expected.float(), 4 * rounding(torch.bfloat16))
+            del output
+        taken.append(peak)
+    of_a_layer = 2 * ids.numel() * 4 * 64 * 2
+    assert taken[0] - taken[1] > 10 * of_a_layer
+    assert prompts(model) == {STEP: 4}
 
 
 @pytest.mark.gpu
