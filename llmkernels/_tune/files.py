@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from llmkernels import _library
+from llmkernels._versions import driver_cuda
 
 from .table import VARIANTS, Choice, Linear, Measured, merge, set_table
 
@@ -42,13 +43,13 @@ class Unusable(Exception):
 
 
 def identity_of(index: int) -> Identity:
-    """Of a GPU of this machine, the driver and the library."""
+    """Of a GPU of this machine, the newest CUDA that its driver supports, and the sources of the library."""
     facts = torch.cuda.get_device_properties(index)
     return {
         "gpu": facts.name,
         "compute_capability": 10 * facts.major + facts.minor,
         "sm_count": facts.multi_processor_count,
-        "driver": torch._C._cuda_getDriverVersion(),
+        "driver": driver_cuda() or "unknown",
         "library": _library.build_info().get("sources", "unknown")[:16],
     }
 
@@ -85,7 +86,7 @@ def load(index: int) -> None:
         _loaded.add(index)
         try:
             identity = identity_of(index)
-            packaged = read(packaged_path(identity), _architecture(identity))
+            packaged = read(packaged_path(identity), architecture(identity))
             entries = merge(packaged, read(cache_path(identity), identity))
             if entries:
                 set_table(index, entries)
@@ -153,8 +154,9 @@ def _typed(kind: type, values: dict[str, Any]) -> Any:
 # ---- writing
 
 
-def save(path: Path, identity: Identity, entries: Iterable[Measured]) -> str | None:
-    """Add choices to a file, in which those of other linears stay; a file from elsewhere is replaced.
+def save(path: Path, identity: Identity, entries: Iterable[Measured], notes: Identity | None = None) -> str | None:
+    """Add choices to a file, in which those of other linears stay; a file from elsewhere is replaced. `notes`: facts
+    that it need not have to be read.
 
     It is replaced as a whole: who reads it meanwhile has the old one or the new one. Returns why it was not written.
     """
@@ -165,7 +167,7 @@ def save(path: Path, identity: Identity, entries: Iterable[Measured]) -> str | N
                 old = parse(path.read_text(encoding="utf-8"), identity)
             except (FileNotFoundError, UnicodeDecodeError, Unusable):
                 old = ()
-            _write(path, render(identity, merge(old, entries)))
+            _write(path, render({**identity, **(notes or {})}, merge(old, entries)))
     except OSError as problem:
         return f"{path} cannot be written ({problem.strerror or problem})"
     return None
@@ -177,15 +179,12 @@ def render(identity: Identity, entries: Iterable[Measured]) -> str:
     return f'{{\n  "format": {FORMAT},\n{head}  "linears": [\n    {linears}\n  ]\n}}\n'
 
 
-def save_packaged(identity: Identity, entries: Iterable[Measured]) -> Path:
-    """The file of this architecture in the package. Raises OSError."""
-    path = packaged_path(identity)
-    path.parent.mkdir(exist_ok=True)
-    _write(path, render(_architecture(identity) | {"gpu": identity["gpu"]}, merge((), entries)))
-    return path
+def save_packaged(path: Path, identity: Identity, entries: Iterable[Measured]) -> str | None:
+    """The same for a file of the package, which holds for all GPUs of an architecture with as many SMs."""
+    return save(path, architecture(identity), entries, {"gpu": identity["gpu"]})
 
 
-def _architecture(identity: Identity) -> Identity:
+def architecture(identity: Identity) -> Identity:
     return {name: identity[name] for name in ("compute_capability", "sm_count")}
 
 
