@@ -3,7 +3,7 @@
 The models are those that the benchmarks name. Writes the table of its architecture, of GPUs with as many SMs:
 llmkernels/tuned/sm<capability>-<SMs>.json.
 
-    python scripts/tune.py                            all models of benchmarks/models.py, a few minutes
+    python scripts/tune.py                            all models of benchmarks/models.py
     python scripts/tune.py --models qwen2.5-7b        some of them; the file keeps what it has of others
     python scripts/tune.py --outside                  also the same products outside of a step, where cuBLAS is a choice
     python scripts/tune.py --output table.json        into another file, and not the package's

@@ -1,6 +1,7 @@
 """Measured choices of kernels: tables, what a GPU refuses, which choice wins, and `llmkernels.autotune`."""
 
 import itertools
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from hf_models import LAYERS, assert_close, rounding, tiny_inputs, tiny_model
 from linear_cases import add, compare, eager_add, eager_glu, eager_norm_glu, eager_norm_linear, make
 from llmkernels import _explain, explain, linear, rms_norm_linear
 from llmkernels._tune import autotune as tuning
-from llmkernels._tune import files, table
+from llmkernels._tune import files, measure, table
 from llmkernels._tune.candidates import candidates, first_m
 from llmkernels._tune.measure import FINALISTS, ROUNDS, Problem, finalists, is_faster, winner
 from llmkernels._tune.table import RULE, Choice, Linear, Measured, merge
@@ -214,6 +215,83 @@ def test_winner():
     assert winner(problem, {RULE: [10.0] * 3}).choice == RULE
 
 
+CALLS = {  # one of each op
+    "linear": (96, 64),
+    "rms_norm_linear": (96, 64),
+    "glu_linear": (96, 64),
+    "rms_norm_glu_linear": (96, 64),
+    "linear_add_": (64, 64),
+}
+
+
+class Clock:
+    """Stands for the GPU: ops run on the CPU; the time of a graph is that of the choice that it was recorded with."""
+
+    index, device = 0, torch.device("cpu")
+
+    def __init__(self, monkeypatch, times):
+        self.times, self.now = times, None
+        self.recorded = []
+        monkeypatch.setattr(measure.table, "only", self.only)
+        monkeypatch.setattr(measure.graphs, "record", self.record)
+        monkeypatch.setattr(measure.Calls, "time_us", lambda calls, choice: self.times[choice])
+
+    def of(self, problem):
+        return [torch.randn(problem.n, problem.k, dtype=problem.dtype) / 8 for _ in range(3)]
+
+    @contextmanager
+    def only(self, index, entries):
+        assert index == 0 and len(entries) == 1
+        self.now = entries[0].choice
+        yield
+
+    def record(self, function, device):
+        function()
+        self.recorded.append(self.now)
+        return self.now, None
+
+
+@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("m, in_step", [(4, True), (16, False)])
+def test_measure(module, monkeypatch, op, m, in_step):
+    """All candidates are timed; the best ones once more, beside the choice of the rules."""
+    n, k = CALLS[op]
+    problem = Problem(op, n, k, m, 3, torch.bfloat16, bias=True, in_step=in_step)
+    gpu = _explain.GPUS["H200"]
+    choices = candidates(gpu, problem.linear, m)
+    clock = Clock(monkeypatch, {choice: 10.0 - number for number, choice in enumerate(choices)})
+    noted = []
+    found = measure.measure(problem, clock, gpu, lambda: noted.append(1))
+    assert found == Measured(problem.linear, 3, m, choices[-1], clock.times[choices[-1]], 10.0)
+    assert len(noted) == len(choices) and clock.recorded[: len(choices)] == choices
+    assert clock.recorded[len(choices) :] == [RULE, *choices[: -1 - FINALISTS : -1]][: len(choices)]
+
+
+@pytest.mark.parametrize("wrong", [RuntimeError("no launch"), measure.graphs.NoGraph("no graph"), "a result"])
+def test_a_choice_that_fails_is_left_out(module, monkeypatch, wrong):
+    problem = Problem("linear", 4608, 64, 1, 1, torch.float16)
+    gpu = _explain.GPUS["H200"]
+    bad = candidates(gpu, problem.linear, 1)[1]
+    clock = Clock(monkeypatch, dict.fromkeys(candidates(gpu, problem.linear, 1), 5.0) | {bad: 1.0})
+    once = measure.Calls.once
+
+    def fail(calls, weight=None):
+        if clock.now != bad:
+            return once(calls, weight)
+        if isinstance(wrong, Exception):
+            raise wrong
+        return once(calls, weight) * 1.1
+
+    monkeypatch.setattr(measure.Calls, "once", fail)
+    with pytest.warns(UserWarning, match="llmkernels: linear .* is measured without Choice") as caught:
+        assert measure.measure(problem, clock, gpu).choice == RULE
+    assert len(caught) == 1
+    bad = RULE
+    if isinstance(wrong, Exception):
+        with pytest.raises(RuntimeError, match=r"autotune: linear .* fails: no "):
+            measure.measure(problem, clock, gpu)
+
+
 def test_finalists():
     times = {Choice("mma", 1, chunks): float(chunks) for chunks in range(1, 9)}
     assert finalists({RULE: 99.0, **times}) == [RULE, *list(times)[:FINALISTS]]
@@ -297,6 +375,7 @@ def gpu(tmp_path, monkeypatch):
     """The current GPU, whose table is as it was afterwards; the cache is an empty folder."""
     monkeypatch.setenv("LLMKERNELS_CACHE", str(tmp_path))
     index = torch.cuda.current_device()
+    monkeypatch.setattr(files, "_loaded", {index})
     before = table.table_of(index)
     table.set_table(index, ())
     yield _explain.present_gpu("test", index)
@@ -325,11 +404,13 @@ def test_every_candidate_is_right(gpu, op, m, n, k):
     operands = {"x": x, "n": norm_weight, "w": weight, "b": bias if product.bias else None}
     operands["r"] = torch.randn(m, n, device="cuda").bfloat16()
     ours, eager, letters = OURS[op]
-    for choice in candidates(gpu, of, m):
+    choices = candidates(gpu, of, m)
+    for choice in choices:
         table.set_table(index, [measured(of, m, m, choice)])
         compare(ours, eager, [operands[letter] for letter in letters])
         found = explain(op, (m, k), (n, k))
-        assert found.measured and found.variant == (found.variant if choice == RULE else choice.variant), choice
+        assert found.measured or len(choices) == 1
+        assert choice == RULE or found.variant == choice.variant, choice
 
 
 @pytest.mark.gpu
@@ -369,7 +450,7 @@ def test_autotune(gpu, batch):
         assert_close(logits_behind(model, ids, forced), before, rounding(torch.bfloat16))
         assert llmkernels.generate(model, ids, max_new_tokens=8).shape == (batch, ids.shape[1] + 8)
     index = torch.cuda.current_device()
-    assert done.path.exists() and table.table_of(index) == files.read(done.path, files.identity_of(index))
+    assert {*files.read(done.path, files.identity_of(index))} == {*done.linears} <= {*table.table_of(index)}
     qkv = next(one.linear for one in done.linears if one.linear.norm and not one.linear.glu)
     found = explain("rms_norm_linear", (batch, qkv.k), (qkv.n, qkv.k), in_step=True)
     assert found.measured and "measured" in found.reason

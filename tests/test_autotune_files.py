@@ -70,7 +70,7 @@ def test_round_trip(path):
         assert files.read(saved(path), IDENTITY) == ENTRIES
     content = json.loads(path.read_text())
     assert {name: content[name] for name in IDENTITY} == IDENTITY and content["format"] == files.FORMAT
-    assert [*path.parent.glob("*.tmp")] == []
+    assert [*path.parent.iterdir()] == [path]
 
 
 def test_choices_of_other_models_stay(path):
@@ -180,7 +180,7 @@ def test_a_disk_that_is_full(path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     assert files.save(path, IDENTITY, ENTRIES[:1]) == f"{path} cannot be written (No space left on device)"
-    assert path.read_text() == text and sorted(file.suffix for file in path.parent.iterdir()) == [".json", ".lock"]
+    assert path.read_text() == text and [file.suffix for file in path.parent.iterdir()] == [".json"]
 
 
 def test_writers_at_the_same_time(path):
@@ -216,6 +216,7 @@ def machine(path, tmp_path, monkeypatch):
     tables = []
     monkeypatch.setattr(files, "identity_of", lambda index: IDENTITY)
     monkeypatch.setattr(files, "_loaded", set())
+    monkeypatch.setattr(files._library, "build_info", lambda: {"cuda": "13.0"})
     monkeypatch.setattr(files, "PACKAGED", tmp_path / "tuned")
     monkeypatch.setattr(files, "set_table", lambda index, entries: tables.append((index, entries)))
     return tables
@@ -263,6 +264,13 @@ def test_load_where_a_warning_is_an_error(machine, path):
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="is ignored"):
             files.load(0)
+
+
+def test_a_build_without_kernels_loads_nothing(machine, path, monkeypatch):
+    monkeypatch.setattr(files._library, "build_info", dict)
+    saved(path)
+    files.load(0)
+    assert machine == []
 
 
 def test_on_the_cpu_nothing_is_loaded(machine):

@@ -91,8 +91,8 @@ def autotune(
 
     Returns: a :class:`Tuning`, which prints as a table.
 
-    Takes: about a second for each linear and batch size, in which nothing else should run on the GPU; and memory for
-    weights of four times the size of the L2 cache, or as large as the largest of the model.
+    Nothing else should run on the GPU meanwhile. It takes memory for weights, four times the size of the L2 cache or
+    as much as the largest of the model has.
     Raises: TypeError when model is no module; ValueError for a batch size out of range and for another dtype;
         RuntimeError without a GPU or without kernels for it, and for a model without a decode step. A file that cannot
         be written is a warning.

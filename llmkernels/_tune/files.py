@@ -78,7 +78,7 @@ _LOCK = threading.Lock()
 
 def load(index: int) -> None:
     """Set the table of a GPU to what the files have for it. Once in a process; never raises."""
-    if index in _loaded:
+    if index in _loaded or _library.build_info().get("cuda") is None:
         return
     with _LOCK:
         if index in _loaded:
@@ -162,7 +162,7 @@ def save(path: Path, identity: Identity, entries: Iterable[Measured], notes: Ide
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        with _locked(path.parent):
             try:
                 old = parse(path.read_text(encoding="utf-8"), identity)
             except (FileNotFoundError, UnicodeDecodeError, Unusable):
@@ -204,13 +204,16 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """One writer at a time, so that none loses what another one adds. Where the file system has no locks the last one
     wins."""
-    with open(path.with_suffix(".lock"), "w") as file:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # the lock ends with the file
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # ends the lock
 
 
 def warn(text: str) -> None:

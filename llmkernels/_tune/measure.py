@@ -3,6 +3,9 @@
 A time is that of a replayed CUDA graph, of the kind that decode steps replay: calls one behind the other, over weights
 that together are larger than the L2 cache. First each choice is timed by itself, in short; then the best ones in turn
 with the choice of the rules, in rounds. Clocks and temperature change over time, so times of one round are compared.
+
+Beyond 16 tokens a norm is a launch of its own here, in the times of all choices alike; in a step the linear before does
+most of it.
 """
 
 import math
@@ -139,26 +142,25 @@ class Calls:
 def measure(problem: Problem, weights: Weights, gpu: Gpu, note: Callable[[], None] = lambda: None) -> Measured:
     """The winner of all candidates. `note` is called behind each.
 
-    Raises RuntimeError where a graph can not be recorded.
+    Raises RuntimeError where the choice of the rules fails. Another one that does is left out, with a warning.
     """
     calls = Calls(problem, weights)
     choices = candidates(gpu, problem.linear, problem.m)
-    try:
-        with torch.cuda.device(weights.index):
-            expected, times = None, {}
-            for choice in choices:  # RULE is the first
-                with using(problem, choice, weights.index):
-                    found = calls.result()
-                    expected = found if expected is None else expected
-                    if _is_wrong(found, expected):
-                        warnings.warn(f"llmkernels: {problem}: {choice} has a wrong result", stacklevel=2)
-                    else:
-                        times[choice] = calls.time_us(calls.record())
-                note()
-            samples = _compare(calls, finalists(times))
-    except graphs.NoGraph as reason:
-        raise RuntimeError(f"autotune: {problem} can not be recorded: {reason}") from None
-    return winner(problem, samples)
+    expected, times = None, {}
+    for choice in choices:  # RULE is the first
+        try:
+            with using(problem, choice, weights.index):
+                found = calls.result()
+                expected = found if expected is None else expected
+                if _is_wrong(found, expected):
+                    raise ArithmeticError("its result is wrong")
+                times[choice] = calls.time_us(calls.record())
+        except (ArithmeticError, RuntimeError, graphs.NoGraph) as reason:
+            if choice == RULE:
+                raise RuntimeError(f"autotune: {problem} fails: {reason}") from reason
+            warnings.warn(f"llmkernels: {problem} is measured without {choice}: {reason}", stacklevel=2)
+        note()
+    return winner(problem, _compare(calls, finalists(times)))
 
 
 def using(problem: Problem, choice: Choice, index: int):
