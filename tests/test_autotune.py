@@ -1,8 +1,11 @@
 """Measured choices of kernels: tables, what a GPU refuses, which choice wins, and `llmkernels.autotune`."""
 
 import itertools
+import subprocess
+import sys
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -361,6 +364,28 @@ def test_explain_says_measured(module, monkeypatch):
     assert found.measured
     assert found.reason == "up to 16 tokens; measured: 9.0 us, and nothing is more than 2% faster"
     assert not ask((9, 3584), (4608, 3584)).measured and not explain("linear", (4, 8), (8, 8), device="H200").measured
+
+
+def tune(*arguments):
+    script = Path(__file__).parents[1] / "scripts" / "tune.py"
+    if not script.exists():
+        pytest.skip("needs scripts/")
+    return subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+
+
+def test_script_lists_what_it_would_measure():
+    pytest.importorskip("llmkernels._C")
+    done = tune("--list", "--outside", "--models", "qwen2.5-0.5b")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "rms_norm_linear (64, 896) x (1152, 896) bfloat16" in lines  # q|k|v
+    assert "linear (2048, 4864) x (896, 4864) bfloat16" in lines and len(lines) == len({*lines}) == 5 * 7 + 5 * 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_script_needs_a_gpu():
+    done = tune("--models", "qwen2.5-0.5b")
+    assert (done.returncode, done.stdout) == (1, "") and "tune.py: this machine has no GPU" in done.stderr
 
 
 def test_public():
