@@ -17,7 +17,7 @@ from linear_cases import add, compare, eager_add, eager_glu, eager_norm_glu, eag
 from llmkernels import _explain, explain, linear, rms_norm_linear
 from llmkernels._tune import autotune as tuning
 from llmkernels._tune import files, measure, table
-from llmkernels._tune.candidates import candidates, first_m
+from llmkernels._tune.candidates import candidates, first_m, route
 from llmkernels._tune.measure import FINALISTS, ROUNDS, Problem, finalists, is_faster, winner
 from llmkernels._tune.table import RULE, Choice, Linear, Measured, merge
 from route_cases import A100, B200, H200, facts_of
@@ -186,6 +186,33 @@ def test_candidates_can_all_run(module, m, n, k):
         assert all(module.refused_tuned_linear([entry], **_explain.facts_of(gpu)) is None for entry in entries)
         assert (Choice("library") in found) <= (not in_step)
     assert len(found) > 1 or m > 64 or k == 72
+
+
+@pytest.mark.parametrize("m", [1, 3, 16, 17, 48, 64, 300])
+def test_plans_of_candidates_cover_the_result(module, m):
+    gpu = _explain.GPUS["H200"]
+    for n, k, glu in itertools.product((8, 144, 896, 37888), (8, 72, 3584, 18944), (False, True)):
+        of = Linear(n, k, glu)
+        for choice in candidates(gpu, of, m):
+            plan = route(gpu, of, m, choice)["plan"]
+            if plan:
+                tiles = plan["output_tiles"] // (-(-m // 128) if m > 64 else 1)
+                assert plan["tile_rows"] * tiles >= (n // 2 if glu else n), (of, choice, plan)
+                assert 0 < plan["bytes_in_flight"] < plan["shared_bytes"] <= gpu.shared_bytes, (of, choice, plan)
+                assert plan["stages"] > 0 and 0 < plan["blocks"] <= gpu.sm_count, (of, choice, plan)
+
+
+@pytest.mark.parametrize("number", [-(2**63), -1, 0, 1, 2**31, 2**62, 2**63 - 1])
+def test_any_number_is_refused_or_can_run(module, number):
+    for entry, place in itertools.product((measured(), measured(first=17, last=64, choice=WGMMA)), range(15)):
+        numbers = [*entry.numbers]
+        numbers[place] = number
+        refused = module.refused_tuned_linear([numbers], **facts_of(H200))
+        m = entry.last_m if place else entry.first_m
+        found = module.linear_route(m, 4608, 3584, norm=True, in_step=True, tuned=[numbers], **facts_of(H200))
+        assert refused is None or refused[1]
+        plan = found["plan"] or {"shared_bytes": 1, "stages": 1}  # of the library
+        assert 0 < plan["shared_bytes"] <= H200["shared_bytes"] and plan["stages"] > 0, numbers
 
 
 def test_nothing_to_choose_without_tma(module):
