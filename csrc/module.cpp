@@ -1,10 +1,12 @@
 // The Python module _C: information for Python that is not an op. No torch header.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <initializer_list>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "kernels/attention/route.h"
 #include "kernels/linear/route.h"
@@ -122,9 +124,40 @@ py::dict plan_of(const LinearRoute& route, const llmk::kernels::LinearProblem& p
   }
 }
 
+using llmk::kernels::kTunedLinearNumbers;
+using llmk::kernels::TunedLinear;
+using llmk::kernels::TunedLinears;
+using Numbers = std::vector<int64_t>;
+
+std::vector<TunedLinear> to_tuned(const char* function, const std::vector<Numbers>& rows) {
+  std::vector<TunedLinear> entries(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto size = static_cast<int64_t>(rows[i].size());
+    check(function, size == kTunedLinearNumbers, "an entry of tuned", "15 numbers", size);
+    std::copy(rows[i].begin(), rows[i].end(), reinterpret_cast<int64_t*>(&entries[i]));
+  }
+  return entries;
+}
+
+py::object numbers_of(const TunedLinear* entry) {
+  if (!entry) return py::none();
+  const auto* numbers = reinterpret_cast<const int64_t*>(entry);
+  return py::tuple(py::cast(Numbers(numbers, numbers + kTunedLinearNumbers)));
+}
+
+py::object refused_tuned_linear(const std::vector<Numbers>& tuned, int compute_capability, bool wgmma, bool tensor_maps,
+                                int sm_count, int64_t shared_bytes, const py::dict& clusters) {
+  constexpr const char* kFunction = "refused_tuned_linear";
+  const auto device = to_device(kFunction, compute_capability, wgmma, sm_count, shared_bytes, clusters);
+  const bool has_tma = !llmk::kernels::routing::without_tma(device, {.tensor_maps = tensor_maps});
+  const auto refused = TunedLinears::find_refused(to_tuned(kFunction, tuned), device, has_tma);
+  return refused.reason ? py::object(py::make_tuple(refused.index, refused.reason)) : py::none();
+}
+
 py::dict linear_route(int64_t m, int64_t n, int64_t k, const std::string& dtype, bool glu, bool norm, bool bias,
-                      bool residual, bool in_step, bool aligned, int compute_capability, bool wgmma, bool tensor_maps,
-                      int sm_count, int64_t shared_bytes, const py::dict& clusters) {
+                      bool residual, bool in_step, bool aligned, const std::vector<Numbers>& tuned,
+                      int compute_capability, bool wgmma, bool tensor_maps, int sm_count, int64_t shared_bytes,
+                      const py::dict& clusters) {
   check_sizes("linear_route", {{"m", m}, {"n", n}, {"k", k}});
   check("linear_route", m * n < int64_t{1} << 40, "m * n", "less than 2^40", m * n);
   check("linear_route", !glu || n % 2 == 0, "n", "even with glu", n);
@@ -146,11 +179,13 @@ py::dict linear_route(int64_t m, int64_t n, int64_t k, const std::string& dtype,
                                              .weight_aligned = aligned,
                                              .y_aligned = aligned,
                                              .norm_weight_aligned = aligned};
+  const TunedLinears table(to_tuned("linear_route", tuned));
   const LinearRoute route = llmk::kernels::choose_route(
       problem, to_device("linear_route", compute_capability, wgmma, sm_count, shared_bytes, clusters),
-      {.tensor_maps = tensor_maps});
+      {.tensor_maps = tensor_maps, .tuned = &table});
   return py::dict(py::arg("variant") = name(route.variant), py::arg("reason") = route.reason,
-                  py::arg("norm_first") = route.norm_first, py::arg("plan") = plan_of(route, problem));
+                  py::arg("norm_first") = route.norm_first, py::arg("plan") = plan_of(route, problem),
+                  py::arg("tuned") = numbers_of(route.tuned));
 }
 
 // ---- the routes of attention
@@ -314,10 +349,15 @@ PYBIND11_MODULE(_C, module) {
   def_route(
       module, "linear_route", &linear_route,
       "Which kernel multiplies m tokens by a weight [n, k] on a GPU, or that the library does, why, and the plan. "
-      "See csrc/kernels/linear/route.h.",
+      "See csrc/kernels/linear/route.h. `tuned`: measured choices, as numbers of a TunedLinear (tuned.h); of the "
+      "answer, "
+      "the one that was found.",
       py::arg("m"), py::arg("n"), py::arg("k"), py::kw_only(), py::arg("dtype") = "bfloat16", py::arg("glu") = false,
       py::arg("norm") = false, py::arg("bias") = false, py::arg("residual") = false, py::arg("in_step") = false,
-      py::arg("aligned") = true);
+      py::arg("aligned") = true, py::arg("tuned") = py::list());
+  def_route(module, "refused_tuned_linear", &refused_tuned_linear,
+            "The first of such choices that a GPU cannot run, by its index, and why; None where it can run all.",
+            py::arg("tuned"), py::kw_only());
   def_route(
       module, "decode_attention_route", &decode_attention_route,
       "Which kernel runs decode_attention on a GPU, why, and the plan of its largest launch. `page_size`: 0 for a "

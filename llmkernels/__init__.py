@@ -13,6 +13,7 @@
 - `register_attention()`: `attention` as `attn_implementation="llmkernels"` of transformers
 - `profile(model, ids)`: where the time of a model goes, unpatched and patched
 - `explain("linear", (4, 3584), (4608, 3584))`: which kernel runs for such shapes on which GPU, or why cuBLAS does
+- `autotune(model)`: measures on the GPU that is there which kernels its decode step should run
 - `optim.AdamW`, `optim.Adam`: optimizers with one launch for a whole list of parameters; `optim.clip_grad_norm_`
 - `python -m llmkernels generate` and `profile`: the same as commands; `python -m llmkernels info`: what is installed,
   and any faults
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 if _library.load():
     from llmkernels import nn, ops, optim
     from llmkernels._explain import explain
+    from llmkernels._tune.autotune import autotune
     from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, register_attention, release, unpatch
     from llmkernels.ops import *  # noqa: F403, whose __all__ is a part of this one's
     from llmkernels.profiling import profile
@@ -37,6 +39,7 @@ __all__ = [
     "OutOfPages",
     "PagedKVCache",
     "__version__",
+    "autotune",
     "explain",
     "generate",
     "nn",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from llmkernels import _library
+from llmkernels._tune.table import RULE, Measured, table_of
 
 KERNELS = {
     "linear": {
@@ -50,6 +51,7 @@ class Gpu:
     clusters: dict[int, int] = field(default_factory=dict)  # how many run at the same time, by their blocks
     wgmma: bool = True  # the build has code for sm_90a
     tensor_maps: bool = True  # the driver has them
+    tuned: tuple[Measured, ...] = ()  # choices that were measured on it, if it is a GPU of this machine
 
 
 # Clusters of several blocks count on 9.0 only.
@@ -82,6 +84,7 @@ class Explanation:
     norm: str | None  # how x is normalized, if it is
     plan: dict[str, int]  # empty with "library", "plain" and "none"
     then: "Explanation | None" = None  # the second product of gated_mlp, the backward of attention
+    measured: bool = False  # the choice was measured on this GPU: see `llmkernels.autotune`
 
     def __str__(self) -> str:
         lines = [f"{self.op}  {self.operands}  {self.dtype}  on {self.device}"]
@@ -136,7 +139,8 @@ def explain(
             (pages, page_size, Hkv, D), and block_table, (B, pages of a sequence). Of attention q, (B, Tq, H, D), and k,
             (B, Tk, Hkv, D). One by one, or as one list.
         dtype: of the tensors.
-        device: a GPU of this machine, as torch names it, or one by its name: "H200", "H100", "A100", "RTX 4090",
+        device: a GPU of this machine, as torch names it, with the choices that were measured on it and are in use
+            (:func:`llmkernels.autotune`), or one by its name, by the rules: "H200", "H100", "A100", "RTX 4090",
             "L40S", "RTX 5090" or "B200". None: the current one of this machine, or an H200 where there is none.
         bias: whether there are biases.
         in_step: in a decode step of ``generate``, which does without cuBLAS up to 64 rows of x, and whose
@@ -144,8 +148,8 @@ def explain(
         aligned: whether every row of the tensors, or every head, begins at a multiple of 16 bytes.
 
     Returns: an :class:`Explanation`, which prints as a table. Its ``variant`` and ``reason`` are text, its ``plan`` is
-        a dict of numbers. Tokens are rows of x. Of gated_mlp there are two products, the second one in ``then``; of
-        attention the backward is there.
+        a dict of numbers; with ``measured`` the reason has the times. Tokens are rows of x. Of gated_mlp there are two
+        products, the second one in ``then``; of attention the backward is there.
 
     Raises: ValueError for an op, dtype or device that is not known, for an option that the op has not, and for shapes
         that do not fit; RuntimeError for a GPU of this machine that the build has no kernels for.
@@ -201,7 +205,10 @@ def _explain_product(
 
     n, k = weight
     fused = {"glu": glu, "norm": product.norm, "residual": product.residual}
-    route = linear_route(math.prod(x[:-1]), n, k, dtype=dtype, **fused, **options, **_facts_of(gpu))
+    measured = {one.numbers: one for one in gpu.tuned}
+    facts = {"tuned": list(measured), **facts_of(gpu)}
+    route = linear_route(math.prod(x[:-1]), n, k, dtype=dtype, **fused, **options, **facts)
+    found = measured.get(route["tuned"])
     norm = "a launch of rms_norm before" if route["norm_first"] else "folded into the kernel"
     return Explanation(
         op=op,
@@ -210,11 +217,18 @@ def _explain_product(
         device=place,
         variant=route["variant"],
         kernel=KERNELS["linear"][route["variant"]],
-        reason=route["reason"],
+        reason=_reason_of(route["reason"], found),
         norm=norm if product.norm else None,
         plan=route["plan"],
         then=then,
+        measured=found is not None,
     )
+
+
+def _reason_of(reason: str, found: Measured | None) -> str:
+    if found is None:
+        return reason
+    return f"{reason}{'; ' if found.choice == RULE else ': '}{found.text}"
 
 
 def _explain_attention(
@@ -231,7 +245,7 @@ def _explain_attention(
 
     q, k, *table = tensors.values()
     batch, tokens, heads, head_dim = q
-    options = {"dtype": dtype, "aligned": aligned, **_facts_of(gpu)}
+    options = {"dtype": dtype, "aligned": aligned, **facts_of(gpu)}
     if op == "attention":
         route = attention_route(batch, tokens, k[1], heads, k[2], head_dim, **options)
     else:
@@ -259,7 +273,7 @@ def _explain_attention(
     return explanation(op, route, backward)
 
 
-def _facts_of(gpu: Gpu) -> dict[str, Any]:
+def facts_of(gpu: Gpu) -> dict[str, Any]:
     names = ("compute_capability", "wgmma", "tensor_maps", "sm_count", "shared_bytes", "clusters")
     return {name: getattr(gpu, name) for name in names}
 
@@ -354,7 +368,7 @@ def _find_gpu(op: str, device: str | int | torch.device | None) -> tuple[Gpu, st
         index = None
     if index is None or index >= torch.cuda.device_count():
         raise ValueError(f"{op}: device must be a GPU of this machine or one of {', '.join(GPUS)}, got {device!r}")
-    return _present_gpu(op, index), torch.cuda.get_device_name(index)
+    return present_gpu(op, index), torch.cuda.get_device_name(index)
 
 
 def _index_of(device: str | int | torch.device | None) -> int | None:
@@ -367,7 +381,7 @@ def _index_of(device: str | int | torch.device | None) -> int | None:
     return torch.cuda.current_device() if place.index is None else place.index
 
 
-def _present_gpu(op: str, index: int) -> Gpu:
+def present_gpu(op: str, index: int) -> Gpu:
     facts = (ctypes.c_int * 9)()
     name = torch.cuda.get_device_name(index)
     with torch.cuda.device(index):
@@ -376,4 +390,5 @@ def _present_gpu(op: str, index: int) -> Gpu:
         raise RuntimeError(f"{op}: this build has no kernels for {name}: see `python -m llmkernels info`")
     capability, wgmma, tensor_maps, sm_count, shared_bytes, *clusters = facts
     by_size = dict(zip((2, 4, 8, 16), clusters, strict=True))
-    return Gpu(name, capability, sm_count, shared_bytes, by_size, bool(wgmma), bool(tensor_maps))
+    switches = bool(wgmma), bool(tensor_maps)
+    return Gpu(name, capability, sm_count, shared_bytes, by_size, *switches, table_of(index))

@@ -11,7 +11,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from llmkernels import __version__, _library
-from llmkernels._versions import OLDEST_TRANSFORMERS, installed, untested_torch, untested_transformers
+from llmkernels._versions import OLDEST_TRANSFORMERS, driver_cuda, installed, untested_torch, untested_transformers
 
 OLDEST_CAPABILITY = (8, 0)
 BACKENDS = {"cpu": "CPU", "cuda": "CUDA", "autograd": "Autograd", "fake": "Meta"}  # the dispatcher's names
@@ -63,16 +63,6 @@ def collect() -> dict:
     report["untested"] = None if _library.error else try_untested()
     report["untested_torch"] = untested_torch()
     return {**report, "problems": find_problems(report) + ([gpu_error] if gpu_error else [])}
-
-
-def driver_cuda() -> str | None:
-    """The newest CUDA that the driver supports, or None without a driver."""
-    version = ctypes.c_int(0)
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return None
-    return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def driver_version() -> str | None:

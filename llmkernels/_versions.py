@@ -1,5 +1,6 @@
 """Which releases of transformers and torch llmkernels knows, and which ones are installed."""
 
+import ctypes
 import importlib.metadata
 
 from llmkernels._library import NEWEST_TORCH, parse_version
@@ -32,3 +33,13 @@ def untested_torch() -> str | None:
         f"torch {version} is newer than {NEWEST_TORCH}, the newest whose private functions llmkernels knows: its ops "
         "go by public ones, which are slower and without torch.func"
     )
+
+
+def driver_cuda() -> str | None:
+    """The newest CUDA that the driver supports, or None without a driver."""
+    version = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"

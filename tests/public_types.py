@@ -62,6 +62,9 @@ def patching(model: torch.nn.Module, ids: Tensor) -> None:
     assert_type(explanation.reason, str)
     assert_type(explanation.plan, dict[str, int])
 
+    tuning = llmkernels.autotune(model, (1, 4), save=False)
+    assert_type(tuning.linears[0].time_us, float)
+
     llmkernels.patch(model, rms_norms=False)  # type: ignore[call-arg]
     llmkernels.generate(model)  # type: ignore[call-arg]
 

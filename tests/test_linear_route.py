@@ -9,6 +9,17 @@ from route_cases import A100, B200, H200, RTX_2080, RTX_5090, SMALL, asking, fac
 
 VARIANTS = ["library", "gemv", "mma", "wgmma", "sm80", "gemm"]  # in the order of the enum
 
+
+def tuned(first_m, last_m, n, k, variant, *plan, **flags):
+    """The numbers of a measured choice, csrc/kernels/linear/tuned.h, as an option of a route."""
+    names = ("glu", "normalize", "residual", "in_step")
+    numbers = [first_m, last_m, n, k, *(flags.get(name, 0) for name in names), variant, *plan]
+    return {"tuned": [*numbers, *[0] * (15 - len(numbers))]}
+
+
+LIBRARY, GEMV, MMA, WGMMA, SM80, GEMM = range(6)
+KB = 1024
+
 # m, n, k; what differs from a plain linear of bfloat16; the GPU; the kernel, and why it.
 ROUTES = [
     # ---- nothing that a kernel takes
@@ -126,6 +137,36 @@ ROUTES = [
         "library",
         "cuBLAS is faster where tiles of a gated activation leave much of the GPU idle",
     ),
+    # ---- measured
+    (
+        (4, 4608, 3584),
+        tuned(3, 4, 4608, 3584, MMA, 1, 3, 200 * KB, 96, 56),
+        H200,
+        "mma",
+        "measured to be the fastest on this GPU",
+    ),
+    ((1, 151936, 896), tuned(1, 1, 151936, 896, GEMV), H200, "gemv", "measured to be the fastest on this GPU"),
+    (
+        (64, 896, 896),
+        tuned(33, 64, 896, 896, WGMMA, 2, 2, 200 * KB, 288, 56),
+        H200,
+        "wgmma",
+        "measured to be the fastest on this GPU",
+    ),
+    (
+        (4, 4608, 3584),
+        tuned(3, 4, 4608, 3584, LIBRARY),
+        H200,
+        "library",
+        "cuBLAS was measured to be faster on this GPU",
+    ),
+    (
+        (128, 4608, 3584),
+        tuned(65, 128, 4608, 3584, GEMM, 0, 0, 0, 0, 0, 192),
+        H200,
+        "gemm",
+        "measured to be the fastest on this GPU",
+    ),
     ((65, 4608, 3584), {"gemm": 1}, H200, "gemm", "a test's switch"),
     ((2048, 3584, 3584), {"gemm": -1}, H200, "library", "a test's switch"),
     ((2048, 3588, 3584), {"gemm": 1}, H200, "library", "the columns of the result are no multiple of 8"),
@@ -149,8 +190,10 @@ def route(program):
         values |= dict.fromkeys(("glu", "bias", "residual", "in_step", "normalize"), 0)
         values |= {"norm_weight": 1, "norm_offset": 0.0, "parts": 0, "in_rows": 1}
         values |= {"x_aligned": 1, "weight_aligned": 1, "y_aligned": 1, "norm_weight_aligned": 1}
-        values |= {**gpu, "maps": 1, "sm80": 0, "gemm": 0}
-        found = program("linear", values, options)
+        entries = [options["tuned"]] if "tuned" in options else []
+        numbers = [len(entries), *itertools.chain(*entries)]
+        values |= {**gpu, "maps": 1, "sm80": 0, "gemm": 0, "tuned": 0}
+        found = program("linear", values, {**options, "tuned": " ".join(map(str, numbers))})
         return found | {"variant": VARIANTS[found["variant"]]}
 
     return ask

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from llmkernels._tune import files
 from llmkernels._versions import untested_transformers
 
 from .callers.model_class import model_class
@@ -84,6 +85,8 @@ def patch(
     an activation without a kernel, on a device without one, or whose class computes something else than expected. What
     accelerate puts around a model's forward for mixed precision stays around the replacement, and around the original
     after `unpatch`.
+    Choices of kernels that were measured on the model's GPU (:func:`llmkernels.autotune`) are read from their file, by
+    the first patch in a process.
     Layers look at their hooks on every call and run unfused where a hook has to see the unfused value. Where the
     forward of a class is replaced later, the modules of that class run that one. The decode step looks at every module
     and parameter in every call, and leaves the call to the modules where one is not what it was: see trust.py.
@@ -128,6 +131,8 @@ def patch(
         if kind == "add_rms_norm":  # it reads the weights and eps of these norms
             for norm in fused_norms(module):
                 plan[norm] = patched_class(type(norm), only_fused=not asked[kinds[norm]])
+    for index in {parameter.get_device() for parameter in model.parameters() if parameter.is_cuda}:
+        files.load(index)
     handle = PatchHandle(model, {kind for kind, wanted in (asked | {"decode": decode}).items() if wanted})
     # Of a model whose layers are not transformers', steps alone run on kernels.
     wanted = (Patched, Generating) if {*kinds.values()} <= {"loss"} else Patched

@@ -65,7 +65,7 @@ class Decode:
         graphs: the CUDA graphs that are kept for calls to come. Caches of one shape share them.
         graph_bytes: the memory of these on the GPU, besides caches.
         products: the kernels that multiply one token in a step on a GPU, by their names in `llmkernels.explain`, with
-            the number of products each.
+            the number of products each; "as measured" where `llmkernels.autotune` has measured them.
     """
 
     model: str

@@ -348,6 +348,22 @@ CPU = [
         "tests/test_linear_route.py -k folded",
     ),
     Mutation(
+        "tuned_choice_for_more_tokens",
+        "a measured choice is taken for more tokens than it is for",
+        "csrc/kernels/linear/tuned.h",
+        "routing::same_linear(found, wanted) && key.m <= found.last_m",
+        "routing::same_linear(found, wanted)",
+        "tests/test_autotune.py -k is_not_for",
+    ),
+    Mutation(
+        "tuned_choice_that_does_not_fit",
+        "a table has a choice whose ring does not fit the shared memory that it may take",
+        "csrc/kernels/linear/tuned.h",
+        "plan.shared_bytes > static_cast<size_t>(t.max_shared_bytes) ||",
+        "",
+        "tests/test_autotune.py -k refused",
+    ),
+    Mutation(
         "route_maps_a_stride_of_zero",
         "attention copies queries that share their memory by a tensor map, which has no stride of 0 between tokens",
         "csrc/kernels/attention/route.h",

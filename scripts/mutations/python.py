@@ -283,4 +283,28 @@ PYTHON = [
         "        if not numbers:\n",
         "tests/test_observe.py -k depends_on_sizes",
     ),
+    Mutation(
+        "py_autotune_takes_noise",
+        "a choice wins that is faster by less than the noise",
+        "llmkernels/_tune/measure.py",
+        "statistics.median(ratios) < 1 - MARGIN and",
+        "statistics.median(ratios) < 1 and",
+        "tests/test_autotune.py -k noise",
+    ),
+    Mutation(
+        "py_choices_of_another_gpu",
+        "choices that were measured on another GPU are used",
+        "llmkernels/_tune/files.py",
+        "if content.get(name) != expected:",
+        "if False:",
+        "tests/test_autotune_files.py -k elsewhere",
+    ),
+    Mutation(
+        "py_choices_of_one_writer_of_two",
+        "two processes that write what they measured at the same time lose some of it",
+        "llmkernels/_tune/files.py",
+        "fcntl.flock(descriptor, fcntl.LOCK_EX)",
+        "pass",
+        "tests/test_autotune_files.py -k same_time",
+    ),
 ]

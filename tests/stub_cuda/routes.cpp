@@ -9,6 +9,14 @@
 using namespace llmk;
 using namespace llmk::kernels;
 
+// The next number of the line.
+static bool failed = false;
+static int64_t number() {
+  long long value = 0;
+  failed |= std::scanf("%lld", &value) != 1;
+  return value;
+}
+
 static bool linear() {
   LinearProblem p{};
   DeviceInfo device{};
@@ -19,6 +27,11 @@ static bool linear() {
                     &p.norm_offset, &p.parts, &in_rows, &x, &weight, &y, &norm) == 20 &&
          std::scanf("%d %d %d %lld %d %d %d %d", &device.compute_capability, &wgmma, &device.sm_count, &shared_bytes,
                     &device.clusters[2], &maps, &sm80, &gemm) == 8) {
+    std::vector<TunedLinear> tuned(number());
+    for (TunedLinear& entry : tuned) {
+      for (int i = 0; i < kTunedLinearNumbers; ++i) reinterpret_cast<int64_t*>(&entry)[i] = number();
+    }
+    const TunedLinears table(std::move(tuned));
     p.dtype = static_cast<Dtype>(dtype);
     p.m = m, p.x_stride = x_stride, p.y_stride = y_stride;
     p.weight = {nullptr, element_type(p.dtype), n, k, weight_stride};
@@ -28,7 +41,7 @@ static bool linear() {
     device.has_wgmma = wgmma;
     device.shared_bytes = static_cast<size_t>(shared_bytes);
     device.clusters[1] = device.sm_count;
-    const RouteOptions options{.tensor_maps = maps != 0, .force_sm80 = sm80 != 0, .force_gemm = gemm};
+    const RouteOptions options{.tensor_maps = maps != 0, .force_sm80 = sm80 != 0, .force_gemm = gemm, .tuned = &table};
     const LinearRoute route = choose_route(p, device, options);
     // The linear behind the norm of these tokens, for the hand-off.
     const LinearProblem next{.m = m,
@@ -46,20 +59,12 @@ static bool linear() {
                              .parts = 0};
     std::printf(
         "{\"variant\": %d, \"reason\": \"%s\", \"norm_first\": %d, \"workspace\": %zu, \"columns\": %d, \"handoff\": "
-        "%d, \"tiles\": %d}\n",
+        "%d, \"tiles\": %d, \"rows\": %d, \"tuned\": %d}\n",
         static_cast<int>(route.variant), route.reason, route.norm_first, route.workspace_bytes, route.many.tile.columns,
-        choose_handoff(route, next, device, options), route.few.output_tiles);
+        choose_handoff(route, next, device, options), route.few.output_tiles, route.few.tile_rows, route.tuned != nullptr);
     return true;
   }
   return false;
-}
-
-// The next number of the line.
-static bool failed = false;
-static int64_t number() {
-  long long value = 0;
-  failed |= std::scanf("%lld", &value) != 1;
-  return value;
 }
 
 static DeviceInfo device_of_line() {

@@ -14,6 +14,10 @@ constexpr int64_t kGemvMaxK = int64_t{kGemvWarps} * 8 * 256, kGemvMaxRowsPerSm =
 constexpr int kGemvMaxStages = 8;      // per warp
 constexpr int kGemvHeaderBytes = 768;  // of shared memory, before the partial sums
 
+inline bool gemv_fits(int64_t n, int64_t k, int sm_count) {
+  return k <= kGemvMaxK && n <= kGemvMaxRowsPerSm * sm_count;
+}
+
 // Whether gemv is faster than linear()'s own kernel for one token, which wins where many short rows leave gemv too few
 // warps. Measured on an H200, weights of models of 0.5 to 8 billion parameters, in us; gemv wins all other cases:
 //
@@ -22,7 +26,7 @@ constexpr int kGemvHeaderBytes = 768;  // of shared memory, before the partial s
 //   151936 x 896   |    82 |   62.6
 //   151936 x 1536  |   109 |    104
 inline bool gemv_is_faster(int64_t n, int64_t k, int sm_count) {
-  return k <= kGemvMaxK && n <= (k < 2048 ? 128 : kGemvMaxRowsPerSm) * sm_count;
+  return gemv_fits(n, k, sm_count) && (k >= 2048 || n <= int64_t{128} * sm_count);
 }
 
 // Rows of W in a stage: as many as make 5 KiB per warp of it. Rows of up to 2560 elements take fewer, which more often

@@ -26,8 +26,11 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <iterator>
+#include <memory>
+#include <vector>
 
 #include "epilogue.cuh"
 #include "gemv.h"
@@ -49,6 +52,9 @@ using few_tokens::MmaSync;
 using few_tokens::Wgmma;
 
 std::atomic<bool> forced_sm80{false};  // see llmk_force_linear_sm80
+
+// The measured choices of each device. A table is never freed: another thread may be reading it.
+std::array<std::atomic<const TunedLinears*>, 64> tuned_linears{};
 
 // The consumers, the producer warp, and for wgmma a warp that loads 1 / rms.
 template <typename Math>
@@ -235,7 +241,13 @@ cudaError_t launch_with_tma(const LinearParams& p, const LinearRoute& route, Dty
 
 // What choose_route() depends on beside the problem, on the current device.
 cudaError_t find_facts(DeviceInfo& device, RouteOptions& options) {
-  options = {.tensor_maps = has_tensor_maps(), .force_sm80 = forced_sm80, .force_gemm = forced_gemm()};
+  int index = 0;
+  if (const cudaError_t status = cudaGetDevice(&index); status != cudaSuccess) return status;
+  const bool in_range = static_cast<size_t>(index) < tuned_linears.size();
+  options = {.tensor_maps = has_tensor_maps(),
+             .force_sm80 = forced_sm80,
+             .force_gemm = forced_gemm(),
+             .tuned = in_range ? tuned_linears[index].load(std::memory_order_acquire) : nullptr};
   return device_info(device);
 }
 
@@ -289,6 +301,31 @@ cudaError_t linear(const LinearParams& params, const LinearRoute& route, Dtype d
 // For tests and benchmarks, which call it through ctypes: whether every GPU takes the kernel of those without TMA.
 extern "C" __attribute__((visibility("default"))) void llmk_force_linear_sm80(int value) {
   llmk::kernels::forced_sm80 = value != 0;
+}
+
+// For llmkernels/_tune, which calls it through ctypes: sets the measured choices of the current device, in place of
+// those that it had. `numbers` are those of `count` TunedLinear, each kTunedLinearNumbers. If the device cannot run one
+// of them nothing changes, and `refused` is its index and `reason` says why. Returns a cudaError_t. Graphs that were
+// recorded before keep the kernels that they have.
+extern "C" __attribute__((visibility("default"))) int llmk_set_tuned_linears(const int64_t* numbers, int64_t count,
+                                                                             int64_t* refused, const char** reason) {
+  using namespace llmk::kernels;
+  *reason = nullptr;
+  DeviceInfo device;
+  RouteOptions options;
+  if (const cudaError_t status = find_facts(device, options); status != cudaSuccess) return status;
+  int index = 0;
+  if (const cudaError_t status = cudaGetDevice(&index); status != cudaSuccess) return status;
+  if (static_cast<size_t>(index) >= tuned_linears.size()) return cudaErrorInvalidDevice;
+  std::vector<TunedLinear> entries(count);
+  std::copy_n(numbers, count * kTunedLinearNumbers, reinterpret_cast<int64_t*>(entries.data()));
+  options.force_sm80 = false;
+  const auto found = TunedLinears::find_refused(entries, device, !routing::without_tma(device, options));
+  *refused = found.index, *reason = found.reason;
+  if (found.reason) return cudaErrorInvalidValue;
+  auto table = entries.empty() ? nullptr : std::make_unique<const TunedLinears>(std::move(entries));
+  tuned_linears[index].store(table.release(), std::memory_order_release);
+  return cudaSuccess;
 }
 
 // For llmkernels.explain, which calls it through ctypes: what the routes of the current device depend on. Facts: the

@@ -10,6 +10,8 @@
 //   gemm      65 and more   9.0                          gemm/gemm_sm90.cuh
 //   library   any           any                          the norm's kernel, cuBLAS, the activation's kernel
 //
+// Where a choice was measured on this GPU (tuned.h), that is taken in place of the rules below.
+//
 // A decision takes well under a microsecond, so none is kept: a cache would have to be asked as long, by more code.
 #pragma once
 #include <algorithm>
@@ -23,6 +25,7 @@
 #include "kernels/verdict.h"
 #include "params/linear.h"
 #include "plan.h"
+#include "tuned.h"
 
 namespace llmk::kernels {
 
@@ -48,19 +51,19 @@ struct LinearProblem {
 
 // What it depends on beside the linear and the device: the driver, and the switches of tests and benchmarks.
 struct RouteOptions {
-  bool tensor_maps = true;  // the driver has them
-  bool force_sm80 = false;  // see llmk_force_linear_sm80
-  int force_gemm = 0;       // see llmk_force_gemm
+  bool tensor_maps = true;              // the driver has them
+  bool force_sm80 = false;              // see llmk_force_linear_sm80
+  int force_gemm = 0;                   // see llmk_force_gemm
+  const TunedLinears* tuned = nullptr;  // choices that were measured on this GPU
 };
-
-enum class LinearVariant { kLibrary, kGemv, kMma, kWgmma, kSm80, kGemm };
 
 struct LinearRoute {
   LinearVariant variant = LinearVariant::kLibrary;
   const char* reason = "";
-  bool norm_first = false;     // a launch of rms_norm comes first; else the kernel normalizes, if anybody does
-  size_t workspace_bytes = 0;  // for that, up to 64 tokens; beyond, the caller normalizes
-  int64_t blocks = 0;          // of the launch
+  bool norm_first = false;             // a launch of rms_norm comes first; else the kernel normalizes, if anybody does
+  size_t workspace_bytes = 0;          // for that, up to 64 tokens; beyond, the caller normalizes
+  int64_t blocks = 0;                  // of the launch
+  const TunedLinear* tuned = nullptr;  // the measured choice that was found
   // The plan: of gemv; of mma, wgmma and sm80; of gemm.
   GemvPlan gemv{};
   LinearPlan few{};
@@ -106,12 +109,32 @@ inline Verdict supported(const LinearProblem& p) {
   return take("");
 }
 
-// ---- up to 64 tokens
-
 inline bool without_tma(const DeviceInfo& device, const RouteOptions& options) {
   return options.force_sm80 || device.compute_capability < 90 || device.shared_bytes < 200 * 1024 ||
          !options.tensor_maps;
 }
+
+// The measured choice, if there is one that this GPU can run. The switches of tests come first.
+inline const TunedLinear* find_tuned(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
+  if (!options.tuned || options.force_sm80 || options.force_gemm != 0) return nullptr;
+  const TunedLinear* found = options.tuned->find({.m = p.m,
+                                                  .n = p.n(),
+                                                  .k = p.k(),
+                                                  .glu = p.glu,
+                                                  .normalize = p.normalize,
+                                                  .residual = p.residual,
+                                                  .in_step = p.in_step});
+  return found && !refusal(*found, p.m, device, !without_tma(device, options)) ? found : nullptr;
+}
+
+inline bool decides(const TunedLinear* tuned) { return tuned && tuned->variant != kByRule; }
+
+inline Verdict measured(const TunedLinear& tuned) {
+  return tuned.is(LinearVariant::kLibrary) ? refuse("cuBLAS was measured to be faster on this GPU")
+                                           : take("measured to be the fastest on this GPU");
+}
+
+// ---- up to 64 tokens
 
 inline Verdict few_supported(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
   if (!p.x_aligned) return refuse("rows of x are not aligned to 16 bytes");
@@ -170,7 +193,9 @@ inline Verdict few_is_faster(const LinearProblem& p, const int* clusters) {
 inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
   LinearRoute route;
   const Verdict can = few_supported(p, device, options);
-  const Verdict verdict = can.taken ? few_is_faster(p, device.clusters) : can;
+  route.tuned = can.taken ? find_tuned(p, device, options) : nullptr;
+  const TunedLinear* const tuned = decides(route.tuned) ? route.tuned : nullptr;
+  const Verdict verdict = !can.taken ? can : tuned ? measured(*tuned) : few_is_faster(p, device.clusters);
   route.reason = verdict.reason;
   // Beyond 16 tokens the kernel folds the norm with the help of the linear before only.
   const bool folds = p.parts > 0 || (p.m <= kLinearMaxMmaTokens && can_fold_norm(p));
@@ -187,17 +212,17 @@ inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, 
     route.blocks = std::min<int64_t>(at_once, route.few.output_tiles);
     return route;
   }
-  if (p.m == 1 && gemv_is_faster(p.n(), p.k(), device.sm_count)) {
+  if (tuned ? tuned->is(LinearVariant::kGemv) : p.m == 1 && gemv_is_faster(p.n(), p.k(), device.sm_count)) {
     route.variant = LinearVariant::kGemv;
-    route.reason = "one token";
+    if (!tuned) route.reason = "one token";
     route.gemv = plan_gemv(p.weight, p.glu, device.sm_count);
     route.blocks = route.gemv.blocks;
     return route;
   }
-  if (p.m == 1) {
+  if (p.m == 1 && !tuned) {
     route.reason = p.k() > kGemvMaxK ? "one token, and k too large for gemv" : "one token, and too many rows for gemv";
   }
-  route.few = plan_linear(shape, device.clusters, choose_tuning(shape, device.clusters));
+  route.few = plan_linear(shape, device.clusters, tuned ? tuned->tuning() : choose_tuning(shape, device.clusters));
   route.variant = route.few.wgmma ? LinearVariant::kWgmma : LinearVariant::kMma;
   const int64_t clusters = std::min(route.few.output_tiles, device.clusters[route.few.cluster]);
   route.blocks = clusters * route.few.cluster;
@@ -241,14 +266,19 @@ inline LinearRoute many_tokens(const LinearProblem& p, const DeviceInfo& device,
   LinearRoute route{.norm_first = p.normalize};
   const GemmShape shape{p.m, p.n(), p.k(), p.glu};
   Verdict verdict = many_supported(p, device, options);
-  if (verdict.taken && options.force_gemm == 0) verdict = many_is_faster(shape, device.clusters);
+  route.tuned = verdict.taken ? find_tuned(p, device, options) : nullptr;
+  const TunedLinear* const tuned = decides(route.tuned) ? route.tuned : nullptr;
+  if (verdict.taken && options.force_gemm == 0) {
+    verdict = tuned ? measured(*tuned) : many_is_faster(shape, device.clusters);
+  }
   if (options.force_gemm > 0 && verdict.taken) verdict = take("a test's switch");
   if (options.force_gemm < 0) verdict = refuse("a test's switch");
   route.reason = verdict.reason;
   if (!verdict.taken) return route;
   route.variant = LinearVariant::kGemm;
-  const GemmTile forced{options.force_gemm % 1000, options.force_gemm >= 1000};
-  route.many = options.force_gemm > 1 ? plan_gemm(shape, forced, device.clusters) : choose_gemm(shape, device.clusters);
+  const GemmTile forced = tuned ? tuned->tile() : GemmTile{options.force_gemm % 1000, options.force_gemm >= 1000};
+  route.many =
+      tuned || options.force_gemm > 1 ? plan_gemm(shape, forced, device.clusters) : choose_gemm(shape, device.clusters);
   const int tiles = route.many.row_tiles * route.many.column_tiles;
   route.blocks = int64_t{std::min(tiles, device.clusters[route.many.cluster])} * route.many.cluster;
   return route;

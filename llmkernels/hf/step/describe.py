@@ -13,6 +13,8 @@ from collections import Counter
 import torch
 from torch import Tensor, nn
 
+from llmkernels._tune import files
+
 from ..classes.effects import packages_of
 from ..classes.layout import kind_of
 from ..classes.origin import check_names
@@ -102,8 +104,11 @@ def check_length(parts: Description, tokens: int) -> None:
 def pack(model: nn.Module, parts: Description) -> Description:
     """The description with packed products. Raises NoStep where they can not be packed.
 
-    A description in use stays valid, also when another thread unpatches the model.
+    A description in use stays valid, also when another thread unpatches the model. The measured choices for these
+    products are read, where the model was not on this GPU when it was patched.
     """
+    if parts.weight.is_cuda:
+        files.load(parts.weight.get_device())
     with packing.LOCK:
         if not isinstance(model, Generating):
             raise NoStep("the model is not patched any more")

@@ -20,14 +20,20 @@ def kernels_in(model: nn.Module) -> Counter:
 
 def kernels_of(parts: Description, device: str | torch.device) -> Counter:
     """Those that multiply one token on such a GPU, with the number of products each."""
-    weight = parts.weight
+    dtype = parts.weight.dtype
     found: Counter = Counter()
-    for op, product in _products(parts):
-        rows, columns = sum(len(one) for one in product.weights), product.weights[0].shape[1]
-        bias = bool(product.biases)
-        route = explain(op, (1, columns), (rows, columns), dtype=weight.dtype, device=device, bias=bias, in_step=True)
-        found[route.variant] += 1
+    for (op, rows, columns, bias), count in products_of(parts).items():
+        route = explain(op, (1, columns), (rows, columns), dtype=dtype, device=device, bias=bias, in_step=True)
+        found[route.variant + (" as measured" if route.measured else "")] += count
     return found
+
+
+def products_of(parts: Description) -> Counter[tuple[str, int, int, bool]]:
+    """The ops of the products of a step, each with the rows and columns of its weight and whether it has a bias."""
+    return Counter(
+        (op, sum(len(one) for one in product.weights), product.weights[0].shape[1], bool(product.biases))
+        for op, product in _products(parts)
+    )
 
 
 def _products(parts: Description) -> Iterator[tuple[str, Product]]:
