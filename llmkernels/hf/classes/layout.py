@@ -1,17 +1,17 @@
 """What a class computes, found out before it is replaced: `kind_of`, and one function for each kind.
 
-They run the class's own forward, on symbols or on a few numbers, and do not look at names or version numbers where they
-need not. If a transformers release changes a formula, its class gets other options or is not replaced; if it only moves
-code, nothing changes.
+They run the class's own forward, on tensors without numbers or with a few, and do not look at names or version numbers
+where they need not. If a transformers release changes a formula, its class gets other options or is not replaced; if it
+only moves code, nothing changes.
 """
 
 import copy
 import functools
 import inspect
 import itertools
-import re
 import types
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,9 @@ from llmkernels.ops import layer_norm, rms_norm, rope
 
 from ..errors import UnknownLayout
 from .cache_name import cache_argument
-from .families import KINDS, MLP, Norm, Rotation, is_lora, known_base
+from .families import MLP, Norm, Rotation, is_lora, kind_by_name, known_base
 from .origin import Name, check_origin, names_of
+from .recorder import ForwardRecorder, StandIn, words
 
 # --- kinds
 
@@ -46,27 +47,24 @@ def kind_of(cls: type) -> str | None:
 @functools.cache
 def _kind_of(cls: type, forward: Callable) -> str | None:
     name = cls.__name__
-    if name.endswith("ForCausalLM"):
-        return "loss"
-    if name.endswith("Experts"):
-        return "experts"
+    named = kind_by_name(cls)
+    if named in ("loss", "experts"):
+        return named
     try:
         check_origin(forward, ("transformers", "torch"))
         arguments = list(inspect.signature(forward).parameters.values())[1:]
     except (UnknownLayout, ValueError):
-        return next((kind for end, kind in KINDS.items() if name.endswith(end)), None)
+        return named
     names = _names(forward)
     if len(arguments) == 1 and arguments[0].kind is arguments[0].POSITIONAL_OR_KEYWORD:
-        if "Norm" in name and not (names | _names(getattr(cls, "_norm", None))).isdisjoint(_EPS):
-            try:
-                return norm_of(cls).kind
-            except UnknownLayout:
-                return "layer_norm" if "LayerNorm" in name else "rms_norm"
-        try:
+        with suppress(UnknownLayout):
             return "mlp" if mlp_of(forward).gate is None else "gated_mlp"
-        except UnknownLayout:
-            is_mlp = name.endswith("MLP") and names.isdisjoint({"experts", "router"})
-            return ("gated_mlp" if "gate_proj" in names else "mlp") if is_mlp else None
+        with suppress(UnknownLayout):
+            return norm_of(cls).kind
+        if "Norm" in name and not (names | _names(getattr(cls, "_norm", None))).isdisjoint(_EPS):
+            return "layer_norm" if "LayerNorm" in name else "rms_norm"
+        is_mlp = named == "gated_mlp" and names.isdisjoint({"experts", "router"})
+        return ("gated_mlp" if "gate_proj" in names else "mlp") if is_mlp else None
     if "self_attn" in names and cache_argument(forward) is not None:
         return "add_rms_norm"
     return "rope" if rotation_name(forward) is not None else None
@@ -77,86 +75,38 @@ def _names(function: Callable | None) -> set[str]:
     return set() if code is None else {*code.co_names}
 
 
-# --- on symbols
-
-
-class Symbol(str):
-    """An expression as text: arithmetic on it gives the text of the result."""
-
-    def __add__(self, other):
-        return Symbol(f"({self} + {other})")
-
-    def __mul__(self, other):
-        return Symbol(f"({self} * {other})")
-
-    def __truediv__(self, other):
-        return Symbol(f"({self} / {other})")
-
-    def __iter__(self):
-        return iter((self, Symbol(f"{self}[1]")))  # of a tuple the first value is what matters
-
-    def __bool__(self):
-        raise UnknownLayout(f"its forward depends on {self}")
-
-    def chunk(self, chunks, dim=0):
-        return tuple(Symbol(f"{self}.chunk({chunks}, dim={dim})[{index}]") for index in range(chunks))
-
-    def __call__(self, *args, **kwargs):
-        arguments = [*map(str, args), *(f"{key}={value}" for key, value in sorted(kwargs.items()))]
-        return Symbol(f"{self}({', '.join(arguments)})")
-
-    @classmethod
-    def __torch_function__(cls, function, _, args=(), kwargs=None):
-        return Symbol(function.__name__)(*args, **kwargs or {})
-
-
-class _Traced:
-    """Stands for a module: each attribute is a symbol of that name."""
-
-    training = Symbol("training")
-
-    def __getattr__(self, name):
-        return Symbol(name)
+# --- on tensors without numbers
 
 
 @functools.cache
-def trace(forward: Callable) -> str:
-    """What a forward computes, as an expression of its arguments and of the members of its module.
-
-    It gets the arguments of its signature, the first by position, the others by name, and an additional one if it has
-    **kwargs. Raises UnknownLayout where it needs more than symbols.
-    """
-    check_origin(forward)
-    first, *named = [p for p in inspect.signature(forward).parameters.values() if p.name != "self"]
-    try:
-        return str(forward(_Traced(), Symbol(first.name), **{p.name: Symbol(p.name) for p in named}))
-    except Exception as error:
-        raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
-
-
-_ACT = r"(?P<act>\w*act\w*)"
-_GATE, _UP = r"(?P<gate>\w+)\((?P<x>\w+)\)", r"(?P<up>\w+)\((?P=x)\)"
-_PACKED = r"(?P<gate>\w+)\((?P<x>\w+)\)\.chunk\(2, dim=-1\)"
-_MLPS = [
-    rf"(?P<down>\w+)\(\({_ACT}\({_GATE}\) \* {_UP}\)\)",
-    rf"(?P<down>\w+)\(\((?P<up>\w+)\((?P<x>\w+)\) \* {_ACT}\((?P<gate>\w+)\((?P=x)\)\)\)\)",
-    rf"(?P<down>\w+)\(\({_PACKED}\[1\] \* {_ACT}\((?P=gate)\((?P=x)\)\.chunk\(2, dim=-1\)\[0\]\)\)\)",
-    rf"(?P<down>\w+)\(\({_ACT}\({_PACKED}\[0\]\) \* (?P=gate)\((?P=x)\)\.chunk\(2, dim=-1\)\[1\]\)\)",
-    rf"(?P<down>\w+)\({_ACT}\((?P<up>\w+)\((?P<x>\w+)\)\)\)",
-]
-_DROPOUT = r"dropout\((?P<inner>.*), inplace=False, p=(?P<dropout>\w+), training=training\)"
-
-
 def mlp_of(forward: Callable) -> MLP:
-    """The names of an MLP's submodules. Raises UnknownLayout unless a forward computes one of _MLPS."""
-    found = trace(forward)
-    dropout = re.fullmatch(_DROPOUT, found)
-    for pattern in _MLPS:
-        if (match := re.fullmatch(pattern, dropout["inner"] if dropout else found)) is not None:
-            names = {"gate": None, "up": None, **match.groupdict()}
-            del names["x"]
-            return MLP(**names, dropout=dropout and dropout["dropout"])
-    raise UnknownLayout(f"unknown layout of its forward, which computes {found}")
+    """The names of an MLP's submodules. Raises UnknownLayout unless a forward computes what an MLP does."""
+    check_origin(forward)
+    recorder = ForwardRecorder()
+    made = recorder.expression(recorder.run(forward, StandIn(recorder), recorder.argument("x")))
+    if (found := _mlp(made)) is None:
+        raise UnknownLayout(f"unknown layout of its forward, which computes {words(made)}")
+    return found
+
+
+def _mlp(made: Any) -> MLP | None:
+    dropout = None
+    match made:
+        case ("dropout", made, ("self", dropout), ("self", "training"), False):
+            pass
+    match made:
+        case ("self", down, ("mul", a, b)):
+            for activated, other in ((a, b), (b, a)):
+                match activated, other:
+                    case ("self", act, ("self", gate, "x")), ("self", up, "x"):
+                        return MLP(down, act, gate, up, dropout)
+                    case ("self", act, (0, *packed)), (1, *same) if packed == same:
+                        match packed:
+                            case ("chunk", ("self", gate, "x"), 2, -1):
+                                return MLP(down, act, gate, None, dropout)
+        case ("self", down, ("self", act, ("self", up, "x"))):
+            return MLP(down, act, None, up, dropout)
+    return None
 
 
 # --- on numbers

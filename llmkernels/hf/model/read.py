@@ -15,10 +15,11 @@ from llmkernels.ops.activation import ACTIVATIONS
 
 from ..classes import layout
 from ..classes.families import Rotation
+from ..classes.recorder import Node
 from ..errors import UnknownLayout
 from .description import MLP, Attention, Branch, Description, Layer, Norm, Product
 from .numbers import attend, is_close, rotation_of, tokens_first, window_of
-from .observe import Node, Number, Record
+from .observe import Number, Record
 from .template import Factor, Path, Template, Window
 
 

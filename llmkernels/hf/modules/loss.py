@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from llmkernels.ops._common import _is_transforming
 
 from ..classes.cache_name import cache_name
 from ..classes.families import Loss
-from ..classes.layout import Symbol, check_origin
+from ..classes.origin import check_origin
+from ..classes.recorder import ForwardRecorder, Member, StandIn, words
 from ..errors import UnknownLayout
 from .lazy import LazyTensor
 from .replaced import WITHOUT, count, has_kernel, runs_only_forward
@@ -46,18 +46,18 @@ def forward_without_logits(original: Callable, options: Loss) -> Callable:
         values = (input_ids, attention_mask, position_ids, past, inputs_embeds, use_cache)
         inputs = dict(zip(names, values, strict=True))
         asked = labels is not None and self.training
-        reason = _why_not_now(self, logits_to_keep, kwargs) if asked else None
+        reason = _why_not_now(self, options, logits_to_keep, kwargs) if asked else None
         if not asked or reason is not None:
             if asked:
                 count(self, WITHOUT, reason)
             return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
         count(self, OP)
         kwargs.pop("return_dict", None)
-        outputs = self.model(**inputs, **kwargs)
+        outputs, head = getattr(self, options.base)(**inputs, **kwargs), getattr(self, options.head)
         softcap = None if options.softcap is None else getattr(self.config, options.softcap)
-        loss = _loss(self.lm_head, softcap, outputs.last_hidden_state, labels, **kwargs)
+        loss = _loss(head, softcap, outputs.last_hidden_state, labels, **kwargs)
         known = {name: outputs[name] for name in (cache, "hidden_states", "attentions") if name in outputs}
-        return _output(self.lm_head, softcap, outputs.last_hidden_state, loss, **known)
+        return _output(head, softcap, outputs.last_hidden_state, loss, **known)
 
     return forward
 
@@ -67,17 +67,17 @@ def _inputs() -> tuple[str, ...]:
     return "input_ids", "attention_mask", "position_ids", cache_name(), "inputs_embeds", "use_cache"
 
 
-def why_not(model: nn.Module, at_rest: bool = False) -> str | None:
+def why_not(model: nn.Module, options: Loss, at_rest: bool = False) -> str | None:
     """Why a model computes its loss from logits for now, or None.
 
     At rest, outside of a forward, a weight may be a DTensor that FSDP makes a plain one in every forward.
     """
-    head = model.lm_head
+    head = getattr(model, options.head)
     if type(head) is not nn.Linear or not runs_only_forward(head):
-        return "lm_head has to be called: it is no plain linear layer, or has hooks"
+        return f"{options.head} has to be called: it is no plain linear layer, or has hooks"
     kind = type(head.weight)
     if kind not in (nn.Parameter, Tensor) and not (at_rest and kind.__name__ == "DTensor"):  # FSDP1's is a Tensor
-        return f"the weight of lm_head is a {kind.__name__}, not a plain parameter"
+        return f"the weight of {options.head} is a {kind.__name__}, not a plain parameter"
     if not has_kernel(head.weight):
         return f"no kernel for {head.weight.dtype} on {head.weight.device.type}"
     function = model.loss_function
@@ -86,13 +86,13 @@ def why_not(model: nn.Module, at_rest: bool = False) -> str | None:
     return None
 
 
-def _why_not_now(model: nn.Module, logits_to_keep: Any, kwargs: dict[str, Any]) -> str | None:
+def _why_not_now(model: nn.Module, options: Loss, logits_to_keep: Any, kwargs: dict[str, Any]) -> str | None:
     """Why a call computes its loss from logits, or None."""
     if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
         return "logits_to_keep asks for a part of the logits"
     if kwargs.get("return_dict") is False:
         return "return_dict=False asks for a tuple"
-    return why_not(model)
+    return why_not(model, options)
 
 
 def _loss(
@@ -187,7 +187,7 @@ def _state(tensor: Tensor | None) -> tuple[int, int] | None:
 
 
 def loss_of(forward: Callable) -> Loss:
-    """How a forward that calls model, lm_head and loss_function, in this order, and no more, computes its logits.
+    """How a forward that calls a base model, a head and loss_function, in this order, and no more, computes its logits.
 
     Raises UnknownLayout for any other forward.
     """
@@ -195,59 +195,65 @@ def loss_of(forward: Callable) -> Loss:
     names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
     if names != ["self", *_inputs()[:5], "labels", "use_cache", "logits_to_keep"]:
         raise UnknownLayout(f"unknown layout of its forward, whose arguments are {names}")
-    plain, capped = (_trace(forward, softcap) for softcap in (None, Symbol("softcap")))
-    if plain != "lm_head":
-        raise UnknownLayout(f"its logits are {plain}, and linear_cross_entropy has no option for that")
-    if capped not in (plain, "(tanh((lm_head / softcap)) * softcap)"):
-        raise UnknownLayout(f"unknown layout of its forward, whose logits are {capped}")
-    return Loss(softcap=None if capped == plain else _SOFTCAP)
+    base, head, logits = _read(forward)
+    softcap = None
+    match logits:
+        case ("mul", ("tanh", ("div", _, ("self", cap))), ("self", same)) if cap == same and cap.startswith(_CONFIG):
+            softcap = cap.removeprefix(_CONFIG)
+            base, head, logits = _read(forward, **{softcap: None})
+    if logits[:2] != ("self", head):
+        raise UnknownLayout(f"its logits are {words(logits)}, and linear_cross_entropy has no option for that")
+    return Loss(base, head, softcap)
 
 
-_SOFTCAP = "final_logit_softcapping"
+_CONFIG = "config."
 
 
-def _trace(forward: Callable, softcap: str | None) -> str:
-    """The logits of a forward, as an expression. Raises UnknownLayout where it makes other calls than those known."""
-    calls: list[tuple[str, Any]] = []
+class _LossRecorder(ForwardRecorder):
+    """Records what a forward calls; first it calls the base model, which returns `outputs`."""
 
-    def noted(name: str, result: Any, *arguments: str) -> Callable:
-        def call(*args, **kwargs):
-            calls.append((name, dict(zip(arguments, args, strict=False)) | kwargs))
-            return result
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple[str, tuple, dict[str, Any]]] = []
+        self.outputs: dict[str, Any] = {}
 
-        return call
+    def called(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
 
-    found = {cache_name(): "cache", "hidden_states": None, "attentions": None}
-    config = {"vocab_size": "vocab_size", "return_dict": True, "use_return_dict": True, _SOFTCAP: softcap}
-    traced = SimpleNamespace(
-        model=noted("model", SimpleNamespace(last_hidden_state=_Slices(), **found)),
-        lm_head=noted("lm_head", Symbol("lm_head"), "input"),
-        loss_function=noted("loss_function", "loss", "logits", "labels", "vocab_size"),
-        vocab_size="vocab_size",
-        logit_scale=Symbol("logit_scale"),
-        config=SimpleNamespace(**config, logits_scaling=Symbol("logits_scaling")),
-    )
-    inputs = {name: name for name in _inputs()}
-    everything = (slice(None), slice(0, None), slice(None))
-    try:
-        output = forward(traced, **inputs, labels="labels", more="more")
-        logits = output["logits"]
-        loss = {"logits": logits, "labels": "labels", "vocab_size": "vocab_size", "more": "more"}
-        expected = [
-            ("model", inputs | {"more": "more"}),
-            ("lm_head", {"input": everything}),
-            ("loss_function", loss),
-        ]
-        fits = calls == expected and dict(output) == {"loss": "loss", "logits": logits, cache_name(): "cache"}
-    except Exception as error:
-        raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
-    if not fits:
-        raise UnknownLayout(f"unknown layout of its forward, which calls {calls}")
-    return str(logits)
+        self.calls.append((name, args, kwargs))
+        if len(self.calls) > 1:
+            return super().called(name, args, kwargs)
+        self.outputs = {name: Member(self, name) for name in (cache_name(), "hidden_states", "attentions")}
+        return BaseModelOutputWithPast(last_hidden_state=self.argument("hidden"), **self.outputs)
 
 
-class _Slices:
-    """Indexed, it gives the index."""
+def _read(forward: Callable, **config: Any) -> tuple[str, str, Any]:
+    """The names of the base model and the head of a forward, and its logits as an expression."""
+    recorder = _LossRecorder()
+    given = {name: Member(recorder, name) for name in (*_inputs(), "labels", "more")}
+    stand_in = StandIn(recorder, config=StandIn(recorder, _CONFIG, return_dict=True, use_return_dict=True, **config))
+    output = recorder.run(forward, stand_in, **given)
+    logits, labels = output["logits"], given.pop("labels")
+    expected = {"logits": logits, "labels": labels, "more": given["more"]}
+    match recorder.calls:
+        case [(base, (), inputs), (head, (hidden,), {}), ("loss_function", args, kwargs)]:
+            kwargs = dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
+            size = kwargs.pop("vocab_size", None)
+            if (
+                _are_same(inputs, given)
+                and recorder.expression(hidden) == ("getitem", "hidden", slice(None), slice(0, None), slice(None))
+                and _are_same(kwargs, expected)
+                and isinstance(size, Member)
+                and size.name in ("vocab_size", f"{_CONFIG}vocab_size")
+                and _are_same(output, {"loss": output["loss"], "logits": logits, **recorder.outputs})
+            ):
+                return base, head, recorder.expression(logits)
+    calls = [
+        words(("self", name, *map(recorder.expression, (*args, *kwargs.values()))))
+        for name, args, kwargs in recorder.calls
+    ]
+    raise UnknownLayout(f"unknown layout of its forward, which calls {', '.join(calls)}")
 
-    def __getitem__(self, index: Any) -> Any:
-        return index
+
+def _are_same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return found.keys() == expected.keys() and all(found[name] is expected[name] for name in expected)
