@@ -432,7 +432,7 @@ def test_unknown_mlp_layout_falls_back(monkeypatch):
         return self.down_proj(self.gate_proj(x) + self.act_fn(self.up_proj(x)))
 
     monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", as_transformers(forward))
-    reason = "down_proj(add(gate_proj(x), act_fn(up_proj(x))))"
+    reason = "self.down_proj(add(self.gate_proj(x), self.act_fn(self.up_proj(x))))"
     assert set(left_alone(tiny_model(), "gated_mlp").values()) == {
         f"unknown layout of its forward, which computes {reason}"
     }

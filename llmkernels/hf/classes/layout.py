@@ -24,7 +24,7 @@ from ..errors import UnknownLayout
 from .cache_name import cache_argument
 from .families import MLP, Norm, Rotation, is_lora, kind_by_name, known_base
 from .origin import Name, check_origin, names_of
-from .recorder import ForwardRecorder, StandIn, words
+from .recorder import ForwardRecorder, Node, StandIn, code_of, member_name
 
 # --- kinds
 
@@ -80,33 +80,30 @@ def _names(function: Callable | None) -> set[str]:
 
 @functools.cache
 def mlp_of(forward: Callable) -> MLP:
-    """The names of an MLP's submodules. Raises UnknownLayout unless a forward computes what an MLP does."""
+    """The names of an MLP's submodules, whichever they are. Raises UnknownLayout unless a forward is that of an MLP."""
     check_origin(forward)
     recorder = ForwardRecorder()
-    made = recorder.expression(recorder.run(forward, StandIn(recorder), recorder.argument("x")))
-    if (found := _mlp(made)) is None:
-        raise UnknownLayout(f"unknown layout of its forward, which computes {words(made)}")
-    return found
-
-
-def _mlp(made: Any) -> MLP | None:
-    dropout = None
+    made = results = recorder.nodes_in((recorder.run(forward, recorder.argument("x")),))
+    parts, dropout = (), None
+    match results:
+        case [Node("dropout", (Node() as inner, StandIn() as dropout, StandIn(_code="self.training"), False))]:
+            made = [inner]
     match made:
-        case ("dropout", made, ("self", dropout), ("self", "training"), False):
-            pass
-    match made:
-        case ("self", down, ("mul", a, b)):
+        case [Node(down, (Node("mul", (a, b)),))]:
             for activated, other in ((a, b), (b, a)):
                 match activated, other:
-                    case ("self", act, ("self", gate, "x")), ("self", up, "x"):
-                        return MLP(down, act, gate, up, dropout)
-                    case ("self", act, (0, *packed)), (1, *same) if packed == same:
-                        match packed:
-                            case ("chunk", ("self", gate, "x"), 2, -1):
-                                return MLP(down, act, gate, None, dropout)
-        case ("self", down, ("self", act, ("self", up, "x"))):
-            return MLP(down, act, None, up, dropout)
-    return None
+                    case Node(act, (Node(gate, (Node("x"),)),)), Node(up, (Node("x"),)):
+                        parts = down, act, gate, up
+                    case (
+                        Node(act, (Node("chunk", (Node(gate, (Node("x"),)) as packed, 2, -1), {"index": 0}),)),
+                        Node("chunk", (same, 2, -1), {"index": 1}),
+                    ) if same is packed:
+                        parts = down, act, gate, None
+        case [Node(down, (Node(act, (Node(up, (Node("x"),)),)),))]:
+            parts = down, act, None, up
+    if not parts:
+        raise UnknownLayout(f"unknown layout of its forward, which computes {', '.join(map(code_of, results))}")
+    return MLP(*(None if part is None else member_name(str(part)) for part in (*parts, dropout)))
 
 
 # --- on numbers

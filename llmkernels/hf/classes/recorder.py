@@ -1,8 +1,7 @@
 """What tensors are made of, recorded while code runs.
 
-Recorder              a mode of torch's that gives each tensor a Node, which says what made it
-StandIn, Member       stand for a module and its members, whatever their names: a forward runs without a module
-ForwardRecorder       records such a forward, on tensors without numbers
+Recorder            a mode of torch's that gives each tensor a Node, which says what made it
+ForwardRecorder     records a forward without a module, on tensors without numbers
 """
 
 from collections.abc import Callable, Iterator
@@ -41,6 +40,8 @@ class Node:
     "tanh", "same"    x; the same numbers, maybe in another shape
     "other"           of the function `name`
     """
+
+    __match_args__ = "name", "args", "options"
 
     kind: str
     value: Tensor  # as it was when it was made
@@ -123,51 +124,47 @@ def _flat(values: tuple) -> Iterator[Any]:
 # --- a forward without its module
 
 
-class Member:
-    """Stands for a member of a module, or an argument, of which nothing is known but its name."""
+class StandIn:
+    """Stands for a module, a member of one or an argument, of which nothing is known but the code that gives it."""
 
-    def __init__(self, recorder: "ForwardRecorder", name: str):
-        self._recorder, self.name = recorder, name
+    def __init__(self, recorder: "ForwardRecorder", code: str):
+        vars(self).update(_recorder=recorder, _code=code)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        code = f"{self._code}.{name}"
+        return self._recorder.members.setdefault(code, StandIn(self._recorder, code))
 
     def __call__(self, *args, **kwargs):
-        return self._recorder.called(self.name, args, kwargs)
+        return self._recorder.called(self._code, args, kwargs)
+
+    def __setattr__(self, name: str, value: Any):
+        raise UnknownLayout(f"its forward sets {name}")
 
     def __bool__(self):
-        raise UnknownLayout(f"its forward depends on {self.name}")
+        raise UnknownLayout(f"its forward depends on {self._code}")
 
     def __eq__(self, other):
         return self is other or bool(self)
 
-    __hash__ = object.__hash__
-
     def __repr__(self):
-        return self.name
+        return self._code
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:  # which makes it an operand that torch gives to the recorder
         return NotImplemented
 
 
-class StandIn:
-    """Stands for a module, or its config: it has the members that it is given, and a Member for each other name."""
-
-    def __init__(self, recorder: "ForwardRecorder", prefix: str = "", **members: Any):
-        vars(self).update(members, _recorder=recorder, _prefix=prefix)
-
-    def __getattr__(self, name: str) -> Member:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return vars(self).setdefault(name, Member(self._recorder, self._prefix + name))
-
-    def __setattr__(self, name: str, value: Any):
-        raise UnknownLayout(f"its forward sets {name}")
-
-
 class ForwardRecorder(Recorder):
     """Records a forward that runs with a StandIn, on tensors without numbers. What it does depends on no number, no
-    shape and no member, or it is refused."""
+    shape and no member but those given, or it is refused."""
 
     unseen = frozenset()
+
+    def __init__(self, members: dict[str, Any] | None = None):
+        super().__init__()
+        self.members = members or {}  # by their code, as "self.config"
 
     def argument(self, name: str) -> Tensor:
         tensor = torch.empty(2, 4, 8, device="meta")
@@ -178,20 +175,20 @@ class ForwardRecorder(Recorder):
         """What the forward returns. Raises UnknownLayout where it needs more than these have."""
         try:
             with self:
-                return forward(*args, **kwargs)
+                return forward(StandIn(self, "self"), *args, **kwargs)
         except Exception as error:
             raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
 
-    def called(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def called(self, code: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call of a member returns a tensor like the first that it is given."""
         given = *args, *kwargs.values()
         result = _like_first(given)
-        self.add(result, Node("module", result, self.nodes_in(given), name))
+        self.add(result, Node("module", result, self.nodes_in(given), code))
         return result
 
     def results(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         given = *args, *kwargs.values()
-        if any(isinstance(x, Member) for x in _flat(given)):
+        if any(isinstance(x, StandIn) for x in _flat(given)):
             return _like_first(given)
         results = super().results(function, args, kwargs)
         if not all(isinstance(x, Tensor) for x in _flat((results,))):
@@ -199,10 +196,21 @@ class ForwardRecorder(Recorder):
             raise UnknownLayout(f"its forward depends on the {name} of a tensor")
         return results
 
-    def expression(self, x: Any) -> Any:
-        """How a tensor is made, in nested tuples: ("self", "down_proj", ("mul", ...)), the first of several results
-        (0, "chunk", ...), an argument by its name. Where it is nested deeper than what is looked for, "..."."""
-        return _expression(self.node(x) if isinstance(x, Tensor) else x)
+
+def code_of(x: Any, depth: int = 8) -> str:
+    """What makes a tensor, as "self.down_proj(mul(self.gate_proj(x), 2))"."""
+    if not isinstance(x, Node) or x.kind == "constant":
+        return x.name if isinstance(x, Node) else repr(x)
+    arguments = ", ".join(code_of(each, depth - 1) for each in x.args) if depth else "..."
+    return f"{x.name}({arguments})" + (f"[{x.options['index']}]" if x.options else "")
+
+
+def member_name(code: str, owner: str = "self") -> str:
+    """The name in the code "self.name". Raises UnknownLayout for other code."""
+    name = code.removeprefix(f"{owner}.")
+    if name == code or not name.isidentifier():
+        raise UnknownLayout(f"unknown layout of its forward, which uses {code}")
+    return name
 
 
 def _like_first(values: tuple) -> Tensor:
@@ -210,30 +218,3 @@ def _like_first(values: tuple) -> Tensor:
     if first is None:
         raise UnknownLayout("its forward computes with its members alone")
     return torch.empty_like(first)
-
-
-def _expression(x: Any, depth: int = 8) -> Any:
-    match x:
-        case Member():
-            return "self", x.name
-        case Node(kind="constant"):
-            return x.name
-        case Node() if depth:
-            start = ("self", x.name) if x.kind == "module" else (x.name,)
-            index = x.options.get("index")
-            return *(() if index is None else (index,)), *start, *(_expression(each, depth - 1) for each in x.args)
-        case Node():
-            return "..."
-    return x
-
-
-def words(expression: Any) -> str:
-    """An expression as code."""
-    match expression:
-        case (int() as index, *of):
-            return f"{words((*of,))}[{index}]"
-        case ("self", name):
-            return name
-        case ("self", name, *arguments) | (str() as name, *arguments):
-            return f"{name}({', '.join(map(words, arguments))})"
-    return str(expression)

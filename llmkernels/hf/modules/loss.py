@@ -15,7 +15,7 @@ from llmkernels.ops._common import _is_transforming
 from ..classes.cache_name import cache_name
 from ..classes.families import Loss
 from ..classes.origin import check_origin
-from ..classes.recorder import ForwardRecorder, Member, StandIn, words
+from ..classes.recorder import ForwardRecorder, Node, StandIn, code_of, member_name
 from ..errors import UnknownLayout
 from .lazy import LazyTensor
 from .replaced import WITHOUT, count, has_kernel, runs_only_forward
@@ -198,62 +198,58 @@ def loss_of(forward: Callable) -> Loss:
     base, head, logits = _read(forward)
     softcap = None
     match logits:
-        case ("mul", ("tanh", ("div", _, ("self", cap))), ("self", same)) if cap == same and cap.startswith(_CONFIG):
-            softcap = cap.removeprefix(_CONFIG)
-            base, head, logits = _read(forward, **{softcap: None})
-    if logits[:2] != ("self", head):
-        raise UnknownLayout(f"its logits are {words(logits)}, and linear_cross_entropy has no option for that")
-    return Loss(base, head, softcap)
-
-
-_CONFIG = "config."
+        case Node("mul", (Node("tanh", (Node("div", (Node(plain), cap)),)), same)) if plain == head and cap is same:
+            softcap = member_name(repr(cap), "self.config")
+            base, head, logits = _read(forward, {repr(cap): None})
+    if logits.name != head:
+        raise UnknownLayout(f"its logits are {code_of(logits)}, and linear_cross_entropy has no option for that")
+    return Loss(member_name(base), member_name(head), softcap)
 
 
 class _LossRecorder(ForwardRecorder):
-    """Records what a forward calls; first it calls the base model, which returns `outputs`."""
+    """Records a forward that calls a base model first, and notes its calls as code."""
 
-    def __init__(self):
-        super().__init__()
-        self.calls: list[tuple[str, tuple, dict[str, Any]]] = []
-        self.outputs: dict[str, Any] = {}
+    def __init__(self, members: dict[str, Any]):
+        super().__init__(members)
+        self.calls: list[str] = []
 
-    def called(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def called(self, code: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        self.calls.append((name, args, kwargs))
+        if code == "self.loss_function":
+            args, kwargs = args[3:], dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
+        named = [f"{name}={code_of(*self.nodes_in((value,)))}" for name, value in sorted(kwargs.items())]
+        self.calls.append(f"{code}({', '.join([*map(code_of, self.nodes_in(args)), *named])})")
         if len(self.calls) > 1:
-            return super().called(name, args, kwargs)
-        self.outputs = {name: Member(self, name) for name in (cache_name(), "hidden_states", "attentions")}
-        return BaseModelOutputWithPast(last_hidden_state=self.argument("hidden"), **self.outputs)
+            return super().called(code, args, kwargs)
+        return BaseModelOutputWithPast(self.argument("hidden"), **{name: StandIn(self, name) for name in _outputs()})
 
 
-def _read(forward: Callable, **config: Any) -> tuple[str, str, Any]:
-    """The names of the base model and the head of a forward, and its logits as an expression."""
-    recorder = _LossRecorder()
-    given = {name: Member(recorder, name) for name in (*_inputs(), "labels", "more")}
-    stand_in = StandIn(recorder, config=StandIn(recorder, _CONFIG, return_dict=True, use_return_dict=True, **config))
-    output = recorder.run(forward, stand_in, **given)
-    logits, labels = output["logits"], given.pop("labels")
-    expected = {"logits": logits, "labels": labels, "more": given["more"]}
+def _outputs() -> tuple[str, ...]:
+    """What the base model returns, and the whole model, too."""
+    return cache_name(), "hidden_states", "attentions"
+
+
+_KEPT = "(getitem(hidden, slice(None, None, None), slice(0, None, None), slice(None, None, None)))"
+
+
+def _read(forward: Callable, members: dict[str, Any] | None = None) -> tuple[str, str, Node]:
+    """The code of the base model and of the head, and the logits. Raises UnknownLayout where a forward does more."""
+    recorder = _LossRecorder({"self.config.return_dict": True, "self.config.use_return_dict": True} | (members or {}))
+    given = {name: StandIn(recorder, name) for name in (*_inputs(), "more", "labels")}
+    output = recorder.run(forward, **given)
+    if not isinstance(output, dict):
+        raise UnknownLayout(f"unknown layout of its forward, which returns a {type(output).__name__}")
+    returned = dict(zip(output, map(code_of, recorder.nodes_in((*output.values(),))), strict=True))
+    logits, loss = returned.get("logits"), returned.pop("loss", "")
+    inputs = f"({', '.join(f'{name}={name}' for name in sorted((*_inputs(), 'more')))})"
+    sizes = "self.vocab_size", "self.config.vocab_size"
+    losses = [f"self.loss_function(labels=labels, logits={logits}, more=more, vocab_size={size})" for size in sizes]
     match recorder.calls:
-        case [(base, (), inputs), (head, (hidden,), {}), ("loss_function", args, kwargs)]:
-            kwargs = dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
-            size = kwargs.pop("vocab_size", None)
-            if (
-                _are_same(inputs, given)
-                and recorder.expression(hidden) == ("getitem", "hidden", slice(None), slice(0, None), slice(None))
-                and _are_same(kwargs, expected)
-                and isinstance(size, Member)
-                and size.name in ("vocab_size", f"{_CONFIG}vocab_size")
-                and _are_same(output, {"loss": output["loss"], "logits": logits, **recorder.outputs})
-            ):
-                return base, head, recorder.expression(logits)
-    calls = [
-        words(("self", name, *map(recorder.expression, (*args, *kwargs.values()))))
-        for name, args, kwargs in recorder.calls
-    ]
-    raise UnknownLayout(f"unknown layout of its forward, which calls {', '.join(calls)}")
-
-
-def _are_same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    return found.keys() == expected.keys() and all(found[name] is expected[name] for name in expected)
+        case [base, head, last] if (
+            last in losses
+            and loss.startswith("self.loss_function(")
+            and returned == {name: name for name in _outputs()} | {"logits": logits}
+        ):
+            return base.removesuffix(inputs), head.removesuffix(_KEPT), recorder.node(output["logits"])
+    raise UnknownLayout(f"unknown layout of its forward, which calls {', '.join(recorder.calls)}")
