@@ -86,6 +86,12 @@ KINDS = {
     "DecoderLayer": "add_rms_norm",
 }
 
+# Names in a forward's code, where neither what it computes nor its class says it:
+EPS = "variance_epsilon", "eps"  # of a norm, which has to be made without its __init__
+GATE = "gate_proj"  # under which kind the report lists an MLP that has no kernel
+OF_EXPERTS = {"experts", "router"}  # a class ...MLP with these is no MLP
+OF_LAYER = "self_attn"  # whole models, too, have a cache, and a norm behind an add
+
 
 def kind_by_name(cls: type) -> str | None:
     return next((kind for end, kind in KINDS.items() if cls.__name__.endswith(end)), None)

@@ -22,7 +22,7 @@ from llmkernels.ops import layer_norm, rms_norm, rope
 
 from ..errors import UnknownLayout
 from .cache_name import cache_argument
-from .families import MLP, Norm, Rotation, is_lora, kind_by_name, known_base
+from .families import EPS, GATE, MLP, OF_EXPERTS, OF_LAYER, Norm, Rotation, is_lora, kind_by_name, known_base
 from .origin import Name, check_origin, names_of
 from .recorder import ForwardRecorder, Node, StandIn, code_of, member_name
 
@@ -61,11 +61,11 @@ def _kind_of(cls: type, forward: Callable) -> str | None:
             return "mlp" if mlp_of(forward).gate is None else "gated_mlp"
         with suppress(UnknownLayout):
             return norm_of(cls).kind
-        if "Norm" in name and not (names | _names(getattr(cls, "_norm", None))).isdisjoint(_EPS):
+        if "Norm" in name and not (names | _names(getattr(cls, "_norm", None))).isdisjoint(EPS):
             return "layer_norm" if "LayerNorm" in name else "rms_norm"
-        is_mlp = named == "gated_mlp" and names.isdisjoint({"experts", "router"})
-        return ("gated_mlp" if "gate_proj" in names else "mlp") if is_mlp else None
-    if "self_attn" in names and cache_argument(forward) is not None:
+        is_mlp = named == "gated_mlp" and names.isdisjoint(OF_EXPERTS)
+        return ("gated_mlp" if GATE in names else "mlp") if is_mlp else None
+    if OF_LAYER in names and cache_argument(forward) is not None:
         return "add_rms_norm"
     return "rope" if rotation_name(forward) is not None else None
 
@@ -108,7 +108,6 @@ def mlp_of(forward: Callable) -> MLP:
 
 # --- on numbers
 
-_EPS = ("variance_epsilon", "eps")
 _NORMS = [
     Norm("rms_norm", "", offset, cast, has_weight)
     for offset, cast, has_weight in (
@@ -151,7 +150,7 @@ def _norm_of(cls: type, forward: Callable) -> Norm:
     norm.weight, norm.bias = (
         nn.Parameter(torch.linspace(*ends, 64, device="cpu"), requires_grad=False) for ends in ((0.3, 1.7), (-0.6, 0.8))
     )
-    vars(norm).update(zip(_EPS, (0.25, 0.2), strict=True))  # large, so that their place in the formula matters
+    vars(norm).update(zip(EPS, (0.25, 0.2), strict=True))  # large, so that their place in the formula matters
     try:
         return norm_of_module(norm, x)[0]
     except UnknownLayout:
