@@ -6,6 +6,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 import llmkernels
 from hf_models import assert_close, tiny_inputs, tiny_model
+from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.classes.families import Loss
 from llmkernels.hf.errors import UnknownLayout
 from llmkernels.hf.modules.loss import loss_of
@@ -30,10 +31,12 @@ def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_k
 """
 
 
-def forward_with(*changes, source=FORWARD):
+def forward_with(*changes):
+    source = FORWARD
     for old, new in changes:
         assert old in source
         source = source.replace(old, new)
+    source = source.replace("past_key_values", cache_name())
     scope = dict(vars(modeling_qwen2))
     exec(source, scope)
     return scope["forward"]
