@@ -180,7 +180,9 @@ class ForwardRecorder(Recorder):
             raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
 
     def called(self, code: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call of a member returns a tensor like the first that it is given."""
+        """A call of a member returns a tensor like the first that it is given. That of a member's member, as
+        self.seen.append, may do anything."""
+        member_name(code)
         given = *args, *kwargs.values()
         result = _like_first(given)
         self.add(result, Node("module", result, self.nodes_in(given), code))
