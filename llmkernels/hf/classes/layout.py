@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -55,13 +55,13 @@ def _kind_of(cls: type, forward: Callable) -> str | None:
         arguments = list(inspect.signature(forward).parameters.values())[1:]
     except (UnknownLayout, ValueError):
         return named
-    names = _names(forward)
+    names = {*_names(forward)}
     if len(arguments) == 1 and arguments[0].kind is arguments[0].POSITIONAL_OR_KEYWORD:
         with suppress(UnknownLayout):
             return "mlp" if mlp_of(forward).gate is None else "gated_mlp"
         with suppress(UnknownLayout):
             return norm_of(cls).kind
-        if "Norm" in name and not (names | _names(getattr(cls, "_norm", None))).isdisjoint(EPS):
+        if "Norm" in name and not names.union(_names(getattr(cls, "_norm", None))).isdisjoint(EPS):
             return "layer_norm" if "LayerNorm" in name else "rms_norm"
         is_mlp = named == "gated_mlp" and names.isdisjoint(OF_EXPERTS)
         return ("gated_mlp" if GATE in names else "mlp") if is_mlp else None
@@ -70,9 +70,9 @@ def _kind_of(cls: type, forward: Callable) -> str | None:
     return "rope" if rotation_name(forward) is not None else None
 
 
-def _names(function: Callable | None) -> set[str]:
+def _names(function: Callable | None) -> tuple[str, ...]:
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    return set() if code is None else {*code.co_names}
+    return () if code is None else code.co_names
 
 
 # --- on tensors without numbers
@@ -109,15 +109,10 @@ def mlp_of(forward: Callable) -> MLP:
 # --- on numbers
 
 _NORMS = [
-    Norm("rms_norm", "", offset, cast, has_weight)
-    for offset, cast, has_weight in (
-        (0, True, True),
-        (0, False, True),
-        (1, False, True),
-        (1, True, True),
-        (0, True, False),
-    )
-] + [
+    Norm("rms_norm", "", offset, cast, weight)
+    for offset, cast, weight in ((0, True, True), (0, False, True), (1, False, True), (1, True, True), (0, True, False))
+]
+_NORMS += [
     Norm("layer_norm", "", offset, has_weight=has_weight, has_bias=has_bias)
     for offset, has_weight, has_bias in ((0, True, True), (0, True, False), (1, True, True), (0, False, False))
 ]
@@ -220,21 +215,16 @@ def _agreement(options: Norm, x: torch.Tensor, weight: Any, bias: Any, eps: floa
 
 def rotation_name(forward: Callable) -> str | None:
     """The function of its module by which a forward rotates q and k. Of several, the first."""
-    forward = inspect.unwrap(forward)
-    values, code = getattr(forward, "__globals__", {}), getattr(forward, "__code__", None)
-    names = code.co_names if code is not None else ()
-    return next((name for name in names if "rotary" in name and isinstance(values.get(name), types.FunctionType)), None)
+    values = getattr(inspect.unwrap(forward), "__globals__", {})
+    names = (name for name in _names(forward) if "rotary" in name)
+    return next((name for name in names if isinstance(values.get(name), types.FunctionType)), None)
 
 
-_ROTATIONS = [
-    dict(zip(("interleaved", "table", "float32", "keeps_dtype"), values, strict=True))
+# All that have a kernel, the simple ones first: interleaved or not, by which table, in float32, keeping the dtype.
+ROTATIONS = [
+    Rotation("", *values)
     for values in itertools.product((False, True), ("elements", "half", "pairs"), (False, True), (False, True))
 ]
-
-
-def rotations() -> Iterator[Rotation]:
-    """All that have a kernel, the simple ones first."""
-    return (Rotation("", **values) for values in _ROTATIONS)
 
 
 def rotate(options: Rotation, q, k, cos, sin, unsqueeze_dim: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,9 +265,9 @@ def _rotation_of(name: str, function: Callable, calls: tuple[Name, ...]) -> Rota
             error = reason
     if not runs:
         raise UnknownLayout(f"unknown {name} ({type(error).__name__}: {error})")
-    for values in _ROTATIONS:
-        if all(_same_rotation(Rotation(name, **values), *run) for run in runs):
-            return Rotation(name, **values)
+    for rotation in ROTATIONS:
+        if all(_same_rotation(rotation, *run) for run in runs):
+            return replace(rotation, name=name)
     raise UnknownLayout(f"its {name} computes a rotation that has no kernel")
 
 

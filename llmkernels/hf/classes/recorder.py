@@ -151,9 +151,7 @@ class StandIn:
     def __repr__(self):
         return self._code
 
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:  # which makes it an operand that torch gives to the recorder
-        return NotImplemented
+    __torch_function__ = None  # which makes it an operand that torch gives to the recorder
 
 
 class ForwardRecorder(Recorder):

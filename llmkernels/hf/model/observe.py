@@ -41,12 +41,9 @@ class Record:
     logits: Node
     attentions: tuple[Node, ...]  # in the order of the calls
 
-    def number(self, value: float, paths: Iterable[str], power: int = 1) -> Number:
-        """A number by where it is from: an attribute of one of these modules, or of the config."""
-        return number_of(self.model, value, paths, power)
-
 
 def number_of(model: nn.Module, value: float, paths: Iterable[str], power: int = 1) -> Number:
+    """A number by where it is from: an attribute of one of these modules, or of the config."""
     for path, members in [*((path, vars(model.get_submodule(path))) for path in paths), (CONFIG, vars(model.config))]:
         for name, member in members.items():
             if isinstance(member, float) and member == value:
@@ -220,25 +217,8 @@ def _refuse(*_: Any) -> Any:
     raise UnknownLayout("has layers that compute something by their index")
 
 
-_COMPUTED = (
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "bool",
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-)
-_COMPUTED += "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "and", "rand", "neg", "float"
-for _name in _COMPUTED:
+_COMPUTED = "eq ne lt le gt ge bool add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow"
+for _name in f"{_COMPUTED} and rand neg float".split():
     setattr(_Index, f"__{_name}__", _refuse)
 _Index.__hash__ = int.__hash__
 
