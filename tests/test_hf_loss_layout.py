@@ -84,6 +84,8 @@ REASON = "unknown layout of its forward"
         (("self.loss_function", "self.other_loss"), f"{REASON}, which calls .*other_loss"),
         (("outputs.past_key_values", "None"), f"{REASON}, which calls"),
         (("attentions=outputs.attentions", "attentions=outputs.hidden_states"), f"{REASON}, which calls"),
+        (("attentions=outputs.attentions", "attentions=()"), f"{REASON}, which calls"),
+        (("return Causal", "return logits\n    return Causal"), f"{REASON}, which returns a Tensor"),
         (("loss=loss", "loss=2 * loss"), f"{REASON}, which calls"),
         (("loss = None", "self.seen = logits"), f"{REASON} .UnknownLayout: its forward sets seen"),
         (("loss = None", "loss = self.flag or None"), f"{REASON} .UnknownLayout: its forward depends on self.flag"),

@@ -49,6 +49,7 @@ from llmkernels.hf.errors import UnknownLayout
         ("self.d(self.act(self.u(x))) if self.way != 'other' else x", None, None),
         ("self.d(self.act(self.u(x))) if x.shape[0] > 1 else x", None, None),
         ("(self.seen.append(x), self.d(self.act(self.u(x))))[1]", None, None),
+        ("(self.d(self.act(self.u(x))),)", None, None),
         ("setattr(self, 'last', x) or self.d(self.act(self.u(x)))", None, None),
         ("self.d(self.act(self.u(x)) if x.sum() else x)", None, None),
     ],

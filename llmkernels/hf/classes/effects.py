@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import UnknownLayout
-from .origin import codes_of, functions_of, home
+from .origin import codes_in, functions_of, home
 from .variables import Variables
 
 _KNOWN = {"transformers", "torch"}
@@ -83,7 +83,7 @@ def check_effects(model: nn.Module) -> None:
             continue
         if package not in packages:
             raise UnknownLayout(f"calls {function.__qualname__}, which is from {home(function)}")
-        for code in codes_of(function.__code__):
+        for code in codes_in(function.__code__):
             _check_code(code, function)
             globals_ = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
             for name, value in globals_.items():

@@ -24,7 +24,7 @@ from ..errors import UnknownLayout
 from .cache_name import cache_argument
 from .families import EPS, GATE, MLP, OF_EXPERTS, OF_LAYER, Norm, Rotation, is_lora, kind_by_name, known_base
 from .origin import Name, check_origin, names_of
-from .recorder import ForwardRecorder, Node, StandIn, code_of, member_name
+from .recorder import ForwardRecorder, Node, StandIn, member_name
 
 # --- kinds
 
@@ -83,13 +83,14 @@ def mlp_of(forward: Callable) -> MLP:
     """The names of an MLP's submodules, whichever they are. Raises UnknownLayout unless a forward is that of an MLP."""
     check_origin(forward)
     recorder = ForwardRecorder()
-    made = results = recorder.nodes_in((recorder.run(forward, recorder.argument("x")),))
+    result = recorder.run(forward, recorder.argument("x"))
+    made = recorder.node(result) if isinstance(result, torch.Tensor) else None
     parts, dropout = (), None
-    match results:
-        case [Node("dropout", (Node() as inner, StandIn() as dropout, StandIn(_code="self.training"), False))]:
-            made = [inner]
     match made:
-        case [Node(down, (Node("mul", (a, b)),))]:
+        case Node("dropout", (Node() as inner, StandIn() as dropout, StandIn(_code="self.training"), False)):
+            made = inner
+    match made:
+        case Node(down, (Node("mul", (a, b)),)):
             for activated, other in ((a, b), (b, a)):
                 match activated, other:
                     case Node(act, (Node(gate, (Node("x"),)),)), Node(up, (Node("x"),)):
@@ -99,10 +100,10 @@ def mlp_of(forward: Callable) -> MLP:
                         Node("chunk", (same, 2, -1), {"index": 1}),
                     ) if same is packed:
                         parts = down, act, gate, None
-        case [Node(down, (Node(act, (Node(up, (Node("x"),)),)),))]:
+        case Node(down, (Node(act, (Node(up, (Node("x"),)),)),)):
             parts = down, act, None, up
     if not parts:
-        raise UnknownLayout(f"unknown layout of its forward, which computes {', '.join(map(code_of, results))}")
+        raise UnknownLayout(f"unknown layout of its forward, which computes {recorder.codes_of(result)}")
     return MLP(*(None if part is None else member_name(str(part)) for part in (*parts, dropout)))
 
 

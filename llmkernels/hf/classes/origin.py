@@ -121,7 +121,7 @@ def _walk(function: Callable, cls: type) -> Iterator[Name]:
         # Functions of others than transformers and the class's package are followed to names of torch's alone.
         is_its_own = home(part).split(".")[0] in ("transformers", cls.__module__.split(".")[0])
         scopes = [[part.__globals__.get], _members(cls), *of_torch] if is_its_own else of_torch
-        for name in (name for code in codes_of(part.__code__) for name in code.co_names):
+        for name in (name for code in codes_in(part.__code__) for name in code.co_names):
             for lookups in scopes:
                 values = [get(name) for get in lookups]
                 if any(isinstance(value, _KINDS) for value in values):
@@ -152,9 +152,9 @@ def _enclosed(function: types.FunctionType) -> Iterator[types.FunctionType]:
     yield from functions_of(getattr(function, "__wrapped__", None))
 
 
-def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     """A code, and those of the functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from codes_of(constant)
+            yield from codes_in(constant)

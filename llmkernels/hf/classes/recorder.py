@@ -196,6 +196,9 @@ class ForwardRecorder(Recorder):
             raise UnknownLayout(f"its forward depends on the {name} of a tensor")
         return results
 
+    def codes_of(self, *values: Any) -> str:
+        return ", ".join(map(code_of, self.nodes_in(values)))
+
 
 def code_of(x: Any, depth: int = 8) -> str:
     """What makes a tensor, as "self.down_proj(mul(self.gate_proj(x), 2))"."""

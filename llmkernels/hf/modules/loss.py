@@ -195,7 +195,7 @@ def loss_of(forward: Callable) -> Loss:
     names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
     if names != ["self", *_inputs()[:5], "labels", "use_cache", "logits_to_keep"]:
         raise UnknownLayout(f"unknown layout of its forward, whose arguments are {names}")
-    base, head, logits = _read(forward)
+    base, head, logits = _read(forward, {})
     softcap = None
     match logits:
         case Node("mul", (Node("tanh", (Node("div", (Node(plain), cap)),)), same)) if plain == head and cap is same:
@@ -218,8 +218,8 @@ class _LossRecorder(ForwardRecorder):
 
         if code == "self.loss_function":
             args, kwargs = args[3:], dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
-        named = [f"{name}={code_of(*self.nodes_in((value,)))}" for name, value in sorted(kwargs.items())]
-        self.calls.append(f"{code}({', '.join([*map(code_of, self.nodes_in(args)), *named])})")
+        named = [f"{name}={self.codes_of(value)}" for name, value in sorted(kwargs.items())]
+        self.calls.append(f"{code}({', '.join([*map(self.codes_of, args), *named])})")
         if len(self.calls) > 1:
             return super().called(code, args, kwargs)
         return BaseModelOutputWithPast(self.argument("hidden"), **{name: StandIn(self, name) for name in _outputs()})
@@ -233,14 +233,13 @@ def _outputs() -> tuple[str, ...]:
 _KEPT = "(getitem(hidden, slice(None, None, None), slice(0, None, None), slice(None, None, None)))"
 
 
-def _read(forward: Callable, members: dict[str, Any] | None = None) -> tuple[str, str, Node]:
+def _read(forward: Callable, members: dict[str, Any]) -> tuple[str, str, Node]:
     """The code of the base model and of the head, and the logits. Raises UnknownLayout where a forward does more."""
-    recorder = _LossRecorder({"self.config.return_dict": True, "self.config.use_return_dict": True} | (members or {}))
-    given = {name: StandIn(recorder, name) for name in (*_inputs(), "more", "labels")}
-    output = recorder.run(forward, **given)
+    recorder = _LossRecorder({"self.config.return_dict": True, "self.config.use_return_dict": True} | members)
+    output = recorder.run(forward, **{name: StandIn(recorder, name) for name in (*_inputs(), "more", "labels")})
     if not isinstance(output, dict):
         raise UnknownLayout(f"unknown layout of its forward, which returns a {type(output).__name__}")
-    returned = dict(zip(output, map(code_of, recorder.nodes_in((*output.values(),))), strict=True))
+    returned = {name: recorder.codes_of(value) for name, value in output.items()}
     logits, loss = returned.get("logits"), returned.pop("loss", "")
     inputs = f"({', '.join(f'{name}={name}' for name in sorted((*_inputs(), 'more')))})"
     sizes = "self.vocab_size", "self.config.vocab_size"
