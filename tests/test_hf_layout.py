@@ -27,8 +27,8 @@ from hf_models import (
     tiny_model,
 )
 from llmkernels.hf import unpatch
-from llmkernels.hf.classes.families import MLP, Norm, Rotation
-from llmkernels.hf.classes.layout import kind_of, mlp_of, norm_of, rotation_of, trace
+from llmkernels.hf.classes.families import Norm, Rotation
+from llmkernels.hf.classes.layout import norm_of, rotation_of
 from llmkernels.hf.classes.source import bind_global, fuse_adds
 from llmkernels.hf.errors import UnknownLayout
 
@@ -346,6 +346,18 @@ def from_source(source):
     return scope["forward"]
 
 
+X = torch.linspace(-1, 1, 8, dtype=torch.float64)
+PARTS = types.SimpleNamespace(
+    input_layernorm=torch.sin,
+    self_attn=lambda hidden_states, **_: (hidden_states.cos(), None),
+    post_attention_layernorm=torch.tanh,
+    norm2=lambda x: x + 0.5,
+    any_name=torch.exp,
+    mlp=lambda x: x * x,
+    multiplier=3,
+)
+
+
 @pytest.mark.parametrize(
     ("changes", "norms"),
     [
@@ -362,7 +374,7 @@ def from_source(source):
     ],
 )
 def test_fused_adds(changes, norms):
-    """What is fused computes the same: the expression is."""
+    """What is fused computes the same."""
     forward = layer_like(**changes)
     if norms is None:
         with pytest.raises(UnknownLayout, match="no norm follows an add directly"):
@@ -371,7 +383,7 @@ def test_fused_adds(changes, norms):
     fused, found = fuse_adds(forward, lambda layer, norm, x, residual: (norm(residual + x), residual + x))
     assert found == norms
     assert "_add_norm" in fused.__code__.co_freevars
-    assert trace(fused) == trace(forward)
+    assert torch.equal(fused(PARTS, X), forward(PARTS, X))
 
 
 def test_a_layer_of_another_formula(monkeypatch):
@@ -401,41 +413,6 @@ def test_what_follows_an_add(name, monkeypatch):
         assert {*found.values()} == {"its mlp follows an add and is no norm with a kernel, but Qwen2MLP"}
 
 
-@pytest.mark.parametrize(
-    ("formula", "kind", "options"),
-    [
-        ("self.d(self.act(self.g(x)) * self.u(x))", "gated_mlp", MLP("d", "act", "g", "u")),
-        ("self.d(self.u(x) * self.act(self.g(x)))", "gated_mlp", MLP("d", "act", "g", "u")),
-        ("self.d(self.act(self.u(x)))", "mlp", MLP("d", "act", None, "u")),
-        (
-            "F.dropout(self.d(self.act(self.u(x))), p=self.p, training=self.training)",
-            "mlp",
-            MLP("d", "act", None, "u", "p"),
-        ),
-        (
-            "self.d((lambda g, u: u * self.act(g))(*self.g(x).chunk(2, dim=-1)))",
-            "gated_mlp",
-            MLP("d", "act", "g", None),
-        ),
-        ("self.d((lambda u, g: u * self.act(g))(*self.g(x).chunk(2, dim=-1)))", None, None),
-        ("self.d((lambda g, u: u * self.act(g))(*self.g(x).chunk(2, dim=0)))", None, None),
-        ("self.d(self.act(self.g(x)) * self.u(self.g(x)))", None, None),
-        ("self.d(self.act(self.g(x)) + self.u(x))", None, None),
-        ("F.dropout(self.d(self.act(self.u(x))), p=self.p)", None, None),
-        ("self.d(self.act(self.u(x)) if x.sum() else x)", None, None),
-    ],
-)
-def test_mlp_layout(formula, kind, options):
-    forward = from_source(f"from torch.nn import functional as F\ndef forward(self, x):\n    return {formula}\n")
-    cls = type("Mystery", (nn.Module,), {"forward": forward, "__module__": "transformers.models.qwen2.modeling_qwen2"})
-    assert kind_of(cls) == kind
-    if kind is None:
-        with pytest.raises(UnknownLayout, match="unknown layout of its forward"):
-            mlp_of(forward)
-    else:
-        assert mlp_of(forward) == options
-
-
 def test_an_mlp_of_another_formula(monkeypatch):
     def forward(self, x):
         return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
@@ -455,7 +432,7 @@ def test_unknown_mlp_layout_falls_back(monkeypatch):
         return self.down_proj(self.gate_proj(x) + self.act_fn(self.up_proj(x)))
 
     monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", as_transformers(forward))
-    reason = "down_proj((gate_proj(x) + act_fn(up_proj(x))))"
+    reason = "self.down_proj(add(self.gate_proj(x), self.act_fn(self.up_proj(x))))"
     assert set(left_alone(tiny_model(), "gated_mlp").values()) == {
         f"unknown layout of its forward, which computes {reason}"
     }

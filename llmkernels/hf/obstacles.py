@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .callers.model_class import model_class
-from .classes.families import known_base
+from .classes.families import kind_by_name, known_base
 from .classes.layout import kind_of
 from .errors import UnknownLayout
 from .model.trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
@@ -30,8 +30,17 @@ def kinds_in(model: nn.Module) -> dict[nn.Module, str]:
     return {
         module: kind
         for module, kind in kinds.items()
-        if kind != "layer_norm" or module in parts or known_base(type(module)) is not nn.LayerNorm
+        if (kind != "layer_norm" or module in parts or known_base(type(module)) is not nn.LayerNorm)
+        and (kind != "mlp" or _may_be_mlp(module))
     }
+
+
+def _may_be_mlp(module: nn.Module) -> bool:
+    """Of a module that computes c(b(a(x))): not if b has weights, as in an activation of a norm of a convolution."""
+    if kind_by_name(type(module)) == "gated_mlp":
+        return True
+    activation = _activation(module)
+    return not isinstance(activation, nn.Module) or not [*activation.parameters(), *activation.buffers()]
 
 
 def _options(module: nn.Module):
@@ -118,7 +127,7 @@ def fallback(module: nn.Module, kind: str) -> str | None:
     if cls.forward is not cls.made or not cls.is_current():
         return "the forward of its class was replaced"
     if kind == "loss":
-        return losses.why_not(module, at_rest=True)
+        return losses.why_not(module, cls.options, at_rest=True)
     if kind == "lora":
         return lora.why_not(module)
     if kind in ("gated_mlp", "mlp"):

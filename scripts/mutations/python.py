@@ -260,6 +260,22 @@ PYTHON = [
         "tests/test_hf_layout.py -k another_formula",
     ),
     Mutation(
+        "py_forwards_depend_on_shapes",
+        "a forward that depends on the shape of a tensor is read for one shape",
+        "llmkernels/hf/classes/recorder.py",
+        'raise UnknownLayout(f"its forward depends on the {name} of a tensor")',
+        "return results",
+        "tests/test_hf_mlp_layout.py",
+    ),
+    Mutation(
+        "py_the_halves_of_a_product_are_swapped",
+        "an MLP whose activation is on the second half of a product is one on the first",
+        "llmkernels/hf/classes/layout.py",
+        '{"index": 0}',
+        "_",
+        "tests/test_hf_mlp_layout.py",
+    ),
+    Mutation(
         "py_windows_are_not_seen",
         "a layer with a window is read as one without",
         "llmkernels/hf/model/numbers.py",

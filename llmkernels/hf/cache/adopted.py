@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..classes.layout import check_origin
-from ..classes.origin import Entry, asked_of_origin
+from ..classes.origin import Entry, asked_of_origin, check_origin
 from ..errors import NoStep, UnknownLayout
 from ..model.description import Description
 from .buffers import Buffers, WindowBuffers, room_for

@@ -9,7 +9,6 @@ may warn.
 """
 
 import builtins
-import inspect
 import logging
 import operator
 import types
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import UnknownLayout
+from .origin import codes_in, functions_of, home
 from .variables import Variables
 
 _KNOWN = {"transformers", "torch"}
@@ -71,28 +71,27 @@ def check_effects(model: nn.Module) -> None:
     modules = [module for module in model.modules() if is_foreign(type(module))]
     foreign = list(dict.fromkeys(map(type, modules)))
     packages = packages_of(foreign)
-    left = [function for cls in foreign for function in _functions(cls.forward)]
+    left = [function for cls in foreign for function in functions_of(cls.forward)]
     seen, named = set(), set()
     while left:
         if (function := left.pop()) in seen:
             continue
         seen.add(function)
         left += _held(function)
-        package = _package(_home(function))
+        package = _package(home(function))
         if package in _CALLED:
             continue
         if package not in packages:
-            raise UnknownLayout(f"calls {function.__qualname__}, which is from {_home(function)}")
-        for code in _codes(function.__code__):
+            raise UnknownLayout(f"calls {function.__qualname__}, which is from {home(function)}")
+        for code in codes_in(function.__code__):
             _check_code(code, function)
             globals_ = {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
             for name, value in globals_.items():
                 left += _check_global(name, value, function)
             classes = [*foreign, *(value for value in globals_.values() if isinstance(value, type))]
             names = {*code.co_names, *filter(_is_name, code.co_consts)}  # getattr() and its like take strings
-            left += [
-                part for name in names for cls in classes for value in _member(cls, name) for part in _functions(value)
-            ]
+            members = [value for name in names for cls in classes for value in _member(cls, name)]
+            left += [part for value in members for part in functions_of(value)]
             named |= names
     for module in modules:
         _check_members(module, named - _OF_MODULES)
@@ -106,15 +105,15 @@ def _check_members(module: nn.Module, named: set[str]) -> None:
     """Raise UnknownLayout for a member by which a foreign module may keep what it has seen."""
     members = [(name, vars(module)[name]) for name in named & vars(module).keys()]
     of_class = [(name, value) for name in named for value in _member(type(module), name)]
-    members += [(name, value) for name, value in of_class if not any(_functions(value))]
+    members += [(name, value) for name, value in of_class if not functions_of(value)]
     for name, value in members:
         if _may_keep(value):
             raise UnknownLayout(f"may keep something in {name}, a {type(value).__name__}")
 
 
 def _may_keep(value: Any) -> bool:
-    if functions := list(_functions(value)):
-        return any(_package(_home(one)) not in _KNOWN for one in functions)
+    if functions := functions_of(value):
+        return any(_package(home(one)) not in _KNOWN for one in functions)
     bases = {base.__module__ for base in type(value).__mro__}
     if "transformers.configuration_utils" in bases or isinstance(value, (list, tuple, type)) or _is_constant(value):
         return False
@@ -196,7 +195,7 @@ def _may_do_anything(name: str) -> bool:
 
 def _check_global(name: str, value: Any, function: Callable) -> list[types.FunctionType]:
     """The functions behind a global of a foreign function, which may be read only."""
-    functions = list(_functions(value))
+    functions = functions_of(value)
     if any(_changes(one.__name__) for one in functions):
         _refuse(function, f"calls {name}")
     if isinstance(value, types.ModuleType):
@@ -244,13 +243,13 @@ def _held(function: types.FunctionType) -> Iterator[types.FunctionType]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     held = [(name, cell.cell_contents) for name, cell in cells if cell != types.CellType()]
     held += [*zip(names[len(names) - len(defaults) :], defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
-    is_looked_at = _package(_home(function)) not in _CALLED
+    is_looked_at = _package(home(function)) not in _CALLED
     for name, value in held:
-        yield from (functions := list(_functions(value)))
+        yield from (functions := functions_of(value))
         is_harmless = functions or isinstance(value, type) or _is_constant(value) or _is_pure(value)
         if is_looked_at and not is_harmless:
             _refuse(function, f"has {name}, a {type(value).__name__}, around it")
-    yield from _functions(getattr(function, "__wrapped__", None))
+    yield from functions_of(getattr(function, "__wrapped__", None))
 
 
 def _member(cls: type, name: str) -> Iterator[Any]:
@@ -258,27 +257,6 @@ def _member(cls: type, name: str) -> Iterator[Any]:
     for base in cls.__mro__:
         if is_foreign(base) and base is not object and name in vars(base):
             yield vars(base)[name]
-
-
-def _functions(value: Any) -> Iterator[types.FunctionType]:
-    value = getattr(value, "func", value) if not isinstance(value, types.FunctionType) else value
-    value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-    if isinstance(value, types.FunctionType):
-        yield value
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if inspect.iscode(constant):
-            yield from _codes(constant)
-
-
-def _home(function: Callable) -> str:
-    """The module of a function, or of a class."""
-    if isinstance(function, type):
-        return function.__module__
-    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
 def _package(module: str) -> str:

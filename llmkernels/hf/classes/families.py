@@ -1,7 +1,6 @@
 """What `patch` knows by name, and the words in which layout.py says what a class computes.
 
-A layer is known by what its class computes, of whatever family it is: see layout.py. By name are known only the kinds
-of classes that somebody has replaced the forward of.
+A layer is known by what its class computes, of whatever family it is: see layout.py.
 """
 
 from dataclasses import dataclass
@@ -66,19 +65,36 @@ class Layer:
 
 @dataclass(frozen=True)
 class Loss:
-    """Of a model for causal language modelling: the attribute of its config with the softcap of the logits, or None."""
+    """Of a model for causal language modelling: the names of the base model, of the linear layer behind it, and of the
+    entry of its config that caps the logits softly, if one does."""
 
+    base: str
+    head: str
     softcap: str | None = None
 
 
-# The kind of a class whose forward is not transformers' own, by the end of its name.
+# Kinds by the end of a class's name, where what it computes does not say it: of models and experts, which are known by
+# what others do with them; and of what the report lists as left alone, since its forward is not transformers' own or
+# computes what has no kernel.
 KINDS = {
+    "ForCausalLM": "loss",
+    "Experts": "experts",
     "RMSNorm": "rms_norm",
     "LayerNorm": "layer_norm",
     "Attention": "rope",
     "MLP": "gated_mlp",
     "DecoderLayer": "add_rms_norm",
 }
+
+# Names in a forward's code, where neither what it computes nor its class says it:
+EPS = "variance_epsilon", "eps"  # of a norm, which has to be made without its __init__
+GATE = "gate_proj"  # under which kind the report lists an MLP that has no kernel
+OF_EXPERTS = {"experts", "router"}  # a class ...MLP with these is no MLP
+OF_LAYER = "self_attn"  # whole models, too, have a cache, and a norm behind an add
+
+
+def kind_by_name(cls: type) -> str | None:
+    return next((kind for end, kind in KINDS.items() if cls.__name__.endswith(end)), None)
 
 
 _LORA = ("peft.tuners.lora.layer", "Linear")

@@ -1,17 +1,17 @@
 """What a class computes, found out before it is replaced: `kind_of`, and one function for each kind.
 
-They run the class's own forward, on symbols or on a few numbers, and do not look at names or version numbers where they
-need not. If a transformers release changes a formula, its class gets other options or is not replaced; if it only moves
-code, nothing changes.
+They run the class's own forward, on tensors without numbers or with a few, and do not look at names or version numbers
+where they need not. If a transformers release changes a formula, its class gets other options or is not replaced; if it
+only moves code, nothing changes.
 """
 
 import copy
 import functools
 import inspect
 import itertools
-import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,9 @@ from llmkernels.ops import layer_norm, rms_norm, rope
 
 from ..errors import UnknownLayout
 from .cache_name import cache_argument
-from .families import KINDS, MLP, Norm, Rotation, is_lora, known_base
+from .families import EPS, GATE, MLP, OF_EXPERTS, OF_LAYER, Norm, Rotation, is_lora, kind_by_name, known_base
 from .origin import Name, check_origin, names_of
+from .recorder import ForwardRecorder, Node, StandIn, member_name
 
 # --- kinds
 
@@ -46,132 +47,73 @@ def kind_of(cls: type) -> str | None:
 @functools.cache
 def _kind_of(cls: type, forward: Callable) -> str | None:
     name = cls.__name__
-    if name.endswith("ForCausalLM"):
-        return "loss"
-    if name.endswith("Experts"):
-        return "experts"
+    named = kind_by_name(cls)
+    if named in ("loss", "experts"):
+        return named
     try:
         check_origin(forward, ("transformers", "torch"))
         arguments = list(inspect.signature(forward).parameters.values())[1:]
     except (UnknownLayout, ValueError):
-        return next((kind for end, kind in KINDS.items() if name.endswith(end)), None)
-    names = _names(forward)
+        return named
+    names = {*_names(forward)}
     if len(arguments) == 1 and arguments[0].kind is arguments[0].POSITIONAL_OR_KEYWORD:
-        if "Norm" in name and not (names | _names(getattr(cls, "_norm", None))).isdisjoint(_EPS):
-            try:
-                return norm_of(cls).kind
-            except UnknownLayout:
-                return "layer_norm" if "LayerNorm" in name else "rms_norm"
-        try:
+        with suppress(UnknownLayout):
             return "mlp" if mlp_of(forward).gate is None else "gated_mlp"
-        except UnknownLayout:
-            is_mlp = name.endswith("MLP") and names.isdisjoint({"experts", "router"})
-            return ("gated_mlp" if "gate_proj" in names else "mlp") if is_mlp else None
-    if "self_attn" in names and cache_argument(forward) is not None:
+        with suppress(UnknownLayout):
+            return norm_of(cls).kind
+        if "Norm" in name and not names.union(_names(getattr(cls, "_norm", None))).isdisjoint(EPS):
+            return "layer_norm" if "LayerNorm" in name else "rms_norm"
+        is_mlp = named == "gated_mlp" and names.isdisjoint(OF_EXPERTS)
+        return ("gated_mlp" if GATE in names else "mlp") if is_mlp else None
+    if OF_LAYER in names and cache_argument(forward) is not None:
         return "add_rms_norm"
     return "rope" if rotation_name(forward) is not None else None
 
 
-def _names(function: Callable | None) -> set[str]:
+def _names(function: Callable | None) -> tuple[str, ...]:
     code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
-    return set() if code is None else {*code.co_names}
+    return () if code is None else code.co_names
 
 
-# --- on symbols
-
-
-class Symbol(str):
-    """An expression as text: arithmetic on it gives the text of the result."""
-
-    def __add__(self, other):
-        return Symbol(f"({self} + {other})")
-
-    def __mul__(self, other):
-        return Symbol(f"({self} * {other})")
-
-    def __truediv__(self, other):
-        return Symbol(f"({self} / {other})")
-
-    def __iter__(self):
-        return iter((self, Symbol(f"{self}[1]")))  # of a tuple the first value is what matters
-
-    def __bool__(self):
-        raise UnknownLayout(f"its forward depends on {self}")
-
-    def chunk(self, chunks, dim=0):
-        return tuple(Symbol(f"{self}.chunk({chunks}, dim={dim})[{index}]") for index in range(chunks))
-
-    def __call__(self, *args, **kwargs):
-        arguments = [*map(str, args), *(f"{key}={value}" for key, value in sorted(kwargs.items()))]
-        return Symbol(f"{self}({', '.join(arguments)})")
-
-    @classmethod
-    def __torch_function__(cls, function, _, args=(), kwargs=None):
-        return Symbol(function.__name__)(*args, **kwargs or {})
-
-
-class _Traced:
-    """Stands for a module: each attribute is a symbol of that name."""
-
-    training = Symbol("training")
-
-    def __getattr__(self, name):
-        return Symbol(name)
+# --- on tensors without numbers
 
 
 @functools.cache
-def trace(forward: Callable) -> str:
-    """What a forward computes, as an expression of its arguments and of the members of its module.
-
-    It gets the arguments of its signature, the first by position, the others by name, and an additional one if it has
-    **kwargs. Raises UnknownLayout where it needs more than symbols.
-    """
-    check_origin(forward)
-    first, *named = [p for p in inspect.signature(forward).parameters.values() if p.name != "self"]
-    try:
-        return str(forward(_Traced(), Symbol(first.name), **{p.name: Symbol(p.name) for p in named}))
-    except Exception as error:
-        raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
-
-
-_ACT = r"(?P<act>\w*act\w*)"
-_GATE, _UP = r"(?P<gate>\w+)\((?P<x>\w+)\)", r"(?P<up>\w+)\((?P=x)\)"
-_PACKED = r"(?P<gate>\w+)\((?P<x>\w+)\)\.chunk\(2, dim=-1\)"
-_MLPS = [
-    rf"(?P<down>\w+)\(\({_ACT}\({_GATE}\) \* {_UP}\)\)",
-    rf"(?P<down>\w+)\(\((?P<up>\w+)\((?P<x>\w+)\) \* {_ACT}\((?P<gate>\w+)\((?P=x)\)\)\)\)",
-    rf"(?P<down>\w+)\(\({_PACKED}\[1\] \* {_ACT}\((?P=gate)\((?P=x)\)\.chunk\(2, dim=-1\)\[0\]\)\)\)",
-    rf"(?P<down>\w+)\(\({_ACT}\({_PACKED}\[0\]\) \* (?P=gate)\((?P=x)\)\.chunk\(2, dim=-1\)\[1\]\)\)",
-    rf"(?P<down>\w+)\({_ACT}\((?P<up>\w+)\((?P<x>\w+)\)\)\)",
-]
-_DROPOUT = r"dropout\((?P<inner>.*), inplace=False, p=(?P<dropout>\w+), training=training\)"
-
-
 def mlp_of(forward: Callable) -> MLP:
-    """The names of an MLP's submodules. Raises UnknownLayout unless a forward computes one of _MLPS."""
-    found = trace(forward)
-    dropout = re.fullmatch(_DROPOUT, found)
-    for pattern in _MLPS:
-        if (match := re.fullmatch(pattern, dropout["inner"] if dropout else found)) is not None:
-            names = {"gate": None, "up": None, **match.groupdict()}
-            del names["x"]
-            return MLP(**names, dropout=dropout and dropout["dropout"])
-    raise UnknownLayout(f"unknown layout of its forward, which computes {found}")
+    """The names of an MLP's submodules, whichever they are. Raises UnknownLayout unless a forward is that of an MLP."""
+    check_origin(forward)
+    recorder = ForwardRecorder()
+    result = recorder.run(forward, recorder.argument("x"))
+    made = recorder.node(result) if isinstance(result, torch.Tensor) else None
+    parts, dropout = (), None
+    match made:
+        case Node("dropout", (Node() as inner, StandIn() as dropout, StandIn(_code="self.training"), False)):
+            made = inner
+    match made:
+        case Node(down, (Node("mul", (a, b)),)):
+            for activated, other in ((a, b), (b, a)):
+                match activated, other:
+                    case Node(act, (Node(gate, (Node("x"),)),)), Node(up, (Node("x"),)):
+                        parts = down, act, gate, up
+                    case (
+                        Node(act, (Node("chunk", (Node(gate, (Node("x"),)) as packed, 2, -1), {"index": 0}),)),
+                        Node("chunk", (same, 2, -1), {"index": 1}),
+                    ) if same is packed:
+                        parts = down, act, gate, None
+        case Node(down, (Node(act, (Node(up, (Node("x"),)),)),)):
+            parts = down, act, None, up
+    if not parts:
+        raise UnknownLayout(f"unknown layout of its forward, which computes {recorder.codes_of(result)}")
+    return MLP(*(None if part is None else member_name(str(part)) for part in (*parts, dropout)))
 
 
 # --- on numbers
 
-_EPS = ("variance_epsilon", "eps")
 _NORMS = [
-    Norm("rms_norm", "", offset, cast, has_weight)
-    for offset, cast, has_weight in (
-        (0, True, True),
-        (0, False, True),
-        (1, False, True),
-        (1, True, True),
-        (0, True, False),
-    )
-] + [
+    Norm("rms_norm", "", offset, cast, weight)
+    for offset, cast, weight in ((0, True, True), (0, False, True), (1, False, True), (1, True, True), (0, True, False))
+]
+_NORMS += [
     Norm("layer_norm", "", offset, has_weight=has_weight, has_bias=has_bias)
     for offset, has_weight, has_bias in ((0, True, True), (0, True, False), (1, True, True), (0, False, False))
 ]
@@ -204,7 +146,7 @@ def _norm_of(cls: type, forward: Callable) -> Norm:
     norm.weight, norm.bias = (
         nn.Parameter(torch.linspace(*ends, 64, device="cpu"), requires_grad=False) for ends in ((0.3, 1.7), (-0.6, 0.8))
     )
-    vars(norm).update(zip(_EPS, (0.25, 0.2), strict=True))  # large, so that their place in the formula matters
+    vars(norm).update(zip(EPS, (0.25, 0.2), strict=True))  # large, so that their place in the formula matters
     try:
         return norm_of_module(norm, x)[0]
     except UnknownLayout:
@@ -274,21 +216,16 @@ def _agreement(options: Norm, x: torch.Tensor, weight: Any, bias: Any, eps: floa
 
 def rotation_name(forward: Callable) -> str | None:
     """The function of its module by which a forward rotates q and k. Of several, the first."""
-    forward = inspect.unwrap(forward)
-    values, code = getattr(forward, "__globals__", {}), getattr(forward, "__code__", None)
-    names = code.co_names if code is not None else ()
-    return next((name for name in names if "rotary" in name and isinstance(values.get(name), types.FunctionType)), None)
+    values = getattr(inspect.unwrap(forward), "__globals__", {})
+    names = (name for name in _names(forward) if "rotary" in name)
+    return next((name for name in names if isinstance(values.get(name), types.FunctionType)), None)
 
 
-_ROTATIONS = [
-    dict(zip(("interleaved", "table", "float32", "keeps_dtype"), values, strict=True))
+# All that have a kernel, the simple ones first: interleaved or not, by which table, in float32, keeping the dtype.
+ROTATIONS = [
+    Rotation("", *values)
     for values in itertools.product((False, True), ("elements", "half", "pairs"), (False, True), (False, True))
 ]
-
-
-def rotations() -> Iterator[Rotation]:
-    """All that have a kernel, the simple ones first."""
-    return (Rotation("", **values) for values in _ROTATIONS)
 
 
 def rotate(options: Rotation, q, k, cos, sin, unsqueeze_dim: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,9 +266,9 @@ def _rotation_of(name: str, function: Callable, calls: tuple[Name, ...]) -> Rota
             error = reason
     if not runs:
         raise UnknownLayout(f"unknown {name} ({type(error).__name__}: {error})")
-    for values in _ROTATIONS:
-        if all(_same_rotation(Rotation(name, **values), *run) for run in runs):
-            return Rotation(name, **values)
+    for rotation in ROTATIONS:
+        if all(_same_rotation(rotation, *run) for run in runs):
+            return replace(rotation, name=name)
     raise UnknownLayout(f"its {name} computes a rotation that has no kernel")
 
 

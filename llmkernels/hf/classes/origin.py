@@ -27,12 +27,12 @@ def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)
     """
     owner = "transformers'" if "transformers" in origins else "PEFT's"
     while forward is not None:
-        if _home(forward).split(".")[0] not in origins:
-            raise UnknownLayout(f"its forward is not {owner} own but from {_home(forward)}")
+        if home(forward).split(".")[0] not in origins:
+            raise UnknownLayout(f"its forward is not {owner} own but from {home(forward)}")
         forward = getattr(forward, "__wrapped__", None)
 
 
-def _home(function: Callable) -> str:
+def home(function: Callable) -> str:
     """The module of a function, by what it computes in: its __module__ may be copied from another one."""
     return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
@@ -104,30 +104,30 @@ def check_names(names: Iterable[Name], packages: Iterable[str] = ()) -> None:
     packages, which effects.py has looked at: it may have side effects."""
     known = {"transformers", "torch", *packages}
     for _, name, value in names:
-        for function in _functions(value):
-            home = _home(function).split(".")[0]
-            if home not in known and home not in sys.stdlib_module_names:
-                raise UnknownLayout(f"has a forward that calls {name}, which is from {_home(function)}")
+        for function in functions_of(value):
+            package = home(function).split(".")[0]
+            if package not in known and package not in sys.stdlib_module_names:
+                raise UnknownLayout(f"has a forward that calls {name}, which is from {home(function)}")
 
 
 def _walk(function: Callable, cls: type) -> Iterator[Name]:
     of_torch = [[vars(torch).get], [vars(F).get], _members(Tensor)]
-    seen, left = set(), _functions(function)
+    seen, left = set(), functions_of(function)
     while left:
         if (part := left.pop()) in seen:
             continue
         seen.add(part)
         left += _enclosed(part)
         # Functions of others than transformers and the class's package are followed to names of torch's alone.
-        is_its_own = _home(part).split(".")[0] in ("transformers", cls.__module__.split(".")[0])
+        is_its_own = home(part).split(".")[0] in ("transformers", cls.__module__.split(".")[0])
         scopes = [[part.__globals__.get], _members(cls), *of_torch] if is_its_own else of_torch
-        for name in _named(part.__code__):
+        for name in (name for code in codes_in(part.__code__) for name in code.co_names):
             for lookups in scopes:
                 values = [get(name) for get in lookups]
                 if any(isinstance(value, _KINDS) for value in values):
                     for get, value in zip(lookups, values, strict=True):
                         yield get, name, value
-                        left += _functions(value)
+                        left += functions_of(value)
 
 
 @functools.cache
@@ -136,8 +136,10 @@ def _members(cls: type) -> list[Callable]:
     return [vars(base).get for base in cls.__mro__ if base not in (nn.Module, object)]
 
 
-def _functions(value: Any) -> list[types.FunctionType]:
-    """The function with a source that a value is, or that a method or a property is made of."""
+def functions_of(value: Any) -> list[types.FunctionType]:
+    """The function with a source that a value is, or that a method, a property or a partial is made of."""
+    if not isinstance(value, types.FunctionType):
+        value = getattr(value, "func", value)
     value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
     return [value] if isinstance(value, types.FunctionType) else []
 
@@ -146,12 +148,13 @@ def _enclosed(function: types.FunctionType) -> Iterator[types.FunctionType]:
     """What a wrapper wraps, and the other functions in its closure."""
     for cell in function.__closure__ or ():
         if cell != types.CellType():  # an empty one
-            yield from _functions(cell.cell_contents)
-    yield from _functions(getattr(function, "__wrapped__", None))
+            yield from functions_of(cell.cell_contents)
+    yield from functions_of(getattr(function, "__wrapped__", None))
 
 
-def _named(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code, and those of the functions inside of it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _named(constant)
+            yield from codes_in(constant)

@@ -36,7 +36,7 @@ def rotation_of(before: Tensor, after: Tensor, tables: list[Node]) -> Rotation |
         raise UnknownLayout("makes tables of a rotation of more than positions")
     cos, sin = (node.value.reshape(1, before.shape[0], -1) for node in tables)
     x = before.transpose(0, 1)[None]
-    for rotation in layout.rotations():
+    for rotation in layout.ROTATIONS:
         if rotation.table != "pairs" and cos.shape[-1] <= x.shape[-1]:
             found = layout.rotate(rotation, x, x, cos, sin)[0]
             if is_close(found[0].transpose(0, 1), after):

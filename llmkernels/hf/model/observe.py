@@ -10,74 +10,16 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..classes.cache_name import cache_name
+from ..classes.recorder import SAME, Node, Recorder
 from ..errors import UnknownLayout
-
-# Functions that change no value.
-_SAME = {"view", "reshape", "flatten", "unflatten", "transpose", "permute", "contiguous", "unsqueeze", "squeeze", "to"}
-_SAME |= {"float", "type_as", "clone", "detach", "dropout", "getitem", "view_as", "reshape_as", "swapaxes"}
-_CALLS = {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul", "multiply": "mul"}
-_CALLS |= {"truediv": "div", "itruediv": "div", "idiv": "div", "true_divide": "div", "divide": "div"}
-
-
-@dataclass(eq=False)
-class Node:
-    """A tensor and what it was made by.
-
-    kind              args
-    ----------------- -------------------------------------------------------------------
-    "parameter"       of the model, `name`
-    "constant"        any other that was there before: a buffer has its `name`
-    "embedding"       ids, weight
-    "product"         x, weight, bias or None: x W^T + b
-    "attention"       q, k, v, mask or None; `options` are the other arguments, the layers of the cache that k
-                      and v were given to, and a function of other queries; values are (1, T, heads, D)
-    "module"          the arguments of a call of the module `name`, which has no parts and returns a tensor
-    "tables"          the same, of a module that returns several; `options` has the index
-    "add"             two summands
-    "scale"           what is multiplied, and a Number
-    "tanh", "same"    x; the same numbers, maybe in another shape
-    "other"           of the function `name`
-    """
-
-    kind: str
-    value: Tensor  # as it was when it was made
-    args: tuple[Any, ...] = ()
-    name: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    order: int = 0
-
-    def nearest(self, *kinds: str) -> list["Node"]:
-        """The first ones of these kinds that it was made of, itself included, in the order in which they were made."""
-        found, seen, left = [], set(), [self]
-        while left:
-            if (node := left.pop()) in seen:
-                continue
-            seen.add(node)
-            if node.kind in kinds:
-                found.append(node)
-            elif node.kind != "tables":
-                left += node.nodes()
-        return sorted(found, key=lambda node: node.order)
-
-    def nodes(self) -> Iterator["Node"]:
-        return (node for node in self.args if isinstance(node, Node))
-
-    def stripped(self) -> "Node":
-        """The first node that has other numbers than those that it was made of."""
-        node = self
-        while node.kind == "same":
-            node = node.args[0]
-        return node
-
 
 CONFIG = "config of the model"
 
@@ -99,12 +41,9 @@ class Record:
     logits: Node
     attentions: tuple[Node, ...]  # in the order of the calls
 
-    def number(self, value: float, paths: Iterable[str], power: int = 1) -> Number:
-        """A number by where it is from: an attribute of one of these modules, or of the config."""
-        return number_of(self.model, value, paths, power)
-
 
 def number_of(model: nn.Module, value: float, paths: Iterable[str], power: int = 1) -> Number:
+    """A number by where it is from: an attribute of one of these modules, or of the config."""
     for path, members in [*((path, vars(model.get_submodule(path))) for path in paths), (CONFIG, vars(model.config))]:
         for name, member in members.items():
             if isinstance(member, float) and member == value:
@@ -119,7 +58,7 @@ def observe(model: nn.Module, ids: Tensor, positions: Tensor, attention: Callabl
     does not attend by the function that its config names.
     """
     config, implementation = model.config, model.config._attn_implementation
-    recorder = _Recorder(model, attention)
+    recorder = _ModelRecorder(model, attention)
     handles = [hook for name, module in model.named_modules() for hook in recorder.hooks(name, module)]
     config._attn_implementation = _registered()
     try:
@@ -137,51 +76,32 @@ def observe(model: nn.Module, ids: Tensor, positions: Tensor, attention: Callabl
     return Record(model, recorder.node(output.logits), tuple(recorder.attentions))
 
 
-class _Recorder(TorchFunctionMode):
+class _ModelRecorder(Recorder):
     def __init__(self, model: nn.Module, attention: Callable):
         super().__init__()
         self.attentions: list[Node] = []
         self._model, self._attention = model, attention
-        self._kept: list[Tensor] = []  # so that no other tensor gets the id of one
-        self._nodes: dict[int, Node] = {}
         self._running: list[tuple[str, int]] = []  # modules, and how many nodes there were
         self._atomic = 0  # the last node that must not be hidden in one of a module
         self._cached: dict[int, int] = {}  # the layers of keys and values
         self._attending = False
         for name, parameter in model.named_parameters():
-            self._add(parameter, Node("parameter", parameter.detach(), name=name))
+            self.add(parameter, Node("parameter", parameter.detach(), name=name))
         for name, buffer in model.named_buffers():
-            self._add(buffer, Node("constant", buffer.detach(), name=name))
+            self.add(buffer, Node("constant", buffer.detach(), name=name))
 
-    def _add(self, tensor: Tensor, node: Node) -> Node:
-        self._kept.append(tensor)
-        self._nodes[id(tensor)] = node
-        node.order = len(self._kept)
+    def add(self, tensor: Tensor, node: Node) -> Node:
+        super().add(tensor, node)
         if node.kind in ("product", "embedding", "attention"):
             self._atomic = node.order
         return node
 
-    def node(self, tensor: Tensor) -> Node:
-        known = self._nodes.get(id(tensor))
-        return self._add(tensor, Node("constant", tensor.detach())) if known is None else known
-
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if function is F.scaled_dot_product_attention and not self._attending:
-            return self._attend_directly(*args, **kwargs)
-        given = tuple(self.node(x) if isinstance(x, Tensor) else x for x in _flat((*args, *kwargs.values())))
-        results = function(*args, **kwargs)
-        name = getattr(function, "__name__", "").strip("_")
-        for index, result in enumerate(results if isinstance(results, (tuple, list)) else (results,)):
-            if isinstance(result, Tensor) and not self._is_known(result, name):
-                self._add(result, self._made(_CALLS.get(name, name), result.detach().clone(), given, index))
-        return results
+            return self._attend_directly(*args, **kwargs or {})
+        return super().__torch_function__(function, types, args, kwargs)
 
-    def _is_known(self, result: Tensor, name: str) -> bool:
-        """Whether a function has returned what was there: in-place functions change what they return."""
-        return id(result) in self._nodes and name in _SAME
-
-    def _made(self, name: str, value: Tensor, given: tuple, index: int) -> Node:
+    def made(self, name: str, value: Tensor, given: tuple, index: int | None) -> Node:
         tensors = [x for x in given if isinstance(x, Node)]
         if name in ("linear", "embedding") and len(tensors) > 1 and all(x.kind == "parameter" for x in tensors[1:]):
             kind = "product" if name == "linear" else "embedding"
@@ -196,9 +116,9 @@ class _Recorder(TorchFunctionMode):
                 return Node("scale", value, (a, number))
         if name == "tanh" and len(tensors) == 1:
             return Node("tanh", value, (tensors[0],))
-        if name in _SAME and tensors and tensors[0].value.numel() == value.numel():
+        if name in SAME and tensors and tensors[0].value.numel() == value.numel():
             return Node("same", value, (tensors[0],))
-        return Node("other", value, given, name=name, options={"index": index})
+        return super().made(name, value, given, index)
 
     def _number(self, x: Any, power: int = 1) -> Number | None:
         """A number, or a tensor that is one and depends on no token."""
@@ -216,7 +136,7 @@ class _Recorder(TorchFunctionMode):
 
     def hooks(self, path: str, module: nn.Module) -> Iterator[Any]:
         def enter(module, args, kwargs):
-            self._running.append((path, len(self._kept)))
+            self._running.append((path, len(self.kept)))
 
         def leave(module, args, kwargs, output):
             _, before = self._running.pop()
@@ -233,7 +153,7 @@ class _Recorder(TorchFunctionMode):
         for index, result in enumerate(output if several else (output,)):
             if isinstance(result, Tensor) and all(x is not result for x in given):
                 node = Node("tables" if several else "module", self.node(result).value, args, path, {"index": index})
-                self._add(result, node)
+                self.add(result, node)
 
     # --- attention
 
@@ -266,7 +186,7 @@ class _Recorder(TorchFunctionMode):
     def _before_repeat(self, x: Tensor) -> Tensor:
         """The tensor of the cache of which a function has repeated the heads."""
         node = self.node(x)
-        tensors = {self._nodes[key]: tensor for tensor in self._kept if (key := id(tensor)) in self._cached}
+        tensors = {self.known[key]: tensor for tensor in self.kept if (key := id(tensor)) in self._cached}
         while node not in tensors and len(before := [*node.nodes()]) == 1 and node.kind in ("same", "other"):
             node = before[0]
         first = tensors.get(node, x)
@@ -277,18 +197,10 @@ class _Recorder(TorchFunctionMode):
         args = *map(self.node, qkv), None if mask is None else self.node(mask)
         cached = {name: self._cached.get(id(x)) for name, x in zip(("layer", "layer of v"), qkv[1:], strict=True)}
         node = Node("attention", self.node(output).value, args, self._running[-1][0], options | cached)
-        self.attentions.append(self._add(output, node))
+        self.attentions.append(self.add(output, node))
 
     def cached(self, k: Tensor, v: Tensor, layer: int) -> None:
         self._cached[id(k)] = self._cached[id(v)] = operator.index(layer)
-
-
-def _flat(values: tuple) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from _flat(value)
-        else:
-            yield value
 
 
 # --- indices of layers
@@ -305,25 +217,8 @@ def _refuse(*_: Any) -> Any:
     raise UnknownLayout("has layers that compute something by their index")
 
 
-_COMPUTED = (
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "bool",
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-)
-_COMPUTED += "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "and", "rand", "neg", "float"
-for _name in _COMPUTED:
+_COMPUTED = "eq ne lt le gt ge bool add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow"
+for _name in f"{_COMPUTED} and rand neg float".split():
     setattr(_Index, f"__{_name}__", _refuse)
 _Index.__hash__ = int.__hash__
 
@@ -379,7 +274,7 @@ def _cache_class() -> type:
     class Observed(DynamicCache):
         """An empty cache that says what it is given, and keeps nothing."""
 
-        def __init__(self, recorder: _Recorder):
+        def __init__(self, recorder: _ModelRecorder):
             super().__init__()
             self._recorder = recorder
 

@@ -15,10 +15,11 @@ from llmkernels.ops.activation import ACTIVATIONS
 
 from ..classes import layout
 from ..classes.families import Rotation
+from ..classes.recorder import Node
 from ..errors import UnknownLayout
 from .description import MLP, Attention, Branch, Description, Layer, Norm, Product
 from .numbers import attend, is_close, rotation_of, tokens_first, window_of
-from .observe import Node, Number, Record
+from .observe import Number, Record, number_of
 from .template import Factor, Path, Template, Window
 
 
@@ -299,7 +300,7 @@ class _Reader:
     # --- parts
 
     def _factor(self, value: float, path: str) -> Factor:
-        return Factor((self.record.number(value, [path]),))
+        return Factor((number_of(self.record.model, value, [path]),))
 
     def _shape(self, path: Path) -> torch.Size:
         return self.record.model.get_parameter(path.name).shape

@@ -27,8 +27,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..classes.effects import is_foreign
-from ..classes.layout import check_origin
-from ..classes.origin import Entry, asked_of_origin, entry
+from ..classes.origin import Entry, asked_of_origin, check_origin, entry
 from ..errors import Distrust, NoStep, UnknownLayout
 from ..modules.replaced import Patched, Replaced, foreign_class, library_class
 

@@ -20,32 +20,13 @@ from llmkernels.ops import add_layer_norm, add_rms_norm
 
 from ..classes.families import MLP as MLPNames
 from ..classes.families import Layer, Norm, Rotation, is_lora
-from ..classes.layout import (
-    apply_norm,
-    check_origin,
-    kind_of,
-    mlp_of,
-    norm_of,
-    offset_weight,
-    rotate,
-    rotation_name,
-    rotation_of,
-)
-from ..classes.origin import Name, names_of
+from ..classes.layout import apply_norm, kind_of, mlp_of, norm_of, offset_weight, rotate, rotation_name, rotation_of
+from ..classes.origin import Name, check_origin, names_of
 from ..classes.source import bind_global, fuse_adds
 from ..errors import UnknownLayout
 from . import lora
 from .activations import gated_unit, op_name, plain_unit
-from .replaced import (
-    WITHOUT,
-    LoRA,
-    Patched,
-    count,
-    has_kernel,
-    is_current_for,
-    runs_only_forward,
-    stepping_aside,
-)
+from .replaced import WITHOUT, LoRA, Patched, count, has_kernel, is_current_for, runs_only_forward, stepping_aside
 
 
 class FusedNorm(Patched):

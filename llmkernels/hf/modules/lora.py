@@ -10,7 +10,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_lora, lora_linear
 
-from ..classes.layout import check_origin
+from ..classes.origin import check_origin
 from ..errors import UnknownLayout
 from .replaced import WITHOUT, count, has_kernel, has_no_hooks
 

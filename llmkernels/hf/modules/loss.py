@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from llmkernels.ops._common import _is_transforming
 
 from ..classes.cache_name import cache_name
 from ..classes.families import Loss
-from ..classes.layout import Symbol, check_origin
+from ..classes.origin import check_origin
+from ..classes.recorder import ForwardRecorder, Node, StandIn, code_of, member_name
 from ..errors import UnknownLayout
 from .lazy import LazyTensor
 from .replaced import WITHOUT, count, has_kernel, runs_only_forward
@@ -46,18 +46,18 @@ def forward_without_logits(original: Callable, options: Loss) -> Callable:
         values = (input_ids, attention_mask, position_ids, past, inputs_embeds, use_cache)
         inputs = dict(zip(names, values, strict=True))
         asked = labels is not None and self.training
-        reason = _why_not_now(self, logits_to_keep, kwargs) if asked else None
+        reason = _why_not_now(self, options, logits_to_keep, kwargs) if asked else None
         if not asked or reason is not None:
             if asked:
                 count(self, WITHOUT, reason)
             return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
         count(self, OP)
         kwargs.pop("return_dict", None)
-        outputs = self.model(**inputs, **kwargs)
+        outputs, head = getattr(self, options.base)(**inputs, **kwargs), getattr(self, options.head)
         softcap = None if options.softcap is None else getattr(self.config, options.softcap)
-        loss = _loss(self.lm_head, softcap, outputs.last_hidden_state, labels, **kwargs)
+        loss = _loss(head, softcap, outputs.last_hidden_state, labels, **kwargs)
         known = {name: outputs[name] for name in (cache, "hidden_states", "attentions") if name in outputs}
-        return _output(self.lm_head, softcap, outputs.last_hidden_state, loss, **known)
+        return _output(head, softcap, outputs.last_hidden_state, loss, **known)
 
     return forward
 
@@ -67,17 +67,17 @@ def _inputs() -> tuple[str, ...]:
     return "input_ids", "attention_mask", "position_ids", cache_name(), "inputs_embeds", "use_cache"
 
 
-def why_not(model: nn.Module, at_rest: bool = False) -> str | None:
+def why_not(model: nn.Module, options: Loss, at_rest: bool = False) -> str | None:
     """Why a model computes its loss from logits for now, or None.
 
     At rest, outside of a forward, a weight may be a DTensor that FSDP makes a plain one in every forward.
     """
-    head = model.lm_head
+    head = getattr(model, options.head)
     if type(head) is not nn.Linear or not runs_only_forward(head):
-        return "lm_head has to be called: it is no plain linear layer, or has hooks"
+        return f"{options.head} has to be called: it is no plain linear layer, or has hooks"
     kind = type(head.weight)
     if kind not in (nn.Parameter, Tensor) and not (at_rest and kind.__name__ == "DTensor"):  # FSDP1's is a Tensor
-        return f"the weight of lm_head is a {kind.__name__}, not a plain parameter"
+        return f"the weight of {options.head} is a {kind.__name__}, not a plain parameter"
     if not has_kernel(head.weight):
         return f"no kernel for {head.weight.dtype} on {head.weight.device.type}"
     function = model.loss_function
@@ -86,13 +86,13 @@ def why_not(model: nn.Module, at_rest: bool = False) -> str | None:
     return None
 
 
-def _why_not_now(model: nn.Module, logits_to_keep: Any, kwargs: dict[str, Any]) -> str | None:
+def _why_not_now(model: nn.Module, options: Loss, logits_to_keep: Any, kwargs: dict[str, Any]) -> str | None:
     """Why a call computes its loss from logits, or None."""
     if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
         return "logits_to_keep asks for a part of the logits"
     if kwargs.get("return_dict") is False:
         return "return_dict=False asks for a tuple"
-    return why_not(model)
+    return why_not(model, options)
 
 
 def _loss(
@@ -187,7 +187,7 @@ def _state(tensor: Tensor | None) -> tuple[int, int] | None:
 
 
 def loss_of(forward: Callable) -> Loss:
-    """How a forward that calls model, lm_head and loss_function, in this order, and no more, computes its logits.
+    """How a forward that calls a base model, a head and loss_function, in this order, and no more, computes its logits.
 
     Raises UnknownLayout for any other forward.
     """
@@ -195,59 +195,60 @@ def loss_of(forward: Callable) -> Loss:
     names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
     if names != ["self", *_inputs()[:5], "labels", "use_cache", "logits_to_keep"]:
         raise UnknownLayout(f"unknown layout of its forward, whose arguments are {names}")
-    plain, capped = (_trace(forward, softcap) for softcap in (None, Symbol("softcap")))
-    if plain != "lm_head":
-        raise UnknownLayout(f"its logits are {plain}, and linear_cross_entropy has no option for that")
-    if capped not in (plain, "(tanh((lm_head / softcap)) * softcap)"):
-        raise UnknownLayout(f"unknown layout of its forward, whose logits are {capped}")
-    return Loss(softcap=None if capped == plain else _SOFTCAP)
+    base, head, logits = _read(forward, {})
+    softcap = None
+    match logits:
+        case Node("mul", (Node("tanh", (Node("div", (Node(plain), cap)),)), same)) if plain == head and cap is same:
+            softcap = member_name(repr(cap), "self.config")
+            base, head, logits = _read(forward, {repr(cap): None})
+    if logits.name != head:
+        raise UnknownLayout(f"its logits are {code_of(logits)}, and linear_cross_entropy has no option for that")
+    return Loss(member_name(base), member_name(head), softcap)
 
 
-_SOFTCAP = "final_logit_softcapping"
+class _LossRecorder(ForwardRecorder):
+    """Records a forward that calls a base model first, and notes its calls as code."""
+
+    def __init__(self, members: dict[str, Any]):
+        super().__init__(members)
+        self.calls: list[str] = []
+
+    def called(self, code: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        if code == "self.loss_function":
+            args, kwargs = args[3:], dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
+        named = [f"{name}={self.codes_of(value)}" for name, value in sorted(kwargs.items())]
+        self.calls.append(f"{code}({', '.join([*map(self.codes_of, args), *named])})")
+        if len(self.calls) > 1:
+            return super().called(code, args, kwargs)
+        return BaseModelOutputWithPast(self.argument("hidden"), **{name: StandIn(self, name) for name in _outputs()})
 
 
-def _trace(forward: Callable, softcap: str | None) -> str:
-    """The logits of a forward, as an expression. Raises UnknownLayout where it makes other calls than those known."""
-    calls: list[tuple[str, Any]] = []
-
-    def noted(name: str, result: Any, *arguments: str) -> Callable:
-        def call(*args, **kwargs):
-            calls.append((name, dict(zip(arguments, args, strict=False)) | kwargs))
-            return result
-
-        return call
-
-    found = {cache_name(): "cache", "hidden_states": None, "attentions": None}
-    config = {"vocab_size": "vocab_size", "return_dict": True, "use_return_dict": True, _SOFTCAP: softcap}
-    traced = SimpleNamespace(
-        model=noted("model", SimpleNamespace(last_hidden_state=_Slices(), **found)),
-        lm_head=noted("lm_head", Symbol("lm_head"), "input"),
-        loss_function=noted("loss_function", "loss", "logits", "labels", "vocab_size"),
-        vocab_size="vocab_size",
-        logit_scale=Symbol("logit_scale"),
-        config=SimpleNamespace(**config, logits_scaling=Symbol("logits_scaling")),
-    )
-    inputs = {name: name for name in _inputs()}
-    everything = (slice(None), slice(0, None), slice(None))
-    try:
-        output = forward(traced, **inputs, labels="labels", more="more")
-        logits = output["logits"]
-        loss = {"logits": logits, "labels": "labels", "vocab_size": "vocab_size", "more": "more"}
-        expected = [
-            ("model", inputs | {"more": "more"}),
-            ("lm_head", {"input": everything}),
-            ("loss_function", loss),
-        ]
-        fits = calls == expected and dict(output) == {"loss": "loss", "logits": logits, cache_name(): "cache"}
-    except Exception as error:
-        raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
-    if not fits:
-        raise UnknownLayout(f"unknown layout of its forward, which calls {calls}")
-    return str(logits)
+def _outputs() -> tuple[str, ...]:
+    """What the base model returns, and the whole model, too."""
+    return cache_name(), "hidden_states", "attentions"
 
 
-class _Slices:
-    """Indexed, it gives the index."""
+_KEPT = "(getitem(hidden, slice(None, None, None), slice(0, None, None), slice(None, None, None)))"
 
-    def __getitem__(self, index: Any) -> Any:
-        return index
+
+def _read(forward: Callable, members: dict[str, Any]) -> tuple[str, str, Node]:
+    """The code of the base model and of the head, and the logits. Raises UnknownLayout where a forward does more."""
+    recorder = _LossRecorder({"self.config.return_dict": True, "self.config.use_return_dict": True} | members)
+    output = recorder.run(forward, **{name: StandIn(recorder, name) for name in (*_inputs(), "more", "labels")})
+    if not isinstance(output, dict):
+        raise UnknownLayout(f"unknown layout of its forward, which returns a {type(output).__name__}")
+    returned = {name: recorder.codes_of(value) for name, value in output.items()}
+    logits, loss = returned.get("logits"), returned.pop("loss", "")
+    inputs = f"({', '.join(f'{name}={name}' for name in sorted((*_inputs(), 'more')))})"
+    sizes = "self.vocab_size", "self.config.vocab_size"
+    losses = [f"self.loss_function(labels=labels, logits={logits}, more=more, vocab_size={size})" for size in sizes]
+    match recorder.calls:
+        case [base, head, last] if (
+            last in losses
+            and loss.startswith("self.loss_function(")
+            and returned == {name: name for name in _outputs()} | {"logits": logits}
+        ):
+            return base.removesuffix(inputs), head.removesuffix(_KEPT), recorder.node(output["logits"])
+    raise UnknownLayout(f"unknown layout of its forward, which calls {', '.join(recorder.calls)}")
