@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ..classes import layout
 from ..classes.families import Rotation
+from ..classes.recorder import Node
 from ..errors import UnknownLayout
-from .observe import Node
 from .reference import WINDOW
 from .template import Window
 
