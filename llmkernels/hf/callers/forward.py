@@ -24,10 +24,10 @@ from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..model.description import Description
 from ..report import STEP, by_forward
+from ..step import prompt
 from ..step.decode import MAX_ROWS, Decoder, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
-from ..step.prompt import cache_of_a_call
 from .reading import Reading
 
 # Arguments of a forward that the step takes, and those that change nothing for it.
@@ -128,7 +128,8 @@ def _use_cache(model: nn.Module, given: dict[str, Any]) -> bool | None:
 def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any] | None:
     """The same, launched first: the host checks the model, and makes the cache's objects, while the GPU works.
 
-    None where no such prompt has run before, or the model has changed: only new memory has been written then.
+    None where no such prompt has run before, or the model has changed: only new memory has been written then; and for
+    a long one that is to leave no cache, as the block is one.
     """
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     found = state.known_prompt(ids)
@@ -136,6 +137,8 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
         return None
     known, layout, _memory = found
     _check_prompt(model, known.parts, given)
+    if _use_cache(model, given) is False and prompt.padded_length(known.parts, layout, *ids.shape) is None:
+        return None
     positions = Positions(given, ids, 0)
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
@@ -162,7 +165,7 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
     positions = Positions(given, ids, 0)
     positions.check()
     is_kept = _use_cache(model, given) is not False
-    cache = new_cache(model.config, parts, batch, count) if is_kept else cache_of_a_call(parts, batch, count)
+    cache = new_cache(model.config, parts, batch, count) if is_kept else prompt.cache_of_a_call(parts, batch, count)
     logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, min(kept or count, count))
     if not is_kept:
         return logits, None
