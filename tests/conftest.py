@@ -5,6 +5,7 @@ Every test that takes `device` runs on the CPU and, where there is one, on the G
   two_gpus   needs two
   large(gib) needs a GPU with that much free memory
   sanitizer  the short selection that runs under compute-sanitizer: every kernel path once, tiny sizes
+  slow       takes a minute on a GPU
 """
 
 import gc
@@ -34,6 +35,18 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "two_gpus: needs two GPUs")
     config.addinivalue_line("markers", "large(gib): needs a GPU with this much free memory")
     config.addinivalue_line("markers", "sanitizer: short selection for compute-sanitizer")
+    config.addinivalue_line("markers", "slow: takes a minute on a GPU")
+
+
+@pytest.hookimpl(trylast=True)  # behind those that deselect
+def pytest_collection_modifyitems(config, items):
+    """The slow tests begin first, each in another process of pytest-xdist, which gives every one a part of the list."""
+    processes = getattr(config, "workerinput", {}).get("workercount", 1)
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    others = [item for item in items if not item.get_closest_marker("slow")]
+    for index, item in enumerate(slow):
+        others.insert(index * len(items) // processes, item)
+    items[:] = others
 
 
 def pytest_runtest_logstart(nodeid):

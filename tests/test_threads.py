@@ -31,6 +31,7 @@ def test_every_op_is_there():
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["threads", pytest.param("devices", marks=pytest.mark.two_gpus)])
 def test_from_a_cold_process(how):
     for _ in range(3 if how == "threads" else 1):
@@ -81,6 +82,7 @@ def serve(models, device, seconds, meanwhile=None):
     return handles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, THREADS], ids=["one-model", "own-models"])
 def test_generating(device, count):
     models = [small_model(device=device, seed=seed) for seed in range(count)]
@@ -90,6 +92,7 @@ def test_generating(device, count):
         assert generate_step() in decode.calls
 
 
+@pytest.mark.slow
 def test_generating_while_another_thread_patches(device):
     """Each call is right, whichever way it goes."""
     model = small_model(device=device)
