@@ -6,51 +6,25 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import llmkernels
 from families import family_model
 from generating import NEW, hf_generate, small_model
-from hf_models import assert_close, rounding, tiny_inputs, tiny_model
+from hf_models import assert_close, rounding, tiny_inputs
 from llmkernels.hf import unpatch
 from llmkernels.hf.callers import forward
-from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.report import STEP
-from llmkernels.hf.report import by_forward as by_forward_of
 from llmkernels.hf.step import prompt
 from llmkernels.hf.step.block import Layout
 from llmkernels.hf.step.decode import decoder
-from test_family_strangers import made
-from test_foreign_models import fresh, replace
+from prompting import LONG, compose_forwards, masked, prompts, run_padded
 from test_forward import DESCRIBED
-
-LONG = "by the model's forward: the prompt is longer than what a sliding window keeps"
-
-
-def masked(device, tokens, seed=0):
-    """Three prompts of different lengths, padded on the left."""
-    ids = tiny_inputs(device, 3, tokens, seed=seed)
-    mask = torch.ones_like(ids)
-    mask[1, : tokens // 2] = mask[2, : tokens - 1] = 0
-    return ids, {"attention_mask": mask, "eos_token_id": None}
-
-
-def prompts(model):
-    return decoder(model).prompts
 
 
 @pytest.fixture
 def padded(monkeypatch):
-    """Prompts run as a GPU runs short ones: with tokens behind them."""
-
-    def length(parts, cache, batch, count):
-        found = -(-count // 4) * 4 + 4
-        has_room = found <= len(parts.positions[: cache.capacity]) and all(
-            found <= layer.rows for layer in cache.layers
-        )
-        return found if has_room and not cache.length else None
-
-    monkeypatch.setattr(prompt, "padded_length", length)
+    run_padded(monkeypatch)
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
@@ -126,8 +100,7 @@ def test_what_is_left_to_the_modules(monkeypatch):
 
 @pytest.fixture
 def by_forward(monkeypatch):
-    """Forwards of prompts as on a GPU."""
-    monkeypatch.setattr(forward, "PROMPT_DEVICES", {"cpu", "cuda"})
+    compose_forwards(monkeypatch)
 
 
 @pytest.mark.parametrize("how", ["padded", "as it is"])
@@ -224,150 +197,6 @@ def test_a_rotation_that_has_grown(how, by_forward, request):
         exact(long)
         assert torch.equal(hf_generate(model, short, max_new_tokens=3), hf_generate(exact, short, max_new_tokens=3))
     assert prompts(model)[STEP] >= 4
-
-
-ANOTHER = "by the model's forward: the modules make a cache of another kind, or none"
-
-
-@pytest.mark.parametrize(
-    ("made_by", "options", "way"),
-    [
-        ("StaticCache(config=self.config, max_cache_len=32)", {"use_cache": True}, ANOTHER),
-        ("None", {"use_cache": True}, ANOTHER),
-        ("DynamicCache(config=self.config)", {}, ANOTHER),  # which it makes only if it is asked for
-        ("DynamicCache(config=self.config)", {"use_cache": True}, STEP),
-    ],
-    ids=["static", "none", "not asked for", "asked for"],
-)
-@torch.no_grad()
-def test_the_cache_that_the_modules_make(made_by, options, way, by_forward):
-    beacon = fresh("beacon")
-    beacon.StaticCache = StaticCache
-    source = f"""
-def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, logits_to_keep=0, **kwargs):
-    memory = kwargs.pop(CACHE, None)
-    if use_cache and memory is None:
-        memory = {made_by}
-    return original(self, input_ids, attention_mask, position_ids, False, logits_to_keep, **kwargs, **{{CACHE: memory}})
-"""
-    replace(beacon, "BeaconForCausalLM.forward", source)
-    model, ids = made(beacon.BeaconForCausalLM), tiny_inputs(tokens=8)
-    expected = model(ids, **options)
-    llmkernels.patch(model)
-    for _ in range(2):
-        found = model(ids, **options)
-        assert_close(found.logits, expected.logits)
-        assert isinstance(found.get(beacon.CACHE), type(expected.get(beacon.CACHE)))
-    assert prompts(model) == {way: 2}
-
-
-@torch.no_grad()
-def test_a_config_that_makes_no_cache(by_forward):
-    """It says nothing of other models of its class."""
-    ids = tiny_inputs(tokens=8)
-    for use_cache in (False, True):
-        model = small_model(rms_norm_eps=3e-5, use_cache=use_cache)  # that no other test has
-        llmkernels.patch(model)
-        assert (model(ids).past_key_values is None) == (not use_cache)
-        assert model(ids, use_cache=True).past_key_values is not None
-        assert model(ids, use_cache=False).past_key_values is None
-        assert prompts(model) == {STEP: 3}
-
-
-@pytest.mark.parametrize("how", ["padded", "as it is"])
-@pytest.mark.parametrize("name", DESCRIBED)
-@torch.no_grad()
-def test_prompts_without_a_cache(name, how, by_forward, request):
-    """As in an evaluation: also longer than a sliding window, and beside forwards with a cache."""
-    if how == "padded":
-        request.getfixturevalue("padded")
-    model = family_model(name)
-    calls = [(*masked("cpu", tokens, seed=tokens), tokens % 2) for tokens in (3, 12, 7, 5, 7)]
-
-    def run(model):
-        for ids, options, kept in calls:
-            mask = options["attention_mask"]
-            for use_cache in (False, True):
-                output = model(ids, attention_mask=mask, use_cache=use_cache, logits_to_keep=kept)
-                assert (cache_name() in output) == use_cache
-                yield output.logits * mask[:, -output.logits.shape[1] :, None]
-
-    expected = list(run(model))
-    llmkernels.patch(model)
-    for ours, theirs in zip(run(model), expected, strict=True):
-        assert_close(ours, theirs)
-    counted = prompts(model)
-    assert counted[STEP] >= 9 and counted.total() == 10
-
-
-@pytest.mark.parametrize("name", DESCRIBED)
-@torch.no_grad()
-def test_the_loss_of_a_prompt(name, by_forward):
-    """As in an evaluation by Trainer: of all tokens, or divided by a number of them. Behind padding it depends on
-    logits of the padding, which are of no use."""
-    model, (ids, padded) = family_model(name), masked("cpu", 4)
-    labels, whole = ids.masked_fill(ids % 5 == 1, -100), {"attention_mask": torch.ones_like(ids)}
-    calls = [{}, {"num_items_in_batch": 7}, {"use_cache": False, **whole}, {"attention_mask": padded["attention_mask"]}]
-
-    def run(model):
-        return [model(ids, labels=labels, **call) for call in calls]
-
-    expected = run(model)
-    llmkernels.patch(model)
-    for ours, theirs in zip(run(model), expected, strict=True):
-        assert_close(ours.loss, theirs.loss)
-        assert_close(ours.logits, theirs.logits)
-        assert ours.keys() == theirs.keys()
-    assert prompts(model) == {STEP: 3, by_forward_of(forward._LOSS_OF_PADDING): 1}
-
-
-@torch.no_grad()
-def test_a_loss_of_another_kind(by_forward):
-    """Of the class: the modules compute it. Of the model: its own is called."""
-    beacon, ids = fresh("beacon"), tiny_inputs(tokens=8)
-    model = small_model()
-    expected = 2 * model(ids, labels=ids).loss
-    llmkernels.patch(model)
-    plain = model.loss_function
-    model.loss_function = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
-    assert_close(model(ids, labels=ids).loss, expected)
-    assert_close(model.train()(ids, labels=ids).loss, expected)
-    assert prompts(model)[STEP] == 1 and prompts(model).total() == 2
-    replace(
-        beacon,
-        "BeaconForCausalLM.forward",
-        """
-def forward(self, input_ids=None, labels=None, **kwargs):
-    output = original(self, input_ids, **kwargs)
-    loss = None if labels is None else self.loss_function(output.logits, labels, self.config.vocab_size) + 1
-    return CausalLMOutputWithPast(loss=loss, logits=output.logits, **{CACHE: output.get(CACHE)})
-""",
-    )
-    model = made(beacon.BeaconForCausalLM)
-    expected = model(ids, labels=ids, use_cache=False).loss
-    llmkernels.patch(model)
-    assert_close(model(ids, labels=ids, use_cache=False).loss, expected)
-    reason = "labels in training mode, or of which the modules compute another loss"
-    assert list(prompts(model)) == [by_forward_of(reason)]
-
-
-@torch.no_grad()
-def test_layers_share_the_buffers_of_a_prompt_without_a_cache(by_forward, monkeypatch):
-    """One layer's, as the modules would take no more; but where the prompt has a graph, which may run again for a
-    cache."""
-    model, ids = small_model(), tiny_inputs(tokens=8)
-    llmkernels.patch(model)
-    made = []
-    make = prompt.cache_of_a_call
-    monkeypatch.setattr(prompt, "cache_of_a_call", lambda *sizes: made.append(make(*sizes)) or made[-1])
-    expected = model(ids, use_cache=False).logits
-    first, *others = made.pop().layers
-    assert others and all(layer.k is first.k and layer.v is first.v for layer in others)
-    monkeypatch.setattr(prompt, "padded_length", lambda *_: 16)
-    assert_close(model(ids, use_cache=False).logits, expected)
-    first, *others = made.pop().layers
-    assert all(layer.k is not first.k for layer in others)
-    assert_close(model(ids).logits, expected)
 
 
 @pytest.fixture
@@ -533,51 +362,6 @@ def test_graphs_of_prompts(name):
     assert prompts(model)[STEP] >= 6  # a long one may not fit into a window
     assert 2 <= len(decoder(model).programs.graphs()) <= 4
     unpatch(model)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", DESCRIBED)
-@torch.no_grad()
-def test_prompts_without_a_cache_on_a_gpu(name):
-    """Graphs that they share with those that make one, and losses."""
-    model, exact = (family_model(name, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
-    llmkernels.patch(model)
-    for tokens in (9, 9, 9, 24, 17):
-        ids, options = masked("cuda", tokens, seed=tokens)
-        mask = options["attention_mask"]
-        for use_cache in (False, True):
-            output = model(ids, attention_mask=mask, logits_to_keep=1, use_cache=use_cache)
-            expected = exact(ids, attention_mask=mask).logits[:, -1:]
-            assert_close(output.logits.float(), expected, 4 * rounding(torch.bfloat16))
-            assert (cache_name() in output) == use_cache
-        loss = model(ids, labels=ids, use_cache=False).loss
-        assert_close(loss, exact(ids, labels=ids).loss, 0.03)
-    assert prompts(model)[STEP] >= 10 and prompts(model).total() == 15  # those with a cache may not fit into a window
-    unpatch(model)
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_memory_of_a_long_prompt_without_a_cache():
-    heads = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
-    options = {"max_position_embeddings": 8192, "num_hidden_layers": 12}
-    model = tiny_model("qwen2", "cuda", torch.bfloat16, **heads, **options)
-    ids = tiny_inputs("cuda", tokens=6000)
-    expected = model(ids, logits_to_keep=1).logits
-    llmkernels.patch(model)
-    taken = []
-    for use_cache in (True, False):
-        for _ in range(2):
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            output = model(ids, logits_to_keep=1, use_cache=use_cache)
-            peak = torch.cuda.max_memory_allocated() - before
-            assert_close(output.logits.float(), expected.float(), 4 * rounding(torch.bfloat16))
-            del output
-        taken.append(peak)
-    of_a_layer = 2 * ids.numel() * 4 * 64 * 2
-    assert taken[0] - taken[1] > 10 * of_a_layer
-    assert prompts(model) == {STEP: 4}
 
 
 @pytest.mark.gpu

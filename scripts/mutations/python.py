@@ -25,7 +25,15 @@ PYTHON = [
         "llmkernels/hf/callers/forward.py",
         "    if not (parts.no_cache_when_told if use_cache is False else use_cache in parts.dynamic_cache_for):\n",
         "    if False:\n",
-        "tests/test_prompt.py -k modules_make",
+        "tests/test_prompt_forwards.py -k modules_make",
+    ),
+    Mutation(
+        "py_empty_caches_of_other_kinds",
+        "a prompt fills a caller's empty cache that would keep other tokens than the model's own",
+        "llmkernels/hf/cache/empty.py",
+        "        if kind is not (DynamicLayer if layer.attention.window_left < 0 else DynamicSlidingWindowLayer):\n",
+        "        if False:\n",
+        "tests/test_prompt_forwards.py -k empty_cache_of",
     ),
     Mutation(
         "py_tensors_of_a_block_count_together",

@@ -37,6 +37,11 @@ def is_ours(cache: Any) -> bool:
     return type(cache) is ours or (type(cache) is adopted and cache.is_intact)
 
 
+def is_kv_cache(cache: Any) -> bool:
+    """Whether a cache was made as one of ours."""
+    return type(cache) is _cache_types()[0]
+
+
 def may_become_ours(cache: Any) -> bool:
     """Whether a cache is one of ours, or of the kind that becomes one."""
     return type(cache) in _cache_types()

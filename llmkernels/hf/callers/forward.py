@@ -3,9 +3,9 @@
 Every caller of the model gets the step: a user's own loop, beam search, a chat on a returned cache, a pipeline, and
 assisted decoding and prompt lookup, which verify several tokens at once.
 
-    prompt            on a GPU, without a cache given: composed of ops (step/prompt.py), into a cache that is one of
-                      ours from the beginning, or without a cache if the caller wants none; else by the model's
-                      modules, into the cache that the caller has
+    prompt            on a GPU, without a cache given or with an empty one: composed of ops (step/prompt.py), into a
+                      cache that is one of ours from then on, or without a cache if the caller wants none; else by the
+                      model's modules, into the cache that the caller has
     next tokens       by the step; before the first one the cache becomes one of ours, in place (adopted.py)
 
 The modules run a forward that asks for anything else, or has more than MAX_ROWS tokens. Report.decode counts both.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..cache.fits import check_cache, is_ours, may_become_ours
+from ..cache.fits import check_cache, is_kv_cache, is_ours, may_become_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..model.description import Description
@@ -54,9 +54,10 @@ def by_step(original: Callable, signature: Any) -> Callable:
             return original(self, *args, **kwargs)
         given = signature(self, args, kwargs)
         cache, ids = given.get(name), given.get("input_ids")
-        if cache is None and _may_be_prompt(ids):
+        is_prompt = cache is None or _is_empty(cache)
+        if is_prompt and _may_be_prompt(ids):
             return _prompt(self, functools.partial(original, self, *args, **kwargs), given, name)
-        if cache is None or not _has_few_tokens(ids) or _is_empty(cache):
+        if is_prompt or not _has_few_tokens(ids):
             return original(self, *args, **kwargs)
         state = decoder(self)
         try:
@@ -83,8 +84,11 @@ def _may_be_prompt(ids: Any) -> bool:
 
 
 def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: str) -> Any:
-    """The forward of a prompt without a cache, which makes one if it is to: composed of ops, or `original()`."""
+    """The forward of a prompt behind nothing, which makes a cache, fills an empty one, or neither: composed of ops, or
+    `original()`."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    from ..cache.empty import fill
 
     state = decoder(model)
     try:
@@ -93,6 +97,9 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
         return original()
     try:
         logits, cache = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
+        if (empty := given.get(name)) is not None and empty is not cache:
+            fill(empty, cache)
+            cache = empty
     except NoStep as reason:
         state.count_prompt(by_forward(reason))
         return original()
@@ -108,12 +115,18 @@ def _loss(model: nn.Module, logits: Tensor, given: dict[str, Any]) -> Tensor | N
 
 
 def _check_prompt(model: nn.Module, parts: Description, given: dict[str, Any]) -> None:
-    """Raise NoStep for prompts that the ops do not take, and where the modules make another cache."""
-    ids = given["input_ids"]
+    """Raise NoStep for prompts that the ops do not take, and where the modules make or have another cache."""
+    from ..cache.empty import check_empty
+
+    ids, cache = given["input_ids"], given.get(cache_name())
     check_batch(parts, ids)
     check_length(parts, ids.shape[1])
     use_cache = _use_cache(model, given)
-    if not (parts.no_cache_when_told if use_cache is False else use_cache in parts.dynamic_cache_for):
+    if cache is not None:
+        if use_cache is False:
+            raise NoStep("use_cache=False")
+        (check_cache if is_kv_cache(cache) else check_empty)(cache, parts, len(ids))
+    elif not (parts.no_cache_when_told if use_cache is False else use_cache in parts.dynamic_cache_for):
         raise NoStep("the modules make a cache of another kind, or none")
     if given.get("labels") is not None and (model.training or not parts.has_loss_of_logits):
         raise NoStep("labels in training mode, or of which the modules compute another loss")
@@ -133,7 +146,7 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
     """
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     found = state.known_prompt(ids)
-    if found is None or not isinstance(kept, int):
+    if found is None or not isinstance(kept, int) or is_kv_cache(given.get(cache_name())):
         return None
     known, layout, _memory = found
     _check_prompt(model, known.parts, given)
@@ -164,11 +177,15 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
     batch, count = ids.shape
     positions = Positions(given, ids, 0)
     positions.check()
-    is_kept = _use_cache(model, given) is not False
-    cache = new_cache(model.config, parts, batch, count) if is_kept else prompt.cache_of_a_call(parts, batch, count)
+    is_kept, cache = _use_cache(model, given) is not False, given.get(cache_name())
+    is_new = is_kept and not is_kv_cache(cache)
+    if is_new:
+        cache = new_cache(model.config, parts, batch, count)
+    elif not is_kept:
+        cache = prompt.cache_of_a_call(parts, batch, count)
     logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, min(kept or count, count))
-    if not is_kept:
-        return logits, None
+    if not is_new:
+        return logits, cache if is_kept else None
     if (layout := Layout(cache, model.config)).nbytes <= MOST_BYTES:
         state.layouts.note(parts, batch, layout)
     return logits, cache

@@ -1,0 +1,35 @@
+"""A caller's empty DynamicCache, which a prompt fills in place of one that the model would make.
+
+Importing this module imports transformers.
+"""
+
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import NoStep
+from ..model.description import Description
+from .adopted import AdoptedCache, check_dynamic
+
+
+def check_empty(cache: object, parts: Description, batch: int) -> None:
+    """Raise NoStep unless an empty cache has layers of the kinds that the model's own has, or will get them."""
+    if type(cache) is not DynamicCache:
+        raise NoStep(f"the cache given is an empty {type(cache).__name__}")
+    check_dynamic(cache, parts, batch)
+    kinds = [type(layer) for layer in cache.layers] or [DynamicLayer] * len(parts.layers)
+    for kind, layer in zip(kinds, parts.layers, strict=True):
+        if kind is not (DynamicLayer if layer.attention.window_left < 0 else DynamicSlidingWindowLayer):
+            raise NoStep("the cache given keeps other tokens than the model's own")
+
+
+def fill(cache: DynamicCache, made: AdoptedCache) -> None:
+    """Let an empty cache be `made`, which nobody else has: it and its layers stay the same objects."""
+    if cache.layers and [type(layer) for layer in cache.layers] != [layer.theirs for layer in made.layers]:
+        raise NoStep("the cache given keeps other tokens than the model's own")
+    for layer, other in zip(cache.layers, made.layers, strict=False):
+        vars(layer).clear()
+        vars(layer).update(vars(other))
+        layer.__class__ = type(other)
+    cache.layers += made.layers[len(cache.layers) :]
+    vars(cache).update({name: value for name, value in vars(made).items() if name != "layers"})
+    cache.__class__ = AdoptedCache
