@@ -64,11 +64,11 @@ def patch(
             that is a LayerNorm. Without ``rms_norm`` (``layer_norm``) that norm runs on a kernel where it is fused, and
             not where it is called.
         decode: run the model by the decode step where that is possible, whatever the other options: greedy search and
-            sampling of ``model.generate`` and ``llmkernels.generate``, for up to 64 sequences; each forward of up to
-            64 tokens behind a cache; and on a GPU each forward of a prompt without a cache given. The first such call
-            packs q|k|v and gate|up of each layer into one storage, with the parameters as views into it; a CUDA graph
-            that was captured before then no longer has the weights. The tokens of a DynamicCache move to larger buffers
-            in place when the first ones behind it come; it stays a DynamicCache. The cache of the last call of
+            sampling of ``model.generate`` and ``llmkernels.generate``, for up to 64 sequences; each forward of up to 64
+            tokens behind a cache; and on a GPU each forward of a prompt behind no cache or an empty one. The first such
+            call packs q|k|v and gate|up of each layer into one storage, with the parameters as views into it; a CUDA
+            graph that was captured before then no longer has the weights. The tokens of a DynamicCache move to larger
+            buffers in place when the first ones behind it come; it stays a DynamicCache. The cache of the last call of
             generate, if it takes no more than 1 GiB, and its graphs are kept for the next one; ``handle.release()`` or
             ``llmkernels.release(model)`` frees them.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by

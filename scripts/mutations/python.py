@@ -23,8 +23,8 @@ PYTHON = [
         "py_caches_of_another_kind",
         "a forward makes a DynamicCache where its modules make another cache, or none",
         "llmkernels/hf/callers/forward.py",
-        "    if not (parts.no_cache_when_told if use_cache is False else use_cache in parts.dynamic_cache_for):\n",
-        "    if False:\n",
+        "    elif not (parts.no_cache_when_told if use_cache is False else use_cache in parts.dynamic_cache_for):\n",
+        "    elif False:\n",
         "tests/test_prompt_forwards.py -k modules_make",
     ),
     Mutation(
