@@ -276,6 +276,28 @@ def test_prompts_without_a_cache_on_a_gpu(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3"])
+@torch.no_grad()
+def test_an_empty_cache_on_a_gpu(name, kind):
+    """Prompts by graphs, then a step by one, in turn with caches that the model makes."""
+    model, exact = (family_model(name, "cuda", dtype) for dtype in (torch.bfloat16, torch.float32))
+    llmkernels.patch(model)
+    for tokens in (6, 6, 6, 24, 6):
+        ids, options = masked("cuda", tokens, seed=tokens)
+        mask = options["attention_mask"]
+        text, longer = torch.cat([ids, ids[:, :1]], 1), torch.cat([mask, mask[:, -1:]], 1)
+        expected = exact(text, attention_mask=longer).logits
+        for cache in (CACHES[kind](model), None):
+            output = model(ids, attention_mask=mask, logits_to_keep=1, **{cache_name(): cache})
+            assert_close(output.logits[:, 0].float(), expected[:, -2], 4 * rounding(torch.bfloat16))
+            step = model(text[:, -1:], attention_mask=longer, **{cache_name(): output[cache_name()]})
+            assert_close(step.logits[:, 0].float(), expected[:, -1], 4 * rounding(torch.bfloat16))
+    assert prompts(model)[STEP] >= 4 and prompts(model).total() == 10
+    unpatch(model)
+
+
+@pytest.mark.gpu
 @torch.no_grad()
 def test_memory_of_a_long_prompt_without_a_cache():
     heads = {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
