@@ -159,7 +159,7 @@ def test_forwards_that_the_modules_run(by_forward):
     with torch.no_grad():
         for _ in range(2):
             model(ids, return_dict=False)
-            model(ids, output_hidden_states=True)
+            model(ids, output_attentions=True)
             model(inputs_embeds=model.model.embed_tokens(ids))
         assert not prompts(model)
         model(ids)

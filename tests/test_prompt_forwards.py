@@ -235,6 +235,43 @@ def forward(self, input_ids=None, labels=None, **kwargs):
     assert list(prompts(model)) == [by_forward_of(reason)]
 
 
+@pytest.mark.parametrize("how", ["padded", "as it is"])
+@pytest.mark.parametrize("name", DESCRIBED)
+@torch.no_grad()
+def test_hidden_states(name, how, by_forward, request):
+    """Of all layers, as the modules return them, whatever else is asked for."""
+    if how == "padded":
+        request.getfixturevalue("padded")
+    model, ids = family_model(name), tiny_inputs(tokens=5)
+    calls = [{}, {"use_cache": False}, {"logits_to_keep": 1}, {"labels": ids}]
+
+    def run(model):
+        return [model(ids, output_hidden_states=True, **call) for call in calls]
+
+    expected = run(model)
+    llmkernels.patch(model)
+    for _ in range(2):
+        for ours, theirs in zip(run(model), expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert_close(ours.logits, theirs.logits)
+            assert len(ours.hidden_states) == len(theirs.hidden_states)
+            for one, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+                assert_close(one, other)
+    assert prompts(model) == {STEP: 8}
+    model(ids)
+    assert model(ids).hidden_states is None
+
+
+@torch.no_grad()
+def test_hidden_states_of_another_kind(by_forward):
+    """Beacon's class returns none."""
+    beacon, ids = fresh("beacon"), tiny_inputs(tokens=8)
+    model = made(beacon.BeaconForCausalLM)
+    llmkernels.patch(model)
+    assert model(ids, use_cache=False, output_hidden_states=True).hidden_states is None
+    assert list(prompts(model)) == [by_forward_of("output_hidden_states, of which the modules return others")]
+
+
 @torch.no_grad()
 def test_layers_share_the_buffers_of_a_prompt_without_a_cache(by_forward, monkeypatch):
     """One layer's, as the modules would take no more; but where the prompt has a graph, which may run again for a

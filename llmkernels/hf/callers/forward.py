@@ -39,7 +39,7 @@ _KNOWN = {
     "logits_to_keep",
     "return_dict",
 }
-_OF_LOSS = {"labels", "num_items_in_batch"}  # which a prompt takes as well
+_OF_PROMPTS = {"labels", "num_items_in_batch", "output_hidden_states"}  # which prompts take as well
 
 
 def by_step(original: Callable, signature: Any) -> Callable:
@@ -92,11 +92,11 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
 
     state = decoder(model)
     try:
-        _check_call(model, given, _OF_LOSS)
+        _check_call(model, given, _OF_PROMPTS)
     except NoStep:
         return original()
     try:
-        logits, cache = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
+        logits, cache, states = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
         if (empty := given.get(name)) is not None and empty is not cache:
             fill(empty, cache)
             cache = empty
@@ -104,7 +104,8 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
         state.count_prompt(by_forward(reason))
         return original()
     state.count_prompt(STEP)
-    return CausalLMOutputWithPast(loss=_loss(model, logits, given), logits=logits, **{name: cache})
+    loss = _loss(model, logits, given)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states, **{name: cache})
 
 
 def _loss(model: nn.Module, logits: Tensor, given: dict[str, Any]) -> Tensor | None:
@@ -130,6 +131,8 @@ def _check_prompt(model: nn.Module, parts: Description, given: dict[str, Any]) -
         raise NoStep("the modules make a cache of another kind, or none")
     if given.get("labels") is not None and (model.training or not parts.has_loss_of_logits):
         raise NoStep("labels in training mode, or of which the modules compute another loss")
+    if given.get("output_hidden_states") and not parts.has_hidden_states:
+        raise NoStep("output_hidden_states, of which the modules return others")
 
 
 def _use_cache(model: nn.Module, given: dict[str, Any]) -> bool | None:
@@ -138,15 +141,17 @@ def _use_cache(model: nn.Module, given: dict[str, Any]) -> bool | None:
     return False if use_cache is None and vars(model.config).get("use_cache") is False else use_cache
 
 
-def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any] | None:
+def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any, None] | None:
     """The same, launched first: the host checks the model, and makes the cache's objects, while the GPU works.
 
-    None where no such prompt has run before, or the model has changed: only new memory has been written then; and for
-    a long one that is to leave no cache, as the block is one.
+    None where no such prompt has run before, or the model has changed: only new memory has been written then; for a
+    long one that is to leave no cache, as the block is one; and with hidden states, of which a graph keeps none.
     """
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     found = state.known_prompt(ids)
     if found is None or not isinstance(kept, int) or is_kv_cache(given.get(cache_name())):
+        return None
+    if given.get("output_hidden_states"):
         return None
     known, layout, _memory = found
     _check_prompt(model, known.parts, given)
@@ -161,11 +166,14 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
     if not known.snapshot.holds(model) or not layout.holds(model.config):
         return None
     positions.check()  # waits for the device: last
-    return logits, None if _use_cache(model, given) is False else block.cache(ids.shape[1])
+    return logits, None if _use_cache(model, given) is False else block.cache(ids.shape[1]), None
 
 
-def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any]:
-    """The logits of the tokens to keep, and the cache, None if none is asked for. Raises NoStep."""
+def _composed_prompt(
+    model: nn.Module, state: Decoder, given: dict[str, Any]
+) -> tuple[Tensor, Any, tuple[Tensor, ...] | None]:
+    """The logits of the tokens to keep, the cache, and the hidden states, None where they are not asked for. Raises
+    NoStep."""
     from ..cache.adopted import new_cache
     from ..step.block import MOST_BYTES, Layout
 
@@ -183,12 +191,19 @@ def _composed_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) ->
         cache = new_cache(model.config, parts, batch, count)
     elif not is_kept:
         cache = prompt.cache_of_a_call(parts, batch, count)
-    logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, min(kept or count, count))
+    kept, states = min(kept or count, count), None
+    if given.get("output_hidden_states"):
+        seen: list[Tensor] = []
+        prompt.check_prompt(parts, cache, count)
+        logits = prompt.run(parts, cache, ids, positions.last, positions.leftpad, kept, seen)
+        states = tuple(x.view(batch, count, -1) for x in seen)
+    else:
+        logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, kept)
     if not is_new:
-        return logits, cache if is_kept else None
+        return logits, cache if is_kept else None, states
     if (layout := Layout(cache, model.config)).nbytes <= MOST_BYTES:
         state.layouts.note(parts, batch, layout)
-    return logits, cache
+    return logits, cache, states
 
 
 def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Description, list[Any]]:

@@ -103,7 +103,8 @@ class Description:
     `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped. `dynamic_cache_for`:
     with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config);
     `no_cache_when_told`: with use_cache=False, of the call or else of the config, they make none. `has_loss_of_logits`:
-    given labels, they return the model's loss_function of its logits.
+    given labels, they return the model's loss_function of its logits. `has_hidden_states`: asked for them, they return
+    what each layer is given, and the last one's behind the norm.
     """
 
     embedding: nn.Parameter
@@ -119,6 +120,7 @@ class Description:
     dynamic_cache_for: tuple[bool | None, ...] = ()
     no_cache_when_told: bool = False
     has_loss_of_logits: bool = False
+    has_hidden_states: bool = False
 
     @property
     def weight(self) -> Tensor:

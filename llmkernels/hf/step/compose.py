@@ -34,7 +34,7 @@ A single launch for a whole step, with barriers of the grid between the layers, 
     one launch  | Qwen2.5, half a billion      | 59 % slower
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ class LayerCache(NamedTuple):
     leftpad: Tensor | None
 
 
-def forward(parts: Description, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
+def forward(parts: Description, hidden: Tensor, tokens: Tokens, caches: Iterable[LayerCache]) -> Tensor:
     """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
 
     The new keys and values are written to `caches`, one for each layer.
@@ -82,13 +82,23 @@ def forward(parts: Description, hidden: Tensor, tokens: Tokens, caches: Sequence
     return head(parts, hidden, run_layers(parts, hidden, tokens, caches))
 
 
-def run_layers(parts: Description, hidden: Tensor, tokens: Tokens, caches: Sequence[LayerCache]):
+def run_layers(parts: Description, hidden: Tensor, tokens: Tokens, caches: Iterable[LayerCache]):
     """All layers, in place; returns what the last one has prepared of the norm before the head."""
     readers = [_reader(layer.branches[0]) for layer in parts.layers] + [(parts.norm, parts.head)]
     prepared = _NOTHING
     for index, (layer, cache) in enumerate(zip(parts.layers, caches, strict=True)):
         prepared = _layer(layer, hidden, prepared, tokens, cache, readers[index + 1])
     return prepared
+
+
+def noting(
+    parts: Description, hidden: Tensor, caches: Iterable[LayerCache], seen: list[Tensor]
+) -> Iterator[LayerCache]:
+    """The caches for run_layers(); adds to `seen` what each layer is given, and what the last norm makes."""
+    for cache in caches:
+        seen.append(hidden.clone())
+        yield cache
+    seen.append(_norm(hidden, parts.norm))  # who asks for one more has run the last layer
 
 
 def head(parts: Description, hidden: Tensor, prepared=(None, None)) -> Tensor:

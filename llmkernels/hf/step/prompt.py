@@ -78,11 +78,19 @@ def cache_of_a_call(parts: Description, batch: int, tokens: int) -> Any:
     return cache
 
 
-def run(parts: Description, cache: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int) -> Tensor:
+def run(
+    parts: Description,
+    cache: Any,
+    ids: Tensor,
+    last: Tensor | int,
+    leftpad: Tensor | None,
+    kept: int,
+    seen: list[Tensor] | None = None,
+) -> Tensor:
     """The logits (B, kept, V) behind the last of the tokens `ids` (B, T), which are appended to the cache.
 
     `last` (B,) are the positions of the last tokens, or that of all; `leftpad` (B,) where each sequence starts, None
-    for all at 0.
+    for all at 0. `seen` receives the hidden states (B * T, H) that transformers returns.
     """
     batch, count = ids.shape
     allocate(parts, cache, batch)
@@ -104,7 +112,7 @@ def run(parts: Description, cache: Any, ids: Tensor, last: Tensor | int, leftpad
     hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
     compose.embed(parts.embedding, parts.embed_scale, ids.flatten(), hidden)
     tokens = Tokens(batch, count, positions, make_tables(parts, parts.positions[: past + count]), is_prompt=True)
-    compose.run_layers(parts, hidden, tokens, caches)
+    compose.run_layers(parts, hidden, tokens, caches if seen is None else compose.noting(parts, hidden, caches, seen))
     cache.advance(count)
     return _logits(parts, hidden.view(batch, count, -1)[:, count - kept :])
 

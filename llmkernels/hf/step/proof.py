@@ -40,7 +40,7 @@ from ..model.reference import (
     small_model,
 )
 from ..model.template import Template
-from .compose import LayerCache, Tokens, embed, forward, make_tables
+from .compose import LayerCache, Tokens, embed, forward, make_tables, noting
 
 _TOKENS = 2 * WINDOW + 2
 # How loud channels are, and how far logits may be off, of the largest: a few times of what rounding makes of them. Of
@@ -126,6 +126,7 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
             dynamic_cache_for=_dynamic_cache_for(small, ids),
             no_cache_when_told=_makes_no_cache_when_told(small, ids),
             has_loss_of_logits=_has_loss_of_logits(small, ids),
+            has_hidden_states=_has_hidden_states(small, parts, ids, tolerance),
         )
         return dataclasses.replace(template, description=description, same_in_training=_same_in_training(small, ids))
 
@@ -218,6 +219,22 @@ def _has_loss_of_logits(small: nn.Module, ids: Tensor) -> bool:
     return True
 
 
+def _has_hidden_states(small: nn.Module, parts: Description, ids: Tensor, tolerance: float) -> bool:
+    """Whether a model returns the hidden states that a description has."""
+    try:
+        expected = small(ids[None], use_cache=False, output_hidden_states=True).hidden_states
+    except Exception:  # of a model that returns none
+        return False
+    found: list[Tensor] = []
+    _composed(parts, ids, 0, found)
+    if not isinstance(expected, tuple) or len(expected) != len(found):
+        return False
+    return all(
+        one.shape == (1, *other.shape) and _error(other, one[0]) <= _MOST * tolerance
+        for one, other in zip(expected, found, strict=True)
+    )
+
+
 def _check_tables(parts: Description, config: Any) -> None:
     """Raise UnknownLayout where a rotation has other angles in a longer sequence. Those of transformers say so, see
     `positions_of`; a foreign one is asked."""
@@ -292,9 +309,9 @@ def _rounding(small: nn.Module, ids: Tensor, start: int) -> float:
             weight.copy_(value)
 
 
-def _composed(parts: Description, ids: Tensor, start: int) -> Tensor:
+def _composed(parts: Description, ids: Tensor, start: int, seen: list[Tensor] | None = None) -> Tensor:
     """The logits of each token, one at a time at first and then several; and those of all as one prompt. The first
-    one has the position `start`."""
+    one has the position `start`. `seen` receives the hidden states of the prompt."""
     parts = with_products(parts, _joined)
     tables = make_tables(parts, range(start, start + len(ids)))
     shapes = [(1, len(ids), layer.attention.kv_heads, layer.attention.head_dim) for layer in parts.layers]
@@ -312,7 +329,8 @@ def _composed(parts: Description, ids: Tensor, start: int) -> Tensor:
     hidden = parts.embedding.new_empty(len(ids), parts.embedding.shape[1])
     embed(parts.embedding, parts.embed_scale, ids, hidden)
     positions = torch.arange(len(ids), dtype=torch.int32)[None]
-    logits.append(forward(parts, hidden, Tokens(1, len(ids), positions, tables, is_prompt=True), caches))
+    tokens = Tokens(1, len(ids), positions, tables, is_prompt=True)
+    logits.append(forward(parts, hidden, tokens, caches if seen is None else noting(parts, hidden, caches, seen)))
     return torch.cat(logits)
 
 
