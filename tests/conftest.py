@@ -8,6 +8,7 @@ Every test that takes `device` runs on the CPU and, where there is one, on the G
   slow       takes a minute on a GPU
 """
 
+import contextlib
 import gc
 import os
 import sys
@@ -17,6 +18,9 @@ import pytest
 import torch
 
 from oracles import DEVICES
+
+with contextlib.suppress(ImportError):
+    import setuptools  # noqa: F401 - torch.compile does, which fails once somebody has imported Python's distutils
 
 CUDA = "cuda" in DEVICES
 _order = None  # see --order
