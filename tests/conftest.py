@@ -20,7 +20,7 @@ import torch
 from oracles import DEVICES
 
 with contextlib.suppress(ImportError):
-    import setuptools  # noqa: F401 - torch.compile does, which fails once somebody has imported Python's distutils
+    import setuptools  # noqa: F401 - before pip, or it cannot be imported any more, as torch.compile does
 
 CUDA = "cuda" in DEVICES
 _order = None  # see --order
