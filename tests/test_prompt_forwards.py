@@ -11,11 +11,15 @@ from families import family_model
 from generating import small_model
 from hf_models import assert_close, rounding, tiny_inputs, tiny_model
 from llmkernels.hf import unpatch
+from llmkernels.hf.cache.adopted import new_cache
+from llmkernels.hf.cache.empty import fill
 from llmkernels.hf.callers import forward
 from llmkernels.hf.classes.cache_name import cache_name
+from llmkernels.hf.errors import NoStep
 from llmkernels.hf.report import STEP
 from llmkernels.hf.report import by_forward as by_forward_of
 from llmkernels.hf.step import prompt
+from llmkernels.hf.step.describe import describe
 from prompting import LONG, compose_forwards, masked, prompts, run_padded
 from test_family_strangers import made
 from test_foreign_models import fresh, replace
@@ -182,6 +186,17 @@ def test_empty_caches_that_the_modules_fill(by_forward):
     assert prompts(model)[STEP] == 1
     with pytest.raises(ValueError, match="capacity must be at least 8"):
         model(ids, past_key_values=llmkernels.KVCache(model, 7))
+
+
+def test_a_cache_without_layers_gets_no_window():
+    """Whatever the description says: transformers would give it layers that keep all tokens."""
+    model = family_model("mistral")
+    llmkernels.patch(model)
+    made = new_cache(model.config, describe(model), 1, 2)
+    given = DynamicCache()
+    with pytest.raises(NoStep, match="keeps other tokens"):
+        fill(given, made)
+    assert type(given) is DynamicCache and not given.layers
 
 
 @pytest.mark.parametrize("name", DESCRIBED)

@@ -10,22 +10,28 @@ from ..errors import NoStep
 from ..model.description import Description
 from .adopted import AdoptedCache, check_dynamic
 
+_OTHER = "the cache given keeps other tokens than the model's own"
+
+
+def _kinds(cache: DynamicCache, layers: int) -> list[type]:
+    """Those of the layers that a cache has, or will get."""
+    return [type(layer) for layer in cache.layers] or [DynamicLayer] * layers
+
 
 def check_empty(cache: object, parts: Description, batch: int) -> None:
     """Raise NoStep unless an empty cache has layers of the kinds that the model's own has, or will get them."""
     if type(cache) is not DynamicCache:
         raise NoStep(f"the cache given is an empty {type(cache).__name__}")
     check_dynamic(cache, parts, batch)
-    kinds = [type(layer) for layer in cache.layers] or [DynamicLayer] * len(parts.layers)
-    for kind, layer in zip(kinds, parts.layers, strict=True):
+    for kind, layer in zip(_kinds(cache, len(parts.layers)), parts.layers, strict=True):
         if kind is not (DynamicLayer if layer.attention.window_left < 0 else DynamicSlidingWindowLayer):
-            raise NoStep("the cache given keeps other tokens than the model's own")
+            raise NoStep(_OTHER)
 
 
 def fill(cache: DynamicCache, made: AdoptedCache) -> None:
     """Let an empty cache be `made`, which nobody else has: it and its layers stay the same objects."""
-    if cache.layers and [type(layer) for layer in cache.layers] != [layer.theirs for layer in made.layers]:
-        raise NoStep("the cache given keeps other tokens than the model's own")
+    if _kinds(cache, len(made.layers)) != [layer.theirs for layer in made.layers]:
+        raise NoStep(_OTHER)
     for layer, other in zip(cache.layers, made.layers, strict=False):
         vars(layer).clear()
         vars(layer).update(vars(other))

@@ -111,8 +111,9 @@ def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: s
 def _loss(model: nn.Module, logits: Tensor, given: dict[str, Any]) -> Tensor | None:
     if given.get("labels") is None:
         return None
-    counted = {name: given[name] for name in ("num_items_in_batch",) if given.get(name) is not None}
-    return model.loss_function(logits, given["labels"], model.config.vocab_size, **counted)
+    counted = given.get("num_items_in_batch")
+    options = {} if counted is None else {"num_items_in_batch": counted}
+    return model.loss_function(logits, given["labels"], model.config.vocab_size, **options)
 
 
 def _check_prompt(model: nn.Module, parts: Description, given: dict[str, Any]) -> None:
