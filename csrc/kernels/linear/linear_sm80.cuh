@@ -54,25 +54,25 @@ class Sm80Ring {
   // Zeros beyond the weight, and beyond K.
   __device__ void copy_weight(int index, const Sm80Position& at) const {
     const LinearPlan& plan = a_.plan;
+    const int64_t first = static_cast<int64_t>(at.tile) * plan.tile_rows, row_bytes = operands_.weight_row_bytes;
+    const int rows = static_cast<int>(min(int64_t{plan.box_rows}, a_.out - first));
     for_each_chunk(index, at, [&](uint32_t chunk, int64_t column, int bytes) {
+      const char* from = static_cast<const char*>(operands_.weight) + first * row_bytes + column * kHalfBytes;
       for (int box = 0; box < plan.boxes; ++box) {
-        for (int r = lane_row_; r < plan.box_rows; r += 4) {
-          const int64_t row = static_cast<int64_t>(at.tile) * plan.tile_rows + r;
-          copy(swizzled(chunk + (box * plan.box_rows + r) * 128, vector_), operands_.weight,
-               (row + box * int64_t{a_.box_step}) * operands_.weight_row_bytes + column * kHalfBytes,
-               row < a_.out ? bytes : 0);
-        }
+        copy_rows(chunk + box * plan.box_rows * 128, from, row_bytes, plan.box_rows, rows, bytes);
+        from += a_.box_step * row_bytes;
       }
     });
   }
   // And the norm's weight.
   __device__ void copy_x(int index, const Sm80Position& at) const {
     for_each_chunk(index, at, [&](uint32_t chunk, int64_t column, int bytes) {
-      for (int r = lane_row_; r < a_.m; r += 4)
-        copy(swizzled(chunk + x_offset() + r * 128, vector_), operands_.x,
-             r * operands_.x_row_bytes + column * kHalfBytes, bytes);
-      if (a_.fold_norm && lane_row_ == 0)
-        copy(chunk + norm_weight_offset() + vector_ * 16, a_.norm_weight, column * kHalfBytes, bytes);
+      copy_rows(chunk + x_offset(), static_cast<const char*>(operands_.x) + column * kHalfBytes, operands_.x_row_bytes,
+                a_.m, a_.m, bytes);
+      if (a_.fold_norm && lane_row_ == 0) {
+        const char* const from = static_cast<const char*>(a_.norm_weight) + column * kHalfBytes;
+        copy(chunk + norm_weight_offset() + vector_ * 16, bytes > 0 ? from : operands_.weight, bytes);
+      }
     });
   }
 
@@ -84,9 +84,21 @@ class Sm80Ring {
     for (int c = 0; c < a_.plan.chunks; ++c, chunk += chunk_bytes_, column += kLinearChunk)
       body(chunk, column, column < a_.k ? 16 : 0);
   }
-  __device__ void copy(uint32_t to, const void* from, int64_t offset, int bytes) const {
-    const void* const source = static_cast<const char*>(from) + (bytes > 0 ? offset : 0);
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(source), "r"(bytes),
+  // This lane's vectors of `rows` rows, of which `existing` are in memory, four rows at a time. A warp has its scheduler
+  // to itself, so each instruction here counts. Four rows further the swizzle differs in one bit.
+  __device__ void copy_rows(uint32_t to, const char* from, int64_t row_bytes, int rows, int existing,
+                            int bytes) const {
+    uint32_t at = swizzled(to + lane_row_ * 128, vector_);
+    from += lane_row_ * row_bytes;
+    const int64_t step = 4 * row_bytes;
+#pragma unroll 4
+    for (int r = lane_row_; r < rows; r += 4, at = (at + 512) ^ 64, from += step) {
+      const bool exists = r < existing && bytes > 0;
+      copy(at, exists ? from : operands_.weight, exists ? bytes : 0);
+    }
+  }
+  __device__ void copy(uint32_t to, const void* from, int bytes) const {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
                  "l"(policy_)
                  : "memory");
   }
