@@ -84,10 +84,9 @@ class Sm80Ring {
     for (int c = 0; c < a_.plan.chunks; ++c, chunk += chunk_bytes_, column += kLinearChunk)
       body(chunk, column, column < a_.k ? 16 : 0);
   }
-  // This lane's vectors of `rows` rows, of which `existing` are in memory, four rows at a time. A warp has its scheduler
-  // to itself, so each instruction here counts. Four rows further the swizzle differs in one bit.
-  __device__ void copy_rows(uint32_t to, const char* from, int64_t row_bytes, int rows, int existing,
-                            int bytes) const {
+  // This lane's vectors of `rows` rows, of which `existing` are in memory, four rows at a time. A warp has its
+  // scheduler to itself, so each instruction here counts. Four rows further the swizzle differs in one bit.
+  __device__ void copy_rows(uint32_t to, const char* from, int64_t row_bytes, int rows, int existing, int bytes) const {
     uint32_t at = swizzled(to + lane_row_ * 128, vector_);
     from += lane_row_ * row_bytes;
     const int64_t step = 4 * row_bytes;

@@ -43,6 +43,8 @@ class KVCache(Cache):
     >>> model.generate(**inputs, past_key_values=cache)
     """
 
+    left_to_modules = False  # whether the model's modules run a forward behind nothing: it has been refused before
+
     def __init__(
         self,
         config: Any,

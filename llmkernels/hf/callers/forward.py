@@ -55,7 +55,7 @@ def by_step(original: Callable, signature: Any) -> Callable:
         given = signature(self, args, kwargs)
         cache, ids = given.get(name), given.get("input_ids")
         is_prompt = cache is None or _is_empty(cache)
-        if is_prompt and _may_be_prompt(ids):
+        if is_prompt and _may_be_prompt(ids) and not getattr(cache, "left_to_modules", False):
             return _prompt(self, functools.partial(original, self, *args, **kwargs), given, name)
         if is_prompt or not _has_few_tokens(ids):
             return original(self, *args, **kwargs)

@@ -66,7 +66,11 @@ class Call:
             logits = state.run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
         except NoStep as reason:
             state.count_prompt(by_forward(reason))
-            outputs = self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
+            cache.left_to_modules = True
+            try:
+                outputs = self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
+            finally:
+                cache.left_to_modules = False
             return outputs.logits[:, -1]
         state.count_prompt(STEP)
         return logits[:, -1]

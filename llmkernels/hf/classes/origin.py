@@ -95,7 +95,8 @@ def members_of_class(cls: type) -> list[Name]:
 
 def members_of(module: nn.Module) -> list[Name]:
     """The functions that a module has by itself, as names; of a partial its function."""
-    found = {name: getattr(value, "func", value) for name, value in vars(module).items()}
+    members = tuple(vars(module).items())  # another thread may patch the module meanwhile
+    found = {name: getattr(value, "func", value) for name, value in members}
     return [(found.get, name, value) for name, value in found.items() if isinstance(value, _KINDS)]
 
 

@@ -119,7 +119,7 @@ def of_training(members: dict[str, Any]) -> list[tuple[str, Any]]:
     """Those members of a module that change what it computes in training mode if they are neither 0 nor False."""
     return [
         (name, value)
-        for name, value in members.items()
+        for name, value in tuple(members.items())  # another thread may patch the module meanwhile
         if name == "gradient_checkpointing" or ("dropout" in name and isinstance(value, (int, float)))
     ]
 

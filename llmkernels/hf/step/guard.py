@@ -66,7 +66,7 @@ class _Tree(Lists):
         self.equal += [(index, *entry) for entry in trust.of_training(members)]
         for kind in _TENSORS:
             place = self.node(index, kind, members[kind])
-            self.tensors += [(place, name, tensor) for name, tensor in members[kind].items()]
+            self.tensors += [(place, name, tensor) for name, tensor in tuple(members[kind].items())]
         for kind in _HOOKS:
             self.node(index, kind, members[kind])
         if "forward" in members or any(members[kind] for kind in _HOOKS):
