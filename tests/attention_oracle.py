@@ -1,4 +1,4 @@
-"""Attention over prompts by its formula, and its inputs: for test_attention.py and test_attention_backward.py."""
+"""Attention over prompts by its formula, and its inputs: for test_attention.py and its like."""
 
 import contextlib
 import ctypes
@@ -36,7 +36,7 @@ def int32(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def visible(q_tokens, k_tokens, device, causal=False, window_size=ALL, k_begin=None):
+def visible(q_tokens, k_tokens, device, causal=False, window_size=ALL, k_begin=None, k_end=None):
     """(B or 1, Tq, Tk): which keys a query sees."""
     left, right = window_size
     key = torch.arange(k_tokens, device=device)
@@ -47,7 +47,9 @@ def visible(q_tokens, k_tokens, device, causal=False, window_size=ALL, k_begin=N
     if right >= 0 or causal:
         seen = seen & (distance <= (0 if causal else right))
     if k_begin is not None:
-        seen = seen & (key >= k_begin.long()[:, None, None])
+        seen = seen & (key >= k_begin.long().view(len(k_begin), -1, 1))
+    if k_end is not None:
+        seen = seen & (key < k_end.long().view(len(k_end), -1, 1))
     return seen
 
 

@@ -26,6 +26,8 @@ def ops(x: Tensor, weight: Tensor, target: Tensor, generator: torch.Generator) -
     assert_type(llmkernels.fp8_quantize(x), tuple[Tensor, Tensor])
     assert_type(llmkernels.attention(x, x, x, causal=True), Tensor)
     assert_type(llmkernels.attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(llmkernels.attention_varlen(x, x, x, target), Tensor)
+    assert_type(llmkernels.attention_varlen(x, x, x, target, return_lse=True), tuple[Tensor, Tensor])
     assert_type(llmkernels.decode_attention(x, x, x, target), Tensor)
     assert_type(llmkernels.sample(x, temperature=0.5, generator=generator), Tensor)
 

@@ -54,16 +54,17 @@ def sizes(q, k, v, sinks, grad_y, grad_lse, **options) -> tuple[Tensor, ...]:
     return of_q * scale, of_k * scale, of_v, of_sinks
 
 
-def check(inputs, given=None, grads=None, **options) -> tuple[Tensor, ...]:
-    """Gradients of `given`, which has the values of `inputs`, by default `inputs` themselves."""
+def check(inputs, given=None, grads=None, slack=4, **options) -> tuple[Tensor, ...]:
+    """Gradients of `given`, which has the values of `inputs`, by default `inputs` themselves. `slack`: how much larger
+    than the sums the error of float32 may be: that of lse is one of all probabilities of a row."""
     grads = grads or grads_of(inputs[0])
     found = gradients(ours, given or inputs, grads, **options)
     rounded = gradients(eager, inputs, grads, **options)
     wide, wide_grads = [t.double() for t in inputs], [t.double() for t in grads]
     exact = gradients(eager, wide, wide_grads, **options)
     scales = sizes(*wide[:3], wide[3] if len(wide) > 3 else None, *wide_grads, **options)
-    if inputs[0].dtype == torch.float32:  # the error of lse in float32 is that of all probabilities of a row
-        scales = [scale if scale is None else 4 * scale for scale in scales]
+    if inputs[0].dtype == torch.float32:
+        scales = [scale if scale is None else slack * scale for scale in scales]
     for name, *results, scale in zip(NAMES, found, rounded, exact, scales, strict=False):
         assert_accurate(*results, torch.maximum(scale, results[2].abs()), f"gradient of {name}")
     return found
@@ -358,7 +359,7 @@ def test_errors(device, message, change):
     for name, function in change.items():
         tensors[name] = function(tensors[name])
     with pytest.raises(RuntimeError, match="attention_backward: " + message):
-        torch.ops.llmkernels.attention_backward(*tensors.values(), None, None, None, -1, -1, 0.0)
+        torch.ops.llmkernels.attention_backward(*tensors.values(), None, None, None, None, -1, -1, 0.0)
 
 
 @pytest.mark.gpu

@@ -39,12 +39,16 @@ inline void add_weighted_rows(A* __restrict sum, const A* __restrict weights, co
   }
 }
 
-// The first key that a query sees, and the one behind the last. Neither falls from one query to the next.
+// The first key that a query sees, and the one behind the last, within [0, k_tokens]. Neither falls from one query to
+// the next.
 inline std::pair<int64_t, int64_t> visible_keys(const FlashAttentionParams& p, int64_t b, int64_t token) {
   const int64_t position = token + p.k_tokens - p.q_tokens;
-  int64_t begin = p.k_begin != nullptr ? std::clamp<int64_t>(p.k_begin[b], 0, p.k_tokens) : 0, end = p.k_tokens;
+  int64_t begin = 0, end = p.k_tokens;
+  if (p.k_begin != nullptr) begin = std::max<int64_t>(p.k_begin[b * p.k_begin_batch + token * p.k_begin_query], 0);
+  if (p.k_end != nullptr) end = std::min<int64_t>(end, p.k_end[b * p.k_end_batch + token * p.k_end_query]);
   if (p.window_left >= 0) begin = std::max(begin, position - p.window_left);
   if (p.window_right >= 0) end = std::min(end, position + p.window_right + 1);
+  begin = std::min(begin, p.k_tokens);
   return {begin, std::max(begin, end)};
 }
 

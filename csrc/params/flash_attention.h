@@ -5,7 +5,8 @@
 namespace llmk {
 
 // Query i of q_tokens has position p = i + k_tokens - q_tokens, and sees the keys j in [0, k_tokens) with
-// p - window_left <= j <= p + window_right and j >= k_begin[b].
+// p - window_left <= j <= p + window_right and k_begin <= j < k_end. These two are of the sequence or of the query; of
+// queries, neither may fall from one to the next.
 struct FlashAttentionParams {
   const void* q;  // [batch, q_tokens, heads, head_dim]
   const void* k;  // [batch, k_tokens, kv_heads, head_dim]: query head h belongs to kv head h / (heads / kv_heads)
@@ -20,8 +21,10 @@ struct FlashAttentionParams {
   double softmax_scale;               // of q k
   double softcap;                     // scores become softcap * tanh(score / softcap); 0: unchanged
   int64_t window_left, window_right;  // -1: to all; causal: window_right is 0
-  const int32_t* k_begin;             // [batch]: keys before this one are padding; null: 0 for all
-  const void* sinks;                  // [heads]: a score of each row without a value; null: none
+  // [batch] or [batch, q_tokens], by these strides; k_begin null: 0, k_end null: k_tokens.
+  const int32_t *k_begin, *k_end;
+  int64_t k_begin_batch, k_begin_query, k_end_batch, k_end_query;  // those of queries are 0 or 1
+  const void* sinks;  // [heads]: a score of each row without a value; null: none
 };
 
 // The gradients of q, k, v and sinks. y and lse are inputs here.

@@ -15,7 +15,7 @@ using torch::stable::detail::StableLibrary;
 
 // The options of both ops.
 struct Options {
-  const std::optional<Tensor>&k_begin, &sinks;
+  const std::optional<Tensor>&k_begin, &k_end, &sinks;
   std::optional<double> softmax_scale;
   int64_t window_left, window_right;
   double softcap;
@@ -23,6 +23,17 @@ struct Options {
 
 void check_window(const char* op, const char* name, int64_t window) {
   LLMK_CHECK(window >= -1, op, name, " must be at least -1 (unlimited), got ", window);
+}
+
+// int32 (batch,) or (batch, q_tokens)
+void check_keys(const char* op, const Argument& argument, const Argument& q) {
+  if (!argument) return;
+  LLMK_CHECK(argument->scalar_type() == ScalarType::Int, op, argument.name, " must be int32, got ",
+             name(argument->scalar_type()));
+  const int64_t dim = argument->dim();
+  LLMK_CHECK((dim == 1 || (dim == 2 && argument->size(1) == q->size(1))) && argument->size(0) == q->size(0), op,
+             argument.name, " must have shape [", q->size(0), "] (the batch) or [", q->size(0), ", ", q->size(1),
+             "] (the batch and its queries), got ", shape(*argument));
 }
 
 void check_inputs(const char* op, const Argument& q, const Argument& k, const Argument& v, const Options& options) {
@@ -34,7 +45,8 @@ void check_inputs(const char* op, const Argument& q, const Argument& k, const Ar
   LLMK_CHECK(k->size(3) == q->size(3), op, "k must have the head_dim of q, ", q->size(3), ", got shape ", shape(*k));
   check_like(op, v, k);
   check_head_counts(op, q, q->size(2), k, k->size(2));
-  check_per_sequence(op, {"k_begin", options.k_begin}, q->size(0));
+  check_keys(op, {"k_begin", options.k_begin}, q);
+  check_keys(op, {"k_end", options.k_end}, q);
   check_vector(op, {"sinks", options.sinks}, q, q->size(2), "heads");
   check_finite(op, "softmax_scale", options.softmax_scale.value_or(1));
   check_window(op, "window_left", options.window_left);
@@ -46,7 +58,14 @@ void check_inputs(const char* op, const Argument& q, const Argument& k, const Ar
 #endif
 }
 
-// The inputs, with contiguous heads, and the options; k_begin and sinks are contiguous.
+// The first or the last keys, of each sequence or of each of its queries, and their strides.
+void describe_keys(const std::optional<Tensor>& keys, const int32_t*& pointer, int64_t& of_batch, int64_t& of_query) {
+  pointer = static_cast<const int32_t*>(data(keys));
+  of_batch = keys ? keys->stride(0) : 0;
+  of_query = keys && keys->dim() == 2 ? 1 : 0;
+}
+
+// The inputs, with contiguous heads, and the options, whose tensors have a last stride of 1.
 void describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& options, FlashAttentionParams& params) {
   params.q = q.const_data_ptr();
   params.k = k.const_data_ptr();
@@ -65,7 +84,8 @@ void describe(const Tensor& q, const Tensor& k, const Tensor& v, const Options& 
   // A window that hides nothing is none: the first query is at k_tokens - q_tokens, the last one at k_tokens - 1.
   params.window_left = options.window_left >= params.k_tokens - 1 ? -1 : options.window_left;
   params.window_right = options.window_right >= params.q_tokens - 1 ? -1 : options.window_right;
-  params.k_begin = static_cast<const int32_t*>(data(options.k_begin));
+  describe_keys(options.k_begin, params.k_begin, params.k_begin_batch, params.k_begin_query);
+  describe_keys(options.k_end, params.k_end, params.k_end_batch, params.k_end_query);
   params.sinks = data(options.sinks);
 }
 
@@ -73,15 +93,19 @@ std::array<int64_t, 3> lse_sizes(const Tensor& q) { return {q.size(0), q.size(2)
 ScalarType lse_type(Dtype dtype) { return dtype == Dtype::kFloat64 ? ScalarType::Double : ScalarType::Float; }
 
 std::tuple<Tensor, Tensor> attention(const Tensor& given_q, const Tensor& given_k, const Tensor& given_v,
-                                     std::optional<Tensor> given_k_begin, std::optional<Tensor> given_sinks,
-                                     std::optional<double> softmax_scale, int64_t window_left, int64_t window_right,
-                                     double softcap) {
+                                     std::optional<Tensor> given_k_begin, std::optional<Tensor> given_k_end,
+                                     std::optional<Tensor> given_sinks, std::optional<double> softmax_scale,
+                                     int64_t window_left, int64_t window_right, double softcap) {
   constexpr const char* kOp = "attention";
-  check_tensors(kOp,
-                {{"q", given_q}, {"k", given_k}, {"v", given_v}, {"k_begin", given_k_begin}, {"sinks", given_sinks}});
+  check_tensors(kOp, {{"q", given_q},
+                      {"k", given_k},
+                      {"v", given_v},
+                      {"k_begin", given_k_begin},
+                      {"k_end", given_k_end},
+                      {"sinks", given_sinks}});
   const Dtype dtype = to_dtype(kOp, {"q", given_q});
   check_inputs(kOp, {"q", given_q}, {"k", given_k}, {"v", given_v},
-               {given_k_begin, given_sinks, softmax_scale, window_left, window_right, softcap});
+               {given_k_begin, given_k_end, given_sinks, softmax_scale, window_left, window_right, softcap});
   Tensor y = empty_rows(given_q);
   const auto sizes = lse_sizes(given_q);
   Tensor lse = empty({sizes.data(), sizes.size()}, lse_type(dtype), given_q);
@@ -89,9 +113,10 @@ std::tuple<Tensor, Tensor> attention(const Tensor& given_q, const Tensor& given_
 
   const Tensor q = with_unit_last_stride(given_q), k = with_unit_last_stride(given_k),
                v = with_unit_last_stride(given_v);
-  const std::optional<Tensor> k_begin = contiguous(given_k_begin), sinks = contiguous(given_sinks);
+  const std::optional<Tensor> k_begin = contiguous(given_k_begin), k_end = contiguous(given_k_end),
+                              sinks = contiguous(given_sinks);
   FlashAttentionParams params{};
-  describe(q, k, v, {k_begin, sinks, softmax_scale, window_left, window_right, softcap}, params);
+  describe(q, k, v, {k_begin, k_end, sinks, softmax_scale, window_left, window_right, softcap}, params);
   params.y = y.mutable_data_ptr();
   params.lse = lse.mutable_data_ptr();
   on_device(kOp, q, LLMK_CUDA_ONLY([&](auto stream) { return kernels::flash_attention(params, dtype, stream); }), [&] {
@@ -105,8 +130,8 @@ std::tuple<Tensor, Tensor> attention(const Tensor& given_q, const Tensor& given_
 std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& given_grad_y, std::optional<Tensor> given_grad_lse, const Tensor& given_q, const Tensor& given_k,
     const Tensor& given_v, const Tensor& given_y, const Tensor& given_lse, std::optional<Tensor> given_k_begin,
-    std::optional<Tensor> given_sinks, std::optional<double> softmax_scale, int64_t window_left, int64_t window_right,
-    double softcap) {
+    std::optional<Tensor> given_k_end, std::optional<Tensor> given_sinks, std::optional<double> softmax_scale,
+    int64_t window_left, int64_t window_right, double softcap) {
   constexpr const char* kOp = "attention_backward";
   const Argument q_argument("q", given_q), lse_argument("lse", given_lse),
       grad_lse_argument("grad_lse", given_grad_lse);
@@ -118,10 +143,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                       {"y", given_y},
                       lse_argument,
                       {"k_begin", given_k_begin},
+                      {"k_end", given_k_end},
                       {"sinks", given_sinks}});
   const Dtype dtype = to_dtype(kOp, q_argument);
   check_inputs(kOp, q_argument, {"k", given_k}, {"v", given_v},
-               {given_k_begin, given_sinks, softmax_scale, window_left, window_right, softcap});
+               {given_k_begin, given_k_end, given_sinks, softmax_scale, window_left, window_right, softcap});
   check_like(kOp, {"grad_y", given_grad_y}, q_argument);
   check_like(kOp, {"y", given_y}, q_argument);
   const auto sizes = lse_sizes(given_q);
@@ -139,11 +165,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Tensor q = with_unit_last_stride(given_q), k = with_unit_last_stride(given_k),
                v = with_unit_last_stride(given_v), grad_y = with_unit_last_stride(given_grad_y),
                y = aten::contiguous(given_y), lse = aten::contiguous(given_lse);
-  const std::optional<Tensor> k_begin = contiguous(given_k_begin), sinks = contiguous(given_sinks);
+  const std::optional<Tensor> k_begin = contiguous(given_k_begin), k_end = contiguous(given_k_end),
+                              sinks = contiguous(given_sinks);
   const std::optional<Tensor> grad_lse =
       given_grad_lse ? std::optional(aten::contiguous(*given_grad_lse)) : std::nullopt;
   FlashAttentionBackwardParams params{};
-  describe(q, k, v, {k_begin, sinks, softmax_scale, window_left, window_right, softcap}, params);
+  describe(q, k, v, {k_begin, k_end, sinks, softmax_scale, window_left, window_right, softcap}, params);
   params.y = const_cast<void*>(y.const_data_ptr());
   params.lse = const_cast<void*>(lse.const_data_ptr());
   params.grad_y = grad_y.const_data_ptr();

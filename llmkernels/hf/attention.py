@@ -7,9 +7,12 @@ in a small tensor of int32 what the kernel has to know, where that is enough:
     (B,)      causal; the first key of each sequence that is not padding
     (B, W)    the same, and a query sees W keys, its own included; W is the size alone, the values do not vary along it
 
-All else (padding amid or behind the tokens, packed sequences, chunks, masks of the caller, static caches, which are
-longer than what they hold) is the mask of 4 dimensions that PyTorch's attention takes, and goes there. So does what the
-kernel does not do: dropout, values with heads of another size than the keys.
+All else is the mask of 4 dimensions that PyTorch's attention takes. Where that of a prompt lets each query see the keys
+of one range, and the ranges rise with the queries (padding behind the tokens, packed sequences, chunks, prefixes), the
+mask carries the ranges along, and the kernel takes these. A model that makes another mask of it loses them, and is
+right. Other masks (padding amid the tokens, masks of the caller, static caches, which are longer than what they hold)
+go to PyTorch's attention. So does what the kernel does not do: dropout, values with heads of another size than the
+keys.
 """
 
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from llmkernels.ops.attention import attention, decode_attention
 
 NAME = "llmkernels"
 MAX_HEAD_DIM = 256  # of the kernel on a GPU
+_RANGES = "_llmkernels_ranges"  # of a mask: an attribute of the tensor, which no tensor made of it has
 MAX_DECODE_QUERIES = 16  # of a key head and sequence, which decode_attention reads the keys once for
 
 
@@ -67,7 +71,7 @@ def attention_mask(
             starts = torch.zeros(batch_size, dtype=torch.int32, device=device)
         if known:
             return starts[:, None].expand(-1, local_size) if windowed else starts
-    return sdpa_mask(
+    mask = sdpa_mask(
         batch_size,
         q_length,
         kv_length,
@@ -80,6 +84,36 @@ def attention_mask(
         allow_is_causal_skip=allow_is_causal_skip and simple and q_length == kv_length,
         **options,
     )
+    if mask is not None and q_length == kv_length and q_length > 1 and not _is_recorded(mask):
+        _attach_ranges(mask)
+    return mask
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether nobody may look at values: a compiler traces, or a CUDA graph is captured."""
+    return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _attach_ranges(mask: Tensor) -> None:
+    """Notes at a mask (B, 1, Tq, Tk) which keys each query sees, if they are a range, and neither end of it falls from
+    one query to the next: int32 (B, Tq) each. Not at one of inference mode, to which anybody may write unnoticed."""
+    if mask.is_inference() or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1:
+        return
+    rows, keys = mask[:, 0], torch.arange(mask.shape[3], device=mask.device)
+    begin = rows.to(torch.uint8).argmax(-1)
+    end = begin + rows.sum(-1)
+    is_range = (rows == ((keys >= begin[..., None]) & (keys < end[..., None]))).all()
+    rises = (begin.diff(dim=1) >= 0).all() & (end.diff(dim=1) >= 0).all()
+    if bool(is_range & rises):
+        setattr(mask, _RANGES, (begin.to(torch.int32), end.to(torch.int32), mask._version))
+
+
+def _ranges(mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """The ranges that a mask carries, if nobody has written to it since."""
+    if mask is None or torch.compiler.is_compiling():
+        return None
+    begin, end, version = getattr(mask, _RANGES, (None, None, -1))
+    return None if begin is None or version != mask._version else (begin, end)
 
 
 def _sees_window(mask_function: Callable, local_size: int | None) -> bool:
@@ -132,10 +166,13 @@ def attention_forward(
         starts = attention_mask if attention_mask.dim() == 1 else attention_mask[:, 0]
         window = attention_mask.shape[1] if attention_mask.dim() == 2 else None
         attention_mask = None
+    ranges = _ranges(attention_mask)
+    if ranges is not None and attention_mask.shape != (len(query), 1, query.shape[2], key.shape[2]):
+        ranges = None  # PyTorch may know what is meant
     sinks = None if s_aux is None else s_aux.to(query.dtype)
     tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
     if (
-        attention_mask is not None
+        (attention_mask is not None and ranges is None)
         or position_bias is not None
         or dropout > 0
         or key.shape[-1] != value.shape[-1]
@@ -147,6 +184,10 @@ def attention_forward(
         )
         return y.transpose(1, 2).contiguous(), None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if ranges is not None:
+        begin, end = ranges
+        options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": sinks}
+        return attention(q, k, v, k_begin=begin, k_end=end, **options), None
     options = {
         "softmax_scale": scaling,
         "window_size": (-1 if window is None else window - 1, 0 if causal else -1),

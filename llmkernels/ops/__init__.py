@@ -21,6 +21,7 @@ from llmkernels.ops.activation import (
     swiglu,
 )
 from llmkernels.ops.attention import attention, decode_attention, rope_kv_write
+from llmkernels.ops.attention_varlen import attention_varlen
 from llmkernels.ops.cross_entropy import cross_entropy
 from llmkernels.ops.fp8 import fp8_linear, fp8_quantize, rms_norm_fp8_quantize, swiglu_fp8_quantize
 from llmkernels.ops.gated_mlp import gated_mlp
@@ -39,6 +40,7 @@ __all__ = [
     "add_lora",
     "add_rms_norm",
     "attention",
+    "attention_varlen",
     "bias_act",
     "bias_geglu",
     "bias_gelu",

@@ -36,6 +36,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     k_begin: Tensor | None = None,
+    k_end: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -52,6 +53,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     k_begin: Tensor | None = None,
+    k_end: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -68,6 +70,7 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     k_begin: Tensor | None = None,
+    k_end: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -75,7 +78,8 @@ def attention(
 
     The names and the meaning of the arguments are those of flash-attn's ``flash_attn_func``, 2.1 and later. Query i of
     Tq is at position ``p = i + Tk - Tq``, so the last query is at the last key. It sees the keys j with
-    ``max(k_begin[b], p - left) <= j <= p + right``:
+    ``max(k_begin, p - left) <= j < min(k_end, p + right + 1)``, of which ``k_begin`` and ``k_end`` are numbers of its
+    sequence, or its own:
 
     .. math:: y = \sum_j \frac{e^{s_j}}{e^{sink} + \sum_i e^{s_i}}\, v_j, \qquad
               s_j = \mathrm{softmax\_scale}\; q \cdot k_j
@@ -87,7 +91,12 @@ def attention(
         softmax_scale: default 1 / sqrt(D).
         window_size: (left, right): how many keys before and after its own position a query sees; -1: all of them.
         softcap: scores become ``softcap * tanh(score / softcap)``, as in Gemma 2; 0: unchanged.
-        k_begin: int32 (B,), on the device of ``q``: the index of the first key after left padding. Default 0.
+        k_begin, k_end: int32 (B,) or (B, Tq), on the device of ``q``: the first key that the queries of a sequence see,
+            or that each of them sees, and the one behind the last. Default 0 and Tk. One number for a sequence says
+            what is padding, before its keys or behind them; one for a query says of which part of the keys it is:
+            sequences in a row (:func:`attention_varlen`), chunks, a prefix that all of it sees. Of (B, Tq), neither may
+            fall from one query to the next: the sums of those that do are over fewer keys, or other ones. That is not
+            checked, since the host would have to wait.
         sinks: (H,), of the dtype of ``q``: a score of every query of a head that has no value, as in gpt-oss. Neither
             ``softmax_scale`` nor ``softcap`` applies to it. Default: none, and no :math:`e^{sink}`.
         return_lse: also return the log of the denominator.
@@ -98,7 +107,8 @@ def attention(
         query that sees no key y is zeros, and lse the sink, or -inf without one.
 
     Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection, or (B, H, T, D)
-        transposed; others are copied. Keys and values before ``k_begin`` are not read.
+        transposed; others are copied. Keys and values outside of ``k_begin`` and ``k_end`` of all queries of a sequence
+        may be anything, NaN too; those that some see and others do not have to be finite.
     Fast: float16 and bfloat16, by tensor cores; float32 works, slowly. Gradients likewise.
     Arithmetic: float32 (float64 for float64); with tensor cores probabilities are rounded to the dtype before they meet
         the values, and in the backward they and the gradients of scores before they meet another matrix. Rounded once.
@@ -125,7 +135,7 @@ def attention(
     left, right = window_size
     if left < -1 or right < -1:
         raise ValueError(f"attention: window_size must be (left, right) of at least -1 each, got {window_size}")
-    y, lse = _attention(q, k, v, k_begin, sinks, softmax_scale, left, 0 if causal else right, softcap)
+    y, lse = _attention(q, k, v, k_begin, k_end, sinks, softmax_scale, left, 0 if causal else right, softcap)
     return (y, lse) if return_lse else y
 
 
@@ -277,7 +287,7 @@ def _lse_like(q: Tensor) -> Tensor:
 register_fake("attention", lambda q, *others, **named: (contiguous_like(q), _lse_like(q)))
 register_fake(
     "attention_backward",
-    lambda grad_y, grad_lse, q, k, v, y, lse, k_begin, sinks, *options, **named: (
+    lambda grad_y, grad_lse, q, k, v, y, lse, k_begin, k_end, sinks, *options, **named: (
         *map(contiguous_like, (q, k, v)),
         q.new_empty(0 if sinks is None else q.shape[2]),
     ),
@@ -286,19 +296,20 @@ register_fake(
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, k_begin, sinks, *ctx.options = inputs
+    q, k, v, k_begin, k_end, sinks, *ctx.options = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, k_begin, sinks)
+    ctx.save_for_backward(q, k, v, *output, k_begin, k_end, sinks)
 
 
 @differentiable_once
 def _backward(ctx, grad_y, grad_lse):
-    q, k, v, y, lse, k_begin, sinks = ctx.saved_tensors
+    q, k, v, y, lse, k_begin, k_end, sinks = ctx.saved_tensors
     if grad_y is None and grad_lse is None:
-        return (None,) * 9
+        return (None,) * 10
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-    *grads, grad_sinks = _ops.attention_backward(grad_y, grad_lse, q, k, v, y, lse, k_begin, sinks, *ctx.options)
-    return (*grads, None, None if sinks is None else grad_sinks, None, None, None, None)
+    options = k_begin, k_end, sinks, *ctx.options
+    *grads, grad_sinks = _ops.attention_backward(grad_y, grad_lse, q, k, v, y, lse, *options)
+    return (*grads, None, None, None if sinks is None else grad_sinks, None, None, None, None)
 
 
 register_autograd("attention", _backward, _setup)

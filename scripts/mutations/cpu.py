@@ -36,6 +36,14 @@ CPU = [
         "tests/test_attention.py",
     ),
     Mutation(
+        "cpu_prompts_forget_ends_of_queries",
+        "all queries of a sequence see keys up to the end of the first one",
+        "csrc/cpu/flash_attention_rows.h",
+        "p.k_end[b * p.k_end_batch + token * p.k_end_query]",
+        "p.k_end[b * p.k_end_batch]",
+        "tests/test_attention_ranges.py -k 'cpu and queries'",
+    ),
+    Mutation(
         "cpu_prompts_forget_delta",
         "the gradient of a score lacks what all scores of a query have in common",
         "csrc/cpu/flash_attention_backward.cpp",

@@ -84,7 +84,7 @@ AttentionRoute route_attention(const AttentionProblem& problem) {
 cudaError_t flash_attention(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
   const auto launch = [=](const FlashAttentionParams& p) { return launch_flash_attention(p, dtype, stream); };
   return launch_movable(params, launch,
-                        [](FlashAttentionParams& p, const Moves& moves) { moves(p.k, p.v, p.k_begin); });
+                        [](FlashAttentionParams& p, const Moves& moves) { moves(p.k, p.v, p.k_begin, p.k_end); });
 }
 
 }  // namespace llmk::kernels

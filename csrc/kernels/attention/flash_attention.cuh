@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(c
   using Size = Tile<kDim>;
   constexpr int kQueries = Size::kQueries, kKeys = Size::kKeys, kRowTiles = Size::kRowTiles;
   extern __shared__ int4 shared[];
+  __shared__ int2 seen[kQueries];  // by each query: the first key, and the one behind the last
   using Tiles = Rows<T, kDim, Size::kThreads>;
   const Tiles q_rows{reinterpret_cast<T*>(shared)}, k_rows{q_rows.data + kQueries * kDim},
       v_rows{k_rows.data + kKeys * kDim};
@@ -40,6 +41,7 @@ __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(c
   const Visible visible(params, b);
   const int last = min(first + kQueries, q_tokens) - 1;
   const int begin = visible.begin(first), end = visible.end(last);  // of the keys that any of the queries sees
+  if (const int row = threadIdx.x; row < kQueries) seen[row] = {visible.begin(first + row), visible.end(first + row)};
   const int first_tile = begin / kKeys, end_tile = begin < end ? (end + kKeys - 1) / kKeys : first_tile;
   const auto copy_k = [&](int tile) { k_rows.copy(k, params.k_token, head_dim, tile * kKeys, kKeys, begin, end); };
   const auto copy_v = [&](int tile) { v_rows.copy(v, params.v_token, head_dim, tile * kKeys, kKeys, begin, end); };
@@ -67,16 +69,16 @@ __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(c
     if (tile + 1 < end_tile) copy_k(tile + 1);
     cp_async_commit();
 
-    const int key = tile * kKeys;
-    const bool whole = key >= visible.begin(last) && key + kKeys <= visible.end(first);  // every query sees every key
+    const int key = tile * kKeys, column = key + pair;
+    const bool whole = key >= seen[kQueries - 1].x && key + kKeys <= seen[0].y;  // every query sees every key
 #pragma unroll
     for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int query = first + row_of_warp + r * 16 + half * 8 + g, column = key + pair;
+        const int2 keys = whole ? int2{} : seen[row_of_warp + r * 16 + half * 8 + g];
         const auto score = [&](int n, int i) -> float& { return s[r][n][2 * half + i]; };
-        const float correction = rows[r][half].template update<kKeys / 8>(scale, whole, visible.begin(query) - column,
-                                                                          visible.end(query) - column, score);
+        const float correction =
+            rows[r][half].template update<kKeys / 8>(scale, whole, keys.x - column, keys.y - column, score);
 #pragma unroll
         for (int d = 0; d < kDim / 8; ++d) y[r][d][2 * half] *= correction, y[r][d][2 * half + 1] *= correction;
       }

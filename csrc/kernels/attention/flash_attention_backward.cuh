@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
   using Tiles = Rows<T, kDim, Size::kKeyThreads>;
   constexpr int kRows = Size::kRows, kColumns = Size::kColumns, kRowTiles = Size::kKeyRowTiles;
   extern __shared__ int4 shared[];
+  __shared__ int2 seen_by[kRows];  // of each key: the first query that sees it, and the one behind the last
   const Tiles k_rows{reinterpret_cast<T*>(shared)}, v_rows{k_rows.data + Size::kRowElements};
   T* const columns = v_rows.data + Size::kRowElements;                                      // two of q, two of grad_y
   float* const statistics = reinterpret_cast<float*>(columns + 4 * Size::kColumnElements);  // two of lse and delta
@@ -110,7 +111,10 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
   pdl_wait();
   const Visible visible(params, b);
   const int last = min(first + kRows, visible.k_tokens) - 1;
-  const int begin = visible.first_query(first), end = last < visible.k_begin ? begin : visible.end_query(last);
+  const int begin = visible.first_query(first), end = visible.end_query(last);  // of the queries that see any of them
+  if (const int row = threadIdx.x; row < kRows) {
+    seen_by[row] = {visible.first_query(first + row, begin, end), visible.end_query(first + row, begin, end)};
+  }
   const int first_tile = begin / kColumns, tiles = begin < end ? (end + kColumns - 1) / kColumns - first_tile : 0;
   const int steps = tiles * heads;  // a tile of queries of a head each
 
@@ -129,8 +133,8 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
     }
   };
   if (steps > 0) {
-    k_rows.copy(k, params.k_token, head_dim, first, kRows, visible.k_begin, visible.k_tokens);
-    v_rows.copy(v, params.v_token, head_dim, first, kRows, visible.k_begin, visible.k_tokens);
+    k_rows.copy(k, params.k_token, head_dim, first, kRows, 0, visible.k_tokens);
+    v_rows.copy(v, params.v_token, head_dim, first, kRows, 0, visible.k_tokens);
     copy(0);
   }
   cp_async_commit();
@@ -159,7 +163,7 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
     }
 
     const int query = (first_tile + step % tiles) * kColumns, last_query = min(query + kColumns, q_tokens) - 1;
-    const bool whole = first >= visible.begin(last_query) && first + kRows <= visible.end(query);
+    const bool whole = query >= seen_by[kRows - 1].x && last_query < seen_by[0].y;  // every query sees every key
     gradient.dispatch_cap([&](auto capped) {
 #pragma unroll
       for (int n = 0; n < kColumns / 8; ++n) {
@@ -168,15 +172,14 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
           const int column = n * 8 + pair + i;
           const float lse = statistics[2 * stage * kColumns + column];
           const float delta = statistics[(2 * stage + 1) * kColumns + column];
-          const int from = visible.begin(query + column), to = visible.end(query + column);
 #pragma unroll
           for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               float &p = s[r][n][2 * half + i], &of_score = ds[r][n][2 * half + i];
               gradient.apply<capped.value>(p, of_score, lse, delta);
-              const int key = first + row_of_warp + r * 16 + half * 8 + g;
-              if (!whole && (key < from || key >= to)) p = of_score = 0.f;
+              const int2 queries = whole ? int2{} : seen_by[row_of_warp + r * 16 + half * 8 + g];
+              if (!whole && (query + column < queries.x || query + column >= queries.y)) p = of_score = 0.f;
               of_score *= p;
             }
           }
@@ -210,6 +213,7 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kQueryThreads)
   using Tiles = Rows<T, kDim, Size::kQueryThreads>;
   constexpr int kRows = Size::kRows, kColumns = Size::kColumns, kRowTiles = Size::kQueryRowTiles;
   extern __shared__ int4 shared[];
+  __shared__ int2 seen[kRows];  // by each query: the first key, and the one behind the last
   const Tiles q_rows{reinterpret_cast<T*>(shared)}, grad_y_rows{q_rows.data + Size::kRowElements};
   T* const columns = grad_y_rows.data + Size::kRowElements;  // two of k, two of v
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, pair = 2 * (lane % 4);
@@ -229,6 +233,7 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kQueryThreads)
   const Visible visible(params, b);
   const int last = min(first + kRows, q_tokens) - 1;
   const int begin = visible.begin(first), end = visible.end(last);  // of the keys that any of the queries sees
+  if (const int row = threadIdx.x; row < kRows) seen[row] = {visible.begin(first + row), visible.end(first + row)};
   const int first_tile = begin / kColumns, end_tile = begin < end ? (end + kColumns - 1) / kColumns : first_tile;
 
   const auto k_of = [&](int stage) { return Tiles{columns + stage * Size::kColumnElements}; };
@@ -268,14 +273,14 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kQueryThreads)
     multiply(ds, grad_y_rows, row_of_warp, v_of(stage));
 
     const int key = tile * kColumns;
-    const bool whole = key >= visible.begin(last) && key + kColumns <= visible.end(first);
+    const bool whole = key >= seen[kRows - 1].x && key + kColumns <= seen[0].y;
     gradient.dispatch_cap([&](auto capped) {
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int query = first + row_of_warp + r * 16 + half * 8 + g;
-          const int from = visible.begin(query) - key - pair, to = visible.end(query) - key - pair;
+          const int2 keys = whole ? int2{} : seen[row_of_warp + r * 16 + half * 8 + g];
+          const int from = keys.x - key - pair, to = keys.y - key - pair;
 #pragma unroll
           for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll

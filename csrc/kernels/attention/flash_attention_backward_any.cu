@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(32 * kWarps) backward_keys_any_kernel(const Fl
   const int64_t kv_head = index / params.k_tokens % params.kv_heads, b = index / params.k_tokens / params.kv_heads;
   const int64_t heads = params.heads / params.kv_heads, padded = flash::padded_q_tokens(params);
   const flash::Visible visible(params, b);
-  const int begin = visible.first_query(key), end = key < visible.k_begin ? begin : visible.end_query(key);
+  const int begin = visible.first_query(key), end = visible.end_query(key);
   OwnRows& own = rows[threadIdx.y];
   if (begin < end) {
     own.load(static_cast<const T*>(params.k) + b * params.k_batch + key * params.k_token + kv_head * params.k_head,

@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(Sm90Backward<kDim>::kThreads, 1)
   pdl_wait();
   const Visible visible(params, b);
   const int last = min(first + Size::kRows, visible.k_tokens) - 1;
-  const int begin = visible.first_query(first), end = last < visible.k_begin ? begin : visible.end_query(last);
+  const int begin = visible.first_query(first), end = visible.end_query(last);  // of the queries that see any of them
   const int first_tile = begin / kColumns, tiles = begin < end ? (end + kColumns - 1) / kColumns - first_tile : 0;
   const int steps = tiles * heads;  // a tile of queries of a head each
 
@@ -261,11 +261,15 @@ __global__ void __launch_bounds__(Sm90Backward<kDim>::kThreads, 1)
   float v_sums[kDim / block.kWide][block.kWide / 2], k_sums[kDim / block.kWide][block.kWide / 2];
   block.set_zero(v_sums);
   block.set_zero(k_sums);
+  // The queries that see all the keys, and those that see each of this lane's.
+  const int all_begin = visible.first_query(last, begin, end), all_end = visible.end_query(first, begin, end);
+  const int from[2] = {visible.first_query(key, begin, end), visible.first_query(key + 8, begin, end)};
+  const int to[2] = {visible.end_query(key, begin, end), visible.end_query(key + 8, begin, end)};
   if (steps > 0) barrier_wait(block.rows_full, 0);
   gradient.dispatch_cap([&](auto capped) {
     for (int step = 0; step < steps; ++step) {
       const int query = (first_tile + step % tiles) * kColumns, last_query = min(query + kColumns, q_tokens) - 1;
-      const bool whole = first >= visible.begin(last_query) && first + Size::kRows <= visible.end(query);
+      const bool whole = query >= all_begin && last_query < all_end;
       const float* const statistics = reinterpret_cast<const float*>(block.memory + block.statistics_offset(step));
       float s[kColumns / 2], ds[kColumns / 2];
       uint32_t x[kColumns / 16][4];
@@ -298,10 +302,7 @@ __global__ void __launch_bounds__(Sm90Backward<kDim>::kThreads, 1)
       });
       const auto hide = [&](bool scores) {  // what a query does not see
         for_all([&](int column, float& p, float& of_score, int half) {
-          const int of_key = key + 8 * half;
-          if (of_key < visible.begin(query + column) || of_key >= visible.end(query + column)) {
-            (scores ? p : of_score) = 0.f;
-          }
+          if (query + column < from[half] || query + column >= to[half]) (scores ? p : of_score) = 0.f;
         });
       };
       if (!whole) hide(true);
@@ -362,7 +363,8 @@ __global__ void __launch_bounds__(Sm90Backward<kDim>::kThreads, 1)
   pdl_wait();
   const Visible visible(params, b);
   const int last = min(first + Size::kRows, q_tokens) - 1;
-  const int begin = visible.begin(first), end = visible.end(last);  // of the keys that any of the queries sees
+  const int begin = visible.begin(first), end = visible.end(last);          // of the keys that any of the queries sees
+  const int all_begin = visible.begin(last), all_end = visible.end(first);  // of those that all of them see
   const int tiles = begin < end ? (end - begin + kColumns - 1) / kColumns : 0;
 
   if (threadIdx.x < 128) {  // copies
@@ -390,7 +392,7 @@ __global__ void __launch_bounds__(Sm90Backward<kDim>::kThreads, 1)
   gradient.dispatch_cap([&](auto capped) {
     for (int tile = 0; tile < tiles; ++tile) {
       const int key = begin + tile * kColumns;
-      const bool whole = key >= visible.begin(last) && key + kColumns <= visible.end(first);
+      const bool whole = key >= all_begin && key + kColumns <= all_end;
       float s[kColumns / 2], ds[kColumns / 2];
       uint32_t x[kColumns / 16][4];
       block.wait_for_columns(tile, key, begin, end, visible.k_tokens);
@@ -402,7 +404,8 @@ __global__ void __launch_bounds__(Sm90Backward<kDim>::kThreads, 1)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = first + row + 8 * half;
-        const int from = visible.begin(query) - key - pair, to = visible.end(query) - key - pair;
+        const int from = whole ? 0 : visible.begin(query) - key - pair;
+        const int to = whole ? 0 : visible.end(query) - key - pair;
 #pragma unroll
         for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll

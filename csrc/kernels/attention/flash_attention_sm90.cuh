@@ -34,7 +34,7 @@ struct Stage {
 // 128 queries of a head, and the tiles of keys that they see.
 template <int kDim>
 struct Work {
-  int first, b, h, begin, tiles;
+  int first, b, h, begin, end, tiles;
 
   // One section after the other: the heads of `section` key heads, whose keys and values stay in the L2 cache. In a
   // section those with most tiles come first, and queries that see the same keys are neighbours.
@@ -50,7 +50,7 @@ struct Work {
     h = head % heads;
     const Visible visible(params, b);
     begin = visible.begin(first);
-    const int end = visible.end(min(first + Size::kQueries, q_tokens) - 1);
+    end = visible.end(min(first + Size::kQueries, q_tokens) - 1);
     tiles = begin < end ? (end - begin + Size::kKeys - 1) / Size::kKeys : 0;
   }
 };
@@ -151,6 +151,8 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
   for_all_work<kDim>(params, section, count, [&](const Work<kDim>& work) {
     const int first = work.first + group * 64, last = min(first + 64, q_tokens) - 1, tiles = work.tiles;
     const Visible visible(params, work.b);
+    // Of the keys that all queries see.
+    const int all_begin = visible.begin(last), all_end = first <= last ? visible.end(first) : 0;
     constexpr int kColumns = kDim % 128 == 0 ? 128 : 64;  // of one wgmma
     float s[kKeys / 2], y[kDim / kColumns][kColumns / 2];
     uint32_t p[kKeys / 16][4];
@@ -196,15 +198,30 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       }
       wgmma_commit();
     };
+    // Zeros instead of values behind the last key that any query sees, which may be padding that is not a number: even
+    // no probability times NaN is NaN. Each warpgroup writes them for itself.
+    const auto clear_padding = [&](int tile) {
+      const int count = work.end - work.begin - tile * kKeys, cleared = kKeys - count;
+      if (!params.k_end || cleared <= 0 || work.end == visible.k_tokens) return;
+      barrier_wait(v_stage(done + tile).full, phase(done + tile));
+      char* const rows_behind = reinterpret_cast<char*>(shared) + (v_at - shared_address(shared)) +
+                                (done + tile) % kStages * kKeyBytes + count * 128;
+      for (int i = threadIdx.x % 128; i < Size::kBoxes * cleared * 8; i += 128) {
+        const int box = i / (cleared * 8), vector = i % (cleared * 8);
+        *reinterpret_cast<int4*>(rows_behind + box * Size::kKeyBoxBytes + vector * 16) = int4{0, 0, 0, 0};
+      }
+      async_proxy_fence();
+      named_barrier(1 + group, 128);
+    };
     const auto softmax = [&](int tile, float(&corrections)[2]) {
       const int key = work.begin + tile * kKeys, column = key + pair;
-      const bool whole = first <= last && key >= visible.begin(last) && key + kKeys <= visible.end(first);
+      const bool whole = key >= all_begin && key + kKeys <= all_end;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = first + warp * 16 + half * 8 + g;
         const auto score = [&](int n, int i) -> float& { return s[4 * n + 2 * half + i]; };
-        corrections[half] = rows[half].template update<kKeys / 8>(scale, whole, visible.begin(query) - column,
-                                                                  visible.end(query) - column, score);
+        const int from = whole ? 0 : visible.begin(query) - column, to = whole ? 0 : visible.end(query) - column;
+        corrections[half] = rows[half].template update<kKeys / 8>(scale, whole, from, to, score);
       }
     };
     const auto pack_scores = [&] {
@@ -246,6 +263,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
         }
         pack_scores();
       }
+      clear_padding(tiles - 1);
       begin_values(tiles - 1);
       wgmma_wait<0>();
       pin_sums();

@@ -265,7 +265,7 @@ def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerC
     _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *cached, interleaved, *norms)
     if tokens.is_prompt:
         scale, window, softcap = scores
-        y, _ = _ops.attention(q, cache.k, cache.v, cache.leftpad, None, scale, window, 0, softcap)
+        y, _ = _ops.attention(q, cache.k, cache.v, cache.leftpad, None, None, scale, window, 0, softcap)
     else:
         y = _ops.decode_attention(q, *cache, tokens.block_table, *scores)
     return y.view(len(qkv), -1)
