@@ -143,9 +143,9 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   return plan;
 }
 
-// Linears without TMA (linear_sm80.cuh): pairs of warps, each a K group; stages of each pair's ring; shared memory of a
-// block, which every GPU from 8.0 on has. Two such blocks share an SM that has room for them.
-constexpr int kLinearSm80Pairs = 4, kLinearSm80Stages = 3, kLinearSm80Threads = 64 * kLinearSm80Pairs;
+// Linears without TMA (linear_sm80.cuh): warps, each a K group; stages of each warp's ring; shared memory of a block,
+// which every GPU from 8.0 on has. Two such blocks share an SM that has room for them.
+constexpr int kLinearSm80Warps = 4, kLinearSm80Stages = 3;
 constexpr size_t kLinearSm80Shared = 99 * 1024;
 
 inline LinearPlan plan_linear_sm80(const LinearShape& shape, int sm_count) {
@@ -154,7 +154,7 @@ inline LinearPlan plan_linear_sm80(const LinearShape& shape, int sm_count) {
   LinearPlan plan{};
   plan.cluster = 1;
   plan.boxes = shape.glu ? 2 : 1;
-  plan.row_consumers = 2, plan.k_consumers = kLinearSm80Pairs;
+  plan.row_consumers = 1, plan.k_consumers = kLinearSm80Warps;
   plan.x_rows = m;
   // Rows for which the SM with the most tiles copies the fewest rows of W and x; an epilogue takes the time of some
   // more.
@@ -174,12 +174,12 @@ inline LinearPlan plan_linear_sm80(const LinearShape& shape, int sm_count) {
   const size_t partials = static_cast<size_t>(plan.k_consumers) * m * plan.pitch * sizeof(float);
   const size_t slack = 2048;  // the last MMA tile reads beyond the rows that are there
   const int chunk_bytes = (plan.boxes * plan.box_rows + m + shape.normalize) * 128;
-  const int ring_chunks = kLinearSm80Pairs * kLinearSm80Stages * chunk_bytes;
+  const int ring_chunks = kLinearSm80Warps * kLinearSm80Stages * chunk_bytes;
   const auto fitting = static_cast<int64_t>((kLinearSm80Shared - kLinearHeaderBytes - slack - partials) / ring_chunks);
   plan.chunks =
-      static_cast<int>(std::clamp<int64_t>(k_chunks / (2 * kLinearSm80Pairs), 1, std::min<int64_t>(fitting, 4)));
+      static_cast<int>(std::clamp<int64_t>(k_chunks / (2 * kLinearSm80Warps), 1, std::min<int64_t>(fitting, 4)));
   plan.k_tiles = static_cast<int>(divide_up(k_chunks, plan.chunks));
-  plan.stages = kLinearSm80Pairs * kLinearSm80Stages;
+  plan.stages = kLinearSm80Warps * kLinearSm80Stages;
   plan.stage_bytes = plan.chunks * chunk_bytes;
   plan.norm_weight_bytes = slack;  // there is no norm's weight beside the ring: Layout puts the slack there
   plan.shared_bytes = kLinearHeaderBytes + static_cast<size_t>(plan.stages) * plan.stage_bytes + slack + partials;
