@@ -48,12 +48,22 @@ _index = torch.ops.aten.index.Tensor_out
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Where tokens of sequences in a row belong: `begin` int32 (1, T) is the first token of the sequence of each, `row`
+    int32 (T, 1) the sequence, and `seqlens` int32 (T,) how many keys the caches have of it with this token."""
+
+    begin: Tensor
+    row: Tensor
+    seqlens: Tensor
+
+
+@dataclass(frozen=True)
 class Tokens:
     """The new tokens: the last `count` of each of `batch` sequences in the caches.
 
     `positions` int32 (B, T) are those of their rotation; `block_table` where caches are pages. `tables` has cos and sin
     of each position, by the names that layers have for them. `is_prompt`: there are many, all keys and values of the
-    caches are live.
+    caches are live. `packed`: they are whole prompts, one after the other, and `batch` is 1.
     """
 
     batch: int
@@ -62,6 +72,7 @@ class Tokens:
     tables: dict[str, tuple[Tensor, Tensor]]
     block_table: Tensor | None = None
     is_prompt: bool = False
+    packed: Packed | None = None
 
 
 class LayerCache(NamedTuple):
@@ -116,9 +127,11 @@ def embed(embedding: Tensor, scale: Tensor | float | None, ids: Tensor, hidden: 
         hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
 
 
-def make_tables(parts: Description, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+def make_tables(
+    parts: Description, positions: range, ahead: bool = False, packed: bool = False
+) -> dict[str, tuple[Tensor, Tensor]]:
     """cos and sin (P, pairs) of these positions, by name. Computed by the model's module, which repeats those of a
-    pair.
+    pair. `packed`: for sequences in a row.
 
     `ahead`: the sequences are shorter. A module whose frequencies grow with the length keeps those of a longer sequence
     until it is asked for a shorter one than they begin to grow at, which is where the description's positions end.
@@ -135,7 +148,7 @@ def make_tables(parts: Description, positions: range, ahead: bool = False) -> di
         pair = parts.rotary(weight[:1], positions, *kind)
         rows = (table.reshape(positions.shape[1], -1) for table in pair)
         found[name] = tuple(_of_pairs(table, alternates).to(weight.dtype).contiguous() for table in rows)
-    if any(attention.table is None or _is_partial(attention, found) for attention in attentions):
+    if packed or any(attention.table is None or _is_partial(attention, found) for attention in attentions):
         cos = weight.new_ones(positions.shape[1], attentions[0].head_dim // 2)
         found[UNROTATED] = cos, torch.zeros_like(cos)
     return found
@@ -248,11 +261,13 @@ UNROTATED = "not rotated"  # the name of tables that rotate by 0
 def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerCache) -> Tensor:
     """What the output projection reads, (B * T, heads * D)."""
     qkv = source.linear(attention.qkv)
+    if tokens.packed is not None:
+        return _attend_packed(attention, qkv, tokens, cache, tokens.packed)
     table, interleaved, norms = attention.table, attention.interleaved, _norms(attention)
     if table is None:
         table, interleaved = UNROTATED, False
     elif _is_partial(attention, tokens.tables):
-        _rotate_part(attention, qkv, tokens)
+        _rotate_part(attention, qkv, tokens, table)
         table, interleaved, norms = UNROTATED, False, ()
     tables = tokens.tables[table]
     scores = attention.scale, attention.window_left, attention.softcap
@@ -271,6 +286,20 @@ def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerC
     return y.view(len(qkv), -1)
 
 
+def _attend_packed(attention: Attention, qkv: Tensor, tokens: Tokens, cache: LayerCache, packed: Packed) -> Tensor:
+    """The same of sequences in a row: they attend to what is new, and their keys and values go to a row of the caches
+    each, where every token counts as a sequence of its own."""
+    if attention.table is not None or attention.q_norm is not None:
+        _rotate_part(attention, qkv, tokens, UNROTATED if attention.table is None else attention.table)
+    q, k, v = _heads(attention, qkv, tokens)
+    alone = [x.transpose(0, 1) for x in (q, k, v, tokens.positions)]
+    where = cache.k, cache.v, packed.seqlens, packed.row
+    _ops.rope_kv_write(*alone[:3], *tokens.tables[UNROTATED], alone[3], *where, False)
+    scale, window, softcap = attention.scale, attention.window_left, attention.softcap
+    y, _ = _ops.attention(q, k, v, packed.begin, None, None, scale, window, 0, softcap)
+    return y.view(len(qkv), -1)
+
+
 def _norms(attention: Attention) -> tuple:
     """The norms of q and k, as the ops take them."""
     q_norm, k_norm = attention.q_norm, attention.k_norm
@@ -282,10 +311,10 @@ def _is_partial(attention: Attention, tables: dict[str, tuple[Tensor, Tensor]]) 
     return attention.table is not None and 2 * tables[attention.table][0].shape[1] < attention.head_dim
 
 
-def _rotate_part(attention: Attention, qkv: Tensor, tokens: Tokens) -> None:
-    """Norms and a partial rotation of q and k, in place."""
+def _rotate_part(attention: Attention, qkv: Tensor, tokens: Tokens, table: str) -> None:
+    """Norms of q and k, and a rotation of them, which may be partial: in place."""
     q, k, _ = _heads(attention, qkv, tokens)
-    cos, sin = tokens.tables[attention.table]
+    cos, sin = tokens.tables[table]
     layout = False, attention.interleaved, 2 * cos.shape[1]
     if attention.q_norm is None:
         _ops.rope_(q, k, cos, sin, tokens.positions, *layout)

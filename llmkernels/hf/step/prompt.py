@@ -1,9 +1,11 @@
 """A prompt behind what a KVCache holds, by the same description as the decode step.
 
-run           launch by launch: a GPU takes longer for a long prompt than the host
+run           launch by launch: a GPU takes longer for a long prompt than the host; where prompts differ in length,
+              packed one after the other, so that nothing is computed for padding
 run_padded    a short one by a CUDA graph for its length and a little more
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from ..errors import NoStep
 from ..model.description import Description, Layer
 from . import compose
-from .compose import LayerCache, Tokens, make_tables
+from .compose import LayerCache, Packed, Tokens, make_tables
 from .place import Place
 from .program import Program
 
@@ -23,6 +25,7 @@ _CPU_TOKENS, _LARGE_HEAD_TOKENS = 512, 1024
 # A graph is of use as long as a GPU takes less time for a layer than the host for its launches, 0.3 to 0.7 ms.
 _GRAPH_TOKENS = 4096
 _GRAPH_PRODUCTS = 2.5e11  # multiplications of a layer
+_LEAST_PADDING = 0.1  # of all tokens, from which on prompts are packed: the host has to know their lengths then
 
 
 def check_prompt(parts: Description, cache: Any, tokens: int) -> None:
@@ -96,25 +99,52 @@ def run(
     allocate(parts, cache, batch)
     cache.make_room(count)
     past = cache.length
+    if leftpad is not None and kept == 1 and seen is None and past == 0:
+        padding = leftpad.tolist()
+        if sum(padding) >= _LEAST_PADDING * ids.numel():
+            return _run_packed(parts, cache, ids, last, leftpad, padding)
     cache.begin(last - count, leftpad)
     cache.count_ahead(count)
     offsets = torch.arange(1 - count, 1, dtype=torch.int32, device=ids.device)
     positions = (cache.counters[0][:, None] + offsets).clamp_(min=0)  # those of padding are negative
-    caches = (
-        LayerCache(
-            buffers.k[:, : past + count - buffers.offset],
-            buffers.v[:, : past + count - buffers.offset],
-            cache.counters[1 + row],
-            None if leftpad is None else cache.leftpads[row],
-        )
-        for buffers, row in zip(cache.layers, cache.rows(), strict=True)
-    )
+    caches = _caches(cache, past + count, leftpad)
     hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
     compose.embed(parts.embedding, parts.embed_scale, ids.flatten(), hidden)
     tokens = Tokens(batch, count, positions, make_tables(parts, parts.positions[: past + count]), is_prompt=True)
     compose.run_layers(parts, hidden, tokens, caches if seen is None else compose.noting(parts, hidden, caches, seen))
     cache.advance(count)
     return _logits(parts, hidden.view(batch, count, -1)[:, count - kept :])
+
+
+def _caches(cache: Any, end: int, leftpad: Tensor | None) -> Iterator[LayerCache]:
+    """The keys and values of each layer up to the token at `end`."""
+    for buffers, row in zip(cache.layers, cache.rows(), strict=True):
+        k, v = (x[:, : end - buffers.offset] for x in (buffers.k, buffers.v))
+        yield LayerCache(k, v, cache.counters[1 + row], None if leftpad is None else cache.leftpads[row])
+
+
+def _run_packed(
+    parts: Description, cache: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor, padding: list[int]
+) -> Tensor:
+    """The same for an empty cache and the last token of each, of prompts one after the other without the padding."""
+    batch, count = ids.shape
+    cache.begin(last - count, leftpad)
+    cache.count_ahead(count)
+    lengths = count - torch.tensor(padding)
+    ends = lengths.cumsum(0)
+    row = torch.arange(batch).repeat_interleave(lengths)
+    begin = (ends - lengths)[row]
+    column = torch.arange(len(row)) - begin + (count - lengths)[row]
+    row, begin, column, ends = (x.to(ids.device, non_blocking=True) for x in (row, begin, column, ends))
+    positions = ((last[row] if isinstance(last, Tensor) else last) + column + (1 - count)).clamp_(min=0)
+    hidden = parts.weight.new_empty(len(row), parts.weight.shape[1])
+    compose.embed(parts.embedding, parts.embed_scale, ids[row, column], hidden)
+    packed = Packed(begin[None].int(), row[:, None].int(), (column + 1).int())
+    tables = make_tables(parts, parts.positions[:count], packed=True)
+    tokens = Tokens(1, len(row), positions[None].int(), tables, is_prompt=True, packed=packed)
+    compose.run_layers(parts, hidden, tokens, _caches(cache, count, leftpad))
+    cache.advance(count)
+    return compose.head(parts, hidden[ends - 1])[:, None]
 
 
 def _logits(parts: Description, hidden: Tensor) -> Tensor:
