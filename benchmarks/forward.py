@@ -81,6 +81,25 @@ class Bench:
         return self.rows(case, self.in_turn(measure, rounds))
 
     @torch.no_grad()
+    def prefill_of_lengths(self, batch: int, shortest: int, longest: int) -> list[dict]:
+        """Prompts of lengths from `shortest` to `longest`, evenly apart and in any order, padded on the left."""
+        self.run.begin(f"prefill {batch} prompts of {shortest} to {longest} tokens")
+        ids = self.ids(batch, longest)
+        lengths = torch.linspace(shortest, longest, batch, device=self.device).long()
+        lengths = lengths[torch.randperm(batch, generator=torch.Generator().manual_seed(0)).to(self.device)]
+        mask = (torch.arange(longest, device=self.device) >= longest - lengths[:, None]).long()
+        options = {"attention_mask": mask, "use_cache": True, "logits_to_keep": 1}
+
+        def measure(forward):
+            return [self.timed(forward, ids, **options)[0] for _ in range(1 + self.samples // 2)][1:]
+
+        flops = sum(self.flops(tokens, 1) for tokens in lengths.tolist())
+        case = {"op": "prefill", "batch": batch, "tokens": longest, "logits": "last", "flops": flops}
+        if shortest < longest:
+            case["shortest"] = shortest
+        return self.rows(case, self.in_turn(measure, 2))
+
+    @torch.no_grad()
     def decode(self, batch: int) -> list[dict]:
         """Greedy tokens with a cache that grows from CONTEXT tokens on."""
         self.run.begin(f"decode, batch {batch}")

@@ -8,6 +8,7 @@ from benchmarks.variants import VARIANTS
 LENGTHS = (128, 256, 512, 1024, 2048)
 LONG = 8192  # with the last logits alone
 SMALL_LENGTHS = (128, 2048)  # of the small model
+OF_LENGTHS = ((32, 100, 2000), (32, 1050, 1050))  # prompts, the shortest, the longest: as many tokens, padded or not
 BATCHES = (1, 8)
 CPU_VARIANTS = ("eager", "llmkernels")
 
@@ -27,6 +28,7 @@ def measure_prefill(run: Run) -> list[dict]:
     if run.small or run.model_id:
         return rows
     rows += compared.prefill(LONG, "last")
+    rows += [row for lengths in OF_LENGTHS for row in compared.prefill_of_lengths(*lengths)]
     small = bench(run, QWEN_05B)
     return rows + [row for tokens in SMALL_LENGTHS for row in small.prefill(tokens, "last")]
 

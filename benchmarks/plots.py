@@ -118,7 +118,7 @@ def call_overhead(meta: dict, rows: Rows, path: Path) -> None:
 
 
 def prefill(meta: dict, rows: Rows, path: Path) -> None:
-    found = [row for row in pick(rows, op="prefill", logits="last") if row["model"] != models.QWEN_05B]
+    found = [row for row in pick(rows, op="prefill", logits="last", batch=1) if row["model"] != models.QWEN_05B]
     bars(f"Prefill of {model(found)}: shorter is better", "ms", found, milliseconds, meta, path)
 
 

@@ -21,7 +21,7 @@ MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
     "op", "function", "part", "model", "layers", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed",
     "m", "n", "k", "batch", "tokens", "kv_tokens", "heads", "kv_heads", "head_dim", "causal", "in_place", "cache",
-    "context", "logits", "dtype", "pass", "timing",
+    "context", "shortest", "logits", "dtype", "pass", "timing",
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def shape(keys: dict) -> str:
     elif "part" in keys:
         words = [f"{keys['part']}, batch {keys['batch']}"]
     elif keys["op"] == "prefill":
-        words = ["" if keys["model"] == QWEN else keys["model"], f"{keys['tokens']} tokens, {keys['logits']} logits"]
+        words = ["" if keys["model"] == QWEN else keys["model"], f"{prompts(keys)}, {keys['logits']} logits"]
     elif keys["op"] == "train_step":
         words = [keys["model"], f"{keys['batch']} x {keys['tokens']} tokens"]
     elif keys["op"] in STEPS:
@@ -76,6 +76,12 @@ def shape(keys: dict) -> str:
     else:
         words = [keys["function"]]
     return " ".join(word for word in words if word)
+
+
+def prompts(keys: dict) -> str:
+    """The tokens of a prompt, or of many."""
+    shortest = f"{keys['shortest']} to " if "shortest" in keys else ""
+    return f"{keys['batch']} x " * (keys["batch"] > 1) + f"{shortest}{keys['tokens']} tokens"
 
 
 def ordered(names: Iterable[str]) -> list[str]:
