@@ -246,6 +246,32 @@ def test_a_tied_head(device):
     torch.testing.assert_close(embedding.weight.grad, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (5, -1), "softcap": 20.0}], ids=str)
+def test_attention(device, dtype, options):
+    """The functions, with a sink that is learned."""
+    q, k, v = (torch.randn(2, 9, heads, 32, device=device, dtype=dtype) for heads in (4, 2, 2))
+    begin, end = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 3), (9, 7)))
+    plain, sunk = nn.Attention(**options), nn.Attention(**options, num_sinks=4).to(device)
+    assert not [*plain.parameters()]
+    torch.nn.init.normal_(sunk.sinks)
+    sinks = sunk.sinks.to(dtype)
+    for module, of_heads in ((plain, {}), (sunk, {"sinks": sinks})):
+        expected = llmkernels.attention(q, k, v, k_begin=begin, k_end=end, **options, **of_heads)
+        assert torch.equal(module(q, k, v, k_begin=begin, k_end=end), expected)
+        lengths = torch.tensor([0, 4, 18], dtype=torch.int32, device=device)
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        expected = llmkernels.attention_varlen(*rows, lengths, **options, **of_heads)
+        assert torch.equal(module(*rows, cu_seqlens_q=lengths), expected)
+        assert torch.equal(module(*rows, cu_seqlens_q=lengths, cu_seqlens_k=lengths), expected)
+    sunk(q, k, v).float().sum().backward()
+    assert sunk.sinks.grad.any() and sunk.sinks.grad.dtype == torch.float32
+    with pytest.raises(RuntimeError, match=r"Attention: cu_seqlens_k must be given with cu_seqlens_q"):
+        plain(q, k, v, cu_seqlens_k=lengths)
+    with pytest.raises(RuntimeError, match=r"Attention: k_begin and k_end must not be given with cu_seqlens_q"):
+        plain(q, k, v, k_end=end, cu_seqlens_q=lengths)
+
+
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.AddRMSNorm])
 def test_a_new_norm_only_normalizes(kind):
     x = scaled_rows(5, 32)
@@ -264,6 +290,7 @@ def test_a_new_norm_only_normalizes(kind):
         nn.AddLayerNorm(16),
         nn.GatedMLP(16, 32),
         nn.RotaryEmbedding(16),
+        nn.Attention(causal=True, window_size=(8, -1), num_sinks=4),
         nn.GEGLU(),
         nn.CrossEntropyLoss(torch.ones(16)),
         nn.LinearCrossEntropyLoss(16, 32, bias=True),
@@ -296,13 +323,13 @@ def test_training_lowers_the_loss(device):
             super().__init__()
             self.first, self.second = nn.RMSNorm(32), nn.AddRMSNorm(32)
             self.qk, self.rotary = torch_nn.Linear(32, 48), nn.RotaryEmbedding(16)
+            self.attention = nn.Attention(causal=True, num_sinks=2)
             self.mlp = nn.GatedMLP(32, 64)
 
         def forward(self, x):
             q, k = self.qk(self.first(x)).view(2, 6, 3, 16).split((2, 1), 2)
-            q, k = (t.transpose(1, 2) for t in self.rotary(q, k, torch.arange(6, device=x.device)))
-            mixed = F.scaled_dot_product_attention(q, k.expand_as(q), k.expand_as(q)).transpose(1, 2).flatten(2)
-            y, total = self.second(mixed, x)
+            q, k = self.rotary(q, k, torch.arange(6, device=x.device))
+            y, total = self.second(self.attention(q, k, k).flatten(2), x)
             return total + self.mlp(y)
 
     network = Network().to(device)

@@ -1,5 +1,6 @@
 """The ops as drop-in modules."""
 
+from llmkernels.nn.attention import Attention
 from llmkernels.nn.fp8 import FP8Linear
 from llmkernels.nn.gated_mlp import GatedMLP
 from llmkernels.nn.glu import GEGLU, BiasGEGLU, BiasSwiGLU, SwiGLU
@@ -12,6 +13,7 @@ __all__ = [
     "GEGLU",
     "AddLayerNorm",
     "AddRMSNorm",
+    "Attention",
     "BiasGEGLU",
     "BiasSwiGLU",
     "CrossEntropyLoss",

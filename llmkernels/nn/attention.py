@@ -1,0 +1,84 @@
+"""Attention over prompts as a module."""
+
+import torch
+from torch import Tensor, nn
+
+from llmkernels.ops import attention, attention_varlen
+
+
+class Attention(nn.Module):
+    """:func:`llmkernels.attention` of queries, keys and values as a module; of sequences that are packed in a row
+    :func:`llmkernels.attention_varlen`. Projections and rotation are modules of their own.
+
+    Args:
+        causal, softmax_scale, window_size, softcap: see :func:`llmkernels.attention`.
+        num_sinks: the number of heads, each of which learns a sink; default none.
+
+    Parameters: ``sinks`` (H,), at first 0, of any dtype: it is used in that of ``q``.
+
+    Shape: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) to (B, Tq, H, D), with ``k_begin`` and ``k_end`` as in
+    :func:`llmkernels.attention`; or, with ``cu_seqlens_q``, q (total_q, H, D), k and v (total_k, Hkv, D) to
+    (total_q, H, D).
+
+    >>> layer = Attention(causal=True)
+    >>> q, k, v = torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 64), torch.randn(2, 16, 2, 64)
+    >>> layer(q, k, v).shape
+    torch.Size([2, 16, 8, 64])
+    """
+
+    def __init__(
+        self,
+        *,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        num_sinks: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.causal = causal
+        self.softmax_scale = softmax_scale
+        self.window_size = window_size
+        self.softcap = softcap
+        if num_sinks is None:
+            self.register_parameter("sinks", None)
+        else:
+            self.sinks = nn.Parameter(torch.zeros(num_sinks, device=device, dtype=dtype))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        k_begin: Tensor | None = None,
+        k_end: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+    ) -> Tensor:
+        options = {
+            "causal": self.causal,
+            "softmax_scale": self.softmax_scale,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "sinks": None if self.sinks is None else self.sinks.to(q.dtype),
+        }
+        if cu_seqlens_q is None:
+            if cu_seqlens_k is not None:
+                raise RuntimeError("Attention: cu_seqlens_k must be given with cu_seqlens_q")
+            return attention(q, k, v, k_begin=k_begin, k_end=k_end, **options)
+        if k_begin is not None or k_end is not None:
+            raise RuntimeError("Attention: k_begin and k_end must not be given with cu_seqlens_q")
+        return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+
+    def extra_repr(self) -> str:
+        facts = {
+            "causal": self.causal,
+            "softmax_scale": self.softmax_scale,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "num_sinks": None if self.sinks is None else len(self.sinks),
+        }
+        return ", ".join(f"{name}={value}" for name, value in facts.items())
