@@ -312,8 +312,9 @@ def tests(results: Results) -> str:
         for part, words in parts.items()
         if part in results.tests
     ]
+    older = ", of the same kernels before other files changed" if "sanitizer_sources" in results.tests else ""
     for tool, found in results.tests["sanitizer"].items():
-        lines.append(f"- under {tool}: {found['errors']} errors in {found['tests']} tests")
+        lines.append(f"- under {tool}: {found['errors']} errors in {found['tests']} tests{older}")
     return "\n".join([f"{meta['gpu']}, {meta['date'][:10]}:\n", *lines, ""])
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("csrc", "llmkernels", "setup.py")
 LIBRARY_SOURCES = ("csrc", "setup.py")
-SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".py", ".typed"}
+SUFFIXES = {".cpp", ".cu", ".cuh", ".h", ".json", ".py", ".typed"}
 
 
 def source_files(parts: Iterable[str] = SOURCES, root: Path = ROOT) -> list[str]:

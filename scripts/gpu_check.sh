@@ -6,8 +6,9 @@
 #       [-n WORKERS] [-- pytest arguments]
 #
 # Needs no installed package: it takes the library that lies in llmkernels/ if that is of these sources, else builds it.
-# Parts of a report on the same sources that are not run again are kept. --two-gpus runs only the tests that need two,
-# --again those that failed according to the report, which names them then: for tests that were wrong themselves.
+# Parts of a report on the same sources that are not run again are kept, those of compute-sanitizer as long as csrc/ is
+# the same. --two-gpus runs only the tests that need two, --again those that failed according to the report, which names
+# them then: for tests that were wrong themselves.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

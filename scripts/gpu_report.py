@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+OLDER = "sanitizer_sources"  # those that these tools ran on, where the tests ran on newer ones
 
 
 def read_tests(*paths: Path) -> tuple[dict, list[str]]:
@@ -39,17 +40,29 @@ def read_sanitizer(log: Path, tests: Path) -> tuple[dict, list[str]]:
     return {"errors": errors, "tests": counts["passed"] + counts["failed"]}, failures
 
 
+def keep_sanitizers(before: dict) -> dict:
+    """Those of a report on the same kernels, and of which sources they are: Python ones may have changed since."""
+    failures = [name for name in before["failures"] if name.startswith(TOOLS)]
+    sources = before.get(OLDER, before["meta"]["sources"])
+    return {"sanitizer": before["sanitizer"], "failures": failures, OLDER: sources}
+
+
 def main(folder: Path, output: Path) -> int:
     import torch
 
     from benchmarks import machine
+    from benchmarks.sources import fingerprint
 
     meta = machine.describe(torch.device("cuda"))
+    meta["library"] = fingerprint(("csrc", "setup.py"))
     report = {"meta": meta, "tests": {}, "sanitizer": {}, "failures": []}
     if output.exists():
         before = json.loads(output.read_text())
         if all(before["meta"].get(key) == meta[key] for key in ("sources", "gpu", "torch")):
-            report |= {key: before[key] for key in (*report, "two_gpus", "again") if key != "meta" and key in before}
+            kept = *report, "two_gpus", "again", OLDER
+            report |= {key: before[key] for key in kept if key != "meta" and key in before}
+        elif all(before["meta"].get(key) == meta[key] for key in ("library", "gpu", "torch")):
+            report |= keep_sanitizers(before)
 
     def replace_failures(failures: list[str], belongs):
         report["failures"] = [name for name in report["failures"] if not belongs(name)] + failures
@@ -72,6 +85,7 @@ def main(folder: Path, output: Path) -> int:
         replace_failures(failures, lambda name: name.startswith("tests"))
     for tool in TOOLS:
         if tool in started:
+            report.pop(OLDER, None)
             report["sanitizer"][tool], failures = read_sanitizer(folder / f"{tool}.log", folder / f"{tool}.xml")
             replace_failures(failures, lambda name, tool=tool: name.startswith(tool))
     meta["command"] = (folder / "command").read_text().strip()

@@ -298,7 +298,7 @@ def test_explains_what_attention_runs(head_dim, dtype):
     found = explain("attention", q.shape, k.shape, dtype=dtype)
     assert attention_kernels(lambda: llmkernels.attention(q, k, v)) == {found.variant}
     y, lse = llmkernels.attention(q, k, v, return_lse=True)
-    backward = (y, None, q, k, v, y, lse, None, None, None, -1, -1, 0.0)
+    backward = (y, None, q, k, v, y, lse, None, None, None, None, -1, -1, 0.0)
     assert attention_kernels(lambda: _op.attention_backward(*backward)) == {found.then.variant}
     portable()(1)
     try:

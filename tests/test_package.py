@@ -231,10 +231,25 @@ def test_gpu_report_keeps_the_parts_of_other_runs(tmp_path, monkeypatch):
     report = run("tests", bad)
     assert report["failures"] == ["two_gpus: tests.test_rope::test_c[cuda]", "tests.test_rope::test_c[cuda]"]
     assert run("two_gpus", good)["failures"] == ["tests.test_rope::test_c[cuda]"]
-    assert run("tests", good) == {
+    report = run("tests", good)
+    library = report["meta"].pop("library")
+    assert report == {
         "meta": {"sources": "a", "gpu": "b", "torch": "c", "command": "command"},
         "tests": {"passed": 2, "failed": 0, "skipped": 1},
         "sanitizer": {},
         "failures": [],
         "two_gpus": {"passed": 2, "failed": 0, "skipped": 1},
     }
+
+    # What the sanitizers have seen is kept while the kernels are the same, and the report says of which sources it is.
+    (tmp_path / "memcheck.log").write_text("========= ERROR SUMMARY: 3 errors\n")
+    assert run("memcheck", good)["failures"] == ["memcheck: 3 errors"]
+    for sources in ("d", "e"):
+        monkeypatch.setattr(machine, "describe", lambda device, of=sources: {"sources": of, "gpu": "b", "torch": "c"})
+        report = run("tests", good)
+        assert report["sanitizer"] == {"memcheck": {"errors": 3, "tests": 2}} and "two_gpus" not in report
+        assert report["failures"] == ["memcheck: 3 errors"] and report["sanitizer_sources"] == "a"
+    assert "sanitizer_sources" not in run("memcheck", good)
+    output.write_text(output.read_text().replace(library, "of other kernels"))
+    monkeypatch.setattr(machine, "describe", lambda device: {"sources": "f", "gpu": "b", "torch": "c"})
+    assert run("tests", good)["sanitizer"] == {}

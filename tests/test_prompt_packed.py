@@ -24,6 +24,7 @@ def packed(monkeypatch):
         return run_packed(parts, cache, ids, last, leftpad, padding)
 
     monkeypatch.setattr(prompt, "_run_packed", noting)
+    monkeypatch.setattr(prompt, "PACKED_DEVICES", {"cpu", "cuda"})
     monkeypatch.setattr(prompt, "_GRAPH_TOKENS", 0)
     return tokens
 
@@ -73,6 +74,25 @@ def test_little_padding_is_computed(packed):
     assert packed == []
     hf_generate(model, ids, attention_mask=mask)
     assert packed == [54]
+
+
+def test_on_a_cpu_nothing_is_packed(packed, monkeypatch):
+    monkeypatch.undo()
+    model = family_model("llama")
+    ids, options = masked("cpu", 8)
+    llmkernels.patch(model)
+    hf_generate(model, ids, **options)
+    assert prompts(model) == {STEP: 1} and packed == []
+
+
+def test_under_a_default_device(packed):
+    model = family_model("llama")
+    ids, options = masked("cpu", 8)
+    expected = hf_generate(model, ids, **options)
+    llmkernels.patch(model)
+    with torch.device("meta"):
+        found = hf_generate(model, ids, **options)
+    assert torch.equal(found, expected) and packed == [13]
 
 
 @torch.no_grad()

@@ -25,7 +25,10 @@ _CPU_TOKENS, _LARGE_HEAD_TOKENS = 512, 1024
 # A graph is of use as long as a GPU takes less time for a layer than the host for its launches, 0.3 to 0.7 ms.
 _GRAPH_TOKENS = 4096
 _GRAPH_PRODUCTS = 2.5e11  # multiplications of a layer
-_LEAST_PADDING = 0.1  # of all tokens, from which on prompts are packed: the host has to know their lengths then
+# How much of a batch is padding, from which on its prompts are packed: the host has to know their lengths then. Nothing
+# is written to the caches for padding, where the modules write keys and values that nobody reads.
+_LEAST_PADDING = 0.1
+PACKED_DEVICES = {"cuda"}  # on a CPU caches are what they are unpatched, to the last key
 
 
 def check_prompt(parts: Description, cache: Any, tokens: int) -> None:
@@ -99,7 +102,7 @@ def run(
     allocate(parts, cache, batch)
     cache.make_room(count)
     past = cache.length
-    if leftpad is not None and kept == 1 and seen is None and past == 0:
+    if ids.device.type in PACKED_DEVICES and leftpad is not None and kept == 1 and seen is None and past == 0:
         padding = leftpad.tolist()
         if sum(padding) >= _LEAST_PADDING * ids.numel():
             return _run_packed(parts, cache, ids, last, leftpad, padding)
@@ -130,11 +133,11 @@ def _run_packed(
     batch, count = ids.shape
     cache.begin(last - count, leftpad)
     cache.count_ahead(count)
-    lengths = count - torch.tensor(padding)
+    lengths = count - torch.tensor(padding, device="cpu")
     ends = lengths.cumsum(0)
-    row = torch.arange(batch).repeat_interleave(lengths)
+    row = torch.arange(batch, device="cpu").repeat_interleave(lengths)
     begin = (ends - lengths)[row]
-    column = torch.arange(len(row)) - begin + (count - lengths)[row]
+    column = torch.arange(len(row), device="cpu") - begin + (count - lengths)[row]
     row, begin, column, ends = (x.to(ids.device, non_blocking=True) for x in (row, begin, column, ends))
     positions = ((last[row] if isinstance(last, Tensor) else last) + column + (1 - count)).clamp_(min=0)
     hidden = parts.weight.new_empty(len(row), parts.weight.shape[1])
