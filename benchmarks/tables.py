@@ -312,6 +312,7 @@ def tests(results: Results) -> str:
         for part, words in parts.items()
         if part in results.tests
     ]
+    lines += [f"- {failure}" for failure in results.tests["failures"] if failure.endswith("did not run to its end")]
     older = ", of the same kernels before other files changed" if "sanitizer_sources" in results.tests else ""
     for tool, found in results.tests["sanitizer"].items():
         lines.append(f"- under {tool}: {found['errors']} errors in {found['tests']} tests{older}")
