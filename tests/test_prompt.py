@@ -370,3 +370,20 @@ def test_float32_and_large_heads_on_a_gpu():
     llmkernels.patch(model)
     hf_generate(model, ids)
     assert prompts(model) == {"by the model's forward: attention over prompts is slow in torch.float32": 1}
+
+
+def test_left_to_the_modules_once(monkeypatch):
+    """A prompt that the loop has refused is not tried again by the forward, and counts once."""
+    compose_forwards(monkeypatch)
+    model, ids = small_model(), tiny_inputs(tokens=8)
+    expected = hf_generate(model, ids)
+    llmkernels.patch(model)
+    monkeypatch.setattr(prompt, "_CPU_TOKENS", 4)
+    assert torch.equal(hf_generate(model, ids), expected)
+    assert torch.equal(hf_generate(model, ids, past_key_values=llmkernels.KVCache(model, 40)), expected)
+    assert prompts(model) == {"by the model's forward: attention over more than 4 tokens is left to PyTorch": 2}
+    monkeypatch.undo()
+    compose_forwards(monkeypatch)
+    cache = llmkernels.KVCache(model, 40)
+    model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
+    assert prompts(model)[STEP] == 1  # the cache's next prompt is one like any other

@@ -13,7 +13,7 @@ from hf_models import assert_close, rounding, tiny_inputs, tiny_model
 from llmkernels.hf import unpatch
 from llmkernels.hf.cache.adopted import new_cache
 from llmkernels.hf.cache.empty import fill
-from llmkernels.hf.callers import forward
+from llmkernels.hf.callers.positions import LOSS_OF_PADDING
 from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.errors import NoStep
 from llmkernels.hf.report import STEP
@@ -217,7 +217,7 @@ def test_the_loss_of_a_prompt(name, by_forward):
         assert_close(ours.loss, theirs.loss)
         assert_close(ours.logits, theirs.logits)
         assert ours.keys() == theirs.keys()
-    assert prompts(model) == {STEP: 3, by_forward_of(forward._LOSS_OF_PADDING): 1}
+    assert prompts(model) == {STEP: 3, by_forward_of(LOSS_OF_PADDING): 1}
 
 
 @torch.no_grad()

@@ -331,4 +331,28 @@ PYTHON = [
         "pass",
         "tests/test_autotune_files.py -k same_time",
     ),
+    Mutation(
+        "py_prompts_see_the_padding_behind",
+        "padding behind a sequence sees the padding before it",
+        "llmkernels/hf/step/prompt.py",
+        "ends = None if ends is None else ends.int()",
+        "ends = None",
+        "tests/test_prompt_ends.py -k test_logits",
+    ),
+    Mutation(
+        "py_packed_prompts_see_each_other",
+        "a prompt of a batch sees those that are packed in front of it",
+        "llmkernels/hf/step/prompt.py",
+        "packed = Packed(begin[None].int(),",
+        "packed = Packed(0 * begin[None].int(),",
+        "tests/test_prompt_packed.py -k test_generate",
+    ),
+    Mutation(
+        "py_the_loop_tries_a_prompt_twice",
+        "a prompt that generate has left to the modules is tried once more by their forward",
+        "llmkernels/hf/callers/forward.py",
+        'not getattr(cache, "left_to_modules", False)',
+        "True",
+        "tests/test_prompt.py -k left_to_the_modules",
+    ),
 ]

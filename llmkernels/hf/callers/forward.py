@@ -28,7 +28,7 @@ from ..step import prompt
 from ..step.decode import MAX_ROWS, Decoder, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
-from .reading import Reading
+from .positions import Positions
 
 # Arguments of a forward that the step takes, and those that change nothing for it.
 _KNOWN = {
@@ -145,8 +145,9 @@ def _use_cache(model: nn.Module, given: dict[str, Any]) -> bool | None:
 def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any, None] | None:
     """The same, launched first: the host checks the model, and makes the cache's objects, while the GPU works.
 
-    None where no such prompt has run before, or the model has changed: only new memory has been written then; for a
-    long one that is to leave no cache, as the block is one; and with hidden states, of which a graph keeps none.
+    None where no such prompt has run before, or the model or the kind of padding has changed: only new memory has been
+    written then; for a long one that is to leave no cache, as the block is one; and with hidden states, of which graphs
+    keep none.
     """
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     found = state.known_prompt(ids)
@@ -158,6 +159,8 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
     _check_prompt(model, known.parts, given)
     if _use_cache(model, given) is False and prompt.padded_length(known.parts, layout, *ids.shape) is None:
         return None
+    if state.is_padded_behind and given.get("attention_mask") is not None:
+        return None
     positions = Positions(given, ids, 0)
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
@@ -166,7 +169,10 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
         return None
     if not known.snapshot.holds(model) or not layout.holds(model.config):
         return None
-    positions.check()  # waits for the device: last
+    try:
+        positions.check()  # waits for the device: last
+    except NoStep:
+        return None
     return logits, None if _use_cache(model, given) is False else block.cache(ids.shape[1]), None
 
 
@@ -184,8 +190,9 @@ def _composed_prompt(
     parts, _memory = _description(model, state, ids)
     _check_prompt(model, parts, given)
     batch, count = ids.shape
-    positions = Positions(given, ids, 0)
+    positions = Positions(given, ids, 0, may_end=True)
     positions.check()
+    state.is_padded_behind = positions.ends is not None
     is_kept, cache = _use_cache(model, given) is not False, given.get(cache_name())
     is_new = is_kept and not is_kv_cache(cache)
     if is_new:
@@ -193,11 +200,11 @@ def _composed_prompt(
     elif not is_kept:
         cache = prompt.cache_of_a_call(parts, batch, count)
     kept, states = min(kept or count, count), None
-    if given.get("output_hidden_states"):
-        seen: list[Tensor] = []
+    seen: list[Tensor] | None = [] if given.get("output_hidden_states") else None
+    if seen is not None or positions.ends is not None:  # of which graphs know nothing
         prompt.check_prompt(parts, cache, count)
-        logits = prompt.run(parts, cache, ids, positions.last, positions.leftpad, kept, seen)
-        states = tuple(x.view(batch, count, -1) for x in seen)
+        logits = prompt.run(parts, cache, ids, positions.last, positions.leftpad, kept, seen, positions.ends)
+        states = None if seen is None else tuple(x.view(batch, count, -1) for x in seen)
     else:
         logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, kept)
     if not is_new:
@@ -341,51 +348,3 @@ def _described(
         become_ours(cache, parts, batch)
     cache.begin(positions.last - ahead, positions.leftpad)
     return state.begin_forward(parts, cache, program, ahead)(ids.flatten())
-
-
-class Positions:
-    """Where the new tokens of a forward are, by its mask and positions.
-
-    `last` is the position of the last token, of all sequences or of each (B,); `leftpad` (B,) is where each sequence
-    starts, None for all at 0. Both hold if `check` passes: it reads on the host what the device has computed meanwhile.
-    """
-
-    def __init__(self, given: dict[str, Any], ids: Tensor, past: int):
-        batch, count = ids.shape
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
-        self.past = past
-        self.last: Tensor | int = past + count - 1
-        self.leftpad: Tensor | None = None
-        indices = None if mask is None and positions is None else torch.arange(past + count, device=ids.device)
-        facts = {}
-        if mask is not None:
-            if not isinstance(mask, Tensor) or mask.shape != (batch, past + count):
-                raise NoStep("attention_mask is not (batch, tokens)")
-            live = (mask != 0).to(ids.device)
-            self.leftpad = (~live).sum(1)
-            facts[_BAD_MASK] = (live == (indices >= self.leftpad[:, None])).all() & live[:, -1].all()
-            if given.get("labels") is not None:
-                facts[_LOSS_OF_PADDING] = live.all()
-        if positions is not None:
-            if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != count:
-                raise NoStep("position_ids are not (batch, tokens)")
-            positions = positions.to(ids.device)
-            self.last = positions[:, -1].expand(batch)
-            inside = (positions >= 0) & (positions < past + count)
-            facts[_BAD_POSITIONS] = inside.all() & (positions == positions[:, :1] + indices[:count]).all()
-        self._names = list(facts)
-        self._reading = Reading(ids, *([torch.stack(list(facts.values()))] if facts else []))
-
-    def check(self) -> None:
-        """Raise NoStep unless mask and positions are those of padding on the left, and IndexError for negative ids."""
-        ids, *facts = self._reading.wait()
-        if ids.min() < 0:
-            raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it
-        for name, holds in zip(self._names, facts[0].tolist() if facts else (), strict=True):
-            if not holds:
-                raise NoStep(name)
-
-
-_BAD_MASK = "attention_mask masks more than padding on the left"
-_LOSS_OF_PADDING = "labels of padded sequences, whose first token is predicted by padding"
-_BAD_POSITIONS = "position_ids do not follow each other, or run ahead of the tokens"

@@ -63,7 +63,8 @@ class Tokens:
 
     `positions` int32 (B, T) are those of their rotation; `block_table` where caches are pages. `tables` has cos and sin
     of each position, by the names that layers have for them. `is_prompt`: there are many, all keys and values of the
-    caches are live. `packed`: they are whole prompts, one after the other, and `batch` is 1.
+    caches are live. `packed`: they are whole prompts, one after the other, and `batch` is 1. `ends` int32 (B,): from
+    these keys on there is padding, which no token sees.
     """
 
     batch: int
@@ -73,6 +74,7 @@ class Tokens:
     block_table: Tensor | None = None
     is_prompt: bool = False
     packed: Packed | None = None
+    ends: Tensor | None = None
 
 
 class LayerCache(NamedTuple):
@@ -280,7 +282,7 @@ def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerC
     _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *cached, interleaved, *norms)
     if tokens.is_prompt:
         scale, window, softcap = scores
-        y, _ = _ops.attention(q, cache.k, cache.v, cache.leftpad, None, None, scale, window, 0, softcap)
+        y, _ = _ops.attention(q, cache.k, cache.v, cache.leftpad, tokens.ends, None, scale, window, 0, softcap)
     else:
         y = _ops.decode_attention(q, *cache, tokens.block_table, *scores)
     return y.view(len(qkv), -1)

@@ -137,6 +137,7 @@ class Decoder:
         self.programs = Programs(self.calls)
         self._places: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # of caches
         self.layouts = Layouts()
+        self.is_padded_behind = False  # whether the last prompt that was composed had padding behind a sequence
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
     def describe(self, model: nn.Module) -> tuple[Description, list[Any]]:

@@ -92,17 +92,20 @@ def run(
     leftpad: Tensor | None,
     kept: int,
     seen: list[Tensor] | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """The logits (B, kept, V) behind the last of the tokens `ids` (B, T), which are appended to the cache.
 
     `last` (B,) are the positions of the last tokens, or that of all; `leftpad` (B,) where each sequence starts, None
-    for all at 0. `seen` receives the hidden states (B * T, H) that transformers returns.
+    for all at 0; `ends` (B,) where padding behind it begins, in an empty cache. `seen` receives the hidden states
+    (B * T, H) that transformers returns.
     """
     batch, count = ids.shape
     allocate(parts, cache, batch)
     cache.make_room(count)
     past = cache.length
-    if ids.device.type in PACKED_DEVICES and leftpad is not None and kept == 1 and seen is None and past == 0:
+    may_be_packed = leftpad is not None and kept == 1 and seen is None and ends is None and past == 0
+    if may_be_packed and ids.device.type in PACKED_DEVICES:
         padding = leftpad.tolist()
         if sum(padding) >= _LEAST_PADDING * ids.numel():
             return _run_packed(parts, cache, ids, last, leftpad, padding)
@@ -113,7 +116,9 @@ def run(
     caches = _caches(cache, past + count, leftpad)
     hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
     compose.embed(parts.embedding, parts.embed_scale, ids.flatten(), hidden)
-    tokens = Tokens(batch, count, positions, make_tables(parts, parts.positions[: past + count]), is_prompt=True)
+    tables = make_tables(parts, parts.positions[: past + count])
+    ends = None if ends is None else ends.int()
+    tokens = Tokens(batch, count, positions, tables, is_prompt=True, ends=ends)
     compose.run_layers(parts, hidden, tokens, caches if seen is None else compose.noting(parts, hidden, caches, seen))
     cache.advance(count)
     return _logits(parts, hidden.view(batch, count, -1)[:, count - kept :])
