@@ -2,7 +2,8 @@
 
 import torch
 
-from hf_models import tiny_inputs
+from generating import hf_generate
+from hf_models import assert_close, rounding, tiny_inputs
 from llmkernels.hf.callers import forward
 from llmkernels.hf.step import prompt
 from llmkernels.hf.step.decode import decoder
@@ -38,3 +39,16 @@ def run_padded(monkeypatch):
 def compose_forwards(monkeypatch):
     """Forwards of prompts are composed as on a GPU."""
     monkeypatch.setattr(forward, "PROMPT_DEVICES", {"cpu", "cuda"})
+
+
+def check_generate_in_half_precision(model, exact, tokens):
+    """The logits behind padded prompts and in steps of a bfloat16 model on a GPU, against those in float32."""
+    ids, options = masked("cuda", tokens, seed=tokens)
+    options |= {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
+    found = hf_generate(model, ids, **options)
+    text = found.sequences[:, :-1]
+    mask = torch.cat([options["attention_mask"], torch.ones_like(text[:, tokens:])], 1)
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        expected = exact(text, **given).logits[:, tokens - 1 :]
+    assert_close(torch.stack(found.logits, 1).float(), expected, 4 * rounding(torch.bfloat16))

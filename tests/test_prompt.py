@@ -18,7 +18,7 @@ from llmkernels.hf.report import STEP
 from llmkernels.hf.step import prompt
 from llmkernels.hf.step.block import Layout
 from llmkernels.hf.step.decode import decoder
-from prompting import LONG, compose_forwards, masked, prompts, run_padded
+from prompting import LONG, check_generate_in_half_precision, compose_forwards, masked, prompts, run_padded
 from test_forward import DESCRIBED
 
 
@@ -350,15 +350,7 @@ def test_graphs_of_prompts(name):
     exact = family_model(name, "cuda", torch.float32)
     llmkernels.patch(model)
     for tokens in (3, 17, 9, 24, 17, 3, 16, 20):
-        ids, options = masked("cuda", tokens, seed=tokens)
-        options |= {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
-        found = hf_generate(model, ids, **options)
-        text = found.sequences[:, :-1]
-        mask = torch.cat([options["attention_mask"], torch.ones_like(text[:, tokens:])], 1)
-        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        with torch.no_grad():
-            expected = exact(text, **given).logits[:, tokens - 1 :]
-        assert_close(torch.stack(found.logits, 1).float(), expected, 4 * rounding(torch.bfloat16))
+        check_generate_in_half_precision(model, exact, tokens)
     assert prompts(model)[STEP] >= 6  # a long one may not fit into a window
     assert 2 <= len(decoder(model).programs.graphs()) <= 4
     unpatch(model)

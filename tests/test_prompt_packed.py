@@ -6,10 +6,10 @@ import torch
 import llmkernels
 from families import family_model
 from generating import NEW, hf_generate
-from hf_models import assert_close, rounding, tiny_inputs
+from hf_models import assert_close, tiny_inputs
 from llmkernels.hf.report import STEP
 from llmkernels.hf.step import prompt
-from prompting import LONG, compose_forwards, masked, prompts
+from prompting import LONG, check_generate_in_half_precision, compose_forwards, masked, prompts
 from test_forward import DESCRIBED
 
 
@@ -116,13 +116,5 @@ def test_on_a_gpu(name, packed):
     exact = family_model(name, "cuda", torch.float32)
     llmkernels.patch(model)
     for tokens in (9, 24, 150):
-        ids, options = masked("cuda", tokens, seed=tokens)
-        options |= {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 4}
-        found = hf_generate(model, ids, **options)
-        text = found.sequences[:, :-1]
-        mask = torch.cat([options["attention_mask"], torch.ones_like(text[:, tokens:])], 1)
-        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        with torch.no_grad():
-            expected = exact(text, **given).logits[:, tokens - 1 :]
-        assert_close(torch.stack(found.logits, 1).float(), expected, 4 * rounding(torch.bfloat16))
+        check_generate_in_half_precision(model, exact, tokens)
     assert len(packed) == prompts(model)[STEP] >= 1
