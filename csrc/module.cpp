@@ -95,7 +95,8 @@ const char* name(LinearVariant variant) {
 }
 
 // The same numbers of every kernel: of an output tile its columns of y, which are rows of the weight, or with a gated
-// activation of the gate; of a block its ring, in bytes that are in flight at the same time.
+// activation of the gate; of a block its ring (of sm80 the registers), in bytes that are in
+// flight at the same time.
 py::dict plan_of(const LinearRoute& route, const llmk::kernels::LinearProblem& p) {
   const auto numbers = [&](int64_t tile_rows, int64_t tiles, int cluster, int stages, int64_t ring, size_t shared) {
     return py::dict(py::arg("tile_rows") = tile_rows, py::arg("output_tiles") = tiles, py::arg("cluster") = cluster,
@@ -115,6 +116,13 @@ py::dict plan_of(const LinearRoute& route, const llmk::kernels::LinearProblem& p
       return numbers(p.glu ? columns / 2 : columns, int64_t{plan.row_tiles} * plan.column_tiles * plan.cluster,
                      plan.cluster, stages, int64_t{stages} * llmk::kernels::gemm_stage_bytes(columns),
                      llmk::kernels::gemm_shared_bytes(columns));
+    }
+    case LinearVariant::kSm80: {
+      const auto& plan = route.few;
+      const int steps = llmk::kernels::linear_sm80_depth(plan.mma_tiles, llmk::kernels::linear_token_tiles(p.m));
+      const int64_t columns = int64_t{plan.k_consumers} * llmk::kernels::kLinearSm80Step;  // of W, in a step of a block
+      return numbers(plan.tile_rows, plan.output_tiles, plan.cluster, steps,
+                     p.weight.bytes(steps * columns * plan.boxes * plan.tile_rows), plan.shared_bytes);
     }
     default: {
       const auto& plan = route.few;

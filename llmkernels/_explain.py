@@ -20,7 +20,7 @@ KERNELS = {
         "gemv": "gemv: dot products, weights by bulk copies",
         "mma": "mma.sync, weights by TMA",
         "wgmma": "wgmma, weights by TMA",
-        "sm80": "mma.sync, weights by cp.async",
+        "sm80": "mma.sync, weights straight to registers",
         "gemm": "wgmma, tiles of 128 tokens by TMA",
         "library": "cuBLAS",
     },

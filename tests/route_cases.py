@@ -13,7 +13,6 @@ A100 = {"compute_capability": 80, "wgmma": 0, "sm_count": 108, "shared_bytes": 1
 B200 = {"compute_capability": 100, "wgmma": 0, "sm_count": 148, "shared_bytes": 232448, "clusters2": 74}
 RTX_5090 = {"compute_capability": 120, "wgmma": 0, "sm_count": 170, "shared_bytes": 101376, "clusters2": 85}
 RTX_2080 = {"compute_capability": 75, "wgmma": 0, "sm_count": 46, "shared_bytes": 65536, "clusters2": 0}
-SMALL = {**A100, "shared_bytes": 98304}
 
 
 @contextmanager

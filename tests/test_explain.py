@@ -28,9 +28,9 @@ def needs_module():
 def test_text():
     assert str(explain("linear", (4, 3584), (4608, 3584), device="A100")) == (
         "linear  x (4, 3584)  weight (4608, 3584)  bfloat16  on A100\n"
-        "kernel  mma.sync, weights by cp.async\n"
+        "kernel  mma.sync, weights straight to registers\n"
         "why     up to 16 tokens, on a GPU without TMA\n"
-        "plan    44 rows per tile, 105 tiles, 105 blocks, 12 stages, 72 KB in flight, 80 KB of shared memory"
+        "plan    44 rows per tile, 105 tiles, 105 blocks, 3 stages, 66 KB in flight, 8 KB of shared memory"
     )
     assert str(explain("rms_norm_linear", (2, 12, 3584), (37888, 3584), dtype=torch.float16, device="H100")) == (
         "rms_norm_linear  x (2, 12, 3584)  weight (37888, 3584)  float16  on H100\n"

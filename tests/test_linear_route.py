@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from route_cases import A100, B200, H200, RTX_2080, RTX_5090, SMALL, asking, facts_of, source_of
+from route_cases import A100, B200, H200, RTX_2080, RTX_5090, asking, facts_of, source_of
 
 VARIANTS = ["library", "gemv", "mma", "wgmma", "sm80", "gemm"]  # in the order of the enum
 
@@ -44,7 +44,6 @@ ROUTES = [
     ((16, 4608, 3584), {"maps": 0}, H200, "sm80", "up to 16 tokens, on a GPU without TMA"),
     ((16, 4608, 3584), {"sm80": 1}, H200, "sm80", "up to 16 tokens, on a GPU without TMA"),
     ((16, 4608, 3584), {}, RTX_2080, "library", "the compute capability is below 8.0"),
-    ((16, 4608, 3584), {}, SMALL, "library", "a block has less than 99 KB of shared memory"),
     ((16, 4608, 3584), {"x_aligned": 0}, H200, "library", "rows of x are not aligned to 16 bytes"),
     ((16, 4608, 3584), {"y_aligned": 0}, H200, "mma", "up to 16 tokens"),
     (
@@ -274,7 +273,8 @@ def test_plan_covers_the_result(shape, options, variant, rows, cluster):
     assert rows in (None, plan["tile_rows"]) and plan["cluster"] == cluster
     of_tokens = -(-shape[0] // 128) if variant == "gemm" else 1
     assert plan["tile_rows"] * plan["output_tiles"] >= out * of_tokens
-    assert 0 < plan["bytes_in_flight"] < plan["shared_bytes"] <= 227 * 1024
+    place = 128 * 1024 if variant == "sm80" else plan["shared_bytes"]  # half of the registers of an SM
+    assert 0 < plan["bytes_in_flight"] < place and plan["shared_bytes"] <= 227 * 1024
     assert plan["stages"] > 0 and 0 < plan["blocks"] <= 2 * 148
 
 

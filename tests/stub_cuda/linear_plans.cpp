@@ -10,7 +10,10 @@ int main() {
   long long m, n, k;
   while (std::scanf("%d %lld %lld %lld %d %d", &sm_count, &m, &n, &k, &glu, &normalize) == 6) {
     const LinearPlan plan = plan_linear_sm80({m, n, k, glu != 0, normalize != 0}, sm_count);
-    std::printf("{\"rows\": %d, \"tiles\": %d, \"mma_tiles\": %d, \"chunks\": %d, \"k_tiles\": %d, \"shared\": %zu}\n",
-                plan.tile_rows, plan.output_tiles, plan.mma_tiles, plan.chunks, plan.k_tiles, plan.shared_bytes);
+    std::printf(
+        "{\"rows\": %d, \"tiles\": %d, \"mma_tiles\": %d, \"parts\": %d, \"groups\": %d, \"steps\": %d, \"depth\": %d, "
+        "\"warps\": %d, \"shared\": %zu}\n",
+        plan.tile_rows, plan.output_tiles, plan.mma_tiles, plan.row_consumers, plan.k_consumers, plan.k_tiles,
+        linear_sm80_depth(plan.mma_tiles, linear_token_tiles(m)), linear_sm80_warps(plan.mma_tiles), plan.shared_bytes);
   }
 }

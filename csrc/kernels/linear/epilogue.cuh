@@ -8,8 +8,8 @@
 
 namespace llmk::kernels::few_tokens {
 
-// The sum over all K groups, `step` bytes apart from `from` on, and over all blocks of the cluster.
-template <int kWidth>
+// The sum over all K groups, at most kGroups, `step` bytes apart from `from` on, and over all blocks of the cluster.
+template <int kGroups, int kWidth>
 __device__ void reduce_partials(float (&sums)[kWidth], const LinearPlan& plan, uint32_t from, int step) {
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) sums[i] = 0.f;
@@ -23,7 +23,7 @@ __device__ void reduce_partials(float (&sums)[kWidth], const LinearPlan& plan, u
   };
   if (plan.cluster == 1) {
 #pragma unroll
-    for (int group = 0; group < kLinearWarps; ++group) {
+    for (int group = 0; group < kGroups; ++group) {
       if (group < plan.k_consumers) add(from + group * step, shared_load_float, shared_load_float4);
     }
     return;
@@ -66,6 +66,7 @@ template <typename T, int kWidth, int kThreads, bool kNormHandoff>
 __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank) {
   using V = Vec<T, kWidth>;
   const LinearPlan& plan = a.plan;
+  constexpr int kGroups = kNormHandoff ? kLinearWarpgroups : kThreads / 32;
   const int rows = plan.tile_rows, per_token = rows / kWidth;
   for (int i = rank * kThreads + threadIdx.x; i < a.m * per_token; i += plan.cluster * kThreads) {
     const int token = divide(i, per_token), row = (i - token * per_token) * kWidth;
@@ -80,14 +81,14 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
     if (kNormHandoff && a.scaled) next_weight = V::load(static_cast<const T*>(a.next_norm_weight) + column);
     float rstd[1] = {1.f}, sums[kWidth];
     if (a.fold_norm) {
-      reduce_partials(rstd, plan, layout.squares + 4 * token, 4 * kLinearMaxTokens);
+      reduce_partials<kGroups>(rstd, plan, layout.squares + 4 * token, 4 * kLinearMaxMmaTokens);
       rstd[0] = rstd_of(a, rstd[0]) * norm_weight_scale<T>(layout);
     } else if (kNormHandoff && a.parts > 0) {
       rstd[0] = shared_load_float(layout.squares + 4 * token);
     }
     const uint32_t partials = layout.partials + 4 * token * plan.pitch;
     const auto reduce_row = [&](int at) {
-      reduce_partials(sums, plan, partials + 4 * at, 4 * a.m * plan.pitch);
+      reduce_partials<kGroups>(sums, plan, partials + 4 * at, 4 * a.m * plan.pitch);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] *= rstd[0];
     };

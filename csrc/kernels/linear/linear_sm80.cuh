@@ -1,21 +1,27 @@
-// Linear for up to 16 tokens without TMA: compute capability 8.0, and GPUs whose blocks have only 99 KB of shared
-// memory. The formulas, roundings, fold of the norm and epilogue are those of linear.cu.
+// Linear for up to 16 tokens without TMA, or with less shared memory than the rings of linear.cu take: compute
+// capability 8.0 to 8.9, and 12.0. The formulas, roundings, fold of the norm and epilogue are those of linear.cu.
 //
-//   block     an output tile of up to 48 rows of W for all tokens, then the next: tiles blockIdx.x, + gridDim.x, ...
-//   warps     split K: warp w takes k tiles w, w + 4, ... of each output tile, all of its rows
-//   ring      of each warp, filled by cp.async. A warp is its own producer and consumer, so it waits for no other one;
-//             its copies go on through the output tiles, so that they are under way during an epilogue
-//   stage     `chunks` chunks of 64 columns of K; a chunk has the rows of W, then those of x, then the norm's weight,
-//             each of 128 bytes, swizzled as in main_loop_mma.cuh
+//   block   an output tile of W's rows for all tokens, then the next: tiles blockIdx.x, + gridDim.x, ...
+//   warps   row_consumers divide the rows, k_consumers the columns of K
+//   step    32 columns of K of a warp: its rows of W, x, and the norm's weight
 //
-// What it waits for are copies: what is under way counts more than how many warps there are. One H200, 3584 x 18944, in
-// us, where cuBLAS takes 37 and 38:
+// All of that goes from memory to registers, in the order in which mma.sync takes it. The sum over K may run in any
+// order, if W and x have the same: with lane 4 g + t the 16 bytes of columns 8 t to 8 t + 7 of row g, one load gives a
+// lane its elements of two products. So there is no ring in shared memory, nor an instruction that reads one. A lane
+// holds the next steps, `depth` of them, whose loads are under way while it multiplies, through the output tiles and
+// their epilogues.
 //
-//   design                                                          | 1 token | 16 tokens
-//   ----------------------------------------------------------------|---------|----------
-//   a warp for each K group, three stages under way                 | 53      | 60
-//   the same with more instructions for each row that is copied     | 60      | 68
-//   two warps for each K group and its ring, two stages under way   | 58      | 74
+// Blocks begin at different columns, so that they do not all read the same of x at the same time: 3 to 13 % faster with
+// 16 tokens.
+//
+// One H200, us:
+//
+//   design                                       | 3584 x 18944, 1 and 16 tokens | 37888 x 3584, 1 and 16
+//   ---------------------------------------------|-------------------------------|------------------------
+//   this one                                     | 34.5                     38.1 | 65.3              69.4
+//   the same, 8 warps, two blocks on each SM     | 34.7                     41.9 | 70.8              75.8
+//   four warps, each with a ring of cp.async     | 53.8                     61.4 | 74.9              78.9
+//   cuBLAS                                       | 40.7                     40.7 | 72.4              73.7
 //
 // Behind it in_step works as in linear.cu, where the GPU has programmatic dependent launch: from 9.0 on.
 #pragma once
@@ -31,181 +37,181 @@ struct Sm80Operands {
   int64_t weight_row_bytes, x_row_bytes;
 };
 
-// The copies of a warp: an output tile, and a k tile in it.
-struct Sm80Position {
-  int tile, k_tile;
+// 16 bytes, or zeros if not `valid`. kStreamed: the SM reads them once.
+template <bool kStreamed>
+__device__ inline uint4 load_16_or_zero(const void* global, bool valid) {
+  uint4 v{};
+  if constexpr (kStreamed) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %5, 0;\n"
+        "@p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(global), "r"(static_cast<int>(valid))
+        : "memory");
+  } else {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %5, 0;\n"
+        "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+        : "l"(global), "r"(static_cast<int>(valid))
+        : "memory");
+  }
+  return v;
+}
 
-  __device__ bool exists(const LinearPlan& plan) const { return tile < plan.output_tiles && k_tile < plan.k_tiles; }
-  __device__ void advance(const LinearPlan& plan, int warp) {
-    k_tile += kLinearSm80Warps;
-    if (k_tile >= plan.k_tiles) k_tile = warp, tile += static_cast<int>(gridDim.x);
+// What a lane holds of a step: rows g and g + 8 of each MMA tile, token g of each token tile.
+template <int kTokenTiles, int kTiles>
+struct Sm80Step {
+  uint4 weight[kTiles][2], x[kTokenTiles], norm_weight;
+};
+
+// A warp's place among those of the block.
+struct Sm80Warp {
+  int group, part, rows;  // its columns of K; its rows of the output tile, and how many it has in each box
+
+  __device__ explicit Sm80Warp(const LinearPlan& plan) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    group = warp % plan.k_consumers, part = warp / plan.k_consumers, rows = plan.box_rows / plan.row_consumers;
   }
 };
 
-// The ring of a warp.
-class Sm80Ring {
+// Where a lane loads from. It has few registers: what it can compute from the arguments it does not keep.
+class Sm80Cursor {
  public:
-  __device__ Sm80Ring(const Arguments& a, const Sm80Operands& operands, uint32_t ring)
-      : a_(a),
-        operands_(operands),
-        ring_(ring),
-        lane_row_(threadIdx.x % 32 / 8),
-        vector_(threadIdx.x % 8),
-        rows_(a.plan.boxes * a.plan.box_rows),
-        chunk_bytes_(a.plan.stage_bytes / a.plan.chunks),
-        policy_(l2_policy(false)) {}
+  __device__ Sm80Cursor(const Arguments& a, const Sm80Operands& operands)
+      : a_(a), operands_(operands), lane_row_(threadIdx.x % 32 / 4), tile_(static_cast<int>(blockIdx.x)) {
+    const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    column_ = Sm80Warp(a.plan).group * kLinearSm80Step + static_cast<int>(threadIdx.x) % 4 * 8 +
+              block * a.plan.k_tiles / blocks * stride();
+    enter();
+  }
 
-  __device__ uint32_t stage(int index) const { return ring_ + index * a_.plan.stage_bytes; }
-  __device__ int chunk_bytes() const { return chunk_bytes_; }
-  __device__ int x_offset() const { return rows_ * 128; }
-  __device__ int norm_weight_offset() const { return (rows_ + a_.m) * 128; }
+  __device__ int tile() const { return tile_; }
+
+  __device__ void next_column() {
+    column_ += stride();
+    const int end = a_.plan.k_tiles * stride();
+    if (column_ >= end) column_ -= end;
+  }
+  __device__ void next_tile() {
+    tile_ += static_cast<int>(gridDim.x);
+    enter();
+  }
 
   // Zeros beyond the weight, and beyond K.
-  __device__ void copy_weight(int index, const Sm80Position& at) const {
-    const LinearPlan& plan = a_.plan;
-    const int64_t first = static_cast<int64_t>(at.tile) * plan.tile_rows, row_bytes = operands_.weight_row_bytes;
-    const int rows = static_cast<int>(min(int64_t{plan.box_rows}, a_.out - first));
-    for_each_chunk(index, at, [&](uint32_t chunk, int64_t column, int bytes) {
-      const char* from = static_cast<const char*>(operands_.weight) + first * row_bytes + column * kHalfBytes;
-      for (int box = 0; box < plan.boxes; ++box) {
-        copy_rows(chunk + box * plan.box_rows * 128, from, row_bytes, plan.box_rows, rows, bytes);
-        from += a_.box_step * row_bytes;
-      }
-    });
+  template <int kTokenTiles, int kTiles>
+  __device__ void load_weight(Sm80Step<kTokenTiles, kTiles>& step) const {
+    const bool one_box = a_.plan.boxes == 1;
+    const int left = column_ < a_.k ? rows_left_ : 0, tile_rows = one_box ? 16 : 0;
+    const int64_t row_bytes = operands_.weight_row_bytes, box_step = (one_box ? 16 : a_.box_step) * row_bytes;
+    const char* from = row_ + int64_t{column_} * kHalfBytes;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i, from += box_step) {
+      step.weight[i][0] = load_16_or_zero<true>(from, left > i * tile_rows);
+      step.weight[i][1] = load_16_or_zero<true>(from + 8 * row_bytes, left > i * tile_rows + 8);
+    }
   }
   // And the norm's weight.
-  __device__ void copy_x(int index, const Sm80Position& at) const {
-    for_each_chunk(index, at, [&](uint32_t chunk, int64_t column, int bytes) {
-      copy_rows(chunk + x_offset(), static_cast<const char*>(operands_.x) + column * kHalfBytes, operands_.x_row_bytes,
-                a_.m, a_.m, bytes);
-      if (a_.fold_norm && lane_row_ == 0) {
-        const char* const from = static_cast<const char*>(a_.norm_weight) + column * kHalfBytes;
-        copy(chunk + norm_weight_offset() + vector_ * 16, bytes > 0 ? from : operands_.weight, bytes);
-      }
-    });
+  template <int kTokenTiles, int kTiles>
+  __device__ void load_x(Sm80Step<kTokenTiles, kTiles>& step) const {
+    const bool exists = column_ < a_.k;
+    const int64_t bytes = int64_t{column_} * kHalfBytes;
+    const char* from = static_cast<const char*>(operands_.x) + lane_row_ * operands_.x_row_bytes + bytes;
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n, from += 8 * operands_.x_row_bytes)
+      step.x[n] = load_16_or_zero<false>(from, exists && lane_row_ + 8 * n < a_.m);
+    if (a_.fold_norm)
+      step.norm_weight = load_16_or_zero<false>(static_cast<const char*>(a_.norm_weight) + bytes, exists);
   }
 
  private:
-  template <typename Body>
-  __device__ void for_each_chunk(int index, const Sm80Position& at, const Body& body) const {
-    uint32_t chunk = stage(index);
-    int column = at.k_tile * a_.plan.chunks * kLinearChunk + vector_ * 8;
-    for (int c = 0; c < a_.plan.chunks; ++c, chunk += chunk_bytes_, column += kLinearChunk)
-      body(chunk, column, column < a_.k ? 16 : 0);
-  }
-  // This lane's vectors of `rows` rows, of which `existing` are in memory, four rows at a time. A warp has its
-  // scheduler to itself, so each instruction here counts. Four rows further the swizzle differs in one bit.
-  __device__ void copy_rows(uint32_t to, const char* from, int64_t row_bytes, int rows, int existing, int bytes) const {
-    uint32_t at = swizzled(to + lane_row_ * 128, vector_);
-    from += lane_row_ * row_bytes;
-    const int64_t step = 4 * row_bytes;
-#pragma unroll 4
-    for (int r = lane_row_; r < rows; r += 4, at = (at + 512) ^ 64, from += step) {
-      const bool exists = r < existing && bytes > 0;
-      copy(at, exists ? from : operands_.weight, exists ? bytes : 0);
-    }
-  }
-  __device__ void copy(uint32_t to, const void* from, int bytes) const {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(bytes),
-                 "l"(policy_)
-                 : "memory");
+  __device__ int stride() const { return a_.plan.k_consumers * kLinearSm80Step; }
+  __device__ void enter() {
+    const Sm80Warp warp(a_.plan);
+    const int64_t first = static_cast<int64_t>(tile_) * a_.plan.tile_rows + warp.part * warp.rows;
+    rows_left_ = static_cast<int>(min(int64_t{warp.rows}, a_.out - first)) - lane_row_;
+    row_ = static_cast<const char*>(operands_.weight) + (first + lane_row_) * operands_.weight_row_bytes;
   }
 
   const Arguments& a_;
   const Sm80Operands& operands_;
-  uint32_t ring_;
-  int lane_row_, vector_;  // of a copy of four rows
-  int rows_, chunk_bytes_;
-  uint64_t policy_;
+  int lane_row_, tile_, column_;
+  int rows_left_;    // of the warp, from the lane's first on
+  const char* row_;  // that one
 };
 
-// One output tile of a warp. `stage` and `next`: of the ring; kTiles: plan.mma_tiles.
 template <typename T, int kTokenTiles, int kTiles>
-__device__ void multiply_sm80(const Arguments& a, const Layout& layout, const Sm80Ring& ring, int& stage,
-                              Sm80Position& next, unsigned char* shared) {
-  const LinearPlan& plan = a.plan;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, w_vector = lane / 16, x_vector = lane / 8;
-  const auto owns_squares = [](int) { return true; };
+__device__ void multiply(Products<T, kTokenTiles, kTiles>& products, const Sm80Step<kTokenTiles, kTiles>& step,
+                         const Arguments& a, typename Pair<T>::type norm_weight_factor) {
   using Two = typename Pair<T>::type;
-  const Two factor = Pair<T>::from_floats(1.f / norm_weight_scale<T>(layout), 1.f / norm_weight_scale<T>(layout));
-  Products<T, kTokenTiles, kTiles> products;
-  products.clear();
-  int offset[kTiles];
 #pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    const int box = i >= plan.mma_tiles_per_box;
-    offset[i] = (box * plan.box_rows + (i - box * plan.mma_tiles_per_box) * 16 + lane % 16) * 128;
-  }
-#pragma unroll 1
-  for (int k_tile = warp; k_tile < plan.k_tiles; k_tile += kLinearSm80Warps) {
-    cp_async_wait<kLinearSm80Stages - 1>();
-    __syncwarp();
-    uint32_t chunk = ring.stage(stage);
-#pragma unroll 1
-    for (int c = 0; c < plan.chunks; ++c, chunk += ring.chunk_bytes()) {
-      const uint32_t x_lane = swizzled(chunk + ring.x_offset() + lane % 8 * 128, x_vector);
-      const uint32_t norm_weight = chunk + ring.norm_weight_offset() + x_vector * 16;
-      products.add_chunk([&](int i, int flip) { return swizzled(chunk + offset[i], w_vector) ^ flip; }, x_lane,
-                         a.fold_norm, a.norm_offset,
-                         [&](uint32_t(&scales)[4], int flip) {
-                           load_matrices(scales, norm_weight + flip);
-                           if constexpr (std::is_same_v<T, __half>) {
+  for (int n = 0; n < kTokenTiles; ++n) {
+    uint32_t x[4] = {step.x[n].x, step.x[n].y, step.x[n].z, step.x[n].w};
+    if (a.fold_norm) {
+      mma_squares<T>(products.squares[n], x[0], x[1]);
+      mma_squares<T>(products.squares[n], x[2], x[3]);
+      uint32_t scales[4] = {step.norm_weight.x, step.norm_weight.y, step.norm_weight.z, step.norm_weight.w};
 #pragma unroll
-                             for (uint32_t& scale : scales) {
-                               const Two scaled = __hmul2(reinterpret_cast<const Two&>(scale), factor);
-                               scale = reinterpret_cast<const uint32_t&>(scaled);
-                             }
-                           }
-                         },
-                         owns_squares);
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (std::is_same_v<T, __half>) {
+          const Two scaled = __hmul2(reinterpret_cast<const Two&>(scales[i]), norm_weight_factor);
+          scales[i] = reinterpret_cast<const uint32_t&>(scaled);
+        }
+        x[i] = apply_norm_weight<T>(x[i], scales[i], a.norm_offset);
+      }
     }
-    __syncwarp();
-    if (next.exists(plan)) ring.copy_weight(stage, next), ring.copy_x(stage, next);
-    cp_async_commit();  // also when empty, so that cp_async_wait() counts stages
-    next.advance(plan, warp);
-    if (++stage == kLinearSm80Stages) stage = 0;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const uint4 &low = step.weight[i][0], &high = step.weight[i][1];
+      mma_16x8x16<T>(products.sums[i][n], {low.x, high.x, low.y, high.y}, x[0], x[1]);
+      mma_16x8x16<T>(products.sums[i][n], {low.z, high.z, low.w, high.w}, x[2], x[3]);
+    }
   }
-  __syncthreads();  // the previous tile's partial sums have been read
-  products.store(a, layout, warp, 0, shared, owns_squares);
 }
 
-template <typename T, int kTokenTiles>
-__global__ void __launch_bounds__(32 * kLinearSm80Warps, 2)
+// kTiles: plan.mma_tiles.
+template <typename T, int kTokenTiles, int kTiles>
+__global__ void __launch_bounds__(32 * kLinearSm80Warps<kTiles>, 1)
     linear_sm80_kernel(const __grid_constant__ Sm80Operands operands, const __grid_constant__ Arguments a) {
-  constexpr int kThreads = 32 * kLinearSm80Warps;
+  constexpr int kThreads = 32 * kLinearSm80Warps<kTiles>, kDepth = kLinearSm80Depth<kTiles, kTokenTiles>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPlan& plan = a.plan;
   const Layout layout(shared_address(shared), plan);
-  const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) *reinterpret_cast<uint32_t*>(shared + (layout.norm_weight_max - layout.full)) = 0;
   __syncthreads();
   pdl_launch_dependents();
-  const Sm80Ring ring(a, operands, layout.ring + warp * kLinearSm80Stages * plan.stage_bytes);
-  const Sm80Position first{static_cast<int>(blockIdx.x), warp};
+  Sm80Step<kTokenTiles, kTiles> steps[kDepth];
+  Sm80Cursor next(a, operands);
   if (!a.prefetch_weights) pdl_wait();
-  Sm80Position next = first;
-  for (int s = 0; s < kLinearSm80Stages; ++s, next.advance(plan, warp)) {
-    if (next.exists(plan)) ring.copy_weight(s, next);
-  }
+  Sm80Cursor cursor = next;
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d, cursor.next_column()) cursor.load_weight(steps[d]);
   if (a.fold_norm) find_norm_weight_max<T, kThreads>(a.norm_weight, a.k, layout, shared);
   pdl_wait();
-  next = first;
-  for (int s = 0; s < kLinearSm80Stages; ++s, next.advance(plan, warp)) {
-    if (next.exists(plan)) ring.copy_x(s, next);
-    cp_async_commit();
-  }
-  int stage = 0;
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d, next.next_column()) next.load_x(steps[d]);
+  const float factor = 1.f / norm_weight_scale<T>(layout);
 #pragma unroll 1
-  for (int tile = first.tile; tile < plan.output_tiles; tile += static_cast<int>(gridDim.x)) {
-    const auto multiply = [&](auto tiles) {
-      multiply_sm80<T, kTokenTiles, decltype(tiles)::value>(a, layout, ring, stage, next, shared);
-    };
-    switch (plan.mma_tiles) {
-      case 1: multiply(std::integral_constant<int, 1>()); break;
-      case 2: multiply(std::integral_constant<int, 2>()); break;
-      case 3: multiply(std::integral_constant<int, 3>()); break;
-      default: multiply(std::integral_constant<int, 4>()); break;
+  for (int tile = next.tile(); tile < plan.output_tiles; tile = next.tile()) {
+    Products<T, kTokenTiles, kTiles> products;
+    products.clear();
+#pragma unroll 1
+    for (int k_tile = kDepth; k_tile <= plan.k_tiles; k_tile += kDepth) {
+      if (k_tile == plan.k_tiles) next.next_tile();
+#pragma unroll
+      for (int d = 0; d < kDepth; ++d, next.next_column()) {
+        multiply(products, steps[d], a, Pair<T>::from_floats(factor, factor));
+        next.load_weight(steps[d]);
+        next.load_x(steps[d]);
+      }
     }
+    const Sm80Warp warp(plan);
+    const auto at = [&](int i, int row) {
+      row += plan.boxes == 1 ? i * 16 : 0;
+      return row < warp.rows ? warp.part * warp.rows + row + (plan.boxes == 1 ? 0 : i * plan.box_pitch) : -1;
+    };
+    __syncthreads();  // the previous tile's partial sums have been read
+    products.store(a, layout, warp.group, shared, at, [&](int) { return warp.part == 0; });
     __syncthreads();
     const int64_t column = static_cast<int64_t>(tile) * plan.tile_rows;
     if (a.vector) {
@@ -218,12 +224,15 @@ __global__ void __launch_bounds__(32 * kLinearSm80Warps, 2)
 
 inline cudaError_t launch_sm80(const Arguments& arguments, const Sm80Operands& operands, int blocks, Dtype dtype,
                                cudaStream_t stream) {
-  const LaunchShape shape{blocks, dim3(32 * kLinearSm80Warps), arguments.plan.shared_bytes};
-  return dispatch_int<1, 2>(linear_token_tiles(arguments.m), [&](auto tiles) {
-    constexpr int kTokenTiles = decltype(tiles)::value;
-    return dtype == Dtype::kFloat16
-               ? launch(linear_sm80_kernel<__half, kTokenTiles>, shape, stream, operands, arguments)
-               : launch(linear_sm80_kernel<__nv_bfloat16, kTokenTiles>, shape, stream, operands, arguments);
+  const LinearPlan& plan = arguments.plan;
+  const LaunchShape shape{blocks, dim3(32 * linear_sm80_warps(plan.mma_tiles)), plan.shared_bytes};
+  return dispatch_int<1, 2>(linear_token_tiles(arguments.m), [&](auto token_tiles) {
+    return dispatch_int<1, 2, 3>(plan.mma_tiles, [&](auto tiles) {
+      constexpr int kTokenTiles = decltype(token_tiles)::value, kTiles = decltype(tiles)::value;
+      return dtype == Dtype::kFloat16
+                 ? launch(linear_sm80_kernel<__half, kTokenTiles, kTiles>, shape, stream, operands, arguments)
+                 : launch(linear_sm80_kernel<__nv_bfloat16, kTokenTiles, kTiles>, shape, stream, operands, arguments);
+    });
   });
 }
 

@@ -76,15 +76,17 @@ struct Products {
     }
   }
 
-  // Writes the sums of the K group's `m` tokens to shared memory, those of MMA tiles from `first_tile` on.
-  template <typename Owns>
-  __device__ void store(const Arguments& a, const Layout& layout, int k_group, int first_tile, unsigned char* shared,
+  // Writes the sums of the K group's `m` tokens to shared memory, those of row `row` of MMA tile `i` to at(i, row); a
+  // negative one: nowhere.
+  template <typename At, typename Owns>
+  __device__ void store(const Arguments& a, const Layout& layout, int k_group, unsigned char* shared, const At& at,
                         const Owns& owns_squares) const {
     const LinearPlan& plan = a.plan;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, m = a.m;
     const uint32_t base = layout.full;
     float* const partials = reinterpret_cast<float*>(shared + (layout.partials - base)) + k_group * m * plan.pitch;
-    float* const squares_of = reinterpret_cast<float*>(shared + (layout.squares - base)) + k_group * kLinearMaxTokens;
+    float* const squares_of =
+        reinterpret_cast<float*>(shared + (layout.squares - base)) + k_group * kLinearMaxMmaTokens;
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
       if (a.fold_norm && owns_squares(n) && t == g / 2) squares_of[n * 8 + g] = g % 2 ? squares[n][1] : squares[n][0];
@@ -92,8 +94,8 @@ struct Products {
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int token = n * 8 + 2 * t + e % 2, at = (first_tile + i) * 16 + g + e / 2 * 8;
-          if (token < m) partials[token * plan.pitch + at] = sums[i][n][e];
+          const int token = n * 8 + 2 * t + e % 2, to = at(i, g + e / 2 * 8);
+          if (token < m && to >= 0) partials[token * plan.pitch + to] = sums[i][n][e];
         }
       }
     }
@@ -138,7 +140,8 @@ __device__ void main_loop_mma(const Arguments& a, const Layout& layout, const KR
   }
   // Other warps may still read the previous tile's partial sums, or the ring where these go.
   named_barrier(kConsumersBarrier, kThreads);
-  products.store(a, layout, consumer.k_group, consumer.first_mma_tile, shared, owns_squares);
+  const auto at = [&](int i, int row) { return (consumer.first_mma_tile + i) * 16 + row; };
+  products.store(a, layout, consumer.k_group, shared, at, owns_squares);
 }
 
 #endif

@@ -6,7 +6,7 @@
 //   gemv      1             TMA: 9.0 on, 200 KB shared   gemv.cu
 //   mma       1 to 16       the same                     main_loop_mma.cuh
 //   wgmma     17 to 64      9.0                          main_loop_wgmma.cuh
-//   sm80      1 to 16       8.0 on, 99 KB shared         linear_sm80.cuh, where there is no TMA
+//   sm80      1 to 16       8.0 on                       linear_sm80.cuh, where there is no TMA
 //   gemm      65 and more   9.0                          gemm/gemm_sm90.cuh
 //   library   any           any                          the norm's kernel, cuBLAS, the activation's kernel
 //
@@ -145,7 +145,6 @@ inline Verdict few_supported(const LinearProblem& p, const DeviceInfo& device, c
     return refuse("the weight is too large");
   if (without_tma(device, options)) {
     if (device.compute_capability < 80) return refuse("the compute capability is below 8.0");
-    if (device.shared_bytes < kLinearSm80Shared) return refuse("a block has less than 99 KB of shared memory");
     if (p.m > kLinearMaxMmaTokens) return refuse("more than 16 tokens take wgmma, of compute capability 9.0");
   } else if (p.m > kLinearMaxMmaTokens && !device.has_wgmma) {
     return refuse("more than 16 tokens take wgmma, of compute capability 9.0");
@@ -208,8 +207,7 @@ inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, 
     route.variant = LinearVariant::kSm80;
     route.reason = "up to 16 tokens, on a GPU without TMA";
     route.few = plan_linear_sm80(shape, device.sm_count);
-    const int64_t at_once = int64_t{device.sm_count} * (device.shared_bytes >= 2 * kLinearSm80Shared ? 2 : 1);
-    route.blocks = std::min<int64_t>(at_once, route.few.output_tiles);
+    route.blocks = std::min(device.sm_count, route.few.output_tiles);
     return route;
   }
   if (tuned ? tuned->is(LinearVariant::kGemv) : p.m == 1 && gemv_is_faster(p.n(), p.k(), device.sm_count)) {
