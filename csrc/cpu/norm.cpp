@@ -35,20 +35,21 @@ inline A reciprocal_rms(A sum_of_squares, int64_t cols, double eps) {
   return static_cast<A>(1.0 / std::sqrt(static_cast<double>(sum_of_squares) / static_cast<double>(cols) + eps));
 }
 
-// The mean of x, from the differences to one of its elements: exact where all are equal. It is the median of three:
-// next to one that is far larger than the others these would lose their last digits.
+// The mean of x, from the differences to its first element: exact where all are equal. If that element is far larger
+// than the others, their last digits are lost. So it is mended by the mean of the differences to it.
 template <typename T>
 inline Wide<T> mean_of(const T* x, int64_t cols, LoopType<T>* buffer) {
   using A = Wide<T>;
-  const auto at = [=](int64_t i) { return widen(*load(x + i, 1, buffer)); };
-  const A a = at(0), b = at(cols / 2), c = at(cols - 1);
-  const A median = std::max(std::min(a, b), std::min(std::max(a, b), c));
-  A sum = 0;
-  for_blocks<kBlock>(cols, [&](int64_t begin, int64_t count) {
-    const LoopType<T>* v = load(x + begin, count, buffer);
-    sum += sum_of<A>(count, [=](int64_t i) { return widen(v[i]) - median; });
-  });
-  return median + sum / static_cast<A>(cols);
+  A mean = widen(*load(x, 1, buffer));
+  for (int pass = 0; pass < 2; ++pass) {
+    A sum = 0;
+    for_blocks<kBlock>(cols, [&](int64_t begin, int64_t count) {
+      const LoopType<T>* v = load(x + begin, count, buffer);
+      sum += sum_of<A>(count, [=](int64_t i) { return widen(v[i]) - mean; });
+    });
+    mean += sum / static_cast<A>(cols);
+  }
+  return mean;
 }
 
 // target += alpha y. Two loops, since GCC might fuse the product and the sum of one.

@@ -79,6 +79,7 @@ class RowSlot {
  public:
   static constexpr int kPerWord = 4 / sizeof(T), kStep = 32 * kPerWord;  // elements of a word, and between two
   static constexpr int kPart = kWords * kStep;
+  using Type = T;
   using Word = Vec<T, kPerWord>;
 
   // Slot `number` of the group's row, of `cols` elements: none of a row that does not exist.
@@ -90,6 +91,9 @@ class RowSlot {
 
   // Where word i begins: behind the end of the row for the last ones.
   __device__ int column(int i) const { return begin_ + lane_ * kPerWord + i * kStep; }
+
+  // The first element of the warp's part, for all lanes; behind arrived().
+  __device__ Vec<T, 1> first() const { return Vec<T, 1>::load(slot_ + shift_); }
 
   // The slot has, or is to have, this row.
   __device__ void holds(const T* row) { shift_ = misalignment(row); }

@@ -37,8 +37,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         y with the shape, dtype and device of ``x``, contiguous.
 
     Layout: rows any constant distance apart are read in place; any other layout is copied first.
-    Arithmetic: float32 (float64 for float64), one rounding. The variance is that of the differences to the mean, so a
-        large mean costs no accuracy; a row of equal numbers gives the bias exactly.
+    Arithmetic: float32 (float64 for float64), one rounding. Neither a large mean nor elements far from the others
+        cost the variance accuracy; a row of equal numbers gives the bias exactly.
     Differentiable: once, in ``x``, ``weight`` and ``bias``; saves ``x`` and ``weight``, nothing else.
     Deterministic: yes, gradients included. A row's bits do not depend on the other rows.
     Matches: ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)``. A weight or bias of another dtype

@@ -140,12 +140,12 @@ CPU = [
         "tests/test_rms_norm.py -k of_what_the_weight_multiplied",
     ),
     Mutation(
-        "cpu_layer_norm_mean_from_zero",
-        "the mean is summed up from 0, not from an element of the row",
+        "cpu_layer_norm_mean_once",
+        "the mean keeps the digits that an element far from the others has cost",
         "csrc/cpu/norm.cpp",
-        "return widen(v[i]) - median; });\n  });\n  return median +",
-        "return widen(v[i]); });\n  });\n  return",
-        "tests/test_layer_norm.py -k equal_numbers",
+        "pass < 2;",
+        "pass < 1;",
+        "tests/test_layer_norm.py -k far_from_the_others",
     ),
     Mutation(
         "cpu_dropped_tail",

@@ -323,9 +323,9 @@ CUDA = [
     Mutation(
         "cuda_layer_norm_shared_buffer",
         "both sums of a LayerNorm's row go through one buffer, with no barrier in between",
-        "csrc/kernels/norm/forward.cuh",
-        "eps, group, shared[0], shared[1], mine)",
-        "eps, group, shared[0], shared[0], mine)",
+        "csrc/kernels/norm/forward_row.cuh",
+        "group, shared + kMaxRowsPerBlock * kMaxVirtualWarps);",
+        "group, shared);",
         "tests/test_memory.py -k 'every_kernel_path and layer_norm-float32-5000'",
         tool="racecheck",
     ),

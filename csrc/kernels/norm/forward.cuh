@@ -14,9 +14,10 @@
 // there as well (row_words.cuh), long ones in shared memory (row_part.cuh). Rows that are too long for that, or short
 // and not aligned, are read once per reduction and once more; all reads but the first mostly hit the cache.
 //
-// The mean is that of the differences to an element of the row, and the variance that of the differences to the mean:
-// exact where all elements are equal, and without cancellation where the mean is large. The element is the median of
-// three, since next to one that is far larger than the others these would lose their last digits.
+// The mean is that of the differences to an element of the row, so that it is exact where all elements are equal, and
+// does not cancel where it is large. If that element is far larger than the others, the differences lose the others'
+// last digits. So in float32, and where a row is read more than once, the variance and a correction of the mean are
+// those of the differences to this mean. 16 bits in registers: see scale_of_row().
 //
 // kCentered is a template parameter in all that follows, since the second reduction costs RMSNorm registers and time.
 #pragma once
@@ -41,7 +42,7 @@ template <typename T, int N, int kVectors, bool kCentered, Sum kSum, bool kKeepI
 __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
     norm_kernel(const NormParams params, float inverse_cols) {
   using V = Vec<T, N>;
-  __shared__ float shared[2][kMaxRowsPerBlock * kMaxVirtualWarps];  // LayerNorm of 16 bits: all of it for one reduction
+  __shared__ alignas(8) float shared[(kCentered ? 3 : 1) * kMaxRowsPerBlock * kMaxVirtualWarps];
   constexpr bool kOneRow = kVectors > 1, kResidual = kSum == Sum::kBefore;
   const Group group = row_group();
   const int64_t index = kOneRow ? blockIdx.x : row_index();
@@ -68,12 +69,12 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   }
   RowScale of_row{};
   if constexpr (kCentered) {
-    const float typical = count > 0 ? row.template typical<N>(kResidual, params.cols) : 0.f;
+    const float first = sizeof(T) == 4 && count > 0 ? row.template load<1>(kResidual, 0)[0] : 0.f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (kResidual && mine(v)) (s[v] = add(s[v], r[v])).store(row.sum + offset(v));
     }
-    of_row = scale_of_row(s, typical, inverse_cols, eps, group, shared[0], shared[1], mine);
+    of_row = scale_of_row(s, count, first, inverse_cols, eps, group, shared, mine);
   } else {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -87,14 +88,14 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
       if constexpr (kResidual) s[v] = add(s[v], r[v]);
       squares[v] = sum_of_squares(s[v], 0.f);
     }
-    of_row.rstd = rsqrtf(row_sum(squares, group, shared[0]) * inverse_cols + eps);
+    of_row.rstd = rsqrtf(row_sum(squares, group, shared) * inverse_cols + eps);
   }
   const Scale scale(params);
   const auto output = [&](int v) {
     if constexpr (kCentered) {  // weight and bias come late, since registers are worth more than their latency
       forget_floats(s[v]);
       const V weight = load_or<T, N>(row.weight, offset(v), 1.f), bias = load_or<T, N>(row.bias, offset(v), 0.f);
-      return Centered<T, N>(s[v], of_row.number).scale_and_shift(of_row.rstd, of_row.shift, weight, bias);
+      return Centered<T, N>(s[v], of_row.mean).output(of_row.rstd, weight, bias);
     }
     return scale(s[v], w[v], of_row.rstd);
   };
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
 template <typename T, int N, bool kCentered>
 __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params) {
   using V = Vec<T, N>;
-  __shared__ float shared[kCentered ? 2 : 1][32];
+  __shared__ float shared[kCentered ? 2 : 1][2 * 32];
   const Group group = row_group();
   const int64_t index = row_index();
   const Row<T> row(params, index);
@@ -131,33 +132,35 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
     return s;
   };
   const T* source = params.residual ? row.sum : row.x;  // each thread reads back what it wrote itself
-  float mean = 0.f;
+  float number = 0.f;
   if constexpr (kCentered) {
-    const float shift = end > 0 ? row.template typical<N>(params.residual != nullptr, params.cols) : 0.f;
+    const float first = end > 0 ? row.template load<1>(params.residual != nullptr, 0)[0] : 0.f;
     float differences[1] = {0.f};
-    for (int64_t c = begin; c < end; c += step) differences[0] = sum_of_differences(load(c), shift, differences[0]);
+    for (int64_t c = begin; c < end; c += step) differences[0] += Centered<T, N>(load(c), first).sum();
     group_sum(differences, group, shared[0]);
-    mean = shift + differences[0] * inverse_cols;
+    number = first + differences[0] * inverse_cols;
   }
-  float squares[1] = {0.f};
+  float sums[2] = {0.f, 0.f};
   for (int64_t c = begin; c < end; c += step) {
     if constexpr (kCentered) {
-      squares[0] += Centered<T, N>(V::load(source + c), mean).sum_of_squares();
+      const Centered<T, N> centered(V::load(source + c), number);
+      sums[0] += centered.sum();
+      sums[1] += centered.sum_of_squares();
     } else {
-      squares[0] = sum_of_squares(load(c), squares[0]);
+      sums[1] = sum_of_squares(load(c), sums[1]);
     }
   }
-  group_sum(squares, group, shared[kCentered ? 1 : 0]);
-  const float rstd = rsqrtf(squares[0] * inverse_cols + eps);
+  group_sum(sums, group, shared[kCentered ? 1 : 0]);
+  const RowScale of_row = scale_of_sums(number, sums[0], sums[1], inverse_cols, eps);
   const Scale scale(params);
   for (int64_t c = begin; c < end; c += step) {
     const V s = V::load(source + c);
     if constexpr (kCentered) {
       const V w = load_or<T, N>(row.weight, c, 1.f), b = load_or<T, N>(row.bias, c, 0.f);
-      Centered<T, N>(s, mean).scale_and_shift(rstd, 0.f, w, b).store(row.y + c);
+      Centered<T, N>(s, of_row.mean).output(of_row.rstd, w, b).store(row.y + c);
     } else {
       const V w = params.weight ? V::load(row.weight + c) : V{};
-      const V y = scale(s, w, rstd);
+      const V y = scale(s, w, of_row.rstd);
       if (params.target) {
         add_scaled(V::load(row.target + c), y, static_cast<float>(params.alpha)).store(row.target + c);
       } else {
@@ -176,7 +179,7 @@ __global__ void __launch_bounds__(kCachedThreads)
   using V = Vec<T, N>;
   using Part = RowPart<T, N, RowPlace::kShifted>;
   extern __shared__ int4 cache[];
-  __shared__ float shared[kCentered ? 2 : 1][32];
+  __shared__ float shared[kCentered ? 2 : 1][2 * 32];
   const RowPosition at(split, params.rows, params.cols);
   const Row<T> row(params, at.row);
   const bool has_residual = params.residual != nullptr;
@@ -192,19 +195,23 @@ __global__ void __launch_bounds__(kCachedThreads)
     Part::prefetch(policy, x);
   }
   const auto load = [&](int c) { return has_residual ? add(x.load(c), residual.load(c)) : x.load(c); };
-  float mean = 0.f, squares[1] = {0.f};
+  float number = 0.f, sums[2] = {0.f, 0.f};
   if constexpr (kCentered) {
-    const float shift = at.end > 0 ? row.template typical<1>(has_residual, params.cols) : 0.f;
+    const float first = at.end > 0 ? row.template load<1>(has_residual, 0)[0] : 0.f;
     float differences[1] = {0.f};
-    x.for_each_arriving([&](int c) { differences[0] += Centered<T, N>(load(c), shift).sum(cols - c); });
+    x.for_each_arriving([&](int c) { differences[0] += Centered<T, N>(load(c), first).sum(cols - c); });
     group_sum(differences, at.group, shared[0]);
-    mean = shift + differences[0] * inverse_cols;
-    x.for_each([&](int c) { squares[0] += Centered<T, N>(load(c), mean).sum_of_squares(cols - c); });
+    number = first + differences[0] * inverse_cols;
+    x.for_each([&](int c) {
+      const Centered<T, N> centered(load(c), number);
+      sums[0] += centered.sum(cols - c);
+      sums[1] += centered.sum_of_squares(cols - c);
+    });
   } else {
-    x.for_each_arriving([&](int c) { squares[0] = sum_of_squares(load(c), squares[0]); });
+    x.for_each_arriving([&](int c) { sums[1] = sum_of_squares(load(c), sums[1]); });
   }
-  group_sum(squares, at.group, shared[kCentered ? 1 : 0]);
-  const float rstd = rsqrtf(squares[0] * inverse_cols + eps);
+  group_sum(sums, at.group, shared[kCentered ? 1 : 0]);
+  const RowScale of_row = scale_of_sums(number, sums[0], sums[1], inverse_cols, eps);
   const Scale scale(params);
   const auto parameter = [&](const T* values, int c, float otherwise) {
     return values ? load_shifted(values, c, 0, cols) : V::of([=](int) { return otherwise; });
@@ -212,9 +219,9 @@ __global__ void __launch_bounds__(kCachedThreads)
   const auto output = [&](int c) {
     if constexpr (kCentered) {
       const V w = parameter(row.weight, c, 1.f), b = parameter(row.bias, c, 0.f);
-      return Centered<T, N>(load(c), mean).scale_and_shift(rstd, 0.f, w, b);
+      return Centered<T, N>(load(c), of_row.mean).output(of_row.rstd, w, b);
     }
-    return scale(load(c), parameter(row.weight, c, 0.f), rstd);
+    return scale(load(c), parameter(row.weight, c, 0.f), of_row.rstd);
   };
   if (has_residual) x.store_each(row.sum, load);
   if (params.target) {

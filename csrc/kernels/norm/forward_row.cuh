@@ -3,6 +3,7 @@
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "params/norm.h"
+#include "plan.h"
 
 namespace llmk::kernels::norm {
 
@@ -51,9 +52,9 @@ struct Centered {
     for (int i = 0; i < N; ++i) total += i < count ? d[i] * d[i] : 0.f;
     return total;
   }
-  // The vector of a LayerNorm's output, of which n = d rstd + shift; `w` is 1 without a weight, `b` 0 without a bias.
-  __device__ Vec<T, N> scale_and_shift(float rstd, float shift, const Vec<T, N>& w, const Vec<T, N>& b) const {
-    return Vec<T, N>::of([&](int i) { return fmaf(d[i], rstd, shift) * w[i] + b[i]; });
+  // The vector of a LayerNorm's output; `w` is 1 without a weight, `b` 0 without a bias.
+  __device__ Vec<T, N> output(float rstd, const Vec<T, N>& w, const Vec<T, N>& b) const {
+    return Vec<T, N>::of([&](int i) { return d[i] * rstd * w[i] + b[i]; });
   }
 };
 
@@ -63,20 +64,11 @@ __device__ Vec<T, N> load_or(const T* source, int64_t offset, float value) {
 }
 
 template <typename T, int N>
-__device__ float sum_of_differences(const Vec<T, N>& s, float shift, float total) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) total += s[i] - shift;
-  return total;
-}
-
-template <typename T, int N>
 __device__ float sum_of_squares(const Vec<T, N>& s, float total) {
 #pragma unroll
   for (int i = 0; i < N; ++i) total += s[i] * s[i];
   return total;
 }
-
-__device__ inline float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
 
 // Where a row begins in each operand.
 template <typename T>
@@ -98,61 +90,104 @@ struct Row {
     using V = Vec<T, N>;
     return has_residual ? add(V::load(x + c), V::load(residual + c)) : V::load(x + c);
   }
-  // The median of three elements of what is normalized: the first, the middle and the last. In 16 bits, where the
-  // kernel has time for no more than one load, they are of the first vector.
-  template <int N>
-  __device__ float typical(bool has_residual, int64_t cols) const {
-    if constexpr (sizeof(T) == 2 && N >= 4) {
-      const Vec<T, 4> s = load<4>(has_residual, 0);
-      return median(s[0], s[1], s[3]);
-    }
-    const auto at = [&](int64_t c) { return load<1>(has_residual, c)[0]; };
-    return median(at(0), at(cols / 2), at(cols - 1));
-  }
 };
 
-// Of a row: n = (s - number) rstd + shift.
+// What a LayerNorm subtracts from a row, and multiplies it by.
 struct RowScale {
-  float number, rstd, shift;
+  float mean, rstd;
 };
 
-// The scale of a row from the sums of the differences to `typical` and of their squares.
-__device__ inline RowScale scale_of_sums(float typical, float sum, float squares, float inverse_cols, float eps) {
+// From the sums over a row of the differences to a number, and of their squares.
+__device__ inline RowScale scale_of_sums(float number, float sum, float squares, float inverse_cols, float eps) {
   const float mean = sum * inverse_cols, mean_square = squares * inverse_cols;
   float variance = mean_square;  // infinite where the squares of finite numbers are: then n is 0, as from eager
   if (mean_square < INFINITY) variance -= mean * mean;
-  const float rstd = rsqrtf((variance < 0.f ? 0.f : variance) + eps);  // NaN stays NaN
-  return {typical, rstd, -mean * rstd};
+  return {number + mean, rsqrtf((variance < 0.f ? 0.f : variance) + eps)};  // NaN stays NaN
 }
 
-// The scale of a row of which a thread has the vectors for which mine(v) is true. `typical`: see Row::typical().
-// `first` and `second` are what row_sum() needs, one behind the other.
+// The mean of a part of a row, and the sum of the squared differences to it.
+struct alignas(8) Moments {
+  float mean, squares;
+
+  // From the sums over `count` elements of the differences to one of them, and of their squares.
+  __device__ static Moments of_sums(float element, float sum, float squares, float count) {
+    const float mean = sum / count;
+    return {element + mean, squares < INFINITY ? fmaxf(squares - sum * mean, 0.f) : squares};
+  }
+};
+
+// The scale of a row from the moments of its parts, count_of(i) elements in part i (Chan, Golub & LeVeque 1983). For a
+// whole warp; at most 64 parts.
+template <typename CountOf>
+__device__ RowScale merge_moments(const Moments* moments, int parts, const CountOf& count_of, float inverse_cols,
+                                  float eps) {
+  const float first = moments[0].mean;
+  float sums[2] = {0.f, 0.f};
+  const auto add = [&](int i) {
+    const float count = count_of(i), difference = moments[i].mean - first;
+    sums[0] += count * difference;
+    sums[1] += fmaf(count * difference, difference, moments[i].squares);
+  };
+  if (parts <= 4) {  // without shuffles
+    for (int i = 0; i < parts; ++i) add(i);
+  } else {
+    const int width = parts <= 8 ? 8 : parts <= 16 ? 16 : 32, from = threadIdx.x & (width - 1);
+    if (from < parts) add(from);
+    if (from + 32 < parts) add(from + 32);
+    warp_sum(sums, width);
+  }
+  return scale_of_sums(first, sums[0], sums[1], inverse_cols, eps);
+}
+
+// The scale of a row of `count` vectors of which a thread has those for which mine(v) is true. `first`: the row's first
+// element, for float32. `shared` has room for three times what row_sum() needs.
 //
-// 16 bits: one reduction, of the differences to `typical` and of their squares. That is an element of the row, so at
-// most sqrt(cols) standard deviations from the mean: what cancels costs the variance no digit that the result shows.
+// 16 bits: one reduction. Each virtual warp (see row_sums()) takes the differences to its first element, and the
+// moments are merged. An element is at most sqrt(elements) standard deviations from the mean, so that what cancels
+// costs the variance of 256 elements no digit that the result shows. That of a long row it would.
 template <typename T, int N, int kVectors, typename Mine>
-__device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], float typical, float inverse_cols, float eps,
-                                 const Group& group, float* first, float* second, const Mine& mine) {
-  float sums[2][kVectors];
-  const auto add_up = [&](float number) {
+__device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], int count, float first, float inverse_cols, float eps,
+                                 const Group& group, float* shared, const Mine& mine) {
+  float sums[2][kVectors], totals[2];
+  const auto add_up = [&](const auto& number) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       sums[0][v] = sums[1][v] = 0.f;
       if (!mine(v)) continue;
-      const Centered<T, N> centered(s[v], number);
+      const Centered<T, N> centered(s[v], number(v));
       sums[0][v] = centered.sum();
       sums[1][v] = centered.sum_of_squares();
     }
   };
-  add_up(typical);
   if constexpr (sizeof(T) == 2) {
-    float totals[2];
-    row_sums(sums, totals, group, first);
-    return scale_of_sums(typical, totals[0], totals[1], inverse_cols, eps);
+    float elements[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) elements[v] = __shfl_sync(0xffffffffu, s[v][0], 0, min(group.threads, 32));
+    add_up([&](int v) { return elements[v]; });
+    if constexpr (kVectors == 1) {
+      if (group.threads <= 32) {
+        totals[0] = sums[0][0], totals[1] = sums[1][0];
+        warp_sum(totals, group.threads);
+        return scale_of_sums(elements[0], totals[0], totals[1], inverse_cols, eps);
+      }
+    }
+    constexpr int kLanes = 32 / kVectors;
+    const int vector = group.rank % 32 / kLanes, part = vector * (group.threads / 32) + group.rank / 32;
+    const auto count_of = [&](int i) { return static_cast<float>(min(count - i * 32, 32) * N); };
+    Moments* const moments = reinterpret_cast<Moments*>(shared) + group.index * kMaxVirtualWarps;
+    const float sum = warp_sum_each(sums[0]), squares = warp_sum_each(sums[1]);
+    float element = elements[0];
+#pragma unroll
+    for (int v = 1; v < kVectors; ++v) element = vector == v ? elements[v] : element;
+    if (group.rank % kLanes == 0) moments[part] = Moments::of_sums(element, sum, squares, count_of(part));
+    __syncthreads();
+    return merge_moments(moments, (count + 31) / 32, count_of, inverse_cols, eps);
   } else {
-    const float mean = typical + row_sum(sums[0], group, first) * inverse_cols;
-    add_up(mean);
-    return {mean, rsqrtf(row_sum(sums[1], group, second) * inverse_cols + eps), 0.f};
+    add_up([&](int) { return first; });
+    const float mean = first + row_sum(sums[0], group, shared) * inverse_cols;
+    add_up([&](int) { return mean; });
+    row_sums(sums, totals, group, shared + kMaxRowsPerBlock * kMaxVirtualWarps);
+    return scale_of_sums(mean, totals[0], totals[1], inverse_cols, eps);
   }
 }
 

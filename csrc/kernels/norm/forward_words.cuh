@@ -6,29 +6,44 @@
 
 namespace llmk::kernels::norm {
 
-// The scale of a row (see scale_of_row()) of which a thread has words; those outside of the row are `typical`.
-// `columns(i)`: of word i, in the row.
-template <typename T, int kPerWord, int kWords, typename Columns>
-__device__ RowScale scale_of_words(const Vec<T, kPerWord> (&s)[kWords], float typical, float inverse_cols, float eps,
-                                   const Group& group, float* first, float* second, const Columns& columns) {
+constexpr int kMaxWordSums = 2 * kMaxWordThreads / 32;  // two for each warp
+
+// The scale of a row (see scale_of_row()) of which a thread has words; those outside of the row are `number`: of 16
+// bits the first element of the warp's part, of float32 that of the row. `shared`: two buffers of group_sum(), for two
+// values.
+template <typename Slot, int kWords>
+__device__ RowScale scale_of_words(const typename Slot::Word (&s)[kWords], const Slot& slot, int cols, float number,
+                                   float inverse_cols, float eps, const Group& group, float (*shared)[kMaxWordSums]) {
+  using Element = Centered<typename Slot::Type, Slot::kPerWord>;
   float sums[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
-    const Centered<T, kPerWord> centered(s[i], typical);
+    const Element centered(s[i], number);
     sums[0] += centered.sum();
-    sums[1] += centered.sum_of_squares();
+    if constexpr (Slot::kPerWord == 2) sums[1] += centered.sum_of_squares();
   }
-  if constexpr (sizeof(T) == 2) {
-    group_sum(sums, group, first);
-    return scale_of_sums(typical, sums[0], sums[1], inverse_cols, eps);
+  if constexpr (Slot::kPerWord == 2) {
+    warp_sum(sums, 32);
+    if (group.threads == 32) return scale_of_sums(number, sums[0], sums[1], inverse_cols, eps);
+    const auto count_of = [&](int i) { return static_cast<float>(min(cols - i * Slot::kPart, Slot::kPart)); };
+    Moments* const moments = reinterpret_cast<Moments*>(shared[0]);
+    const int part = group.rank / 32;
+    if (group.rank % 32 == 0) moments[part] = Moments::of_sums(number, sums[0], sums[1], count_of(part));
+    group_barrier(group);
+    return merge_moments(moments, (cols + Slot::kPart - 1) / Slot::kPart, count_of, inverse_cols, eps);
   } else {
-    float sum[1] = {sums[0]}, squares[1] = {0.f};
-    group_sum(sum, group, first);
-    const float mean = typical + sum[0] * inverse_cols;
+    float sum[1] = {sums[0]};
+    group_sum(sum, group, shared[0]);
+    const float mean = number + sum[0] * inverse_cols;
+    sums[0] = sums[1] = 0.f;
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) squares[0] += Centered<T, kPerWord>(s[i], mean).sum_of_squares(columns(i));
-    group_sum(squares, group, second);
-    return {mean, rsqrtf(squares[0] * inverse_cols + eps), 0.f};
+    for (int i = 0; i < kWords; ++i) {
+      const Element centered(s[i], mean);
+      sums[0] += centered.sum(cols - slot.column(i));
+      sums[1] += centered.sum_of_squares(cols - slot.column(i));
+    }
+    group_sum(sums, group, shared[1]);
+    return scale_of_sums(mean, sums[0], sums[1], inverse_cols, eps);
   }
 }
 
@@ -41,7 +56,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   using W = typename Slot::Word;
   constexpr bool kResidual = kSum == Sum::kBefore;
   extern __shared__ int4 slots[];
-  __shared__ float shared[2][2 * kMaxWordThreads / 32];
+  __shared__ alignas(8) float shared[2][kMaxWordSums];
   const Group group = row_group();
   const int64_t index = row_index();
   const Row<T> row(params, index);
@@ -54,8 +69,15 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   x.copy(row.x, policy);
   if constexpr (kSum != Sum::kNone) other.copy(kResidual ? row.residual : row.target, policy);
   cp_async_commit();
-  const float typical = kCentered && cols > 0 ? row.template typical<1>(kResidual, params.cols) : 0.f;
-  x.pad(typical);
+  float number = 0.f;
+  if constexpr (kCentered && sizeof(T) == 4) number = cols > 0 ? row.template load<1>(kResidual, 0)[0] : 0.f;
+  if constexpr (kCentered && sizeof(T) == 2) {
+    Slot::arrived();
+    Vec<T, 1> first = x.first();
+    if constexpr (kResidual) first = add(first, other.first());
+    number = first[0];
+  }
+  x.pad(number);
   if constexpr (kSum != Sum::kNone) other.pad(0.f);
   Slot::arrived();
   W s[kWords];
@@ -71,8 +93,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   load_parameters(row.weight, all, x.column(0), 1.f, w);
   RowScale of_row{};
   if constexpr (kCentered) {
-    of_row = scale_of_words(s, typical, inverse_cols, eps, group, shared[0], shared[1],
-                            [&](int i) { return cols - x.column(i); });
+    of_row = scale_of_words(s, x, cols, number, inverse_cols, eps, group, shared);
   } else {
     float squares[1] = {0.f};
 #pragma unroll
@@ -87,7 +108,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
     load_parameters(row.bias, all, x.column(0), 0.f, bias);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      s[i] = Centered<T, Slot::kPerWord>(s[i], of_row.number).scale_and_shift(of_row.rstd, of_row.shift, w[i], bias[i]);
+      s[i] = Centered<T, Slot::kPerWord>(s[i], of_row.mean).output(of_row.rstd, w[i], bias[i]);
     }
   } else {
     const float offset = row.weight ? static_cast<float>(params.options.weight_offset) : 0.f, rstd = of_row.rstd;
