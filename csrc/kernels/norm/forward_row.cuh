@@ -109,9 +109,9 @@ __device__ inline RowScale scale_of_sums(float number, float sum, float squares,
 struct alignas(8) Moments {
   float mean, squares;
 
-  // From the sums over `count` elements of the differences to one of them, and of their squares.
-  __device__ static Moments of_sums(float element, float sum, float squares, float count) {
-    const float mean = sum / count;
+  // From the sums over a part of the differences to one of its elements, and of their squares.
+  __device__ static Moments of_sums(float element, float sum, float squares, float inverse_count) {
+    const float mean = sum * inverse_count;
     return {element + mean, squares < INFINITY ? fmaxf(squares - sum * mean, 0.f) : squares};
   }
 };
@@ -129,7 +129,10 @@ __device__ RowScale merge_moments(const Moments* moments, int parts, const Count
     sums[1] += fmaf(count * difference, difference, moments[i].squares);
   };
   if (parts <= 4) {  // without shuffles
-    for (int i = 0; i < parts; ++i) add(i);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i < parts) add(i);
+    }
   } else {
     const int width = parts <= 8 ? 8 : parts <= 16 ? 16 : 32, from = threadIdx.x & (width - 1);
     if (from < parts) add(from);
@@ -174,12 +177,13 @@ __device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], int count, floa
     constexpr int kLanes = 32 / kVectors;
     const int vector = group.rank % 32 / kLanes, part = vector * (group.threads / 32) + group.rank / 32;
     const auto count_of = [&](int i) { return static_cast<float>(min(count - i * 32, 32) * N); };
+    const float inverse_count = __fdividef(1.f, count_of(part));
     Moments* const moments = reinterpret_cast<Moments*>(shared) + group.index * kMaxVirtualWarps;
     const float sum = warp_sum_each(sums[0]), squares = warp_sum_each(sums[1]);
     float element = elements[0];
 #pragma unroll
     for (int v = 1; v < kVectors; ++v) element = vector == v ? elements[v] : element;
-    if (group.rank % kLanes == 0) moments[part] = Moments::of_sums(element, sum, squares, count_of(part));
+    if (group.rank % kLanes == 0) moments[part] = Moments::of_sums(element, sum, squares, inverse_count);
     __syncthreads();
     return merge_moments(moments, (count + 31) / 32, count_of, inverse_cols, eps);
   } else {

@@ -28,7 +28,8 @@ __device__ RowScale scale_of_words(const typename Slot::Word (&s)[kWords], const
     const auto count_of = [&](int i) { return static_cast<float>(min(cols - i * Slot::kPart, Slot::kPart)); };
     Moments* const moments = reinterpret_cast<Moments*>(shared[0]);
     const int part = group.rank / 32;
-    if (group.rank % 32 == 0) moments[part] = Moments::of_sums(number, sums[0], sums[1], count_of(part));
+    const float inverse_count = __fdividef(1.f, count_of(part));
+    if (group.rank % 32 == 0) moments[part] = Moments::of_sums(number, sums[0], sums[1], inverse_count);
     group_barrier(group);
     return merge_moments(moments, (cols + Slot::kPart - 1) / Slot::kPart, count_of, inverse_cols, eps);
   } else {
