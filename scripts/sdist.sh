@@ -16,4 +16,5 @@ mkdir -p build/sdist
 tar -xzf dist/*.tar.gz -C build/sdist --strip-components 1
 cd build/sdist
 "$python" -W ignore setup.py -q build_ext --inplace
-exec "$python" -m pytest -q tests/test_{build,package,plans,rms_norm,glu,rope,decode_attention}.py
+export OMP_NUM_THREADS=1
+exec "$python" -m pytest -q -n 2 --dist worksteal tests/test_{build,package,plans,rms_norm,glu,rope,decode_attention}.py

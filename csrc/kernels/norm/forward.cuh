@@ -42,7 +42,8 @@ template <typename T, int N, int kVectors, bool kCentered, Sum kSum, bool kKeepI
 __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
     norm_kernel(const NormParams params, float inverse_cols) {
   using V = Vec<T, N>;
-  __shared__ alignas(8) float shared[(kCentered ? 3 : 1) * kMaxRowsPerBlock * kMaxVirtualWarps];
+  constexpr int kSums = !kCentered ? 1 : sizeof(T) == 2 ? 2 : 3;
+  __shared__ alignas(8) float shared[kSums * kMaxRowsPerBlock * kMaxVirtualWarps];
   constexpr bool kOneRow = kVectors > 1, kResidual = kSum == Sum::kBefore;
   const Group group = row_group();
   const int64_t index = kOneRow ? blockIdx.x : row_index();

@@ -143,7 +143,7 @@ __device__ RowScale merge_moments(const Moments* moments, int parts, const Count
 }
 
 // The scale of a row of `count` vectors of which a thread has those for which mine(v) is true. `first`: the row's first
-// element, for float32. `shared` has room for three times what row_sum() needs.
+// element, for float32. `shared` has room for what row_sum() needs: in 16 bits twice, in float32 three times.
 //
 // 16 bits: one reduction. Each virtual warp (see row_sums()) takes the differences to its first element, and the
 // moments are merged. An element is at most sqrt(elements) standard deviations from the mean, so that what cancels
