@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
+#include <iterator>
 #include <type_traits>
 
 #include "device_info.h"
@@ -61,12 +61,17 @@ struct RowOperand {
   int64_t stride = 0;  // elements between rows; 0: rows are contiguous, or there is one for all of them
 };
 
-// Whether rows of `cols` elements T can be moved by 16-byte accesses in all operands.
+struct RowOperands {
+  int64_t rows, cols;
+  RowOperand operands[8];  // null after the last
+};
+
+// Whether rows of elements T can be moved by 16-byte accesses in all operands.
 template <typename T>
-bool all_rows_aligned(int64_t rows, int64_t cols, std::initializer_list<RowOperand> operands) {
-  return cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 &&
-         std::all_of(operands.begin(), operands.end(), [&](const RowOperand& operand) {
-           return !operand.pointer || rows_aligned(operand.pointer, operand.stride, rows, sizeof(T));
+bool all_rows_aligned(const RowOperands& of) {
+  return of.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 &&
+         std::all_of(std::begin(of.operands), std::end(of.operands), [&](const RowOperand& operand) {
+           return !operand.pointer || rows_aligned(operand.pointer, operand.stride, of.rows, sizeof(T));
          });
 }
 

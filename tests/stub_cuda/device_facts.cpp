@@ -101,13 +101,13 @@ int align_rows() {
   alignas(16) float memory[8];
   const void *at = memory, *next = memory + 1;
   int wrong = 0;
-  wrong += !all_rows_aligned<float>(2, 4, {{at, 4}, {at, 8}, {at}});
-  wrong += all_rows_aligned<float>(2, 6, {{at}});
-  wrong += all_rows_aligned<float>(2, 4, {{at, 4}, {next, 4}});
-  wrong += all_rows_aligned<float>(2, 4, {{at, 5}, {at}});
-  wrong += !all_rows_aligned<float>(1, 4, {{at, 5}, {at}});
-  wrong += !all_rows_aligned<float>(2, 4, {{at, 4}, {nullptr, 5}});
-  wrong += all_rows_aligned<uint16_t>(2, 4, {{at}}) || !all_rows_aligned<uint16_t>(2, 8, {{at}});
+  wrong += !all_rows_aligned<float>({2, 4, {{at, 4}, {at, 8}, {at}}});
+  wrong += all_rows_aligned<float>({2, 6, {{at}}});
+  wrong += all_rows_aligned<float>({2, 4, {{at, 4}, {next, 4}}});
+  wrong += all_rows_aligned<float>({2, 4, {{at, 5}, {at}}});
+  wrong += !all_rows_aligned<float>({1, 4, {{at, 5}, {at}}});
+  wrong += !all_rows_aligned<float>({2, 4, {{at, 4}, {nullptr, 5}}});
+  wrong += all_rows_aligned<uint16_t>({2, 4, {{at}}}) || !all_rows_aligned<uint16_t>({2, 8, {{at}}});
   return wrong;
 }
 
