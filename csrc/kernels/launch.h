@@ -16,6 +16,10 @@ namespace llmk::kernels {
 // cached.
 cudaError_t device_info(DeviceInfo& info);
 
+// The compute capability of the current device, 90 for 9.0, also where DeviceInfo's is lower, which is that of the
+// code. Queried as the facts are.
+cudaError_t device_capability(int& capability);
+
 // Sets the attributes of `kernel` on the current device to the maximum: all dynamic shared memory of a block, and
 // clusters of more than 8 blocks. Done once per kernel and device and never lowered, so that a launch cannot undo what
 // a launch in another thread needs.
