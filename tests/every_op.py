@@ -1,4 +1,5 @@
-"""The calls of registry.py, for the tests of threads and devices. Run as a program, it is such a test in a new process:
+"""The calls of registry.py, for the tests of memory, threads and devices. Run as a program, it is such a test in a new
+process:
 
 python tests/every_op.py threads     16 threads at once, each on a stream of its own, at mixed sizes
 python tests/every_op.py devices     all ops on cuda:0, then all on cuda:1, then both in turn
@@ -7,6 +8,7 @@ python tests/every_op.py devices     all ops on cuda:0, then all on cuda:1, then
 import collections
 import sys
 import threading
+from contextlib import contextmanager
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -28,11 +30,11 @@ SIZES = [
 ]
 
 
-def named_calls(size, device, seed=0) -> list[tuple[str, str, dict]]:
+def named_calls(size, device, seed=0, dtype=torch.bfloat16) -> list[tuple[str, str, dict]]:
     """(name, op, arguments): the name of an op's second call ends in 2."""
     counts = collections.Counter()
     found = []
-    for op, arguments in calls(size, device, seed=seed):
+    for op, arguments in calls(size, device, dtype, seed):
         counts[op] += 1
         found.append((f"{op} {counts[op]}", op, arguments))
     return found
@@ -49,9 +51,10 @@ def run(op, arguments) -> list[torch.Tensor]:
     return [x for x in tree_leaves((result, *(arguments[name] for name in targets))) if x is not None]
 
 
-def results(size, device, seed=0):
+def results(size, device, seed=0, dtype=torch.bfloat16):
     """By call, on the CPU."""
-    return {name: [t.cpu() for t in run(op, arguments)] for name, op, arguments in named_calls(size, device, seed)}
+    found = named_calls(size, device, seed, dtype)
+    return {name: [t.cpu() for t in run(op, arguments)] for name, op, arguments in found}
 
 
 def differing(found, expected) -> list[str]:
@@ -62,6 +65,24 @@ def differing(found, expected) -> list[str]:
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(wide(a), wide(b))
 
     return [n for n in expected if not all(map(same, found[n], expected[n])) or len(found[n]) != len(expected[n])]
+
+
+@contextmanager
+def poisoned_memory():
+    """Outputs and workspaces are full of NaN when they are allocated."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS asks for a setting of its environment
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def reading_what_was_there(size, device, seed=0, dtype=torch.bfloat16) -> list[str]:
+    """Calls whose results depend on what was in memory before: they read it, or leave it in their outputs."""
+    expected = results(size, device, seed, dtype)
+    with poisoned_memory():
+        return differing(results(size, device, seed, dtype), expected)
 
 
 def from_threads() -> list[str]:

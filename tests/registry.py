@@ -3,7 +3,9 @@ with it in the tests that are the same for all ops:
 
     every_op.py      from many threads, on several devices
     test_checks.py   what the op, its fakes and its public function refuse
-    test_compile.py  schema, fake and gradient, as opcheck tests them; torch.compile, torch.export
+    test_compile.py  schema, fake and gradient, as opcheck tests them, in other layouts and with other options, too
+    test_memory.py   that results do not depend on what was in memory; that nothing behind them is written
+    test_fuzz.py     the first of these at any size
 
 Functions that have a formula in eager PyTorch and gradients are a line of cases.py as well.
 """
@@ -51,14 +53,50 @@ class Size:
 SMALL = Size(2, 3, 8, sequences=2, keys=3, vocab=10, head_dim=8, ffn=5, hidden=6, classes=7)
 
 
-def small_calls(device="cpu") -> dict[str, list[dict]]:
+def small_calls(device="cpu", size=SMALL) -> dict[str, list[dict]]:
     """The arguments of all calls, small and in float32, by op."""
     found = {op: [] for op in OPS}
-    for op, arguments in calls(SMALL, device, torch.float32):
+    for op, arguments in calls(size, device, torch.float32):
         found[op].append(arguments)
     missing = [op for op in OPS if not found[op]]
     assert not missing, f"registry.py has no call of {missing}"
     return found
+
+
+# Options that other arguments have to change with.
+_TIED = {"split", "row_wise", "heads_first", "scaled", "squares", "lora_linear_backward.x"}
+_TIED |= {"cross_entropy_backward.weight", "cross_entropy_backward_.weight"}
+
+
+def variants(op: str, arguments: dict) -> dict[str, dict]:
+    """Calls like this one, by what is different: the layout of what the op only reads; a tensor that is left out; a
+    flag that is turned."""
+
+    def in_layout(layout):
+        kept = {*written(op), "scaled", "squares"}
+        return {
+            name: layout(x) if isinstance(x, torch.Tensor) and name not in kept else x for name, x in arguments.items()
+        }
+
+    found = {"transposed": in_layout(_transposed), "rows_apart": in_layout(_rows_apart)}
+    for argument in overload(op)._schema.arguments:
+        name, value = argument.name, arguments.get(argument.name, argument.default_value)
+        needs = op in DIFFERENTIABLE and name.startswith("needs_")  # says what requires a gradient
+        if needs or {name, f"{op}.{name}"} & _TIED:
+            continue
+        if isinstance(value, bool):
+            found[f"{name}={not value}"] = arguments | {name: not value}
+        elif isinstance(value, torch.Tensor) and isinstance(argument.type, torch.OptionalType):
+            found[f"{name}=None"] = arguments | {name: None}
+    return found
+
+
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 2 else x
+
+
+def _rows_apart(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat((x, x), -1)[..., : x.size(-1)] if x.dim() > 1 else x
 
 
 def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[str, dict]]:

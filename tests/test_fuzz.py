@@ -11,6 +11,7 @@ import torch
 
 import llmkernels
 import oracles
+from every_op import reading_what_was_there
 from oracles import (
     DEVICES,
     DTYPES,
@@ -27,6 +28,7 @@ from oracles import (
     laid_out,
     scaled_rows,
 )
+from registry import Size
 from test_bias_act import FUNCTIONS, check_biased, make
 from test_fp8 import FORMATS, GRANULARITIES, assert_equal, quantized
 from test_linear_cross_entropy import check as check_linear_loss
@@ -272,7 +274,17 @@ def fuzz_rms_norm_rope(generator, device):
     assert_same(llmkernels.rms_norm_rope(*inputs, **options, inplace=True), expected, "in place")
 
 
+def fuzz_every_op(generator, device):
+    """All calls of registry.py, without a formula: they succeed, and depend on nothing but their arguments."""
+    width = 8 if device == "cuda" else 1
+    numbers = generator.randint(1, 3), size(generator, 40), width * size(generator, 2000 // width)
+    drawn = Size(*numbers, generator.randint(1, 4), size(generator, 300), size(generator, 2000))
+    wrong = reading_what_was_there(drawn, device, generator.randint(0, 99), generator.choice(DTYPES))
+    assert not wrong, f"{drawn}: {wrong}"
+
+
 KINDS = {
+    "every_op": fuzz_every_op,
     "softmax": fuzz_softmax,
     "cross_entropy": fuzz_cross_entropy,
     "linear_cross_entropy": fuzz_linear_cross_entropy,

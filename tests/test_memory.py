@@ -4,29 +4,29 @@ for compute-sanitizer."""
 import ctypes.util
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
 
 import llmkernels
 from cases import CASES, case_named, every_case
+from every_op import poisoned_memory, reading_what_was_there
 from oracles import DTYPES, angles, assert_same, laid_out, scaled_rows, tensors
+from registry import SMALL, Size
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 _backward = torch.ops.llmkernels.rms_norm_backward
 _glu_backward, _glu_packed_backward = torch.ops.llmkernels.glu_backward, torch.ops.llmkernels.glu_packed_backward
 
 
-@contextmanager
-def poisoned_memory():
-    """Outputs and workspaces are full of NaN when they are allocated."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # cuBLAS asks for a setting of its environment
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+SIZES = [SMALL, *(Size(2, 5, cols, 2, 70, 1003) for cols in (64, 129, 2056)), Size(1, 3, 1, 1, 1, 1)]
+
+
+@every_dtype
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_no_op_depends_on_what_was_in_memory(device, size, dtype):
+    """All of registry.py, which needs no formula: backwards, quantization, optimizers, sampling, caches."""
+    assert reading_what_was_there(size, device, dtype=dtype) == []
 
 
 @every_case
@@ -89,12 +89,11 @@ def test_neighbours_of_the_outputs_stay(case, cols, dtype):
 
 OVERRUN = """
 import torch
-from cases import CASES
-for case in CASES:
-    for cols in (1, 7, 64, 129):
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            inputs = case.inputs(5, cols, dtype)
-            case.differentiate(inputs, case.grad_outputs(inputs))
+from every_op import results
+from registry import SMALL, Size
+for size in (SMALL, *(Size(1, 5, cols, 2, 7, cols) for cols in (1, 7, 64, 129))):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        results(size, "cpu", dtype=dtype)
 """
 
 

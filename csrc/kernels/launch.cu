@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <initializer_list>
 #include <utility>
 
 #include "per_device.h"
@@ -80,19 +81,34 @@ void count_clusters(DeviceInfo& info) {
   }
 }
 
-cudaError_t query(int device, DeviceInfo& info) {
-  int sm_count = 0, major = 0, minor = 0, shared_bytes = 0, l2_bytes = 0;
-  for (const auto& [value, attribute] :
-       {std::pair{&sm_count, cudaDevAttrMultiProcessorCount}, std::pair{&major, cudaDevAttrComputeCapabilityMajor},
-        std::pair{&minor, cudaDevAttrComputeCapabilityMinor},
-        std::pair{&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
-        std::pair{&l2_bytes, cudaDevAttrL2CacheSize}}) {
+using Attributes = std::initializer_list<std::pair<int*, cudaDeviceAttr>>;
+
+cudaError_t query(int device, Attributes attributes) {
+  for (const auto& [value, attribute] : attributes) {
     const cudaError_t status = cudaDeviceGetAttribute(value, attribute, device);
     if (status != cudaSuccess) return status;
   }
+  return cudaSuccess;
+}
+
+cudaError_t query_capability(int device, int& capability) {
+  int major = 0, minor = 0;
+  const cudaError_t status =
+      query(device, {{&major, cudaDevAttrComputeCapabilityMajor}, {&minor, cudaDevAttrComputeCapabilityMinor}});
+  capability = 10 * major + minor;
+  return status;
+}
+
+cudaError_t query_info(int device, DeviceInfo& info) {
+  int sm_count = 0, capability = 0, shared_bytes = 0, l2_bytes = 0;
+  if (const cudaError_t status = query_capability(device, capability); status != cudaSuccess) return status;
+  const cudaError_t status = query(device, {{&sm_count, cudaDevAttrMultiProcessorCount},
+                                            {&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                                            {&l2_bytes, cudaDevAttrL2CacheSize}});
+  if (status != cudaSuccess) return status;
   int code = 0;
   if (const cudaError_t status = code_architecture(code); status != cudaSuccess) return status;
-  const int compute_capability = std::min(major * 10 + minor, code);
+  const int compute_capability = std::min(capability, code);
   bool has_wgmma = false;
   if (compute_capability == 90) {
     if (const cudaError_t status = find_wgmma(has_wgmma); status != cudaSuccess) return status;
@@ -105,7 +121,7 @@ cudaError_t query(int device, DeviceInfo& info) {
 
 cudaError_t cached_info(const DeviceInfo*& info) {
   static PerDevice<DeviceInfo> infos;
-  return infos.get(info, query);
+  return infos.get(info, query_info);
 }
 
 // The kernels whose attributes are set on a device: a hash table that only grows, so that it is read without a lock. If
@@ -162,6 +178,14 @@ cudaError_t device_info(DeviceInfo& info) {
   if (const cudaError_t status = cached_info(found); status != cudaSuccess) return status;
   info = *found;
   return cudaSuccess;
+}
+
+cudaError_t device_capability(int& capability) {
+  static PerDevice<int> capabilities;
+  const int* found = nullptr;
+  const cudaError_t status = capabilities.get(found, query_capability);
+  if (status == cudaSuccess) capability = *found;
+  return status;
 }
 
 cudaError_t set_kernel_attributes(const void* kernel) {

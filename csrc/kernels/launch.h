@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
+#include <iterator>
 #include <type_traits>
 
 #include "device_info.h"
@@ -15,6 +15,10 @@ namespace llmk::kernels {
 // The facts of the current device. The runtime is queried once per device; later calls take no lock. A failure is not
 // cached.
 cudaError_t device_info(DeviceInfo& info);
+
+// The compute capability of the current device, 90 for 9.0, also where DeviceInfo's is lower, which is that of the
+// code. Queried as the facts are.
+cudaError_t device_capability(int& capability);
 
 // Sets the attributes of `kernel` on the current device to the maximum: all dynamic shared memory of a block, and
 // clusters of more than 8 blocks. Done once per kernel and device and never lowered, so that a launch cannot undo what
@@ -61,12 +65,17 @@ struct RowOperand {
   int64_t stride = 0;  // elements between rows; 0: rows are contiguous, or there is one for all of them
 };
 
-// Whether rows of `cols` elements T can be moved by 16-byte accesses in all operands.
+struct RowOperands {
+  int64_t rows, cols;
+  RowOperand operands[8];  // null after the last
+};
+
+// Whether rows of elements T can be moved by 16-byte accesses in all operands.
 template <typename T>
-bool all_rows_aligned(int64_t rows, int64_t cols, std::initializer_list<RowOperand> operands) {
-  return cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 &&
-         std::all_of(operands.begin(), operands.end(), [&](const RowOperand& operand) {
-           return !operand.pointer || rows_aligned(operand.pointer, operand.stride, rows, sizeof(T));
+bool all_rows_aligned(const RowOperands& of) {
+  return of.cols * static_cast<int64_t>(sizeof(T)) % 16 == 0 &&
+         std::all_of(std::begin(of.operands), std::end(of.operands), [&](const RowOperand& operand) {
+           return !operand.pointer || rows_aligned(operand.pointer, operand.stride, of.rows, sizeof(T));
          });
 }
 

@@ -15,7 +15,7 @@
 #include "cpu/fp8.h"
 #include "params/fp8.h"
 #if LLMK_CUDA
-#include "kernels/per_device.h"
+#include "kernels/launch.h"
 #include "kernels/quant/fp8.h"
 
 // Of the cuBLASLt that torch has loaded; weak, since a torch without CUDA has none.
@@ -158,21 +158,6 @@ std::optional<Tensor> aligned_row(const std::optional<Tensor>& vector, int64_t c
   return aligned(view(*vector, {1, vector->numel()}, {vector->numel(), 1}, 0), 1, cols);
 }
 
-// The compute capability of the current device, 90 for 9.0. Not DeviceInfo's, which is that of this library's code
-// where it is lower: the product is torch's.
-int compute_capability() {
-  static kernels::PerDevice<int> capabilities;
-  const int* found = nullptr;
-  check_cuda(kOp, capabilities.get(found, [](int device, int& capability) {
-    int major = 0, minor = 0;
-    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    capability = 10 * major + minor;
-    return status;
-  }));
-  return *found;
-}
-
 // Whether the product itself takes scales by rows. torch's CUTLASS kernels do for a weight of e4m3 and a result of
 // bfloat16, cuBLASLt from 12.9 on for float16, too, on a Hopper GPU.
 bool scales_by_rows(const Fp8Linear& f, int capability) {
@@ -182,7 +167,8 @@ bool scales_by_rows(const Fp8Linear& f, int capability) {
 }
 
 Tensor on_cuda(const Fp8Linear& f, IntHeaderOnlyArrayRef sizes, cudaStream_t stream) {
-  const int capability = compute_capability();
+  int capability = 0;  // the device's, not that of this library's code: the product is torch's
+  check_cuda(kOp, kernels::device_capability(capability));
   LLMK_CHECK(capability >= 89, kOp, "products of FP8 need a GPU of compute capability 8.9 or later, got ",
              capability / 10, ".", capability % 10);
   const int64_t n = f.weight.size(0), k = padded(f.weight.size(1)), rows = f.x_scale.numel(), cols = padded(n);

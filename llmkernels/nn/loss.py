@@ -7,8 +7,33 @@ from torch import Tensor, nn
 
 from llmkernels.ops import cross_entropy, linear_cross_entropy
 
+_SHARED = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "gradient_in_forward")
 
-class CrossEntropyLoss(nn.CrossEntropyLoss):
+
+class _Loss(nn.Module):
+    """A loss of the library as a module: the options of the function are attributes."""
+
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float
+    gradient_in_forward: bool
+    _names: tuple[str, ...]  # of the options
+
+    def _set_options(self, arguments: dict[str, Any]) -> None:
+        """Keeps the options among the arguments of a constructor."""
+        for name in self._names:
+            setattr(self, name, arguments[name])
+
+    def _options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._options().items())
+
+
+class CrossEntropyLoss(_Loss, nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` computed by :func:`llmkernels.cross_entropy`, with its arguments and state.
 
     Args:
@@ -18,6 +43,9 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     Shape: (V,), (N, V) or (N, V, d1, ...) and classes of the same shape without V, to the loss, which is float32 for
     float16 and bfloat16, too. Probabilities for targets are left to PyTorch, as far as no other option is in use.
     """
+
+    inplace_backward: bool
+    _names = (*_SHARED, "inplace_backward")
 
     def __init__(
         self,
@@ -31,11 +59,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         gradient_in_forward: bool = True,
         inplace_backward: bool = False,
     ):
-        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-        self.lse_square_scale = lse_square_scale
-        self.softcap = softcap
-        self.gradient_in_forward = gradient_in_forward
-        self.inplace_backward = inplace_backward
+        super().__init__(weight)
+        self._set_options(locals())
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         if target.is_floating_point():
@@ -46,14 +71,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
             logits if logits.dim() <= 2 else logits.movedim(1, -1),
             target,
             self.weight,
-            **_options(self, "inplace_backward"),
+            **self._options(),
         )
 
-    def extra_repr(self) -> str:
-        return _describe(self, "inplace_backward")
 
-
-class LinearCrossEntropyLoss(nn.Module):
+class LinearCrossEntropyLoss(_Loss):
     """:func:`llmkernels.linear_cross_entropy` with a linear layer of its own, whose logits never exist as a whole.
 
     Names and state are those of ``torch.nn.LinearCrossEntropyLoss`` of newer versions of PyTorch.
@@ -69,6 +91,8 @@ class LinearCrossEntropyLoss(nn.Module):
     """
 
     weight: Tensor | None
+    max_logits_bytes: int | None
+    _names = (*_SHARED, "max_logits_bytes")
 
     def __init__(
         self,
@@ -90,13 +114,7 @@ class LinearCrossEntropyLoss(nn.Module):
         super().__init__()
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
-        self.lse_square_scale = lse_square_scale
-        self.softcap = softcap
-        self.gradient_in_forward = gradient_in_forward
-        self.max_logits_bytes = max_logits_bytes
+        self._set_options(locals())
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         return linear_cross_entropy(
@@ -105,19 +123,5 @@ class LinearCrossEntropyLoss(nn.Module):
             target,
             linear_bias=self.linear.bias,
             weight=self.weight,
-            **_options(self, "max_logits_bytes"),
+            **self._options(),
         )
-
-    def extra_repr(self) -> str:
-        return _describe(self, "max_logits_bytes")
-
-
-_SHARED = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "gradient_in_forward")
-
-
-def _options(module: nn.Module, more: str) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in (*_SHARED, more)}
-
-
-def _describe(module: nn.Module, more: str) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in _options(module, more).items())

@@ -81,16 +81,22 @@ def cross_entropy(
     >>> cross_entropy(torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([1, -100]))
     tensor(0.6931)
     """
-    if weight is not None:
-        refuse_gradients("cross_entropy", "{name} must not require a gradient", weight=weight)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        weight = weight if weight.dtype == wide else weight.to(wide)
+    weight = factors("cross_entropy", weight, logits.dtype)
     options = ignore_index, reduction, label_smoothing, lse_square_scale, softcap
     early = (gradient_in_forward or inplace_backward) and torch.is_grad_enabled() and logits.requires_grad
     early = early and not _is_transforming()
     if early and inplace_backward and logits.is_contiguous() and not torch.compiler.is_compiling():
         return _InPlace.apply(logits, target, weight, *options)
     return _cross_entropy(logits, target, weight, *options, early)[0]
+
+
+def factors(op: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The factor for each class, in the dtype that losses of `dtype` are computed in."""
+    if weight is None:
+        return None
+    refuse_gradients(op, "{name} must not require a gradient", weight=weight)
+    wide = torch.promote_types(dtype, torch.float32)
+    return weight if weight.dtype == wide else weight.to(wide)
 
 
 class _InPlace(Function):

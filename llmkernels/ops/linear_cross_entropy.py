@@ -13,11 +13,11 @@ from llmkernels.ops._common import (
     differentiable_once,
     is_batched,
     public,
-    refuse_gradients,
     register_autograd,
     register_fake,
     register_vmap,
 )
+from llmkernels.ops.cross_entropy import factors
 from llmkernels.ops.linear import _autocast
 
 _ops = torch.ops.llmkernels
@@ -89,17 +89,13 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(x, head, torch.tensor([1, -100]))
     tensor(0.6931)
     """
-    if weight is not None:
-        refuse_gradients("linear_cross_entropy", "{name} must not require a gradient", weight=weight)
     x, linear_weight, linear_bias = _autocast(x, linear_weight, linear_bias)
-    if weight is not None:
-        weight = weight.to(torch.promote_types(x.dtype, torch.float32))
+    weight = factors("linear_cross_entropy", weight, x.dtype)
     early = gradient_in_forward and reduction != "none" and torch.is_grad_enabled() and not _is_transforming()
-    needs = (early and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias))
+    needs = tuple(early and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias))
     options = ignore_index, reduction, label_smoothing, lse_square_scale, softcap, max_logits_bytes
-    needs = tuple(needs)
-    options += (_at_once(x, linear_weight, max_logits_bytes, needs[1]),)
-    return _linear_cross_entropy(x, linear_weight, target, linear_bias, weight, *options, *needs)[0]
+    at_once = _at_once(x, linear_weight, max_logits_bytes, needs[1])
+    return _linear_cross_entropy(x, linear_weight, target, linear_bias, weight, *options, at_once, *needs)[0]
 
 
 def _at_once(x: Tensor, weight: Tensor, max_logits_bytes: int | None, needs_weight: bool) -> bool:

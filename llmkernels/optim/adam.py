@@ -12,6 +12,7 @@ from llmkernels.optim._tensors import by_device, grad_norm, is_dense, local, rea
 
 _adam = torch.ops.llmkernels.adam_.default
 _STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_OF_GROUPS = {"state_dtype": None, "stochastic_rounding": False, "rounding_seed": 0}  # what groups of ours have besides
 # As torch.optim has it, where this torch has it: unlike the public one, it does not import the compiler at once.
 _not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
@@ -21,13 +22,12 @@ class _OneLaunch:
 
     max_grad_norm: float | None
 
-    def _init(
-        self,
-        state_dtype: torch.dtype | None,
-        stochastic_rounding: bool,
-        rounding_seed: int,
-        max_grad_norm: float | None,
-    ) -> None:
+    def _init(self, arguments: dict[str, Any]) -> None:
+        """Takes all arguments of the constructor, by name. The class of torch.optim gets those that it has, too."""
+        of_torch = {name: value for name, value in arguments.items() if name != "self"}
+        own = {name: of_torch.pop(name) for name in _OF_GROUPS}
+        state_dtype, max_grad_norm = own["state_dtype"], of_torch.pop("max_grad_norm")
+        super().__init__(**of_torch)
         name = type(self).__name__
         if state_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"{name}: state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype}")
@@ -37,10 +37,8 @@ class _OneLaunch:
             raise RuntimeError(f"{name} does not support differentiable=True")
         if any(group["fused"] and group["foreach"] for group in self.param_groups):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        for options in (self.defaults, *self.param_groups):
-            options.setdefault("state_dtype", state_dtype)
-            options.setdefault("stochastic_rounding", stochastic_rounding)
-            options.setdefault("rounding_seed", rounding_seed)
+        for group in (self.defaults, *self.param_groups):
+            group.update(own | group)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self._counters: dict[torch.device, Tensor] = {}
@@ -59,7 +57,7 @@ class _OneLaunch:
         self.grad_norm = None
         self.__dict__.setdefault("max_grad_norm", None)
         for group in self.param_groups:  # those of torch.optim lack these
-            for name, default in (("state_dtype", None), ("stochastic_rounding", False), ("rounding_seed", 0)):
+            for name, default in _OF_GROUPS.items():
                 group.setdefault(name, self.defaults.get(name, default))
             for param in group["params"]:
                 found = self.state.get(param)
@@ -275,22 +273,7 @@ class Adam(_OneLaunch, torch.optim.Adam):
         rounding_seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
-        torch.optim.Adam.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
-        self._init(state_dtype, stochastic_rounding, rounding_seed, max_grad_norm)
+        self._init(locals())
 
 
 class AdamW(_OneLaunch, torch.optim.AdamW):
@@ -329,18 +312,4 @@ class AdamW(_OneLaunch, torch.optim.AdamW):
         rounding_seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
-        torch.optim.AdamW.__init__(
-            self,
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._init(state_dtype, stochastic_rounding, rounding_seed, max_grad_norm)
+        self._init(locals())

@@ -276,22 +276,6 @@ CPU = [
         "tests/test_optim.py -k 'scaled_gradients'",
     ),
     Mutation(
-        "record_passes_over_strides",
-        "a weight that was transposed in place passes for what it was",
-        "csrc/record.h",
-        "std::memcmp(now.strides, known.extents.data() + then.ndim, bytes) == 0",
-        "true",
-        "tests/test_guard.py -k order",
-    ),
-    Mutation(
-        "record_passes_over_members",
-        "a module that has one more member, which may hide a child, passes for what it was",
-        "csrc/record.h",
-        "      if (size_of(members) != node.size) return false;\n",
-        "",
-        "tests/test_guard.py -k more",
-    ),
-    Mutation(
         "unchecked_shared_memory",
         "an op writes to memory of its inputs",
         "csrc/torch/binding.cpp",
@@ -348,14 +332,6 @@ CPU = [
         "tests/test_rope.py -k errors",
     ),
     Mutation(
-        "route_folds_a_norm_that_is_too_wide",
-        "the norm is folded into a linear whose shared memory does not hold its weight",
-        "csrc/kernels/linear/route.h",
-        "known_offset && p.k() <= 16384;",
-        "known_offset;",
-        "tests/test_linear_route.py -k folded",
-    ),
-    Mutation(
         "tuned_choice_for_more_tokens",
         "a measured choice is taken for more tokens than it is for",
         "csrc/kernels/linear/tuned.h",
@@ -370,13 +346,5 @@ CPU = [
         "plan.shared_bytes > static_cast<size_t>(t.max_shared_bytes) ||",
         "",
         "tests/test_autotune.py -k refused",
-    ),
-    Mutation(
-        "route_maps_a_stride_of_zero",
-        "attention copies queries that share their memory by a tensor map, which has no stride of 0 between tokens",
-        "csrc/kernels/attention/route.h",
-        "(s.token > 0 && fits(s.token))",
-        "fits(s.token)",
-        "tests/test_attention_route.py -k attention_route",
     ),
 ]

@@ -81,17 +81,21 @@ int launch_from_sixteen_threads() {
   return wrong + stub::lowered;
 }
 
+// Launches, and what fp8_linear asks for in each call.
 int ask_no_more_than_once() {
   llmk::kernels::LaunchShape shape{16, dim3(32), 200 * 1024};
   shape.cluster = 16;
   int wrong = 0;
-  for (stub::device = 0; stub::device < stub::kDevices; ++stub::device) {
-    wrong += launch(first_kernel, shape, nullptr, 0) != cudaSuccess;
-  }
+  const auto ask_everywhere = [&] {
+    for (stub::device = 0; stub::device < stub::kDevices; ++stub::device) {
+      int capability = 0;
+      wrong += launch(first_kernel, shape, nullptr, 0) != cudaSuccess;
+      wrong += llmk::kernels::device_capability(capability) != cudaSuccess || capability != 90;
+    }
+  };
+  ask_everywhere();
   const int before = stub::calls;
-  for (stub::device = 0; stub::device < stub::kDevices; ++stub::device) {
-    wrong += launch(first_kernel, shape, nullptr, 0) != cudaSuccess;
-  }
+  ask_everywhere();
   return wrong + stub::calls - before;
 }
 
@@ -101,13 +105,13 @@ int align_rows() {
   alignas(16) float memory[8];
   const void *at = memory, *next = memory + 1;
   int wrong = 0;
-  wrong += !all_rows_aligned<float>(2, 4, {{at, 4}, {at, 8}, {at}});
-  wrong += all_rows_aligned<float>(2, 6, {{at}});
-  wrong += all_rows_aligned<float>(2, 4, {{at, 4}, {next, 4}});
-  wrong += all_rows_aligned<float>(2, 4, {{at, 5}, {at}});
-  wrong += !all_rows_aligned<float>(1, 4, {{at, 5}, {at}});
-  wrong += !all_rows_aligned<float>(2, 4, {{at, 4}, {nullptr, 5}});
-  wrong += all_rows_aligned<uint16_t>(2, 4, {{at}}) || !all_rows_aligned<uint16_t>(2, 8, {{at}});
+  wrong += !all_rows_aligned<float>({2, 4, {{at, 4}, {at, 8}, {at}}});
+  wrong += all_rows_aligned<float>({2, 6, {{at}}});
+  wrong += all_rows_aligned<float>({2, 4, {{at, 4}, {next, 4}}});
+  wrong += all_rows_aligned<float>({2, 4, {{at, 5}, {at}}});
+  wrong += !all_rows_aligned<float>({1, 4, {{at, 5}, {at}}});
+  wrong += !all_rows_aligned<float>({2, 4, {{at, 4}, {nullptr, 5}}});
+  wrong += all_rows_aligned<uint16_t>({2, 4, {{at}}}) || !all_rows_aligned<uint16_t>({2, 8, {{at}}});
   return wrong;
 }
 

@@ -109,22 +109,20 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T>
-bool is_vector(const BiasActParams& p) {
-  return all_rows_aligned<T>(p.rows, p.cols,
-                             {{p.gate, p.gate_stride}, {p.up, p.up_stride}, {p.gate_bias}, {p.up_bias}, {p.y}});
+RowOperands row_operands(const BiasActParams& p) {
+  return {p.rows, p.cols, {{p.gate, p.gate_stride}, {p.up, p.up_stride}, {p.gate_bias}, {p.up_bias}, {p.y}}};
 }
 
-template <typename T>
-bool is_vector(const BiasActBackwardParams& p) {
-  return all_rows_aligned<T>(p.rows, p.cols,
-                             {{p.grad_y, p.grad_y_stride},
-                              {p.gate, p.gate_stride},
-                              {p.up, p.up_stride},
-                              {p.gate_bias},
-                              {p.up_bias},
-                              {p.grad_gate, p.grad_stride},
-                              {p.grad_up, p.grad_stride}});
+RowOperands row_operands(const BiasActBackwardParams& p) {
+  return {p.rows,
+          p.cols,
+          {{p.grad_y, p.grad_y_stride},
+           {p.gate, p.gate_stride},
+           {p.up, p.up_stride},
+           {p.gate_bias},
+           {p.up_bias},
+           {p.grad_gate, p.grad_stride},
+           {p.grad_up, p.grad_stride}}};
 }
 
 int64_t count_strips(int64_t cols, int width) {
@@ -139,7 +137,7 @@ cudaError_t bias_act(const BiasActParams& params, Activation activation, Dtype d
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const bool vector = is_vector<T>(params);
+    const bool vector = all_rows_aligned<T>(row_operands(params));
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
       const auto kernel = params.up
@@ -155,7 +153,7 @@ cudaError_t bias_act_backward_partial_rows(const BiasActBackwardParams& params, 
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t strips = count_strips(params.cols, is_vector<T>(params) ? kVecWidth<T> : 1);
+    const int64_t strips = count_strips(params.cols, all_rows_aligned<T>(row_operands(params)) ? kVecWidth<T> : 1);
     // Enough blocks to fill the GPU, and no sum over more than 1024 rows, for accuracy.
     const int64_t wanted = std::max<int64_t>((8 * device.sm_count + strips - 1) / strips, params.rows / 1024);
     partial_rows = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, params.rows));
@@ -171,7 +169,7 @@ cudaError_t bias_act_backward(const BiasActBackwardParams& params, Activation ac
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const bool vector = is_vector<T>(params);
+    const bool vector = all_rows_aligned<T>(row_operands(params));
     const int64_t strips = count_strips(params.cols, vector ? N : 1);
     const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (params.up ? 5 : 3));
     const cudaError_t status = dispatch_activation(activation, [&](auto act) {

@@ -122,7 +122,7 @@ cudaError_t glu(const GluParams& given, Activation activation, Dtype dtype, cuda
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
     const bool vector = all_rows_aligned<T>(
-        params.rows, params.cols, {{params.gate, params.gate_stride}, {params.up, params.up_stride}, {params.y}});
+        {params.rows, params.cols, {{params.gate, params.gate_stride}, {params.up, params.up_stride}, {params.y}}});
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
       const auto kernel = !vector           ? glu_kernel<Act, T, false, false>
@@ -144,13 +144,14 @@ cudaError_t glu_backward(const GluBackwardParams& given, Activation activation, 
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const bool vector = all_rows_aligned<T>(params.rows, params.cols,
-                                            {{params.grad_y, params.grad_y_stride},
-                                             {params.gate, params.gate_stride},
-                                             {params.up, params.up_stride},
-                                             {params.grad_gate, params.grad_stride},
-                                             {params.grad_up, params.grad_stride},
-                                             {params.y, params.y_stride}});
+    const bool vector = all_rows_aligned<T>({params.rows,
+                                             params.cols,
+                                             {{params.grad_y, params.grad_y_stride},
+                                              {params.gate, params.gate_stride},
+                                              {params.up, params.up_stride},
+                                              {params.grad_gate, params.grad_stride},
+                                              {params.grad_up, params.grad_stride},
+                                              {params.y, params.y_stride}}});
     return dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
       const bool skewed = !vector && !params.y;  // y may be written over grad_y, and the gradients over gate and up

@@ -49,7 +49,7 @@ cudaError_t scale_softcap(const SoftcapParams& params, Dtype dtype, cudaStream_t
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const bool vector = all_rows_aligned<T>(params.rows, params.cols, {{params.x, params.x_stride}, {params.y}});
+    const bool vector = all_rows_aligned<T>({params.rows, params.cols, {{params.x, params.x_stride}, {params.y}}});
     const auto kernel = vector ? scale_softcap_kernel<T, true> : scale_softcap_kernel<T, false>;
     return run(kernel, params, N, 2 * sizeof(T), stream, !vector);
   });

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads) row_norm_rope_kv_write_kernel(const 
 }
 
 template <typename T>
-bool is_vector(const RopeKvWriteParams& p) {
+bool heads_and_caches_aligned(const RopeKvWriteParams& p) {
   constexpr int N = kVecWidth<T>;
   const KvCache& c = p.cache;
   for (const void* pointer :
@@ -226,19 +226,20 @@ cudaError_t launch_rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, c
       return launch(kernel, {(threads + kThreads - 1) / kThreads, dim3(kThreads)}, stream, params);
     };
     if (!params.norm.q_weight && !params.norm.k_weight) {
-      return is_vector<T>(params) ? run(rope_kv_write_kernel<T, N>, N) : run(rope_kv_write_kernel<T, 1>, 1);
+      return heads_and_caches_aligned<T>(params) ? run(rope_kv_write_kernel<T, N>, N)
+                                                 : run(rope_kv_write_kernel<T, 1>, 1);
     }
     if (params.norm.row_wise) {
       const LaunchShape shape{params.batch * params.tokens * 3, dim3(kThreads)};
-      return is_vector<T>(params) ? launch(row_norm_rope_kv_write_kernel<T, N>, shape, stream, params)
-                                  : launch(row_norm_rope_kv_write_kernel<T, 1>, shape, stream, params);
+      return heads_and_caches_aligned<T>(params) ? launch(row_norm_rope_kv_write_kernel<T, N>, shape, stream, params)
+                                                 : launch(row_norm_rope_kv_write_kernel<T, 1>, shape, stream, params);
     }
     const auto run_norm = [&](auto kernel, int width) {
       const int lanes = group_threads(params.head_dim / 2 / width, 1, 32), heads = kThreads / lanes;  // of a block
       return launch(kernel, {(rows + heads - 1) / heads, dim3(kThreads)}, stream, params, lanes);
     };
-    return is_vector<T>(params) ? run_norm(norm_rope_kv_write_kernel<T, N>, N)
-                                : run_norm(norm_rope_kv_write_kernel<T, 1>, 1);
+    return heads_and_caches_aligned<T>(params) ? run_norm(norm_rope_kv_write_kernel<T, N>, N)
+                                               : run_norm(norm_rope_kv_write_kernel<T, 1>, 1);
   });
 }
 

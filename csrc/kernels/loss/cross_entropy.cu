@@ -135,7 +135,8 @@ template <typename T, bool kGeneral>
 cudaError_t launch_cross_entropy(const CrossEntropyParams& params, cudaStream_t stream) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const RowSplit split = split_row(params.vocab, sizeof(T), 1, is_vector<T>(params), device, kPartBytes, 256);
+  const bool vector = all_rows_aligned<T>(row_operands(params));
+  const RowSplit split = split_row(params.vocab, sizeof(T), 1, vector, device, kPartBytes, 256);
   const bool keep = keeps_inputs(device, params.rows * params.vocab * sizeof(T) * (params.grad ? 2 : 1));
   return dispatch_split<T>(split, [&](auto width, auto place) {
     return launch(cross_entropy_kernel<T, decltype(width)::value, decltype(place)::value, kGeneral>,

@@ -140,7 +140,7 @@ cudaError_t cross_entropy_backward(const CrossEntropyParams& params, Dtype dtype
     return dispatch_int<0, 1>(is_general(params), [&](auto general) {
       using T = typename decltype(tag)::type;
       constexpr bool kGeneral = decltype(general)::value;
-      const bool vector = is_vector<T>(params);
+      const bool vector = all_rows_aligned<T>(row_operands(params));
       const int64_t tiles = tiles_of<T>(params.vocab, vector);
       LaunchShape shape{params.rows * tiles, dim3(kThreads)};
       if (params.grad_is_of_one) {
@@ -157,7 +157,7 @@ cudaError_t cross_entropy_scale(const CrossEntropyScaleParams& params, Dtype dty
   if (params.rows == 0 || params.vocab == 0) return cudaSuccess;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const bool vector = all_rows_aligned<T>(params.rows, params.vocab, {{params.grad}});
+    const bool vector = all_rows_aligned<T>({params.rows, params.vocab, {{params.grad}}});
     const int64_t tiles = tiles_of<T>(params.vocab, vector);
     LaunchShape shape;
     if (const cudaError_t status = persistent_shape(params.rows * tiles, shape); status != cudaSuccess) return status;

@@ -85,9 +85,8 @@ struct RowGradient {
   }
 };
 
-template <typename T>
-bool is_vector(const CrossEntropyParams& p) {
-  return all_rows_aligned<T>(p.rows, p.vocab, {{p.logits, p.logits_stride}, {p.grad, p.grad_stride}});
+inline RowOperands row_operands(const CrossEntropyParams& p) {
+  return {p.rows, p.vocab, {{p.logits, p.logits_stride}, {p.grad, p.grad_stride}}};
 }
 
 // Whether the kernels need what is slower: a cap, or a smoothed loss.

@@ -35,7 +35,9 @@ struct BackwardPlan {
 
 template <typename T, bool kCentered>
 cudaError_t plan_backward(const NormBackwardParams& params, BackwardPlan& plan) {
-  if (!is_vector<T>(params)) return plan_backward_words<T, kCentered>(params, plan.words, plan.blocks);
+  if (!all_rows_aligned<T>(row_operands(params))) {
+    return plan_backward_words<T, kCentered>(params, plan.words, plan.blocks);
+  }
   const cudaError_t status = plan_persistent<T, kCentered>(params, plan.vectors);
   if (plan.vectors.row.vectors > 0) plan.blocks = plan.vectors.blocks;
   return status;

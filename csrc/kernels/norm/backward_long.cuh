@@ -100,7 +100,7 @@ constexpr int kStrip = 256;  // columns of a block of partial_sums_kernel
 
 template <typename T, bool kCentered>
 cudaError_t launch_long(const NormBackwardParams& params, cudaStream_t stream) {
-  const int width = is_vector<T>(params) ? kVecWidth<T> : 1;
+  const int width = all_rows_aligned<T>(row_operands(params)) ? kVecWidth<T> : 1;
   const int threads = group_threads(params.cols / width, 4, 1024), groups = std::max(1, 256 / threads);
   const int sums = wanted_sums(params);
   float* const statistics =

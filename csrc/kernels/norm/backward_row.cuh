@@ -60,11 +60,10 @@ struct Rows {
 // How many of grad_w and grad_b are wanted.
 inline int wanted_sums(const NormBackwardParams& p) { return (p.grad_weight != nullptr) + (p.grad_bias != nullptr); }
 
-template <typename T>
-bool is_vector(const NormBackwardParams& p) {
-  return all_rows_aligned<T>(
-      p.rows, p.cols,
-      {{p.x, p.x_stride}, {p.grad_y, p.grad_y_stride}, {p.grad_sum, p.grad_sum_stride}, {p.weight}, {p.grad_x}});
+inline RowOperands row_operands(const NormBackwardParams& p) {
+  return {p.rows,
+          p.cols,
+          {{p.x, p.x_stride}, {p.grad_y, p.grad_y_stride}, {p.grad_sum, p.grad_sum_stride}, {p.weight}, {p.grad_x}}};
 }
 
 }  // namespace llmk::kernels::norm

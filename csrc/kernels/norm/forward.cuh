@@ -234,16 +234,16 @@ __global__ void __launch_bounds__(kCachedThreads)
   }
 }
 
-template <typename T>
-bool is_vector(const NormParams& p) {
-  return all_rows_aligned<T>(p.rows, p.cols,
-                             {{p.x, p.x_stride},
-                              {p.residual, p.residual_stride},
-                              {p.target, p.target_stride},
-                              {p.weight},
-                              {p.bias},
-                              {p.y},
-                              {p.sum}});
+inline RowOperands row_operands(const NormParams& p) {
+  return {p.rows,
+          p.cols,
+          {{p.x, p.x_stride},
+           {p.residual, p.residual_stride},
+           {p.target, p.target_stride},
+           {p.weight},
+           {p.bias},
+           {p.y},
+           {p.sum}}};
 }
 
 // Calls body(std::integral_constant<Sum, sum>{}); a LayerNorm has no sum behind it.
@@ -264,7 +264,7 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
     constexpr int N = kVecWidth<T>;
     DeviceInfo device;
     if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-    const bool vector = is_vector<T>(params);
+    const bool vector = all_rows_aligned<T>(row_operands(params));
     const Sum sum = params.residual ? Sum::kBefore : params.target ? Sum::kAfter : Sum::kNone;
     if (!vector) {
       const int slots = sum == Sum::kNone ? 1 : 2;

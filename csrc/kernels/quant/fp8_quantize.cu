@@ -148,10 +148,8 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-template <typename T>
-bool is_vector(const Fp8QuantizeParams& params) {
-  const Fp8Output& out = params.out;
-  return all_rows_aligned<T>(out.rows, out.cols, {{params.x, params.x_stride}, {params.up, params.up_stride}, {out.q}});
+RowOperands row_operands(const Fp8QuantizeParams& p) {
+  return {p.out.rows, p.out.cols, {{p.x, p.x_stride}, {p.up, p.up_stride}, {p.out.q}}};
 }
 
 // Rows of vectors, unless Source has a width of 1.
@@ -183,7 +181,7 @@ cudaError_t launch_source(const Fp8QuantizeParams& params, cudaStream_t stream) 
 bool fp8_quantize_fuses_swiglu(const Fp8QuantizeParams& params, Dtype dtype) {
   bool fuses = false;
   (void)dispatch_dtype(dtype, [&](auto tag) {
-    fuses = is_vector<typename decltype(tag)::type>(params);
+    fuses = all_rows_aligned<typename decltype(tag)::type>(row_operands(params));
     return cudaSuccess;
   });
   return fuses;
@@ -193,7 +191,7 @@ cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStrea
   if (params.out.rows == 0 || params.out.cols == 0) return cudaSuccess;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (!is_vector<T>(params)) {
+    if (!all_rows_aligned<T>(row_operands(params))) {
       return params.up ? cudaErrorInvalidValue : launch_source<Plain<T, 1>>(params, stream);  // see above
     }
     return params.up ? launch_source<Swiglu<T>>(params, stream) : launch_source<Plain<T>>(params, stream);

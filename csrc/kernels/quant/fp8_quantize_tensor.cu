@@ -84,7 +84,7 @@ cudaError_t fp8_quantize_tensor(const Fp8QuantizeParams& given, float* partials,
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const bool vector = all_rows_aligned<T>(out.rows, out.cols, {{params.x, params.x_stride}, {out.q}});
+    const bool vector = all_rows_aligned<T>({out.rows, out.cols, {{params.x, params.x_stride}, {out.q}}});
     const LaunchShape shape{count, dim3(kThreads)};
     const auto first = vector ? amax_kernel<T, N> : amax_kernel<T, 1>;
     const auto second = vector ? quantize_tensor_kernel<T, N> : quantize_tensor_kernel<T, 1>;

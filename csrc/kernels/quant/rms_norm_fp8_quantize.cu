@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(1024)
 
 template <typename T>
 RowPlan plan(const NormParams& params, bool few_rows) {
-  return plan_norm(params.cols, sizeof(T), norm::is_vector<T>(params), /*residual=*/false, few_rows,
-                   /*centered=*/false);
+  const bool vector = all_rows_aligned<T>(norm::row_operands(params));
+  return plan_norm(params.cols, sizeof(T), vector, /*residual=*/false, few_rows, /*centered=*/false);
 }
 
 }  // namespace

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(256) rope_kernel(const RopeParams params, bool
 }
 
 template <typename T>
-bool is_vector(const RopeParams& p) {
+bool heads_and_angles_aligned(const RopeParams& p) {
   constexpr int N = kVecWidth<T>;
   return p.rotary_dim / 2 % N == 0 && are_vectors<T>(p.q, N) && are_vectors<T>(p.k, N) && has_vector_angles<T>(p, N);
 }
@@ -126,7 +126,7 @@ cudaError_t launch_rope(const RopeParams& params, Dtype dtype, cudaStream_t stre
       return launch(kernel, {(tokens + threads.z - 1) / threads.z, threads}, stream, params,
                     keeps_inputs(device, bytes));
     };
-    if (!is_vector<T>(params)) {
+    if (!heads_and_angles_aligned<T>(params)) {
       return run(params.interleaved ? rope_kernel<T, 1, true> : rope_kernel<T, 1, false>, 1);
     }
     return run(params.interleaved ? rope_kernel<T, N, true> : rope_kernel<T, N, false>, N);

@@ -261,10 +261,7 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
   });
 }
 
-template <typename T>
-bool is_vector(const SoftmaxParams& p) {
-  return all_rows_aligned<T>(p.rows, p.cols, {{p.x, p.x_stride}, {p.y}});
-}
+RowOperands row_operands(const SoftmaxParams& p) { return {p.rows, p.cols, {{p.x, p.x_stride}, {p.y}}}; }
 
 // Whether every row of the mask can be read by vectors of as many elements as x is.
 template <typename T>
@@ -285,7 +282,7 @@ cudaError_t launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
   constexpr int N = kVecWidth<T>;
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
-  const bool vector = is_vector<T>(params), vector_mask = vector && mask_is_vector<T>(params.mask);
+  const bool vector = all_rows_aligned<T>(row_operands(params)), vector_mask = vector && mask_is_vector<T>(params.mask);
   const int64_t count = params.cols / N;
   if (vector && count <= kShortCount) {
     int vectors = kElements / N;

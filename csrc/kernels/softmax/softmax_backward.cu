@@ -121,9 +121,8 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
                   [&](auto c) { return grad_x_of(part.load(c), y_part.load(c), total, scale, params.log); });
 }
 
-template <typename T>
-bool is_vector(const SoftmaxBackwardParams& p) {
-  return all_rows_aligned<T>(p.rows, p.cols, {{p.grad_y, p.grad_y_stride}, {p.y, p.y_stride}, {p.grad_x}});
+RowOperands row_operands(const SoftmaxBackwardParams& p) {
+  return {p.rows, p.cols, {{p.grad_y, p.grad_y_stride}, {p.y, p.y_stride}, {p.grad_x}}};
 }
 
 constexpr int kShortVectors = 4, kShortThreads = 256;
@@ -137,7 +136,7 @@ cudaError_t softmax_backward(const SoftmaxBackwardParams& params, Dtype dtype, c
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const bool vector = is_vector<T>(params);
+    const bool vector = all_rows_aligned<T>(row_operands(params));
     const int64_t count = params.cols / N;
     if (vector && count <= kShortVectors * kShortThreads) {
       const int vectors = count <= 32 ? 1 : kShortVectors;
