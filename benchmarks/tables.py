@@ -243,7 +243,7 @@ def side_by_side(
         head = [unit, *(labels[name] for name in names), *([rate_unit] if rate else [])]
         body = []
         for keys, found in cases(rows):
-            best = fastest(row for name, row in found.items() if name == OURS or report.is_peer(row))
+            best = fastest(filter(report.computes_the_op, found.values()))
             cells = [cell(found.get(name), value, best) for name in names]
             body.append([case_of(keys), *cells, *([number(rate(found[OURS]))] if rate else [])])
         return (markdown(head, body) if rows else "") + results.below(file, rows)
@@ -363,10 +363,11 @@ def markdown(head: list[str], body: list[list[str]], words: int = 1) -> str:
 
 
 def cell(row: dict | None, value: Value, best: float | None = None) -> str:
-    """The median; with p10 and p90 where these are far apart."""
+    """The median, with a mark where it is of something else than the op; p10 and p90 where these are far apart."""
     if row is None:
         return ""
     words = f"**{number(value(row))}**" if row["time_us"] == best else number(value(row))
+    words += "" if report.computes_the_op(row) else " †"
     low, high = (value({**row, "time_us": row.get(f"time_us_{end}", row["time_us"])}) for end in ("p10", "p90"))
     return f"{words} ({number(low)} to {number(high)})" if high > WIDE * low else words
 
