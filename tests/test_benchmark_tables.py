@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("rich")
 
-from benchmarks import tables
+from benchmarks import odd, tables
+from benchmarks.bars import Bar
 
 ROOT = Path(__file__).parent.parent
 NO_TIMES = {"TB/s", "TFLOP/s"}
@@ -51,3 +52,46 @@ def test_bold_is_the_fastest_of_a_line(name, committed):
 def test_what_computes_less_is_marked_and_never_bold(name, committed):
     marked = [cell for line in cells(tables.TABLES[name](committed)) for cell in line.values() if "†" in cell]
     assert marked and not any("**" in cell for cell in marked)
+
+
+def test_bars_that_are_missed(monkeypatch):
+    """Of each unit one that is met, which is not printed, and one that is missed."""
+    row = {"op": "softmax", "rows": 2048, "dtype": "float32", "pass": "fwd", "timing": "graph", "bytes": 8e6}
+    found = object.__new__(tables.Results)
+    found.rows = {"ops": [
+        {**row, "cols": cols, "provider": provider, "time_us": time_us}
+        for cols, times in {1: {tables.OURS: 2.0, "liger": 2.2}, 2: {tables.OURS: 2.5, "liger": 2.0}}.items()
+        for provider, time_us in times.items()
+    ]}  # fmt: skip
+    limits = {"µs": 2, "TB/s": 4, "liger": 1.1}
+    bars = [
+        Bar("ops", {"op": "softmax", "cols": cols}, unit, limits[unit], "a reason")
+        for unit in limits
+        for cols in (1, 2)
+    ]
+    monkeypatch.setattr(tables, "BARS", bars)
+    assert tables.missed(found).splitlines()[2:] == [
+        "| `softmax` 2048x2 fp32 | 2.5 µs | 2 µs | 25.0% | a reason |",
+        "| `softmax` 2048x2 fp32 | 3.20 TB/s | 4 TB/s | 25.0% | a reason |",
+        "| `softmax` 2048x2 fp32 | 0.80 x Liger-Kernel | 1.1 x | 37.5% | a reason |",
+    ]
+    monkeypatch.setattr(tables, "BARS", bars[::2])
+    assert tables.missed(found) == "None is missed.\n"
+
+
+def test_every_bar_was_measured(committed):
+    for bar in tables.BARS:
+        ((_, found),) = tables.cases(tables.pick(committed.rows[bar.file], timing="graph", **bar.keys))
+        assert tables.OURS in found and (bar.unit in ("µs", "TB/s") or bar.unit in found)
+
+
+def test_odd_widths_beside_their_neighbours(committed):
+    """Every one that is measured, and how many of them are near enough."""
+    table = tables.odd(committed)
+    lines = cells(table)
+    names = {line["case"] for line in lines}
+    assert len(names) == len(lines) == sum(len(beside) for _, widths, _ in odd.OPS for beside in widths.values())
+    ratios = [float(line["ratio"]) for line in lines]
+    for line, ratio in zip(lines, ratios, strict=True):
+        assert float(line["µs"]) / float(line["the aligned neighbour, µs"]) == pytest.approx(ratio, rel=0.02)
+    assert f"1.2x is met in {sum(ratio <= 1.2 for ratio in ratios)} of {len(ratios)}." in table
