@@ -34,8 +34,12 @@ def cases(rows: Iterable[dict]) -> list[tuple[dict, dict[str, dict]]]:
     return list(groups.values())
 
 
+def computes_the_op(row: dict) -> bool:
+    return row["provider"] != "empty" and not row.get("approximate")
+
+
 def is_peer(row: dict) -> bool:
-    return row["provider"] not in NO_PEERS and not row.get("approximate")  # which computes less than the op
+    return row["provider"] not in NO_PEERS and computes_the_op(row)
 
 
 def best_peer(found: dict[str, dict]) -> dict | None:
@@ -137,7 +141,7 @@ def print_table(
         table.add_column(name, justify="right")
     for keys, found in groups:
         cells = [f"{keys['op']} {shape(keys)}" + f" {keys.get('pass', '')} {keys['dtype']}"]
-        best = min(row["time_us"] for row in found.values())
+        best = min((row["time_us"] for row in found.values() if computes_the_op(row)), default=None)
         for provider in providers:
             time_us = found[provider]["time_us"] if provider in found else None
             style = "bold green" if time_us == best else ""

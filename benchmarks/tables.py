@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from benchmarks import models as published
+from benchmarks import odd as odd_widths
 from benchmarks import report
+from benchmarks.bars import BARS, ODD_LIMIT, Bar
 from benchmarks.cases import OURS
 from benchmarks.plots import (
     DTYPES,
@@ -243,7 +245,7 @@ def side_by_side(
         head = [unit, *(labels[name] for name in names), *([rate_unit] if rate else [])]
         body = []
         for keys, found in cases(rows):
-            best = fastest(row for name, row in found.items() if name == OURS or report.is_peer(row))
+            best = fastest(filter(report.computes_the_op, found.values()))
             cells = [cell(found.get(name), value, best) for name in names]
             body.append([case_of(keys), *cells, *([number(rate(found[OURS]))] if rate else [])])
         return (markdown(head, body) if rows else "") + results.below(file, rows)
@@ -304,6 +306,51 @@ def compare(results: Results) -> Iterator[tuple[dict, dict, dict]]:
                 yield keys, found[OURS], peer
 
 
+def missed(results: Results) -> str:
+    """The bars that an op does not reach, by how much, and why."""
+    body = []
+    for bar in BARS:
+        for keys, found in cases(pick(results.rows[bar.file], timing="graph", **bar.keys)):
+            measured, share = against(bar, found)
+            if share < 1:
+                limit = f"{bar.limit} {'x' if bar.unit in found else bar.unit}"
+                body.append([case_of(keys), measured, limit, f"{1 / share - 1:.1%}", bar.why])
+    return markdown(["case", "measured", "limit", "missed by", "why"], body) if body else "None is missed.\n"
+
+
+def against(bar: Bar, found: dict[str, dict]) -> tuple[str, float]:
+    """What was measured, in words, and how much of the limit that is."""
+    ours = found[OURS]
+    if bar.unit == "µs":
+        return f"{ours['time_us']:.4g} µs", bar.limit / ours["time_us"]
+    if bar.unit == "TB/s":
+        return f"{bandwidth(ours):.2f} TB/s", bandwidth(ours) / bar.limit
+    peer = found[bar.unit]
+    factor = peer["time_us"] / ours["time_us"]
+    return f"{factor:.2f} x {label(peer)}", factor / bar.limit
+
+
+def odd(results: Results) -> str:
+    """Rows of odd widths beside those of the aligned width next to them."""
+    rows = pick(results.rows["ops"], section="odd", provider=OURS)
+    pairs = [
+        (row, neighbour)
+        for _, widths, case in odd_widths.OPS
+        for (count, aligned), beside in widths.items()
+        for width in beside
+        for row in pick(rows, **case(count, width).row)
+        for neighbour in pick(rows, **case(count, aligned).row)
+    ]
+    ratios = [row["time_us"] / neighbour["time_us"] for row, neighbour in pairs]
+    body = [
+        [case_of(row), cell(row, microseconds), cell(neighbour, microseconds), f"{ratio:.2f}"]
+        for (row, neighbour), ratio in zip(pairs, ratios, strict=True)
+    ]
+    met = sum(ratio <= ODD_LIMIT for ratio in ratios)
+    words = f"\n{ODD_LIMIT}x is met in {met} of {len(ratios)}.\n"
+    return markdown(["case", "µs", "the aligned neighbour, µs", "ratio"], body) + words + results.below("ops", rows)
+
+
 def tests(results: Results) -> str:
     meta = results.tests["meta"]
     parts = {"tests": "all", "two_gpus": "those that need two GPUs"}
@@ -348,6 +395,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "decode_parts": parts,
     "score": score,
     "losses": losses,
+    "missed": missed,
+    "odd": odd,
     "tests": tests,
 }
 
@@ -363,10 +412,11 @@ def markdown(head: list[str], body: list[list[str]], words: int = 1) -> str:
 
 
 def cell(row: dict | None, value: Value, best: float | None = None) -> str:
-    """The median; with p10 and p90 where these are far apart."""
+    """The median, with a mark where it is of something else than the op; p10 and p90 where these are far apart."""
     if row is None:
         return ""
     words = f"**{number(value(row))}**" if row["time_us"] == best else number(value(row))
+    words += "" if report.computes_the_op(row) else " †"
     low, high = (value({**row, "time_us": row.get(f"time_us_{end}", row["time_us"])}) for end in ("p10", "p90"))
     return f"{words} ({number(low)} to {number(high)})" if high > WIDE * low else words
 

@@ -1,4 +1,4 @@
-"""Runs the examples of README.md and docs/ on the CPU, with a small model in place of large ones; checks what ran.
+"""Runs the examples of README.md and docs/ as they stand, with a small model in place of large ones; checks what ran.
 
     python scripts/readme_examples.py
 
@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 import llmkernels
 
 ROOT = Path(__file__).resolve().parent.parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODELS = re.compile(r"Qwen/Qwen2\.5-[\d.]+B")
 
 
@@ -31,13 +32,15 @@ def save_small_model(folder: str) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def run_examples(document: Path, folder: str, names: dict) -> None:
+def run_examples(document: Path, folder: str, names: dict | None = None) -> None:
+    """All of them with these names, or each one by itself."""
     for example in re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL):
-        example = MODELS.sub(folder, example).replace('"cuda"', '"cpu"')
+        example = MODELS.sub(folder, example)
         print(f"# {document.relative_to(ROOT)}\n{example}")
-        exec(example, names)
+        scope = {} if names is None else names
+        exec(example, scope)
         if "handle =" in example:
-            check(names["handle"].report(), "generate(" in example)
+            check(scope["handle"].report(), "generate(" in example)
 
 
 def check(report, generates: bool) -> None:
@@ -51,7 +54,7 @@ def check(report, generates: bool) -> None:
 
 
 def run_command(folder: str) -> None:
-    options = ["--prompt", "What?", "--max-new-tokens", "8", "--device", "cpu", "--report"]
+    options = ["--prompt", "What?", "--max-new-tokens", "8", "--report"]
     command = [sys.executable, "-m", "llmkernels", "generate", folder, *options]
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     print(result.stderr)
@@ -63,9 +66,10 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as checkpoint:
         save_small_model(checkpoint)
-        run_examples(ROOT / "README.md", checkpoint, {})
+        run_examples(ROOT / "README.md", checkpoint)
         for page in sorted(ROOT.glob("docs/*.md")):
-            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-            names = {"torch": torch, "llmkernels": llmkernels, "model": model, "ids": torch.randint(0, 1000, (1, 16))}
+            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(DEVICE)
+            ids = torch.randint(0, 1000, (1, 16), device=DEVICE)
+            names = {"torch": torch, "llmkernels": llmkernels, "model": model, "ids": ids}
             run_examples(page, checkpoint, names)
         run_command(checkpoint)

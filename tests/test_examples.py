@@ -15,6 +15,8 @@ STEPS = 30
 # By script, what its report has to count: (kernel, times).
 RUNS = {
     "generate": [],  # prompts and steps are composed, without the modules
+    "chat": [],
+    "ops": [],  # without a model
     "train": [("swiglu", STEPS * 2), ("linear_cross_entropy", STEPS)],
     "trainer": [("swiglu", STEPS * 2), ("linear_cross_entropy", STEPS)],
     "lora": [("swiglu", STEPS * 2), ("linear_cross_entropy", STEPS), ("lora_linear", STEPS * 2 * 7)],
@@ -50,6 +52,15 @@ def test_example(name, tmp_path):
     if name == "generate":
         assert "2 by the decode step, 62 steps" in out
         assert "greedy: 32 of 32 new tokens as without the patch" in out
+    elif name == "chat":
+        assert "2 by the decode step, 62 steps" in out
+        (_, cached), (tokens, cached_then) = re.findall(r"\((\d+) tokens, (\d+) of them in the cache\)", out)
+        assert int(cached) == 0 < int(cached_then) < int(tokens)
+        assert out.count("assistant: '") == 2
+    elif name == "ops":
+        errors = [line.split()[1:] for line in out.splitlines()]
+        assert [len(line) for line in errors] == [3, 3, 2, 3, 4]  # the result, and the gradient of each input
+        assert all(float(error) < 1e-5 for line in errors for error in line), out
     else:
         losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?(\d+\.\d+)", out)]
         assert len(losses) >= 3

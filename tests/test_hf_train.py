@@ -155,3 +155,41 @@ def test_loss_curve_of_20_steps(family, device):
     assert_close(found, expected, 1e-3)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert_close(ours, theirs, 5e-3)
+
+
+def scaled_run(model, optimizer, dtype=torch.float16, skipped=()):
+    """The loss and the scale of 24 steps; in float32 without a scale, where the steps to skip are given."""
+    device = next(model.parameters()).device.type
+    half = dtype is not torch.float32
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**16, growth_interval=3, enabled=half)
+    losses, scales = [], []
+    for step in range(24):
+        ids = tiny_inputs(device, seed=step % 4)
+        with torch.autocast(device, torch.float16, enabled=half):
+            loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if step not in skipped:
+            scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach().float())
+        scales.append(scaler.get_scale())
+    return torch.stack(losses), scales
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_grad_scaler_end_to_end(family, device):
+    """Loss, layers and optimizer in fp16: the scales of eager, which skips steps, too, and no more of an error."""
+    model = tiny_model(family, device).train()
+    eager, exact = copy.deepcopy(model), copy.deepcopy(model)
+    handle = llmkernels.patch(model, training=True)
+    found, scales = scaled_run(model, llmkernels.optim.AdamW(model.parameters(), lr=1e-3))
+    assert handle.report()["loss"].patched
+    expected, expected_scales = scaled_run(eager, torch.optim.AdamW(eager.parameters(), lr=1e-3))
+    assert scales == expected_scales
+    before = [2.0**16, *scales]
+    skipped = [step for step, scale in enumerate(scales) if scale < before[step]]
+    assert 1 <= len(skipped) <= 8  # a larger scale overflows
+    oracle, _ = scaled_run(exact, torch.optim.AdamW(exact.parameters(), lr=1e-3), torch.float32, skipped)
+    assert oracle[-4:].mean() < 0.8 * oracle[:4].mean()  # it learns
+    assert (found - oracle).norm() <= 2 * (expected - oracle).norm()

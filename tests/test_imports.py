@@ -21,7 +21,7 @@ OPTIONAL = {"accelerate", "gguf", "matplotlib", "peft", "transformers", f"{PACKA
 OPTIONAL_OF_COMMANDS = {"rich", "torch"}
 # Of hf/: each may import from itself, those below it, and LEAVES. Modules that are in no folder are above all.
 FOLDERS = ["callers", "step", "cache", "model", "modules", "classes"]
-LEAVES = {f"{PACKAGE}.hf.errors", f"{PACKAGE}.hf.report"}
+LEAVES = {f"{PACKAGE}.hf.{name}" for name in ("_private", "errors", "report")}
 LONGEST = 400
 
 

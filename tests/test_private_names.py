@@ -1,23 +1,28 @@
-"""A torch that lacks a private name which the ops use, or is newer than those whose names are known: the same results
-by the public way. And docs/building.md names what is private.
+"""A torch that lacks a private name: the ops give the same results by the public way, as with a torch that is newer
+than those whose names are known, and a model can be patched. And docs/building.md names what is private.
 
-Run as a program, this file is such a process: it hides the name, or the version, and saves the results.
+Run as a program, this file is such a process: it hides the name, or the version, and saves the results; or it hides one
+name after the other, each in a fork.
 """
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 OWNER, NAME = "torch.autograd.forward_ad", "_set_fwd_grad_enabled"
+# Which torch itself asks for while a library of ops is loaded.
+OF_TORCH_ITSELF = {"DispatchKeySet", "OpOverload", "_dispatch_has_kernel_for_dispatch_key"}
 ROOT = Path(__file__).parent.parent
 
 
@@ -101,13 +106,15 @@ def test_one_newest_torch():
 
 
 def private_names():
-    """(file, name) of what llmkernels takes of torch that begins with an underscore, or lies in a module that does."""
+    """(file, owner, name) of what llmkernels takes of torch that begins with an underscore, or lies in a module that
+    does."""
     package = Path(importlib.util.find_spec("llmkernels").origin).parent
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
                 hidden = any(part.startswith("_") for part in node.module.split("."))
-                yield from ((path, alias.name) for alias in node.names if hidden or alias.name.startswith("_"))
+                names = [alias.name for alias in node.names]
+                yield from ((path, node.module, name) for name in names if hidden or name.startswith("_"))
             elif isinstance(node, ast.Attribute):
                 names, root = [node.attr], node.value
                 while isinstance(root, ast.Attribute):
@@ -115,8 +122,63 @@ def private_names():
                     root = root.value
                 hidden = any(name.startswith("_") and not name.startswith("__") for name in names)
                 of_torch = isinstance(root, ast.Name) and root.id in ("torch", "Tensor")
-                if of_torch and hidden and names[-1] != "ops" and node.attr not in ("_C", "_ops"):
-                    yield path, node.attr
+                owner = ".".join(["torch", *(["Tensor"] if of_torch and root.id == "Tensor" else []), *names[:0:-1]])
+                if of_torch and hidden and names[-1] != "ops" and not isinstance(found(owner, node.attr), ModuleType):
+                    yield path, owner, node.attr
+
+
+def found(owner: str, name: str):
+    """What the owner, a module or a class, has by this name; None where it has none."""
+    root, *names = owner.split(".")
+    value = importlib.import_module(root)
+    for one in (*names, name):
+        value = getattr(value, one, None)
+    return value
+
+
+def of_modules():
+    """The names that can be hidden: those of classes can not. Each with whether hf/ has it from hf/_private.py."""
+    files = {}
+    for path, owner, name in private_names():
+        if owner in sys.modules and name not in OF_TORCH_ITSELF:
+            files.setdefault((owner, name), set()).add(path.name)
+    return {key: "_private.py" in names for key, names in sorted(files.items())}
+
+
+@cache
+def without_each() -> dict[str, list]:
+    """By name what a process was left with that lacks it: its error, and why the model had no step."""
+    from llmkernels import _library
+
+    package, tests = _library.PATH.parent.parent, Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{package}:{tests}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    names = json.dumps([*of_modules()])
+    result = subprocess.run(
+        [sys.executable, Path(__file__), names, "each"], capture_output=True, text=True, env=environment, timeout=600
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("owner", "name"), of_modules())
+def test_a_model_is_patched_without_it(owner, name):
+    """Its modules run on kernels. Of hf/'s own names the report says which one the step lacks."""
+    pytest.importorskip("transformers")
+    error, reason = without_each()[f"{owner}.{name}"]
+    assert error is None, error
+    if of_modules()[owner, name]:
+        assert f"'{name}'" in reason
+    else:
+        assert reason is None
+
+
+def test_no_graph_without_memory_pools(monkeypatch):
+    from llmkernels.hf.step import graphs
+
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
+    with pytest.raises(graphs.NoGraph, match="this torch lacks a private name: _cuda_"):
+        graphs.record(lambda: None, torch.device("cuda", 0))
 
 
 def test_the_documents_name_them():
@@ -124,9 +186,55 @@ def test_the_documents_name_them():
     if not page.exists():
         pytest.skip("needs docs/")
     section = page.read_text().split("these private ones are used:")[1]
-    found = {name for path, name in private_names() if path.name != "_common.py"}
-    assert found, "there is nothing to look for"
-    assert sorted(name for name in found if not re.search(rf"\b{name}`", section)) == []
+    names = {name for path, _, name in private_names() if path.name != "_common.py"}
+    assert names, "there is nothing to look for"
+    assert sorted(name for name in names if not re.search(rf"\b{name}`", section)) == []
+
+
+def patched_without(owner: str, name: str) -> list:
+    """The error, and why there was no step, of a model that is patched by a package whose torch lacked the name."""
+    module = importlib.import_module(owner)
+    value = getattr(module, name, None)
+    if value is not None:
+        delattr(module, name)
+    try:
+        import llmkernels
+
+        if value is not None:
+            setattr(module, name, value)  # torch itself cannot do without it
+        from hf_models import assert_close, logits_of, tiny_inputs, tiny_model
+
+        model, ids = tiny_model(), tiny_inputs()
+        expected = logits_of(model, ids), model.generate(ids, max_new_tokens=4, do_sample=False)
+        handle = llmkernels.patch(model, training=True)
+        assert_close(logits_of(model, ids), expected[0])
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), expected[1])
+        model.train()(ids, labels=ids).loss.backward()
+        report = handle.report()
+        assert report["rms_norm"].runs and report["rope"].runs and report["gated_mlp"].runs, report
+        return [None, report.decode[0].reason]
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}", None]
+
+
+def each(names: str) -> None:
+    """Prints what each name leads to; by forks of a process that has what others import late."""
+    import torch.utils.flop_counter  # noqa: F401
+    import transformers.generation
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    results = {}
+    for owner, name in json.loads(names):
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            os.write(write, json.dumps(patched_without(owner, name)).encode())
+            os._exit(0)
+        os.close(write)
+        with open(read) as pipe:
+            results[f"{owner}.{name}"] = json.loads(pipe.read() or '["the process died", null]')
+        os.waitpid(child, 0)
+    print(json.dumps(results))
 
 
 def main(path: str, how: str) -> None:
@@ -145,4 +253,4 @@ def main(path: str, how: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    each(sys.argv[1]) if sys.argv[2] == "each" else main(*sys.argv[1:])

@@ -8,6 +8,7 @@ another one there, for models patched or not.
 handle, on a deep copy or a loaded pickle.
 
     patch.py     patch, unpatch, PatchHandle; report.py, what patch found and did; errors.py, why something is left
+    _private.py  what is used of torch that is not public
     attention.py our attention as an implementation of transformers
     callers/     who asks for steps: model.generate(), our own generate, the forward of a patched model
     step/        a description becomes launches: composed, proved, recorded into graphs

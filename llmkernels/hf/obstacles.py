@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
+from ._private import _dispatch_has_computed_kernel_for_dispatch_key
 from .callers.model_class import model_class
 from .classes.families import kind_by_name, known_base
 from .classes.layout import kind_of
@@ -111,7 +111,7 @@ def obstacle(module: nn.Module, kind: str) -> str | None:
         return None
     device = device_type(module)
     op = f"llmkernels::{ {'gated_mlp': 'glu', 'mlp': 'bias_act'}.get(kind) or op_of(module, kind) }"
-    if device != "meta" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, device.upper()):
+    if device != "meta" and not _dispatch_has_computed_kernel_for_dispatch_key(op, device.upper()):
         return f"this build of llmkernels has no {op} for {device}"
     return None
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from llmkernels.hf._private import TorchDispatchMode
 
 from .kernels import kind_of
 from .timing import PREFILL, STEP, timed_ms

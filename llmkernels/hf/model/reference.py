@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._private import TorchDispatchMode
 from ..classes.effects import check_effects, is_foreign
 from ..classes.families import known_base
 from ..classes.origin import Name, check_origin, hold, members_of, members_of_class, names_of

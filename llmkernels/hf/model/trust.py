@@ -21,11 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from .._private import (
+    MISSING,
+    DeviceContext,
+    _get_current_dispatch_mode_stack,
+    _get_current_function_mode_stack,
+    _has_any_global_hook,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from ..classes.effects import is_foreign
 from ..classes.origin import Entry, asked_of_origin, check_origin, entry
 from ..errors import Distrust, NoStep, UnknownLayout
@@ -40,7 +45,9 @@ _CALLS = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl", 
 
 def check_surroundings() -> None:
     """Raise NoStep where something around a call sees or changes what is computed."""
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if MISSING:
+        raise NoStep(MISSING)
+    if _len_torch_function_stack() or _len_torch_dispatch_stack():
         for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
             if type(mode) not in OBSERVERS:
                 raise NoStep(f"{type(mode).__name__}, an active mode, has to see what is computed")

@@ -6,17 +6,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_map_only
+
+from .._private import DisableTorchFunctionSubclass, _base, _make_wrapper_subclass, tree_map_only
 
 # What Python may call without reading a value: what is known beforehand, and conversions to another dtype, which give
 # another lazy tensor, since wrappers of models convert outputs that nobody may ever read.
 _READS_NOTHING = {
     *(getattr(Tensor, name) for name in ("to", "float", "double", "half", "bfloat16")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "is_complex", "register_hook")),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "_base")
-    ),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad")),
+    getattr(_base, "__get__", None),
     torch.is_floating_point,
 }
 
@@ -29,7 +28,7 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, compute: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self = _make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         self._compute = compute
         return self
 
@@ -49,7 +48,7 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         if function not in _READS_NOTHING:
             args, kwargs = tree_map_only(LazyTensor, lambda tensor: tensor._read, (args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     @classmethod

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from llmkernels.ops import add_lora, lora_linear
 
+from .._private import _has_any_global_hook
 from ..classes.origin import check_origin
 from ..errors import UnknownLayout
 from .replaced import WITHOUT, count, has_kernel, has_no_hooks

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from llmkernels.ops import linear_cross_entropy
 from llmkernels.ops._common import _is_transforming
 
+from .._private import MISSING
 from ..classes.cache_name import cache_name
 from ..classes.families import Loss
 from ..classes.origin import check_origin
@@ -72,6 +73,8 @@ def why_not(model: nn.Module, options: Loss, at_rest: bool = False) -> str | Non
 
     At rest, outside of a forward, a weight may be a DTensor that FSDP makes a plain one in every forward.
     """
+    if MISSING:
+        return MISSING
     head = getattr(model, options.head)
     if type(head) is not nn.Linear or not runs_only_forward(head):
         return f"{options.head} has to be called: it is no plain linear layer, or has hooks"

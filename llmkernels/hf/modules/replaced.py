@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
+from .._private import _has_any_global_hook
 from ..classes.origin import Name, hold
 from ..errors import UnknownLayout
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llmkernels._tune import files
 
+from .._private import _dispatch_has_computed_kernel_for_dispatch_key
 from ..classes.effects import packages_of
 from ..classes.layout import kind_of
 from ..classes.origin import check_names
@@ -65,7 +66,7 @@ def _check_tensors(parts: Description) -> None:
     if device.type not in ("cpu", "cuda"):
         raise NoStep(f"no kernels for {device.type}")
     name = f"llmkernels::{_OP}"
-    if not hasattr(_ops, _OP) or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, device.type.upper()):
+    if not hasattr(_ops, _OP) or not _dispatch_has_computed_kernel_for_dispatch_key(name, device.type.upper()):
         raise NoStep(f"this build of llmkernels has no {name} for {device.type}")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64) or (
         device.type == "cuda" and (dtype.itemsize == 8 or head_dim > MAX_HEAD_DIM)

@@ -28,10 +28,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmkernels import _library
 
+from .._private import TorchDispatchMode
+
+_POOL_FUNCTIONS = ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
 _LOCK = threading.Lock()  # held by a thread that records or releases memory, and within no_recording()
 
 
@@ -114,6 +116,8 @@ def record(function: Callable[[], Any], device: torch.device) -> tuple[Graph, An
     """
     if torch.cuda.get_allocator_backend() != "native":
         raise NoGraph(f"the allocator is {torch.cuda.get_allocator_backend()}, which has no memory pools")
+    if missing := [name for name in _POOL_FUNCTIONS if not hasattr(torch._C, name)]:
+        raise NoGraph(f"this torch lacks a private name: {missing[0]}")
     with _LOCK:
         try:
             return _record(function, torch.cuda.current_device() if device.index is None else device.index)

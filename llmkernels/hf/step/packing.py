@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._private import _new_with_weak_ptr
 from .graphs import no_recording
 
 LOCK = threading.RLock()  # held while weights are packed or unpacked, or must not be
@@ -47,7 +48,7 @@ def packed(parameters: Sequence[Tensor]) -> Tensor | None:
             return None
         address += parameter.nbytes
         rows += parameter.shape[0]
-    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    storage = _new_with_weak_ptr(ref.cdata)
     if storage is None or not storage.data_ptr() <= start <= address <= storage.data_ptr() + storage.nbytes():
         return None  # memory within a living storage can not be another's
     offset = (start - storage.data_ptr()) // first.element_size()
@@ -58,7 +59,7 @@ def memory_of(tensor: Tensor) -> int:
     """The same number for tensors of which each keeps the memory of the others alive."""
     storage = tensor.untyped_storage()
     if (ref := _bases.get(tensor.data_ptr())) is not None:
-        base = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+        base = _new_with_weak_ptr(ref.cdata)
         if base is not None and base.data_ptr() <= tensor.data_ptr() < base.data_ptr() + base.nbytes():
             return base._cdata  # memory within a living storage can not be another's
     return storage._cdata

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .._private import _disable_current_modes
 from ..classes.cache_name import cache_name
 from ..classes.effects import is_foreign
 from ..classes.origin import hold
