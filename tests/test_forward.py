@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, StaticCache
 
 import llmkernels
@@ -350,3 +351,31 @@ def test_other_caches_are_not_asked(device):
                 forward._check_call(model, {"input_ids": ids, cache_name(): cache})
     found, _ = loop(model, ids, cache=StaticCache(config=model.config, max_cache_len=32))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("grad", "window"), [(False, None), (False, 7), (True, None)])
+def test_compiled_behind_a_cache_that_became_ours(grad, window, device):
+    """A prompt and a step as they are, then compiled steps: Dynamo traces the methods of the adopted cache."""
+    sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
+    model, ids = small_model(device=device, **sliding), tiny_inputs(device, 2, 16)
+
+    def run(step):
+        with torch.no_grad():
+            cache = model(ids[:, :9]).past_key_values
+            model(ids[:, 9:10], past_key_values=cache)
+        with torch.set_grad_enabled(grad):
+            logits = [step(ids[:, [token]], past_key_values=cache).logits for token in range(10, 15)]
+        with torch.no_grad():
+            logits.append(model(ids[:, 15:], past_key_values=cache).logits)
+        assert isinstance(cache, llmkernels.KVCache) == is_patched
+        assert cache.get_seq_length() == 16
+        return torch.cat(logits, 1).detach()
+
+    is_patched = False
+    expected = run(model)
+    is_patched = bool(llmkernels.patch(model))
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    assert_close(run(torch.compile(model, backend=counter, fullgraph=not grad)), expected)
+    assert counter.frame_count == 2 or grad  # one graph of any length, as unpatched
+    assert decoder(model).forwards[STEP] == 2
