@@ -127,7 +127,7 @@ class Decoder:
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self.steps = 0  # that ran, of all calls
         self.prompts: Counter[str] = Counter()  # how often a prompt took which way
-        self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
+        self.forwards: Counter[str] = Counter()  # how often another forward, behind a cache or with gradients, did
         self._lock = threading.Lock()
         self._closed = False
         self._described: Described | None = None
@@ -271,7 +271,7 @@ class Decoder:
             self.calls[way] += 1
 
     def count_prompt(self, way: str) -> None:
-        """Note that the prompt of a call that goes by the decode step went this way."""
+        """Note that a prompt, of a call by the decode step or of a forward, went this way."""
         with self._lock:
             self.prompts[way] += 1
 
@@ -283,7 +283,7 @@ class Decoder:
                 self.calls[STEP] += 1
 
     def count_forward(self, way: str) -> None:
-        """Note that a forward behind a cache went this way."""
+        """Note that a forward behind a cache, or with gradients, went this way."""
         with self._lock:
             self.forwards[way] += 1
 
