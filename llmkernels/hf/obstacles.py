@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from .callers.model_class import model_class
-from .classes.families import kind_by_name, known_base
 from .classes.layout import kind_of
+from .classes.options import kind_by_name, known_base
 from .errors import UnknownLayout
 from .model.trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
 from .modules import lora
