@@ -70,9 +70,9 @@ PYTHON = [
     Mutation(
         "py_step_that_nobody_wants_stays",
         "a step that was queued before the end was known leaves its token in the cache",
-        "llmkernels/hf/callers/generate.py",
-        "                late_cache.take_back(1)\n",
-        "                pass\n",
+        "llmkernels/hf/callers/reading.py",
+        "            late_cache.take_back(1)\n",
+        "            pass\n",
         "tests/test_generate_user_code.py -k leaves_the_cache",
     ),
     Mutation(
