@@ -12,14 +12,14 @@ from torch.autograd import DeviceType
 
 import decode_oracle
 from hf_models import count_ops
-from llmkernels.hf.classes import families
+from llmkernels.hf.classes.options import NormOptions
 from llmkernels.hf.model.description import MLP, Attention, Branch, Description, Layer, Norm, Product, map_tensors
 from llmkernels.hf.step.compose import LayerCache, Tokens, forward, make_tables
 from oracles import assert_same
 
 PAGE = 16
-RMS_NORM, LAYER_NORM = families.Norm(), families.Norm(kind="layer_norm")
-GEMMA_NORM = families.Norm(weight_offset=1.0, cast_before_weight=False)
+RMS_NORM, LAYER_NORM = NormOptions(), NormOptions(kind="layer_norm")
+GEMMA_NORM = NormOptions(weight_offset=1.0, cast_before_weight=False)
 STATE = ("hidden", "k_caches", "v_caches")  # what a forward changes
 
 
@@ -354,8 +354,8 @@ def test_starts_and_windows(device, length, count):
 
 @pytest.mark.parametrize(
     "options",
-    [{"norm": GEMMA_NORM}, {"norm": families.Norm(weight_offset=0.5)},
-     {"norm": families.Norm(cast_before_weight=False)}, {"eps": 0.5}, {"head_bias": False}, {"scale": 0.2}],
+    [{"norm": GEMMA_NORM}, {"norm": NormOptions(weight_offset=0.5)},
+     {"norm": NormOptions(cast_before_weight=False)}, {"eps": 0.5}, {"head_bias": False}, {"scale": 0.2}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("batch, normed", [(1, ""), (3, "heads")])

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, StaticCache
 
 import llmkernels
@@ -13,9 +14,11 @@ from hf_models import CountOps, assert_close, lora, tiny_inputs
 from llmkernels.hf.callers import forward
 from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.errors import NoStep
+from llmkernels.hf.report import by_forward
 from llmkernels.hf.step import graphs
 from llmkernels.hf.step.decode import decoder
 from llmkernels.hf.step.program import Program
+from prompting import compose_forwards
 
 NEW = 9
 
@@ -160,6 +163,78 @@ def test_what_only_the_modules_have(what, device):
         output = model(ids[:, :1], past_key_values=cache, **{what: True})
     assert getattr(output, what.removeprefix("output_")) is not None
     assert decoder(model).forwards == {f"by the model's forward: {what}": 1}
+
+
+def embeds(model, ids):
+    return {"inputs_embeds": model.get_input_embeddings()(ids)}
+
+
+# The arguments of a forward without gradients and without a cache, and why the modules run it.
+PROMPTS = {
+    "inputs_embeds": embeds,
+    "output_attentions": lambda model, ids: {"input_ids": ids, "output_attentions": True},
+    "return_dict=False": lambda model, ids: {"input_ids": ids, "return_dict": False},
+}
+# The same behind a cache.
+BEHIND = PROMPTS | {
+    "more than 64 tokens behind a cache": lambda model, ids: {"input_ids": ids.repeat(1, 3)},
+    "gradients are enabled": lambda model, ids: {"input_ids": ids},
+}
+
+
+@pytest.mark.parametrize(
+    ("is_behind", "reason"), [*((False, reason) for reason in PROMPTS), *((True, reason) for reason in BEHIND)]
+)
+def test_the_report_says_why_the_modules_run(is_behind, reason, device, monkeypatch):
+    """Each forward is counted once, as a prompt or as one behind a cache or with gradients."""
+    compose_forwards(monkeypatch)
+    model, ids = small_model(device=device, attn_implementation="eager"), tiny_inputs(device, 2, 12)
+
+    def run(model):
+        with torch.no_grad():
+            given = BEHIND[reason](model, ids)
+            if is_behind:
+                given["past_key_values"] = model(tiny_inputs(device)).past_key_values
+        with torch.set_grad_enabled(reason.startswith("gradients")):
+            output = model(**given)
+        return output[0] if isinstance(output, tuple) else output.logits
+
+    expected = run(model)
+    handle = llmkernels.patch(model)
+    assert_close(run(model), expected)
+    (entry,) = handle.report().decode
+    counted, other = (entry.forwards, entry.prompts) if is_behind else (entry.prompts, entry.forwards)
+    assert counted[by_forward(reason)] == 1
+    assert by_forward(reason) not in other
+    assert f"1 {by_forward(reason)}" in str(handle.report())
+
+
+def test_the_report_says_that_prompts_run_by_the_modules_on_a_cpu():
+    model = small_model()
+    handle = llmkernels.patch(model)
+    with torch.no_grad():
+        model(tiny_inputs())
+    (entry,) = handle.report().decode
+    assert entry.prompts == {by_forward("a prompt on cpu"): 1} and not entry.forwards
+
+
+def test_training_is_one_entry_of_the_report(device):
+    model, ids = small_model(device=device).train(), tiny_inputs(device)
+    handle = llmkernels.patch(model, training=True)
+    for _ in range(3):
+        model(ids, labels=ids).loss.backward()
+    (entry,) = handle.report().decode
+    assert entry.forwards == {by_forward("gradients are enabled"): 3} and not entry.prompts
+
+
+def test_an_error_of_the_modules_has_no_reason_of_ours_before_it():
+    """As unpatched: nothing was being handled when it was raised."""
+    model = small_model()
+    llmkernels.patch(model)
+    with torch.no_grad(), pytest.raises(ValueError) as caught:
+        model()
+    assert caught.value.__context__ is None
+    assert decoder(model).prompts == {by_forward("input_ids are not (batch, tokens)"): 1}
 
 
 def test_hooks_see_every_call(device):
@@ -319,15 +394,15 @@ def test_what_is_kept_is_bounded(device, monkeypatch):
 def test_chats_share_programs(device):
     """Whoever has a cache: there are as many programs, and graphs of them, as run at the same time."""
     model, ids = small_model(device=device), tiny_inputs(device, 1, 20)
-    handle = llmkernels.patch(model)
     with torch.no_grad():
+        expected = model(ids).logits
+        handle = llmkernels.patch(model)
         caches = [model(ids[:, : 10 + chat % 3]).past_key_values for chat in range(12)]
         for token in range(5):
             for chat, cache in enumerate(caches):
                 first = 10 + chat % 3 + token
-                prompt = ids[:, first : first + 1]
-                expected = model(ids[:, : first + 1]).logits[:, -1:]
-                assert_close(model(prompt, past_key_values=cache).logits, expected)
+                found = model(ids[:, first : first + 1], past_key_values=cache).logits
+                assert_close(found, expected[:, first : first + 1])
     (program,) = decoder(model).programs.idle()
     assert len(program.recordings) == 1
     (entry,) = handle.report().decode
@@ -348,5 +423,34 @@ def test_other_caches_are_not_asked(device):
             patch.setattr(StaticCache, "get_seq_length", lambda *arguments: pytest.fail("asked"))
             with pytest.raises(NoStep, match="the cache given is a StaticCache"):
                 forward._check_call(model, {"input_ids": ids, cache_name(): cache})
+    assert decoder(model).forwards == {by_forward("the cache given is a StaticCache"): 1}
     found, _ = loop(model, ids, cache=StaticCache(config=model.config, max_cache_len=32))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("grad", "window"), [(False, None), (False, 7), (True, None)])
+def test_compiled_behind_a_cache_that_became_ours(grad, window, device):
+    """A prompt and a step as they are, then compiled steps: Dynamo traces the methods of the adopted cache."""
+    sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
+    model, ids = small_model(device=device, **sliding), tiny_inputs(device, 2, 16)
+
+    def run(step):
+        with torch.no_grad():
+            cache = model(ids[:, :9]).past_key_values
+            model(ids[:, 9:10], past_key_values=cache)
+        with torch.set_grad_enabled(grad):
+            logits = [step(ids[:, [token]], past_key_values=cache).logits for token in range(10, 15)]
+        with torch.no_grad():
+            logits.append(model(ids[:, 15:], past_key_values=cache).logits)
+        assert isinstance(cache, llmkernels.KVCache) == is_patched
+        assert cache.get_seq_length() == 16
+        return torch.cat(logits, 1).detach()
+
+    is_patched = False
+    expected = run(model)
+    is_patched = bool(llmkernels.patch(model))
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    assert_close(run(torch.compile(model, backend=counter, fullgraph=not grad)), expected)
+    assert counter.frame_count == 2 or grad  # one graph of any length, as unpatched
+    assert decoder(model).forwards[STEP] == 2

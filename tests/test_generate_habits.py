@@ -13,7 +13,7 @@ from generating import NEW, generate_step, hf_generate, small_model
 from hf_models import tiny_inputs
 from llmkernels import KVCache
 from llmkernels.hf import unpatch
-from llmkernels.hf.report import PREFILL
+from llmkernels.hf.report import PREFILL, by_forward
 from llmkernels.hf.step.decode import decoder
 
 STEP, BEAMS, ASSISTED = generate_step(), "by transformers: beam search", "by transformers: assisted decoding"
@@ -136,6 +136,39 @@ def guesses_from_the_prompt(model, tokenizer):
     return hf_generate(model, ids, prompt_lookup_num_tokens=3)
 
 
+@torch.no_grad()
+def contrastive(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
+    """Contrastive search, as a loop of the user's: among the likeliest tokens the one least like those before it."""
+    count, alpha, batch = 4, 0.6, len(input_ids)
+    text, mask, cache = input_ids, inputs["attention_mask"], DynamicCache(config=model.config)
+    output = model(text, attention_mask=mask, past_key_values=cache, output_hidden_states=True)
+    seen, logits = output.hidden_states[-1], output.logits[:, -1]
+    going = torch.ones(batch, dtype=torch.bool)
+    while going.any():
+        likely, tokens = logits_processor(text, logits.float()).softmax(-1).topk(count)
+        mask = torch.cat([mask, mask.new_ones(batch, 1)], 1)
+        cache.batch_repeat_interleave(count)
+        output = model(
+            tokens.view(-1, 1),
+            attention_mask=mask.repeat_interleave(count, 0),
+            past_key_values=cache,
+            output_hidden_states=True,
+        )
+        states = output.hidden_states[-1].view(batch, count, -1)
+        alike = torch.cosine_similarity(states[:, :, None], seen[:, None], dim=-1).amax(-1)
+        best = ((1 - alpha) * likely - alpha * alike).argmax(-1)
+        rows = torch.arange(batch, device=best.device), best
+        cache.batch_select_indices(rows[0] * count + best)
+        seen, logits = torch.cat([seen, states[rows][:, None]], 1), output.logits.view(batch, count, -1)[rows]
+        text = torch.cat([text, tokens[rows][:, None]], 1)
+        going = ~stopping_criteria(text, None)
+    return text, seen, cache.get_seq_length()
+
+
+def contrastive_search(model, tokenizer):
+    return hf_generate(model, tiny_inputs(model.device), custom_generate=contrastive)
+
+
 HABITS = {
     in_a_pipeline: {STEP: 1},
     stop_strings: {STEP: 2},
@@ -153,6 +186,7 @@ HABITS = {
     beams_on_a_cache_of_ours: {BEAMS: 1},
     its_own_assistant: {ASSISTED: 1},
     guesses_from_the_prompt: {ASSISTED: 1},
+    contrastive_search: {"by custom_generate": 1},
 }
 
 
@@ -180,3 +214,13 @@ def test_habit(habit, tokenizer, device, late):
     unpatch(model)
     check_same(found, expected)
     assert ways == HABITS[habit]
+
+
+def test_contrastive_search_runs_by_the_modules_that_have_hidden_states(device):
+    """Each token's candidates need hidden states, which the step has not; their prompt may be composed of ops."""
+    model = small_model(device=device)
+    handle = llmkernels.patch(model)
+    contrastive_search(model, None)
+    (entry,) = handle.report().decode
+    assert entry.forwards == {by_forward("output_hidden_states"): NEW}
+    assert sum(entry.prompts.values()) == 1

@@ -238,13 +238,14 @@ def test_left_out_on_request():
 def test_report():
     model, ids = small_model(), tiny_inputs()
     handle = llmkernels.patch(model)
-    assert str(handle.report()).splitlines()[-1] == "Qwen2ForCausalLM decodes by the decode step"
+    assert str(handle.report()).splitlines()[-2] == "Qwen2ForCausalLM decodes by the decode step"
     hf_generate(model, ids)
     hf_generate(model, ids)
     hf_generate(model, ids, num_beams=2)
-    assert str(handle.report()).splitlines()[-1] == (
+    assert str(handle.report()).splitlines()[-2:] == [
         "Qwen2ForCausalLM decodes by the decode step "
         "(calls of generate: 2 by the decode step, 14 steps; 1 by transformers: beam search, "
-        "forwards: 7 by the decode step)"
-    )
+        "prompts: 1 by the model's forward: a prompt on cpu, forwards: 7 by the decode step)",
+        "forwards under torch.compile are not counted",
+    ]
     assert llmkernels.patch(tiny_model().model).report().decode == []

@@ -27,8 +27,8 @@ from hf_models import (
     tiny_model,
 )
 from llmkernels.hf import unpatch
-from llmkernels.hf.classes.families import Norm, Rotation
 from llmkernels.hf.classes.layout import norm_of, rotation_of
+from llmkernels.hf.classes.options import NormOptions, Rotation
 from llmkernels.hf.classes.source import bind_global, fuse_adds
 from llmkernels.hf.errors import UnknownLayout
 
@@ -220,20 +220,23 @@ _FORMULAS = [
 @pytest.mark.parametrize(
     ("formula", "options"),
     [
-        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), Norm()),
-        (lambda x, w, eps, T: w * (x / (x.norm(dim=-1, keepdim=True) ** 2 / x.shape[-1] + eps).sqrt()).to(T), Norm()),
+        (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), NormOptions()),
+        (
+            lambda x, w, eps, T: w * (x / (x.norm(dim=-1, keepdim=True) ** 2 / x.shape[-1] + eps).sqrt()).to(T),
+            NormOptions(),
+        ),
         (
             lambda x, w, eps, T: (w * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps))).to(T),
-            Norm(cast_before_weight=False),
+            NormOptions(cast_before_weight=False),
         ),
         (
             lambda x, w, eps, T: ((1 + w.float()) * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps))).to(T),
-            Norm(weight_offset=1, cast_before_weight=False),
+            NormOptions(weight_offset=1, cast_before_weight=False),
         ),
-        (lambda x, w, eps, T: (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), Norm(has_weight=False)),
+        (lambda x, w, eps, T: (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), NormOptions(has_weight=False)),
         (
             lambda x, w, eps, T: (w * (x - x.mean(-1, True)) * torch.rsqrt(x.var(-1, False, keepdim=True) + eps)).to(T),
-            Norm("layer_norm"),
+            NormOptions("layer_norm"),
         ),
         (lambda x, w, eps, T: w * (x * torch.rsqrt(x.pow(2).mean(-1, True)) + eps).to(T), None),
         (lambda x, w, eps, T: (2 + w) * (x * torch.rsqrt(x.pow(2).mean(-1, True) + eps)).to(T), None),
@@ -259,11 +262,11 @@ def test_norms_of_transformers():
     from transformers.models.gemma import modeling_gemma as gemma
     from transformers.models.nemotron import modeling_nemotron as nemotron
 
-    assert norm_of(modeling_llama.LlamaRMSNorm) == Norm()
-    assert norm_of(gemma.GemmaRMSNorm) == Norm(eps="eps", weight_offset=1, cast_before_weight=False)
-    assert norm_of(cohere.CohereLayerNorm) == Norm("layer_norm")
-    assert norm_of(nemotron.NemotronLayerNorm1P) == Norm("layer_norm", "eps", weight_offset=1, has_bias=True)
-    assert norm_of(nn.LayerNorm) == Norm("layer_norm", "eps", has_bias=True)
+    assert norm_of(modeling_llama.LlamaRMSNorm) == NormOptions()
+    assert norm_of(gemma.GemmaRMSNorm) == NormOptions(eps="eps", weight_offset=1, cast_before_weight=False)
+    assert norm_of(cohere.CohereLayerNorm) == NormOptions("layer_norm")
+    assert norm_of(nemotron.NemotronLayerNorm1P) == NormOptions("layer_norm", "eps", weight_offset=1, has_bias=True)
+    assert norm_of(nn.LayerNorm) == NormOptions("layer_norm", "eps", has_bias=True)
     with pytest.raises(UnknownLayout):
         norm_of(nn.GroupNorm)
 

@@ -7,7 +7,7 @@ from transformers.models.qwen2 import modeling_qwen2
 import llmkernels
 from hf_models import assert_close, tiny_inputs, tiny_model
 from llmkernels.hf.classes.cache_name import cache_name
-from llmkernels.hf.classes.families import Loss
+from llmkernels.hf.classes.options import Loss
 from llmkernels.hf.errors import UnknownLayout
 from llmkernels.hf.modules.loss import loss_of
 

@@ -9,30 +9,38 @@ from transformers.models.qwen2 import modeling_qwen2
 
 import llmkernels
 from hf_models import LAYERS, as_transformers, assert_close, count_ops, logits_of, tiny_inputs, tiny_model
-from llmkernels.hf.classes.families import MLP
 from llmkernels.hf.classes.layout import kind_of, mlp_of
+from llmkernels.hf.classes.options import MLPNames
 from llmkernels.hf.errors import UnknownLayout
 
 
 @pytest.mark.parametrize(
     ("formula", "kind", "options"),
     [
-        ("self.d(self.act(self.g(x)) * self.u(x))", "gated_mlp", MLP("d", "act", "g", "u")),
-        ("self.d(self.u(x) * self.act(self.g(x)))", "gated_mlp", MLP("d", "act", "g", "u")),
-        ("self.act(self.u(self.d(x)).mul_(self.g(x)))", "gated_mlp", MLP("act", "u", "d", "g")),  # whatever their names
-        ("self.a(self.b(self.c(x)))", "mlp", MLP("a", "b", None, "c")),
-        ("self.d(self.act(self.u(x)))", "mlp", MLP("d", "act", None, "u")),
+        ("self.d(self.act(self.g(x)) * self.u(x))", "gated_mlp", MLPNames("d", "act", "g", "u")),
+        ("self.d(self.u(x) * self.act(self.g(x)))", "gated_mlp", MLPNames("d", "act", "g", "u")),
+        (
+            "self.act(self.u(self.d(x)).mul_(self.g(x)))",
+            "gated_mlp",
+            MLPNames("act", "u", "d", "g"),
+        ),  # whatever their names
+        ("self.a(self.b(self.c(x)))", "mlp", MLPNames("a", "b", None, "c")),
+        ("self.d(self.act(self.u(x)))", "mlp", MLPNames("d", "act", None, "u")),
         (
             "F.dropout(self.d(self.act(self.u(x))), p=self.p, training=self.training)",
             "mlp",
-            MLP("d", "act", None, "u", "p"),
+            MLPNames("d", "act", None, "u", "p"),
         ),
         (
             "self.d((lambda g, u: u * self.act(g))(*self.g(x).chunk(2, dim=-1)))",
             "gated_mlp",
-            MLP("d", "act", "g", None),
+            MLPNames("d", "act", "g", None),
         ),
-        ("self.d((lambda g, u: self.f(g) * u)(*torch.chunk(self.g(x), 2, -1)))", "gated_mlp", MLP("d", "f", "g", None)),
+        (
+            "self.d((lambda g, u: self.f(g) * u)(*torch.chunk(self.g(x), 2, -1)))",
+            "gated_mlp",
+            MLPNames("d", "f", "g", None),
+        ),
         ("self.d((lambda u, g: u * self.act(g))(*self.g(x).chunk(2, dim=-1)))", None, None),
         ("self.d((lambda g, u: u * self.act(g))(*self.g(x).chunk(3, dim=-1)[:2]))", None, None),
         ("self.d((lambda g, u: u * self.act(g))(*self.g(x).chunk(2, dim=0)))", None, None),

@@ -99,25 +99,24 @@ def test_cuda_graph_of_a_decode_step():
 @pytest.mark.gpu
 def test_reduce_overhead():
     model = wide_model("cuda", torch.bfloat16)
+    prompts = [tiny_inputs("cuda", seed=seed) for seed in range(4)]
+    expected = [logits_of(model, ids) for ids in prompts]
     llmkernels.patch(model)
     torch._dynamo.reset()
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-    for seed in range(4):
-        ids = tiny_inputs("cuda", seed=seed)
+    for ids, logits in zip(prompts, expected, strict=True):
         torch.compiler.cudagraph_mark_step_begin()
-        assert_close(logits_of(compiled, ids, use_cache=False), logits_of(model, ids), rounding(torch.bfloat16))
+        assert_close(logits_of(compiled, ids, use_cache=False), logits, rounding(torch.bfloat16))
 
 
 @pytest.mark.gpu
 def test_generate_compiles_the_decode_step():
     """generate() with a static cache compiles the forward on a GPU, with CUDA graphs."""
     model = tiny_model(device="cuda")
+    options = {"max_new_tokens": 10, "do_sample": False}
+    prompts = [tiny_inputs("cuda", tokens=tokens) for tokens in (9, 6)]
+    expected = [model.generate(ids, **options) for ids in prompts]
     llmkernels.patch(model)
     torch._dynamo.reset()
-    options = {"max_new_tokens": 10, "do_sample": False}
-    for tokens in (9, 6):
-        ids = tiny_inputs("cuda", tokens=tokens)
-        with torch.no_grad():
-            found = model.generate(ids, cache_implementation="static", **options)
-            expected = model.generate(ids, **options)
-        assert torch.equal(found, expected)
+    for ids, text in zip(prompts, expected, strict=True):
+        assert torch.equal(model.generate(ids, cache_implementation="static", **options), text)

@@ -15,6 +15,7 @@ from hf_models import assert_close, rounding, tiny_inputs
 from llmkernels.hf import unpatch
 from llmkernels.hf.callers import forward
 from llmkernels.hf.report import STEP
+from llmkernels.hf.report import by_forward as by_forward_of
 from llmkernels.hf.step import prompt
 from llmkernels.hf.step.block import Layout
 from llmkernels.hf.step.decode import decoder
@@ -156,15 +157,17 @@ def test_forwards_that_the_modules_run(by_forward):
     llmkernels.patch(model)
     assert torch.is_grad_enabled()
     model(ids)
+    assert not prompts(model)
     with torch.no_grad():
         for _ in range(2):
             model(ids, return_dict=False)
             model(ids, output_attentions=True)
             model(inputs_embeds=model.model.embed_tokens(ids))
-        assert not prompts(model)
+        refused = dict.fromkeys(map(by_forward_of, ("return_dict=False", "output_attentions", "inputs_embeds")), 2)
+        assert prompts(model) == refused
         model(ids)
         assert type(model(ids).past_key_values).__mro__[1] is DynamicCache
-        assert prompts(model) == {STEP: 2}
+        assert prompts(model) == refused | {STEP: 2}
         holes = torch.ones_like(ids)
         holes[0, 3] = 0
         expected = small_model()(ids, attention_mask=holes).logits
@@ -172,7 +175,7 @@ def test_forwards_that_the_modules_run(by_forward):
         hook = model.lm_head.register_forward_hook(lambda *arguments: arguments[2] * 2)
         assert_close(model(ids).logits, 2 * small_model()(ids).logits)
         hook.remove()
-    assert len(prompts(model)) == 3 and prompts(model)[STEP] == 2
+    assert len(prompts(model)) == 6 and prompts(model)[STEP] == 2
 
 
 @pytest.mark.parametrize("how", ["padded", "as it is"])

@@ -6,8 +6,8 @@ from torch import nn
 
 from ._private import _dispatch_has_computed_kernel_for_dispatch_key
 from .callers.model_class import model_class
-from .classes.families import kind_by_name, known_base
 from .classes.layout import kind_of
+from .classes.options import kind_by_name, known_base
 from .errors import UnknownLayout
 from .model.trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
 from .modules import lora

@@ -60,8 +60,8 @@ class Decode:
         reason: why the decode step can not run now, or None.
         calls: the calls of generate so far, by the way they took: `by the decode step` if one ran.
         steps: the decode steps that ran in all of them.
-        forwards: the forwards of a few tokens behind a cache so far, by the way they took, in the same words.
-        prompts: the prompts of calls by the decode step so far, by the way they took, in the same words.
+        forwards: the forwards behind a cache so far, and those with gradients, by the way they took, in the same words.
+        prompts: the prompts so far, of calls by the decode step and of other forwards, in the same words.
         graphs: the CUDA graphs that are kept for calls to come. Caches of one shape share them.
         graph_bytes: the memory of these on the GPU, besides caches.
         products: the kernels that multiply one token in a step on a GPU, by their names in `llmkernels.explain`, with
@@ -126,6 +126,8 @@ class Report:
                 lines.append(f"{row.kind} left alone, {len(names)}: {reason}: {abbreviate(names)}")
             lines += [f"{row.kind} without a kernel, {times} times: {why}" for why, times in row.fallbacks.items()]
         lines += map(str, self.decode)
+        if any(entry.reason != NOT_ASKED for entry in self.decode):
+            lines.append("forwards under torch.compile are not counted")
         if self.untested is not None:
             lines.append(f"{self.untested}; left alone, maybe for that: {', '.join(self.left_alone()) or 'nothing'}")
         return "\n".join(lines)

@@ -8,7 +8,8 @@ assisted decoding and prompt lookup, which verify several tokens at once.
                       model's modules, into the cache that the caller has
     next tokens       by the step; before the first one the cache becomes one of ours, in place (adopted.py)
 
-The modules run a forward that asks for anything else, or has more than MAX_ROWS tokens. Report.decode counts both.
+The modules run a forward that asks for anything else, has more than MAX_ROWS tokens behind a cache, or is compiled.
+Report.decode counts all but the compiled ones, with the reason.
 """
 
 import functools
@@ -53,19 +54,21 @@ def by_step(original: Callable, signature: Any) -> Callable:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         given = signature(self, args, kwargs)
-        cache, ids = given.get(name), given.get("input_ids")
+        cache = given.get(name)
         is_prompt = cache is None or _is_empty(cache)
-        if is_prompt and _may_be_prompt(ids) and not getattr(cache, "left_to_modules", False):
-            return _prompt(self, functools.partial(original, self, *args, **kwargs), given, name)
-        if is_prompt or not _has_few_tokens(ids):
+        if is_prompt and getattr(cache, "left_to_modules", False):  # generate() has counted it
             return original(self, *args, **kwargs)
         state = decoder(self)
         try:
-            logits = _step(self, state, given)
-        except NoStep as reason:
-            state.count_forward(by_forward(reason))
-            return original(self, *args, **kwargs)
-        return CausalLMOutputWithPast(logits=logits, **{name: cache})
+            _check_inputs(given)
+            if is_prompt:
+                return CausalLMOutputWithPast(**_prompt(self, state, given))
+            return CausalLMOutputWithPast(logits=_step(self, state, given), **{name: cache})
+        except NoStep as refusal:
+            reason = str(refusal)
+        count = state.count_prompt if is_prompt and not torch.is_grad_enabled() else state.count_forward
+        count(by_forward(reason))
+        return original(self, *args, **kwargs)
 
     return forward
 
@@ -73,39 +76,32 @@ def by_step(original: Callable, signature: Any) -> Callable:
 PROMPT_DEVICES = {"cuda"}  # on a CPU the modules are as fast
 
 
-def _may_be_prompt(ids: Any) -> bool:
-    return (
-        isinstance(ids, Tensor)
-        and ids.ndim == 2
-        and ids.numel() > 0
-        and ids.device.type in PROMPT_DEVICES
-        and not torch.is_grad_enabled()
-    )
+def _check_inputs(given: dict[str, Any]) -> None:
+    """Raise NoStep for gradients, and for anything but token ids (B, T)."""
+    if torch.is_grad_enabled():
+        raise NoStep("gradients are enabled")
+    ids = given.get("input_ids")
+    if ids is None and given.get("inputs_embeds") is not None:
+        raise NoStep("inputs_embeds")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
+        raise NoStep("input_ids are not (batch, tokens)")
 
 
-def _prompt(model: nn.Module, original: Callable, given: dict[str, Any], name: str) -> Any:
-    """The forward of a prompt behind nothing, which makes a cache, fills an empty one, or neither: composed of ops, or
-    `original()`."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
+def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> dict[str, Any]:
+    """The output of a prompt behind nothing, which makes a cache, fills an empty one, or neither: composed of ops.
+    Raises NoStep."""
     from ..cache.empty import fill
 
-    state = decoder(model)
-    try:
-        _check_call(model, given, _OF_PROMPTS)
-    except NoStep:
-        return original()
-    try:
-        logits, cache, states = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
-        if (empty := given.get(name)) is not None and empty is not cache:
-            fill(empty, cache)
-            cache = empty
-    except NoStep as reason:
-        state.count_prompt(by_forward(reason))
-        return original()
+    device = given["input_ids"].device.type
+    if device not in PROMPT_DEVICES:
+        raise NoStep(f"a prompt on {device}")
+    _check_call(model, given, _OF_PROMPTS)
+    logits, cache, states = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
+    if (empty := given.get(cache_name())) is not None and empty is not cache:
+        fill(empty, cache)
+        cache = empty
     state.count_prompt(STEP)
-    loss = _loss(model, logits, given)
-    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states, **{name: cache})
+    return {"loss": _loss(model, logits, given), "logits": logits, "hidden_states": states, cache_name(): cache}
 
 
 def _loss(model: nn.Module, logits: Tensor, given: dict[str, Any]) -> Tensor | None:
@@ -246,11 +242,6 @@ def bound_arguments(forward: Callable) -> Callable:
     return given
 
 
-def _has_few_tokens(ids: Any) -> bool:
-    """Whether these are few enough for a step."""
-    return isinstance(ids, Tensor) and ids.ndim == 2 and 0 < ids.numel() <= MAX_ROWS
-
-
 def _is_empty(cache: Any) -> bool:
     """Whether a cache that the step takes has no tokens. False of others, whose length may be on the device."""
     if not may_become_ours(cache):
@@ -267,6 +258,8 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     if _use_cache(model, given) is False:
         raise NoStep("use_cache=False")
     ids, cache = given["input_ids"], given[cache_name()]
+    if ids.numel() > MAX_ROWS:
+        raise NoStep(f"more than {MAX_ROWS} tokens behind a cache")
     positions = Positions(given, ids, int(cache.get_seq_length()))
     kept = given.get("logits_to_keep")
     with state.lend("logits", ids, ids.shape[1]) as program:
@@ -282,8 +275,6 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
 def _check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozenset()) -> None:
     """Raise NoStep for what only the modules do, and arguments that are neither known nor in `also`. Reads nothing on
     the device."""
-    if torch.is_grad_enabled():
-        raise NoStep("gradients are enabled")
     device = given["input_ids"].device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise NoStep("a CUDA graph is being captured")

@@ -17,7 +17,7 @@ from ..report import PREFILL, by_forward
 from ..step.decode import decoder
 from . import reading
 from .loop import prepare
-from .reading import Reading, Text
+from .reading import Reading, Text, next_turn
 
 
 def generate(
@@ -298,31 +298,13 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
 def _loop(choice: "_Choice", logits: Tensor, text: Text, limit: int, streamer, late_cache) -> None:
     """`late_cache`: the cache where a step is queued before it is known that it is wanted, and may be undone."""
     tokens = choice(logits)
-    while True:
+    while tokens is not None:
         text.append(tokens)
         more = text.length < limit
-        if streamer is None and choice.finished is None:
-            if not more:
-                return
-            tokens = choice.next()
-            continue
-        decision = Reading(tokens, choice.all_finished())
-        ahead = more and late_cache is not None and late_cache.has_room(1)
-        if ahead:
-            tokens = choice.next()
-        going = False  # and so it is when the streamer raises
-        try:
-            seen, finished = decision.wait()
-            if streamer is not None:
-                streamer.put(seen)
-            going = more and not bool(finished)
-        finally:
-            if ahead and not going:
-                late_cache.take_back(1)
-        if not going:
-            return
-        if not ahead:
-            tokens = choice.next()
+        if streamer is None and choice.going is None:
+            tokens = choice.next() if more else None
+        else:
+            tokens = next_turn(choice.next, Reading(tokens, choice.goes_on()), streamer, late_cache, more)
 
 
 class _Choice:
@@ -333,12 +315,12 @@ class _Choice:
         batch, vocab = logits.shape
         buffer = functools.partial(step.program.buffer, device=prompt.device)
         eos, pad = config._eos_token_tensor, config._pad_token_tensor
-        self._eos = self.finished = None
+        self._eos = self.going = None
         if eos is not None:
             self._eos = buffer("eos", (len(eos),), torch.long).copy_(eos)
             self._pad = buffer("pad", (), torch.long).copy_(pad)
-            self.finished = buffer("finished", (batch,), torch.bool).zero_()
-        self._going = torch.zeros((), dtype=torch.bool, device=prompt.device)
+            self.going = buffer("going", (batch,), torch.bool).fill_(True)
+        self._always = torch.ones((), dtype=torch.bool, device=prompt.device)
         # Tensors, and not numbers that a graph would keep; but those that are off are not there, which costs nothing.
         self._options = {
             name: self._fill(buffer(name, (batch,), _OPTIONS[name][1]), name, value, vocab)
@@ -381,10 +363,11 @@ class _Choice:
 
     def _finish(self, tokens: Tensor) -> Tensor:
         if self._eos is not None:
-            tokens = torch.where(self.finished, self._pad, tokens)
-            self.finished |= (tokens[:, None] == self._eos).any(1)
+            tokens = torch.where(self.going, tokens, self._pad)
+            self.going &= (tokens[:, None] != self._eos).all(1)
         self._step.tokens.copy_(tokens)
         return tokens
 
-    def all_finished(self) -> Tensor:
-        return self._going if self.finished is None else self.finished.all()
+    def goes_on(self) -> Tensor:
+        """Whether there is a sequence that has not ended."""
+        return self._always if self.going is None else self.going.any()

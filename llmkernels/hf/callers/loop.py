@@ -26,7 +26,7 @@ from ..step.decode import Decoder, DecodeStep, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from . import reading
-from .reading import Reading, Text
+from .reading import Reading, Text, next_turn
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now
@@ -279,8 +279,13 @@ def _run(
 
     logits = call.prefill(state, input_ids, config, cache)
     step = None
-    going = True
-    while going:
+
+    def advance() -> Tensor:
+        nonlocal step
+        step = step or call.begin(state, cache, program)
+        return step(text.last())
+
+    while logits is not None:
         if shown is not None:
             hand_back(cache, shown, frees=False)
         # A copy: processors write into it, and the next step into logits.
@@ -298,24 +303,8 @@ def _run(
             tokens = tokens * unfinished + pad * (1 - unfinished)
         text.append(tokens)
         unfinished = unfinished & ~stopping_criteria(text.read(), scores)
-        decision = Reading(tokens, unfinished.max())
-
-        ahead = late and text.length < stopping_criteria.max_length and cache.has_room(1)
-        if ahead:
-            step = step or call.begin(state, cache, program)
-            logits = step(text.last())
-        going = False  # and so it is when the streamer raises
-        try:
-            seen, goes_on = decision.wait()
-            if streamer is not None:
-                streamer.put(seen)
-            going = bool(goes_on)
-        finally:
-            if ahead and not going:
-                cache.take_back(1)
-        if going and not ahead:
-            step = step or call.begin(state, cache, program)
-            logits = step(text.last())
+        late_cache = cache if late and text.length < stopping_criteria.max_length else None
+        logits = next_turn(advance, Reading(tokens, unfinished.max()), streamer, late_cache)
     if step is None:
         state.count(PREFILL)
     if streamer is not None:

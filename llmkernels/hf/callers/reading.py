@@ -5,6 +5,9 @@ wait. If the text had ended, that step is undone. The user's code (processors, c
 the host knows that it counts. Idea: transformers' DeferredStopCheck, which does this on MPS.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -73,3 +76,27 @@ class Reading:
         if self._event is not None:
             self._event.synchronize()
         return [tensor.cpu() for tensor in self._tensors]
+
+
+def next_turn(
+    step: Callable[[], Tensor], decision: Reading, streamer: Any, late_cache: Any = None, more: bool = True
+) -> Tensor | None:
+    """What the next step returns, or None where the loop ends: as `decision` has it, which reads the tokens for the
+    streamer and whether to go on, or where no `more` tokens are wanted.
+
+    With a `late_cache`, where it has room, the step is queued before the host waits, and taken back if unwanted.
+    """
+    ahead = more and late_cache is not None and late_cache.has_room(1)
+    result = step() if ahead else None
+    going = False  # and so it is when the streamer raises
+    try:
+        tokens, goes_on = decision.wait()
+        if streamer is not None:
+            streamer.put(tokens)
+        going = more and bool(goes_on)
+    finally:
+        if ahead and not going:
+            late_cache.take_back(1)
+    if not going:
+        return None
+    return result if ahead else step()

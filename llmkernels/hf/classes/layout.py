@@ -22,7 +22,7 @@ from llmkernels.ops import layer_norm, rms_norm, rope
 
 from ..errors import UnknownLayout
 from .cache_name import cache_argument
-from .families import EPS, GATE, MLP, OF_EXPERTS, OF_LAYER, Norm, Rotation, is_lora, kind_by_name, known_base
+from .options import EPS, GATE, OF_EXPERTS, OF_LAYER, MLPNames, NormOptions, Rotation, is_lora, kind_by_name, known_base
 from .origin import Name, check_origin, names_of
 from .recorder import ForwardRecorder, Node, StandIn, member_name
 
@@ -79,7 +79,7 @@ def _names(function: Callable | None) -> tuple[str, ...]:
 
 
 @functools.cache
-def mlp_of(forward: Callable) -> MLP:
+def mlp_of(forward: Callable) -> MLPNames:
     """The names of an MLP's submodules, whichever they are. Raises UnknownLayout unless a forward is that of an MLP."""
     check_origin(forward)
     recorder = ForwardRecorder()
@@ -104,39 +104,39 @@ def mlp_of(forward: Callable) -> MLP:
             parts = down, act, None, up
     if not parts:
         raise UnknownLayout(f"unknown layout of its forward, which computes {recorder.codes_of(result)}")
-    return MLP(*(None if part is None else member_name(str(part)) for part in (*parts, dropout)))
+    return MLPNames(*(None if part is None else member_name(str(part)) for part in (*parts, dropout)))
 
 
 # --- on numbers
 
 _NORMS = [
-    Norm("rms_norm", "", offset, cast, weight)
+    NormOptions("rms_norm", "", offset, cast, weight)
     for offset, cast, weight in ((0, True, True), (0, False, True), (1, False, True), (1, True, True), (0, True, False))
 ]
 _NORMS += [
-    Norm("layer_norm", "", offset, has_weight=has_weight, has_bias=has_bias)
+    NormOptions("layer_norm", "", offset, has_weight=has_weight, has_bias=has_bias)
     for offset, has_weight, has_bias in ((0, True, True), (0, True, False), (1, True, True), (0, False, False))
 ]
 
 
-def apply_norm(options: Norm, x: torch.Tensor, weight: Any, bias: Any, eps: float) -> torch.Tensor:
+def apply_norm(options: NormOptions, x: torch.Tensor, weight: Any, bias: Any, eps: float) -> torch.Tensor:
     if options.kind == "layer_norm":
         return layer_norm(x, offset_weight(options, weight), bias, eps)
     return rms_norm(x, weight, eps, weight_offset=options.weight_offset, cast_before_weight=options.cast_before_weight)
 
 
-def offset_weight(options: Norm, weight: torch.Tensor | None) -> torch.Tensor | None:
+def offset_weight(options: NormOptions, weight: torch.Tensor | None) -> torch.Tensor | None:
     """Of a layer norm, whose op has no offset."""
     return weight + options.weight_offset if options.weight_offset else weight
 
 
-def norm_of(cls: type) -> Norm:
+def norm_of(cls: type) -> NormOptions:
     """What the forward of a norm computes, rounding order included. Raises UnknownLayout for none of _NORMS."""
     return _norm_of(cls, cls.forward)
 
 
 @functools.cache
-def _norm_of(cls: type, forward: Callable) -> Norm:
+def _norm_of(cls: type, forward: Callable) -> NormOptions:
     check_origin(forward, ("transformers", "torch"))
     x = torch.linspace(-1.5, 2.5, 256, device="cpu").view(4, 64)
     x = x * x.flip(-1).exp()  # no row is symmetric, or has a mean near 0
@@ -155,7 +155,7 @@ def _norm_of(cls: type, forward: Callable) -> Norm:
         raise UnknownLayout(f"unknown layout of its forward ({type(error).__name__}: {error})") from error
 
 
-def norm_of_module(module: nn.Module, x: torch.Tensor) -> tuple[Norm, str | None, str | None, float]:
+def norm_of_module(module: nn.Module, x: torch.Tensor) -> tuple[NormOptions, str | None, str | None, float]:
     """What a norm computes of float32 x, the names of its weight and its bias, and its eps. That may be an attribute of
     any name, or a number of the forward's own, which has no name."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
@@ -189,7 +189,7 @@ def _measured_eps(module: nn.Module, x: torch.Tensor) -> float | None:
     return rounded if 0 < rounded < 1 and abs(eps - rounded) < 1e-4 * rounded else None
 
 
-def _best_norm(runs: dict[str, list[tuple]]) -> Norm:
+def _best_norm(runs: dict[str, list[tuple]]) -> NormOptions:
     """By what agrees with runs of a forward, by the name of the eps that they used."""
     agreed = {}
     for eps, results in runs.items():
@@ -203,7 +203,7 @@ def _best_norm(runs: dict[str, list[tuple]]) -> Norm:
     return best
 
 
-def _agreement(options: Norm, x: torch.Tensor, weight: Any, bias: Any, eps: float, found: torch.Tensor) -> float:
+def _agreement(options: NormOptions, x: torch.Tensor, weight: Any, bias: Any, eps: float, found: torch.Tensor) -> float:
     if not torch.is_tensor(found) or found.dtype != x.dtype or found.shape != x.shape:
         return 0.0
     if (options.has_weight and weight is None) or (options.has_bias and bias is None):

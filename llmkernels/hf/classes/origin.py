@@ -34,7 +34,10 @@ def check_origin(forward: Callable, origins: tuple[str, ...] = ("transformers",)
 
 def home(function: Callable) -> str:
     """The module of a function, by what it computes in: its __module__ may be copied from another one."""
-    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    scope = getattr(function, "__globals__", None)
+    if scope is None:  # Dynamo, which traces `update` of a cache, has no __module__ of a function's type
+        return type(function).__module__
+    return scope.get("__name__", "")
 
 
 # --- names

@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..classes import families
+from ..classes.options import NormOptions
 
 
 @dataclass(frozen=True)
 class Norm:
-    options: families.Norm
+    options: NormOptions
     weight: Tensor | None
     bias: Tensor | None
     eps: float

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..classes import layout
-from ..classes.families import Rotation
+from ..classes.options import Rotation
 from ..classes.recorder import Node
 from ..errors import UnknownLayout
 from .reference import WINDOW

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from llmkernels.ops.activation import ACTIVATIONS
 
 from ..classes import layout
-from ..classes.families import Rotation
+from ..classes.options import Rotation
 from ..classes.recorder import Node
 from ..errors import UnknownLayout
 from .description import MLP, Attention, Branch, Description, Layer, Norm, Product

@@ -22,7 +22,7 @@ from torch import nn
 
 from .._private import TorchDispatchMode
 from ..classes.effects import check_effects, is_foreign
-from ..classes.families import known_base
+from ..classes.options import known_base
 from ..classes.origin import Name, check_origin, hold, members_of, members_of_class, names_of
 from ..errors import NoStep, UnknownLayout
 from ..modules.replaced import foreign_class, library_class

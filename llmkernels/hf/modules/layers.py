@@ -18,9 +18,8 @@ from torch import nn
 
 from llmkernels.ops import add_layer_norm, add_rms_norm
 
-from ..classes.families import MLP as MLPNames
-from ..classes.families import Layer, Norm, Rotation, is_lora
 from ..classes.layout import apply_norm, kind_of, mlp_of, norm_of, offset_weight, rotate, rotation_name, rotation_of
+from ..classes.options import FusedNormNames, MLPNames, NormOptions, Rotation, is_lora
 from ..classes.origin import Name, check_origin, names_of
 from ..classes.source import bind_global, fuse_adds
 from ..errors import UnknownLayout
@@ -32,7 +31,7 @@ from .replaced import WITHOUT, LoRA, Patched, count, has_kernel, is_current_for,
 class FusedNorm(Patched):
     """A norm that its decoder layer fuses with the add in front of it, by `add(norm, x, residual)`, a static method."""
 
-    options: Norm
+    options: NormOptions
     add: Callable
 
 
@@ -40,15 +39,15 @@ class CalledNorm(FusedNorm):
     """A norm that runs on a kernel where it is called, too."""
 
 
-class RMSNorm(CalledNorm):
+class PatchedRMSNorm(CalledNorm):
     pass
 
 
-class LayerNorm(CalledNorm):
+class PatchedLayerNorm(CalledNorm):
     pass
 
 
-def _norm_members(original: Callable, options: Norm) -> dict[str, Callable]:
+def _norm_members(original: Callable, options: NormOptions) -> dict[str, Callable]:
     op, add_op = options.kind, f"add_{options.kind}"
 
     def tensors(norm: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -88,7 +87,7 @@ def _has_norm_kernel(op: str, x: torch.Tensor, weight: torch.Tensor | None, bias
     return has_kernel(x)
 
 
-class MLP(Patched):
+class PatchedMLP(Patched):
     """An MLP whose activation, and the product with it where it is gated, are one op."""
 
     options: MLPNames
@@ -122,16 +121,16 @@ def _gated(activation: Callable) -> Callable:
     return lambda gate, up: activation(gate) * up
 
 
-class Attention(Patched):
+class PatchedAttention(Patched):
     """Its forward is the original's with `rotation_by_kernel` in the place of the function that rotates."""
 
     options: Rotation
 
 
-class DecoderLayer(Patched):
+class PatchedDecoderLayer(Patched):
     """Its forward is the original's with `_add_norm` in the place of each add and the norm behind it."""
 
-    options: Layer
+    options: FusedNormNames
 
 
 def _add_norm(
@@ -203,20 +202,22 @@ def _patched_class(cls, forward, rotation, only_fused):
     members, calls = {}, rotation  # those in whose place the replacement computes
     if kind in ("rms_norm", "layer_norm"):
         options, calls = norm_of(cls), names_of(forward, cls)
-        replacement = FusedNorm if only_fused else {"rms_norm": RMSNorm, "layer_norm": LayerNorm}[options.kind]
+        replacement = (
+            FusedNorm if only_fused else {"rms_norm": PatchedRMSNorm, "layer_norm": PatchedLayerNorm}[options.kind]
+        )
         members = _norm_members(forward, options)
         made = members["forward"]
     elif kind == "rope":
-        replacement = Attention
+        replacement = PatchedAttention
         made, options = _rotating_forward(forward)
     elif kind in ("gated_mlp", "mlp"):
-        replacement, options, calls = MLP, mlp_of(forward), names_of(forward, cls)
+        replacement, options, calls = PatchedMLP, mlp_of(forward), names_of(forward, cls)
         made = _mlp_forward(options)
     elif kind == "add_rms_norm":
         check_origin(forward)
-        replacement = DecoderLayer
+        replacement = PatchedDecoderLayer
         made, norms = fuse_adds(forward, _add_norm)
-        options = Layer(norms)
+        options = FusedNormNames(norms)
     else:
         raise UnknownLayout(f"{cls.__name__} is of no known kind")
     is_current = is_current_for(cls, forward, calls)

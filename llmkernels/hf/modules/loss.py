@@ -14,7 +14,7 @@ from llmkernels.ops._common import _is_transforming
 
 from .._private import MISSING
 from ..classes.cache_name import cache_name
-from ..classes.families import Loss
+from ..classes.options import Loss
 from ..classes.origin import check_origin
 from ..classes.recorder import ForwardRecorder, Node, StandIn, code_of, member_name
 from ..errors import UnknownLayout

@@ -35,7 +35,7 @@ class Replaced:
 class Patched(Replaced):
     """Base of every class with another forward.
 
-    `made` is that forward, `options` what it computes, a dataclass of families.py; a LoRA layer has none.
+    `made` is that forward, `options` what it computes, a dataclass of options.py; a LoRA layer has none.
     `is_current()` says whether it still stands for what the original computes: False where somebody has replaced a
     function that it was made from; `is_current.calls` are these functions, as names.
     """

@@ -164,7 +164,7 @@ def _layer(layer: Layer, hidden: Tensor, prepared, tokens: Tokens, cache, follow
     """Adds the layer's branches to `hidden`. `prepared` is of the first norm; returns the same of `following`, the norm
     and the product behind the layer."""
     if layer.parallel:
-        blocks = [_block(branch, _normalized(hidden, branch.pre), tokens, cache) for branch in layer.branches]
+        blocks = [_block(branch, _Source(_norm(hidden, branch.pre)), tokens, cache) for branch in layer.branches]
         readers = [None] * (len(blocks) - 1) + [following]
         for branch, y, reader in zip(layer.branches, blocks, readers, strict=True):
             prepared = _add(hidden, y, branch, reader)
@@ -220,10 +220,6 @@ def _norm(x: Tensor, norm: Norm | None) -> Tensor:
     if norm.options.kind == "rms_norm":
         return _ops.rms_norm(x, norm.weight, *_options(norm))
     return _ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
-
-
-def _normalized(hidden: Tensor, norm: Norm | None) -> _Source:
-    return _Source(_norm(hidden, norm))
 
 
 def _block(branch: Branch, source: _Source, tokens: Tokens, cache) -> Tensor:

@@ -127,7 +127,7 @@ class Decoder:
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self.steps = 0  # that ran, of all calls
         self.prompts: Counter[str] = Counter()  # how often a prompt took which way
-        self.forwards: Counter[str] = Counter()  # how often a forward behind a cache took which way
+        self.forwards: Counter[str] = Counter()  # how often another forward, behind a cache or with gradients, did
         self._lock = threading.Lock()
         self._closed = False
         self._described: Described | None = None
@@ -135,7 +135,7 @@ class Decoder:
         self._refusal: str | None = None  # why the model could not be read, the last time,
         self._pause = self._paused = 0  # for how many forwards it is not tried again, and how many of them are over
         self.programs = Programs(self.calls)
-        self._places: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # of caches
+        self._place_of_cache: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # of caches
         self.layouts = Layouts()
         self.is_padded_behind = False  # whether the last prompt that was composed had padding behind a sequence
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
@@ -180,9 +180,9 @@ class Decoder:
         return DecodeStep(parts, cache, self._place(cache), program, ahead)
 
     def _place(self, cache: Any) -> Place:
-        known = self._places.get(cache)
+        known = self._place_of_cache.get(cache)
         if known is None or not known.holds(cache):
-            known = self._places[cache] = place_of(cache)
+            known = self._place_of_cache[cache] = place_of(cache)
         return known
 
     def run_prompt(
@@ -248,7 +248,7 @@ class Decoder:
         That is so if all that it reads is where it was; the list keeps it alive. The cache has been checked when its
         place was noted.
         """
-        known, place = self._described, self._places.get(cache)
+        known, place = self._described, self._place_of_cache.get(cache)
         if known is None or place is None or not program.has_graph(known.parts, place):
             return None
         if not place.holds(cache) or not cache.is_even or len(place.positions) != batch:
@@ -263,7 +263,7 @@ class Decoder:
 
     def forget_place(self, cache: Any) -> None:
         """Let the next forward check the model and the cache before it replays a graph."""
-        self._places.pop(cache, None)
+        self._place_of_cache.pop(cache, None)
 
     def count(self, way: str) -> None:
         """Note that a call of generate went this way."""
@@ -271,7 +271,7 @@ class Decoder:
             self.calls[way] += 1
 
     def count_prompt(self, way: str) -> None:
-        """Note that the prompt of a call that goes by the decode step went this way."""
+        """Note that a prompt, of a call by the decode step or of a forward, went this way."""
         with self._lock:
             self.prompts[way] += 1
 
@@ -283,7 +283,7 @@ class Decoder:
                 self.calls[STEP] += 1
 
     def count_forward(self, way: str) -> None:
-        """Note that a forward behind a cache went this way."""
+        """Note that a forward behind a cache, or with gradients, went this way."""
         with self._lock:
             self.forwards[way] += 1
 
@@ -351,7 +351,7 @@ class Decoder:
         """Free the cache and the graphs that are kept for the next call."""
         self._spare.clear()
         with self._lock:
-            self._places.clear()
+            self._place_of_cache.clear()
         self.layouts.release()
         self.programs.clear()
         graphs.release_memory()

@@ -1,4 +1,4 @@
-"""What `patch` knows by name, and the words in which layout.py says what a class computes.
+"""The options of replacements, in which layout.py says what a class computes, and what `patch` knows by name.
 
 A layer is known by what its class computes, of whatever family it is: see layout.py.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormOptions:
     """What a norm computes, in the words of `llmkernels.rms_norm` and `llmkernels.layer_norm`.
 
     `kind` is one of the two; `eps` names the module's attribute. A norm without `has_weight` has none, or does not use
@@ -41,7 +41,7 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class MLP:
+class MLPNames:
     """The names of an MLP's submodules: down(act(gate(x)) * up(x)), or with `gate` None down(act(up(x))).
 
     With `up` None `gate` is packed: its result holds those of gate and up, in this order. `dropout` names the attribute
@@ -56,9 +56,9 @@ class MLP:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A decoder layer: `norms` names the modules that follow an add directly, in their order. If all of them are norms,
-    they are fused with it."""
+class FusedNormNames:
+    """Of a decoder layer: `norms` names the modules that follow an add directly, in their order. If all of them are
+    norms, they are fused with it."""
 
     norms: tuple[str, ...]
 
