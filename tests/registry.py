@@ -138,14 +138,15 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     cos, sin = (torch.cat((t, t), -1).to(device, dtype) for t in (table.cos(), table.sin()))
     q, k = draw(batch, tokens, heads, dim), draw(batch, tokens, kv_heads, dim)
     norms = draw(dim), draw(dim)
-    of_norm, of_rope = (1e-6, 0.0, True, False), (False, False, None)
-    for ids in (draw_int(tokens, batch, tokens), None):
-        angles = cos[:tokens], sin[:tokens], ids
-        for op in ("rope", "rope_"):
-            yield call(op, q, k, *angles)
-        yield call("rope_backward", q, k, *angles, *of_rope)
+    of_norm = 1e-6, 0.0, True, False
+    for ids, heads_first in ((draw_int(tokens, batch, tokens), False), (None, False), (None, True)):
+        if heads_first:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        angles, of_rope = (cos[:tokens], sin[:tokens], ids), (heads_first, heads_first, None)  # in pairs, too
+        for op in ("rope", "rope_", "rope_backward"):
+            yield call(op, q, k, *angles, *of_rope)
         for op in ("rms_norm_rope", "rms_norm_rope_"):
-            yield call(op, q, k, *norms, *angles)
+            yield call(op, q, k, *norms, *angles, *of_norm, *of_rope)
         wanted = True, True
         yield call("rms_norm_rope_backward", q, k, q.neg(), k.neg(), *norms, *angles, *of_norm, *of_rope, *wanted)
 

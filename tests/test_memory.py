@@ -23,7 +23,7 @@ SIZES = [SMALL, *(Size(2, 5, cols, 2, 70, 1003) for cols in (64, 129, 2056)), Si
 
 
 @every_dtype
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.cols}")
 def test_no_op_depends_on_what_was_in_memory(device, size, dtype):
     """All of registry.py, which needs no formula: backwards, quantization, optimizers, sampling, caches."""
     assert reading_what_was_there(size, device, dtype=dtype) == []
