@@ -351,7 +351,7 @@ PYTHON = [
         "py_the_loop_tries_a_prompt_twice",
         "a prompt that generate has left to the modules is tried once more by their forward",
         "llmkernels/hf/callers/forward.py",
-        'if is_prompt and getattr(cache, "left_to_modules", False):',
+        "if is_prompt and is_refused:",
         "if False:",
         "tests/test_prompt.py -k left_to_the_modules",
     ),
