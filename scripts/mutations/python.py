@@ -355,4 +355,12 @@ PYTHON = [
         "if False:",
         "tests/test_prompt.py -k left_to_the_modules",
     ),
+    Mutation(
+        "py_forwards_of_the_modules_are_not_counted",
+        "the report does not say why the modules run a forward",
+        "llmkernels/hf/callers/forward.py",
+        "        if not is_refused:\n",
+        "        if False:\n",
+        "tests/test_forward.py -k says_why",
+    ),
 ]
