@@ -376,9 +376,27 @@ def test_left_to_the_modules_once(monkeypatch):
     monkeypatch.setattr(prompt, "_CPU_TOKENS", 4)
     assert torch.equal(hf_generate(model, ids), expected)
     assert torch.equal(hf_generate(model, ids, past_key_values=llmkernels.KVCache(model, 40)), expected)
-    assert prompts(model) == {"by the model's forward: attention over more than 4 tokens is left to PyTorch": 2}
+    assert torch.equal(hf_generate(model, ids, prefill_chunk_size=4), expected)  # its forwards could compose the first
+    left = {"attention over more than 4 tokens is left to PyTorch": 2, "prefill_chunk_size": 1}
+    assert prompts(model) == {by_forward_of(reason): count for reason, count in left.items()}
     monkeypatch.undo()
     compose_forwards(monkeypatch)
     cache = llmkernels.KVCache(model, 40)
     model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
     assert prompts(model)[STEP] == 1  # the cache's next prompt is one like any other
+
+
+def test_left_to_the_modules_once_behind_a_cache(monkeypatch):
+    """As above, of a second prompt, which is longer than a step takes."""
+    model, ids = small_model(max_position_embeddings=128), tiny_inputs(tokens=60)
+
+    def chat(model, cache):
+        first = hf_generate(model, ids[:, :8], past_key_values=cache, max_new_tokens=2)
+        return hf_generate(model, torch.cat([first, ids], 1), past_key_values=cache)
+
+    expected = chat(model, DynamicCache(config=model.config))
+    llmkernels.patch(model)
+    monkeypatch.setattr(prompt, "_CPU_TOKENS", 16)
+    assert torch.equal(chat(model, llmkernels.KVCache(model, 80)), expected)
+    assert prompts(model) == {STEP: 1, by_forward_of("attention over more than 16 tokens is left to PyTorch"): 1}
+    assert not decoder(model).forwards

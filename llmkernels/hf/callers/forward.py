@@ -56,7 +56,8 @@ def by_step(original: Callable, signature: Any) -> Callable:
         given = signature(self, args, kwargs)
         cache = given.get(name)
         is_prompt = cache is None or _is_empty(cache)
-        if is_prompt and getattr(cache, "left_to_modules", False):  # generate() has counted it
+        is_refused = getattr(cache, "left_to_modules", False)  # by generate(), which has counted it
+        if is_prompt and is_refused:
             return original(self, *args, **kwargs)
         state = decoder(self)
         try:
@@ -66,8 +67,9 @@ def by_step(original: Callable, signature: Any) -> Callable:
             return CausalLMOutputWithPast(logits=_step(self, state, given), **{name: cache})
         except NoStep as refusal:
             reason = str(refusal)
-        count = state.count_prompt if is_prompt and not torch.is_grad_enabled() else state.count_forward
-        count(by_forward(reason))
+        if not is_refused:
+            count = state.count_prompt if is_prompt and not torch.is_grad_enabled() else state.count_forward
+            count(by_forward(reason))
         return original(self, *args, **kwargs)
 
     return forward

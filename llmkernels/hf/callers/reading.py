@@ -1,4 +1,5 @@
-"""Shared by the loops around the decode step: the tokens so far, and asynchronous copies of results to the host.
+"""Shared by the loops around the decode step: the tokens so far, asynchronous copies of results to the host, and the
+turn to the next step.
 
 On CUDA the next step is queued before the host has read the stop flag of the last one, so that the device does not
 wait. If the text had ended, that step is undone. The user's code (processors, criteria) is called for a step only when
