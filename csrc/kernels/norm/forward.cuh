@@ -42,8 +42,7 @@ template <typename T, int N, int kVectors, bool kCentered, Sum kSum, bool kKeepI
 __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
     norm_kernel(const NormParams params, float inverse_cols) {
   using V = Vec<T, N>;
-  constexpr int kSums = !kCentered ? 1 : sizeof(T) == 2 ? 2 : 3;
-  __shared__ alignas(8) float shared[kSums * kMaxRowsPerBlock * kMaxVirtualWarps];
+  __shared__ float shared[(kCentered ? 3 : 1) * kMaxRowsPerBlock * kMaxVirtualWarps];
   constexpr bool kOneRow = kVectors > 1, kResidual = kSum == Sum::kBefore;
   const Group group = row_group();
   const int64_t index = kOneRow ? blockIdx.x : row_index();
@@ -70,12 +69,13 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   }
   RowScale of_row{};
   if constexpr (kCentered) {
-    const float first = sizeof(T) == 4 && count > 0 ? row.template load<1>(kResidual, 0)[0] : 0.f;
+    constexpr bool kNeedsElement = sizeof(T) == 4 || kVectors == 1;  // see scale_of_row()
+    const float element = kNeedsElement && count > 0 ? row.element(kResidual) : 0.f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (kResidual && mine(v)) (s[v] = add(s[v], r[v])).store(row.sum + offset(v));
     }
-    of_row = scale_of_row(s, count, first, inverse_cols, eps, group, shared, mine);
+    of_row = scale_of_row(s, count, element, inverse_cols, eps, group, shared, mine);
   } else {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {

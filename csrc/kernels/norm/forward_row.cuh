@@ -70,6 +70,8 @@ __device__ float sum_of_squares(const Vec<T, N>& s, float total) {
   return total;
 }
 
+__device__ inline float median(float a, float b, float c) { return fmaxf(fminf(a, b), fminf(fmaxf(a, b), c)); }
+
 // Where a row begins in each operand.
 template <typename T>
 struct Row {
@@ -90,6 +92,14 @@ struct Row {
     using V = Vec<T, N>;
     return has_residual ? add(V::load(x + c), V::load(residual + c)) : V::load(x + c);
   }
+  // An element of what is normalized; of 16 bits the median of three, which one load brings.
+  __device__ float element(bool has_residual) const {
+    if constexpr (sizeof(T) == 2) {
+      const Vec<T, 4> s = load<4>(has_residual, 0);
+      return median(s[0], s[1], s[3]);
+    }
+    return load<1>(has_residual, 0)[0];
+  }
 };
 
 // What a LayerNorm subtracts from a row, and multiplies it by.
@@ -105,52 +115,51 @@ __device__ inline RowScale scale_of_sums(float number, float sum, float squares,
   return {number + mean, rsqrtf((variance < 0.f ? 0.f : variance) + eps)};  // NaN stays NaN
 }
 
-// The mean of a part of a row, and the sum of the squared differences to it.
-struct alignas(8) Moments {
-  float mean, squares;
+// Of parts of a row, in shared memory: an element of each, and the sums of the differences to it and of their squares.
+struct PartSums {
+  float* numbers;  // three times `pitch` of them
+  int pitch;
 
-  // From the sums over a part of the differences to one of its elements, and of their squares.
-  __device__ static Moments of_sums(float element, float sum, float squares, float inverse_count) {
-    const float mean = sum * inverse_count;
-    return {element + mean, squares < INFINITY ? fmaxf(squares - sum * mean, 0.f) : squares};
-  }
+  // number 0: the element; 1, 2: the sums.
+  __device__ void put(int part, int number, float value) const { numbers[part + number * pitch] = value; }
 };
 
-// The scale of a row from the moments of its parts, count_of(i) elements in part i (Chan, Golub & LeVeque 1983). For a
-// whole warp; at most 64 parts.
+// The scale of a row of at most 64 parts, count_of(i) elements in part i. The moments of a part are merged as those of
+// Chan, Golub & LeVeque 1983. For a whole warp.
 template <typename CountOf>
-__device__ RowScale merge_moments(const Moments* moments, int parts, const CountOf& count_of, float inverse_cols,
-                                  float eps) {
-  const float first = moments[0].mean;
-  float sums[2] = {0.f, 0.f};
-  const auto add = [&](int i) {
-    const float count = count_of(i), difference = moments[i].mean - first;
-    sums[0] += count * difference;
-    sums[1] += fmaf(count * difference, difference, moments[i].squares);
-  };
-  if (parts <= 4) {  // without shuffles
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i < parts) add(i);
+__device__ RowScale merge_parts(const PartSums& of, int parts, const CountOf& count_of, float inverse_cols, float eps) {
+  const int width = parts <= 4 ? 4 : parts <= 8 ? 8 : parts <= 16 ? 16 : 32;
+  const int mine = static_cast<int>(threadIdx.x) & (width - 1);
+  float first = 0.f, sums[2] = {0.f, 0.f};
+  const auto add = [&](int part) {
+    float count = 0.f, mean = 0.f, squares = 0.f;
+    if (part < parts) {
+      const float sum = of.numbers[part + of.pitch];
+      count = count_of(part), squares = of.numbers[part + 2 * of.pitch];
+      const float difference = sum * __fdividef(1.f, count);
+      mean = of.numbers[part] + difference;
+      if (squares < INFINITY) squares = fmaxf(fmaf(-sum, difference, squares), 0.f);
     }
-  } else {
-    const int width = parts <= 8 ? 8 : parts <= 16 ? 16 : 32, from = threadIdx.x & (width - 1);
-    if (from < parts) add(from);
-    if (from + 32 < parts) add(from + 32);
-    warp_sum(sums, width);
-  }
+    if (part == mine) first = __shfl_sync(0xffffffffu, mean, 0, width);
+    const float difference = mean - first, product = count * difference;
+    sums[0] += product;
+    sums[1] += fmaf(product, difference, squares);
+  };
+  add(mine);
+  if (parts > 32) add(mine + 32);
+  warp_sum(sums, width);
   return scale_of_sums(first, sums[0], sums[1], inverse_cols, eps);
 }
 
-// The scale of a row of `count` vectors of which a thread has those for which mine(v) is true. `first`: the row's first
-// element, for float32. `shared` has room for what row_sum() needs: in 16 bits twice, in float32 three times.
+// The scale of a row of `count` vectors of which a thread has those for which mine(v) is true. `element`: one of the
+// row's. `shared` has room for three times what row_sum() needs.
 //
-// 16 bits: one reduction. Each virtual warp (see row_sums()) takes the differences to its first element, and the
-// moments are merged. An element is at most sqrt(elements) standard deviations from the mean, so that what cancels
-// costs the variance of 256 elements no digit that the result shows. That of a long row it would.
+// 16 bits: one reduction, of the differences to an element and of their squares. An element is at most sqrt(elements)
+// standard deviations from the mean. So what cancels costs the variance of 1024 elements no digit that the result
+// shows, but it would that of a long row: there each virtual warp (see row_sums()) takes its own first element.
 template <typename T, int N, int kVectors, typename Mine>
-__device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], int count, float first, float inverse_cols, float eps,
-                                 const Group& group, float* shared, const Mine& mine) {
+__device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], int count, float element, float inverse_cols,
+                                 float eps, const Group& group, float* shared, const Mine& mine) {
   float sums[2][kVectors], totals[2];
   const auto add_up = [&](const auto& number) {
 #pragma unroll
@@ -163,32 +172,33 @@ __device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], int count, floa
     }
   };
   if constexpr (sizeof(T) == 2) {
-    float elements[kVectors];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) elements[v] = __shfl_sync(0xffffffffu, s[v][0], 0, min(group.threads, 32));
-    add_up([&](int v) { return elements[v]; });
     if constexpr (kVectors == 1) {
-      if (group.threads <= 32) {
-        totals[0] = sums[0][0], totals[1] = sums[1][0];
-        warp_sum(totals, group.threads);
-        return scale_of_sums(elements[0], totals[0], totals[1], inverse_cols, eps);
+      if (group.threads <= kNarrowRow) {
+        add_up([&](int) { return element; });
+        row_sums(sums, totals, group, shared);
+        return scale_of_sums(element, totals[0], totals[1], inverse_cols, eps);
       }
     }
-    constexpr int kLanes = 32 / kVectors;
-    const int vector = group.rank % 32 / kLanes, part = vector * (group.threads / 32) + group.rank / 32;
-    const auto count_of = [&](int i) { return static_cast<float>(min(count - i * 32, 32) * N); };
-    const float inverse_count = __fdividef(1.f, count_of(part));
-    Moments* const moments = reinterpret_cast<Moments*>(shared) + group.index * kMaxVirtualWarps;
-    const float sum = warp_sum_each(sums[0]), squares = warp_sum_each(sums[1]);
-    float element = elements[0];
+    float elements[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) elements[v] = __shfl_sync(0xffffffffu, s[v][0], 0);
+    add_up([&](int v) { return elements[v]; });
+    const float sum = warp_sum_each(reinterpret_cast<const float(&)[2 * kVectors]>(sums));
+    constexpr int kLanes = 16 / kVectors;  // have the same of these sums
+    const int lane = group.rank % 32, vector = lane / kLanes % kVectors;
+    const int part = vector * (group.threads / 32) + group.rank / 32;
+    element = elements[0];
 #pragma unroll
     for (int v = 1; v < kVectors; ++v) element = vector == v ? elements[v] : element;
-    if (group.rank % kLanes == 0) moments[part] = Moments::of_sums(element, sum, squares, inverse_count);
+    const PartSums parts{shared + group.index * 3 * kMaxVirtualWarps, kMaxVirtualWarps};
+    if (lane % kLanes == 0) parts.put(part, 1 + lane / 16, sum);
+    if (lane % kLanes == 0 && lane < 16) parts.put(part, 0, element);
     __syncthreads();
-    return merge_moments(moments, (count + 31) / 32, count_of, inverse_cols, eps);
+    const auto count_of = [&](int i) { return static_cast<float>(min(count - i * 32, 32) * N); };
+    return merge_parts(parts, (count + 31) / 32, count_of, inverse_cols, eps);
   } else {
-    add_up([&](int) { return first; });
-    const float mean = first + row_sum(sums[0], group, shared) * inverse_cols;
+    add_up([&](int) { return element; });
+    const float mean = element + row_sum(sums[0], group, shared) * inverse_cols;
     add_up([&](int) { return mean; });
     row_sums(sums, totals, group, shared + kMaxRowsPerBlock * kMaxVirtualWarps);
     return scale_of_sums(mean, totals[0], totals[1], inverse_cols, eps);

@@ -6,7 +6,8 @@
 
 namespace llmk::kernels::norm {
 
-constexpr int kMaxWordSums = 2 * kMaxWordThreads / 32;  // two for each warp
+constexpr int kMaxWordSums = 2 * kMaxWordThreads / 32;        // two for each warp
+static_assert(2 * kMaxWordSums >= 3 * kMaxWordThreads / 32);  // PartSums takes both buffers
 
 // The scale of a row (see scale_of_row()) of which a thread has words; those outside of the row are `number`: of 16
 // bits the first element of the warp's part, of float32 that of the row. `shared`: two buffers of group_sum(), for two
@@ -23,15 +24,18 @@ __device__ RowScale scale_of_words(const typename Slot::Word (&s)[kWords], const
     if constexpr (Slot::kPerWord == 2) sums[1] += centered.sum_of_squares();
   }
   if constexpr (Slot::kPerWord == 2) {
-    warp_sum(sums, 32);
-    if (group.threads == 32) return scale_of_sums(number, sums[0], sums[1], inverse_cols, eps);
-    const auto count_of = [&](int i) { return static_cast<float>(min(cols - i * Slot::kPart, Slot::kPart)); };
-    Moments* const moments = reinterpret_cast<Moments*>(shared[0]);
-    const int part = group.rank / 32;
-    const float inverse_count = __fdividef(1.f, count_of(part));
-    if (group.rank % 32 == 0) moments[part] = Moments::of_sums(number, sums[0], sums[1], inverse_count);
+    const float sum = warp_sum_each(sums);
+    const int lane = group.rank % 32, part = group.rank / 32;
+    if (group.threads == 32) {
+      const auto of_lane = [&](int from) { return __shfl_sync(0xffffffffu, sum, from); };
+      return scale_of_sums(number, of_lane(0), of_lane(16), inverse_cols, eps);
+    }
+    const PartSums parts{shared[0], kMaxWordThreads / 32};
+    if (lane % 16 == 0) parts.put(part, 1 + lane / 16, sum);
+    if (lane == 0) parts.put(part, 0, number);
     group_barrier(group);
-    return merge_moments(moments, (cols + Slot::kPart - 1) / Slot::kPart, count_of, inverse_cols, eps);
+    const auto count_of = [&](int i) { return static_cast<float>(min(cols - i * Slot::kPart, Slot::kPart)); };
+    return merge_parts(parts, (cols + Slot::kPart - 1) / Slot::kPart, count_of, inverse_cols, eps);
   } else {
     float sum[1] = {sums[0]};
     group_sum(sum, group, shared[0]);
@@ -57,7 +61,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   using W = typename Slot::Word;
   constexpr bool kResidual = kSum == Sum::kBefore;
   extern __shared__ int4 slots[];
-  __shared__ alignas(8) float shared[2][kMaxWordSums];
+  __shared__ float shared[2][kMaxWordSums];
   const Group group = row_group();
   const int64_t index = row_index();
   const Row<T> row(params, index);

@@ -32,17 +32,18 @@ inline int group_threads(int64_t count, int vectors, int most) {
 constexpr int kMaxRowsPerBlock = 8;       // of rows that take whole warps
 constexpr int64_t kFewRowsPerSm = 2;      // up to this many latency counts, beyond it throughput
 constexpr int64_t kMaxRowVectors = 2048;  // two per thread of a block
+constexpr int kNarrowRow = 128;           // vectors of a row of which a thread has one
 
 // `vector`: rows can be moved by 16-byte accesses. With few rows, a row takes as many threads as possible. With many,
 // two vectors per thread keep enough loads in flight; with a residual, which is a second load, one is enough. Centered,
 // there is more to do per thread and reduction: four.
 inline RowPlan plan_norm(int64_t cols, size_t element_bytes, bool vector, bool residual, bool few_rows, bool centered) {
-  constexpr int kNarrow = 128, kBlockThreads = 256, kMaxThreads = 1024;
+  constexpr int kBlockThreads = 256, kMaxThreads = 1024;
   RowPlan plan{1, 0, 0, 1};
   if (vector) {
     plan.width = static_cast<int>(16 / element_bytes);
     const int64_t count = cols / plan.width;
-    const bool one = count <= kMaxThreads && (residual || few_rows || count <= kNarrow);
+    const bool one = count <= kMaxThreads && (residual || few_rows || count <= kNarrowRow);
     if (count <= kMaxRowVectors) plan.vectors = one ? 1 : centered ? 4 : 2;
     if (plan.vectors > 0) plan.threads_per_row = group_threads(count, plan.vectors, kMaxThreads);
   }
