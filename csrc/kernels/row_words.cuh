@@ -92,8 +92,8 @@ class RowSlot {
   // Where word i begins: behind the end of the row for the last ones.
   __device__ int column(int i) const { return begin_ + lane_ * kPerWord + i * kStep; }
 
-  // The first element of the warp's part, for all lanes; behind arrived().
-  __device__ Vec<T, 1> first() const { return Vec<T, 1>::load(slot_ + shift_); }
+  // Whether all words of the warp's part are the row's.
+  __device__ bool is_full() const { return cols_ == kPart; }
 
   // The slot has, or is to have, this row.
   __device__ void holds(const T* row) { shift_ = misalignment(row); }

@@ -9,17 +9,20 @@ namespace llmk::kernels::norm {
 constexpr int kMaxWordSums = 2 * kMaxWordThreads / 32;        // two for each warp
 static_assert(2 * kMaxWordSums >= 3 * kMaxWordThreads / 32);  // PartSums takes both buffers
 
-// The scale of a row (see scale_of_row()) of which a thread has words; those outside of the row are `number`: of 16
-// bits the first element of the warp's part, of float32 that of the row. `shared`: two buffers of group_sum(), for two
-// values.
+// The scale of a row (see scale_of_row()) of which a thread has words; those outside of the row are `element`, which is
+// one of the row's. `shared`: two buffers of group_sum(), for two values.
 template <typename Slot, int kWords>
-__device__ RowScale scale_of_words(const typename Slot::Word (&s)[kWords], const Slot& slot, int cols, float number,
+__device__ RowScale scale_of_words(const typename Slot::Word (&s)[kWords], const Slot& slot, int cols, float element,
                                    float inverse_cols, float eps, const Group& group, float (*shared)[kMaxWordSums]) {
-  using Element = Centered<typename Slot::Type, Slot::kPerWord>;
-  float sums[2] = {0.f, 0.f};
+  using Differences = Centered<typename Slot::Type, Slot::kPerWord>;
+  float sums[2] = {0.f, 0.f}, number = element;
+  if constexpr (Slot::kPerWord == 2) {  // of a part that is all of the row
+    const float first = __shfl_sync(0xffffffffu, s[0][0], 0);
+    if (slot.is_full()) number = first;
+  }
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
-    const Element centered(s[i], number);
+    const Differences centered(s[i], number);
     sums[0] += centered.sum();
     if constexpr (Slot::kPerWord == 2) sums[1] += centered.sum_of_squares();
   }
@@ -43,7 +46,7 @@ __device__ RowScale scale_of_words(const typename Slot::Word (&s)[kWords], const
     sums[0] = sums[1] = 0.f;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      const Element centered(s[i], mean);
+      const Differences centered(s[i], mean);
       sums[0] += centered.sum(cols - slot.column(i));
       sums[1] += centered.sum_of_squares(cols - slot.column(i));
     }
@@ -74,15 +77,8 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   x.copy(row.x, policy);
   if constexpr (kSum != Sum::kNone) other.copy(kResidual ? row.residual : row.target, policy);
   cp_async_commit();
-  float number = 0.f;
-  if constexpr (kCentered && sizeof(T) == 4) number = cols > 0 ? row.template load<1>(kResidual, 0)[0] : 0.f;
-  if constexpr (kCentered && sizeof(T) == 2) {
-    Slot::arrived();
-    Vec<T, 1> first = x.first();
-    if constexpr (kResidual) first = add(first, other.first());
-    number = first[0];
-  }
-  x.pad(number);
+  const float element = kCentered && cols > 0 ? row.element(kResidual, params.cols, false) : 0.f;
+  x.pad(element);
   if constexpr (kSum != Sum::kNone) other.pad(0.f);
   Slot::arrived();
   W s[kWords];
@@ -98,7 +94,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   load_parameters(row.weight, all, x.column(0), 1.f, w);
   RowScale of_row{};
   if constexpr (kCentered) {
-    of_row = scale_of_words(s, x, cols, number, inverse_cols, eps, group, shared);
+    of_row = scale_of_words(s, x, cols, element, inverse_cols, eps, group, shared);
   } else {
     float squares[1] = {0.f};
 #pragma unroll
