@@ -141,6 +141,7 @@ def contrastive(model, input_ids, logits_processor, stopping_criteria, generatio
     """Contrastive search, as a loop of the user's: among the likeliest tokens the one least like those before it."""
     count, alpha, batch = 4, 0.6, len(input_ids)
     text, mask, cache = input_ids, inputs["attention_mask"], DynamicCache(config=model.config)
+    mask = torch.ones_like(text) if mask is None else mask  # transformers 5.24 drops one that hides nothing
     output = model(text, attention_mask=mask, past_key_values=cache, output_hidden_states=True)
     seen, logits = output.hidden_states[-1], output.logits[:, -1]
     going = torch.ones(batch, dtype=torch.bool)
