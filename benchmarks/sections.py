@@ -130,7 +130,7 @@ TABLE = (
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),
     *(of_model(name) for name in MODELS),
-    of("decode", "other_sizes", "steps_compared", "measure_other_sizes", 400, replaces=("unpatched_other_sizes",)),
+    of("decode", "other_sizes", "steps_compared", "measure_other_sizes", 300, replaces=("unpatched_other_sizes",)),
     of("decode", "parts", "step_parts", "measure", 15),
     of("decode", "host", "host", "measure", 10),
     of("train", "full", "training", "measure_full", 80, roots=TRAINED),

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   RowScale of_row{};
   if constexpr (kCentered) {
     constexpr bool kNeedsElement = sizeof(T) == 4 || kVectors == 1;  // see scale_of_row()
-    const float element = kNeedsElement && count > 0 ? row.element(kResidual, params.cols, true) : 0.f;
+    const float element = kNeedsElement && count > 0 ? row.element(kResidual) : 0.f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (kResidual && mine(v)) (s[v] = add(s[v], r[v])).store(row.sum + offset(v));

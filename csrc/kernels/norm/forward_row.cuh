@@ -92,17 +92,13 @@ struct Row {
     using V = Vec<T, N>;
     return has_residual ? add(V::load(x + c), V::load(residual + c)) : V::load(x + c);
   }
-  // An element of what is normalized: the median of the first, the middle and the last, or of three that one load of
-  // 16 bits brings, if the row is aligned.
-  __device__ float element(bool has_residual, int64_t cols, bool aligned) const {
+  // An element of what is normalized, for rows that are aligned; of 16 bits the median of three, which one load brings.
+  __device__ float element(bool has_residual) const {
     if constexpr (sizeof(T) == 2) {
-      if (aligned) {
-        const Vec<T, 4> s = load<4>(has_residual, 0);
-        return median(s[0], s[1], s[3]);
-      }
+      const Vec<T, 4> s = load<4>(has_residual, 0);
+      return median(s[0], s[1], s[3]);
     }
-    const auto at = [&](int64_t c) { return load<1>(has_residual, c)[0]; };
-    return median(at(0), at(cols / 2), at(cols - 1));
+    return load<1>(has_residual, 0)[0];
   }
 };
 

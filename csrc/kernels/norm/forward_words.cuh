@@ -9,24 +9,35 @@ namespace llmk::kernels::norm {
 constexpr int kMaxWordSums = 2 * kMaxWordThreads / 32;        // two for each warp
 static_assert(2 * kMaxWordSums >= 3 * kMaxWordThreads / 32);  // PartSums takes both buffers
 
-// The scale of a row (see scale_of_row()) of which a thread has words; those outside of the row are `element`, which is
-// one of the row's. `shared`: two buffers of group_sum(), for two values.
+// The scale of a row (see scale_of_row()) of which a thread has words. What lies behind the end of the row may be
+// anything. `element` is one of the row's: of 16 bits each warp takes its own first one. `shared`: two buffers of
+// group_sum(), for two values.
 template <typename Slot, int kWords>
 __device__ RowScale scale_of_words(const typename Slot::Word (&s)[kWords], const Slot& slot, int cols, float element,
                                    float inverse_cols, float eps, const Group& group, float (*shared)[kMaxWordSums]) {
   using Differences = Centered<typename Slot::Type, Slot::kPerWord>;
-  float sums[2] = {0.f, 0.f}, number = element;
-  if constexpr (Slot::kPerWord == 2) {  // of a part that is all of the row
-    const float first = __shfl_sync(0xffffffffu, s[0][0], 0);
-    if (slot.is_full()) number = first;
-  }
+  float sums[2];
+  const auto add_up = [&](float number) {
+    sums[0] = sums[1] = 0.f;
+    if (slot.is_full()) {
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    const Differences centered(s[i], number);
-    sums[0] += centered.sum();
-    if constexpr (Slot::kPerWord == 2) sums[1] += centered.sum_of_squares();
-  }
+      for (int i = 0; i < kWords; ++i) {
+        const Differences centered(s[i], number);
+        sums[0] += centered.sum();
+        sums[1] += centered.sum_of_squares();
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const Differences centered(s[i], number);
+        sums[0] += centered.sum(cols - slot.column(i));
+        sums[1] += centered.sum_of_squares(cols - slot.column(i));
+      }
+    }
+  };
   if constexpr (Slot::kPerWord == 2) {
+    const float number = __shfl_sync(0xffffffffu, s[0][0], 0);
+    add_up(number);
     const float sum = warp_sum_each(sums);
     const int lane = group.rank % 32, part = group.rank / 32;
     if (group.threads == 32) {
@@ -40,16 +51,11 @@ __device__ RowScale scale_of_words(const typename Slot::Word (&s)[kWords], const
     const auto count_of = [&](int i) { return static_cast<float>(min(cols - i * Slot::kPart, Slot::kPart)); };
     return merge_parts(parts, (cols + Slot::kPart - 1) / Slot::kPart, count_of, inverse_cols, eps);
   } else {
+    add_up(element);
     float sum[1] = {sums[0]};
     group_sum(sum, group, shared[0]);
-    const float mean = number + sum[0] * inverse_cols;
-    sums[0] = sums[1] = 0.f;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const Differences centered(s[i], mean);
-      sums[0] += centered.sum(cols - slot.column(i));
-      sums[1] += centered.sum_of_squares(cols - slot.column(i));
-    }
+    const float mean = element + sum[0] * inverse_cols;
+    add_up(mean);
     group_sum(sums, group, shared[1]);
     return scale_of_sums(mean, sums[0], sums[1], inverse_cols, eps);
   }
@@ -77,9 +83,13 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   x.copy(row.x, policy);
   if constexpr (kSum != Sum::kNone) other.copy(kResidual ? row.residual : row.target, policy);
   cp_async_commit();
-  const float element = kCentered && cols > 0 ? row.element(kResidual, params.cols, false) : 0.f;
-  x.pad(element);
-  if constexpr (kSum != Sum::kNone) other.pad(0.f);
+  float element = 0.f;
+  if constexpr (kCentered) {
+    if (sizeof(T) == 4 && cols > 0) element = row.template load<1>(kResidual, 0)[0];
+  } else {
+    x.pad(0.f);
+    if constexpr (kSum != Sum::kNone) other.pad(0.f);
+  }
   Slot::arrived();
   W s[kWords];
   [[maybe_unused]] W r[kWords];
