@@ -124,8 +124,8 @@ TABLE = (
     op("gated_mlp", "gated_mlp", 40, f"gated_mlp.py gated_mlp.cpp {GLU} {LINEAR}"),
     op("lora_linear", "lora_linear", 40, f"lora.py lora.cpp {LINEAR}"),
     op("adamw", "adamw", 30, "llmkernels/optim optim.cpp"),
-    of("ops", "odd", "odd", "measure", 60, roots=(*OP, *sources_of(
-        f"{NORM} {GLU} {CROSS_ENTROPY} layer_norm.py softmax.py softmax.cpp"
+    of("ops", "odd", "odd", "measure", 90, roots=(*OP, *sources_of(
+        f"{NORM} {GLU} {CROSS_ENTROPY} {QUANT} layer_norm.py softmax.py softmax.cpp"
     ))),
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),

@@ -215,7 +215,7 @@ class RowPart<T, N, RowPlace::kShifted> {
         end_(static_cast<int>(at.end)),
         shift_(misalignment(part_)),
         group_(at.group),
-        chunk_(((end_ - begin_ + step() - 1) / step() + kChunks - 1) / kChunks * step()) {}
+        chunk_((vectors(begin_) + kChunks * group_.threads - 1) / (kChunks * group_.threads) * group_.threads) {}
 
   template <typename... Parts>
   __device__ static void prefetch(uint64_t policy, const Parts&... parts) {
@@ -234,7 +234,7 @@ class RowPart<T, N, RowPlace::kShifted> {
   }
   template <typename Visit>
   __device__ void for_each(const Visit& visit) const {
-    for (int c = begin_ + group_.rank * N; c < end_; c += step()) visit(c);
+    for (int v = group_.rank; v < vectors(begin_); v += group_.threads) visit(begin_ + v * N);
   }
   template <typename Visit>
   __device__ void for_each_arriving(const Visit& visit, bool wanted = true) const {
@@ -243,38 +243,42 @@ class RowPart<T, N, RowPlace::kShifted> {
   // Stores to the aligned vectors of `target`, whose columns are others: make() gets some outside of the row, too.
   template <typename Make>
   __device__ void store_each(T* target, const Make& make) const {
+    const int from = begin_ - misalignment(target + begin_), count = vectors(from);
     // Two at a time, since what makes the second can not be loaded behind the store of the first.
-    for (int c = begin_ - misalignment(target + begin_) + group_.rank * N; c < end_; c += 2 * step()) {
-      const bool both = c + step() < end_;
-      const V first = make(c), second = both ? make(c + step()) : V{};
+    for (int v = group_.rank; v < count; v += 2 * group_.threads) {
+      const int c = from + v * N, next = from + (v + group_.threads) * N;
+      const bool both = next < end_;
+      const V first = make(c), second = both ? make(next) : V{};
       store_aligned(first, target, c, begin_, end_);
-      if (both) store_aligned(second, target, c + step(), begin_, end_);
+      if (both) store_aligned(second, target, next, begin_, end_);
     }
   }
 
  private:
   static constexpr int kChunks = 4;
 
-  __device__ int step() const { return group_.threads * N; }
+  // Loops count vectors, not columns, so that the compiler sees that a row is cut at the same place everywhere.
+  __device__ int vectors(int from) const { return (end_ - from + N - 1) / N; }
 
   template <int kFirst, typename Visit>
   __device__ void for_chunks_from(const Visit& visit, bool wanted) const {
     cp_async_wait<kChunks - 1 - kFirst>();
     group_barrier(group_);
-    if (wanted) for_chunk(kFirst, [&](int offset) { visit(begin_ + offset); });
+    if (wanted) for_chunk(kFirst, visit);
     if constexpr (kFirst + 1 < kChunks) for_chunks_from<kFirst + 1>(visit, wanted);
   }
   template <typename Visit>
   __device__ void for_chunk(int chunk, const Visit& visit) const {
-    const int first = group_.rank * N, end = min(end_ - begin_, first + (chunk + 1) * chunk_);
-    for (int offset = first + chunk * chunk_; offset < end; offset += step()) visit(offset);
+    const int end = min(vectors(begin_), (chunk + 1) * chunk_);
+    for (int v = chunk * chunk_ + group_.rank; v < end; v += group_.threads) visit(begin_ + v * N);
   }
   // Copies the last of the aligned vectors that a vector of the chunk is cut out of: the others are those of its
   // neighbour, in this chunk or an earlier one, and the ends of the row.
   __device__ void copy(int chunk, uint64_t policy) const {
-    for_chunk(chunk, [&](int offset) {
-      const int c = shift_ == 0 ? offset : offset + N - shift_;
-      if (c + N <= end_ - begin_) cp_async_16(cache_ + (N + shift_ + c) / N, part_ + c, 16, policy);
+    for_chunk(chunk, [&](int c) {
+      const int copied = c + (shift_ == 0 ? 0 : N - shift_);
+      if (copied + N <= end_)
+        cp_async_16(cache_ + (N + shift_ + copied - begin_) / N, part_ + copied - begin_, 16, policy);
     });
   }
   // The head and the tail, of less than a vector each, and zeros behind the end. (cp.async can copy a part of a vector,

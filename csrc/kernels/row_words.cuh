@@ -84,7 +84,11 @@ class RowSlot {
 
   // Slot `number` of the group's row, of `cols` elements: none of a row that does not exist.
   __device__ RowSlot(int4* slots, int number, const Group& group, int rows_per_block, int cols)
-      : lane_(group.rank % 32), begin_(group.rank / 32 * kPart), cols_(max(0, min(cols - begin_, kPart))), shift_(0) {
+      : lane_(group.rank % 32),
+        begin_(group.rank / 32 * kPart),
+        cols_(max(0, min(cols - begin_, kPart))),
+        shift_(0),
+        is_full_(cols - begin_ >= kPart) {
     const int row = number * rows_per_block + group.index;
     slot_ = reinterpret_cast<T*>(slots + (row * (group.threads / 32) + group.rank / 32) * (8 * kWords + 1));
   }
@@ -92,8 +96,9 @@ class RowSlot {
   // Where word i begins: behind the end of the row for the last ones.
   __device__ int column(int i) const { return begin_ + lane_ * kPerWord + i * kStep; }
 
-  // Whether all words of the warp's part are the row's.
-  __device__ bool is_full() const { return cols_ == kPart; }
+  // Whether all words of the warp's part are the row's. (cols_ == kPart would say the same, but ptxas 13.0 makes one
+  // instruction of a clamp to [0, kPart] and a comparison with kPart, whose predicate is true for less, too.)
+  __device__ bool is_full() const { return is_full_; }
 
   // The slot has, or is to have, this row.
   __device__ void holds(const T* row) { shift_ = misalignment(row); }
@@ -199,6 +204,7 @@ class RowSlot {
 
   T* slot_;
   int lane_, begin_, cols_, shift_;  // `begin_`: of the part in the row; `shift_`: of the part in the slot
+  bool is_full_;
 };
 
 // Words of a row of parameters in global memory, as RowSlot::load(): `otherwise` where there is no such row. Behind its
@@ -214,6 +220,11 @@ __device__ void load_parameters(const T* values, int cols, int first_column, flo
     return;
   }
   if (reinterpret_cast<uintptr_t>(values) % 4 == 0) {
+    if (first_column + (kWords - 1) * kStep + kPerWord <= cols) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[i] = Word::load(values + first_column + i * kStep);
+      return;
+    }
     const float value = to_float(values[cols - 1]);
     const Word last = Word::of([=](int) { return value; });
 #pragma unroll

@@ -59,10 +59,14 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       z[i] = terms.score<kGeneral>(x[i]);
-      if (kPartial && c + i >= params.vocab) {
-        z[i] = -INFINITY;
-      } else if constexpr (kGeneral) {
-        sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
+      if constexpr (kGeneral) {
+        if (!kPartial || c + i < params.vocab) sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
+      }
+    }
+    if constexpr (kPartial) {
+      if (c + N > static_cast<int>(params.vocab)) {  // the last vector of a row
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] = c + i < static_cast<int>(params.vocab) ? z[i] : -INFINITY;
       }
     }
     sums.exponentials.add(z);

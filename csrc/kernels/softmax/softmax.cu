@@ -87,8 +87,10 @@ struct Scores {
 #pragma unroll
       for (int i = 0; i < N; ++i) z[i] = c + i < visible ? z[i] : -INFINITY;
     } else if (kPartial) {
+      if (left < N) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) z[i] = i < left ? z[i] : -INFINITY;
+        for (int i = 0; i < N; ++i) z[i] = i < left ? z[i] : -INFINITY;
+      }
     }
   }
 };
@@ -192,11 +194,18 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   slot.load(values);
   float z[kWords][N];
   MaxSum total = MaxSum::none();
+  const auto score = [&](auto full) {
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    scores(values[i], slot.column(i), z[i], cols - slot.column(i));
+    for (int i = 0; i < kWords; ++i) {
+      scores(values[i], slot.column(i), z[i], decltype(full)::value ? N : cols - slot.column(i));
 #pragma unroll
-    for (int k = 0; k < N; ++k) total.max = fmaxf(total.max, z[i][k]);
+      for (int k = 0; k < N; ++k) total.max = fmaxf(total.max, z[i][k]);
+    }
+  };
+  if (!kMasked && slot.is_full()) {
+    score(std::true_type{});
+  } else {
+    score(std::false_type{});
   }
   total.max = group_reduce(total.max, -INFINITY, group, maxima, warp_max);
   const float shift = total.shift();
@@ -248,7 +257,9 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
   const Scores<T, N, kMasked, kPlace == RowPlace::kShifted> scores(params, at.row, mask_is_vector);
   MaxSum sum = MaxSum::none();
   float z[N];
-  const auto left = [&](auto c) { return static_cast<int>(min(params.cols - c, int64_t{N})); };
+  const auto left = [&](auto c) {
+    return static_cast<int>(min(static_cast<decltype(c)>(params.cols) - c, decltype(c){N}));
+  };
   part.for_each_arriving([&](auto c) {
     scores(part.load(c), c, z, left(c));
     sum.add(z);
