@@ -10,8 +10,9 @@
 // that does not depend on where the row starts. What is computed element by element takes the aligned vectors of its
 // result, each of which is one store.
 //
-// Stores are not the mirror image of loads: they would have to put together what two threads have, and stores of single
-// elements take as many transactions of the L2 cache as there are elements.
+// Stores are not the mirror image of loads: stores of single elements take as many transactions of the L2 cache as
+// there are elements, so an aligned vector has to be put together of what two threads have. A warp whose threads keep
+// their columns does that (store_by_warp); others take the aligned vectors of the result from the start.
 #pragma once
 #include <cstdint>
 
@@ -58,14 +59,18 @@ __device__ Vec<T, N> cut(const Vec<T, N>& low, const Vec<T, N>& high, int shift)
   return of_words<T>(make_uint4(result[0], result[1], result[2], result[3]));
 }
 
+// The bits of the element at column c of a row; 0 outside of [begin, end).
+template <typename T, typename Index>
+__device__ uint32_t load_bits(const T* row, Index c, Index begin, Index end) {
+  if (c < begin || c >= end) return 0;
+  if constexpr (sizeof(T) == 4) return reinterpret_cast<const uint32_t*>(row)[c];
+  return reinterpret_cast<const uint16_t*>(row)[c];
+}
+
 // Columns [c, c + N) of a row, element by element; 0 outside of [begin, end).
 template <typename T, typename Index, int N = kVecWidth<T>>
 __device__ Vec<T, N> load_elements(const T* row, Index c, Index begin, Index end) {
-  const auto element = [&](int i) -> uint32_t {
-    if (c + i < begin || c + i >= end) return 0;
-    if constexpr (sizeof(T) == 4) return reinterpret_cast<const uint32_t*>(row)[c + i];
-    return reinterpret_cast<const uint16_t*>(row)[c + i];
-  };
+  const auto element = [&](int i) { return load_bits(row, c + i, begin, end); };
   const auto word = [&](int i) {
     if constexpr (sizeof(T) == 4) return element(i);
     return element(2 * i) | element(2 * i + 1) << 16;
@@ -90,6 +95,41 @@ __device__ Vec<T, N> load_shifted(const T* row, Index c, Index begin, Index end)
   return cut(V::load(row + low), V::load(row + high), shift);
 }
 
+// The same, but not cut yet: load_shifted() waits for its loads, and a thread can have several of these under way. Near
+// the ends of a row, whatever its alignment, each word of the two vectors is one element.
+template <typename T>
+class Uncut {
+ public:
+  static constexpr int N = kVecWidth<T>;
+
+  Uncut() = default;
+  template <typename Index>
+  __device__ Uncut(const T* row, Index c, Index begin, Index end) {
+    using V = Vec<T, N>;
+    if (c >= begin + N && c + 2 * N <= end) {
+      shift_ = misalignment(row + c);
+      low_ = words_of(V::load(row + c - shift_)), high_ = words_of(V::load(row + c - shift_ + N));
+    } else {
+      const auto element = [&](int i) { return load_bits(row, c + i, begin, end); };
+      shift_ = kElements;
+      low_ = make_uint4(element(0), element(1), element(2), element(3));
+      if constexpr (N == 8) high_ = make_uint4(element(4), element(5), element(6), element(7));
+    }
+  }
+  __device__ Vec<T, N> vector() const {
+    if (shift_ != kElements) return cut(of_words<T>(low_), of_words<T>(high_), shift_);
+    if constexpr (N == 4) return of_words<T>(low_);
+    return of_words<T>(
+        make_uint4(low_.x | low_.y << 16, low_.z | low_.w << 16, high_.x | high_.y << 16, high_.z | high_.w << 16));
+  }
+
+ private:
+  static constexpr int kElements = -1;
+
+  Words low_, high_;
+  int shift_;
+};
+
 // Stores what lies in [begin, end), to a row that is aligned at c.
 template <typename T, int N, typename Index>
 __device__ void store_aligned(const Vec<T, N>& value, T* row, Index c, Index begin, Index end) {
@@ -98,6 +138,23 @@ __device__ void store_aligned(const Vec<T, N>& value, T* row, Index c, Index beg
   for (int i = 0; i < N; ++i) {
     if (c + i >= begin && c + i < end) row[c + i] = value.data[i];
   }
+}
+
+// Stores the vectors of a warp at columns c of a row, those of neighbouring lanes N columns apart:
+//
+//   lanes   |0 0 0 0|1 1 1 1|2 2 2 2|..|31 31 31 31|      here of 4 elements
+//   memory    . .|0 0 1 1|1 1 2 2|2 2  ..  31 31|. .      aligned vectors, of lane 1, 2, ..., 31
+//
+// Each lane stores the aligned vector that ends in its own, and lane 0 none: it has the vector of lane 31 of the warp
+// before, whose end is stored here.
+template <typename T, int N, typename Index>
+__device__ void store_by_warp(const Vec<T, N>& value, T* row, Index c, Index begin, Index end) {
+  const auto from_below = [](uint32_t word) { return __shfl_up_sync(0xffffffffu, word, 1); };
+  const Words own = words_of(value);
+  const Words below = {from_below(own.x), from_below(own.y), from_below(own.z), from_below(own.w)};
+  const int shift = misalignment(row + c);
+  if (threadIdx.x % 32 == 0) return;
+  store_aligned(shift == 0 ? value : cut(of_words<T>(below), value, N - shift), row, c - shift, begin, end);
 }
 
 }  // namespace llmk

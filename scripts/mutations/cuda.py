@@ -57,8 +57,8 @@ CUDA = [
         "cuda_bias_act_lost_rows",
         "the last row of each range is left out of the gradients",
         "csrc/kernels/activation/bias_act.cu",
-        "for (int64_t row = begin; row < end; ++row) {",
-        "for (int64_t row = begin; row + 1 < end; ++row) {",
+        "for (int64_t row = range.begin; row < range.end; ++row) {",
+        "for (int64_t row = range.begin; row + 1 < range.end; ++row) {",
         "tests/test_bias_act.py -k 'many_rows and cuda'",
     ),
     Mutation(
