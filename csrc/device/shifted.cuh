@@ -19,43 +19,49 @@
 
 namespace llmk {
 
-// Elements between the last multiple of 16 bytes and this address.
-template <typename T>
+// Elements between the last multiple of the size of a vector, 16 bytes if nothing is said, and this address.
+template <typename T, int N = kVecWidth<T>>
 __device__ int misalignment(const T* address) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % sizeof(Vec<T, N>) / sizeof(T));
 }
 
 // All of this computes with the words of a vector. Were a vector put together of elements in one branch and loaded in
 // the other, the compiler would take every one apart as soon as it is loaded, and so wait for each load before the
 // next.
-using Words = uint4;
+template <typename T, int N>
+constexpr int kWordsOf = sizeof(Vec<T, N>) / 4;
 
 template <typename T, int N>
-__device__ const Words& words_of(const Vec<T, N>& value) {
-  static_assert(sizeof(value) == sizeof(Words));
-  return reinterpret_cast<const Words&>(value);
+__device__ const uint32_t (&words_of(const Vec<T, N>& value))[kWordsOf<T, N>] {
+  return reinterpret_cast<const uint32_t(&)[kWordsOf<T, N>]>(value);
 }
-template <typename T, int N = kVecWidth<T>>
-__device__ Vec<T, N> of_words(const Words& words) {
-  return reinterpret_cast<const Vec<T, N>&>(words);
+template <typename T, int N>
+__device__ Vec<T, N> of_words(const uint32_t (&words)[kWordsOf<T, N>]) {
+  Vec<T, N> result;
+#pragma unroll
+  for (int i = 0; i < kWordsOf<T, N>; ++i) reinterpret_cast<uint32_t(&)[kWordsOf<T, N>]>(result)[i] = words[i];
+  return result;
 }
 
-// Elements shift, shift + 1, ... of two neighbouring vectors, shift < N: by 8 bytes or none, by 4, by 2.
+// Elements shift, shift + 1, ... of two neighbouring vectors, shift < N: by 8 bytes or none, by 4, by what is left.
 template <typename T, int N>
 __device__ Vec<T, N> cut(const Vec<T, N>& low, const Vec<T, N>& high, int shift) {
-  const Words a = words_of(low), b = words_of(high);
+  constexpr int kWords = kWordsOf<T, N>;
   const unsigned bytes = shift * static_cast<unsigned>(sizeof(T));
-  const bool by_8 = bytes & 8, by_4 = bytes & 4;
-  const uint32_t w[6] = {by_8 ? a.z : a.x, by_8 ? a.w : a.y, by_8 ? b.x : a.z,
-                         by_8 ? b.y : a.w, by_8 ? b.z : b.x, by_8 ? b.w : b.y};
-  uint32_t result[5];
+  uint32_t w[2 * kWords];
 #pragma unroll
-  for (int i = 0; i < 5; ++i) result[i] = by_4 ? w[i + 1] : w[i];
-  if constexpr (sizeof(T) < 4) {
+  for (int i = 0; i < kWords; ++i) w[i] = words_of(low)[i], w[kWords + i] = words_of(high)[i];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) result[i] = __funnelshift_r(result[i], result[i + 1], bytes % 4 * 8);
+  for (int step = kWords / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < kWords + step; ++i) w[i] = bytes & 4 * step ? w[i + step] : w[i];
   }
-  return of_words<T>(make_uint4(result[0], result[1], result[2], result[3]));
+  uint32_t result[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    result[i] = sizeof(T) == 4 ? w[i] : __funnelshift_r(w[i], w[i + 1], bytes % 4 * 8);
+  }
+  return of_words<T, N>(result);
 }
 
 // Columns [c, c + N) of a row, element by element; 0 outside of [begin, end).
@@ -66,11 +72,12 @@ __device__ Vec<T, N> load_elements(const T* row, Index c, Index begin, Index end
     if constexpr (sizeof(T) == 4) return reinterpret_cast<const uint32_t*>(row)[c + i];
     return reinterpret_cast<const uint16_t*>(row)[c + i];
   };
-  const auto word = [&](int i) {
-    if constexpr (sizeof(T) == 4) return element(i);
-    return element(2 * i) | element(2 * i + 1) << 16;
-  };
-  return of_words<T>(make_uint4(word(0), word(1), word(2), word(3)));
+  uint32_t words[kWordsOf<T, N>];
+#pragma unroll
+  for (int i = 0; i < kWordsOf<T, N>; ++i) {
+    words[i] = sizeof(T) == 4 ? element(i) : element(2 * i) | element(2 * i + 1) << 16;
+  }
+  return of_words<T, N>(words);
 }
 
 // The same for a c at which the row is aligned.
@@ -79,16 +86,48 @@ __device__ Vec<T, N> load_aligned(const T* row, Index c, Index begin, Index end)
   return c >= begin && c + N <= end ? Vec<T, N>::load(row + c) : load_elements(row, c, begin, end);
 }
 
-// The same for any c: cut out of two vectors. Of one of which nothing is wanted, the other is taken.
+// Where the two aligned vectors begin that columns [c, c + N) are cut out of. Of one of which nothing is wanted, the
+// other is taken.
+template <typename Index>
+struct Neighbours {
+  Index low, high;
+  bool in_row;
+
+  __device__ Neighbours(int shift, int n, Index c, Index begin, Index end) {
+    const Index below = c - shift, above = below + n;
+    low = above <= begin ? above : below, high = shift == 0 || above >= end ? low : above;
+    in_row = low >= begin && high + n <= end;
+  }
+};
+
+// Columns [c, c + N) for any c. Where a column is outside of [begin, end), there is 0 or another element of the row.
 template <typename T, typename Index, int N = kVecWidth<T>>
 __device__ Vec<T, N> load_shifted(const T* row, Index c, Index begin, Index end) {
   using V = Vec<T, N>;
-  const int shift = misalignment(row + c);
-  const Index below = c - shift, above = below + N;
-  const Index low = above <= begin ? above : below, high = shift == 0 || above >= end ? low : above;
-  if (low < begin || high + N > end) return load_elements(row, c, begin, end);
-  return cut(V::load(row + low), V::load(row + high), shift);
+  const int shift = misalignment<T, N>(row + c);
+  const Neighbours<Index> at(shift, N, c, begin, end);
+  if (!at.in_row) return load_elements<T, Index, N>(row, c, begin, end);
+  return cut(V::load(row + at.low), V::load(row + at.high), shift);
 }
+
+// The same in two steps, for a thread that begins to load several vectors before it needs the first.
+template <typename T, int N = kVecWidth<T>>
+struct ShiftedLoad {
+  using V = Vec<T, N>;
+  V low, high;
+  bool in_row;
+
+  template <typename Index>
+  __device__ static ShiftedLoad begin_at(const T* row, Index c, Index begin, Index end) {
+    const Neighbours<Index> at(misalignment<T, N>(row + c), N, c, begin, end);
+    ShiftedLoad load;
+    load.in_row = at.in_row;
+    if (at.in_row) load.low = V::load(row + at.low), load.high = V::load(row + at.high);
+    return load;
+  }
+  // If it is in the row, else nothing is loaded.
+  __device__ V cut_at(const T* address) const { return cut(low, high, misalignment<T, N>(address)); }
+};
 
 // Stores what lies in [begin, end), to a row that is aligned at c.
 template <typename T, int N, typename Index>
