@@ -20,43 +20,49 @@
 
 namespace llmk {
 
-// Elements between the last multiple of 16 bytes and this address.
-template <typename T>
+// Elements between the last multiple of the size of a vector, 16 bytes if nothing is said, and this address.
+template <typename T, int N = kVecWidth<T>>
 __device__ int misalignment(const T* address) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % sizeof(Vec<T, N>) / sizeof(T));
 }
 
 // All of this computes with the words of a vector. Were a vector put together of elements in one branch and loaded in
 // the other, the compiler would take every one apart as soon as it is loaded, and so wait for each load before the
 // next.
-using Words = uint4;
+template <typename T, int N>
+constexpr int kWordsOf = sizeof(Vec<T, N>) / 4;
 
 template <typename T, int N>
-__device__ const Words& words_of(const Vec<T, N>& value) {
-  static_assert(sizeof(value) == sizeof(Words));
-  return reinterpret_cast<const Words&>(value);
+__device__ const uint32_t (&words_of(const Vec<T, N>& value))[kWordsOf<T, N>] {
+  return reinterpret_cast<const uint32_t(&)[kWordsOf<T, N>]>(value);
 }
-template <typename T, int N = kVecWidth<T>>
-__device__ Vec<T, N> of_words(const Words& words) {
-  return reinterpret_cast<const Vec<T, N>&>(words);
+template <typename T, int N>
+__device__ Vec<T, N> of_words(const uint32_t (&words)[kWordsOf<T, N>]) {
+  Vec<T, N> result;
+#pragma unroll
+  for (int i = 0; i < kWordsOf<T, N>; ++i) reinterpret_cast<uint32_t(&)[kWordsOf<T, N>]>(result)[i] = words[i];
+  return result;
 }
 
-// Elements shift, shift + 1, ... of two neighbouring vectors, shift < N: by 8 bytes or none, by 4, by 2.
+// Elements shift, shift + 1, ... of two neighbouring vectors, shift < N: by 8 bytes or none, by 4, by what is left.
 template <typename T, int N>
 __device__ Vec<T, N> cut(const Vec<T, N>& low, const Vec<T, N>& high, int shift) {
-  const Words a = words_of(low), b = words_of(high);
+  constexpr int kWords = kWordsOf<T, N>;
   const unsigned bytes = shift * static_cast<unsigned>(sizeof(T));
-  const bool by_8 = bytes & 8, by_4 = bytes & 4;
-  const uint32_t w[6] = {by_8 ? a.z : a.x, by_8 ? a.w : a.y, by_8 ? b.x : a.z,
-                         by_8 ? b.y : a.w, by_8 ? b.z : b.x, by_8 ? b.w : b.y};
-  uint32_t result[5];
+  uint32_t w[2 * kWords];
 #pragma unroll
-  for (int i = 0; i < 5; ++i) result[i] = by_4 ? w[i + 1] : w[i];
-  if constexpr (sizeof(T) < 4) {
+  for (int i = 0; i < kWords; ++i) w[i] = words_of(low)[i], w[kWords + i] = words_of(high)[i];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) result[i] = __funnelshift_r(result[i], result[i + 1], bytes % 4 * 8);
+  for (int step = kWords / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < kWords + step; ++i) w[i] = bytes & 4 * step ? w[i + step] : w[i];
   }
-  return of_words<T>(make_uint4(result[0], result[1], result[2], result[3]));
+  uint32_t result[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    result[i] = sizeof(T) == 4 ? w[i] : __funnelshift_r(w[i], w[i + 1], bytes % 4 * 8);
+  }
+  return of_words<T, N>(result);
 }
 
 // The bits of the element at column c of a row; 0 outside of [begin, end).
@@ -71,11 +77,12 @@ __device__ uint32_t load_bits(const T* row, Index c, Index begin, Index end) {
 template <typename T, typename Index, int N = kVecWidth<T>>
 __device__ Vec<T, N> load_elements(const T* row, Index c, Index begin, Index end) {
   const auto element = [&](int i) { return load_bits(row, c + i, begin, end); };
-  const auto word = [&](int i) {
-    if constexpr (sizeof(T) == 4) return element(i);
-    return element(2 * i) | element(2 * i + 1) << 16;
-  };
-  return of_words<T>(make_uint4(word(0), word(1), word(2), word(3)));
+  uint32_t words[kWordsOf<T, N>];
+#pragma unroll
+  for (int i = 0; i < kWordsOf<T, N>; ++i) {
+    words[i] = sizeof(T) == 4 ? element(i) : element(2 * i) | element(2 * i + 1) << 16;
+  }
+  return of_words<T, N>(words);
 }
 
 // The same for a c at which the row is aligned.
@@ -84,49 +91,53 @@ __device__ Vec<T, N> load_aligned(const T* row, Index c, Index begin, Index end)
   return c >= begin && c + N <= end ? Vec<T, N>::load(row + c) : load_elements(row, c, begin, end);
 }
 
-// The same for any c: cut out of two vectors. Of one of which nothing is wanted, the other is taken.
+// Columns [c, c + N) for any c, cut out of two vectors. Of one of which nothing is wanted, the other is taken: where a
+// column is outside of [begin, end), there is 0 or another element of the row.
 template <typename T, typename Index, int N = kVecWidth<T>>
 __device__ Vec<T, N> load_shifted(const T* row, Index c, Index begin, Index end) {
   using V = Vec<T, N>;
-  const int shift = misalignment(row + c);
+  const int shift = misalignment<T, N>(row + c);
   const Index below = c - shift, above = below + N;
   const Index low = above <= begin ? above : below, high = shift == 0 || above >= end ? low : above;
-  if (low < begin || high + N > end) return load_elements(row, c, begin, end);
+  if (low < begin || high + N > end) return load_elements<T, Index, N>(row, c, begin, end);
   return cut(V::load(row + low), V::load(row + high), shift);
 }
 
-// The same, but not cut yet: load_shifted() waits for its loads, and a thread can have several of these under way. Near
-// the ends of a row, whatever its alignment, each word of the two vectors is one element.
+// The same, 0 outside of [begin, end), but not cut yet: load_shifted() waits for its loads, and a thread can have
+// several of these under way. Near the ends of a row, whatever its alignment, each word of the two vectors is one
+// element.
 template <typename T>
 class Uncut {
  public:
   static constexpr int N = kVecWidth<T>;
+  using V = Vec<T, N>;
 
   Uncut() = default;
   template <typename Index>
   __device__ Uncut(const T* row, Index c, Index begin, Index end) {
-    using V = Vec<T, N>;
     if (c >= begin + N && c + 2 * N <= end) {
-      shift_ = misalignment(row + c);
-      low_ = words_of(V::load(row + c - shift_)), high_ = words_of(V::load(row + c - shift_ + N));
-    } else {
-      const auto element = [&](int i) { return load_bits(row, c + i, begin, end); };
-      shift_ = kElements;
-      low_ = make_uint4(element(0), element(1), element(2), element(3));
-      if constexpr (N == 8) high_ = make_uint4(element(4), element(5), element(6), element(7));
+      shift_ = misalignment<T, N>(row + c);
+      low_ = V::load(row + c - shift_), high_ = V::load(row + c - shift_ + N);
+      return;
     }
+    uint32_t bits[2 * kWords] = {};
+#pragma unroll
+    for (int i = 0; i < N; ++i) bits[i] = load_bits(row, c + i, begin, end);
+    shift_ = kElements;
+    low_ = of_words<T, N>({bits[0], bits[1], bits[2], bits[3]});
+    high_ = of_words<T, N>({bits[4], bits[5], bits[6], bits[7]});
   }
-  __device__ Vec<T, N> vector() const {
-    if (shift_ != kElements) return cut(of_words<T>(low_), of_words<T>(high_), shift_);
-    if constexpr (N == 4) return of_words<T>(low_);
-    return of_words<T>(
-        make_uint4(low_.x | low_.y << 16, low_.z | low_.w << 16, high_.x | high_.y << 16, high_.z | high_.w << 16));
+  __device__ V vector() const {
+    if (shift_ != kElements) return cut(low_, high_, shift_);
+    if constexpr (N == kWords) return low_;
+    const auto &a = words_of(low_), &b = words_of(high_);
+    return of_words<T, N>({a[0] | a[1] << 16, a[2] | a[3] << 16, b[0] | b[1] << 16, b[2] | b[3] << 16});
   }
 
  private:
-  static constexpr int kElements = -1;
+  static constexpr int kWords = 4, kElements = -1;
 
-  Words low_, high_;
+  V low_, high_;
   int shift_;
 };
 
@@ -149,12 +160,12 @@ __device__ void store_aligned(const Vec<T, N>& value, T* row, Index c, Index beg
 // before, whose end is stored here.
 template <typename T, int N, typename Index>
 __device__ void store_by_warp(const Vec<T, N>& value, T* row, Index c, Index begin, Index end) {
-  const auto from_below = [](uint32_t word) { return __shfl_up_sync(0xffffffffu, word, 1); };
-  const Words own = words_of(value);
-  const Words below = {from_below(own.x), from_below(own.y), from_below(own.z), from_below(own.w)};
-  const int shift = misalignment(row + c);
+  uint32_t below[kWordsOf<T, N>];
+#pragma unroll
+  for (int i = 0; i < kWordsOf<T, N>; ++i) below[i] = __shfl_up_sync(0xffffffffu, words_of(value)[i], 1);
+  const int shift = misalignment<T, N>(row + c);
   if (threadIdx.x % 32 == 0) return;
-  store_aligned(shift == 0 ? value : cut(of_words<T>(below), value, N - shift), row, c - shift, begin, end);
+  store_aligned(shift == 0 ? value : cut(of_words<T, N>(below), value, N - shift), row, c - shift, begin, end);
 }
 
 }  // namespace llmk
