@@ -122,8 +122,8 @@ def test_many_rows(device, ours, eager, matrices, dtype):
         check_biased(ours, eager, make(matrices, 3001, cols, dtype, device), matrices)
 
 
-# Of rows that are not aligned, of 16 and of 32 bits: less than a vector, some of them, both sides of a warp's 31 vectors
-# and of a block's 8 warps, several blocks.
+# Of rows that are not aligned, of 16 and of 32 bits: less than a vector, some of them, both sides of the 31 vectors of
+# a warp and of the 8 warps of a block, several blocks.
 UNALIGNED = [*range(1, 21), 31, 33, 123, 125, 241, 247, 249, 991, 993, 1001, 1983, 1985, 3073, 4095, 4097]
 
 

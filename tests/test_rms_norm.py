@@ -136,7 +136,7 @@ def test_layouts_of_long_rows(device, layout, cols, dtype):
 @every_dtype
 @pytest.mark.parametrize("cols", [5, 17, 20001])
 def test_gradients_have_the_same_bits_wherever_rows_start(device, cols, dtype):
-    """Rows that are far apart by any number of elements: each starts at another one of a vector."""
+    """Rows of odd widths, of which each starts at another element of a vector."""
     x, weight = make(33, cols, dtype, device)
     grad_y = torch.randn_like(x)
     expected = differentiate(rms_norm, (x, weight), [grad_y])
