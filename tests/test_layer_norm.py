@@ -118,6 +118,45 @@ def test_layouts(device, layout, cols, dtype):
     check_layer_norm(layer_norm, oracles.layer_norm, [laid_out(x, layout)], parameters, grad_layout=layout)
 
 
+# See test_rms_norm.py.
+UNALIGNED_AND_LONG = [8193, 12289, 16391, 20001, 32767, 32769, 50257, 65537]
+LONG = [("cpu", 3, 12289)] + [("cuda", rows, cols) for rows in (3, 130) for cols in UNALIGNED_AND_LONG]
+every_long = pytest.mark.parametrize("device, rows, cols", [case for case in LONG if case[0] in DEVICES])
+
+
+@every_dtype
+@every_function
+@every_long
+def test_long_rows_that_are_not_aligned(device, rows, cols, name, dtype):
+    given = GIVEN[cols % len(GIVEN)] if rows == 3 else ("weight", "bias")
+    check_layer_norm(*FUNCTIONS[name], *make(name, rows, cols, dtype, device, given))
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cols", [16392, 16399])
+def test_layouts_of_long_rows(device, layout, cols, dtype):
+    (x, residual), parameters = make("add_layer_norm", 5, cols, dtype, device)
+    rows = [laid_out(x, layout), residual[: 1 if layout in ("expanded", "size_one") else 5]]
+    rows[1] = rows[1].expand(rows[0].shape)
+    check_layer_norm(add_layer_norm, oracles.add_layer_norm, rows, parameters, grad_layout=layout)
+    moved = {name: laid_out(t[None], "offset")[0] for name, t in parameters.items()}
+    check_layer_norm(layer_norm, oracles.layer_norm, rows[:1], moved)
+
+
+@every_dtype
+@pytest.mark.parametrize("cols", [5, 17, 20001])
+def test_gradients_have_the_same_bits_wherever_rows_start(device, cols, dtype):
+    (x, residual), parameters = make("add_layer_norm", 33, cols, dtype, device)
+    inputs = [x, residual, *parameters.values()]
+    grads = [torch.randn_like(x) for _ in range(2)]
+    expected = differentiate(add_layer_norm, inputs, grads)
+    for layout in ("offset", "row_strided"):
+        assert_same(differentiate(add_layer_norm, [laid_out(x, layout), *inputs[1:]], grads), expected)
+        for moved in ((laid_out(grads[0], layout), grads[1]), (grads[0], laid_out(grads[1], layout))):
+            assert_same(differentiate(add_layer_norm, inputs, moved), expected)
+
+
 @every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("which", [0, 1], ids=["x", "residual"])

@@ -17,6 +17,7 @@ from oracles import (
     check,
     check_norm,
     check_scalar_gradients,
+    differentiate,
     laid_out,
     scaled_rows,
 )
@@ -105,6 +106,43 @@ def test_rows_of_different_alignment(device, cols, layout, grad_layout, dtype):
 def test_layouts(device, layout, cols, dtype):
     x, weight = make(9, cols, dtype, device)
     check_norm(rms_norm, oracles.rms_norm, (laid_out(x, layout), weight), grad_layout=layout)
+
+
+# Rows that are too long for words: both sides of the limits, and of a turn of a block's 1024 threads, of 16 and of 32
+# bits.
+UNALIGNED_AND_LONG = [8193, 16385, 16391, 20001, 32767, 32769, 50257, 65537]
+LONG = [("cpu", 3, 16385)] + [("cuda", rows, cols) for rows in (3, 130) for cols in UNALIGNED_AND_LONG]
+every_long = pytest.mark.parametrize("device, rows, cols", [case for case in LONG if case[0] in DEVICES])
+
+
+@every_dtype
+@every_long
+def test_long_rows_that_are_not_aligned(device, rows, cols, dtype):
+    x, weight = make(rows, cols, dtype, device)
+    options = {"weight_offset": float(cols % 2), "cast_before_weight": rows > 3}
+    check_norm(rms_norm, oracles.rms_norm, (x, weight) if cols % 3 else (x,), **options)
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cols", [16392, 16399])
+def test_layouts_of_long_rows(device, layout, cols, dtype):
+    x, weight = make(5, cols, dtype, device)
+    check_norm(rms_norm, oracles.rms_norm, (laid_out(x, layout), weight), grad_layout=layout)
+    weight = laid_out(weight[None], "offset")[0]
+    check_norm(rms_norm, oracles.rms_norm, (laid_out(x, layout), weight))
+
+
+@every_dtype
+@pytest.mark.parametrize("cols", [5, 17, 20001])
+def test_gradients_have_the_same_bits_wherever_rows_start(device, cols, dtype):
+    """Rows of odd widths, of which each starts at another element of a vector."""
+    x, weight = make(33, cols, dtype, device)
+    grad_y = torch.randn_like(x)
+    expected = differentiate(rms_norm, (x, weight), [grad_y])
+    for layout in ("offset", "row_strided"):
+        for moved in ((laid_out(x, layout), grad_y), (x, laid_out(grad_y, layout))):
+            assert_same(differentiate(rms_norm, (moved[0], weight), [moved[1]]), expected)
 
 
 def test_layouts_of_the_weight(device):
