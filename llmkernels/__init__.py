@@ -20,7 +20,8 @@
   and any faults
 """
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from llmkernels import _library
 
@@ -30,10 +31,8 @@ __version__ = "0.1.0"
 if _library.load():
     from llmkernels import nn, ops, optim
     from llmkernels._explain import explain
-    from llmkernels._tune.autotune import autotune
-    from llmkernels.hf import OutOfPages, PagedKVCache, generate, patch, register_attention, release, unpatch
+    from llmkernels._paged_cache import OutOfPages, PagedKVCache
     from llmkernels.ops import *  # noqa: F403, whose __all__ is a part of this one's
-    from llmkernels.profiling import profile
 
 __all__ = [
     "KVCache",
@@ -54,16 +53,37 @@ __all__ = [
 if not _library.error:
     __all__ += ops.__all__
 
+# What needs transformers, which is optional and takes seconds to import, and the module that has it.
+_OF_TRANSFORMERS = {
+    **dict.fromkeys(("hf", "KVCache", "generate", "patch", "register_attention", "release", "unpatch"), "hf"),
+    **dict.fromkeys(("profiling", "profile"), "profiling"),
+    "autotune": "_tune.autotune",
+}
+
 if TYPE_CHECKING:
-    from llmkernels.hf import KVCache
+    from llmkernels._tune.autotune import autotune
+    from llmkernels.hf import KVCache, generate, register_attention, release
+    from llmkernels.hf.patch import patch, unpatch  # of hf, mypy takes `patch` for the module
+    from llmkernels.profiling import profile
 else:  # hidden from type checkers, which would take every name for one of the package
 
-    def __getattr__(name: str):
-        if name == "KVCache":  # it is a transformers Cache, and transformers is not imported before it is needed
-            from llmkernels.hf.cache.kv_cache import KVCache
+    def __getattr__(name: str) -> Any:
+        """What needs transformers, which is imported when the first of it is used: the one late import of the package.
 
-            return KVCache
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        A module is set as an attribute by its import, and is not asked for again.
+        """
+        if name not in _OF_TRANSFORMERS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            module = importlib.import_module(f"{__name__}.{_OF_TRANSFORMERS[name]}")
+        except ModuleNotFoundError as problem:
+            if problem.name != "transformers":
+                raise
+            raise ModuleNotFoundError(
+                f"llmkernels.{name} needs transformers, which is not installed: pip install 'llmkernels[hf]'",
+                name="transformers",
+            ) from None
+        return globals().setdefault(name, getattr(module, name, module))
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,7 @@ import runpy
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from llmkernels import __version__, _library
+from llmkernels import __version__, _library, _trial
 from llmkernels._versions import OLDEST_TRANSFORMERS, driver_cuda, installed, untested_torch, untested_transformers
 
 OLDEST_CAPABILITY = (8, 0)
@@ -80,10 +80,8 @@ def try_untested() -> dict | None:
     """Of a transformers newer than what was tested: that it is, and what is left alone with it of a small Llama."""
     if (says := untested_transformers()) is None:
         return None
-    from llmkernels._trial import trial
-
     try:
-        return {"says": says, "left_alone": trial()}
+        return {"says": says, "left_alone": _trial.trial()}
     except Exception as error:  # of a release that nobody here has seen
         return {"says": says, "left_alone": [f"everything ({type(error).__name__}: {error})"]}
 

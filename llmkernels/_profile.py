@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+import llmkernels
 from llmkernels._checkpoint import open_checkpoint
 from llmkernels._command import Problem, check_installation, choose_device, number
 from llmkernels._generate import DTYPES
@@ -35,8 +36,6 @@ def run(options: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    from llmkernels.profiling import profile
-
     device = choose_device(options.device)
     transformers.logging.set_verbosity_error()
     checkpoint = open_checkpoint(options.model)
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         )
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (options.batch, options.tokens), device=device)
-    found = profile(model, ids, new_tokens=options.new_tokens)
+    found = llmkernels.profile(model, ids, new_tokens=options.new_tokens)
     found.print()
     if output and output.suffix == ".json":
         output.write_text(found.to_json() + "\n")

@@ -11,7 +11,6 @@ Every test that takes `device` runs on the CPU and, where there is one, on the G
 import contextlib
 import gc
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -95,4 +94,4 @@ def device(request):
 @pytest.fixture(params=[False, True], ids=["at-once", "late"])
 def late(request, monkeypatch):
     """Whether the loops of generation look at a step one step late, as they do on CUDA."""
-    monkeypatch.setattr(sys.modules["llmkernels.hf.callers.reading"], "is_late", lambda device: request.param)
+    monkeypatch.setattr("llmkernels.hf.callers.reading.is_late", lambda device: request.param)

@@ -19,6 +19,8 @@ ROOT = Path(llmkernels.__file__).parent.parent  # the source tree, or where the 
 OPTIONAL = {"accelerate", "gguf", "matplotlib", "peft", "transformers", f"{PACKAGE}._C"}
 # `python -m llmkernels` says what is missing: its modules start without these, too.
 OPTIONAL_OF_COMMANDS = {"rich", "torch"}
+# Modules of the package that one of them imports late, as all that is in them needs these.
+LATE = {(f"{PACKAGE}._demo", f"{PACKAGE}._side_by_side")}
 # Of hf/: each may import from itself, those below it, and LEAVES. Modules that are in no folder are above all.
 FOLDERS = ["callers", "step", "cache", "model", "modules", "classes"]
 LEAVES = {f"{PACKAGE}.hf.{name}" for name in ("_private", "errors", "report")}
@@ -89,6 +91,12 @@ def needs(module: str, optional: frozenset[str]) -> bool:
     return any(needs(found.name, optional) for found in imports_of(module) if not found.is_late)
 
 
+def _top(found: Import) -> set[str]:
+    """The package of another name, which is optional as a whole; empty for one of ours."""
+    package = found.name.split(".")[0]
+    return {package} - {PACKAGE}
+
+
 def test_no_circles():
     done = set()
 
@@ -107,12 +115,18 @@ def test_no_circles():
 def test_only_what_is_optional_is_imported_late(module):
     is_command = module.count(".") == 1 and modules()[module].name != "__init__.py"
     optional = frozenset(OPTIONAL | (OPTIONAL_OF_COMMANDS if is_command else set()))
-    late = [found for found in imports_of(module) if found.is_late and not needs(found.name, optional)]
+    allowed = optional | {late for importer, late in LATE if importer == module}
+    late = [found for found in imports_of(module) if found.is_late and allowed.isdisjoint({found.name, *_top(found)})]
     assert not late, f"{module}: {', '.join(f'{found.name} in line {found.line}' for found in late)}"
 
 
-def test_transformers_is_imported_late_only():
-    assert not needs(PACKAGE, frozenset({"transformers"}))
+def test_what_needs_transformers_is_an_attribute_that_imports_it():
+    """The rest of the package is imported without it, and nothing else is imported by a name in a string."""
+    transformers = frozenset({"transformers"})
+    assert not needs(PACKAGE, transformers)
+    assert all(needs(f"{PACKAGE}.{name}", transformers) for name in llmkernels._OF_TRANSFORMERS.values())
+    by_name = {name for name, path in modules().items() if "import_module(" in path.read_text()}
+    assert by_name == {PACKAGE, f"{PACKAGE}._info"}  # the latter imports _C
 
 
 def test_folders_build_on_each_other():
@@ -139,8 +153,9 @@ def test_the_reader_of_imports():
     hf = f"{PACKAGE}.hf"
     assert {f"{hf}.modules.layers", f"{hf}.classes.layout"} <= {*ours(f"{hf}.patch")} | {*ours(f"{hf}.obstacles")}
     assert f"{hf}.modules.lora" in ours(f"{hf}.modules.layers")  # from . import lora
-    late = {found.name for found in imports_of(hf) if found.is_late}
-    assert late == {f"{hf}.cache.kv_cache"}  # and not what is for type checkers
+    late = {found.name for found in imports_of(f"{PACKAGE}._demo") if found.is_late}
+    assert late == {"transformers", f"{PACKAGE}._side_by_side"}
+    assert f"{PACKAGE}._trial" in ours(f"{PACKAGE}._info") and hf not in ours(PACKAGE)  # which type checkers see
     assert needs(f"{hf}.cache.kv_cache", frozenset(OPTIONAL)) and not needs(f"{hf}.cache.buffers", frozenset(OPTIONAL))
 
 

@@ -132,6 +132,30 @@ def test_names_are_listed_without_transformers():
     assert result.returncode == 0, result.stderr
 
 
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+import torch
+import llmkernels
+
+assert llmkernels.swiglu(torch.zeros(2), torch.ones(2)).tolist() == [0, 0]
+llmkernels.PagedKVCache(layers=1, pages=2, page_size=4, kv_heads=1, head_dim=8)
+assert not hasattr(llmkernels, "another_name")
+for name in ("hf", "profiling", *llmkernels.__all__):
+    try:
+        getattr(llmkernels, name)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_what_needs_transformers_says_so():
+    result = python("-c", WITHOUT_TRANSFORMERS, folder=_library.PATH.parent.parent)
+    assert result.returncode == 0, result.stderr
+    says = " needs transformers, which is not installed: pip install 'llmkernels[hf]'"
+    assert {*result.stdout.splitlines()} == {f"llmkernels.{name}{says}" for name in llmkernels._OF_TRANSFORMERS}
+
+
 @pytest.mark.skipif(not shutil.which("readelf"), reason="needs readelf")
 def test_library_needs_torch_and_nothing_of_cuda():
     """One library for every torch: CUDA is linked statically or looked up at run time, and there is no RPATH."""

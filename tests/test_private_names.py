@@ -198,7 +198,7 @@ def patched_without(owner: str, name: str) -> list:
     if value is not None:
         delattr(module, name)
     try:
-        import llmkernels
+        import llmkernels.hf
 
         if value is not None:
             setattr(module, name, value)  # torch itself cannot do without it

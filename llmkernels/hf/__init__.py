@@ -12,7 +12,7 @@ handle, on a deep copy or a loaded pickle.
     attention.py our attention as an implementation of transformers
     callers/     who asks for steps: model.generate(), our own generate, the forward of a patched model
     step/        a description becomes launches: composed, proved, recorded into graphs
-    cache/       KVCache, pages, and transformers' own cache around a step
+    cache/       KVCache, and transformers' own cache around a step
     model/       what a model computes, as data; whether its modules may be left uncalled
     modules/     what runs in the place of a module's forward: norms, rotations, MLPs, LoRA, the loss
     classes/     what a class computes, found out by running it, and whether that is all that it does
@@ -47,13 +47,13 @@ call of a patched model becomes launches:
                                step/guard.py as above, and step/block.py makes the cache's objects
         no                     the description as above, and a new cache: cache/adopted.py
 
-Importing this package does not import transformers; using `KVCache` does.
+Importing this package imports transformers. `import llmkernels` does not: it imports this package when it is needed.
 """
 
-from typing import TYPE_CHECKING
+from llmkernels._paged_cache import OutOfPages, PagedKVCache
 
 from .attention import register_attention
-from .cache.paged import OutOfPages, PagedKVCache
+from .cache.kv_cache import KVCache
 from .callers.generate import generate
 from .patch import PatchHandle, patch, unpatch
 from .step.decode import release
@@ -69,19 +69,3 @@ __all__ = [
     "release",
     "unpatch",
 ]
-
-
-if TYPE_CHECKING:
-    from .cache.kv_cache import KVCache
-else:
-
-    def __getattr__(name: str):
-        if name == "KVCache":
-            from .cache.kv_cache import KVCache
-
-            return KVCache
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

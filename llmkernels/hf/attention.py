@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
 from llmkernels.ops.attention import attention, decode_attention
 
@@ -38,8 +40,6 @@ def register_attention() -> None:
     >>> "llmkernels" in AttentionInterface()
     True
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
 
@@ -57,8 +57,6 @@ def attention_mask(
     **options: Any,
 ) -> Tensor | None:
     """The mask of a forward, as the module says; see `transformers.masking_utils.sdpa_mask` for the arguments."""
-    from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
-
     mask_function = mask_function or causal_mask_function
     simple = allow_is_causal_skip and isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if simple and not torch.compiler.is_compiling() and _sees_window(mask_function, local_size):
@@ -119,8 +117,6 @@ def _ranges(mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
 def _sees_window(mask_function: Callable, local_size: int | None) -> bool:
     """Whether query q sees the keys k with q - local_size < k <= q, or all k <= q without a size: what a few of them
     see tells, since a mask function is one of positions alone where no mask may be left out."""
-    from transformers.masking_utils import causal_mask_function
-
     if local_size is None:
         return mask_function is causal_mask_function
     queries = torch.tensor([0, 1, local_size - 1, local_size, local_size + 1, 2 * local_size, 3 * local_size + 1])

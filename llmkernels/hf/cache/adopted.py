@@ -1,12 +1,10 @@
 """Decode steps for a caller with transformers' DynamicCache: a step needs a KVCache.
 
-    generate    copy_in: the tokens of the caller's cache are copied to a KVCache before the first step;
-                hand_back: after the last one the new tokens are appended to the caller's cache by its own `update`, so
-                that it holds the same as after transformers' loop
-    forward     become_ours: the layers of the caller's cache move to buffers, where steps append to them. For anyone
-                else they are transformers' layers as before
-
-Importing this module imports transformers.
+- generate, copy_in: the tokens of the caller's cache are copied to a KVCache before the first step; hand_back: after
+  the last one the new tokens are appended to the caller's cache by its own `update`, so that it holds the same as after
+  transformers' loop
+- forward, become_ours: the layers of the caller's cache move to buffers, where steps append to them. For anyone else
+  they are transformers' layers as before
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""A caller's empty DynamicCache, which a prompt fills in place of one that the model would make.
-
-Importing this module imports transformers.
-"""
+"""A caller's empty DynamicCache, which a prompt fills in place of one that the model would make."""
 
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer

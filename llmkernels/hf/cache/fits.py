@@ -1,10 +1,13 @@
 """Whether a step can run on a cache."""
 
-import functools
 from typing import Any
+
+from transformers import DynamicCache
 
 from ..errors import NoStep
 from ..model.description import Description
+from .adopted import AdoptedCache
+from .kv_cache import KVCache
 
 
 def check_cache(cache: Any, parts: Description, batch: int) -> None:
@@ -33,23 +36,14 @@ def fits_cache(cache: Any, parts: Description, batch: int) -> bool:
 
 def is_ours(cache: Any) -> bool:
     """Whether a step runs on this cache as it is."""
-    ours, adopted, _ = _cache_types()
-    return type(cache) is ours or (type(cache) is adopted and cache.is_intact)
+    return is_kv_cache(cache) or (type(cache) is AdoptedCache and cache.is_intact)
 
 
 def is_kv_cache(cache: Any) -> bool:
     """Whether a cache was made as one of ours."""
-    return type(cache) is _cache_types()[0]
+    return type(cache) is KVCache
 
 
 def may_become_ours(cache: Any) -> bool:
     """Whether a cache is one of ours, or of the kind that becomes one."""
-    return type(cache) in _cache_types()
-
-
-@functools.cache
-def _cache_types() -> tuple[type, ...]:
-    from .adopted import AdoptedCache, DynamicCache
-    from .kv_cache import KVCache
-
-    return KVCache, AdoptedCache, DynamicCache
+    return type(cache) in (KVCache, AdoptedCache, DynamicCache)

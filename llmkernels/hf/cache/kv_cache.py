@@ -1,7 +1,4 @@
-"""A KV cache of fixed buffers, which transformers' models fill and a decode step writes into.
-
-Importing this module imports transformers; `llmkernels.KVCache` imports it at first use.
-"""
+"""A KV cache of fixed buffers, which transformers' models fill and a decode step writes into."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from llmkernels._checks import check_count
+
 from ..classes.origin import Entry
 from .buffers import room_for
-from .checks import check_count
 from .layers import KVCacheLayer, KVCacheWindowLayer
 
 

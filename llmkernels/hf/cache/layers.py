@@ -1,4 +1,4 @@
-"""The layers of a KVCache: buffers as transformers takes them. Importing this module imports transformers."""
+"""The layers of a KVCache: buffers as transformers takes them."""
 
 from typing import Any
 

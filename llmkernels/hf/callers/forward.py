@@ -19,13 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..cache.adopted import become_ours, check_dynamic, new_cache
+from ..cache.empty import check_empty, fill
 from ..cache.fits import check_cache, is_kv_cache, is_ours, may_become_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..model.description import Description
 from ..report import STEP, by_forward
 from ..step import prompt
+from ..step.block import Layout
 from ..step.decode import MAX_ROWS, Decoder, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
@@ -45,8 +49,6 @@ _OF_PROMPTS = {"labels", "num_items_in_batch", "output_hidden_states"}  # which 
 
 def by_step(original: Callable, signature: Any) -> Callable:
     """A forward of a model class: by the step where that is possible, else `original`."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
     name = cache_name()
 
     @functools.wraps(original)
@@ -92,8 +94,6 @@ def _check_inputs(given: dict[str, Any]) -> None:
 def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> dict[str, Any]:
     """The output of a prompt behind nothing, which makes a cache, fills an empty one, or neither: composed of ops.
     Raises NoStep."""
-    from ..cache.empty import fill
-
     device = given["input_ids"].device.type
     if device not in PROMPT_DEVICES:
         raise NoStep(f"a prompt on {device}")
@@ -116,8 +116,6 @@ def _loss(model: nn.Module, logits: Tensor, given: dict[str, Any]) -> Tensor | N
 
 def _check_prompt(model: nn.Module, parts: Description, given: dict[str, Any]) -> None:
     """Raise NoStep for prompts that the ops do not take, and where the modules make or have another cache."""
-    from ..cache.empty import check_empty
-
     ids, cache = given["input_ids"], given.get(cache_name())
     check_batch(parts, ids)
     check_length(parts, ids.shape[1])
@@ -179,9 +177,6 @@ def _composed_prompt(
 ) -> tuple[Tensor, Any, tuple[Tensor, ...] | None]:
     """The logits of the tokens to keep, the cache, and the hidden states, None where they are not asked for. Raises
     NoStep."""
-    from ..cache.adopted import new_cache
-    from ..step.block import MOST_BYTES, Layout
-
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     if not isinstance(kept, int):
         raise NoStep("logits_to_keep is no number")
@@ -207,7 +202,7 @@ def _composed_prompt(
         logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, kept)
     if not is_new:
         return logits, cache if is_kept else None, states
-    if (layout := Layout(cache, model.config)).nbytes <= MOST_BYTES:
+    if (layout := Layout(cache, model.config)).is_kept:
         state.layouts.note(parts, batch, layout)
     return logits, cache, states
 
@@ -326,8 +321,6 @@ def _described(
     model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, positions: "Positions"
 ) -> Tensor:
     """The logits by the description of the model as it is, behind a cache that becomes one of ours."""
-    from ..cache.adopted import become_ours, check_dynamic
-
     batch, ahead = ids.shape
     is_own = is_ours(cache)
     if is_own and not cache.has_room(ahead):

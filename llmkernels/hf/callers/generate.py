@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, logits_process
 
 from llmkernels.ops import sample
 
@@ -180,9 +182,6 @@ def _tensor(value: Any) -> Tensor:
 
 def _check_config(config, stopping_criteria) -> None:
     """Raise ValueError for what the loop does not do, by its name."""
-    from transformers import GenerationConfig
-    from transformers.generation import EosTokenCriteria, MaxLengthCriteria
-
     default = GenerationConfig()
     off = vars(default) | default._get_default_generation_params()
     for name, value in vars(config).items():
@@ -200,8 +199,6 @@ def _check_config(config, stopping_criteria) -> None:
 
 def _sampling(logits_processor) -> dict[str, float | int]:
     """What transformers' processors do, as options of `sample`. Raises ValueError for others."""
-    from transformers.generation import logits_process
-
     # In the order in which `sample` applies them.
     known = {
         logits_process.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),

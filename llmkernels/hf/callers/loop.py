@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.generation import GenerateDecoderOnlyOutput
 
+from ..cache.adopted import check_dynamic, hand_back
 from ..cache.fits import check_cache, is_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
@@ -188,8 +190,6 @@ LOOPS = {
 
 def _check_call(parts: Description, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
     """Raise NoStep for whatever a call asks of the loop that only transformers' own has."""
-    from ..cache.adopted import check_dynamic
-
     if synced_gpus:
         raise NoStep("synced_gpus")
     if config.is_assistant:
@@ -262,8 +262,6 @@ def _run(
     streamer,
 ):
     """transformers' GenerationMixin._sample by the decode step: same scores, same random numbers, same results."""
-    from ..cache.adopted import hand_back
-
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits
     scores, raw_logits = () if keep_scores else None, () if keep_logits else None
@@ -311,8 +309,6 @@ def _run(
         streamer.end()
     if not config.return_dict_in_generate:
         return text.result()
-    from transformers.generation import GenerateDecoderOnlyOutput
-
     return GenerateDecoderOnlyOutput(
         sequences=text.result(),
         scores=scores,

@@ -7,14 +7,14 @@ import functools
 import inspect
 from collections.abc import Callable
 
+from transformers import GenerationMixin
+
 _NAMES = ("cache", "past_key_values")
 
 
 @functools.cache
 def cache_name() -> str | None:
     """The name that the installed transformers uses. None: a name that is not known here."""
-    from transformers import GenerationMixin
-
     return cache_argument(GenerationMixin.prepare_inputs_for_generation)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from ..errors import UnknownLayout
 from .origin import codes_in, functions_of, home
@@ -223,8 +224,6 @@ def _is_pure(value: Any) -> bool:
 
 def _returns_or_computes(cls: type) -> bool:
     """Whether a foreign class is for results of a model, or a module, whose forward is looked at if it is a part."""
-    from transformers.utils import ModelOutput
-
     return issubclass(cls, (ModelOutput, nn.Module)) or issubclass(cls, tuple)
 
 

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..classes.cache_name import cache_name
 from ..classes.recorder import SAME, Node, Recorder
@@ -64,7 +67,7 @@ def observe(model: nn.Module, ids: Tensor, positions: Tensor, attention: Callabl
     try:
         _active.recorder = recorder
         with recorder, _watched_indices(model):
-            cache = {cache_name(): _cache_class()(recorder)}
+            cache = {cache_name(): _Observed(recorder)}
             output = model(ids, position_ids=positions, use_cache=True, **cache)
     finally:
         _active.recorder = None
@@ -259,27 +262,18 @@ def _attend(module, query, key, value, attention_mask, **options):
 @functools.cache
 def _registered() -> str:
     """The name of an attention that tells the recorder of this thread. Masks are those of eager attention."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     type(ALL_ATTENTION_FUNCTIONS).register(_NAME, _attend)
     type(ALL_MASK_ATTENTION_FUNCTIONS).register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     return _NAME
 
 
-@functools.cache
-def _cache_class() -> type:
-    from transformers.cache_utils import DynamicCache
+class _Observed(DynamicCache):
+    """An empty cache that says what it is given, and keeps nothing."""
 
-    class Observed(DynamicCache):
-        """An empty cache that says what it is given, and keeps nothing."""
+    def __init__(self, recorder: _ModelRecorder):
+        super().__init__()
+        self._recorder = recorder
 
-        def __init__(self, recorder: _ModelRecorder):
-            super().__init__()
-            self._recorder = recorder
-
-        def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-            self._recorder.cached(key_states, value_states, layer_idx)
-            return key_states, value_states
-
-    return Observed
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self._recorder.cached(key_states, value_states, layer_idx)
+        return key_states, value_states

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._private import TorchDispatchMode
 from ..classes.effects import check_effects, is_foreign
@@ -125,17 +126,10 @@ def _attention_of(model: nn.Module) -> Callable:
 
 def attention_function(config: Any, scope: dict[str, Any]) -> Callable:
     """The function that a config names, for attentions of a file with these globals."""
-    return _attention_functions().get_interface(config._attn_implementation, scope.get(_EAGER))
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, scope.get(_EAGER))
 
 
 _EAGER = "eager_attention_forward"
-
-
-@functools.cache
-def _attention_functions() -> Any:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    return ALL_ATTENTION_FUNCTIONS
 
 
 def attention_scope(model: nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from llmkernels.ops import linear_cross_entropy
 from llmkernels.ops._common import _is_transforming
@@ -129,8 +130,6 @@ def _loss(
 
 
 def _output(head: nn.Linear, softcap: float | None, hidden: Tensor, loss: Tensor, **known: Any) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
     if not torch.compiler.is_compiling():
         known["logits"] = _logits(hidden, head.weight, head.bias, softcap)
     return CausalLMOutputWithPast(loss=loss, **known)
@@ -217,8 +216,6 @@ class _LossRecorder(ForwardRecorder):
         self.calls: list[str] = []
 
     def called(self, code: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
         if code == "self.loss_function":
             args, kwargs = args[3:], dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
         named = [f"{name}={self.codes_of(value)}" for name, value in sorted(kwargs.items())]

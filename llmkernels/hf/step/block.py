@@ -59,6 +59,11 @@ class Layout:
             self.specs.append(_Spec(self.nbytes, x.shape, x.dtype))
             self.nbytes += -(-x.nbytes // _ALIGNMENT) * _ALIGNMENT
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether later caches are made by this layout."""
+        return self.nbytes <= MOST_BYTES
+
     def holds(self, config: Any) -> bool:
         """Whether transformers would make such a cache still."""
         return _values(config) == self._config and not is_patched()

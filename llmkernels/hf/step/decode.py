@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache import adopted
 from ..cache.fits import fits_cache
+from ..cache.kv_cache import KVCache
 from ..errors import NoStep, Refusal
 from ..model.description import Description, map_tensors
 from ..report import STEP
@@ -314,9 +316,6 @@ class Decoder:
         that the call was given: what it holds is in the KVCache at the beginning, and if it is `returned`, it holds the
         rest at the end. Layers with a sliding window keep as many tokens as there.
         """
-        from ..cache import adopted
-        from ..cache.kv_cache import KVCache
-
         device = parts.weight.device
         windows = adopted.windows(caller, len(parts.layers))
         cache = self._take(parts, windows, batch, min(tokens, limit), _stream(device))

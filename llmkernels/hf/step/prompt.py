@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.kv_cache import KVCache
 from ..errors import NoStep
 from ..model.description import Description, Layer
 from . import compose
@@ -71,8 +72,6 @@ def cache_of_a_call(parts: Description, batch: int, tokens: int) -> Any:
 
     Where no graph runs the prompt, layers alike have their buffers in common: each reads what it has just written.
     """
-    from ..cache.kv_cache import KVCache
-
     cache = KVCache.growable([None] * len(parts.layers), batch * parts.token_bytes, tokens, tokens + tokens // 8 + 16)
     if padded_length(parts, cache, batch, tokens) is None:
         shared: dict[tuple[int, int], Any] = {}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from .._private import _disable_current_modes
 from ..classes.cache_name import cache_name
@@ -171,7 +172,6 @@ def _same_in_training(small: nn.Module, ids: Tensor) -> bool:
 def _dynamic_cache_for(small: nn.Module, ids: Tensor) -> tuple[bool | None, ...]:
     """The values of `use_cache` with which a model makes DynamicCache(config=config) for a prompt; None, if given or
     not."""
-    from transformers import DynamicCache
 
     def kinds(cache: Any) -> list[tuple[type, int | None]]:
         return [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
@@ -249,8 +249,6 @@ def _check_tables(parts: Description, config: Any) -> None:
 
 def _check_conventions(small: nn.Module, ids: Tensor, tolerance: float) -> None:
     """Raise UnknownLayout unless a cache and a mask of padding mean to a foreign model what they do in transformers."""
-    from transformers import DynamicCache
-
     expected, count, cache = _logits(small, ids, 0), len(ids), DynamicCache(config=small.config)
     positions = torch.arange(count)[None]
     found = []

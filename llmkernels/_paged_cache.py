@@ -6,7 +6,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from .checks import check_count
+from llmkernels._checks import check_count
 
 
 class OutOfPages(RuntimeError):
