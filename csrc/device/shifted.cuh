@@ -114,7 +114,8 @@ __device__ Vec<T, N> load_shifted(const T* row, Index c, Index begin, Index end)
 template <typename T, int N = kVecWidth<T>>
 struct ShiftedLoad {
   using V = Vec<T, N>;
-  V low, high;
+  using Raw = typename V::Raw;
+  Raw low, high;
   bool in_row;
 
   template <typename Index>
@@ -122,11 +123,14 @@ struct ShiftedLoad {
     const Neighbours<Index> at(misalignment<T, N>(row + c), N, c, begin, end);
     ShiftedLoad load;
     load.in_row = at.in_row;
-    if (at.in_row) load.low = V::load(row + at.low), load.high = V::load(row + at.high);
+    load_if(at.in_row, row + at.low, load.low);
+    load_if(at.in_row, row + at.high, load.high);
     return load;
   }
   // If it is in the row, else nothing is loaded.
-  __device__ V cut_at(const T* address) const { return cut(low, high, misalignment<T, N>(address)); }
+  __device__ V cut_at(const T* address) const {
+    return cut(reinterpret_cast<const V&>(low), reinterpret_cast<const V&>(high), misalignment<T, N>(address));
+  }
 };
 
 // Stores what lies in [begin, end), to a row that is aligned at c.
