@@ -162,6 +162,24 @@ def test_every_element_counts(norm_type, device):
                 view[where] = 0.0
 
 
+@every_norm
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 1023, 1025, 40_001])
+def test_any_alignment(norm_type, dtype, size, device):
+    """Memory that begins between two vectors gives the bits of aligned memory, and what is around it stays."""
+    grad = torch.randn(size, device=device).to(dtype)
+    aligned = grad.clone()
+    expected = _ops.grad_norm([aligned], norm_type)
+    _ops.clip_grads_([aligned], expected, 0.25)
+    for offset in range(9):
+        memory = torch.full((size + 16,), 1e4, dtype=dtype, device=device)
+        view = memory[offset : offset + size].copy_(grad)
+        assert_same(_ops.grad_norm([view], norm_type), expected)
+        _ops.clip_grads_([view], expected, 0.25)
+        assert_same(view.clone(), aligned)
+        assert (memory[:offset] == 1e4).all() and (memory[offset + size :] == 1e4).all()
+
+
 @pytest.mark.gpu
 def test_the_host_does_not_wait():
     params = with_grads([torch.randn(1000, device="cuda") for _ in range(3)])

@@ -170,7 +170,7 @@ def _names_and_strings(code):
 # --- those of transformers
 
 
-WITH_STEP = ["CwmForCausalLM", "Emu3ForCausalLM", "Jais2ForCausalLM", "VaultGemmaForCausalLM"]
+WITH_STEP = ["BitNetForCausalLM", "CwmForCausalLM", "Emu3ForCausalLM", "Jais2ForCausalLM", "VaultGemmaForCausalLM"]
 
 
 @pytest.mark.parametrize("name", WITH_STEP)

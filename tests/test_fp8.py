@@ -67,6 +67,8 @@ def test_equals_the_cast_of_torch(device, rows, cols, granularity, dtype):
 
 # Both sides of every limit of the launch plans: lanes, one to eight vectors per thread, groups read twice.
 LENGTHS = [16, 120, 136, 256, 264, 512, 1024, 1032, 4096, 8192, 8200, 16384, 16392, 32768, 32776, 65536, 65544, 152064]
+# The same for rows that are not aligned.
+LENGTHS += [*range(1, 20), 63, 129, 135, 255, 257, 1001, 4095, 4097, 16381, 32767, 32769, 50257, 131071]
 
 
 @every_dtype
@@ -79,6 +81,23 @@ def test_row_lengths(device, rows, cols, dtype):
     x = make(rows, cols, dtype, device)
     for granularity in GRANULARITIES:
         assert_equal(fp8_quantize(x, granularity=granularity), quantized(x, granularity))
+
+
+@every_dtype
+@every_granularity
+@pytest.mark.parametrize("cols", [1, 5, 20, 127, 130, 1001, 4096, 4099])
+def test_any_alignment(device, cols, granularity, dtype):
+    """A row has the same bits wherever it starts, and nothing beside it is read as a part of it."""
+    rows = 7
+    x, up = make(rows, cols, dtype, device), torch.randn(rows, cols, device=device).to(dtype)
+    expected = quantized(x, granularity), fp8_quantize(swiglu(x, up), granularity=granularity)
+    for offset in range(9):
+        view, other = (
+            x.new_full((rows * (cols + gap) + 16,), float("nan")).as_strided((rows, cols), (cols + gap, 1), start)
+            for start, gap in ((offset, 1), ((3 * offset + 1) % 8, offset))
+        )
+        assert_equal(fp8_quantize(view.copy_(x), granularity=granularity), expected[0])
+        assert_equal(swiglu_fp8_quantize(view, other.copy_(up), granularity=granularity), expected[1])
 
 
 @every_format
@@ -200,7 +219,8 @@ def test_behind_rms_norm_with_a_weight_of_another_dtype(device):
 
 
 # Rows in registers, rows read twice (beyond 20480 elements of 16 bits), and those that are not aligned.
-WIDTHS = [7, 8, 128, 136, 1032, 4096, 18944, 20480, 20488, 28672, 32768, 40000, 53248, 53249]
+WIDTHS = [7, 8, 128, 136, 1032, 4096, 18944, 20480, 20488, 28672, 32768, 40000, 53248]
+WIDTHS += [1, 15, 129, 1001, 4097, 11009, 20479, 20481, 53249]
 
 
 @every_dtype
@@ -223,9 +243,9 @@ def test_behind_swiglu(device, rows, cols, dtype):
 @pytest.mark.gpu
 @every_dtype
 @pytest.mark.parametrize("granularity", ["token", "block"])
-@pytest.mark.parametrize("cols", [4096, 18944, 20488, 28672, 53248, 200_000])
-def test_aligned_rows_behind_swiglu_take_one_kernel(cols, granularity, dtype):
-    """Of any length: those of Llama-70B (28672) and Llama-405B (53248) took two."""
+@pytest.mark.parametrize("cols", [99, 4096, 11009, 18944, 20488, 28672, 53248, 53249, 200_000])
+def test_rows_behind_swiglu_take_one_kernel(cols, granularity, dtype):
+    """Of any length and alignment: those of Llama-70B (28672) and Llama-405B (53248) took two."""
     gate, up = torch.randn(2, 5, cols, device="cuda").to(dtype)
     swiglu_fp8_quantize(gate, up, granularity=granularity)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -279,7 +299,7 @@ def test_same_bits_every_time(device, granularity, call):
 
 def outputs_are_written(device):
     """Every kernel path, into memory full of NaN; on a GPU also a selection for compute-sanitizer."""
-    for cols in (64, 63, 136, 3584, 8200, 16384, 18944, 66000):
+    for cols in (64, 63, 136, 1001, 3584, 4095, 8200, 16384, 18944, 33001, 66000):
         x = make(5, cols, torch.bfloat16, device)
         for call in CALLS.values():
             for granularity in GRANULARITIES:

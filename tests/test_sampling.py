@@ -331,6 +331,22 @@ def test_layouts(device, layout, vocab, dtype):
     assert_same(drawn, sample(logits.contiguous(), **options, rng_state=state(device=device)))
 
 
+@every_dtype
+@pytest.mark.parametrize("vocab", [1, 3, 4, 5, 6, 7, 8, 9, 127, 1001, 4096, 33001])
+def test_any_alignment(device, vocab, dtype):
+    """Rows draw the same token wherever they start; the logits around them are larger than theirs."""
+    rows = 5
+    logits, seen = make(rows, vocab, dtype, device), make_seen(rows, vocab, device)
+    cases = ({"temperature": 0.0}, {"top_p": 0.9}, {"temperature": 9.0}, OPTIONS["everything"])
+    for options in cases:
+        expected = sample(logits, **options, seen=seen.clone(), rng_state=state(device=device))
+        for offset in range(8):
+            stride = vocab + 8 + offset % 3
+            memory = torch.full((rows * stride + 8,), 1e4, dtype=dtype, device=device)
+            view = memory.as_strided((rows, vocab), (stride, 1), offset).copy_(logits)
+            assert_same(sample(view, **options, seen=seen.clone(), rng_state=state(device=device)), expected)
+
+
 def test_float64_on_the_cpu():
     logits = torch.randn(30, 500, dtype=torch.float64)
     check_draws(sample(logits, top_p=0.7, rng_state=state()), probabilities(logits, top_p=0.7))
@@ -424,7 +440,7 @@ def test_errors_about_devices():
 @pytest.mark.gpu
 @every_dtype
 @every_option
-@pytest.mark.parametrize("rows, vocab", [(1, 152064), (9, 50257), (33, 32000), (140, 4097)])
+@pytest.mark.parametrize("rows, vocab", [(1, 152064), (1, 151669), (9, 50257), (33, 32000), (140, 4097), (140, 151669)])
 def test_gpu_and_cpu_draw_the_same(rows, vocab, options, dtype):
     logits, seen = make(rows, vocab, dtype, "cpu", scale=3.0), make_seen(rows, vocab, "cpu")
     expected = sample(logits, **options, seen=seen.clone(), rng_state=state())
@@ -477,7 +493,7 @@ def test_a_row_stride_beyond_2_to_the_31():
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("vocab", [7, 3000, 9000])
+@pytest.mark.parametrize("vocab", [7, 3000, 3001, 9000])
 def test_every_path_once(device, vocab):
     for dtype in DTYPES:
         logits, seen = make(3, vocab, dtype, device), make_seen(3, vocab, device)

@@ -55,6 +55,22 @@ __device__ inline uint4 load_16(const void* global, uint64_t policy) {
   return value;
 }
 
+// What is there if it is wanted, else zeros. There is no branch, at whose end the compiler would wait for the load.
+__device__ inline void load_if(bool wanted, const void* global, uint4& value) {
+  value = make_uint4(0, 0, 0, 0);
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+               : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)
+               : "l"(global), "r"(static_cast<unsigned>(wanted))
+               : "memory");
+}
+__device__ inline void load_if(bool wanted, const void* global, uint2& value) {
+  value = make_uint2(0, 0);
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.u32 {%0, %1}, [%2];}"
+               : "+r"(value.x), "+r"(value.y)
+               : "l"(global), "r"(static_cast<unsigned>(wanted))
+               : "memory");
+}
+
 // Prefetches the line of an address to the L2 cache.
 __device__ inline void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 

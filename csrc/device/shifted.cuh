@@ -16,6 +16,7 @@
 #pragma once
 #include <cstdint>
 
+#include "device/ptx.cuh"
 #include "device/vec.cuh"
 
 namespace llmk {
@@ -115,29 +116,27 @@ class Uncut {
   Uncut() = default;
   template <typename Index>
   __device__ Uncut(const T* row, Index c, Index begin, Index end) {
-    if (c >= begin + N && c + 2 * N <= end) {
-      shift_ = misalignment<T, N>(row + c);
-      low_ = V::load(row + c - shift_), high_ = V::load(row + c - shift_ + N);
-      return;
-    }
-    uint32_t bits[2 * kWords] = {};
-#pragma unroll
-    for (int i = 0; i < N; ++i) bits[i] = load_bits(row, c + i, begin, end);
+    const bool is_inside = c >= begin + N && c + 2 * N <= end;
+    shift_ = misalignment<T, N>(row + c);
+    load_if(is_inside, row + c - shift_, low_);
+    load_if(is_inside, row + c - shift_ + N, high_);
+    if (is_inside) return;
+    const auto bits = [&](int i) { return i < N ? load_bits(row, c + i, begin, end) : 0u; };
     shift_ = kElements;
-    low_ = of_words<T, N>({bits[0], bits[1], bits[2], bits[3]});
-    high_ = of_words<T, N>({bits[4], bits[5], bits[6], bits[7]});
+    low_ = make_uint4(bits(0), bits(1), bits(2), bits(3));
+    high_ = make_uint4(bits(4), bits(5), bits(6), bits(7));
   }
   __device__ V vector() const {
-    if (shift_ != kElements) return cut(low_, high_, shift_);
-    if constexpr (N == kWords) return low_;
-    const auto &a = words_of(low_), &b = words_of(high_);
-    return of_words<T, N>({a[0] | a[1] << 16, a[2] | a[3] << 16, b[0] | b[1] << 16, b[2] | b[3] << 16});
+    if (shift_ != kElements) return cut(reinterpret_cast<const V&>(low_), reinterpret_cast<const V&>(high_), shift_);
+    if constexpr (N == 4) return reinterpret_cast<const V&>(low_);
+    return of_words<T, N>(
+        {low_.x | low_.y << 16, low_.z | low_.w << 16, high_.x | high_.y << 16, high_.z | high_.w << 16});
   }
 
  private:
-  static constexpr int kWords = 4, kElements = -1;
+  static constexpr int kElements = -1;
 
-  V low_, high_;
+  uint4 low_, high_;
   int shift_;
 };
 

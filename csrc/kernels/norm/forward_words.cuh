@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
     for (int i = 0; i < kWords; ++i) s[i] = add(s[i], r[i]);
     other.put(row.sum, s);
   }
-  W w[kWords];
-  load_parameters(row.weight, all, x.column(0), 1.f, w);
+  W w[kWords];  // the sums of a LayerNorm leave no registers for them
+  if constexpr (!kCentered) load_parameters(row.weight, all, x.column(0), 1.f, w);
   RowScale of_row{};
   if constexpr (kCentered) {
     of_row = scale_of_words(s, x, cols, element, inverse_cols, eps, group, shared);
@@ -116,6 +116,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   for (int i = 0; i < kWords; ++i) forget_floats(s[i]);
   if constexpr (kCentered) {
     W bias[kWords];
+    load_parameters(row.weight, all, x.column(0), 1.f, w);
     load_parameters(row.bias, all, x.column(0), 0.f, bias);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {

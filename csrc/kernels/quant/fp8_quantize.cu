@@ -44,14 +44,14 @@ struct GroupOfRow {
 };
 
 // A row of an operand from column `first` on. A thread begins to load all its vectors of it, then asks for their values
-// by vector_of(): what is not aligned is cut out then, with zeros behind the end of the row.
+// by vector_of(): what is not aligned is cut out then, with zeros outside of the row.
 template <typename T, bool kAligned>
 struct RowFrom {
   using V = Vec<T, kVecWidth<T>>;
   using Loaded = V;
   const T* x;
 
-  __device__ RowFrom(const void* x, int64_t stride, int64_t row, int64_t first, int64_t /*cols*/)
+  __device__ RowFrom(const void* x, int64_t stride, int64_t row, int64_t first, const Fp8Output&)
       : x(static_cast<const T*>(x) + row * stride + first) {}
   __device__ Loaded load(int offset, uint64_t policy) const { return V::load(x + offset, policy); }
 };
@@ -63,10 +63,10 @@ struct RowFrom<T, false> {
   const T* x;
   int begin, end;  // offsets: what lies in between belongs to the row
 
-  __device__ RowFrom(const void* x, int64_t stride, int64_t row, int64_t first, int64_t cols)
+  __device__ RowFrom(const void* x, int64_t stride, int64_t row, int64_t first, const Fp8Output& out)
       : x(static_cast<const T*>(x) + row * stride + first),
         begin(-static_cast<int>(min(first, int64_t{N}))),
-        end(static_cast<int>(min(cols - first, int64_t{1} << 30))) {}
+        end(row < out.rows ? static_cast<int>(min(out.cols - first, int64_t{1} << 30)) : begin) {}
   __device__ Loaded load(int offset, uint64_t) const { return Loaded(x, offset, begin, end); }
 };
 
@@ -92,7 +92,7 @@ struct Plain {
   struct Rows {
     Row x;
     __device__ Rows(const Fp8QuantizeParams& params, int64_t row, int64_t col)
-        : x(params.x, params.x_stride, row, col, params.out.cols) {}
+        : x(params.x, params.x_stride, row, col, params.out) {}
   };
   typename Row::Loaded x;
 
@@ -112,8 +112,8 @@ struct Swiglu {
   struct Rows {
     Row gate, up;
     __device__ Rows(const Fp8QuantizeParams& params, int64_t row, int64_t col)
-        : gate(params.x, params.x_stride, row, col, params.out.cols),
-          up(params.up, params.up_stride, row, col, params.out.cols) {}
+        : gate(params.x, params.x_stride, row, col, params.out),
+          up(params.up, params.up_stride, row, col, params.out) {}
   };
   typename Row::Loaded gate, up;
 
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(Source::kMostThreads,
   Source loaded[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (mine(v)) loaded[v] = Source::load(rows, offset(v), policy);
+    if (!Source::kAligned || mine(v)) loaded[v] = Source::load(rows, offset(v), policy);
   }
   typename Source::V x[kVectors];
   float amax = 0.f;

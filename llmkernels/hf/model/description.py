@@ -4,7 +4,7 @@ A decoder layer adds blocks to a residual stream x, one after the other:
 
     x += multiplier * post(block(pre(x)))        pre, post: norms, each there or not; block: attention or MLP
 
-With `parallel` all blocks of a layer read what the layer was given. Multipliers, scales and softcaps that are off are
+A norm `inner` is that of what the last product of a block reads. With `parallel` all blocks of a layer read what the layer was given. Multipliers, scales and softcaps that are off are
 1 or 0. Parameters are those of the model; `packed` in describe.py puts those of one product into one tensor.
 """
 
@@ -82,6 +82,7 @@ class Branch:
     pre: Norm | None
     post: Norm | None
     multiplier: float
+    inner: Norm | None = None
 
 
 @dataclass(frozen=True)

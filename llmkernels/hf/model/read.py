@@ -113,11 +113,12 @@ class _Reader:
         found = []
         for term in terms:
             multiplier, post, output = self._term(term)
-            block, entrance = self._block(output)
+            inner, end = self._inner(output.args[0])
+            block, entrance = self._block(end, output)
             pre, source = self._normed(entrance)
             if post is not None and post.options.kind != "rms_norm":
                 raise UnknownLayout(f"has a {post.options.kind} behind a block")
-            found.append((output.order, term, Branch(block, pre, post, multiplier), _summands(source)))
+            found.append((output.order, term, Branch(block, pre, post, multiplier, inner), _summands(source)))
         found.sort(key=lambda one: (len(one[3]), one[0]))
         added, layers, calls = [start], [], len(self.record.attentions)
         for index, members in itertools.groupby(found, key=lambda one: self._layer_of(one[2])):
@@ -165,18 +166,23 @@ class _Reader:
         node = node.stripped()
         return (self._norm(node), node.args[0].stripped()) if node.kind == "module" else (None, node)
 
-    def _block(self, output: Node) -> tuple[Attention | MLP, Node]:
-        """The block whose last product this is, and what its first ones read."""
-        entrance = output.args[0]
-        before = entrance.nearest("product", "attention")
+    def _inner(self, node: Node) -> tuple[Norm | None, Node]:
+        """The same, of what the last product of a block reads, which may be the result of another module."""
+        try:
+            return self._normed(node)
+        except UnknownLayout:
+            return None, node
+
+    def _block(self, end: Node, output: Node) -> tuple[Attention | MLP, Node]:
+        """The block whose last product this is, of what it makes before that, and what its first ones read."""
+        before = end.nearest("product", "attention")
         if [node.kind for node in before] == ["attention"]:
-            return self._attention(before[0], output)
-        return self._mlp(before, output)
+            return self._attention(before[0], end, output)
+        return self._mlp(before, end.value, output)
 
     # --- MLPs
 
-    def _mlp(self, before: list[Node], output: Node) -> tuple[MLP, Node]:
-        hidden = output.args[0].value
+    def _mlp(self, before: list[Node], hidden: Tensor, output: Node) -> tuple[MLP, Node]:
         tries = [((one,), (None, one.value)) for one in before[:1]]
         if len(before) == 2:
             tries = [((a, b), (a.value, b.value)) for a, b in itertools.permutations(before)]
@@ -192,9 +198,9 @@ class _Reader:
 
     # --- attention
 
-    def _attention(self, call: Node, output: Node) -> tuple[Attention, Node]:
+    def _attention(self, call: Node, end: Node, output: Node) -> tuple[Attention, Node]:
         q, k, v, _ = call.args
-        if not is_close(output.args[0].value, call.value, 0):
+        if not is_close(end.value, call.value, 0):
             raise UnknownLayout("changes what attention gives before the product behind it")
         layer = call.options["layer"]
         if layer != self._layer_at(call.name) or call.options["layer of v"] != layer:

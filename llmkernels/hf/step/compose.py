@@ -235,8 +235,8 @@ def _mlp(mlp: MLP, source: _Source) -> Tensor:
 
 
 def _add(hidden: Tensor, y: Tensor, branch: Branch, following: tuple[Norm | None, Product] | None):
-    """hidden += multiplier * post(last product of the branch (y))"""
-    block = branch.block
+    """hidden += multiplier * post(last product of the branch (inner(y)))"""
+    block, y = branch.block, _norm(y, branch.inner)
     product = block.output if isinstance(block, Attention) else block.down
     post = branch.post
     if post is not None:
