@@ -122,9 +122,8 @@ def test_many_rows(device, ours, eager, matrices, dtype):
         check_biased(ours, eager, make(matrices, 3001, cols, dtype, device), matrices)
 
 
-# Of rows that are not aligned, of 16 and of 32 bits: less than a vector, some of them, both sides of the 31 vectors of
-# a warp and of the 8 warps of a block, several blocks.
-UNALIGNED = [*range(1, 21), 31, 33, 123, 125, 241, 247, 249, 991, 993, 1001, 1983, 1985, 3073, 4095, 4097]
+# Rows that are not aligned, around one vector, a warp's, and a block's.
+UNALIGNED = [*range(1, 10), 31, 33, 127, 255, 257, 1001, 2049, 4095, 4097]
 
 
 @every_dtype
@@ -138,23 +137,6 @@ def test_row_lengths_that_are_not_aligned(device, rows, cols, name, dtype):
     ours, eager, matrices = FUNCTIONS[name]
     inputs = make(matrices, rows, cols, dtype, device)
     check_biased(ours, eager, inputs if rows > 3 or cols % 2 else inputs[:matrices], matrices)
-
-
-@every_dtype
-@pytest.mark.parametrize("name", ["bias_gelu", "bias_swiglu"])
-@pytest.mark.parametrize("cols", [5, 24, 1000, 4096])
-def test_bits_of_any_alignment(device, cols, name, dtype):
-    """Wherever the rows of an operand start, and however far they are apart, gradients and sums have the same bits."""
-    ours, _, matrices = FUNCTIONS[name]
-    inputs = list(make(matrices, 33, cols, dtype, device))
-    grad_y = torch.randn(33, cols, device=device).to(dtype)
-    expected = differentiate(ours, inputs, [grad_y])
-    for index in range(len(inputs) + 1):
-        for layout in ("offset", "row_strided"):
-            moved = [*inputs, grad_y]
-            rows = moved[index] if moved[index].dim() == 2 else moved[index][None]
-            moved[index] = laid_out(rows, layout).view(moved[index].shape)
-            assert_same(differentiate(ours, moved[:-1], moved[-1:]), expected)
 
 
 @every_function

@@ -63,13 +63,6 @@ __device__ inline void load_if(bool wanted, const void* global, uint4& value) {
                : "l"(global), "r"(static_cast<unsigned>(wanted))
                : "memory");
 }
-__device__ inline void load_if(bool wanted, const void* global, uint2& value) {
-  value = make_uint2(0, 0);
-  asm volatile("{.reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.v2.u32 {%0, %1}, [%2];}"
-               : "+r"(value.x), "+r"(value.y)
-               : "l"(global), "r"(static_cast<unsigned>(wanted))
-               : "memory");
-}
 
 // Prefetches the line of an address to the L2 cache.
 __device__ inline void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }

@@ -10,9 +10,8 @@
 // that does not depend on where the row starts. What is computed element by element takes the aligned vectors of its
 // result, each of which is one store.
 //
-// Stores are not the mirror image of loads: stores of single elements take as many transactions of the L2 cache as
-// there are elements, so an aligned vector has to be put together of what two threads have. A warp whose threads keep
-// their columns does that (store_by_warp); others take the aligned vectors of the result from the start.
+// Stores are not the mirror image of loads: they would have to put together what two threads have, and stores of single
+// elements take as many transactions of the L2 cache as there are elements.
 #pragma once
 #include <cstdint>
 
@@ -21,49 +20,43 @@
 
 namespace llmk {
 
-// Elements between the last multiple of the size of a vector, 16 bytes if nothing is said, and this address.
-template <typename T, int N = kVecWidth<T>>
+// Elements between the last multiple of 16 bytes and this address.
+template <typename T>
 __device__ int misalignment(const T* address) {
-  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % sizeof(Vec<T, N>) / sizeof(T));
+  return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));
 }
 
 // All of this computes with the words of a vector. Were a vector put together of elements in one branch and loaded in
 // the other, the compiler would take every one apart as soon as it is loaded, and so wait for each load before the
 // next.
-template <typename T, int N>
-constexpr int kWordsOf = sizeof(Vec<T, N>) / 4;
+using Words = uint4;
 
 template <typename T, int N>
-__device__ const uint32_t (&words_of(const Vec<T, N>& value))[kWordsOf<T, N>] {
-  return reinterpret_cast<const uint32_t(&)[kWordsOf<T, N>]>(value);
+__device__ const Words& words_of(const Vec<T, N>& value) {
+  static_assert(sizeof(value) == sizeof(Words));
+  return reinterpret_cast<const Words&>(value);
 }
-template <typename T, int N>
-__device__ Vec<T, N> of_words(const uint32_t (&words)[kWordsOf<T, N>]) {
-  Vec<T, N> result;
-#pragma unroll
-  for (int i = 0; i < kWordsOf<T, N>; ++i) reinterpret_cast<uint32_t(&)[kWordsOf<T, N>]>(result)[i] = words[i];
-  return result;
+template <typename T, int N = kVecWidth<T>>
+__device__ Vec<T, N> of_words(const Words& words) {
+  return reinterpret_cast<const Vec<T, N>&>(words);
 }
 
-// Elements shift, shift + 1, ... of two neighbouring vectors, shift < N: by 8 bytes or none, by 4, by what is left.
+// Elements shift, shift + 1, ... of two neighbouring vectors, shift < N: by 8 bytes or none, by 4, by 2.
 template <typename T, int N>
 __device__ Vec<T, N> cut(const Vec<T, N>& low, const Vec<T, N>& high, int shift) {
-  constexpr int kWords = kWordsOf<T, N>;
+  const Words a = words_of(low), b = words_of(high);
   const unsigned bytes = shift * static_cast<unsigned>(sizeof(T));
-  uint32_t w[2 * kWords];
+  const bool by_8 = bytes & 8, by_4 = bytes & 4;
+  const uint32_t w[6] = {by_8 ? a.z : a.x, by_8 ? a.w : a.y, by_8 ? b.x : a.z,
+                         by_8 ? b.y : a.w, by_8 ? b.z : b.x, by_8 ? b.w : b.y};
+  uint32_t result[5];
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) w[i] = words_of(low)[i], w[kWords + i] = words_of(high)[i];
+  for (int i = 0; i < 5; ++i) result[i] = by_4 ? w[i + 1] : w[i];
+  if constexpr (sizeof(T) < 4) {
 #pragma unroll
-  for (int step = kWords / 2; step > 0; step /= 2) {
-#pragma unroll
-    for (int i = 0; i < kWords + step; ++i) w[i] = bytes & 4 * step ? w[i + step] : w[i];
+    for (int i = 0; i < 4; ++i) result[i] = __funnelshift_r(result[i], result[i + 1], bytes % 4 * 8);
   }
-  uint32_t result[kWords];
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    result[i] = sizeof(T) == 4 ? w[i] : __funnelshift_r(w[i], w[i + 1], bytes % 4 * 8);
-  }
-  return of_words<T, N>(result);
+  return of_words<T>(make_uint4(result[0], result[1], result[2], result[3]));
 }
 
 // The bits of the element at column c of a row; 0 outside of [begin, end).
@@ -78,12 +71,11 @@ __device__ uint32_t load_bits(const T* row, Index c, Index begin, Index end) {
 template <typename T, typename Index, int N = kVecWidth<T>>
 __device__ Vec<T, N> load_elements(const T* row, Index c, Index begin, Index end) {
   const auto element = [&](int i) { return load_bits(row, c + i, begin, end); };
-  uint32_t words[kWordsOf<T, N>];
-#pragma unroll
-  for (int i = 0; i < kWordsOf<T, N>; ++i) {
-    words[i] = sizeof(T) == 4 ? element(i) : element(2 * i) | element(2 * i + 1) << 16;
-  }
-  return of_words<T, N>(words);
+  const auto word = [&](int i) {
+    if constexpr (sizeof(T) == 4) return element(i);
+    return element(2 * i) | element(2 * i + 1) << 16;
+  };
+  return of_words<T>(make_uint4(word(0), word(1), word(2), word(3)));
 }
 
 // The same for a c at which the row is aligned.
@@ -92,15 +84,14 @@ __device__ Vec<T, N> load_aligned(const T* row, Index c, Index begin, Index end)
   return c >= begin && c + N <= end ? Vec<T, N>::load(row + c) : load_elements(row, c, begin, end);
 }
 
-// Columns [c, c + N) for any c, cut out of two vectors. Of one of which nothing is wanted, the other is taken: where a
-// column is outside of [begin, end), there is 0 or another element of the row.
+// The same for any c: cut out of two vectors. Of one of which nothing is wanted, the other is taken.
 template <typename T, typename Index, int N = kVecWidth<T>>
 __device__ Vec<T, N> load_shifted(const T* row, Index c, Index begin, Index end) {
   using V = Vec<T, N>;
-  const int shift = misalignment<T, N>(row + c);
+  const int shift = misalignment(row + c);
   const Index below = c - shift, above = below + N;
   const Index low = above <= begin ? above : below, high = shift == 0 || above >= end ? low : above;
-  if (low < begin || high + N > end) return load_elements<T, Index, N>(row, c, begin, end);
+  if (low < begin || high + N > end) return load_elements(row, c, begin, end);
   return cut(V::load(row + low), V::load(row + high), shift);
 }
 
@@ -116,8 +107,8 @@ class Uncut {
   Uncut() = default;
   template <typename Index>
   __device__ Uncut(const T* row, Index c, Index begin, Index end) {
-    const bool is_inside = c >= begin + N && c + 2 * N <= end;
-    shift_ = misalignment<T, N>(row + c);
+    const bool is_inside = c >= begin + N && c + 2 * N <= end;  // and the vectors that it is cut out of
+    shift_ = misalignment(row + c);
     load_if(is_inside, row + c - shift_, low_);
     load_if(is_inside, row + c - shift_ + N, high_);
     if (is_inside) return;
@@ -127,16 +118,16 @@ class Uncut {
     high_ = make_uint4(bits(4), bits(5), bits(6), bits(7));
   }
   __device__ V vector() const {
-    if (shift_ != kElements) return cut(reinterpret_cast<const V&>(low_), reinterpret_cast<const V&>(high_), shift_);
-    if constexpr (N == 4) return reinterpret_cast<const V&>(low_);
-    return of_words<T, N>(
-        {low_.x | low_.y << 16, low_.z | low_.w << 16, high_.x | high_.y << 16, high_.z | high_.w << 16});
+    if (shift_ != kElements) return cut(of_words<T>(low_), of_words<T>(high_), shift_);
+    if constexpr (N == 4) return of_words<T>(low_);
+    return of_words<T>(
+        make_uint4(low_.x | low_.y << 16, low_.z | low_.w << 16, high_.x | high_.y << 16, high_.z | high_.w << 16));
   }
 
  private:
   static constexpr int kElements = -1;
 
-  uint4 low_, high_;
+  Words low_, high_;
   int shift_;
 };
 
@@ -148,23 +139,6 @@ __device__ void store_aligned(const Vec<T, N>& value, T* row, Index c, Index beg
   for (int i = 0; i < N; ++i) {
     if (c + i >= begin && c + i < end) row[c + i] = value.data[i];
   }
-}
-
-// Stores the vectors of a warp at columns c of a row, those of neighbouring lanes N columns apart:
-//
-//   lanes   |0 0 0 0|1 1 1 1|2 2 2 2|..|31 31 31 31|      here of 4 elements
-//   memory    . .|0 0 1 1|1 1 2 2|2 2  ..  31 31|. .      aligned vectors, of lane 1, 2, ..., 31
-//
-// Each lane stores the aligned vector that ends in its own, and lane 0 none: it has the vector of lane 31 of the warp
-// before, whose end is stored here.
-template <typename T, int N, typename Index>
-__device__ void store_by_warp(const Vec<T, N>& value, T* row, Index c, Index begin, Index end) {
-  uint32_t below[kWordsOf<T, N>];
-#pragma unroll
-  for (int i = 0; i < kWordsOf<T, N>; ++i) below[i] = __shfl_up_sync(0xffffffffu, words_of(value)[i], 1);
-  const int shift = misalignment<T, N>(row + c);
-  if (threadIdx.x % 32 == 0) return;
-  store_aligned(shift == 0 ? value : cut(of_words<T, N>(below), value, N - shift), row, c - shift, begin, end);
 }
 
 }  // namespace llmk

@@ -1,41 +1,11 @@
-// Sums over rows: a gradient that all rows share (weight, bias). A kernel, whose threads keep their columns, leaves
-// partial sums, each over a part of the rows, and a second one adds them up. The order is fixed, so the result has the
-// same bits every time.
+// Sums over rows: the second half of a gradient that all rows share (weight, bias), after a kernel that has left
+// partial sums, each over a part of the rows. The order is fixed, so the result has the same bits every time.
 #pragma once
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 #include "kernels/launch.h"
 
 namespace llmk::kernels {
-
-// Calls visit(row, load(row)) for rows [begin, end), while the next row is being loaded.
-template <typename Load, typename Visit>
-__device__ void for_rows_ahead(int64_t begin, int64_t end, const Load& load, const Visit& visit) {
-  if (begin >= end) return;
-  auto next = load(begin);
-  for (int64_t row = begin; row < end; ++row) {
-    const auto loaded = next;
-    if (row + 1 < end) next = load(row + 1);
-    visit(row, loaded);
-  }
-}
-
-// Stores the sums of a warp over columns first + [0, 32 N), N of each lane, to those of them that lie in [begin, end)
-// of a row of partial sums: neighbouring lanes to neighbouring columns, by way of `shared`, 32 N numbers of the warp.
-template <int N>
-__device__ void store_sums(const float (&sums)[N], float* shared, float* partial, int64_t first, int64_t begin,
-                           int64_t end) {
-  const int lane = threadIdx.x % 32;
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < N; ++i) shared[lane * N + i] = sums[i];
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const int64_t c = first + lane + 32 * i;
-    if (c >= begin && c < end) partial[c] = shared[lane + 32 * i];
-  }
-}
 
 struct ColumnSums {
   const float* partials;  // [count][partial_rows, cols]

@@ -198,9 +198,11 @@ Quantized swiglu_fp8_quantize(const Tensor& gate, std::optional<Tensor> up, std:
     const Output out(options, sizes, gate);
     const GateUp rows(gate, up);
     const Fp8QuantizeParams params = rows.params(out.params);
-    on_device(
-        options.op, gate, [&](auto stream) { return kernels::fp8_quantize(params, dtype, stream); }, [] {});
-    return {out.q, out.scale};
+    if (kernels::fp8_quantize_fuses_swiglu(params, dtype)) {
+      on_device(
+          options.op, gate, [&](auto stream) { return kernels::fp8_quantize(params, dtype, stream); }, [] {});
+      return {out.q, out.scale};
+    }
   }
 #endif
   constexpr Activation silu = Activation::kSilu;

@@ -57,8 +57,8 @@ CUDA = [
         "cuda_bias_act_lost_rows",
         "the last row of each range is left out of the gradients",
         "csrc/kernels/activation/bias_act.cu",
-        "for (int64_t row = range.begin; row < range.end; ++row) {",
-        "for (int64_t row = range.begin; row + 1 < range.end; ++row) {",
+        "for (int64_t first = begin; first < end; first += kAhead) {",
+        "for (int64_t first = begin; first + 1 < end; first += kAhead) {",
         "tests/test_bias_act.py -k 'many_rows and cuda'",
     ),
     Mutation(
@@ -478,8 +478,8 @@ CUDA = [
         "cuda_fp8_int32_offset",
         "offsets of the codes wrap at 2^31",
         "csrc/kernels/quant/fp8_quantize.cu",
-        "target = group.row * out.cols;",
-        "target = static_cast<int>(group.row * out.cols);",
+        "target = group.row * params.out.cols + first;",
+        "target = static_cast<int>(group.row * params.out.cols) + first;",
         "tests/test_fp8.py -k more_than",
     ),
     Mutation(

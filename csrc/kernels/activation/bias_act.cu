@@ -7,8 +7,7 @@
 // The roundings of the forward are those of eager PyTorch, bitwise where it is gated. Rows any distance apart, so a
 // packed [gate | up] is the same kernel, y contiguous; float32, float16 or bfloat16; float32 arithmetic. Forward as in
 // glu.cu. In the backward each thread has one vector of columns and goes over a range of rows, with the sums for the
-// biases in registers: nothing is read twice. Partial sums are added in a fixed order, the same for rows of any
-// alignment.
+// biases in registers: nothing is read twice. Partial sums are added in a fixed order.
 #include "bias_act.h"
 
 #include <algorithm>
@@ -61,139 +60,66 @@ __global__ void __launch_bounds__(kThreads, !kAligned ? kSkewedBlocksPerSm
   }
 }
 
-// The gradients at a vector of columns, row by row, with their sums for the biases.
-template <typename Act, typename T, bool kGated>
-struct ColumnGradients {
-  static constexpr int N = kVecWidth<T>;
-  using V = Vec<T, N>;
-
-  V gate_bias, up_bias;
-  float gate_sums[N] = {}, up_sums[N] = {};
-
-  // Calls store_gate(grad_gate) and, gated, store_up(grad_up).
-  template <typename StoreGate, typename StoreUp>
-  __device__ void add_row(const V& grad_y, const V& gate, const V& up, const StoreGate& store_gate,
-                          const StoreUp& store_up) {
-    const V g = add(gate, gate_bias);
-    V u;
-    if constexpr (kGated) u = add(up, up_bias);
-    float value[N], slope[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i) Act::template value_and_slope<T>(g[i], value[i], slope[i]);
-    const V grad_gate = V::of([&](int i) { return (kGated ? grad_y[i] * u[i] : grad_y[i]) * slope[i]; });
-    store_gate(grad_gate);
-#pragma unroll
-    for (int i = 0; i < N; ++i) gate_sums[i] = __fadd_rn(gate_sums[i], grad_gate[i]);
-    if constexpr (kGated) {
-      const V grad_up = V::of([&](int i) { return grad_y[i] * value[i]; });
-      store_up(grad_up);
-#pragma unroll
-      for (int i = 0; i < N; ++i) up_sums[i] = __fadd_rn(up_sums[i], grad_up[i]);
-    }
-  }
-  // Calls store(sums, partial) for the sums that are wanted; `partial` is the p-th row of them.
-  template <typename Store>
-  __device__ void store_sums_to(const BiasActBackwardParams& params, int64_t part, const Store& store) const {
-    auto* partial = static_cast<float*>(params.partials) + part * params.cols;
-    if (params.grad_gate_bias) {
-      store(gate_sums, partial);
-      partial += params.partial_rows * params.cols;
-    }
-    if (kGated && params.grad_up_bias) store(up_sums, partial);
-  }
-};
-
-// The p-th range of rows.
-struct RowRange {
-  int64_t begin, end;
-  __device__ RowRange(const BiasActBackwardParams& params, int64_t part)
-      : begin(params.rows * part / params.partial_rows), end(params.rows * (part + 1) / params.partial_rows) {}
-};
-
 // Block (s, p) takes strip s of the columns, a vector per thread, over the p-th range of rows.
-template <typename Act, typename T, bool kGated>
+template <typename Act, typename T, int N, bool kGated>
 __global__ void __launch_bounds__(kThreads)
     bias_act_backward_kernel(const BiasActBackwardParams params, unsigned strips, bool keep_inputs) {
-  using Gradients = ColumnGradients<Act, T, kGated>;
-  using V = typename Gradients::V;
-  constexpr int N = Gradients::N;
+  using V = Vec<T, N>;
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
   const auto [part, col] = vector_position<N, false>(strips);
   if (col >= params.cols) return;
-  Gradients gradients{load_bias<T, N>(params.gate_bias, col), load_bias<T, N>(params.up_bias, col)};
-  const RowRange range(params, part);
-#pragma unroll 2
-  for (int64_t row = range.begin; row < range.end; ++row) {
-    const int64_t out = row * params.grad_stride + col;
-    const auto load = [&, col = col](const void* rows, int64_t stride) {
-      return V::load(static_cast<const T*>(rows) + row * stride + col, policy);
-    };
-    const V grad_y = load(params.grad_y, params.grad_y_stride), gate = load(params.gate, params.gate_stride);
-    V up;
-    if constexpr (kGated) up = load(params.up, params.up_stride);
-    gradients.add_row(
-        grad_y, gate, up, [&](const V& grad) { grad.store(static_cast<T*>(params.grad_gate) + out); },
-        [&](const V& grad) { grad.store(static_cast<T*>(params.grad_up) + out); });
-  }
-  gradients.store_sums_to(params, part, [col = col](const float(&sums)[N], float* partial) {
+  const V gate_bias = load_bias<T, N>(params.gate_bias, col), up_bias = load_bias<T, N>(params.up_bias, col);
+  const int64_t begin = params.rows * part / params.partial_rows, end = params.rows * (part + 1) / params.partial_rows;
+  float gate_sums[N] = {}, up_sums[N] = {};
+  // Rows that are loaded before the first of them is stored: single elements are few bytes under way.
+  constexpr int kAhead = N == 1 ? 8 : 1;
+#pragma unroll(N == 1 ? 1 : 2)
+  for (int64_t first = begin; first < end; first += kAhead) {
+    V grad_y[kAhead], gate[kAhead], up[kAhead];
 #pragma unroll
-    for (int i = 0; i < N; i += 4) {
-      Vec<float, 4>{{sums[i], sums[i + 1], sums[i + 2], sums[i + 3]}}.store(partial + col + i);
-    }
-  });
-}
-
-// The same for rows that are not aligned: a thread's vectors are cut out of two, and put together by its warp to be
-// stored, for which lane 0 has those of the warp before once more (shifted.cuh). Strips of whole warps.
-constexpr int kOwnLanes = 31;
-template <typename Act, typename T, bool kGated>
-__global__ void __launch_bounds__(kThreads)
-    bias_act_backward_skewed_kernel(const BiasActBackwardParams params, unsigned strips) {
-  using Gradients = ColumnGradients<Act, T, kGated>;
-  using V = typename Gradients::V;
-  constexpr int N = Gradients::N;
-  struct Loaded {
-    Uncut<T> grad_y, gate, up;
-  };
-  __shared__ float sums_of_warps[kThreads * N];
-  pdl_launch_dependents();
-  pdl_wait();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const unsigned part = blockIdx.x / strips, first_warp = (blockIdx.x - part * strips) * (blockDim.x / 32);
-  const int64_t first = (static_cast<int64_t>(first_warp + warp) * kOwnLanes - 1) * N, col = first + lane * N;
-  const int64_t cols = params.cols;
-  if (first + 1 >= cols) return;
-  const auto load = [&](const void* rows, int64_t offset) {
-    return Uncut<T>(static_cast<const T*>(rows) + offset, col, int64_t{0}, cols);
-  };
-  const auto load_bias = [&](const void* bias) {
-    return bias ? load(bias, 0).vector() : V::of([](int) { return 0.f; });
-  };
-  Gradients gradients{load_bias(params.gate_bias), load_bias(params.up_bias)};
-  const auto load_row = [&](int64_t row) {
-    Loaded loaded;
-    loaded.grad_y = load(params.grad_y, row * params.grad_y_stride);
-    loaded.gate = load(params.gate, row * params.gate_stride);
-    if constexpr (kGated) loaded.up = load(params.up, row * params.up_stride);
-    return loaded;
-  };
-  const RowRange range(params, part);
-  for_rows_ahead(range.begin, range.end, load_row, [&](int64_t row, const Loaded& loaded) {
-    const auto store_to = [&](void* target) {
-      return [&, target](const V& grad) {
-        store_by_warp(grad, static_cast<T*>(target) + row * params.grad_stride, col, int64_t{0}, cols);
+    for (int r = 0; r < kAhead; ++r) {
+      const int64_t row = kAhead == 1 ? first : min(first + r, end - 1);
+      const auto load = [&, col = col](const void* rows, int64_t stride) {
+        return V::load(static_cast<const T*>(rows) + row * stride + col, policy);
       };
-    };
-    V up;
-    if constexpr (kGated) up = loaded.up.vector();
-    gradients.add_row(loaded.grad_y.vector(), loaded.gate.vector(), up, store_to(params.grad_gate),
-                      store_to(params.grad_up));
-  });
-  gradients.store_sums_to(params, part, [&](const float(&sums)[N], float* partial) {
-    store_sums(sums, sums_of_warps + warp * 32 * N, partial, first, first + N, cols);
-  });
+      grad_y[r] = load(params.grad_y, params.grad_y_stride);
+      gate[r] = load(params.gate, params.gate_stride);
+      if constexpr (kGated) up[r] = load(params.up, params.up_stride);
+    }
+#pragma unroll
+    for (int r = 0; r < kAhead; ++r) {
+      if (kAhead > 1 && first + r >= end) break;
+      const int64_t out = (first + r) * params.grad_stride + col;
+      const V g = add(gate[r], gate_bias);
+      V u;
+      if constexpr (kGated) u = add(up[r], up_bias);
+      float value[N], slope[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) Act::template value_and_slope<T>(g[i], value[i], slope[i]);
+      const V grad_gate = V::of([&](int i) { return (kGated ? grad_y[r][i] * u[i] : grad_y[r][i]) * slope[i]; });
+      grad_gate.store(static_cast<T*>(params.grad_gate) + out);
+#pragma unroll
+      for (int i = 0; i < N; ++i) gate_sums[i] += grad_gate[i];
+      if constexpr (kGated) {
+        const V grad_up = V::of([&](int i) { return grad_y[r][i] * value[i]; });
+        grad_up.store(static_cast<T*>(params.grad_up) + out);
+#pragma unroll
+        for (int i = 0; i < N; ++i) up_sums[i] += grad_up[i];
+      }
+    }
+  }
+  auto* partial = static_cast<float*>(params.partials) + part * params.cols + col;
+  if (params.grad_gate_bias) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) partial[i] = gate_sums[i];
+    partial += params.partial_rows * params.cols;
+  }
+  if (kGated && params.grad_up_bias) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) partial[i] = up_sums[i];
+  }
 }
 
 RowOperands row_operands(const BiasActParams& p) {
@@ -216,19 +142,6 @@ int64_t count_strips(int64_t cols, int width) {
   const int64_t strip = static_cast<int64_t>(kThreads) * width;
   return (cols + strip - 1) / strip;
 }
-
-// The strips of rows that are not aligned: as many warps in each, up to those of kThreads.
-struct SkewedStrips {
-  int64_t count;
-  int threads;
-
-  SkewedStrips(int64_t cols, int width) {
-    const int64_t vectors = (cols + 2 * width - 2) / width;  // of memory, of a row that starts at the end of one
-    const int64_t warps = (vectors + kOwnLanes - 1) / kOwnLanes;
-    count = (warps + kThreads / 32 - 1) / (kThreads / 32);
-    threads = static_cast<int>((warps + count - 1) / count * 32);
-  }
-};
 
 }  // namespace
 
@@ -253,7 +166,7 @@ cudaError_t bias_act_backward_partial_rows(const BiasActBackwardParams& params, 
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t strips = count_strips(params.cols, kVecWidth<T>);
+    const int64_t strips = count_strips(params.cols, all_rows_aligned<T>(row_operands(params)) ? kVecWidth<T> : 1);
     // Enough blocks to fill the GPU, and no sum over more than 1024 rows, for accuracy.
     const int64_t wanted = std::max<int64_t>((8 * device.sm_count + strips - 1) / strips, params.rows / 1024);
     partial_rows = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, params.rows));
@@ -270,18 +183,14 @@ cudaError_t bias_act_backward(const BiasActBackwardParams& params, Activation ac
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
     const bool vector = all_rows_aligned<T>(row_operands(params));
-    const int64_t strips = count_strips(params.cols, N);
-    const SkewedStrips skewed(params.cols, N);
+    const int64_t strips = count_strips(params.cols, vector ? N : 1);
     const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (params.up ? 5 : 3));
     const cudaError_t status = dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
-      if (!vector) {
-        const auto kernel =
-            params.up ? bias_act_backward_skewed_kernel<Act, T, true> : bias_act_backward_skewed_kernel<Act, T, false>;
-        return launch(kernel, {skewed.count * params.partial_rows, dim3(skewed.threads)}, stream, params,
-                      static_cast<unsigned>(skewed.count));
-      }
-      const auto kernel = params.up ? bias_act_backward_kernel<Act, T, true> : bias_act_backward_kernel<Act, T, false>;
+      const auto kernel =
+          params.up
+              ? (vector ? bias_act_backward_kernel<Act, T, N, true> : bias_act_backward_kernel<Act, T, 1, true>)
+              : (vector ? bias_act_backward_kernel<Act, T, N, false> : bias_act_backward_kernel<Act, T, 1, false>);
       return launch(kernel, {strips * params.partial_rows, dim3(kThreads)}, stream, params,
                     static_cast<unsigned>(strips), keep);
     });

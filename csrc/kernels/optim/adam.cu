@@ -135,7 +135,7 @@ template <typename P, typename S, bool kAmsgrad, bool kStochastic>
 __device__ int update_chunk(const Operands<P, S>& at, const Chunk& chunk, bool aligned, uint64_t seed, int index,
                             int* counter, const Shared& shared) {
   constexpr int N = kVecWidth<P>;
-  const int64_t middle = aligned ? end_of_vectors<N>(chunk) : chunk.begin;
+  const int64_t middle = end_of_vectors<N>(chunk, aligned);
   int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N;
   Slice<P, S, N, kAmsgrad> vectors;
   if (i < middle) vectors.load(at, i);

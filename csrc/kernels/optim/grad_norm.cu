@@ -2,13 +2,13 @@
 //
 //   norm = sqrt(sum g^2) or max |g|               g = g min(1, max_norm / (norm + 1e-6))
 //
-// Gradients are float32, float16 or bfloat16, of any alignment (device/shifted.cuh). A first kernel sums up each chunk
-// in float32, a second one, of one block, the chunks in float64; the order depends on the sizes alone. The norm reads
-// each element once, clipping reads and writes it, or ends at once if there is nothing to clip.
+// Gradients are float32, float16 or bfloat16. A first kernel sums up each chunk in float32, a second one, of one block,
+// the chunks in float64; the order depends on the sizes
+// and the alignment to 16 bytes alone. The norm reads each element once, clipping reads and
+// writes it, or ends at once if there is nothing to clip.
 #include "grad_norm.h"
 
 #include "device/ptx.cuh"
-#include "device/shifted.cuh"
 #include "kernels/dispatch.cuh"
 #include "list.cuh"
 #include "optim_arithmetic.h"
@@ -22,23 +22,27 @@ struct GradTable {
   void* data[kCount];
   int64_t size[kCount];
   int first_block[kCount];
-  uint8_t dtype[kCount];
+  uint8_t kind[kCount];
 };
 using FewTensors = GradTable<180>;
 using ManyTensors = GradTable<(kManyBytes - 64) / 22>;
 static_assert(sizeof(FewTensors) + 64 <= kFewBytes);
 static_assert(sizeof(ManyTensors) + 64 <= kManyBytes);
 
+// What a tensor's kind says: its dtype, and whether it is aligned to 16 bytes.
+constexpr int kAligned = 1, kDtypeShift = 1;
+
 template <typename Table>
 void set(Table& table, int i, const GradTensor& tensor) {
   table.data[i] = tensor.data;
-  table.dtype[i] = static_cast<uint8_t>(tensor.dtype);
+  table.kind[i] = static_cast<uint8_t>((is_aligned(tensor.data, 16) ? kAligned : 0) | static_cast<int>(tensor.dtype)
+                                                                                          << kDtypeShift);
 }
 
-// Calls body(TypeTag<T>{}) with the type of a tensor.
+// Calls body(TypeTag<T>{}) with the type of a kind.
 template <typename Body>
-__device__ void dispatch_on_device(uint8_t dtype, const Body& body) {
-  switch (static_cast<Dtype>(dtype)) {
+__device__ void dispatch_kind(int kind, const Body& body) {
+  switch (static_cast<Dtype>(kind >> kDtypeShift)) {
     case Dtype::kFloat16: return body(TypeTag<__half>{});
     case Dtype::kBFloat16: return body(TypeTag<__nv_bfloat16>{});
     default: return body(TypeTag<float>{});
@@ -67,10 +71,9 @@ __device__ A combine_block(A value, A* shared) {
   return value;
 }
 
-// Template parameters: kInfinity, the arithmetic; Table, since its size is that of the launch. Vectors that are cut out
-// of two may not take registers from those that are aligned: an SM has room for 8 blocks.
+// Template parameters: kInfinity, the arithmetic; Table, since its size is that of the launch.
 template <bool kInfinity, typename Table>
-__global__ void __launch_bounds__(kListThreads, 8)
+__global__ void __launch_bounds__(kListThreads)
     grad_norm_kernel(const __grid_constant__ Table table, int count, int64_t chunk_size, float* partials) {
   __shared__ float shared[kListThreads / 32];
   const int t = tensor_of_block(table.first_block, count);
@@ -78,27 +81,18 @@ __global__ void __launch_bounds__(kListThreads, 8)
   pdl_launch_dependents();
   pdl_wait();
   float total = 0.f;
-  dispatch_on_device(table.dtype[t], [&](auto tag) {
+  dispatch_kind(table.kind[t], [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
     const T* const data = static_cast<const T*>(table.data[t]);
     const auto add = [&](float g) { total = combine<kInfinity>(kInfinity ? fabsf(g) : g * g, total); };
-    const int64_t middle = end_of_vectors<N>(chunk), first = chunk.begin + static_cast<int64_t>(threadIdx.x) * N;
-    if (misalignment(data) == 0) {
+    const int64_t middle = end_of_vectors<N>(chunk, table.kind[t] & kAligned);
 #pragma unroll 4
-      for (int64_t i = first; i < middle; i += kListThreads * N) {
-        Elements<T, N> g;
-        g.load(data + i);
+    for (int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N; i < middle; i += kListThreads * N) {
+      Elements<T, N> g;
+      g.load(data + i);
 #pragma unroll
-        for (int k = 0; k < N; ++k) add(g[k]);
-      }
-    } else {
-#pragma unroll 1
-      for (int64_t i = first; i < middle; i += kListThreads * N) {
-        const auto g = load_shifted(data, i, int64_t{0}, table.size[t]);
-#pragma unroll
-        for (int k = 0; k < N; ++k) add(g[k]);
-      }
+      for (int k = 0; k < N; ++k) add(g[k]);
     }
     for (int64_t i = middle + threadIdx.x; i < chunk.end; i += kListThreads) add(to_float(data[i]));
   });
@@ -132,14 +126,21 @@ __global__ void __launch_bounds__(kListThreads)
   pdl_wait();
   const float factor = optim::clip_factor(*norm, max_norm);
   if (factor == 1.f) return;
-  dispatch_on_device(table.dtype[t], [&](auto tag) {
+  dispatch_kind(table.kind[t], [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
     T* const data = static_cast<T*>(table.data[t]);
-    const int64_t first = chunk.begin - misalignment(data + chunk.begin);  // of the chunk's aligned vectors
-    for (int64_t i = first + static_cast<int64_t>(threadIdx.x) * N; i < chunk.end; i += kListThreads * N) {
-      const auto g = load_aligned(data, i, chunk.begin, chunk.end);
-      store_aligned(Vec<T, N>::of([&](int k) { return g[k] * factor; }), data, i, chunk.begin, chunk.end);
+    const int64_t middle = end_of_vectors<N>(chunk, table.kind[t] & kAligned);
+    for (int64_t i = chunk.begin + static_cast<int64_t>(threadIdx.x) * N; i < middle; i += kListThreads * N) {
+      Elements<T, N> g;
+      g.load(data + i);
+      float scaled[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) scaled[k] = g[k] * factor;
+      g.store(scaled, data + i);
+    }
+    for (int64_t i = middle + threadIdx.x; i < chunk.end; i += kListThreads) {
+      data[i] = from_float<T>(to_float(data[i]) * factor);
     }
   });
 }

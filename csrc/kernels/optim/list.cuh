@@ -76,10 +76,10 @@ struct Elements {
   }
 };
 
-// The first element of the chunk that vectors of N do not reach.
+// The first element of the chunk that vectors of N do not reach; `aligned`: whether there are vectors.
 template <int N>
-__device__ int64_t end_of_vectors(const Chunk& chunk) {
-  return chunk.end - (chunk.end - chunk.begin) % N;
+__device__ int64_t end_of_vectors(const Chunk& chunk, bool aligned) {
+  return aligned ? chunk.end - (chunk.end - chunk.begin) % N : chunk.begin;
 }
 
 // Elements per block: a power of two, so that the list has up to kListBlocks blocks; larger lists have more blocks of

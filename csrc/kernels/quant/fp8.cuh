@@ -43,57 +43,81 @@ __device__ inline float group_max_nan(float value, const Group& group, float* sh
 }
 
 template <int N>
-using Fp8Vec = Vec<uint8_t, N>;
+struct alignas(N) Fp8Words {
+  uint32_t data[N / 4];
+};
 
+// x * inverse, rounded to nearest even; NaN stays NaN.
 template <__nv_fp8_interpretation_t kKind, typename T, int N>
-__device__ Fp8Vec<N> to_fp8_as(const Vec<T, N>& x, float inverse) {
+__device__ Fp8Words<N> to_fp8_as(const Vec<T, N>& x, float inverse) {
   const auto pair = [&](int i) -> uint32_t {
     const float2 both = make_float2(__fmul_rn(x[i], inverse), __fmul_rn(x[i + 1], inverse));
     return __nv_cvt_float2_to_fp8x2(both, __NV_SATFINITE, kKind);
   };
-  uint32_t words[N / 4];
+  Fp8Words<N> q;
 #pragma unroll
-  for (int i = 0; i < N; i += 4) words[i / 4] = pair(i) | pair(i + 2) << 16;
-  return of_words<uint8_t, N>(words);
+  for (int i = 0; i < N; i += 4) q.data[i / 4] = pair(i) | pair(i + 2) << 16;
+  return q;
 }
-
-// x * inverse, rounded to nearest even; NaN stays NaN.
 template <typename T, int N>
-__device__ Fp8Vec<N> to_fp8(const Vec<T, N>& x, float inverse, Fp8Format format) {
+__device__ Fp8Words<N> to_fp8(const Vec<T, N>& x, float inverse, Fp8Format format) {
   return format == Fp8Format::kE4M3 ? to_fp8_as<__NV_E4M3>(x, inverse) : to_fp8_as<__NV_E5M2>(x, inverse);
 }
 
-// Stores it at any multiple of N bytes.
-template <typename T, int N>
-__device__ void store_fp8(const Vec<T, N>& x, float inverse, const Fp8Output& out, int64_t offset) {
-  to_fp8(x, inverse, out.format).assign_to(static_cast<uint8_t*>(out.q) + offset);
+template <__nv_fp8_interpretation_t kKind, typename T, int N>
+__device__ void store_as(const Vec<T, N>& x, float inverse, uint8_t* q) {
+  if constexpr (N == 1) {
+    *q = __nv_cvt_float_to_fp8(__fmul_rn(x[0], inverse), __NV_SATFINITE, kKind);
+  } else {
+    using Raw = typename Word<N>::type;
+    const Fp8Words<N> words = to_fp8_as<kKind>(x, inverse);
+    *reinterpret_cast<Raw*>(q) = *reinterpret_cast<const Raw*>(&words);
+  }
 }
 
-// Stores `count` bytes at any address, of which each of `lanes` neighbouring lanes has N:
+// Writes it to an address that is a multiple of N.
+template <typename T, int N>
+__device__ void store_fp8(const Vec<T, N>& x, float inverse, Fp8Format format, void* q, int64_t offset) {
+  uint8_t* const target = static_cast<uint8_t*>(q) + offset;
+  if (format == Fp8Format::kE4M3) {
+    store_as<__NV_E4M3>(x, inverse, target);
+  } else {
+    store_as<__NV_E5M2>(x, inverse, target);
+  }
+}
+
+// Writes what `lanes` lanes of a warp have, N bytes each and `count` in all, from any address on:
 //
-//   lane      |0 1 2 3|4 5 6 7|8 9 . .|           of N = 4, here three lanes that have 10
-//   memory    |. 0 1 2|3 4 5 6|7 8 9 .|           words; here `head` is 3
+//   lane      |0 1 2 3|4 5 6 7|8 9 . .|           N = 4, three lanes that have 10
+//   memory    |. 0 1 2|3 4 5 6|7 8 9 .|           words of N bytes; here `head` is 3
 //
-// A lane stores the word that begins in its vector, cut out of that and the next lane's; the first N lanes store the
-// bytes in front of the first word, the next N those behind the last one. All lanes of the warp call it, and `lanes` is
-// 2 N or more.
+// A lane stores the word that begins in what it has, the end of which it gets from the next one. The first N lanes
+// store the bytes in front of the first word, the next N those behind the last one. All lanes of the warp call it, and
+// `lanes` is a power of two of at least 2 N.
 template <int N>
-__device__ void store_shifted(const Fp8Vec<N>& own, uint8_t* q, int count, int lane, int lanes) {
+__device__ void store_shifted(const Fp8Words<N>& own, uint8_t* q, int count, int lane, int lanes) {
   constexpr int kWords = N / 4;
-  const int to_word = static_cast<int>(-reinterpret_cast<uintptr_t>(q) % N), head = min(to_word, count);
+  const int head = min(static_cast<int>(-reinterpret_cast<uintptr_t>(q) % N), count);
   const int end = head + (count - head) / N * N;  // of the words
   const int edge = lane < N ? lane : end + lane - N;
-  uint32_t next[kWords], of_edge[kWords];
+  uint32_t words[2 * kWords], of_edge = 0;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
-    next[i] = __shfl_down_sync(0xffffffffu, words_of(own)[i], 1, lanes);
-    of_edge[i] = __shfl_sync(0xffffffffu, words_of(own)[i], edge / N, lanes);
+    words[i] = own.data[i];
+    words[kWords + i] = __shfl_down_sync(0xffffffffu, own.data[i], 1, lanes);
+    const uint32_t word = __shfl_sync(0xffffffffu, own.data[i], edge / N, lanes);
+    if (edge % N / 4 == i) of_edge = word;
   }
-  const int begin = lane * N + head;
-  if (begin < end) cut(own, of_words<uint8_t, N>(next), head).assign_to(q + begin);
-  if (lane < N ? edge < head : edge < count && lane < 2 * N) {
-    q[edge] = static_cast<uint8_t>(__byte_perm(of_edge[0], of_edge[kWords - 1], edge % N));
+  if (const int begin = lane * N + head; begin < end) {
+    const auto from_head = [&](int i) { return head < 4 ? words[i] : words[min(i + 1, 2 * kWords - 1)]; };
+    Fp8Words<N> whole;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      whole.data[i] = __funnelshift_r(from_head(i), from_head(i + 1), head % 4 * 8);
+    }
+    *reinterpret_cast<typename Word<N>::type*>(q + begin) = reinterpret_cast<const typename Word<N>::type&>(whole);
   }
+  if (lane < N ? edge < head : edge < count && lane < 2 * N) q[edge] = static_cast<uint8_t>(of_edge >> edge % 4 * 8);
 }
 
 __device__ inline float scale_of(float amax, const Fp8Output& out) {

@@ -10,10 +10,10 @@
 //   row    |---- group 0 ----|---- group 1 ----|-- group 2 --|      128 columns each, or the row is one group
 //   group  |t0|t1|..|tn|t0|t1|..|tn|                                vectors of 16 bytes
 //
-// Of rows that are not aligned to 16 bytes, the threads have the same vectors: each is cut out of two (shifted.cuh),
-// and a word of q put together of what two threads have. Groups that are too long for registers are read twice, the
-// second time mostly from cache. A SwiGLU is then computed twice. The maximum is of magnitudes as floats, NaN included,
-// so it is exact in any order and the same for every launch.
+// Where rows are not aligned, its vectors are cut out of two (device/shifted.cuh), and a warp puts together what it
+// stores. Groups that are too long for that are read twice, the second time mostly from cache. A SwiGLU is then
+// computed twice. That of rows that are not aligned takes a launch of its own, see csrc/torch/fp8.cpp. The maximum is
+// of magnitudes as floats, NaN included, so it is exact in any order and the same for every launch.
 #include "fp8.cuh"
 #include "fp8.h"
 #include "kernels/activation/activation.cuh"
@@ -43,115 +43,58 @@ struct GroupOfRow {
   }
 };
 
-// A row of an operand from column `first` on. A thread begins to load all its vectors of it, then asks for their values
-// by vector_of(): what is not aligned is cut out then, with zeros outside of the row.
-template <typename T, bool kAligned>
-struct RowFrom {
-  using V = Vec<T, kVecWidth<T>>;
-  using Loaded = V;
-  const T* x;
-
-  __device__ RowFrom(const void* x, int64_t stride, int64_t row, int64_t first, const Fp8Output&)
-      : x(static_cast<const T*>(x) + row * stride + first) {}
-  __device__ Loaded load(int offset, uint64_t policy) const { return V::load(x + offset, policy); }
-};
-template <typename T>
-struct RowFrom<T, false> {
-  static constexpr int N = kVecWidth<T>;
-  using V = Vec<T, N>;
-  using Loaded = Uncut<T>;
-  const T* x;
-  int begin, end;  // offsets: what lies in between belongs to the row
-
-  __device__ RowFrom(const void* x, int64_t stride, int64_t row, int64_t first, const Fp8Output& out)
-      : x(static_cast<const T*>(x) + row * stride + first),
-        begin(-static_cast<int>(min(first, int64_t{N}))),
-        end(row < out.rows ? static_cast<int>(min(out.cols - first, int64_t{1} << 30)) : begin) {}
-  __device__ Loaded load(int offset, uint64_t) const { return Loaded(x, offset, begin, end); }
-};
-
-template <typename T, int N>
-__device__ const Vec<T, N>& vector_of(const Vec<T, N>& loaded) {
-  return loaded;
-}
-template <typename T>
-__device__ Vec<T, kVecWidth<T>> vector_of(const Uncut<T>& loaded) {
-  return loaded.vector();
-}
-
 // What is loaded, and what is quantized of it.
-template <typename Element, bool kIsAligned>
+template <typename Element, int kWidth = kVecWidth<Element>>
 struct Plain {
   using T = Element;
-  static constexpr bool kAligned = kIsAligned;
-  static constexpr int N = kVecWidth<T>;
-  using V = Vec<T, N>;
+  using V = Vec<T, kWidth>;
+  static constexpr int N = kWidth;
   static constexpr int kBytes = sizeof(T);  // of an element
-  static constexpr int kMostVectors = kAligned ? 8 : 4, kMostThreads = 1024;
-  using Row = RowFrom<T, kAligned>;
+  static constexpr int kMostVectors = 8, kMostThreads = 1024;
   struct Rows {
-    Row x;
+    const T* x;
     __device__ Rows(const Fp8QuantizeParams& params, int64_t row, int64_t col)
-        : x(params.x, params.x_stride, row, col, params.out) {}
+        : x(static_cast<const T*>(params.x) + row * params.x_stride + col) {}
   };
-  typename Row::Loaded x;
+  V x;
 
-  __device__ static Plain load(const Rows& rows, int offset, uint64_t policy) { return {rows.x.load(offset, policy)}; }
-  __device__ V value() const { return vector_of(x); }
+  __device__ static Plain load(const Rows& rows, int offset, uint64_t policy) {
+    return {V::load(rows.x + offset, policy)};
+  }
+  __device__ const V& value() const { return x; }
 };
 
-template <typename Element, bool kIsAligned>
+template <typename Element>
 struct Swiglu {
   using T = Element;
-  static constexpr bool kAligned = kIsAligned;
   static constexpr int N = kVecWidth<T>;
   using V = Vec<T, N>;
   static constexpr int kBytes = 2 * sizeof(T);
   static constexpr int kMostVectors = 4, kMostThreads = 640;  // of which an SM has room for two blocks
-  using Row = RowFrom<T, kAligned>;
   struct Rows {
-    Row gate, up;
+    const T *gate, *up;
     __device__ Rows(const Fp8QuantizeParams& params, int64_t row, int64_t col)
-        : gate(params.x, params.x_stride, row, col, params.out),
-          up(params.up, params.up_stride, row, col, params.out) {}
+        : gate(static_cast<const T*>(params.x) + row * params.x_stride + col),
+          up(static_cast<const T*>(params.up) + row * params.up_stride + col) {}
   };
-  typename Row::Loaded gate, up;
+  V gate, up;
 
   __device__ static Swiglu load(const Rows& rows, int offset, uint64_t policy) {
-    return {rows.gate.load(offset, policy), rows.up.load(offset, policy)};
+    return {V::load(rows.gate + offset, policy), V::load(rows.up + offset, policy)};
   }
   __device__ V value() const {
-    const V g = vector_of(gate);
-    return mul(V::of([&](int i) { return activation::Silu::value<T>(g[i]); }), vector_of(up));
+    return mul(V::of([&](int i) { return activation::Silu::value<T>(gate[i]); }), up);
   }
 };
 
-// Stores the vector that a thread has at `column`. Where rows are not aligned, all threads of the group call it, also
-// behind its end.
-template <bool kAligned, typename T, int N>
-__device__ void store_vector(const Vec<T, N>& x, float inverse, const Fp8Output& out, const GroupOfRow& group,
-                             int64_t column) {
-  const int64_t target = group.row * out.cols;
-  if constexpr (kAligned) {
-    store_fp8(x, inverse, out, target + column);
-  } else {
-    const int lanes = min(32, group.threads.threads), lane = group.threads.rank % 32;
-    const int64_t first = column - lane * N, left = group.begin + group.cols - first;
-    const int count = static_cast<int>(max(int64_t{0}, min(left, int64_t{lanes * N})));
-    uint8_t* const q = static_cast<uint8_t*>(out.q) + target + first;
-    store_shifted(to_fp8(x, inverse, out.format), q, count, lane, lanes);
-  }
-}
-
 // Template parameter kVectors: how many vectors of a group a thread has in registers.
 template <typename Source, int kVectors>
-__global__ void __launch_bounds__(Source::kMostThreads,
-                                  Source::kAligned&& kVectors == 4 && Source::kMostThreads < kMaxThreads ? 2 : 1)
+__global__ void __launch_bounds__(Source::kMostThreads, kVectors == 4 && Source::kMostThreads < kMaxThreads ? 2 : 1)
     quantize_kernel(const Fp8QuantizeParams params, int64_t groups_per_row, bool keep_inputs) {
   constexpr int N = Source::N;
   __shared__ float shared[kMaxThreads / 32];
   const GroupOfRow group(params.out, groups_per_row);
-  const int count = static_cast<int>((group.cols + N - 1) / N), step = group.threads.threads;
+  const int count = static_cast<int>(group.cols / N), step = group.threads.threads;
   const int64_t first = group.begin + group.threads.rank * N;  // of the thread's columns
   const auto mine = [&](int v) { return group.threads.rank + v * step < count; };
   const auto offset = [&](int v) { return v * step * N; };
@@ -162,7 +105,7 @@ __global__ void __launch_bounds__(Source::kMostThreads,
   Source loaded[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (!Source::kAligned || mine(v)) loaded[v] = Source::load(rows, offset(v), policy);
+    if (mine(v)) loaded[v] = Source::load(rows, offset(v), policy);
   }
   typename Source::V x[kVectors];
   float amax = 0.f;
@@ -173,11 +116,48 @@ __global__ void __launch_bounds__(Source::kMostThreads,
   const float scale = scale_of(group_max_nan(amax, group.threads, shared), params.out);
   if (group.threads.rank == 0 && count > 0) *scale_at(params.out, group.row, group.index) = scale;
   const float inverse = inverse_of(scale);
+  const int64_t target = group.row * params.out.cols + first;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (!Source::kAligned || mine(v)) {
-      store_vector<Source::kAligned>(x[v], inverse, params.out, group, first + offset(v));
-    }
+    if (mine(v)) store_fp8(x[v], inverse, params.out.format, params.out.q, target + offset(v));
+  }
+}
+
+// The same of rows of any alignment.
+template <typename T, int kVectors>
+__global__ void __launch_bounds__(kMaxThreads)
+    quantize_shifted_kernel(const Fp8QuantizeParams params, int64_t groups_per_row) {
+  constexpr int N = kVecWidth<T>;
+  using V = Vec<T, N>;
+  __shared__ float shared[kMaxThreads / 32];
+  const GroupOfRow group(params.out, groups_per_row);
+  const int threads = group.threads.threads, rank = group.threads.rank, cols = static_cast<int>(group.cols);
+  const auto column = [&](int v) { return (rank + v * threads) * N; };  // in the group
+  // Columns of the row that its vectors may be cut out of.
+  const int begin = -static_cast<int>(min(group.begin, int64_t{N}));
+  const int end = cols == 0 ? begin : static_cast<int>(min(params.out.cols - group.begin, int64_t{cols + N}));
+  pdl_launch_dependents();
+  pdl_wait();
+  const T* const x = static_cast<const T*>(params.x) + group.row * params.x_stride + group.begin;
+  Uncut<T> loaded[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) loaded[v] = Uncut<T>(x, column(v), begin, end);
+  V values[kVectors];
+  float amax = 0.f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    values[v] = loaded[v].vector();
+    if (column(v) < cols) amax = max_magnitude(values[v], amax);
+  }
+  const float scale = scale_of(group_max_nan(amax, group.threads, shared), params.out);
+  if (rank == 0 && cols > 0) *scale_at(params.out, group.row, group.index) = scale;
+  const float inverse = inverse_of(scale);
+  const int lanes = min(32, threads), lane = rank % lanes;
+  uint8_t* const q = static_cast<uint8_t*>(params.out.q) + group.row * params.out.cols + group.begin;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int first = column(v) - lane * N, count = max(0, min(cols - first, lanes * N));
+    store_shifted(to_fp8(values[v], inverse, params.out.format), q + first, count, lane, lanes);
   }
 }
 
@@ -189,24 +169,21 @@ __global__ void __launch_bounds__(kMaxThreads)
   __shared__ float shared[kMaxThreads / 32];
   const GroupOfRow group(params.out, groups_per_row);
   const int64_t end = group.begin + group.cols, step = static_cast<int64_t>(group.threads.threads) * N;
-  const int64_t own = static_cast<int64_t>(group.threads.rank) * N;
+  const int64_t begin = group.begin + static_cast<int64_t>(group.threads.rank) * N;
   const uint64_t policy = l2_policy(false);
   const auto value = [&](int64_t column) {
-    const typename Source::Rows rows(params, group.row, column);
-    return Source::load(rows, 0, policy).value();
+    return Source::load(typename Source::Rows(params, group.row, column), 0, policy).value();
   };
   pdl_launch_dependents();
   pdl_wait();
   float amax = 0.f;
-  for (int64_t c = group.begin + own; c < end; c += step) amax = max_magnitude(value(c), amax);
+  for (int64_t c = begin; c < end; c += step) amax = max_magnitude(value(c), amax);
   const float scale = scale_of(group_max_nan(amax, group.threads, shared), params.out);
   if (group.threads.rank == 0 && group.cols > 0) *scale_at(params.out, group.row, group.index) = scale;
   const float inverse = inverse_of(scale);
-  for (int64_t c = group.begin; c < end; c += step) {  // all threads, as often as the first
-    const bool mine = c + own < end;
-    typename Source::V x;
-    if (mine) x = value(c + own);
-    if (!Source::kAligned || mine) store_vector<Source::kAligned>(x, inverse, params.out, group, c + own);
+  const int64_t target = group.row * params.out.cols;
+  for (int64_t c = begin; c < end; c += step) {
+    store_fp8(value(c), inverse, params.out.format, params.out.q, target + c);
   }
 }
 
@@ -214,23 +191,23 @@ RowOperands row_operands(const Fp8QuantizeParams& p) {
   return {p.out.rows, p.out.cols, {{p.x, p.x_stride}, {p.up, p.up_stride}, {p.out.q}}};
 }
 
+// Rows of vectors, unless Source has a width of 1.
 template <typename Source>
 cudaError_t launch_source(const Fp8QuantizeParams& params, cudaStream_t stream) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const Fp8Output& out = params.out;
   const int64_t per_row = fp8::groups_per_row(out.cols, out.group), groups = out.rows * per_row;
-  const int64_t count = (std::min(out.group, out.cols) + Source::N - 1) / Source::N;
-  const int least_threads = Source::kAligned ? 1 : 2 * Source::N;  // see store_shifted()
-  const GroupPlan plan =
-      plan_group(count, groups, device.sm_count, Source::kMostVectors, Source::kMostThreads, least_threads);
+  const int64_t count = std::min(out.group, out.cols) / Source::N;
+  const int most = Source::N == 1 ? 0 : Source::kMostVectors;
+  const GroupPlan plan = plan_group(count, groups, device.sm_count, most, Source::kMostThreads);
   const LaunchShape shape{(groups + plan.groups_per_block - 1) / plan.groups_per_block,
                           dim3(plan.threads, plan.groups_per_block)};
   if (plan.vectors == 0) return launch(quantize_long_kernel<Source>, shape, stream, params, per_row);
   const bool keep = keeps_inputs(device, out.rows * out.cols * static_cast<int64_t>(Source::kBytes + 1));
   return dispatch_int<1, 2, 4, 8>(plan.vectors, [&](auto vectors) {
     constexpr int kVectors = decltype(vectors)::value;
-    if constexpr (kVectors > Source::kMostVectors) {
+    if constexpr (kVectors > Source::kMostVectors || Source::N == 1) {
       return cudaErrorInvalidValue;  // no such plan
     } else {
       return launch(quantize_kernel<Source, kVectors>, shape, stream, params, per_row, keep);
@@ -238,18 +215,43 @@ cudaError_t launch_source(const Fp8QuantizeParams& params, cudaStream_t stream) 
   });
 }
 
+// Of rows of any alignment.
+template <typename T>
+cudaError_t launch_shifted(const Fp8QuantizeParams& params, cudaStream_t stream) {
+  DeviceInfo device;
+  if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
+  constexpr int N = kVecWidth<T>, kMostVectors = 4;
+  const Fp8Output& out = params.out;
+  const int64_t per_row = fp8::groups_per_row(out.cols, out.group), groups = out.rows * per_row;
+  const int64_t count = (std::min(out.group, out.cols) + N - 1) / N;
+  const GroupPlan plan = plan_group(count, groups, device.sm_count, kMostVectors, kMaxThreads, 2 * N);
+  if (plan.vectors == 0) return launch_source<Plain<T, 1>>(params, stream);
+  const LaunchShape shape{(groups + plan.groups_per_block - 1) / plan.groups_per_block,
+                          dim3(plan.threads, plan.groups_per_block)};
+  return dispatch_int<1, 2, kMostVectors>(plan.vectors, [&](auto vectors) {
+    return launch(quantize_shifted_kernel<T, decltype(vectors)::value>, shape, stream, params, per_row);
+  });
+}
+
 }  // namespace
+
+bool fp8_quantize_fuses_swiglu(const Fp8QuantizeParams& params, Dtype dtype) {
+  bool fuses = false;
+  (void)dispatch_dtype(dtype, [&](auto tag) {
+    fuses = all_rows_aligned<typename decltype(tag)::type>(row_operands(params));
+    return cudaSuccess;
+  });
+  return fuses;
+}
 
 cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.out.rows == 0 || params.out.cols == 0) return cudaSuccess;
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto launch_with = [&](auto aligned) {
-      constexpr bool kAligned = decltype(aligned)::value;
-      return params.up ? launch_source<Swiglu<T, kAligned>>(params, stream)
-                       : launch_source<Plain<T, kAligned>>(params, stream);
-    };
-    return all_rows_aligned<T>(row_operands(params)) ? launch_with(std::true_type{}) : launch_with(std::false_type{});
+    if (!all_rows_aligned<T>(row_operands(params))) {
+      return params.up ? cudaErrorInvalidValue : launch_shifted<T>(params, stream);  // see above
+    }
+    return params.up ? launch_source<Swiglu<T>>(params, stream) : launch_source<Plain<T>>(params, stream);
   });
 }
 

@@ -14,11 +14,11 @@ struct GroupPlan {
 constexpr int kMaxThreads = 1024, kBlockThreads = 256;  // of a block at most, and at least
 constexpr int64_t kSomeRowsPerSm = 16;
 
-// `groups` of `count` vectors, at most `most_vectors` per thread and `most_threads` per group. A group has at least
-// `least_threads`, a power of two up to 32. With few groups, each
-// takes as many threads as possible. With many, a warp if that is enough, or two of them with all vectors, since most
-// instructions do not depend on the number of vectors; else four vectors, for more groups at a time. An H200, bfloat16,
-// the time with four vectors per thread over that with eight:
+// `groups` of `count` vectors, at most `most_vectors` per thread and `most_threads` per group, at least
+// `least_threads`, a power of two up to 32. With few groups, each takes as many threads as possible. With many, a warp
+// if that is enough, or two of them with all vectors, since most instructions do not depend on the number of vectors;
+// else four vectors, for more groups at a time. An H200, bfloat16, the time with four vectors per thread over that with
+// eight:
 //
 //   rows x group | result
 //   -------------|-------
@@ -42,7 +42,7 @@ inline GroupPlan plan_group(int64_t count, int64_t groups, int sm_count, int mos
     if (plan.vectors == 0 && count <= vectors * threads) plan.vectors = vectors;
   };
   for (int vectors = 1; vectors < most_vectors; vectors *= 2) fits(vectors, few ? most_threads : 32);
-  if (!few) fits(most_vectors, 64), fits(4, 512);
+  if (!few && most_vectors > 0) fits(most_vectors, 64), fits(4, 512);
   fits(most_vectors, most_threads);
   plan.threads = std::max(least_threads, group_threads(count, plan.vectors > 0 ? plan.vectors : 4, kMaxThreads));
   const int64_t per_sm = std::max<int64_t>(1, groups / sm_count);

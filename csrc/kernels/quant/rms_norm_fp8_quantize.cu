@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(1024)
     amax[v] = max_magnitude(s[v], 0.f);
   }
   const auto quantize = [&](int v, float inverse) {
-    if (mine(v)) store_fp8(s[v], inverse, out, row * out.cols + vector(v) * N);
+    if (mine(v)) store_fp8(s[v], inverse, out.format, out.q, row * out.cols + vector(v) * N);
   };
   if (out.group >= out.cols) {
 #pragma unroll

@@ -4,7 +4,6 @@
 #include <type_traits>
 
 #include "device/cluster.cuh"
-#include "device/shifted.cuh"
 #include "device/vec.cuh"
 #include "params/sampling.h"
 #include "sampling_arithmetic.h"
@@ -23,42 +22,8 @@ __device__ T of_row(const PerRow<T>& parameter, int64_t row) {
   return parameter.values ? parameter.values[row] : parameter.value;
 }
 
-// Logits [index, index + kVector) of a row, one by one; -inf behind its end.
-template <typename T>
-__device__ Vec<T, kVector> load_each(const T* logits, int index, int vocab) {
-  Vec<T, kVector> x;
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) x.data[i] = index + i < vocab ? logits[index + i] : from_float<T>(-INFINITY);
-  return x;
-}
-
-// The same of a row of any alignment in two steps, for a thread that begins to load several before it needs the first.
-// Those of 16 bits are cut out of two vectors; for two vectors of 32 bits there are too few registers.
-template <typename T>
-struct ShiftedLogits {
-  ShiftedLoad<T, kVector> load;
-
-  __device__ static ShiftedLogits begin_at(const T* logits, int index, int vocab) {
-    return {ShiftedLoad<T, kVector>::begin_at(logits, index, 0, vocab)};
-  }
-  __device__ Vec<T, kVector> finish(const T* logits, int index, int vocab) const {
-    return load.in_row && index + kVector <= vocab ? load.cut_at(logits + index) : load_each(logits, index, vocab);
-  }
-};
-template <>
-struct ShiftedLogits<float> {
-  Vec<float, kVector> values;
-
-  __device__ static ShiftedLogits begin_at(const float* logits, int index, int vocab) {
-    return {load_each(logits, index, vocab)};
-  }
-  __device__ const Vec<float, kVector>& finish(const float*, int, int) const { return values; }
-};
-
 template <typename T>
 class RowSlice {
-  using Shifted = ShiftedLogits<T>;
-
  public:
   static constexpr int N = kVector;
   using V = Vec<T, N>;
@@ -102,17 +67,13 @@ class RowSlice {
     const bool is_plain = is_vector_ && end_ * N <= vocab_;
 #pragma unroll 1
     for (int first = begin_ + lane; first < end_; first += 32 * kUnroll) {
-      const auto vector = [&](int u) { return min(first + 32 * u, end_ - 1); };
       V x[kUnroll];
       if (is_plain) {  // no branch between the loads
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) x[u] = V::load(logits_ + vector(u) * N);
+        for (int u = 0; u < kUnroll; ++u) x[u] = V::load(logits_ + min(first + 32 * u, end_ - 1) * N);
       } else {
-        Shifted loads[kUnroll];
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) loads[u] = Shifted::begin_at(logits_, vector(u) * N, vocab_);
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) x[u] = loads[u].finish(logits_, vector(u) * N, vocab_);
+        for (int u = 0; u < kUnroll; ++u) x[u] = fetch(min(first + 32 * u, end_ - 1));
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
@@ -153,10 +114,13 @@ class RowSlice {
  private:
   __device__ V fetch(int v) const {
     if (is_vector_ && (v + 1) * N <= vocab_) return V::load(logits_ + v * N);
-    return fetch_shifted(logits_, v * N, vocab_);
+    return fetch_elements(logits_, v * N, vocab_);
   }
-  __device__ static __noinline__ V fetch_shifted(const T* logits, int index, int vocab) {
-    return Shifted::begin_at(logits, index, vocab).finish(logits, index, vocab);
+  __device__ static __noinline__ V fetch_elements(const T* logits, int index, int vocab) {
+    V x;
+#pragma unroll
+    for (int i = 0; i < N; ++i) x.data[i] = index + i < vocab ? logits[index + i] : from_float<T>(-INFINITY);
+    return x;
   }
   __device__ V read(int v) const {
     const int cached = v - cache_begin_;

@@ -4,8 +4,9 @@ A decoder layer adds blocks to a residual stream x, one after the other:
 
     x += multiplier * post(block(pre(x)))        pre, post: norms, each there or not; block: attention or MLP
 
-A norm `inner` is that of what the last product of a block reads. With `parallel` all blocks of a layer read what the layer was given. Multipliers, scales and softcaps that are off are
-1 or 0. Parameters are those of the model; `packed` in describe.py puts those of one product into one tensor.
+A norm `inner` is that of what the last product of a block reads. With `parallel` all blocks of a layer read what the
+layer was given. Multipliers, scales and softcaps that are off are 1 or 0. Parameters are those of the model; `packed`
+in describe.py puts those of one product into one tensor.
 """
 
 import dataclasses
