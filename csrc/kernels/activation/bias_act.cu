@@ -167,8 +167,8 @@ cudaError_t bias_act_backward_partial_rows(const BiasActBackwardParams& params, 
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t strips = count_strips(params.cols, all_rows_aligned<T>(row_operands(params)) ? kVecWidth<T> : 1);
-    // Enough blocks to fill the GPU, and no sum over more than 1024 rows, for accuracy.
-    const int64_t wanted = std::max<int64_t>((8 * device.sm_count + strips - 1) / strips, params.rows / 1024);
+    // Blocks to fill the GPU once, and no sum over more than 1024 rows, for accuracy.
+    const int64_t wanted = std::max<int64_t>(8 * device.sm_count / strips, params.rows / 1024);
     partial_rows = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, params.rows));
     return cudaSuccess;
   });

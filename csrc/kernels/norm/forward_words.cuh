@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
     for (int i = 0; i < kWords; ++i) s[i] = add(s[i], r[i]);
     other.put(row.sum, s);
   }
-  W w[kWords];  // the sums of a LayerNorm leave no registers for them
+  constexpr int kHalf = kWords / 2;
+  W w[kCentered ? kHalf : kWords];  // the sums of a LayerNorm leave registers for half of them and of the biases
   if constexpr (!kCentered) load_parameters(row.weight, all, x.column(0), 1.f, w);
   RowScale of_row{};
   if constexpr (kCentered) {
@@ -115,12 +116,15 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
 #pragma unroll
   for (int i = 0; i < kWords; ++i) forget_floats(s[i]);
   if constexpr (kCentered) {
-    W bias[kWords];
-    load_parameters(row.weight, all, x.column(0), 1.f, w);
-    load_parameters(row.bias, all, x.column(0), 0.f, bias);
+    W bias[kHalf];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      s[i] = Centered<T, Slot::kPerWord>(s[i], of_row.mean).output(of_row.rstd, w[i], bias[i]);
+    for (int half = 0; half < kWords; half += kHalf) {
+      load_parameters(row.weight, all, x.column(half), 1.f, w);
+      load_parameters(row.bias, all, x.column(half), 0.f, bias);
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        s[half + i] = Centered<T, Slot::kPerWord>(s[half + i], of_row.mean).output(of_row.rstd, w[i], bias[i]);
+      }
     }
   } else {
     const float offset = row.weight ? static_cast<float>(params.options.weight_offset) : 0.f, rstd = of_row.rstd;
