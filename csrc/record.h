@@ -1,10 +1,10 @@
 // What a model was when a step was made for it, in flat lists, and whether it still is. hf/step/guard.py fills and asks
 // it.
 //
-//   names     what dicts and classes have under a name: functions that the forwards call
-//   nodes     the dicts and lists to be found from the model on: of its modules, their parameters, children and hooks
-//   leaves    values in these dicts
-//   tensors   tensors in these dicts, by address, dtype, shape and strides
+//   names       what dicts and classes have under a name: functions that the forwards call
+//   nodes       the dicts and lists to be found from the model on: of its modules, their parameters, children and hooks
+//   attributes  values in these dicts
+//   tensors     tensors in these dicts, by address, dtype, shape and strides
 //
 // One pass of lookups, without a call of Python code where nothing has changed. Nothing of the model is kept alive:
 // each dict is found anew, and a tensor is known by where it is.
@@ -77,11 +77,11 @@ class Record {
       nodes_.push_back(
           {parent, has_index ? py::str() : interned(name), has_index ? name.cast<int64_t>() : -1, type, size});
     }
-    for (const auto& [leaves, by_value] : {std::pair{&same, false}, std::pair{&equal, true}}) {
-      for (const py::handle entry : *leaves) {
+    for (const auto& [entries, by_value] : {std::pair{&same, false}, std::pair{&equal, true}}) {
+      for (const py::handle entry : *entries) {
         const auto [node, name, value] = entry.cast<std::tuple<int64_t, py::str, py::object>>();
         check_node(node, 0);
-        leaves_.push_back({node, interned(name), value, by_value});
+        attributes_.push_back({node, interned(name), value, by_value});
       }
     }
     for (const py::handle entry : tensors) {
@@ -114,20 +114,20 @@ class Record {
       if (size_of(members) != node.size) return false;
       found.push_back(members);
     }
-    std::vector<std::pair<py::object, const Leaf*>> others;
-    for (const Leaf& leaf : leaves_) {
-      PyObject* value = item(found[leaf.node], leaf.name);
+    std::vector<std::pair<py::object, const Attribute*>> others;
+    for (const Attribute& attribute : attributes_) {
+      PyObject* value = item(found[attribute.node], attribute.name);
       if (value == nullptr) value = Py_None;
-      if (value == leaf.value.ptr()) continue;
-      if (!leaf.by_value) return false;
-      others.emplace_back(py::reinterpret_borrow<py::object>(value), &leaf);
+      if (value == attribute.value.ptr()) continue;
+      if (!attribute.by_value) return false;
+      others.emplace_back(py::reinterpret_borrow<py::object>(value), &attribute);
     }
     for (const Known& known : tensors_) {
       PyObject* value = item(found[known.node], known.name);
       if (value != known.object || (value != Py_None && !is_unchanged(value, known))) return false;
     }
-    for (const auto& [value, leaf] : others) {
-      if (!value.equal(leaf->value)) return false;
+    for (const auto& [value, attribute] : others) {
+      if (!value.equal(attribute->value)) return false;
     }
     return true;
   }
@@ -160,7 +160,7 @@ class Record {
     int64_t size;
   };
 
-  struct Leaf {
+  struct Attribute {
     int64_t node;
     py::str name;
     py::object value;
@@ -172,7 +172,7 @@ class Record {
     py::str name;
     const PyObject* object;  // never followed: it may be another one by now, which is where this was
     py::type type;
-    dlpack::Tensor facts;          // but for shape and strides,
+    dlpack::Tensor layout;         // but for shape and strides,
     std::vector<int64_t> extents;  // which are here
   };
 
@@ -227,22 +227,22 @@ class Record {
   }
 
   dlpack::Tensor looked_at(PyObject* tensor) const {
-    dlpack::Tensor facts{};
-    if (exchange_.look(tensor, &facts) != 0) {
+    dlpack::Tensor layout{};
+    if (exchange_.look(tensor, &layout) != 0) {
       PyErr_Clear();
       throw py::buffer_error("Record: a tensor must have ordinary memory");
     }
-    return facts;
+    return layout;
   }
 
   Known look(int64_t node, const py::str& name, const py::object& tensor) const {
     Known known{node, name, tensor.ptr(), py::type::of(tensor), {}, {}};
     if (tensor.is_none()) return known;
-    known.facts = looked_at(tensor.ptr());
-    const auto& [shape, strides, ndim] = std::tie(known.facts.shape, known.facts.strides, known.facts.ndim);
+    known.layout = looked_at(tensor.ptr());
+    const auto& [shape, strides, ndim] = std::tie(known.layout.shape, known.layout.strides, known.layout.ndim);
     known.extents.assign(shape, shape + ndim);
     known.extents.insert(known.extents.end(), strides, strides + ndim);
-    known.facts.shape = known.facts.strides = nullptr;
+    known.layout.shape = known.layout.strides = nullptr;
     return known;
   }
 
@@ -254,7 +254,7 @@ class Record {
       PyErr_Clear();
       return false;
     }
-    const dlpack::Tensor& then = known.facts;
+    const dlpack::Tensor& then = known.layout;
     const size_t bytes = sizeof(int64_t) * static_cast<size_t>(then.ndim);
     return now.data == then.data && now.byte_offset == then.byte_offset && now.ndim == then.ndim &&
            now.dtype_code == then.dtype_code && now.dtype_bits == then.dtype_bits &&
@@ -277,7 +277,7 @@ class Record {
   const dlpack::ExchangeApi& exchange_;
   std::vector<Name> names_;
   std::vector<Node> nodes_;
-  std::vector<Leaf> leaves_;
+  std::vector<Attribute> attributes_;
   std::vector<Known> tensors_;
   std::vector<Held> held_;
   py::str storage_of_ = interned("untyped_storage");
