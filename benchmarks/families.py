@@ -3,8 +3,11 @@
 A section is one model, since each of them fills a good part of a GPU. A token is timed as in steps.py.
 """
 
+import copy
+
 import torch
 
+import llmkernels
 from benchmarks import steps, timing, variants
 from benchmarks.cases import OURS
 from benchmarks.models import QWEN, load_published
@@ -16,6 +19,8 @@ BEAMS = 4
 # Prompt lookup: how many tokens it guesses at once, in a prompt that repeats a piece of so many; and how many a call is
 # for, whoever is timed, since some are easier to guess than others.
 GUESSES, PIECE, MANY = 10, 32, 28
+DRAFT = 5  # tokens that a draft model, which is always right, is ahead
+TURN = 16  # tokens that a chat goes on with
 ROUNDS, SAMPLES = 4, 3  # of first tokens
 FIRST_TOKENS = 128  # of a short prompt
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -29,6 +34,9 @@ def measure(name: str, run: Run) -> list[dict]:
     rows = bench.rows(bench.ways, [bench.size])
     if name in CALLERS:
         rows += bench.rows(bench.both(bench.beams), [bench.size], "beams", BEAMS) + bench.lookup_rows()
+        for op, way in (("sampling", bench.sampling), ("chat", bench.chat)):
+            rows += bench.rows(bench.both(way), [bench.size], op)
+        rows += bench.assisted_rows()
         rows += [] if run.small else bench.first_token(1, FIRST_TOKENS)
     return rows + bench.first_token(*bench.size)
 
@@ -71,6 +79,41 @@ class Bench(steps.Bench):
         batch, context = self.size
         ids = self.piece.repeat(batch, context // PIECE)
         self.model.generate(ids, max_new_tokens=tokens, prompt_lookup_num_tokens=GUESSES, **GREEDY, **options)
+
+    def sampling(self, batch: int, context: int) -> steps.Measured:
+        ids, options = self.ids(batch, context), GREEDY | {"do_sample": True, "top_k": 0, "top_p": 0.9}
+        return self.per_token(lambda tokens: self.model.generate(ids, max_new_tokens=tokens, **options))
+
+    def chat(self, batch: int, context: int) -> steps.Measured:
+        """Turns behind the cache that the one before has returned."""
+        history, cache, options = self.ids(batch, context), None, GREEDY | {"return_dict_in_generate": True}
+
+        def turn(tokens):
+            nonlocal history, cache
+            ids = torch.cat((history, self.ids(batch, TURN)), -1)
+            found = self.model.generate(ids, past_key_values=cache, max_new_tokens=tokens, **options)
+            history, cache = found.sequences, found.past_key_values
+
+        return self.per_token(turn)
+
+    def assisted_rows(self) -> list[dict]:
+        """By a draft model of the same weights, patched where the model is."""
+        draft = copy.deepcopy(self.model)
+        config = draft.generation_config
+        config.num_assistant_tokens, config.num_assistant_tokens_schedule = DRAFT, "constant"
+        config.assistant_confidence_threshold = 0.0
+        ids = self.ids(*self.size)
+
+        def assisted(batch, context):
+            return self.per_token(
+                lambda tokens: self.model.generate(ids, assistant_model=draft, max_new_tokens=tokens, **GREEDY), MANY
+            )
+
+        def patched(batch, context):
+            with llmkernels.patch(draft):
+                return assisted(batch, context)
+
+        return self.rows({OURS: self.patched(patched), "eager": assisted}, [self.size], "assisted")
 
     @torch.no_grad()
     def first_token(self, batch: int, tokens: int) -> list[dict]:

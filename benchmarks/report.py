@@ -16,7 +16,7 @@ from benchmarks.models import QWEN
 # A log file has no width of its own.
 console = Console(width=None if os.isatty(1) else 170, highlight=False)
 
-STEPS = ("decode", "beams", "lookup")  # whose time is that of a token
+STEPS = ("decode", "beams", "lookup", "sampling", "chat", "assisted")  # whose time is that of a token
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
     "op", "function", "part", "model", "layers", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed",

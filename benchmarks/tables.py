@@ -125,13 +125,18 @@ def models(results: Results) -> str:
 
 
 def callers(results: Results) -> str:
-    """A token of beam search and of prompt lookup, patched and not."""
+    """A token of beam search and other ways to generate, patched and not."""
     ways = {
         ("beams", OURS): "4 beams",
         ("beams", "eager"): "the same, unpatched",
         ("lookup", OURS): "prompt lookup",
         ("lookup", "eager"): "the same, unpatched",
     }
+    more = {"sampling": "sampling", "chat": "a chat", "assisted": "a draft of the same model"}
+    measured = {row["op"] for row in results.rows["decode"]}
+    for op, title in more.items():
+        if op in measured:
+            ways |= {(op, OURS): title, (op, "eager"): "the same, unpatched"}
     found = of_models(results, ways)
     body = [[MODELS[name], *(cell(rows.get(way), milliseconds) for way in ways)] for name, rows in found.items()]
     rows = [row for one in found.values() for row in one.values()]
