@@ -172,7 +172,7 @@ def test_a_short_run_of_a_model(name):
     short = Run(torch.device("cpu"), quick=True)
     rows = families.measure(name, short)
     wanted = {("decode", provider) for provider in (OURS, "generate", "forward", "eager", "eager_generate")}
-    others = ("beams", "lookup") if name in families.CALLERS else ()
+    others = ("beams", "lookup", "sampling", "chat", "assisted") if name in families.CALLERS else ()
     wanted |= {(op, provider) for op in ("first_token", *others) for provider in (OURS, "eager")}
     assert {(row["op"], row["provider"]) for row in rows} == wanted and len(rows) == len(wanted)
     for row in rows:
