@@ -184,6 +184,17 @@ def test_families_of_transformers(name, device):
     assert handle.report().decode[0].calls == {generate_step(): 1}
 
 
+def test_an_activation_with_parameters(device):
+    """A module in front of a last product may be a norm; this one is none."""
+    if not hasattr(transformers, "ApertusForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no Apertus")
+    model = made(transformers.ApertusForCausalLM, bos_token_id=1, eos_token_id=2).to(device)
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert "has an activation without a kernel" in handle.report().decode[0].reason
+    assert torch.equal(tokens_of(model, device), expected)
+
+
 def test_queries_scaled_by_their_position(device):
     """Only beyond the positions that it was trained for, which a prompt of tests does not reach by itself."""
     if not hasattr(transformers, "Ministral3ForCausalLM"):

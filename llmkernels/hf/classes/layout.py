@@ -159,7 +159,7 @@ def norm_of_module(module: nn.Module, x: torch.Tensor) -> tuple[NormOptions, str
     """What a norm computes of float32 x, the names of its weight and its bias, and its eps. That may be an attribute of
     any name, or a number of the forward's own, which has no name."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    if len(names) > 2 or any(module._parameters[name].ndim != 1 for name in names):
+    if len(names) > 2 or any(module._parameters[name].shape != x.shape[-1:] for name in names):
         raise UnknownLayout("its forward computes no norm that has a kernel: it has other weights")
     values = {name: value for name, value in vars(module).items() if isinstance(value, float) and 0 < value < 1}
     if not values and (measured := _measured_eps(module, x)) is not None:
