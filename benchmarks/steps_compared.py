@@ -1,5 +1,7 @@
 """A model at many sizes: llmkernels.generate and model.generate of the patched model, beside the unpatched one."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,5 +39,13 @@ def measure_first_sizes(run: Run) -> list[dict]:
 
 
 def measure_other_sizes(run: Run) -> list[dict]:
+    return _measure_batches(run, steps.BATCHES)
+
+
+def measure_more_batches(run: Run) -> list[dict]:
+    return _measure_batches(run, steps.MORE_BATCHES)
+
+
+def _measure_batches(run: Run, batches: Sequence[int]) -> list[dict]:
     bench = Bench(run)
-    return bench.rows(bench.our_ways | {"eager_generate": bench.generate}, bench.other_sizes)
+    return bench.rows(bench.our_ways | {"eager_generate": bench.generate}, bench.other_sizes(batches))

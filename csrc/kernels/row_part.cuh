@@ -257,7 +257,7 @@ class RowPart<T, N, RowPlace::kShifted> {
  private:
   static constexpr int kChunks = 4;
 
-  // Loops count vectors, not columns, so that the compiler sees that a row is cut at the same place everywhere.
+  // How many there are from a column on, which may be before the row.
   __device__ int vectors(int from) const { return (end_ - from + N - 1) / N; }
 
   template <int kFirst, typename Visit>

@@ -131,9 +131,9 @@ def swiglu_fp8_quantize(
     Returns:
         (q, scale), as :func:`fp8_quantize`.
 
-    One kernel on a GPU for "token" and "block", rows of any length and alignment; for "token" those of more than 2560
-    vectors of 16 bytes (20480 elements of 16 bits) are read twice, the second time mostly from cache. "tensor" is the
-    two ops after each other, with the same bits.
+    One kernel on a GPU for "token" and "block" and rows aligned to 16 bytes, of any length; for "token" those of more
+    than 2560 vectors of 16 bytes (20480 elements of 16 bits) are read twice, the second time mostly from cache.
+    Everything else is the two ops after each other, with the same bits.
     Matches: ``fp8_quantize(swiglu(gate, up), ...)``, bit for bit.
     Shape, dtype, layout, differentiable, deterministic, raises: as both.
 

@@ -42,6 +42,7 @@ __device__ inline float group_max_nan(float value, const Group& group, float* sh
   return group_reduce(value, 0.f, group, shared, warp_max_nan);
 }
 
+// N elements of FP8.
 template <int N>
 struct alignas(N) Fp8Words {
   uint32_t data[N / 4];
@@ -75,7 +76,7 @@ __device__ void store_as(const Vec<T, N>& x, float inverse, uint8_t* q) {
   }
 }
 
-// Writes it to an address that is a multiple of N.
+// Writes x * inverse in FP8, to an address that is a multiple of N.
 template <typename T, int N>
 __device__ void store_fp8(const Vec<T, N>& x, float inverse, Fp8Format format, void* q, int64_t offset) {
   uint8_t* const target = static_cast<uint8_t*>(q) + offset;
@@ -86,7 +87,7 @@ __device__ void store_fp8(const Vec<T, N>& x, float inverse, Fp8Format format, v
   }
 }
 
-// Writes what `lanes` lanes of a warp have, N bytes each and `count` in all, from any address on:
+// Writes the elements that `lanes` lanes of a warp have, N bytes each and `count` in all, from any address on:
 //
 //   lane      |0 1 2 3|4 5 6 7|8 9 . .|           N = 4, three lanes that have 10
 //   memory    |. 0 1 2|3 4 5 6|7 8 9 .|           words of N bytes; here `head` is 3
