@@ -112,10 +112,10 @@ py::dict plan_of(const LinearRoute& route, const llmk::kernels::LinearProblem& p
     }
     case LinearVariant::kGemm: {
       const auto& plan = route.many;
-      const int columns = plan.tile.columns, stages = llmk::kernels::gemm_stages(columns);
-      return numbers(p.glu ? columns / 2 : columns, int64_t{plan.row_tiles} * plan.column_tiles * plan.cluster,
-                     plan.cluster, stages, int64_t{stages} * llmk::kernels::gemm_stage_bytes(columns),
-                     llmk::kernels::gemm_shared_bytes(columns));
+      const int columns = plan.tile.columns, stages = llmk::kernels::gemm_stages(plan.tile);
+      return numbers(p.glu ? columns / 2 : columns, int64_t{plan.row_tiles} * plan.column_tiles * plan.pair,
+                     plan.cluster(), stages, int64_t{stages} * llmk::kernels::gemm_stage_bytes(columns),
+                     llmk::kernels::gemm_shared_bytes(plan.tile));
     }
     case LinearVariant::kSm80: {
       const auto& plan = route.few;

@@ -124,6 +124,10 @@ def test_many_entries_are_found(module):
         ),
         (measured(choice=Choice("gemm", columns=128)), "gemm is for more than 64 tokens"),
         (measured(first=65, last=128, choice=Choice("gemm", columns=160)), "gemm has no tiles of so many columns"),
+        (
+            measured(Linear(7168, 64, glu=True), 65, 128, Choice("gemm", columns=2128)),
+            "gemm does not split K with a gated activation",
+        ),
         (measured(choice=Choice("mma", 2, 3, 200 * KB, 96, 56)), "mma has clusters of one block"),
         (measured(first=17, last=32, choice=Choice("wgmma", 3, 2, 200 * KB, 96, 56)), "cluster is not 1, 2, 4 or 8"),
         (measured(first=17, last=32, choice=Choice("wgmma", 8, 2, 200 * KB, 96, 56)), "no clusters of so many blocks"),

@@ -33,7 +33,8 @@ EVERY_SHAPE = pytest.mark.parametrize(
 )
 
 
-WIDTHS = [256, 224, 1192, 1144, 1128]  # of a tile, as llmk_force_gemm takes them: csrc/kernels/gemm/gemm.cu
+SPLIT_WIDTHS = [2192, 2144, 2128, 2080]  # of a tile, as llmk_force_gemm takes them: gemm_tile() in gemm/plan.h
+WIDTHS = [256, 224, 1192, 1144, 1128, *SPLIT_WIDTHS]
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +64,29 @@ def test_every_width(m, n, width, dtype, force):
     compare(linear, F.linear, (x, weight, bias))
     compare(_op.glu_linear, eager_glu, (x, weight))
     compare(add, eager_add, (torch.randn_like(F.linear(x, weight)), x, weight, bias))
+
+
+@every_narrow_dtype
+@pytest.mark.parametrize("width", SPLIT_WIDTHS)
+@pytest.mark.parametrize("m, n", [(65, 16), (100, 3584), (128, 896), (129, 2048), (300, 5120)])
+def test_splits_of_k(m, n, width, dtype, force):
+    """From a K of one tile, which is not split, to parts of different lengths; a block may have no columns."""
+    force(width)
+    for k in (8, 128, 200, 1096, 4864):
+        x, _, weight, bias = make(m, n, k, dtype, "cuda")
+        compare(linear, F.linear, (x, weight, bias))
+        compare(add, eager_add, (torch.randn_like(F.linear(x, weight)), x, weight, None))
+
+
+@pytest.mark.parametrize("width", SPLIT_WIDTHS)
+def test_every_run_of_a_split_gives_the_same(width, force):
+    """The sums are added up in one order. Launches overlap, as in a step."""
+    force(width)
+    x, _, weight, _ = make(128, 3584, 18944, torch.bfloat16, "cuda", bias=False)
+    expected = linear(x, weight)
+    found = [_op.linear(x, weight, None, True) for _ in range(50)]
+    for one in found:
+        assert_same(one, expected)
 
 
 @every_narrow_dtype

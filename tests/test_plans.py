@@ -108,44 +108,80 @@ def test_attention_counts_kv_tiles_in_32_bits(plans):
         assert plan["sequences"] >= 1 or kv_heads * plan["query_tiles"] * capacity > 2**29 * 32, (question, plan)
 
 
-GEMM_ROWS = (65, 128, 129, 256, 300, 384, 1000, 2048, 8192)
+GEMM_ROWS = (65, 128, 129, 192, 256, 300, 384, 1000, 2048, 8192)
+GEMM_TILES = (0, 256, 224, 1192, 1144, 1128, 2192, 2144, 2128, 2080)  # kGemmTiles in csrc/kernels/gemm/plan.h
+H200_CLUSTERS = (132, 66, 30, 15)  # of 1, 2, 4 and 8 blocks
 
 
-@pytest.mark.parametrize("clusters", [(132, 66), (132, 0), (16, 8), (108, 54)], ids=str)
+@pytest.mark.parametrize("clusters", [H200_CLUSTERS, (132, 0, 0, 0), (16, 8, 4, 2), (108, 54, 27, 13)], ids=str)
 def test_gemm_covers_the_result(gemm_plans, clusters):
-    """Every tile once, and no row or column of tiles too many but for the second block of a cluster."""
-    columns = (8, 16, 200, 896, 3584, 37888)
-    questions = [(*clusters, m, n, 3584, glu) for m in GEMM_ROWS for n in columns for glu in (0, 1)]
+    """Every tile once, and no row or column of tiles too many but for the second block of a pair."""
+    shapes = itertools.product(GEMM_ROWS, (8, 16, 200, 896, 3584, 37888), (64, 3584, 18944), (0, 1), GEMM_TILES)
+    questions = [(*clusters, *shape) for shape in shapes if not (shape[3] and shape[4] >= 2000)]
     for question, plan in zip(questions, gemm_plans(questions), strict=True):
-        _, _, m, n, _, glu = question
+        m, n, k, glu, _ = question[4:]
         wide, step = (n // 2, plan["columns"] // 2) if glu else (n, plan["columns"])
-        across = plan["cluster"] if not plan["shares_weight"] else 1
-        down = plan["cluster"] if plan["shares_weight"] else 1
+        across = plan["pair"] if not plan["shares_weight"] else 1
+        down = plan["pair"] if plan["shares_weight"] else 1
+        height = 2 * plan["half_rows"]
         assert plan["tiles"] == plan["row_tiles"] * plan["column_tiles"], (question, plan)
+        assert height <= 128 and height % 16 == 0, (question, plan)
+        assert plan["row_tiles"] * down * height >= m, (question, plan)
         assert 0 <= plan["row_tiles"] * down * 128 - m < down * 128, (question, plan)
         assert 0 <= plan["column_tiles"] * across * step - wide < across * step, (question, plan)
-        assert plan["cluster"] == 1 or clusters[1] > 0
+        assert plan["pair"] == 1 or clusters[1] > 0
+        assert plan["splits"] == 1 or (plan["schedule"] == 2 and not glu), (question, plan)
+        assert plan["splits"] in (1, 2, 4) and plan["splits"] <= -(-k // 64), (question, plan)  # each has some of K
+
+
+@pytest.mark.parametrize("clusters", [H200_CLUSTERS, (16, 8, 4, 2)], ids=str)
+def test_split_tiles_run_at_the_same_time(gemm_plans, clusters):
+    """Where K is split; else the clusters of the last tiles would start when the first are done."""
+    shapes = itertools.product((65, 128, 256, 1000), (896, 3584, 5120, 16384), (896, 18944), (0,), GEMM_TILES[6:])
+    questions = [(*clusters, *shape) for shape in shapes]
+    at_once = dict(zip((1, 2, 4, 8), clusters, strict=True))
+    splits = set()
+    for question, plan in zip(questions, gemm_plans(questions), strict=True):
+        splits.add(plan["splits"])
+        if plan["splits"] > 1:
+            cluster = plan["pair"] * plan["splits"]
+            assert plan["row_tiles"] * plan["column_tiles"] <= at_once[cluster], (question, plan)
+    assert splits >= {1, 2, 4} or clusters[0] == 16
 
 
 def test_gemm_tiles_fill_an_h200(gemm_plans):
     """The widths that were fastest when all were measured (csrc/kernels/gemm/plan.h), and the route."""
+    shapes = [(2048, 37888, 3584, 1), (128, 37888, 3584, 1), (65, 37888, 3584, 1), (192, 28672, 4096, 1),
+              (128, 16384, 2048, 1), (128, 9728, 896, 1),
+              (2048, 3584, 18944, 0), (2048, 3584, 3584, 0), (2048, 37888, 3584, 0), (2048, 4608, 3584, 0),
+              (128, 18944, 3584, 0), (128, 152064, 3584, 0),
+              (128, 3584, 18944, 0), (65, 4096, 14336, 0), (128, 5120, 13824, 0), (128, 3072, 9216, 0),
+              (128, 1536, 8960, 0), (128, 3584, 3584, 0), (129, 3584, 18944, 0)]  # fmt: skip
+    answers = gemm_plans([(*H200_CLUSTERS, *shape, 0) for shape in shapes])
     found = {
-        shape: (plan["columns"], bool(plan["faster"]))
-        for shape in [(2048, 37888, 3584, 1), (128, 37888, 3584, 1), (65, 37888, 3584, 1), (192, 28672, 4096, 1),
-                      (2048, 3584, 18944, 0), (2048, 3584, 3584, 0), (2048, 37888, 3584, 0), (2048, 4608, 3584, 0),
-                      (128, 3584, 3584, 0)]
-        for plan in gemm_plans([(132, 66, *shape)])
-    }  # fmt: skip
+        shape: (plan["columns"], plan["pair"] * plan["splits"]) if plan["faster"] else None
+        for shape, plan in zip(shapes, answers, strict=True)
+    }
     assert found == {
-        (2048, 37888, 3584, 1): (192, True),
-        (128, 37888, 3584, 1): (144, True),
-        (65, 37888, 3584, 1): (144, False),
-        (192, 28672, 4096, 1): (found[192, 28672, 4096, 1][0], False),
-        (2048, 3584, 18944, 0): (224, True),
-        (2048, 3584, 3584, 0): (224, True),
-        (2048, 37888, 3584, 0): (192, False),
-        (2048, 4608, 3584, 0): (192, False),
-        (128, 3584, 3584, 0): (128, False),
+        (2048, 37888, 3584, 1): (192, 2),
+        (128, 37888, 3584, 1): (144, 2),
+        (65, 37888, 3584, 1): (144, 2),
+        (192, 28672, 4096, 1): None,
+        (128, 16384, 2048, 1): (128, 2),
+        (128, 9728, 896, 1): None,
+        (2048, 3584, 18944, 0): (224, 2),
+        (2048, 3584, 3584, 0): (224, 2),
+        (2048, 37888, 3584, 0): None,
+        (2048, 4608, 3584, 0): None,
+        (128, 18944, 3584, 0): (144, 2),
+        (128, 152064, 3584, 0): None,
+        (128, 3584, 18944, 0): (128, 8),
+        (65, 4096, 14336, 0): (144, 8),
+        (128, 5120, 13824, 0): (80, 2),
+        (128, 3072, 9216, 0): (128, 8),
+        (128, 1536, 8960, 0): None,
+        (128, 3584, 3584, 0): None,
+        (129, 3584, 18944, 0): None,
     }
 
 

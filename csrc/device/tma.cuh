@@ -54,6 +54,13 @@ __device__ inline void bulk_load(uint32_t shared, const void* global, uint32_t b
       : "memory");
 }
 
+// The same from this block's shared memory to another block's, by their cluster_address().
+__device__ inline void bulk_send(uint32_t to, uint32_t shared, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(shared), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 __device__ inline void tensor_map_prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

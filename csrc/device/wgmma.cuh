@@ -94,6 +94,7 @@ template <typename T, int kCount>
 __device__ void wgmma_rows_of(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b);
 
 #define LLMK_64 LLMK_16(0), LLMK_16(16), LLMK_16(32), LLMK_16(48)
+#define LLMK_40 LLMK_16(0), LLMK_16(16), LLMK_4(32), LLMK_4(36)
 #define LLMK_72 LLMK_64, LLMK_4(64), LLMK_4(68)
 #define LLMK_96 LLMK_64, LLMK_16(64), LLMK_16(80)
 #define LLMK_112 LLMK_96, LLMK_16(96)
@@ -121,6 +122,7 @@ __device__ void wgmma_rows_of(float (&d)[kCount], const uint32_t (&a)[4], uint64
 #define LLMK_REGISTERS_32                                                  \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define LLMK_REGISTERS_40 LLMK_REGISTERS_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define LLMK_REGISTERS_64                                                              \
   LLMK_REGISTERS_32                                                                    \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
@@ -138,6 +140,8 @@ __device__ void wgmma_rows_of(float (&d)[kCount], const uint32_t (&a)[4], uint64
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 LLMK_WGMMA_OR_SET(__half, f16, 64, LLMK_REGISTERS_32, "%32, %33", "%34", LLMK_16(0), LLMK_16(16))
 LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 64, LLMK_REGISTERS_32, "%32, %33", "%34", LLMK_16(0), LLMK_16(16))
+LLMK_WGMMA_OR_SET(__half, f16, 80, LLMK_REGISTERS_40, "%40, %41", "%42", LLMK_40)
+LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 80, LLMK_REGISTERS_40, "%40, %41", "%42", LLMK_40)
 LLMK_WGMMA_OR_SET(__half, f16, 128, LLMK_REGISTERS_64, "%64, %65", "%66", LLMK_64)
 LLMK_WGMMA_OR_SET(__nv_bfloat16, bf16, 128, LLMK_REGISTERS_64, "%64, %65", "%66", LLMK_64)
 LLMK_WGMMA_OR_SET(__half, f16, 144, LLMK_REGISTERS_72, "%72, %73", "%74", LLMK_72)
@@ -157,6 +161,7 @@ LLMK_WGMMA_ROWS(__nv_bfloat16, bf16, 128, LLMK_REGISTERS_64, "{%64, %65, %66, %6
 #undef LLMK_REGISTERS_96
 #undef LLMK_REGISTERS_72
 #undef LLMK_REGISTERS_64
+#undef LLMK_REGISTERS_40
 #undef LLMK_REGISTERS_32
 #undef LLMK_WGMMA_ROWS
 #undef LLMK_WGMMA_OR_SET
@@ -165,6 +170,7 @@ LLMK_WGMMA_ROWS(__nv_bfloat16, bf16, 128, LLMK_REGISTERS_64, "{%64, %65, %66, %6
 #undef LLMK_96
 #undef LLMK_72
 #undef LLMK_64
+#undef LLMK_40
 #undef LLMK_16
 #undef LLMK_4
 

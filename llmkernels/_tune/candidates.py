@@ -12,7 +12,7 @@ from .table import RULE, Choice, Linear, Measured
 _LAST_OF_CODE = (1, 8, 16, 32, 48, 64)
 _GEMM_ROWS = 128
 _KB = 1024
-_GEMM_COLUMNS = (256, 224, 192, 144, 128)
+_GEMM_TILES = (256, 224, 1192, 1144, 1128, 2192, 2144, 2128, 2080)  # kGemmTiles in csrc/kernels/gemm/plan.h
 _ALL = 56  # chunks in the ring: as many as fit
 
 
@@ -46,9 +46,11 @@ def route(gpu: Gpu, linear: Linear, m: int, choice: Choice) -> dict[str, Any]:
 
 
 def _plan(gpu: Gpu, linear: Linear, m: int, choice: Choice) -> tuple | None:
-    """None where the GPU cannot run it."""
+    """None where the GPU cannot run it, or not all of its blocks at the same time."""
     found = route(gpu, linear, m, choice)
-    return (found["variant"], *found["plan"].values()) if found["tuned"] else None
+    if not found["tuned"] or found["plan"].get("blocks", 0) > gpu.sm_count:
+        return None
+    return found["variant"], *found["plan"].values()
 
 
 def _grid(linear: Linear, m: int) -> Iterator[Choice]:
@@ -57,7 +59,7 @@ def _grid(linear: Linear, m: int) -> Iterator[Choice]:
     if not linear.in_step:  # a decode step does without cuBLAS, of whose calls its graph would be captured
         yield Choice("library")
     if m > _LAST_OF_CODE[-1]:
-        for columns in _GEMM_COLUMNS:
+        for columns in _GEMM_TILES:
             yield Choice("gemm", columns=columns)
     elif m <= 16:
         rings = [(200, _ALL), (225, _ALL), (160, _ALL)]

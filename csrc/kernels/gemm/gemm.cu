@@ -20,17 +20,17 @@ cudaError_t tensor_map(CUtensorMap& map, const void* data, int64_t rows, int64_t
   return make_tensor_map(map, data, tensor, type);
 }
 
-template <int kColumns>
-constexpr bool kPlansTheRing = many_tokens::Ring<kColumns>::kStages == gemm_stages(kColumns) &&
-                               many_tokens::Ring<kColumns>::kSharedBytes == gemm_shared_bytes(kColumns);
-static_assert(kPlansTheRing<256> && kPlansTheRing<224> && kPlansTheRing<192> && kPlansTheRing<144> &&
-              kPlansTheRing<128>);
+template <int kColumns, GemmSchedule kSchedule>
+constexpr bool kPlansTheRing = many_tokens::Ring<kColumns, kSchedule>::kStages == gemm_stages({kColumns, kSchedule}) &&
+                               many_tokens::Ring<kColumns, kSchedule>::kSharedBytes ==
+                                   gemm_shared_bytes({kColumns, kSchedule});
 
-template <typename T, bool kGlu, int kColumns, bool kAlternates>
+template <typename T, bool kGlu, int kColumns, GemmSchedule kSchedule>
 cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
   using namespace many_tokens;
+  static_assert(kPlansTheRing<kColumns, kSchedule>);
   CUtensorMap x{}, weight{};
-  cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, kRows / 2, element_type(dtype));
+  cudaError_t status = tensor_map(x, p.x, p.m, p.k(), p.x_stride, plan.half_rows, element_type(dtype));
   if (status == cudaSuccess)
     status = tensor_map(weight, p.weight.data, p.n(), p.k(), p.weight.stride, kColumns / 2, p.weight.type);
   if (status != cudaSuccess) return status;
@@ -44,9 +44,12 @@ cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, int blocks,
                             .activation = p.epilogue.activation,
                             .m = static_cast<int>(p.m),
                             .k_tiles = static_cast<int>((p.k() + kDepth - 1) / kDepth),
-                            .cluster = plan.cluster,
+                            .pair = plan.pair,
                             .shares_weight = plan.shares_weight,
+                            .splits = plan.splits,
                             .weight_early = p.in_step,
+                            .weight_once = plan.row_tiles == 1,
+                            .half_rows = plan.half_rows,
                             .half_step = kGlu ? static_cast<int>(columns) : kColumns / 2,
                             .column_step = kGlu ? kColumns / 2 : kColumns,
                             .row_tiles = plan.row_tiles,
@@ -54,21 +57,28 @@ cudaError_t launch_gemm(const LinearParams& p, const GemmPlan& plan, int blocks,
                             .tiles = plan.row_tiles * plan.column_tiles};
   const LaunchShape shape{.blocks = blocks,
                           .threads = dim3(kThreads),
-                          .shared_bytes = Ring<kColumns>::kSharedBytes,
-                          .cluster = plan.cluster};
-  return launch(gemm_kernel<T, kColumns, kGlu, kAlternates>, shape, stream, x, weight, arguments);
+                          .shared_bytes = Ring<kColumns, kSchedule>::kSharedBytes,
+                          .cluster = plan.cluster()};
+  return launch(gemm_kernel<T, kColumns, kGlu, kSchedule>, shape, stream, x, weight, arguments);
 }
 
 template <typename T, bool kGlu>
 cudaError_t launch_as(const LinearParams& p, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream) {
-  const auto is = [&](int columns, bool alternates) {
-    return plan.tile.columns == columns && plan.tile.alternates == alternates;
+  using enum GemmSchedule;
+  const auto is = [&](int columns, GemmSchedule schedule) {
+    return plan.tile.columns == columns && plan.tile.schedule == schedule;
   };
-  if (is(256, false)) return launch_gemm<T, kGlu, 256, false>(p, plan, blocks, dtype, stream);
-  if (is(224, false)) return launch_gemm<T, kGlu, 224, false>(p, plan, blocks, dtype, stream);
-  if (is(192, true)) return launch_gemm<T, kGlu, 192, true>(p, plan, blocks, dtype, stream);
-  if (is(144, true)) return launch_gemm<T, kGlu, 144, true>(p, plan, blocks, dtype, stream);
-  if (is(128, true)) return launch_gemm<T, kGlu, 128, true>(p, plan, blocks, dtype, stream);
+  if (is(256, kTogether)) return launch_gemm<T, kGlu, 256, kTogether>(p, plan, blocks, dtype, stream);
+  if (is(224, kTogether)) return launch_gemm<T, kGlu, 224, kTogether>(p, plan, blocks, dtype, stream);
+  if (is(192, kAlternate)) return launch_gemm<T, kGlu, 192, kAlternate>(p, plan, blocks, dtype, stream);
+  if (is(144, kAlternate)) return launch_gemm<T, kGlu, 144, kAlternate>(p, plan, blocks, dtype, stream);
+  if (is(128, kAlternate)) return launch_gemm<T, kGlu, 128, kAlternate>(p, plan, blocks, dtype, stream);
+  if constexpr (!kGlu) {
+    if (is(192, kSplit)) return launch_gemm<T, kGlu, 192, kSplit>(p, plan, blocks, dtype, stream);
+    if (is(144, kSplit)) return launch_gemm<T, kGlu, 144, kSplit>(p, plan, blocks, dtype, stream);
+    if (is(128, kSplit)) return launch_gemm<T, kGlu, 128, kSplit>(p, plan, blocks, dtype, stream);
+    if (is(80, kSplit)) return launch_gemm<T, kGlu, 80, kSplit>(p, plan, blocks, dtype, stream);
+  }
   return cudaErrorInvalidValue;
 }
 
@@ -90,6 +100,5 @@ cudaError_t gemm(const LinearParams& params, const GemmPlan& plan, int blocks, D
 }  // namespace llmk::kernels
 
 // For tests and benchmarks, which call it through ctypes: which linears of many tokens take the kernel. 0: those where
-// it is faster; 1: all that it supports; -1: none; else all, with tiles of so many columns, plus 1000 where the
-// warpgroups alternate.
+// it is faster; 1: all that it supports; -1: none; else all, with the tile gemm_tile(value).
 extern "C" __attribute__((visibility("default"))) void llmk_force_gemm(int value) { llmk::kernels::forced = value; }

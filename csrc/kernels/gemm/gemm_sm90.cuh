@@ -9,11 +9,14 @@
 // that a thread has both sums of an element. A warp copies 64 elements of K at a time into a ring, tile after tile, and
 // two warpgroups multiply them:
 //
-//   kAlternates   each takes every other tile, so that the products of one run beside the epilogue of the other
-//   else          each takes 64 tokens of every tile, which may be wider: the sums of a thread are half as many
+//   kAlternate    each takes every other tile, so that the products of one run beside the epilogue of the other
+//   kTogether     each takes 64 tokens of every tile, which may be wider: the sums of a thread are half as many
+//   kSplit        likewise, of one tile and a part of K: where the tiles are too few to fill the GPU. The blocks that
+//                 have the parts of a tile are in one cluster. Each sends its sums to the blocks that finish them, of
+//                 which each has its share of the tokens, and which add them up in the order of K
 //
-// Of what the two blocks of a cluster share, each copies one half to both. Grids are persistent. The design is that of
-// CUTLASS on Hopper ("ping-pong" and "cooperative").
+// Of what the two blocks of a pair share, each copies one half to both. Grids are persistent, but those of kSplit. The
+// design is that of CUTLASS on Hopper ("ping-pong", "cooperative" and split-K).
 //
 //                    shares_weight                                     else
 //   block 0   tokens 0 ... 127,    all rows of W; copies x 0      all tokens, rows of W 0; copies half of x
@@ -39,13 +42,19 @@ constexpr int kWarps = 8, kThreads = 32 * (4 + kWarps);  // a warpgroup of which
 constexpr int kRowBytes = kDepth * kHalfBytes;           // of a stage, in 128-byte swizzle
 constexpr int kStoreBytes = 16 * kRowBytes;              // of a warp: 16 tokens by 64 columns on their way to memory
 
-// A stage of the ring: two halves of x, then two of W.
-template <int kColumns>
+// A stage of the ring: two halves of x, then two of W. The split sums take the place of the ring; others are stored by
+// way of memory behind it.
+template <int kColumns, GemmSchedule kSchedule>
 struct Ring {
   static constexpr int kXBytes = kRows / 2 * kRowBytes, kWeightBytes = kColumns / 2 * kRowBytes;
   static constexpr int kStageBytes = 2 * (kXBytes + kWeightBytes);
-  static constexpr int kStages = (227 * 1024 - 1024 - kWarps * kStoreBytes - 128) / kStageBytes;
-  static constexpr size_t kSharedBytes = kStages * kStageBytes + kWarps * kStoreBytes + 16 * kStages + 1024;
+  static constexpr int kStore = kSchedule == GemmSchedule::kSplit ? 0 : kWarps * kStoreBytes;
+  static constexpr int kStages = (227 * 1024 - 1024 - kStore - 128) / kStageBytes;
+  static constexpr size_t kSharedBytes = kStages * kStageBytes + kStore + 16 * kStages + 8 + 1024;
+  static constexpr int kPitch = kColumns + (kColumns % 32 == 0 ? 8 : 24);  // floats; stores of sums cover all banks
+  // The sums of the block, and of the others those that it adds up.
+  static_assert(kSchedule != GemmSchedule::kSplit ||
+                kRows * kPitch * 4 * (2 * kGemmMaxSplits - 1) / kGemmMaxSplits <= kStages * kStageBytes);
 };
 
 struct Arguments {
@@ -56,24 +65,48 @@ struct Arguments {
   bool adds;  // y is the residual
   Activation activation;
   int m, k_tiles;
-  int cluster;
+  int pair;  // blocks that share x or W: 1 or 2
   bool shares_weight;
+  int splits;                   // of K
   bool weight_early;            // W may be read before the previous kernels have ended
+  bool weight_once;             // each row of W is read by one pair
+  int half_rows;                // tokens of one half of a tile, a multiple of 8
   int half_step;                // rows of W from one half of a tile to the other
   int column_step;              // columns of y from tile to tile
-  int row_tiles, column_tiles;  // of clusters
+  int row_tiles, column_tiles;  // of pairs
   int tiles;
 };
 
-// What a block computes.
+// The place of a block in its cluster: the pairs of all splits, one after the other.
+struct Member {
+  int pair;        // its place in the pair
+  int split;       // its part of K,
+  int first_k, k;  // which are k_tiles from first_k on
+
+  __device__ Member(const Arguments& a, int rank, bool is_split) : pair(rank), split(0), first_k(0), k(a.k_tiles) {
+    if (!is_split) return;
+    split = rank / a.pair;
+    pair = rank - split * a.pair;
+    first_k = a.k_tiles * split / a.splits;
+    k = a.k_tiles * (split + 1) / a.splits - first_k;
+  }
+  __device__ int rank(const Arguments& a, int of_split, int of_pair) const { return of_split * a.pair + of_pair; }
+};
+
+// What a block computes. Of each 64 rows that a warpgroup multiplies, the first half_rows are tokens.
 struct Tile {
   int row;     // the first token
   int column;  // the first column of y, and row of W
 
-  __device__ Tile(const Arguments& a, int index, int rank) {
+  __device__ Tile(const Arguments& a, int index, int pair) {
     const GemmPosition at(index, a.row_tiles, a.column_tiles);
-    row = kRows * (a.shares_weight ? a.cluster * at.row + rank : at.row);
-    column = a.column_step * (a.shares_weight ? at.column : a.cluster * at.column + rank);
+    row = 2 * a.half_rows * (a.shares_weight ? a.pair * at.row + pair : at.row);
+    column = a.column_step * (a.shares_weight ? at.column : a.pair * at.column + pair);
+  }
+  // Of row `r` of a half; -1 if there is none.
+  __device__ int token(const Arguments& a, int half, int r) const {
+    const int token = row + half * a.half_rows + r;
+    return r < a.half_rows && token < a.m ? token : -1;
   }
 };
 
@@ -95,49 +128,52 @@ struct Position {
 };
 
 // The thread that copies.
-template <int kColumns>
+template <typename R>
 __device__ void copy_tiles(const Arguments& a, const CUtensorMap& x, const CUtensorMap& weight, uint32_t ring,
-                           uint32_t full, uint32_t empty, int rank, int first, int step) {
-  using R = Ring<kColumns>;
+                           uint32_t full, uint32_t empty, const Member& member, int first, int step) {
+  const uint16_t both = static_cast<uint16_t>(3 << member.rank(a, member.split, 0));
   // One half of a tile, to this block; or to both blocks, if it is the half that this block copies of what they share.
   const auto copy_half = [&](const CUtensorMap& map, bool shared, int half, uint32_t to, int k, int row,
-                             uint32_t barrier) {
+                             uint32_t barrier, uint64_t policy) {
+    const int column = (member.first_k + k) * kDepth;
     if (!shared) {
-      tensor_load(to, map, k * kDepth, row, 0, barrier, kEvictNormal);
-    } else if (half == rank) {
-      tensor_load_multicast(to, map, k * kDepth, row, 0, barrier, 3, kEvictNormal);
+      tensor_load(to, map, column, row, 0, barrier, policy);
+    } else if (half == member.pair) {
+      tensor_load_multicast(to, map, column, row, 0, barrier, both, policy);
     }
   };
   const auto copy_x = [&](const Tile& tile, int k, int stage) {
     for (int half = 0; half < 2; ++half) {
-      copy_half(x, a.cluster > 1 && !a.shares_weight, half, ring + stage * R::kStageBytes + half * R::kXBytes, k,
-                tile.row + half * (kRows / 2), full + 8 * stage);
+      copy_half(x, a.pair > 1 && !a.shares_weight, half, ring + stage * R::kStageBytes + half * R::kXBytes, k,
+                tile.row + half * a.half_rows, full + 8 * stage, kEvictNormal);
     }
   };
-  const auto copy_weight = [&](const Tile& tile, int k, int stage) {
+  const auto copy_weight = [&, policy = a.weight_once ? kEvictFirst : kEvictNormal](const Tile& tile, int k,
+                                                                                    int stage) {
     for (int half = 0; half < 2; ++half) {
       copy_half(weight, a.shares_weight, half, ring + stage * R::kStageBytes + 2 * R::kXBytes + half * R::kWeightBytes,
-                k, tile.column + half * a.half_step, full + 8 * stage);
+                k, tile.column + half * a.half_step, full + 8 * stage, policy);
     }
   };
+  const uint32_t stage_bytes = 2 * (a.half_rows * kRowBytes + R::kWeightBytes);
   int early = 0;  // stages whose rows of W are under way
   if (a.weight_early) {
-    const Tile tile(a, first, rank);
-    for (; early < min(R::kStages, a.k_tiles); ++early) {
-      barrier_arrive_expecting(full + 8 * early, R::kStageBytes);
+    const Tile tile(a, first, member.pair);
+    for (; early < min(R::kStages, member.k); ++early) {
+      barrier_arrive_expecting(full + 8 * early, stage_bytes);
       copy_weight(tile, early, early);
     }
   }
   pdl_wait();
   Position<R::kStages> at;
   for (int index = first; index < a.tiles; index += step) {
-    const Tile tile(a, index, rank);
-    for (int k = 0; k < a.k_tiles; ++k, at.advance()) {
+    const Tile tile(a, index, member.pair);
+    for (int k = 0; k < member.k; ++k, at.advance()) {
       if (early > 0) {
         --early;
       } else {
         barrier_wait(empty + 8 * at.stage, at.phase ^ 1);
-        barrier_arrive_expecting(full + 8 * at.stage, R::kStageBytes);
+        barrier_arrive_expecting(full + 8 * at.stage, stage_bytes);
         copy_weight(tile, k, at.stage);
       }
       copy_x(tile, k, at.stage);
@@ -145,10 +181,12 @@ __device__ void copy_tiles(const Arguments& a, const CUtensorMap& x, const CUten
   }
 }
 
-// Writes columns [column, column + kCount) of a warp's 16 tokens, from `row` on: values(j) are columns 8 j + i and the
-// next, i = 2 (lane % 4), of tokens lane / 4 (.x, .y) and lane / 4 + 8 (.z, .w). `place`: kStoreBytes of the warp's.
+// Writes columns [column, column + kCount) of a warp's 16 tokens, from `row` up to `end`: values(j) are columns 8 j + i
+// and the next, i = 2 (lane % 4), of tokens lane / 4 (.x, .y) and lane / 4 + 8 (.z, .w). `place`: kStoreBytes of the
+// warp's.
 template <typename T, int kCount, typename Values>
-__device__ void store_columns(const Arguments& a, unsigned char* place, int row, int64_t column, const Values& values) {
+__device__ void store_columns(const Arguments& a, unsigned char* place, int row, int end, int64_t column,
+                              const Values& values) {
   static_assert(kCount % 8 == 0 && kCount <= 64);
   using V = Vec<T, 8>;
   using V2 = Vec<T, 2>;
@@ -170,7 +208,7 @@ __device__ void store_columns(const Arguments& a, unsigned char* place, int row,
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int r = i * 4 + lane / 8;
-    if (!inside || row + r >= a.m) continue;
+    if (!inside || row + r >= end) continue;
     T* const to = y + (row + r) * a.y_stride;
     V result = V::load(vector(r, chunk));
     if (a.adds) result = add_to_residual(V::load(to), result, a.alpha);
@@ -181,31 +219,32 @@ __device__ void store_columns(const Arguments& a, unsigned char* place, int row,
 
 // All of a warp's columns, 64 at a time.
 template <typename T, int kCount, typename Values>
-__device__ void store_all(const Arguments& a, unsigned char* place, int row, int64_t column, const Values& values) {
+__device__ void store_all(const Arguments& a, unsigned char* place, int row, int end, int64_t column,
+                          const Values& values) {
 #pragma unroll
   for (int part = 0; part < kCount / 64; ++part) {
-    store_columns<T, 64>(a, place, row, column + part * 64, [&](int j) { return values(part * 8 + j); });
+    store_columns<T, 64>(a, place, row, end, column + part * 64, [&](int j) { return values(part * 8 + j); });
   }
   if constexpr (kCount % 64 > 0) {
-    store_columns<T, kCount % 64>(a, place, row, column + kCount / 64 * 64,
+    store_columns<T, kCount % 64>(a, place, row, end, column + kCount / 64 * 64,
                                   [&](int j) { return values(kCount / 64 * 8 + j); });
   }
 }
 
 template <typename T, int kColumns, bool kGlu>
-__device__ void epilogue(const Arguments& a, unsigned char* place, int row, int64_t column,
+__device__ void epilogue(const Arguments& a, unsigned char* place, int row, int end, int64_t column,
                          const float (&sums)[kColumns / 2]) {
   if constexpr (kGlu) {
     activation::dispatch_on_device(a.activation, [&](auto act) {
       using Act = decltype(act);
-      store_all<T, kColumns / 2>(a, place, row, column, [&](int j) {
+      store_all<T, kColumns / 2>(a, place, row, end, column, [&](int j) {
         const auto value = [&](int i) { return glu_of_sums<Act, T>(sums[4 * j + i], sums[kColumns / 4 + 4 * j + i]); };
         return float4{value(0), value(1), value(2), value(3)};
       });
     });
   } else {
     const int pair = static_cast<int>(threadIdx.x) % 4 * 2;
-    store_all<T, kColumns>(a, place, row, column, [&](int j) {
+    store_all<T, kColumns>(a, place, row, end, column, [&](int j) {
       const int64_t own = column + 8 * j + pair;
       float first = 0.f, second = 0.f;
       if (a.bias && own < a.columns) {
@@ -218,35 +257,102 @@ __device__ void epilogue(const Arguments& a, unsigned char* place, int row, int6
   }
 }
 
+// The sums of the block's rows in shared memory, kPitch floats apart; behind them, those of the other splits for the
+// rows that this block finishes.
+template <int kPitch>
+struct SplitSums {
+  uint32_t place;
+  int rows;  // that a block finishes
+
+  __device__ SplitSums(const Arguments& a, uint32_t place) : place(place), rows(kRows / a.splits) {}
+  __device__ uint32_t bytes() const { return rows * kPitch * 4; }
+  __device__ uint32_t own(int row) const { return place + row * kPitch * 4; }
+  __device__ uint32_t received(int split, int by) const { return own(kRows) + (split - (split > by)) * bytes(); }
+};
+
+// Adds up the sums of all splits, of the rows that are this block's to finish, and finishes them. `sent`: the barrier
+// that waits for those of the other splits.
+template <typename T, int kColumns, int kPitch>
+__device__ void finish_splits(const Arguments& a, const Member& member, const Tile& tile,
+                              const SplitSums<kPitch>& in_shared, uint32_t sent, const float (&sums)[kColumns / 2]) {
+  const int thread = static_cast<int>(threadIdx.x) - 128, warp = thread / 32, lane = thread % 32;
+  const uint32_t to = in_shared.own(warp * 16 + lane / 4) + lane % 4 * 8;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const float* const s = sums + 4 * j;
+    shared_store_float2(to + 32 * j, {s[0], s[1]});
+    shared_store_float2(to + 32 * j + 32 * kPitch, {s[2], s[3]});
+  }
+  async_proxy_fence();
+  cluster_wait();  // the rings of all blocks are free
+  named_barrier(3, 32 * kWarps);
+  if (thread < a.splits && thread != member.split) {
+    const int rank = member.rank(a, thread, member.pair);
+    bulk_send(cluster_address(in_shared.received(member.split, thread), rank), in_shared.own(thread * in_shared.rows),
+              in_shared.bytes(), cluster_address(sent, rank));
+  }
+  using V = Vec<T, 8>;
+  constexpr int kVectors = kColumns / 8;
+  barrier_wait(sent, 0);
+  cluster_arrive_relaxed();
+  for (int i = thread; i < in_shared.rows * kVectors; i += 32 * kWarps) {
+    const int r = i / kVectors, c = i % kVectors * 8, row = member.split * in_shared.rows + r;
+    const int token = tile.token(a, row / 64, row % 64);
+    const int64_t column = tile.column + c;
+    if (token < 0 || column >= a.columns) continue;
+    T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
+    V bias, residual;
+    if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
+    if (a.adds) residual = V::load(y);
+    float sum[8] = {};
+    for (int split = 0; split < a.splits; ++split) {
+      const uint32_t from = 4 * c + (split == member.split ? in_shared.own(row)
+                                                           : in_shared.received(split, member.split) + 4 * r * kPitch);
+      const float4 low = shared_load_float4(from), high = shared_load_float4(from + 16);
+      sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
+      sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+    }
+    V result = V::of([&](int e) { return a.bias ? sum[e] + bias[e] : sum[e]; });
+    if (a.adds) result = add_to_residual(residual, result, a.alpha);
+    result.store(y);
+  }
+  cluster_wait();  // this block's sums have been sent, and may be overwritten
+}
+
 #endif
 
-template <typename T, int kColumns, bool kGlu, bool kAlternates>
+template <typename T, int kColumns, bool kGlu, GemmSchedule kSchedule>
 __global__ void __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap weight,
                 const __grid_constant__ Arguments a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using R = Ring<kColumns>;
+  using R = Ring<kColumns, kSchedule>;
+  constexpr bool kAlternates = kSchedule == GemmSchedule::kAlternate, kSplits = kSchedule == GemmSchedule::kSplit;
   extern __shared__ unsigned char shared[];
   const uint32_t base = shared_address(shared), ring = (base + 1023) & ~1023u;
-  const uint32_t store = ring + R::kStages * R::kStageBytes, full = store + kWarps * kStoreBytes;
-  const uint32_t empty = full + 8 * R::kStages;
-  const int warp = static_cast<int>(threadIdx.x) / 32, rank = a.cluster > 1 ? cluster_rank() : 0;
-  const int first = static_cast<int>(blockIdx.x) / a.cluster, step = static_cast<int>(gridDim.x) / a.cluster;
+  const uint32_t store = ring + R::kStages * R::kStageBytes, full = store + R::kStore;
+  const uint32_t empty = full + 8 * R::kStages, sent = empty + 8 * R::kStages;
+  const int cluster = kSplits ? a.pair * a.splits : a.pair;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const Member member(a, cluster > 1 ? cluster_rank() : 0, kSplits);
+  const int first = static_cast<int>(blockIdx.x) / cluster, step = static_cast<int>(gridDim.x) / cluster;
   if (threadIdx.x == 0) {
     tensor_map_prefetch(x);
     tensor_map_prefetch(weight);
     for (int stage = 0; stage < R::kStages; ++stage) {
       barrier_init(full + 8 * stage, 1);
-      barrier_init(empty + 8 * stage, a.cluster * (kAlternates ? kWarps / 2 : kWarps));
+      barrier_init(empty + 8 * stage, a.pair * (kAlternates ? kWarps / 2 : kWarps));
     }
+    barrier_init(sent, 1);
     barrier_init_fence();
+    if (kSplits) barrier_arrive_expecting(sent, (a.splits - 1) * SplitSums<R::kPitch>(a, ring).bytes());
   }
   __syncthreads();
-  if (a.cluster > 1) cluster_barrier_relaxed();
+  if (cluster > 1) cluster_barrier_relaxed();
 
   if (warp < 4) {
     fewer_registers<24>();
-    if (warp == 0 && elect()) copy_tiles<kColumns>(a, x, weight, ring, full, empty, rank, first, step);
+    if (warp == 0 && elect()) copy_tiles<R>(a, x, weight, ring, full, empty, member, first, step);
     __syncwarp();
   } else {
     more_registers<240>();
@@ -257,7 +363,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     unsigned char* const place = shared + (store - base) + (warp - 4) * kStoreBytes;
     float sums[kParts][kColumns / 2];
     const auto release = [&](int stage) {
-      if (lane < a.cluster) barrier_arrive_cluster(cluster_address(empty + 8 * stage, lane));
+      if (lane < a.pair) {
+        barrier_arrive_cluster(cluster_address(empty + 8 * stage, member.rank(a, member.split, lane)));
+      }
     };
     Position<R::kStages> at;
     if (kAlternates && group == 1) at.advance(a.k_tiles);
@@ -268,7 +376,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // stages before the other has those in front of them.
       if (kAlternates && index != first) named_barrier(1 + group, 32 * kWarps);
       int before = 0;
-      for (int k = 0; k < a.k_tiles; ++k, before = at.stage, at.advance()) {
+      for (int k = 0; k < member.k; ++k, before = at.stage, at.advance()) {
         const uint32_t rows = ring + at.stage * R::kStageBytes + (kAlternates ? 0 : group * R::kXBytes);
         const uint32_t columns = ring + at.stage * R::kStageBytes + 2 * R::kXBytes;
         barrier_wait(full + 8 * at.stage, at.phase);
@@ -293,15 +401,30 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int part = 0; part < kParts; ++part) wgmma_pin(sums[part]);
       release(before);
       if constexpr (kAlternates) at.advance(a.k_tiles);  // those of the other warpgroup
-      const Tile tile(a, index, rank);
+      const Tile tile(a, index, member.pair);
+      if constexpr (kSplits) {
+        static_assert(!kGlu);
+        cluster_arrive_relaxed();
+        named_barrier(3, 32 * kWarps);  // the ring of this block is free
+        finish_splits<T, kColumns>(a, member, tile, SplitSums<R::kPitch>(a, ring), sent, sums[0]);
+      } else {
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const int row = tile.row + (kAlternates ? part : group) * 64 + warp % 4 * 16;
-        epilogue<T, kColumns, kGlu>(a, place, row, tile.column, sums[part]);
+        for (int part = 0; part < kParts; ++part) {
+          const int first_row = tile.row + (kAlternates ? part : group) * a.half_rows;
+          epilogue<T, kColumns, kGlu>(a, place, first_row + warp % 4 * 16, min(a.m, first_row + a.half_rows),
+                                      tile.column, sums[part]);
+        }
       }
     }
   }
-  if (a.cluster > 1) cluster_barrier_relaxed();  // no copy and no arrival of the other block is under way
+  if constexpr (kSplits) {
+    if (warp < 4) {  // the barriers of finish_splits()
+      cluster_barrier_relaxed();
+      cluster_barrier_relaxed();
+    }
+  } else if (cluster > 1) {
+    cluster_barrier_relaxed();  // no copy and no arrival of the other block is under way
+  }
 #endif
 }
 

@@ -18,26 +18,6 @@
 
 namespace llmk::kernels::few_tokens {
 
-__device__ inline uint32_t shared_load_int(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
-  return value;
-}
-__device__ inline float shared_load_float(uint32_t address) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
-  return value;
-}
-__device__ inline float4 shared_load_float4(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
-  return v;
-}
-
-__device__ inline void shared_store_float(uint32_t address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-
 // The power of two that the norm's weight is divided by: the smallest one greater than all of the weight.
 template <typename T>
 __device__ float norm_weight_scale(const Layout& layout) {

@@ -255,7 +255,13 @@ inline Verdict many_is_faster(const GemmShape& shape, const int* clusters) {
     return faster ? take("more than 64 tokens with a gated activation, whose tiles fill most of the GPU")
                   : refuse("cuBLAS is faster where tiles of a gated activation leave much of the GPU idle");
   }
-  if (shape.m <= kGemmLibraryTokens) return refuse("cuBLAS is faster from 65 to 1280 tokens");
+  if (shape.m <= kGemmRows) {
+    if (!faster)
+      return refuse("cuBLAS is faster from 65 to 128 tokens, but of tall weights and some with k above 8192");
+    return gemm_splits(shape, clusters) ? take("65 to 128 tokens, and k above 8192, which is split")
+                                        : take("65 to 128 tokens of a tall weight");
+  }
+  if (shape.m <= kGemmLibraryTokens) return refuse("cuBLAS is faster from 129 to 1280 tokens");
   return faster ? take("more than 1280 tokens, and only tiles of 224 columns fill the GPU")
                 : refuse("cuBLAS is faster where tiles of 224 columns do not fill the GPU better than others");
 }
@@ -274,11 +280,13 @@ inline LinearRoute many_tokens(const LinearProblem& p, const DeviceInfo& device,
   route.reason = verdict.reason;
   if (!verdict.taken) return route;
   route.variant = LinearVariant::kGemm;
-  const GemmTile forced = tuned ? tuned->tile() : GemmTile{options.force_gemm % 1000, options.force_gemm >= 1000};
-  route.many =
-      tuned || options.force_gemm > 1 ? plan_gemm(shape, forced, device.clusters) : choose_gemm(shape, device.clusters);
-  const int tiles = route.many.row_tiles * route.many.column_tiles;
-  route.blocks = int64_t{std::min(tiles, device.clusters[route.many.cluster])} * route.many.cluster;
+  const GemmTile forced = tuned ? tuned->tile() : gemm_tile(options.force_gemm);
+  const bool can_split = !p.glu, splits = forced.schedule == GemmSchedule::kSplit;
+  const bool by_rule = !tuned && (options.force_gemm <= 1 || (splits && !can_split));
+  route.many = by_rule ? choose_gemm(shape, device.clusters) : plan_gemm(shape, forced, device.clusters);
+  const int64_t clusters = route.many.clusters(), running = device.clusters[route.many.cluster()];
+  const bool one_tile = route.many.tile.schedule == GemmSchedule::kSplit;
+  route.blocks = (one_tile ? clusters : std::min(clusters, running)) * route.many.cluster();
   return route;
 }
 

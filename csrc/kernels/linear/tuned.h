@@ -38,7 +38,7 @@ struct TunedLinear {
   int64_t first_m, last_m, n, k, glu, normalize, residual, in_step;
   int64_t variant;  // a LinearVariant, or kByRule: nothing was faster than the choice of the rules
   int64_t cluster, max_chunks, max_shared_bytes, max_tile_rows, prefetch_chunks;  // of mma and wgmma: a LinearTuning
-  int64_t columns;                                                                // of gemm: of a tile
+  int64_t columns;                                                                // of gemm: a gemm_tile()
 
   bool is(LinearVariant other) const { return variant == static_cast<int64_t>(other); }
   LinearTuning tuning() const {
@@ -46,7 +46,7 @@ struct TunedLinear {
             static_cast<int>(max_chunks),    static_cast<size_t>(max_shared_bytes),
             static_cast<int>(max_tile_rows), static_cast<int>(prefetch_chunks)};
   }
-  GemmTile tile() const { return {static_cast<int>(columns), columns < 224}; }
+  GemmTile tile() const { return gemm_tile(static_cast<int>(columns)); }
 };
 constexpr int64_t kTunedLinearNumbers = sizeof(TunedLinear) / sizeof(int64_t);
 
@@ -97,10 +97,12 @@ inline const char* refusal(const TunedLinear& t, int64_t m, const DeviceInfo& de
   if (t.is(LinearVariant::kGemm)) {
     if (m <= kLinearMaxTokens) return "gemm is for more than 64 tokens";
     if (!has_tma || !device.has_wgmma) return "gemm needs wgmma, of compute capability 9.0";
-    const bool known = std::any_of(std::begin(kGemmTiles), std::end(kGemmTiles),
-                                   [&](const GemmTile& tile) { return tile.columns == t.columns; });
+    const bool known = std::any_of(std::begin(kGemmTiles), std::end(kGemmTiles), [&](const GemmTile& tile) {
+      return tile.columns + 1000 * static_cast<int>(tile.schedule) == t.columns;
+    });
     if (!known) return "gemm has no tiles of so many columns";
-    return gemm_shared_bytes(t.tile().columns) <= device.shared_bytes ? nullptr : "a block has less shared memory";
+    if (t.glu && t.tile().schedule == GemmSchedule::kSplit) return "gemm does not split K with a gated activation";
+    return gemm_shared_bytes(t.tile()) <= device.shared_bytes ? nullptr : "a block has less shared memory";
   }
   return "the variant is not one that can be chosen";
 }
