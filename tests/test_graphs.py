@@ -41,7 +41,7 @@ class Books:
         slot._obj.value, stream._obj.value = next(self._names), next(self._names)
         return self._do("slot")
 
-    def llmk_graph_begin(self, slot):
+    def llmk_graph_begin(self, slot, in_pieces):
         if status := self._do("begin"):
             return status
         self.recordings += 1
@@ -294,11 +294,12 @@ def test_the_names_of_the_library():
         assert f" {name}(" in text.replace("*", " "), name
 
 
-@pytest.mark.parametrize("scenario", ["slots", "recordings", "streams", "points"])
+@pytest.mark.parametrize("scenario", ["slots", "recordings", "streams", "points", "pieces"])
 def test_the_library_on_a_stub_of_cuda(scenario, tmp_path):
     """csrc/kernels/graph.cu. slots: those that cannot be made are not counted; after 1024 of them no graph could be
     made. recordings: one that fails does not spoil the next. streams: a launch waits for that of another stream, also
-    one with the same handle. points: kernels get the addresses of another cache."""
+    one with the same handle. points: kernels get the addresses of another cache. pieces: a long graph is launched in
+    two."""
     done = subprocess.run([compile_stub("graphs", tmp_path), scenario], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{scenario}: 0 wrong\n", done.stdout + done.stderr
 

@@ -24,15 +24,37 @@ struct GraphSlot {
   int number;
 };
 
+// The host takes 0.4 us for each kernel of a graph before the first one starts. So of a graph in pieces the first
+// kernels are launched by themselves, and those behind them while the GPU works.
+constexpr int kFirstLaunches = 24;
+
 // Kernels of a graph that have addresses of a cache.
 struct Movable {
   std::function<cudaError_t(const Moves&)> launch;
+  size_t piece;
   std::vector<cudaGraphNode_t> nodes;
 };
 
-struct Graph {
-  cudaGraphExec_t executable;
+// A part of a graph that is launched by itself.
+struct Piece {
   cudaGraph_t recorded;  // which has the nodes that are updated
+  cudaGraphExec_t executable = nullptr;
+};
+
+cudaError_t destroy(std::vector<Piece>& pieces) {
+  cudaError_t status = cudaSuccess;
+  for (const Piece& piece : pieces) {
+    if (piece.executable) {
+      if (const cudaError_t found = cudaGraphExecDestroy(piece.executable); found != cudaSuccess) status = found;
+    }
+    (void)cudaGraphDestroy(piece.recorded);
+  }
+  pieces.clear();
+  return status;
+}
+
+struct Graph {
+  std::vector<Piece> pieces;  // one after the other
   GraphSlot* slot;
   std::vector<Movable> movables;
   // The stream of the last launch, if there was one. Its id and not its handle, which another stream may have once this
@@ -87,35 +109,36 @@ cudaKernelNodeParams node_params(const void* kernel, const LaunchShape& shape, v
 // One line of launches.
 class GraphRecorder final : public Recorder {
  public:
-  explicit GraphRecorder(GraphSlot* slot) : slot_(slot), status_(cudaGraphCreate(&graph_, 0)) {}
-  ~GraphRecorder() {
-    if (graph_) (void)cudaGraphDestroy(graph_);
-  }
+  GraphRecorder(GraphSlot* slot, bool in_pieces) : slot_(slot), in_pieces_(in_pieces), status_(begin_piece()) {}
+  ~GraphRecorder() { (void)destroy(pieces_); }
   GraphRecorder(const GraphRecorder&) = delete;
   GraphRecorder& operator=(const GraphRecorder&) = delete;
 
   cudaError_t add_launch(const void* kernel, const LaunchShape& shape, bool overlaps, void** arguments) override {
+    if (!in_movable_) end_first_piece();
     if (status_ != cudaSuccess) return status_;
     const cudaKernelNodeParams params = node_params(kernel, shape, arguments);
     cudaGraphNode_t node = nullptr;
-    cudaError_t status = cudaGraphAddKernelNode(&node, graph_, nullptr, 0, &params);
+    cudaError_t status = cudaGraphAddKernelNode(&node, graph(), nullptr, 0, &params);
     if (status == cudaSuccess && shape.cluster > 1) {
       cudaLaunchAttributeValue value{};
       value.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
       status = cudaGraphKernelNodeSetAttribute(node, cudaLaunchAttributeClusterDimension, &value);
     }
     for (size_t i = 0; i < last_.size() && status == cudaSuccess; ++i) {
-      status = add_edge(graph_, last_[i], node, overlaps && last_is_ours_);
+      status = add_edge(graph(), last_[i], node, overlaps && last_is_ours_);
     }
     last_ = {node};
+    ++launches_;
     last_is_ours_ = true;
     if (in_movable_) movables_.back().nodes.push_back(node);
     return status_ = status;
   }
 
   cudaError_t add_movable(std::function<cudaError_t(const Moves&)> launch) override {
+    end_first_piece();
     if (status_ != cudaSuccess) return status_;
-    movables_.push_back({std::move(launch), {}});
+    movables_.push_back({std::move(launch), pieces_.size() - 1, {}});
     in_movable_ = true;
     const cudaError_t status = movables_.back().launch({});
     in_movable_ = false;
@@ -123,8 +146,9 @@ class GraphRecorder final : public Recorder {
   }
 
   void begin_capture() override {
+    end_first_piece();
     if (status_ == cudaSuccess) {
-      status_ = cudaStreamBeginCaptureToGraph(slot_->stream, graph_, last_.empty() ? nullptr : last_.data(), nullptr,
+      status_ = cudaStreamBeginCaptureToGraph(slot_->stream, graph(), last_.empty() ? nullptr : last_.data(), nullptr,
                                               last_.size(), cudaStreamCaptureModeRelaxed);
     }
     if (status_ != cudaSuccess) throw std::runtime_error(cudaGetErrorString(clear_error(status_)));
@@ -132,30 +156,50 @@ class GraphRecorder final : public Recorder {
 
   void end_capture() override {
     const cudaError_t status = captured_tail(slot_->stream, last_);
-    cudaGraph_t graph = nullptr;  // graph_
-    const cudaError_t ended = cudaStreamEndCapture(slot_->stream, &graph);
+    cudaGraph_t captured = nullptr;  // graph()
+    const cudaError_t ended = cudaStreamEndCapture(slot_->stream, &captured);
     status_ = clear_error(status == cudaSuccess ? ended : status);
     last_is_ours_ = false;
+    ++launches_;
   }
 
   int slot() const override { return slot_->number; }
 
   cudaError_t finish(Graph*& result) {
-    cudaGraphExec_t executable = nullptr;
-    if (status_ != cudaSuccess) return status_;
-    const cudaError_t status = cudaGraphInstantiate(&executable, graph_, 0);
-    if (status == cudaSuccess) {
-      result = new Graph{executable, std::exchange(graph_, nullptr), slot_, std::move(movables_), std::nullopt};
+    for (Piece& piece : pieces_) {
+      if (status_ == cudaSuccess) status_ = cudaGraphInstantiate(&piece.executable, piece.recorded, 0);
     }
-    return status;
+    if (status_ == cudaSuccess) {
+      result = new Graph{std::exchange(pieces_, {}), slot_, std::move(movables_), std::nullopt};
+    }
+    return status_;
   }
 
   cudaError_t status() const { return status_; }
 
  private:
+  cudaGraph_t graph() const { return pieces_.back().recorded; }
+
+  cudaError_t begin_piece() {
+    cudaGraph_t graph = nullptr;
+    const cudaError_t status = cudaGraphCreate(&graph, 0);
+    if (status == cudaSuccess) pieces_.push_back({graph});
+    last_.clear();
+    return status;
+  }
+
+  // What comes next belongs to the second piece if the first one is complete.
+  void end_first_piece() {
+    if (in_pieces_ && status_ == cudaSuccess && pieces_.size() == 1 && launches_ >= kFirstLaunches) {
+      status_ = begin_piece();
+    }
+  }
+
   GraphSlot* const slot_;
-  cudaGraph_t graph_ = nullptr;
-  std::vector<cudaGraphNode_t> last_;  // what the next node comes after
+  const bool in_pieces_;
+  std::vector<Piece> pieces_;
+  int launches_ = 0;
+  std::vector<cudaGraphNode_t> last_;  // what the next node of the piece comes after
   bool last_is_ours_ = false;          // one kernel of this library
   std::vector<Movable> movables_;
   bool in_movable_ = false;  // whether the next nodes are those of the last one
@@ -165,22 +209,24 @@ class GraphRecorder final : public Recorder {
 // Gives the nodes of a Movable the parameters of the launches that are made.
 class GraphUpdater final : public Recorder {
  public:
-  GraphUpdater(const Graph& graph, const Movable& movable) : graph_(graph), nodes_(movable.nodes) {}
+  GraphUpdater(const Graph& graph, const Movable& movable)
+      : executable_(graph.pieces[movable.piece].executable), slot_(graph.slot->number), nodes_(movable.nodes) {}
 
   cudaError_t add_launch(const void* kernel, const LaunchShape& shape, bool, void** arguments) override {
     if (next_ == nodes_.size()) return cudaErrorGraphExecUpdateFailure;
     const cudaKernelNodeParams params = node_params(kernel, shape, arguments);
-    return cudaGraphExecKernelNodeSetParams(graph_.executable, nodes_[next_++], &params);
+    return cudaGraphExecKernelNodeSetParams(executable_, nodes_[next_++], &params);
   }
   cudaError_t add_movable(std::function<cudaError_t(const Moves&)>) override { return cudaErrorGraphExecUpdateFailure; }
   void begin_capture() override { throw std::logic_error("a launch of PyTorch's can not be pointed at other memory"); }
   void end_capture() override {}
-  int slot() const override { return graph_.slot->number; }
+  int slot() const override { return slot_; }
 
   bool is_complete() const { return next_ == nodes_.size(); }
 
  private:
-  const Graph& graph_;
+  const cudaGraphExec_t executable_;
+  const int slot_;
   const std::vector<cudaGraphNode_t>& nodes_;
   size_t next_ = 0;
 };
@@ -222,10 +268,11 @@ LLMK_EXPORT int llmk_graph_slot(void** result, void** stream) {
   return cudaSuccess;
 }
 
-// From here on this thread records, in the stream of the slot.
-LLMK_EXPORT int llmk_graph_begin(void* slot) {
+// From here on this thread records, in the stream of the slot. `in_pieces`: a launch of the graph starts sooner, and
+// takes 2 us more.
+LLMK_EXPORT int llmk_graph_begin(void* slot, int in_pieces) {
   if (own_recorder) return cudaErrorIllegalState;
-  auto recorder = std::make_unique<GraphRecorder>(static_cast<GraphSlot*>(slot));
+  auto recorder = std::make_unique<GraphRecorder>(static_cast<GraphSlot*>(slot), in_pieces != 0);
   if (recorder->status() != cudaSuccess) return clear_error(recorder->status());
   own_recorder = std::move(recorder);
   current_recorder = own_recorder.get();
@@ -266,17 +313,23 @@ LLMK_EXPORT int llmk_graph_launch(void* given, void* in) {
     graph.stream.reset();  // until the launch has succeeded
     status = cudaStreamWaitEvent(stream, graph.slot->done, 0);
   }
-  if (status == cudaSuccess) status = cudaGraphLaunch(graph.executable, stream);
-  if (status == cudaSuccess) status = cudaEventRecord(graph.slot->done, stream);
+  bool runs = false;
+  for (const Piece& piece : graph.pieces) {
+    if (status == cudaSuccess) status = cudaGraphLaunch(piece.executable, stream);
+    if (status == cudaSuccess) runs = true;
+  }
+  if (runs) {  // also if a later piece has failed: who takes the slot next waits for those before
+    const cudaError_t recorded = cudaEventRecord(graph.slot->done, stream);
+    if (status == cudaSuccess) status = recorded;
+  }
   if (status == cudaSuccess) graph.stream = id;
   return clear_error(status);
 }
 
 // The graph may still be running: CUDA frees it when it is done.
 LLMK_EXPORT int llmk_graph_destroy(void* given) {
-  const auto* const graph = static_cast<Graph*>(given);
-  const cudaError_t status = cudaGraphExecDestroy(graph->executable);
-  (void)cudaGraphDestroy(graph->recorded);
+  auto* const graph = static_cast<Graph*>(given);
+  const cudaError_t status = destroy(graph->pieces);
   delete graph;
   return clear_error(status);
 }

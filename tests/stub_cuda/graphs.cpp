@@ -1,6 +1,7 @@
 // Tests of csrc/kernels/graph.cu on a stub of CUDA's graphs, streams and events. Prints how often something was wrong.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -43,9 +44,11 @@ namespace stub {
 std::string fails;             // the function that fails
 std::set<cudaStream_t> alive;  // streams
 unsigned long long id = 1;     // of any stream
-int waits = 0, launches = 0;
+int waits = 0, launches = 0, records = 0;
 uintptr_t nodes = 0;                              // that were added
 std::map<cudaGraphNode_t, const void*> pointers;  // the first argument of kernels, by node
+std::map<cudaGraphNode_t, cudaGraph_t> owners;    // the graph of a node, which its executable is here, too
+int graphs = 0, edges = 0;                        // that are alive; that were added
 
 cudaError_t done(const char* function) { return fails == function ? cudaErrorUnknown : cudaSuccess; }
 
@@ -66,41 +69,52 @@ cudaError_t cudaStreamGetId(cudaStream_t, unsigned long long* id) {
   return stub::done("id");
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return stub::done("event"); }
-cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return stub::done("record"); }
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) {
+  ++stub::records;
+  return stub::done("record");
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
   ++stub::waits;
   return stub::done("wait");
 }
 cudaError_t cudaGraphCreate(cudaGraph_t* graph, unsigned) {
-  *graph = new char;
-  return stub::done("create");
+  const cudaError_t status = stub::done("create");
+  if (status == cudaSuccess) *graph = new char, ++stub::graphs;
+  return status;
 }
-cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t*, cudaGraph_t, unsigned long long) {
+cudaError_t cudaGraphDestroy(cudaGraph_t) {
+  --stub::graphs;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+  *executable = graph;
   return stub::done("instantiate");
 }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
   ++stub::launches;
-  return stub::done("launch");
+  return stub::fails == "second launch" && stub::launches % 2 == 0 ? cudaErrorUnknown : stub::done("launch");
 }
-cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t* node, cudaGraph_t, const cudaGraphNode_t*, size_t,
+cudaError_t cudaGraphAddKernelNode(cudaGraphNode_t* node, cudaGraph_t graph, const cudaGraphNode_t*, size_t,
                                    const cudaKernelNodeParams* params) {
   *node = reinterpret_cast<cudaGraphNode_t>(++stub::nodes);
+  stub::owners[*node] = graph;
   stub::pointers[*node] = *static_cast<const void* const*>(params->kernelParams[0]);
   return cudaSuccess;
 }
-cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t, cudaGraphNode_t node,
+cudaError_t cudaGraphExecKernelNodeSetParams(cudaGraphExec_t executable, cudaGraphNode_t node,
                                              const cudaKernelNodeParams* params) {
+  if (stub::owners[node] != executable) return cudaErrorUnknown;
   stub::pointers[node] = *static_cast<const void* const*>(params->kernelParams[0]);
   return stub::done("update");
 }
 cudaError_t cudaGraphKernelNodeSetAttribute(cudaGraphNode_t, cudaLaunchAttributeID, const cudaLaunchAttributeValue*) {
   return cudaSuccess;
 }
-cudaError_t cudaGraphAddDependencies(cudaGraph_t, const cudaGraphNode_t*, const cudaGraphNode_t*,
+cudaError_t cudaGraphAddDependencies(cudaGraph_t graph, const cudaGraphNode_t* from, const cudaGraphNode_t* to,
                                      const cudaGraphEdgeData*, size_t) {
-  return cudaSuccess;
+  ++stub::edges;
+  return stub::owners[*from] == graph && stub::owners[*to] == graph ? cudaSuccess : cudaErrorUnknown;
 }
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus*, unsigned long long*, cudaGraph_t*,
                                      const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
@@ -143,13 +157,13 @@ int record_after_failures() {
   wrong += llmk_graph_slot(&slot, &stream) != cudaSuccess;
   for (int i = 0; i < 2 * kMaxGraphs; ++i) {
     stub::fails = "create";
-    wrong += llmk_graph_begin(slot) == cudaSuccess || current_recorder;
+    wrong += llmk_graph_begin(slot, 0) == cudaSuccess || current_recorder;
     stub::fails = "instantiate";
-    wrong += llmk_graph_begin(slot) != cudaSuccess || !current_recorder;
+    wrong += llmk_graph_begin(slot, 0) != cudaSuccess || !current_recorder;
     wrong += llmk_graph_end(&graph) == cudaSuccess || graph || current_recorder;
   }
   stub::fails = "";
-  wrong += llmk_graph_begin(slot) != cudaSuccess || llmk_graph_end(&graph) != cudaSuccess || !graph;
+  wrong += llmk_graph_begin(slot, 0) != cudaSuccess || llmk_graph_end(&graph) != cudaSuccess || !graph;
   return wrong + (llmk_graph_destroy(graph) != cudaSuccess);
 }
 
@@ -158,7 +172,7 @@ int record_after_failures() {
 int wait_for_other_streams() {
   int wrong = 0;
   void *slot = nullptr, *stream = nullptr, *graph = nullptr;
-  wrong += llmk_graph_slot(&slot, &stream) != cudaSuccess || llmk_graph_begin(slot) != cudaSuccess ||
+  wrong += llmk_graph_slot(&slot, &stream) != cudaSuccess || llmk_graph_begin(slot, 0) != cudaSuccess ||
            llmk_graph_end(&graph) != cudaSuccess;
   const auto launch = [&](unsigned long long id, bool succeeds, bool waits) {
     const int before = stub::waits;
@@ -202,7 +216,7 @@ int point_at_other_memory() {
   };
   const auto move = [](Params& params, const Moves& moves) { moves(params.cache); };
   void *slot = nullptr, *stream = nullptr, *graph = nullptr;
-  wrong += llmk_graph_slot(&slot, &stream) != cudaSuccess || llmk_graph_begin(slot) != cudaSuccess;
+  wrong += llmk_graph_slot(&slot, &stream) != cudaSuccess || llmk_graph_begin(slot, 0) != cudaSuccess;
   wrong += launch_movable(Params{memory, 1}, launch, move) != cudaSuccess;
   wrong += launch({memory, 1}) != cudaSuccess;
   wrong += launch_movable(Params{memory + 1, 2}, launch, move) != cudaSuccess;
@@ -232,6 +246,58 @@ int point_at_other_memory() {
   return wrong + (llmk_graph_destroy(graph) != cudaSuccess);
 }
 
+// A long graph in pieces is launched in two, and what moves belongs to one of them. If the second piece cannot be
+// launched, who takes the slot next waits for the first one.
+int launch_in_pieces() {
+  struct Params {
+    const void* cache;
+  };
+  const char memory[8] = {};
+  int wrong = 0;
+  const auto launch = [](const Params& params) {
+    cudaError_t status = cudaSuccess;
+    for (int i = 0; i < 4 && status == cudaSuccess; ++i) {
+      const void* pointer = params.cache;
+      void* arguments[] = {&pointer, nullptr};
+      status = current_recorder->add_launch(nullptr, {1, dim3(1)}, true, arguments);
+    }
+    return status;
+  };
+  const auto move = [](Params& params, const Moves& moves) { moves(params.cache); };
+  void *slot = nullptr, *stream = nullptr;
+  wrong += llmk_graph_slot(&slot, &stream) != cudaSuccess;
+  for (const int groups : {0, 1, kFirstLaunches / 4, kFirstLaunches / 4 + 1, kFirstLaunches / 2, kFirstLaunches}) {
+    for (const int alone : {0, 2}) {  // the first piece ends within what moves
+      const int alive = stub::graphs, edges = stub::edges, kernels = 4 * groups + alone;
+      const int last_begins = kernels - (groups > 0 ? 4 : 1);
+      const int pieces = kernels > 0 && last_begins >= kFirstLaunches ? 2 : 1;
+      void* graph = nullptr;
+      wrong += llmk_graph_begin(slot, 1) != cudaSuccess;
+      const void* pointer = memory;
+      void* arguments[] = {&pointer, nullptr};
+      for (int i = 0; i < alone; ++i)
+        wrong += current_recorder->add_launch(nullptr, {1, dim3(1)}, true, arguments) != 0;
+      for (int i = 0; i < groups; ++i) wrong += launch_movable(Params{memory}, launch, move) != cudaSuccess;
+      wrong += llmk_graph_end(&graph) != cudaSuccess || stub::graphs - alive != pieces;
+      wrong += stub::edges - edges != std::max(kernels - pieces, 0);
+      const void *const from[] = {memory}, *const to[] = {memory + 1};
+      wrong += llmk_graph_point(graph, from, to, 1) != cudaSuccess;
+      const int launches = stub::launches;
+      wrong += llmk_graph_launch(graph, stream) != cudaSuccess || stub::launches - launches != pieces;
+      if (pieces == 2) {
+        stub::launches = 0;
+        stub::fails = "second launch";
+        const int records = stub::records;
+        wrong += llmk_graph_launch(graph, stream) == cudaSuccess || stub::records - records != 1;
+        stub::fails = "";
+        wrong += llmk_graph_launch(graph, stream) != cudaSuccess;  // by a stream that is not known to have the last one
+      }
+      wrong += llmk_graph_destroy(graph) != cudaSuccess || stub::graphs != alive;
+    }
+  }
+  return wrong;
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -241,7 +307,8 @@ int main(int, char** arguments) {
   } scenarios[] = {{"slots", make_slots},
                    {"recordings", record_after_failures},
                    {"streams", wait_for_other_streams},
-                   {"points", point_at_other_memory}};
+                   {"points", point_at_other_memory},
+                   {"pieces", launch_in_pieces}};
   for (const auto& scenario : scenarios) {
     if (std::strcmp(scenario.name, arguments[1]) == 0) {
       const int wrong = scenario.run();

@@ -54,7 +54,7 @@ class Recording:
             self.graph = self.output = None
         self.model = model
 
-    def run(self, function: Callable[[], Any], place: Place, device: torch.device) -> Any:
+    def run(self, function: Callable[[], Any], place: Place, device: torch.device, in_pieces: bool) -> Any:
         with torch.cuda.device(device):
             if not self.warm:  # a single step is not worth a graph; and cuBLAS has to be loaded before it is captured
                 self.warm = True
@@ -62,15 +62,15 @@ class Recording:
             if self.graph is not None and place.addresses != self.pointed:
                 self._point(place)
             if self.graph is None and self.failures < _ATTEMPTS and not torch.cuda.is_current_stream_capturing():
-                self._record(function, place, device)
+                self._record(function, place, device, in_pieces)
             if self.graph is None:
                 return function()
             self.graph.replay()
             return self.output
 
-    def _record(self, function: Callable[[], Any], place: Place, device: torch.device) -> None:
+    def _record(self, function: Callable[[], Any], place: Place, device: torch.device, in_pieces: bool) -> None:
         try:
-            self.graph, self.output = graphs.record(function, device)
+            self.graph, self.output = graphs.record(function, device, in_pieces)
             self.recorded = self.pointed = place.addresses
         except NoGraph as reason:
             self.failures += 1
@@ -140,13 +140,15 @@ class Program:
             self.recordings.clear()
         return tensor
 
-    def run(self, function: Callable[[], Any], device: torch.device, place: Place | None = None) -> Any:
-        """The function's result. On CUDA the next call overwrites it."""
+    def run(
+        self, function: Callable[[], Any], device: torch.device, place: Place | None = None, in_pieces: bool = False
+    ) -> Any:
+        """The function's result. On CUDA the next call overwrites it. `in_pieces`: see graphs.record()."""
         if device.type != "cuda":
             return function()
         place = place or Place()
         recording = self.recording(place)
-        result = recording.run(function, place, device)
+        result = recording.run(function, place, device, in_pieces)
         if recording.failures and recording.graph is None:
             self.calls[f"a step without a CUDA graph: {recording.reason}"] += 1
         return result

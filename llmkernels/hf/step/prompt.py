@@ -196,9 +196,14 @@ def run_padded(
     positions = program.buffer("positions", (batch, padded), torch.int32, device)
     hidden = program.buffer("hidden", (batch * padded, weight.shape[1]), weight.dtype, device)
     tokens[:, :count].copy_(ids)
-    offsets = torch.arange(1 - count, 1 - count + padded, dtype=torch.int32, device=device)
     most = len(parts.positions[: cache.capacity]) - 1
-    positions.copy_(((last[:, None] if isinstance(last, Tensor) else last) + offsets).clamp_(0, most))
+    if isinstance(last, Tensor):
+        offsets = torch.arange(1 - count, 1 - count + padded, dtype=torch.int32, device=device)
+        positions.copy_((last[:, None] + offsets).clamp_(0, most))
+    else:
+        first = last + 1 - count
+        along = torch.arange(first, first + padded, dtype=torch.int32, device=device)
+        positions.copy_(along if 0 <= first <= most + 1 - padded else along.clamp_(0, most))
     compose.embed(parts.embedding, parts.embed_scale, tokens.flatten(), hidden)
     cache.count_ahead(padded)  # where they are written; the next to begin counts again
 
@@ -210,6 +215,6 @@ def run_padded(
 
     caches = [] if program.has_graph(parts, place) else layers()
     where = Tokens(batch, padded, positions, tables, is_prompt=True)
-    program.run(lambda: compose.run_layers(parts, hidden, where, caches or layers()), device, place)
+    program.run(lambda: compose.run_layers(parts, hidden, where, caches or layers()), device, place, in_pieces=True)
     cache.advance(count)
     return _logits(parts, hidden.view(batch, padded, -1)[:, count - kept : count])
