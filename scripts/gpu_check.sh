@@ -62,7 +62,7 @@ for tool in "${tools[@]}"; do
   [ "$tool" != memcheck ] || options+=(--padding 64 --report-api-errors no)
   [ "$tool" != synccheck ] || options+=(--num-cuda-barriers 128)  # of a block; gemv has one per slot of each warp
   if [ "$tool" = racecheck ]; then
-    for name in linear decode_attention rope_decode_attention compose; do
+    for name in linear gemm decode_attention rope_decode_attention compose; do
       skipped+=(--ignore "tests/test_$name.py")
     done
   fi

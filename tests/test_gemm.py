@@ -175,3 +175,15 @@ def test_route(force):
     assert not takes(lambda: linear(x, weight[:4608]))
     assert takes(lambda: _op.glu_linear(x, weight))
     assert not takes(lambda: _op.glu_linear(x[:65], weight))
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("width", WIDTHS)
+def test_once_for_the_sanitizers_gpu(width, force):
+    """Tiles of fewer tokens than rows, pairs and splits."""
+    force(width)
+    x, _, weight, bias = make(100, 272, 328, torch.bfloat16, "cuda")
+    for rows in (100, 66):
+        compare(linear, F.linear, (x[:rows], weight, bias))
+    compare(add, eager_add, (torch.randn_like(F.linear(x, weight)), x, weight, bias))
+    compare(_op.glu_linear, eager_glu, (x, weight))
