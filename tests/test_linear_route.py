@@ -113,7 +113,16 @@ ROUTES = [
     ((2048, 3584, 3584), {"x_aligned": 0, "normalize": 1, "norm_weight_aligned": 0}, H200, "gemm", None),
     ((2048, 3588, 3584), {}, H200, "library", "the columns of the result are no multiple of 8"),
     ((2048, 3584, 3584), {"y_aligned": 0}, H200, "library", "rows of the result are not aligned to 16 bytes"),
-    ((1280, 3584, 3584), {}, H200, "library", "cuBLAS is faster from 65 to 1280 tokens"),
+    ((65, 18944, 3584), {}, H200, "gemm", "65 to 128 tokens of a tall weight"),
+    ((128, 5120, 13824), {}, H200, "gemm", "65 to 128 tokens, and k above 8192, which is split"),
+    (
+        (128, 3584, 3584),
+        {},
+        H200,
+        "library",
+        "cuBLAS is faster from 65 to 128 tokens, but of tall weights and some with k above 8192",
+    ),
+    ((1280, 3584, 3584), {}, H200, "library", "cuBLAS is faster from 129 to 1280 tokens"),
     ((2048, 3584, 3584), {}, H200, "gemm", "more than 1280 tokens, and only tiles of 224 columns fill the GPU"),
     (
         (2048, 4608, 3584),
@@ -130,7 +139,7 @@ ROUTES = [
         "more than 64 tokens with a gated activation, whose tiles fill most of the GPU",
     ),
     (
-        (65, 37888, 3584),
+        (129, 28672, 4096),
         {"glu": 1},
         H200,
         "library",
@@ -161,7 +170,7 @@ ROUTES = [
     ),
     (
         (128, 4608, 3584),
-        tuned(65, 128, 4608, 3584, GEMM, 0, 0, 0, 0, 0, 192),
+        tuned(65, 128, 4608, 3584, GEMM, 0, 0, 0, 0, 0, 1192),
         H200,
         "gemm",
         "measured to be the fastest on this GPU",

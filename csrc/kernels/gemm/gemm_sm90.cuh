@@ -5,9 +5,9 @@
 // with the rounding of linear.cu. A gated activation, bias and residual are in the epilogue: [gate | up] is never in
 // memory.
 //
-// A tile is 128 tokens by kColumns rows of W, with `glu` half of them of the gate and half of the up projection, so
-// that a thread has both sums of an element. A warp copies 64 elements of K at a time into a ring, tile after tile, and
-// two warpgroups multiply them:
+// A tile is 128 tokens, or a few less so that all tiles have as many, by kColumns rows of W, with `glu` half of them of
+// the gate and half of the up projection, so that a thread has both sums of an element. A warp copies 64 elements of K
+// at a time into a ring, tile after tile, and two warpgroups multiply them:
 //
 //   kAlternate    each takes every other tile, so that the products of one run beside the epilogue of the other
 //   kTogether     each takes 64 tokens of every tile, which may be wider: the sums of a thread are half as many
