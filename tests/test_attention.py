@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_oracle import every_device, int32, make, portable_kernels, probabilities, weighted  # noqa: F401
 from llmkernels import attention
-from oracles import DTYPES, assert_same, captured, laid_out
+from oracles import DTYPES, SANITIZED_DTYPES, assert_same, captured, laid_out
 
 LENGTHS = [(1, 1), (1, 100), (17, 64), (64, 17), (64, 64), (100, 257), (257, 100), (257, 257), (17, 1)]  # Tq, Tk
 
@@ -415,9 +415,8 @@ def test_cuda_graph(dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.sanitizer
 @pytest.mark.parametrize("kernels", [contextlib.nullcontext, portable_kernels], ids=["own", "portable"])
-@every_dtype
+@pytest.mark.parametrize("dtype", SANITIZED_DTYPES, ids=str)
 def test_every_path_once(dtype, kernels):
     with kernels():
         run_every_path(dtype)

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 from attention_oracle import every_device, int32, make  # noqa: F401
 from llmkernels import attention
-from oracles import DTYPES, assert_same, captured
+from oracles import DTYPES, SANITIZED_DTYPES, assert_same, captured
 from test_attention import check
 from test_attention_backward import check as check_gradients
 from test_attention_backward import gradients, grads_of, ours, with_sinks
@@ -267,8 +267,7 @@ def test_long_packed_sequences(dtype, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.sanitizer
-@every_dtype
+@pytest.mark.parametrize("dtype", SANITIZED_DTYPES, ids=str)
 def test_every_path_once(device, dtype):
     if device == "cpu":
         pytest.skip("the paths of GPUs")
