@@ -239,13 +239,13 @@ def test_gpu_report_keeps_the_parts_of_other_runs(tmp_path, monkeypatch):
     from benchmarks import machine
 
     monkeypatch.setattr(machine, "describe", lambda device: {"sources": "a", "gpu": "b", "torch": "c"})
-    main, output = runpy.run_path(str(ROOT / "scripts" / "gpu_report.py"))["main"], tmp_path / "report.json"
+    tools, output = runpy.run_path(str(ROOT / "scripts" / "gpu_report.py")), tmp_path / "report.json"
 
     def run(part, junit):
         (tmp_path / "command").write_text("command")
         (tmp_path / "started").write_text(part)
         (tmp_path / f"{part}.xml").write_text(junit)
-        failed = main(tmp_path, output)
+        failed = tools["main"](tmp_path, output)
         report = json.loads(output.read_text())
         assert bool(report["failures"]) == failed
         return report
@@ -264,6 +264,14 @@ def test_gpu_report_keeps_the_parts_of_other_runs(tmp_path, monkeypatch):
         "failures": [],
         "two_gpus": {"passed": 2, "failed": 0, "skipped": 1},
     }
+
+    # A test that was wrong runs again with all its parameters, by which it may have another name now.
+    run("tests", bad)
+    assert tools["failed_tests"](output) == ["tests/test_rope.py::test_c"]
+    assert run("again", bad)["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
+    report = run("again", good.replace("test_c[cuda]", "test_c[other]"))
+    assert report["tests"] == {"passed": 2, "failed": 0, "skipped": 1} and report["failures"] == []
+    run("tests", good)
 
     # What the sanitizers have seen is kept while the kernels are the same, and the report says of which sources it is.
     (tmp_path / "memcheck.log").write_text("========= ERROR SUMMARY: 3 errors\n")
