@@ -208,6 +208,7 @@ const char* name(DecodeVariant variant) {
     case DecodeVariant::kPlain: return "plain";
     case DecodeVariant::kCpAsync: return "cp_async";
     case DecodeVariant::kTma: return "tma";
+    case DecodeVariant::kPrompt: return "prompt";
   }
   return "";
 }
@@ -231,6 +232,11 @@ void check_elements(const char* function, const char* argument, std::initializer
 void check_heads(const char* function, int64_t heads, int64_t kv_heads) {
   check(function, heads <= 1 << 20, "heads", "at most 2^20", heads);
   check(function, kv_heads > 0 ? heads % kv_heads == 0 : heads == 0, "heads", "a multiple of kv_heads", heads);
+}
+
+py::dict numbers_of(const AttentionPlan& plan) {
+  return py::dict(py::arg("queries") = plan.queries, py::arg("keys") = plan.keys, py::arg("blocks") = plan.blocks,
+                  py::arg("shared_bytes") = plan.shared_bytes);
 }
 
 py::dict decode_attention_route(int64_t batch, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim,
@@ -266,10 +272,14 @@ py::dict decode_attention_route(int64_t batch, int64_t tokens, int64_t heads, in
                                              .fused = fused,
                                              .max_seqlen = 0,
                                              .aligned = aligned};
-  const auto route = llmk::kernels::choose_decode_route(
-      problem, to_device(kFunction, compute_capability, wgmma, sm_count, shared_bytes, clusters),
-      {.tensor_maps = tensor_maps});
+  const auto device = to_device(kFunction, compute_capability, wgmma, sm_count, shared_bytes, clusters);
+  const llmk::kernels::AttentionOptions options{.tensor_maps = tensor_maps};
+  const auto route = llmk::kernels::choose_decode_route(problem, device, options);
   py::dict plan;
+  if (route.variant == DecodeVariant::kPrompt) {
+    plan = numbers_of(
+        llmk::kernels::choose_attention_route(llmk::kernels::routing::as_prompt(problem), device, options).plan);
+  }
   if (route.is_fast()) {
     const llmk::kernels::DecodePlan& p = route.plan;
     plan = py::dict(py::arg("queries") = 8 * p.query_mma_tiles,
@@ -286,10 +296,8 @@ py::dict decode_attention_route(int64_t batch, int64_t tokens, int64_t heads, in
 
 py::dict route_of(AttentionVariant variant, const char* reason, const AttentionPlan& plan) {
   const bool tiled = variant == AttentionVariant::kMma || variant == AttentionVariant::kWgmma;
-  const py::dict numbers(py::arg("queries") = plan.queries, py::arg("keys") = plan.keys,
-                         py::arg("blocks") = plan.blocks, py::arg("shared_bytes") = plan.shared_bytes);
   return py::dict(py::arg("variant") = name(variant), py::arg("reason") = reason,
-                  py::arg("plan") = tiled ? numbers : py::dict());
+                  py::arg("plan") = tiled ? numbers_of(plan) : py::dict());
 }
 
 py::dict attention_route(int64_t batch, int64_t q_tokens, int64_t k_tokens, int64_t heads, int64_t kv_heads,

@@ -27,6 +27,7 @@ KERNELS = {
     "decode_attention": {
         "tma": "mma.sync, keys and values by TMA",
         "cp_async": "mma.sync, keys and values by cp.async",
+        "prompt": "that of attention",
         "plain": "the plain one, without tensor cores",
         "none": "none",
     },

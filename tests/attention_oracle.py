@@ -60,13 +60,23 @@ def make(device, dtype, q_tokens, k_tokens, heads=4, kv_heads=2, head_dim=64, ba
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def probabilities(q, k, softmax_scale=None, softcap=0.0, sinks=None, **mask) -> tuple[Tensor, Tensor]:
+def probabilities(
+    q, k, softmax_scale=None, softcap=0.0, sinks=None, attn_mask=None, alibi_slopes=None, **mask
+) -> tuple[Tensor, Tensor]:
     """(B, H, Tq, Tk), and lse, by a softmax in float32 at least; zeros and -inf where there is no score."""
     q, k = q.transpose(1, 2), k.repeat_interleave(q.size(2) // k.size(2), 2).transpose(1, 2)
     scores = (q @ k.transpose(-1, -2)) * (q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     seen = visible(q.size(2), k.size(2), q.device, **mask)[:, None]
+    if alibi_slopes is not None:
+        position = torch.arange(q.size(2), device=q.device)[:, None] + k.size(2) - q.size(2)
+        distance = (position - torch.arange(k.size(2), device=q.device)).abs()
+        scores = scores - alibi_slopes.view(-1, q.size(1), 1, 1) * distance
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        seen = seen & attn_mask
+    elif attn_mask is not None:
+        seen, scores = seen & (attn_mask.double() >= -1e30), scores + attn_mask
     scores = scores.masked_fill(~seen, -math.inf).to(torch.promote_types(q.dtype, torch.float32))
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)

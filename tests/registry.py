@@ -261,7 +261,8 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
 
     q, k, v = (draw(sequences, tokens, n, dim) for n in (heads, kv_heads, kv_heads))
     sinks, options = draw(heads), (0.3, tokens // 2, 0, 20.0)
-    for of_call in ((padding, lengths, sinks, *options), (None, None, None, None, -1, -1, 0.0)):
+    bias = draw(sequences, 1, tokens, tokens), positive(heads)
+    for of_call in ((padding, lengths, sinks, *options, *bias), (None, None, None, None, -1, -1, 0.0)):
         yield call("attention", q, k, v, *of_call)
         y, lse = torch.ops.llmkernels.attention(q, k, v, *of_call)
         grad_lse = None if of_call[0] is None else lse.sin()

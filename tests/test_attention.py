@@ -256,6 +256,16 @@ def test_large_scores(device, dtype):
 
 
 @every_dtype
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scores_far_below_zero(device, head_dim, dtype):
+    """All of them: probabilities are relative to the largest, not to 0, where float16 would lose them."""
+    q, k, v = make(device, dtype, 130, 40, heads=2, head_dim=head_dim, batch=1)
+    q[..., 0], k[..., 0] = 16, -32 * head_dim**0.5 / 16
+    y, lse = check((q, k, v))
+    assert (lse < -20).all() and (y != 0).any(-1).all()
+
+
+@every_dtype
 def test_nan_and_inf(device, dtype):
     q, k, v = make(device, dtype, 20, 20, batch=3)
     k[0, 3, 0] = math.nan

@@ -96,13 +96,24 @@ def test_chunks_on_a_cache(name):
     assert by_torch == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_static_cache_goes_to_torch(name):
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_static_cache(name):
+    """PyTorch takes its masks, but the kernel does with a softcap or sinks."""
     model, ids = family_model(name), tiny_inputs("cpu", 2, 11)
     call = lambda: model.generate(ids, max_new_tokens=5, do_sample=False, cache_implementation="static")  # noqa: E731
     found, expected, (_, by_torch) = both(model, call)
     assert torch.equal(found, expected)
-    assert by_torch > 0
+    assert (by_torch > 0) == (name == "llama")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_padding_amid_the_tokens(name):
+    model, ids = family_model(name), tiny_inputs("cpu", 2, TOKENS)
+    mask = torch.ones_like(ids)
+    mask[0, 4:7] = mask[1, 0] = mask[1, 5] = 0
+    found, expected, (_, by_torch) = both(model, lambda: model(input_ids=ids, attention_mask=mask).logits)
+    assert_close(found, expected, mask.bool())
+    assert (by_torch > 0) == (name == "llama")
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])

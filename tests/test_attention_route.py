@@ -9,7 +9,7 @@ import pytest
 from llmkernels import explain
 from route_cases import A100, B200, H200, RTX_5090, asking, facts_of, source_of
 
-DECODE_VARIANTS = ["none", "plain", "cp_async", "tma"]
+DECODE_VARIANTS = ["none", "plain", "cp_async", "tma", "prompt"]
 ATTENTION_VARIANTS = ["none", "plain", "mma", "wgmma"]
 TMA, COPY = "compute capability 9.0 and later", "a GPU before compute capability 9.0"
 FLOAT32 = "float32: tensor cores take float16 and bfloat16"
@@ -18,6 +18,7 @@ UNALIGNED = "a head is not aligned to 16 bytes"
 
 # batch, tokens, heads, kv_heads, head_dim, capacity; what differs from a contiguous cache of bfloat16; ...
 MANY = (8, 1, 28, 4, 128, 4096)
+PROMPTS = "many tokens of a sequence"
 NO_STRIDE = "the cache has a size or a stride that no tensor map takes"
 DECODE_ROUTES = [
     ((0, 1, 28, 4, 128, 4096), {}, H200, "none", "there is nothing to compute"),
@@ -32,11 +33,37 @@ DECODE_ROUTES = [
     (MANY, {}, A100, "cp_async", COPY),
     (MANY, {"maps": 0}, A100, "cp_async", COPY),
     ((8, 1, 28, 4, 96, 4096), {}, H200, "tma", TMA),
-    ((8, 100, 28, 4, 256, 4096), {}, H200, "tma", TMA),
+    ((8, 4, 28, 4, 256, 4096), {}, H200, "tma", TMA),
+    ((1, 64, 28, 4, 128, 4096), {}, H200, "tma", TMA),
+    ((8, 16, 32, 32, 128, 4096), {}, H200, "tma", TMA),
+    ((1, 128, 14, 2, 64, 4096), {}, H200, "tma", TMA),
     ((8, 1, 28, 4, 64, 4096), {"paged": 1, "page_size": 16, "pages": 9999}, H200, "tma", TMA),
     ((65535, 1, 28, 4, 64, 4096), {}, H200, "tma", TMA),
     ((1, 1, 4, 4, 64, 2**30 - 1), {}, H200, "tma", TMA),
     (MANY, {"k_token": 2**26}, A100, "cp_async", COPY),
+    # ---- as a prompt
+    ((8, 64, 28, 4, 128, 4096), {}, H200, "prompt", PROMPTS),
+    ((1, 128, 28, 4, 128, 4096), {}, H200, "prompt", PROMPTS),
+    ((8, 32, 32, 32, 128, 4096), {}, H200, "prompt", PROMPTS),
+    ((1, 512, 14, 2, 64, 4096), {}, H200, "prompt", PROMPTS),
+    ((8, 512, 28, 4, 128, 4096), {}, A100, "prompt", PROMPTS),
+    ((8, 64, 28, 4, 128, 0), {}, H200, "prompt", PROMPTS),
+    ((8, 64, 28, 4, 128, 4096), {"fused": 1}, H200, "tma", TMA),
+    ((8, 4, 28, 4, 80, 4096), {}, H200, "prompt", PROMPTS),  # where the plain kernel would be the other choice
+    ((8, 4, 28, 4, 128, 4096), {"paged": 1, "page_size": 20}, H200, "prompt", PROMPTS),
+    ((8, 4, 28, 4, 128, 4096), {"maps": 0}, H200, "prompt", PROMPTS),
+    ((8, 3, 28, 4, 80, 4096), {}, H200, "plain", "head_dim is not 64, 96, 128 or 256"),
+    ((8, 64, 28, 4, 100, 4096), {}, H200, "plain", "head_dim is not 64, 96, 128 or 256"),
+    ((8, 64, 28, 4, 512, 4096), {}, H200, "plain", "head_dim is not 64, 96, 128 or 256"),
+    ((8, 64, 28, 4, 128, 4096), {"dtype": 0}, H200, "plain", FLOAT32),
+    ((8, 64, 28, 4, 128, 4096), {"aligned": 0}, H200, "plain", UNALIGNED),
+    (
+        (8, 64, 28, 4, 128, 4096),
+        {"paged": 1, "page_size": 16, "pages": 2**31},
+        H200,
+        "plain",
+        "a tensor map takes less than 2^31 pages",
+    ),
     # ---- none
     (MANY, {"dtype": 0}, H200, "plain", FLOAT32),
     ((8, 1, 28, 4, 80, 4096), {}, H200, "plain", "head_dim is not 64, 96, 128 or 256"),
@@ -72,17 +99,23 @@ DECODE_ROUTES = [
 PROMPT = (2, 512, 512, 8, 4, 128)
 HOPPER, HOPPER_BACKWARD = "compute capability 9.0", "compute capability 9.0, and heads of up to 128"
 NO_WGMMA = "wgmma takes compute capability 9.0, and a build for sm_90a"
+LARGE = "heads above 128 have no backward by wgmma"
+PAGES = "pages whose size is neither 8 keys times a power of two nor a multiple of a tile"
 NO_MAP, NO_QUERIES = "a stride that no tensor map takes", "there are no queries"
 NOTHING = "there is nothing to compute"
 ATTENTION_ROUTES = [
     (PROMPT, {}, H200, ("wgmma", "wgmma"), HOPPER, HOPPER_BACKWARD),
     (PROMPT, {"dtype": 1}, H200, ("wgmma", "wgmma"), HOPPER, HOPPER_BACKWARD),
     ((2, 512, 512, 8, 4, 8), {}, H200, ("wgmma", "wgmma"), HOPPER, HOPPER_BACKWARD),
-    ((2, 512, 512, 8, 4, 256), {}, H200, ("wgmma", "mma"), HOPPER, "heads above 128 have no backward by wgmma"),
+    ((2, 512, 512, 8, 4, 256), {}, H200, ("wgmma", "mma"), HOPPER, LARGE),
     (PROMPT, {}, A100, ("mma", "mma"), NO_WGMMA, NO_WGMMA),
     (PROMPT, {}, B200, ("mma", "mma"), NO_WGMMA, NO_WGMMA),
     (PROMPT, {"wgmma": 0}, H200, ("mma", "mma"), NO_WGMMA, NO_WGMMA),
     (PROMPT, {"maps": 0}, H200, ("mma", "mma"), "the driver has no tensor maps", "the driver has no tensor maps"),
+    (PROMPT, {"biased": 1}, H200, ("wgmma", "mma"), HOPPER, "masks and slopes have no backward by wgmma"),
+    *((PROMPT, {"page_size": n, "pages": 99}, H200, ("wgmma", "wgmma"), HOPPER, HOPPER_BACKWARD) for n in (8, 64, 384)),
+    *((PROMPT, {"page_size": n, "pages": 99}, H200, ("mma", "mma"), PAGES, PAGES) for n in (4, 20, 48, 192)),
+    ((2, 512, 512, 8, 4, 256), {"page_size": 192, "pages": 9}, H200, ("wgmma", "mma"), HOPPER, LARGE),
     (PROMPT, {"portable": 1}, H200, ("mma", "mma"), "a test's switch", "a test's switch"),
     ((2, 512, 0, 8, 4, 128), {}, H200, ("mma", "mma"), "there are no keys", "there are no keys"),
     (PROMPT, {"q_token": 0}, H200, ("mma", "mma"), NO_MAP, NO_MAP),
@@ -178,7 +211,17 @@ def attention_route(program):
         q, k = (q_tokens, heads * head_dim), (k_tokens, kv_heads * head_dim)
         for name, (tokens, row) in {"q": q, "k": k, "v": k, "grad_y": q}.items():
             values |= {f"{name}_batch": tokens * row, f"{name}_token": row, f"{name}_head": head_dim}
-        values |= {"dtype": 2, "aligned": 1, "grad_y_aligned": 1, **gpu, "maps": 1, "portable": 0}
+        values |= {
+            "dtype": 2,
+            "aligned": 1,
+            "grad_y_aligned": 1,
+            "biased": 0,
+            "page_size": 0,
+            "pages": 0,
+            **gpu,
+            "maps": 1,
+            "portable": 0,
+        }
         found = program("attention", values, options)
         return found | {name: ATTENTION_VARIANTS[found[name]] for name in ("variant", "backward")}
 
@@ -262,7 +305,7 @@ def test_routes_of_attention_of_any_shape(gpu):
             continue
         shape = (batch, tokens, heads * group, heads, head_dim, keys)
         found = module.decode_attention_route(*shape, **facts)
-        assert found["reason"] and bool(found["plan"]) == (found["variant"] in ("tma", "cp_async"))
+        assert found["reason"] and bool(found["plan"]) == (found["variant"] in ("tma", "cp_async", "prompt"))
         found = module.attention_route(batch, tokens, keys, heads * group, heads, head_dim, **facts)
         for one in (found, found["backward"]):
             assert one["reason"] and bool(one["plan"]) == (one["variant"] in ("wgmma", "mma"))

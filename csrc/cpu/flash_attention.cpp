@@ -131,6 +131,12 @@ inline void process_task(const FlashAttentionParams& p, int64_t b, int64_t head,
       std::fill_n(scores, count, A(0));
       add_weighted_rows(scores, &buffers.q[r * dim], &buffers.k[from], kKvTile, dim, count);
       scale_and_cap(scores, count, scale, cap);
+      if (p.bias) {
+        add_bias<T>(p, b, head, first + r, tile + from, count, scores);
+        if (std::all_of(scores, scores + count, [](A score) { return score == -std::numeric_limits<A>::infinity(); })) {
+          continue;
+        }
+      }
       online_softmax(scores, count, query, sum, dim);
       add_weighted_rows(sum, scores, &buffers.v[from * dim], dim, count, dim);
     }

@@ -77,7 +77,7 @@ class Tiles {
   }
 
   // p and ds of the tile, zeros for keys that a query does not see; false if there is nothing else.
-  bool compute_weights(int64_t b) {
+  bool compute_weights(int64_t b, int64_t head) {
     const A scale = static_cast<A>(p.softmax_scale), cap = static_cast<A>(p.softcap);
     bool any = false;
     for (int64_t r = 0; r < queries; ++r) {
@@ -94,7 +94,10 @@ class Tiles {
       any = true;
       add_weighted_rows(of_p + from, &q[r * dim], &k_columns[from], kTile, dim, count);
       add_weighted_rows(of_ds + from, &grad_y[r * dim], &v_columns[from], kTile, dim, count);
-      row_of_weights(of_p + from, of_ds + from, count, scale, cap, of_query);
+      const auto add = [&](A* scores) {
+        if (p.bias) add_bias<T>(p, b, head, first_query + r, first_key + from, count, scores);
+      };
+      row_of_weights(of_p + from, of_ds + from, count, scale, cap, of_query, add);
     }
     return any;
   }
@@ -149,9 +152,10 @@ class Tiles {
   }
 
  private:
-  // From q k and grad_y v.
+  // From q k and grad_y v. add(scores) adds a bias.
+  template <typename Add>
   static void row_of_weights(A* __restrict p, A* __restrict ds, int64_t count, A scale, A cap,
-                             const Statistics<A>& of_query) {
+                             const Statistics<A>& of_query, const Add& add) {
     const A lse = of_query.lse, delta = of_query.delta;
     for (int64_t j = 0; j < count; ++j) p[j] *= scale, ds[j] = (ds[j] - delta) * scale;
     if (cap > 0) {
@@ -161,6 +165,7 @@ class Tiles {
         ds[j] *= A(1) - t * t;
       }
     }
+    add(p);
     for (int64_t j = 0; j < count; ++j) {
       const A score = p[j], weight = exponential(score - lse);
       p[j] = score == score ? weight : score;  // NaN stays
@@ -197,7 +202,7 @@ inline void process_keys(const Params& p, int64_t task, Tiles<T>& buffers) {
       const int64_t last_query = std::min(first + kTile, p.q_tokens) - 1;
       if (visible_keys(p, b, last_query).second <= tile * kTile || visible_keys(p, b, first).first > last) continue;
       buffers.load_queries(b, head, first);
-      if (buffers.compute_weights(b)) buffers.add_to_keys();
+      if (buffers.compute_weights(b, head)) buffers.add_to_keys();
     }
   }
   buffers.store_keys(b, kv_head);
@@ -212,7 +217,7 @@ inline void process_queries(const Params& p, int64_t task, Tiles<T>& buffers) {
   const int64_t end = visible_keys(p, b, std::min(first + kTile, p.q_tokens) - 1).second;
   for (int64_t key = visible_keys(p, b, first).first / kTile * kTile; key < end; key += kTile) {
     buffers.load_keys(b, kv_head, key, true);
-    if (buffers.compute_weights(b)) buffers.add_to_queries();
+    if (buffers.compute_weights(b, head)) buffers.add_to_queries();
   }
   buffers.store_queries(b, head);
 }

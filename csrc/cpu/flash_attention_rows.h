@@ -3,6 +3,8 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -50,6 +52,36 @@ inline std::pair<int64_t, int64_t> visible_keys(const FlashAttentionParams& p, i
   if (p.window_right >= 0) end = std::min(end, position + p.window_right + 1);
   begin = std::min(begin, p.k_tokens);
   return {begin, std::max(begin, end)};
+}
+
+// The `count` scores of a query and the keys from `key` on, with what is added to them; -inf hides a key.
+template <typename T, typename A>
+inline void add_bias(const FlashAttentionParams& p, int64_t b, int64_t head, int64_t token, int64_t key, int64_t count,
+                     A* scores) {
+  const ScoreBias& bias = p.bias;
+  if (bias.slopes) {
+    const A slope = bias.slopes[b * bias.slopes_batch + head];
+    const int64_t distance = token + p.k_tokens - p.q_tokens - key;  // to the first of the keys
+    for (int64_t j = 0; j < count; ++j) scores[j] -= slope * static_cast<A>(std::abs(distance - j));
+  }
+  if (!bias.mask) return;
+  constexpr A kNone = -std::numeric_limits<A>::infinity();
+  const int64_t first = b * bias.batch + head * bias.head + token * bias.query + key * bias.key;
+  const auto add = [&]<typename Element>(const Element* mask) {
+    for (int64_t j = 0; j < count; ++j) {
+      Wide<Element> added;
+      widen_row(mask + first + j * bias.key, 1, &added);
+      scores[j] = added < kHidden ? kNone : scores[j] + A(added);
+    }
+  };
+  switch (bias.type) {
+    case ScoreBias::Type::kInput: return add(static_cast<const T*>(bias.mask));
+    case ScoreBias::Type::kFloat: return add(static_cast<const float*>(bias.mask));
+    case ScoreBias::Type::kBool:
+      for (int64_t j = 0; j < count; ++j) {
+        if (!static_cast<const bool*>(bias.mask)[first + j * bias.key]) scores[j] = kNone;
+      }
+  }
 }
 
 }  // namespace llmk::cpu

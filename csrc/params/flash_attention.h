@@ -4,9 +4,28 @@
 
 namespace llmk {
 
+// What is added to the scores, behind their softcap: a mask, and -slope times the distance of the query to the key
+// (ALiBi, Press et al. 2021).
+struct ScoreBias {
+  enum class Type : int8_t { kBool, kInput, kFloat };  // kInput: that of q, k and v
+
+  // [batch, heads, q_tokens, k_tokens] by the strides, which may be 0; null: none. Of bool, false hides a key; of
+  // numbers so do those below kHidden, such as -inf and the least number of a type.
+  const void* mask;
+  Type type;
+  int64_t batch, head, query, key;
+  bool pairs;           // the mask's elements 2i and 2i + 1 of a row are neighbours, aligned to both of them
+  const float* slopes;  // [batch, heads], `slopes_batch` apart; null: none
+  int64_t slopes_batch;
+
+  explicit operator bool() const { return mask || slopes; }
+};
+
+constexpr float kHidden = -1e30f;
+
 // Query i of q_tokens has position p = i + k_tokens - q_tokens, and sees the keys j in [0, k_tokens) with
 // p - window_left <= j <= p + window_right and k_begin <= j < k_end. These two are of the sequence or of the query; of
-// queries, neither may fall from one to the next.
+// queries, neither may fall from one to the next. With k_seqlens, these numbers count instead of k_tokens.
 struct FlashAttentionParams {
   const void* q;  // [batch, q_tokens, heads, head_dim]
   const void* k;  // [batch, k_tokens, kv_heads, head_dim]: query head h belongs to kv head h / (heads / kv_heads)
@@ -25,6 +44,15 @@ struct FlashAttentionParams {
   const int32_t *k_begin, *k_end;
   int64_t k_begin_batch, k_begin_query, k_end_batch, k_end_query;  // those of queries are 0 or 1
   const void* sinks;  // [heads]: a score of each row without a value; null: none
+  ScoreBias bias;
+
+  // Keys and values in a cache, of the forward alone. How many a sequence has, [batch], of k_tokens that there is room
+  // for; null: k_tokens.
+  const int32_t* k_seqlens;
+  // Pages instead of sequences, k_batch apart: key j is row j % page_size of page block_table[b][j / page_size]. Those
+  // of a page that does not exist are zeros. Null: none.
+  const int32_t* block_table;
+  int64_t table_stride, page_size, pages;
 };
 
 // The gradients of q, k, v and sinks. y and lse are inputs here.

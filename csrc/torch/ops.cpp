@@ -196,12 +196,12 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   // flash_attention.cpp; lse: log-sum-exp of the scores, (batch, heads, q_tokens), float32, or float64 for float64
   differentiable("attention",
                  "(Tensor q, Tensor k, Tensor v, Tensor? k_begin=None, Tensor? k_end=None, Tensor? sinks=None, "
-                 "float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0.0) -> (Tensor y, "
-                 "Tensor lse)");
+                 "float? softmax_scale=None, int window_left=-1, int window_right=-1, float softcap=0.0, "
+                 "Tensor? attn_mask=None, Tensor? alibi_slopes=None) -> (Tensor y, Tensor lse)");
   ops.def(
       "attention_backward(Tensor grad_y, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, "
       "Tensor? k_begin, Tensor? k_end, Tensor? sinks, float? softmax_scale, int window_left, int window_right, "
-      "float softcap) -> "
+      "float softcap, Tensor? attn_mask=None, Tensor? alibi_slopes=None) -> "
       "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)");
 
   // lora.cpp; `split`: a float32 lora_a and lora_b, and what is made of them, as sums of two bfloat16 numbers. The

@@ -11,8 +11,9 @@ All else is the mask of 4 dimensions that PyTorch's attention takes. Where that 
 of one range, and the ranges rise with the queries (padding behind the tokens, packed sequences, chunks, prefixes), the
 mask carries the ranges along, and the kernel takes these. A model that makes another mask of it loses them, and is
 right. Other masks (padding amid the tokens, masks of the caller, static caches, which are longer than what they hold)
-go to PyTorch's attention. So does what the kernel does not do: dropout, values with heads of another size than the
-keys.
+go to PyTorch's attention, which takes less time for them; but with a softcap or sinks, where PyTorch would need all
+scores in memory, the kernel takes them, too. To PyTorch goes what the kernel does not do: dropout, values with heads of
+another size than the keys.
 """
 
 from collections.abc import Callable
@@ -166,9 +167,11 @@ def attention_forward(
     if ranges is not None and attention_mask.shape != (len(query), 1, query.shape[2], key.shape[2]):
         ranges = None  # PyTorch may know what is meant
     sinks = None if s_aux is None else s_aux.to(query.dtype)
+    any_mask = attention_mask is not None and ranges is None
+    takes_mask = any_mask and bool(softcap or sinks is not None) and _takes(attention_mask, query)
     tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
     if (
-        (attention_mask is not None and ranges is None)
+        (any_mask and not takes_mask)
         or position_bias is not None
         or dropout > 0
         or key.shape[-1] != value.shape[-1]
@@ -180,10 +183,11 @@ def attention_forward(
         )
         return y.transpose(1, 2).contiguous(), None
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    if ranges is not None:
-        begin, end = ranges
+    if ranges is not None or takes_mask:
+        begin, end = ranges or (None, None)
+        mask = attention_mask if takes_mask else None
         options = {"softmax_scale": scaling, "softcap": softcap or 0.0, "sinks": sinks}
-        return attention(q, k, v, k_begin=begin, k_end=end, **options), None
+        return attention(q, k, v, k_begin=begin, k_end=end, attn_mask=mask, **options), None
     options = {
         "softmax_scale": scaling,
         "window_size": (-1 if window is None else window - 1, 0 if causal else -1),
@@ -194,6 +198,11 @@ def attention_forward(
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, lengths, cache_leftpad=starts, **options), None
     return attention(q, k, v, k_begin=starts, sinks=sinks, **options), None
+
+
+def _takes(mask: Tensor, query: Tensor) -> bool:
+    """Whether the kernel takes a mask of 4 dimensions."""
+    return mask.dtype in (torch.bool, torch.float32, query.dtype) and not mask.requires_grad
 
 
 def _requires_grad(*tensors: Tensor) -> bool:

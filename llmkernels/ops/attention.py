@@ -38,6 +38,8 @@ def attention(
     k_begin: Tensor | None = None,
     k_end: Tensor | None = None,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -55,6 +57,8 @@ def attention(
     k_begin: Tensor | None = None,
     k_end: Tensor | None = None,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -72,6 +76,8 @@ def attention(
     k_begin: Tensor | None = None,
     k_end: Tensor | None = None,
     sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention of all tokens of a prompt, or of its last ones, without the matrix of scores in memory.
@@ -82,7 +88,7 @@ def attention(
     sequence, or its own:
 
     .. math:: y = \sum_j \frac{e^{s_j}}{e^{sink} + \sum_i e^{s_i}}\, v_j, \qquad
-              s_j = \mathrm{softmax\_scale}\; q \cdot k_j
+              s_j = \mathrm{softmax\_scale}\; q \cdot k_j + mask_j - slope\, |p - j|
 
     Args:
         q: (B, Tq, H, D); float32, float16 or bfloat16, on the CPU also float64. On a GPU D is at most 256.
@@ -99,6 +105,11 @@ def attention(
             checked, since the host would have to wait.
         sinks: (H,), of the dtype of ``q``: a score of every query of a head that has no value, as in gpt-oss. Neither
             ``softmax_scale`` nor ``softcap`` applies to it. Default: none, and no :math:`e^{sink}`.
+        attn_mask: anything that can be expanded to (B, H, Tq, Tk), of any strides, as PyTorch takes it, beside what
+            the other arguments hide. Of bool: False hides a key. Of float32 or the dtype of ``q``: is added to the
+            scores, behind the softcap; a number below -1e30 hides the key, as -inf does.
+        alibi_slopes: float32 (H,) or (B, H): what each unit of distance between a query and a key takes from the
+            score, as in BLOOM and MPT, behind the softcap.
         return_lse: also return the log of the denominator.
 
     Returns:
@@ -109,11 +120,14 @@ def attention(
     Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection, or (B, H, T, D)
         transposed; others are copied. Keys and values outside of ``k_begin`` and ``k_end`` of all queries of a sequence
         may be anything, NaN too; those that some see and others do not have to be finite.
-    Fast: float16 and bfloat16, by tensor cores; float32 works, slowly. Gradients likewise.
+    Fast: float16 and bfloat16, by tensor cores; float32 works, slowly. Gradients likewise. With ``attn_mask`` or
+        ``alibi_slopes`` the backward on Hopper is that for 8.0. Where a mask lets each query see a range of keys,
+        ``k_begin`` and ``k_end`` say the same for less time.
     Arithmetic: float32 (float64 for float64); with tensor cores probabilities are rounded to the dtype before they meet
         the values, and in the backward they and the gradients of scores before they meet another matrix. Rounded once.
     Deterministic: yes, gradients too.
-    Differentiable: once, in ``q``, ``k``, ``v`` and ``sinks``, from y and from lse; saves these and the inputs. With
+    Differentiable: once, in ``q``, ``k``, ``v`` and ``sinks``, from y and from lse; saves these and the inputs. Not in
+        ``attn_mask`` and ``alibi_slopes``, which must not require a gradient. With
         :math:`p_j = e^{s_j - lse}` and :math:`\delta = dy \cdot y - dlse`
 
         .. math:: dv_j = \sum p_j\, dy, \qquad ds_j = p_j (dy \cdot v_j - \delta), \qquad
@@ -124,8 +138,8 @@ def attention(
     Matches: ``torch.nn.functional.scaled_dot_product_attention`` with the mask described; its ``is_causal`` aligns the
         first query with the first key instead.
     Raises: ValueError for a ``window_size`` below -1, a negative ``softcap``, numbers that are not finite; RuntimeError
-        for shapes, dtypes and devices that do not fit, each by name.
-    Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2".
+        for shapes, dtypes and devices that do not fit, each by name, and for a mask or slopes that need a gradient.
+    Source: Dao et al. 2022, "FlashAttention"; Dao 2023, "FlashAttention-2"; Press et al. 2021, "ALiBi".
 
     >>> q = k = v = torch.eye(2).view(1, 2, 1, 2)
     >>> attention(q, k, v, causal=True, softmax_scale=0.0)[0, :, 0]
@@ -135,7 +149,8 @@ def attention(
     left, right = window_size
     if left < -1 or right < -1:
         raise ValueError(f"attention: window_size must be (left, right) of at least -1 each, got {window_size}")
-    y, lse = _attention(q, k, v, k_begin, k_end, sinks, softmax_scale, left, 0 if causal else right, softcap)
+    window = left, 0 if causal else right
+    y, lse = _attention(q, k, v, k_begin, k_end, sinks, softmax_scale, *window, softcap, attn_mask, alibi_slopes)
     return (y, lse) if return_lse else y
 
 
@@ -152,7 +167,7 @@ def decode_attention(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    r"""Attention of the last few tokens of each sequence to all of its keys and values in a cache.
+    r"""Attention of the last tokens of each sequence to all of its keys and values in a cache.
 
     The names and the meaning of the arguments are those of flash-attn's ``flash_attn_with_kvcache`` with
     ``causal=True``. Query token t of T of sequence b is at position ``i = cache_seqlens[b] - T + t``, and sees the keys
@@ -180,13 +195,16 @@ def decode_attention(
 
     Layout: any strides with contiguous heads. Keys and values from ``cache_seqlens`` on are not read.
     Fast: float16 and bfloat16, D of 64, 96, 128 or 256, every head aligned to 16 bytes, pages a multiple of 16 keys,
-        few tokens (H / Hkv * T up to 16 queries share one reading of the keys). Everything else works, slowly.
+        few tokens (H / Hkv * T up to 16 queries share one reading of the keys). Many tokens of a sequence run on the
+        kernels of :func:`attention`: with any D that is a multiple of 8 up to 256, and pages of any size, fastest of 8
+        keys times a power of two. Everything else works, slowly. :func:`explain` says what runs.
     Arithmetic: float32 (float64 for float64); on the fast path probabilities are rounded to the dtype before they meet
         the values. Rounded once.
     CUDA graphs: cache_seqlens, cache_leftpad and pages are read on the device, so one capture serves all of them; time
         follows the live keys. Launches on several streams, in several graphs or in branches of one may run at the same
         time (they count arrivals in memory of their own, of which there is enough for 2048 streams and captures).
-    Deterministic: yes. But how the keys are split depends on the batch, so the bits of a sequence do, too.
+    Deterministic: yes. But which kernel runs and how the keys are split depends on the batch, so the bits of a sequence
+        do, too.
     Differentiable: no.
     Matches: ``torch.nn.functional.scaled_dot_product_attention`` with the mask described.
     Raises: ValueError for a ``window_size`` that looks ahead, a negative ``softcap``, numbers that are not finite;
@@ -296,20 +314,24 @@ register_fake(
 
 
 def _setup(ctx, inputs, output):
-    q, k, v, k_begin, k_end, sinks, *ctx.options = inputs
+    tensors, ctx.options, bias = inputs[:6], inputs[6:10], inputs[10:]  # the last may lack those that were not given
+    for name, needed in zip(("attn_mask", "alibi_slopes"), ctx.needs_input_grad[10:], strict=False):
+        if needed:
+            raise RuntimeError(f"attention: {_NO_GRADIENT.format(name=name)}")
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, k_begin, k_end, sinks)
+    q, k, v, *others = tensors
+    ctx.save_for_backward(q, k, v, *output, *others, *bias)
 
 
 @differentiable_once
 def _backward(ctx, grad_y, grad_lse):
-    q, k, v, y, lse, k_begin, k_end, sinks = ctx.saved_tensors
+    q, k, v, y, lse, k_begin, k_end, sinks, *bias = ctx.saved_tensors
     if grad_y is None and grad_lse is None:
-        return (None,) * 10
+        return (None,) * (10 + len(bias))
     grad_y = torch.zeros_like(y) if grad_y is None else grad_y
-    options = k_begin, k_end, sinks, *ctx.options
+    options = k_begin, k_end, sinks, *ctx.options, *bias
     *grads, grad_sinks = _ops.attention_backward(grad_y, grad_lse, q, k, v, y, lse, *options)
-    return (*grads, None, None, None if sinks is None else grad_sinks, None, None, None, None)
+    return (*grads, None, None, None if sinks is None else grad_sinks, *(None,) * (4 + len(bias)))
 
 
 register_autograd("attention", _backward, _setup)

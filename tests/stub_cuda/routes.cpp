@@ -105,6 +105,7 @@ static bool attention() {
     strides->batch = number(), strides->token = number(), strides->head = number();
   }
   p.dtype = static_cast<Dtype>(number()), p.aligned = number() != 0, p.grad_y_aligned = number() != 0;
+  p.biased = number() != 0, p.page_size = number(), p.pages = number();
   const DeviceInfo device = device_of_line();
   AttentionOptions options{};
   options.tensor_maps = number() != 0, options.portable = number() != 0;

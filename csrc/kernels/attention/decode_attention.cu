@@ -2,10 +2,12 @@
 #include "decode_attention.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
 #include "decode_attention_any.h"
+#include "flash_attention.h"
 #include "kernels/recorder.h"
 #include "kernels/tensor_map.h"
 #include "launch_attention.h"
@@ -72,6 +74,25 @@ DecodeAttentionParams slice(const DecodeAttentionParams& params, int64_t begin, 
   return part;
 }
 
+// The same as attention of a prompt, to as many keys of a cache as each sequence has.
+FlashAttentionParams as_prompt(const DecodeAttentionParams& p) {
+  const KvCache& c = p.cache;
+  FlashAttentionParams prompt{};
+  prompt.q = p.q, prompt.k = c.k, prompt.v = c.v, prompt.y = p.out;
+  prompt.batch = p.batch, prompt.q_tokens = p.tokens, prompt.k_tokens = c.capacity;
+  prompt.heads = p.heads, prompt.kv_heads = p.kv_heads, prompt.head_dim = p.head_dim;
+  prompt.q_batch = p.q_batch, prompt.q_token = p.q_token, prompt.q_head = p.q_head;
+  prompt.k_batch = c.k_page, prompt.k_token = c.k_token, prompt.k_head = c.k_head;
+  prompt.v_batch = c.v_page, prompt.v_token = c.v_token, prompt.v_head = c.v_head;
+  prompt.softmax_scale = p.softmax_scale, prompt.softcap = p.softcap;
+  prompt.window_left = p.window_left, prompt.window_right = 0;
+  prompt.k_begin = p.cache_leftpad, prompt.k_begin_batch = 1;
+  prompt.k_seqlens = p.cache_seqlens;
+  prompt.block_table = c.block_table, prompt.table_stride = c.table_stride;
+  prompt.page_size = c.page_size, prompt.pages = c.pages;
+  return prompt;
+}
+
 // Launches the whole batch, nearly always at once.
 cudaError_t launch_route(const DecodeAttentionParams& params, const DecodeRoute& route, Dtype dtype,
                          cudaStream_t stream) {
@@ -87,12 +108,15 @@ cudaError_t launch_route(const DecodeAttentionParams& params, const DecodeRoute&
   return cudaSuccess;
 }
 
+std::atomic<int> min_prompt{0};  // see llmk_decode_attention_prompt
+
 }  // namespace
 
 DecodeRoute route_decode_attention(const DecodeAttentionParams& params, Dtype dtype) {
   DeviceInfo device{};  // of a device whose properties are not known: tensor cores find too little shared memory
   (void)device_info(device);
-  return choose_decode_route(problem_of(params, dtype), device, {.tensor_maps = has_tensor_maps()});
+  return choose_decode_route(problem_of(params, dtype), device,
+                             {.tensor_maps = has_tensor_maps(), .min_prompt = min_prompt});
 }
 
 cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, cudaStream_t stream) {
@@ -100,6 +124,7 @@ cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, c
     if (p.batch == 0 || p.tokens == 0 || p.heads == 0 || p.head_dim == 0) return cudaSuccess;
     const DecodeRoute route = route_decode_attention(p, dtype);
     if (route.variant == DecodeVariant::kNone) return cudaErrorInvalidValue;
+    if (route.variant == DecodeVariant::kPrompt) return launch_flash_attention(as_prompt(p), dtype, stream);
     return route.is_fast() ? launch_route(p, route, dtype, stream) : decode_attention_any(p, dtype, stream);
   };
   return launch_movable(params, launch, [](DecodeAttentionParams& p, const Moves& moves) {
@@ -108,3 +133,9 @@ cudaError_t decode_attention(const DecodeAttentionParams& params, Dtype dtype, c
 }
 
 }  // namespace llmk::kernels
+
+// For tests, which call it through ctypes: from how many tokens of a sequence on the kernels of prompts take a call; 0:
+// as the route says.
+extern "C" __attribute__((visibility("default"))) void llmk_decode_attention_prompt(int tokens) {
+  llmk::kernels::min_prompt = tokens;
+}

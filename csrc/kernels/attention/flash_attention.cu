@@ -19,7 +19,10 @@ template <typename T, int kDim>
 cudaError_t launch_tiles(const FlashAttentionParams& params, const AttentionPlan& plan, cudaStream_t stream) {
   using Size = flash::Tile<kDim>;
   const LaunchShape shape{plan.blocks, dim3(Size::kThreads), Size::kSharedBytes};
-  return launch(flash::flash_attention_kernel<T, kDim>, shape, stream, params);
+  const auto kernel = params.bias          ? flash::flash_attention_kernel<T, kDim, flash::Extra::kBias>
+                      : params.block_table ? flash::flash_attention_kernel<T, kDim, flash::Extra::kPages>
+                                           : flash::flash_attention_kernel<T, kDim, flash::Extra::kNone>;
+  return launch(kernel, shape, stream, params);
 }
 
 std::atomic<bool> is_portable{false};  // see llmk_flash_attention_portable
@@ -31,8 +34,10 @@ cudaError_t launch_sm90(const FlashAttentionParams& params, const AttentionPlan&
   using Size = Sm90Tile<kDim>;
   Maps maps;
   cudaError_t status = make_map(maps.q, params, q_operand(params), Size::kQueries, dtype);
-  if (status == cudaSuccess) status = make_map(maps.k, params, k_operand(params), Size::kKeys, dtype);
-  if (status == cudaSuccess) status = make_map(maps.v, params, v_operand(params), Size::kKeys, dtype);
+  const int rows =
+      static_cast<int>(params.block_table ? std::min<int64_t>(Size::kKeys, params.page_size) : Size::kKeys);
+  if (status == cudaSuccess) status = make_map(maps.k, params, k_operand(params), rows, dtype);
+  if (status == cudaSuccess) status = make_map(maps.v, params, v_operand(params), rows, dtype);
   if (status != cudaSuccess) return status;
   DeviceInfo device;
   if (status = device_info(device); status != cudaSuccess) return status;
@@ -49,7 +54,10 @@ cudaError_t launch_sm90(const FlashAttentionParams& params, const AttentionPlan&
   const int64_t fitting = key_heads * head_bytes <= cache ? key_heads : cache / 2 / head_bytes;
   const int section = static_cast<int>(std::clamp<int64_t>(fitting, 1, key_heads));
   const LaunchShape shape{plan.blocks, dim3(Size::kThreads), Size::kSharedBytes};
-  return launch(flash_attention_sm90_kernel<T, kDim>, shape, stream, params, maps, section, static_cast<int>(count));
+  const auto kernel = params.bias          ? flash_attention_sm90_kernel<T, kDim, Extra::kBias>
+                      : params.block_table ? flash_attention_sm90_kernel<T, kDim, Extra::kPages>
+                                           : flash_attention_sm90_kernel<T, kDim, Extra::kNone>;
+  return launch(kernel, shape, stream, params, maps, section, static_cast<int>(count), rows);
 }
 
 template <typename T>
@@ -64,6 +72,8 @@ cudaError_t launch_route(const FlashAttentionParams& params, const AttentionRout
       plan.head_columns, [&](auto dim) { return launch_tiles<T, decltype(dim)::value>(params, plan, stream); });
 }
 
+}  // namespace
+
 cudaError_t launch_flash_attention(const FlashAttentionParams& params, Dtype dtype, cudaStream_t stream) {
   if (params.batch == 0 || params.q_tokens == 0 || params.heads == 0 || params.head_dim == 0) return cudaSuccess;
   const AttentionRoute route = route_attention(problem_of(params, dtype));
@@ -72,8 +82,6 @@ cudaError_t launch_flash_attention(const FlashAttentionParams& params, Dtype dty
   return dtype == Dtype::kFloat16 ? launch_route<__half>(params, route, dtype, stream)
                                   : launch_route<__nv_bfloat16>(params, route, dtype, stream);
 }
-
-}  // namespace
 
 AttentionRoute route_attention(const AttentionProblem& problem) {
   DeviceInfo device{};  // of a device whose properties are not known: it has no wgmma

@@ -9,6 +9,7 @@
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "limits.h"
+#include "score_bias.cuh"
 #include "softmax.cuh"
 #include "visible.cuh"
 
@@ -37,6 +38,7 @@ __global__ void __launch_bounds__(32 * kQueries) flash_attention_any_kernel(cons
 
   const flash::Visible visible(params, b);
   const int begin = visible.begin(query), end = visible.end(query);
+  const flash::HeadBias<T> bias(params, b, h, visible.shift);
   const float scale = static_cast<float>(params.softmax_scale), cap = static_cast<float>(params.softcap);
   float y[kColumns] = {}, maximum = -INFINITY, sum = 0.f;
   for (int first = begin; first < end; first += 32) {
@@ -48,6 +50,7 @@ __global__ void __launch_bounds__(32 * kQueries) flash_attention_any_kernel(cons
       for (int d = 0; d < head_dim; ++d) product += of_query[d] * to_float(of_key[d]);
       score = product * scale;
       if (cap > 0.f) score = cap * tanhf(score / cap);
+      score = bias.add(score, query, key);
     }
     const float highest = fmaxf(maximum, warp_max(score, 32)), shift = finite(highest);
     const float correction = expf(maximum - shift), weight = expf(score - shift);

@@ -68,19 +68,19 @@ __global__ void __launch_bounds__(kSinkThreads) grad_sinks_kernel(const FlashAtt
   if (threadIdx.x == 0) static_cast<T*>(params.grad_sinks)[h] = from_float<T>(total[0]);
 }
 
-template <typename T, int kDim>
+template <typename T, int kDim, bool kBiased>
 cudaError_t launch_tiles(const FlashAttentionBackwardParams& params, cudaStream_t stream) {
   using Size = flash::BackwardTile<kDim>;
   constexpr int64_t kRows = Size::kRows;
   if (const int64_t blocks = (params.k_tokens + kRows - 1) / kRows * params.batch * params.kv_heads; blocks > 0) {
     const LaunchShape shape{blocks, dim3(Size::kKeyThreads), Size::kKeyBytes};
-    const auto status = launch(flash::flash_attention_backward_keys_kernel<T, kDim>, shape, stream, params);
+    const auto status = launch(flash::flash_attention_backward_keys_kernel<T, kDim, kBiased>, shape, stream, params);
     if (status != cudaSuccess) return status;
   }
   const int64_t blocks = (params.q_tokens + kRows - 1) / kRows * params.batch * params.heads;
   if (blocks == 0) return cudaSuccess;
   const LaunchShape shape{blocks, dim3(Size::kQueryThreads), Size::kQueryBytes};
-  return launch(flash::flash_attention_backward_queries_kernel<T, kDim>, shape, stream, params);
+  return launch(flash::flash_attention_backward_queries_kernel<T, kDim, kBiased>, shape, stream, params);
 }
 
 int64_t statistics_count(const FlashAttentionParams& params) {
@@ -131,8 +131,10 @@ cudaError_t launch_route(const FlashAttentionBackwardParams& params, const Atten
     return dispatch_int<64, 128>(
         columns, [&](auto dim) { return launch_sm90<T, decltype(dim)::value>(params, route.splits, dtype, stream); });
   }
-  return dispatch_int<64, 128, 256>(columns,
-                                    [&](auto dim) { return launch_tiles<T, decltype(dim)::value>(params, stream); });
+  return dispatch_int<64, 128, 256>(columns, [&](auto dim) {
+    constexpr int kDim = decltype(dim)::value;
+    return params.bias ? launch_tiles<T, kDim, true>(params, stream) : launch_tiles<T, kDim, false>(params, stream);
+  });
 }
 
 template <typename T, int kWidth>

@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "products.cuh"
+#include "score_bias.cuh"
 #include "softmax.cuh"
 #include "statistics.cuh"
 #include "tiles.h"
@@ -41,12 +42,19 @@ struct ScoreGradient {
   template <bool kCapped>
   __device__ void apply(float& s, float& dp, float lse, float delta) const {
     dp -= delta;
-    if (kCapped) {
-      const float t = tanhf(s * scale / cap);
-      s = cap * t;
-      dp *= 1.f - t * t;
-    }
+    if (kCapped) limit(s, dp);
     s = exp2_approximate(fmaf(s, factor, -lse));
+  }
+  // The same, where with_bias(score) is the score with what is added to it.
+  template <bool kCapped, typename WithBias>
+  __device__ void apply(float& s, float& dp, float lse, float delta, const WithBias& with_bias) const {
+    dp -= delta;
+    if (kCapped) {
+      limit(s, dp);
+    } else {
+      s *= scale;
+    }
+    s = exp2_approximate(fmaf(with_bias(s), kLog2E, -lse));
   }
 
   // Calls body(std::true_type) if there is a cap, else body(std::false_type).
@@ -57,6 +65,13 @@ struct ScoreGradient {
     } else {
       body(std::false_type{});
     }
+  }
+
+ private:
+  __device__ void limit(float& s, float& dp) const {
+    const float t = tanhf(s * scale / cap);
+    s = cap * t;
+    dp *= 1.f - t * t;
   }
 };
 
@@ -82,7 +97,7 @@ __device__ void store_sums(const float (&sums)[kRowTiles][kDim / 8][4], float sc
 }
 
 // grad_k and grad_v of a tile of keys: over the queries that see any of them, of every head that has them.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kBiased>
 __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
     flash_attention_backward_keys_kernel(const FlashAttentionBackwardParams params) {
   using Size = BackwardTile<kDim>;
@@ -163,6 +178,7 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
     }
 
     const int query = (first_tile + step % tiles) * kColumns, last_query = min(query + kColumns, q_tokens) - 1;
+    const HeadBias<T> bias(params, b, first_head + step / tiles, visible.shift);
     const bool whole = query >= seen_by[kRows - 1].x && last_query < seen_by[0].y;  // every query sees every key
     gradient.dispatch_cap([&](auto capped) {
 #pragma unroll
@@ -177,8 +193,14 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               float &p = s[r][n][2 * half + i], &of_score = ds[r][n][2 * half + i];
-              gradient.apply<capped.value>(p, of_score, lse, delta);
-              const int2 queries = whole ? int2{} : seen_by[row_of_warp + r * 16 + half * 8 + g];
+              const int row = row_of_warp + r * 16 + half * 8 + g;
+              if constexpr (kBiased) {
+                gradient.apply<capped.value>(p, of_score, lse, delta,
+                                             [&](float score) { return bias.add(score, query + column, first + row); });
+              } else {
+                gradient.apply<capped.value>(p, of_score, lse, delta);
+              }
+              const int2 queries = whole ? int2{} : seen_by[row];
               if (!whole && (query + column < queries.x || query + column >= queries.y)) p = of_score = 0.f;
               of_score *= p;
             }
@@ -206,7 +228,7 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kKeyThreads)
 
 // grad_q of a tile of queries of a head: over the keys that any of them sees. Tiles of the last queries start first: if
 // causal, they see the most keys.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kBiased>
 __global__ void __launch_bounds__(BackwardTile<kDim>::kQueryThreads)
     flash_attention_backward_queries_kernel(const FlashAttentionBackwardParams params) {
   using Size = BackwardTile<kDim>;
@@ -251,6 +273,7 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kQueryThreads)
 
   const int row_of_warp = warp * 16 * kRowTiles;
   const ScoreGradient gradient(params);
+  const HeadBias<T> bias(params, b, h, visible.shift);
   float sums[kRowTiles][kDim / 8][4], lse[kRowTiles][2], delta[kRowTiles][2];
   set_zero(sums);
 #pragma unroll
@@ -286,7 +309,13 @@ __global__ void __launch_bounds__(BackwardTile<kDim>::kQueryThreads)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               float &p = s[r][n][2 * half + i], &of_score = ds[r][n][2 * half + i];
-              gradient.apply<capped.value>(p, of_score, lse[r][half], delta[r][half]);
+              if constexpr (kBiased) {
+                gradient.apply<capped.value>(p, of_score, lse[r][half], delta[r][half], [&](float score) {
+                  return bias.add(score, first + row_of_warp + r * 16 + half * 8 + g, key + pair + n * 8 + i);
+                });
+              } else {
+                gradient.apply<capped.value>(p, of_score, lse[r][half], delta[r][half]);
+              }
               if (!whole && (n * 8 + i < from || n * 8 + i >= to)) p = of_score = 0.f;
               of_score *= p;
             }

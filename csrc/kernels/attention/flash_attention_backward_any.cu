@@ -8,6 +8,7 @@
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "limits.h"
+#include "score_bias.cuh"
 #include "softmax.cuh"
 #include "statistics.cuh"
 #include "visible.cuh"
@@ -21,14 +22,17 @@ constexpr int kWarps = 4, kColumns = kMaxFlashHeadDim / 32;  // of a block; of a
 struct Weights {
   float p, ds;
 
-  __device__ Weights(const FlashAttentionParams& params, float qk, float grad_y_v, float lse, float delta) {
+  // `with_bias`: a score with what is added to it.
+  template <typename WithBias>
+  __device__ Weights(const FlashAttentionParams& params, float qk, float grad_y_v, float lse, float delta,
+                     const WithBias& with_bias) {
     const float scale = static_cast<float>(params.softmax_scale), cap = static_cast<float>(params.softcap);
     float score = qk * scale, derivative = scale;
     if (cap > 0.f) {
       const float t = tanhf(score / cap);
       score = cap * t, derivative *= 1.f - t * t;
     }
-    p = exp2f(fmaf(score, kLog2E, -lse));
+    p = exp2f(fmaf(with_bias(score), kLog2E, -lse));
     ds = p * (grad_y_v - delta) * derivative;
   }
 };
@@ -88,6 +92,7 @@ __global__ void __launch_bounds__(32 * kWarps) backward_queries_any_kernel(const
   const float* const statistics = params.statistics + (b * params.heads + h) * padded + query;
   const float lse = statistics[0], delta = statistics[params.batch * params.heads * padded];
   const flash::Visible visible(params, b);
+  const flash::HeadBias<T> bias(params, b, h, visible.shift);
   const int end = visible.end(query);
   float sums[kColumns] = {};
   for (int first = visible.begin(query); first < end; first += 32) {
@@ -96,7 +101,7 @@ __global__ void __launch_bounds__(32 * kWarps) backward_queries_any_kernel(const
     if (key < end) {
       float qk, grad_y_v;
       own.multiply(k + key * params.k_token, v + key * params.v_token, head_dim, qk, grad_y_v);
-      ds = Weights(params, qk, grad_y_v, lse, delta).ds;
+      ds = Weights(params, qk, grad_y_v, lse, delta, [&](float score) { return bias.add(score, query, key); }).ds;
     }
     for (int j = 0; j < count; ++j) {
       add_row(sums, __shfl_sync(0xffffffffu, ds, j), k + (first + j) * params.k_token, head_dim);
@@ -129,6 +134,7 @@ __global__ void __launch_bounds__(32 * kWarps) backward_keys_any_kernel(const Fl
   for (int64_t h = kv_head * heads; h < (kv_head + 1) * heads; ++h) {
     const T* const q = static_cast<const T*>(params.q) + b * params.q_batch + h * params.q_head;
     const T* const grad_y = static_cast<const T*>(params.grad_y) + b * params.grad_y_batch + h * params.grad_y_head;
+    const flash::HeadBias<T> bias(params, b, h, visible.shift);
     const float* const lse = params.statistics + (b * params.heads + h) * padded;
     const float* const delta = lse + params.batch * params.heads * padded;
     for (int first = begin; first < end; first += 32) {
@@ -137,7 +143,8 @@ __global__ void __launch_bounds__(32 * kWarps) backward_keys_any_kernel(const Fl
       if (query < end) {
         float qk, grad_y_v;
         own.multiply(q + query * params.q_token, grad_y + query * params.grad_y_token, head_dim, qk, grad_y_v);
-        const Weights weights(params, qk, grad_y_v, lse[query], delta[query]);
+        const Weights weights(params, qk, grad_y_v, lse[query], delta[query],
+                              [&](float score) { return bias.add(score, query, key); });
         p = weights.p, ds = weights.ds;
       }
       for (int i = 0; i < count; ++i) {

@@ -9,21 +9,25 @@
 //   compute       |q k[0]  |softmax |q k[1], p v[0]   |
 //                          |                |softmax  |q k[2], p v[1] ...
 //
-// The first tile begins at the first key that any of the queries sees, so that no padding is read. The grid is
-// persistent: while a block writes results, the first keys of its next work are on their way.
+// The first tile begins at the first key that any of the queries sees, so that no padding is read; with pages or a mask
+// at most a tile before, at a multiple of its size. The grid is persistent: while a block writes results, the first
+// keys of its next work are on their way.
 #pragma once
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"
 #include "flash_attention_maps.h"
+#include "key_pages.cuh"
 #include "products.cuh"
+#include "score_bias.cuh"
 #include "softmax_rows.cuh"
 #include "tiles.h"
 
 namespace llmk::kernels::flash {
 
 struct Maps {
-  CUtensorMap q, k,
-      v;  // boxes of 64 columns and as many rows as a tile has; one head, or batch, where all are the same memory
+  // Boxes of 64 columns and as many rows as a tile has, or a page if that is less; one head, or batch, where all are
+  // the same memory.
+  CUtensorMap q, k, v;
 };
 
 // The barriers of a stage of keys or of values.
@@ -32,9 +36,10 @@ struct Stage {
 };
 
 // 128 queries of a head, and the tiles of keys that they see.
-template <int kDim>
+template <int kDim, Extra kExtra>
 struct Work {
-  int first, b, h, begin, end, tiles;
+  int first, b, h, begin, end;
+  int origin, tiles;  // where the first tile begins, and how many there are
 
   // One section after the other: the heads of `section` key heads, whose keys and values stay in the L2 cache. In a
   // section those with most tiles come first, and queries that see the same keys are neighbours.
@@ -51,26 +56,29 @@ struct Work {
     const Visible visible(params, b);
     begin = visible.begin(first);
     end = visible.end(min(first + Size::kQueries, q_tokens) - 1);
-    tiles = begin < end ? (end - begin + Size::kKeys - 1) / Size::kKeys : 0;
+    origin = kExtra == Extra::kNone ? begin : begin / Size::kKeys * Size::kKeys;
+    tiles = begin < end ? (end - origin + Size::kKeys - 1) / Size::kKeys : 0;
   }
 };
 
 // Calls body(work) for all the work of a block. Every other round goes backwards, so that all blocks get as much.
-template <int kDim, typename Body>
+template <int kDim, Extra kExtra, typename Body>
 __device__ void for_all_work(const FlashAttentionParams& params, int section, int count, Body&& body) {
   bool backwards = false;
   for (int64_t round = 0; round < count; round += gridDim.x, backwards = !backwards) {
     const int64_t index = round + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    if (index < count) body(Work<kDim>(params, section, static_cast<int>(index)));
+    if (index < count) body(Work<kDim, kExtra>(params, section, static_cast<int>(index)));
   }
 }
 
-template <typename T, int kDim>
+// `page_rows`: of a box, where pages are smaller than a tile.
+template <typename T, int kDim, Extra kExtra>
 __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
     flash_attention_sm90_kernel(const FlashAttentionParams params, const __grid_constant__ Maps maps, int section,
-                                int count) {
+                                int count, int page_rows) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Size = Sm90Tile<kDim>;
+  constexpr bool kPaged = kExtra == Extra::kPages, kBiased = kExtra == Extra::kBias;
   constexpr int kKeys = Size::kKeys, kStages = Size::kStages, kWarps = 8;
   constexpr int kKeyBytes = Size::kKeyBytes;
   extern __shared__ int4 shared[];
@@ -102,10 +110,10 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
   int done = 0;          // tiles of earlier work
   uint32_t q_phase = 0;  // of the queries' barriers
 
-  if (threadIdx.x < 128) {  // copies
-    fewer_registers<24>();
+  if (threadIdx.x < 128) {                // copies
+    fewer_registers<kPaged ? 40 : 24>();  // three warpgroups of 168, together
     if (threadIdx.x >= 32 || !elect()) return;
-    for_all_work<kDim>(params, section, count, [&](const Work<kDim>& work) {
+    for_all_work<kDim, kExtra>(params, section, count, [&](const Work<kDim, kExtra>& work) {
       const int kv_head = work.h / static_cast<int>(params.heads / params.kv_heads);
       const auto copy = [&](uint32_t to, int box_bytes, const CUtensorMap& map, int row, int head, int batch,
                             uint32_t full) {
@@ -118,8 +126,22 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       const auto copy_keys = [&](uint32_t to, const CUtensorMap& map, int tile, int64_t head, int64_t batch,
                                  const Stage& stage) {
         barrier_wait(stage.empty, phase(done + tile) ^ 1);
-        copy(to + (done + tile) % kStages * kKeyBytes, Size::kKeyBoxBytes, map, work.begin + tile * kKeys,
-             map_index(kv_head, head), map_index(work.b, batch), stage.full);
+        const uint32_t to_stage = to + (done + tile) % kStages * kKeyBytes;
+        const int key = work.origin + tile * kKeys, of_head = map_index(kv_head, head);
+        if constexpr (kPaged) {
+          const KeyPages pages(params, work.b);
+          barrier_arrive_expecting(stage.full, kKeyBytes);
+          for (int row = 0; row < kKeys; row += page_rows) {
+            const int2 at = pages.find(key + row);  // what is outside of the map is zeros
+#pragma unroll
+            for (int box = 0; box < Size::kBoxes; ++box) {
+              tensor_load(to_stage + box * Size::kKeyBoxBytes + row * 128, map, {box * 64, at.y, of_head, at.x},
+                          stage.full, kEvictNormal);
+            }
+          }
+        } else {
+          copy(to_stage, Size::kKeyBoxBytes, map, key, of_head, map_index(work.b, batch), stage.full);
+        }
       };
       const auto copy_k = [&](int tile) {
         copy_keys(k_at, maps.k, tile, params.k_head, params.k_batch, k_stage(done + tile));
@@ -143,12 +165,12 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
     return;
   }
 
-  more_registers<240>();
+  more_registers<kPaged ? 232 : 240>();
   const int group = static_cast<int>(threadIdx.x) / 128 - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, pair = 2 * (lane % 4);
   const int q_tokens = static_cast<int>(params.q_tokens), head_dim = static_cast<int>(params.head_dim);
-  const ScoreScale scale(params);
-  for_all_work<kDim>(params, section, count, [&](const Work<kDim>& work) {
+  const ScoreScale scale(params, kBiased);
+  for_all_work<kDim, kExtra>(params, section, count, [&](const Work<kDim, kExtra>& work) {
     const int first = work.first + group * 64, last = min(first + 64, q_tokens) - 1, tiles = work.tiles;
     const Visible visible(params, work.b);
     // Of the keys that all queries see.
@@ -198,28 +220,39 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       }
       wgmma_commit();
     };
-    // Zeros instead of values behind the last key that any query sees, which may be padding that is not a number: even
-    // no probability times NaN is NaN. Each warpgroup writes them for itself.
-    const auto clear_padding = [&](int tile) {
-      const int count = work.end - work.begin - tile * kKeys, cleared = kKeys - count;
-      if (!params.k_end || cleared <= 0 || work.end == visible.k_tokens) return;
+    // Zeros instead of the values of rows [from, to) of a tile, which may be padding that is not a number: even no
+    // probability times NaN is NaN. Each warpgroup writes them for itself.
+    const auto clear = [&](int tile, int from, int to) {
+      if (from >= to) return;
       barrier_wait(v_stage(done + tile).full, phase(done + tile));
-      char* const rows_behind = reinterpret_cast<char*>(shared) + (v_at - shared_address(shared)) +
-                                (done + tile) % kStages * kKeyBytes + count * 128;
-      for (int i = threadIdx.x % 128; i < Size::kBoxes * cleared * 8; i += 128) {
-        const int box = i / (cleared * 8), vector = i % (cleared * 8);
-        *reinterpret_cast<int4*>(rows_behind + box * Size::kKeyBoxBytes + vector * 16) = int4{0, 0, 0, 0};
+      char* const rows_from = reinterpret_cast<char*>(shared) + (v_at - shared_address(shared)) +
+                              (done + tile) % kStages * kKeyBytes + from * 128;
+      const int vectors = (to - from) * 8;
+      for (int i = threadIdx.x % 128; i < Size::kBoxes * vectors; i += 128) {
+        const int box = i / vectors, vector = i % vectors;
+        *reinterpret_cast<int4*>(rows_from + box * Size::kKeyBoxBytes + vector * 16) = int4{0, 0, 0, 0};
       }
       async_proxy_fence();
       named_barrier(1 + group, 128);
     };
+    // Of what is before the first key that any query sees, and of what is behind the last one.
+    const auto clear_before = [&] { clear(0, 0, work.begin - work.origin); };
+    const auto clear_behind = [&] {
+      if (!params.k_end && !params.k_seqlens) return;
+      if (!kPaged && work.end == params.k_tokens) return;  // the copy has written zeros
+      clear(tiles - 1, work.end - work.origin - (tiles - 1) * kKeys, kKeys);
+    };
     const auto softmax = [&](int tile, float(&corrections)[2]) {
-      const int key = work.begin + tile * kKeys, column = key + pair;
+      const int key = work.origin + tile * kKeys, column = key + pair;
       const bool whole = key >= all_begin && key + kKeys <= all_end;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = first + warp * 16 + half * 8 + g;
         const auto score = [&](int n, int i) -> float& { return s[4 * n + 2 * half + i]; };
+        if constexpr (kBiased) {
+          HeadBias<T>(params, work.b, work.h, visible.shift)
+              .template exponents_of_row<kKeys / 8>(scale, query, column, score);
+        }
         const int from = whole ? 0 : visible.begin(query) - column, to = whole ? 0 : visible.end(query) - column;
         corrections[half] = rows[half].template update<kKeys / 8>(scale, whole, from, to, score);
       }
@@ -244,6 +277,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       release(k_stage(done));
       softmax(0, corrections);
       pack_scores();
+      if (kExtra != Extra::kNone) clear_before();
       for (int tile = 1; tile < tiles; ++tile) {
         named_barrier(turn, 256);
         begin_scores(tile);
@@ -263,7 +297,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
         }
         pack_scores();
       }
-      clear_padding(tiles - 1);
+      clear_behind();
       begin_values(tiles - 1);
       wgmma_wait<0>();
       pin_sums();

@@ -21,11 +21,19 @@ struct Rows {
 
   // Begins to copy rows [first, first + count) of `source`; zeros for those outside of [begin, end).
   __device__ void copy(const T* source, int64_t stride, int head_dim, int first, int count, int begin, int end) const {
+    copy_rows(source, head_dim, first, count, begin, end, [&](int row) { return source + row * stride; });
+  }
+
+  // The same, where row_at(row) is the address of a row, or null for zeros.
+  template <typename RowAt>
+  __device__ void copy_rows(const T* readable, int head_dim, int first, int count, int begin, int end,
+                            const RowAt& row_at) const {
 #pragma unroll
     for (int v = threadIdx.x; v < count * kChunks; v += kThreads) {
       const int row = v / kChunks, chunk = v % kChunks, of_source = first + row;
-      const bool valid = of_source >= begin && of_source < end && chunk * 8 < head_dim;
-      cp_async_16_or_zero(address(row, chunk), valid ? source + of_source * stride + chunk * 8 : source, valid);
+      const T* const source =
+          of_source >= begin && of_source < end && chunk * 8 < head_dim ? row_at(of_source) : nullptr;
+      cp_async_16_or_zero(address(row, chunk), source ? source + chunk * 8 : readable, source != nullptr);
     }
   }
 

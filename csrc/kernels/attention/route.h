@@ -5,7 +5,8 @@
 //   ----------------   -----------------------------   ---------------------------------------------------------
 //   tma                9.0 on                          decode_attention.cuh, keys and values by TMA
 //   cp_async           8.0 on                          decode_attention.cuh, by cp.async
-//   plain              any                             decode_attention_any.cu, for what these two do not take
+//   prompt             8.0 on                          for many tokens of a sequence: as attention, below
+//   plain              any                             decode_attention_any.cu, for what these do not take
 //
 //   attention          GPU                             kernel                       backward
 //   ----------------   -----------------------------   --------------------------   ----------------------------------
@@ -34,6 +35,7 @@ namespace llmk::kernels {
 struct AttentionOptions {
   bool tensor_maps = true;  // the driver has them
   bool portable = false;    // see llmk_flash_attention_portable
+  int min_prompt = 0;       // see llmk_decode_attention_prompt
 };
 
 namespace routing {
@@ -48,9 +50,9 @@ inline bool all_multiples(std::initializer_list<int64_t> strides) {
 
 }  // namespace routing
 
-// ---- decode_attention
+// ---- what routes of decode_attention are
 
-enum class DecodeVariant { kNone, kPlain, kCpAsync, kTma };  // kNone: nothing to do, or no kernel
+enum class DecodeVariant { kNone, kPlain, kCpAsync, kTma, kPrompt };  // kNone: nothing to do, or no kernel
 
 struct DecodeRoute {
   DecodeVariant variant = DecodeVariant::kNone;
@@ -135,39 +137,6 @@ inline size_t workspace_of(const DecodePlan& plan, int64_t head_dim) {
 
 }  // namespace routing
 
-inline DecodeRoute choose_decode_route(const DecodeProblem& problem, const DeviceInfo& device,
-                                       const AttentionOptions& options = {}) {
-  using namespace routing;
-  const DecodeProblem& p = problem;
-  if (p.batch == 0 || p.tokens == 0 || p.heads == 0 || p.kv_heads == 0 || p.head_dim == 0) {
-    return {.reason = "there is nothing to compute"};
-  }
-  if (p.dtype == Dtype::kFloat64) return {.reason = "float64: on the CPU only"};
-  if (p.head_dim > kMaxHeadDim) return {.reason = "head_dim is above 512"};
-  DecodeRoute route{.variant = DecodeVariant::kPlain};
-  Verdict verdict = decode_supported(p);
-  const bool by_tma = device.compute_capability >= 90;
-  if (verdict.taken) verdict = decode_fits(p, plan_decode_attention(p, device), device);
-  if (verdict.taken && by_tma) {
-    if (const Verdict maps = decode_maps(p, options); !maps.taken) verdict = maps;
-  }
-  route.reason = verdict.reason;
-  if (!verdict.taken) return route;
-  route.variant = by_tma ? DecodeVariant::kTma : DecodeVariant::kCpAsync;
-  route.sequences = std::min(p.batch, sequences_per_launch(p));
-  DecodeProblem part = p;
-  part.batch = route.sequences;
-  route.plan = route.last = plan_decode_attention(part, device);
-  if (const int64_t rest = p.batch % route.sequences; rest != 0) {
-    part.batch = rest;
-    route.last = plan_decode_attention(part, device);
-  }
-  route.shared_bytes = static_cast<size_t>(route.plan.layout(p.head_dim).bytes);
-  route.blocks_per_sm = decode_blocks_per_sm(p.head_dim, route.plan.query_mma_tiles, route.shared_bytes, device);
-  route.workspace_bytes = std::max(workspace_of(route.plan, p.head_dim), workspace_of(route.last, p.head_dim));
-  return route;
-}
-
 // ---- attention over prompts, and its backward
 
 // Elements between sequences, tokens and heads.
@@ -180,6 +149,8 @@ struct AttentionProblem {
   HeadStrides q, k, v, grad_y;  // y is contiguous
   Dtype dtype;
   bool aligned = true, grad_y_aligned = true;  // q, k, v and y, and grad_y begin at multiples of 16 bytes
+  bool biased = false;                         // a mask or slopes
+  int64_t page_size = 0, pages = 0;            // of a paged cache, whose strides k and v have
 };
 
 enum class AttentionVariant { kNone, kPlain, kMma, kWgmma };  // kNone: nothing to do, or no kernel
@@ -212,7 +183,10 @@ inline AttentionProblem problem_of(const FlashAttentionParams& p, Dtype dtype) {
           .v = {p.v_batch, p.v_token, p.v_head},
           .grad_y = {p.q_tokens * p.heads * p.head_dim, p.heads * p.head_dim, p.head_dim},
           .dtype = dtype,
-          .aligned = routing::all_aligned({p.q, p.k, p.v, p.y})};
+          .aligned = routing::all_aligned({p.q, p.k, p.v, p.y}),
+          .biased = static_cast<bool>(p.bias),
+          .page_size = p.block_table ? p.page_size : 0,
+          .pages = p.block_table ? p.pages : 0};
 }
 inline AttentionProblem problem_of(const FlashAttentionBackwardParams& p, Dtype dtype) {
   AttentionProblem problem = problem_of(static_cast<const FlashAttentionParams&>(p), dtype);
@@ -255,6 +229,10 @@ inline Verdict attention_by_wgmma(const AttentionProblem& p, const DeviceInfo& d
   if (options.portable) return refuse("a test's switch");
   if (!device.has_wgmma) return refuse("wgmma takes compute capability 9.0, and a build for sm_90a");
   if (!options.tensor_maps) return refuse("the driver has no tensor maps");
+  const int64_t tile = p.head_dim <= 128 ? flash::Sm90Tile<128>::kKeys : flash::Sm90Tile<256>::kKeys;
+  if (p.page_size % 8 != 0 || (p.page_size > 0 && p.page_size % tile != 0 && tile % p.page_size != 0)) {
+    return refuse("pages whose size is neither 8 keys times a power of two nor a multiple of a tile");
+  }
   if (p.k_tokens == 0) return refuse("there are no keys");
   if (!can_map(p.q, p.q_tokens) || !can_map(p.k, p.k_tokens) || !can_map(p.v, p.k_tokens)) {
     return refuse("a stride that no tensor map takes");
@@ -266,6 +244,7 @@ inline Verdict backward_by_wgmma(const AttentionProblem& p, const DeviceInfo& de
   if (p.batch == 0 || p.heads == 0 || p.q_tokens == 0) return refuse("there are no queries");
   if (const Verdict verdict = attention_by_wgmma(p, device, options); !verdict.taken) return verdict;
   if (p.head_dim > 128) return refuse("heads above 128 have no backward by wgmma");
+  if (p.biased) return refuse("masks and slopes have no backward by wgmma");
   if (!can_map(p.grad_y, p.q_tokens)) return refuse("a stride of grad_y that no tensor map takes");
   return take("compute capability 9.0, and heads of up to 128");
 }
@@ -364,6 +343,112 @@ inline AttentionRoute choose_attention_route(const AttentionProblem& problem, co
   AttentionRoute route;
   routing::choose_forward(route, problem, device, options);
   routing::choose_backward(route, problem, device, options);
+  return route;
+}
+
+// ---- decode_attention
+
+namespace routing {
+
+// The same as attention of a prompt to a cache.
+inline AttentionProblem as_prompt(const DecodeProblem& p) {
+  const auto strides = [&](const KvStrides& s) { return HeadStrides{s.page, s.token, s.head}; };
+  return {.batch = p.batch,
+          .q_tokens = p.tokens,
+          .k_tokens = p.capacity,
+          .heads = p.heads,
+          .kv_heads = p.kv_heads,
+          .head_dim = p.head_dim,
+          .q = {p.tokens * p.heads * p.head_dim, p.heads * p.head_dim, p.head_dim},
+          .k = strides(p.k),
+          .v = strides(p.v),
+          .grad_y = {},
+          .dtype = p.dtype,
+          .aligned = p.aligned,
+          .page_size = p.paged ? p.page_size : 0,
+          .pages = p.paged ? p.pages : 0};
+}
+
+// Where decode_attention.cuh takes a call, too, the kernels of prompts do if they need less time. That reads all keys
+// of a head for each 16 queries of it, and these for each 128 of a query head, in waves of one tile per SM. So the keys
+// do not matter, and the two take as long where the SMs have so many of the former for each tile of the latter. H200,
+// µs for 8192 keys, decode_attention.cuh / wgmma:
+//
+//   heads, head_dim, batch | 16 tokens | 32        | 64        | 128       | 512
+//   -----------------------|-----------|-----------|-----------|-----------|------------
+//   28 + 4, 128, 1         | 37 / 144  | 66 / 142  | 119 / 143 | 227 / 112 | 876 / 115
+//   32 + 32, 128, 8        | 272 / 279 | 540 / 279 | 1060/ 284 | 2106/ 272 | 8338/ 925
+//   14 + 2, 64, 1          | 17 / 121  | 23 / 121  | 37 / 122  | 61 / 89   | 203 / 86
+//   14 + 2, 64, 8          | 63 / 119  | 109 / 120 | 202 / 121 | 394 / 86  | 1542/ 326
+//   16 + 8, 256, 8         | 187 / 226 | 440 / 227 | 986 / 229 | 1951/ 224 | 5722/ 817
+constexpr double kWorkOfTile64 = 1.9, kWorkOfTile128 = 1.1, kWorkOfTile256 = 0.8;
+constexpr double kSmallPages = 1.5, kMmaSlower = 2.5;  // times that
+constexpr int64_t kPromptTokensElsePlain = 4;
+
+inline bool prompt_is_faster(const DecodeProblem& p, const DeviceInfo& device, const AttentionOptions& options) {
+  const AttentionProblem prompt = as_prompt(p);
+  const bool by_wgmma = attention_by_wgmma(prompt, device, options).taken;
+  const AttentionPlan plan = plan_attention(prompt, by_wgmma, device.sm_count);
+  const double waves =
+      static_cast<double>(tiles_of(tiles_of(p.tokens, plan.queries) * p.batch * p.heads, std::max(device.sm_count, 1)));
+  const double work =
+      static_cast<double>(tiles_of(p.heads / p.kv_heads * p.tokens, 16) * p.batch * p.kv_heads) / device.sm_count;
+  double limit = plan.head_columns <= 64 ? kWorkOfTile64 : plan.head_columns <= 128 ? kWorkOfTile128 : kWorkOfTile256;
+  if (!by_wgmma) {
+    limit *= kMmaSlower;
+  } else if (p.paged && p.page_size < plan.keys) {
+    limit *= kSmallPages;
+  }
+  return work > limit * waves;
+}
+
+// `else_fast`: decode_attention.cuh takes it.
+inline bool takes_prompt_kernels(const DecodeProblem& p, bool else_fast, const DeviceInfo& device,
+                                 const AttentionOptions& options) {
+  if (p.fused || p.tokens < 2 || p.pages > INT32_MAX) return false;
+  const AttentionProblem prompt = as_prompt(p);
+  if (!attention_supported(prompt).taken || !attention_is_fast(prompt).taken) return false;
+  if (options.min_prompt > 0) return p.tokens >= options.min_prompt;
+  return else_fast ? prompt_is_faster(p, device, options) : p.tokens >= kPromptTokensElsePlain;
+}
+
+}  // namespace routing
+
+inline DecodeRoute choose_decode_route(const DecodeProblem& problem, const DeviceInfo& device,
+                                       const AttentionOptions& options = {}) {
+  using namespace routing;
+  const DecodeProblem& p = problem;
+  if (p.batch == 0 || p.tokens == 0 || p.heads == 0 || p.kv_heads == 0 || p.head_dim == 0) {
+    return {.reason = "there is nothing to compute"};
+  }
+  if (p.dtype == Dtype::kFloat64) return {.reason = "float64: on the CPU only"};
+  if (p.head_dim > kMaxHeadDim) return {.reason = "head_dim is above 512"};
+  DecodeRoute route{.variant = DecodeVariant::kPlain};
+  Verdict verdict = decode_supported(p);
+  const bool by_tma = device.compute_capability >= 90;
+  if (verdict.taken) verdict = decode_fits(p, plan_decode_attention(p, device), device);
+  if (verdict.taken && by_tma) {
+    if (const Verdict maps = decode_maps(p, options); !maps.taken) verdict = maps;
+  }
+  route.reason = verdict.reason;
+  if (takes_prompt_kernels(p, verdict.taken, device, options)) {
+    route.variant = DecodeVariant::kPrompt;
+    route.reason = "many tokens of a sequence";
+    return route;
+  }
+  if (!verdict.taken) return route;
+  route.variant = by_tma ? DecodeVariant::kTma : DecodeVariant::kCpAsync;
+  route.sequences = std::min(p.batch, sequences_per_launch(p));
+  DecodeProblem part = p;
+  part.batch = route.sequences;
+  route.plan = route.last = plan_decode_attention(part, device);
+  if (const int64_t rest = p.batch % route.sequences; rest != 0) {
+    part.batch = rest;
+    route.last = plan_decode_attention(part, device);
+  }
+  route.shared_bytes = static_cast<size_t>(route.plan.layout(p.head_dim).bytes);
+  route.blocks_per_sm = decode_blocks_per_sm(p.head_dim, route.plan.query_mma_tiles, route.shared_bytes, device);
+  route.workspace_bytes = std::max(workspace_of(route.plan, p.head_dim), workspace_of(route.last, p.head_dim));
   return route;
 }
 

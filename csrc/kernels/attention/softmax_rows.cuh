@@ -22,10 +22,11 @@ struct ScoreScale {
   float scale, cap, factor;
   bool early;
 
-  __device__ explicit ScoreScale(const FlashAttentionParams& params)
+  // `in_base_2`: who adds something to scores calls apply_early(), and leaves them as exponents in base 2.
+  __device__ explicit ScoreScale(const FlashAttentionParams& params, bool in_base_2 = false)
       : scale(static_cast<float>(params.softmax_scale)), cap(static_cast<float>(params.softcap)) {
-    early = cap > 0.f || scale <= 0.f;
-    factor = early ? kLog2E : scale * kLog2E;
+    early = !in_base_2 && (cap > 0.f || scale <= 0.f);
+    factor = in_base_2 ? 1.f : early ? kLog2E : scale * kLog2E;
   }
   __device__ float apply_early(float score) const {
     score *= scale;

@@ -4,6 +4,9 @@
 
 namespace llmk::kernels::flash {
 
+// What a kernel has beside attention to whole sequences, each in an instance of its own: it takes registers.
+enum class Extra { kNone, kBias, kPages };
+
 // `kDim`: elements of a head, at least; those behind head_dim are zeros in shared memory.
 
 // Of flash_attention.cuh.

@@ -14,7 +14,8 @@ struct Visible {
       : params(params),
         b(b),
         q_tokens(static_cast<int>(params.q_tokens)),
-        k_tokens(static_cast<int>(params.k_tokens)),
+        k_tokens(params.k_seqlens ? max(0, min(params.k_seqlens[b], static_cast<int>(params.k_tokens)))
+                                  : static_cast<int>(params.k_tokens)),
         left(static_cast<int>(params.window_left)),
         right(static_cast<int>(params.window_right)),
         shift(k_tokens - q_tokens) {}
