@@ -294,8 +294,7 @@ def test_long_prompts(dtype, head_dim):
 @pytest.mark.parametrize("dtype", SANITIZED_DTYPES, ids=str)
 def test_every_path_once(dtype):
     """The sanitizers look at these: masks that end where their memory ends."""
-    for head_dim in (64, 128, 256, 33):
-        for kind, k_tokens in zip(KINDS, (99, 100, 101), strict=True):
-            inputs = [x.requires_grad_() for x in make("cuda", dtype, 70, k_tokens, head_dim=head_dim)]
-            mask = make_mask(kind, (2, 4, 70, k_tokens), dtype, "cuda")
-            attention(*inputs, attn_mask=mask, alibi_slopes=make_slopes(4, "cuda")).sum().backward()
+    for head_dim, kind, k_tokens in ((64, "bool", 99), (128, "input", 100), (256, "float32", 101), (33, "input", 99)):
+        inputs = [x.requires_grad_() for x in make("cuda", dtype, 70, k_tokens, head_dim=head_dim, batch=1)]
+        mask = make_mask(kind, (4, 70, k_tokens), dtype, "cuda")
+        attention(*inputs, attn_mask=mask, alibi_slopes=make_slopes(4, "cuda")).sum().backward()
