@@ -26,7 +26,7 @@ from .obstacles import (
     obstacle,
     op_of,
 )
-from .report import NOT_ASKED, Decode, Report, Row
+from .report import NOT_ASKED, Decode, Fp8Prompts, Report, Row
 from .step import decode as decoding
 from .step import describe, graphs, packing
 from .step.routes import kernels_in
@@ -47,6 +47,7 @@ def patch(
     mlp: bool = True,
     add_rms_norm: bool = True,
     decode: bool = True,
+    fp8: bool = False,
     training: bool = False,
 ) -> "PatchHandle":
     """Run the layers of a Hugging Face model on llmkernels' ops, in place and reversibly.
@@ -71,6 +72,16 @@ def patch(
             buffers in place when the first ones behind it come; it stays a DynamicCache. The cache of the last call of
             generate, if it takes no more than 1 GiB, and its graphs are kept for the next one; ``handle.release()`` or
             ``llmkernels.release(model)`` frees them.
+        fp8: compute the products of the layers in FP8 for prompts of at least 17 tokens, of all sequences together,
+            that ``decode`` runs: of calls of generate, and of forwards on a GPU. Weights are quantized to float8_e4m3fn
+            with a scale per row, what they multiply with a scale per token (:func:`llmkernels.fp8_quantize`); the
+            head, norms and attention stay in 16 bits, and so do steps, and all that runs by modules, as with gradients.
+            The logits are others: an error of a few percent in each product. The first prompt makes the FP8 weights,
+            which take half as much memory as the layers' weights take, on top of these. They are made again when the
+            model's weights have changed: by ops in place, optimizers, load_state_dict, or another tensor; after a
+            change through ``weight.data`` that PyTorch does not see, call ``handle.release()``, which frees them, as do
+            a forward with gradients and unpatch. For weights in bfloat16 or float16, on the CPU or a GPU of compute
+            capability 8.9 or later; else prompts run in the weights' dtype, and the report says why.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by
             ``linear_cross_entropy``, which takes a part of the memory. The output's logits are computed when somebody
             reads them, which is an error once the weights have changed; a compiled model gives none. The layers have
@@ -96,7 +107,8 @@ def patch(
     undone by `llmkernels.unpatch(copy)`), gradient checkpointing, torch.compile(fullgraph=True), adapters
     and hooks added before or after.
     Raises: TypeError when model is no module; RuntimeError when it is patched already; ValueError when there is
-    nothing to patch.
+    nothing to patch, or with ``fp8`` nothing that has prompts: without ``decode``, or of a model that does not
+    generate.
 
     >>> handle = patch(model)
     >>> print(handle.report())
@@ -113,6 +125,11 @@ def patch(
         raise ValueError(
             f"patch: model must generate text, or contain layers of a decoder of transformers, got {type(model)}"
         )
+    if fp8 and not (decode and "loss" in kinds.values()):
+        raise ValueError(
+            f"patch: fp8 must be False with decode=False and for models that do not generate text, got {type(model)} "
+            f"with decode={decode}"
+        )
     if count := sum(isinstance(module, Patched) for module in model.modules()):
         raise RuntimeError(
             f"patch: model must not be patched already, got one with {count} patched modules; call unpatch() on its "
@@ -124,7 +141,7 @@ def patch(
         generates = decode and decode_obstacle(module) is None
         loss = kind == "loss" and training and obstacle(module, kind) is None
         if generates or loss:
-            plan[module] = model_class(type(module), generates, loss)
+            plan[module] = model_class(type(module), generates, loss, fp8 and generates)
         if kind in (None, "loss") or not asked[kind] or obstacle(module, kind):
             continue
         plan[module] = patched_class(type(module))
@@ -133,7 +150,7 @@ def patch(
                 plan[norm] = patched_class(type(norm), only_fused=not asked[kinds[norm]])
     for index in {parameter.get_device() for parameter in model.parameters() if parameter.is_cuda}:
         files.load(index)
-    handle = PatchHandle(model, {kind for kind, wanted in (asked | {"decode": decode}).items() if wanted})
+    handle = PatchHandle(model, {kind for kind, wanted in (asked | {"decode": decode, "fp8": fp8}).items() if wanted})
     # Of a model whose layers are not transformers', steps alone run on kernels.
     wanted = (Patched, Generating) if {*kinds.values()} <= {"loss"} else Patched
     if not any(issubclass(cls, wanted) for cls in plan.values()):
@@ -197,7 +214,7 @@ class PatchHandle:
         return any(_PATCHES.get(module) is self.token for module in self._model.modules())
 
     def release(self) -> None:
-        """Free the cache and the CUDA graphs that are kept for the next call of generate: `llmkernels.release`."""
+        """Free the cache, CUDA graphs and weights in FP8 that are kept for the next call: `llmkernels.release`."""
         decoding.release(self._model)
 
     def report(self) -> Report:
@@ -261,8 +278,15 @@ class PatchHandle:
             counts = state.calls.copy(), state.steps, state.forwards.copy(), state.prompts.copy()
             memory = len(kept), graphs.nbytes(kept)
             products = kernels_in(module) if reason is None else Counter()
-            entries.append(Decode(type(module).__name__, reason, *counts, *memory, products))
+            in_fp8 = self._fp8(module, reason, state) if "fp8" in self._kinds else None
+            entries.append(Decode(type(module).__name__, reason, *counts, *memory, products, in_fp8))
         return entries
+
+    @staticmethod
+    def _fp8(module: nn.Module, reason: str | None, state: decoding.Decoder) -> Fp8Prompts:
+        if reason is not None or (reason := describe.why_not_in_fp8(module)) is not None:
+            return Fp8Prompts(reason)
+        return Fp8Prompts(None, 0 if state.fp8 is None else state.fp8.nbytes)
 
     def __enter__(self) -> "PatchHandle":
         return self

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 # How a call of generate went.
 STEP = "by the decode step"
+STEP_IN_FP8 = "by the decode step in FP8"  # of a prompt
 NOT_ASKED = "not asked for"
 PREFILL = "by the prefill alone"  # which has the first token
 
@@ -52,6 +53,24 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Fp8Prompts:
+    """Prompts in FP8, where they were asked for.
+
+    Attributes:
+        reason: why they can not be now, or None.
+        nbytes: the memory of the weights in FP8, from the first prompt on.
+    """
+
+    reason: str | None
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"prompts not in FP8: {self.reason}"
+        return "prompts in FP8" + (f", with weights of {self.nbytes / 2**20:.1f} MiB" if self.nbytes else "")
+
+
+@dataclass(frozen=True)
 class Decode:
     """How one model generates.
 
@@ -66,6 +85,7 @@ class Decode:
         graph_bytes: the memory of these on the GPU, besides caches.
         products: the kernels that multiply one token in a step on a GPU, by their names in `llmkernels.explain`, with
             the number of products each; "as measured" where `llmkernels.autotune` has measured them.
+        fp8: of prompts in FP8; None where they were not asked for.
     """
 
     model: str
@@ -77,6 +97,7 @@ class Decode:
     graphs: int = 0
     graph_bytes: int = 0
     products: Counter = field(default_factory=Counter)
+    fp8: Fp8Prompts | None = None
 
     def __str__(self) -> str:
         way = STEP if self.reason is None else by_forward(self.reason)
@@ -89,6 +110,7 @@ class Decode:
         found = ("calls of generate", counts), ("prompts", prompts), ("forwards", forwards), ("CUDA graphs", kept)
         found += (("products of a token", products),)
         said = [f"{what}: {text}" for what, text in found if text]
+        said += [str(self.fp8)] if self.fp8 is not None else []
         return f"{self.model} decodes {way}" + (f" ({', '.join(said)})" if said else "")
 
 
@@ -108,10 +130,11 @@ class Report:
         return self.rows[kind]
 
     def left_alone(self) -> list[str]:
-        """What was asked for and does not run on a kernel, or not in all modules, or is not there: kinds of rows, and
-        "the decode step"."""
+        """What was asked for and does not run on a kernel, or not in all modules, or is not there: kinds of rows, "the
+        decode step" and "fp8"."""
         kinds = [row.kind for row in self.rows.values() if row.kind != "experts" and (not row.found or row.reasons)]
-        return kinds + ["the decode step"] * any(entry.reason not in (None, NOT_ASKED) for entry in self.decode)
+        kinds += ["the decode step"] * any(entry.reason not in (None, NOT_ASKED) for entry in self.decode)
+        return kinds + ["fp8"] * any(entry.fp8 is not None and entry.fp8.reason is not None for entry in self.decode)
 
     def __str__(self) -> str:
         cells = [("kind", "patched", "kernel", "backend", "has run")]

@@ -62,6 +62,8 @@ def by_step(original: Callable, signature: Any) -> Callable:
         if is_prompt and is_refused:
             return original(self, *args, **kwargs)
         state = decoder(self)
+        if torch.is_grad_enabled():  # weights may change now
+            state.free_fp8()
         try:
             _check_inputs(given)
             if is_prompt:
@@ -98,11 +100,11 @@ def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> dict[str
     if device not in PROMPT_DEVICES:
         raise NoStep(f"a prompt on {device}")
     _check_call(model, given, _OF_PROMPTS)
-    logits, cache, states = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
+    parts, logits, cache, states = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
     if (empty := given.get(cache_name())) is not None and empty is not cache:
         fill(empty, cache)
         cache = empty
-    state.count_prompt(STEP)
+    state.count_prompt(prompt.way(parts, given["input_ids"].numel()))
     return {"loss": _loss(model, logits, given), "logits": logits, "hidden_states": states, cache_name(): cache}
 
 
@@ -138,8 +140,11 @@ def _use_cache(model: nn.Module, given: dict[str, Any]) -> bool | None:
     return False if use_cache is None and vars(model.config).get("use_cache") is False else use_cache
 
 
-def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Tensor, Any, None] | None:
-    """The same, launched first: the host checks the model, and makes the cache's objects, while the GPU works.
+def _early_prompt(
+    model: nn.Module, state: Decoder, given: dict[str, Any]
+) -> tuple[Description, Tensor, Any, None] | None:
+    """The same as _composed_prompt(), launched first: the host checks the model, and makes the cache's objects, while
+    the GPU works.
 
     None where no such prompt has run before, or the model or the kind of padding has changed: only new memory has been
     written then; for a long one that is to leave no cache, as the block is one; and with hidden states, of which graphs
@@ -161,7 +166,7 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
         logits, block = state.launch_prompt(known.parts, layout, ids, positions.last, positions.leftpad, kept)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, NoStep):
         return None
     if not known.snapshot.holds(model) or not layout.holds(model.config):
         return None
@@ -169,14 +174,14 @@ def _early_prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tu
         positions.check()  # waits for the device: last
     except NoStep:
         return None
-    return logits, None if _use_cache(model, given) is False else block.cache(ids.shape[1]), None
+    return known.parts, logits, None if _use_cache(model, given) is False else block.cache(ids.shape[1]), None
 
 
 def _composed_prompt(
     model: nn.Module, state: Decoder, given: dict[str, Any]
-) -> tuple[Tensor, Any, tuple[Tensor, ...] | None]:
-    """The logits of the tokens to keep, the cache, and the hidden states, None where they are not asked for. Raises
-    NoStep."""
+) -> tuple[Description, Tensor, Any, tuple[Tensor, ...] | None]:
+    """The description of the model, the logits of the tokens to keep, the cache, and the hidden states, None where they
+    are not asked for. Raises NoStep."""
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     if not isinstance(kept, int):
         raise NoStep("logits_to_keep is no number")
@@ -196,15 +201,16 @@ def _composed_prompt(
     seen: list[Tensor] | None = [] if given.get("output_hidden_states") else None
     if seen is not None or positions.ends is not None:  # of which graphs know nothing
         prompt.check_prompt(parts, cache, count)
-        logits = prompt.run(parts, cache, ids, positions.last, positions.leftpad, kept, seen, positions.ends)
+        composed, _weights = prompt.for_prompt(parts, ids.numel())
+        logits = prompt.run(composed, cache, ids, positions.last, positions.leftpad, kept, seen, positions.ends)
         states = None if seen is None else tuple(x.view(batch, count, -1) for x in seen)
     else:
         logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, kept)
     if not is_new:
-        return logits, cache if is_kept else None, states
+        return parts, logits, cache if is_kept else None, states
     if (layout := Layout(cache, model.config)).is_kept:
         state.layouts.note(parts, batch, layout)
-    return logits, cache, states
+    return parts, logits, cache, states
 
 
 def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Description, list[Any]]:

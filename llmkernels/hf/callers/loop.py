@@ -24,7 +24,8 @@ from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..model.description import Description
 from ..report import PREFILL, STEP, by_forward, by_transformers
-from ..step.decode import Decoder, DecodeStep, decoder
+from ..step import prompt
+from ..step.decode import MAX_ROWS, Decoder, DecodeStep, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from . import reading
@@ -61,6 +62,8 @@ class Call:
     def prefill(self, state: Decoder, input_ids: Tensor, config, cache) -> Tensor:
         """The logits (B, V) behind the prompt, whose keys and values are in the cache then."""
         count = input_ids.shape[1] - cache.length if input_ids.shape[1] == self.tokens else input_ids.shape[1]
+        tokens = len(input_ids) * count
+        way = STEP if cache.length and tokens <= MAX_ROWS else prompt.way(self.parts, tokens)
         try:
             if config.prefill_chunk_size is not None:
                 raise NoStep("prefill_chunk_size")
@@ -74,7 +77,7 @@ class Call:
             finally:
                 cache.left_to_modules = False
             return outputs.logits[:, -1]
-        state.count_prompt(STEP)
+        state.count_prompt(way)
         return logits[:, -1]
 
     def cache(self, state: Decoder):

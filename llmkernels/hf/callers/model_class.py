@@ -15,20 +15,21 @@ from .forward import bound_arguments, by_step
 from .loop import LOOPS
 
 
-def model_class(cls: type[nn.Module], generates: bool, loss: bool) -> type[nn.Module]:
-    """The subclass of a transformers model class that generates by the decode step, has another loss, or both.
+def model_class(cls: type[nn.Module], generates: bool, loss: bool, fp8: bool = False) -> type[nn.Module]:
+    """The subclass of a transformers model class that generates by the decode step, with `fp8` its prompts in FP8; has
+    another loss; or both.
 
     Raises UnknownLayout when cls does not compute what the replacement does.
     """
-    return _model_class(cls, cls.forward, generates, loss)
+    return _model_class(cls, cls.forward, generates, loss, fp8)
 
 
 @functools.cache
-def _model_class(cls, forward, generates, loss):
+def _model_class(cls, forward, generates, loss, fp8):
     # What it computes is what the original computes, so __module__ and the name under which transformers keeps facts
     # about it are the original's, too.
     members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"original": cls, "recipe": (model_class, generates, loss)}
+    members |= {"original": cls, "recipe": (model_class, generates, loss, fp8), "prompts_in_fp8": fp8}
     bases: tuple[type, ...] = (cls,)
     if loss:
         members, bases = members | _loss_members(cls, forward), (CausalLM, *bases)

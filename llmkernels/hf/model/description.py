@@ -30,12 +30,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Product:
-    """x W^T + b with the rows of `weights` one below the other. `weight` and `bias` are those rows, once packed."""
+    """x W^T + b with the rows of `weights` one below the other. `weight` and `bias` are those rows, once packed. With a
+    `scale` of each row, float32 (N, 1), `weight` is float8_e4m3fn."""
 
     weights: tuple[nn.Parameter, ...]
     biases: tuple[nn.Parameter, ...] = ()
     weight: Tensor | None = None
     bias: Tensor | None = None
+    scale: Tensor | None = None
 
     @property
     def groups(self) -> list[tuple[nn.Parameter, ...]]:
@@ -106,7 +108,8 @@ class Description:
     with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config);
     `no_cache_when_told`: with use_cache=False, of the call or else of the config, they make none. `has_loss_of_logits`:
     given labels, they return the model's loss_function of its logits. `has_hidden_states`: asked for them, they return
-    what each layer is given, and the last one's behind the norm.
+    what each layer is given, and the last one's behind the norm. `fp8`: where prompts run in FP8, makes the description
+    for that: step/fp8.py.
     """
 
     embedding: nn.Parameter
@@ -123,6 +126,7 @@ class Description:
     no_cache_when_told: bool = False
     has_loss_of_logits: bool = False
     has_hidden_states: bool = False
+    fp8: Any = None
 
     @property
     def weight(self) -> Tensor:
@@ -185,17 +189,17 @@ def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(node, Tensor):
         return change(node)
     if isinstance(node, Product):
-        return Product((), (), *(None if x is None else change(x) for x in (node.weight, node.bias)))
+        return Product((), (), *(None if x is None else change(x) for x in (node.weight, node.bias, node.scale)))
     return with_fields(node, lambda item: map_tensors(item, change))
 
 
 def tensors_and_numbers(node: Any) -> Iterator[Any]:
-    """All tensors and numbers of a description. Not the modules, nor the parameters that a packed product stands
-    for."""
+    """All tensors and numbers of a description. Not the modules and functions, nor the parameters that a packed product
+    stands for."""
     if isinstance(node, Product):
-        yield from (node.weight, node.bias)
+        yield from (node.weight, node.bias, node.scale)
     elif (items := fields_of(node)) is not None:
         for item in items:
             yield from tensors_and_numbers(item)
-    elif not isinstance(node, nn.Module):
+    elif not callable(node):
         yield node

@@ -46,7 +46,12 @@ class Patched(Replaced):
 
 
 class Generating(Replaced):
-    """Base of every model class with another loop behind generate(), and a forward by the step: see forward.py."""
+    """Base of every model class with another loop behind generate(), and a forward by the step: see forward.py.
+
+    `prompts_in_fp8`: whether that was asked for.
+    """
+
+    prompts_in_fp8: bool
 
 
 class CausalLM(Patched):

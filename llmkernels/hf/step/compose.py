@@ -25,6 +25,13 @@ earlier tokens, while the previous kernel still runs. This is correct because
 
 All of it is ops of llmkernels, so that it can be recorded into a CUDA graph: see graphs.py.
 
+Products of layers that are in FP8, as prompts may have them, are fp8_linear, and what they read is quantized per token:
+
+    fp8_linear of qkv, attention                          as above
+    hidden, n = hidden + a Wo^T, norm of that             fp8_quantize, fp8_linear, add_rms_norm
+    m = silu(g) u, [g | u] = n W^T                        fp8_quantize, fp8_linear, swiglu_fp8_quantize
+    hidden, n = hidden + m Wdown^T, norm of that          fp8_linear, add_rms_norm
+
 A single launch for a whole step, with barriers of the grid between the layers, was tried on an H200 with one sequence:
 
     value       | case                         | result
@@ -34,7 +41,7 @@ A single launch for a whole step, with barriers of the grid between the layers, 
     one launch  | Qwen2.5, half a billion      | 59 % slower
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,36 +94,47 @@ class LayerCache(NamedTuple):
     leftpad: Tensor | None
 
 
-def forward(parts: Description, hidden: Tensor, tokens: Tokens, caches: Iterable[LayerCache]) -> Tensor:
+def forward(
+    parts: Description,
+    hidden: Tensor,
+    tokens: Tokens,
+    caches: Iterable[LayerCache],
+    seen: list[Tensor] | None = None,
+) -> Tensor:
     """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
 
-    The new keys and values are written to `caches`, one for each layer.
+    The new keys and values are written to `caches`, one for each layer. `seen`: as in run_layers().
     """
-    return head(parts, hidden, run_layers(parts, hidden, tokens, caches))
+    return _logits(parts, run_layers(parts, hidden, tokens, caches, seen)[1])
 
 
-def run_layers(parts: Description, hidden: Tensor, tokens: Tokens, caches: Iterable[LayerCache]):
-    """All layers, in place; returns what the last one has prepared of the norm before the head."""
+def run_layers(
+    parts: Description,
+    hidden: Tensor,
+    tokens: Tokens,
+    caches: Iterable[LayerCache],
+    seen: list[Tensor] | None = None,
+) -> tuple[Tensor, "_Source"]:
+    """All layers: `hidden` behind them, which is the one given, overwritten, or with products in FP8 another one; and
+    what the head reads. `seen` receives what each layer is given, and what the last norm makes."""
     readers = [_reader(layer.branches[0]) for layer in parts.layers] + [(parts.norm, parts.head)]
-    prepared = _NOTHING
+    source = _Source(hidden, readers[0][0])
     for index, (layer, cache) in enumerate(zip(parts.layers, caches, strict=True)):
-        prepared = _layer(layer, hidden, prepared, tokens, cache, readers[index + 1])
-    return prepared
+        if seen is not None:
+            seen.append(hidden.clone())
+        hidden, source = _layer(layer, hidden, source, tokens, cache, readers[index + 1])
+    if seen is not None:
+        seen.append(_norm(hidden, parts.norm))
+    return hidden, source
 
 
-def noting(
-    parts: Description, hidden: Tensor, caches: Iterable[LayerCache], seen: list[Tensor]
-) -> Iterator[LayerCache]:
-    """The caches for run_layers(); adds to `seen` what each layer is given, and what the last norm makes."""
-    for cache in caches:
-        seen.append(hidden.clone())
-        yield cache
-    seen.append(_norm(hidden, parts.norm))  # who asks for one more has run the last layer
-
-
-def head(parts: Description, hidden: Tensor, prepared=(None, None)) -> Tensor:
+def head(parts: Description, hidden: Tensor) -> Tensor:
     """The logits of what the layers have made, row by row."""
-    logits = _Source(hidden, parts.norm, prepared).linear(parts.head)
+    return _logits(parts, _Source(hidden, parts.norm))
+
+
+def _logits(parts: Description, source: "_Source") -> Tensor:
+    logits = source.linear(parts.head)
     if parts.logit_scale != 1 or parts.logit_softcap != 0:
         logits = _ops.scale_softcap(logits, parts.logit_scale, parts.logit_softcap)
     return logits
@@ -160,20 +178,21 @@ def _of_pairs(table: Tensor, alternates: bool) -> Tensor:
     return table[:, ::2] if alternates else table[:, : table.shape[1] // 2]
 
 
-def _layer(layer: Layer, hidden: Tensor, prepared, tokens: Tokens, cache, following):
-    """Adds the layer's branches to `hidden`. `prepared` is of the first norm; returns the same of `following`, the norm
+def _layer(layer: Layer, hidden: Tensor, source: "_Source", tokens: Tokens, cache, following):
+    """`hidden` with the layer's branches added, of which the first reads `source`; and what `following` reads, the norm
     and the product behind the layer."""
     if layer.parallel:
-        blocks = [_block(branch, _Source(_norm(hidden, branch.pre)), tokens, cache) for branch in layer.branches]
+        sources = [source.normed(), *(_Source(_norm(hidden, branch.pre)) for branch in layer.branches[1:])]
+        pairs = zip(layer.branches, sources, strict=True)
+        blocks = [_block(branch, source, tokens, cache) for branch, source in pairs]
         readers = [None] * (len(blocks) - 1) + [following]
         for branch, y, reader in zip(layer.branches, blocks, readers, strict=True):
-            prepared = _add(hidden, y, branch, reader)
-        return prepared
+            hidden, source = _add(hidden, y, branch, reader)
+        return hidden, source
     readers = [*map(_reader, layer.branches[1:]), following]
     for branch, reader in zip(layer.branches, readers, strict=True):
-        y = _block(branch, _Source(hidden, branch.pre, prepared), tokens, cache)
-        prepared = _add(hidden, y, branch, reader)
-    return prepared
+        hidden, source = _add(hidden, _block(branch, source, tokens, cache), branch, reader)
+    return hidden, source
 
 
 def _reader(branch: Branch) -> tuple[Norm | None, Product]:
@@ -181,7 +200,11 @@ def _reader(branch: Branch) -> tuple[Norm | None, Product]:
     return branch.pre, block.qkv if isinstance(block, Attention) else block.up
 
 
-_NOTHING = None, None
+class Quantized(NamedTuple):
+    """x in float8_e4m3fn, and the scale of each row."""
+
+    x: Tensor
+    scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -191,9 +214,21 @@ class _Source:
 
     x: Tensor
     norm: Norm | None = None
-    prepared: tuple[Tensor | None, Tensor | None] = _NOTHING
+    prepared: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def normed(self) -> "_Source":
+        """The same, with the norm computed."""
+        return self if self.norm is None else _Source(_norm(self.x, self.norm))
+
+    def quantized(self) -> Quantized:
+        norm = self.norm
+        if norm is None or norm.options.kind != "rms_norm":
+            return Quantized(*_ops.fp8_quantize(_norm(self.x, norm)))
+        return Quantized(*_ops.rms_norm_fp8_quantize(self.x, norm.weight, *_options(norm)))
 
     def linear(self, product: Product) -> Tensor:
+        if product.scale is not None:
+            return _fp8_linear(self.quantized(), product, self.x.dtype)
         norm = self.norm
         if norm is None or norm.options.kind != "rms_norm":
             return _ops.linear(_norm(self.x, norm), product.weight, product.bias, True)
@@ -202,12 +237,21 @@ class _Source:
 
     def glu(self, product: Product, activation: str) -> Tensor:
         norm = self.norm
-        if product.bias is not None:
+        if product.bias is not None or product.scale is not None:
             return _ops.glu_packed(self.linear(product), None, activation)
         if norm is None or norm.options.kind != "rms_norm":
             return _ops.glu_linear(_norm(self.x, norm), product.weight, activation, True)
         options = *_options(norm), True, *self.prepared
         return _ops.rms_norm_glu_linear(self.x, norm.weight, product.weight, activation, *options)
+
+
+_FAST_ACCUMULATION = False  # of fp8_linear
+_FP8_RESULTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def _fp8_linear(x: Quantized, product: Product, dtype: torch.dtype) -> Tensor:
+    scales, result = (x.scale, product.scale), _FP8_RESULTS[dtype]
+    return _ops.fp8_linear(x.x, product.weight, *scales, product.bias, result, _FAST_ACCUMULATION)
 
 
 def _options(norm: Norm) -> tuple[float, float, bool]:
@@ -222,33 +266,60 @@ def _norm(x: Tensor, norm: Norm | None) -> Tensor:
     return _ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
 
 
-def _block(branch: Branch, source: _Source, tokens: Tokens, cache) -> Tensor:
+def _block(branch: Branch, source: _Source, tokens: Tokens, cache) -> Tensor | Quantized:
+    """What the last product of a branch, or the norm before that, reads."""
     block = branch.block
-    return _attend(block, source, tokens, cache) if isinstance(block, Attention) else _mlp(block, source)
+    if isinstance(block, Attention):
+        return _attend(block, source, tokens, cache)
+    if block.down.scale is not None and block.gated and block.activation == "silu" and branch.inner is None:
+        return Quantized(*_ops.swiglu_fp8_quantize(source.linear(block.up)))
+    return _mlp(block, source)
 
 
 def _mlp(mlp: MLP, source: _Source) -> Tensor:
-    """What the down projection reads."""
     if mlp.gated:
         return source.glu(mlp.up, mlp.activation)
     return _ops.bias_act(source.linear(mlp.up), None, mlp.activation)
 
 
-def _add(hidden: Tensor, y: Tensor, branch: Branch, following: tuple[Norm | None, Product] | None):
-    """hidden += multiplier * post(last product of the branch (inner(y)))"""
-    block, y = branch.block, _norm(y, branch.inner)
+def _add(
+    hidden: Tensor, y: Tensor | Quantized, branch: Branch, following: tuple[Norm | None, Product] | None
+) -> tuple[Tensor, _Source]:
+    """hidden + multiplier * post(last product of the branch (inner(y))), and what `following` reads."""
+    block, post = branch.block, branch.post
     product = block.output if isinstance(block, Attention) else block.down
-    post = branch.post
-    if post is not None:
-        y = _ops.linear(y, product.weight, product.bias, True)
-        _ops.rms_norm_add_(hidden, y, post.weight, *_options(post), branch.multiplier)
-        return _NOTHING
     norm, reader = following or (None, None)
+    if post is not None:
+        y = _last(y, branch, product, hidden.dtype)
+        _ops.rms_norm_add_(hidden, y, post.weight, *_options(post), branch.multiplier)
+        return hidden, _Source(hidden, norm)
+    if product.scale is not None:
+        return _sum(hidden, _last(y, branch, product, hidden.dtype), norm)
+    y = _norm(y, branch.inner)
     if norm is None or norm.options.kind != "rms_norm":
         _ops.linear_add_(hidden, y, product.weight, product.bias, branch.multiplier, True)
-        return _NOTHING
+        return hidden, _Source(hidden, norm)
     weights = product.weight, product.bias, reader.weight, norm.weight
-    return _ops.linear_add_scale_(hidden, y, *weights, norm.options.weight_offset, branch.multiplier, True)
+    options = norm.options.weight_offset, branch.multiplier, True
+    return hidden, _Source(hidden, norm, _ops.linear_add_scale_(hidden, y, *weights, *options))
+
+
+def _last(y: Tensor | Quantized, branch: Branch, product: Product, dtype: torch.dtype) -> Tensor:
+    """The last product of a branch."""
+    if product.scale is None:
+        return _ops.linear(_norm(y, branch.inner), product.weight, product.bias, True)
+    return _fp8_linear(y if isinstance(y, Quantized) else _Source(y, branch.inner).quantized(), product, dtype)
+
+
+def _sum(hidden: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, _Source]:
+    """hidden + y, and the norm of that. No op adds alone: without a norm one is computed for nothing."""
+    if norm is None:
+        return (total := _ops.add_rms_norm(y, hidden)[1]), _Source(total)
+    if norm.options.kind == "rms_norm":
+        normed, total = _ops.add_rms_norm(y, hidden, norm.weight, *_options(norm))
+    else:
+        normed, total = _ops.add_layer_norm(y, hidden, norm.weight, norm.bias, norm.eps)
+    return total, _Source(normed)
 
 
 # --- attention

@@ -1,14 +1,10 @@
 """The decode step: one token for every sequence, composed of ops (compose.py) and, on CUDA, recorded into one graph.
 
     Decoder          what a model keeps between calls: description, steps, a cache, and how often which way was taken
-    Described        the description of a model, good for as long as nothing that it was read from has changed
     DecodeStep       one model on one cache, in a program that any cache of the same shape takes (program.py)
 
 Each call asks whether the model is still what its description was read from; if it is not, it is read anew. What is
 kept between calls is addresses: of the model and of a caller's cache it keeps nothing alive.
-
-A layer as Llama's is five launches for up to 16 sequences in bfloat16 or float16, and for up to 64 on a GPU of compute
-capability 9.0; the head is one or two. Other layers take more.
 """
 
 import threading
@@ -16,7 +12,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +26,8 @@ from ..report import STEP
 from . import compose, graphs, prompt
 from .alias import alias
 from .compose import Tokens
-from .describe import describe, pack
+from .describe import Described, describe, pack
+from .fp8 import Fp8Weights, with_fp8
 from .guard import Snapshot
 from .layouts import MOST_COPIED_BYTES, Layouts
 from .place import Place, place_of
@@ -40,14 +36,6 @@ from .program import Program, Programs
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 MAX_ROWS = 64  # tokens of all sequences together that a step takes
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
-
-
-@dataclass(frozen=True, eq=False)
-class Described:
-    """The description of a model: its tensors are aliases, which own no memory."""
-
-    snapshot: Snapshot
-    parts: Description
 
 
 class DecodeStep:
@@ -133,6 +121,7 @@ class Decoder:
         self._lock = threading.Lock()
         self._closed = False
         self._described: Described | None = None
+        self.fp8: Fp8Weights | None = None  # of that, where prompts run so
         self._refused: tuple[Snapshot, str] | None = None  # what the model was when it had no description, and why
         self._refusal: str | None = None  # why the model could not be read, the last time,
         self._pause = self._paused = 0  # for how many forwards it is not tried again, and how many of them are over
@@ -147,6 +136,7 @@ class Decoder:
         known = self._described
         if known is not None and (memory := known.snapshot.memory()) and known.snapshot.holds(model):
             return known.parts, memory
+        self.free_fp8()  # it may come back to what it was with other weights
         if self._refused is not None:
             snapshot, reason = self._refused
             if (memory := snapshot.memory()) and snapshot.holds(model):
@@ -165,8 +155,9 @@ class Decoder:
                 break
         else:
             raise NoStep("the model is being changed by another thread")
-        self._described, self._refused = Described(snapshot, map_tensors(owning, alias)), None
-        return self._described.parts, memory
+        parts = with_fp8(type(model), map_tensors(owning, alias), owning)
+        self._described, self._refused, self.fp8 = Described(snapshot, parts), None, parts.fp8
+        return parts, memory
 
     def lend(self, kind: Hashable, ids: Tensor, ahead: int = 1) -> AbstractContextManager[Program]:
         """A program for the block, for steps of `ahead` tokens of as many sequences as in ids (B, T), in the current
@@ -208,12 +199,14 @@ class Decoder:
                 logits = self.begin_forward(parts, cache, program, ids.shape[1])(ids.flatten())
                 return logits.view(*ids.shape, -1)[:, ids.shape[1] - kept :].clone()
         prompt.check_prompt(parts, cache, ids.shape[1])
+        kind = "prompt", prompt.is_in_fp8(parts, ids.numel())
+        parts, _memory = prompt.for_prompt(parts, ids.numel())
         padded = prompt.padded_length(parts, cache, *ids.shape)
         if padded is None:
             return prompt.run(parts, cache, ids, last, leftpad, kept)
         prompt.allocate(parts, cache, len(ids))
         cache.begin(0, leftpad)
-        with self.lend("prompt", ids, padded) as program:
+        with self.lend(kind, ids, padded) as program:
             return prompt.run_padded(parts, cache, ids, last, kept, place or self._place(cache), program, padded)
 
     def launch_prompt(
@@ -346,8 +339,14 @@ class Decoder:
         cache.reset()
         return cache
 
+    def free_fp8(self) -> None:
+        """Free the weights in FP8, which the next prompt makes again."""
+        if (fp8 := self.fp8) is not None:
+            fp8.release()
+
     def release(self) -> None:
-        """Free the cache and the graphs that are kept for the next call."""
+        """Free the cache, the graphs and the weights in FP8 that are kept for the next call."""
+        self.free_fp8()
         self._spare.clear()
         with self._lock:
             self._place_of_cache.clear()
@@ -359,7 +358,7 @@ class Decoder:
         """Keep nothing any more, of calls under way either."""
         self._closed = True
         self.programs.close()
-        self._described = self._refused = None
+        self._described = self._refused = self.fp8 = None
         self.layouts = Layouts()
         self.release()
 
@@ -378,10 +377,11 @@ def decoder(model: nn.Module) -> Decoder:
 
 
 def release(model: nn.Module) -> None:
-    """Free the cache and the CUDA graphs that a patched model keeps for its next call of generate.
+    """Free the cache, the CUDA graphs and the weights in FP8 that a patched model keeps for its next call of generate.
 
     They are the only memory that generating leaves behind: a cache of at most 1 GiB, 256 MiB at most that graphs of
-    prompts write to, graphs with their tensors, and small buffers. A call under way keeps what it uses.
+    prompts write to, graphs with their tensors, small buffers, and with ``patch(model, fp8=True)`` half the memory of
+    the layers' weights. A call under way keeps what it uses.
 
     Raises: TypeError when model is no module.
     """

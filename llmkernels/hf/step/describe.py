@@ -9,6 +9,7 @@ calls, and nothing may compute otherwise.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,22 @@ from ..model.description import Description, Product, with_products
 from ..model.reference import reference
 from ..modules.replaced import Generating
 from . import packing
-from .guard import check_helpers, inspect_all
+from .fp8 import obstacle
+from .guard import Snapshot, check_helpers, inspect_all
 from .proof import template_of
 
 MAX_BATCH = 64
 MAX_HEAD_DIM = 512  # of decode_attention on CUDA; on the CPU there is no limit
 _OP = "rope_decode_attention"
 _ops = torch.ops.llmkernels
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """The description of a model: its tensors are aliases, which own no memory."""
+
+    snapshot: Snapshot
+    parts: Description
 
 
 def describe(model: nn.Module) -> Description:
@@ -148,3 +158,11 @@ def why_not(model: nn.Module) -> str | None:
     except NoStep as reason:
         return str(reason)
     return None
+
+
+def why_not_in_fp8(model: nn.Module) -> str | None:
+    """Why prompts of a model that has a step can not run in FP8 now, or None."""
+    try:
+        return obstacle(describe(model))
+    except NoStep as reason:
+        return str(reason)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..cache.kv_cache import KVCache
 from ..errors import NoStep
 from ..model.description import Description, Layer
+from ..report import STEP, STEP_IN_FP8
 from . import compose
 from .compose import LayerCache, Packed, Tokens, make_tables
 from .place import Place
@@ -26,6 +27,9 @@ _CPU_TOKENS, _LARGE_HEAD_TOKENS = 512, 1024
 # A graph is of use as long as a GPU takes less time for a layer than the host for its launches, 0.3 to 0.7 ms.
 _GRAPH_TOKENS = 4096
 _GRAPH_PRODUCTS = 2.5e11  # multiplications of a layer
+# From so many tokens on products are in FP8, where that was asked for. FP8 weights are half as large; but fewer tokens
+# take a product with the norm before it and the add behind it in one launch.
+_FP8_ROWS = 17
 # How much of a batch is padding, from which on its prompts are packed: the host has to know their lengths then. Nothing
 # is written to the caches for padding, where the modules write keys and values that nobody reads.
 _LEAST_PADDING = 0.1
@@ -49,6 +53,21 @@ def check_prompt(parts: Description, cache: Any, tokens: int) -> None:
             raise NoStep("the prompt is longer than what a sliding window keeps")
     if not cache.is_even or not cache.has_room(tokens):
         raise NoStep("the cache has no room for the prompt")
+
+
+def is_in_fp8(parts: Description, tokens: int) -> bool:
+    """Whether a prompt of so many tokens, of all sequences together, runs in FP8."""
+    return parts.fp8 is not None and tokens >= _FP8_ROWS
+
+
+def way(parts: Description, tokens: int) -> str:
+    """How it runs, in the words of the report."""
+    return STEP_IN_FP8 if is_in_fp8(parts, tokens) else STEP
+
+
+def for_prompt(parts: Description, tokens: int) -> tuple[Description, Any]:
+    """The description that such a prompt runs by, and what keeps its memory alive. Raises NoStep."""
+    return parts.fp8() if is_in_fp8(parts, tokens) else (parts, None)
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -118,7 +137,7 @@ def run(
     tables = make_tables(parts, parts.positions[: past + count])
     ends = None if ends is None else ends.int()
     tokens = Tokens(batch, count, positions, tables, is_prompt=True, ends=ends)
-    compose.run_layers(parts, hidden, tokens, caches if seen is None else compose.noting(parts, hidden, caches, seen))
+    hidden, _ = compose.run_layers(parts, hidden, tokens, caches, seen)
     cache.advance(count)
     return _logits(parts, hidden.view(batch, count, -1)[:, count - kept :])
 
@@ -149,7 +168,7 @@ def _run_packed(
     packed = Packed(begin[None].int(), row[:, None].int(), (column + 1).int())
     tables = make_tables(parts, parts.positions[:count], packed=True)
     tokens = Tokens(1, len(row), positions[None].int(), tables, is_prompt=True, packed=packed)
-    compose.run_layers(parts, hidden, tokens, _caches(cache, count, leftpad))
+    hidden, _ = compose.run_layers(parts, hidden, tokens, _caches(cache, count, leftpad))
     cache.advance(count)
     return compose.head(parts, hidden[ends - 1])[:, None]
 
@@ -215,6 +234,10 @@ def run_padded(
 
     caches = [] if program.has_graph(parts, place) else layers()
     where = Tokens(batch, padded, positions, tables, is_prompt=True)
-    program.run(lambda: compose.run_layers(parts, hidden, where, caches or layers()), device, place, in_pieces=True)
+
+    def run_layers() -> Tensor:
+        return compose.run_layers(parts, hidden, where, caches or layers())[0]
+
+    made = program.run(run_layers, device, place, in_pieces=True)
     cache.advance(count)
-    return _logits(parts, hidden.view(batch, padded, -1)[:, count - kept : count])
+    return _logits(parts, made.view(batch, padded, -1)[:, count - kept : count])

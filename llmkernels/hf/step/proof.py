@@ -41,7 +41,7 @@ from ..model.reference import (
     small_model,
 )
 from ..model.template import Template
-from .compose import LayerCache, Tokens, embed, forward, make_tables, noting
+from .compose import LayerCache, Tokens, embed, forward, make_tables
 
 _TOKENS = 2 * WINDOW + 2
 # How loud channels are, and how far logits may be off, of the largest: a few times of what rounding makes of them. Of
@@ -328,7 +328,7 @@ def _composed(parts: Description, ids: Tensor, start: int, seen: list[Tensor] | 
     embed(parts.embedding, parts.embed_scale, ids, hidden)
     positions = torch.arange(len(ids), dtype=torch.int32)[None]
     tokens = Tokens(1, len(ids), positions, tables, is_prompt=True)
-    logits.append(forward(parts, hidden, tokens, caches if seen is None else noting(parts, hidden, caches, seen)))
+    logits.append(forward(parts, hidden, tokens, caches, seen))
     return torch.cat(logits)
 
 
