@@ -246,7 +246,7 @@ class _Source:
 
 
 _FAST_ACCUMULATION = False  # of fp8_linear
-_FP8_RESULTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_FP8_RESULTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 def _fp8_linear(x: Quantized, product: Product, dtype: torch.dtype) -> Tensor:

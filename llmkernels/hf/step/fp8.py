@@ -28,6 +28,7 @@ from ..errors import NoStep
 from ..model.description import Attention, Description, Layer, Product, with_products
 from .alias import alias
 
+_DTYPES = {torch.bfloat16, torch.float16}  # in others there is nothing to win: a GPU runs prompts by the modules
 _LEAST_CAPABILITY = 8, 9  # of a GPU with products of FP8
 _ops = torch.ops.llmkernels
 
@@ -42,7 +43,7 @@ def with_fp8(cls: type, parts: Description, owning: Description) -> Description:
 def obstacle(parts: Description) -> str | None:
     """Why prompts can not run in FP8, or None."""
     device, dtype = parts.weight.device, parts.weight.dtype
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in _DTYPES:
         return f"the weights are {dtype}"
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
         found, least = (".".join(map(str, numbers)) for numbers in (capability, _LEAST_CAPABILITY))
