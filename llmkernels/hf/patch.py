@@ -100,7 +100,7 @@ def patch(
     the first patch in a process.
     Layers look at their hooks on every call and run unfused where a hook has to see the unfused value. Where the
     forward of a class is replaced later, the modules of that class run that one. The decode step looks at every module
-    and parameter in every call, and leaves the call to the modules where one is not what it was: see trust.py.
+    and parameter in every call; if one has changed, the call runs by the modules: see trust.py.
     Threads: patch and unpatch may be called while other threads generate with the model. A call of generate that is
     under way finishes as it began, with the weights that it began with.
     Survives: train/eval, `.to()`, load_state_dict, copy.deepcopy and torch.save (the copy is patched too and
