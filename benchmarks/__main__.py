@@ -13,7 +13,8 @@ from benchmarks.sources import ROOT
 from llmkernels._command import Problem, check_model_path, run_command
 
 RESULTS = Path("results")
-MODEL_PROVIDERS = ("eager", "llmkernels", "liger", "compile")  # of train, too
+TRAIN_PROVIDERS = ("eager", "llmkernels", "liger", "compile")
+MODEL_PROVIDERS = (*TRAIN_PROVIDERS, "llmkernels_fp8")
 DECODE_PROVIDERS = ("llmkernels", "generate", "forward", "eager", "eager_generate", "static_compile")
 
 
@@ -98,7 +99,7 @@ def parse() -> argparse.Namespace:
     stale = commands.add_parser("stale", help="which sections of results/ were measured on other sources; 1 if any")
     merge = commands.add_parser("merge", help="take over the sections of the results files in a folder")
     commands.add_parser("show", help="draw the pictures of results/ again, and write the tables of the documents")
-    found = ((ops, PROVIDERS), (model, MODEL_PROVIDERS), (decode, DECODE_PROVIDERS), (train, MODEL_PROVIDERS))
+    found = ((ops, PROVIDERS), (model, MODEL_PROVIDERS), (decode, DECODE_PROVIDERS), (train, TRAIN_PROVIDERS))
     for command, providers in found:
         names = [section.name for section in sections.find(sections.COMMANDS[command.prog.split()[-1]])]
         command.add_argument(

@@ -5,7 +5,7 @@ drift of the machine hits all alike.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from benchmarks import timing
 from benchmarks.cases import OURS
 from benchmarks.models import fits_in_float32, float32_copy, head_dim, load, load_published
 from benchmarks.run import Run
+from benchmarks.variants import FP8
 
 CONTEXT = 512
 WARM_STEPS = 2
@@ -55,10 +56,12 @@ class Bench:
             {**common, "provider": name, **timing.summary(found), **self.facts[name]} for name, found in samples.items()
         ]
 
-    def in_turn(self, measure: Callable[[Callable], list[float]], rounds: int) -> Samples:
-        """Samples in microseconds of every variant, patched in and out again round after round."""
-        samples: Samples = {name: [] for name in self.variants}
-        for name in timing.in_turn(self.variants, rounds):
+    def in_turn(
+        self, measure: Callable[[Callable], list[float]], rounds: int, without: Collection[str] = ()
+    ) -> Samples:
+        """Samples in microseconds of every variant but some, patched in and out again round after round."""
+        samples: Samples = {name: [] for name in self.variants if name not in without}
+        for name in timing.in_turn(list(samples), rounds):
             with self.variants[name](self.model) as (forward, _), timing.garbage_collection_paused():
                 samples[name] += measure(forward)
         return samples
@@ -78,7 +81,8 @@ class Bench:
 
         flops = self.flops(tokens, 1 if logits == "last" else tokens)
         case = {"op": "prefill", "batch": 1, "tokens": tokens, "logits": logits, "flops": flops}
-        return self.rows(case, self.in_turn(measure, rounds))
+        without = () if logits == "last" else (FP8,)  # whose head is as that of the others
+        return self.rows(case, self.in_turn(measure, rounds, without))
 
     @torch.no_grad()
     def prefill_of_lengths(self, batch: int, shortest: int, longest: int) -> list[dict]:

@@ -16,6 +16,7 @@ from benchmarks.results import load
 NAMES_AND_COLOURS = {
     "llmkernels_sm80": ("llmkernels, without TMA", "#f4a6a6"),
     "llmkernels": ("llmkernels", "#d62728"),
+    "llmkernels_fp8": ("llmkernels, in FP8", "#8c1616"),
     "generate": ("model.generate, patched", "#f4a3a3"),
     "forward": ("a loop over the forward, patched", "#b5515f"),
     "empty": ("an empty op", "#dddddd"),

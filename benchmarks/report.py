@@ -98,7 +98,7 @@ def number(time_us: float) -> str:
 
 
 # Other ways to our own kernels, and what computes nothing.
-NO_PEERS = (OURS, "llmkernels_sm80", "generate", "forward", "empty")
+NO_PEERS = (OURS, "llmkernels_sm80", "llmkernels_fp8", "generate", "forward", "empty")
 METHODS = {
     "graph": "CUDA graph over rotated inputs",
     "events": "single launches, L2 flushed",

@@ -19,12 +19,28 @@ def eager(model: nn.Module):
 
 @contextmanager
 def llmkernels(model: nn.Module, training: bool = False):
+    with patched(model, training=training) as handle:
+        yield model, {f"patched_{row.kind}": len(row.patched) for row in handle.report().rows.values()}
+
+
+@contextmanager
+def llmkernels_fp8(model: nn.Module):
+    """Prompts in FP8, of a GPU that has such products."""
+    if model.device.type != "cuda":
+        raise RuntimeError(f"forwards of prompts run by the modules on a {model.device.type}")
+    with patched(model, fp8=True) as handle:
+        if (reason := handle.report().decode[0].fp8.reason) is not None:
+            raise RuntimeError(f"prompts not in FP8: {reason}")
+        yield model, {"approximate": True}
+
+
+@contextmanager
+def patched(model: nn.Module, **options):
     import llmkernels
 
-    handle = llmkernels.patch(model, training=training)
+    handle = llmkernels.patch(model, **options)
     try:
-        report = handle.report()
-        yield model, {f"patched_{row.kind}": len(row.patched) for row in report.rows.values()}
+        yield handle
     finally:
         handle.unpatch()
     assert_untouched(model)
@@ -71,3 +87,5 @@ def assert_untouched(model: nn.Module) -> None:
 
 
 VARIANTS = {"eager": eager, "llmkernels": llmkernels, "liger": liger}
+FP8 = "llmkernels_fp8"
+OF_PREFILL = VARIANTS | {FP8: llmkernels_fp8}

@@ -41,6 +41,8 @@ call of a patched model becomes launches:
       step/compose.py        per layer: norm, product, attention, product, add, norm, gated MLP -> logits
       step/graphs.py         on CUDA these launches are recorded once, and replayed from then on, by whichever cache
 
+      step/fp8.py            prompts of patch(model, fp8=True): the description with weights in FP8
+
     model(ids), on a GPU
       step/layouts.py        has a prompt of this size run before?
         yes                    its graph is replayed, or step/prompt.py launches, into one block of memory; meanwhile

@@ -79,9 +79,10 @@ def patch(
             The logits are others: an error of a few percent in each product. The first prompt makes the FP8 weights,
             which take half as much memory as the layers' weights take, on top of these. They are made again when the
             model's weights have changed: by ops in place, optimizers, load_state_dict, or another tensor; after a
-            change through ``weight.data`` that PyTorch does not see, call ``handle.release()``, which frees them, as do
-            a forward with gradients and unpatch. For weights in bfloat16 or float16, on the CPU or a GPU of compute
-            capability 8.9 or later; else prompts run in the weights' dtype, and the report says why.
+            change that PyTorch does not count, through ``weight.data`` or by a CUDA graph, call ``handle.release()``,
+            which frees them, as do a forward with gradients and unpatch. For weights in bfloat16 or float16, on the CPU
+            or a GPU of compute capability 8.9 or later; else prompts run in the weights' dtype, and the report says
+            why.
         training: compute the loss of a model for causal language modelling in training mode without its logits, by
             ``linear_cross_entropy``, which takes a part of the memory. The output's logits are computed when somebody
             reads them, which is an error once the weights have changed; a compiled model gives none. The layers have

@@ -10,7 +10,8 @@ The first prompt makes the copies. They are made again, in the same memory, wher
     a forward had gradients              callers/forward.py frees the copies: optimizers of others may write anyhow
     the model is another than described  it gets another description
 
-Nobody sees a weight written through `.data` apart from all of these. `llmkernels.release` is for that.
+Nobody sees a weight that is written otherwise: through `.data`, by a CUDA graph or a kernel that does not count. After
+that the user has to call `llmkernels.release`.
 """
 
 import dataclasses
