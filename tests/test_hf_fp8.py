@@ -35,7 +35,9 @@ OF_FP8 = 0.75
 
 @pytest.fixture(autouse=True)
 def by_forward(monkeypatch):
+    """Small prompts too are composed, and in FP8."""
     compose_forwards(monkeypatch)
+    monkeypatch.setattr(prompt, "_FP8_ROWS", 17)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def patch(
             buffers in place when the first ones behind it come; it stays a DynamicCache. The cache of the last call of
             generate, if it takes no more than 1 GiB, and its graphs are kept for the next one; ``handle.release()`` or
             ``llmkernels.release(model)`` frees them.
-        fp8: compute the products of the layers in FP8 for prompts of at least 17 tokens, of all sequences together,
+        fp8: compute the products of the layers in FP8 for prompts of at least 256 tokens, of all sequences together,
             that ``decode`` runs: of calls of generate, and of forwards on a GPU. Weights are quantized to float8_e4m3fn
             with a scale per row, what they multiply with a scale per token (:func:`llmkernels.fp8_quantize`); the
             head, norms and attention stay in 16 bits, and so do steps, and all that runs by modules, as with gradients.

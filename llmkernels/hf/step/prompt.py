@@ -29,7 +29,7 @@ _GRAPH_TOKENS = 4096
 _GRAPH_PRODUCTS = 2.5e11  # multiplications of a layer
 # From so many tokens on products are in FP8, where that was asked for. FP8 weights are half as large; but fewer tokens
 # take a product with the norm before it and the add behind it in one launch.
-_FP8_ROWS = 17
+_FP8_ROWS = 256
 # How much of a batch is padding, from which on its prompts are packed: the host has to know their lengths then. Nothing
 # is written to the caches for padding, where the modules write keys and values that nobody reads.
 _LEAST_PADDING = 0.1
