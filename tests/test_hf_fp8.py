@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, LlamaForSequenceClassification
+from transformers import BitNetForCausalLM, DynamicCache, LlamaForSequenceClassification
 
 import llmkernels
 from families import family_model
@@ -21,6 +21,7 @@ from llmkernels.hf.report import STEP, STEP_IN_FP8
 from llmkernels.hf.step import fp8, prompt
 from llmkernels.hf.step.decode import decoder
 from prompting import compose_forwards, prompts, run_padded
+from test_family_strangers import made
 from test_forward import DESCRIBED
 from test_fp8_linear import devices_with_products
 
@@ -106,6 +107,17 @@ def test_logits(name, how, in_float32, monkeypatch):
         assert distance(found, exact) > 0.02
     assert prompts(model) == {STEP_IN_FP8: 2}
     assert "prompts: 2 by the decode step in FP8" in str(handle.report())
+
+
+@torch.no_grad()
+def test_norms_before_the_last_product(in_float32):
+    """Those inside of the blocks of BitNet: a norm stands between SwiGLU and quantization."""
+    for activation in ("relu2", "silu"):
+        model, ids = made(BitNetForCausalLM, hidden_act=activation), ids_of()
+        expected = quantized(model)(ids).logits
+        llmkernels.patch(model, fp8=True)
+        assert_same_fp8(model(ids).logits, expected)
+        assert prompts(model) == {STEP_IN_FP8: 1}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "starcoder2", "phi"])
