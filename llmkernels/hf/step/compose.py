@@ -245,7 +245,9 @@ class _Source:
         return _ops.rms_norm_glu_linear(self.x, norm.weight, product.weight, activation, *options)
 
 
-_FAST_ACCUMULATION = False  # of fp8_linear
+# Of fp8_linear. Prompts of Qwen2.5-7B take 5 to 6 % less time on an H200; the error of a product of 18944 terms is 3.76
+# instead of 3.75 %.
+_FAST_ACCUMULATION = True
 _FP8_RESULTS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
