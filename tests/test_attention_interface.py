@@ -255,15 +255,15 @@ def test_dropout_goes_to_torch():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_a_mask_of_the_caller_goes_to_torch(name):
-    """It lets a query see two keys after its own, which no other mask does."""
+def test_a_mask_of_the_caller(name):
+    """It lets a query see two keys after its own, which no other mask does. With a softcap the kernel takes it."""
     model, ids = family_model(name), tiny_inputs("cpu", 2, 5)
     keys = torch.arange(5)
     mask = (keys <= keys[:, None] + 2).expand(2, 1, 5, 5)
     mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     found, expected, counts = both(model, lambda: model(input_ids=ids, attention_mask=mask).logits)
     assert_close(found, expected)
-    assert counts[0] == 0 < counts[1]
+    assert [count > 0 for count in counts] == ([False, True] if name == "llama" else [True, False])
 
 
 def test_a_model_that_sees_all_tokens():
