@@ -12,8 +12,8 @@ from attention_oracle import every_device, int32, make  # noqa: F401
 from llmkernels import attention
 from oracles import DTYPES, SANITIZED_DTYPES, assert_same, captured
 from test_attention import check
-from test_attention_backward import check as check_gradients
 from test_attention_backward import gradients, grads_of, ours, with_sinks
+from test_attention_ranges import check_both
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 HEAD_DIMS = [64, 128, 256, 40, 33]  # every kernel: of tensor cores, and the plain one
@@ -41,13 +41,6 @@ def make_mask(kind, shape, dtype, device, hidden=0.3):
 
 def make_slopes(heads, device):
     return 2 ** -torch.arange(1.0, heads + 1, device=device)
-
-
-def check_both(inputs, given=None, **options):
-    """y, lse and the gradients; `inputs` may have sinks."""
-    sinks = {"sinks": inputs[3]} if len(inputs) > 3 else {}
-    y, lse = check(inputs[:3], given and given[:3], **options, **sinks)
-    return y, lse, check_gradients(inputs, given, slack=16, **options)  # some queries see few keys, or one
 
 
 @every_dtype
