@@ -177,10 +177,18 @@ CUDA = [
     ),
     Mutation(
         "cuda_gemv_loses_a_warp",
-        "the sums of a block's last warp are left out",
+        "the sums of a group's last warp are left out",
         "csrc/kernels/linear/gemv.cu",
-        "if (i < warps) total += from[i * pitch];",
-        "if (i == 0 || i + 1 < warps) total += from[i * pitch];",
+        "if (i < a.slices) total += from[i * pitch];",
+        "if (i == 0 || i + 1 < a.slices) total += from[i * pitch];",
+        "tests/test_linear.py -k test_one_token",
+    ),
+    Mutation(
+        "cuda_gemv_mixes_gates_and_ups",
+        "the ups of a group of warps lie behind its own gates, and not behind those of the block",
+        "csrc/kernels/linear/gemv.cu",
+        "(at < columns ? 0 : block_columns - columns)",
+        "0",
         "tests/test_linear.py -k test_one_token",
     ),
     Mutation(

@@ -2,10 +2,11 @@
 // Moves n k elements of W, once.
 //
 //   blocks   split the columns of y evenly; a column is a row of W, with a gate one of the gate and one of the up rows
-//   warps    split K within a block; each keeps its slice of x in registers
+//   groups   of warps split the columns of a block evenly
+//   warps    split K within a group; each keeps its slice of x in registers
 //   ring     one per warp: a stage holds the warp's slices of a few rows of W, filled by bulk copies. A warp is its own
 //            producer and consumer, so it needs full barriers only, and waits for no other warp
-//   end      the partial sums of the warps are added up in a fixed order
+//   end      the partial sums of a group's warps are added up in a fixed order
 //
 // A norm is folded as in prologue.cuh: its weight is multiplied into x, in float16 divided by a power of two (one for
 // each warp), and the sums are multiplied by 1 / rms. Within a decode step (see linear.cu) the ring is filled before
@@ -22,9 +23,9 @@
 namespace llmk::kernels {
 namespace {
 
-// Shared memory in bytes: the full barriers, and from kSquares on a sum of squares per warp.
-constexpr int kSquares = 8 * kGemvWarps * kGemvMaxStages;
-static_assert(kSquares + 4 * kGemvWarps <= kGemvHeaderBytes);
+// Shared memory in bytes: the full barriers, and from kSquares on a sum of squares per slice.
+constexpr int kSquares = 8 * kGemvMaxWarps * kGemvMaxStages;
+static_assert(kSquares + 4 * kGemvMaxSlices <= kGemvHeaderBytes);
 
 struct Arguments {
   const void *x, *norm_weight, *weight, *bias;
@@ -34,8 +35,9 @@ struct Arguments {
   float alpha;            // of what is added to the residual
   int k;
   int columns_per_block, blocks_with_one_more;  // columns of y
+  int slices, groups;                           // see GemvPlan
   int stages;                                   // per warp
-  int pitch;                                    // floats between the partial sums of two warps
+  int pitch;                                    // floats between the partial sums of two slices
   int ring;                                     // its offset in shared memory
   int64_t up_rows;                              // rows from the gate to the up projection
   int64_t row_bytes;                            // between rows
@@ -65,7 +67,7 @@ struct EpilogueOperands {
 };
 
 template <typename T, int kVectors>
-__global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
+__global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMaxWarps), kVectors > 4 ? 1 : 2)
     gemv_kernel(const __grid_constant__ Arguments a) {
 #if __CUDA_ARCH__ >= 900
   using V = Vec<T, 8>;
@@ -74,18 +76,22 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
   extern __shared__ __align__(128) unsigned char shared[];
   float* const squares = reinterpret_cast<float*>(shared + kSquares);
   float* const sums = reinterpret_cast<float*>(shared + kGemvHeaderBytes);
-  const int warps = static_cast<int>(blockDim.x) / 32, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that the compiler knows that it is uniform
+  const int group = warp / a.slices, slice = warp - group * a.slices;
   const int block = static_cast<int>(blockIdx.x),
-            begin = block * a.columns_per_block + min(block, a.blocks_with_one_more);
-  const int columns = a.columns_per_block + (block < a.blocks_with_one_more), rows = a.glu ? 2 * columns : columns;
-  const int first = warp * kVectors * 256;  // of this warp's columns of x
+            block_begin = block * a.columns_per_block + min(block, a.blocks_with_one_more),
+            block_columns = a.columns_per_block + (block < a.blocks_with_one_more);
+  const int begin = group * block_columns / a.groups, columns = (group + 1) * block_columns / a.groups - begin,
+            rows = a.glu ? 2 * columns : columns;  // of this group, `begin` within the block
+  const int first = slice * kVectors * 256;        // of this warp's columns of x
   const int slice_bytes = min(kSliceBytes, kHalfBytes * (a.k - first));
   unsigned char* const ring = shared + a.ring + warp * a.stages * kStageBytes;
   const uint32_t full = shared_address(shared) + 8 * warp * a.stages;
 
-  // Fills a stage with this warp's slices of the block's next rows: all of the gate, then all of the up projection.
-  const char* const gate = static_cast<const char*>(a.weight) + begin * a.row_bytes + kHalfBytes * first;
+  // Fills a stage with this warp's slices of the group's next rows: all of the gate, then all of the up projection.
+  const char* const gate =
+      static_cast<const char*>(a.weight) + (block_begin + begin) * a.row_bytes + kHalfBytes * first;
   const char* const up = gate + (a.up_rows - columns) * a.row_bytes;
   int next = 0;
   const auto produce = [&](int stage) {
@@ -130,8 +136,8 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
   pdl_wait();
   load_all(x, a.x);
   EpilogueOperands<T> operands(
-      a, begin + min(static_cast<int>(threadIdx.x), columns - 1));  // loads hidden by the main loop
-  float scale = 1.f;                                                // the power of two that this warp's x is divided by
+      a, block_begin + min(static_cast<int>(threadIdx.x), block_columns - 1));  // loads hidden by the main loop
+  float scale = 1.f;  // the power of two that this warp's x is divided by
   if (a.fold_norm) {
     float sum[1] = {0.f};
     const float offset = a.norm_offset ? 1.f : 0.f;
@@ -155,7 +161,7 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
       x[v] = V::of([&](int e) { return product(v, e) * factor; });
     }
     warp_sum(sum, 32);
-    if (lane == 0) squares[warp] = sum[0];
+    if (lane == 0 && group == 0) squares[slice] = sum[0];
   }
 
   int stage = 0;
@@ -178,37 +184,38 @@ __global__ void __launch_bounds__(32 * kGemvWarps, kVectors > 4 ? 1 : 2)
     if (++stage == a.stages) stage = 0, phase ^= 1;
 #pragma unroll
     for (int r = 0; r < kStageRows; ++r) sum[r] = products[r][0] + products[r][1];
-    warp_sum(sum, 32);
-    float mine = 0.f;
-#pragma unroll
-    for (int r = 0; r < kStageRows; ++r) mine = lane == r ? sum[r] : mine;
-    if (lane < min(kStageRows, rows - row)) sums[warp * a.pitch + row + lane] = mine * scale;
+    constexpr int kLanes = 32 / kStageRows;  // that get the same sum
+    const float mine = warp_sum_scatter(sum);
+    const int at = row + lane / kLanes;
+    if (lane % kLanes == 0 && at < rows) {  // the block's gates come before its ups
+      sums[slice * a.pitch + begin + at + (at < columns ? 0 : block_columns - columns)] = mine * scale;
+    }
   }
   __syncthreads();
 
-  const auto sum_over_warps = [&](const float* from, int pitch) {
+  const auto sum_over_slices = [&](const float* from, int pitch) {
     float total = 0.f;
 #pragma unroll
-    for (int i = 0; i < kGemvWarps; ++i) {
-      if (i < warps) total += from[i * pitch];
+    for (int i = 0; i < kGemvMaxSlices; ++i) {
+      if (i < a.slices) total += from[i * pitch];
     }
     return total;
   };
-  const float rstd = a.fold_norm ? rsqrtf(sum_over_warps(squares, 1) * (1.f / static_cast<float>(a.k)) + a.eps) : 1.f;
+  const float rstd = a.fold_norm ? rsqrtf(sum_over_slices(squares, 1) * (1.f / static_cast<float>(a.k)) + a.eps) : 1.f;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < columns; i += static_cast<int>(blockDim.x)) {
-    if (i >= static_cast<int>(blockDim.x)) operands = EpilogueOperands<T>(a, begin + i);
-    const float sum = sum_over_warps(sums + i, a.pitch) * rstd;
+  for (int i = threadIdx.x; i < block_columns; i += static_cast<int>(blockDim.x)) {
+    if (i >= static_cast<int>(blockDim.x)) operands = EpilogueOperands<T>(a, block_begin + i);
+    const float sum = sum_over_slices(sums + i, a.pitch) * rstd;
     Vec<T, 1> result;
     if (a.glu) {
-      const float up_sum = sum_over_warps(sums + columns + i, a.pitch) * rstd;
+      const float up_sum = sum_over_slices(sums + block_columns + i, a.pitch) * rstd;
       activation::dispatch_on_device(
           a.activation, [&](auto act) { result.data[0] = from_float<T>(glu_of_sums<decltype(act), T>(sum, up_sum)); });
     } else {
       result.data[0] = from_float<T>(a.bias ? sum + operands.bias[0] : sum);
       if (a.add_residual) result = add_to_residual(operands.residual, result, a.alpha);
     }
-    static_cast<T*>(a.y)[begin + i] = result.data[0];  // assign_to() would take more instructions
+    static_cast<T*>(a.y)[block_begin + i] = result.data[0];  // assign_to() would take more instructions
   }
 #endif
 }
@@ -232,16 +239,18 @@ cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaS
                             .k = static_cast<int>(p.k()),
                             .columns_per_block = out / plan.blocks,
                             .blocks_with_one_more = out % plan.blocks,
+                            .slices = plan.slices,
+                            .groups = plan.groups,
                             .stages = plan.stages,
                             .pitch = plan.rows,
                             .ring = plan.ring,
                             .up_rows = out,
                             .row_bytes = p.weight.row_bytes(),
                             .eps = static_cast<float>(p.norm.eps)};
-  const LaunchShape shape{plan.blocks, dim3(32 * plan.warps), plan.shared_bytes};
+  const LaunchShape shape{plan.blocks, dim3(32 * plan.slices * plan.groups), plan.shared_bytes};
   const auto launch_as = [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return dispatch_int<1, 2, 4, 8>(plan.vectors, [&](auto count) {
+    return dispatch_int<2, 4, 8>(plan.vectors, [&](auto count) {
       return launch(gemv_kernel<T, decltype(count)::value>, shape, stream, arguments);
     });
   };

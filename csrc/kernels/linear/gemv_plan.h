@@ -4,15 +4,28 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/device_info.h"
 #include "params/weight.h"
 
 namespace llmk::kernels {
 
-constexpr int kGemvWarps = 10;  // of a block, at most
+// A group of warps splits K into slices, at most kGemvMaxSlices. A block has as many groups as make kGemvWarps warps of
+// it: one warp waits long for its copies, for shared memory and for the sum over its lanes. us per token of models on
+// an H200, batch 1, 512 tokens of context:
+//
+//   warps                | 1 group | 2 groups | 4 groups | 8 groups
+//   ---------------------|---------|----------|----------|---------
+//   Qwen2.5-0.5B: 2 each |         |      488 |      474 |      519
+//   Llama-3.2-1B: 4 each |     712 |      684 |          |
+//   SmolLM3-3B:   4 each |    1755 |     1697 |     1734 |
+//   Phi-4-mini:   6 each |    2091 |     2049 |          |
+//   Qwen2.5-7B:   7 each |    3403 |     3377 |          |
+//   Llama-3.1-8B: 8 each |    3616 |     3652 |          |
+constexpr int kGemvMaxSlices = 10, kGemvWarps = 8, kGemvMaxWarps = 14;
 // Limits: a row of x must fit the registers, and the partial sums of an SM's rows the shared memory beside the ring.
-constexpr int64_t kGemvMaxK = int64_t{kGemvWarps} * 8 * 256, kGemvMaxRowsPerSm = 2048;
+constexpr int64_t kGemvMaxK = int64_t{kGemvMaxSlices} * 8 * 256, kGemvMaxRowsPerSm = 2048;
 constexpr int kGemvMaxStages = 8;      // per warp
-constexpr int kGemvHeaderBytes = 768;  // of shared memory, before the partial sums
+constexpr int kGemvHeaderBytes = 960;  // of shared memory, before the partial sums
 
 inline bool gemv_fits(int64_t n, int64_t k, int sm_count) {
   return k <= kGemvMaxK && n <= kGemvMaxRowsPerSm * sm_count;
@@ -29,44 +42,47 @@ inline bool gemv_is_faster(int64_t n, int64_t k, int sm_count) {
   return gemv_fits(n, k, sm_count) && (k >= 2048 || n <= int64_t{128} * sm_count);
 }
 
-// Rows of W in a stage: as many as make 5 KiB per warp of it. Rows of up to 2560 elements take fewer, which more often
-// divide what a block has. SmolLM3-3B on an H200, of the same weights, us per token, medians of six runs in turn:
-//
-//   rows per stage | 6    | 8    | 10
-//   ---------------|------|------|-----
-//   us             | 1764 | 1765 | 1784
-constexpr int gemv_stage_rows(int vectors) { return vectors == 1 ? 8 : 10 / vectors; }
+// Rows of W in a stage: as many as make 4 KiB per warp of it. A power of two, for warp_sum_scatter().
+constexpr int gemv_stage_rows(int vectors) { return 8 / vectors; }
 template <int kVectors>
 constexpr int kGemvStageRows = gemv_stage_rows(kVectors);  // for device code, which may call no host function
 
 struct GemvPlan {
   int blocks;
   int rows;         // of W, of the block that has the most
-  int vectors;      // of 8 elements, of a thread's slice of x: 1, 2, 4 or 8
-  int warps;        // of a block
+  int vectors;      // of 8 elements, of a thread's slice of x: 2, 4 or 8
+  int slices;       // of K, one for each warp of a group
+  int groups;       // of warps, of a block
   int stages;       // per warp
   int stage_bytes;  // of all warps together
   int ring;         // its offset in shared memory
   size_t shared_bytes;
 };
 
-inline GemvPlan plan_gemv(const Weight& weight, bool glu, int sm_count) {
+inline GemvPlan plan_gemv(const Weight& weight, bool glu, const DeviceInfo& device) {
   const auto divide_up = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
   const int out = static_cast<int>(glu ? weight.rows / 2 : weight.rows);
   GemvPlan plan{};
-  plan.blocks = std::min(sm_count, out);
-  plan.rows = divide_up(out, plan.blocks) * (glu ? 2 : 1);
-  plan.vectors = 1;
-  while (weight.cols > plan.vectors * 256 * kGemvWarps) plan.vectors *= 2;
-  plan.warps = divide_up(weight.cols, plan.vectors * 256);
+  plan.blocks = std::min(device.sm_count, out);
+  const int columns = divide_up(out, plan.blocks);
+  plan.rows = columns * (glu ? 2 : 1);
+  plan.vectors = 2;
+  while (weight.cols > plan.vectors * 256 * kGemvMaxSlices) plan.vectors *= 2;
+  plan.slices = divide_up(weight.cols, plan.vectors * 256);
   const int stage_rows = gemv_stage_rows(plan.vectors);
-  plan.stage_bytes = static_cast<int>(weight.bytes(plan.warps * stage_rows * plan.vectors * 256));
-  plan.ring = (kGemvHeaderBytes + plan.warps * plan.rows * 4 + 127) / 128 * 128;
+  // With eight vectors, a warp has the registers of two. With fewer rows than a stage, more groups would save nothing.
+  plan.groups =
+      plan.vectors == 8 ? 1 : std::min({divide_up(kGemvWarps, plan.slices), divide_up(plan.rows, stage_rows), columns});
+  const int warps = plan.slices * plan.groups, group_rows = divide_up(columns, plan.groups) * (glu ? 2 : 1);
+  plan.stage_bytes = static_cast<int>(weight.bytes(warps * stage_rows * plan.vectors * 256));
+  plan.ring = (kGemvHeaderBytes + plan.slices * plan.rows * 4 + 127) / 128 * 128;
   // Where an SM has few weights to read, two blocks fit it, so that the next kernel may start early. Where it has more,
-  // a deeper ring is worth more.
+  // a deeper ring is worth more: 176 KiB rather than 144 take Llama-3.1-8B from 3653 to 3617 us per token on an H200,
+  // SmolLM3-3B from 1729 to 1700.
   const bool two_fit = plan.rows * weight.bytes(weight.cols) <= 150 * 1024;
-  const int ring_bytes = two_fit ? 112 * 1024 - plan.ring : 144 * 1024;
-  plan.stages = std::min({ring_bytes / plan.stage_bytes, divide_up(plan.rows, stage_rows), kGemvMaxStages});
+  const int ring_bytes =
+      two_fit ? 112 * 1024 - plan.ring : std::min(176 * 1024, static_cast<int>(device.shared_bytes) - plan.ring);
+  plan.stages = std::min({ring_bytes / plan.stage_bytes, divide_up(group_rows, stage_rows), kGemvMaxStages});
   plan.shared_bytes = static_cast<size_t>(plan.ring) + static_cast<size_t>(plan.stages) * plan.stage_bytes;
   return plan;
 }

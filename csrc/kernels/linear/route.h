@@ -213,7 +213,7 @@ inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, 
   if (tuned ? tuned->is(LinearVariant::kGemv) : p.m == 1 && gemv_is_faster(p.n(), p.k(), device.sm_count)) {
     route.variant = LinearVariant::kGemv;
     if (!tuned) route.reason = "one token";
-    route.gemv = plan_gemv(p.weight, p.glu, device.sm_count);
+    route.gemv = plan_gemv(p.weight, p.glu, device);
     route.blocks = route.gemv.blocks;
     return route;
   }
