@@ -253,11 +253,16 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     yield call("rope_kv_write", *new_tokens)
     yield call("rope_kv_write", *new_tokens, None, False, *norms)
     yield call("rope_kv_write", *new_tokens, None, False, *row_norms)
+    part = dim // 2  # of each head
+    some = q, *new.split(kv_heads, 2), cos[:, :part], sin[:, :part], (lengths - 1)[:, None], *caches, lengths
+    yield call("rope_kv_write", *some, None, False, *row_norms, part)
     qkv = draw(sequences, (heads + 2 * kv_heads) * dim)
     one_token, options = (qkv, cos, sin, lengths - 1, lengths), (heads, None, -1, 0.0, True)
     yield call("rope_decode_attention", *one_token, padding, *caches, pages, *options, *norms)
     for found in ((), norms, row_norms):
         yield call("rope_decode_attention", *one_token, None, *caches, None, *options, *found)
+    some = qkv, cos[:, :part], sin[:, :part], lengths - 1, lengths
+    yield call("rope_decode_attention", *some, None, *caches, None, *options, *row_norms, part)
 
     q, k, v = (draw(sequences, tokens, n, dim) for n in (heads, kv_heads, kv_heads))
     sinks, options = draw(heads), (0.3, tokens // 2, 0, 20.0)

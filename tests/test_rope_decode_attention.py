@@ -17,12 +17,13 @@ every_layout = pytest.mark.parametrize("paged", [False, True], ids=["contiguous"
 
 
 def make(device, dtype, *, lengths=(40, 1, 17), heads=14, dim=64, normed="", half=False, paged=False,
-         row_wise=False):  # fmt: skip
+         row_wise=False, rotary_dim=None):  # fmt: skip
     """Arguments by name, lengths including the new token. `normed`: which are normalized, of "q" and "k", each head or
     all heads together."""
     batch = len(lengths)
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    cos, sin = angles(CAPACITY, dim // 2 if half else dim, dtype=dtype, device=device)
+    columns = dim if rotary_dim is None else rotary_dim
+    cos, sin = angles(CAPACITY, columns // 2 if half else columns, dtype=dtype, device=device)
     table, cache = None, (batch, CAPACITY, KV_HEADS, dim)
     if paged:
         pages = CAPACITY // PAGE
@@ -46,6 +47,7 @@ def make(device, dtype, *, lengths=(40, 1, 17), heads=14, dim=64, normed="", hal
         "weight_offset": 0.5,
         "cast_before_weight": False,
         "row_wise": row_wise,
+        "rotary_dim": rotary_dim,
     }
 
 
@@ -60,7 +62,7 @@ def two_ops(values):
     heads, dim = values["heads"], caches[0].shape[3]
     q, k, v = values["qkv"].clone().view(len(values["qkv"]), 1, -1, dim).split((heads, KV_HEADS, KV_HEADS), 2)
     norms = {name: x for name, x in values.items() if "norm" in name or name in ("eps", "weight_offset")}
-    norms |= {name: values[name] for name in ("cast_before_weight", "row_wise")}
+    norms |= {name: values[name] for name in ("cast_before_weight", "row_wise", "rotary_dim")}
     seqlens, table = values["cache_seqlens"], {"block_table": values["block_table"]}
     tables, positions = (values["cos"], values["sin"]), values["positions"][:, None]
     llmkernels.rope_kv_write(q, k, v, *tables, positions, *caches, seqlens, **table, **norms)
@@ -93,6 +95,14 @@ def test_heads_tables_and_pages(device, half, heads, paged, dtype):
     check(make(device, dtype, **shape, normed="qk"))
     check(make(device, dtype, **shape, lengths=range(1, 41)) | {"prefetch_cache": True})
     check(make(device, dtype, **shape, lengths=range(1, 41), normed="qk", row_wise=True) | {"prefetch_cache": True})
+
+
+@every_dtype
+@every_norm
+@pytest.mark.parametrize("half", [False, True], ids=["full", "half"])
+@pytest.mark.parametrize("dim, rotary_dim", [(128, 96), (64, 32), (96, 16), (256, 64), (64, 0), (64, 24), (40, 16)])
+def test_a_part_of_each_head(device, dim, rotary_dim, half, normed, row_wise, dtype):
+    check(make(device, dtype, dim=dim, rotary_dim=rotary_dim, half=half, normed=normed, row_wise=row_wise))
 
 
 @every_dtype

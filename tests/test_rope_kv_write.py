@@ -1,5 +1,7 @@
-"""rope_kv_write: bitwise equal to rope and a copy; norms of heads and of rows; pages, tokens outside the cache, errors,
-CUDA graphs."""
+"""rope_kv_write: bitwise equal to rope and a copy, of a part of each head too; norms of heads and of rows; pages,
+tokens outside the cache, errors, CUDA graphs."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -15,10 +17,11 @@ def int32(values, device):
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def make(device, dtype, batch=3, tokens=1, heads=6, kv_heads=2, head_dim=64, capacity=20, half=False):
+def make(device, dtype, batch=3, tokens=1, heads=6, kv_heads=2, head_dim=64, capacity=20, half=False, rotary_dim=None):
     """q, k, v as slices of a packed projection; tables; caches full of NaN."""
     packed = torch.randn(batch, tokens, heads + 2 * kv_heads, head_dim, device=device).to(dtype)
-    tables = angles(50, head_dim // 2 if half else head_dim, dtype=dtype, device=device)
+    columns = head_dim if rotary_dim is None else rotary_dim
+    tables = angles(50, columns // 2 if half else columns, dtype=dtype, device=device)
     caches = [
         torch.full((batch, capacity, kv_heads, head_dim), float("nan"), dtype=dtype, device=device) for _ in range(2)
     ]
@@ -40,9 +43,11 @@ def norms_of(parts, row_wise=False, **options):
     return {"q_norm_weight": weight(parts[0]), "k_norm_weight": weight(parts[1]), "row_wise": row_wise} | options
 
 
-def expected(parts, tables, positions, caches, seqlens, interleaved=False, *, rotate=oracles.rope):
+def expected(parts, tables, positions, caches, seqlens, interleaved=False, *, rotate=oracles.rope, rotary_dim=None):
     q, k, v = parts
-    q, k = rotate(q, k, *tables, positions, interleaved=interleaved, rotary_dim=q.size(3))
+    rotary_dim = q.size(3) if rotary_dim is None else rotary_dim
+    if rotary_dim > 0:
+        q, k = rotate(q, k, *tables, positions, interleaved=interleaved, rotary_dim=rotary_dim)
     k_cache, v_cache = (c.clone() for c in caches)
     for b, length in enumerate(seqlens.tolist()):
         for t in range(q.size(1)):
@@ -72,6 +77,18 @@ def test_is_rope_and_a_copy(device, tokens, head_dim, half, interleaved, dtype):
         rope_kv_write(packed_q, *parts[1:], *tables, positions, *result, seqlens, interleaved=interleaved)
         assert_same(packed_q, want[0])
         assert_same((k, v), parts[1:])
+
+
+def test_columns_of_another_part_of_a_head(device):
+    parts, tables, caches = make(device, torch.bfloat16, rotary_dim=32)
+    call = partial(rope_kv_write, *parts, *tables, int32([0], device), *caches, int32([1, 1, 1], device))
+    with pytest.raises(RuntimeError, match=r"cos must be a table of rotary_dim or rotary_dim / 2 columns"):
+        call(rotary_dim=48)
+    with pytest.raises(RuntimeError, match=r"cos must be a table of head_dim or head_dim / 2 columns \(head_dim is 64"):
+        rope_kv_write(*parts, *(t[:, :24] for t in tables), int32([0], device), *caches, int32([1, 1, 1], device))
+    for rotary_dim in (-2, 33, 66):
+        with pytest.raises(ValueError, match=rf"rotary_dim must be even and in \[0, 64\], head_dim, got {rotary_dim}"):
+            call(rotary_dim=rotary_dim)
 
 
 @every_dtype
@@ -182,6 +199,24 @@ def test_is_rms_norm_rope_and_a_copy(device, row_wise, heads, kv_heads, tokens, 
     places = tables, torch.randint(50, (3, tokens), device=device), caches, seqlens
     want = expected(parts, *places, interleaved, rotate=normed(rms_norm_rope, **norms))
     assert_same(run(parts, *places, interleaved=interleaved, **norms), want)
+
+
+@every_dtype
+@every_order
+@pytest.mark.parametrize("half", [False, True], ids=["full", "half"])
+@pytest.mark.parametrize("head_dim, rotary_dim", [(128, 96), (64, 32), (80, 20), (96, 24), (64, 2), (64, 0), (6, 4)])
+@pytest.mark.parametrize("norm", ["", "heads", "rows"])
+def test_a_part_of_each_head(device, norm, head_dim, rotary_dim, half, interleaved, dtype):
+    """Bit for bit, with norms of the whole head."""
+    if norm and rotary_dim == 0:
+        pytest.skip("rms_norm_rope needs a rotation")
+    parts, tables, caches = make(device, dtype, tokens=2, head_dim=head_dim, half=half, rotary_dim=rotary_dim)
+    parts, seqlens = small_integers(parts), int32([2, 7, 20], device)
+    norms = norms_of(parts, norm == "rows") if norm else {}
+    rotate = normed(rms_norm_rope, **norms) if norm else oracles.rope
+    places = tables, torch.randint(50, (3, 2), device=device), caches, seqlens
+    want = expected(parts, *places, interleaved, rotate=rotate, rotary_dim=rotary_dim)
+    assert_same(run(parts, *places, interleaved=interleaved, rotary_dim=rotary_dim, **norms), want)
 
 
 @every_dtype

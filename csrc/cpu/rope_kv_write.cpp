@@ -15,7 +15,7 @@ namespace {
 template <typename T>
 inline void rotate_head(const RopeKvWriteParams& p, const Wide<T>* head, T* out, const Wide<T>* cos, const Wide<T>* sin,
                         LoopType<T>* buffer) {
-  const int64_t dim = p.head_dim;
+  const int64_t dim = p.rope.rotary_dim;
   const bool interleaved = p.interleaved;
   LoopType<T>* output = output_buffer(out, buffer);
   // Two loops, since in one loop GCC would fuse multiplications and additions in spite of -ffp-contract=off.
@@ -26,13 +26,14 @@ inline void rotate_head(const RopeKvWriteParams& p, const Wide<T>* head, T* out,
   for (int64_t high = distance; high < dim / 2 * step + distance; high += step) {
     output[high] = narrow<T>(rounded<T>(head[high] * cos[high]) + rounded<T>(head[high - distance] * sin[high]));
   }
-  store(output, dim, out);
+  for (int64_t d = dim; d < p.head_dim; ++d) output[d] = narrow<T>(head[d]);
+  store(output, p.head_dim, out);
 }
 
 template <typename T>
-inline void load_angles(const RopeTables& rope, const void* table, int64_t row_stride, int64_t position, int64_t dim,
+inline void load_angles(const RopeTables& rope, const void* table, int64_t row_stride, int64_t position,
                         bool interleaved, LoopType<T>* buffer, Wide<T>* angles) {
-  const int64_t width = rope.half_width ? dim / 2 : dim;
+  const int64_t dim = rope.rotary_dim, width = rope.half_width ? dim / 2 : dim;
   const LoopType<T>* row = load(static_cast<const T*>(table) + position * row_stride, width, buffer);
   for (int64_t d = 0; d < dim; ++d) angles[d] = widen(row[!rope.half_width ? d : interleaved ? d / 2 : d % width]);
 }
@@ -67,8 +68,8 @@ inline void write_tokens(const RopeKvWriteParams& p, int64_t flat_begin, int64_t
     const int64_t at = b * p.positions_batch + t * p.positions_token;
     const int64_t position = p.position_ids_int64 ? static_cast<const int64_t*>(p.position_ids)[at]
                                                   : static_cast<const int32_t*>(p.position_ids)[at];
-    load_angles<T>(p.rope, p.rope.cos, p.rope.cos_row, position, dim, p.interleaved, buffer.data(), cos.data());
-    load_angles<T>(p.rope, p.rope.sin, p.rope.sin_row, position, dim, p.interleaved, buffer.data(), sin.data());
+    load_angles<T>(p.rope, p.rope.cos, p.rope.cos_row, position, p.interleaved, buffer.data(), cos.data());
+    load_angles<T>(p.rope, p.rope.sin, p.rope.sin_row, position, p.interleaved, buffer.data(), sin.data());
     T* const q = static_cast<T*>(p.q) + b * p.q_batch + t * p.q_token;
     write_heads(q, p.q_head, p.heads, q_row, q_scale, [&](int64_t h) { return q + h * p.q_head; });
     const int64_t place = p.cache_seqlens[b] - p.tokens + t;

@@ -20,11 +20,12 @@ struct KvCache {
   int64_t capacity;  // keys per sequence: page_size, or page_size times the columns of the block table
 };
 
-// Tables of cos and sin by position: head_dim columns, or head_dim / 2 with `half_width`.
+// Tables of cos and sin by position: rotary_dim columns, or rotary_dim / 2 with `half_width`.
 struct RopeTables {
   const void *cos, *sin;
   int64_t cos_row, sin_row;  // strides between rows
   int64_t rows;              // valid positions are [0, rows)
+  int64_t rotary_dim;        // the first elements of a head, which are rotated
   bool half_width;
 };
 
@@ -51,7 +52,7 @@ struct DecodeAttentionParams {
   // to token cache_seqlens[b] - 1 of the cache, and attends to them too. Null: q is rotated, the cache is complete.
   const void *new_k, *new_v;  // [batch, kv_heads, head_dim]
   int64_t new_k_batch, new_k_head, new_v_batch, new_v_head;
-  RopeTables rope;
+  RopeTables rope;           // else without elements that are rotated
   const int32_t* positions;  // [batch]: rows of the rope tables
   QkNorm norm;
 

@@ -29,6 +29,7 @@ struct AttentionInputs {
 // The tables and positions by which one new token per sequence is rotated.
 struct Rotation {
   const Tensor &cos, &sin, &positions;
+  int64_t rotary_dim;
 };
 
 // RMSNorm of q or k before their rotation, where there is a weight: of each head, or of all heads of a token together.
@@ -208,13 +209,19 @@ Tensor decode_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_
   return run_attention(op, q, inputs);
 }
 
-// Checks the tables of cos and sin by position.
-void check_tables(const char* op, const Argument& model, const Argument& cos, const Argument& sin, int64_t head_dim) {
+// Checks the tables of cos and sin by position; returns how many elements of a head are rotated, all by default.
+int64_t check_tables(const char* op, const Argument& model, const Argument& cos, const Argument& sin, int64_t head_dim,
+                     std::optional<int64_t> rotary_dim) {
   check_dtype(op, cos, model);
   LLMK_CHECK(head_dim % 2 == 0, op, "head_dim must be even, got ", head_dim);
-  LLMK_CHECK(cos->dim() == 2 && (cos->size(1) == head_dim || cos->size(1) * 2 == head_dim), op,
-             "cos must be a table of head_dim or head_dim / 2 columns (head_dim is ", head_dim, "), got ", shape(*cos));
+  const int64_t dim = rotary_dim.value_or(head_dim);
+  LLMK_CHECK(dim >= 0 && dim % 2 == 0 && dim <= head_dim, op, "rotary_dim must be even and in [0, ", head_dim,
+             "], head_dim, got ", dim);
+  const char* name = rotary_dim ? "rotary_dim" : "head_dim";
+  LLMK_CHECK(cos->dim() == 2 && (cos->size(1) == dim || cos->size(1) * 2 == dim), op, "cos must be a table of ", name,
+             " or ", name, " / 2 columns (", name, " is ", dim, "), got ", shape(*cos));
   check_like(op, sin, cos);
+  return dim;
 }
 
 // `k_cache` has the heads of k.
@@ -230,9 +237,9 @@ void check_norms(const char* op, const Argument& model, int64_t heads, const Ten
   }
 }
 
-RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t head_dim) {
-  return {cos.const_data_ptr(), sin.const_data_ptr(), cos.stride(0),
-          sin.stride(0),        cos.size(0),          cos.size(1) != head_dim};
+RopeTables rope_tables(const Tensor& cos, const Tensor& sin, int64_t rotary_dim) {
+  return {cos.const_data_ptr(), sin.const_data_ptr(),     cos.stride(0), sin.stride(0), cos.size(0),
+          rotary_dim,           cos.size(1) != rotary_dim};
 }
 
 // The norms of a kernel, and the weights that they point to.
@@ -248,6 +255,7 @@ struct Norms {
 
 struct NewTokens {
   const Tensor &q, &k, &v, &cos, &sin, &position_ids;
+  int64_t rotary_dim;
 };
 
 void write(const char* op, const NewTokens& tokens, const QkNorms& qk_norms, const AttentionInputs& to,
@@ -274,7 +282,7 @@ void write(const char* op, const NewTokens& tokens, const QkNorms& qk_norms, con
   params.kv_heads = k.size(2);
   params.head_dim = q.size(3);
   params.norm = norms.params;
-  params.rope = rope_tables(cos, sin, params.head_dim);
+  params.rope = rope_tables(cos, sin, tokens.rotary_dim);
   params.position_ids = tokens.position_ids.const_data_ptr();
   params.position_ids_int64 = tokens.position_ids.scalar_type() == ScalarType::Long;
   std::tie(params.positions_batch, params.positions_token) = batch_and_token_strides(tokens.position_ids, 0);
@@ -304,7 +312,7 @@ void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                    const Tensor& position_ids, const Tensor& k_cache, const Tensor& v_cache,
                    const Tensor& cache_seqlens, std::optional<Tensor> block_table, bool interleaved,
                    std::optional<Tensor> q_norm_weight, std::optional<Tensor> k_norm_weight, double eps,
-                   double weight_offset, bool cast_before_weight, bool row_wise) {
+                   double weight_offset, bool cast_before_weight, bool row_wise, std::optional<int64_t> rotary_dim) {
   constexpr const char* op = "rope_kv_write";
   check_tensors(op, {{"q", q, Access::kWrite},
                      {"k", k},
@@ -337,10 +345,10 @@ void rope_kv_write(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                       {"k_norm_weight", k_norm_weight},
                       {eps, weight_offset, cast_before_weight},
                       row_wise};
-  check_tables(op, {"q", q}, {"cos", cos}, {"sin", sin}, head_dim);
+  const int64_t rotated = check_tables(op, {"q", q}, {"cos", cos}, {"sin", sin}, head_dim, rotary_dim);
   check_norms(op, {"q", q}, q.size(2), k_cache, norms);
   check_position_ids(op, position_ids, batch, tokens);
-  write(op, {q, k, v, cos, sin, position_ids}, norms, to, interleaved);
+  write(op, {q, k, v, cos, sin, position_ids, rotated}, norms, to, interleaved);
 }
 
 // rope_kv_write, then decode_attention, for one new token per sequence from a packed q|k|v: one launch where the fast
@@ -366,7 +374,7 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
     params.new_v = v.const_data_ptr();
     params.new_k_batch = params.new_v_batch = row;
     params.new_k_head = params.new_v_head = head_dim;
-    params.rope = rope_tables(cos, sin, head_dim);
+    params.rope = rope_tables(cos, sin, rotation.rotary_dim);
     params.positions = static_cast<const int32_t*>(positions.const_data_ptr());
     params.norm = weights.params;
     params.prefetch_cache = prefetch_cache;
@@ -381,7 +389,7 @@ Tensor rope_decode_attention(const char* op, const Tensor& qkv, const Rotation& 
   }
 #endif
   const Tensor position_ids = view(rotation.positions, {batch, 1}, {rotation.positions.stride(0), 1}, 0);
-  write(op, {q, k, v, rotation.cos, rotation.sin, position_ids}, norms, inputs, false);
+  write(op, {q, k, v, rotation.cos, rotation.sin, position_ids, rotation.rotary_dim}, norms, inputs, false);
   return view(run_attention(op, q, inputs), {batch, width}, {width, 1}, 0);
 }
 
@@ -391,7 +399,7 @@ Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tens
                                 std::optional<double> softmax_scale, int64_t window_left, double softcap,
                                 bool prefetch_cache, std::optional<Tensor> q_norm_weight,
                                 std::optional<Tensor> k_norm_weight, double eps, double weight_offset,
-                                bool cast_before_weight, bool row_wise) {
+                                bool cast_before_weight, bool row_wise, std::optional<int64_t> rotary_dim) {
   constexpr const char* op = "rope_decode_attention";
   check_tensors(op, {{"qkv", qkv, Access::kWrite},
                      {"cos", cos},
@@ -413,16 +421,15 @@ Tensor rope_decode_attention_op(const Tensor& qkv, const Tensor& cos, const Tens
              shape(qkv));
   const AttentionInputs inputs{{"k_cache", k_cache}, {"v_cache", v_cache}, cache_seqlens, cache_leftpad,
                                block_table,          softmax_scale,        window_left,   softcap};
-  const Rotation rotation{cos, sin, positions};
   const QkNorms norms{{"q_norm_weight", q_norm_weight},
                       {"k_norm_weight", k_norm_weight},
                       {eps, weight_offset, cast_before_weight},
                       row_wise};
   check_attention(op, {"qkv", qkv}, qkv.size(0), heads, inputs);
-  check_tables(op, {"qkv", qkv}, {"cos", cos}, {"sin", sin}, head_dim);
+  const int64_t rotated = check_tables(op, {"qkv", qkv}, {"cos", cos}, {"sin", sin}, head_dim, rotary_dim);
   check_norms(op, {"qkv", qkv}, heads, k_cache, norms);
   check_per_sequence(op, {"positions", positions}, qkv.size(0));
-  return rope_decode_attention(op, qkv, rotation, norms, inputs, heads, prefetch_cache);
+  return rope_decode_attention(op, qkv, {cos, sin, positions, rotated}, norms, inputs, heads, prefetch_cache);
 }
 
 void register_ops(StableLibrary& ops) {

@@ -185,13 +185,13 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "rope_kv_write(Tensor(a!) q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor position_ids, "
       "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor cache_seqlens, Tensor? block_table=None, bool interleaved=False, "
       "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, float weight_offset=0.0, "
-      "bool cast_before_weight=True, bool row_wise=False) -> ()");
+      "bool cast_before_weight=True, bool row_wise=False, int? rotary_dim=None) -> ()");
   ops.def(
       "rope_decode_attention(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor positions, Tensor cache_seqlens, "
       "Tensor? cache_leftpad, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? block_table, int heads, "
       "float? softmax_scale=None, int window_left=-1, float softcap=0.0, bool prefetch_cache=False, "
       "Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, float eps=1e-6, float weight_offset=0.0, "
-      "bool cast_before_weight=True, bool row_wise=False) -> Tensor");
+      "bool cast_before_weight=True, bool row_wise=False, int? rotary_dim=None) -> Tensor");
 
   // flash_attention.cpp; lse: log-sum-exp of the scores, (batch, heads, q_tokens), float32, or float64 for float64
   differentiable("attention",

@@ -247,6 +247,7 @@ def rope_kv_write(
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
     row_wise: bool = False,
+    rotary_dim: int | None = None,
 ) -> None:
     r"""Rotate new queries in place and new keys into a KV cache, and copy the values there: one launch.
 
@@ -257,19 +258,20 @@ def rope_kv_write(
     Args:
         q: (B, T, H, D), rotated in place; float32, float16 or bfloat16, on the CPU also float64. D is even.
         k, v: (B, T, Hkv, D), not changed.
-        cos, sin: tables (P, D), or (P, D/2) with one angle per pair.
+        cos, sin: tables (P, R), or (P, R/2) with one angle per pair.
         position_ids: (T,), (1, T) or (B, T), int32 or int64: rows of the tables, as in :func:`llmkernels.rope`. A
             position outside [0, P) raises on the CPU; on a GPU it makes that token NaN.
         k_cache, v_cache, block_table: as in :func:`decode_attention`; written in place.
         cache_seqlens: int32 (B,): how many keys each sequence has with the T new ones, as in
             :func:`decode_attention`: token t of sequence b becomes key ``cache_seqlens[b] - T + t``. A token with a
             negative index, or one beyond the capacity, is not written.
-        interleaved: pairs are (2i, 2i + 1) instead of (i, i + D/2).
+        interleaved: pairs are (2i, 2i + 1) instead of (i, i + R/2).
         q_norm_weight, k_norm_weight: (D,), w for the heads of ``q`` and of ``k``; with ``row_wise`` (H * D,) and
             (Hkv * D,). Those without a weight are not normalized (unlike in :func:`rms_norm_rope`); a norm without
             weights has ones.
         eps, weight_offset, cast_before_weight: of the norms, as in :func:`rms_norm`.
         row_wise: normalize all heads of a token together instead of each by itself, as OLMo 2 does.
+        rotary_dim: R, even: the first R elements of a head are rotated, as Phi-4-mini has it; default D.
 
     Layout: any strides with contiguous heads, so q, k and v may be slices of a packed projection.
     Arithmetic: float32 (float64 for float64); y is rounded to the dtype, then each product and the sum of the rotation.
@@ -279,15 +281,16 @@ def rope_kv_write(
         default) and Gemma 3 (``weight_offset=1, cast_before_weight=False``) after ``q_norm`` and ``k_norm``, rounded
         where these round, as in :func:`rms_norm_rope`; that of OLMo 2 (``row_wise=True, cast_before_weight=False``)
         where its cos and sin have the dtype of ``q``.
-    Raises: ValueError for an ``eps`` that is negative or not finite, or a ``weight_offset`` that is not; RuntimeError
-        for shapes, dtypes and devices that do not fit, each by name, for ``q`` or caches that overlap themselves, each
-        other or another input, and for inputs that need a gradient.
+    Raises: ValueError for an ``eps`` that is negative or not finite, a ``weight_offset`` that is not, or a
+        ``rotary_dim`` that is odd or too large; RuntimeError for shapes, dtypes and devices that do not fit, each by
+        name, for ``q`` or caches that overlap themselves, each other or another input, and for inputs that need a
+        gradient.
     """
     weights = {"q_norm_weight": q_norm_weight, "k_norm_weight": k_norm_weight}
     tensors = {"q": q, "k": k, "v": v, "cos": cos, "sin": sin, "k_cache": k_cache, "v_cache": v_cache}
     tensors |= {name: weight for name, weight in weights.items() if weight is not None}
     refuse_gradients("rope_kv_write", _NO_GRADIENT, **tensors)
-    options = (*weights.values(), eps, weight_offset, cast_before_weight, row_wise)
+    options = (*weights.values(), eps, weight_offset, cast_before_weight, row_wise, rotary_dim)
     places = (k_cache, v_cache, cache_seqlens, block_table)
     _ops.rope_kv_write(q, k, v, cos, sin, position_ids, *places, interleaved, *options)
     if not torch.compiler.is_compiling():  # nobody else tells autograd of the writes

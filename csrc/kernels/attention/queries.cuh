@@ -47,7 +47,7 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
   const int head = query_tiles == 1 ? scheduler.work_tile : divide(scheduler.work_tile, query_tiles),
             query_tile = scheduler.work_tile - head * query_tiles;
   const int first = query_tile * S::kQueries;
-  // A task is two vectors that are rotated together: of the queries, then of the key; then two of the value.
+  // A task is two vectors, of the queries, then of the key, which may be rotated together; then two of the value.
   const int tasks = S::kQueries * kLanes + (writes_new_kv ? 2 * kLanes : 0);
   // The sums of squares of rows lie in the padding of the first queries.
   [[maybe_unused]] float* const of_warps = reinterpret_cast<float*>(shared + layout.q + S::D * 2);
@@ -55,13 +55,15 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
   static_assert(S::kRow - S::D * 2 >= 8 && S::kQueries >= kWarps);
   bool waited = false;
   for (int task = threadIdx.x; task - lane < tasks || !waited; task += kThreads) {
-    const int row = task / kLanes, low = task % kLanes * 8, high = low + S::D / 2;
-    const bool is_task = task < tasks && (kLanes == kHalf || low < S::D / 2);
+    const int row = task / kLanes, pair = task % kLanes * 8;
+    const bool is_task = task < tasks && (kLanes == kHalf || pair < S::D / 2);
+    const PairPlace at(pair, S::D, static_cast<int>(params.rope.rotary_dim));  // which is 0 but in the fused form
+    const int low = at.low, high = at.high;
     const bool is_query = row < S::kQueries, is_key = row == S::kQueries;
     const int query = first + row, t = tokens == 1 ? 0 : divide(query, group);
     const bool exists = is_task && (!is_query || query < queries);
     Angles<T, 8> angles;
-    const bool rotated = params.positions && exists && (is_query || is_key);
+    const bool rotated = at.rotated && exists && (is_query || is_key);
     if (rotated) angles = Angles<T, 8>::load(params.rope, __ldcg(params.positions + scheduler.b), low, high);
     [[maybe_unused]] const T* weight = nullptr;
     [[maybe_unused]] V weight_low, weight_high;
@@ -109,7 +111,7 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
     unsigned char* const target =
         shared + (is_query ? layout.q + row * S::kRow : layout.new_kv + (is_key ? 0 : S::kRow)) + low * 2;
     *reinterpret_cast<V*>(target) = a;  // not store(), which is for global memory
-    *reinterpret_cast<V*>(target + S::D) = b;
+    *reinterpret_cast<V*>(target + (high - low) * 2) = b;
     if (is_query || query_tile != 0) continue;
     const KvCache& cache = params.cache;
     int64_t page = scheduler.b;

@@ -3,8 +3,8 @@
 // table are read on the device. Rounds as kernels/rope/rope.cu and rms_norm_rope.cu do: bitwise equal to eager PyTorch.
 // Tokens that would lie outside the cache are not written.
 //
-// Reads and writes every element of q, k and v once. A thread has two vectors of a head that are rotated together: N
-// elements at d and N at d + head_dim / 2; interleaved, 2 N neighbours.
+// Reads and writes every element of q, k and v once. A thread has two vectors of a head, of N elements, that are
+// rotated together (rotate.cuh, PairPlace); interleaved, 2 N neighbours.
 #include <algorithm>
 #include <initializer_list>
 
@@ -88,42 +88,43 @@ struct Head {
   }
 };
 
-// The two vectors of a head that are rotated together, from pair d on.
+// Two vectors of a head, from pair d on.
 template <typename T, int N>
 struct Pairs {
   using V = Vec<T, N>;
-  int64_t low_at, high_at;
+  PairPlace at;
   V low, high;
 
-  __device__ Pairs(const RopeKvWriteParams& params, const Head<T>& head, int64_t d)
-      : low_at(params.interleaved ? 2 * d : d),
-        high_at(params.interleaved ? 2 * d + N : d + params.head_dim / 2),
-        low(V::load(head.in + low_at)),
-        high(V::load(head.in + high_at)) {}
+  __device__ Pairs(const RopeKvWriteParams& params, const Head<T>& head, int d)
+      : at(d, static_cast<int>(params.head_dim), static_cast<int>(params.rope.rotary_dim)) {
+    if (params.interleaved) at.low = 2 * d, at.high = 2 * d + N;
+    low = V::load(head.in + at.low);
+    high = V::load(head.in + at.high);
+  }
 
   // weight: that of the head.
   __device__ void normalize_by(const T* weight, float rstd, const RmsNormOptions& options) {
-    low = normalize(low, rstd, V::load(weight + low_at), options);
-    high = normalize(high, rstd, V::load(weight + high_at), options);
+    low = normalize(low, rstd, V::load(weight + at.low), options);
+    high = normalize(high, rstd, V::load(weight + at.high), options);
   }
 
   __device__ void rotate_and_store(const RopeKvWriteParams& params, const Head<T>& head) {
-    if (head.is_q || head.is_k) {
-      const int64_t at = head.b * params.positions_batch + head.t * params.positions_token;
-      const int64_t position = params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[at]
-                                                         : static_cast<const int32_t*>(params.position_ids)[at];
+    if (at.rotated && (head.is_q || head.is_k)) {
+      const int64_t index = head.b * params.positions_batch + head.t * params.positions_token;
+      const int64_t position = params.position_ids_int64 ? static_cast<const int64_t*>(params.position_ids)[index]
+                                                         : static_cast<const int32_t*>(params.position_ids)[index];
       if constexpr (N == 1) {
         if (params.interleaved) {
-          rotate_neighbours(low, high, params.rope, position, low_at);
+          rotate_neighbours(low, high, params.rope, position, at.low);
         } else {
-          rotate(low, high, Angles<T, 1>::load(params.rope, position, low_at, high_at));
+          rotate(low, high, Angles<T, 1>::load(params.rope, position, at.low, at.high));
         }
       } else {
-        rotate(low, high, Angles<T, N>::load(params.rope, position, low_at, high_at));
+        rotate(low, high, Angles<T, N>::load(params.rope, position, at.low, at.high));
       }
     }
-    low.store(head.out + low_at);
-    high.store(head.out + high_at);
+    low.store(head.out + at.low);
+    high.store(head.out + at.high);
   }
 };
 
@@ -131,7 +132,8 @@ template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) rope_kv_write_kernel(const RopeKvWriteParams params) {
   const int64_t pairs = params.head_dim / 2 / N;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t row = index / pairs, d = index % pairs * N;
+  const int64_t row = index / pairs;
+  const int d = static_cast<int>(index % pairs * N);
   Head<T> head(params, row);
   pdl_launch_dependents();
   pdl_wait();
@@ -148,17 +150,17 @@ __global__ void __launch_bounds__(kThreads) norm_rope_kv_write_kernel(const Rope
   pdl_launch_dependents();
   pdl_wait();
   // All lanes of a warp take part in the sum, those without a head, too.
-  const int64_t half = head.find(params) ? params.head_dim / 2 : 0;
+  const int half = head.find(params) ? static_cast<int>(params.head_dim / 2) : 0;
   const T* const weight = head.norm_weight(params);
   float squares = 0.f;
   if (weight) {
-    for (int64_t d = rank * N; d < half; d += lanes * N) {
+    for (int d = rank * N; d < half; d += lanes * N) {
       const Pairs<T, N> x(params, head, d);
       squares = add_squares(squares, x.low, x.high);
     }
   }
   const float rstd = reciprocal_rms(warp_sum(squares, lanes), static_cast<int>(params.head_dim), params.norm.options);
-  for (int64_t d = rank * N; d < half; d += lanes * N) {
+  for (int d = rank * N; d < half; d += lanes * N) {
     Pairs<T, N> x(params, head, d);
     if (weight) x.normalize_by(weight, rstd, params.norm.options);
     x.rotate_and_store(params, head);
@@ -212,7 +214,8 @@ bool heads_and_caches_aligned(const RopeKvWriteParams& p) {
   const std::initializer_list<int64_t> strides = {
       p.q_batch, p.q_token, p.q_head, p.k_batch, p.k_token, p.k_head, p.v_batch,      p.v_token,      p.v_head,
       c.k_page,  c.k_token, c.k_head, c.v_page,  c.v_token, c.v_head, p.rope.cos_row, p.rope.sin_row, p.head_dim / 2};
-  return !p.interleaved && std::all_of(strides.begin(), strides.end(), [](int64_t s) { return s % N == 0; });
+  if (p.interleaved || p.rope.rotary_dim / 2 % N != 0) return false;
+  return std::all_of(strides.begin(), strides.end(), [](int64_t s) { return s % N == 0; });
 }
 
 cudaError_t launch_rope_kv_write(const RopeKvWriteParams& params, Dtype dtype, cudaStream_t stream) {

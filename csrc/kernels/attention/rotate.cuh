@@ -9,6 +9,20 @@
 
 namespace llmk::kernels {
 
+// Where the elements of a head lie that a thread moves together, from pair `pair` on: two that are rotated together, or
+// behind all of these two others.
+struct PairPlace {
+  int low, high;
+  bool rotated;
+
+  __device__ PairPlace(int pair, int head_dim, int rotary_dim) {
+    const int pairs = rotary_dim / 2;
+    rotated = pair < pairs;
+    low = rotated ? pair : pair + pairs;
+    high = low + (rotated ? pairs : (head_dim - rotary_dim) / 2);
+  }
+};
+
 // cos and sin for the N elements from `low` on, and for the N elements from `high` on that they are paired with.
 template <typename T, int N>
 struct Angles {

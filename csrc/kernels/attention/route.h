@@ -83,7 +83,8 @@ inline DecodeProblem problem_of(const DecodeAttentionParams& p, Dtype dtype) {
           .dtype = dtype,
           .fused = p.new_k != nullptr,
           .max_seqlen = p.max_seqlen,
-          .aligned = routing::all_aligned({p.q, c.k, c.v, p.out, p.new_k, p.new_v, p.rope.cos, p.rope.sin,
+          .aligned = p.rope.rotary_dim % 16 == 0 &&
+                     routing::all_aligned({p.q, c.k, c.v, p.out, p.new_k, p.new_v, p.rope.cos, p.rope.sin,
                                            p.norm.q_weight, p.norm.k_weight}) &&
                      routing::all_multiples({p.q_batch, p.q_token, p.q_head, c.k_page, c.k_token, c.k_head, c.v_page,
                                              c.v_token, c.v_head, p.new_k_batch, p.new_k_head, p.new_v_batch,

@@ -83,6 +83,9 @@ class Tokens:
     packed: Packed | None = None
     ends: Tensor | None = None
 
+    def tables_of(self, attention: Attention) -> tuple[Tensor, Tensor]:
+        return self.tables[UNROTATED if attention.table is None else attention.table]
+
 
 class LayerCache(NamedTuple):
     """The keys and values of a layer, as `decode_attention` takes them: `seqlens` int32 (B,) counts them with the new
@@ -147,11 +150,9 @@ def embed(embedding: Tensor, scale: Tensor | float | None, ids: Tensor, hidden: 
         hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
 
 
-def make_tables(
-    parts: Description, positions: range, ahead: bool = False, packed: bool = False
-) -> dict[str, tuple[Tensor, Tensor]]:
+def make_tables(parts: Description, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
     """cos and sin (P, pairs) of these positions, by name. Computed by the model's module, which repeats those of a
-    pair. `packed`: for sequences in a row.
+    pair.
 
     `ahead`: the sequences are shorter. A module whose frequencies grow with the length keeps those of a longer sequence
     until it is asked for a shorter one than they begin to grow at, which is where the description's positions end.
@@ -168,7 +169,7 @@ def make_tables(
         pair = parts.rotary(weight[:1], positions, *kind)
         rows = (table.reshape(positions.shape[1], -1) for table in pair)
         found[name] = tuple(_of_pairs(table, alternates).to(weight.dtype).contiguous() for table in rows)
-    if packed or any(attention.table is None or _is_partial(attention, found) for attention in attentions):
+    if any(attention.table is None for attention in attentions):
         cos = weight.new_ones(positions.shape[1], attentions[0].head_dim // 2)
         found[UNROTATED] = cos, torch.zeros_like(cos)
     return found
@@ -334,21 +335,19 @@ def _attend(attention: Attention, source: _Source, tokens: Tokens, cache: LayerC
     qkv = source.linear(attention.qkv)
     if tokens.packed is not None:
         return _attend_packed(attention, qkv, tokens, cache, tokens.packed)
-    table, interleaved, norms = attention.table, attention.interleaved, _norms(attention)
-    if table is None:
-        table, interleaved = UNROTATED, False
-    elif _is_partial(attention, tokens.tables):
-        _rotate_part(attention, qkv, tokens, table)
-        table, interleaved, norms = UNROTATED, False, ()
-    tables = tokens.tables[table]
+    tables, norms = tokens.tables_of(attention), _norms(attention)
+    interleaved = attention.interleaved and attention.table is not None
+    rotary_dim = 2 * tables[0].shape[1]
     scores = attention.scale, attention.window_left, attention.softcap
     if tokens.count == 1 and not interleaved and not tokens.is_prompt:
         cached = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
         options = attention.heads, *scores, True, *norms
-        return _ops.rope_decode_attention(qkv, *tables, tokens.positions[:, 0], *cached, *options)
+        positions = tokens.positions[:, 0]
+        return _ops.rope_decode_attention(qkv, *tables, positions, *cached, *options, rotary_dim=rotary_dim)
     q, k, v = _heads(attention, qkv, tokens)
     cached = cache.k, cache.v, cache.seqlens, tokens.block_table
-    _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *cached, interleaved, *norms)
+    options = interleaved, *norms
+    _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *cached, *options, rotary_dim=rotary_dim)
     if tokens.is_prompt:
         scale, window, softcap = scores
         y, _ = _ops.attention(q, cache.k, cache.v, cache.leftpad, tokens.ends, None, scale, window, 0, softcap)
@@ -361,11 +360,12 @@ def _attend_packed(attention: Attention, qkv: Tensor, tokens: Tokens, cache: Lay
     """The same of sequences in a row: they attend to what is new, and their keys and values go to a row of the caches
     each, where every token counts as a sequence of its own."""
     if attention.table is not None or attention.q_norm is not None:
-        _rotate_part(attention, qkv, tokens, UNROTATED if attention.table is None else attention.table)
+        _rotate(attention, qkv, tokens)
     q, k, v = _heads(attention, qkv, tokens)
     alone = [x.transpose(0, 1) for x in (q, k, v, tokens.positions)]
     where = cache.k, cache.v, packed.seqlens, packed.row
-    _ops.rope_kv_write(*alone[:3], *tokens.tables[UNROTATED], alone[3], *where, False)
+    no_columns = (table[:, :0] for table in tokens.tables_of(attention))
+    _ops.rope_kv_write(*alone[:3], *no_columns, alone[3], *where, rotary_dim=0)
     scale, window, softcap = attention.scale, attention.window_left, attention.softcap
     y, _ = _ops.attention(q, k, v, packed.begin, None, None, scale, window, 0, softcap)
     return y.view(len(qkv), -1)
@@ -377,15 +377,10 @@ def _norms(attention: Attention) -> tuple:
     return () if q_norm is None else (q_norm.weight, k_norm.weight, *_options(q_norm), attention.row_norms)
 
 
-def _is_partial(attention: Attention, tables: dict[str, tuple[Tensor, Tensor]]) -> bool:
-    """Whether a rotation leaves out a part of each head."""
-    return attention.table is not None and 2 * tables[attention.table][0].shape[1] < attention.head_dim
-
-
-def _rotate_part(attention: Attention, qkv: Tensor, tokens: Tokens, table: str) -> None:
-    """Norms of q and k, and a rotation of them, which may be partial: in place."""
+def _rotate(attention: Attention, qkv: Tensor, tokens: Tokens) -> None:
+    """Norms of q and k, and their rotation: in place."""
     q, k, _ = _heads(attention, qkv, tokens)
-    cos, sin = tokens.tables[table]
+    cos, sin = tokens.tables_of(attention)
     layout = False, attention.interleaved, 2 * cos.shape[1]
     if attention.q_norm is None:
         _ops.rope_(q, k, cos, sin, tokens.positions, *layout)

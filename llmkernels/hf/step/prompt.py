@@ -166,7 +166,7 @@ def _run_packed(
     hidden = parts.weight.new_empty(len(row), parts.weight.shape[1])
     compose.embed(parts.embedding, parts.embed_scale, ids[row, column], hidden)
     packed = Packed(begin[None].int(), row[:, None].int(), (column + 1).int())
-    tables = make_tables(parts, parts.positions[:count], packed=True)
+    tables = make_tables(parts, parts.positions[:count])
     tokens = Tokens(1, len(row), positions[None].int(), tables, is_prompt=True, packed=packed)
     hidden, _ = compose.run_layers(parts, hidden, tokens, _caches(cache, count, leftpad))
     cache.advance(count)
