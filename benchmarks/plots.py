@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import models, references, report
 from benchmarks.cases import OURS
-from benchmarks.report import cases
+from benchmarks.report import cases, dtype_of
 from benchmarks.results import load
 
 NAMES_AND_COLOURS = {
@@ -354,7 +354,7 @@ def finish(figure, meta: dict, rows: Rows, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     how = {"graph": "CUDA graphs over rotated inputs", "wall": "wall time"}[rows[0]["timing"]]
-    dtypes = {DTYPES[row["dtype"]] for row in rows}
+    dtypes = {DTYPES[dtype_of(row)] for row in rows}
     facts = [meta["gpu"] or meta["cpu"], f"torch {meta['torch']}", *(dtypes if len(dtypes) == 1 else ()), how]
     below = ", ".join([*facts, dates(meta, rows)])
     handles, words = figure.axes[0].get_legend_handles_labels()

@@ -29,9 +29,14 @@ def cases(rows: Iterable[dict]) -> list[tuple[dict, dict[str, dict]]]:
     """Rows that differ in nothing but the provider, together: [(case keys, {provider: row}), ...]."""
     groups: dict[tuple, tuple[dict, dict[str, dict]]] = {}
     for row in rows:
-        keys = {key: row[key] for key in CASE_KEYS if key in row}
+        keys = {key: row[key] for key in CASE_KEYS if key in row} | {"dtype": dtype_of(row)}
         groups.setdefault(tuple(keys.items()), (keys, {}))[1][row["provider"]] = row
     return list(groups.values())
+
+
+def dtype_of(row: dict) -> str:
+    """That of the model, whose products may have another."""
+    return row.get("model_dtype", row["dtype"])
 
 
 def computes_the_op(row: dict) -> bool:

@@ -31,7 +31,8 @@ def llmkernels_fp8(model: nn.Module):
     with patched(model, fp8=True) as handle:
         if (reason := handle.report().decode[0].fp8.reason) is not None:
             raise RuntimeError(f"prompts not in FP8: {reason}")
-        yield model, {"approximate": True}
+        dtypes = {"dtype": "float8_e4m3fn", "model_dtype": str(model.dtype).removeprefix("torch.")}
+        yield model, {"approximate": True, **dtypes}
 
 
 @contextmanager
