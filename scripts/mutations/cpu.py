@@ -332,6 +332,14 @@ CPU = [
         "tests/test_rope.py -k errors",
     ),
     Mutation(
+        "rope_kv_write_drops_the_rest",
+        "what lies behind the part of a head that is rotated is not written",
+        "csrc/cpu/rope_kv_write.cpp",
+        "for (int64_t d = dim; d < p.head_dim; ++d) output[d] = narrow<T>(head[d]);",
+        "",
+        "tests/test_rope_kv_write.py -k part_of_each_head",
+    ),
+    Mutation(
         "tuned_choice_for_more_tokens",
         "a measured choice is taken for more tokens than it is for",
         "csrc/kernels/linear/tuned.h",
