@@ -104,12 +104,13 @@ def test_tall_weights(m, n, k, dtype):
 @every_narrow_dtype
 @pytest.mark.parametrize(
     "n, k",
-    [(2, 264), (16000, 40), (262, 2568), (40002, 2056), (130, 20480), (130, 20488),
+    [(2, 264), (16000, 40), (9730, 896), (262, 2568), (40002, 2056), (130, 20480), (130, 20488),
      *(pytest.param(n, k, marks=pytest.mark.sanitizer)  # more k tiles than stages
-       for n, k in ((6002, 2008), (4608, 3584), (1002, 5128), (1000, 10248)))],
+       for n, k in ((1154, 896), (6002, 2008), (4608, 3584), (1002, 5128), (1000, 10248)))],
 )  # fmt: skip
 def test_one_token(n, k, dtype):
-    """gemv.cu: every number of vectors per lane, K that ends anywhere in a warp's slice, more rows than threads."""
+    """gemv.cu: every number of vectors per lane, 1 to 8 groups of warps, K that ends anywhere in a warp's slice, more
+    rows than threads."""
     x, norm_weight, weight, bias = make(1, n, k, dtype, "cuda")
     compare(linear, F.linear, (x, weight, bias))
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
