@@ -9,8 +9,8 @@
 
 namespace llmk::kernels {
 
-// Where the elements of a head lie that a thread moves together, from pair `pair` on: two that are rotated together, or
-// behind all of these two others.
+// Where the elements of a head lie that a thread moves together, from pair `pair` on. The first rotary_dim / 2 pairs
+// are rotated, each element with the one rotary_dim / 2 behind it; the rest of the head makes up the other pairs.
 struct PairPlace {
   int low, high;
   bool rotated;
