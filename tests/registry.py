@@ -65,7 +65,7 @@ def small_calls(device="cpu", size=SMALL) -> dict[str, list[dict]]:
 
 # Options that other arguments have to change with.
 _TIED = {"split", "row_wise", "heads_first", "scaled", "squares", "lora_linear_backward.x"}
-_TIED |= {"cross_entropy_backward.weight", "cross_entropy_backward_.weight"}
+_TIED |= {"embed_tokens_.counters", "cross_entropy_backward.weight", "cross_entropy_backward_.weight"}
 
 
 def variants(op: str, arguments: dict) -> dict[str, dict]:
@@ -223,6 +223,9 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     logits, rng_state = draw(2, size.vocab, scale=3.0, dtype=torch.float32), torch.tensor([seed, 5], device=device)
     seen = torch.zeros(2, size.vocab, dtype=torch.bool, device=device)
     yield call("scale_softcap", logits, 0.5, 30.0)
+    ids, counters = draw_int(size.classes, batch, tokens), draw_int(50, 3, batch).int()
+    yield call("embed_tokens_", x.flatten(0, 1), draw(size.classes, cols), ids, 3.0, counters, 2, ids.int())
+    yield call("embed_tokens_", x.flatten(0, 1), draw(size.classes, cols), ids)
     of_rows = positive(2), int32(50, 3), *(torch.full((2,), p, device=device) for p in (0.9, 0.01, 1.1))
     yield call("sample", logits, *of_rows, seen, rng_state)
     yield call("sample", logits, *[None] * 5, seen, rng_state, 0.9, 50, 0.9, 0.01, 1.1)

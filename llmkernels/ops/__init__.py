@@ -7,6 +7,7 @@ or position out of range, which the CPU may find in the middle of a decode step.
 torch.export) raises the same, but cannot see whether two tensors share memory.
 """
 
+from llmkernels.ops import embed_tokens as _embed_tokens  # noqa: F401, its fake
 from llmkernels.ops import optim as _optim  # noqa: F401, public in llmkernels.optim
 from llmkernels.ops import softcap as _softcap  # noqa: F401, its fake
 from llmkernels.ops.activation import (
