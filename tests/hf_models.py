@@ -18,6 +18,7 @@ VOCAB = 97
 OPS = {"rms_norm": LAYERS + 1, "add_rms_norm": LAYERS, "rope": LAYERS, "swiglu": LAYERS}
 # One prompt of a call of generate.
 PROMPT = {
+    "embed_tokens_": 1,
     "rms_norm_linear": LAYERS + 1,
     "rope_kv_write": LAYERS,
     "attention": LAYERS,
@@ -26,6 +27,7 @@ PROMPT = {
 }
 # One decode step.
 STEP = {
+    "embed_tokens_": 1,
     "rms_norm_linear": LAYERS + 1,
     "rope_decode_attention": LAYERS,
     "linear_add_scale_": 2 * LAYERS,

@@ -164,7 +164,7 @@ def make(
     head = make_product(vocab, hidden, bias if head_bias is None else head_bias)
     parts = Description(
         embedding=head.weight,
-        embed_scale=None,
+        embed_scale=1.0,
         rotary=rotary,
         tables=("",) if any(rotated) else (),
         positions=range(capacity),

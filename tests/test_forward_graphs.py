@@ -31,14 +31,17 @@ class Graph:
     """What replays a step on the CPU, as a CUDA graph does on a GPU: the launches of the recording, by address."""
 
     def __init__(self, step):
-        self.arguments = step.parts, step._hidden, step._where, step._caches
+        self.tokens, self.counting = step.tokens, (step._ahead, step._positions)
+        self.arguments = step.parts, step._hidden, step._where, step._caches, step._place.counters
         self.moved = self.arguments
         self.replays = self.points = 0
         with torch.inference_mode(False), torch.no_grad():  # a replay may come in any mode
             self.output = self.function().clone()
 
     def function(self):
-        return compose.forward(*self.moved)
+        *arguments, counters = self.moved
+        compose.embed(self.arguments[0], self.tokens, self.arguments[1], counters, *self.counting)
+        return compose.forward(*arguments)
 
     def replay(self):
         self.replays += 1
@@ -47,10 +50,11 @@ class Graph:
     def point(self, recorded, now):
         self.points += 1
         moves = dict(zip(recorded, now, strict=True))
-        parts, hidden, where, caches = self.arguments
+        parts, hidden, where, caches, counters = self.arguments
         positions = at(moves.get(where.positions.data_ptr(), where.positions.data_ptr()), where.positions)
+        counters = at(moves[counters.data_ptr()], counters)
         caches = [compose.LayerCache(*(at(moves[x.data_ptr()], x) for x in cache)) for cache in caches]
-        self.moved = parts, hidden, dataclasses.replace(where, positions=positions), caches
+        self.moved = parts, hidden, dataclasses.replace(where, positions=positions), caches, counters
 
 
 @pytest.fixture

@@ -268,16 +268,27 @@ def test_counters_are_written_where_they_differ(device):
     assert begin(4)
     assert counters() == ([[4, 4], [5, 5]], [[0, 0]])
     assert not begin(4)
-    cache.count_ahead()
+
+    def count(tokens):
+        with cache.counting(tokens):
+            cache.counters.add_(tokens)
+
+    count(1)
     cache.advance()
     assert not begin(5)
     assert counters() == ([[5, 5], [6, 6]], [[0, 0]])
     assert begin(7)
     assert counters() == ([[7, 7], [6, 6]], [[0, 0]])
-    cache.count_ahead(2)  # of a step that raised, so that the host does not count it
+    count(2)  # and the host does not
     assert begin(7)
     assert counters() == ([[7, 7], [6, 6]], [[0, 0]])
-    cache.count_ahead(2)
+    for counted in (0, 2):  # by a step that raises then
+        with pytest.raises(RuntimeError, match="in the middle"), cache.counting(2):
+            cache.counters.add_(counted)
+            raise RuntimeError("in the middle")
+        assert begin(7)
+        assert counters() == ([[7, 7], [6, 6]], [[0, 0]])
+    count(2)
     cache.advance(2)
     cache.take_back(2)
     assert begin(7)

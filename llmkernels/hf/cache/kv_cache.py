@@ -1,6 +1,7 @@
 """A KV cache of fixed buffers, which transformers' models fill and a decode step writes into."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -167,11 +168,14 @@ class KVCache(Cache):
                 self._place_leftpad(self.leftpads[0])
         return any(changed)
 
-    def count_ahead(self, tokens: int = 1) -> None:
-        """Count tokens on the device that a decode step is about to write."""
-        self.counters.add_(tokens)
-        self._counted = [count + tokens for count in self._counted]
-        self._position = None if self._position is None else self._position + tokens
+    @contextmanager
+    def counting(self, tokens: int = 1) -> Iterator[None]:
+        """Around what counts these tokens on the device. If it raises, nobody knows whether it has."""
+        counted = [count + tokens for count in self._counted]
+        position = None if self._position is None else self._position + tokens
+        self._forget_counters()
+        yield
+        self._counted, self._position = counted, position
         self._versions = self.counters._version, self.leftpads._version
 
     def advance(self, tokens: int = 1) -> None:

@@ -29,6 +29,7 @@ from ..step.decode import MAX_ROWS, Decoder, DecodeStep, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from . import reading
+from .positions import check_ids
 from .reading import Reading, Text, next_turn
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
@@ -105,7 +106,7 @@ def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inpu
     if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
         raise NoStep("gradients are enabled")
     _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
-    leftpad, tokens = _left_padding(input_ids, inputs, config)
+    leftpad, tokens = _left_padding(input_ids, inputs, config, len(parts.embedding))
     check_length(parts, tokens - input_ids.shape[1] + stopping_criteria.max_length)
     behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
     cache = inputs[cache_name()]
@@ -216,11 +217,11 @@ def _check_call(parts: Description, input_ids, stopping_criteria, config, synced
     check_batch(parts, input_ids)
 
 
-def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config) -> tuple[Tensor | None, int]:
+def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config, vocabulary: int) -> tuple[Tensor | None, int]:
     """Where each sequence starts, None for all at 0; and how many tokens there are with those in the cache.
 
-    Raises NoStep for other masks and positions than left padding's. Reads a few numbers on the host: before the
-    prefill, where nothing is waiting yet.
+    Raises NoStep for other masks and positions than left padding's, and IndexError for ids of no token. Reads a few
+    numbers on the host: before the prefill, where nothing is waiting yet.
     """
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if positions is None or positions.ndim != 2:
@@ -228,11 +229,13 @@ def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config) -> tuple[Te
     if mask is not None and mask.ndim != 2:
         raise NoStep("attention_mask is not (batch, tokens)")
     last = positions[:, -1]
-    facts = [last.max(), last.min()]
+    facts = [*input_ids.aminmax(), *last.aminmax()]
     if mask is not None:
         live = mask != 0
         facts += [live.all(), (live[:, 1:] >= live[:, :-1]).all() & live[:, -1].all()]
-    highest, lowest, full, padded_left = [*torch.stack([fact.long() for fact in facts]).tolist(), 1, 1][:4]
+    read = torch.stack([fact.long() for fact in facts]).tolist()
+    least_id, largest_id, lowest, highest, full, padded_left = [*read, 1, 1][:6]
+    check_ids(least_id, largest_id, vocabulary)
     # transformers from 5.23 drops a mask of ones, and notes its length.
     tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", positions.shape[1])
     if not padded_left:

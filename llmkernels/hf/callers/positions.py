@@ -15,6 +15,12 @@ _BAD_POSITIONS = "position_ids do not follow each other, or run ahead of the tok
 _NO_END = "no sequence ends before the last token"  # no reason against a step
 
 
+def check_ids(least: int, largest: int, vocabulary: int) -> None:
+    """Raise IndexError for ids of no token, whose embeddings would be NaN."""
+    if least < 0 or largest >= vocabulary:
+        raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it
+
+
 class Positions:
     """Where the new tokens of a forward are.
 
@@ -56,13 +62,12 @@ class Positions:
             inside = (positions >= 0) & (positions < past + count)
             facts[_BAD_POSITIONS] = inside.all() & (positions == positions[:, :1] + indices[:count]).all()
         self._names = list(facts)
-        self._reading = Reading(ids, *([torch.stack(list(facts.values()))] if facts else []))
+        self._reading = Reading(ids, *([torch.stack(list(facts.values()))] if facts else []), later=True)
 
-    def check(self) -> None:
-        """Raise NoStep unless mask and positions are those of padding, and IndexError for negative ids."""
+    def check(self, vocabulary: int) -> None:
+        """Raise NoStep unless mask and positions are those of padding, and IndexError for ids of no token."""
         ids, *facts = self._reading.wait()
-        if ids.min() < 0:
-            raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it
+        check_ids(*map(int, ids.aminmax()), vocabulary)
         found = dict(zip(self._names, facts[0].tolist() if facts else (), strict=True))
         if found.pop(_NO_END, True):
             self.ends = None

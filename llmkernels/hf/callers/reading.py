@@ -6,6 +6,7 @@ wait. If the text had ended, that step is undone. The user's code (processors, c
 the host knows that it counts. Idea: transformers' DeferredStopCheck, which does this on MPS.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,25 +59,47 @@ def is_late(device: torch.device) -> bool:
 
 
 class Reading:
-    """An asynchronous copy of small tensors to the host."""
+    """An asynchronous copy of small tensors to the host, as they are now.
 
-    def __init__(self, *tensors: Tensor):
-        self._tensors = [tensor.detach() for tensor in tensors]
+    In a stream of its own: one that goes from a kernel to a copy and back takes 8 us on an H200, in which it does
+    nothing else. With `later` only wait() begins, so that the host can launch something else first.
+    """
+
+    def __init__(self, *tensors: Tensor, later: bool = False):
+        self._tensors = [tensor.detach() for tensor in tensors]  # until wait(): their memory must stay theirs
+        self._copies: list[Tensor] = []
         self._event = None
         if tensors[0].is_cuda:
-            self._tensors = [self._start(tensor) for tensor in self._tensors]
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensors[0].device))
+            stream = torch.cuda.current_stream(tensors[0].device)
+            self._beside = _stream_beside(stream.device_index, stream.cuda_stream)
+            self._event = stream.record_event()
+            if not later:
+                self._begin()
 
-    @staticmethod
-    def _start(x: Tensor) -> Tensor:
-        # With the device, since torch.set_default_device() may have set another one.
-        return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+    def _begin(self) -> None:
+        with torch.cuda.stream(self._beside):
+            self._beside.wait_event(self._event)
+            self._copies = [_on_host(tensor) for tensor in self._tensors]
+            self._event = self._beside.record_event()
 
     def wait(self) -> list[Tensor]:
-        if self._event is not None:
-            self._event.synchronize()
-        return [tensor.cpu() for tensor in self._tensors]
+        if self._event is None:
+            return [tensor.cpu() for tensor in self._tensors]
+        if not self._copies:
+            self._begin()
+        self._event.synchronize()
+        return self._copies
+
+
+def _on_host(x: Tensor) -> Tensor:
+    # With the device, since torch.set_default_device() may have set another one.
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _stream_beside(device: int, handle: int) -> torch.cuda.Stream:
+    """The stream for the copies of another one. One for all would let a thread wait for what others compute."""
+    return torch.cuda.Stream(device)
 
 
 def next_turn(

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import Distrust, UnknownLayout
@@ -28,7 +29,12 @@ def bind(template: Template, model: nn.Module, expected: Reference) -> Descripti
     )
     windowed = [layer.attention.window_left >= 0 for layer in layers]
     rest = _Binder(model, expected, lambda path: path).bound(dataclasses.replace(parts, layers=()))
-    return dataclasses.replace(rest, layers=layers, positions=_positions(rest.rotary, model.config, windowed))
+    return dataclasses.replace(
+        rest,
+        embed_scale=_embed_scale(rest.embed_scale, rest.embedding.dtype),
+        layers=layers,
+        positions=_positions(rest.rotary, model.config, windowed),
+    )
 
 
 class _Binder:
@@ -164,6 +170,13 @@ def _alike(one: ExpectedModule, other: ExpectedModule, index: int, other_index: 
     return one.parts.keys() == other.parts.keys() and all(
         _alike(part, other.parts[name], index, other_index) for name, part in one.parts.items()
     )
+
+
+def _embed_scale(scale: float | Tensor | None, dtype: torch.dtype) -> float:
+    """That of the embeddings as a number. Waits for the device where it is a tensor, which models cast."""
+    if isinstance(scale, Tensor):
+        return float(scale.to(dtype))
+    return 1.0 if scale is None else scale
 
 
 def _positions(rotary: nn.Module | None, config: Any, windowed: list[bool]) -> range:

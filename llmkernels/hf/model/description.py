@@ -102,8 +102,8 @@ class Layer:
 class Description:
     """What a token passes through, in this order.
 
-    `embed_scale`: what embeddings are multiplied by, a number, a tensor that is cast to their dtype, or None. `rotary`
-    makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
+    `embed_scale`: what embeddings are multiplied by, rounded to their dtype where the model has a tensor of it.
+    `rotary` makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
     `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped. `dynamic_cache_for`:
     with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config);
     `no_cache_when_told`: with use_cache=False, of the call or else of the config, they make none. `has_loss_of_logits`:
@@ -113,7 +113,7 @@ class Description:
     """
 
     embedding: nn.Parameter
-    embed_scale: float | Tensor | None
+    embed_scale: float
     rotary: nn.Module | None
     tables: tuple[str, ...]
     positions: range

@@ -9,6 +9,7 @@ Block       the memory of one
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ..cache.adopted import AdoptedCache, is_patched
 from .place import Place, place_of
 
 MOST_BYTES = 256 << 20  # a larger one is made layer by layer, so that a layer that grows frees its memory by itself
+_EMPTY = -1  # the position of the last token where there is none
 _ALIGNMENT = 256  # bytes, as that of an allocation
 _OF_THE_BLOCK = {"layers", "counters", "leftpads", "_counted", "_position", "_versions"}
 
@@ -37,12 +39,13 @@ class _Extent(NamedTuple):
     is_sliding: bool
     end: int
     rows: int
+    length: int = 0
 
 
 class Layout:
     """That of an AdoptedCache for the model with this config."""
 
-    length = 0
+    length, is_even = 0, True
 
     def __init__(self, cache: AdoptedCache, config: Any):
         self.shape, self.capacity, self.rows = place_of(cache).shape, cache.capacity, cache.rows()
@@ -53,6 +56,8 @@ class Layout:
         self._states = [
             {name: x for name, x in vars(layer).items() if name not in ("k", "v")} for layer in cache.layers
         ]
+        # For how many tokens a graph runs a prompt, by its sequences and tokens: see prompt.padded_length().
+        self.padded: dict[tuple[int, ...], int | None] = {}
         self.specs: list[_Spec] = []
         self.nbytes = 0
         for x in (cache.counters, cache.leftpads, *(x for layer in cache.layers for x in (layer.k, layer.v))):
@@ -64,6 +69,9 @@ class Layout:
         """Whether later caches are made by this layout."""
         return self.nbytes <= MOST_BYTES
 
+    def has_room(self, tokens: int) -> bool:
+        return tokens <= self.capacity
+
     def holds(self, config: Any) -> bool:
         """Whether transformers would make such a cache still."""
         return _values(config) == self._config and not is_patched()
@@ -71,7 +79,9 @@ class Layout:
     def allocate(self) -> "Block":
         """The memory of a new cache. Its rest may be read and must not be NaN: zeros."""
         with torch.inference_mode(False):
-            return Block(self, torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
+            block = Block(self, torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
+            block.counters[0].fill_(_EMPTY)
+        return block
 
     def addresses(self, base: int) -> tuple[int, ...]:
         """Those of a cache in a block at this address, in the order of place_of()."""
@@ -113,13 +123,13 @@ class Block:
 
     @property
     def layers(self) -> list["_Layer"]:
-        return [_Layer(self, index, *layer) for index, layer in enumerate(self._layout.layers)]
+        return [_Layer(self, index, *layer[:3]) for index, layer in enumerate(self._layout.layers)]
 
     def rows(self) -> list[int]:
         return self._layout.rows
 
     def has_room(self, tokens: int) -> bool:
-        return tokens <= self.capacity
+        return self._layout.has_room(tokens)
 
     def make_room(self, tokens: int) -> None:
         """There is."""
@@ -127,13 +137,14 @@ class Block:
     def begin(self, positions: Tensor | int, cache_leftpad: Tensor | None = None) -> None:
         if isinstance(positions, Tensor):
             self.counters[0].copy_(positions)
-        elif positions != 0:
+        elif positions != _EMPTY:
             self.counters[0].fill_(positions)
         if cache_leftpad is not None:
             self.leftpads.copy_(cache_leftpad)
 
-    def count_ahead(self, tokens: int) -> None:
-        self.counters.add_(tokens)
+    def counting(self, tokens: int) -> AbstractContextManager[None]:
+        """The host counts nothing."""
+        return nullcontext()
 
     def advance(self, tokens: int) -> None:
         """The cache that is made of it counts."""
@@ -147,6 +158,7 @@ class Block:
         with torch.inference_mode(False):
             moved = Block(self._layout, self._memory.clone())
             self._memory.zero_()
+            self.counters[0].fill_(_EMPTY)
         return moved
 
 

@@ -21,7 +21,7 @@ earlier tokens, while the previous kernel still runs. This is correct because
     weights   were complete when the step began. The step does not write them, and a kernel that has just written them
               does not let the next one start before it has ended (PyTorch's kernels and our optimizers do not).
     cache     The keys and values of earlier tokens were written before `cache_seqlens` was last changed, and the kernel
-              that changed it does not let the next one start early either.
+              that changed it, embed_tokens_, does not let the next one start early either.
 
 All of it is ops of llmkernels, so that it can be recorded into a CUDA graph: see graphs.py.
 
@@ -43,7 +43,7 @@ A single launch for a whole step, with barriers of the grid between the layers, 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,6 @@ from torch import Tensor
 from ..model.description import MLP, Attention, Branch, Description, Layer, Norm, Product
 
 _ops = torch.ops.llmkernels
-_index = torch.ops.aten.index.Tensor_out
 
 
 @dataclass(frozen=True)
@@ -143,11 +142,10 @@ def _logits(parts: Description, source: "_Source") -> Tensor:
     return logits
 
 
-def embed(embedding: Tensor, scale: Tensor | float | None, ids: Tensor, hidden: Tensor) -> None:
-    """Write the embeddings of the tokens (N,) to `hidden` (N, H), scaled. Not part of a graph: PyTorch's ops."""
-    _index(embedding, [ids], out=hidden)  # F.embedding takes three times as long
-    if scale is not None:
-        hidden.mul_(scale.to(hidden.dtype) if isinstance(scale, Tensor) else scale)
+def embed(parts: Description, ids: Tensor, hidden: Tensor, *counts: Any) -> None:
+    """Write the embeddings of the tokens to `hidden` (tokens, H), scaled, and count them: `counts` are `counters`,
+    `advance`, `positions` and `max_position` of embed_tokens_."""
+    _ops.embed_tokens_(hidden, parts.embedding, ids, parts.embed_scale, *counts)
 
 
 def make_tables(parts: Description, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:

@@ -41,9 +41,9 @@ _MAX_PAUSE = 64  # forwards until a model that has no step is read again
 class DecodeStep:
     """One model on one cache, in a program on loan: the next `ahead` tokens of each sequence.
 
-    `tokens` int64 (B * ahead,) are the last tokens of each sequence, which are not in the cache yet: `run` embeds them,
-    then runs what calls `forward`, which appends them to the cache and returns the logits (B * ahead, V) behind each.
-    What is run may be recorded, so it calls ops of llmkernels only.
+    `tokens` int64 (B * ahead,) are the last tokens of each sequence, which are not in the cache yet: `run` runs what
+    calls `forward`, which appends them to the cache and returns the logits (B * ahead, V) behind each. What is run may
+    be recorded, so it calls ops of llmkernels only.
     """
 
     def __init__(
@@ -67,39 +67,35 @@ class DecodeStep:
         rows = self._batch * ahead
         self.tokens = program.buffer("tokens", (rows,), torch.long, self.device)
         self._hidden = program.buffer("hidden", (rows, weight.shape[1]), weight.dtype, self.device)
+        self._positions: Tensor | None = None  # where they are not those of the cache
         if ahead > 1:
             self._positions = program.buffer("positions", (self._batch, ahead), torch.int32, self.device)
-            offsets = program.buffers.get("offsets")
-            if offsets is None:
-                offsets = torch.arange(1 - ahead, 1, dtype=torch.int32, device=self.device)
-            self._offsets = program.buffers["offsets"] = offsets
         self._move(place)
 
     def _move(self, place: Place) -> None:
         """Run at this place."""
         self._place, self._caches = place, place.layers
         tables = self.program.tables(place, self._cache.capacity)
-        positions = place.positions if self._ahead == 1 else self._positions
+        positions = place.positions if self._positions is None else self._positions
         self._where = Tokens(self._batch, self._ahead, positions, tables)
 
     def forward(self) -> Tensor:
+        compose.embed(self.parts, self.tokens, self._hidden, self._place.counters, self._ahead, self._positions)
         return compose.forward(self.parts, self._hidden, self._where, self._caches)
 
     def run(self, function: Callable[[], Any], tokens: Tensor | None = None) -> Any:
         """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph.
 
-        `tokens`: others than those of the buffer.
+        `tokens`: those that go to the buffer first.
         """
-        cache, ahead = self._cache, self._ahead
-        if cache.make_room(ahead):
+        cache = self._cache
+        if cache.make_room(self._ahead):
             self._move(place_of(cache))
-        tokens = self.tokens if tokens is None else tokens
-        compose.embed(self.parts.embedding, self.parts.embed_scale, tokens, self._hidden)
-        cache.count_ahead(ahead)
-        if ahead > 1:
-            torch.add(cache.counters[0][:, None], self._offsets, out=self._positions)
-        result = self.program.run(function, self.device, self._place)
-        cache.advance(ahead)
+        if tokens is not None:
+            self.tokens.copy_(tokens)
+        with cache.counting(self._ahead):
+            result = self.program.run(function, self.device, self._place)
+        cache.advance(self._ahead)
         self.count += 1
         if self._note is not None:
             self._note(self.count)
@@ -107,7 +103,7 @@ class DecodeStep:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The logits behind the tokens, until the next call."""
-        return self.run(self.forward, tokens.long())
+        return self.run(self.forward, tokens)
 
 
 class Decoder:
@@ -199,15 +195,13 @@ class Decoder:
                 logits = self.begin_forward(parts, cache, program, ids.shape[1])(ids.flatten())
                 return logits.view(*ids.shape, -1)[:, ids.shape[1] - kept :].clone()
         prompt.check_prompt(parts, cache, ids.shape[1])
-        kind = "prompt", prompt.is_in_fp8(parts, ids.numel())
-        parts, _memory = prompt.for_prompt(parts, ids.numel())
         padded = prompt.padded_length(parts, cache, *ids.shape)
         if padded is None:
+            parts, _memory = prompt.for_prompt(parts, ids.numel())
             return prompt.run(parts, cache, ids, last, leftpad, kept)
         prompt.allocate(parts, cache, len(ids))
-        cache.begin(0, leftpad)
-        with self.lend(kind, ids, padded) as program:
-            return prompt.run_padded(parts, cache, ids, last, kept, place or self._place(cache), program, padded)
+        cache.begin(last - ids.shape[1], leftpad)
+        return prompt.run_padded(parts, cache, ids, kept, place or self._place(cache), padded, self.lend)
 
     def launch_prompt(
         self, parts: Description, layout: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int
@@ -217,11 +211,17 @@ class Decoder:
         A graph writes to its own memory, which is copied: a GPU takes less time for that than the host for pointing the
         graph at other memory.
         """
-        if prompt.padded_length(parts, layout, *ids.shape) is None or layout.nbytes > MOST_COPIED_BYTES:
+        shape = tuple(ids.shape)
+        if shape not in layout.padded:  # a known layout is checked once: the GPU waits for the host
+            prompt.check_prompt(parts, layout, shape[1])
+            layout.padded[shape] = prompt.padded_length(parts, layout, *shape)
+        padded = layout.padded[shape]
+        if padded is None or layout.nbytes > MOST_COPIED_BYTES:
             block = layout.allocate()
             return self.run_prompt(parts, block, ids, last, leftpad, kept, block.place), block
         with self.layouts.lend(layout, _stream(ids.device)) as block:
-            logits = self.run_prompt(parts, block, ids, last, leftpad, kept, block.place)
+            block.begin(last - shape[1], leftpad)
+            logits = prompt.run_padded(parts, block, ids, kept, block.place, padded, self.lend)
             return logits, block.move()
 
     def known_prompt(self, ids: Tensor) -> tuple[Described, Any, list[Any]] | None:

@@ -16,12 +16,14 @@ from .record import Lists
 class Place:
     """The memory of one cache.
 
-    Graphs can be pointed at its `addresses`; what they can not be pointed away from is its `shape`. `positions` int32
-    (B, 1) are those of the last tokens. The tensors are aliases, which keep no memory.
+    Graphs can be pointed at its `addresses`; what they can not be pointed away from is its `shape`. `counters` as a
+    KVCache has them; `positions` int32 (B, 1), the first row, are those of the last tokens. The tensors are aliases,
+    which keep no memory.
     """
 
     addresses: tuple[int, ...] = ()
     shape: Hashable = None
+    counters: Tensor | None = None
     positions: Tensor | None = None
     layers: tuple[LayerCache, ...] = ()
     record: Any = None
@@ -33,7 +35,8 @@ class Place:
 
 def place_of(cache: Any) -> Place:
     """That of a cache which has its tensors."""
-    positions, *seqlens = alias(cache.counters)
+    counters = alias(cache.counters)
+    positions, *seqlens = counters
     leftpads = list(alias(cache.leftpads))
     rows, buffers = cache.rows(), [(alias(layer.k), alias(layer.v)) for layer in cache.layers]
     shapes = [(row, k.shape, k.stride(), v.shape, v.stride()) for row, (k, v) in zip(rows, buffers, strict=True)]
@@ -41,6 +44,7 @@ def place_of(cache: Any) -> Place:
     return Place(
         addresses=tuple(x.data_ptr() for x in tensors),
         shape=(cache.capacity, cache.counters.shape, *((shape, len([*same])) for shape, same in groupby(shapes))),
+        counters=counters,
         positions=positions[:, None],
         layers=tuple(LayerCache(*pair, seqlens[row], leftpads[row]) for row, pair in zip(rows, buffers, strict=True)),
         record=_record(cache),

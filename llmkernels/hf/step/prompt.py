@@ -5,7 +5,8 @@ run           launch by launch: a GPU takes longer for a long prompt than the ho
 run_padded    a short one by a CUDA graph for its length and a little more
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -128,12 +129,11 @@ def run(
         if sum(padding) >= _LEAST_PADDING * ids.numel():
             return _run_packed(parts, cache, ids, last, leftpad, padding)
     cache.begin(last - count, leftpad)
-    cache.count_ahead(count)
-    offsets = torch.arange(1 - count, 1, dtype=torch.int32, device=ids.device)
-    positions = (cache.counters[0][:, None] + offsets).clamp_(min=0)  # those of padding are negative
-    caches = _caches(cache, past + count, leftpad)
     hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
-    compose.embed(parts.embedding, parts.embed_scale, ids.flatten(), hidden)
+    positions = torch.empty(batch, count, dtype=torch.int32, device=ids.device)
+    with cache.counting(count):
+        compose.embed(parts, ids, hidden, cache.counters, count, positions)
+    caches = _caches(cache, past + count, leftpad)
     tables = make_tables(parts, parts.positions[: past + count])
     ends = None if ends is None else ends.int()
     tokens = Tokens(batch, count, positions, tables, is_prompt=True, ends=ends)
@@ -155,7 +155,6 @@ def _run_packed(
     """The same for an empty cache and the last token of each, of prompts one after the other without the padding."""
     batch, count = ids.shape
     cache.begin(last - count, leftpad)
-    cache.count_ahead(count)
     lengths = count - torch.tensor(padding, device="cpu")
     ends = lengths.cumsum(0)
     row = torch.arange(batch, device="cpu").repeat_interleave(lengths)
@@ -164,7 +163,8 @@ def _run_packed(
     row, begin, column, ends = (x.to(ids.device, non_blocking=True) for x in (row, begin, column, ends))
     positions = ((last[row] if isinstance(last, Tensor) else last) + column + (1 - count)).clamp_(min=0)
     hidden = parts.weight.new_empty(len(row), parts.weight.shape[1])
-    compose.embed(parts.embedding, parts.embed_scale, ids[row, column], hidden)
+    with cache.counting(count):
+        compose.embed(parts, ids[row, column], hidden, cache.counters, count)
     packed = Packed(begin[None].int(), row[:, None].int(), (column + 1).int())
     tables = make_tables(parts, parts.positions[:count])
     tokens = Tokens(1, len(row), positions[None].int(), tables, is_prompt=True, packed=packed)
@@ -197,16 +197,25 @@ def run_padded(
     parts: Description,
     cache: Any,
     ids: Tensor,
-    last: Tensor | int,
     kept: int,
     place: Place,
-    program: Program,
     padded: int,
+    lend: Callable[[Hashable, Tensor, int], AbstractContextManager[Program]],
 ) -> Tensor:
-    """The same as `run` for an empty cache at this place, with as many tokens behind the prompt that it has `padded`.
+    """The same as `run` for an empty cache at this place, whose counters are set, with as many tokens behind the prompt
+    that it has `padded`.
 
-    No token of the prompt sees those, and what they write is behind the end of the cache.
+    No token of the prompt sees those, and what they write is behind the end of the cache. `lend`: that of a Decoder.
     """
+    kind = "prompt", is_in_fp8(parts, ids.numel())
+    parts, _memory = for_prompt(parts, ids.numel())
+    with lend(kind, ids, padded) as program:
+        return _run_padded(parts, cache, ids, kept, place, padded, program)
+
+
+def _run_padded(
+    parts: Description, cache: Any, ids: Tensor, kept: int, place: Place, padded: int, program: Program
+) -> Tensor:
     batch, count = ids.shape
     device, weight = ids.device, parts.weight
     program.bind(parts)
@@ -216,15 +225,6 @@ def run_padded(
     hidden = program.buffer("hidden", (batch * padded, weight.shape[1]), weight.dtype, device)
     tokens[:, :count].copy_(ids)
     most = len(parts.positions[: cache.capacity]) - 1
-    if isinstance(last, Tensor):
-        offsets = torch.arange(1 - count, 1 - count + padded, dtype=torch.int32, device=device)
-        positions.copy_((last[:, None] + offsets).clamp_(0, most))
-    else:
-        first = last + 1 - count
-        along = torch.arange(first, first + padded, dtype=torch.int32, device=device)
-        positions.copy_(along if 0 <= first <= most + 1 - padded else along.clamp_(0, most))
-    compose.embed(parts.embedding, parts.embed_scale, tokens.flatten(), hidden)
-    cache.count_ahead(padded)  # where they are written; the next to begin counts again
 
     def layers() -> list[LayerCache]:
         return [
@@ -236,8 +236,10 @@ def run_padded(
     where = Tokens(batch, padded, positions, tables, is_prompt=True)
 
     def run_layers() -> Tensor:
+        compose.embed(parts, tokens, hidden, cache.counters, padded, positions, most)
         return compose.run_layers(parts, hidden, where, caches or layers())[0]
 
-    made = program.run(run_layers, device, place, in_pieces=True)
+    with cache.counting(padded):  # where they are written; the next to begin counts again
+        made = program.run(run_layers, device, place, in_pieces=True)
     cache.advance(count)
     return _logits(parts, made.view(batch, padded, -1)[:, count - kept : count])

@@ -320,12 +320,12 @@ def _composed(parts: Description, ids: Tensor, start: int, seen: list[Tensor] | 
     counts = [1] * WINDOW + [len(ids) - WINDOW - 3, 1, 2]
     for end, count in zip(itertools.accumulate(counts), counts, strict=True):
         hidden = parts.embedding.new_empty(count, parts.embedding.shape[1])
-        embed(parts.embedding, parts.embed_scale, ids[end - count : end], hidden)
+        embed(parts, ids[end - count : end], hidden)
         positions = torch.arange(end - count, end, dtype=torch.int32)[None]  # rows of the tables
         seqlens.fill_(end)
         logits.append(forward(parts, hidden, Tokens(1, count, positions, tables), caches))
     hidden = parts.embedding.new_empty(len(ids), parts.embedding.shape[1])
-    embed(parts.embedding, parts.embed_scale, ids, hidden)
+    embed(parts, ids, hidden)
     positions = torch.arange(len(ids), dtype=torch.int32)[None]
     tokens = Tokens(1, len(ids), positions, tables, is_prompt=True)
     logits.append(forward(parts, hidden, tokens, caches, seen))
