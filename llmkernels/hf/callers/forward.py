@@ -151,12 +151,13 @@ def _early_prompt(
     keep none.
     """
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
-    found = state.known_prompt(ids)
-    if found is None or not isinstance(kept, int) or is_kv_cache(given.get(cache_name())):
+    found = state.known(ids)
+    layout = None if found is None else state.layouts.find(found[0].parts, *ids.shape)
+    if layout is None or not isinstance(kept, int) or is_kv_cache(given.get(cache_name())):
         return None
     if given.get("output_hidden_states"):
         return None
-    known, layout, _memory = found
+    known, _memory = found
     _check_prompt(model, known.parts, given)
     if _use_cache(model, given) is False and prompt.padded_length(known.parts, layout, *ids.shape) is None:
         return None

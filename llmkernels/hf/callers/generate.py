@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from numbers import Integral
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..modules.replaced import has_kernel
 from ..report import PREFILL, by_forward
 from ..step.decode import decoder
 from . import reading
-from .loop import prepare
+from .loop import Stale, prepare
 from .reading import Reading, Text, next_turn
 
 
@@ -260,15 +260,21 @@ class _ModuleStep:
         return function()
 
 
-def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, generator, inputs) -> Tensor:
+def _run(*arguments: Any) -> Tensor:
+    with suppress(Stale):
+        return _attempt(*arguments, early=True)
+    return _attempt(*arguments, early=False)
+
+
+def _attempt(model, input_ids, seen, numbers, stopping_criteria, config, streamer, generator, inputs, early) -> Tensor:
+    """Raises Stale, with nothing done, where an early call does not hold."""
     state = decoder(model)
     try:
-        call = prepare(model, input_ids, stopping_criteria, config, False, inputs)
+        call = prepare(model, input_ids, stopping_criteria, config, False, inputs, early)
     except NoStep as reason:
         call = None
         state.count(by_forward(reason))
     eos = config._eos_token_tensor
-    text = Text(input_ids, stopping_criteria.max_length)
     kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)
     with (
         call.cache(state) if call else nullcontext() as cache,
@@ -282,6 +288,7 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
             logits = outputs.logits[:, -1].to(input_ids.device)
             step = _ModuleStep(model, outputs, inputs, input_ids)
             del outputs
+        text = Text(input_ids, stopping_criteria.max_length)
         choice = _Choice(step, logits, seen, numbers, config, generator)
         late = call is not None and reading.is_late(input_ids.device)
         _loop(choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)

@@ -10,7 +10,7 @@ LOOPS has the methods that a patched model class has in place of transformers': 
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..step.decode import MAX_ROWS, Decoder, DecodeStep, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from . import reading
-from .positions import check_ids
+from .positions import check_facts, facts_of
 from .reading import Reading, Text, next_turn
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
@@ -42,7 +42,8 @@ class Call:
 
     `memory` keeps what `parts` describes where it is. `leftpad` is where each sequence starts, None for all at 0;
     `tokens` how many there are with those in the cache, of up to `limit`; `returned` says that the caller sees the
-    cache afterwards.
+    cache afterwards. `holds` says, once the prompt is launched, whether model and arguments are what they were taken
+    for; None where that is known.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Call:
     tokens: int
     limit: int
     returned: bool
+    holds: Callable[[], bool] | None = None
 
     @property
     def given_cache(self):
@@ -61,7 +63,8 @@ class Call:
         return self.inputs[cache_name()]
 
     def prefill(self, state: Decoder, input_ids: Tensor, config, cache) -> Tensor:
-        """The logits (B, V) behind the prompt, whose keys and values are in the cache then."""
+        """The logits (B, V) behind the prompt, whose keys and values are in the cache then. Raises Stale, the cache as
+        it was, where the call does not hold."""
         count = input_ids.shape[1] - cache.length if input_ids.shape[1] == self.tokens else input_ids.shape[1]
         tokens = len(input_ids) * count
         way = STEP if cache.length and tokens <= MAX_ROWS else prompt.way(self.parts, tokens)
@@ -71,6 +74,7 @@ class Call:
             last = self.inputs["position_ids"][:, -1].expand(self.batch)
             logits = state.run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
         except NoStep as reason:
+            self._check(cache, 0)
             state.count_prompt(by_forward(reason))
             cache.left_to_modules = True
             try:
@@ -78,8 +82,19 @@ class Call:
             finally:
                 cache.left_to_modules = False
             return outputs.logits[:, -1]
+        self._check(cache, count)
         state.count_prompt(way)
         return logits[:, -1]
+
+    def _check(self, cache, count: int) -> None:
+        holds = self.holds is None
+        try:
+            holds = holds or self.holds()
+        finally:
+            if not holds:
+                cache.take_back(count)
+        if not holds:
+            raise Stale
 
     def cache(self, state: Decoder):
         """A context: the KVCache to use. Where the caller's is none, one on loan."""
@@ -100,8 +115,17 @@ class Call:
         return state.begin(self.parts, cache, program)
 
 
-def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any]) -> Call:
-    """Raises NoStep where only transformers' own loop does what a call asks for."""
+class Stale(Exception):
+    """A call was prepared early, and does not hold."""
+
+
+def prepare(
+    model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any], early: bool
+) -> Call:
+    """Raises NoStep where only transformers' own loop does what a call asks for. `early`: the call may turn out to be
+    stale, and is prepared again without."""
+    if early and (call := _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs)):
+        return call
     parts, memory = decoder(model).describe(model)
     if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
         raise NoStep("gradients are enabled")
@@ -119,8 +143,57 @@ def prepare(model, input_ids, stopping_criteria, config, synced_gpus: bool, inpu
         batch=input_ids.shape[0],
         tokens=tokens,
         limit=behind + stopping_criteria.max_length,
-        returned=bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)),
+        returned=_is_returned(config, cache),
     )
+
+
+def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> Call | None:
+    """The call of a prompt behind nothing to a model that is known, without a look at the model and at what is on the
+    device: both come when the GPU works. None where it takes more than that."""
+    cache, mask, positions = (inputs.get(name) for name in (cache_name(), "attention_mask", "position_ids"))
+    known = decoder(model).known(input_ids) if reading.is_late(input_ids.device) else None
+    if known is None or cache is None or torch.is_grad_enabled() or config.prefill_chunk_size is not None:
+        return None
+    described, memory = known
+    parts, (batch, count) = described.parts, input_ids.shape
+    given = [x.shape for x in (mask, positions) if x is not None]
+    if positions is None or given.count(input_ids.shape) < len(given):
+        return None
+    try:
+        _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
+        check_length(parts, stopping_criteria.max_length)
+    except NoStep:
+        return None
+    if cache.get_seq_length() or getattr(config, "_mask_length", count) != count:
+        return None
+    facts = Reading(positions[:, -1], later=lambda: [facts_of(input_ids, mask, positions)])
+
+    def holds() -> bool:
+        try:
+            if not described.snapshot.holds(model):
+                return False
+            check_facts(facts.wait()[1].tolist(), count, len(parts.embedding))
+        except (NoStep, IndexError):
+            return False
+        return True
+
+    return Call(
+        model=model,
+        parts=parts,
+        memory=memory,
+        inputs=inputs,
+        leftpad=None if mask is None else (mask == 0).sum(1),
+        batch=batch,
+        tokens=count,
+        limit=stopping_criteria.max_length,
+        returned=_is_returned(config, cache),
+        holds=holds,
+    )
+
+
+def _is_returned(config, cache: Any) -> bool:
+    """Whether the caller sees the cache afterwards."""
+    return bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
 
 
 def _sampling_loop(original: Callable) -> Callable:
@@ -136,23 +209,25 @@ def _sampling_loop(original: Callable) -> Callable:
         **model_kwargs,
     ):
         state = decoder(self)
-        try:
-            call = prepare(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs)
-        except NoStep as reason:
-            state.count(by_transformers(reason))
-            return original(
-                self,
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                **model_kwargs,
-            )
         run = input_ids, logits_processor, stopping_criteria, generation_config, streamer
-        with call.cache(state) as cache, state.lend("logits", input_ids) as program:
-            return _run(call, state, cache, program, *run)
+        for early in (True, False):
+            try:
+                call = prepare(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs, early)
+            except NoStep as reason:
+                state.count(by_transformers(reason))
+                break
+            with suppress(Stale), call.cache(state) as cache, state.lend("logits", input_ids) as program:
+                return _run(call, state, cache, program, *run)
+        return original(
+            self,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
 
     return _sample
 
@@ -228,27 +303,16 @@ def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config, vocabulary:
         raise NoStep("position_ids are not (batch, tokens)")
     if mask is not None and mask.ndim != 2:
         raise NoStep("attention_mask is not (batch, tokens)")
-    last = positions[:, -1]
-    facts = [*input_ids.aminmax(), *last.aminmax()]
-    if mask is not None:
-        live = mask != 0
-        facts += [live.all(), (live[:, 1:] >= live[:, :-1]).all() & live[:, -1].all()]
-    read = torch.stack([fact.long() for fact in facts]).tolist()
-    least_id, largest_id, lowest, highest, full, padded_left = [*read, 1, 1][:6]
-    check_ids(least_id, largest_id, vocabulary)
     # transformers from 5.23 drops a mask of ones, and notes its length.
     tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", positions.shape[1])
-    if not padded_left:
-        raise NoStep("attention_mask masks more than padding on the left")
-    if lowest < 0 or highest >= tokens:  # cos and sin are there for as many positions as there are tokens
-        raise NoStep("position_ids run ahead of the tokens")
+    is_padded = check_facts(facts_of(input_ids, mask, positions).tolist(), tokens, vocabulary)
     # As transformers has it: input_ids are all tokens, or where the mask is longer, those behind the ones in the cache.
     past, given = inputs[cache_name()].get_seq_length(), input_ids.shape[1]
     if past and config.prefill_chunk_size is not None:  # up to 5.22 it computes what is in the cache once more
         raise NoStep("prefill_chunk_size with tokens in the cache")
     if tokens not in (given, past + given) or tokens <= past:
         raise NoStep("input_ids and attention_mask do not go on where the cache ends")
-    return None if full else (~live).sum(1), tokens
+    return (mask == 0).sum(1) if is_padded else None, tokens
 
 
 def _is_transformers(user: Any) -> bool:
@@ -277,11 +341,11 @@ def _run(
     # transformers' own processors read any layout and keep nothing; other people's get what transformers gives them.
     own = all(map(_is_transformers, (*logits_processor, *stopping_criteria)))
     shown = None if own and _is_transformers(streamer) else call.shown_cache()
-    text = Text(input_ids, stopping_criteria.max_length, copies=not own)
-    unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     late = reading.is_late(input_ids.device)
 
     logits = call.prefill(state, input_ids, config, cache)
+    text = Text(input_ids, stopping_criteria.max_length, copies=not own)
+    unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     step = None
 
     def advance() -> Tensor:

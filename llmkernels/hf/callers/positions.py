@@ -37,32 +37,43 @@ class Positions:
         self.last: Tensor | int = past + count - 1
         self.leftpad: Tensor | None = None
         self.ends: Tensor | None = None
-        indices = None if mask is None and positions is None else torch.arange(past + count, device=ids.device)
-        facts = {}
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.shape != (batch, past + count):
                 raise NoStep("attention_mask is not (batch, tokens)")
-            live = (mask != 0).to(ids.device)
+            mask = mask.to(ids.device)
+            live = mask != 0
             self.leftpad = live.int().argmax(1)
-            ends = self.leftpad + live.sum(1)
-            inside = (indices >= self.leftpad[:, None]) & (indices < ends[:, None])
-            is_range = (live == inside).all() & live.any(1).all()
             if may_end:
-                self.ends = ends
-                facts |= {BAD_MASK_OF_A_PROMPT: is_range, _NO_END: live[:, -1].all()}
-            else:
-                facts[BAD_MASK] = is_range & live[:, -1].all()
-            if given.get("labels") is not None:
-                facts[LOSS_OF_PADDING] = (self.leftpad == 0).all()
+                self.ends = self.leftpad + live.sum(1)
         if positions is not None:
             if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.shape[-1] != count:
                 raise NoStep("position_ids are not (batch, tokens)")
             positions = positions.to(ids.device)
             self.last = positions[:, -1].expand(batch)
-            inside = (positions >= 0) & (positions < past + count)
-            facts[_BAD_POSITIONS] = inside.all() & (positions == positions[:, :1] + indices[:count]).all()
-        self._names = list(facts)
-        self._reading = Reading(ids, *([torch.stack(list(facts.values()))] if facts else []), later=True)
+        self._names: list[str] = []
+
+        def facts() -> list[Tensor]:
+            found = {}
+            if mask is not None:
+                found |= self._facts_of_mask(mask != 0, may_end, given.get("labels") is not None)
+            if positions is not None:
+                along = positions[:, :1] + torch.arange(count, device=ids.device)
+                inside = (positions >= 0) & (positions < past + count)
+                found[_BAD_POSITIONS] = inside.all() & (positions == along).all()
+            self._names = list(found)
+            return [torch.stack(list(found.values()))] if found else []
+
+        self._reading = Reading(ids, later=facts)
+
+    def _facts_of_mask(self, live: Tensor, may_end: bool, has_labels: bool) -> dict[str, Tensor]:
+        indices = torch.arange(live.shape[1], device=live.device)
+        ends = self.leftpad + live.sum(1)
+        inside = (indices >= self.leftpad[:, None]) & (indices < ends[:, None])
+        is_range, is_last = (live == inside).all() & live.any(1).all(), live[:, -1].all()
+        found = {BAD_MASK_OF_A_PROMPT: is_range, _NO_END: is_last} if may_end else {BAD_MASK: is_range & is_last}
+        if has_labels:
+            found[LOSS_OF_PADDING] = (self.leftpad == 0).all()
+        return found
 
     def check(self, vocabulary: int) -> None:
         """Raise NoStep unless mask and positions are those of padding, and IndexError for ids of no token."""
@@ -74,3 +85,27 @@ class Positions:
         for name, holds in found.items():
             if not holds:
                 raise NoStep(name)
+
+
+# --- of a prompt of generate(), whose positions transformers has made
+
+
+def facts_of(input_ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
+    """What check_facts() reads, int64."""
+    facts = [*input_ids.aminmax(), *positions[:, -1].aminmax()]
+    if mask is not None:
+        live = mask != 0
+        facts += [live.all(), (live[:, 1:] >= live[:, :-1]).all() & live[:, -1].all()]
+    return torch.stack([fact.long() for fact in facts])
+
+
+def check_facts(facts: list[int], tokens: int, vocabulary: int) -> bool:
+    """Whether there is padding. Raises NoStep where it is not on the left alone, or positions are not those of so many
+    tokens, and IndexError for ids of no token."""
+    least_id, largest_id, lowest, highest, full, padded_left = [*facts, 1, 1][:6]
+    check_ids(least_id, largest_id, vocabulary)
+    if not padded_left:
+        raise NoStep(BAD_MASK)
+    if lowest < 0 or highest >= tokens:  # cos and sin are there for as many positions as there are tokens
+        raise NoStep("position_ids run ahead of the tokens")
+    return not full

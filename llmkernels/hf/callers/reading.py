@@ -7,7 +7,7 @@ the host knows that it counts. Idea: transformers' DeferredStopCheck, which does
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,29 +62,36 @@ class Reading:
     """An asynchronous copy of small tensors to the host, as they are now.
 
     In a stream of its own: one that goes from a kernel to a copy and back takes 8 us on an H200, in which it does
-    nothing else. With `later` only wait() begins, so that the host can launch something else first.
+    nothing else. `later` computes further tensors, of what there is now; then all of it begins in wait(), so that the
+    host can launch something else first.
     """
 
-    def __init__(self, *tensors: Tensor, later: bool = False):
+    def __init__(self, *tensors: Tensor, later: Callable[[], Sequence[Tensor]] | None = None):
         self._tensors = [tensor.detach() for tensor in tensors]  # until wait(): their memory must stay theirs
+        self._later = later
         self._copies: list[Tensor] = []
         self._event = None
         if tensors[0].is_cuda:
             stream = torch.cuda.current_stream(tensors[0].device)
             self._beside = _stream_beside(stream.device_index, stream.cuda_stream)
             self._event = stream.record_event()
-            if not later:
+            if later is None:
                 self._begin()
 
     def _begin(self) -> None:
         with torch.cuda.stream(self._beside):
             self._beside.wait_event(self._event)
-            self._copies = [_on_host(tensor) for tensor in self._tensors]
+            self._copies = [_on_host(tensor) for tensor in self._all()]
             self._event = self._beside.record_event()
+
+    def _all(self) -> list[Tensor]:
+        if self._later is not None:
+            self._tensors += self._later()
+        return self._tensors
 
     def wait(self) -> list[Tensor]:
         if self._event is None:
-            return [tensor.cpu() for tensor in self._tensors]
+            return [tensor.cpu() for tensor in self._all()]
         if not self._copies:
             self._begin()
         self._event.synchronize()

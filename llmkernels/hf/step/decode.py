@@ -224,16 +224,14 @@ class Decoder:
             logits = prompt.run_padded(parts, block, ids, kept, block.place, padded, self.lend)
             return logits, block.move()
 
-    def known_prompt(self, ids: Tensor) -> tuple[Described, Any, list[Any]] | None:
-        """The description and the layout of a cache for a prompt (B, T) that may be launched before the model is
-        checked: all that it reads is where it was, and the list keeps it alive. Else None."""
+    def known(self, ids: Tensor) -> tuple[Described, list[Any]] | None:
+        """The description for a prompt (B, T) that may be launched before the model is checked: all that it reads is
+        where it was, and the list keeps it alive. Else None."""
         known = self._described
         if known is None or self._pause or ids.device != known.parts.weight.device:
             return None
-        layout = self.layouts.find(known.parts, *ids.shape)
-        if layout is None or (memory := known.snapshot.memory()) is None:
-            return None
-        return known, layout, memory
+        memory = known.snapshot.memory()
+        return None if memory is None else (known, memory)
 
     def recorded_forward(
         self, cache: Any, program: Program, batch: int, ahead: int

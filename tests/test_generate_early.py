@@ -1,0 +1,165 @@
+"""Calls of generate whose prompt is launched before the host looks at the model and at what is on the device, as on a
+GPU; and what they leave where something was not as it had been."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import llmkernels
+from generating import NEW, hf_generate, left_padded, small_model
+from hf_models import VOCAB, tiny_inputs
+from llmkernels.hf.callers import reading
+from llmkernels.hf.callers.positions import BAD_MASK
+from llmkernels.hf.report import STEP
+from llmkernels.hf.step import compose
+from llmkernels.hf.step.decode import decoder
+from llmkernels.hf.step.guard import Snapshot
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch):
+    monkeypatch.setattr(reading, "is_late", lambda device: True)
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """What came when: a look at the model, or a prompt."""
+    found = []
+
+    def note(owner, name, what, counts=lambda *args: True):
+        original = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            if counts(*args):
+                found.append(what)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(Snapshot, "holds", "look")
+    note(compose, "run_layers", "prompt", lambda parts, hidden, tokens, *args: tokens.is_prompt)
+    return found
+
+
+def lean(model, ids, **options):
+    return llmkernels.generate(model, ids, max_new_tokens=NEW, **options)
+
+
+both_loops = pytest.mark.parametrize("generate", [hf_generate, lean])
+
+
+@both_loops
+def test_the_prompt_comes_first(generate, order):
+    model, ids = small_model(), tiny_inputs(batch=3)
+    options = {"attention_mask": left_padded("cpu")}
+    expected = [hf_generate(model, ids), hf_generate(model, ids, **options)]
+    handle = llmkernels.patch(model)
+    assert torch.equal(generate(model, ids), expected[0])
+    assert order[-1] == "prompt"  # behind the looks, and the prompts of the proof
+    order.clear()
+    for given, text in (({}, expected[0]), (options, expected[1])):
+        assert torch.equal(generate(model, ids, **given), text)
+        assert order == ["prompt", "look"]
+        order.clear()
+    assert handle.report().decode[0].prompts == {STEP: 3}
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+CHANGES = {
+    "frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(0.7),
+    "in place": lambda model: model.model.layers[1].mlp.down_proj.weight.data.mul_(1.5),  # which a step reads as it is
+    "a scale": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.3),
+    "a hook": hooked,
+}
+
+
+@both_loops
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_model_that_has_changed(change, generate, order):
+    model, same = small_model(), small_model()
+    ids = tiny_inputs(batch=2)
+    handle = llmkernels.patch(model)
+    before = generate(model, ids)
+    for changed in (model, same):
+        with torch.no_grad():
+            change(changed)
+    expected = hf_generate(same, ids)
+    assert not torch.equal(before, expected)
+    order.clear()
+    for _ in range(2):
+        assert torch.equal(generate(model, ids), expected)
+    assert order[:2] == ["prompt", "look"]
+    report = handle.report().decode[0]
+    assert sum(report.prompts.values()) <= 3  # one that was dropped is none
+    assert sum(report.calls.values()) == 3
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "ours"])
+def test_the_caller_s_cache(kind, order):
+    """Dropped prompts are not in it."""
+    model, same, ids = small_model(), small_model(), tiny_inputs(batch=2)
+    llmkernels.patch(model)
+    hf_generate(model, ids)
+    for changed in (model, same):
+        with torch.no_grad():
+            CHANGES["a scale"](changed)
+
+    def cache():
+        return DynamicCache() if kind == "dynamic" else llmkernels.KVCache(model, capacity=64)
+
+    theirs = DynamicCache()
+    expected = hf_generate(same, ids, past_key_values=theirs)
+    order.clear()
+    for _ in range(2):
+        ours = cache()
+        assert torch.equal(hf_generate(model, ids, past_key_values=ours), expected)
+        assert order[:2] == ["prompt", "look"]
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        torch.testing.assert_close(ours.layers[0].keys, theirs.layers[0].keys)
+        order.clear()
+
+
+@both_loops
+def test_arguments_that_are_found_wrong_late(generate, order):
+    model, ids = small_model(), tiny_inputs(batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, 3] = 0
+    expected = hf_generate(model, ids, attention_mask=mask)
+    handle = llmkernels.patch(model)
+    generate(model, ids)
+    order.clear()
+    assert torch.equal(generate(model, ids, attention_mask=mask), expected)
+    assert order[0] == "prompt"
+    assert any(BAD_MASK in way for way in handle.report().decode[0].calls)
+    assert handle.report().decode[0].prompts[STEP] == 1
+
+
+@both_loops
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_ids_of_no_token(token, generate):
+    """As transformers on a CPU; the first call, and one that is launched first."""
+    model, ids = small_model(), tiny_inputs(batch=2)
+    wrong = ids.clone()
+    wrong[1, 4] = token
+    expected = hf_generate(model, ids)
+    handle = llmkernels.patch(model)
+    for _ in range(2):
+        with pytest.raises(IndexError, match="index out of range"):
+            generate(model, wrong)
+        assert torch.equal(generate(model, ids), expected)
+    assert handle.report().decode[0].prompts == {STEP: 2}
+
+
+def test_chats_and_short_caches_are_looked_at_first(order):
+    """What is behind a cache that holds tokens."""
+    model, ids = small_model(), tiny_inputs(batch=2)
+    cache = DynamicCache()
+    llmkernels.patch(model)
+    text = hf_generate(model, ids, past_key_values=cache)
+    order.clear()
+    hf_generate(model, torch.cat((text, ids), 1), past_key_values=cache)
+    assert order[0] == "look"
+    assert decoder(model).prompts == {STEP: 2}
