@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache
 
 import llmkernels
-from generating import NEW, hf_generate, left_padded, small_model
+from generating import NEW, Stream, hf_generate, left_padded, small_model
 from hf_models import VOCAB, tiny_inputs
 from llmkernels.hf.callers import reading
 from llmkernels.hf.callers.positions import BAD_MASK
@@ -163,3 +163,26 @@ def test_chats_and_short_caches_are_looked_at_first(order):
     hf_generate(model, torch.cat((text, ids), 1), past_key_values=cache)
     assert order[0] == "look"
     assert decoder(model).prompts == {STEP: 2}
+
+
+@pytest.mark.gpu
+@both_loops
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": VOCAB - 1, "pad_token_id": 0}], ids=["no_eos", "eos"])
+def test_copies_to_the_host_that_come_late(options, generate, monkeypatch):
+    """Behind what the GPU does for the next step: they are of this one."""
+    beside = torch.cuda.Stream()
+
+    def busy(device, handle):
+        with torch.cuda.stream(beside):
+            torch.cuda._sleep(2_000_000)  # about 1 ms
+        return beside
+
+    monkeypatch.setattr(reading, "_stream_beside", busy)
+    model, ids = small_model(device="cuda"), tiny_inputs("cuda", batch=2)
+    expected = hf_generate(model, ids, **options)
+    llmkernels.patch(model)
+    for _ in range(3):
+        stream = Stream()
+        found = generate(model, ids, streamer=stream, **options)
+        assert torch.equal(found, expected)
+        stream.check(found, ids)

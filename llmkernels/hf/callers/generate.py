@@ -308,7 +308,8 @@ def _loop(choice: "_Choice", logits: Tensor, text: Text, limit: int, streamer, l
         if streamer is None and choice.going is None:
             tokens = choice.next() if more else None
         else:
-            tokens = next_turn(choice.next, Reading(tokens, choice.goes_on()), streamer, late_cache, more)
+            # The tokens of the text, since the next step may write over `tokens` meanwhile.
+            tokens = next_turn(choice.next, Reading(text.last(), choice.goes_on()), streamer, late_cache, more)
 
 
 class _Choice:

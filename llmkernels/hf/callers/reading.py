@@ -59,11 +59,11 @@ def is_late(device: torch.device) -> bool:
 
 
 class Reading:
-    """An asynchronous copy of small tensors to the host, as they are now.
+    """An asynchronous copy of small tensors to the host. Nothing may write to them before wait() has returned.
 
-    In a stream of its own: one that goes from a kernel to a copy and back takes 8 us on an H200, in which it does
-    nothing else. `later` computes further tensors, of what there is now; then all of it begins in wait(), so that the
-    host can launch something else first.
+    In a stream of its own, beside what the caller's goes on with: one that goes from a kernel to a copy and back takes
+    8 us on an H200, in which it does nothing else. `later` computes further tensors, of what there is now; then all of
+    it begins in wait(), so that the host can launch something else first.
     """
 
     def __init__(self, *tensors: Tensor, later: Callable[[], Sequence[Tensor]] | None = None):
