@@ -355,4 +355,12 @@ CPU = [
         "",
         "tests/test_autotune.py -k refused",
     ),
+    Mutation(
+        "cpu_embedding_behind_the_last",
+        "the id behind the last token takes what is in memory there for an embedding",
+        "csrc/cpu/embed_tokens.cpp",
+        "id >= 0 && id < p.vocab ?",
+        "id >= 0 && id <= p.vocab ?",
+        "tests/test_embed_tokens.py -k no_token",
+    ),
 ]

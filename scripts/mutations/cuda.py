@@ -571,4 +571,12 @@ CUDA = [
         "params.in_step = true;",
         "tests/test_linear_execution.py -k just_written -m gpu",
     ),
+    Mutation(
+        "cuda_positions_of_counted_tokens",
+        "counters are written while positions are still made of them",
+        "csrc/kernels/embedding/embed_tokens.cu",
+        "  __syncthreads();  // all have read the first row\n",
+        "",
+        "tests/test_embed_tokens.py -k counters_and_positions -m gpu",
+    ),
 ]

@@ -35,4 +35,28 @@ PYTHON = [
         "pass",
         "tests/test_autotune_files.py -k same_time",
     ),
+    Mutation(
+        "py_stale_prompt_is_kept",
+        "a prompt that was launched before a look at the model is kept whatever the look finds",
+        "llmkernels/hf/callers/loop.py",
+        "holds = holds or self.holds()",
+        "holds = True",
+        "tests/test_generate_early.py -k has_changed",
+    ),
+    Mutation(
+        "py_counters_of_a_step_that_raised",
+        "after a step that raised, the host takes the counters on the device for what they were",
+        "llmkernels/hf/cache/kv_cache.py",
+        "        self._forget_counters()\n        yield\n",
+        "        yield\n",
+        "tests/test_kv_cache.py -k written_where_they_differ",
+    ),
+    Mutation(
+        "py_token_of_the_next_step",
+        "the streamer's copy of a token is of the graph's memory, which the next step writes over",
+        "llmkernels/hf/callers/generate.py",
+        "Reading(text.last(), choice.goes_on())",
+        "Reading(tokens, choice.goes_on())",
+        "tests/test_generate_early.py -k come_late -m gpu",
+    ),
 ]
