@@ -88,15 +88,17 @@ def test_a_short_decode_run(tmp_path):
 
 
 def test_a_short_run_of_the_host(tmp_path):
-    """What a forward takes besides its step, which is not run."""
+    """What a forward takes besides its step, which is not run; and when calls launch something."""
     pytest.importorskip("transformers")
-    run(tmp_path, "decode", "--section", "host", "--providers", OURS)
+    run(tmp_path, "decode", "--section", "host", "--providers", OURS, "eager")
     rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
-    assert {(row["part"], row["layers"]) for row in rows} == {
-        (part, layers) for part in ("loop", "guard", "memory") for layers in host.LAYERS
-    }
-    times = {(row["part"], row["layers"]): row["time_us"] for row in rows}
-    assert all(times["guard", layers] < times["loop", layers] for layers in host.LAYERS)
+    times = {(row["provider"], row["part"], row["layers"]): row["time_us"] for row in rows}
+    ours = ("loop", "guard", "memory", *(["prompt"] if torch.cuda.is_available() else []), "generate")
+    expected = [*((OURS, part) for part in ours), ("eager", "prompt"), ("eager", "generate")]
+    assert times.keys() == {(*way, layers) for way in expected for layers in host.LAYERS}
+    for layers in host.LAYERS:
+        assert times[OURS, "guard", layers] < times[OURS, "loop", layers]
+        assert times["eager", "prompt", layers] < times["eager", "generate", layers]
 
 
 def test_a_short_run_of_a_model_in_a_folder(tmp_path):

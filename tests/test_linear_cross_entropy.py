@@ -78,6 +78,9 @@ def check(inputs, way, max_logits_bytes=2**29, grad_loss=None, **options):
         # Of one class the loss is nothing, but for the roundings of logits.
         scales = [exact[0].abs() + vocab.log().clamp_min(1).to(exact[0]), *(factor.abs() * reach for reach in reaches)]
         scales = [torch.maximum(c.abs().max(), scale) for c, scale in zip(exact, scales, strict=False)]
+        # grad_weight adds up as many terms as there are rows, in another order with more threads: with 300 rows eager's
+        # error is 0.7e-7 with two threads, and 7e-7, as ours, with one.
+        scales[2] = scales[2] * max(1.0, len(inputs[0].flatten(0, -2)) / 128) ** 0.5
     for name, a, b, c, scale in zip(NAMES, results, rounded, exact, scales, strict=False):
         assert_accurate(a, b, c, scale, name)
 
