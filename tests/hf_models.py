@@ -22,7 +22,8 @@ PROMPT = {
     "rms_norm_linear": LAYERS + 1,
     "rope_kv_write": LAYERS,
     "attention": LAYERS,
-    "linear_add_scale_": 2 * LAYERS,
+    "linear_add_scale_": 2 * LAYERS - 1,
+    "linear_add_": 1,
     "rms_norm_glu_linear": LAYERS,
 }
 # One decode step.

@@ -204,6 +204,9 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     handoff = {"scaled": x.flatten(0, 1), "squares": positive(2, 64)} if rows <= 16 else {}
     yield call("rms_norm_linear", x, weight, w, w_bias, **handoff)
     yield call("rms_norm_linear", x, weight, w, w_bias)
+    added = torch.zeros_like(x), x, y, weight, 1e-6, 0.0, True, 0.22
+    yield call("rms_norm_add_linear", *added, w, w_bias, "", True, weight)
+    yield call("rms_norm_add_linear", *added, w, None, "gelu")
     yield call("linear_add_", residual, x, w, w_bias, 0.22)
     yield call("glu_linear", x, w, "gelu")
     yield call("rms_norm_glu_linear", x, weight, w, **handoff)

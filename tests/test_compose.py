@@ -218,6 +218,8 @@ def check(case):
     rows, slots = case.place()
     for index, (name, ours, theirs, wanted) in enumerate(zip(("logits", *STATE), found, eager, exact, strict=True)):
         assert ours.dtype == case.hidden.dtype and ours.shape == wanted.shape
+        if name == "hidden" and len(ours) == 1 and case.parts.layers[0].branches[0].post:
+            continue  # the sums went to tensors of their own
         if name in ("k_caches", "v_caches"):
             # Only the new tokens have changed.
             others, before = ours.clone(), torch.stack([cache[index - 2] for cache in case.caches])

@@ -26,6 +26,7 @@ WRITERS = {
     "linear_add_": "the residual is never read early",
     "linear_add_scale_": "the residual is never read early",
     "rms_norm_add_": "the residual is never read early",
+    "rms_norm_add_linear": "the sum is never read early",
     "rms_norm_rope_": "queries and new keys are never read early",
     "rope_": "queries and new keys are never read early",
     "rope_decode_attention": "its keys are read early once PyTorch's kernels have changed the lengths",

@@ -1,7 +1,7 @@
 // RMSNorm and LayerNorm on the CPU, computed in float32 (float64 for float64):
 //   rstd = 1 / sqrt(mean((x - m)^2) + eps), n = (x - m) * rstd, y = n * (offset + weight) + bias, after x has been
 //   increased by the residual; m is mean(x) for LayerNorm, which has no offset, and 0 for RMSNorm, which has no bias.
-//   With a target: target += alpha y, where y, the product and the sum are rounded to the dtype.
+//   With a target: target = addend + alpha y, where y, the product and the sum are rounded to the dtype.
 //   Backward, with g = grad_y * (offset + weight): grad_x = rstd * (g - c - n * mean(g * n)) + grad_sum, where c is
 //   mean(g) for LayerNorm and 0 for RMSNorm; grad_weight = sum over rows of grad_y * k, where k is what the weight was
 //   multiplied by: round(n) with cast_before_weight, else n; grad_bias = sum over rows of grad_y.
@@ -52,12 +52,13 @@ inline Wide<T> mean_of(const T* x, int64_t cols, LoopType<T>* buffer) {
   return mean;
 }
 
-// target += alpha y. Two loops, since GCC might fuse the product and the sum of one.
+// target = addend + alpha y. Two loops, since GCC might fuse the product and the sum of one.
 template <typename T>
-inline void add_scaled(const LoopType<T>* y, int64_t count, Wide<T> alpha, T* target, LoopType<T>* buffer) {
+inline void add_scaled(const LoopType<T>* y, int64_t count, Wide<T> alpha, const T* addend, T* target,
+                       LoopType<T>* buffer) {
   Wide<T> product[kBlock];
   for (int64_t i = 0; i < count; ++i) product[i] = rounded<T>(alpha * rounded<T>(widen(y[i])));
-  const LoopType<T>* before = load(target, count, buffer);
+  const LoopType<T>* before = load(addend, count, buffer);
   LoopType<T>* sum = output_buffer(target, buffer);
   for (int64_t i = 0; i < count; ++i) sum[i] = narrow<T>(widen(before[i]) + product[i]);
   store(sum, count, target);
@@ -96,6 +97,7 @@ inline void forward_rows(const NormParams& p, int64_t row_begin, int64_t row_end
     const A rstd = reciprocal_rms(squares, p.cols, p.options.eps);
 
     T* y = static_cast<T*>(p.y) + row * p.cols;
+    const T* addend = static_cast<const T*>(p.addend) + row * p.addend_stride;
     T* target = static_cast<T*>(p.target) + row * p.target_stride;
     for_blocks<kBlock>(p.cols, [&](int64_t begin, int64_t count) {
       const LoopType<T>* v = load(x + begin, count, x_buffer);
@@ -113,7 +115,7 @@ inline void forward_rows(const NormParams& p, int64_t row_begin, int64_t row_end
         }
       }
       if (p.target != nullptr) {
-        add_scaled(out, count, static_cast<A>(p.alpha), target + begin, x_buffer);
+        add_scaled(out, count, static_cast<A>(p.alpha), addend + begin, target + begin, x_buffer);
       } else {
         store(out, count, y + begin);
       }

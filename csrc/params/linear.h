@@ -24,6 +24,11 @@ struct LinearParams {
   const float* squares;
   int parts;
 
+  // The sum that x is, or null: sum->target = addend + alpha norm(sum->x), which the linear computes and writes. It
+  // saves the launch of rms_norm_add_ behind a block whose output is normalized. For a route that does not say
+  // `sum_first`.
+  const NormParams* sum;
+
   // This is a launch of a decode step.
   //   - The weights may be read before the previous kernels of the stream have ended. The caller promises that none of
   //     those that may still run then writes them: see ptx.cuh. An optimizer or a kernel of PyTorch may, other ops not.

@@ -20,9 +20,10 @@ struct NormParams {
   int64_t rows, cols;
   int64_t x_stride, residual_stride;  // between rows
   RmsNormOptions options;
-  // RMSNorm of x alone: target += alpha norm(x), in place of y. [rows, cols], or null.
+  // RMSNorm of x alone: target = addend + alpha norm(x), in place of y. [rows, cols], one and the same or not; or null.
+  const void* addend = nullptr;
   void* target = nullptr;
-  int64_t target_stride = 0;
+  int64_t addend_stride = 0, target_stride = 0;
   double alpha = 1;
 };
 

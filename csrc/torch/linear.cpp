@@ -131,8 +131,9 @@ cudaError_t run(LinearParams params, const kernels::LinearRoute& route, const Te
   return kernels::linear(params, route, to_dtype(f.op, {"x", x}), stream);
 }
 
-// The result by a kernel; nothing where the library is the route.
-std::optional<Tensor> try_linear(const Tensor& x, const Linear& f, const std::optional<Scaled>& scaled) {
+// The result by a kernel; nothing where the library is the route, or x is a sum that the kernel does not compute.
+std::optional<Tensor> try_linear(const Tensor& x, const Linear& f, const std::optional<Scaled>& scaled,
+                                 const NormParams* sum = nullptr) {
   if (!x.is_cuda() || x.numel() == 0 || f.weight.numel() == 0) return std::nullopt;
   const std::vector<int64_t> sizes = result_shape(x, f);
   const Rows rows = as_rows(x);
@@ -144,12 +145,13 @@ std::optional<Tensor> try_linear(const Tensor& x, const Linear& f, const std::op
     params.squares = static_cast<const float*>(scaled->squares.const_data_ptr());
     params.parts = scaled->parts;
   }
+  params.sum = sum;
   std::optional<Tensor> y, normalized;
   on_device(
       f.op, x,
       [&](auto stream) {
         const kernels::LinearRoute route = kernels::route_linear(problem_of(f, params, x));
-        if (route.variant == kernels::LinearVariant::kLibrary) return cudaSuccess;
+        if (route.variant == kernels::LinearVariant::kLibrary || route.sum_first) return cudaSuccess;
         if (route.norm_first && route.workspace_bytes == 0) {
           normalized = rms_norm_between(x, f.norm->weight, f.norm->options);
           params.x = normalized->const_data_ptr();
@@ -321,11 +323,47 @@ std::tuple<Tensor, Tensor> linear_add_scale_op(Tensor residual, const Tensor& x,
   return {empty({&none, 1}, x.scalar_type(), x), empty({&none, 1}, ScalarType::Float, x)};
 }
 
+Tensor rms_norm_add_linear_op(Tensor sum, const Tensor& residual, const Tensor& x, std::optional<Tensor> add_weight,
+                              double add_eps, double add_weight_offset, bool add_cast_before_weight, double alpha,
+                              const Tensor& weight, std::optional<Tensor> bias, std::string activation, bool normalize,
+                              std::optional<Tensor> norm_weight, double eps, double weight_offset,
+                              bool cast_before_weight, bool in_step) {
+  Linear f{"rms_norm_add_linear", weight, bias, std::nullopt, std::nullopt, in_step};
+  if (normalize) f.norm = Norm{norm_weight, {eps, weight_offset, cast_before_weight}};
+  if (!activation.empty()) f.glu = to_activation(f.op, activation);
+  const Norm added{add_weight, {add_eps, add_weight_offset, add_cast_before_weight}};
+  check_tensors(f.op, {{"sum", sum, Access::kWrite},
+                       {"residual", residual},
+                       {"x", x},
+                       {"add_weight", add_weight},
+                       {"weight", weight},
+                       {"bias", bias},
+                       {"norm_weight", norm_weight}});
+  check(x, f);
+  check_not_negative(f.op, "add_eps", add_eps);
+  check_finite(f.op, "add_weight_offset", add_weight_offset);
+  check_finite(f.op, "alpha", alpha);
+  check_like(f.op, {"residual", residual}, {"x", x});
+  check_like(f.op, {"sum", sum}, {"x", x});
+  check_rows_in_place(f.op, {"sum", sum});
+  check_vector(f.op, {"add_weight", add_weight}, {"x", x}, x.size(x.dim() - 1), "x.size(-1)");
+  LLMK_CHECK(!f.glu || !bias, f.op, "bias must not be given with an activation");
+  if (x.numel() > 0 && !is_meta(x)) {
+    const NormSum of_rows(sum, residual, x, added, alpha);
+#if LLMK_CUDA
+    if (const std::optional<Tensor> y = try_linear(sum, f, std::nullopt, &of_rows.params)) return *y;
+#endif
+    of_rows.run(f.op);
+  }
+  return linear(sum, f);
+}
+
 void register_ops(StableLibrary& ops) {
   implement_differentiable(ops, "linear", TORCH_BOX(&linear_op));
   implement_differentiable(ops, "rms_norm_linear", TORCH_BOX(&rms_norm_linear_op));
   ops.impl("glu_linear", TORCH_BOX(&glu_linear_op));
   ops.impl("rms_norm_glu_linear", TORCH_BOX(&rms_norm_glu_linear_op));
+  ops.impl("rms_norm_add_linear", TORCH_BOX(&rms_norm_add_linear_op));
   ops.impl("linear_add_", TORCH_BOX(&linear_add_op));
   ops.impl("linear_add_scale_", TORCH_BOX(&linear_add_scale_op));
 }

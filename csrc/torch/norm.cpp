@@ -88,35 +88,19 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   return {y, *sum};
 }
 
-void rms_norm_add_(Tensor residual, const Tensor& x, std::optional<Tensor> given_weight, double eps,
-                   double weight_offset, bool cast_before_weight, double alpha) {
+void rms_norm_add_(Tensor residual, const Tensor& x, std::optional<Tensor> weight, double eps, double weight_offset,
+                   bool cast_before_weight, double alpha) {
   constexpr const char* op = "rms_norm_add_";
   const RmsNormOptions options{eps, weight_offset, cast_before_weight};
-  check_tensors(op, {{"residual", residual, Access::kWrite}, {"x", x}, {"weight", given_weight}});
-  const Dtype dtype = to_dtype(op, {"x", x});
+  check_tensors(op, {{"residual", residual, Access::kWrite}, {"x", x}, {"weight", weight}});
+  to_dtype(op, {"x", x});
   check_x(op, x);
   check_options(op, options);
   check_finite(op, "alpha", alpha);
   check_like(op, {"residual", residual}, {"x", x});
   check_rows_in_place(op, {"residual", residual});
-  const auto weight = check_of_columns(op, "weight", given_weight, x);
-  if (x.numel() == 0) return;
-  const Rows x_rows = as_rows(x), target = as_rows(residual);
-  NormParams params{.x = x_rows.data(),
-                    .residual = nullptr,
-                    .weight = data(weight),
-                    .bias = nullptr,
-                    .y = nullptr,
-                    .sum = nullptr,
-                    .rows = x_rows.rows,
-                    .cols = x_rows.cols,
-                    .x_stride = x_rows.stride,
-                    .residual_stride = 0,
-                    .options = options};
-  params.target = residual.mutable_data_ptr();
-  params.target_stride = target.stride;
-  params.alpha = alpha;
-  run(op, NormKind::kRms, params, dtype, x);
+  const auto of_columns = check_of_columns(op, "weight", weight, x);
+  if (x.numel() > 0) NormSum(residual, residual, x, {of_columns, options}, alpha).run(op);
 }
 
 Tensor layer_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps) {
@@ -228,6 +212,32 @@ void register_ops(StableLibrary& ops) {
 }
 
 }  // namespace
+
+NormSum::NormSum(const Tensor& target, const Tensor& addend, const Tensor& x, const Norm& norm, double alpha)
+    : x_(as_rows(x)), addend_(as_rows(addend)), weight_(norm.weight) {
+  if (weight_) weight_ = with_unit_last_stride(*weight_);
+  params = {.x = x_.data(),
+            .residual = nullptr,
+            .weight = data(weight_),
+            .bias = nullptr,
+            .y = nullptr,
+            .sum = nullptr,
+            .rows = x_.rows,
+            .cols = x_.cols,
+            .x_stride = x_.stride,
+            .residual_stride = 0,
+            .options = norm.options,
+            .addend = addend_.data(),
+            .target = target.mutable_data_ptr(),
+            .addend_stride = addend_.stride,
+            .target_stride = as_rows(target).stride,
+            .alpha = alpha};
+}
+
+void NormSum::run(const char* op) const {
+  const Tensor& x = x_.tensor;
+  llmk::run(op, NormKind::kRms, params, to_dtype(op, {"x", x}), x);
+}
 
 Tensor rms_norm_between(const Tensor& x, const std::optional<Tensor>& weight, const RmsNormOptions& options) {
   return forward("rms_norm", NormKind::kRms, x, std::nullopt, weight, std::nullopt, options, false).first;

@@ -160,6 +160,13 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "linear_add_scale_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias, Tensor next_weight, "
       "Tensor? next_norm_weight=None, float next_weight_offset=0.0, float alpha=1.0, bool in_step=False) -> "
       "(Tensor scaled, Tensor squares)");
+  // sum = residual + alpha rms_norm(x) with `add_weight`, the norm behind a block; the result is the linear of the sum,
+  // or with `normalize` of its norm, whose options the last ones are; or with an activation act(gate) up of that
+  ops.def(
+      "rms_norm_add_linear(Tensor(a!) sum, Tensor residual, Tensor x, Tensor? add_weight, float add_eps, "
+      "float add_weight_offset, bool add_cast_before_weight, float alpha, Tensor weight, Tensor? bias=None, "
+      "str activation='', bool normalize=False, Tensor? norm_weight=None, float eps=1e-6, float weight_offset=0.0, "
+      "bool cast_before_weight=True, bool in_step=False) -> Tensor");
 
   // fp8.cpp; granularity: an element of scale per "token" (row), per "block" of 128 elements of a row, or one per
   // "tensor"; without `up`, gate is [gate | up]

@@ -31,6 +31,19 @@ inline void check_options(const char* op, const RmsNormOptions& options) {
   check_finite(op, "weight_offset", options.weight_offset);
 }
 
+// target = addend + alpha rms_norm(x): checked arguments, not empty, as the kernels take them.
+class NormSum {
+ public:
+  NormSum(const Tensor& target, const Tensor& addend, const Tensor& x, const Norm& norm, double alpha);
+  void run(const char* op) const;
+
+  NormParams params;
+
+ private:
+  Rows x_, addend_;  // keep the memory of copies
+  std::optional<Tensor> weight_;
+};
+
 // rms_norm between kernels of other libraries, without programmatic dependent launch:
 //
 //   value        | case                              | result

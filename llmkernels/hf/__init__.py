@@ -49,6 +49,14 @@ call of a patched model becomes launches:
                                step/guard.py as above, and step/block.py makes the cache's objects
         no                     the description as above, and a new cache: cache/adopted.py
 
+    model.generate(ids), on a GPU
+      callers/loop.py        is the model known, and is the cache empty?
+        yes                    the prompt is launched; meanwhile step/guard.py and callers/positions.py look at the
+                               model, the ids and the mask; where they do not hold, the call begins once more
+        no                     they look first
+      step/prompt.py         the prompt, as above
+      step/decode.py         a step per token; callers/reading.py: the token is read while the next step runs
+
 Importing this package imports transformers. `import llmkernels` does not: it imports this package when it is needed.
 """
 

@@ -141,6 +141,13 @@ register_fake(
     lambda x, norm_weight, weight, *options, **named: _fake_glu(x, weight),
     overloads=("",),
 )
+register_fake(
+    "rms_norm_add_linear",
+    lambda sum, residual, x, add_weight, eps, offset, cast, alpha, weight, bias=None, activation="", *rest, **named: (
+        _fake_glu(x, weight) if activation else _fake(x, weight)
+    ),
+    overloads=("",),
+)
 register_fake("linear_add_", lambda *arguments, **named: None, overloads=("",))
 # On a GPU it may return more, which depends on what fits the device: not for torch.compile there.
 register_fake(

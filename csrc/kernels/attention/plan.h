@@ -96,6 +96,16 @@ constexpr int kPdlTiles = 1;
 constexpr int kSwitchTiles = 2;  // of a block go by while it ends a work tile and begins the next
 constexpr int kFewTiles = 4;     // of each block
 constexpr int kManyTiles = 32;   // of a work tile
+// KV tiles of a block that is alone on its SM for which a ring of kSmallShared is enough. A larger one has all of few
+// tiles under way before the previous kernel has ended, but leaves its blocks too little room. us per token, an H200,
+// 512 tokens of context, "tiles" for each block at the capacity of the cache:
+//
+//   tiles            | kSmallShared | kLessThanHalf
+//   -----------------|--------------|--------------
+//   OLMo-2-7B:     4 |         3541 |          3496
+//   Qwen3-8B:      2 |         3628 |          3636
+//   Qwen2.5-7B:    1 |         3362 |          3382
+constexpr int kSmallRingTiles = 2;
 
 // As many stages as fit into `bytes`; a ring needs at least two.
 inline void plan_ring(DecodePlan& plan, int64_t head_dim, size_t bytes) {
@@ -147,7 +157,10 @@ inline DecodePlan plan_decode_attention(const DecodeProblem& p, const DeviceInfo
     size_t bytes = p.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
     if (tiles <= kFewTiles * plan.cluster && has_room(plan.cluster)) {
       plan.clusters = static_cast<int>(work_tiles);
-      if (is_small) bytes = kSmallShared;
+      if (is_small) {
+        const bool is_alone = work_tiles * plan.cluster <= device.sm_count;
+        bytes = is_alone && tiles > kSmallRingTiles * plan.cluster ? kLessThanHalf : kSmallShared;
+      }
     } else {
       plan.cluster = work_tiles <= int64_t{blocks_per_sm} * device.clusters[2] ? 2 : 1;
       plan.clusters = blocks_per_sm * device.clusters[plan.cluster];

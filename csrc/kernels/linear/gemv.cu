@@ -11,6 +11,9 @@
 // A norm is folded as in prologue.cuh: its weight is multiplied into x, in float16 divided by a power of two (one for
 // each warp), and the sums are multiplied by 1 / rms. Within a decode step (see linear.cu) the ring is filled before
 // the previous kernel has ended.
+//
+// x may be a sum, addend + alpha norm(y), which every group computes and one of the grid writes: a launch of
+// rms_norm_add_ would take 4 us of a decode step.
 #include "gemv.h"
 
 #include "device/reduce.cuh"
@@ -19,6 +22,7 @@
 #include "finish.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "kernels/norm/forward_row.cuh"
 
 namespace llmk::kernels {
 namespace {
@@ -66,9 +70,10 @@ struct EpilogueOperands {
   }
 };
 
-template <typename T, int kVectors>
+// kSum: x is the target of `sum`.
+template <typename T, int kVectors, bool kSum>
 __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMaxWarps), kVectors > 4 ? 1 : 2)
-    gemv_kernel(const __grid_constant__ Arguments a) {
+    gemv_kernel(const __grid_constant__ Arguments a, const __grid_constant__ NormParams sum) {
 #if __CUDA_ARCH__ >= 900
   using V = Vec<T, 8>;
   constexpr int kStageRows = kGemvStageRows<kVectors>, kSliceBytes = kVectors * 256 * kHalfBytes,
@@ -132,9 +137,41 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
       vectors[v] = column < a.k ? V::load(static_cast<const T*>(from) + column) : V::of([](int) { return 0.f; });
     }
   };
+  const auto sum_over_slices = [&](const float* from, int pitch) {
+    float total = 0.f;
+#pragma unroll
+    for (int i = 0; i < kGemvMaxSlices; ++i) {
+      if (i < a.slices) total += from[i * pitch];
+    }
+    return total;
+  };
   if (a.fold_norm) load_all(norm_weight, a.norm_weight);
-  pdl_wait();
-  load_all(x, a.x);
+  if constexpr (kSum) {
+    __shared__ float squares_of_y[kGemvMaxSlices];
+    V y[kVectors], weight[kVectors];
+    if (sum.weight) load_all(weight, sum.weight);
+    pdl_wait();
+    load_all(y, sum.x);
+    load_all(x, sum.addend);
+    float squared[1] = {0.f};
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) squared[0] = norm::sum_of_squares(y[v], squared[0]);
+    warp_sum(squared, 32);
+    if (lane == 0 && group == 0) squares_of_y[slice] = squared[0];
+    __syncthreads();
+    const float mean = sum_over_slices(squares_of_y, 1) * (1.f / static_cast<float>(a.k)),
+                rstd_of_y = rsqrtf(mean + static_cast<float>(sum.options.eps));
+    const norm::Scale scale_of_y(sum);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      x[v] = norm::add_scaled(x[v], scale_of_y(y[v], weight[v], rstd_of_y), static_cast<float>(sum.alpha));
+      const int column = first + v * 256 + lane * 8;
+      if (block == 0 && group == 0 && column < a.k) x[v].store(static_cast<T*>(sum.target) + column);
+    }
+  } else {
+    pdl_wait();
+    load_all(x, a.x);
+  }
   EpilogueOperands<T> operands(
       a, block_begin + min(static_cast<int>(threadIdx.x), block_columns - 1));  // loads hidden by the main loop
   float scale = 1.f;  // the power of two that this warp's x is divided by
@@ -193,14 +230,6 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
   }
   __syncthreads();
 
-  const auto sum_over_slices = [&](const float* from, int pitch) {
-    float total = 0.f;
-#pragma unroll
-    for (int i = 0; i < kGemvMaxSlices; ++i) {
-      if (i < a.slices) total += from[i * pitch];
-    }
-    return total;
-  };
   const float rstd = a.fold_norm ? rsqrtf(sum_over_slices(squares, 1) * (1.f / static_cast<float>(a.k)) + a.eps) : 1.f;
 #pragma unroll 1
   for (int i = threadIdx.x; i < block_columns; i += static_cast<int>(blockDim.x)) {
@@ -250,8 +279,13 @@ cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaS
   const LaunchShape shape{plan.blocks, dim3(32 * plan.slices * plan.groups), plan.shared_bytes};
   const auto launch_as = [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if (p.sum) {
+      return dispatch_int<2, 4>(plan.vectors, [&](auto count) {
+        return launch(gemv_kernel<T, decltype(count)::value, true>, shape, stream, arguments, *p.sum);
+      });
+    }
     return dispatch_int<2, 4, 8>(plan.vectors, [&](auto count) {
-      return launch(gemv_kernel<T, decltype(count)::value>, shape, stream, arguments);
+      return launch(gemv_kernel<T, decltype(count)::value, false>, shape, stream, arguments, NormParams{});
     });
   };
   return dtype == Dtype::kFloat16 ? launch_as(TypeTag<__half>{}) : launch_as(TypeTag<__nv_bfloat16>{});

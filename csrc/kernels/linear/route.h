@@ -43,6 +43,8 @@ struct LinearProblem {
   bool in_rows = true;  // all tensors are rows of contiguous columns, evenly apart
   bool x_aligned = true, weight_aligned = true, y_aligned = true;  // every row, to 16 bytes
   bool norm_weight_aligned = true;                                 // and contiguous
+  bool sum = false;                                                // x is a sum (params/linear.h)
+  bool sum_aligned = true;                                         // its tensors, to 16 bytes
 
   int64_t n() const { return weight.rows; }
   int64_t k() const { return weight.cols; }
@@ -61,6 +63,7 @@ struct LinearRoute {
   LinearVariant variant = LinearVariant::kLibrary;
   const char* reason = "";
   bool norm_first = false;             // a launch of rms_norm comes first; else the kernel normalizes, if anybody does
+  bool sum_first = false;              // a launch of rms_norm_add_ comes before both; else the kernel adds, if anybody
   size_t workspace_bytes = 0;          // for that, up to 64 tokens; beyond, the caller normalizes
   int64_t blocks = 0;                  // of the launch
   const TunedLinear* tuned = nullptr;  // the measured choice that was found
@@ -87,7 +90,10 @@ inline LinearProblem problem_of(const LinearParams& p, Dtype dtype) {
           .x_aligned = rows_aligned(p.x, p.x_stride, p.m, kHalfBytes),
           .weight_aligned = rows_aligned(p.weight.data, p.weight.row_bytes(), p.n(), 1),
           .y_aligned = rows_aligned(p.epilogue.y, p.epilogue.y_stride, p.m, kHalfBytes),
-          .norm_weight_aligned = is_aligned(p.norm_weight, 16)};
+          .norm_weight_aligned = is_aligned(p.norm_weight, 16),
+          .sum = p.sum != nullptr,
+          .sum_aligned = !p.sum || (is_aligned(p.sum->x, 16) && is_aligned(p.sum->addend, 16) &&
+                                    is_aligned(p.sum->target, 16) && is_aligned(p.sum->weight, 16))};
 }
 
 namespace routing {
@@ -189,6 +195,12 @@ inline Verdict few_is_faster(const LinearProblem& p, const int* clusters) {
                    : refuse("cuBLAS is faster from 49 to 64 tokens of a weight of few rows");
 }
 
+// Whether this is q|k|v of a decode step: it reads a norm or a sum, as gate|up and the head do, which has many more
+// rows.
+inline bool is_before_attention(const LinearProblem& p) {
+  return p.in_step && (p.normalize || p.sum) && !p.glu && p.n() < 8 * p.k();
+}
+
 inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
   LinearRoute route;
   const Verdict can = few_supported(p, device, options);
@@ -213,7 +225,7 @@ inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, 
   if (tuned ? tuned->is(LinearVariant::kGemv) : p.m == 1 && gemv_is_faster(p.n(), p.k(), device.sm_count)) {
     route.variant = LinearVariant::kGemv;
     if (!tuned) route.reason = "one token";
-    route.gemv = plan_gemv(p.weight, p.glu, device);
+    route.gemv = plan_gemv(p.weight, p.glu, is_before_attention(p), device);
     route.blocks = route.gemv.blocks;
     return route;
   }
@@ -290,14 +302,21 @@ inline LinearRoute many_tokens(const LinearProblem& p, const DeviceInfo& device,
   return route;
 }
 
+inline LinearRoute choose_kernel(const LinearProblem& problem, const DeviceInfo& device, const RouteOptions& options) {
+  const Verdict verdict = supported(problem);
+  if (!verdict.taken) return {.reason = verdict.reason, .norm_first = problem.normalize};
+  return problem.m <= kLinearMaxTokens ? few_tokens(problem, device, options) : many_tokens(problem, device, options);
+}
+
 }  // namespace routing
 
 inline LinearRoute choose_route(const LinearProblem& problem, const DeviceInfo& device,
                                 const RouteOptions& options = {}) {
-  const routing::Verdict verdict = routing::supported(problem);
-  if (!verdict.taken) return {.reason = verdict.reason, .norm_first = problem.normalize};
-  return problem.m <= kLinearMaxTokens ? routing::few_tokens(problem, device, options)
-                                       : routing::many_tokens(problem, device, options);
+  LinearRoute route = routing::choose_kernel(problem, device, options);
+  const bool adds =
+      route.variant == LinearVariant::kGemv && !route.norm_first && gemv_adds(route.gemv) && problem.sum_aligned;
+  route.sum_first = problem.sum && !adds;
+  return route;
 }
 
 // Whether the linear behind a norm takes the hand-off of the linear before: up to 16 tokens it folds the norm itself.

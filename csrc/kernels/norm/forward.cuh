@@ -6,7 +6,7 @@
 //               y = round(round(n) (offset + w))   or   round(n (offset + w)) the two rounding orders in use
 //   LayerNorm:  n = (s - m) / sqrt(mean((s - m)^2) + eps), m = mean(s); y = round(n w + b)
 //
-// An RMSNorm behind a block is added to the residual, its target: target = round(target + round(alpha y)).
+// An RMSNorm behind a block is added to the residual, the addend: target = round(addend + round(alpha y)).
 //
 // x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 accumulation.
 // Moves 2 elements per element (4 with a residual): memory is the limit. A group of threads loads a row by 16-byte
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (kSum != Sum::kNone && mine(v)) r[v] = load((kResidual ? row.residual : row.target) + offset(v));
+    if (kSum != Sum::kNone && mine(v)) r[v] = load((kResidual ? row.residual : row.addend) + offset(v));
   }
   RowScale of_row{};
   if constexpr (kCentered) {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
       const V w = params.weight ? V::load(row.weight + c) : V{};
       const V y = scale(s, w, of_row.rstd);
       if (params.target) {
-        add_scaled(V::load(row.target + c), y, static_cast<float>(params.alpha)).store(row.target + c);
+        add_scaled(V::load(row.addend + c), y, static_cast<float>(params.alpha)).store(row.target + c);
       } else {
         y.store(row.y + c);
       }
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kCachedThreads)
   if (has_residual) x.store_each(row.sum, load);
   if (params.target) {
     x.store_each(row.target, [&](int c) {
-      return add_scaled(load_aligned(row.target, c, 0, cols), output(c), static_cast<float>(params.alpha));
+      return add_scaled(load_shifted(row.addend, c, 0, cols), output(c), static_cast<float>(params.alpha));
     });
   } else {
     x.store_each(row.y, output);
@@ -239,6 +239,7 @@ inline RowOperands row_operands(const NormParams& p) {
           p.cols,
           {{p.x, p.x_stride},
            {p.residual, p.residual_stride},
+           {p.addend, p.addend_stride},
            {p.target, p.target_stride},
            {p.weight},
            {p.bias},

@@ -75,12 +75,13 @@ __device__ inline float median(float a, float b, float c) { return fmaxf(fminf(a
 // Where a row begins in each operand.
 template <typename T>
 struct Row {
-  const T *x, *residual, *weight, *bias;
+  const T *x, *residual, *addend, *weight, *bias;
   T *y, *sum, *target;
 
   __device__ Row(const NormParams& params, int64_t row)
       : x(static_cast<const T*>(params.x) + row * params.x_stride),
         residual(static_cast<const T*>(params.residual) + row * params.residual_stride),
+        addend(static_cast<const T*>(params.addend) + row * params.addend_stride),
         weight(static_cast<const T*>(params.weight)),
         bias(static_cast<const T*>(params.bias)),
         y(static_cast<T*>(params.y) + row * params.cols),
@@ -205,17 +206,17 @@ __device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], int count, floa
   }
 }
 
-// target + alpha y, with the product and the sum rounded.
+// addend + alpha y, with the product and the sum rounded.
 template <typename T, int N>
-__device__ Vec<T, N> add_scaled(const Vec<T, N>& target, const Vec<T, N>& y, float alpha) {
-  return add(target, Vec<T, N>::of([&](int i) { return alpha * y[i]; }));
+__device__ Vec<T, N> add_scaled(const Vec<T, N>& addend, const Vec<T, N>& y, float alpha) {
+  return add(addend, Vec<T, N>::of([&](int i) { return alpha * y[i]; }));
 }
 
 // The sum that a norm is a part of.
 enum class Sum {
   kNone,
   kBefore,  // x + residual, then its norm
-  kAfter,   // target + alpha norm(x)
+  kAfter,   // addend + alpha norm(x)
 };
 
 // The threads that share a row, and which row.

@@ -62,7 +62,7 @@ __device__ RowScale scale_of_words(const typename Slot::Word (&s)[kWords], const
 }
 
 // A row of any alignment in registers, by words (row_words.cuh). With a sum, the second slot has the residual, and then
-// the sum, or the target.
+// the sum, or the addend.
 template <typename T, int kWords, bool kCentered, Sum kSum>
 __global__ void __launch_bounds__(kMaxWordThreads, 2)
     norm_words_kernel(const NormParams params, const WordPlan plan, bool keep_inputs) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   pdl_wait();
   const uint64_t policy = l2_policy(keep_inputs);
   x.copy(row.x, policy);
-  if constexpr (kSum != Sum::kNone) other.copy(kResidual ? row.residual : row.target, policy);
+  if constexpr (kSum != Sum::kNone) other.copy(kResidual ? row.residual : row.addend, policy);
   cp_async_commit();
   float element = 0.f;
   if constexpr (kCentered) {

@@ -7,7 +7,7 @@
 
 namespace llmk::kernels {
 
-// y = rms_norm(x), or sum = x + residual and y = rms_norm(sum) when there is a residual, or target += alpha
+// y = rms_norm(x), or sum = x + residual and y = rms_norm(sum) when there is a residual, or target = addend + alpha
 // rms_norm(x). `may_overlap`: see LaunchShape.
 cudaError_t rms_norm(const NormParams& params, Dtype dtype, cudaStream_t stream, bool may_overlap = true);
 

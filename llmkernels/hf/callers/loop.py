@@ -156,8 +156,7 @@ def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs
         return None
     described, memory = known
     parts, (batch, count) = described.parts, input_ids.shape
-    given = [x.shape for x in (mask, positions) if x is not None]
-    if positions is None or given.count(input_ids.shape) < len(given):
+    if positions is None or positions.shape != input_ids.shape or (mask is not None and mask.shape != input_ids.shape):
         return None
     try:
         _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)

@@ -6,8 +6,8 @@
     no_recording     a block during which no thread records, for calls that wait for the device
 
 The library records its own launches, as nodes of a graph (csrc/kernels/recorder.h), with a memory pool of torch's
-allocator for each graph. So a recorded function may call ops of llmkernels only, and take views; its random numbers
-come from buffers.
+allocator for each graph. So a recorded function may call ops of llmkernels only, take views and empty tensors; its
+random numbers come from buffers.
 torch.cuda.CUDAGraph captures streams. While it does, no other thread may wait for the device; and up to torch 2.11 it
 ties every capture and replay to the device's default generator, so that others may neither replay nor draw random
 numbers.
@@ -165,10 +165,11 @@ def _record_launches(function: Callable[[], Any], slot: _Slot, in_pieces: bool) 
 
 
 class _OnlyOurs(TorchDispatchMode):
-    """Other ops than the library's raise, views apart: they would run at once, and not be part of the graph."""
+    """Ops that launch something, and are not the library's, raise: they would run at once, and not be part of the
+    graph."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace != "llmkernels" and not op.is_view:
+        if op.namespace != "llmkernels" and not op.is_view and op is not torch.ops.aten.empty_like.default:
             raise NoGraph(f"{op} is not an op of llmkernels")
         return op(*args, **kwargs or {})
 

@@ -137,7 +137,7 @@ def run(
     tables = make_tables(parts, parts.positions[: past + count])
     ends = None if ends is None else ends.int()
     tokens = Tokens(batch, count, positions, tables, is_prompt=True, ends=ends)
-    hidden, _ = compose.run_layers(parts, hidden, tokens, caches, seen)
+    hidden = compose.run_layers(parts, hidden, tokens, caches, seen)
     cache.advance(count)
     return _logits(parts, hidden.view(batch, count, -1)[:, count - kept :])
 
@@ -168,7 +168,7 @@ def _run_packed(
     packed = Packed(begin[None].int(), row[:, None].int(), (column + 1).int())
     tables = make_tables(parts, parts.positions[:count])
     tokens = Tokens(1, len(row), positions[None].int(), tables, is_prompt=True, packed=packed)
-    hidden, _ = compose.run_layers(parts, hidden, tokens, _caches(cache, count, leftpad))
+    hidden = compose.run_layers(parts, hidden, tokens, _caches(cache, count, leftpad))
     cache.advance(count)
     return compose.head(parts, hidden[ends - 1])[:, None]
 
@@ -237,7 +237,7 @@ def _run_padded(
 
     def run_layers() -> Tensor:
         compose.embed(parts, tokens, hidden, cache.counters, padded, positions, most)
-        return compose.run_layers(parts, hidden, where, caches or layers())[0]
+        return compose.run_layers(parts, hidden, where, caches or layers())
 
     with cache.counting(padded):  # where they are written; the next to begin counts again
         made = program.run(run_layers, device, place, in_pieces=True)
