@@ -11,7 +11,6 @@ Every test that takes `device` runs on the CPU and, where there is one, on the G
 import contextlib
 import gc
 import os
-import zlib
 from pathlib import Path
 
 import pytest
@@ -24,20 +23,10 @@ with contextlib.suppress(ImportError):
 
 CUDA = "cuda" in DEVICES
 _order = None  # see --order
-# Files that test the numbers of ops at many shapes, dtypes and layouts: see --one-in.
-NUMBERS = {
-    *("add_rms_norm", "attention", "attention_backward", "attention_bias", "attention_varlen", "bias_act", "compose"),
-    *("cross_entropy", "decode_attention", "decode_attention_prompt", "embed_tokens", "fp8", "fp8_linear", "gated_mlp"),
-    *("gemm", "glu", "layer_norm", "linear", "linear_cross_entropy", "linear_sm80", "lora", "rms_norm", "rms_norm_add"),
-    *("rms_norm_add_linear", "rms_norm_rope", "rope", "rope_decode_attention", "rope_kv_write", "sampling", "softcap"),
-    "softmax",
-}
-assert all((Path(__file__).parent / f"test_{name}.py").exists() for name in NUMBERS)
 
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz-seeds", metavar="FIRST:END", help="fuzz exactly these seeds, one test each")
-    parser.addoption("--one-in", type=int, default=1, metavar="N", help="of the numbers of ops run one of N tests")
     parser.addoption("--order", metavar="DIR", help="a file per process: its tests, in the order in which they began")
 
 
@@ -52,19 +41,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes a minute on a GPU")
 
 
-def one_in(count: int, path: Path, nodeid: str) -> bool:
-    """Whether a test is among those of --one-in, the same ones in every process."""
-    return path.stem.removeprefix("test_") not in NUMBERS or zlib.crc32(nodeid.encode()) % count == 0
-
-
 @pytest.hookimpl(trylast=True)  # behind those that deselect
 def pytest_collection_modifyitems(config, items):
     """The slow tests begin first, each in another process of pytest-xdist, which gives every one a part of the list."""
-    count = config.getoption("--one-in")
-    left_out = [item for item in items if not one_in(count, item.path, item.nodeid)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if one_in(count, item.path, item.nodeid)]
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     slow = [item for item in items if item.get_closest_marker("slow")]
     others = [item for item in items if not item.get_closest_marker("slow")]
