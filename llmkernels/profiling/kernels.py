@@ -15,7 +15,7 @@ _KINDS = (
     ("product", r"quantize|^(amax|epilogue|split|sum)_kernel"),  # what prepares operands, and what follows
     ("activation", r"glu|silu|gelu|relu|bias_act|softcap"),
     ("sampling", r"sample|arg_?max|multinomial|topk|sort|distribution"),
-    (COPIES, r"memcpy|memset|copy|catarray|fill|::(cat|clone|contiguous|to)\b"),
+    (COPIES, r"memcpy|memset|copy|catarray|fill|embed|::(cat|clone|contiguous|to)\b"),
 )
 KINDS = (*dict.fromkeys(kind for kind, _ in _KINDS), OTHER)
 _OWNERS = (
