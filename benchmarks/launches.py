@@ -34,6 +34,7 @@ from llmkernels.profiling.kernels import short_name
 
 NEW = 40  # tokens that a call of generate makes for a step's time
 SKIPPED = 5  # steps at either end of these, which the profiler starts and stops in
+PROMPTS = 5  # that the profiler records
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Subject:
 
     def launches(self) -> list[Launch]:
         if self._is_prompt:
-            return summarize([record(self._long) for _ in range(SKIPPED)], self._layers)
+            return summarize([record(self._long) for _ in range(PROMPTS)], self._layers)
         begin = len(record(self._short))
         events = record(self._long)[begin:]
         size = len(events) // NEW
@@ -188,7 +189,8 @@ def main() -> None:
     for variant, found in launches.items():
         what = f"a prompt of {options.prompt} tokens" if options.prompt else f"a step behind {options.tokens} tokens"
         times = ", ".join(f"{wall:.0f}" for wall in walls[variant])
-        console.print(table_of(f"{options.model}, {what} {variant}: {times} us", found))
+        title = " ".join(filter(None, (f"{options.model}, {what}", variant)))
+        console.print(table_of(f"{title}: {times} us", found))
 
 
 if __name__ == "__main__":

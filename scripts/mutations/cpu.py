@@ -12,6 +12,14 @@ CPU = [
         "tests/test_bias_act.py -k rounds_where",
     ),
     Mutation(
+        "cpu_norm_is_added_to_the_target",
+        "the norm behind a block is added to what the target had, and not to the residual",
+        "csrc/cpu/norm.cpp",
+        "load(addend, count, buffer)",
+        "load(static_cast<const T*>(target), count, buffer)",
+        "tests/test_rms_norm_add_linear.py -k 'shapes and cpu'",
+    ),
+    Mutation(
         "cpu_attention_window_of_one_more",
         "a sliding window holds one key too many",
         "csrc/cpu/decode_attention.cpp",

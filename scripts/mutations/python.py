@@ -59,4 +59,12 @@ PYTHON = [
         "Reading(tokens, choice.goes_on())",
         "tests/test_generate_early.py -k come_late -m gpu",
     ),
+    Mutation(
+        "py_sum_before_a_parallel_layer",
+        "a sum is left to the next product where two branches read it",
+        "llmkernels/hf/step/compose.py",
+        "seen is None and not layer.parallel",
+        "seen is None",
+        "tests/test_rms_norm_add_linear.py -k two_kinds",
+    ),
 ]

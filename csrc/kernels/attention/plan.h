@@ -97,8 +97,8 @@ constexpr int kSwitchTiles = 2;  // of a block go by while it ends a work tile a
 constexpr int kFewTiles = 4;     // of each block
 constexpr int kManyTiles = 32;   // of a work tile
 // KV tiles of a block that is alone on its SM for which a ring of kSmallShared is enough. A larger one has all of few
-// tiles under way before the previous kernel has ended, but leaves its blocks too little room. us per token, an H200,
-// 512 tokens of context, "tiles" for each block at the capacity of the cache:
+// tiles under way before the previous kernel has ended, but leaves the linears before and behind less room to overlap.
+// us per token, an H200, 512 tokens of context, "tiles" for each block at the capacity of the cache:
 //
 //   tiles            | kSmallShared | kLessThanHalf
 //   -----------------|--------------|--------------

@@ -12,8 +12,9 @@
 // each warp), and the sums are multiplied by 1 / rms. Within a decode step (see linear.cu) the ring is filled before
 // the previous kernel has ended.
 //
-// x may be a sum, addend + alpha norm(y), which every group computes and one of the grid writes: a launch of
-// rms_norm_add_ would take 4 us of a decode step.
+// x may be a sum, addend + alpha norm(y), which every group computes and one of the grid writes. A token of OLMo-2-7B,
+// with 64 such sums, takes 3543 us on an H200, with a launch for each 3571 to 3620: most of a launch is hidden, since
+// weights are read meanwhile.
 #include "gemv.h"
 
 #include "device/reduce.cuh"

@@ -105,7 +105,7 @@ def forward(
     caches: Iterable[LayerCache],
     seen: list[Tensor] | None = None,
 ) -> Tensor:
-    """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which is overwritten.
+    """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which may be overwritten.
 
     The new keys and values are written to `caches`, one for each layer. `seen`: as in run_layers().
     """
