@@ -11,14 +11,14 @@ struct RmsNormOptions {  // of LayerNorm: {eps, 0, false}
 };
 
 struct NormParams {
-  const void* x;         // [rows, cols]
-  const void* residual;  // [rows, cols], or null: the norm of x alone
-  const void* weight;    // [cols], or null
-  const void* bias;      // [cols], or null; of LayerNorm only
-  void* y;               // [rows, cols], contiguous; null with a target
-  void* sum;             // [rows, cols], contiguous: x + residual, when there is a residual
+  const void* x;                   // [rows, cols]
+  const void* residual = nullptr;  // [rows, cols], or null: the norm of x alone
+  const void* weight;              // [cols], or null
+  const void* bias = nullptr;      // [cols], or null; of LayerNorm only
+  void* y = nullptr;               // [rows, cols], contiguous; null with a target
+  void* sum = nullptr;             // [rows, cols], contiguous: x + residual, when there is a residual
   int64_t rows, cols;
-  int64_t x_stride, residual_stride;  // between rows
+  int64_t x_stride, residual_stride = 0;  // between rows
   RmsNormOptions options;
   // RMSNorm of x alone: target = addend + alpha norm(x), in place of y. [rows, cols], one and the same or not; or null.
   const void* addend = nullptr;

@@ -142,15 +142,10 @@ Quantized rms_norm_fp8_quantize(const Tensor& x, std::optional<Tensor> weight, d
     const Rows rows = as_rows(x);
     const auto contiguous = weight ? std::optional(with_unit_last_stride(*weight)) : std::nullopt;
     const NormParams params{.x = rows.data(),
-                            .residual = nullptr,
                             .weight = data(contiguous),
-                            .bias = nullptr,
-                            .y = nullptr,
-                            .sum = nullptr,
                             .rows = rows.rows,
                             .cols = rows.cols,
                             .x_stride = rows.stride,
-                            .residual_stride = 0,
                             .options = norm};
     if (kernels::fp8_quantize_fuses_rms_norm(params, dtype)) {
       Output out(options, x.sizes(), x);

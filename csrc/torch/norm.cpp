@@ -99,8 +99,8 @@ void rms_norm_add_(Tensor residual, const Tensor& x, std::optional<Tensor> weigh
   check_finite(op, "alpha", alpha);
   check_like(op, {"residual", residual}, {"x", x});
   check_rows_in_place(op, {"residual", residual});
-  const auto of_columns = check_of_columns(op, "weight", weight, x);
-  if (x.numel() > 0) NormSum(residual, residual, x, {of_columns, options}, alpha).run(op);
+  check_vector(op, {"weight", weight}, {"x", x}, x.size(x.dim() - 1), "x.size(-1)");
+  if (x.numel() > 0) NormSum(residual, residual, x, {weight, options}, alpha).run(op);
 }
 
 Tensor layer_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps) {
@@ -217,15 +217,10 @@ NormSum::NormSum(const Tensor& target, const Tensor& addend, const Tensor& x, co
     : x_(as_rows(x)), addend_(as_rows(addend)), weight_(norm.weight) {
   if (weight_) weight_ = with_unit_last_stride(*weight_);
   params = {.x = x_.data(),
-            .residual = nullptr,
             .weight = data(weight_),
-            .bias = nullptr,
-            .y = nullptr,
-            .sum = nullptr,
             .rows = x_.rows,
             .cols = x_.cols,
             .x_stride = x_.stride,
-            .residual_stride = 0,
             .options = norm.options,
             .addend = addend_.data(),
             .target = target.mutable_data_ptr(),

@@ -12,6 +12,9 @@
 // The first tile begins at the first key that any of the queries sees, so that no padding is read; with pages or a mask
 // at most a tile before, at a multiple of its size. The grid is persistent: while a block writes results, the first
 // keys of its next work are on their way.
+//
+// Sums are corrected after every tile. To do so only where the maximum has risen by a factor of 2^8, as
+// FlashAttention-4 does, was 1 to 4 % slower from 2048 tokens on (one H200), with heads of 64 to 256.
 #pragma once
 #include "device/tma.cuh"
 #include "device/wgmma.cuh"

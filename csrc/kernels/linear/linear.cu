@@ -270,15 +270,11 @@ cudaError_t linear(const LinearParams& params, const LinearRoute& route, Dtype d
   LinearParams p = params;
   if (route.workspace_bytes > 0) {
     const NormParams norm{.x = p.x,
-                          .residual = nullptr,
                           .weight = p.norm_weight,
-                          .bias = nullptr,
                           .y = p.workspace,
-                          .sum = nullptr,
                           .rows = p.m,
                           .cols = p.k(),
                           .x_stride = p.x_stride,
-                          .residual_stride = 0,
                           .options = p.norm};
     if (const cudaError_t status = rms_norm(norm, dtype, stream); status != cudaSuccess) return status;
     p.x = p.workspace;
