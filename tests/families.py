@@ -129,6 +129,14 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", _FREE_HEADS | {"rope_parameters": _YARN}),
     "mistral": Family("MistralForCausalLM", _FREE_HEADS | {"sliding_window": WINDOW}),
     "ministral": Family("MinistralForCausalLM", _FREE_HEADS | _ALTERNATING | {"sliding_window": WINDOW}),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        _FREE_HEADS
+        | {
+            "rope_parameters": _YARN
+            | {"factor": 2.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 3.0}
+        },
+    ),
     "gemma": Family("GemmaForCausalLM", _FREE_HEADS | {"tie_word_embeddings": True}),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -177,6 +185,7 @@ FAMILIES = {
     "arcee": Family("ArceeForCausalLM", _FREE_HEADS | {"mlp_bias": True, "rope_parameters": _YARN}),
     "nemotron": Family("NemotronForCausalLM", _FREE_HEADS | _partial(0.5) | {"attention_bias": True, "mlp_bias": True}),
     "phi": Family("PhiForCausalLM", _partial(0.5)),
+    "gpt_neox": Family("GPTNeoXForCausalLM", _partial(0.25)),
     "stablelm": Family("StableLmForCausalLM", _partial(0.25) | {"use_qkv_bias": True}),
     "stablelm_parallel": Family(
         "StableLmForCausalLM", _partial(0.25) | {"use_parallel_residual": True, "qk_layernorm": True}
@@ -230,6 +239,7 @@ EXPECTED = {
     "qwen3": Expected("Qwen3", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
     "mistral": Expected("Mistral", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
     "ministral": Expected("Ministral", {"rms_norm": 4, "rope": 3, "add_rms_norm": 3, "swiglu": 3}),
+    "ministral3": Expected("Ministral 3", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
     "gemma": Expected("Gemma", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "geglu": 2}),
     "gemma2": Expected("Gemma 2", {"rms_norm": 10, "rope": 3, "add_rms_norm": 3, "geglu": 3}),
     "gemma3": Expected("Gemma 3", {"rms_norm": 16, "rope": 3, "add_rms_norm": 3, "geglu": 3}),
@@ -258,6 +268,7 @@ EXPECTED = {
         "Nemotron", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "relu2": 2}, "a norm whose weight has an offset"
     ),
     "phi": Expected("Phi", {"layer_norm": 3, "rope": 2, "bias_gelu": 2}),
+    "gpt_neox": Expected("GPT-NeoX, Pythia", {"layer_norm": 5, "rope": 2, "bias_gelu": 2}),
     "stablelm": Expected("StableLM", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "swiglu": 2}),
     "stablelm_parallel": Expected(
         "StableLM, parallel blocks", {"layer_norm": 3, "rope": 2, "swiglu": 2}, "an attention of an unknown layout"

@@ -196,7 +196,7 @@ def test_an_activation_with_parameters(device):
 
 
 def test_queries_scaled_by_their_position(device):
-    """Only beyond the positions that it was trained for, which a prompt of tests does not reach by itself."""
+    """Beyond the positions that it was trained for, where its forward takes over from the step."""
     if not hasattr(transformers, "Ministral3ForCausalLM"):
         pytest.skip(f"transformers {transformers.__version__} has no Ministral 3")
     rope = {
@@ -211,10 +211,12 @@ def test_queries_scaled_by_their_position(device):
         "llama_4_scaling_beta": 3.0,
     }
     model = made(transformers.Ministral3ForCausalLM, rope_parameters=rope).to(device)
-    expected = tokens_of(model, device, new=40)
+    expected = [tokens_of(model, device, new=new) for new in (3, 40)]
     handle = llmkernels.patch(model)
-    assert "computes something else than its description" in handle.report().decode[0].reason
-    assert torch.equal(tokens_of(model, device, new=40), expected)
+    assert torch.equal(tokens_of(model, device, new=3), expected[0])
+    assert handle.report().decode[0].calls == {generate_step(): 1}
+    assert torch.equal(tokens_of(model, device, new=40), expected[1])
+    assert "how queries are rotated or scaled depends on the length" in str(handle.report())
 
 
 def causal_classes():

@@ -148,14 +148,14 @@ def test_what_the_step_can_not_do_goes_by_the_module_path(how, device):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope of type dynamic"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "how queries are rotated or"),
         ({"hidden_act": "relu"}, "Qwen2ForCausalLM has an activation without a kernel before the product with"),
     ],
     ids=["dynamic", "relu"],
 )
 def test_configurations_without_a_step(changes, reason, device):
     model = small_model(device=device, max_position_embeddings=16, **changes)
-    check_falls_back(model, tiny_inputs(device), reason, by_forwards="dynamic" in reason)  # those up to 16 tokens
+    check_falls_back(model, tiny_inputs(device), reason, by_forwards="rotated" in reason)  # those up to 16 tokens
 
 
 @pytest.mark.parametrize("how", ["eps", "scale", "no biases", "gelu", "relu2", "sigmoid"])

@@ -20,12 +20,14 @@ from .modules.replaced import Patched, has_kernel, runs_only_forward
 def kinds_in(model: nn.Module) -> dict[nn.Module, str]:
     """The kind of each module that has one. A LayerNorm of torch's has one where it is part of a decoder."""
     kinds = {module: kind for module in model.modules() if (kind := kind_of(type(module))) is not None}
+    attentions = {module for module, kind in kinds.items() if kind == "rope"}
+    layers = {module for module in model.modules() if not attentions.isdisjoint(module.children())}
+    layers.update(module for module, kind in kinds.items() if kind == "add_rms_norm")
     parts: set[nn.Module] = set()
     for parent in model.modules():
         children = [*parent.children()]
         lists = [child for child in children if isinstance(child, nn.ModuleList)]
-        has_layers = any(kinds.get(layer) == "add_rms_norm" for layers in lists for layer in layers)
-        if has_layers or kinds.get(parent) in ("add_rms_norm", "rope"):
+        if parent in attentions | layers or any(not layers.isdisjoint(each) for each in lists):
             parts.update(children)
     return {
         module: kind

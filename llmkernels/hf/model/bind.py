@@ -190,7 +190,7 @@ def _positions(rotary: nn.Module | None, config: Any, windowed: list[bool]) -> r
 
 
 def positions_of(rotary: nn.Module | None) -> range:
-    """The positions whose rotation does not depend on how long the sequence is."""
+    """The positions whose rotation does not depend on how long the sequence is, and whose queries are not scaled."""
     types = getattr(rotary, "rope_type", "default")
     for kind in types.values() if isinstance(types, dict) else (types,):
         if not isinstance(kind, str):
@@ -200,4 +200,7 @@ def positions_of(rotary: nn.Module | None) -> range:
             if kind == "longrope":
                 original = rotary.config.rope_parameters.get("original_max_position_embeddings", original)
             return range(original)
+    parameters = getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}
+    if parameters.get("llama_4_scaling_beta"):  # of Ministral 3, whose queries are scaled beyond these positions
+        return range(parameters["original_max_position_embeddings"])
     return range(1 << 31)

@@ -50,7 +50,8 @@ class Attention:
     """Heads of `head_dim` against a cache. A query sees `window_left` keys before its own; -1: all.
 
     `table` names the tables of cos and sin among those of the model; None: no rotation. With `alternates` they have the
-    columns of a pair next to each other. `row_norms`: q_norm and k_norm take all heads of a token together.
+    columns of a pair next to each other. `row_norms`: q_norm and k_norm take all heads of a token together. `by_head`:
+    the rows of `qkv` are q, k and v of one head after the other, and not all of q first.
     """
 
     qkv: Product
@@ -67,6 +68,7 @@ class Attention:
     q_norm: Norm | None
     k_norm: Norm | None
     row_norms: bool
+    by_head: bool = False
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ class _Reader:
         layer = call.options["layer"]
         if layer != self._layer_at(call.name) or call.options["layer of v"] != layer:
             raise UnknownLayout(f"has an attention with layer {layer} of the cache")
-        products, heads = self._heads((q, k, v))
+        products, heads, by_head = self._heads((q, k, v))
         if heads[2].norm is not None or heads[2].rotation is not None:
             raise UnknownLayout("has an attention that normalizes or rotates v")
         q_norm, k_norm, row_norms = self._head_norms(heads)
@@ -228,11 +228,12 @@ class _Reader:
             q_norm=q_norm,
             k_norm=k_norm,
             row_norms=row_norms,
+            by_head=by_head,
         )
         return attention, products[0].args[0]
 
-    def _heads(self, qkv: Sequence[Node]) -> tuple[list[Node], list["_Heads"]]:
-        """The products that q, k and v are made of, and how."""
+    def _heads(self, qkv: Sequence[Node]) -> tuple[list[Node], list["_Heads"], bool]:
+        """The products that q, k and v are made of, and how; whether those are rows of one product head by head."""
         found = []
         for x in qkv:
             near = x.nearest("product", "attention", "module", "tables")
@@ -243,16 +244,19 @@ class _Reader:
                 raise UnknownLayout("has an attention of an unknown layout: q, k and v are more than products")
             found.append((x.value.transpose(1, 2)[0], before[0], norms, tables))
         products = list(dict.fromkeys(product for _, product, _, _ in found))
-        widths = [value[0].numel() for value, *_ in found]
-        offsets = [0, 0, 0] if len(products) == 3 else [0, widths[0], widths[0] + widths[1]]
+        values = [value for value, *_ in found]
+        widths = [value[0].numel() for value in values]
         if [node.value.shape[-1] for node in products] != (widths if len(products) == 3 else [sum(widths)]):
             raise UnknownLayout("has an attention of an unknown layout: q, k and v are not the rows of its products")
         if len({node.args[0].stripped() for node in products}) > 1:
             raise UnknownLayout("has an attention whose products read different tensors")
-        return products, [
-            self._made_of(value, product.value[0][:, offset : offset + width], norms, tables)
-            for (value, product, norms, tables), offset, width in zip(found, offsets, widths, strict=True)
-        ]
+        parts, by_head = [node.value[0] for node in products], False
+        if len(products) == 1:
+            of_heads = parts[0].view(self.tokens, -1, values[2].shape[-1]).unfold(1, 3, 3)  # (T, heads, D, 3)
+            by_head = len({*widths}) == 1 and is_close(of_heads[..., 2], values[2])
+            parts = [x.flatten(1) for x in of_heads.unbind(-1)] if by_head else parts[0].split(widths, 1)
+        made = zip(values, parts, found, strict=True)
+        return products, [self._made_of(*pair, norms, tables) for *pair, (_, _, norms, tables) in made], by_head
 
     def _made_of(self, value: Tensor, before: Tensor, norms: list[Node], tables: list[Node]) -> "_Heads":
         """How (T, heads, D) are made of a product (T, heads * D)."""

@@ -289,7 +289,7 @@ def _attend(attention: Attention, source: Source, tokens: Tokens, cache: LayerCa
     interleaved = attention.interleaved and attention.table is not None
     rotary_dim = 2 * tables[0].shape[1]
     scores = attention.scale, attention.window_left, attention.softcap
-    if tokens.count == 1 and not interleaved and not tokens.is_prompt:
+    if tokens.count == 1 and not interleaved and not attention.by_head and not tokens.is_prompt:
         cached = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
         options = attention.heads, *scores, True, *norms
         positions = tokens.positions[:, 0]
@@ -341,5 +341,7 @@ def _rotate(attention: Attention, qkv: Tensor, tokens: Tokens) -> None:
 
 def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> tuple[Tensor, ...]:
     """q, k and v, each (B, T, heads, D)."""
+    if attention.by_head:
+        return qkv.view(tokens.batch, tokens.count, -1, 3, attention.head_dim).unbind(3)
     heads = qkv.view(tokens.batch, tokens.count, -1, attention.head_dim)
     return heads.split([attention.heads, attention.kv_heads, attention.kv_heads], 2)

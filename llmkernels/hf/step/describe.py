@@ -105,7 +105,7 @@ def check_length(parts: Description, tokens: int) -> None:
     """Raise NoStep unless the description holds for so many tokens."""
     if tokens > len(parts.positions):
         by_rope = len(parts.positions) == len(positions_of(parts.rotary))
-        what = f"rope of type {parts.rotary.rope_type}" if by_rope else "what a window leaves in the cache"
+        what = "how queries are rotated or scaled" if by_rope else "what a window leaves in the cache"
         raise NoStep(f"{what} depends on the length of the sequence")
 
 
