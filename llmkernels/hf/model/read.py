@@ -250,11 +250,11 @@ class _Reader:
             raise UnknownLayout("has an attention of an unknown layout: q, k and v are not the rows of its products")
         if len({node.args[0].stripped() for node in products}) > 1:
             raise UnknownLayout("has an attention whose products read different tensors")
-        parts, by_head = [node.value[0] for node in products], False
-        if len(products) == 1:
-            of_heads = parts[0].view(self.tokens, -1, values[2].shape[-1]).unfold(1, 3, 3)  # (T, heads, D, 3)
-            by_head = len({*widths}) == 1 and is_close(of_heads[..., 2], values[2])
-            parts = [x.flatten(1) for x in of_heads.unbind(-1)] if by_head else parts[0].split(widths, 1)
+        rows = products[0].value[0]
+        parts = rows.split(widths, 1) if len(products) == 1 else [node.value[0] for node in products]
+        by_head = len(products) == 1 == len({*widths}) and not is_close(parts[2], values[2])
+        if by_head:
+            parts = [x.flatten(1) for x in rows.view(self.tokens, -1, 3, values[0].shape[-1]).unbind(2)]
         made = zip(values, parts, found, strict=True)
         return products, [self._made_of(*pair, norms, tables) for *pair, (_, _, norms, tables) in made], by_head
 
