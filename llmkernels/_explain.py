@@ -145,7 +145,9 @@ def explain(
             "L40S", "RTX 5090" or "B200". None: the current one of this machine, or an H200 where there is none.
         bias: whether there are biases.
         in_step: in a decode step of ``generate``, which does without cuBLAS up to 64 rows of x, and whose
-            decode_attention also rotates queries and keys and fills the cache.
+            decode_attention also rotates queries and keys and fills the cache. Of up to 128 rows what adds to a
+            residual splits K, where that fills the GPU; a linear behind it then needs no launch of the norm, and splits
+            K likewise, which is not shown here.
         aligned: whether every row of the tensors, or every head, begins at a multiple of 16 bytes.
 
     Returns: an :class:`Explanation`, which prints as a table. Its ``variant`` and ``reason`` are text, its ``plan`` is

@@ -201,7 +201,7 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
 
     yield call("linear", x, w, w_bias)
     # Made up, for the checks: kernels for more rows would read it.
-    handoff = {"scaled": x.flatten(0, 1), "squares": positive(2, 64)} if rows <= 16 else {}
+    handoff = {"scaled": x.flatten(0, 1), "squares": positive(2, 128)} if rows <= 16 else {}
     yield call("rms_norm_linear", x, weight, w, w_bias, **handoff)
     yield call("rms_norm_linear", x, weight, w, w_bias)
     added = torch.zeros_like(x), x, y, weight, 1e-6, 0.0, True, 0.22

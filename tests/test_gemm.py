@@ -1,6 +1,7 @@
 """Linears of many tokens by the library's own kernel for Hopper (csrc/kernels/gemm)."""
 
 import ctypes
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from linear_cases import (
     compare,
     eager_add,
     eager_glu,
+    eager_norm_glu,
+    eager_norm_linear,
     every_narrow_dtype,
     kernels,
     make,
@@ -162,6 +165,125 @@ def test_gated_mlp():
     assert not any("glu_kernel" in name for name in names)
 
 
+# The norm hand-off, from a linear that adds to the residual and splits K.
+
+EVERY_HANDOFF = pytest.mark.parametrize("m", [65, 97, 128])
+READERS = {_op.rms_norm_linear: eager_norm_linear, _op.rms_norm_glu_linear: eager_norm_glu}
+
+
+def hand_off(residual, x, weight, bias, following, norm_weight, offset=0.0, alpha=1.0):
+    """What linear_add_scale_ returns, after checks."""
+    expected = add(residual, x, weight, bias, alpha=alpha, in_step=True)
+    scaled, squares = _op.linear_add_scale_(residual, x, weight, bias, following, norm_weight, offset, alpha, True)
+    assert_same(residual.contiguous(), expected.contiguous())
+    assert scaled.shape == residual.shape and squares.shape[1] == 128
+    sums = squares[:-1, : len(residual)].double().sum(0)
+    torch.testing.assert_close(sums, residual.double().square().sum(1), rtol=1e-5, atol=0)
+    scale = squares[-1, 0].item()
+    assert scale == 1 if residual.dtype == torch.bfloat16 else scale > norm_weight.abs().max().item() >= scale / 2
+    assert_same(scaled, (residual.float() * ((norm_weight.float() + offset) / scale)).to(residual.dtype))
+    return {"scaled": scaled, "squares": squares}
+
+
+def check_readers(residual, norm_weight, following, bias, handoff, offset=0.0):
+    for op, eager in READERS.items():
+        inputs = residual, norm_weight, following, *([bias] if eager is eager_norm_linear else [])
+        compare(partial(op, in_step=True, **handoff), eager, inputs, weight_offset=offset)
+
+
+@every_narrow_dtype
+@EVERY_HANDOFF
+@pytest.mark.parametrize("width", [1, *SPLIT_WIDTHS])
+@pytest.mark.parametrize("n, k", [(16, 72), (904, 904), (3592, 904), (904, 3592)])
+def test_handoff(m, n, k, width, dtype, force):
+    """linear_add_scale_ adds the bits of linear_add_, and the next linear takes what it returned."""
+    force(width)
+    x, _, weight, bias = make(m, n, k, dtype, "cuda")
+    _, norm_weight, following, next_bias = make(1, 1040, n, dtype, "cuda")
+    for offset, alpha, biased in [(0.0, 1.0, bias), (float(dtype == torch.bfloat16), 0.22, None)]:
+        residual = torch.randn(m, n, device="cuda").to(dtype)
+        handoff = hand_off(residual, x, weight, biased, following, norm_weight, offset, alpha)
+        check_readers(residual, norm_weight, following, next_bias if biased is None else None, handoff, offset)
+
+
+@every_narrow_dtype
+@EVERY_HANDOFF
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_reader(m, width, dtype, force):
+    """Several tiles for each block; a linear with other tiles that does not split K normalizes x itself."""
+    force(SPLIT_WIDTHS[0])
+    x, _, weight, _ = make(m, 904, 200, dtype, "cuda")
+    _, norm_weight, following, bias = make(1, 40000, 904, dtype, "cuda")
+    residual = torch.randn(m, 904, device="cuda").to(dtype)
+    handoff = hand_off(residual, x, weight, None, following, norm_weight)
+    force(width)
+    check_readers(residual, norm_weight, following, bias, handoff)
+
+
+@EVERY_HANDOFF
+@pytest.mark.parametrize("size", [0, 2**-10, 30, 1e4])
+def test_handoff_of_any_size_in_float16(m, size):
+    """Of large weights the residual times the weight would be infinite."""
+    x, _, weight, _ = make(m, 904, 904, torch.float16, "cuda")
+    _, norm_weight, following, bias = make(1, 1040, 904, torch.float32, "cuda")
+    norm_weight, following = (norm_weight.clamp(-1, 1) * size).half(), (following / 32).half()
+    residual = torch.randn(m, 904, device="cuda").mul_(30).half()
+    scaled, squares = _op.linear_add_scale_(residual, x, weight, None, following, norm_weight, in_step=True)
+    assert scaled.numel() > 0 and scaled.isfinite().all()
+    ours = partial(_op.rms_norm_linear, in_step=True, scaled=scaled, squares=squares)
+    compare(ours, eager_norm_linear, (residual, norm_weight, following, bias.half()))
+
+
+@every_narrow_dtype
+@EVERY_HANDOFF
+def test_handoff_of_a_residual_between_others(m, dtype):
+    x, _, weight, bias = make(m, 904, 904, dtype, "cuda")
+    _, norm_weight, following, _ = make(1, 1040, 904, dtype, "cuda")
+    wide = torch.randn(m, 1024, device="cuda").to(dtype)
+    before, residual = wide.clone(), wide[:, 64:968]
+    handoff = hand_off(residual, x, weight, bias, following, norm_weight)
+    assert_same(wide[:, :64], before[:, :64])
+    assert_same(wide[:, 968:], before[:, 968:])
+    check_readers(residual.contiguous(), norm_weight, following, None, handoff)
+
+
+@every_narrow_dtype
+@EVERY_HANDOFF
+@pytest.mark.parametrize("in_step", [True, False])
+def test_every_run_of_a_handoff_gives_the_same(m, in_step, dtype, force):
+    """Launches overlap, as in a step, and each takes the memory of an earlier one."""
+    force(SPLIT_WIDTHS[-1])
+    x, _, weight, bias = make(m, 3592, 904, dtype, "cuda")
+    _, norm_weight, following, _ = make(1, 1040, 3592, dtype, "cuda")
+    residual = torch.randn(m, 3592, device="cuda").to(dtype)
+
+    def run():
+        h = residual.clone()
+        scaled, squares = _op.linear_add_scale_(h, x, weight, bias, following, norm_weight, in_step=in_step)
+        assert scaled.numel() > 0
+        options = {"in_step": in_step, "scaled": scaled, "squares": squares}
+        return h, scaled, *(op(h, norm_weight, following, **options) for op in READERS), squares[:-1, :m].clone()
+
+    expected = run()
+    torch.cuda.synchronize()
+    for found in [run() for _ in range(50)]:
+        assert_same(found, expected)
+
+
+def test_which_kernels_hand_the_norm_off():
+    x, _, weight, _ = make(128, 3584, 512, torch.bfloat16, "cuda")
+    _, norm_weight, following, _ = make(1, 4608, 3584, torch.bfloat16, "cuda")
+    residual = torch.zeros(128, 3584, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        scaled, squares = _op.linear_add_scale_(residual, x, weight, None, following, norm_weight, in_step=True)
+        for op in READERS:
+            op(residual, norm_weight, following, in_step=True, scaled=scaled, squares=squares)
+
+    names = [name for name in kernels(step) if "kernel" in name]
+    assert len(names) == 3 and all("many_tokens" in name for name in names), names
+
+
 def test_route(force):
     """What is faster by measurement (csrc/kernels/gemm/plan.h): a gated activation, and tiles that fill the GPU."""
     force(0)
@@ -189,3 +311,8 @@ def test_once_for_the_sanitizers_gpu(width, force):
         compare(linear, F.linear, (x[:rows], weight, bias))
     compare(add, eager_add, (torch.randn_like(F.linear(x, weight)), x, weight, bias))
     compare(_op.glu_linear, eager_glu, (x, weight))
+    if width in SPLIT_WIDTHS:
+        _, norm_weight, following, _ = make(1, 400, 272, torch.bfloat16, "cuda")
+        residual = torch.randn(100, 272, device="cuda").bfloat16()
+        handoff = hand_off(residual, x, weight, bias, following, norm_weight)
+        check_readers(residual, norm_weight, following, None, handoff)

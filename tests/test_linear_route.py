@@ -120,7 +120,21 @@ ROUTES = [
         {},
         H200,
         "library",
-        "cuBLAS is faster from 65 to 128 tokens, but of tall weights and some with k above 8192",
+        "cuBLAS is faster from 65 to 128 tokens, but of tall weights and some whose K is split",
+    ),
+    (
+        (65, 3584, 3584),
+        {"residual": 1, "in_step": 1},
+        H200,
+        "gemm",
+        "65 to 128 tokens of a decode step, with K split, so that a norm needs no launch",
+    ),
+    (
+        (100, 4608, 3584),
+        {"normalize": 1, "in_step": 1, "parts": 28},
+        H200,
+        "gemm",
+        "65 to 128 tokens of a decode step, with K split, so that a norm needs no launch",
     ),
     ((1280, 3584, 3584), {}, H200, "library", "cuBLAS is faster from 129 to 1280 tokens"),
     ((2048, 3584, 3584), {}, H200, "gemm", "more than 1280 tokens, and only tiles of 224 columns fill the GPU"),
@@ -200,7 +214,8 @@ def route(program):
         values |= {"x_aligned": 1, "weight_aligned": 1, "y_aligned": 1, "norm_weight_aligned": 1}
         entries = [options["tuned"]] if "tuned" in options else []
         numbers = [len(entries), *itertools.chain(*entries)]
-        values |= {**gpu, "maps": 1, "sm80": 0, "gemm": 0, "tuned": 0}
+        of_more_blocks = {"clusters4": 32, "clusters8": 14} if gpu is H200 else {"clusters4": 0, "clusters8": 0}
+        values |= {**gpu, **of_more_blocks, "maps": 1, "sm80": 0, "gemm": 0, "tuned": 0}
         found = program("linear", values, {**options, "tuned": " ".join(map(str, numbers))})
         return found | {"variant": VARIANTS[found["variant"]]}
 
@@ -249,8 +264,76 @@ def test_hand_off_of_the_norm(route):
     found = route((32, 3584, 18944), adds, H200)
     assert found["handoff"] == found["tiles"] * 2  # tiles of two blocks
     assert route((16, 3584, 18944), adds, H200)["handoff"] == 0  # folds the norm itself
-    assert route((65, 3584, 18944), adds, H200)["handoff"] == 0
     assert route((32, 3584, 18944), {**adds, "x_aligned": 0}, H200)["handoff"] == 0
+
+
+STEP = {"in_step": 1}
+ADDS, NORMALIZES = {**STEP, "residual": 1}, {**STEP, "normalize": 1}
+
+
+@pytest.mark.parametrize("m", [65, 100, 128])
+def test_hand_off_of_the_norm_of_many_tokens(route, m):
+    """From a linear of a step that splits K. The next one has 4608 rows, and splits K if it gets the hand-off."""
+    for n, k, columns, splits in [(3584, 3584, 128, 4), (3584, 18944, 128, 4), (5120, 5120, 80, 2)]:
+        found = route((m, n, k), ADDS, H200)
+        assert (found["variant"], found["columns"], found["splits"]) == ("gemm", columns, splits)
+        tiles = found["blocks"] // splits
+        assert found["handoff"] == tiles and tiles * columns >= n
+    outside = {"residual": 1}
+    assert route((m, 3584, 3584), outside, H200)["variant"] == "library"
+    assert route((m, 3584, 18944), outside, H200)["handoff"] == 0  # splits K, but the next one is cuBLAS
+    assert route((m, 896, 896), ADDS, H200)["variant"] == "library"  # too few blocks
+    assert route((m, 3584, 3584), {**ADDS, "gemm": 1128}, H200)["handoff"] == 0  # does not split K
+    assert route((m, 3584, 3584), {**ADDS, "gemm": -1}, H200)["handoff"] == 0
+    assert route((m, 3592, 3584), {**ADDS, "y_aligned": 0}, H200)["handoff"] == 0
+
+
+def test_no_hand_off_of_more_tokens(route):
+    assert route((129, 3584, 3584), ADDS, H200)["variant"] == "library"
+    assert route((129, 3584, 3584), {**ADDS, "gemm": 2128}, H200)["handoff"] == 0
+
+
+@pytest.mark.parametrize("m", [65, 100, 128])
+def test_who_takes_the_norm_of_many_tokens(route, m):
+    gets = {**NORMALIZES, "parts": 28}
+    assert route((m, 4608, 3584), NORMALIZES, H200)["variant"] == "library"
+    found = route((m, 4608, 3584), gets, H200)
+    assert (found["variant"], found["columns"], found["splits"], found["norm_first"]) == ("gemm", 80, 2, False)
+    assert route((m, 4608, 3584), {**gets, "in_step": 0}, H200)["variant"] == "library"
+    assert route((m, 4608, 3584), {**gets, "x_aligned": 0}, H200)["variant"] == "library"
+    for n, variant in [(37888, "gemm"), (9728, "library")]:  # gated: where it is taken without a hand-off
+        for options in (NORMALIZES, gets):
+            found = route((m, n, 3584), {**options, "glu": 1}, H200)
+            assert found["variant"] == variant
+            assert found["norm_first"] == (variant == "library" or "parts" not in options)
+    tall = route((m, 18944, 3584), gets, H200)  # neither gated nor with K split
+    assert tall["variant"] == "gemm" and tall["norm_first"] and tall["handoff"] == 0
+
+
+def test_who_takes_the_norm_of_more_tokens(route):
+    gets = {**NORMALIZES, "parts": 28}
+    assert route((129, 4608, 3584), gets, H200)["variant"] == "library"
+    found = route((2048, 37888, 3584), {**gets, "glu": 1}, H200)
+    assert found["variant"] == "gemm" and found["norm_first"]
+
+
+@pytest.mark.parametrize(
+    "shape, columns, blocks, taken",
+    [
+        ((128, 4608, 3584), 80, 116, True),
+        ((128, 3584, 3584), 128, 112, True),
+        ((128, 3584, 18944), 128, 112, True),
+        ((128, 1152, 896), 80, 64, False),
+        ((128, 896, 896), 80, 48, False),
+        ((128, 896, 4864), 80, 48, False),
+    ],
+)
+def test_tiles_that_hand_the_norm_off(route, shape, columns, blocks, taken):
+    """Those of Qwen2.5-7B and 0.5B: blocks on 70 % of 132 multiprocessors, or cuBLAS."""
+    found = route(shape, ADDS, H200)
+    assert found["variant"] == ("gemm" if taken else "library")
+    found = route(shape, {**ADDS, "gemm": 1}, H200)
+    assert (found["columns"], found["blocks"]) == (columns, blocks)
 
 
 def test_switch_for_the_width_of_tiles(route):

@@ -6,6 +6,8 @@
 
 namespace llmk {
 
+constexpr int kHandoffTokens = 128;  // that a norm hand-off has room for
+
 struct Epilogue {
   const void* bias;       // [n], or null; not with `glu`
   void* y;                // [m, n], or [m, n / 2] with `glu`
@@ -17,8 +19,8 @@ struct Epilogue {
 
   // The norm hand-off (params/linear.h) of a linear that adds to the residual:
   //   `scaled` [m, n], contiguous: the new residual times (next_norm_weight [n] + next_offset); or null
-  //   `squares` [parts + 1, 64]: for each token linear_parts() partial sums of squares of the new residual, then the
-  //   scale that next_norm_weight was divided by (prologue.cuh)
+  //   `squares` [parts + 1, kHandoffTokens]: for each token linear_parts() partial sums of squares of the new residual;
+  //   then, as its first element, the scale that next_norm_weight was divided by (kernels/linear/norm_weight.cuh)
   const void* next_norm_weight;
   float next_offset;
   void* scaled;

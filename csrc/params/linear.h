@@ -18,9 +18,9 @@ struct LinearParams {
   RmsNormOptions norm;  // how, if so
   void* workspace;      // LinearRoute::workspace_bytes, 16-byte aligned
 
-  // The norm hand-off: a linear that adds to the residual does the work of the norm that follows, for the linear after
-  // that norm. This saves the norm's launch. The first linear writes `scaled` and `squares` (params/epilogue.h). The
-  // second one gets `scaled` as x, `squares`, and `parts` > 0.
+  // The norm hand-off, of up to kHandoffTokens tokens: a linear that adds to the residual does the work of the norm
+  // that follows, for the linear after that norm. This saves the norm's launch. The first linear writes `scaled` and
+  // `squares` (params/epilogue.h). The second one gets `scaled` as x, `squares`, and `parts` > 0.
   const float* squares;
   int parts;
 
@@ -32,8 +32,8 @@ struct LinearParams {
   // This is a launch of a decode step.
   //   - The weights may be read before the previous kernels of the stream have ended. The caller promises that none of
   //     those that may still run then writes them: see ptx.cuh. An optimizer or a kernel of PyTorch may, other ops not.
-  //   - The kernel is taken wherever it exists, also where cuBLAS is faster: a graph of the library's own launches
-  //     needs no stream capture (recorder.h).
+  //   - The kernel is taken wherever it exists up to 64 tokens, also where cuBLAS is faster: a graph of the library's
+  //     own launches needs no stream capture (recorder.h). From 65 to 128 tokens K is split for a norm hand-off.
   bool in_step;
 
   int64_t n() const { return weight.rows; }

@@ -71,8 +71,9 @@ std::optional<Scaled> check_handoff(const Tensor& x, const Linear& f, const std:
              "scaled must be contiguous, of shape [", rows, ", ", cols, "] (the rows of x), got ", shape(*scaled));
   LLMK_CHECK(squares->scalar_type() == ScalarType::Float, f.op, "squares must be float32, got ",
              name(squares->scalar_type()));
-  LLMK_CHECK(squares->dim() == 2 && squares->size(0) > 1 && squares->size(1) == 64 && squares->is_contiguous(), f.op,
-             "squares must be contiguous, of shape [parts + 1, 64], got ", shape(*squares));
+  LLMK_CHECK(
+      squares->dim() == 2 && squares->size(0) > 1 && squares->size(1) == kHandoffTokens && squares->is_contiguous(),
+      f.op, "squares must be contiguous, of shape [parts + 1, ", kHandoffTokens, "], got ", shape(*squares));
   return Scaled{*scaled, *squares, static_cast<int>(squares->size(0) - 1)};
 }
 
@@ -157,6 +158,7 @@ std::optional<Tensor> try_linear(const Tensor& x, const Linear& f, const std::op
           params.x = normalized->const_data_ptr();
           params.x_stride = params.k();
           params.normalize = false;
+          params.parts = 0;
         }
         y = empty(sizes, x.scalar_type(), x);
         params.epilogue.y = y->mutable_data_ptr();
@@ -173,7 +175,7 @@ std::optional<Scaled> prepare_handoff(LinearParams& params, const kernels::Linea
   const int parts = kernels::linear_parts(route, problem_of(next, then, like));
   if (parts == 0) return std::nullopt;
   Scaled result{empty({params.m, params.n()}, like.scalar_type(), like),
-                empty({parts + 1, kernels::kLinearMaxTokens}, ScalarType::Float, like), parts};
+                empty({parts + 1, kHandoffTokens}, ScalarType::Float, like), parts};
   params.epilogue.next_norm_weight = then.norm_weight;
   params.epilogue.next_offset = static_cast<float>(then.norm.weight_offset);
   params.epilogue.scaled = result.x.mutable_data_ptr();

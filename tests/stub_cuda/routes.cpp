@@ -25,8 +25,9 @@ static bool linear() {
   if (std::scanf("%lld %lld %lld %lld %lld %lld %d %d %d %d %d %d %d %lf %d %d %d %d %d %d", &m, &n, &k, &x_stride,
                     &weight_stride, &y_stride, &dtype, &glu, &bias, &residual, &in_step, &normalize, &norm_weight,
                     &p.norm_offset, &p.parts, &in_rows, &x, &weight, &y, &norm) == 20 &&
-         std::scanf("%d %d %d %lld %d %d %d %d", &device.compute_capability, &wgmma, &device.sm_count, &shared_bytes,
-                    &device.clusters[2], &maps, &sm80, &gemm) == 8) {
+         std::scanf("%d %d %d %lld %d %d %d %d %d %d", &device.compute_capability, &wgmma, &device.sm_count,
+                    &shared_bytes, &device.clusters[2], &device.clusters[4], &device.clusters[8], &maps, &sm80,
+                    &gemm) == 10) {
     std::vector<TunedLinear> tuned(number());
     for (TunedLinear& entry : tuned) {
       for (int i = 0; i < kTunedLinearNumbers; ++i) reinterpret_cast<int64_t*>(&entry)[i] = number();
@@ -59,9 +60,10 @@ static bool linear() {
                              .parts = 0};
     std::printf(
         "{\"variant\": %d, \"reason\": \"%s\", \"norm_first\": %d, \"workspace\": %zu, \"columns\": %d, \"handoff\": "
-        "%d, \"tiles\": %d, \"rows\": %d, \"tuned\": %d}\n",
+        "%d, \"tiles\": %d, \"rows\": %d, \"splits\": %d, \"blocks\": %d, \"tuned\": %d}\n",
         static_cast<int>(route.variant), route.reason, route.norm_first, route.workspace_bytes, route.many.tile.columns,
-        choose_handoff(route, next, device, options), route.few.output_tiles, route.few.tile_rows, route.tuned != nullptr);
+        choose_handoff(route, next, device, options), route.few.output_tiles, route.few.tile_rows, route.many.splits, static_cast<int>(route.blocks),
+        route.tuned != nullptr);
     return true;
   }
   return false;

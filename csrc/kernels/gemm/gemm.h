@@ -11,7 +11,8 @@ namespace llmk::kernels {
 // See llmk_force_gemm.
 int forced_gemm();
 
-// It does not normalize. `plan` and `blocks` are those of choose_route() (linear/route.h).
+// It does not normalize, except by a norm hand-off (params/linear.h). `plan` and `blocks` are those of choose_route()
+// (linear/route.h).
 cudaError_t gemm(const LinearParams& params, const GemmPlan& plan, int blocks, Dtype dtype, cudaStream_t stream);
 
 }  // namespace llmk::kernels

@@ -3,7 +3,7 @@
 //   y = x W^T (+ bias)      y = act(x Wg^T) (x Wu^T)      residual += alpha (x W^T (+ bias))
 //
 // with the rounding of linear.cu. A gated activation, bias and residual are in the epilogue: [gate | up] is never in
-// memory.
+// memory. So are both ends of a norm hand-off, of up to 128 tokens: norm_handoff.cuh.
 //
 // A tile is 128 tokens, or a few less so that all tiles have as many, by kColumns rows of W, with `glu` half of them of
 // the gate and half of the up projection, so that a thread has both sums of an element. A warp copies 64 elements of K
@@ -27,10 +27,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "device/reduce.cuh"
 #include "device/tma.cuh"
 #include "device/vec.cuh"
 #include "device/wgmma.cuh"
 #include "kernels/linear/finish.cuh"
+#include "norm_handoff.cuh"
 #include "params/linear.h"
 #include "plan.h"
 #include "position.h"
@@ -49,8 +51,8 @@ struct Ring {
   static constexpr int kXBytes = kRows / 2 * kRowBytes, kWeightBytes = kColumns / 2 * kRowBytes;
   static constexpr int kStageBytes = 2 * (kXBytes + kWeightBytes);
   static constexpr int kStore = kSchedule == GemmSchedule::kSplit ? 0 : kWarps * kStoreBytes;
-  static constexpr int kStages = (227 * 1024 - 1024 - kStore - 128) / kStageBytes;
-  static constexpr size_t kSharedBytes = kStages * kStageBytes + kStore + 16 * kStages + 8 + 1024;
+  static constexpr int kStages = (227 * 1024 - 1024 - kStore - kGemmHandoffBytes - 128) / kStageBytes;
+  static constexpr size_t kSharedBytes = kStages * kStageBytes + kStore + 16 * kStages + 8 + kGemmHandoffBytes + 1024;
   static constexpr int kPitch = kColumns + (kColumns % 32 == 0 ? 8 : 24);  // floats; stores of sums cover all banks
   // The sums of the block, and of the others those that it adds up.
   static_assert(kSchedule != GemmSchedule::kSplit ||
@@ -75,6 +77,7 @@ struct Arguments {
   int column_step;              // columns of y from tile to tile
   int row_tiles, column_tiles;  // of pairs
   int tiles;
+  NormHandoff norm;
 };
 
 // The place of a block in its cluster: the pairs of all splits, one after the other.
@@ -231,6 +234,14 @@ __device__ void store_all(const Arguments& a, unsigned char* place, int row, int
   }
 }
 
+// Multiplies a thread's sums, of the rows of `rstd` and of 8 rows behind.
+template <int kCount>
+__device__ void normalize(float (&sums)[kCount], const float* rstd) {
+  const float first = rstd[0], second = rstd[8];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i] *= i % 4 < 2 ? first : second;
+}
+
 template <typename T, int kColumns, bool kGlu>
 __device__ void epilogue(const Arguments& a, unsigned char* place, int row, int end, int64_t column,
                          const float (&sums)[kColumns / 2]) {
@@ -270,11 +281,29 @@ struct SplitSums {
   __device__ uint32_t received(int split, int by) const { return own(kRows) + (split - (split > by)) * bytes(); }
 };
 
+// Adds up the squares of the rows that this block has finished, which lie where the first of 8 sums was, to a partial
+// sum for each token, with 2, 4 or 8 lanes per row. A block whose columns are beyond the end leaves zeros.
+template <int kVectors, int kPitch>
+__device__ void reduce_squares(const Arguments& a, const Member& member, const Tile& tile,
+                               const SplitSums<kPitch>& in_shared, float scale) {
+  named_barrier(3, 32 * kWarps);
+  const int thread = static_cast<int>(threadIdx.x) - 128, lanes = 32 * kWarps / in_shared.rows;
+  const int row = member.split * in_shared.rows + thread / lanes, lane = thread % lanes;
+  const int vectors = static_cast<int>(min(int64_t{kVectors}, (a.columns - tile.column) / 8));
+  float sum[1] = {};
+  for (int i = lane; i < vectors; i += lanes) sum[0] += shared_load_float(in_shared.own(row) + 32 * i);
+  warp_sum(sum, lanes);
+  const int token = tile.token(a, row / 64, row % 64);
+  if (lane == 0 && token >= 0) a.norm.next_squares[tile.column / a.column_step * kHandoffTokens + token] = sum[0];
+  if (tile.column + member.split + thread == 0) a.norm.next_squares[a.column_tiles * a.pair * kHandoffTokens] = scale;
+}
+
 // Adds up the sums of all splits, of the rows that are this block's to finish, and finishes them. `sent`: the barrier
-// that waits for those of the other splits.
+// that waits for those of the other splits; `ready`, for what `place` has of a norm.
 template <typename T, int kColumns, int kPitch>
 __device__ void finish_splits(const Arguments& a, const Member& member, const Tile& tile,
-                              const SplitSums<kPitch>& in_shared, uint32_t sent, const float (&sums)[kColumns / 2]) {
+                              const SplitSums<kPitch>& in_shared, uint32_t sent, uint32_t ready,
+                              const HandoffPlace& place, const float (&sums)[kColumns / 2]) {
   const int thread = static_cast<int>(threadIdx.x) - 128, warp = thread / 32, lane = thread % 32;
   const uint32_t to = in_shared.own(warp * 16 + lane / 4) + lane % 4 * 8;
 #pragma unroll
@@ -295,15 +324,19 @@ __device__ void finish_splits(const Arguments& a, const Member& member, const Ti
   constexpr int kVectors = kColumns / 8;
   barrier_wait(sent, 0);
   cluster_arrive_relaxed();
+  if (a.norm.is_used()) barrier_wait(ready, 0);
+  const float scale = a.norm.scaled ? place.next_scale<T>() : 1.f, factor = 1.f / scale;
   for (int i = thread; i < in_shared.rows * kVectors; i += 32 * kWarps) {
     const int r = i / kVectors, c = i % kVectors * 8, row = member.split * in_shared.rows + r;
     const int token = tile.token(a, row / 64, row % 64);
     const int64_t column = tile.column + c;
     if (token < 0 || column >= a.columns) continue;
     T* const y = static_cast<T*>(a.y) + token * a.y_stride + column;
-    V bias, residual;
+    V bias, residual, next_weight;
     if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
     if (a.adds) residual = V::load(y);
+    if (a.norm.scaled) next_weight = V::load(static_cast<const T*>(a.norm.next_norm_weight) + column);
+    const float rstd = a.norm.parts > 0 ? place.squares[0][token] : 1.f;
     float sum[8] = {};
     for (int split = 0; split < a.splits; ++split) {
       const uint32_t from = 4 * c + (split == member.split ? in_shared.own(row)
@@ -312,10 +345,19 @@ __device__ void finish_splits(const Arguments& a, const Member& member, const Ti
       sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
       sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
     }
-    V result = V::of([&](int e) { return a.bias ? sum[e] + bias[e] : sum[e]; });
+    V result = V::of([&](int e) { return a.bias ? sum[e] * rstd + bias[e] : sum[e] * rstd; });
     if (a.adds) result = add_to_residual(residual, result, a.alpha);
     result.store(y);
+    if (a.norm.scaled) {
+      const V scaled = V::of([&](int e) { return result[e] * ((a.norm.next_offset + next_weight[e]) * factor); });
+      scaled.store(static_cast<T*>(a.norm.scaled) + token * a.columns + column);
+      float squares = 0.f;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) squares += result[e] * result[e];
+      shared_store_float(in_shared.own(row) + 4 * c, squares);  // this thread alone reads these sums, and has done so
+    }
   }
+  if (a.norm.scaled) reduce_squares<kVectors>(a, member, tile, in_shared, scale);
   cluster_wait();  // this block's sums have been sent, and may be overwritten
 }
 
@@ -328,10 +370,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using R = Ring<kColumns, kSchedule>;
   constexpr bool kAlternates = kSchedule == GemmSchedule::kAlternate, kSplits = kSchedule == GemmSchedule::kSplit;
+  constexpr bool kHandsOff = kGlu || kSplits;  // a norm: takes the hand-off, or makes it
   extern __shared__ unsigned char shared[];
   const uint32_t base = shared_address(shared), ring = (base + 1023) & ~1023u;
   const uint32_t store = ring + R::kStages * R::kStageBytes, full = store + R::kStore;
-  const uint32_t empty = full + 8 * R::kStages, sent = empty + 8 * R::kStages;
+  const uint32_t empty = full + 8 * R::kStages, sent = empty + 8 * R::kStages, ready = sent + 8;
+  auto& handoff = *reinterpret_cast<HandoffPlace*>(shared + (ready + 8 - base));
   const int cluster = kSplits ? a.pair * a.splits : a.pair;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const Member member(a, cluster > 1 ? cluster_rank() : 0, kSplits);
@@ -344,6 +388,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(empty + 8 * stage, a.pair * (kAlternates ? kWarps / 2 : kWarps));
     }
     barrier_init(sent, 1);
+    barrier_init(ready, kGemmHelpers);
     barrier_init_fence();
     if (kSplits) barrier_arrive_expecting(sent, (a.splits - 1) * SplitSums<R::kPitch>(a, ring).bytes());
   }
@@ -352,8 +397,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (warp < 4) {
     fewer_registers<24>();
-    if (warp == 0 && elect()) copy_tiles<R>(a, x, weight, ring, full, empty, member, first, step);
-    __syncwarp();
+    if (warp == 0) {
+      if (elect()) copy_tiles<R>(a, x, weight, ring, full, empty, member, first, step);
+      if (kSplits) cluster_arrive_relaxed();  // the first barrier of finish_splits()
+      __syncwarp();
+    } else {
+      if (kSplits) cluster_arrive_relaxed();  // likewise, which need not wait for what follows
+      if (kHandsOff && a.norm.is_used()) {
+        const int column = Tile(a, first, member.pair).column;
+        prepare_handoff<T>(a.norm, a.m, a.weight_early, static_cast<int>(a.columns), column, column + kColumns, handoff,
+                           ready, warp - 1);
+      }
+    }
   } else {
     more_registers<240>();
     pdl_launch_dependents();
@@ -406,11 +461,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         static_assert(!kGlu);
         cluster_arrive_relaxed();
         named_barrier(3, 32 * kWarps);  // the ring of this block is free
-        finish_splits<T, kColumns>(a, member, tile, SplitSums<R::kPitch>(a, ring), sent, sums[0]);
+        finish_splits<T, kColumns>(a, member, tile, SplitSums<R::kPitch>(a, ring), sent, ready, handoff, sums[0]);
       } else {
+        if (kHandsOff && a.norm.parts > 0) barrier_wait(ready, 0);
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
           const int first_row = tile.row + (kAlternates ? part : group) * a.half_rows;
+          if (kHandsOff && a.norm.parts > 0)
+            normalize(sums[part], &handoff.squares[0][first_row + warp % 4 * 16 + lane / 4]);
           epilogue<T, kColumns, kGlu>(a, place, first_row + warp % 4 * 16, min(a.m, first_row + a.half_rows),
                                       tile.column, sums[part]);
         }
@@ -418,8 +476,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   if constexpr (kSplits) {
-    if (warp < 4) {  // the barriers of finish_splits()
-      cluster_barrier_relaxed();
+    if (warp < 4) {  // the barriers of finish_splits(): this warpgroup has arrived at the first
+      cluster_wait();
       cluster_barrier_relaxed();
     }
   } else if (cluster > 1) {

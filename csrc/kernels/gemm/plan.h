@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "params/epilogue.h"
 
 namespace llmk::kernels {
 
@@ -41,6 +42,8 @@ struct GemmPlan {
 
   int cluster() const { return pair * splits; }
   int64_t clusters() const { return int64_t{row_tiles} * column_tiles; }
+  // Of the sums of squares that a block of each column tile leaves, of up to 128 tokens.
+  int parts() const { return column_tiles * pair; }
 };
 
 // The ring of a block: stages, and all of its shared memory in bytes. As gemm_sm90.cuh lays it out.
@@ -48,16 +51,22 @@ constexpr int gemm_stage_bytes(int columns) { return (kGemmRows + columns) * kGe
 constexpr int gemm_store_bytes(GemmSchedule schedule) {  // of the warps' results on their way to memory
   return schedule == GemmSchedule::kSplit ? 0 : 16 * 1024;
 }
+// Of the norm hand-off: a barrier, sums of squares of each warp, and the largest weights (norm_handoff.cuh).
+constexpr int kGemmHelpers = 3;  // warps
+constexpr int kGemmHandoffBytes = 8 + kGemmHelpers * kHandoffTokens * 4 + 16;
 constexpr int gemm_stages(const GemmTile& tile) {
-  return (226 * 1024 - gemm_store_bytes(tile.schedule) - 128) / gemm_stage_bytes(tile.columns);
+  return (226 * 1024 - gemm_store_bytes(tile.schedule) - kGemmHandoffBytes - 128) / gemm_stage_bytes(tile.columns);
 }
 constexpr size_t gemm_shared_bytes(const GemmTile& tile) {
-  return gemm_stages(tile) * (gemm_stage_bytes(tile.columns) + 16) + gemm_store_bytes(tile.schedule) + 8 + 1024;
+  return gemm_stages(tile) * (gemm_stage_bytes(tile.columns) + 16) + gemm_store_bytes(tile.schedule) + 8 +
+         kGemmHandoffBytes + 1024;
 }
 
 struct GemmShape {
   int64_t m, n, k;  // n: rows of W
   bool glu;
+  // The linear makes or takes a norm hand-off (params/linear.h), which saves a launch. Then K is split however short.
+  bool handoff = false;
 };
 
 namespace gemm_planning {
@@ -78,7 +87,8 @@ inline GemmPlan lay_out(const GemmShape& shape, GemmTile tile, int pair) {
 
 // Pairs and splits with which the most blocks run at the same time: memory is the limit, since tiles that are too few
 // are those of few tokens. One H200, in cycles: a stage takes 100, and those of its bytes of W in all blocks, or of its
-// products; a tile takes 2000 more, and 46 for each column, which are those of the exchange of the sums.
+// products; a tile takes 2000 more, and 46 for each column, which are those of the exchange of the sums, or 41 with
+// four splits, of which each finishes fewer tokens.
 inline GemmPlan plan_split(const GemmShape& shape, GemmTile tile, const int* clusters) {
   constexpr double kBytesPerCycle = 2450;
   const int stages = divide_up(shape.k, kGemmDepth);
@@ -93,7 +103,8 @@ inline GemmPlan plan_split(const GemmShape& shape, GemmTile tile, const int* clu
   }
   const double products = 4.0 * tile.columns;
   const double bytes = static_cast<double>(most) * tile.columns * kGemmDepth * kHalfBytes / kBytesPerCycle;
-  best.cycles = divide_up(stages, best.splits) * (100 + std::max(products, bytes)) + 2000 + 46.0 * tile.columns;
+  const double exchange = 2000 + (best.splits > 2 ? 41.0 : 46.0) * tile.columns;
+  best.cycles = divide_up(stages, best.splits) * (100 + std::max(products, bytes)) + exchange;
   return best;
 }
 
@@ -120,9 +131,12 @@ inline GemmPlan plan_gemm(const GemmShape& shape, GemmTile tile, const int* clus
   return plan;
 }
 
+constexpr int64_t kGemmLongK = 8192;  // beyond which it is split
+
 // Whether K is split: where W is read once, and its rows are too few to fill the GPU but long.
 inline bool gemm_splits(const GemmShape& shape, const int* clusters) {
-  return !shape.glu && shape.m <= kGemmRows && shape.n <= int64_t{kGemmRows} * clusters[1] && shape.k > 8192;
+  return !shape.glu && shape.m <= kGemmRows && shape.n <= int64_t{kGemmRows} * clusters[1] &&
+         (shape.k > kGemmLongK || shape.handoff);
 }
 
 // The one that takes the fewest cycles; without tiles of `not_columns`.

@@ -55,10 +55,10 @@ __device__ void reduce_squares(const Arguments& a, const Layout& layout, int64_t
         sum[0] += shared_load_float(layout.partials + 4 * (token * plan.pitch + i * kWidth));
     }
     warp_sum(sum, 4);
-    if (threadIdx.x % 4 == 0) a.next_squares[(tile * plan.cluster + rank) * kLinearMaxTokens + token] = sum[0];
+    if (threadIdx.x % 4 == 0) a.next_squares[(tile * plan.cluster + rank) * kHandoffTokens + token] = sum[0];
   }
   if (tile + rank + threadIdx.x == 0)
-    a.next_squares[plan.output_tiles * plan.cluster * kLinearMaxTokens] = norm_weight_scale<T>(layout);
+    a.next_squares[plan.output_tiles * plan.cluster * kHandoffTokens] = norm_weight_scale<T>(layout);
 }
 
 // Turns the partial sums into columns [first, first + plan.tile_rows) of y.

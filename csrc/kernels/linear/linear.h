@@ -14,7 +14,7 @@ LinearRoute route_linear(const LinearProblem& problem);
 int linear_parts(const LinearRoute& route, const LinearProblem& next);
 
 // y = epilogue(norm(x) weight^T + bias), or residual += that, by the kernel of `route`, which is not the library's.
-// For the kernel of many tokens x is normalized already.
+// For the kernel of many tokens x is normalized already, or it is the `scaled` of a norm hand-off.
 cudaError_t linear(const LinearParams& params, const LinearRoute& route, Dtype dtype, cudaStream_t stream);
 
 }  // namespace llmk::kernels

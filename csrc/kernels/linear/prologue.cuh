@@ -8,37 +8,31 @@
 //   wgmma      reads x where TMA wrote it. There the previous linear, which adds to the residual, has done both: its
 //              epilogue stores the new residual times w (`scaled`) and partial sums of its squares (`squares`)
 //
-// In float16 x w might overflow. There w is divided by a power of two, norm_weight_scale(), so that all of it is less
-// than 1, and the epilogue multiplies by it again. The error of this is less than 2^-24 of the largest weight.
+// In float16 w is divided by a power of two, and the epilogue multiplies by it again: norm_weight.cuh.
 #pragma once
 #include <type_traits>
 
 #include "device/vec.cuh"
+#include "norm_weight.cuh"
 #include "ring.cuh"
 
 namespace llmk::kernels::few_tokens {
 
-// The power of two that the norm's weight is divided by: the smallest one greater than all of the weight.
+// The power of two that the norm's weight is divided by.
 template <typename T>
 __device__ float norm_weight_scale(const Layout& layout) {
   if constexpr (!std::is_same_v<T, __half>) return 1.f;
-  const int exponent = max(static_cast<int>(shared_load_int(layout.norm_weight_max) >> 10), 1) - 14;
-  return __int_as_float((127 + exponent) << 23);
+  return kernels::norm_weight_scale<T>(shared_load_int(layout.norm_weight_max));
 }
 
 // Finds layout.norm_weight_max, the bits of the largest magnitude, for norm_weight_scale(). For all consumer threads.
 template <typename T, int kThreads>
 __device__ void find_norm_weight_max(const void* weight, int count, const Layout& layout, unsigned char* shared) {
   if constexpr (std::is_same_v<T, __half>) {
-    uint32_t norm_weight_max = 0;
-    for (int i = threadIdx.x; i < count / 8; i += kThreads) {
-      const auto w = Vec<T, 8>::load(static_cast<const T*>(weight) + i * 8);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) norm_weight_max = max(norm_weight_max, __half_as_ushort(w.data[e]) & 0x7fffu);
-    }
-    norm_weight_max = __reduce_max_sync(0xffffffffu, norm_weight_max);
+    uint32_t largest = largest_of_weight(weight, count / 8, static_cast<int>(threadIdx.x), kThreads);
+    largest = __reduce_max_sync(0xffffffffu, largest);
     auto* const of_all = reinterpret_cast<uint32_t*>(shared + (layout.norm_weight_max - layout.full));
-    if (threadIdx.x % 32 == 0) atomicMax(of_all, norm_weight_max);
+    if (threadIdx.x % 32 == 0) atomicMax(of_all, largest);
     named_barrier(kConsumersBarrier, kThreads);
   }
 }
@@ -70,7 +64,7 @@ __device__ inline uint32_t apply_norm_weight(uint32_t x, uint32_t weight, bool o
 
 // 1 / rms of a row, from the sum of its squares.
 __device__ inline float rstd_of(const Arguments& a, float squares) {
-  return rsqrtf(squares * (1.f / static_cast<float>(a.k)) + a.eps);
+  return kernels::rstd_of(squares, 1.f / static_cast<float>(a.k), a.eps);
 }
 
 // Adds up the partial sums of squares that the previous linear has left, and writes each token's 1 / rms times the
@@ -82,10 +76,10 @@ __device__ inline void load_rstd(const Arguments& a, const Layout& layout, unsig
   float sums[4] = {};
 #pragma unroll 12
   for (int part = lane / quads; part < a.parts; part += slices) {
-    const float4 v = reinterpret_cast<const float4*>(a.squares + part * kLinearMaxTokens)[quad];
+    const float4 v = reinterpret_cast<const float4*>(a.squares + part * kHandoffTokens)[quad];
     sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w;
   }
-  const float norm_weight_scale = a.squares[a.parts * kLinearMaxTokens];
+  const float norm_weight_scale = a.squares[a.parts * kHandoffTokens];
   for (int other = quads; other < 32; other *= 2) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], other);

@@ -10,6 +10,9 @@
 //   gemm      65 and more   9.0                          gemm/gemm_sm90.cuh
 //   library   any           any                          the norm's kernel, cuBLAS, the activation's kernel
 //
+// A linear that adds to the residual may do the work of the norm that follows, for the linear after it: from wgmma to
+// wgmma, and up to 128 tokens from gemm with split K to gemm with split K or a gated activation (choose_handoff()).
+//
 // Where a choice was measured on this GPU (tuned.h), that is taken in place of the rules below.
 //
 // A decision takes well under a microsecond, so none is kept: a cache would have to be asked as long, by more code.
@@ -241,6 +244,9 @@ inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, 
 
 // ---- more
 
+// Whether the kernel may take x from a norm hand-off: then the norm needs no launch.
+inline bool may_take_handoff(const LinearProblem& p) { return p.parts > 0 && p.m <= kHandoffTokens; }
+
 inline Verdict many_supported(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
   if (!device.has_wgmma || !options.tensor_maps) {
     return refuse("more than 64 tokens take wgmma, of compute capability 9.0");
@@ -253,14 +259,25 @@ inline Verdict many_supported(const LinearProblem& p, const DeviceInfo& device, 
     return rows == 1 || (stride >= p.k() && stride < int64_t{1} << 38);
   };
   // Of a normalized x the norm makes rows side by side.
-  if (!p.normalize && !can_map(p.m, p.x_stride)) return refuse("rows of x overlap in memory, or are too far apart");
+  const bool reads_x = !p.normalize || may_take_handoff(p);
+  if (reads_x && !can_map(p.m, p.x_stride)) return refuse("rows of x overlap in memory, or are too far apart");
   if (!can_map(p.n(), p.weight.stride)) return refuse("rows of the weight overlap in memory, or are too far apart");
-  if (!p.normalize && !p.x_aligned) return refuse("rows of x are not aligned to 16 bytes");
+  if (reads_x && !p.x_aligned) return refuse("rows of x are not aligned to 16 bytes");
   if (p.columns() % 8 != 0) return refuse("the columns of the result are no multiple of 8");
   if (!p.y_aligned) return refuse("rows of the result are not aligned to 16 bytes");
   return take("");
 }
 
+// Measured on an H200, in us within a prompt of 128 tokens, what hands the norm off with tiles of 80 and 128 columns:
+//
+//   case, n x k          | split K, 80 and 128 | cuBLAS | the launch of a norm, which is saved
+//   ---------------------|---------------------|--------|--------------------------------------------------
+//   q|k|v, 4608 x 3584   |    15.1      17.2   |   12.6 | 2.4; and what follows starts early: rope 2.9 to 1.9,
+//                        |                     |        | attention 11.3 to 9.3
+//   o, 3584 x 3584       |    13.1      11.8   |   10.9 | 2.4
+//   q|k|v, 1152 x 896    |     6.1       6.8   |    4.8 | 1.8; and rope 2.6 to 1.7
+//   o, 896 x 896         |     5.1       5.9   |    4.5 | 1.8
+//   down, 896 x 4864     |     9.4             |    8.8 | 1.8
 inline Verdict many_is_faster(const GemmShape& shape, const int* clusters) {
   const bool faster = gemm_is_faster_than_library(shape, clusters);
   if (shape.glu) {
@@ -268,10 +285,11 @@ inline Verdict many_is_faster(const GemmShape& shape, const int* clusters) {
                   : refuse("cuBLAS is faster where tiles of a gated activation leave much of the GPU idle");
   }
   if (shape.m <= kGemmRows) {
-    if (!faster)
-      return refuse("cuBLAS is faster from 65 to 128 tokens, but of tall weights and some with k above 8192");
-    return gemm_splits(shape, clusters) ? take("65 to 128 tokens, and k above 8192, which is split")
-                                        : take("65 to 128 tokens of a tall weight");
+    if (!faster) return refuse("cuBLAS is faster from 65 to 128 tokens, but of tall weights and some whose K is split");
+    if (!gemm_splits(shape, clusters)) return take("65 to 128 tokens of a tall weight");
+    return shape.k > kGemmLongK
+               ? take("65 to 128 tokens, and k above 8192, which is split")
+               : take("65 to 128 tokens of a decode step, with K split, so that a norm needs no launch");
   }
   if (shape.m <= kGemmLibraryTokens) return refuse("cuBLAS is faster from 129 to 1280 tokens");
   return faster ? take("more than 1280 tokens, and only tiles of 224 columns fill the GPU")
@@ -280,7 +298,8 @@ inline Verdict many_is_faster(const GemmShape& shape, const int* clusters) {
 
 inline LinearRoute many_tokens(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
   LinearRoute route{.norm_first = p.normalize};
-  const GemmShape shape{p.m, p.n(), p.k(), p.glu};
+  const bool makes_handoff = p.residual && p.m <= kHandoffTokens;
+  const GemmShape shape{p.m, p.n(), p.k(), p.glu, p.in_step && (makes_handoff || may_take_handoff(p))};
   Verdict verdict = many_supported(p, device, options);
   route.tuned = verdict.taken ? find_tuned(p, device, options) : nullptr;
   const TunedLinear* const tuned = decides(route.tuned) ? route.tuned : nullptr;
@@ -298,6 +317,7 @@ inline LinearRoute many_tokens(const LinearProblem& p, const DeviceInfo& device,
   route.many = by_rule ? choose_gemm(shape, device.clusters) : plan_gemm(shape, forced, device.clusters);
   const int64_t clusters = route.many.clusters(), running = device.clusters[route.many.cluster()];
   const bool one_tile = route.many.tile.schedule == GemmSchedule::kSplit;
+  route.norm_first = p.normalize && !(may_take_handoff(p) && (p.glu || one_tile));
   route.blocks = (one_tile ? clusters : std::min(clusters, running)) * route.many.cluster();
   return route;
 }
@@ -320,15 +340,18 @@ inline LinearRoute choose_route(const LinearProblem& problem, const DeviceInfo& 
 }
 
 // Whether the linear behind a norm takes the hand-off of the linear before: up to 16 tokens it folds the norm itself.
-inline bool linear_takes_handoff(int64_t m) { return m > kLinearMaxMmaTokens && m <= kLinearMaxTokens; }
+inline bool linear_takes_handoff(int64_t m) { return m > kLinearMaxMmaTokens && m <= kHandoffTokens; }
 
 // How many partial sums of squares per token the linear of `route`, which adds to the residual, leaves for the norm
 // that follows and for `next`; 0 if it cannot, or if that would not save a launch.
 inline int choose_handoff(const LinearRoute& route, LinearProblem next, const DeviceInfo& device,
                           const RouteOptions& options = {}) {
-  if (route.variant != LinearVariant::kWgmma || !routing::can_fold_norm(next)) return 0;
-  next.parts = route.few.output_tiles * route.few.cluster;
-  return choose_route(next, device, options).variant == LinearVariant::kWgmma ? next.parts : 0;
+  const bool splits = route.variant == LinearVariant::kGemm && route.many.tile.schedule == GemmSchedule::kSplit;
+  if (route.variant != LinearVariant::kWgmma && !splits) return 0;
+  if (!linear_takes_handoff(next.m) || !routing::can_fold_norm(next) || !next.norm_weight_aligned) return 0;
+  next.parts = splits ? route.many.parts() : route.few.output_tiles * route.few.cluster;
+  const LinearRoute found = choose_route(next, device, options);
+  return found.variant == route.variant && !found.norm_first ? next.parts : 0;
 }
 
 }  // namespace llmk::kernels

@@ -12,9 +12,10 @@ What runs for a layer as Llama's, one token, on a GPU, is five launches:
     m = silu(g) u, [g | u] = rms_norm(hidden) W^T  rms_norm_glu_linear
     hidden += m Wdown^T                            linear_add_scale_
 
-The norms are folded into the linears: for up to 16 rows the linear after a norm normalizes x itself; for up to 64 the
-linear before it has done most of it. Then the first norm of the first layer is a launch. So is a norm behind a block,
-as OLMo 2 and Gemma 2 have, but of one token: there the next linear adds it to `hidden` as well (rms_norm_add_linear).
+The norms are folded into the linears: for up to 16 rows the linear after a norm normalizes x itself; for up to 64, and
+for up to 128 where the blocks that split K fill most of the GPU, the linear before it has done most of it. Then the
+first norm of the first layer is a launch. So is a norm behind a block, as OLMo 2 and Gemma 2 have, but of one token:
+there the next linear adds it to `hidden` as well (rms_norm_add_linear).
 
 The launches overlap by programmatic dependent launch (`prefetch`): each requests its weights, or the keys and values of
 earlier tokens, while the previous kernel still runs. This is correct because
