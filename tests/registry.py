@@ -213,6 +213,7 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     yield call("rms_norm_glu_linear", x, weight, w)
     following = draw(2 * hidden - 8, hidden, scale=hidden**-0.5)
     yield call("linear_add_scale_", residual, x, w, w_bias, following, w_bias, 1.0, 0.22, True)
+    yield call("linear_add_scale_", residual, x, w, None, following, w_bias, next_glu=True)
 
     yield call("fp8_quantize", x)
     yield call("fp8_quantize", x, "block", "float8_e5m2", True)

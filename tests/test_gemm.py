@@ -270,18 +270,25 @@ def test_every_run_of_a_handoff_gives_the_same(m, in_step, dtype, force):
         assert_same(found, expected)
 
 
-def test_which_kernels_hand_the_norm_off():
+@pytest.mark.parametrize("gated, rows", [(False, 4608), (True, 20480), (True, 4608)])
+def test_which_kernels_hand_the_norm_off(gated, rows):
+    """K is split on both sides, or the tiles of a gated activation fill the GPU, else a norm of its own comes first."""
     x, _, weight, _ = make(128, 3584, 512, torch.bfloat16, "cuda")
-    _, norm_weight, following, _ = make(1, 4608, 3584, torch.bfloat16, "cuda")
+    _, norm_weight, following, _ = make(1, rows, 3584, torch.bfloat16, "cuda")
     residual = torch.zeros(128, 3584, device="cuda", dtype=torch.bfloat16)
 
     def step():
-        scaled, squares = _op.linear_add_scale_(residual, x, weight, None, following, norm_weight, in_step=True)
-        for op in READERS:
-            op(residual, norm_weight, following, in_step=True, scaled=scaled, squares=squares)
+        options = {"in_step": True, "next_glu": gated}
+        scaled, squares = _op.linear_add_scale_(residual, x, weight, None, following, norm_weight, **options)
+        op = _op.rms_norm_glu_linear if gated else _op.rms_norm_linear
+        op(residual, norm_weight, following, in_step=True, scaled=scaled, squares=squares)
+        return scaled.numel()
 
+    takes = (gated, rows) != (True, 4608)
+    assert (step() > 0) == takes
     names = [name for name in kernels(step) if "kernel" in name]
-    assert len(names) == 3 and all("many_tokens" in name for name in names), names
+    assert "many_tokens" in names[0]
+    assert (len(names) == 2 and "many_tokens" in names[1]) == takes, names
 
 
 def test_route(force):

@@ -403,6 +403,9 @@ ERRORS = {
     r"linear_add_scale_: next_weight must have shape \[any, 4\] .* got \[4, 8\]": lambda x, w, b: _op.linear_add_scale_(
         x.new_zeros(2, 4), x, w, b, w
     ),
+    r"linear_add_scale_: next_weight must have an even number of rows.* got shape \[3, 4\]": lambda x, w, b: (
+        _op.linear_add_scale_(x.new_zeros(2, 4), x, w, b, w[:3, :4], next_glu=True)
+    ),
 }
 
 

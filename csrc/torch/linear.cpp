@@ -301,7 +301,7 @@ void linear_add_op(Tensor residual, const Tensor& x, const Tensor& weight, std::
 std::tuple<Tensor, Tensor> linear_add_scale_op(Tensor residual, const Tensor& x, const Tensor& weight,
                                                std::optional<Tensor> bias, const Tensor& next_weight,
                                                std::optional<Tensor> next_norm_weight, double next_weight_offset,
-                                               double alpha, bool in_step) {
+                                               double alpha, bool in_step, bool next_glu) {
   const Linear f{"linear_add_scale_", weight, bias, std::nullopt, std::nullopt, in_step};
   check_tensors(f.op, {{"residual", residual, Access::kWrite},
                        {"x", x},
@@ -315,9 +315,11 @@ std::tuple<Tensor, Tensor> linear_add_scale_op(Tensor residual, const Tensor& x,
   LLMK_CHECK(next_weight.dim() == 2 && next_weight.size(1) == n, f.op, "next_weight must have shape [any, ", n,
              "] (weight.size(0)), got ", shape(next_weight));
   check_vector(f.op, {"next_norm_weight", next_norm_weight}, {"x", x}, n, "weight.size(0)");
+  LLMK_CHECK(!next_glu || next_weight.size(0) % 2 == 0, f.op,
+             "next_weight must have an even number of rows, [gate | up], got shape ", shape(next_weight));
   check_finite(f.op, "next_weight_offset", next_weight_offset);
-  const Norm norm{next_norm_weight, {0, next_weight_offset, false}};
-  const Linear next{f.op, next_weight, std::nullopt, norm, std::nullopt, in_step};
+  Linear next{f.op, next_weight, std::nullopt, Norm{next_norm_weight, {0, next_weight_offset, false}}, {}, in_step};
+  if (next_glu) next.glu = Activation::kSilu;  // any: the hand-off does not depend on which it is
   if (const std::optional<Scaled> scaled = linear_add_(residual, x, f, alpha, &next)) {
     return {scaled->x, scaled->squares};
   }

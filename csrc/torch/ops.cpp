@@ -141,8 +141,9 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
 
   // linear.cpp; of a glu_linear, y = act(gate) up, the weight is [gate rows | up rows]; `in_step`: a launch of a decode
   // step, see params/linear.h. linear_add_: residual += alpha (x weight^T + bias). linear_add_scale_ also does most of
-  // the norm of the new residual, for a linear after it with `next_weight`: its results are the `scaled` and `squares`
-  // of that linear, whose x is the residual. They have no elements where this cannot be done or does not pay.
+  // the norm of the new residual, for a linear after it with `next_weight`, with `next_glu` a glu_linear: its results
+  // are the `scaled` and `squares` of that linear, whose x is the residual. They have no elements where this cannot be
+  // done or does not pay.
   differentiable("linear", "(Tensor x, Tensor weight, Tensor? bias=None, bool in_step=False) -> Tensor");
   differentiable("rms_norm_linear",
                  "(Tensor x, Tensor? norm_weight, Tensor weight, Tensor? bias=None, float eps=1e-6, "
@@ -158,8 +159,8 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "bool in_step=False) -> ()");
   ops.def(
       "linear_add_scale_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? bias, Tensor next_weight, "
-      "Tensor? next_norm_weight=None, float next_weight_offset=0.0, float alpha=1.0, bool in_step=False) -> "
-      "(Tensor scaled, Tensor squares)");
+      "Tensor? next_norm_weight=None, float next_weight_offset=0.0, float alpha=1.0, bool in_step=False, "
+      "bool next_glu=False) -> (Tensor scaled, Tensor squares)");
   // sum = residual + alpha rms_norm(x) with `add_weight`, the norm behind a block; the result is the linear of the sum,
   // or with `normalize` of its norm, whose options the last ones are; or with an activation act(gate) up of that
   ops.def(

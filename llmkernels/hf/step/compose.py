@@ -127,20 +127,25 @@ def run_layers(
 
 
 class _Reader(NamedTuple):
-    """What reads `hidden` next: a product of its norm. `adds`: its launch may first compute `hidden`, a sum."""
+    """What reads `hidden` next: a product of its norm, with `gated` of [gate | up]. `adds`: its launch may first
+    compute `hidden`, a sum."""
 
     norm: Norm | None = None
     product: Product | None = None
     adds: bool = False
+    gated: bool = False
 
 
-def _reader(norm: Norm | None, product: Product, adds: bool) -> _Reader:
-    return _Reader(norm, product, adds and product.scale is None and (norm is None or norm.options.kind == "rms_norm"))
+def _reader(norm: Norm | None, product: Product, adds: bool, gated: bool = False) -> _Reader:
+    adds = adds and product.scale is None and (norm is None or norm.options.kind == "rms_norm")
+    return _Reader(norm, product, adds, gated)
 
 
 def _first_reader(branch: Branch, adds: bool = True) -> _Reader:
     block = branch.block
-    return _reader(branch.pre, block.qkv if isinstance(block, Attention) else block.up, adds)
+    if isinstance(block, Attention):
+        return _reader(branch.pre, block.qkv, adds)
+    return _reader(branch.pre, block.up, adds, block.gated)
 
 
 def _run(parts: Description, hidden: Tensor, tokens: Tokens, caches, seen, last: _Reader) -> tuple[Tensor, Source]:
@@ -254,7 +259,7 @@ def _add(hidden: Tensor, y: Tensor | Quantized, branch: Branch, following: _Read
         _ops.linear_add_(hidden, y, product.weight, product.bias, branch.multiplier, True)
         return hidden, Source(hidden, norm)
     weights = product.weight, product.bias, following.product.weight, norm.weight
-    options = norm.options.weight_offset, branch.multiplier, True
+    options = norm.options.weight_offset, branch.multiplier, True, following.gated
     return hidden, Source(hidden, norm, _ops.linear_add_scale_(hidden, y, *weights, *options))
 
 
