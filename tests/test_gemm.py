@@ -274,7 +274,7 @@ def test_every_run_of_a_handoff_gives_the_same(m, in_step, dtype, force):
 def test_which_kernels_hand_the_norm_off(gated, rows, force):
     """K is split on both sides, or the tiles of a gated activation fill the GPU, else a norm of its own comes first."""
     force(0)
-    x, _, weight, _ = make(128, 3584, 512, torch.bfloat16, "cuda")
+    x, _, weight, _ = make(128, 3584, 3584, torch.bfloat16, "cuda")
     _, norm_weight, following, _ = make(1, rows, 3584, torch.bfloat16, "cuda")
     residual = torch.zeros(128, 3584, device="cuda", dtype=torch.bfloat16)
 
