@@ -278,6 +278,8 @@ inline Verdict many_supported(const LinearProblem& p, const DeviceInfo& device, 
 //   q|k|v, 1152 x 896    |     6.1       6.8   |    4.8 | 1.8; and rope 2.6 to 1.7
 //   o, 896 x 896         |     5.1       5.9   |    4.5 | 1.8
 //   down, 896 x 4864     |     9.4             |    8.8 | 1.8
+//
+// A prompt of 128 tokens of Qwen2.5-7B takes 4451 us so, from its first kernel to its last, and 4661 without.
 inline Verdict many_is_faster(const GemmShape& shape, const int* clusters) {
   const bool faster = gemm_is_faster_than_library(shape, clusters);
   if (shape.glu) {
