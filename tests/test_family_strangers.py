@@ -219,6 +219,25 @@ def test_queries_scaled_by_their_position(device):
     assert "how queries are rotated or scaled depends on the length" in str(handle.report())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_parallel_residual": False},
+        {"attention_bias": False},
+        {"num_attention_heads": 1, "hidden_size": 64},  # whose thirds are q, k and v
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+    ],
+    ids=["one after the other", "no biases", "one head", "all of a head rotated"],
+)
+def test_q_k_and_v_head_by_head(options, device):
+    """GPT-NeoX, whose blocks are parallel by default."""
+    model = made(transformers.GPTNeoXForCausalLM, **options).to(device)
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert torch.equal(tokens_of(model, device), expected)
+    assert handle.report().decode[0].calls == {generate_step(): 1}
+
+
 def causal_classes():
     values = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     names = {name for value in values for name in ((value,) if isinstance(value, str) else value)}
