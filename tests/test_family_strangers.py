@@ -238,6 +238,19 @@ def test_q_k_and_v_head_by_head(options, device):
     assert handle.report().decode[0].calls == {generate_step(): 1}
 
 
+def test_an_encoder_that_rotates(device):
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = transformers.ModernBertConfig(**sizes, num_attention_heads=2, **tokens)
+    torch.manual_seed(0)
+    model = transformers.ModernBertForMaskedLM(config).eval().to(device)
+    ids = tiny_inputs(device)
+    expected = logits_of(model, ids)
+    llmkernels.patch(model)
+    assert_close(logits_of(model, ids), expected)
+    assert count_ops(model, ids) == {"layer_norm": 6, "rope": 3, "bias_gelu": 1}
+
+
 def causal_classes():
     values = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     names = {name for value in values for name in ((value,) if isinstance(value, str) else value)}
