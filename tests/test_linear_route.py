@@ -215,7 +215,8 @@ def route(program):
         entries = [options["tuned"]] if "tuned" in options else []
         numbers = [len(entries), *itertools.chain(*entries)]
         of_more_blocks = {"clusters4": 32, "clusters8": 14} if gpu is H200 else {"clusters4": 0, "clusters8": 0}
-        values |= {**gpu, **of_more_blocks, "maps": 1, "sm80": 0, "gemm": 0, "tuned": 0}
+        values |= {**gpu, **of_more_blocks, "maps": 1, "sm80": 0, "gemm": 0}
+        values |= {"next_rows": 4608, "next_glu": 0, "tuned": 0}
         found = program("linear", values, {**options, "tuned": " ".join(map(str, numbers))})
         return found | {"variant": VARIANTS[found["variant"]]}
 
@@ -286,6 +287,13 @@ def test_hand_off_of_the_norm_of_many_tokens(route, m):
     assert route((m, 3584, 3584), {**ADDS, "gemm": 1128}, H200)["handoff"] == 0  # does not split K
     assert route((m, 3584, 3584), {**ADDS, "gemm": -1}, H200)["handoff"] == 0
     assert route((m, 3592, 3584), {**ADDS, "y_aligned": 0}, H200)["handoff"] == 0
+
+
+@pytest.mark.parametrize("rows, gated, taken", [(4608, 0, 1), (20480, 1, 1), (4608, 1, 0), (20480, 0, 0)])
+def test_hand_off_to_a_gated_linear(route, rows, gated, taken):
+    """It takes one where its tiles fill the GPU; a plain linear of as many rows, which does not split K, takes none."""
+    found = route((128, 3584, 3584), {**ADDS, "next_rows": rows, "next_glu": gated}, H200)
+    assert (found["handoff"] > 0) == taken
 
 
 def test_no_hand_off_of_more_tokens(route):

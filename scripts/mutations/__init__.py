@@ -7,9 +7,11 @@ that an operand or an option is left out, and tests of behaviour see what Python
 
 from .cpu import CPU
 from .cuda import CUDA
+from .cuda_attention import CUDA_ATTENTION
+from .cuda_linear import CUDA_LINEAR
 from .mutation import Mutation
 from .python import PYTHON
 
-MUTATIONS = CPU + CUDA + PYTHON
+MUTATIONS = CPU + CUDA + CUDA_ATTENTION + CUDA_LINEAR + PYTHON
 
 __all__ = ["MUTATIONS", "Mutation"]

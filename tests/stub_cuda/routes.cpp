@@ -28,6 +28,8 @@ static bool linear() {
          std::scanf("%d %d %d %lld %d %d %d %d %d %d", &device.compute_capability, &wgmma, &device.sm_count,
                     &shared_bytes, &device.clusters[2], &device.clusters[4], &device.clusters[8], &maps, &sm80,
                     &gemm) == 10) {
+    const long long next_rows = number();
+    const bool next_glu = number() != 0;
     std::vector<TunedLinear> tuned(number());
     for (TunedLinear& entry : tuned) {
       for (int i = 0; i < kTunedLinearNumbers; ++i) reinterpret_cast<int64_t*>(&entry)[i] = number();
@@ -46,11 +48,11 @@ static bool linear() {
     const LinearRoute route = choose_route(p, device, options);
     // The linear behind the norm of these tokens, for the hand-off.
     const LinearProblem next{.m = m,
-                             .weight = {nullptr, p.weight.type, 4608, n, n},
+                             .weight = {nullptr, p.weight.type, next_rows, n, n},
                              .x_stride = n,
-                             .y_stride = 4608,
+                             .y_stride = next_glu ? next_rows / 2 : next_rows,
                              .dtype = p.dtype,
-                             .glu = false,
+                             .glu = next_glu,
                              .bias = false,
                              .residual = false,
                              .in_step = p.in_step,
@@ -62,8 +64,8 @@ static bool linear() {
         "{\"variant\": %d, \"reason\": \"%s\", \"norm_first\": %d, \"workspace\": %zu, \"columns\": %d, \"handoff\": "
         "%d, \"tiles\": %d, \"rows\": %d, \"splits\": %d, \"blocks\": %d, \"tuned\": %d}\n",
         static_cast<int>(route.variant), route.reason, route.norm_first, route.workspace_bytes, route.many.tile.columns,
-        choose_handoff(route, next, device, options), route.few.output_tiles, route.few.tile_rows, route.many.splits, static_cast<int>(route.blocks),
-        route.tuned != nullptr);
+        choose_handoff(route, next, device, options), route.few.output_tiles, route.few.tile_rows, route.many.splits,
+        static_cast<int>(route.blocks), route.tuned != nullptr);
     return true;
   }
   return false;
