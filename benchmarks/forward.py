@@ -5,7 +5,8 @@ drift of the machine hits all alike.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ CONTEXT = 512
 WARM_STEPS = 2
 
 Samples = dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the rows of a case say of it; the samples of a forward, in microseconds; variants that have none."""
+
+    facts: dict
+    measure: Callable[[Callable], list[float]]
+    without: Collection[str] = ()
 
 
 class Bench:
@@ -56,23 +66,26 @@ class Bench:
             {**common, "provider": name, **timing.summary(found), **self.facts[name]} for name, found in samples.items()
         ]
 
-    def in_turn(
-        self, measure: Callable[[Callable], list[float]], rounds: int, without: Collection[str] = ()
-    ) -> Samples:
-        """Samples in microseconds of every variant but some, patched in and out again round after round."""
-        samples: Samples = {name: [] for name in self.variants if name not in without}
-        for name in timing.in_turn(list(samples), rounds):
-            with self.variants[name](self.model) as (forward, _), timing.garbage_collection_paused():
-                samples[name] += measure(forward)
-        return samples
-
     @torch.no_grad()
-    def prefill(self, tokens: int, logits: str, at_once: bool = False) -> list[dict]:
+    def measure(self, cases: Sequence[Case], rounds: int | None = None) -> list[dict]:
+        """The rows of every case by every variant, patched in and out again round after round.
+
+        That takes longer than most cases do, so a variant measures all of them in its turn.
+        """
+        samples: list[Samples] = [{name: [] for name in self.variants if name not in case.without} for case in cases]
+        for name in timing.in_turn(list(self.variants), rounds or self.rounds):
+            self.run.begin(f"{self.name}: {name}")
+            with self.variants[name](self.model) as (forward, _), timing.garbage_collection_paused():
+                for case, found in zip(cases, samples, strict=True):
+                    if name in found:
+                        found[name] += case.measure(forward)
+        return [row for case, found in zip(cases, samples, strict=True) for row in self.rows(case.facts, found)]
+
+    def prefill(self, tokens: int, logits: str, at_once: bool = False) -> Case:
         """`at_once`: all samples in one round, for what would be compiled anew in each."""
-        self.run.begin(f"prefill {tokens} tokens, {logits} logits")
         ids = self.ids(1, tokens)
         options = {"use_cache": True, "logits_to_keep": 1} if logits == "last" else {"use_cache": False}
-        rounds, samples = (1, self.rounds * self.samples) if at_once else (self.rounds, self.samples)
+        samples = self.samples * (self.rounds if at_once else 1)
 
         def measure(forward):
             for _ in range(2):
@@ -80,14 +93,12 @@ class Bench:
             return [self.timed(forward, ids, **options)[0] for _ in range(samples)]
 
         flops = self.flops(tokens, 1 if logits == "last" else tokens)
-        case = {"op": "prefill", "batch": 1, "tokens": tokens, "logits": logits, "flops": flops}
-        without = () if logits == "last" else (FP8,)  # whose head is as that of the others
-        return self.rows(case, self.in_turn(measure, rounds, without))
+        facts = {"op": "prefill", "batch": 1, "tokens": tokens, "logits": logits, "flops": flops}
+        # The head of the last is as that of the others.
+        return Case(facts, measure, without=() if logits == "last" else (FP8,))
 
-    @torch.no_grad()
-    def prefill_of_lengths(self, batch: int, shortest: int, longest: int) -> list[dict]:
+    def prefill_of_lengths(self, batch: int, shortest: int, longest: int) -> Case:
         """Prompts of lengths from `shortest` to `longest`, evenly apart and in any order, padded on the left."""
-        self.run.begin(f"prefill {batch} prompts of {shortest} to {longest} tokens")
         ids = self.ids(batch, longest)
         lengths = torch.linspace(shortest, longest, batch, device=self.device).long()
         lengths = lengths[torch.randperm(batch, generator=torch.Generator().manual_seed(0)).to(self.device)]
@@ -98,15 +109,13 @@ class Bench:
             return [self.timed(forward, ids, **options)[0] for _ in range(1 + self.samples // 2)][1:]
 
         flops = sum(self.flops(tokens, 1) for tokens in lengths.tolist())
-        case = {"op": "prefill", "batch": batch, "tokens": longest, "logits": "last", "flops": flops}
+        facts = {"op": "prefill", "batch": batch, "tokens": longest, "logits": "last", "flops": flops}
         if shortest < longest:
-            case["shortest"] = shortest
-        return self.rows(case, self.in_turn(measure, 2))
+            facts["shortest"] = shortest
+        return Case(facts, measure)
 
-    @torch.no_grad()
-    def decode(self, batch: int) -> list[dict]:
+    def decode(self, batch: int) -> Case:
         """Greedy tokens with a cache that grows from CONTEXT tokens on."""
-        self.run.begin(f"decode, batch {batch}")
         ids = self.ids(batch, CONTEXT)
 
         def measure(forward):
@@ -121,8 +130,7 @@ class Bench:
                 times.append(time_us)
             return times[WARM_STEPS:]
 
-        case = {"op": "decode", "batch": batch, "context": CONTEXT, "bytes": self.decode_bytes(batch)}
-        return self.rows(case, self.in_turn(measure, self.rounds))
+        return Case({"op": "decode", "batch": batch, "context": CONTEXT, "bytes": self.decode_bytes(batch)}, measure)
 
     def timed(self, call: Callable, *arguments, **options) -> tuple[float, object]:
         timing.synchronize(self.device)

@@ -11,6 +11,7 @@ LENGTHS = (128, 256, 512, 1024, 2048)
 LONG = 8192  # with the last logits alone
 SMALL_LENGTHS = (128, 2048)  # of the small model
 OF_LENGTHS = ((32, 100, 2000), (32, 1050, 1050))  # prompts, the shortest, the longest: as many tokens, padded or not
+LONG_ROUNDS, OF_LENGTHS_ROUNDS = 4, 2
 BATCHES = (1, 8)
 CPU_VARIANTS = ("eager", "llmkernels")
 
@@ -26,15 +27,15 @@ def measure_prefill(run: Run) -> list[dict]:
     lengths = LENGTHS[:: 2 if run.quick else 1] if run.on_gpu else LENGTHS[: 2 if run.quick else 3]
     compared = bench(run, OF_PREFILL)
     compared.compare_logits()
-    rows = [row for tokens in lengths for logits in ("last", "all") for row in compared.prefill(tokens, logits)]
+    rows = compared.measure([compared.prefill(tokens, logits) for tokens in lengths for logits in ("last", "all")])
     if run.small or run.model_id:
         return rows
-    rows += compared.prefill(LONG, "last")
-    rows += [row for lengths in OF_LENGTHS for row in compared.prefill_of_lengths(*lengths)]
+    rows += compared.measure([compared.prefill(LONG, "last")], LONG_ROUNDS)
+    rows += compared.measure([compared.prefill_of_lengths(*lengths) for lengths in OF_LENGTHS], OF_LENGTHS_ROUNDS)
     small = bench(run, OF_PREFILL, QWEN_05B)
-    return rows + [row for tokens in SMALL_LENGTHS for row in small.prefill(tokens, "last")]
+    return rows + small.measure([small.prefill(tokens, "last") for tokens in SMALL_LENGTHS])
 
 
 def measure_decode(run: Run) -> list[dict]:
     compared = bench(run, VARIANTS)
-    return [row for batch in BATCHES for row in compared.decode(batch)]
+    return compared.measure([compared.decode(batch) for batch in BATCHES])

@@ -23,4 +23,4 @@ def measure(run: Run) -> list[dict]:
         return []
     alone = Bench(run, {"compile": compiled})
     lengths = LENGTHS[:1] if run.small else LENGTHS
-    return [row for tokens in lengths for row in alone.prefill(tokens, "last", at_once=True)]
+    return [row for tokens in lengths for row in alone.measure([alone.prefill(tokens, "last", at_once=True)], 1)]

@@ -3,7 +3,7 @@ GPU; and what they leave where something was not as it had been."""
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 
 import llmkernels
 from generating import NEW, Stream, hf_generate, left_padded, small_model
@@ -186,3 +186,154 @@ def test_copies_to_the_host_that_come_late(options, generate, monkeypatch):
         found = generate(model, ids, streamer=stream, **options)
         assert torch.equal(found, expected)
         stream.check(found, ids)
+
+
+# --- while transformers prepares the call
+
+
+@pytest.fixture
+def prompts(order, monkeypatch):
+    """What came when: a prompt, or transformers' preparation of a call."""
+    prepare = GenerationMixin._prepare_generation_config
+
+    def noted(self, *args, **kwargs):
+        order.append("prepare")
+        return prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", noted)
+    return order
+
+
+def known_model(generate, ids, prompts):
+    model = small_model()
+    handle = llmkernels.patch(model)
+    generate(model, ids)
+    prompts.clear()
+    return model, handle
+
+
+AHEAD = {
+    "ids": {},
+    "mask of ones": {"attention_mask": torch.ones(3, 11, dtype=torch.long)},
+    "padding": {"attention_mask": left_padded("cpu")},
+    "eos": {"eos_token_id": VOCAB - 1, "pad_token_id": 0},
+    "use_cache": {"use_cache": True, "num_beams": 1},
+    "short": {"max_new_tokens": 1},
+    "long": {"max_new_tokens": 100},  # the cache grows
+    "no length": {"max_new_tokens": None},
+}
+
+
+@pytest.mark.parametrize("options", AHEAD.values(), ids=AHEAD)
+def test_the_prompt_comes_before_the_preparation(options, prompts):
+    ids = tiny_inputs(batch=3)
+    model, handle = known_model(hf_generate, ids, prompts)
+    for _ in range(2):
+        found = hf_generate(model, ids, **options)
+        assert prompts == ["prompt", "prepare", "look"]
+        prompts.clear()
+    assert handle.report().decode[0].prompts == {STEP: 3}
+    handle.unpatch()
+    assert torch.equal(found, hf_generate(model, ids, **options))
+
+
+def test_our_generate_runs_ahead_as_well(prompts):
+    ids = tiny_inputs(batch=3)
+    model, _ = known_model(lean, ids, prompts)
+    for options in ({}, {"do_sample": True, "temperature": [0.0, 0.0, 0.0]}):
+        found = lean(model, ids, **options)
+        assert prompts == ["prompt", "prepare", "look"]
+        prompts.clear()
+        assert torch.equal(found, lean(model, ids))
+        prompts.clear()
+
+
+OTHERS = {
+    "beams": {"num_beams": 2},
+    "several": {"num_return_sequences": 2, "do_sample": True},
+    "no cache": {"use_cache": False},
+    "results": {"return_dict_in_generate": True},
+    "a cache": {"past_key_values": DynamicCache()},
+    "in chunks": {"prefill_chunk_size": 4},
+    "a lookup": {"prompt_lookup_num_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_other_calls_are_prepared_first(options, prompts):
+    ids = tiny_inputs(batch=1)
+    model, _ = known_model(hf_generate, ids, prompts)
+    hf_generate(model, ids, **options)
+    assert prompts[0] == "prepare"
+
+
+def test_beams_by_the_generation_config_are_prepared_first(prompts):
+    ids = tiny_inputs()
+    model, _ = known_model(hf_generate, ids, prompts)
+    model.generation_config.num_beams = 2
+    hf_generate(model, ids)
+    assert prompts[0] == "prepare"
+
+
+def test_padding_that_transformers_infers(prompts):
+    """Of the ids, which the host does not know: the prompt is dropped once, and none runs ahead from then on."""
+    ids = tiny_inputs(batch=3).clamp(min=1)
+    ids[0, :4] = 0
+    options = {"pad_token_id": 0, "eos_token_id": VOCAB - 1}
+    model, handle = known_model(hf_generate, tiny_inputs(batch=3), prompts)
+    found = hf_generate(model, ids, **options)
+    assert prompts == ["prompt", "prepare", "look", "look", "prompt"]
+    prompts.clear()
+    assert torch.equal(hf_generate(model, ids, **options), found)
+    assert prompts[:2] == ["prepare", "prompt"]
+    assert sum(handle.report().decode[0].prompts.values()) == 3
+    handle.unpatch()
+    assert torch.equal(found, hf_generate(model, ids, **options))
+
+
+def test_a_call_that_fails_leaves_nothing_behind(prompts):
+    ids = tiny_inputs(batch=3)
+    model, _ = known_model(hf_generate, ids, prompts)
+    expected = hf_generate(model, ids)
+    for wrong in ({"temperature": -1.0, "do_sample": True}, {"min_new_tokens": "a"}, {"max_new_tokens": "b"}):
+        with pytest.raises((ValueError, TypeError)):
+            hf_generate(model, ids, **wrong)
+    prompts.clear()
+    assert torch.equal(hf_generate(model, ids), expected)
+    assert prompts == ["prompt", "prepare", "look"]
+    assert len(decoder(model)._spare) == 1
+
+
+def test_a_call_within_a_call(prompts):
+    """A processor that generates with the same model, and with another one."""
+    ids, others = tiny_inputs(batch=3), tiny_inputs(batch=2, seed=2)
+    model, _ = known_model(hf_generate, ids, prompts)
+    expected = hf_generate(model, ids), hf_generate(model, others)
+    texts = []
+
+    def processor(given, scores):
+        if len(texts) < 2:
+            texts.append(None)
+            texts[-1] = hf_generate(model, others)
+        return scores
+
+    found = hf_generate(model, ids, logits_processor=[processor])
+    assert torch.equal(found, expected[0])
+    assert all(torch.equal(text, expected[1]) for text in texts)
+
+
+def test_ids_that_are_written_while_the_call_is_prepared(prompts, monkeypatch):
+    """By whatever a user's code does there: the loop gets another tensor, and the prompt is dropped."""
+    ids, others = tiny_inputs(batch=3), tiny_inputs(batch=3, seed=2)
+    model, _ = known_model(hf_generate, ids, prompts)
+    expected = hf_generate(model, others)
+    original = type(model)._prepare_model_inputs
+
+    def other_inputs(self, *args, **kwargs):
+        _, *rest = original(self, *args, **kwargs)
+        return others, *rest
+
+    monkeypatch.setattr(type(model), "_prepare_model_inputs", other_inputs)
+    prompts.clear()
+    assert torch.equal(hf_generate(model, ids), expected)
+    assert prompts[:4] == ["prompt", "prepare", "prompt", "look"]

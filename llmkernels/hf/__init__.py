@@ -50,9 +50,11 @@ call of a patched model becomes launches:
         no                     the description as above, and a new cache: cache/adopted.py
 
     model.generate(ids), on a GPU
+      callers/ahead.py       greedy search or sampling by a model that is known? its prompt is launched, while
+                             transformers prepares the call; if the loop is called with anything else, it is dropped
       callers/loop.py        is the model known, and is the cache empty?
-        yes                    the prompt is launched; meanwhile step/guard.py and callers/positions.py look at the
-                               model, the ids and the mask; where they do not hold, the call begins once more
+        yes                    the prompt is launched, if it was not; meanwhile step/guard.py and callers/positions.py
+                               look at model, ids and mask; where they do not hold, the call begins once more
         no                     they look first
       step/prompt.py         the prompt, as above
       step/decode.py         a step per token; callers/reading.py: the token is read while the next step runs

@@ -18,7 +18,8 @@ from .modules.replaced import Patched, has_kernel, runs_only_forward
 
 
 def kinds_in(model: nn.Module) -> dict[nn.Module, str]:
-    """The kind of each module that has one. A LayerNorm of torch's has one where it is part of a decoder."""
+    """The kind of each module that has one. A LayerNorm of torch's has one where it is part of a decoder, or beside an
+    attention that rotates q and k."""
     kinds = {module: kind for module in model.modules() if (kind := kind_of(type(module))) is not None}
     attentions = {module for module, kind in kinds.items() if kind == "rope"}
     layers = {module for module in model.modules() if not attentions.isdisjoint(module.children())}

@@ -57,7 +57,7 @@ def patch(
             another module such as a PEFT model. Of its classes only those are replaced that are found to compute what
             an op does: see layout.py.
         rms_norm: patch the RMSNorm modules.
-        layer_norm: patch the LayerNorm modules of decoders.
+        layer_norm: patch the LayerNorm modules of layers whose attention rotates q and k, and of decoders.
         rope: patch the rotary embedding of q and k in the attention modules.
         gated_mlp: patch the gated MLPs with an activation of :func:`llmkernels.glu`.
         mlp: patch the MLPs without a gate, with the same activations.

@@ -44,6 +44,22 @@ PYTHON = [
         "tests/test_generate_early.py -k has_changed",
     ),
     Mutation(
+        "py_prompt_ahead_with_other_positions",
+        "a prompt that ran before transformers inferred its padding is kept",
+        "llmkernels/hf/callers/loop.py",
+        "return all(agrees)",
+        "return True",
+        "tests/test_generate_early.py -k infers",
+    ),
+    Mutation(
+        "py_prompt_ahead_of_other_ids",
+        "a prompt that ran before the call was prepared is kept for other ids",
+        "llmkernels/hf/callers/ahead.py",
+        "if not (same_ids and same_cache):",
+        "if not same_cache:",
+        "tests/test_generate_early.py -k are_written",
+    ),
+    Mutation(
         "py_counters_of_a_step_that_raised",
         "after a step that raised, the host takes the counters on the device for what they were",
         "llmkernels/hf/cache/kv_cache.py",

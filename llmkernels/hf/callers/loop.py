@@ -29,7 +29,8 @@ from ..step.decode import MAX_ROWS, Decoder, DecodeStep, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from . import reading
-from .positions import check_facts, facts_of
+from .ahead import Ahead, launched, taken_by
+from .positions import check_facts, facts_of, left_padding
 from .reading import Reading, Text, next_turn
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
@@ -43,7 +44,7 @@ class Call:
     `memory` keeps what `parts` describes where it is. `leftpad` is where each sequence starts, None for all at 0;
     `tokens` how many there are with those in the cache, of up to `limit`; `returned` says that the caller sees the
     cache afterwards. `holds` says, once the prompt is launched, whether model and arguments are what they were taken
-    for; None where that is known.
+    for; None where that is known. `ahead` is the prompt, where it runs already.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class Call:
     limit: int
     returned: bool
     holds: Callable[[], bool] | None = None
+    ahead: Ahead | None = None
 
     @property
     def given_cache(self):
@@ -65,6 +67,10 @@ class Call:
     def prefill(self, state: Decoder, input_ids: Tensor, config, cache) -> Tensor:
         """The logits (B, V) behind the prompt, whose keys and values are in the cache then. Raises Stale, the cache as
         it was, where the call does not hold."""
+        if self.ahead is not None:
+            self._check(cache, self.tokens)
+            state.count_prompt(prompt.way(self.parts, input_ids.numel()))
+            return self.ahead.logits[:, -1]
         count = input_ids.shape[1] - cache.length if input_ids.shape[1] == self.tokens else input_ids.shape[1]
         tokens = len(input_ids) * count
         way = STEP if cache.length and tokens <= MAX_ROWS else prompt.way(self.parts, tokens)
@@ -93,12 +99,16 @@ class Call:
         finally:
             if not holds:
                 cache.take_back(count)
+                if self.ahead is not None:
+                    self.ahead.drop()
         if not holds:
             raise Stale
 
     def cache(self, state: Decoder):
         """A context: the KVCache to use. Where the caller's is none, one on loan."""
         given = self.given_cache
+        if self.ahead is not None:
+            return nullcontext(self.ahead.cache)
         if is_ours(given):
             return nullcontext(given)
         return state.lend_cache(self.parts, self.batch, self.tokens, self.limit, given, self.returned)
@@ -130,7 +140,7 @@ def prepare(
     if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
         raise NoStep("gradients are enabled")
     _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
-    leftpad, tokens = _left_padding(input_ids, inputs, config, len(parts.embedding))
+    leftpad, tokens = left_padding(input_ids, inputs, config, len(parts.embedding))
     check_length(parts, tokens - input_ids.shape[1] + stopping_criteria.max_length)
     behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
     cache = inputs[cache_name()]
@@ -165,16 +175,23 @@ def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs
         return None
     if cache.get_seq_length() or getattr(config, "_mask_length", count) != count:
         return None
-    facts = Reading(positions[:, -1], later=lambda: [facts_of(input_ids, mask, positions)])
+    returned = _is_returned(config, cache)
+    ahead = None if returned else taken_by(described, input_ids, cache)
+
+    def read() -> list[Tensor]:
+        return [facts_of(input_ids, mask, positions), *([ahead.agrees(positions)] if ahead else [])]
+
+    facts = Reading(positions[:, -1], later=read)
 
     def holds() -> bool:
         try:
             if not described.snapshot.holds(model):
                 return False
-            check_facts(facts.wait()[1].tolist(), count, len(parts.embedding))
+            _last, found, *agrees = facts.wait()
+            check_facts(found.tolist(), count, len(parts.embedding))
         except (NoStep, IndexError):
             return False
-        return True
+        return all(agrees)
 
     return Call(
         model=model,
@@ -185,8 +202,9 @@ def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs
         batch=batch,
         tokens=count,
         limit=stopping_criteria.max_length,
-        returned=_is_returned(config, cache),
+        returned=returned,
         holds=holds,
+        ahead=ahead,
     )
 
 
@@ -243,14 +261,18 @@ def _other_loop(original: Callable) -> Callable:
 
 
 def _generate(original: Callable) -> Callable:
-    """Counts calls with custom_generate: such a loop is not looked up on the class."""
+    """Launches the prompt. Counts calls with custom_generate: such a loop is not looked up on the class."""
 
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
         loop = kwargs.get("custom_generate")
-        if loop is not None and getattr(loop, "__module__", None) != f"{__package__}.generate":
+        is_own = loop is None or getattr(loop, "__module__", None) == f"{__package__}.generate"
+        if not is_own:
             decoder(self).count("by custom_generate")
-        return original(self, *args, **kwargs)
+        if not is_own or len(args) > 1:
+            return original(self, *args, **kwargs)
+        with launched(self, kwargs | {"inputs": args[0]} if args else kwargs):
+            return original(self, *args, **kwargs)
 
     generate.__wrapped__ = getattr(original, "__wrapped__", original)  # as without us: generate() with gradients
     return generate
@@ -289,29 +311,6 @@ def _check_call(parts: Description, input_ids, stopping_criteria, config, synced
     if stopping_criteria.max_length is None:
         raise NoStep("no max_length")
     check_batch(parts, input_ids)
-
-
-def _left_padding(input_ids: Tensor, inputs: dict[str, Any], config, vocabulary: int) -> tuple[Tensor | None, int]:
-    """Where each sequence starts, None for all at 0; and how many tokens there are with those in the cache.
-
-    Raises NoStep for other masks and positions than left padding's, and IndexError for ids of no token. Reads a few
-    numbers on the host: before the prefill, where nothing is waiting yet.
-    """
-    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    if positions is None or positions.ndim != 2:
-        raise NoStep("position_ids are not (batch, tokens)")
-    if mask is not None and mask.ndim != 2:
-        raise NoStep("attention_mask is not (batch, tokens)")
-    # transformers from 5.23 drops a mask of ones, and notes its length.
-    tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", positions.shape[1])
-    is_padded = check_facts(facts_of(input_ids, mask, positions).tolist(), tokens, vocabulary)
-    # As transformers has it: input_ids are all tokens, or where the mask is longer, those behind the ones in the cache.
-    past, given = inputs[cache_name()].get_seq_length(), input_ids.shape[1]
-    if past and config.prefill_chunk_size is not None:  # up to 5.22 it computes what is in the cache once more
-        raise NoStep("prefill_chunk_size with tokens in the cache")
-    if tokens not in (given, past + given) or tokens <= past:
-        raise NoStep("input_ids and attention_mask do not go on where the cache ends")
-    return (mask == 0).sum(1) if is_padded else None, tokens
 
 
 def _is_transformers(user: Any) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from .reading import Reading
 
@@ -109,3 +110,26 @@ def check_facts(facts: list[int], tokens: int, vocabulary: int) -> bool:
     if lowest < 0 or highest >= tokens:  # cos and sin are there for as many positions as there are tokens
         raise NoStep("position_ids run ahead of the tokens")
     return not full
+
+
+def left_padding(input_ids: Tensor, inputs: dict[str, Any], config, vocabulary: int) -> tuple[Tensor | None, int]:
+    """Where each sequence starts, None for all at 0; and how many tokens there are with those in the cache.
+
+    Raises NoStep for other masks and positions than left padding's, and IndexError for ids of no token. Reads a few
+    numbers on the host: before the prefill, where nothing is waiting yet.
+    """
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if positions is None or positions.ndim != 2:
+        raise NoStep("position_ids are not (batch, tokens)")
+    if mask is not None and mask.ndim != 2:
+        raise NoStep("attention_mask is not (batch, tokens)")
+    # transformers from 5.23 drops a mask of ones, and notes its length.
+    tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", positions.shape[1])
+    is_padded = check_facts(facts_of(input_ids, mask, positions).tolist(), tokens, vocabulary)
+    # As transformers has it: input_ids are all tokens, or where the mask is longer, those behind the ones in the cache.
+    past, given = inputs[cache_name()].get_seq_length(), input_ids.shape[1]
+    if past and config.prefill_chunk_size is not None:  # up to 5.22 it computes what is in the cache once more
+        raise NoStep("prefill_chunk_size with tokens in the cache")
+    if tokens not in (given, past + given) or tokens <= past:
+        raise NoStep("input_ids and attention_mask do not go on where the cache ends")
+    return (mask == 0).sum(1) if is_padded else None, tokens

@@ -125,6 +125,7 @@ class Decoder:
         self._place_of_cache: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()  # of caches
         self.layouts = Layouts()
         self.is_padded_behind = False  # whether the last prompt that was composed had padding behind a sequence
+        self.dropped_ahead: Described | None = None  # by which a prompt ran in vain: callers/ahead.py
         self._spare: list[tuple[Any, int | None]] = []  # at most one cache, and the stream it was used on
 
     def describe(self, model: nn.Module) -> tuple[Description, list[Any]]:
@@ -356,7 +357,7 @@ class Decoder:
         """Keep nothing any more, of calls under way either."""
         self._closed = True
         self.programs.close()
-        self._described = self._refused = self.fp8 = None
+        self._described = self._refused = self.fp8 = self.dropped_ahead = None
         self.layouts = Layouts()
         self.release()
 

@@ -1,0 +1,183 @@
+"""A prompt of generate() that runs on a GPU while transformers prepares the call, which takes 1 to 2 ms of the host.
+
+    generate      launched(): the prompt of a call of a model that is known, for greedy search or sampling
+    its loop      taken_by(): the logits and the cache, if the call is what they were made for; else they are dropped,
+                  and the prompt runs once more
+
+Where one was dropped, prompts of that model run no more ahead until it is read anew.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ..cache.adopted import windows
+from ..errors import NoStep
+from ..step.decode import Decoder, decoder
+from ..step.describe import Described, check_batch, check_length
+from . import reading
+
+# Arguments of generate() that leave its prompt as it is.
+_KNOWN = {
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "max_new_tokens",
+    "min_new_tokens",
+    "max_length",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "eos_token_id",
+    "pad_token_id",
+    "logits_processor",
+    "stopping_criteria",
+    "streamer",
+    "custom_generate",
+}
+# Options that change the prompt, its cache or the loop behind it, as arguments or in the generation_config, unless they
+# have one of these values.
+_HARMLESS = {
+    "use_cache": (None, True),
+    "cache_implementation": (None, "dynamic"),
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "return_dict_in_generate": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "is_assistant": (None, False),
+    "token_healing": (None, False),
+    "prefill_chunk_size": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "penalty_alpha": (None,),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+}
+_ANY_LENGTH = 20  # that transformers takes where a call names none
+
+
+@dataclass(eq=False)
+class Ahead:
+    """A prompt `ids` (B, T) under way. `last` (B,) are the positions of the last tokens, or that of all; `given` is a
+    cache like the one that transformers makes, `cache` the KVCache in its place, on `loan`."""
+
+    described: Described
+    memory: list[Any]
+    ids: Tensor
+    last: Tensor | int
+    given: DynamicCache
+    cache: Any
+    logits: Tensor
+    loan: ExitStack
+    is_taken: bool = False
+
+    def drop(self) -> None:
+        """Let the call that asked for it, which is another one, have the cache."""
+        self.is_taken = False
+        self.loan.close()
+
+    def agrees(self, positions: Tensor) -> Tensor:
+        """Whether it ran with these positions (B, T). With those of another mask it did not."""
+        return (positions[:, -1] == self.last).all()
+
+
+_CURRENT: ContextVar[Ahead | None] = ContextVar("llmkernels_prompt_ahead", default=None)
+
+
+@contextmanager
+def launched(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """A call of model.generate() by these arguments, for the block."""
+    state = decoder(model)
+    found = _launch(model, state, arguments)
+    token = _CURRENT.set(found)
+    with nullcontext() if found is None else found.loan:
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+        if found is not None and not found.is_taken:
+            state.dropped_ahead = found.described
+
+
+def taken_by(described: Described, ids: Tensor, given: Any) -> Ahead | None:
+    """The prompt ahead, if it is of these ids and this empty cache would be its; the caller compares the positions."""
+    found = _CURRENT.get()
+    if found is None or found.is_taken or found.described is not described:
+        return None
+    same_ids = (ids.data_ptr(), ids.shape, ids.stride()) == (found.ids.data_ptr(), found.ids.shape, found.ids.stride())
+    layers = len(described.parts.layers)
+    same_cache = not getattr(given, "_is_user_defined", False) and windows(given, layers) == windows(
+        found.given, layers
+    )
+    if not (same_ids and same_cache):
+        found.drop()
+        return None
+    found.is_taken = True
+    return found
+
+
+def _launch(model: nn.Module, state: Decoder, arguments: Mapping[str, Any]) -> Ahead | None:
+    ids = arguments.get("input_ids") if arguments.get("inputs") is None else arguments["inputs"]
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or not reading.is_late(ids.device):
+        return None
+    if ids.dtype not in (torch.int32, torch.int64) or not _is_simple(model.generation_config, arguments):
+        return None
+    leftpad, mask = None, arguments.get("attention_mask")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
+            return None
+        leftpad = (mask == 0).sum(1)
+    known, limit = state.known(ids), _limit(model.generation_config, arguments, ids.shape[1])
+    if known is None or limit is None or known[0] is state.dropped_ahead:
+        return None
+    (described, memory), (batch, count) = known, ids.shape
+    parts, last = described.parts, count - 1 if leftpad is None else count - 1 - leftpad
+    given = DynamicCache(config=model.config.get_text_config(decoder=True))
+    try:
+        check_batch(parts, ids)
+        check_length(parts, limit)
+        with torch.no_grad(), ExitStack() as loan:
+            cache = loan.enter_context(state.lend_cache(parts, batch, count, limit, given))
+            logits = state.run_prompt(parts, cache, ids, last, leftpad)
+            return Ahead(described, memory, ids, last, given, cache, logits, loan.pop_all())
+    except NoStep:
+        return None
+
+
+def _is_simple(config: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether the call is for greedy search or sampling of one text behind each prompt, and for nothing but its
+    tokens."""
+    known = _KNOWN | _HARMLESS.keys()
+    if any(name not in known and value is not None for name, value in arguments.items()):
+        return False
+    return all(
+        value in harmless
+        for name, harmless in _HARMLESS.items()
+        for value in (getattr(config, name, None), arguments.get(name))
+    )
+
+
+def _limit(config: Any, arguments: Mapping[str, Any], count: int) -> int | None:
+    """How long the text may get. None where an argument is no number, which transformers refuses."""
+
+    def number(name: str) -> Any:
+        value = arguments.get(name)
+        return getattr(config, name, None) if value is None else value
+
+    new, length = number("max_new_tokens"), number("max_length")
+    limit = count + _ANY_LENGTH if length is None else length
+    if isinstance(new, int):
+        limit = count + new
+    elif new is not None:
+        return None
+    return limit if isinstance(limit, int) and limit > count else None
