@@ -8,7 +8,7 @@ from transformers import DynamicCache, GenerationMixin
 import llmkernels
 from generating import NEW, Stream, hf_generate, left_padded, small_model
 from hf_models import VOCAB, tiny_inputs
-from llmkernels.hf.callers import reading
+from llmkernels.hf.callers import ahead, reading
 from llmkernels.hf.callers.positions import BAD_MASK
 from llmkernels.hf.report import STEP
 from llmkernels.hf.step import compose
@@ -337,3 +337,29 @@ def test_ids_that_are_written_while_the_call_is_prepared(prompts, monkeypatch):
     prompts.clear()
     assert torch.equal(hf_generate(model, ids), expected)
     assert prompts[:4] == ["prompt", "prepare", "prompt", "look"]
+
+
+@pytest.mark.gpu
+@both_loops
+@pytest.mark.parametrize("given", ["ids", "padding", "inferred padding"])
+def test_a_prompt_ahead_that_takes_long(given, generate, monkeypatch):
+    """Its stream is busy: whoever reads what it makes has to wait for it. And so it is where it was dropped."""
+    beside = torch.cuda.Stream()
+
+    def busy(device, handle):
+        with torch.cuda.stream(beside):
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+        return beside
+
+    model, ids = small_model(device="cuda").half(), tiny_inputs("cuda", batch=3)
+    options = {"attention_mask": left_padded("cuda")} if given == "padding" else {}
+    if given == "inferred padding":
+        ids[0, :4] = 0
+        options = {"pad_token_id": 0, "eos_token_id": VOCAB - 1}
+    llmkernels.patch(model)
+    expected = generate(model, ids, return_dict_in_generate=True, **options) if generate is hf_generate else None
+    expected = generate(model, ids, **options) if expected is None else expected.sequences
+    monkeypatch.setattr(ahead, "_made_beside", busy)
+    for _ in range(3):
+        assert torch.equal(generate(model, ids, **options), expected)
+        assert (decoder(model).dropped_ahead is None) == (given != "inferred padding")

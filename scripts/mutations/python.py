@@ -60,6 +60,14 @@ PYTHON = [
         "tests/test_generate_early.py -k are_written",
     ),
     Mutation(
+        "py_prompt_ahead_is_not_waited_for",
+        "the loop goes on before the stream of a prompt that runs ahead has ended",
+        "llmkernels/hf/callers/loop.py",
+        "            self.ahead.join()\n",
+        "",
+        "tests/test_generate_early.py -k takes_long -m gpu",
+    ),
+    Mutation(
         "py_counters_of_a_step_that_raised",
         "after a step that raised, the host takes the counters on the device for what they were",
         "llmkernels/hf/cache/kv_cache.py",

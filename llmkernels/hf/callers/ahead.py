@@ -4,11 +4,13 @@
     its loop      taken_by(): the logits and the cache, if the call is what they were made for; else they are dropped,
                   and the prompt runs once more
 
+It runs in a stream of its own: transformers copies numbers to the GPU meanwhile, and waits for its stream each time.
 Where one was dropped, prompts of that model run no more ahead until it is read anew.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -64,30 +66,50 @@ _HARMLESS = {
     "force_words_ids": (None,),
 }
 _ANY_LENGTH = 20  # that transformers takes where a call names none
+# Of all sequences together: what the host does hardly matters beside more, whose activations take memory.
+_MOST_TOKENS = 4096
 
 
 @dataclass(eq=False)
 class Ahead:
-    """A prompt `ids` (B, T) under way. `last` (B,) are the positions of the last tokens, or that of all; `given` is a
-    cache like the one that transformers makes, `cache` the KVCache in its place, on `loan`."""
+    """A prompt `ids` (B, T) under way in `stream`, None on a CPU.
+
+    `last` (B,) are the positions of the last tokens, or that of all, which the stream has `counted` first; `given` is a
+    cache like the one that transformers makes, `cache` the KVCache in its place, on `loan`.
+    """
 
     described: Described
     memory: list[Any]
     ids: Tensor
     last: Tensor | int
+    counted: torch.cuda.Event | None
     given: DynamicCache
     cache: Any
     logits: Tensor
     loan: ExitStack
+    stream: torch.cuda.Stream | None
     is_taken: bool = False
 
+    def join(self) -> None:
+        """Let the caller's stream wait for it."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.ids.device).wait_stream(self.stream)
+
+    def end(self) -> None:
+        """Give the cache back, to the stream where the next prompt needs it."""
+        self.join()
+        with _within(self.stream):
+            self.loan.close()
+
     def drop(self) -> None:
-        """Let the call that asked for it, which is another one, have the cache."""
+        """It is of no use: let the call have the cache."""
         self.is_taken = False
-        self.loan.close()
+        self.end()
 
     def agrees(self, positions: Tensor) -> Tensor:
         """Whether it ran with these positions (B, T). With those of another mask it did not."""
+        if self.counted is not None:
+            torch.cuda.current_stream(self.ids.device).wait_event(self.counted)
         return (positions[:, -1] == self.last).all()
 
 
@@ -100,13 +122,14 @@ def launched(model: nn.Module, arguments: Mapping[str, Any]) -> Iterator[None]:
     state = decoder(model)
     found = _launch(model, state, arguments)
     token = _CURRENT.set(found)
-    with nullcontext() if found is None else found.loan:
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
+    try:
+        yield
         if found is not None and not found.is_taken:
             state.dropped_ahead = found.described
+    finally:
+        _CURRENT.reset(token)
+        if found is not None:
+            found.end()
 
 
 def taken_by(described: Described, ids: Tensor, given: Any) -> Ahead | None:
@@ -130,28 +153,53 @@ def _launch(model: nn.Module, state: Decoder, arguments: Mapping[str, Any]) -> A
     ids = arguments.get("input_ids") if arguments.get("inputs") is None else arguments["inputs"]
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or not reading.is_late(ids.device):
         return None
-    if ids.dtype not in (torch.int32, torch.int64) or not _is_simple(model.generation_config, arguments):
+    if ids.dtype not in (torch.int32, torch.int64) or ids.numel() > _MOST_TOKENS:
         return None
-    leftpad, mask = None, arguments.get("attention_mask")
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
-            return None
-        leftpad = (mask == 0).sum(1)
+    if not _is_simple(model.generation_config, arguments):
+        return None
+    mask = arguments.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device == ids.device):
+        return None
     known, limit = state.known(ids), _limit(model.generation_config, arguments, ids.shape[1])
     if known is None or limit is None or known[0] is state.dropped_ahead:
         return None
     (described, memory), (batch, count) = known, ids.shape
-    parts, last = described.parts, count - 1 if leftpad is None else count - 1 - leftpad
+    parts, stream = described.parts, _stream_beside(ids.device)
     given = DynamicCache(config=model.config.get_text_config(decoder=True))
     try:
         check_batch(parts, ids)
         check_length(parts, limit)
-        with torch.no_grad(), ExitStack() as loan:
+        with torch.no_grad(), _within(stream), ExitStack() as loan:
+            leftpad = None if mask is None else (mask == 0).sum(1)
+            last = count - 1 if leftpad is None else count - 1 - leftpad
+            counted = None if stream is None else stream.record_event()
             cache = loan.enter_context(state.lend_cache(parts, batch, count, limit, given))
             logits = state.run_prompt(parts, cache, ids, last, leftpad)
-            return Ahead(described, memory, ids, last, given, cache, logits, loan.pop_all())
+            return Ahead(described, memory, ids, last, counted, given, cache, logits, loan.pop_all(), stream)
     except NoStep:
         return None
+
+
+def _stream_beside(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream that goes on where the caller's is; None on a CPU.
+
+    What is allocated in it is used in the caller's as well, which it waits for before it allocates again.
+    """
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.current_stream(device)
+    beside = _made_beside(stream.device_index, stream.cuda_stream)
+    beside.wait_stream(stream)
+    return beside
+
+
+@functools.lru_cache(maxsize=64)
+def _made_beside(device: int, handle: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _within(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _is_simple(config: Any, arguments: Mapping[str, Any]) -> bool:

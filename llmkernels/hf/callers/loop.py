@@ -69,6 +69,7 @@ class Call:
         it was, where the call does not hold."""
         if self.ahead is not None:
             self._check(cache, self.tokens)
+            self.ahead.join()
             state.count_prompt(prompt.way(self.parts, input_ids.numel()))
             return self.ahead.logits[:, -1]
         count = input_ids.shape[1] - cache.length if input_ids.shape[1] == self.tokens else input_ids.shape[1]
@@ -97,10 +98,10 @@ class Call:
         try:
             holds = holds or self.holds()
         finally:
-            if not holds:
+            if not holds and self.ahead is None:
                 cache.take_back(count)
-                if self.ahead is not None:
-                    self.ahead.drop()
+            elif not holds:
+                self.ahead.drop()
         if not holds:
             raise Stale
 
