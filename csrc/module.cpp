@@ -119,8 +119,9 @@ py::dict plan_of(const LinearRoute& route, const llmk::kernels::LinearProblem& p
     }
     case LinearVariant::kSm80: {
       const auto& plan = route.few;
-      const int steps = llmk::kernels::linear_sm80_depth(plan.mma_tiles, llmk::kernels::linear_token_tiles(p.m));
-      const int64_t columns = int64_t{plan.k_consumers} * llmk::kernels::kLinearSm80Step;  // of W, in a step of a block
+      const auto bytes = static_cast<int>(p.weight.bytes(1));
+      const int steps = llmk::kernels::linear_sm80_depth(plan.mma_tiles, llmk::kernels::linear_token_tiles(p.m), bytes);
+      const int64_t columns = int64_t{plan.k_consumers} * llmk::kernels::linear_sm80_step(bytes);  // of a block's step
       return numbers(plan.tile_rows, plan.output_tiles, plan.cluster, steps,
                      p.weight.bytes(steps * columns * plan.boxes * plan.tile_rows), plan.shared_bytes);
     }

@@ -216,8 +216,12 @@ inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, 
   route.norm_first = p.normalize && !(verdict.taken && folds);
   if (!verdict.taken) return route;
   if (route.norm_first) route.workspace_bytes = static_cast<size_t>(p.m) * p.k() * kHalfBytes;
-  const LinearShape shape{
-      .m = p.m, .n = p.n(), .k = p.k(), .glu = p.glu, .normalize = p.normalize && !route.norm_first && p.parts == 0};
+  const LinearShape shape{.m = p.m,
+                          .n = p.n(),
+                          .k = p.k(),
+                          .glu = p.glu,
+                          .normalize = p.normalize && !route.norm_first && p.parts == 0,
+                          .weight_bytes = static_cast<int>(p.weight.bytes(1))};
   if (without_tma(device, options)) {
     route.variant = LinearVariant::kSm80;
     route.reason = "up to 16 tokens, on a GPU without TMA";
