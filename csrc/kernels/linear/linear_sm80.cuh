@@ -193,10 +193,10 @@ __device__ void multiply(Products<T, kTokenTiles, kTiles>& products, const Sm80S
 
 // Element: of W, see weight_element.cuh. kTiles: plan.mma_tiles.
 template <typename T, typename Element, int kTokenTiles, int kTiles>
-__global__ void __launch_bounds__(32 * kLinearSm80Warps<kTiles>, 1)
+__global__ void __launch_bounds__(32 * kLinearSm80Warps<kTiles, Element::kBytes>, 1)
     linear_sm80_kernel(const __grid_constant__ Sm80Operands operands, const __grid_constant__ Arguments a,
                        const __grid_constant__ Element element) {
-  constexpr int kThreads = 32 * kLinearSm80Warps<kTiles>;
+  constexpr int kThreads = 32 * kLinearSm80Warps<kTiles, Element::kBytes>;
   constexpr int kDepth = kLinearSm80Depth<kTiles, kTokenTiles, Element::kBytes>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const LinearPlan& plan = a.plan;
@@ -249,7 +249,8 @@ __global__ void __launch_bounds__(32 * kLinearSm80Warps<kTiles>, 1)
 inline cudaError_t launch_sm80(const Arguments& arguments, const Sm80Operands& operands, const Weight& weight,
                                int blocks, Dtype dtype, cudaStream_t stream) {
   const LinearPlan& plan = arguments.plan;
-  const LaunchShape shape{blocks, dim3(32 * linear_sm80_warps(plan.mma_tiles)), plan.shared_bytes};
+  const LaunchShape shape{blocks, dim3(32 * linear_sm80_warps(plan.mma_tiles, static_cast<int>(weight.bytes(1)))),
+                          plan.shared_bytes};
   const auto launch_as = [&](auto tag) {
     using T = typename decltype(tag)::type;
     return dispatch_weight<T>(weight, [&](auto element) {

@@ -149,13 +149,16 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
 // with three MMA tiles for each warp there is room for half as many warps.
 constexpr int kLinearSm80MaxTiles = 3;
 constexpr int linear_sm80_step(int weight_bytes) { return 64 / weight_bytes; }
-constexpr int linear_sm80_warps(int mma_tiles) { return mma_tiles < 3 ? 16 : 8; }
+constexpr int linear_sm80_warps(int mma_tiles, int weight_bytes) {
+  return mma_tiles < (weight_bytes == 1 ? 2 : 3) ? 16 : 8;
+}
 constexpr int linear_sm80_depth(int mma_tiles, int token_tiles, int weight_bytes) {
+  if (weight_bytes == 1) return mma_tiles == 1 ? (token_tiles == 1 ? 3 : 2) : mma_tiles == 2 ? 4 : 3;
   return mma_tiles == 1 ? (token_tiles == 1 ? 4 : 3) : mma_tiles == 2 ? 2 : 3;
 }
 // For device code, which may call no host function.
-template <int kMmaTiles>
-constexpr int kLinearSm80Warps = linear_sm80_warps(kMmaTiles);
+template <int kMmaTiles, int kWeightBytes>
+constexpr int kLinearSm80Warps = linear_sm80_warps(kMmaTiles, kWeightBytes);
 template <int kMmaTiles, int kTokenTiles, int kWeightBytes>
 constexpr int kLinearSm80Depth = linear_sm80_depth(kMmaTiles, kTokenTiles, kWeightBytes);
 template <int kWeightBytes>
@@ -188,7 +191,7 @@ inline LinearPlan plan_linear_sm80(const LinearShape& shape, int sm_count) {
   plan.tile_rows = plan.box_rows;
   plan.mma_tiles_per_box = static_cast<int>(divide_up(plan.box_rows / plan.row_consumers, 16));
   plan.mma_tiles = plan.boxes * plan.mma_tiles_per_box;
-  plan.k_consumers = linear_sm80_warps(plan.mma_tiles) / plan.row_consumers;
+  plan.k_consumers = linear_sm80_warps(plan.mma_tiles, shape.weight_bytes) / plan.row_consumers;
   const int depth = linear_sm80_depth(plan.mma_tiles, linear_token_tiles(shape.m), shape.weight_bytes);
   const int columns = linear_sm80_step(shape.weight_bytes) * plan.k_consumers;
   plan.k_tiles = static_cast<int>(divide_up(divide_up(shape.k, columns), depth)) * depth;

@@ -1,5 +1,6 @@
 // How the kernels of linears read the elements of a weight: a struct for each type, which is a template argument of the
-// kernel and an argument of its launch. A new type is such a struct and a line of dispatch_weight().
+// kernel and an argument of its launch. A new type is such a struct, in a file of its own, and a line of
+// dispatch_weight().
 //
 //   kBytes             of an element
 //   Eight              eight neighbours as they lie in memory; eight[i] is one of them as a float
@@ -12,6 +13,7 @@
 
 #include "device/vec.cuh"
 #include "params/weight.h"
+#include "weight_int8.cuh"
 
 namespace llmk::kernels {
 
@@ -31,8 +33,11 @@ struct Unquantized {
 
 // Calls body(element) with the struct of the weight's type; T is the type of x.
 template <typename T, typename Body>
-cudaError_t dispatch_weight(const Weight&, const Body& body) {
-  return body(Unquantized<T>{});
+cudaError_t dispatch_weight(const Weight& weight, const Body& body) {
+  switch (weight.type) {
+    case ElementType::kInt8: return body(Int8{weight.scales});
+    default: return body(Unquantized<T>{});
+  }
 }
 
 }  // namespace llmk::kernels
