@@ -121,6 +121,7 @@ TABLE = (
     op("rms_norm_fp8_quantize", "fp8", 15, QUANT),
     op("swiglu_fp8_quantize", "fp8", 15, QUANT),
     decode_op("fp8_linear", "fp8", 40, QUANT),
+    decode_op("int8_linear", "int8", 40, "int8.py int8_linear.cpp linear.cpp"),
     op("gated_mlp", "gated_mlp", 40, f"gated_mlp.py gated_mlp.cpp {GLU} {LINEAR}"),
     op("lora_linear", "lora_linear", 40, f"lora.py lora.cpp {LINEAR}"),
     op("adamw", "adamw", 30, "llmkernels/optim optim.cpp"),

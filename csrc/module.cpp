@@ -119,8 +119,9 @@ py::dict plan_of(const LinearRoute& route, const llmk::kernels::LinearProblem& p
     }
     case LinearVariant::kSm80: {
       const auto& plan = route.few;
-      const int steps = llmk::kernels::linear_sm80_depth(plan.mma_tiles, llmk::kernels::linear_token_tiles(p.m));
-      const int64_t columns = int64_t{plan.k_consumers} * llmk::kernels::kLinearSm80Step;  // of W, in a step of a block
+      const auto bytes = static_cast<int>(p.weight.bytes(1));
+      const int steps = llmk::kernels::linear_sm80_depth(plan.mma_tiles, llmk::kernels::linear_token_tiles(p.m), bytes);
+      const int64_t columns = int64_t{plan.k_consumers} * llmk::kernels::linear_sm80_step(bytes);  // of a block's step
       return numbers(plan.tile_rows, plan.output_tiles, plan.cluster, steps,
                      p.weight.bytes(steps * columns * plan.boxes * plan.tile_rows), plan.shared_bytes);
     }
@@ -163,15 +164,17 @@ py::object refused_tuned_linear(const std::vector<Numbers>& tuned, int compute_c
 }
 
 py::dict linear_route(int64_t m, int64_t n, int64_t k, const std::string& dtype, bool glu, bool norm, bool bias,
-                      bool residual, bool in_step, bool aligned, const std::vector<Numbers>& tuned,
-                      int compute_capability, bool wgmma, bool tensor_maps, int sm_count, int64_t shared_bytes,
-                      const py::dict& clusters) {
+                      bool residual, bool in_step, bool aligned, const std::string& weight_type,
+                      const std::vector<Numbers>& tuned, int compute_capability, bool wgmma, bool tensor_maps,
+                      int sm_count, int64_t shared_bytes, const py::dict& clusters) {
   check_sizes("linear_route", {{"m", m}, {"n", n}, {"k", k}});
   check("linear_route", m * n < int64_t{1} << 40, "m * n", "less than 2^40", m * n);
   check("linear_route", !glu || n % 2 == 0, "n", "even with glu", n);
+  check("linear_route", weight_type.empty() || weight_type == "int8", "weight_type", "int8 or empty", weight_type);
   const llmk::Dtype type = to_dtype("linear_route", dtype);
+  const auto element = weight_type.empty() ? llmk::element_type(type) : llmk::ElementType::kInt8;
   const llmk::kernels::LinearProblem problem{.m = m,
-                                             .weight = {nullptr, llmk::element_type(type), n, k, k},
+                                             .weight = {nullptr, element, n, k, k},
                                              .x_stride = k,
                                              .y_stride = glu ? n / 2 : n,
                                              .dtype = type,
@@ -365,12 +368,11 @@ PYBIND11_MODULE(_C, module) {
   def_route(
       module, "linear_route", &linear_route,
       "Which kernel multiplies m tokens by a weight [n, k] on a GPU, or that the library does, why, and the plan. "
-      "See csrc/kernels/linear/route.h. `tuned`: measured choices, as numbers of a TunedLinear (tuned.h); of the "
-      "answer, "
-      "the one that was found.",
+      "See csrc/kernels/linear/route.h. `weight_type`: int8, or empty for the type of x. `tuned`: measured choices, as "
+      "numbers of a TunedLinear (tuned.h); of the answer, the one that was found.",
       py::arg("m"), py::arg("n"), py::arg("k"), py::kw_only(), py::arg("dtype") = "bfloat16", py::arg("glu") = false,
       py::arg("norm") = false, py::arg("bias") = false, py::arg("residual") = false, py::arg("in_step") = false,
-      py::arg("aligned") = true, py::arg("tuned") = py::list());
+      py::arg("aligned") = true, py::arg("weight_type") = "", py::arg("tuned") = py::list());
   def_route(module, "refused_tuned_linear", &refused_tuned_linear,
             "The first of such choices that a GPU cannot run, by its index, and why; None where it can run all.",
             py::arg("tuned"), py::kw_only());

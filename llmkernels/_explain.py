@@ -106,6 +106,7 @@ class _Product:
     norm: bool = False
     residual: bool = False
     bias: bool = True  # whether it takes one
+    weight_type: str = ""  # of the weight's elements, where it is not the dtype of x
 
 
 OPS = {
@@ -114,6 +115,7 @@ OPS = {
     "glu_linear": [_Product(glu=True, bias=False)],
     "rms_norm_glu_linear": [_Product(glu=True, norm=True, bias=False)],
     "linear_add_": [_Product(residual=True)],
+    "int8_linear": [_Product(weight_type="int8")],
     "gated_mlp": [_Product(weight="gate_up_weight", glu=True), _Product("act(gate) up", "down_weight")],
 }
 ATTENTIONS = ("decode_attention", "attention")
@@ -133,13 +135,13 @@ def explain(
     Nothing is run, and no GPU is needed: the answer for one that is not here is that of a build with code for it.
 
     Args:
-        op: "linear", "rms_norm_linear", "glu_linear", "rms_norm_glu_linear", "linear_add_", "gated_mlp",
-            "decode_attention" or "attention".
+        op: "linear", "rms_norm_linear", "glu_linear", "rms_norm_glu_linear", "linear_add_", "int8_linear",
+            "gated_mlp", "decode_attention" or "attention".
         shapes: of x, (..., K), and of the weight, (N, K); of gated_mlp x, (..., K), gate_up_weight, (2 F, K), and
             down_weight, (N, F). Of decode_attention q, (B, T, H, D), and k_cache, (B, capacity, Hkv, D); or pages,
             (pages, page_size, Hkv, D), and block_table, (B, pages of a sequence). Of attention q, (B, Tq, H, D), and k,
             (B, Tk, Hkv, D). One by one, or as one list.
-        dtype: of the tensors.
+        dtype: of the tensors; of int8_linear that of x.
         device: a GPU of this machine, as torch names it, with the choices that were measured on it and are in use
             (:func:`llmkernels.autotune`), or one by its name, by the rules: "H200", "H100", "A100", "RTX 4090",
             "L40S", "RTX 5090" or "B200". None: the current one of this machine, or an H200 where there is none.
@@ -207,7 +209,7 @@ def _explain_product(
     from llmkernels._C import linear_route  # an optional part of the package: the ops work without it
 
     n, k = weight
-    fused = {"glu": glu, "norm": product.norm, "residual": product.residual}
+    fused = {"glu": glu, "norm": product.norm, "residual": product.residual, "weight_type": product.weight_type}
     measured = {one.numbers: one for one in gpu.tuned}
     facts = {"tuned": list(measured), **facts_of(gpu)}
     route = linear_route(math.prod(x[:-1]), n, k, dtype=dtype, **fused, **options, **facts)

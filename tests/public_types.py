@@ -24,6 +24,8 @@ def ops(x: Tensor, weight: Tensor, target: Tensor, generator: torch.Generator) -
     assert_type(llmkernels.cross_entropy(x, target, ignore_index=-1), Tensor)
     assert_type(llmkernels.linear_cross_entropy(x, weight, target), Tensor)
     assert_type(llmkernels.fp8_quantize(x), tuple[Tensor, Tensor])
+    assert_type(llmkernels.int8_quantize(x), tuple[Tensor, Tensor])
+    assert_type(llmkernels.int8_linear(x, x, x), Tensor)
     assert_type(llmkernels.attention(x, x, x, causal=True), Tensor)
     assert_type(llmkernels.attention(x, x, x, return_lse=True), tuple[Tensor, Tensor])
     assert_type(llmkernels.attention_varlen(x, x, x, target), Tensor)

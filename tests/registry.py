@@ -224,6 +224,9 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     scales = draw(batch, tokens, 1, dtype=torch.float32), draw(hidden, 1, dtype=torch.float32)
     yield call("fp8_linear", *codes, *scales, w_bias.bfloat16())
 
+    of_int8 = draw_int(256, hidden, cols).sub(128).to(torch.int8), positive(hidden).mul_(0.01)
+    yield call("int8_linear", x, *of_int8, w_bias)
+
     logits, rng_state = draw(2, size.vocab, scale=3.0, dtype=torch.float32), torch.tensor([seed, 5], device=device)
     seen = torch.zeros(2, size.vocab, dtype=torch.bool, device=device)
     yield call("scale_softcap", logits, 0.5, 30.0)

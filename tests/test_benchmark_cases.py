@@ -42,6 +42,7 @@ def test_cases_have_the_keys_of_the_format():
         "rms_norm_fp8_quantize": rows_cols,
         "swiglu_fp8_quantize": rows_cols,
         "fp8_linear": {"m", "n", "k"},
+        "int8_linear": {"m", "n", "k"},
         "gated_mlp": {"m", "n", "k"},
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},

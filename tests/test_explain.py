@@ -59,6 +59,18 @@ def test_examples_of_the_documentation():
         assert f"\n{eval(call)}\n" in text
 
 
+def test_quantized_weight():
+    assert str(explain("int8_linear", (4, 3584), (4608, 3584), device="H200")) == (
+        "int8_linear  x (4, 3584)  weight (4608, 3584)  bfloat16  on H200\n"
+        "kernel  mma.sync, weights straight to registers\n"
+        "why     up to 16 tokens of a quantized weight\n"
+        "plan    36 rows per tile, 128 tiles, 128 blocks, 3 stages, 54 KB in flight, 8 KB of shared memory"
+    )
+    assert explain("int8_linear", (1, 3584), (4608, 3584), device="H200").variant == "gemv"
+    found = explain("int8_linear", (17, 3584), (4608, 3584), device="H200")
+    assert found.variant == "library" and "dequantized" in found.reason
+
+
 @pytest.mark.parametrize("op", ["linear", "rms_norm_linear", "glu_linear", "rms_norm_glu_linear", "linear_add_"])
 def test_of_every_op(op):
     found = explain(op, (32, 3584), (18944, 3584), device="H200")

@@ -54,7 +54,7 @@ def assert_close(results, expected, tolerance=None):
 
 
 # Tested here and in their own files: rows are not all that counts in their shapes.
-PRODUCTS = {"linear", "rms_norm_linear", "linear_cross_entropy", "lora_linear", "add_lora", "attention"}
+PRODUCTS = {"linear", "rms_norm_linear", "int8_linear", "linear_cross_entropy", "lora_linear", "add_lora", "attention"}
 
 
 def test_every_differentiable_op_is_in_a_case():
@@ -110,6 +110,23 @@ def test_linears(device, bias):
         for batch, dims in batches(given):
             ours, eager = (vmap(grad(loss(function), wanted), dims)(*batch) for function in (case.ours, case.eager))
             assert_close(ours, eager)
+
+
+def test_int8_linear(device):
+    x, bias = torch.randn(5, 16, device=device), torch.randn(8, device=device)
+    inputs = (x, bias, *llmkernels.int8_quantize(torch.randn(8, 16, device=device)))
+
+    def ours(x, bias, weight, scale):
+        return llmkernels.int8_linear(x, weight, scale, bias)
+
+    def eager(x, bias, weight, scale):
+        return torch.nn.functional.linear(x, weight * scale[:, None], bias)
+
+    wanted = (0, 1)
+    assert_close(jacrev(ours, wanted)(*inputs), jacrev(eager, wanted)(*inputs))
+    for batch, dims in batches(inputs):
+        found, expected = (vmap(grad(loss(function), wanted), dims)(*batch) for function in (ours, eager))
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"gradient_in_forward": False}], ids=str)

@@ -159,6 +159,24 @@ ROUTES = [
         "library",
         "cuBLAS is faster where tiles of a gated activation leave much of the GPU idle",
     ),
+    # ---- quantized
+    ((1, 4608, 3584), {"int8": 1}, H200, "gemv", "one token"),
+    ((1, 4608, 3584), {"int8": 1}, A100, "sm80", "up to 16 tokens, on a GPU without TMA"),
+    ((1, 4608, 20496), {"int8": 1}, H200, "sm80", "up to 16 tokens of a quantized weight"),
+    ((1, 151936, 896), {"int8": 1}, H200, "sm80", "up to 16 tokens of a quantized weight"),
+    ((2, 4608, 3584), {"int8": 1}, H200, "sm80", "up to 16 tokens of a quantized weight"),
+    ((16, 37888, 3584), {"int8": 1, "glu": 1, "normalize": 1}, B200, "sm80", "up to 16 tokens of a quantized weight"),
+    ((4, 4608, 3584), {"int8": 1, "dtype": 0}, H200, "library", "float32: the kernels take float16 and bfloat16"),
+    ((4, 4608, 3584), {"int8": 1, "x_aligned": 0}, H200, "library", "rows of x are not aligned to 16 bytes"),
+    ((4, 4608, 3592), {"int8": 1}, H200, "library", "rows of the quantized weight are no multiple of 16 bytes"),
+    (
+        (17, 4608, 3584),
+        {"int8": 1, "in_step": 1},
+        H200,
+        "library",
+        "more than 16 tokens of a quantized weight, which is dequantized first",
+    ),
+    ((4, 4608, 3584), {"int8": 1} | tuned(3, 4, 4608, 3584, MMA, 1, 3, 200 * KB, 96, 56), H200, "sm80", None),
     # ---- measured
     (
         (4, 4608, 3584),
@@ -216,7 +234,7 @@ def route(program):
         numbers = [len(entries), *itertools.chain(*entries)]
         of_more_blocks = {"clusters4": 32, "clusters8": 14} if gpu is H200 else {"clusters4": 0, "clusters8": 0}
         values |= {**gpu, **of_more_blocks, "maps": 1, "sm80": 0, "gemm": 0}
-        values |= {"next_rows": 4608, "next_glu": 0, "tuned": 0}
+        values |= {"next_rows": 4608, "next_glu": 0, "int8": 0, "tuned": 0}
         found = program("linear", values, {**options, "tuned": " ".join(map(str, numbers))})
         return found | {"variant": VARIANTS[found["variant"]]}
 
@@ -361,6 +379,9 @@ def linear_route(*shape, gpu=H200, **options):
         ((1, 4608, 3584), {}, "gemv", 35, 1),
         ((4, 4608, 3584), {}, "mma", 36, 1),
         ((4, 4608, 3584), {"gpu": A100}, "sm80", None, 1),
+        ((1, 4608, 3584), {"weight_type": "int8"}, "gemv", 35, 1),
+        ((4, 4608, 3584), {"weight_type": "int8"}, "sm80", 36, 1),
+        ((16, 37888, 3584), {"weight_type": "int8", "glu": True}, "sm80", None, 1),
         ((32, 3584, 18944), {}, "wgmma", None, 2),
         ((2048, 3584, 3584), {}, "gemm", 224, 2),
         ((128, 37888, 3584), {"glu": True}, "gemm", 72, 2),
@@ -402,6 +423,8 @@ def test_route_of_any_shape(gpu):
 def test_route_raises():
     with pytest.raises(ValueError, match="linear_route: dtype must be float16, bfloat16, float32 or float64, got int8"):
         linear_route(1, 8, 8, dtype="int8")
+    with pytest.raises(ValueError, match="linear_route: weight_type must be int8 or empty, got int4"):
+        linear_route(1, 8, 8, weight_type="int4")
     with pytest.raises(ValueError, match="linear_route: n must be even with glu, got 9"):
         linear_route(1, 9, 8, glu=True)
     with pytest.raises(ValueError, match="linear_route: sm_count must be from 1 to 65536, got 0"):

@@ -6,8 +6,8 @@
 
 namespace llmk {
 
-// The types of a weight's elements: those of x so far. Quantized types come here.
-enum class ElementType { kFloat32, kFloat16, kBFloat16, kFloat64 };
+// The types of a weight's elements: those of x, and quantized ones.
+enum class ElementType { kFloat32, kFloat16, kBFloat16, kFloat64, kInt8 };
 
 constexpr ElementType element_type(Dtype dtype) {
   switch (dtype) {
@@ -24,6 +24,7 @@ constexpr int element_bits(ElementType type) {
     case ElementType::kFloat32: return 32;
     case ElementType::kFloat16:
     case ElementType::kBFloat16: return 16;
+    case ElementType::kInt8: return 8;
     case ElementType::kFloat64: break;
   }
   return 64;
@@ -31,12 +32,15 @@ constexpr int element_bits(ElementType type) {
 
 constexpr int64_t bytes_of(ElementType type, int64_t elements) { return elements * element_bits(type) / 8; }
 
-// Rows of contiguous columns. Of quantized types the scales, the zeros and the group that shares them come here.
+constexpr bool is_quantized(ElementType type) { return type == ElementType::kInt8; }
+
+// Rows of contiguous columns.
 struct Weight {
   const void* data;
   ElementType type;
   int64_t rows, cols;
-  int64_t stride;  // elements between rows
+  int64_t stride;                 // elements between rows
+  const float* scales = nullptr;  // [rows], contiguous: an element stands for itself times that of its row; or null
 
   int64_t bytes(int64_t elements) const { return bytes_of(type, elements); }
   int64_t row_bytes() const { return bytes(stride); }  // from row to row

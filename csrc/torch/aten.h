@@ -247,6 +247,12 @@ inline void mul_(const Tensor& target, double factor) {
   call_overload<Tensor>("aten::mul_", "Tensor", target, number);
 }
 
+// out = a b by elements, rounded once, to the dtype of `out`.
+inline void mul_out(Tensor out, const Tensor& a, const Tensor& b) {
+  [[maybe_unused]] const CaptureScope capture;
+  call_overload<Tensor>("aten::mul", "out", a, b, out);
+}
+
 // out = factor a b. Autocast leaves it alone, unlike linear().
 inline void mm_out(Tensor out, const Tensor& a, const Tensor& b, double factor = 1) {
   if (factor != 1) {

@@ -35,6 +35,20 @@ Tensor library_linear(const Tensor& x, const Tensor& weight, const std::optional
   return view(y, sizes, strides, 0);
 }
 
+// The weight in the dtype of x.
+Tensor dequantized(const Linear& f, const Tensor& x) {
+  if (!f.weight_scale) return f.weight;
+  const int64_t rows = f.weight.size(0);
+  Tensor scale = *f.weight_scale;
+  if (x.scalar_type() == ScalarType::Double) {
+    scale = empty({&rows, 1}, ScalarType::Double, x);
+    aten::copy_(scale, *f.weight_scale);
+  }
+  const Tensor weight = empty(f.weight.sizes(), x.scalar_type(), x);
+  aten::mul_out(weight, f.weight, view(scale, {rows, 1}, {1, 1}, 0));
+  return weight;
+}
+
 // The shape of the result.
 std::vector<int64_t> result_shape(const Tensor& x, const Linear& f) {
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
@@ -81,10 +95,11 @@ std::optional<Scaled> check_handoff(const Tensor& x, const Linear& f, const std:
 Weight weight_of(const Linear& f) {
   const int64_t rows = f.weight.size(0), cols = f.weight.size(1);
   return {.data = f.weight.const_data_ptr(),
-          .type = element_type(to_dtype(f.op, {"weight", f.weight})),
+          .type = f.weight_scale ? ElementType::kInt8 : element_type(to_dtype(f.op, {"weight", f.weight})),
           .rows = rows,
           .cols = cols,
-          .stride = rows > 1 ? f.weight.stride(0) : cols};
+          .stride = rows > 1 ? f.weight.stride(0) : cols,
+          .scales = static_cast<const float*>(data(f.weight_scale))};
 }
 
 // What the kernels take of a linear, except for x and the result.
@@ -216,7 +231,7 @@ Tensor linear(const Tensor& given, const Linear& f, [[maybe_unused]] const std::
 #endif
   if (is_meta(x)) return empty(result_shape(x, f), x.scalar_type(), x);
   const Tensor normalized = f.norm ? rms_norm_between(x, f.norm->weight, f.norm->options) : x;
-  const Tensor y = library_linear(normalized, f.weight, f.bias);
+  const Tensor y = library_linear(normalized, dequantized(f, x), f.bias);
   return f.glu ? glu_packed(f.op, y, *f.glu) : y;
 }
 
@@ -232,12 +247,12 @@ std::optional<Scaled> linear_add_(Tensor residual, const Tensor& given, const Li
     if (!f.bias) {
       const Tensor sums = matrix(residual, rows.rows, rows.cols, rows.stride);
       // Added by the product, before it is rounded.
-      aten::addmm_out(sums, sums, matrix(x), transposed(f.weight), alpha);
+      aten::addmm_out(sums, sums, matrix(x), transposed(dequantized(f, x)), alpha);
       return std::nullopt;
     }
   }
 #endif
-  const Tensor y = library_linear(x, f.weight, f.bias);
+  const Tensor y = library_linear(x, dequantized(f, x), f.bias);
   if (alpha != 1) aten::mul_(y, alpha);
   aten::add_(residual, y);
   return std::nullopt;

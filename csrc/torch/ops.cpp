@@ -186,6 +186,8 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def(
       "fp8_linear(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias=None, "
       "str out_dtype='bfloat16', bool use_fast_accum=False) -> Tensor");
+  // int8_linear.cpp; weight_scale: [N]
+  differentiable("int8_linear", "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None) -> Tensor");
   // gated_mlp.cpp; without save_gate_up the returned gate_up has no columns, with it the backward may overwrite it
   differentiable("gated_mlp",
                  "(Tensor x, Tensor gate_up_weight, Tensor down_weight, Tensor? gate_up_bias=None, "

@@ -20,7 +20,8 @@ struct Linear {
   std::optional<Tensor> bias;
   std::optional<Norm> norm;
   std::optional<Activation> glu;
-  bool in_step;  // params/linear.h
+  bool in_step;                                       // params/linear.h
+  std::optional<Tensor> weight_scale = std::nullopt;  // [N], float32, contiguous: of a weight of int8
 };
 
 Tensor linear(const Tensor& x, const Linear& f);

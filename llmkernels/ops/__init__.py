@@ -26,6 +26,7 @@ from llmkernels.ops.attention_varlen import attention_varlen
 from llmkernels.ops.cross_entropy import cross_entropy
 from llmkernels.ops.fp8 import fp8_linear, fp8_quantize, rms_norm_fp8_quantize, swiglu_fp8_quantize
 from llmkernels.ops.gated_mlp import gated_mlp
+from llmkernels.ops.int8 import int8_linear, int8_quantize
 from llmkernels.ops.layer_norm import add_layer_norm, layer_norm
 from llmkernels.ops.linear import linear, rms_norm_linear
 from llmkernels.ops.linear_cross_entropy import linear_cross_entropy
@@ -53,6 +54,8 @@ __all__ = [
     "gated_mlp",
     "geglu",
     "glu",
+    "int8_linear",
+    "int8_quantize",
     "layer_norm",
     "linear",
     "linear_cross_entropy",

@@ -371,4 +371,20 @@ CPU = [
         "id >= 0 && id <= p.vocab ?",
         "tests/test_embed_tokens.py -k no_token",
     ),
+    Mutation(
+        "cpu_route_ends_within_a_vector",
+        "rows of a quantized weight that are no multiple of 16 bytes take a kernel, which reads beyond them",
+        "csrc/kernels/linear/route.h",
+        "p.weight.bytes(p.k()) % 16 != 0",
+        "p.weight.bytes(p.k()) % 8 != 0",
+        "tests/test_linear_route.py -k 'test_route and quantized'",
+    ),
+    Mutation(
+        "cpu_int8_scale_of_float64_is_rounded",
+        "in float64 the scale times the weight is rounded to float32",
+        "csrc/torch/linear.cpp",
+        "if (x.scalar_type() == ScalarType::Double) {",
+        "if (false) {",
+        "tests/test_int8_linear.py -k float64",
+    ),
 ]

@@ -14,6 +14,7 @@ int main() {
         "{\"rows\": %d, \"tiles\": %d, \"mma_tiles\": %d, \"parts\": %d, \"groups\": %d, \"steps\": %d, \"depth\": %d, "
         "\"warps\": %d, \"shared\": %zu}\n",
         plan.tile_rows, plan.output_tiles, plan.mma_tiles, plan.row_consumers, plan.k_consumers, plan.k_tiles,
-        linear_sm80_depth(plan.mma_tiles, linear_token_tiles(m)), linear_sm80_warps(plan.mma_tiles), plan.shared_bytes);
+        linear_sm80_depth(plan.mma_tiles, linear_token_tiles(m), 2), linear_sm80_warps(plan.mma_tiles, 2),
+        plan.shared_bytes);
   }
 }

@@ -23,13 +23,12 @@ static bool linear() {
   long long m, n, k, x_stride, weight_stride, y_stride, shared_bytes;
   int dtype, glu, bias, residual, in_step, normalize, norm_weight, in_rows, x, weight, y, norm, wgmma, maps, sm80, gemm;
   if (std::scanf("%lld %lld %lld %lld %lld %lld %d %d %d %d %d %d %d %lf %d %d %d %d %d %d", &m, &n, &k, &x_stride,
-                    &weight_stride, &y_stride, &dtype, &glu, &bias, &residual, &in_step, &normalize, &norm_weight,
-                    &p.norm_offset, &p.parts, &in_rows, &x, &weight, &y, &norm) == 20 &&
-         std::scanf("%d %d %d %lld %d %d %d %d %d %d", &device.compute_capability, &wgmma, &device.sm_count,
-                    &shared_bytes, &device.clusters[2], &device.clusters[4], &device.clusters[8], &maps, &sm80,
-                    &gemm) == 10) {
+                 &weight_stride, &y_stride, &dtype, &glu, &bias, &residual, &in_step, &normalize, &norm_weight,
+                 &p.norm_offset, &p.parts, &in_rows, &x, &weight, &y, &norm) == 20 &&
+      std::scanf("%d %d %d %lld %d %d %d %d %d %d", &device.compute_capability, &wgmma, &device.sm_count, &shared_bytes,
+                 &device.clusters[2], &device.clusters[4], &device.clusters[8], &maps, &sm80, &gemm) == 10) {
     const long long next_rows = number();
-    const bool next_glu = number() != 0;
+    const bool next_glu = number() != 0, int8 = number() != 0;
     std::vector<TunedLinear> tuned(number());
     for (TunedLinear& entry : tuned) {
       for (int i = 0; i < kTunedLinearNumbers; ++i) reinterpret_cast<int64_t*>(&entry)[i] = number();
@@ -37,7 +36,7 @@ static bool linear() {
     const TunedLinears table(std::move(tuned));
     p.dtype = static_cast<Dtype>(dtype);
     p.m = m, p.x_stride = x_stride, p.y_stride = y_stride;
-    p.weight = {nullptr, element_type(p.dtype), n, k, weight_stride};
+    p.weight = {nullptr, int8 ? ElementType::kInt8 : element_type(p.dtype), n, k, weight_stride};
     p.glu = glu, p.bias = bias, p.residual = residual, p.in_step = in_step;
     p.normalize = normalize, p.norm_weight = norm_weight, p.in_rows = in_rows;
     p.x_aligned = x, p.weight_aligned = weight, p.y_aligned = y, p.norm_weight_aligned = norm;

@@ -5,6 +5,7 @@
 #include "device/vec.cuh"
 #include "finish.cuh"
 #include "prologue.cuh"
+#include "weight_element.cuh"
 
 namespace llmk::kernels::few_tokens {
 
@@ -62,8 +63,9 @@ __device__ void reduce_squares(const Arguments& a, const Layout& layout, int64_t
 }
 
 // Turns the partial sums into columns [first, first + plan.tile_rows) of y.
-template <typename T, int kWidth, int kThreads, bool kNormHandoff>
-__device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank) {
+template <typename T, int kWidth, int kThreads, bool kNormHandoff, typename Element = Unquantized<T>>
+__device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first, int tile, int rank,
+                         const Element& element = {}) {
   using V = Vec<T, kWidth>;
   const LinearPlan& plan = a.plan;
   constexpr int kGroups = kNormHandoff ? kLinearWarpgroups : kThreads / 32;
@@ -79,7 +81,12 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
     if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
     if (a.add_residual) residual = V::load(y);
     if (kNormHandoff && a.scaled) next_weight = V::load(static_cast<const T*>(a.next_norm_weight) + column);
-    float rstd[1] = {1.f}, sums[kWidth];
+    float rstd[1] = {1.f}, sums[kWidth], scales[kWidth], up_scales[kWidth];
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      scales[e] = element.scale(column + e);
+      up_scales[e] = a.glu ? element.scale(a.out + column + e) : 1.f;
+    }
     if (a.fold_norm) {
       reduce_partials<kGroups>(rstd, plan, layout.squares + 4 * token, 4 * kLinearMaxMmaTokens);
       rstd[0] = rstd_of(a, rstd[0]) * norm_weight_scale<T>(layout);
@@ -87,12 +94,12 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
       rstd[0] = shared_load_float(layout.squares + 4 * token);
     }
     const uint32_t partials = layout.partials + 4 * token * plan.pitch;
-    const auto reduce_row = [&](int at) {
+    const auto reduce_row = [&](int at, const float(&row_scales)[kWidth]) {
       reduce_partials<kGroups>(sums, plan, partials + 4 * at, 4 * a.m * plan.pitch);
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) sums[e] *= rstd[0];
+      for (int e = 0; e < kWidth; ++e) sums[e] *= rstd[0] * row_scales[e];
     };
-    reduce_row(box * plan.box_pitch + row - box * plan.box_rows);
+    reduce_row(box * plan.box_pitch + row - box * plan.box_rows, scales);
     if (a.bias) {
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sums[e] += bias[e];
@@ -101,7 +108,7 @@ __device__ void epilogue(const Arguments& a, const Layout& layout, int64_t first
       float gates[kWidth];
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) gates[e] = sums[e];
-      reduce_row(plan.box_pitch + row);
+      reduce_row(plan.box_pitch + row, up_scales);
       activation::dispatch_on_device(a.activation, [&](auto act) {
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) sums[e] = glu_of_sums<decltype(act), T>(gates[e], sums[e]);

@@ -28,6 +28,7 @@
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "kernels/norm/forward_row.cuh"
+#include "weight_element.cuh"
 
 namespace llmk::kernels {
 namespace {
@@ -54,8 +55,8 @@ struct Arguments {
 };
 
 // sum += the dot product of eight elements; even and odd ones apart, for two shorter dependency chains.
-template <typename T>
-__device__ inline void dot(float (&sum)[2], const Vec<T, 8>& w, const float (&x)[8]) {
+template <typename Eight>
+__device__ inline void dot(float (&sum)[2], const Eight& w, const float (&x)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
     sum[0] = fmaf(w[i], x[i], sum[0]);
@@ -63,25 +64,30 @@ __device__ inline void dot(float (&sum)[2], const Vec<T, 8>& w, const float (&x)
   }
 }
 
-// Bias and residual of a column of y.
+// Bias and residual of a column of y, and the scales of its rows of W.
 template <typename T>
 struct EpilogueOperands {
   using V = Vec<T, 1>;
   V bias, residual;
+  float scale, up_scale = 1.f;
 
-  __device__ EpilogueOperands(const Arguments& a, int column) {
+  template <typename Element>
+  __device__ EpilogueOperands(const Arguments& a, const Element& element, int column) : scale(element.scale(column)) {
+    if (a.glu) up_scale = element.scale(a.up_rows + column);
     if (a.bias) bias = V::load(static_cast<const T*>(a.bias) + column);
     if (a.add_residual) residual = V::load(static_cast<const T*>(a.y) + column);
   }
 };
 
-// kSum: x is the target of `sum`.
-template <typename T, int kVectors, bool kSum>
+// Element: of W, see weight_element.cuh. kSum: x is the target of `sum`.
+template <typename T, typename Element, int kVectors, bool kSum>
 __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMaxWarps), kVectors > 4 ? 1 : 2)
-    gemv_kernel(const __grid_constant__ Arguments a, const __grid_constant__ NormParams sum) {
+    gemv_kernel(const __grid_constant__ Arguments a, const __grid_constant__ NormParams sum,
+                const __grid_constant__ Element element) {
 #if __CUDA_ARCH__ >= 900
   using V = Vec<T, 8>;
-  constexpr int kStageRows = kGemvStageRows<kVectors>, kSliceBytes = kVectors * 256 * kHalfBytes,
+  using Eight = typename Element::Eight;
+  constexpr int kStageRows = kGemvStageRows<kVectors>, kSliceBytes = kVectors * 256 * Element::kBytes,
                 kStageBytes = kStageRows * kSliceBytes;
   extern __shared__ __align__(128) unsigned char shared[];
   float* const squares = reinterpret_cast<float*>(shared + kSquares);
@@ -95,13 +101,13 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
   const int begin = group * block_columns / a.groups, columns = (group + 1) * block_columns / a.groups - begin,
             rows = a.glu ? 2 * columns : columns;  // of this group, `begin` within the block
   const int first = slice * kVectors * 256;        // of this warp's columns of x
-  const int slice_bytes = min(kSliceBytes, kHalfBytes * (a.k - first));
+  const int slice_bytes = min(kSliceBytes, Element::kBytes * (a.k - first));
   unsigned char* const ring = shared + a.ring + warp * a.stages * kStageBytes;
   const uint32_t full = shared_address(shared) + 8 * warp * a.stages;
 
   // Fills a stage with this warp's slices of the group's next rows: all of the gate, then all of the up projection.
   const char* const gate =
-      static_cast<const char*>(a.weight) + (block_begin + begin) * a.row_bytes + kHalfBytes * first;
+      static_cast<const char*>(a.weight) + (block_begin + begin) * a.row_bytes + Element::kBytes * first;
   const char* const up = gate + (a.up_rows - columns) * a.row_bytes;
   int next = 0;
   const auto produce = [&](int stage) {
@@ -178,7 +184,8 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
     load_all(x, a.x);
   }
   EpilogueOperands<T> operands(
-      a, block_begin + min(static_cast<int>(threadIdx.x), block_columns - 1));  // loads hidden by the main loop
+      a, element,
+      block_begin + min(static_cast<int>(threadIdx.x), block_columns - 1));  // loads hidden by the main loop
   float scale = 1.f;  // the power of two that this warp's x is divided by
   if (a.fold_norm) {
     float sum[1] = {0.f};
@@ -212,14 +219,14 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
   for (int row = 0; row < rows; row += kStageRows) {
     float products[kStageRows][2] = {}, sum[kStageRows];
     barrier_wait(full + 8 * stage, phase);
-    const V* const w = reinterpret_cast<const V*>(ring + stage * kStageBytes) + lane;
+    const Eight* const w = reinterpret_cast<const Eight*>(ring + stage * kStageBytes) + lane;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       float wide[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) wide[e] = x[v][e];
 #pragma unroll
-      for (int r = 0; r < kStageRows; ++r) dot(products[r], V::load(w[(r * kVectors + v) * 32].data), wide);
+      for (int r = 0; r < kStageRows; ++r) dot(products[r], Eight::load(w[(r * kVectors + v) * 32].data), wide);
     }
     __syncwarp();  // all lanes have read the stage
     produce(stage);
@@ -238,11 +245,11 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
   const float rstd = a.fold_norm ? rsqrtf(sum_over_slices(squares, 1) * (1.f / static_cast<float>(a.k)) + a.eps) : 1.f;
 #pragma unroll 1
   for (int i = threadIdx.x; i < block_columns; i += static_cast<int>(blockDim.x)) {
-    if (i >= static_cast<int>(blockDim.x)) operands = EpilogueOperands<T>(a, block_begin + i);
-    const float sum = sum_over_slices(sums + i, a.pitch) * rstd;
+    if (i >= static_cast<int>(blockDim.x)) operands = EpilogueOperands<T>(a, element, block_begin + i);
+    const float sum = sum_over_slices(sums + i, a.pitch) * rstd * operands.scale;
     Vec<T, 1> result;
     if (a.glu) {
-      const float up_sum = sum_over_slices(sums + block_columns + i, a.pitch) * rstd;
+      const float up_sum = sum_over_slices(sums + block_columns + i, a.pitch) * rstd * operands.up_scale;
       activation::dispatch_on_device(
           a.activation, [&](auto act) { result.data[0] = from_float<T>(glu_of_sums<decltype(act), T>(sum, up_sum)); });
     } else {
@@ -284,13 +291,18 @@ cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaS
   const LaunchShape shape{plan.blocks, dim3(32 * plan.slices * plan.groups), plan.shared_bytes};
   const auto launch_as = [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (p.sum) {
-      return dispatch_int<2, 4>(plan.vectors, [&](auto count) {
-        return launch(gemv_kernel<T, decltype(count)::value, true>, shape, stream, arguments, *p.sum);
+    return dispatch_weight<T>(p.weight, [&](auto element) {
+      using Element = decltype(element);
+      if (p.sum) {
+        return dispatch_int<2, 4>(plan.vectors, [&](auto count) {
+          return launch(gemv_kernel<T, Element, decltype(count)::value, true>, shape, stream, arguments, *p.sum,
+                        element);
+        });
+      }
+      return dispatch_int<2, 4, 8>(plan.vectors, [&](auto count) {
+        return launch(gemv_kernel<T, Element, decltype(count)::value, false>, shape, stream, arguments, NormParams{},
+                      element);
       });
-    }
-    return dispatch_int<2, 4, 8>(plan.vectors, [&](auto count) {
-      return launch(gemv_kernel<T, decltype(count)::value, false>, shape, stream, arguments, NormParams{});
     });
   };
   return dtype == Dtype::kFloat16 ? launch_as(TypeTag<__half>{}) : launch_as(TypeTag<__nv_bfloat16>{});

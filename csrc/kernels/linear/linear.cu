@@ -197,7 +197,8 @@ Arguments arguments_of(const LinearParams& p, const LinearPlan& plan) {
 
 cudaError_t launch_sm80(const LinearParams& p, const LinearRoute& route, Dtype dtype, cudaStream_t stream) {
   const few_tokens::Sm80Operands operands{p.weight.data, p.x, p.weight.row_bytes(), p.x_stride * kHalfBytes};
-  return few_tokens::launch_sm80(arguments_of(p, route.few), operands, static_cast<int>(route.blocks), dtype, stream);
+  return few_tokens::launch_sm80(arguments_of(p, route.few), operands, p.weight, static_cast<int>(route.blocks), dtype,
+                                 stream);
 }
 
 // One launch with TMA; a norm, if there is one, is folded.

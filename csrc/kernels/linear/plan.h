@@ -49,6 +49,7 @@ struct LinearPlan {
 struct LinearShape {
   int64_t m, n, k;  // n: rows of the weight
   bool glu, normalize;
+  int weight_bytes = 2;  // of an element
 };
 
 // The measured choices, see choose_tuning().
@@ -143,18 +144,25 @@ inline LinearPlan plan_linear(const LinearShape& shape, const int* clusters, con
   return plan;
 }
 
-// Linears without TMA (linear_sm80.cuh): a step of a warp is 32 columns of K, and its registers hold `depth` of them. A
-// block takes all registers of an SM: with three MMA tiles for each warp there is room for half as many warps.
-constexpr int kLinearSm80Step = 32, kLinearSm80MaxTiles = 3;
-constexpr int linear_sm80_warps(int mma_tiles) { return mma_tiles < 3 ? 16 : 8; }
-constexpr int linear_sm80_depth(int mma_tiles, int token_tiles) {
+// Linears without TMA (linear_sm80.cuh): in a step of a warp, each of four lanes has 16 bytes of a row of W, so a step
+// is 32 columns of K with elements of two bytes. Registers hold `depth` steps. A block takes all registers of an SM:
+// with three MMA tiles for each warp there is room for half as many warps.
+constexpr int kLinearSm80MaxTiles = 3;
+constexpr int linear_sm80_step(int weight_bytes) { return 64 / weight_bytes; }
+constexpr int linear_sm80_warps(int mma_tiles, int weight_bytes) {
+  return mma_tiles < (weight_bytes == 1 ? 2 : 3) ? 16 : 8;
+}
+constexpr int linear_sm80_depth(int mma_tiles, int token_tiles, int weight_bytes) {
+  if (weight_bytes == 1) return mma_tiles == 1 ? (token_tiles == 1 ? 3 : 2) : mma_tiles == 2 ? 4 : 3;
   return mma_tiles == 1 ? (token_tiles == 1 ? 4 : 3) : mma_tiles == 2 ? 2 : 3;
 }
 // For device code, which may call no host function.
-template <int kMmaTiles>
-constexpr int kLinearSm80Warps = linear_sm80_warps(kMmaTiles);
-template <int kMmaTiles, int kTokenTiles>
-constexpr int kLinearSm80Depth = linear_sm80_depth(kMmaTiles, kTokenTiles);
+template <int kMmaTiles, int kWeightBytes>
+constexpr int kLinearSm80Warps = linear_sm80_warps(kMmaTiles, kWeightBytes);
+template <int kMmaTiles, int kTokenTiles, int kWeightBytes>
+constexpr int kLinearSm80Depth = linear_sm80_depth(kMmaTiles, kTokenTiles, kWeightBytes);
+template <int kWeightBytes>
+constexpr int kLinearSm80Eights = linear_sm80_step(kWeightBytes) / 32;  // of columns, of a lane's 16 bytes of W
 
 // Of the fields of LinearPlan, mma_tiles and k_tiles are here those of one warp: its MMA tiles, and its steps through
 // K, a multiple of the depth.
@@ -172,7 +180,8 @@ inline LinearPlan plan_linear_sm80(const LinearShape& shape, int sm_count) {
   for (const int parts : {1, 2, 4}) {
     for (int rows = kLinearSm80MaxTiles / plan.boxes * 16; rows > 0; rows -= 4) {
       const int64_t tiles = divide_up(out, parts * rows);
-      const double bytes = (plan.boxes * parts * rows + 0.2 * static_cast<double>(shape.m)) * 2 * shape.k + 2000;
+      const double weight_rows = plan.boxes * parts * rows * (shape.weight_bytes / 2.0);
+      const double bytes = (weight_rows + 0.2 * static_cast<double>(shape.m)) * 2 * shape.k + 2000;
       const double cost = static_cast<double>(divide_up(tiles, sm_count)) * bytes * (1 + 0.01 * (parts - 1));
       if (least > 0 && cost >= least) continue;
       least = cost, plan.row_consumers = parts, plan.box_rows = parts * rows;
@@ -182,9 +191,10 @@ inline LinearPlan plan_linear_sm80(const LinearShape& shape, int sm_count) {
   plan.tile_rows = plan.box_rows;
   plan.mma_tiles_per_box = static_cast<int>(divide_up(plan.box_rows / plan.row_consumers, 16));
   plan.mma_tiles = plan.boxes * plan.mma_tiles_per_box;
-  plan.k_consumers = linear_sm80_warps(plan.mma_tiles) / plan.row_consumers;
-  const int depth = linear_sm80_depth(plan.mma_tiles, linear_token_tiles(shape.m));
-  plan.k_tiles = static_cast<int>(divide_up(divide_up(shape.k, kLinearSm80Step * plan.k_consumers), depth)) * depth;
+  plan.k_consumers = linear_sm80_warps(plan.mma_tiles, shape.weight_bytes) / plan.row_consumers;
+  const int depth = linear_sm80_depth(plan.mma_tiles, linear_token_tiles(shape.m), shape.weight_bytes);
+  const int columns = linear_sm80_step(shape.weight_bytes) * plan.k_consumers;
+  plan.k_tiles = static_cast<int>(divide_up(divide_up(shape.k, columns), depth)) * depth;
   plan.box_pitch = plan.box_rows;
   plan.pitch = static_cast<int>(divide_up(plan.boxes * plan.box_rows - 4, 8)) * 8 + 4;  // stores cover all banks
   plan.shared_bytes = kLinearHeaderBytes + static_cast<size_t>(plan.k_consumers) * shape.m * plan.pitch * sizeof(float);

@@ -7,6 +7,7 @@
 //   mma       1 to 16       the same                     main_loop_mma.cuh
 //   wgmma     17 to 64      9.0                          main_loop_wgmma.cuh
 //   sm80      1 to 16       8.0 on                       linear_sm80.cuh, where there is no TMA
+//             1 to 16       8.0 on                       the same, for quantized weights that gemv does not take
 //   gemm      65 and more   9.0                          gemm/gemm_sm90.cuh
 //   library   any           any                          the norm's kernel, cuBLAS, the activation's kernel
 //
@@ -115,6 +116,9 @@ inline Verdict supported(const LinearProblem& p) {
   if (!p.in_rows) return refuse("a tensor is not rows of contiguous columns");
   if (p.k() % 8 != 0) return refuse("k is no multiple of 8");
   if (!p.weight_aligned) return refuse("rows of the weight are not aligned to 16 bytes");
+  if (!is_quantized(p.weight.type)) return take("");
+  if (p.m > kLinearMaxMmaTokens) return refuse("more than 16 tokens of a quantized weight, which is dequantized first");
+  if (p.weight.bytes(p.k()) % 16 != 0) return refuse("rows of the quantized weight are no multiple of 16 bytes");
   return take("");
 }
 
@@ -125,7 +129,7 @@ inline bool without_tma(const DeviceInfo& device, const RouteOptions& options) {
 
 // The measured choice, if there is one that this GPU can run. The switches of tests come first.
 inline const TunedLinear* find_tuned(const LinearProblem& p, const DeviceInfo& device, const RouteOptions& options) {
-  if (!options.tuned || options.force_sm80 || options.force_gemm != 0) return nullptr;
+  if (!options.tuned || options.force_sm80 || options.force_gemm != 0 || is_quantized(p.weight.type)) return nullptr;
   const TunedLinear* found = options.tuned->find({.m = p.m,
                                                   .n = p.n(),
                                                   .k = p.k(),
@@ -216,16 +220,23 @@ inline LinearRoute few_tokens(const LinearProblem& p, const DeviceInfo& device, 
   route.norm_first = p.normalize && !(verdict.taken && folds);
   if (!verdict.taken) return route;
   if (route.norm_first) route.workspace_bytes = static_cast<size_t>(p.m) * p.k() * kHalfBytes;
-  const LinearShape shape{
-      .m = p.m, .n = p.n(), .k = p.k(), .glu = p.glu, .normalize = p.normalize && !route.norm_first && p.parts == 0};
-  if (without_tma(device, options)) {
+  const LinearShape shape{.m = p.m,
+                          .n = p.n(),
+                          .k = p.k(),
+                          .glu = p.glu,
+                          .normalize = p.normalize && !route.norm_first && p.parts == 0,
+                          .weight_bytes = static_cast<int>(p.weight.bytes(1))};
+  const bool has_tma = !without_tma(device, options);
+  const bool by_gemv =
+      tuned ? tuned->is(LinearVariant::kGemv) : p.m == 1 && gemv_is_faster(p.n(), p.k(), device.sm_count);
+  if (!has_tma || (is_quantized(p.weight.type) && !by_gemv)) {
     route.variant = LinearVariant::kSm80;
-    route.reason = "up to 16 tokens, on a GPU without TMA";
+    route.reason = has_tma ? "up to 16 tokens of a quantized weight" : "up to 16 tokens, on a GPU without TMA";
     route.few = plan_linear_sm80(shape, device.sm_count);
     route.blocks = std::min(device.sm_count, route.few.output_tiles);
     return route;
   }
-  if (tuned ? tuned->is(LinearVariant::kGemv) : p.m == 1 && gemv_is_faster(p.n(), p.k(), device.sm_count)) {
+  if (by_gemv) {
     route.variant = LinearVariant::kGemv;
     if (!tuned) route.reason = "one token";
     route.gemv = plan_gemv(p.weight, p.glu, is_before_attention(p), device);
