@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 from torch.nn import functional as F
 
 from linear_cases import compare, kernels, make
-from llmkernels import _library, int8_linear, int8_quantize
+from llmkernels import _library, explain, int8_linear, int8_quantize
 from oracles import DEVICES, DTYPES, LAYOUTS, assert_same, laid_out
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,11 +62,12 @@ def test_linear(device, m, n, k, biased, dtype):
      (130, 20480), (130, 20496)],
 )  # fmt: skip
 def test_kernels(forced, m, n, k, dtype):
-    inputs = operands(m, n, k, dtype, "cuda")
+    pytest.importorskip("llmkernels._C")
+    x, weight, *_ = inputs = operands(m, n, k, dtype, "cuda")
     compare(int8_linear, eager, inputs)
     names = kernels(lambda: int8_linear(*inputs))
-    of_one = m == 1 and k <= 20480 and not forced
-    assert len(names) == 1 and ("gemv_kernel" if of_one else "linear_sm80_kernel") in names[0]
+    variant = "sm80" if forced else explain("int8_linear", x.shape, weight.shape, dtype=dtype).variant
+    assert len(names) == 1 and {"gemv": "gemv_kernel", "sm80": "linear_sm80_kernel"}[variant] in names[0]
 
 
 @pytest.mark.gpu
@@ -185,7 +186,7 @@ def test_gradients(device, m, dtype):
         inputs = x.clone().requires_grad_(), bias.clone().requires_grad_()
         found.append(torch.autograd.grad(function(inputs[0], weight, scale, inputs[1]), inputs, grad_y))
     for ours, theirs in zip(*found, strict=True):
-        assert_same(ours, theirs)
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_gradcheck():

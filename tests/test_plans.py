@@ -187,11 +187,11 @@ def test_gemm_tiles_fill_an_h200(gemm_plans):
 
 def test_linear_without_tma_fits_every_gpu(tmp_path):
     shapes = itertools.product(
-        (66, 82, 108, 132), range(1, 17), (2, 6, 24, 896, 3584, 37888, 152064), (8, 896, 18944), (0, 1), (0, 1)
+        (66, 82, 108, 132), range(1, 17), (2, 6, 24, 896, 3584, 37888, 152064), (8, 896, 18944), (0, 1), (0, 1), (2, 1)
     )
     questions = list(shapes)
     for question, plan in zip(questions, asker("linear_plans", tmp_path)(questions), strict=True):
-        _, _, n, k, glu, _ = question
+        _, _, n, k, glu, _, weight_bytes = question
         out = n // 2 if glu else n
         assert plan["shared"] <= 48 * 1024, (question, plan)
         assert plan["tiles"] * plan["rows"] >= out > (plan["tiles"] - 1) * plan["rows"], (question, plan)
@@ -200,6 +200,6 @@ def test_linear_without_tma_fits_every_gpu(tmp_path):
         assert plan["mma_tiles"] == (2 if glu else -(-rows_of_warp // 16)) <= 3, (question, plan)
         assert not glu or rows_of_warp <= 16, (question, plan)
         assert plan["parts"] * plan["groups"] == plan["warps"], (question, plan)
-        step = 32 * plan["groups"]
+        step = 64 // weight_bytes * plan["groups"]
         assert plan["steps"] % plan["depth"] == 0, (question, plan)
         assert plan["steps"] * step >= k > (plan["steps"] - plan["depth"]) * step, (question, plan)

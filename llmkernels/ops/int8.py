@@ -76,11 +76,11 @@ def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | 
     Returns:
         y, (..., N), of the dtype of ``x``, contiguous where the kernel runs.
 
-    Of a decode step's linear the time is that of reading the weight, so half the bytes make it up to twice as fast. The
-    kernel takes up to 16 rows of float16 or bfloat16, K a multiple of 16 and every row of ``x`` and ``weight`` 16-byte
-    aligned, on a GPU of compute capability 8.0 or later. Everything else (more rows, other K or alignment, float32,
-    other GPUs, the CPU) takes a copy of the weight in the dtype of ``x``, made for each call, and PyTorch's linear.
-    ``llmkernels.explain("int8_linear", ...)`` says which it is, and why.
+    The kernel reads half the bytes of :func:`linear`'s weight. It takes up to 16 rows of float16 or bfloat16, K a
+    multiple of 16 and every row of ``x`` and ``weight`` 16-byte aligned, on a GPU of compute capability 8.0 or later.
+    Everything else (more rows, other K or alignment, float32, other GPUs, the CPU) takes a copy of the weight in the
+    dtype of ``x``, made for each call, and PyTorch's linear. ``llmkernels.explain("int8_linear", ...)`` says which of
+    the two it is, and why.
     Layout: rows of x and weight any constant distance apart are read in place.
     Autocast: casts x and bias, as it does for ``torch.nn.functional.linear``.
     Arithmetic: of the kernel: int8 is exact in x's dtype; products summed in float32, times the scale, bias added,
