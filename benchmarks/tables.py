@@ -390,6 +390,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "fp8_linear": side_by_side(
         "decode_ops", lambda row: row["op"].startswith("fp8_linear"), "µs", teraflops, "TFLOP/s"
     ),
+    "int8_linear": side_by_side("decode_ops", lambda row: row["op"] == "int8_linear", "µs", bandwidth),
     "train": train,
     "train_pictures": train_pictures,
     "call_overhead": side_by_side("ops", lambda row: row["op"] == "call_overhead"),

@@ -19,6 +19,7 @@ from llmkernels.hf.step.guard import Snapshot
 @pytest.fixture(autouse=True)
 def late(monkeypatch):
     monkeypatch.setattr(reading, "is_late", lambda device: True)
+    monkeypatch.setattr(ahead, "_LEAST_WEIGHTS", 0)  # of small models, too
 
 
 @pytest.fixture
@@ -237,6 +238,24 @@ def test_the_prompt_comes_before_the_preparation(options, prompts):
     assert torch.equal(found, hf_generate(model, ids, **options))
 
 
+@pytest.mark.parametrize("weights, products", [(0, 10**20), (10**20, 0), (10**20, 10**20)])
+def test_short_prompts_of_small_models_are_prepared_first(weights, products, prompts, monkeypatch):
+    ids = tiny_inputs()
+    model, _ = known_model(hf_generate, ids, prompts)
+    monkeypatch.setattr(ahead, "_LEAST_WEIGHTS", weights)
+    monkeypatch.setattr(ahead, "_LEAST_PRODUCTS", products)
+    hf_generate(model, ids)
+    assert prompts[0] == ("prepare" if weights and products else "prompt")
+
+
+def test_many_tokens_are_prepared_first(prompts, monkeypatch):
+    ids = tiny_inputs()
+    model, _ = known_model(hf_generate, ids, prompts)
+    monkeypatch.setattr(ahead, "_MOST_TOKENS", ids.numel() - 1)
+    hf_generate(model, ids)
+    assert prompts[0] == "prepare"
+
+
 def test_our_generate_runs_ahead_as_well(prompts):
     ids = tiny_inputs(batch=3)
     model, _ = known_model(lean, ids, prompts)
@@ -302,6 +321,19 @@ def test_a_call_that_fails_leaves_nothing_behind(prompts):
     assert torch.equal(hf_generate(model, ids), expected)
     assert prompts == ["prompt", "prepare", "look"]
     assert len(decoder(model)._spare) == 1
+
+
+@pytest.mark.parametrize("generate", [hf_generate, lean])
+def test_the_cache_is_used_again(generate, device, monkeypatch):
+    """By a prompt ahead, after another one, and the other way round."""
+    model, ids = small_model(device=device).to(torch.bfloat16), tiny_inputs(device)
+    llmkernels.patch(model)
+    expected = generate(model, ids)
+    (cache, _), *_ = decoder(model)._spare
+    for least in (0, 10**20, 10**20, 0, 0):
+        monkeypatch.setattr(ahead, "_LEAST_WEIGHTS", least)
+        assert torch.equal(generate(model, ids), expected)
+        assert decoder(model)._spare[0][0] is cache
 
 
 def test_a_call_within_a_call(prompts):

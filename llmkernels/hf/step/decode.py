@@ -378,9 +378,9 @@ def decoder(model: nn.Module) -> Decoder:
 def release(model: nn.Module) -> None:
     """Free the cache, the CUDA graphs and the weights in FP8 that a patched model keeps for its next call of generate.
 
-    They are the only memory that generating leaves behind: a cache of at most 1 GiB, 256 MiB at most that graphs of
-    prompts write to, graphs with their tensors, small buffers, and with ``patch(model, fp8=True)`` half the memory of
-    the layers' weights. A call under way keeps what it uses.
+    They are the only memory that generating leaves behind, but for PyTorch's workspace of cuBLAS of one more stream: a
+    cache of at most 1 GiB, 256 MiB at most that graphs of prompts write to, graphs with their tensors, small buffers,
+    and with ``patch(model, fp8=True)`` half the memory of the layers' weights. A call under way keeps what it uses.
 
     Raises: TypeError when model is no module.
     """
