@@ -17,6 +17,8 @@ from benchmarks.models import QWEN
 console = Console(width=None if os.isatty(1) else 170, highlight=False)
 
 STEPS = ("decode", "beams", "lookup", "sampling", "chat", "assisted")  # whose time is that of a token
+HARNESSES = ("pipeline", "chats", "continuous_batching", "lm_eval_likelihoods", "lm_eval_generation")
+CALLS = ("prefill", "first_token", "train_step", *HARNESSES)  # whose time is that of all
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
     "op", "function", "part", "model", "layers", "parameters", "tensors", "rows", "cols", "vocab", "hidden", "packed",
@@ -82,6 +84,8 @@ def shape(keys: dict) -> str:
         words = [f"batch {keys['batch']}, context {keys['context']}"]
     elif keys["op"] == "first_token":
         words = [keys["model"], f"{keys['tokens']} tokens"]
+    elif keys["op"] in HARNESSES:
+        words = [keys["model"], f"{keys['batch']} prompts"]
     else:
         words = [keys["function"]]
     return " ".join(word for word in words if word)
@@ -117,7 +121,7 @@ def print_rows(rows: Sequence[dict], meta: dict) -> None:
     """A table for each op and method of timing."""
     for op, method in dict.fromkeys((row["op"], row["timing"]) for row in rows):
         found = [row for row in rows if (row["op"], row["timing"]) == (op, method)]
-        unit, unit_us = ("ms", 1e3) if op in (*STEPS, "prefill", "first_token", "train_step") else ("us", 1)
+        unit, unit_us = ("ms", 1e3) if op in (*STEPS, *CALLS) else ("us", 1)
         limit = "read" if op in READERS else "copy"
         limit_gb_s = 0 if op == "call_overhead" or not all("bytes" in row for row in found) else meta[f"{limit}_gb_s"]
         print_table(f"{op}, {METHODS[method]}, {unit}", found, limit_gb_s, unit_us, limit)

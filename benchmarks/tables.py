@@ -378,6 +378,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     ),
     "models": models,
     "callers": callers,
+    "harnesses": side_by_side("decode", lambda row: row["op"] in report.HARNESSES, "ms"),
     "ops": ops,
     "decode_ops": decode_ops,
     "prefill": of_prefill("last"),

@@ -16,6 +16,7 @@ pytest.importorskip("rich")
 from benchmarks import (
     call_overhead,
     families,
+    harnesses,
     host,
     models,
     plots,
@@ -304,6 +305,14 @@ def a_file(folder, measured, **meta):
 
 def numbers(folder):
     return {row["section"]: row["time_us"] for row in results.load(folder / "ops.json")[1]}
+
+
+def test_harnesses():
+    rows = harnesses.measure(Run(torch.device("cpu"), quick=True))
+    found = {(row["op"], row["provider"]) for row in rows}
+    assert {op for op, _ in found} <= set(report.HARNESSES)
+    assert {(op, name) for op in ("pipeline", "chats", "continuous_batching") for name in ("eager", OURS)} <= found
+    assert all(row.keys() >= ROW and report.shape(row) for row in rows)
 
 
 def test_sections_merge_into_their_file(tmp_path):

@@ -3,7 +3,7 @@ GPU; and what they leave where something was not as it had been."""
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationConfig, GenerationMixin
 
 import llmkernels
 from generating import NEW, Stream, hf_generate, left_padded, small_model
@@ -222,6 +222,12 @@ AHEAD = {
     "short": {"max_new_tokens": 1},
     "long": {"max_new_tokens": 100},  # the cache grows
     "no length": {"max_new_tokens": None},
+    "a generation_config": {
+        "generation_config": GenerationConfig(max_new_tokens=5, eos_token_id=VOCAB - 1, pad_token_id=0),
+        "max_new_tokens": None,
+        "disable_compile": True,
+        "synced_gpus": False,
+    },
 }
 
 
@@ -275,6 +281,7 @@ OTHERS = {
     "a cache": {"past_key_values": DynamicCache()},
     "in chunks": {"prefill_chunk_size": 4},
     "a lookup": {"prompt_lookup_num_tokens": 2},
+    "beams by a config": {"generation_config": GenerationConfig(num_beams=2)},
 }
 
 

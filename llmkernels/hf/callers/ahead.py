@@ -9,7 +9,7 @@ Where one was dropped, prompts of that model run no more ahead until it is read 
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from ..cache.adopted import windows
 from ..errors import NoStep
@@ -44,19 +44,23 @@ _KNOWN = {
     "logits_processor",
     "stopping_criteria",
     "streamer",
+    "tokenizer",
+    "disable_compile",
+    "generation_config",
     "custom_generate",
 }
 # Options that change the prompt, its cache or the loop behind it, as arguments or in the generation_config, unless they
 # have one of these values.
 _HARMLESS = {
     "use_cache": (None, True),
-    "cache_implementation": (None, "dynamic"),
+    "cache_implementation": (None, "dynamic", "hybrid"),  # the last of which transformers takes for none
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
     "return_dict_in_generate": (None, False),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     "is_assistant": (None, False),
+    "synced_gpus": (None, False),
     "token_healing": (None, False),
     "prefill_chunk_size": (None,),
     "prompt_lookup_num_tokens": (None,),
@@ -153,11 +157,14 @@ def taken_by(described: Described, ids: Tensor, given: Any) -> Ahead | None:
 
 
 def _launch(model: nn.Module, state: Decoder, arguments: Mapping[str, Any]) -> Ahead | None:
-    prompt = _prompt(model.generation_config, arguments)
+    # By priority, as transformers has it.
+    configs = arguments.get("generation_config"), model.generation_config
+    options = [arguments, *(vars(config) for config in configs if isinstance(config, GenerationConfig))]
+    prompt = _prompt(arguments) if _is_simple(options) else None
     if prompt is None:
         return None
     ids, mask = prompt
-    known, limit = state.known(ids), _limit(model.generation_config, arguments, ids.shape[1])
+    known, limit = state.known(ids), _limit(options, ids.shape[1])
     if known is None or limit is None or known[0] is state.dropped_ahead:
         return None
     (described, memory), (batch, count) = known, ids.shape
@@ -180,8 +187,8 @@ def _launch(model: nn.Module, state: Decoder, arguments: Mapping[str, Any]) -> A
         return None
 
 
-def _prompt(config: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None:
-    """The ids and the mask of a call, if it is one whose prompt may run ahead."""
+def _prompt(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None:
+    """The ids and the mask of a call, if they are a prompt that may run ahead."""
     ids = arguments.get("input_ids") if arguments.get("inputs") is None else arguments["inputs"]
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not 0 < ids.numel() <= _MOST_TOKENS:
         return None
@@ -190,35 +197,27 @@ def _prompt(config: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor |
     mask = arguments.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape and mask.device == ids.device):
         return None
-    return (ids, mask) if _is_simple(config, arguments) else None
+    return ids, mask
 
 
-def _is_simple(config: Any, arguments: Mapping[str, Any]) -> bool:
+def _is_simple(options: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the call is for greedy search or sampling of one text behind each prompt, and for nothing but its
     tokens."""
-    known = _KNOWN | _HARMLESS.keys()
-    if any(name not in known and value is not None for name, value in arguments.items()):
+    arguments, *_ = options
+    if any(name not in _KNOWN and name not in _HARMLESS and value is not None for name, value in arguments.items()):
         return False
-    return all(
-        value in harmless
-        for name, harmless in _HARMLESS.items()
-        for value in (getattr(config, name, None), arguments.get(name))
+    return all(one.get(name) in harmless for name, harmless in _HARMLESS.items() for one in options)
+
+
+def _limit(options: Sequence[Mapping[str, Any]], count: int) -> int | None:
+    """How long the text may get. None where an option is no number, which transformers refuses."""
+    new, length = (
+        next((one[name] for one in options if one.get(name) is not None), None)
+        for name in ("max_new_tokens", "max_length")
     )
-
-
-def _limit(config: Any, arguments: Mapping[str, Any], count: int) -> int | None:
-    """How long the text may get. None where an argument is no number, which transformers refuses."""
-
-    def number(name: str) -> Any:
-        value = arguments.get(name)
-        return getattr(config, name, None) if value is None else value
-
-    new, length = number("max_new_tokens"), number("max_length")
     limit = count + _ANY_LENGTH if length is None else length
-    if isinstance(new, int):
-        limit = count + new
-    elif new is not None:
-        return None
+    if new is not None:
+        limit = count + new if isinstance(new, int) else None
     return limit if isinstance(limit, int) and limit > count else None
 
 
