@@ -21,6 +21,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from ..cache.adopted import windows
 from ..errors import NoStep
+from ..step import prompt
 from ..step.decode import Decoder, decoder
 from ..step.describe import Described, check_batch, check_length
 from . import reading
@@ -82,15 +83,16 @@ _LEAST_WEIGHTS, _LEAST_PRODUCTS = 3 * 10**9, 45 * 10**10
 class Ahead:
     """A prompt `ids` (B, T) under way in `stream`, None on a CPU.
 
-    `last` (B,) are the positions of the last tokens, or that of all, which the stream has `counted` first; `given` is a
-    cache like the one that transformers makes, `cache` the KVCache in its place, on `loan`.
+    `last` (B,) are the positions of the last tokens, or that of all, and `leftpad` where each sequence starts: the
+    stream reads them. `given` is a cache like the one that transformers makes, `cache` the KVCache in its place, on
+    `loan`.
     """
 
     described: Described
     memory: list[Any]
     ids: Tensor
     last: Tensor | int
-    counted: torch.cuda.Event | None
+    leftpad: Tensor | None
     given: DynamicCache
     cache: Any
     logits: Tensor
@@ -115,8 +117,6 @@ class Ahead:
 
     def agrees(self, positions: Tensor) -> Tensor:
         """Whether it ran with these positions (B, T). With those of another mask it did not."""
-        if self.counted is not None:
-            torch.cuda.current_stream(self.ids.device).wait_event(self.counted)
         return (positions[:, -1] == self.last).all()
 
 
@@ -160,10 +160,10 @@ def _launch(model: nn.Module, state: Decoder, arguments: Mapping[str, Any]) -> A
     # By priority, as transformers has it.
     configs = arguments.get("generation_config"), model.generation_config
     options = [arguments, *(vars(config) for config in configs if isinstance(config, GenerationConfig))]
-    prompt = _prompt(arguments) if _is_simple(options) else None
-    if prompt is None:
+    found = _find_prompt(arguments) if _is_simple(options) else None
+    if found is None:
         return None
-    ids, mask = prompt
+    ids, mask = found
     known, limit = state.known(ids), _limit(options, ids.shape[1])
     if known is None or limit is None or known[0] is state.dropped_ahead:
         return None
@@ -177,17 +177,23 @@ def _launch(model: nn.Module, state: Decoder, arguments: Mapping[str, Any]) -> A
         check_length(parts, limit)
         with torch.no_grad(), ExitStack() as loan:
             cache = loan.enter_context(state.lend_cache(parts, batch, count, limit, given))
+            leftpad = None if mask is None else (mask == 0).sum(1)
+            last = count - 1 if leftpad is None else count - 1 - leftpad
+            # What outlives the prompt is allocated in the caller's stream, to which its memory goes back.
+            prompt.check_prompt(parts, cache, count)
+            prompt.allocate(parts, cache, batch)
+            cache.begin(last - count, leftpad)
+            _parts, _fp8 = prompt.for_prompt(parts, ids.numel())
             with _beside(ids.device) as stream:
-                leftpad = None if mask is None else (mask == 0).sum(1)
-                last = count - 1 if leftpad is None else count - 1 - leftpad
-                counted = None if stream is None else stream.record_event()
                 logits = state.run_prompt(parts, cache, ids, last, leftpad)
-            return Ahead(described, memory, ids, last, counted, given, cache, logits, loan.pop_all(), stream)
+            if stream is not None:
+                logits.record_stream(torch.cuda.current_stream(ids.device))
+            return Ahead(described, memory, ids, last, leftpad, given, cache, logits, loan.pop_all(), stream)
     except NoStep:
         return None
 
 
-def _prompt(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None:
+def _find_prompt(arguments: Mapping[str, Any]) -> tuple[Tensor, Tensor | None] | None:
     """The ids and the mask of a call, if they are a prompt that may run ahead."""
     ids = arguments.get("input_ids") if arguments.get("inputs") is None else arguments["inputs"]
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not 0 < ids.numel() <= _MOST_TOKENS:
@@ -223,10 +229,7 @@ def _limit(options: Sequence[Mapping[str, Any]], count: int) -> int | None:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """For the block a stream of its own, which goes on where the caller's is; None on a CPU.
-
-    What the block allocates is used in the caller's stream as well, for which the next such block waits.
-    """
+    """For the block a stream of its own, which goes on where the caller's is; None on a CPU."""
     if device.type != "cuda":
         yield None
         return
