@@ -9,8 +9,11 @@ Every test that takes `device` runs on the CPU and, where there is one, on the G
 """
 
 import contextlib
+import functools
 import gc
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,9 @@ _order = None  # see --order
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz-seeds", metavar="FIRST:END", help="fuzz exactly these seeds, one test each")
+    parser.addoption(
+        "--thin", type=int, default=1, metavar="N", help="of tests that use no model of transformers, every N-th case"
+    )
     parser.addoption("--order", metavar="DIR", help="a file per process: its tests, in the order in which they began")
 
 
@@ -44,12 +50,32 @@ def pytest_configure(config):
 @pytest.hookimpl(trylast=True)  # behind those that deselect
 def pytest_collection_modifyitems(config, items):
     """The slow tests begin first, each in another process of pytest-xdist, which gives every one a part of the list."""
+    _thin_out(items, config)
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     slow = [item for item in items if item.get_closest_marker("slow")]
     others = [item for item in items if not item.get_closest_marker("slow")]
     for index, item in enumerate(slow):
         others.insert(index * len(items) // processes, item)
     items[:] = others
+
+
+def _thin_out(items, config):
+    """See --thin. The first case of each test stays."""
+    every, cases, dropped = config.getoption("--thin"), Counter(), []
+    for item in items if every > 1 else ():
+        name = item.nodeid.partition("[")[0]
+        if cases[name] % every and not _uses_models(item.path):
+            dropped.append(item)
+        cases[name] += 1
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        left_out = set(dropped)
+        items[:] = [item for item in items if item not in left_out]
+
+
+@functools.cache
+def _uses_models(path):
+    return re.search(r"\b(transformers|hf_models|generating|families)\b", path.read_text()) is not None
 
 
 def pytest_runtest_logstart(nodeid):
