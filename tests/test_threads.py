@@ -15,6 +15,8 @@ import llmkernels
 from generating import generate_step, hf_generate, small_model
 from hf_models import tiny_inputs
 from llmkernels import unpatch
+from llmkernels.hf.callers import ahead, reading
+from llmkernels.hf.step.decode import decoder
 from registry import OPS
 
 THREADS = 8
@@ -40,14 +42,15 @@ def test_from_a_cold_process(how):
         assert done.returncode == 0 and done.stdout.endswith(f"{how}: 0 wrong\n"), done.stdout + done.stderr[-3000:]
 
 
-def serve(models, device, seconds, meanwhile=None):
-    """Runs threads that generate for `seconds`. Returns the models' handles."""
+def serve(models, device, seconds, meanwhile=None, patched_first=False):
+    """Runs threads that generate for `seconds` what the models generate unpatched, or patched. Returns their handles."""
+    handles = [llmkernels.patch(model) for model in models if patched_first]
     inputs = [tiny_inputs(device, batch, tokens) for batch, tokens, _ in CALLS]
     expected = [
         [hf_generate(model, ids, max_new_tokens=new).cpu() for ids, (_, _, new) in zip(inputs, CALLS, strict=True)]
         for model in models
     ]
-    handles = [llmkernels.patch(model) for model in models]
+    handles = handles or [llmkernels.patch(model) for model in models]
     end, counts, errors = time.monotonic() + seconds, [0] * THREADS, []
 
     def guarded(function, *arguments):
@@ -90,6 +93,16 @@ def test_generating(device, count):
         (decode,) = handle.report().decode
         assert decode.reason is None
         assert generate_step() in decode.calls
+
+
+@pytest.mark.slow
+def test_generating_with_prompts_ahead(device, monkeypatch):
+    """Which run in one stream."""
+    monkeypatch.setattr(reading, "is_late", lambda device: True)
+    monkeypatch.setattr(ahead, "_LEAST_WEIGHTS", 0)
+    model = small_model(device=device).to(torch.float16 if device == "cuda" else torch.float32)
+    serve([model], device, 20 if device == "cuda" else 3, lambda: time.sleep(0.01), patched_first=True)
+    assert decoder(model).dropped_ahead is None
 
 
 @pytest.mark.slow
