@@ -43,7 +43,7 @@ def test_from_a_cold_process(how):
 
 
 def serve(models, device, seconds, meanwhile=None, patched_first=False):
-    """Runs threads that generate for `seconds` what the models generate unpatched, or patched. Returns their handles."""
+    """Threads that generate for `seconds` what the models generate unpatched, or patched. Returns the handles."""
     handles = [llmkernels.patch(model) for model in models if patched_first]
     inputs = [tiny_inputs(device, batch, tokens) for batch, tokens, _ in CALLS]
     expected = [
