@@ -44,7 +44,10 @@ BY_LINE = [name for name, table in tables.TABLES.items() if table.__qualname__.s
 
 @pytest.mark.parametrize("name", BY_LINE)
 def test_bold_is_the_fastest_of_a_line(name, committed):
-    compared = [check_bold(line) for line in cells(tables.TABLES[name](committed))]
+    table = tables.TABLES[name](committed)
+    if table.startswith("Not measured yet"):
+        pytest.skip("has no rows")
+    compared = [check_bold(line) for line in cells(table)]
     assert compared and max(compared) > 1
 
 
