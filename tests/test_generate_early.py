@@ -166,19 +166,24 @@ def test_chats_and_short_caches_are_looked_at_first(order):
     assert decoder(model).prompts == {STEP: 2}
 
 
+def busy_stream(ms):
+    """What gives one stream for all, which is kept busy for about so long each time."""
+    beside = torch.cuda.Stream()
+
+    def stream(device, handle):
+        with torch.cuda.stream(beside):
+            torch.cuda._sleep(2_000_000 * ms)
+        return beside
+
+    return stream
+
+
 @pytest.mark.gpu
 @both_loops
 @pytest.mark.parametrize("options", [{}, {"eos_token_id": VOCAB - 1, "pad_token_id": 0}], ids=["no_eos", "eos"])
 def test_copies_to_the_host_that_come_late(options, generate, monkeypatch):
     """Behind what the GPU does for the next step: they are of this one."""
-    beside = torch.cuda.Stream()
-
-    def busy(device, handle):
-        with torch.cuda.stream(beside):
-            torch.cuda._sleep(2_000_000)  # about 1 ms
-        return beside
-
-    monkeypatch.setattr(reading, "_stream_beside", busy)
+    monkeypatch.setattr(reading, "_stream_beside", busy_stream(ms=1))
     model, ids = small_model(device="cuda"), tiny_inputs("cuda", batch=2)
     expected = hf_generate(model, ids, **options)
     llmkernels.patch(model)
@@ -361,8 +366,8 @@ def test_a_call_within_a_call(prompts):
     assert all(torch.equal(text, expected[1]) for text in texts)
 
 
-def test_ids_that_are_written_while_the_call_is_prepared(prompts, monkeypatch):
-    """By whatever a user's code does there: the loop gets another tensor, and the prompt is dropped."""
+def test_other_ids_than_those_that_were_given(prompts, monkeypatch):
+    """From whatever a user's code does while the call is prepared: the prompt is dropped."""
     ids, others = tiny_inputs(batch=3), tiny_inputs(batch=3, seed=2)
     model, _ = known_model(hf_generate, ids, prompts)
     expected = hf_generate(model, others)
@@ -383,22 +388,14 @@ def test_ids_that_are_written_while_the_call_is_prepared(prompts, monkeypatch):
 @pytest.mark.parametrize("given", ["ids", "padding", "inferred padding"])
 def test_a_prompt_ahead_that_takes_long(given, generate, monkeypatch):
     """Its stream is busy: whoever reads what it makes has to wait for it. And so it is where it was dropped."""
-    beside = torch.cuda.Stream()
-
-    def busy(device, handle):
-        with torch.cuda.stream(beside):
-            torch.cuda._sleep(20_000_000)  # about 10 ms
-        return beside
-
     model, ids = small_model(device="cuda").half(), tiny_inputs("cuda", batch=3)
     options = {"attention_mask": left_padded("cuda")} if given == "padding" else {}
     if given == "inferred padding":
         ids[0, :4] = 0
         options = {"pad_token_id": 0, "eos_token_id": VOCAB - 1}
     llmkernels.patch(model)
-    expected = generate(model, ids, return_dict_in_generate=True, **options) if generate is hf_generate else None
-    expected = generate(model, ids, **options) if expected is None else expected.sequences
-    monkeypatch.setattr(ahead, "_made_beside", busy)
+    expected = generate(model, ids, **options)  # a model that is not known yet
+    monkeypatch.setattr(ahead, "_made_beside", busy_stream(ms=10))
     for _ in range(3):
         assert torch.equal(generate(model, ids, **options), expected)
         assert (decoder(model).dropped_ahead is None) == (given != "inferred padding")

@@ -57,7 +57,7 @@ PYTHON = [
         "llmkernels/hf/callers/ahead.py",
         "if not (same_ids and same_cache):",
         "if not same_cache:",
-        "tests/test_generate_early.py -k are_written",
+        "tests/test_generate_early.py -k other_ids",
     ),
     Mutation(
         "py_prompt_ahead_is_not_waited_for",

@@ -146,9 +146,8 @@ def taken_by(described: Described, ids: Tensor, given: Any) -> Ahead | None:
         return None
     same_ids = (ids.data_ptr(), ids.shape, ids.stride()) == (found.ids.data_ptr(), found.ids.shape, found.ids.stride())
     layers = len(described.parts.layers)
-    same_cache = not getattr(given, "_is_user_defined", False) and windows(given, layers) == windows(
-        found.given, layers
-    )
+    same_windows = windows(given, layers) == windows(found.given, layers)
+    same_cache = same_windows and not getattr(given, "_is_user_defined", False)
     if not (same_ids and same_cache):
         found.drop()
         return None
