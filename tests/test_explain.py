@@ -130,7 +130,7 @@ def test_text_of_attention():
         "attention  q (1, 512, 28, 192)  k (1, 2048, 4, 192)  bfloat16  on H200\n"
         "kernel  wgmma, keys and values by TMA\n"
         "why     compute capability 9.0\n"
-        "plan    128 queries by 64 keys per tile, 112 blocks, 145 KB of shared memory\n"
+        "plan    128 queries by 64 keys per tile, 112 blocks, 193 KB of shared memory\n"
         "\n"
         "attention_backward  q (1, 512, 28, 192)  k (1, 2048, 4, 192)  bfloat16  on H200\n"
         "kernel  mma.sync, keys and values by cp.async\n"

@@ -15,14 +15,26 @@
 namespace llmk::kernels {
 namespace {
 
+// Calls body(Extra) for the instance that has what is asked for.
+template <typename Body>
+cudaError_t dispatch_extra(const FlashAttentionParams& params, const Body& body) {
+  using flash::Extra;
+  const Extra extra = params.bias                   ? Extra::kBias
+                      : params.block_table          ? Extra::kPages
+                      : flash::scales_early(params) ? Extra::kScaled
+                                                    : Extra::kNone;
+  return dispatch_int<0, 1, 2, 3>(static_cast<int>(extra), [&](auto value) {
+    return body(std::integral_constant<Extra, static_cast<Extra>(decltype(value)::value)>{});
+  });
+}
+
 template <typename T, int kDim>
 cudaError_t launch_tiles(const FlashAttentionParams& params, const AttentionPlan& plan, cudaStream_t stream) {
   using Size = flash::Tile<kDim>;
   const LaunchShape shape{plan.blocks, dim3(Size::kThreads), Size::kSharedBytes};
-  const auto kernel = params.bias          ? flash::flash_attention_kernel<T, kDim, flash::Extra::kBias>
-                      : params.block_table ? flash::flash_attention_kernel<T, kDim, flash::Extra::kPages>
-                                           : flash::flash_attention_kernel<T, kDim, flash::Extra::kNone>;
-  return launch(kernel, shape, stream, params);
+  return dispatch_extra(params, [&](auto extra) {
+    return launch(flash::flash_attention_kernel<T, kDim, decltype(extra)::value>, shape, stream, params);
+  });
 }
 
 std::atomic<bool> is_portable{false};  // see llmk_flash_attention_portable
@@ -54,10 +66,10 @@ cudaError_t launch_sm90(const FlashAttentionParams& params, const AttentionPlan&
   const int64_t fitting = key_heads * head_bytes <= cache ? key_heads : cache / 2 / head_bytes;
   const int section = static_cast<int>(std::clamp<int64_t>(fitting, 1, key_heads));
   const LaunchShape shape{plan.blocks, dim3(Size::kThreads), Size::kSharedBytes};
-  const auto kernel = params.bias          ? flash_attention_sm90_kernel<T, kDim, Extra::kBias>
-                      : params.block_table ? flash_attention_sm90_kernel<T, kDim, Extra::kPages>
-                                           : flash_attention_sm90_kernel<T, kDim, Extra::kNone>;
-  return launch(kernel, shape, stream, params, maps, section, static_cast<int>(count), rows);
+  return dispatch_extra(params, [&](auto extra) {
+    return launch(flash_attention_sm90_kernel<T, kDim, decltype(extra)::value>, shape, stream, params, maps, section,
+                  static_cast<int>(count), rows);
+  });
 }
 
 template <typename T>

@@ -75,8 +75,7 @@ __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(c
   }
   cp_async_commit();
 
-  constexpr bool kBiased = kExtra == Extra::kBias;
-  const ScoreScale scale(params, kBiased);
+  const ScoreScale<kExtra> scale(params);
   const HeadBias<T> bias(params, b, h, visible.shift);
   const int row_of_warp = warp * 16 * kRowTiles;
   float y[kRowTiles][kDim / 8][4];
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(c
       for (int half = 0; half < 2; ++half) {
         const int2 keys = whole ? int2{} : seen[row_of_warp + r * 16 + half * 8 + g];
         const auto score = [&](int n, int i) -> float& { return s[r][n][2 * half + i]; };
-        if constexpr (kBiased) {
+        if constexpr (kExtra == Extra::kBias) {
           const int query = first + row_of_warp + r * 16 + half * 8 + g;
           bias.template exponents_of_row<kKeys / 8>(scale, query, column, score);
         }

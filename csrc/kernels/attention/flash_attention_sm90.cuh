@@ -10,8 +10,9 @@
 //                          |                |softmax  |q k[2], p v[1] ...
 //
 // The first tile begins at the first key that any of the queries sees, so that no padding is read; with pages or a mask
-// at most a tile before, at a multiple of its size. The grid is persistent: while a block writes results, the first
-// keys of its next work are on their way.
+// at most a tile before, at a multiple of its size. The grid is persistent: the thread that copies is ahead, so that
+// the queries and the first keys of a block's next work are there when the last one ends. It says what that work is,
+// too, by shared memory: to find out takes some 500 cycles.
 //
 // Sums are corrected after every tile. To do so only where the maximum has risen by a factor of 2^8, as
 // FlashAttention-4 does, was 1 to 4 % slower from 2048 tokens on (one H200), with heads of 64 to 256.
@@ -33,10 +34,15 @@ struct Maps {
   CUtensorMap q, k, v;
 };
 
-// The barriers of a stage of keys or of values.
+// The barriers of a stage of queries, of keys or of values.
 struct Stage {
   uint32_t full, empty;
 };
+
+// Whether tiles of keys begin at multiples of their size: so that none has keys of two pages that it would not have
+// from there on, and rows of a mask are read in pairs.
+template <Extra kExtra>
+constexpr bool kTilesFromZero = kExtra == Extra::kBias || kExtra == Extra::kPages;
 
 // 128 queries of a head, and the tiles of keys that they see.
 template <int kDim, Extra kExtra>
@@ -59,18 +65,30 @@ struct Work {
     const Visible visible(params, b);
     begin = visible.begin(first);
     end = visible.end(min(first + Size::kQueries, q_tokens) - 1);
-    origin = kExtra == Extra::kNone ? begin : begin / Size::kKeys * Size::kKeys;
+    origin = kTilesFromZero<kExtra> ? begin / Size::kKeys * Size::kKeys : begin;
     tiles = begin < end ? (end - origin + Size::kKeys - 1) / Size::kKeys : 0;
+  }
+
+  // From and to shared memory, in two vectors: the compiler copies a struct byte by byte.
+  __device__ explicit Work(const char* memory) {
+    const int4* const words = reinterpret_cast<const int4*>(memory);
+    const int4 x = words[0], y = words[1];
+    first = x.x, b = x.y, h = x.z, begin = x.w, end = y.x, origin = y.y, tiles = y.z;
+  }
+  __device__ void store(char* memory) const {
+    int4* const words = reinterpret_cast<int4*>(memory);
+    words[0] = {first, b, h, begin}, words[1] = {end, origin, tiles, 0};
   }
 };
 
-// Calls body(work) for all the work of a block. Every other round goes backwards, so that all blocks get as much.
-template <int kDim, Extra kExtra, typename Body>
-__device__ void for_all_work(const FlashAttentionParams& params, int section, int count, Body&& body) {
-  bool backwards = false;
-  for (int64_t round = 0; round < count; round += gridDim.x, backwards = !backwards) {
-    const int64_t index = round + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-    if (index < count) body(Work<kDim, kExtra>(params, section, static_cast<int>(index)));
+// Calls body(index, number) for all the work of a block, number = 0, 1, 2, ... Every other round goes backwards, so
+// that all blocks get as much.
+template <typename Body>
+__device__ void for_all_work(int count, Body&& body) {
+  int number = 0;
+  for (int64_t round = 0; round < count; round += gridDim.x, ++number) {
+    const int64_t index = round + (number % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (index < count) body(static_cast<int>(index), number);
   }
 }
 
@@ -81,20 +99,24 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
                                 int count, int page_rows) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Size = Sm90Tile<kDim>;
-  constexpr bool kPaged = kExtra == Extra::kPages, kBiased = kExtra == Extra::kBias;
-  constexpr int kKeys = Size::kKeys, kStages = Size::kStages, kWarps = 8;
+  using WorkOf = Work<kDim, kExtra>;
+  constexpr bool kPaged = kExtra == Extra::kPages;
+  constexpr int kKeys = Size::kKeys, kStages = Size::kStages, kQueryStages = Size::kQueryStages, kWarps = 8;
   constexpr int kKeyBytes = Size::kKeyBytes;
   extern __shared__ int4 shared[];
-  const uint32_t q_at = (shared_address(shared) + 1023) & ~1023u, k_at = q_at + Size::kQueryBytes;
-  const uint32_t v_at = k_at + kStages * kKeyBytes, barriers = v_at + kStages * kKeyBytes;
-  const Stage queries{barriers, barriers + 8};
-  const auto k_stage = [&](int tile) {
-    return Stage{barriers + 16 + tile % kStages * 16, barriers + 24 + tile % kStages * 16};
-  };
-  const auto v_stage = [&](int tile) {
-    return Stage{k_stage(tile).full + kStages * 16, k_stage(tile).empty + kStages * 16};
-  };
+  const uint32_t queries_at = (shared_address(shared) + 1023) & ~1023u;
+  const uint32_t k_at = queries_at + kQueryStages * Size::kQueryBytes, v_at = k_at + kStages * kKeyBytes;
+  const uint32_t barriers = v_at + kStages * kKeyBytes;
+  const auto stage_at = [&](int index) { return Stage{barriers + index * 16, barriers + index * 16 + 8}; };
+  const auto k_stage = [&](int tile) { return stage_at(tile % kStages); };
+  const auto v_stage = [&](int tile) { return stage_at(kStages + tile % kStages); };
+  const auto q_stage = [&](int number) { return stage_at(2 * kStages + number % kQueryStages); };
   const auto phase = [](int tile) { return static_cast<uint32_t>(tile / kStages) % 2; };
+  const auto q_phase = [](int number) { return static_cast<uint32_t>(number / kQueryStages) % 2; };
+  const auto pointer = [&](uint32_t at) { return reinterpret_cast<char*>(shared) + (at - shared_address(shared)); };
+  const auto work_at = [&](int number) {
+    return pointer(barriers + Size::kBarrierBytes + number % kQueryStages * Size::kWorkBytes);
+  };
   if (threadIdx.x == 0) {
     tensor_map_prefetch(maps.q);
     tensor_map_prefetch(maps.k);
@@ -103,20 +125,19 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       barrier_init(of.full, 1);
       barrier_init(of.empty, kWarps);
     };
-    init(queries);
-    for (int stage = 0; stage < kStages; ++stage) init(k_stage(stage)), init(v_stage(stage));
+    for (int stage = 0; stage < 2 * kStages + kQueryStages; ++stage) init(stage_at(stage));
     barrier_init_fence();
   }
   __syncthreads();
   pdl_launch_dependents();
   pdl_wait();
-  int done = 0;          // tiles of earlier work
-  uint32_t q_phase = 0;  // of the queries' barriers
+  int done = 0;  // tiles of earlier work
 
   if (threadIdx.x < 128) {                // copies
     fewer_registers<kPaged ? 40 : 24>();  // three warpgroups of 168, together
     if (threadIdx.x >= 32 || !elect()) return;
-    for_all_work<kDim, kExtra>(params, section, count, [&](const Work<kDim, kExtra>& work) {
+    for_all_work(count, [&](int index, int number) {
+      const WorkOf work(params, section, index);
       const int kv_head = work.h / static_cast<int>(params.heads / params.kv_heads);
       const auto copy = [&](uint32_t to, int box_bytes, const CUtensorMap& map, int row, int head, int batch,
                             uint32_t full) {
@@ -153,17 +174,19 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
         copy_keys(v_at, maps.v, tile, params.v_head, params.v_batch, v_stage(done + tile));
       };
       if (work.tiles > 0) copy_k(0);  // while the queries' place may still be that of results
-      barrier_wait(queries.empty, q_phase ^ 1);
+      const Stage queries = q_stage(number);
+      barrier_wait(queries.empty, q_phase(number) ^ 1);
+      work.store(work_at(number));
       if (work.tiles == 0) {
         barrier_arrive(queries.full);
       } else {
+        const uint32_t q_at = queries_at + number % kQueryStages * Size::kQueryBytes;
         copy(q_at, Size::kQueryBoxBytes, maps.q, work.first, map_index(work.h, params.q_head),
              map_index(work.b, params.q_batch), queries.full);
         copy_v(0);
       }
       for (int tile = 1; tile < work.tiles; ++tile) copy_k(tile), copy_v(tile);
       done += work.tiles;
-      q_phase ^= 1;
     });
     return;
   }
@@ -172,8 +195,11 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
   const int group = static_cast<int>(threadIdx.x) / 128 - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, pair = 2 * (lane % 4);
   const int q_tokens = static_cast<int>(params.q_tokens), head_dim = static_cast<int>(params.head_dim);
-  const ScoreScale scale(params, kBiased);
-  for_all_work<kDim, kExtra>(params, section, count, [&](const Work<kDim, kExtra>& work) {
+  const ScoreScale<kExtra> scale(params);
+  for_all_work(count, [&](int, int number) {
+    barrier_wait(q_stage(number).full, q_phase(number));
+    const WorkOf work(work_at(number));
+    const uint32_t q_at = queries_at + number % kQueryStages * Size::kQueryBytes;
     const int first = work.first + group * 64, last = min(first + 64, q_tokens) - 1, tiles = work.tiles;
     const Visible visible(params, work.b);
     // Of the keys that all queries see.
@@ -228,8 +254,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
     const auto clear = [&](int tile, int from, int to) {
       if (from >= to) return;
       barrier_wait(v_stage(done + tile).full, phase(done + tile));
-      char* const rows_from = reinterpret_cast<char*>(shared) + (v_at - shared_address(shared)) +
-                              (done + tile) % kStages * kKeyBytes + from * 128;
+      char* const rows_from = pointer(v_at + (done + tile) % kStages * kKeyBytes + from * 128);
       const int vectors = (to - from) * 8;
       for (int i = threadIdx.x % 128; i < Size::kBoxes * vectors; i += 128) {
         const int box = i / vectors, vector = i % vectors;
@@ -252,7 +277,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       for (int half = 0; half < 2; ++half) {
         const int query = first + warp * 16 + half * 8 + g;
         const auto score = [&](int n, int i) -> float& { return s[4 * n + 2 * half + i]; };
-        if constexpr (kBiased) {
+        if constexpr (kExtra == Extra::kBias) {
           HeadBias<T>(params, work.b, work.h, visible.shift)
               .template exponents_of_row<kKeys / 8>(scale, query, column, score);
         }
@@ -268,7 +293,6 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       }
     };
 
-    barrier_wait(queries.full, q_phase);
     if (tiles > 0) {
       float corrections[2];
       // The warpgroups issue their products in turn, so that the softmax of one runs beside the products of the other.
@@ -280,7 +304,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       release(k_stage(done));
       softmax(0, corrections);
       pack_scores();
-      if (kExtra != Extra::kNone) clear_before();
+      if (kTilesFromZero<kExtra>) clear_before();
       for (int tile = 1; tile < tiles; ++tile) {
         named_barrier(turn, 256);
         begin_scores(tile);
@@ -312,7 +336,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
     const int64_t q_head = static_cast<int64_t>(work.b) * params.heads + work.h;
     float* const lse = params.lse ? static_cast<float*>(params.lse) + q_head * q_tokens : nullptr;
     const float sink = params.sinks ? to_float(static_cast<const T*>(params.sinks)[work.h]) * kLog2E : -INFINITY;
-    char* const memory = reinterpret_cast<char*>(shared) + (q_at - shared_address(shared));
+    char* const memory = pointer(q_at);
     const auto vector = [&](int row, int chunk) {  // row of the warp
       const int of_block = group * 64 + warp * 16 + row;
       return reinterpret_cast<T*>(memory + chunk / 8 * Size::kQueryBoxBytes + of_block * 128 +
@@ -342,9 +366,8 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
     }
     async_proxy_fence();  // copies may write there again
     __syncwarp();
-    release(queries);
+    release(q_stage(number));
     done += tiles;
-    q_phase ^= 1;
   });
 #endif
 }

@@ -37,7 +37,8 @@ class HeadBias {
 
   // Products of a query and the keys key + 8 n + i, n in [0, kPairs), i 0 or 1, to exponents in base 2; `key` is even.
   template <int kPairs, typename Score>
-  __device__ void exponents_of_row(const ScoreScale& scale, int query, int key, const Score& score) const {
+  __device__ void exponents_of_row(const ScoreScale<Extra::kBias>& scale, int query, int key,
+                                   const Score& score) const {
     const auto for_all = [&](const auto& body) {
 #pragma unroll
       for (int n = 0; n < kPairs; ++n) body(n, 0), body(n, 1);

@@ -2,6 +2,7 @@
 #pragma once
 #include "device/mma.cuh"
 #include "softmax.cuh"
+#include "tiles.h"
 #include "visible.cuh"
 
 namespace llmk::kernels::flash {
@@ -16,21 +17,28 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
+// Whether scores are scaled before the maximum is taken: a softcap bends them, and a negative scale turns their order.
+__host__ __device__ inline bool scales_early(const FlashAttentionParams& params) {
+  return static_cast<float>(params.softcap) > 0.f || static_cast<float>(params.softmax_scale) <= 0.f;
+}
+
 // From products q k to scores, and on to exponents in base 2. Scores are multiplied by `factor` on their way into the
-// exponent, unless they must have been before.
+// exponent, unless they have been scaled before. What adds a bias to them leaves them as exponents.
+template <Extra kExtra>
 struct ScoreScale {
-  float scale, cap, factor;
+  float scale, cap, inverse_cap, factor;
   bool early;
 
-  // `in_base_2`: who adds something to scores calls apply_early(), and leaves them as exponents in base 2.
-  __device__ explicit ScoreScale(const FlashAttentionParams& params, bool in_base_2 = false)
-      : scale(static_cast<float>(params.softmax_scale)), cap(static_cast<float>(params.softcap)) {
-    early = !in_base_2 && (cap > 0.f || scale <= 0.f);
-    factor = in_base_2 ? 1.f : early ? kLog2E : scale * kLog2E;
+  __device__ explicit ScoreScale(const FlashAttentionParams& params)
+      : scale(static_cast<float>(params.softmax_scale)),
+        cap(static_cast<float>(params.softcap)),
+        inverse_cap(1.f / cap),
+        early(kExtra == Extra::kScaled || (kExtra == Extra::kPages && scales_early(params))) {
+    factor = kExtra == Extra::kBias ? 1.f : early ? kLog2E : scale * kLog2E;
   }
   __device__ float apply_early(float score) const {
     score *= scale;
-    return cap > 0.f ? cap * tanhf(score / cap) : score;
+    return cap > 0.f ? cap * tanhf(score * inverse_cap) : score;
   }
 };
 
@@ -42,9 +50,9 @@ struct SoftmaxRow {
   // Turns scores into probabilities over the maximum so far, which rises: what was summed before is to be multiplied by
   // the result. score(n, i), n in [0, kPairs), i 0 or 1, is column 8 n + i of this lane's; it sees [from, to) of them
   // where not `whole`.
-  template <int kPairs, typename Score>
-  __device__ float update(const ScoreScale& scale, bool whole, int from, int to, const Score& score) {
-    if (scale.early) {
+  template <int kPairs, Extra kExtra, typename Score>
+  __device__ float update(const ScoreScale<kExtra>& scale, bool whole, int from, int to, const Score& score) {
+    if ((kExtra == Extra::kScaled || kExtra == Extra::kPages) && scale.early) {
 #pragma unroll
       for (int n = 0; n < kPairs; ++n) {
         score(n, 0) = scale.apply_early(score(n, 0));
@@ -82,7 +90,8 @@ struct SoftmaxRow {
 
   // What the weighted values are to be multiplied by, with a sink (its score times log2(e), or -inf); and the log of
   // the sum.
-  __device__ float finish(const ScoreScale& scale, float sink, float& lse) const {
+  template <Extra kExtra>
+  __device__ float finish(const ScoreScale<kExtra>& scale, float sink, float& lse) const {
     const float highest = maximum * scale.factor, shift = finite(fmaxf(highest, sink));
     const float correction = exp2_approximate(highest - shift);
     const float total = quad_sum(sum) * correction + exp2_approximate(sink - shift);

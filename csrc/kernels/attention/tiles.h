@@ -4,8 +4,10 @@
 
 namespace llmk::kernels::flash {
 
-// What a kernel has beside attention to whole sequences, each in an instance of its own: it takes registers.
-enum class Extra { kNone, kBias, kPages };
+// What a kernel has beside attention to whole sequences, each in an instance of its own: it takes registers, and code
+// that the others would jump over. kScaled: scores that are scaled before their maximum is taken, as a softcap wants
+// it. kBias and kPages have that, too, where it is asked for.
+enum class Extra { kNone, kScaled, kBias, kPages };
 
 // `kDim`: elements of a head, at least; those behind head_dim are zeros in shared memory.
 
@@ -23,9 +25,12 @@ template <int kDim>
 struct Sm90Tile {
   static constexpr int kQueries = 128, kKeys = kDim <= 128 ? 128 : 64;
   static constexpr int kThreads = 128 * 3, kStages = 2, kBoxes = kDim / 64;
+  static constexpr int kQueryStages = kDim <= 192 ? 2 : 1;  // two, if there is room: the next work's arrive early
   static constexpr int kQueryBoxBytes = kQueries * 128, kKeyBoxBytes = kKeys * 128;  // in shared memory
   static constexpr int kQueryBytes = kBoxes * kQueryBoxBytes, kKeyBytes = kBoxes * kKeyBoxBytes;
-  static constexpr size_t kSharedBytes = kQueryBytes + 2 * kStages * kKeyBytes + 1024 + 128;
+  static constexpr int kBarrierBytes = 16 * (kQueryStages + 2 * kStages), kWorkBytes = 32;
+  static constexpr size_t kSharedBytes =
+      kQueryStages * (kQueryBytes + kWorkBytes) + 2 * kStages * kKeyBytes + kBarrierBytes + 1024;
 };
 
 // Of flash_attention_backward.cuh, within 99 KB of shared memory.
