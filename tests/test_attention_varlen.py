@@ -94,6 +94,21 @@ def test_against_a_loop(device, options, head_dim, dtype):
 
 
 @every_dtype
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_slopes(device, head_dim, dtype):
+    """Distances are those within a sequence, whatever is before it."""
+    slopes = torch.tensor([0.5, 0.25, 0.0, 0.01], device=device)
+    for behind in (0, 20):
+        inputs = draw(device, dtype, LENGTHS["equal"][0], None, behind, head_dim=head_dim)
+        for options in OPTIONS:
+            check(inputs, *LENGTHS["equal"], alibi_slopes=slopes, **options)
+    cu_seqlens = offsets(LENGTHS["equal"][0], device)
+    expected = attention_varlen(*inputs, cu_seqlens, alibi_slopes=slopes)
+    assert_same(attention_varlen(*inputs, cu_seqlens, cu_seqlens, alibi_slopes=slopes), expected)
+    assert not torch.equal(attention_varlen(*inputs, cu_seqlens), expected)
+
+
+@every_dtype
 def test_tokens_behind_the_last_sequence(device, dtype):
     """They see nothing, and nobody sees them."""
     for q_lengths, k_lengths in LENGTHS.values():
@@ -195,6 +210,26 @@ def test_errors(device, message, change):
 def test_errors_of_options(device, message, options):
     with pytest.raises(ValueError, match="attention_varlen: " + message):
         attention_varlen(*draw(device, torch.float32, [2, 4], None), offsets([2, 4], device), **options)
+
+
+SLOPE_ERRORS = {
+    r"alibi_slopes must have shape \[4\] \(heads\), got \[1, 4\]": (torch.zeros(1, 4), 6, None),
+    r"alibi_slopes must have shape \[4\] \(heads\), got \[2\]": (torch.zeros(2), 6, None),
+    "alibi_slopes must be float32, got Half": (torch.zeros(4).half(), 6, None),
+    "alibi_slopes must not require a gradient": (torch.zeros(4, requires_grad=True), 6, None),
+    "alibi_slopes must come with the same sequences in q and k: ": (torch.zeros(4), 7, None),
+    "alibi_slopes must come with the same sequences in q and k: .* itself": (torch.zeros(4), 6, [2, 4]),
+}
+
+
+@pytest.mark.parametrize("message, case", SLOPE_ERRORS.items(), ids=range(len(SLOPE_ERRORS)))
+def test_errors_of_slopes(device, message, case):
+    slopes, k_tokens, k_lengths = case
+    q, k, v = (x.detach() for x in draw(device, torch.float32, [2, 4], [k_tokens]))
+    slopes = slopes.to(device).detach().requires_grad_(slopes.requires_grad)
+    k_lengths = None if k_lengths is None else offsets(k_lengths, device)
+    with pytest.raises(RuntimeError, match="attention_varlen: " + message):
+        attention_varlen(q, k, v, offsets([2, 4], device), k_lengths, alibi_slopes=slopes)
 
 
 @pytest.mark.gpu

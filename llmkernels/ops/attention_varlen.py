@@ -23,6 +23,7 @@ def attention_varlen(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -40,6 +41,7 @@ def attention_varlen(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -57,6 +59,7 @@ def attention_varlen(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Attention of sequences of any lengths, packed in a row without padding: each sees itself alone.
@@ -77,6 +80,8 @@ def attention_varlen(
             be empty.
         cu_seqlens_k: the same of the keys. Default: ``cu_seqlens_q``.
         causal, softmax_scale, window_size, softcap, sinks: as in :func:`attention`.
+        alibi_slopes: float32 (H,), as in :func:`attention`. Keys have to be those of the queries' sequences: with
+            ``cu_seqlens_k``, if it is given, the same tensor as ``cu_seqlens_q``.
         return_lse: also return the log of the denominator.
 
     Returns:
@@ -90,8 +95,8 @@ def attention_varlen(
     Matches: ``torch.nn.functional.scaled_dot_product_attention`` of each sequence, with the mask that
         :func:`attention` describes.
     Raises: ValueError for a ``window_size`` below -1, a negative ``softcap``, numbers that are not finite; RuntimeError
-        for shapes, dtypes and devices that do not fit, each by name.
-    Source: Dao 2023, "FlashAttention-2".
+        for shapes, dtypes and devices that do not fit, each by name, and for slopes that need a gradient.
+    Source: Dao 2023, "FlashAttention-2"; Press et al. 2021, "ALiBi".
 
     >>> q = k = v = torch.eye(3).view(3, 1, 3)
     >>> lengths = torch.tensor([0, 1, 3], dtype=torch.int32)  # one token, and two
@@ -108,6 +113,8 @@ def attention_varlen(
     _check_lengths("cu_seqlens_q", cu_seqlens_q, q)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, q, same_keys=cu_seqlens_k is cu_seqlens_q and len(k) == len(q))
     _check_lengths("cu_seqlens_k", cu_seqlens_k, q)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         expected, got = list(cu_seqlens_q.shape), list(cu_seqlens_k.shape)
@@ -118,7 +125,7 @@ def attention_varlen(
 
     k_begin, k_end = _ranges(len(q), len(k), cu_seqlens_q, cu_seqlens_k, left, 0 if causal else right)
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    y, lse = _attention(q, k, v, k_begin, k_end, sinks, softmax_scale, -1, -1, softcap)
+    y, lse = _attention(q, k, v, k_begin, k_end, sinks, softmax_scale, -1, -1, softcap, None, alibi_slopes)
     return (y.squeeze(0), lse.squeeze(0)) if return_lse else y.squeeze(0)
 
 
@@ -131,6 +138,19 @@ def _check_lengths(name: str, cu_seqlens: Tensor, q: Tensor) -> None:
     if cu_seqlens.device != q.device:
         expected = f"the device of q, {q.device}"
         raise RuntimeError(f"attention_varlen: {name} must be on {expected}, got {cu_seqlens.device}")
+
+
+def _check_slopes(slopes: Tensor, q: Tensor, same_keys: bool) -> None:
+    """The distance of a query to a key is that of their places in the row, if each sequence has the same in both."""
+    if slopes.shape != q.shape[1:2]:
+        raise RuntimeError(
+            f"attention_varlen: alibi_slopes must have shape [{q.size(1)}] (heads), got {list(slopes.shape)}"
+        )
+    if not same_keys:
+        raise RuntimeError(
+            "attention_varlen: alibi_slopes must come with the same sequences in q and k: cu_seqlens_k None or "
+            "cu_seqlens_q itself, and as many tokens"
+        )
 
 
 def _ranges(
