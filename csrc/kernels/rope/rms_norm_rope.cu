@@ -9,6 +9,13 @@
 //
 // Reads and writes every element of q and k once; weights and angles come from the caches. The result may be in place:
 // a thread writes what it alone has read.
+//
+//   kernel                      | a group of threads takes                             | for
+//   ----------------------------|------------------------------------------------------|---------------------------
+//   rms_norm_rope_kernel        | a row: a head, four of them, or all heads of a token | any rows
+//   rms_norm_rope_tokens_kernel | two heads of a token, and then those of later tokens | many tokens, aligned heads
+//
+// They compute the same bits.
 #include "rms_norm_rope.h"
 
 #include "device/ptx.cuh"
@@ -29,6 +36,35 @@ constexpr int kManyHeads = 4;
 int64_t rows_of_token(const RmsNormRopeParams& params, int64_t heads) {
   if (params.row_wise) return (params.rope.q.heads > 0) + (params.rope.k.heads > 0);
   return (params.rope.q.heads + heads - 1) / heads + (params.rope.k.heads + heads - 1) / heads;
+}
+
+// The arithmetic of both kernels, of rows of q or of k.
+struct RowNorm {
+  float eps, inverse_cols, offset;
+  bool cast_before_weight, is_product;
+
+  __device__ RowNorm(const RmsNormOptions& options, const HeadNorm& norm)
+      : eps(static_cast<float>(options.eps)),
+        inverse_cols(1.f / static_cast<float>(norm.cols)),
+        offset(norm.weight ? static_cast<float>(options.weight_offset) : 0.f),
+        cast_before_weight(options.cast_before_weight),
+        is_product(cast_before_weight && offset == 0.f) {}
+
+  __device__ float rstd(float sum_of_squares) const { return rsqrtf(sum_of_squares * inverse_cols + eps); }
+
+  template <typename T, int N>
+  __device__ Vec<T, N> normalize(const Vec<T, N>& x, const Vec<T, N>& weight, float rstd) const {
+    const auto n = Vec<T, N>::of([&](int i) { return x[i] * rstd; });
+    if (is_product) return mul(n, weight);
+    return Vec<T, N>::of([&](int i) { return (cast_before_weight ? n[i] : x[i] * rstd) * (offset + weight[i]); });
+  }
+};
+
+template <typename T, int N>
+__device__ float add_squares(float sum, const Values<T, N>& x) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += x.low[i] * x.low[i] + x.high[i] * x.high[i];
+  return sum;
 }
 
 // A: the type of the angles. N: elements per access; 1: threads loop over slots. kInterleaved: see rope.cu. kHeads:
@@ -57,9 +93,7 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
   const int all_slots = static_cast<int>(params.row_wise ? tensor.heads : 1) * slots_per_head;
   const int slots = exists ? all_slots : 0;
   const int of_head = params.row_wise ? slots_per_head : 0;  // 0: there is but one head, and nothing to divide
-  const float eps = static_cast<float>(params.norm.eps), inverse_cols = 1.f / static_cast<float>(norm.cols);
-  const float offset = norm.weight ? static_cast<float>(params.norm.weight_offset) : 0.f;
-  const bool cast_before_weight = params.norm.cast_before_weight, is_product = cast_before_weight && offset == 0.f;
+  const RowNorm row_norm(params.norm, norm);
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
@@ -74,20 +108,9 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
   const auto load_angles_of = [&](const SlotOf& slot) {
     return load_rotation_of<A>(params.rope, row.b, row.t, slot.pair, slot.at);
   };
-  const auto add_squares = [&](float sum, const Values<T, N>& x) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum += x.low[i] * x.low[i] + x.high[i] * x.high[i];
-    return sum;
-  };
-  const auto rstd_of = [&](float sum) { return rsqrtf(sum * inverse_cols + eps); };
   const auto finish = [&](const SlotOf& slot, int h, const Values<T, N>& x, const Values<T, N>& weight, float rstd,
                           const Rotation<A, N>& rotation) {
-    const auto normalized = [&](const Vec<T, N>& v, const Vec<T, N>& w) {
-      const auto n = Vec<T, N>::of([&](int i) { return v[i] * rstd; });
-      if (is_product) return mul(n, w);
-      return Vec<T, N>::of([&](int i) { return (cast_before_weight ? n[i] : v[i] * rstd) * (offset + w[i]); });
-    };
-    const Values<T, N> y{normalized(x.low, weight.low), normalized(x.high, weight.high)};
+    const Values<T, N> y{row_norm.normalize(x.low, weight.low, rstd), row_norm.normalize(x.high, weight.high, rstd)};
     const Values<T, N> result = slot.is_rotated ? rotate</*kRounds=*/false, kInterleaved>(y, rotation) : y;
     result.store(out + (slot.head + h) * tensor.out_head, slot);
   };
@@ -102,7 +125,7 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
       const SlotOf slot(params.rope, of_head, i);
       Rotation<A, N> rotation;
       if (slot.is_rotated) rotation = load_angles_of(slot);
-      finish(slot, 0, load(slot, 0), load_weight<T>(norm.weight, slot, policy), rstd_of(sums[0]), rotation);
+      finish(slot, 0, load(slot, 0), load_weight<T>(norm.weight, slot, policy), row_norm.rstd(sums[0]), rotation);
     }
   } else {
     const SlotOf slot(params.rope, of_head, min(group.rank, all_slots - 1));
@@ -122,9 +145,190 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
     const Values<T, N> weight = load_weight<T>(norm.weight, slot, policy);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      if (h < heads) finish(slot, h, x[h], weight, rstd_of(sums[h]), rotation);
+      if (h < heads) finish(slot, h, x[h], weight, row_norm.rstd(sums[h]), rotation);
     }
   }
+}
+
+// How rms_norm_rope_tokens_kernel splits its work. The heads of a token are pieces: those of q, kTokenHeads at a time,
+// then those of k. Group g of the grid has piece g % pieces of tokens g / pieces, g / pieces + at_once, ...
+//
+//   group     0   1   2   3   4   5   6   7  -  -       5 tokens of 4 pieces, 2 at once
+//   round 0  0.0 0.1 0.2 0.3 1.0 1.1 1.2 1.3 .  .       token.piece
+//   round 1  2.0 2.1 2.2 2.3 3.0 3.1 3.2 3.3 .  .
+//   round 2  4.0 4.1 4.2 4.3  .   .   .   .  .  .
+struct TokenSchedule {
+  unsigned pieces_of_q, pieces;  // of a token
+  unsigned at_once;              // tokens of a round
+  unsigned batches, rest;        // at_once = batches * tokens + rest, so that no thread divides in its loop
+  unsigned rounds;
+};
+
+// Heads of a group, and blocks per SM. x takes its registers twice, for this token and for the next one: four heads do
+// not fit the registers of two blocks, and two heads not those of three. In flight are 32 KiB per SM.
+constexpr int kTokenHeads = 2, kTokenThreads = 256, kTokenBlocks = 2;
+constexpr int64_t kMinRounds = 4;  // with fewer, little is loaded ahead, and the other kernel may start early
+// Off: it compiles, and has not run on a GPU yet. If it is faster, rms_norm_rope_kernel needs no more than one head.
+constexpr bool kTakesTokens = false;
+
+// For `groups` groups at most. No rounds: there are more pieces than groups.
+TokenSchedule schedule_tokens(const RopeParams& rope, int64_t groups) {
+  const auto divide_up = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t tokens = rope.batch * rope.tokens, pieces_of_q = divide_up(rope.q.heads, kTokenHeads);
+  const int64_t pieces = pieces_of_q + divide_up(rope.k.heads, kTokenHeads);
+  if (pieces > groups) return {};
+  const int64_t rounds = divide_up(tokens, groups / pieces), at_once = divide_up(tokens, rounds);  // all about full
+  TokenSchedule schedule{};
+  schedule.pieces_of_q = static_cast<unsigned>(pieces_of_q);
+  schedule.pieces = static_cast<unsigned>(pieces);
+  schedule.at_once = static_cast<unsigned>(at_once);
+  schedule.batches = static_cast<unsigned>(at_once / rope.tokens);
+  schedule.rest = static_cast<unsigned>(at_once % rope.tokens);
+  schedule.rounds = static_cast<unsigned>(rounds);
+  return schedule;
+}
+
+// The rotations of a slot, token by token, by the angles of load_rotation_of(): not transposed, and without branches
+// that choose between registers, since the compiler then moves the halves of these one by one.
+template <typename A, int N, bool kInterleaved>
+struct SlotRotations {
+  const RopeParams& rope;
+  const Slot<N, kInterleaved>& slot;
+
+  // The row of cos and sin, or the token where these have a row for each. Negative: no such position.
+  __device__ int64_t row(unsigned b, unsigned t) const {
+    if (!rope.position_ids) return t;
+    const int64_t at = b * rope.positions_batch + t * rope.positions_token;
+    const int64_t position = rope.position_ids_int64 ? static_cast<const int64_t*>(rope.position_ids)[at]
+                                                     : static_cast<const int32_t*>(rope.position_ids)[at];
+    return position < rope.table_rows ? position : -1;
+  }
+  // Without signs: whatever uses the angles here would wait for them.
+  __device__ Rotation<A, N> load(unsigned b, int64_t row) const {
+    const bool positions = rope.position_ids;
+    const A* const cos = static_cast<const A*>(rope.cos) + row * (positions ? rope.cos_row : rope.cos_token) +
+                         b * (positions ? 0 : rope.cos_batch);
+    const A* const sin = static_cast<const A*>(rope.sin) + row * (positions ? rope.sin_row : rope.sin_token) +
+                         b * (positions ? 0 : rope.sin_batch);
+    return {angles(cos, slot.at.low), angles(cos, slot.at.high), angles(sin, slot.at.low), angles(sin, slot.at.high)};
+  }
+  // The first element of a pair gets -sin.
+  __device__ static void add_signs(Rotation<A, N>& rotation) {
+    constexpr bool kAlternating = kNeighbours<N, kInterleaved>;
+    rotation.other_low =
+        mul(rotation.other_low, Vec<A, N>::of([](int i) { return kAlternating && i % 2 ? 1.f : -1.f; }));
+    if (kAlternating) {
+      rotation.other_high = mul(rotation.other_high, Vec<A, N>::of([](int i) { return i % 2 ? 1.f : -1.f; }));
+    }
+  }
+
+ private:
+  __device__ Vec<A, N> angles(const A* row, int64_t at) const {
+    if constexpr (!kNeighbours<N, kInterleaved>) {
+      return Vec<A, N>::load(row + (rope.half_width ? slot.pair : at));
+    } else {
+      if (!rope.half_width) return Vec<A, N>::load(row + at);
+      const A* const pairs = row + at / 2;
+      Vec<A, N> both;
+#pragma unroll
+      for (int i = 0; i < N; ++i) both.data[i] = pairs[i / 2];  // one angle for two neighbours
+      return both;
+    }
+  }
+};
+
+// For many tokens, and groups of up to 32 threads with one slot each. What does not depend on the token is set up once,
+// and the next token's x is in flight while this one is reduced and stored.
+//
+// forget_floats() keeps vectors as they were loaded: the compiler would hold them as halves or as floats, or scale the
+// weight ahead of the loop, and run out of registers.
+template <typename T, typename A, int N, bool kInterleaved>
+__global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
+    rms_norm_rope_tokens_kernel(const RmsNormRopeParams params, int slots, const TokenSchedule schedule,
+                                bool keep_inputs) {
+  const RopeParams& rope = params.rope;
+  const unsigned tokens = static_cast<unsigned>(rope.tokens), count = static_cast<unsigned>(rope.batch) * tokens;
+  const int threads = static_cast<int>(blockDim.x), rank = static_cast<int>(threadIdx.x);
+  const unsigned group = blockIdx.x * blockDim.y + threadIdx.y;
+  const unsigned first = group / schedule.pieces, piece = group - first * schedule.pieces;
+  int is_q = piece < schedule.pieces_of_q;
+  const auto tensor = [&]() -> const RopeTensor& { return is_q ? rope.q : rope.k; };
+  const HeadNorm& norm = is_q ? params.q : params.k;
+  const int first_head = static_cast<int>(is_q ? piece : piece - schedule.pieces_of_q) * kTokenHeads;
+  const int heads = min(kTokenHeads, static_cast<int>(tensor().heads) - first_head);
+  const Slot<N, kInterleaved> slot(rope, 0, min(rank, slots - 1));
+  // Groups of a warp go in step, since they shuffle together. One without a token loads what others load, or what it
+  // has loaded before.
+  unsigned token = first < schedule.at_once ? first : count;
+  unsigned b = 0, t = min(token, count - 1);
+  if (rope.batch > 1) b = t / tokens, t -= b * tokens;
+  const T* in = static_cast<const T*>(tensor().in) + b * tensor().in_batch + t * tensor().in_token +
+                first_head * tensor().in_head + slot.at.low;
+  T* out = static_cast<T*>(tensor().out) + b * tensor().out_batch + t * tensor().out_token +
+           first_head * tensor().out_head + slot.at.low;
+  const int to_high = static_cast<int>(slot.at.high - slot.at.low);  // from the low to the high vector
+  const int64_t in_head = tensor().in_head, out_head = tensor().out_head;
+  const int64_t in_step = schedule.batches * tensor().in_batch + schedule.rest * tensor().in_token;
+  const int64_t out_step = schedule.batches * tensor().out_batch + schedule.rest * tensor().out_token;
+  const SlotRotations<A, N, kInterleaved> rotations{rope, slot};
+  const RowNorm row_norm(params.norm, norm);
+  const uint64_t policy = l2_policy(keep_inputs);
+  pdl_wait();
+
+  Values<T, N> weight = load_weight<T>(norm.weight, slot, policy);
+  const auto load = [&](Values<T, N>(&x)[kTokenHeads]) {
+#pragma unroll
+    for (int h = 0; h < kTokenHeads; ++h) {
+      const T* const from = in + min(h, heads - 1) * in_head;
+      x[h].low = Vec<T, N>::load(from, policy);
+      x[h].high = Vec<T, N>::load(from + to_high, policy);
+      forget_floats(x[h].low), forget_floats(x[h].high);
+    }
+  };
+  Values<T, N> x[kTokenHeads];
+  load(x);
+  for (unsigned round = 1;; ++round) {
+    const bool has_slot = token < count && rank < slots;
+    Rotation<A, N> rotation;
+    const int64_t angle_row = slot.is_rotated ? rotations.row(b, t) : 0;
+    const bool has_angles = angle_row >= 0;
+    if (slot.is_rotated && has_angles) rotation = rotations.load(b, angle_row);
+    T* const to = out;
+    token += schedule.at_once;
+    if (token < count) {
+      b += schedule.batches, t += schedule.rest, in += in_step, out += out_step;
+      if (t >= tokens) {
+        ++b, t -= tokens;
+        asm volatile("" : "+r"(is_q));  // the strides are read here again: registers are worth more
+        in += tensor().in_batch - tokens * tensor().in_token;
+        out += tensor().out_batch - tokens * tensor().out_token;
+      }
+    }
+    Values<T, N> next[kTokenHeads];
+    if (round < schedule.rounds) load(next);
+
+    float sums[kTokenHeads];
+#pragma unroll
+    for (int h = 0; h < kTokenHeads; ++h) sums[h] = rank < slots ? add_squares(0.f, x[h]) : 0.f;
+    warp_sum(sums, threads);
+    rotations.add_signs(rotation);
+    forget_floats(weight.low), forget_floats(weight.high);
+#pragma unroll
+    for (int h = 0; h < kTokenHeads; ++h) {
+      if (!has_slot || h >= heads) continue;
+      forget_floats(x[h].low), forget_floats(x[h].high);
+      const float rstd = has_angles ? row_norm.rstd(sums[h]) : NAN;  // rather than a wrong rotation
+      const Values<T, N> y{row_norm.normalize(x[h].low, weight.low, rstd),
+                           row_norm.normalize(x[h].high, weight.high, rstd)};
+      const Values<T, N> result = slot.is_rotated ? rotate</*kRounds=*/false, kInterleaved>(y, rotation) : y;
+      result.low.store(to + h * out_head);
+      result.high.store(to + h * out_head + to_high);
+    }
+    if (round == schedule.rounds) break;
+#pragma unroll
+    for (int h = 0; h < kTokenHeads; ++h) x[h] = next[h];
+  }
+  pdl_launch_dependents();
 }
 
 cudaError_t launch_rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStream_t stream) {
@@ -147,6 +351,16 @@ cudaError_t launch_rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, c
     return dispatch_int<0, 1>(params.rope.interleaved, [&](auto interleaved) {
       constexpr bool kInterleaved = decltype(interleaved)::value;
       if (!plan.vector) return run(rms_norm_rope_kernel<T, A, 1, kInterleaved, 1>, 1);
+      if (kTakesTokens && !params.row_wise && plan.threads <= 32) {
+        const int64_t groups = int64_t{device.sm_count} * kTokenBlocks * plan.groups;
+        const TokenSchedule schedule = schedule_tokens(params.rope, groups);
+        if (schedule.rounds >= kMinRounds) {
+          const int64_t blocks = (int64_t{schedule.at_once} * schedule.pieces + plan.groups - 1) / plan.groups;
+          return launch(rms_norm_rope_tokens_kernel<T, A, N, kInterleaved>,
+                        {blocks, dim3(plan.threads, plan.groups), /*shared_bytes=*/0, /*may_overlap=*/false}, stream,
+                        params, plan.slots_per_head, schedule, keeps_inputs(device, bytes));
+        }
+      }
       // Enough groups with several heads each to fill the GPU.
       const bool many = tokens * all_heads * plan.threads >= int64_t{1024} * kManyHeads * device.sm_count;
       if (many && !params.row_wise && plan.threads * plan.groups <= 256) {
