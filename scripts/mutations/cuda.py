@@ -277,8 +277,8 @@ CUDA = [
         "cuda_norm_rope_swapped_rounding",
         "multiplies by the weight before it rounds",
         "csrc/kernels/rope/rms_norm_rope.cu",
-        "(cast_before_weight ? n[i] : v[i] * rstd) * (offset + w[i])",
-        "(cast_before_weight ? v[i] * rstd : v[i] * rstd) * (offset + w[i])",
+        "(cast_before_weight ? n[i] : x[i] * rstd) * (offset + weight[i])",
+        "(cast_before_weight ? x[i] * rstd : x[i] * rstd) * (offset + weight[i])",
         "tests/test_rms_norm_rope.py -k 'where_eager_does and cuda'",
     ),
     Mutation(

@@ -77,6 +77,14 @@ CUDA_ATTENTION = [
         "tests/test_attention.py -k cuda",
     ),
     Mutation(
+        "cuda_flash_attention_sm90_queries_too_early",
+        "queries are copied over results that have not left their place",
+        "csrc/kernels/attention/flash_attention_sm90.cuh",
+        "      barrier_wait(queries.empty, q_phase(number) ^ 1);\n",
+        "",
+        "tests/test_attention.py -k many_sequences",
+    ),
+    Mutation(
         "cuda_flash_attention_searches_off_by_one",
         "the search for the queries that see a key passes over the one in the middle",
         "csrc/kernels/attention/visible.cuh",
