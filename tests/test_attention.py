@@ -297,11 +297,12 @@ def test_long_prompts(dtype, head_dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [60, 130])  # a tile of keys, which lets copies run far ahead, and a few
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_many_sequences(dtype, head_dim):
-    """A block has some twenty tiles of queries, one after the other: they are what they are alone."""
-    inputs = make("cuda", dtype, 130, 130, heads=8, head_dim=head_dim, batch=160)
+def test_many_sequences(dtype, head_dim, tokens):
+    """A block has ten tiles of queries or more, one after the other: they are what they are alone."""
+    inputs = make("cuda", dtype, tokens, tokens, heads=8, head_dim=head_dim, batch=160)
     y, lse = attention(*inputs, causal=True, return_lse=True)
     for b in range(0, 160, 4):
         alone = attention(*(x[b : b + 4] for x in inputs), causal=True, return_lse=True)
