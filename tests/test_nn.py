@@ -249,14 +249,20 @@ def test_a_tied_head(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (5, -1), "softcap": 20.0}], ids=str)
 def test_attention(device, dtype, options):
-    """The functions, with a sink that is learned."""
+    """The functions, with a sink that is learned, and with slopes."""
     q, k, v = (torch.randn(2, 9, heads, 32, device=device, dtype=dtype) for heads in (4, 2, 2))
     begin, end = (torch.tensor(x, dtype=torch.int32, device=device) for x in ((0, 3), (9, 7)))
     plain, sunk = nn.Attention(**options), nn.Attention(**options, num_sinks=4).to(device)
     assert not [*plain.parameters()]
     torch.nn.init.normal_(sunk.sinks)
     sinks = sunk.sinks.to(dtype)
-    for module, of_heads in ((plain, {}), (sunk, {"sinks": sinks})):
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0], device=device)
+    sloping = nn.Attention(**options, alibi_slopes=slopes.tolist()).to(device, dtype)
+    assert not sloping.state_dict() and sloping.alibi_slopes.tolist() == slopes.tolist()
+    mask = torch.rand(2, 1, 9, 9, device=device) < 0.7
+    for module, of_heads in ((plain, {}), (sunk, {"sinks": sinks}), (sloping, {"alibi_slopes": slopes})):
+        expected = llmkernels.attention(q, k, v, attn_mask=mask, **options, **of_heads)
+        assert torch.equal(module(q, k, v, attn_mask=mask), expected)
         expected = llmkernels.attention(q, k, v, k_begin=begin, k_end=end, **options, **of_heads)
         assert torch.equal(module(q, k, v, k_begin=begin, k_end=end), expected)
         lengths = torch.tensor([0, 4, 18], dtype=torch.int32, device=device)
@@ -268,8 +274,11 @@ def test_attention(device, dtype, options):
     assert sunk.sinks.grad.any() and sunk.sinks.grad.dtype == torch.float32
     with pytest.raises(RuntimeError, match=r"Attention: cu_seqlens_k must be given with cu_seqlens_q"):
         plain(q, k, v, cu_seqlens_k=lengths)
-    with pytest.raises(RuntimeError, match=r"Attention: k_begin and k_end must not be given with cu_seqlens_q"):
-        plain(q, k, v, k_end=end, cu_seqlens_q=lengths)
+    for name, value in {"k_begin": begin, "k_end": end, "attn_mask": mask}.items():
+        with pytest.raises(
+            RuntimeError, match=r"Attention: k_begin, k_end and attn_mask must not be given with cu_seq"
+        ):
+            plain(q, k, v, cu_seqlens_q=lengths, **{name: value})
 
 
 @pytest.mark.parametrize("kind", [nn.RMSNorm, nn.AddRMSNorm])
@@ -291,6 +300,7 @@ def test_a_new_norm_only_normalizes(kind):
         nn.GatedMLP(16, 32),
         nn.RotaryEmbedding(16),
         nn.Attention(causal=True, window_size=(8, -1), num_sinks=4),
+        nn.Attention(alibi_slopes=torch.tensor([0.5, 0.25])),
         nn.GEGLU(),
         nn.CrossEntropyLoss(torch.ones(16)),
         nn.LinearCrossEntropyLoss(16, 32, bias=True),

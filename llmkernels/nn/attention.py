@@ -1,5 +1,7 @@
 """Attention over prompts as a module."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -13,11 +15,13 @@ class Attention(nn.Module):
     Args:
         causal, softmax_scale, window_size, softcap: see :func:`llmkernels.attention`.
         num_sinks: the number of heads, each of which learns a sink; default none.
+        alibi_slopes: numbers (H,), or a tensor of them; default none.
 
     Parameters: ``sinks`` (H,), at first 0, of any dtype: it is used in that of ``q``.
+    Buffers: ``alibi_slopes`` (H,), used in float32; no part of the state dict.
 
-    Shape: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) to (B, Tq, H, D), with ``k_begin`` and ``k_end`` as in
-    :func:`llmkernels.attention`; or, with ``cu_seqlens_q``, q (total_q, H, D), k and v (total_k, Hkv, D) to
+    Shape: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) to (B, Tq, H, D), with ``k_begin``, ``k_end`` and ``attn_mask`` as
+    in :func:`llmkernels.attention`; or, with ``cu_seqlens_q``, q (total_q, H, D), k and v (total_k, Hkv, D) to
     (total_q, H, D).
 
     >>> layer = Attention(causal=True)
@@ -34,6 +38,7 @@ class Attention(nn.Module):
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
         num_sinks: int | None = None,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -46,6 +51,11 @@ class Attention(nn.Module):
             self.register_parameter("sinks", None)
         else:
             self.sinks = nn.Parameter(torch.zeros(num_sinks, device=device, dtype=dtype))
+        slopes = None
+        if alibi_slopes is not None:
+            slopes = torch.as_tensor(alibi_slopes, dtype=torch.float32, device=device).detach().clone()
+        self.alibi_slopes: Tensor | None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
 
     def forward(
         self,
@@ -55,6 +65,7 @@ class Attention(nn.Module):
         *,
         k_begin: Tensor | None = None,
         k_end: Tensor | None = None,
+        attn_mask: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
@@ -64,13 +75,14 @@ class Attention(nn.Module):
             "window_size": self.window_size,
             "softcap": self.softcap,
             "sinks": None if self.sinks is None else self.sinks.to(q.dtype),
+            "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes.float(),
         }
         if cu_seqlens_q is None:
             if cu_seqlens_k is not None:
                 raise RuntimeError("Attention: cu_seqlens_k must be given with cu_seqlens_q")
-            return attention(q, k, v, k_begin=k_begin, k_end=k_end, **options)
-        if k_begin is not None or k_end is not None:
-            raise RuntimeError("Attention: k_begin and k_end must not be given with cu_seqlens_q")
+            return attention(q, k, v, k_begin=k_begin, k_end=k_end, attn_mask=attn_mask, **options)
+        if not (k_begin is None and k_end is None and attn_mask is None):
+            raise RuntimeError("Attention: k_begin, k_end and attn_mask must not be given with cu_seqlens_q")
         return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
     def extra_repr(self) -> str:
@@ -80,5 +92,6 @@ class Attention(nn.Module):
             "window_size": self.window_size,
             "softcap": self.softcap,
             "num_sinks": None if self.sinks is None else len(self.sinks),
+            "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes.tolist(),
         }
         return ", ".join(f"{name}={value}" for name, value in facts.items())
