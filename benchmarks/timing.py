@@ -73,6 +73,17 @@ def side_stream(device: torch.device):
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
+@contextmanager
+def waiting_refused():
+    """RuntimeError where PyTorch makes the host wait for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -87,6 +98,9 @@ def capture(calls: Sequence[Call], laps: int) -> "torch.cuda.CUDAGraph":
     for call in calls[:3]:  # compilation, lazily loaded modules and workspaces belong before the capture
         call()
     torch.cuda.synchronize()
+    # One that waits for the GPU cannot be captured. To find that out in a capture costs all memory that is freed later.
+    with waiting_refused():
+        calls[0]()
     graph = torch.cuda.CUDAGraph()
     alive = deque(maxlen=len(calls))
     # A collected graph or event of an earlier case would break the capture.
