@@ -6,7 +6,7 @@
   gradients; the most used as modules in `llmkernels.nn`
 - `fp8_quantize`, `rms_norm_fp8_quantize`, `swiglu_fp8_quantize`, `fp8_linear`: FP8 for inference, without gradients;
   `nn.FP8Linear` quantizes a linear layer
-- `int8_quantize`, `int8_linear`: a linear layer of a weight in int8, for few tokens
+- `int8_quantize`, `int8_linear`: a linear layer of a weight in int8, for few tokens; `nn.Int8Linear`
 - `attention`, `attention_varlen`: over prompts, with gradients; `decode_attention`, `rope_kv_write`, `sample`: for
   decoding, without
 - `patch(model)`: runs a Hugging Face model on these ops, in place; `unpatch(model)` restores it

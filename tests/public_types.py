@@ -45,6 +45,7 @@ def modules(x: Tensor, target: Tensor, linear: torch.nn.Linear) -> None:
     assert_type(nn.GatedMLP(8, 16).forward(x), Tensor)
     assert_type(nn.CrossEntropyLoss().forward(x, target), Tensor)
     assert_type(nn.FP8Linear.from_linear(linear), nn.FP8Linear)
+    assert_type(nn.Int8Linear.from_linear(linear), nn.Int8Linear)
 
     nn.RMSNorm("8")  # type: ignore[arg-type]
 

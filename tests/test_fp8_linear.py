@@ -1,14 +1,11 @@
-"""fp8_linear and nn.FP8Linear: accuracy, layouts, what torch's own product makes of quantized tensors; errors of all
+"""fp8_linear: accuracy, layouts, what torch's own product makes of quantized tensors; errors of all
 ops of FP8."""
-
-import copy
 
 import pytest
 import torch
 from torch.library import opcheck
 
-import llmkernels
-from llmkernels import fp8_linear, fp8_quantize, nn, rms_norm_fp8_quantize, swiglu_fp8_quantize
+from llmkernels import fp8_linear, fp8_quantize, rms_norm_fp8_quantize, swiglu_fp8_quantize
 from oracles import DEVICES, DTYPES, LAYOUTS, assert_same, laid_out
 from test_fp8 import FORMATS
 
@@ -217,77 +214,3 @@ def test_gradients_are_refused():
             call(x)
     with pytest.raises(RuntimeError, match="fp8_linear: bias must not require a gradient"):
         fp8_linear(E4M3, E4M3, ONES, ONES, torch.ones(3, dtype=torch.bfloat16, requires_grad=True))
-
-
-# The module.
-
-
-@pytest.fixture
-def linear(request):
-    return torch.nn.Linear(96, 48)
-
-
-@devices_with_products
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-@torch.no_grad()
-def test_module_takes_the_place_of_a_linear(device, dtype, bias):
-    linear = torch.nn.Linear(96, 48, bias, device=device, dtype=dtype).eval()
-    module = nn.FP8Linear.from_linear(linear)
-    assert not module.training and module.weight.dtype == torch.float8_e4m3fn and module.weight_scale.shape == (48, 1)
-    x = torch.randn(2, 5, 96, device=device, dtype=dtype)
-    y, expected = module(x), linear(x)
-    assert y.dtype == dtype and y.shape == expected.shape
-    assert (y - expected).double().norm() < 0.06 * expected.double().norm()
-    torch.testing.assert_close(module.dequantize(), linear.weight.float(), rtol=0.07, atol=1e-3)
-
-
-@torch.no_grad()
-def test_state_dict(linear):
-    module = nn.FP8Linear.from_linear(linear)
-    assert set(module.state_dict()) == {"weight", "weight_scale", "bias"}
-    x = torch.randn(5, 96)
-    loaded = nn.FP8Linear(96, 48)
-    for state in (module.state_dict(), linear.state_dict()):
-        loaded = nn.FP8Linear(96, 48)
-        loaded.load_state_dict(state)
-        assert_same(loaded(x), module(x))
-    nested = torch.nn.Sequential(nn.FP8Linear(96, 48))
-    nested.load_state_dict(torch.nn.Sequential(linear).state_dict())
-    assert_same(nested(x), module(x))
-    assert_same(copy.deepcopy(module)(x), module(x))
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        nn.FP8Linear(96, 40).load_state_dict(linear.state_dict())
-
-
-@torch.no_grad()
-def test_casts_leave_the_weight_alone(linear):
-    module, x = nn.FP8Linear.from_linear(linear), torch.randn(5, 96)
-    weight, scale = module.weight.clone(), module.weight_scale.clone()
-    module.bfloat16()
-    assert module.bias.dtype == torch.bfloat16
-    assert torch.equal(module.weight.float(), weight.float()) and module.weight.dtype == weight.dtype
-    assert torch.equal(module.weight_scale, scale) and module.weight_scale.dtype == torch.float32
-    assert module(x.bfloat16()).dtype == torch.bfloat16
-    meta = module.to("meta")
-    assert meta.weight.is_meta and meta.weight.dtype == weight.dtype and meta.weight_scale.dtype == torch.float32
-
-
-@torch.no_grad()
-def test_module_under_autocast(linear):
-    module, x = nn.FP8Linear.from_linear(linear), torch.randn(5, 96)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = module(x)
-    assert y.dtype == torch.bfloat16
-    assert_same(y, copy.deepcopy(module).bfloat16()(x.bfloat16()))
-
-
-def test_module_says_what_it_is(linear):
-    assert repr(nn.FP8Linear.from_linear(linear)) == (
-        "FP8Linear(in_features=96, out_features=48, bias=True, use_fast_accum=False)"
-    )
-    with pytest.raises(TypeError, match=r"FP8Linear: linear must be a torch.nn.Linear, got ReLU"):
-        nn.FP8Linear.from_linear(torch.nn.ReLU())
-    with pytest.raises(RuntimeError, match="fp8_quantize: x must not require a gradient"):
-        nn.FP8Linear.from_linear(linear)(torch.ones(2, 96, requires_grad=True))
-    assert llmkernels.nn.FP8Linear is nn.FP8Linear

@@ -257,7 +257,7 @@ def test_attention(device, dtype, options):
     torch.nn.init.normal_(sunk.sinks)
     sinks = sunk.sinks.to(dtype)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0], device=device)
-    sloping = nn.Attention(**options, alibi_slopes=slopes.tolist()).to(device, dtype)
+    sloping = nn.Attention(**options, alibi_slopes=slopes).to(device, dtype)
     assert not sloping.state_dict() and sloping.alibi_slopes.tolist() == slopes.tolist()
     mask = torch.rand(2, 1, 9, 9, device=device) < 0.7
     for module, of_heads in ((plain, {}), (sunk, {"sinks": sinks}), (sloping, {"alibi_slopes": slopes})):

@@ -1,7 +1,5 @@
 """Attention over prompts as a module."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +13,7 @@ class Attention(nn.Module):
     Args:
         causal, softmax_scale, window_size, softcap: see :func:`llmkernels.attention`.
         num_sinks: the number of heads, each of which learns a sink; default none.
-        alibi_slopes: numbers (H,), or a tensor of them; default none.
+        alibi_slopes: (H,), which the module copies; default none.
 
     Parameters: ``sinks`` (H,), at first 0, of any dtype: it is used in that of ``q``.
     Buffers: ``alibi_slopes`` (H,), used in float32; no part of the state dict.
@@ -38,7 +36,7 @@ class Attention(nn.Module):
         window_size: tuple[int, int] = (-1, -1),
         softcap: float = 0.0,
         num_sinks: int | None = None,
-        alibi_slopes: Tensor | Sequence[float] | None = None,
+        alibi_slopes: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -53,7 +51,7 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(torch.zeros(num_sinks, device=device, dtype=dtype))
         slopes = None
         if alibi_slopes is not None:
-            slopes = torch.as_tensor(alibi_slopes, dtype=torch.float32, device=device).detach().clone()
+            slopes = alibi_slopes.detach().to(device, torch.float32, copy=True)
         self.alibi_slopes: Tensor | None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
 
