@@ -41,8 +41,8 @@ struct Stage {
   uint32_t full, empty;
 };
 
-// Whether tiles of keys begin at multiples of their size: so that none has keys of two pages that it would not have
-// from there on, and rows of a mask are read in pairs.
+// Whether tiles of keys begin at multiples of their size: then a tile is a part of a page or some whole ones, and rows
+// of a mask can be read in pairs.
 template <Extra kExtra>
 constexpr bool kTilesFromZero = kExtra == Extra::kBias || kExtra == Extra::kPages;
 
