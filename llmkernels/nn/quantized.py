@@ -1,7 +1,7 @@
 """Linear layers of quantized weights as modules."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,13 @@ from llmkernels.ops import fp8_linear, fp8_quantize, int8_linear, int8_quantize
 from llmkernels.ops.fp8 import FP8_DTYPES
 from llmkernels.ops.linear import _autocast
 
+Layer = TypeVar("Layer", bound="_QuantizedLinear")
+
 
 class _QuantizedLinear(nn.Module):
     """What these layers share: a weight and its scales as buffers, made of a ``torch.nn.Linear`` or of its state dict.
 
-    A class says what a weight is quantized to and by what; `options` are arguments of its own.
+    A class says what a weight is quantized to, and by what.
     """
 
     QUANTIZED: ClassVar[tuple[torch.dtype, ...]]  # what a weight in a state dict may be; the first is the module's own
@@ -28,9 +30,10 @@ class _QuantizedLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -43,10 +46,12 @@ class _QuantizedLinear(nn.Module):
             self.register_parameter("bias", None)
 
     @classmethod
-    def _copy_of(cls, linear: nn.Linear, **options: Any) -> "_QuantizedLinear":
+    def from_linear(cls: type[Layer], linear: nn.Linear, **options: Any) -> Layer:
+        """The quantized copy of a linear layer, on its device and in its mode. It shares no memory with it. `options`
+        are the arguments that the class has beside those of ``torch.nn.Linear``."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
-        module = cls(  # type: ignore[call-arg]  # the arguments of the classes below
+        module = cls(
             linear.in_features,
             linear.out_features,
             linear.bias is not None,
@@ -119,13 +124,13 @@ class FP8Linear(_QuantizedLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.use_fast_accum = use_fast_accum
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, use_fast_accum: bool = False) -> "FP8Linear":
         """The quantized copy of a linear layer, on its device and in its mode. It shares no memory with it."""
-        return cls._copy_of(linear, use_fast_accum=use_fast_accum)  # type: ignore[return-value]
+        return super().from_linear(linear, use_fast_accum=use_fast_accum)
 
     def forward(self, x: Tensor) -> Tensor:
         x, bias = _autocast(x, self.bias)
@@ -163,22 +168,6 @@ class Int8Linear(_QuantizedLinear):
     QUANTIZED = (torch.int8,)
     SCALES = ()
     quantize = staticmethod(int8_quantize)
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__(in_features, out_features, bias, device, dtype)
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> "Int8Linear":
-        """The quantized copy of a linear layer, on its device and in its mode. It shares no memory with it."""
-        return cls._copy_of(linear)  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
         return int8_linear(x, self.weight, self.weight_scale, self.bias)

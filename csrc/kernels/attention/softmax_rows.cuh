@@ -52,7 +52,7 @@ struct SoftmaxRow {
   // where not `whole`.
   template <int kPairs, Extra kExtra, typename Score>
   __device__ float update(const ScoreScale<kExtra>& scale, bool whole, int from, int to, const Score& score) {
-    if ((kExtra == Extra::kScaled || kExtra == Extra::kPages) && scale.early) {
+    if (scale.early) {
 #pragma unroll
       for (int n = 0; n < kPairs; ++n) {
         score(n, 0) = scale.apply_early(score(n, 0));
