@@ -139,27 +139,27 @@ def test_a_packed_weight_is_saved_alone(tmp_path):
 
 
 def test_packing_waits_for_readers(monkeypatch):
-    """The old memory of a weight is there until the calls that may have it have ended."""
-    layer = nn.Linear(4, 4)
-    inside, go_on, order = threading.Event(), threading.Event(), []
-
-    def slow(x, weight, bias):
-        inside.set()
-        go_on.wait(30)
-        order.append("read")
-
-    monkeypatch.setattr(F, "linear", slow)
-    reader = threading.Thread(target=layer, args=(torch.ones(4),))
+    """The old memory of a weight is there until the operations that may have it have ended."""
+    monkeypatch.setattr(packing, "_LONGEST_WAIT", 30)
+    weight, x = nn.Parameter(torch.ones(2048, 2048), requires_grad=False), torch.ones(2048, 2048)
+    order = []
+    reader = threading.Thread(target=lambda: (F.linear(x, weight), order.append("read")))
     reader.start()
-    inside.wait(30)
-    packer = threading.Thread(target=lambda: (packing.pack([[layer.weight]]), order.append("packed")))
-    packer.start()
-    packer.join(0.2)
-    assert packer.is_alive()
-    go_on.set()
-    packer.join(30)
-    reader.join(30)
+    while weight._use_count() == 1 and reader.is_alive():
+        pass
+    packing.pack([[weight]])
+    order.append("packed")
+    reader.join()
     assert order == ["read", "packed"]
+
+
+def test_packing_does_not_wait_for_a_graph():
+    layer = nn.Linear(4, 4)
+    expected, kept = layer.weight.detach().clone(), layer(torch.ones(4))
+    packing.pack([[layer.weight]])
+    assert packing.packed([layer.weight]) is not None
+    kept.sum().backward()
+    assert torch.equal(layer.weight, expected) and torch.equal(layer.weight.grad, torch.ones(4, 4))
 
 
 # --- leftovers that do nothing

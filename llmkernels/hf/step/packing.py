@@ -12,14 +12,12 @@ packed is read off their addresses in every call. A weight that gets another ten
 `load_state_dict(assign=True)`, a merged adapter) takes its group apart; the next decode step packs that group again.
 
 Other threads may use the parameters meanwhile, in a forward of the model's modules: the memory that a parameter had is
-freed when each call of a Linear that may have begun on it has ended.
+freed when the operations that may have begun on it have ended.
 """
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,7 @@ from .._private import _new_with_weak_ptr
 from .graphs import no_recording
 
 LOCK = threading.RLock()  # held while weights are packed or unpacked, or must not be
-_LINEAR_FORWARD = nn.Linear.forward.__code__
+_LONGEST_WAIT = 0.05  # s, for who holds a parameter without reading it
 _TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while packing
 
 _bases: dict[int, StorageWeakRef] = {}  # by the address of a packed parameter: the storage of its base, if it is alive
@@ -144,7 +142,7 @@ def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> N
             new.copy_(parameter.data)
             # A thread that reads it at this moment has the old storage or the new one, both from offset 0.
             parameter.data = new
-        _wait_for_readers()
+        _wait_for_readers(group)
         freed += sum(tensor.nbytes for tensor in old)
         if on_cuda:
             torch.cuda.synchronize(group[0].device)  # streams may still read what is freed here
@@ -156,22 +154,16 @@ def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> N
         torch.cuda.empty_cache()
 
 
-def _wait_for_readers() -> None:
-    """Return when each call of a Linear that other threads are in now has ended."""
-    inside = _calls_of_linears()
-    while inside:
+def _wait_for_readers(group: Sequence[nn.Parameter]) -> None:
+    """Return when no operation that other threads have begun reads the memory that the parameters had before.
+
+    An operation holds its arguments until it ends, beside the Python object that holds each always. So do for longer
+    autograd's graphs, views and DDP's buckets. Nobody waits for those: what an operation reads after _LONGEST_WAIT it
+    reads by a view, which keeps the memory alive.
+
+    (The frames of other threads would tell which calls they are in, but Python 3.11 lets go of frames that it hands out
+    while their variables are cleared, and who reads them crashes.)
+    """
+    end = time.monotonic() + _LONGEST_WAIT
+    while any(parameter._use_count() > 1 for parameter in group) and time.monotonic() < end:
         time.sleep(1e-4)
-        inside &= _calls_of_linears()
-
-
-def _calls_of_linears() -> set[FrameType]:
-    """The calls of Linear.forward in other threads, of whatever Linear: their variables can not be read safely."""
-    found = set()
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]  # which would keep all that the callers hold alive, in a cycle
-    for frame in frames.values():
-        while frame is not None:
-            if frame.f_code is _LINEAR_FORWARD:
-                found.add(frame)
-            frame = frame.f_back
-    return found
