@@ -21,7 +21,7 @@ def norm(x, norm):
     if norm is None:
         return x
     if norm.options.kind == "layer_norm":
-        return oracles.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        return oracles.layer_norm(x, norm.weight, norm.bias, norm.eps, weight_offset=norm.options.weight_offset)
     options = {name: getattr(norm.options, name) for name in ("weight_offset", "cast_before_weight")}
     return oracles.rms_norm(x, norm.weight, norm.eps, **options)
 

@@ -264,9 +264,7 @@ EXPECTED = {
     "hyperclovax": Expected("HyperCLOVA X", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
     "helium": Expected("Helium", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
     "arcee": Expected("Arcee", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "relu2": 2}),
-    "nemotron": Expected(
-        "Nemotron", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "relu2": 2}, "a norm whose weight has an offset"
-    ),
+    "nemotron": Expected("Nemotron", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "relu2": 2}),
     "phi": Expected("Phi", {"layer_norm": 3, "rope": 2, "bias_gelu": 2}),
     "gpt_neox": Expected("GPT-NeoX, Pythia", {"layer_norm": 5, "rope": 2, "bias_gelu": 2}),
     "stablelm": Expected("StableLM", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "swiglu": 2}),

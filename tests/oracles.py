@@ -40,7 +40,8 @@ def add_rms_norm(x, residual, weight=None, eps=1e-6, **options):
     return rms_norm(total, weight, eps, **options), total
 
 
-def layer_norm(x, weight=None, bias=None, eps=1e-5):
+def layer_norm(x, weight=None, bias=None, eps=1e-5, *, weight_offset=0.0):
+    weight = None if weight is None else weight + weight_offset
     is_autocast = x.is_cuda and torch.is_autocast_enabled("cuda")  # which gives all of them one dtype
     if is_autocast or x.dtype == torch.float64 or weight is None or weight.dtype == x.dtype:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -48,9 +49,9 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5):
     return F.layer_norm(x.float(), x.shape[-1:], *wide, eps).to(x.dtype)
 
 
-def add_layer_norm(x, residual, weight=None, bias=None, eps=1e-5):
+def add_layer_norm(x, residual, weight=None, bias=None, eps=1e-5, *, weight_offset=0.0):
     total = x + residual
-    return layer_norm(total, weight, bias, eps), total
+    return layer_norm(total, weight, bias, eps, weight_offset=weight_offset), total
 
 
 def swiglu(gate, up=None):
@@ -305,7 +306,7 @@ def check_rms_norm_rope(ours, eager, inputs, **options):
     check(ours, eager, inputs, count=count, scales=scales, grad_outputs=grad_outputs)
 
 
-def check_layer_norm(ours, eager, rows, parameters, grad_layout=None, eps=1e-5):
+def check_layer_norm(ours, eager, rows, parameters, grad_layout=None, eps=1e-5, weight_offset=0.0):
     """`check` for layer_norm and add_layer_norm, with errors relative to what is summed up, as in `check_norm`.
 
     `parameters` has the weight, the bias, both or none, by name.
@@ -313,7 +314,8 @@ def check_layer_norm(ours, eager, rows, parameters, grad_layout=None, eps=1e-5):
     count = len(rows)
 
     def named(function):
-        return lambda *t: function(*t[:count], **dict(zip(parameters, t[count:], strict=True)), eps=eps)
+        options = {"eps": eps, "weight_offset": weight_offset}
+        return lambda *t: function(*t[:count], **dict(zip(parameters, t[count:], strict=True)), **options)
 
     inputs = (*rows, *parameters.values())
     grad_outputs = [torch.randn_like(t) for t in tensors(named(eager)(*inputs))]
@@ -321,7 +323,7 @@ def check_layer_norm(ours, eager, rows, parameters, grad_layout=None, eps=1e-5):
         grad_outputs = [laid_out(t, grad_layout) for t in grad_outputs]
     total, grad_y = sum(in_double(rows)), grad_outputs[0].double()
     rstd = torch.rsqrt((total - total.mean(-1, keepdim=True)).square().mean(-1, keepdim=True) + eps)
-    weighted = grad_y * parameters["weight"].double() if "weight" in parameters else grad_y
+    weighted = grad_y * (weight_offset + parameters["weight"].double()) if "weight" in parameters else grad_y
     of_row = weighted.abs() * rstd + sum(in_double(grad_outputs[1:]), torch.zeros_like(total)).abs()
     scales = [None] * len(grad_outputs) + [of_row.amax(-1, keepdim=True)] * count
     if grad_y.numel():

@@ -130,9 +130,10 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     yield call("rms_norm_backward", x, y, weight, z, 1e-6, 0.0, True, True)
 
     yield call("layer_norm", x, weight, bias)
+    yield call("layer_norm", x, weight, bias, weight_offset=1.0)
     yield call("add_layer_norm", x, y, weight, bias)
     yield call("add_layer_norm", x, y, None, weight)
-    yield call("layer_norm_backward", x, y, weight, z, 1e-5, True, True)
+    yield call("layer_norm_backward", x, y, weight, z, 1e-5, 1.0, True, True)
 
     table = torch.outer(torch.arange(max(tokens, keys) + 8.0), 1e4 ** -(torch.arange(dim // 2) * 2 / dim))
     cos, sin = (torch.cat((t, t), -1).to(device, dtype) for t in (table.cos(), table.sin()))

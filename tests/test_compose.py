@@ -126,7 +126,7 @@ def make(
     def make_attention(index):
         def qk_norm(count):
             size = {"heads": dim, "rows": count * dim}.get(normed)
-            return None if size is None else make_norm(size, RMS_NORM if norm is LAYER_NORM else norm, 0.5)
+            return None if size is None else make_norm(size, RMS_NORM if norm.kind == "layer_norm" else norm, 0.5)
 
         return Attention(
             qkv=make_product((heads + 2 * kv_heads) * dim, hidden, bias),
@@ -260,6 +260,7 @@ FORMS = {
     "partial, interleaved": {"rotary_dim": 32, "interleaved": True, "post": True},
     **{name: {"activation": name} for name in ("gelu", "relu2", "sigmoid")},
     "plain gelu": {"activation": "gelu", "gated": False, "mlp_bias": True, "norm": LAYER_NORM},
+    "nemotron": {"activation": "relu2", "gated": False, "norm": dataclasses.replace(LAYER_NORM, weight_offset=1.0)},
     "plain tanh": {"activation": "gelu_pytorch_tanh", "gated": False},
     "plain silu": {"activation": "silu", "gated": False, "mlp_bias": True},
     "plain relu2": {"activation": "relu2", "gated": False, "rotary_dim": 16},

@@ -190,7 +190,9 @@ PRODUCERS = {
     "rms_norm_rope_backward": lambda x: rms_norm_rope_backward(x)[0][0, 0],
     "rms_norm_backward": lambda x: torch.ops.llmkernels.rms_norm_backward(x, x, x[0], None, 1e-6, 0.0, True, True)[0],
     "layer_norm": lambda x: llmkernels.layer_norm(x, x[0], x[1]),
-    "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, True, True)[0],
+    "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, 0.0, True, True)[
+        0
+    ],
     "glu_backward": lambda x: glu_backward(x, x, x)[1],
     "softmax": lambda x: llmkernels.softmax(x),
     "softmax_backward": lambda x: torch.ops.llmkernels.softmax_backward(x, x, 1.0),
@@ -201,7 +203,7 @@ CONSUMERS = {
     "rms_norm of unaligned rows": lambda x: llmkernels.rms_norm(x[:, 1:]),
     "layer_norm": lambda x: llmkernels.layer_norm(x, x[0], x[1]),
     "layer_norm of unaligned rows": lambda x: llmkernels.layer_norm(x[:, 1:]),
-    "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, True, True),
+    "layer_norm_backward": lambda x: torch.ops.llmkernels.layer_norm_backward(x, x, x[0], None, 1e-5, 0.0, True, True),
     "swiglu": lambda x: llmkernels.swiglu(x, x),
     "rope": lambda x: even_rope(x[:, : x.size(1) // 2 * 2]),
     "rms_norm_rope": even_rms_norm_rope,

@@ -85,7 +85,7 @@ def test_a_model_patched_again_is_read_once(reads):
         reads.clear()
 
 
-@pytest.mark.parametrize("name", ["nemotron", "cohere_qk_norm", "stablelm_parallel", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["cohere_qk_norm", "stablelm_parallel", "mixtral", "gpt_oss"])
 def test_a_refusal_is_read_once(name, reads):
     model = family_model(name)
     handle = llmkernels.patch(model)

@@ -123,7 +123,8 @@ def fuzz_layer_norm(generator, device):
     name = "add_layer_norm" if added else "layer_norm"
     grad_layout = generator.choice([None, "row_strided", "transposed", "offset"])
     ours, eager = (getattr(module, name) for module in (llmkernels, oracles))
-    check_layer_norm(ours, eager, x, parameters, grad_layout, eps=10 ** generator.uniform(-6, -1))
+    options = {"eps": 10 ** generator.uniform(-6, -1), "weight_offset": generator.choice([0.0, 1.0])}
+    check_layer_norm(ours, eager, x, parameters, grad_layout, **options)
 
 
 def fuzz_glu(generator, device):

@@ -52,6 +52,15 @@ def test_forward_and_backward(device, rows, cols, name, dtype):
 @every_dtype
 @every_function
 @every_given
+@pytest.mark.parametrize("cols", [384, 385, 1001, 20000, 20001])
+def test_weight_offset(device, name, given, cols, dtype):
+    rows, parameters = make(name, 65 if device == "cuda" else 7, cols, dtype, device, given)
+    check_layer_norm(*FUNCTIONS[name], rows, parameters, weight_offset=1.0)
+
+
+@every_dtype
+@every_function
+@every_given
 @pytest.mark.parametrize("eps", [1e-5, 0.5])
 def test_parameters_that_are_absent(device, name, given, eps, dtype):
     check_layer_norm(*FUNCTIONS[name], *make(name, 65, 384, dtype, device, given), eps=eps)
@@ -311,7 +320,7 @@ def test_backward_op_leaves_out_what_is_not_wanted(device):
     backward = torch.ops.llmkernels.layer_norm_backward
     for given in (weight, None):
         for wanted in ((True, True), (True, False), (False, True), (False, False)):
-            sizes = [len(t) for t in backward(x, x, given, None, 1e-5, *wanted)[1:]]
+            sizes = [len(t) for t in backward(x, x, given, None, 1e-5, 0.0, *wanted)[1:]]
             assert sizes == [32 * (wanted[0] and given is not None), 32 * wanted[1]]
 
 
@@ -361,7 +370,7 @@ _op = torch.ops.llmkernels
 
 
 def _backward(grad_y, x, weight, grad_sum):
-    return _op.layer_norm_backward(grad_y, x, weight, grad_sum, 1e-5, True, True)
+    return _op.layer_norm_backward(grad_y, x, weight, grad_sum, 1e-5, 0.0, True, True)
 
 
 @pytest.mark.parametrize("message, call", ERRORS.items(), ids=range(len(ERRORS)))

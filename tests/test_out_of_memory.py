@@ -25,7 +25,7 @@ CALLS = {
     "rms_norm_backward": lambda x: _ops.rms_norm_backward(x, x, None, None, 1e-6, 0.0, True, False),
     "add_rms_norm": lambda x: llmkernels.add_rms_norm(x, x),
     "layer_norm": lambda x: llmkernels.layer_norm(x),
-    "layer_norm_backward": lambda x: _ops.layer_norm_backward(x, x, None, None, 1e-5, False, False),
+    "layer_norm_backward": lambda x: _ops.layer_norm_backward(x, x, None, None, 1e-5, 0.0, False, False),
     "add_layer_norm": lambda x: llmkernels.add_layer_norm(x, x),
     "swiglu": lambda x: llmkernels.swiglu(x, x),
     "swiglu packed": lambda x: llmkernels.swiglu(x),

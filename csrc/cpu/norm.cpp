@@ -1,6 +1,6 @@
 // RMSNorm and LayerNorm on the CPU, computed in float32 (float64 for float64):
 //   rstd = 1 / sqrt(mean((x - m)^2) + eps), n = (x - m) * rstd, y = n * (offset + weight) + bias, after x has been
-//   increased by the residual; m is mean(x) for LayerNorm, which has no offset, and 0 for RMSNorm, which has no bias.
+//   increased by the residual; m is mean(x) for LayerNorm, and 0 for RMSNorm, which has no bias.
 //   With a target: target = addend + alpha y, where y, the product and the sum are rounded to the dtype.
 //   Backward, with g = grad_y * (offset + weight): grad_x = rstd * (g - c - n * mean(g * n)) + grad_sum, where c is
 //   mean(g) for LayerNorm and 0 for RMSNorm; grad_weight = sum over rows of grad_y * k, where k is what the weight was
@@ -106,7 +106,7 @@ inline void forward_rows(const NormParams& p, int64_t row_begin, int64_t row_end
       if constexpr (kCentered) {
         const LoopType<T>* b = bias.load(begin, count);
         for (int64_t i = 0; i < count; ++i) {
-          out[i] = narrow<T>((widen(v[i]) - mean) * rstd * widen(w[i]) + widen(b[i]));
+          out[i] = narrow<T>((widen(v[i]) - mean) * rstd * rounded<T>(offset + widen(w[i])) + widen(b[i]));
         }
       } else {
         for (int64_t i = 0; i < count; ++i) {
@@ -153,7 +153,7 @@ inline void backward_chunks(const NormBackwardParams& p, int64_t partial_begin, 
         squares += sum_of<A>(count, [=](int64_t i) { return square(widen(v[i]) - mean); });
         products +=
             sum_of<A>(count, [=](int64_t i) { return widen(dy[i]) * (offset + widen(w[i])) * (widen(v[i]) - mean); });
-        if (kCentered) sum_g += sum_of<A>(count, [=](int64_t i) { return widen(dy[i]) * widen(w[i]); });
+        if (kCentered) sum_g += sum_of<A>(count, [=](int64_t i) { return widen(dy[i]) * (offset + widen(w[i])); });
       });
       const A rstd = reciprocal_rms(squares, p.cols, p.options.eps);
       const A projection = products * rstd / static_cast<A>(p.cols);  // mean(g * n)

@@ -4,9 +4,9 @@
 
 namespace llmk {
 
-struct RmsNormOptions {  // of LayerNorm: {eps, 0, false}
+struct RmsNormOptions {  // of LayerNorm: {eps, weight_offset, false}
   double eps;
-  double weight_offset;     // the row is scaled by weight_offset + weight: 0, or 1 for Gemma
+  double weight_offset;     // a weight scales the row by weight_offset + weight: 0, or 1 for Gemma
   bool cast_before_weight;  // round x / rms to the dtype before the multiplication by the weight, as Hugging Face does
 };
 

@@ -103,13 +103,16 @@ void rms_norm_add_(Tensor residual, const Tensor& x, std::optional<Tensor> weigh
   if (x.numel() > 0) NormSum(residual, residual, x, {weight, options}, alpha).run(op);
 }
 
-Tensor layer_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps) {
-  return forward("layer_norm", NormKind::kLayer, x, std::nullopt, weight, bias, {eps, 0, false}).first;
+Tensor layer_norm(const Tensor& x, std::optional<Tensor> weight, std::optional<Tensor> bias, double eps,
+                  double weight_offset) {
+  const RmsNormOptions options{eps, weight_offset, false};
+  return forward("layer_norm", NormKind::kLayer, x, std::nullopt, weight, bias, options).first;
 }
 
 std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, std::optional<Tensor> weight,
-                                          std::optional<Tensor> bias, double eps) {
-  const auto [y, sum] = forward("add_layer_norm", NormKind::kLayer, x, residual, weight, bias, {eps, 0, false});
+                                          std::optional<Tensor> bias, double eps, double weight_offset) {
+  const RmsNormOptions options{eps, weight_offset, false};
+  const auto [y, sum] = forward("add_layer_norm", NormKind::kLayer, x, residual, weight, bias, options);
   return {y, *sum};
 }
 
@@ -196,9 +199,11 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor&
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, const Tensor& x,
                                                        std::optional<Tensor> weight, std::optional<Tensor> grad_sum,
-                                                       double eps, bool needs_grad_weight, bool needs_grad_bias) {
-  return backward("layer_norm_backward", NormKind::kLayer, grad_y, x, weight, grad_sum, {eps, 0, false},
-                  needs_grad_weight, needs_grad_bias);
+                                                       double eps, double weight_offset, bool needs_grad_weight,
+                                                       bool needs_grad_bias) {
+  const RmsNormOptions options{eps, weight_offset, false};
+  return backward("layer_norm_backward", NormKind::kLayer, grad_y, x, weight, grad_sum, options, needs_grad_weight,
+                  needs_grad_bias);
 }
 
 void register_ops(StableLibrary& ops) {

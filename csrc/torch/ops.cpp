@@ -26,12 +26,14 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
   ops.def(
       "rms_norm_add_(Tensor(a!) residual, Tensor x, Tensor? weight=None, float eps=1e-6, float weight_offset=0.0, "
       "bool cast_before_weight=True, float alpha=1.0) -> ()");
-  differentiable("layer_norm", "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor");
+  differentiable(
+      "layer_norm",
+      "(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, float weight_offset=0.0) -> Tensor");
   differentiable("add_layer_norm",
-                 "(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> "
-                 "(Tensor y, Tensor sum)");
+                 "(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, float eps=1e-5, "
+                 "float weight_offset=0.0) -> (Tensor y, Tensor sum)");
   ops.def(
-      "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, "
+      "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? grad_sum, float eps, float weight_offset, "
       "bool needs_grad_weight, bool needs_grad_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 
   // softmax.cpp

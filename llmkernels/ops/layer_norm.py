@@ -23,15 +23,25 @@ _layer_norm, _add_layer_norm = caller("layer_norm"), caller("add_layer_norm")
 
 
 @public
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    weight_offset: float = 0.0,
+) -> Tensor:
     r"""Layer normalization over the last dimension.
 
-    .. math:: y = \frac{x - m}{\sqrt{\mathrm{mean}((x - m)^2) + \mathrm{eps}}} \cdot w + b, \qquad m = \mathrm{mean}(x)
+    .. math::
+        y = \frac{x - m}{\sqrt{\mathrm{mean}((x - m)^2) + \mathrm{eps}}} \cdot (\mathrm{weight\_offset} + w) + b,
+        \qquad m = \mathrm{mean}(x)
 
     Args:
         x: (..., N); float32, float16 or bfloat16, on the CPU also float64. N of any size.
         weight, bias: (N,), or None for 1 and 0; each of them without the other, too.
         eps: added to the variance.
+        weight_offset: added to the weight, if there is one, and the sum rounded: 1 for Nemotron's (1 + w).
 
     Returns:
         y with the shape, dtype and device of ``x``, contiguous.
@@ -41,11 +51,11 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         cost the variance accuracy; a row of equal numbers gives the bias exactly.
     Differentiable: once, in ``x``, ``weight`` and ``bias``; saves ``x`` and ``weight``, nothing else.
     Deterministic: yes, gradients included. A row's bits do not depend on the other rows.
-    Matches: ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)``. A weight or bias of another dtype
-        is computed with in the common type, and y rounded to that of ``x``.
+    Matches: ``torch.nn.functional.layer_norm(x, x.shape[-1:], weight + weight_offset, bias, eps)``. A weight or bias of
+        another dtype is computed with in the common type, and y rounded to that of ``x``.
     Autocast: on a GPU y is float32, as PyTorch's own is.
     Raises: RuntimeError for other dtypes, a weight or bias that is not (N,), or tensors on different devices;
-        ValueError for an ``eps`` that is negative or not finite.
+        ValueError for an ``eps`` that is negative or not finite, or a ``weight_offset`` that is not finite.
     Source: Ba, Kiros and Hinton 2016, "Layer Normalization".
 
     >>> layer_norm(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]))
@@ -53,13 +63,19 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     """
     x, weight, bias = widened_by_autocast(x, weight, bias)
     if _is_mixed(x, weight, bias):
-        return _mixed(x, weight, bias, eps)
-    return _layer_norm(x, weight, bias, eps)
+        return _mixed(x, weight, bias, eps, weight_offset)
+    return _layer_norm(x, weight, bias, eps, weight_offset)
 
 
 @public
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     r"""Residual add, then LayerNorm: ``s = x + residual``, ``y = layer_norm(s)``, in one pass over memory.
 
@@ -83,8 +99,8 @@ def add_layer_norm(
     (wide_x,) = widened_by_autocast(x)
     if wide_x.dtype != x.dtype or _is_mixed(x, weight, bias):
         s = x + residual
-        return layer_norm(s, weight, bias, eps), s
-    return _add_layer_norm(x, residual, weight, bias, eps)
+        return layer_norm(s, weight, bias, eps, weight_offset=weight_offset), s
+    return _add_layer_norm(x, residual, weight, bias, eps, weight_offset)
 
 
 def _is_mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -92,20 +108,20 @@ def _is_mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
     return others and x.is_floating_point()
 
 
-def _mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float) -> Tensor:
     """A weight or bias of another dtype: computed in the type that holds all of them."""
     common = x.dtype
     for t in (weight, bias):
         common = common if t is None else torch.promote_types(common, t.dtype)
     weight, bias = (None if t is None else t.to(common) for t in (weight, bias))
-    return layer_norm(x.to(common), weight, bias, eps).to(x.dtype)
+    return layer_norm(x.to(common), weight, bias, eps, weight_offset=weight_offset).to(x.dtype)
 
 
 register_fake("layer_norm", lambda x, *options, **named: contiguous_like(x))
 register_fake("add_layer_norm", lambda x, *options, **named: (contiguous_like(x), contiguous_like(x)))
 
 
-def _fake_backward(grad_y, x, weight, grad_sum, eps, needs_grad_weight, needs_grad_bias):
+def _fake_backward(grad_y, x, weight, grad_sum, eps, weight_offset, needs_grad_weight, needs_grad_bias):
     sizes = (x.shape[-1:] if wanted else (0,) for wanted in (weight is not None and needs_grad_weight, needs_grad_bias))
     return contiguous_like(x), *(x.new_empty(size) for size in sizes)
 
@@ -113,10 +129,10 @@ def _fake_backward(grad_y, x, weight, grad_sum, eps, needs_grad_weight, needs_gr
 register_fake("layer_norm_backward", _fake_backward, overloads=("",))
 
 
-def _save(ctx, x, weight, bias, eps, first):
+def _save(ctx, x, weight, bias, eps, weight_offset, first):
     """`first` is the index of the weight among the inputs of the op."""
     ctx.save_for_backward(x, weight)
-    ctx.eps = eps
+    ctx.options = eps, weight_offset
     ctx.wanted = (
         weight is not None and ctx.needs_input_grad[first],
         bias is not None and ctx.needs_input_grad[first + 1],
@@ -135,19 +151,19 @@ def _setup_add_layer_norm(ctx, inputs, output):
 def _gradients(ctx, grad_y, grad_sum):
     """(grad_x, grad_weight, grad_bias), None where it is not wanted."""
     x, weight = ctx.saved_tensors
-    grad_x, *others = _ops.layer_norm_backward(grad_y, x, weight, grad_sum, ctx.eps, *ctx.wanted)
+    grad_x, *others = _ops.layer_norm_backward(grad_y, x, weight, grad_sum, *ctx.options, *ctx.wanted)
     return grad_x, *(grad if wanted else None for grad, wanted in zip(others, ctx.wanted, strict=True))
 
 
 @differentiable_once
 def _layer_norm_backward(ctx, grad_y):
-    return *_gradients(ctx, grad_y, None), None
+    return *_gradients(ctx, grad_y, None), None, None
 
 
 @differentiable_once
 def _add_layer_norm_backward(ctx, grad_y, grad_sum):
     grad_x, *others = _gradients(ctx, grad_y, grad_sum)
-    return grad_x, grad_x, *others, None
+    return grad_x, grad_x, *others, None, None
 
 
 register_autograd("layer_norm", _layer_norm_backward, _setup_layer_norm)

@@ -4,7 +4,7 @@
 //   s = round(x + residual)                                       (s = x without a residual)
 //   RMSNorm:    n = s / sqrt(mean(s^2) + eps)                     fp32
 //               y = round(round(n) (offset + w))   or   round(n (offset + w)) the two rounding orders in use
-//   LayerNorm:  n = (s - m) / sqrt(mean((s - m)^2) + eps), m = mean(s); y = round(n w + b)
+//   LayerNorm:  n = (s - m) / sqrt(mean((s - m)^2) + eps), m = mean(s); y = round(n round(offset + w) + b)
 //
 // An RMSNorm behind a block is added to the residual, the addend: target = round(addend + round(alpha y)).
 //
@@ -92,11 +92,12 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
     of_row.rstd = rsqrtf(row_sum(squares, group, shared) * inverse_cols + eps);
   }
   const Scale scale(params);
+  [[maybe_unused]] const float weight_offset = weight_offset_of(params);
   const auto output = [&](int v) {
     if constexpr (kCentered) {  // weight and bias come late, since registers are worth more than their latency
       forget_floats(s[v]);
       const V weight = load_or<T, N>(row.weight, offset(v), 1.f), bias = load_or<T, N>(row.bias, offset(v), 0.f);
-      return Centered<T, N>(s[v], of_row.mean).output(of_row.rstd, weight, bias);
+      return Centered<T, N>(s[v], of_row.mean).output(of_row.rstd, with_offset(weight, weight_offset), bias);
     }
     return scale(s[v], w[v], of_row.rstd);
   };
@@ -154,11 +155,12 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
   group_sum(sums, group, shared[kCentered ? 1 : 0]);
   const RowScale of_row = scale_of_sums(number, sums[0], sums[1], inverse_cols, eps);
   const Scale scale(params);
+  [[maybe_unused]] const float weight_offset = weight_offset_of(params);
   for (int64_t c = begin; c < end; c += step) {
     const V s = V::load(source + c);
     if constexpr (kCentered) {
       const V w = load_or<T, N>(row.weight, c, 1.f), b = load_or<T, N>(row.bias, c, 0.f);
-      Centered<T, N>(s, of_row.mean).output(of_row.rstd, w, b).store(row.y + c);
+      Centered<T, N>(s, of_row.mean).output(of_row.rstd, with_offset(w, weight_offset), b).store(row.y + c);
     } else {
       const V w = params.weight ? V::load(row.weight + c) : V{};
       const V y = scale(s, w, of_row.rstd);
@@ -214,13 +216,14 @@ __global__ void __launch_bounds__(kCachedThreads)
   group_sum(sums, at.group, shared[kCentered ? 1 : 0]);
   const RowScale of_row = scale_of_sums(number, sums[0], sums[1], inverse_cols, eps);
   const Scale scale(params);
+  [[maybe_unused]] const float weight_offset = weight_offset_of(params);
   const auto parameter = [&](const T* values, int c, float otherwise) {
     return values ? load_shifted(values, c, 0, cols) : V::of([=](int) { return otherwise; });
   };
   const auto output = [&](int c) {
     if constexpr (kCentered) {
       const V w = parameter(row.weight, c, 1.f), b = parameter(row.bias, c, 0.f);
-      return Centered<T, N>(load(c), of_row.mean).output(of_row.rstd, w, b);
+      return Centered<T, N>(load(c), of_row.mean).output(of_row.rstd, with_offset(w, weight_offset), b);
     }
     return scale(load(c), parameter(row.weight, c, 0.f), of_row.rstd);
   };

@@ -7,6 +7,11 @@
 
 namespace llmk::kernels::norm {
 
+// What the weight is increased by; without one the scale is 1.
+__device__ inline float weight_offset_of(const NormParams& params) {
+  return params.weight ? static_cast<float>(params.options.weight_offset) : 0.f;
+}
+
 // How a vector of an RMSNorm is scaled; `w` is read only where there is a weight.
 struct Scale {
   bool has_weight, cast_before_weight;
@@ -29,6 +34,12 @@ struct Scale {
     return V::of([&](int i) { return n[i] * (weight_offset + w[i]); });
   }
 };
+
+// A LayerNorm's weight with its offset, rounded as PyTorch rounds weight + offset.
+template <typename T, int N>
+__device__ Vec<T, N> with_offset(const Vec<T, N>& w, float offset) {
+  return offset == 0.f ? w : Vec<T, N>::of([&](int i) { return offset + w[i]; });
+}
 
 // The differences d of a vector to a number.
 template <typename T, int N>

@@ -115,11 +115,14 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
   }
 #pragma unroll
   for (int i = 0; i < kWords; ++i) forget_floats(s[i]);
+  const float offset = weight_offset_of(params);
   if constexpr (kCentered) {
     W bias[kHalf];
 #pragma unroll
     for (int half = 0; half < kWords; half += kHalf) {
       load_parameters(row.weight, all, x.column(half), 1.f, w);
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) w[i] = with_offset(w[i], offset);
       load_parameters(row.bias, all, x.column(half), 0.f, bias);
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) {
@@ -127,7 +130,7 @@ __global__ void __launch_bounds__(kMaxWordThreads, 2)
       }
     }
   } else {
-    const float offset = row.weight ? static_cast<float>(params.options.weight_offset) : 0.f, rstd = of_row.rstd;
+    const float rstd = of_row.rstd;
     if (params.options.cast_before_weight) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) s[i] = W::of([&](int k) { return s[i][k] * rstd; });

@@ -121,13 +121,8 @@ _NORMS += [
 
 def apply_norm(options: NormOptions, x: torch.Tensor, weight: Any, bias: Any, eps: float) -> torch.Tensor:
     if options.kind == "layer_norm":
-        return layer_norm(x, offset_weight(options, weight), bias, eps)
+        return layer_norm(x, weight, bias, eps, weight_offset=options.weight_offset)
     return rms_norm(x, weight, eps, weight_offset=options.weight_offset, cast_before_weight=options.cast_before_weight)
-
-
-def offset_weight(options: NormOptions, weight: torch.Tensor | None) -> torch.Tensor | None:
-    """Of a layer norm, whose op has no offset."""
-    return weight + options.weight_offset if options.weight_offset else weight
 
 
 def norm_of(cls: type) -> NormOptions:

@@ -11,7 +11,7 @@ class NormOptions:
     """What a norm computes, in the words of `llmkernels.rms_norm` and `llmkernels.layer_norm`.
 
     `kind` is one of the two; `eps` names the module's attribute. A norm without `has_weight` has none, or does not use
-    it. A "layer_norm" with `weight_offset` rounds weight + offset to the dtype first.
+    it.
     """
 
     kind: str = "rms_norm"

@@ -322,8 +322,6 @@ class _Reader:
                 options, weight, bias, eps = layout.norm_of_module(module, node.args[0].value)
             except UnknownLayout as reason:
                 raise UnknownLayout(f"has the module {type(module).__name__}: {reason}") from None
-            if options.kind == "layer_norm" and options.weight_offset:
-                raise UnknownLayout(f"has a norm whose weight has an offset, {type(module).__name__}")
             paths = (None if name is None else Path(f"{node.name}.{name}") for name in (weight, bias))
             self._norms[node.name] = Norm(options, *paths, Number(eps, node.name, options.eps))
         return self._norms[node.name]

@@ -18,7 +18,7 @@ from torch import nn
 
 from llmkernels.ops import add_layer_norm, add_rms_norm
 
-from ..classes.layout import apply_norm, kind_of, mlp_of, norm_of, offset_weight, rotate, rotation_name, rotation_of
+from ..classes.layout import apply_norm, kind_of, mlp_of, norm_of, rotate, rotation_name, rotation_of
 from ..classes.options import FusedNormNames, MLPNames, NormOptions, Rotation, is_lora
 from ..classes.origin import Name, check_origin, names_of
 from ..classes.source import bind_global, fuse_adds
@@ -68,7 +68,7 @@ def _norm_members(original: Callable, options: NormOptions) -> dict[str, Callabl
             return None
         count(norm, add_op)
         if op == "layer_norm":
-            return add_layer_norm(hidden_states, residual, offset_weight(options, weight), bias, eps)
+            return add_layer_norm(hidden_states, residual, weight, bias, eps, weight_offset=options.weight_offset)
         numbers = {"weight_offset": options.weight_offset, "cast_before_weight": options.cast_before_weight}
         return add_rms_norm(hidden_states, residual, weight, eps, **numbers)
 

@@ -277,7 +277,8 @@ def _sum(hidden: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Source]:
     if norm.options.kind == "rms_norm":
         normed, total = _ops.add_rms_norm(y, hidden, norm.weight, *options_of(norm))
     else:
-        normed, total = _ops.add_layer_norm(y, hidden, norm.weight, norm.bias, norm.eps)
+        options = norm.weight, norm.bias, norm.eps, norm.options.weight_offset
+        normed, total = _ops.add_layer_norm(y, hidden, *options)
     return total, Source(normed)
 
 

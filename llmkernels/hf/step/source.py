@@ -104,4 +104,4 @@ def normalize(x: Tensor, norm: Norm | None) -> Tensor:
         return x
     if norm.options.kind == "rms_norm":
         return _ops.rms_norm(x, norm.weight, *options_of(norm))
-    return _ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+    return _ops.layer_norm(x, norm.weight, norm.bias, norm.eps, norm.options.weight_offset)
