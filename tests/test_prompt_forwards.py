@@ -277,6 +277,24 @@ def test_hidden_states(name, how, by_forward, request):
     assert model(ids).hidden_states is None
 
 
+@pytest.mark.parametrize("kept", [torch.tensor([0, 2]), torch.tensor([0]), torch.tensor(-1), -2])
+@torch.no_grad()
+def test_other_logits_to_keep_than_the_last_ones(kept, by_forward):
+    """The modules keep them, whether such a prompt has run before or not."""
+    model, ids = family_model("llama"), tiny_inputs(tokens=5)
+
+    def run():
+        return [model(ids, use_cache=use_cache, logits_to_keep=kept).logits for use_cache in (True, False)]
+
+    expected = run()
+    llmkernels.patch(model)
+    for _ in range(2):
+        for ours, theirs in zip(run(), expected, strict=True):
+            assert_close(ours, theirs)
+        model(ids)
+    assert prompts(model) == {STEP: 2, by_forward_of("logits_to_keep is no number of tokens"): 4}
+
+
 @torch.no_grad()
 def test_hidden_states_of_another_kind(by_forward):
     """Beacon's class returns none."""

@@ -100,6 +100,9 @@ def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> dict[str
     if device not in PROMPT_DEVICES:
         raise NoStep(f"a prompt on {device}")
     _check_call(model, given, _OF_PROMPTS)
+    kept = given.get("logits_to_keep")
+    if kept is not None and not (isinstance(kept, int) and kept >= 0):
+        raise NoStep("logits_to_keep is no number of tokens")
     parts, logits, cache, states = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
     if (empty := given.get(cache_name())) is not None and empty is not cache:
         fill(empty, cache)
@@ -153,7 +156,7 @@ def _early_prompt(
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
     found = state.known(ids)
     layout = None if found is None else state.layouts.find(found[0].parts, *ids.shape)
-    if layout is None or not isinstance(kept, int) or is_kv_cache(given.get(cache_name())):
+    if layout is None or is_kv_cache(given.get(cache_name())):
         return None
     if given.get("output_hidden_states"):
         return None
@@ -184,8 +187,6 @@ def _composed_prompt(
     """The description of the model, the logits of the tokens to keep, the cache, and the hidden states, None where they
     are not asked for. Raises NoStep."""
     ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
-    if not isinstance(kept, int):
-        raise NoStep("logits_to_keep is no number")
     parts, _memory = _description(model, state, ids)
     _check_prompt(model, parts, given)
     batch, count = ids.shape
