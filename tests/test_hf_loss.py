@@ -67,6 +67,15 @@ def test_shifted_labels(device):
     check(tiny_model(device=device).train(), ids, labels=ids, shift_labels=ids.roll(-1, 1))
 
 
+@pytest.mark.parametrize("shape", [(-1,), (1, -1), (2, 1, -1)])
+def test_labels_of_another_shape(shape, device):
+    """transformers flattens both logits and labels."""
+    ids = tiny_inputs(device)
+    labels = ids.view(shape)
+    check(tiny_model(device=device).train(), ids, labels=labels)
+    check(tiny_model(device=device).train(), ids, labels=labels, shift_labels=ids.roll(-1, 1).view(shape))
+
+
 def test_a_tied_head(device):
     model = tiny_model(device=device, tie_word_embeddings=True).train()
     assert model.lm_head.weight is model.get_input_embeddings().weight

@@ -113,10 +113,10 @@ def _loss(
     """What ForCausalLMLoss computes of the logits: token t predicts token t + 1, a mean over what is not ignored."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = shift_labels.to(hidden.device)
+    target = shift_labels.reshape(-1).to(hidden.device)  # of any shape, as there
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = linear_cross_entropy(
-        hidden,
+        hidden.flatten(0, -2),
         head.weight,
         target,
         linear_bias=head.bias,
