@@ -238,6 +238,23 @@ def test_a_state_dict_is_the_weights(device):
     )
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_shared_memory(when):
+    """Other processes go on seeing the weights, of a model that is shared before or after they are packed."""
+    model, ids = small_model(), tiny_inputs()
+    handle = llmkernels.patch(model)
+    if when == "after":
+        hf_generate(model, ids)
+    model.share_memory()
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    found = hf_generate(model, ids)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+    assert "memory that processes share" in str(handle.report())
+    handle.unpatch()
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+    assert torch.equal(hf_generate(model, ids), found)
+
+
 def test_a_model_made_in_inference_mode(device):
     with torch.inference_mode():
         model = small_model(device=device)

@@ -75,6 +75,8 @@ def obstacle(parameters: Sequence[Tensor]) -> str | None:
             return "a weight was made in inference mode"
         if parameter.layout != torch.strided or parameter.device.type == "meta" or not parameter.is_contiguous():
             return "a weight has no ordinary memory"
+        if parameter.device.type == "cpu" and parameter.is_shared():
+            return "a weight is in memory that processes share"
         if parameter.dtype != first.dtype or parameter.device != first.device:
             return "weights that belong together differ in dtype or device"
         if parameter.shape[1:] != first.shape[1:]:
