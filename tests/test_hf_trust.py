@@ -153,6 +153,29 @@ def test_packing_waits_for_readers(monkeypatch):
     assert order == ["read", "packed"]
 
 
+def test_packing_waits_for_writers(monkeypatch):
+    """A method of the weight itself, as of load_state_dict and of optimizers, does not hold it."""
+    monkeypatch.setattr(packing, "_SHORTEST_WAIT", 5)
+    weight, order = nn.Parameter(torch.zeros(4096, 4096), requires_grad=False), []
+    old = weight.data  # what is written to is there in any case
+    begun = threading.Event()
+
+    def write():
+        begun.set()
+        weight.lgamma_()
+        order.append("written")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    begun.wait()
+    while not bool(old.flatten()[0]):
+        pass
+    packing.pack([[weight]])
+    order.append("packed")
+    writer.join()
+    assert order == ["written", "packed"]
+
+
 def test_packing_does_not_wait_for_a_graph():
     layer = nn.Linear(4, 4)
     expected, kept = layer.weight.detach().clone(), layer(torch.ones(4))

@@ -17,7 +17,7 @@ freed when the operations that may have begun on it have ended.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from .graphs import no_recording
 
 LOCK = threading.RLock()  # held while weights are packed or unpacked, or must not be
 _LONGEST_WAIT = 0.05  # s, for who holds a parameter without reading it
-_TRIM_BYTES = 1 << 30  # give freed CUDA memory back about this often while packing
+_SHORTEST_WAIT = 0.05  # s, beside other threads, for who reads or writes a parameter without holding it
+_TRIM_BYTES = 1 << 30  # give freed memory back about this often while packing
 
 _bases: dict[int, StorageWeakRef] = {}  # by the address of a packed parameter: the storage of its base, if it is alive
 
@@ -92,7 +93,8 @@ def obstacle(parameters: Sequence[Tensor]) -> str | None:
 def pack(groups: Iterable[Sequence[nn.Parameter]]) -> None:
     """Pack each group of parameters that is not packed yet, one after the other.
 
-    Needs memory for one group on top of the weights. Nobody may hold an address of the parameters.
+    Needs memory for one group on top of the weights; beside other threads for _TRIM_BYTES of groups. Nobody may hold an
+    address of the parameters.
     """
     with LOCK:
         for address in [address for address, ref in _bases.items() if ref.expired()]:
@@ -137,17 +139,21 @@ def _replace_all(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) 
 
 
 def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> None:
-    freed, on_cuda = 0, groups[0][0].is_cuda
-    for group in groups:
-        old = [parameter.data for parameter in group]
-        for parameter, new in zip(group, make_rows(group), strict=True):
-            new.copy_(parameter.data)
-            # A thread that reads it at this moment has the old storage or the new one, both from offset 0.
-            parameter.data = new
-        _wait_for_readers(group)
+    freed, on_cuda, others = 0, groups[0][0].is_cuda, threading.active_count() > 1
+    for some in _parts(groups, _TRIM_BYTES if others else 0):
+        old: list[Tensor] = []
+        try:
+            for group in some:
+                old += [parameter.data for parameter in group]
+                for parameter, new in zip(group, make_rows(group), strict=True):
+                    new.copy_(parameter.data)
+                    # A thread that reads it at this moment has the old storage or the new one, both from offset 0.
+                    parameter.data = new
+        finally:
+            _wait_for_readers([parameter for group in some for parameter in group], others)
         freed += sum(tensor.nbytes for tensor in old)
         if on_cuda:
-            torch.cuda.synchronize(group[0].device)  # streams may still read what is freed here
+            torch.cuda.synchronize(some[0][0].device)  # streams may still read what is freed here
         del old
         if on_cuda and freed >= _TRIM_BYTES:  # freed blocks have sizes that no packed tensor can use
             torch.cuda.empty_cache()
@@ -156,16 +162,32 @@ def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> N
         torch.cuda.empty_cache()
 
 
-def _wait_for_readers(group: Sequence[nn.Parameter]) -> None:
-    """Return when no operation that other threads have begun reads the memory that the parameters had before.
+def _parts(groups: Sequence[Sequence[nn.Parameter]], nbytes: int) -> Iterator[list[Sequence[nn.Parameter]]]:
+    """The groups, so many at a time that they have `nbytes`, and at least one."""
+    some: list[Sequence[nn.Parameter]] = []
+    for group in groups:
+        some.append(group)
+        if sum(parameter.nbytes for group in some for parameter in group) >= nbytes:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def _wait_for_readers(parameters: Sequence[nn.Parameter], others: bool) -> None:
+    """Return when no operation that other threads have begun uses the memory that the parameters had before. `others`:
+    whether there are other threads.
 
     An operation holds its arguments until it ends, beside the Python object that holds each always. So do for longer
     autograd's graphs, views and DDP's buckets. Nobody waits for those: what an operation reads after _LONGEST_WAIT it
-    reads by a view, which keeps the memory alive.
+    reads by a view, which keeps the memory alive. An operation that is a method of the parameter itself, as the copy_()
+    of load_state_dict, does not hold it: it has _SHORTEST_WAIT to end.
 
     (The frames of other threads would tell which calls they are in, but Python 3.11 lets go of frames that it hands out
     while their variables are cleared, and who reads them crashes.)
     """
     end = time.monotonic() + _LONGEST_WAIT
-    while any(parameter._use_count() > 1 for parameter in group) and time.monotonic() < end:
+    if others:
+        time.sleep(_SHORTEST_WAIT)
+    while any(parameter._use_count() > 1 for parameter in parameters) and time.monotonic() < end:
         time.sleep(1e-4)
