@@ -125,12 +125,26 @@ def test_abbreviate():
 def test_patching_twice_is_an_error():
     model, ids = tiny_model(), tiny_inputs()
     handle = llmkernels.patch(model)
-    with pytest.raises(RuntimeError, match=rf"patched already, got one with {5 * LAYERS + 1} patched modules"):
+    with pytest.raises(RuntimeError, match=rf"patched already, got one with {5 * LAYERS + 2} patched modules"):
         llmkernels.patch(model)
     assert count_ops(model, ids) == OPS
     handle.unpatch()
     llmkernels.patch(model)
     assert count_ops(model, ids) == OPS
+
+
+def test_a_new_model_of_a_patched_class_is_patched_already():
+    """Its class generates by the step, though its layers are transformers' own."""
+    model, ids = tiny_model(), tiny_inputs()
+    llmkernels.patch(model)
+    new = type(model)(model.config).eval()
+    new.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="must not be patched already, got one with 1 patched modules"):
+        llmkernels.patch(new)
+    llmkernels.unpatch(new)
+    assert type(new) is type(tiny_model())
+    llmkernels.patch(new)
+    assert torch.equal(logits_of(new, ids), logits_of(model, ids))
 
 
 def test_unknown_model_is_an_error():

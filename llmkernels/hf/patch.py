@@ -131,7 +131,7 @@ def patch(
             f"patch: fp8 must be False with decode=False and for models that do not generate text, got {type(model)} "
             f"with decode={decode}"
         )
-    if count := sum(isinstance(module, Patched) for module in model.modules()):
+    if count := sum(isinstance(module, Replaced) for module in model.modules()):
         raise RuntimeError(
             f"patch: model must not be patched already, got one with {count} patched modules; call unpatch() on its "
             "handle, or llmkernels.unpatch(model) if it is a copy or was loaded"
