@@ -1,4 +1,4 @@
-"""The ops within PyTorch: registration, torch.compile, torch.export, autocast."""
+"""The ops within PyTorch: registration, checkpointing, torch.compile, torch.export, autocast."""
 
 from dataclasses import replace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
 
 import llmkernels
 from cases import every_case
@@ -186,6 +187,25 @@ def test_a_second_derivative_is_refused(case, device):
     for penalty in (grad.square().sum(), grad.square().sum() + sum(t.sum() for t in outputs)):
         with pytest.raises(RuntimeError, match="can be differentiated once"):
             torch.autograd.grad(penalty, leaves[0], retain_graph=True)
+
+
+@pytest.mark.parametrize("op", sorted(DIFFERENTIABLE))
+def test_checkpointing(device, op):
+    """What a backward under checkpointing reads twice is an error."""
+    arguments = small_calls(device)[op][0]
+
+    def run(*values):
+        return overload(op)(**dict(zip(arguments, values, strict=True)))
+
+    def gradients(forward):
+        values = leaves(op, arguments.values(), True)
+        wanted = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
+        loss = sum(y.square().sum() for y in tensors(forward(*values)) if y.requires_grad)
+        return torch.autograd.grad(loss, wanted, allow_unused=True)
+
+    found = gradients(lambda *values: checkpoint(run, *values, use_reentrant=False))
+    for grad, expected in zip(found, gradients(run), strict=True):
+        assert (grad is None and expected is None) or torch.equal(grad, expected)
 
 
 @every_case

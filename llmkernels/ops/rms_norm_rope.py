@@ -165,11 +165,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad_q, grad_k):
     if any(ctx.needs_input_grad[4:6]):  # rms_norm_rope() cannot see it inside two transforms of torch.func
         raise RuntimeError(_NO_GRADIENT)
-    weights = ctx.saved_tensors[2:4]
-    wanted = [weight is not None and needed for weight, needed in zip(weights, ctx.needs_grad_weights, strict=True)]
-    grad_q, grad_k, *grad_weights = _ops.rms_norm_rope_backward(
-        grad_q, grad_k, *ctx.saved_tensors, *ctx.options, *wanted
-    )
+    saved = ctx.saved_tensors  # once: under checkpointing they can not be read again
+    wanted = [weight is not None and needed for weight, needed in zip(saved[2:4], ctx.needs_grad_weights, strict=True)]
+    grad_q, grad_k, *grad_weights = _ops.rms_norm_rope_backward(grad_q, grad_k, *saved, *ctx.options, *wanted)
     grad_weights = (grad if is_wanted else None for grad, is_wanted in zip(grad_weights, wanted, strict=True))
     return grad_q, grad_k, *grad_weights, *(None for _ in range(10))
 
