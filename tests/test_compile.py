@@ -189,8 +189,9 @@ def test_a_second_derivative_is_refused(case, device):
             torch.autograd.grad(penalty, leaves[0], retain_graph=True)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("op", sorted(DIFFERENTIABLE))
-def test_checkpointing(device, op):
+def test_checkpointing(device, op, create_graph):
     """What a backward under checkpointing reads twice is an error."""
     arguments = small_calls(device)[op][0]
 
@@ -201,7 +202,7 @@ def test_checkpointing(device, op):
         values = leaves(op, arguments.values(), True)
         wanted = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
         loss = sum(y.square().sum() for y in tensors(forward(*values)) if y.requires_grad)
-        return torch.autograd.grad(loss, wanted, allow_unused=True)
+        return torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
 
     found = gradients(lambda *values: checkpoint(run, *values, use_reentrant=False))
     for grad, expected in zip(found, gradients(run), strict=True):

@@ -408,6 +408,19 @@ class _Refusal(Function):
     jvp = backward
 
 
+class _ReadOnce:
+    """The context of a backward, with its saved tensors: checkpointing does not let them be read twice."""
+
+    def __init__(self, ctx):
+        self.__dict__.update(_ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name):
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._ctx, name, value)
+
+
 def differentiable_once(backward: Callable) -> Callable:
     """A backward whose gradients, if asked to be differentiable, depend on what they were made from by an error.
 
@@ -418,6 +431,7 @@ def differentiable_once(backward: Callable) -> Callable:
     def wrapped(ctx, *grads):
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
+        ctx = _ReadOnce(ctx)
         with torch.no_grad():
             results = backward(ctx, *grads)
         sources = [t for t in (*grads, *ctx.saved_tensors) if isinstance(t, Tensor)]
