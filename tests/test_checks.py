@@ -325,6 +325,43 @@ def test_words_that_are_unknown():
         llmkernels.rms_norm_rope(**public_values("rms_norm_rope"), layout="thd")
 
 
+_X, _ONES = torch.ones(3, 8, dtype=torch.bfloat16), torch.ones(8)
+_Q, _ANGLES = torch.ones(1, 3, 2, 8, dtype=torch.bfloat16), torch.ones(3, 8)
+OTHER_DTYPES = {
+    r"rms_norm: weight must have shape \[8\] .* got \[1\]": lambda: llmkernels.rms_norm(_X, _ONES[:1]),
+    r"rms_norm: weight must be on cpu, got meta": lambda: llmkernels.rms_norm(_X, _ONES.to("meta")),
+    r"rms_norm: weight_offset must be finite": lambda: llmkernels.rms_norm(_X, _ONES, weight_offset=math.inf),
+    r"rms_norm: x must be float32": lambda: llmkernels.rms_norm(_X.int(), _ONES, cast_before_weight=False),
+    r"add_rms_norm: weight must have shape \[8\]": lambda: llmkernels.add_rms_norm(_X, _X, _ONES.view(1, 8)),
+    r"add_rms_norm: residual must have the shape of x, \[3, 8\]": lambda: llmkernels.add_rms_norm(_X, _X[0], _ONES),
+    r"add_rms_norm: residual must be on the device": lambda: llmkernels.add_rms_norm(_X, _X.to("meta"), _ONES),
+    r"add_layer_norm: residual must have the shape of x": lambda: llmkernels.add_layer_norm(_X, _X[:1], _ONES),
+    r"rms_norm_linear: norm_weight must have shape \[8\]": lambda: llmkernels.rms_norm_linear(_X, _ONES[:1], _ANGLES),
+    r"rms_norm_rope: k_weight must have shape \[8\] \(head_dim\)": lambda: llmkernels.rms_norm_rope(
+        _Q, _Q, _ONES, _ONES[:1], _ANGLES, _ANGLES
+    ),
+    r"rms_norm_rope: q_weight must have shape \[16\] \(heads": lambda: llmkernels.rms_norm_rope(
+        _Q, _Q, _ONES, _ONES, _ANGLES, _ANGLES, row_wise=True
+    ),
+    r"rms_norm_rope: k must have shape \(batch": lambda: llmkernels.rms_norm_rope(
+        _Q, _Q[0], _ONES, _ONES, _ANGLES, _ANGLES, row_wise=True
+    ),
+    r"rms_norm_rope: q must be float32": lambda: llmkernels.rms_norm_rope(
+        _Q.int(), _Q.int(), _ONES, _ONES, _ANGLES, _ANGLES
+    ),
+    r"rms_norm_rope: eps must be finite": lambda: llmkernels.rms_norm_rope(
+        _Q, _Q, _ONES, _ONES, _ANGLES, _ANGLES, eps=-1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("message, call", OTHER_DTYPES.items(), ids=range(len(OTHER_DTYPES)))
+def test_norm_weights_of_another_dtype_are_checked_too(message, call):
+    """Such a norm is composed of two ops, the second one PyTorch's, which would broadcast."""
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        call()
+
+
 def test_integers_beyond_64_bits():
     logits = torch.ones(2, 8)
     assert llmkernels.sample(logits, 0.0, top_k=2**40).tolist() == [0, 0]  # more than there are: off

@@ -285,14 +285,14 @@ def _explain(op: str, signature: inspect.Signature, args: tuple, named: dict, er
             if isinstance(number, Integral) and not -(2**63) <= number < 2**63:
                 raise ValueError(f"{op}: {name} must fit in 64 bits, got {value}") from None
     told = re.match(r"(\w+)(: (\w+) (?:must|is) .*)", str(error), re.DOTALL)
-    if told is None or type(error) is not RuntimeError:
+    if told is None or type(error) not in (RuntimeError, ValueError):  # ValueError: of a public function below
         return
     by, rest, culprit = told.groups()
     message = f"{op if hasattr(torch.ops.llmkernels, by) else by}{rest}"
     if isinstance(given.get(culprit), Number | str | torch.dtype):
         raise ValueError(message) from None
     if message != str(error):
-        raise RuntimeError(message) from None
+        raise type(error)(message) from None
 
 
 def register_fake(name: str, fake: Callable, overloads: tuple[str, ...] = ("", ".no_grad")) -> None:
@@ -453,6 +453,16 @@ def widened_by_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         return tensors
     narrow = (torch.float16, torch.bfloat16)
     return tuple(t.float() if t is not None and t.is_cuda and t.dtype in narrow else t for t in tensors)
+
+
+def added(op: str, x: Tensor, residual: Tensor) -> Tensor:
+    """x + residual, of which `op` expects one shape and device: PyTorch would broadcast them."""
+    if residual.device != x.device:
+        raise RuntimeError(f"{op}: residual must be on the device of x, {x.device}, got {residual.device}")
+    if residual.shape != x.shape:
+        expected, got = list(x.shape), list(residual.shape)
+        raise RuntimeError(f"{op}: residual must have the shape of x, {expected}, got {got}")
+    return x + residual
 
 
 def _tuple(results: Tensor | tuple) -> tuple:

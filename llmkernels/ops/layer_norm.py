@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmkernels.ops._common import (
+    added,
     batched_rows,
     caller,
     contiguous_like,
@@ -98,9 +99,8 @@ def add_layer_norm(
         x, residual = x.to(common), residual.to(common)
     (wide_x,) = widened_by_autocast(x)
     if wide_x.dtype != x.dtype or _is_mixed(x, weight, bias):
-        s = x + residual
+        s = added("add_layer_norm", x, residual)
         return layer_norm(s, weight, bias, eps, weight_offset=weight_offset), s
-    return _add_layer_norm(x, residual, weight, bias, eps, weight_offset)
 
 
 def _is_mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:

@@ -15,7 +15,7 @@ from llmkernels.ops._common import (
     register_fake,
     register_vmap,
 )
-from llmkernels.ops.rms_norm import rms_norm
+from llmkernels.ops.rms_norm import check_weight, rms_norm
 
 _ops = torch.ops.llmkernels
 _linear, _rms_norm_linear = caller("linear"), caller("rms_norm_linear")
@@ -93,6 +93,8 @@ def rms_norm_linear(
     """
     if (norm_weight is None or norm_weight.dtype == x.dtype) and _autocast_dtype(x) is None:
         return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight, False, None, None)
+    if norm_weight is not None:
+        check_weight("rms_norm_linear", "norm_weight", norm_weight, x)
     normed = rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
     normed, weight, bias = _autocast(normed, weight, bias)
     for name, tensor in (("weight", weight), ("bias", bias)):

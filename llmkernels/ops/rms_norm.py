@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmkernels.ops._common import (
+    added,
     batched_rows,
     caller,
     contiguous_like,
@@ -60,7 +61,7 @@ def rms_norm(
     >>> rms_norm(torch.tensor([3.0, 4.0]), torch.tensor([1.0, 2.0]))
     tensor([0.8485, 2.2627])
     """
-    if weight is not None and weight.dtype != x.dtype:
+    if _is_mixed(x, weight):
         return _mixed(x, weight, eps, weight_offset, cast_before_weight)
     return _rms_norm(x, weight, eps, weight_offset, cast_before_weight)
 
@@ -94,19 +95,33 @@ def add_rms_norm(
     if x.dtype != residual.dtype:
         common = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(common), residual.to(common)
-    if weight is not None and weight.dtype != x.dtype:
-        s = x + residual
+    if _is_mixed(x, weight):
+        s = added("add_rms_norm", x, residual)
         return _mixed(s, weight, eps, weight_offset, cast_before_weight), s
     return _add_rms_norm(x, residual, weight, eps, weight_offset, cast_before_weight)
+
+
+def _is_mixed(x: Tensor, weight: Tensor | None) -> bool:
+    return weight is not None and weight.dtype != x.dtype and x.is_floating_point()
 
 
 def _mixed(x: Tensor, weight: Tensor, eps: float, weight_offset: float, cast_before_weight: bool) -> Tensor:
     """A weight of another dtype: composed of two ops, with the types that eager PyTorch arrives at."""
     common = torch.promote_types(x.dtype, weight.dtype)
     wide = torch.promote_types(common, torch.float32)
-    n = rms_norm(x if cast_before_weight else x.to(wide), None, eps)
+    n = rms_norm(x if cast_before_weight else x.to(wide), None, eps, weight_offset=weight_offset)
+    check_weight("rms_norm", "weight", weight, x)
     y = n.to(wide) * (weight_offset + weight.to(wide))
     return y.to(common if cast_before_weight else x.dtype)
+
+
+def check_weight(op: str, name: str, weight: Tensor, x: Tensor, source: str = "x.size(-1)") -> None:
+    """As the ops check a weight of the dtype of x. PyTorch would broadcast it."""
+    if weight.shape != x.shape[-1:]:
+        expected, got = list(x.shape[-1:]), list(weight.shape)
+        raise RuntimeError(f"{op}: {name} must have shape {expected} ({source}), got {got}")
+    if weight.device != x.device:
+        raise RuntimeError(f"{op}: {name} must be on {x.device}, got {weight.device}")
 
 
 register_fake("rms_norm", lambda x, *options, **named: contiguous_like(x))

@@ -15,7 +15,7 @@ from llmkernels.ops._common import (
     register_fake,
     register_vmap,
 )
-from llmkernels.ops.rms_norm import rms_norm
+from llmkernels.ops.rms_norm import check_weight, rms_norm
 from llmkernels.ops.rope import HEADS_FIRST, at_once, count_writes, empty_like, rope
 
 _ops = torch.ops.llmkernels
@@ -111,7 +111,7 @@ def rms_norm_rope(
         _ops.rms_norm_rope_(q, k, q_weight, k_weight, cos, sin, position_ids, *options)
         count_writes(q, k)
         return q, k
-    if is_mixed:
+    if is_mixed and q.is_floating_point() and q.dim() == k.dim() == 4:
         return _mixed(q, k, q_weight, k_weight, cos, sin, position_ids, options, layout)
     return _rms_norm_rope(q, k, q_weight, k_weight, cos, sin, position_ids, *options)
 
@@ -120,8 +120,10 @@ def _mixed(q, k, q_weight, k_weight, cos, sin, position_ids, options, layout) ->
     """Other dtypes than the kernels take: composed of two ops, with the types that eager PyTorch arrives at."""
     eps, weight_offset, cast_before_weight, row_wise, heads_first, interleaved, rotary_dim = options
 
-    def normalize(x: Tensor, weight: Tensor | None) -> Tensor:
+    def normalize(x: Tensor, name: str, weight: Tensor | None) -> Tensor:
         def norm(rows: Tensor) -> Tensor:
+            if weight is not None:
+                check_weight("rms_norm_rope", name, weight, rows, "heads * head_dim" if row_wise else "head_dim")
             return rms_norm(rows, weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
 
         if not row_wise:
@@ -130,7 +132,7 @@ def _mixed(q, k, q_weight, k_weight, cos, sin, position_ids, options, layout) ->
         rows = norm(rows.flatten(2)).unflatten(2, rows.shape[2:])
         return rows.transpose(1, 2) if heads_first else rows
 
-    q, k = normalize(q, q_weight), normalize(k, k_weight)
+    q, k = normalize(q, "q_weight", q_weight), normalize(k, "k_weight", k_weight)
     results = rope(q, k, cos, sin, position_ids, layout=layout, interleaved=interleaved, rotary_dim=rotary_dim)
     return tuple(result.to(x.dtype) for result, x in zip(results, (q, k), strict=True))
 
