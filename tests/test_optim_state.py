@@ -107,6 +107,31 @@ def test_a_state_dict_of_torch_in_16_bits(device):
 
 
 @both
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_hooks_that_change_the_moments(ours, dtype, device):
+    """Before they are loaded, and after it."""
+    network = model(device, dtype)
+    optimizer = ours(network.parameters())
+    train(network, optimizer)
+
+    def halved(optimizer, state):
+        moments = {i: {**of_param, "exp_avg": of_param["exp_avg"] / 2} for i, of_param in state["state"].items()}
+        return {**state, "state": moments}
+
+    def cleared(optimizer):
+        for state in optimizer.state.values():
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
+
+    loaded = ours(network.parameters())
+    loaded.register_load_state_dict_pre_hook(halved)
+    loaded.register_load_state_dict_post_hook(cleared)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert_same(tuple(state_of(loaded, "exp_avg")), tuple(x / 2 for x in state_of(optimizer, "exp_avg")))
+    assert not any(x.any() for x in state_of(loaded, "exp_avg_sq"))
+    assert len(loaded._optimizer_load_state_dict_pre_hooks) == len(loaded._optimizer_load_state_dict_post_hooks) == 1
+
+
+@both
 def test_loading_leaves_a_state_dict_as_it_is(ours, device):
     """And equal optimizers have equal state dicts."""
     network = model(device)

@@ -78,7 +78,17 @@ class _OneLaunch:
     @_not_compiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch.optim rounds states to the dtype of the parameter; here they keep float32, or get `state_dtype`."""
-        super().load_state_dict(state_dict)
+        # Behind the hooks that may change what is loaded, before those that may change what was.
+        loaded = []
+        last = self.register_load_state_dict_pre_hook(lambda _, changed: loaded.append(changed))
+        first = self.register_load_state_dict_post_hook(lambda _: self._load_moments(*loaded), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            first.remove()
+
+    def _load_moments(self, state_dict: dict[str, Any]) -> None:
         saved_ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for saved_id, (group, param) in zip(saved_ids, self._params(), strict=True):
             saved, own = state_dict["state"].get(saved_id), self.state.get(param)
