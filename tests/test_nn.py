@@ -1,5 +1,6 @@
 """The modules, against the functions that they wrap and against the modules of transformers that they replace."""
 
+import copy
 import io
 
 import pytest
@@ -323,6 +324,20 @@ def test_modules_on_meta_and_in_other_dtypes():
     assert nn.GatedMLP(16, 32, device="meta", dtype=torch.bfloat16).gate_up_proj.weight.dtype == torch.bfloat16
     assert nn.RMSNorm(16, dtype=torch.float16).weight.dtype == torch.float16
     assert nn.RMSNorm(16).half()(torch.ones(2, 16).half()).dtype == torch.float16
+
+
+def test_casts_leave_frequencies_and_slopes_in_float32(device):
+    ids = torch.arange(5000, 5007, device=device)
+    q, k = (torch.randn(1, 7, h, 32, device=device) for h in (2, 1))
+    rotary, slopes = nn.RotaryEmbedding(32).to(device), torch.tensor([0.3, 0.7], device=device)
+    expected = rotary(q, k, ids)
+    assert_same(copy.deepcopy(rotary).to(torch.bfloat16)(q, k, ids), expected)
+    attention = nn.Attention(num_sinks=2, alibi_slopes=slopes).to(device)
+    expected = attention(q, k, k)
+    attention.to(torch.bfloat16).to(device)
+    assert attention.sinks.dtype == torch.bfloat16
+    assert_same(attention(q, k, k), expected)
+    assert rotary.to("meta").half().inv_freq.is_meta
 
 
 def test_training_lowers_the_loss(device):

@@ -1,8 +1,11 @@
 """Attention over prompts as a module."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from llmkernels.nn._casts import moving_only
 from llmkernels.ops import attention, attention_varlen
 
 
@@ -16,7 +19,7 @@ class Attention(nn.Module):
         alibi_slopes: (H,), which the module copies; default none.
 
     Parameters: ``sinks`` (H,), at first 0, of any dtype: it is used in that of ``q``.
-    Buffers: ``alibi_slopes`` (H,), used in float32; no part of the state dict.
+    Buffers: ``alibi_slopes`` (H,), float32, also when the module is cast; no part of the state dict.
 
     Shape: q (B, Tq, H, D), k and v (B, Tk, Hkv, D) to (B, Tq, H, D), with ``k_begin``, ``k_end`` and ``attn_mask`` as
     in :func:`llmkernels.attention`; or, with ``cu_seqlens_q``, q (total_q, H, D), k and v (total_k, Hkv, D) to
@@ -55,6 +58,9 @@ class Attention(nn.Module):
         self.alibi_slopes: Tensor | None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attention":
+        return super()._apply(moving_only((self.alibi_slopes,), fn), recurse)
+
     def forward(
         self,
         q: Tensor,
@@ -73,7 +79,7 @@ class Attention(nn.Module):
             "window_size": self.window_size,
             "softcap": self.softcap,
             "sinks": None if self.sinks is None else self.sinks.to(q.dtype),
-            "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes.float(),
+            "alibi_slopes": self.alibi_slopes,
         }
         if cu_seqlens_q is None:
             if cu_seqlens_k is not None:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from llmkernels.nn._casts import moving_only
 from llmkernels.ops import fp8_linear, fp8_quantize, int8_linear, int8_quantize
 from llmkernels.ops.fp8 import FP8_DTYPES
 from llmkernels.ops.linear import _autocast
@@ -71,14 +72,7 @@ class _QuantizedLinear(nn.Module):
         return self.weight.float() * self.weight_scale.view(-1, 1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_QuantizedLinear":
-        """What moves or casts a module: the quantized weight and its scales are moved only."""
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            is_quantized = tensor is self.weight or tensor is self.weight_scale
-            return tensor.to(moved.device) if is_quantized and moved.dtype != tensor.dtype else moved
-
-        return super()._apply(move, recurse)
+        return super()._apply(moving_only((self.weight, self.weight_scale), fn), recurse)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         weight = state_dict.get(prefix + "weight")

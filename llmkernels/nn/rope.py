@@ -1,8 +1,11 @@
 """Rotary position embedding as a module."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from llmkernels.nn._casts import moving_only
 from llmkernels.ops import rope
 
 
@@ -16,7 +19,8 @@ class RotaryEmbedding(nn.Module):
         interleaved, layout: see :func:`llmkernels.rope`.
 
     Shape: q (B, T, H, D), k (B, T, Hk, D), position_ids (T,), (1, T) or (B, T) to (q', k'). Any position is valid: cos
-    and sin are computed from it in float32, then rounded to the dtype of ``q``, as transformers does.
+    and sin are computed from it in float32, then rounded to the dtype of ``q``, as transformers does. The frequencies
+    stay in float32 when the module is cast.
     """
 
     inv_freq: Tensor
@@ -45,9 +49,12 @@ class RotaryEmbedding(nn.Module):
         exponents = torch.arange(0, self.rotary_dim, 2, device=device, dtype=torch.float32) / self.rotary_dim
         self.register_buffer("inv_freq", base**-exponents, persistent=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        return super()._apply(moving_only((self.inv_freq,), fn), recurse)
+
     def forward(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            angles = position_ids[..., None].float() * self.inv_freq.float()
+            angles = position_ids[..., None].float() * self.inv_freq
             cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
         return rope(q, k, cos, sin, layout=self.layout, interleaved=self.interleaved, rotary_dim=self.rotary_dim)
 
