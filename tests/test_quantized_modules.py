@@ -56,6 +56,19 @@ def test_state_dict(kind, linear):
         kind(96, 40).load_state_dict(linear.state_dict())
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@torch.no_grad()
+def test_a_state_dict_in_the_other_fp8_format(linear, assign):
+    weight, scale = llmkernels.fp8_quantize(linear.weight, fp8_dtype=torch.float8_e5m2)
+    module, x = nn.FP8Linear.from_linear(linear), torch.randn(5, 96)
+    state = module.state_dict()
+    module.load_state_dict({**state, "weight": weight, "weight_scale": scale}, assign=assign)
+    assert_same(module.dequantize(), weight.float() * scale)
+    torch.testing.assert_close(module(x), linear(x), rtol=0.1, atol=0.2)
+    module.load_state_dict(linear.state_dict(), assign=assign)
+    assert_same(module.dequantize(), nn.FP8Linear.from_linear(linear).dequantize())
+
+
 @every_kind
 @torch.no_grad()
 def test_casts_leave_the_weight_alone(kind, linear):

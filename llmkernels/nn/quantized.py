@@ -20,7 +20,7 @@ class _QuantizedLinear(nn.Module):
     A class says what a weight is quantized to, and by what.
     """
 
-    QUANTIZED: ClassVar[tuple[torch.dtype, ...]]  # what a weight in a state dict may be; the first is the module's own
+    QUANTIZED: ClassVar[tuple[torch.dtype, ...]]  # what a weight in a state dict may be; the first is a new module's
     SCALES: ClassVar[tuple[int, ...]]  # the shape of those of a row
     quantize: ClassVar[Callable[[Tensor], tuple[Tensor, Tensor]]]
 
@@ -76,10 +76,12 @@ class _QuantizedLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         weight = state_dict.get(prefix + "weight")
-        is_own = not isinstance(weight, Tensor) or weight.dtype in self.QUANTIZED
-        if not is_own and prefix + "weight_scale" not in state_dict:
-            q, scale = type(self).quantize(weight.detach())
-            state_dict = state_dict | {prefix + "weight": q, prefix + "weight_scale": scale}
+        if isinstance(weight, Tensor):
+            if weight.dtype not in self.QUANTIZED and prefix + "weight_scale" not in state_dict:
+                weight, scale = type(self).quantize(weight.detach())
+                state_dict = state_dict | {prefix + "weight": weight, prefix + "weight_scale": scale}
+            if weight.dtype in self.QUANTIZED:  # copied into another format it would lose its range, or digits
+                self.weight = self.weight.to(weight.dtype)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -91,7 +93,7 @@ class FP8Linear(_QuantizedLinear):
 
     The weight is float8_e4m3fn with a float32 scale per output channel; x is quantized per token at every call. A new
     module's weight is zero: make one by :meth:`from_linear`, or load a state dict, which may be that of a
-    ``torch.nn.Linear``: its weight is quantized then.
+    ``torch.nn.Linear``: its weight is quantized then. One of float8_e5m2 makes the module's weight such, too.
 
     Args:
         in_features, out_features, bias: as in ``torch.nn.Linear``.
