@@ -326,6 +326,12 @@ def test_modules_on_meta_and_in_other_dtypes():
     assert nn.RMSNorm(16).half()(torch.ones(2, 16).half()).dtype == torch.float16
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_linear_behind_a_norm_without_rows(device):
+    module = nn.RMSNormLinear(16, 0, device=device)
+    assert module(torch.ones(2, 16, device=device)).shape == (2, 0) and module.norm_weight.shape == (16,)
+
+
 def test_casts_leave_frequencies_and_slopes_in_float32(device):
     ids = torch.arange(5000, 5007, device=device)
     q, k = (torch.randn(1, 7, h, 32, device=device) for h in (2, 1))

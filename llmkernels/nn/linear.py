@@ -33,7 +33,7 @@ class RMSNormLinear(nn.Linear):
         self.eps = eps
         self.weight_offset = weight_offset
         self.cast_before_weight = cast_before_weight
-        self.norm_weight = nn.Parameter(torch.full_like(self.weight[0], 1.0 - weight_offset))
+        self.norm_weight = nn.Parameter(self.weight.new_full((in_features,), 1.0 - weight_offset))
 
     def reset_parameters(self) -> None:
         """Make the norm's scale (weight_offset + norm_weight) one, and the linear layer's weights random."""
