@@ -326,6 +326,10 @@ def test_modules_on_meta_and_in_other_dtypes():
     assert nn.RMSNorm(16).half()(torch.ones(2, 16).half()).dtype == torch.float16
 
 
+def test_slopes_on_meta_are_printed():
+    assert "alibi_slopes=tensor(" in repr(nn.Attention(alibi_slopes=torch.tensor([0.5, 0.25]), device="meta"))
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_linear_behind_a_norm_without_rows(device):
     module = nn.RMSNormLinear(16, 0, device=device)

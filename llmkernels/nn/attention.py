@@ -90,12 +90,13 @@ class Attention(nn.Module):
         return attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
 
     def extra_repr(self) -> str:
+        slopes = self.alibi_slopes
         facts = {
             "causal": self.causal,
             "softmax_scale": self.softmax_scale,
             "window_size": self.window_size,
             "softcap": self.softcap,
             "num_sinks": None if self.sinks is None else len(self.sinks),
-            "alibi_slopes": None if self.alibi_slopes is None else self.alibi_slopes.tolist(),
+            "alibi_slopes": slopes if slopes is None or slopes.is_meta else slopes.tolist(),
         }
         return ", ".join(f"{name}={value}" for name, value in facts.items())
