@@ -326,6 +326,21 @@ def test_modules_on_meta_and_in_other_dtypes():
     assert nn.RMSNorm(16).half()(torch.ones(2, 16).half()).dtype == torch.float16
 
 
+def test_modules_from_meta_get_their_values_by_reset_parameters(device):
+    for make in (
+        lambda device: nn.RMSNorm(16, weight_offset=1.0, device=device),
+        lambda device: nn.BiasSwiGLU(16, device=device),
+        lambda device: nn.RotaryEmbedding(16, rotary_dim=8, base=500.0, device=device),
+        lambda device: nn.Attention(num_sinks=2, device=device),
+    ):
+        module = make("meta").to_empty(device=device)
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.detach().fill_(7.0)
+        module.reset_parameters()
+        expected = make(device)
+        assert_same((*module.parameters(), *module.buffers()), (*expected.parameters(), *expected.buffers()))
+
+
 def test_slopes_on_meta_are_printed():
     assert "alibi_slopes=tensor(" in repr(nn.Attention(alibi_slopes=torch.tensor([0.5, 0.25]), device="meta"))
 

@@ -51,12 +51,18 @@ class Attention(nn.Module):
         if num_sinks is None:
             self.register_parameter("sinks", None)
         else:
-            self.sinks = nn.Parameter(torch.zeros(num_sinks, device=device, dtype=dtype))
+            self.sinks = nn.Parameter(torch.empty(num_sinks, device=device, dtype=dtype))
         slopes = None
         if alibi_slopes is not None:
             slopes = alibi_slopes.detach().to(device, torch.float32, copy=True)
         self.alibi_slopes: Tensor | None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Make the sinks zero."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attention":
         return super()._apply(moving_only((self.alibi_slopes,), fn), recurse)

@@ -46,8 +46,14 @@ class RotaryEmbedding(nn.Module):
         self.base = base
         self.interleaved = interleaved
         self.layout = layout
-        exponents = torch.arange(0, self.rotary_dim, 2, device=device, dtype=torch.float32) / self.rotary_dim
-        self.register_buffer("inv_freq", base**-exponents, persistent=False)
+        inv_freq = torch.empty(self.rotary_dim // 2, device=device, dtype=torch.float32)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Compute the frequencies, which are no part of the state dict: behind ``to_empty``, too."""
+        exponents = torch.arange(0, self.rotary_dim, 2, device=self.inv_freq.device, dtype=torch.float32)
+        self.inv_freq.copy_(self.base ** -(exponents / self.rotary_dim))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         return super()._apply(moving_only((self.inv_freq,), fn), recurse)
