@@ -155,7 +155,7 @@ def test_packing_waits_for_readers(monkeypatch):
 
 def test_packing_waits_for_writers(monkeypatch):
     """A method of the weight itself, as of load_state_dict and of optimizers, does not hold it."""
-    monkeypatch.setattr(packing, "_SHORTEST_WAIT", 5)
+    monkeypatch.setitem(packing._SHORTEST_WAIT, "cpu", 5)
     weight, order = nn.Parameter(torch.zeros(4096, 4096), requires_grad=False), []
     old = weight.data  # what is written to is there in any case
     begun = threading.Event()

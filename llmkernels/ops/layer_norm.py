@@ -101,6 +101,7 @@ def add_layer_norm(
     if wide_x.dtype != x.dtype or _is_mixed(x, weight, bias):
         s = added("add_layer_norm", x, residual)
         return layer_norm(s, weight, bias, eps, weight_offset=weight_offset), s
+    return _add_layer_norm(x, residual, weight, bias, eps, weight_offset)
 
 
 def _is_mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:

@@ -28,7 +28,8 @@ from .graphs import no_recording
 
 LOCK = threading.RLock()  # held while weights are packed or unpacked, or must not be
 _LONGEST_WAIT = 0.05  # s, for who holds a parameter without reading it
-_SHORTEST_WAIT = 0.05  # s, beside other threads, for who reads or writes a parameter without holding it
+# s, beside other threads, for who reads or writes a parameter without holding it; on a GPU that is only a launch
+_SHORTEST_WAIT = {"cpu": 0.05, "cuda": 0.001}
 _TRIM_BYTES = 1 << 30  # give freed memory back about this often while packing
 
 _bases: dict[int, StorageWeakRef] = {}  # by the address of a packed parameter: the storage of its base, if it is alive
@@ -93,8 +94,8 @@ def obstacle(parameters: Sequence[Tensor]) -> str | None:
 def pack(groups: Iterable[Sequence[nn.Parameter]]) -> None:
     """Pack each group of parameters that is not packed yet, one after the other.
 
-    Needs memory for one group on top of the weights; beside other threads for _TRIM_BYTES of groups. Nobody may hold an
-    address of the parameters.
+    Needs memory for one group on top of the weights; on the CPU beside other threads for _TRIM_BYTES of groups. Nobody
+    may hold an address of the parameters.
     """
     with LOCK:
         for address in [address for address, ref in _bases.items() if ref.expired()]:
@@ -139,8 +140,9 @@ def _replace_all(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) 
 
 
 def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> None:
-    freed, on_cuda, others = 0, groups[0][0].is_cuda, threading.active_count() > 1
-    for some in _parts(groups, _TRIM_BYTES if others else 0):
+    freed, on_cuda = 0, groups[0][0].is_cuda
+    shortest_wait = _SHORTEST_WAIT["cuda" if on_cuda else "cpu"] if threading.active_count() > 1 else 0.0
+    for some in _parts(groups, 0 if on_cuda or not shortest_wait else _TRIM_BYTES):
         old: list[Tensor] = []
         try:
             for group in some:
@@ -150,7 +152,7 @@ def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> N
                     # A thread that reads it at this moment has the old storage or the new one, both from offset 0.
                     parameter.data = new
         finally:
-            _wait_for_readers([parameter for group in some for parameter in group], others)
+            _wait_for_readers([parameter for group in some for parameter in group], shortest_wait)
         freed += sum(tensor.nbytes for tensor in old)
         if on_cuda:
             torch.cuda.synchronize(some[0][0].device)  # streams may still read what is freed here
@@ -174,20 +176,18 @@ def _parts(groups: Sequence[Sequence[nn.Parameter]], nbytes: int) -> Iterator[li
         yield some
 
 
-def _wait_for_readers(parameters: Sequence[nn.Parameter], others: bool) -> None:
-    """Return when no operation that other threads have begun uses the memory that the parameters had before. `others`:
-    whether there are other threads.
+def _wait_for_readers(parameters: Sequence[nn.Parameter], shortest_wait: float) -> None:
+    """Return when no operation that other threads have begun uses the memory that the parameters had before.
 
     An operation holds its arguments until it ends, beside the Python object that holds each always. So do for longer
     autograd's graphs, views and DDP's buckets. Nobody waits for those: what an operation reads after _LONGEST_WAIT it
     reads by a view, which keeps the memory alive. An operation that is a method of the parameter itself, as the copy_()
-    of load_state_dict, does not hold it: it has _SHORTEST_WAIT to end.
+    of load_state_dict, does not hold it: it has `shortest_wait` seconds to end.
 
     (The frames of other threads would tell which calls they are in, but Python 3.11 lets go of frames that it hands out
     while their variables are cleared, and who reads them crashes.)
     """
     end = time.monotonic() + _LONGEST_WAIT
-    if others:
-        time.sleep(_SHORTEST_WAIT)
+    time.sleep(shortest_wait)
     while any(parameter._use_count() > 1 for parameter in parameters) and time.monotonic() < end:
         time.sleep(1e-4)
