@@ -162,6 +162,18 @@ def test_deepcopy_is_independent(device):
     assert torch.equal(logits_of(model, ids), changed)
 
 
+def test_a_copy_while_another_thread_unpatches():
+    """Copies and pickles look up the method, and call it when the module is unpatched."""
+    model, ids = tiny_model(), tiny_inputs()
+    handle = llmkernels.patch(model)
+    expected = logits_of(model, ids)
+    reductions = {module: module.__reduce_ex__ for module in model.modules()}
+    handle.unpatch()
+    for module, reduction in reductions.items():
+        assert [reduction(protocol)[1] for protocol in (2, 4)] == [(type(module),)] * 2
+    assert_close(logits_of(copy.deepcopy(model), ids), expected)
+
+
 def test_torch_save_and_load_in_a_fresh_process(tmp_path):
     model, ids = tiny_model(), tiny_inputs()
     llmkernels.patch(model)

@@ -26,10 +26,13 @@ class Replaced:
 
     def __reduce_ex__(self, protocol):
         # The class is made at run time, so a pickle names the one it was made from, and loading makes it again.
-        _, _, state, *rest = super().__reduce_ex__(max(protocol, 2))
+        cls = type(self)  # which another thread may change meanwhile
+        if not issubclass(cls, Replaced):
+            return cls.__reduce_ex__(self, protocol)
+        _, _, state, *rest = cls.original.__reduce_ex__(self, max(protocol, 2))
         if _RUNS in state:
             state = {key: value for key, value in state.items() if key != _RUNS}
-        return (_unpickle, (self.original, *self.recipe), state, *rest)
+        return (_unpickle, (cls.original, *cls.recipe), state, *rest)
 
 
 class Patched(Replaced):
