@@ -1,6 +1,7 @@
 """Changes of a patched model between two calls: it still runs on the kernels, with the right results."""
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -160,6 +161,25 @@ def test_deepcopy_is_independent(device):
         for parameter in model.parameters():
             parameter.mul_(1.1)
     assert torch.equal(logits_of(model, ids), changed)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_a_handle_copied_with_its_model(copied):
+    """It reports and undoes the patch of the copy, and no other."""
+    model, ids = tiny_model(), tiny_inputs()
+    handle = llmkernels.patch(model)
+    twin, its_handle = copied((model, handle))
+    assert len(its_handle.report()["rope"].patched) == LAYERS
+    its_handle.unpatch()
+    assert count_ops(twin, ids) == {} and count_ops(model, ids) == OPS
+    newer = llmkernels.patch(twin)
+    its_handle.unpatch()
+    assert count_ops(twin, ids) == OPS
+    newer.unpatch()
+    handle.unpatch()
+    assert count_ops(model, ids) == {}
 
 
 def test_a_copy_while_another_thread_unpatches():

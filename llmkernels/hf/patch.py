@@ -212,7 +212,9 @@ class PatchHandle:
             unpatch(self._model)
 
     def _is_current(self) -> bool:
-        return any(_PATCHES.get(module) is self.token for module in self._model.modules())
+        # Patched modules of no known patch are copies, of which a copied handle is.
+        patched = (module for module in self._model.modules() if isinstance(module, Replaced))
+        return any(_PATCHES.get(module, self.token) is self.token for module in patched)
 
     def release(self) -> None:
         """Free the cache, CUDA graphs and weights in FP8 that are kept for the next call: `llmkernels.release`."""
