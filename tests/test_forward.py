@@ -359,6 +359,19 @@ def test_tokens_that_there_are_none_of(device):
     assert decoder(model).forwards == {STEP: 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool])
+def test_ids_that_an_embedding_refuses(dtype, device):
+    model, ids = small_model(device=device), tiny_inputs(device)
+    llmkernels.patch(model)
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+        for _ in range(3):
+            model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="indices"):
+            model(ids[:, :1].to(dtype), past_key_values=cache)
+    assert cache.get_seq_length() == ids.shape[1] + 3
+
+
 def test_a_hook_for_a_while(device):
     """While it is there the modules run, and soon after it has gone the step does."""
     model, ids = small_model(device=device), tiny_inputs(device)

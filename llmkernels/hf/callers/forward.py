@@ -91,6 +91,8 @@ def _check_inputs(given: dict[str, Any]) -> None:
         raise NoStep("inputs_embeds")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
         raise NoStep("input_ids are not (batch, tokens)")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise NoStep(f"input_ids of {ids.dtype}")
 
 
 def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> dict[str, Any]:
