@@ -314,6 +314,26 @@ def test_stochastic_rounding_of_steps_and_parameters(device):
     assert 0.4 < (moved[0] == moved[1]).float().mean() < 0.6
 
 
+def test_options_out_of_range():
+    param = [torch.nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match="Adam: max_grad_norm must be at least 0, got -1"):
+        Adam(param, max_grad_norm=-1)
+    for options, error, message in (
+        ({"state_dtype": torch.float16}, ValueError, r"AdamW: state_dtype must be .* got torch\.float16"),
+        ({"rounding_seed": 1.5}, ValueError, r"AdamW: rounding_seed must be an integer .* got 1\.5"),
+        ({"rounding_seed": 2**63}, ValueError, "AdamW: rounding_seed must be an integer of 64 bits, got 92233"),
+        ({"differentiable": True}, RuntimeError, "AdamW does not support differentiable"),
+    ):
+        with pytest.raises(error, match=message):
+            AdamW(param, **options)
+        with pytest.raises(error, match=message):
+            AdamW([{"params": param, **options}])
+        optimizer = AdamW(param)
+        with pytest.raises(error, match=message):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], **options})
+        assert len(optimizer.param_groups) == 1
+
+
 def test_a_state_dict_continues_the_random_numbers(device):
     start, grad = torch.randn(1001, device=device).bfloat16(), torch.randn(1001, device=device).bfloat16()
     (param,) = parameters([start])

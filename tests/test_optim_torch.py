@@ -312,16 +312,6 @@ def test_named_parameters(ours):
     assert [group["param_names"] for group in grouped.param_groups] == [["weight", "bias"]] * 2
 
 
-def test_options_out_of_range():
-    param = [torch.nn.Parameter(torch.ones(2))]
-    with pytest.raises(ValueError, match=r"AdamW: state_dtype must be .* got torch\.float16"):
-        AdamW(param, state_dtype=torch.float16)
-    with pytest.raises(ValueError, match="Adam: max_grad_norm must be at least 0, got -1"):
-        Adam(param, max_grad_norm=-1)
-    with pytest.raises(RuntimeError, match="does not support differentiable"):
-        AdamW(param, differentiable=True)
-
-
 @both
 def test_param_groups(ours, device):
     """Each with its own options, and one that is added later."""

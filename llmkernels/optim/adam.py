@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -26,15 +27,11 @@ class _OneLaunch:
         """Takes all arguments of the constructor, by name. The class of torch.optim gets those that it has, too."""
         of_torch = {name: value for name, value in arguments.items() if name != "self"}
         own = {name: of_torch.pop(name) for name in _OF_GROUPS}
-        state_dtype, max_grad_norm = own["state_dtype"], of_torch.pop("max_grad_norm")
+        max_grad_norm = of_torch.pop("max_grad_norm")
         super().__init__(**of_torch)
-        name = type(self).__name__
-        if state_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(f"{name}: state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype}")
+        self._check_options(arguments)
         if max_grad_norm is not None and not max_grad_norm >= 0:
-            raise ValueError(f"{name}: max_grad_norm must be at least 0, got {max_grad_norm}")
-        if any(group["differentiable"] for group in self.param_groups):
-            raise RuntimeError(f"{name} does not support differentiable=True")
+            raise ValueError(f"{type(self).__name__}: max_grad_norm must be at least 0, got {max_grad_norm}")
         if any(group["fused"] and group["foreach"] for group in self.param_groups):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         for group in (self.defaults, *self.param_groups):
@@ -44,6 +41,22 @@ class _OneLaunch:
         self._counters: dict[torch.device, Tensor] = {}
         # GradScaler leaves the division and the test for infinities to the step.
         self._step_supports_amp_scaling = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim has it. Its constructor calls this, too."""
+        if isinstance(param_group, dict):
+            self._check_options(param_group)
+        super().add_param_group(param_group)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Of a group, or all of the constructor, those that torch.optim does not know or does not refuse."""
+        name, state_dtype, seed = type(self).__name__, options.get("state_dtype"), options.get("rounding_seed", 0)
+        if state_dtype not in (None, torch.float32, torch.bfloat16):
+            raise ValueError(f"{name}: state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype}")
+        if not isinstance(seed, Integral) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"{name}: rounding_seed must be an integer of 64 bits, got {seed!r}")
+        if options.get("differentiable"):
+            raise RuntimeError(f"{name} does not support differentiable=True")
 
     # What belongs to a step but not to its state survives copies; counters do not.
 
@@ -259,7 +272,7 @@ class Adam(_OneLaunch, torch.optim.Adam):
     Matches: ``torch.optim.Adam``; in float32 but for the rounding of each operation. Parameters of 16 bits are rounded
         once per step, and their moments are float32, where PyTorch has 16 bits.
     Raises: as ``torch.optim.Adam``; RuntimeError for sparse gradients and differentiable=True;
-        ValueError for a state_dtype or a max_grad_norm that is none.
+        ValueError for a state_dtype, a rounding_seed or a max_grad_norm that is none.
     Source: Kingma & Ba 2015; Reddi et al. 2018 (amsgrad).
     """
 
