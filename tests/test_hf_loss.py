@@ -240,8 +240,9 @@ def test_wrappers_read_nothing(name, device):
     assert_equal(logits, expected)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["attribute", "items", "tree_map", "replace", "type of dict"])
-def test_gradients_of_logits(name, device):
+def test_gradients_of_logits(name, tied, device):
     """Beside those of the loss; the parameters' are summed."""
 
     def gradients_of_both(model):
@@ -252,7 +253,7 @@ def test_gradients_of_logits(name, device):
         (model(ids, labels=ids).loss + logits.square().mean()).backward()
         return [p.grad for p in model.parameters()]
 
-    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
+    model, ids = tiny_model(device=device, tie_word_embeddings=tied).train(), tiny_inputs(device)
     expected = gradients_of_both(model)
     only_the_loss(model)
     for found, gradient in zip(gradients_of_both(model), expected, strict=True):

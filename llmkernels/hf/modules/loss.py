@@ -173,8 +173,9 @@ class _Logits(Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        sources = ctx.saved_tensors
         with torch.enable_grad():
+            # Views, of which none comes from another: a tied weight is what the hidden states come from, too.
+            sources = [None if source is None else source.view_as(source) for source in ctx.saved_tensors]
             logits = ctx.compute(*sources)
         wanted = [source for source, needed in zip(sources, ctx.needs_input_grad[1:], strict=True) if needed]
         found = iter(torch.autograd.grad(logits, wanted, grad, create_graph=torch.is_grad_enabled()))
