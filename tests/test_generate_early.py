@@ -65,6 +65,20 @@ def test_the_prompt_comes_first(generate, order):
     assert handle.report().decode[0].prompts == {STEP: 3}
 
 
+@both_loops
+def test_autocast_comes_first(generate, order):
+    """It would decide the dtypes of what is launched."""
+    model, ids = small_model(), tiny_inputs()
+    llmkernels.patch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = generate(model, ids)
+    generate(model, ids)
+    order.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(generate(model, ids), expected)
+    assert "prompt" not in order
+
+
 def hooked(model):
     model.model.layers[0].register_forward_hook(lambda module, args, output: output * 0.5)
 

@@ -231,6 +231,8 @@ class Decoder:
         known = self._described
         if known is None or self._pause or ids.device != known.parts.weight.device:
             return None
+        if torch.is_autocast_enabled(ids.device.type):  # which would decide the dtypes of what is launched
+            return None
         memory = known.snapshot.memory()
         return None if memory is None else (known, memory)
 
