@@ -93,6 +93,8 @@ def test_rotary_embedding_variants(device):
         assert_same(bhtd(q.transpose(1, 2), k.transpose(1, 2), ids)[0].transpose(1, 2), turned)
     with pytest.raises(ValueError, match=r"RotaryEmbedding: rotary_dim must be even, .* got 7"):
         nn.RotaryEmbedding(32, rotary_dim=7)
+    with pytest.raises(RuntimeError, match=r"RotaryEmbedding: q must have heads of 16, got shape \[2, 7, 4, 32\]"):
+        nn.RotaryEmbedding(16).to(device)(q, k, ids)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu"])

@@ -59,6 +59,8 @@ class RotaryEmbedding(nn.Module):
         return super()._apply(moving_only((self.inv_freq,), fn), recurse)
 
     def forward(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if q.shape[-1] != self.head_dim:
+            raise RuntimeError(f"RotaryEmbedding: q must have heads of {self.head_dim}, got shape {list(q.shape)}")
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             angles = position_ids[..., None].float() * self.inv_freq
             cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
