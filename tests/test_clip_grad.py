@@ -121,6 +121,15 @@ def test_what_may_be_given(device):
             clip_grad_norm_(params, wrong)
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_a_parameter_that_comes_twice_counts_once(norm_type, device):
+    once, twice = (torch.nn.Parameter(torch.zeros(4, device=device)) for _ in range(2))
+    once.grad, twice.grad = torch.ones(2, 4, device=device)
+    norms = clip_grad_norm_([once], 1.0, norm_type), clip_grad_norm_([twice, twice], 1.0, norm_type)
+    assert_same(*norms)
+    assert_same(once.grad, twice.grad)
+
+
 @pytest.mark.parametrize("norm_type, dtype", [(1.0, torch.float32), (3.0, torch.float32), (2.0, torch.float64)])
 def test_what_is_left_to_torch(norm_type, dtype):
     params = with_grads(drawn("cpu", dtype))

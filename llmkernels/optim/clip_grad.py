@@ -29,7 +29,8 @@ def clip_grad_norm_(
     ``AdamW(..., max_grad_norm=...)`` does the scaling inside its step, and leaves the gradients as they are.
 
     Args:
-        parameters: what has gradients; those without one are passed over.
+        parameters: what has gradients; those without one are passed over. One that comes twice, as tied weights of two
+            modules do, counts once; PyTorch's function counts and scales it twice.
         max_norm: the norm that the gradients are scaled down to.
         norm_type: 2 or inf; any other norm is left to PyTorch's function.
         error_if_nonfinite: raise instead of clipping where the norm is inf or NaN. **The host waits for the norm
@@ -59,7 +60,7 @@ def clip_grad_norm_(
     >>> weight.grad
     tensor([0.6000, 0.8000])
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm}")
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
