@@ -14,6 +14,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.utils.deprecation import deprecate_kwarg
 
 import llmkernels
+from families import family_model
 from generating import check_steps
 from hf_models import (
     FAMILIES,
@@ -282,11 +283,28 @@ def test_rotations_of_transformers():
         (modeling_qwen2, Rotation()),
         (olmo2, Rotation(keeps_dtype=True)),
         (gpt_oss, Rotation(table="pairs")),
-        (glm, Rotation(interleaved=True, table="half")),
+        (glm, Rotation(interleaved=True, table="half", partial=True)),
         (ernie, Rotation(interleaved=True, table="half", float32=True, keeps_dtype=True)),
         (cohere, Rotation(interleaved=True, float32=True, keeps_dtype=True)),
     ):
         assert rotation_of("apply_rotary_pos_emb", module.apply_rotary_pos_emb) == options
+
+
+def test_tables_that_a_rotation_does_not_take():
+    """Those of half a head, which Llama's adds nowhere; and those of two elements for one, which it broadcasts."""
+    half = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    model, ids = tiny_model("llama", rope_parameters=half), tiny_inputs()
+    llmkernels.patch(model)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        logits_of(model, ids)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        model.generate(ids, max_new_tokens=2)
+
+    one = half | {"partial_rotary_factor": 0.25}
+    model = family_model("stablelm", hidden_size=24, rope_parameters=one)
+    expected = logits_of(model, ids)
+    llmkernels.patch(model)
+    assert_close(logits_of(model, ids), expected)
 
 
 def test_rope_formula(monkeypatch):

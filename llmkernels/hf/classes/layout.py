@@ -263,7 +263,8 @@ def _rotation_of(name: str, function: Callable, calls: tuple[Name, ...]) -> Rota
         raise UnknownLayout(f"unknown {name} ({type(error).__name__}: {error})")
     for rotation in ROTATIONS:
         if all(_same_rotation(rotation, *run) for run in runs):
-            return replace(rotation, name=name)
+            partial = any(not rotation.takes(cos.shape[-1], q.shape[-1]) for (q, _, cos, *_), _ in runs)
+            return replace(rotation, name=name, partial=partial)
     raise UnknownLayout(f"its {name} computes a rotation that has no kernel")
 
 

@@ -29,6 +29,7 @@ class Rotation:
     `name` is the global of its module that rotates. `table` says what a row of cos and sin holds: "elements", one
     angle per rotated element; "half", of which the first half is used, one angle per pair; "pairs", one angle per
     pair. Rotated are as many elements as a row of "elements" or "half" has, twice as many as one of "pairs".
+    With `partial` that may be fewer elements than a head has; without it the function takes none of those tables.
     `float32`: q, k, cos and sin are converted to float32 first. `keeps_dtype`: the results are converted to the dtype
     of q and k, where they would have that of the promotion with cos.
     """
@@ -38,6 +39,12 @@ class Rotation:
     table: str = "elements"
     float32: bool = False
     keeps_dtype: bool = False
+    partial: bool = False
+
+    def takes(self, row: int, head_dim: int) -> bool:
+        """Whether the function takes cos and sin with rows of this length."""
+        rotated = 2 * row if self.table == "pairs" else row
+        return rotated == head_dim or (self.partial and rotated < head_dim)
 
 
 @dataclass(frozen=True)

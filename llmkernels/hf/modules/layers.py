@@ -160,7 +160,8 @@ def rotation_by_kernel(original: Callable, options: Rotation) -> Callable:
     def rotation(module, q, k, cos, sin, unsqueeze_dim=1):
         known = (q.dim(), cos.dim()) == (4, 3) and unsqueeze_dim in (1, 2)
         # Without position_ids some models make tables of all tokens for the last one, and broadcast.
-        if not has_kernel(q) or not known or cos.shape[1] != q.shape[3 - unsqueeze_dim]:
+        known = known and cos.shape[1] == q.shape[3 - unsqueeze_dim] and options.takes(cos.shape[2], q.shape[3])
+        if not has_kernel(q) or not known:
             count(module, WITHOUT)
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         count(module, "rope")
