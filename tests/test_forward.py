@@ -107,6 +107,22 @@ def test_logits_to_keep(device):
             assert torch.equal(found, everything[:, slice(-keep, None) if isinstance(keep, int) else keep])
 
 
+@torch.no_grad()
+def test_logits_to_keep_is_none(device, monkeypatch):
+    """None adds a dimension to the logits: by the modules, a prompt and what follows."""
+    monkeypatch.setattr("llmkernels.hf.callers.forward.PROMPT_DEVICES", {"cpu", "cuda"})
+    model, ids = small_model(device=device), tiny_inputs(device, 2, 14)
+
+    def run():
+        output = model(ids[:, :10], logits_to_keep=None)
+        return [output.logits, model(ids[:, 10:], past_key_values=output.past_key_values, logits_to_keep=None).logits]
+
+    expected = run()
+    llmkernels.patch(model)
+    for found, theirs in zip(run(), expected, strict=True):
+        assert_close(found, theirs)
+
+
 def test_positions_of_the_caller(device):
     """Positions that begin elsewhere, as those of padded sequences."""
     mask, ids = left_padded(device), tiny_inputs(device, 3)

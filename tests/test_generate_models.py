@@ -249,3 +249,9 @@ def test_report():
         "forwards under torch.compile are not counted",
     ]
     assert llmkernels.patch(tiny_model().model).report().decode == []
+
+
+def test_other_logits_to_keep_than_the_last_ones(device):
+    model = small_model(device=device)
+    kept = torch.tensor([0], device=device)  # of the prompt, whose first token the new ones follow then
+    check_falls_back(model, tiny_inputs(device), "logits_to_keep is no number of tokens", True, logits_to_keep=kept)

@@ -33,7 +33,7 @@ from ..step.block import Layout
 from ..step.decode import MAX_ROWS, Decoder, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
-from .positions import Positions
+from .positions import Positions, check_kept
 
 # Arguments of a forward that the step takes, and those that change nothing for it.
 _KNOWN = {
@@ -102,9 +102,7 @@ def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> dict[str
     if device not in PROMPT_DEVICES:
         raise NoStep(f"a prompt on {device}")
     _check_call(model, given, _OF_PROMPTS)
-    kept = given.get("logits_to_keep")
-    if kept is not None and not (isinstance(kept, int) and kept >= 0):
-        raise NoStep("logits_to_keep is no number of tokens")
+    check_kept(given)
     parts, logits, cache, states = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
     if (empty := given.get(cache_name())) is not None and empty is not cache:
         fill(empty, cache)
@@ -155,7 +153,7 @@ def _early_prompt(
     written then; for a long one that is to leave no cache, as the block is one; and with hidden states, of which graphs
     keep none.
     """
-    ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
+    ids, kept = given["input_ids"], given.get("logits_to_keep", 0)
     found = state.known(ids)
     layout = None if found is None else state.layouts.find(found[0].parts, *ids.shape)
     if layout is None or is_kv_cache(given.get(cache_name())):
@@ -188,7 +186,7 @@ def _composed_prompt(
 ) -> tuple[Description, Tensor, Any, tuple[Tensor, ...] | None]:
     """The description of the model, the logits of the tokens to keep, the cache, and the hidden states, None where they
     are not asked for. Raises NoStep."""
-    ids, kept = given["input_ids"], given.get("logits_to_keep") or 0
+    ids, kept = given["input_ids"], given.get("logits_to_keep", 0)
     parts, _memory = _description(model, state, ids)
     _check_prompt(model, parts, given)
     batch, count = ids.shape
@@ -266,14 +264,14 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     if ids.numel() > MAX_ROWS:
         raise NoStep(f"more than {MAX_ROWS} tokens behind a cache")
     positions = Positions(given, ids, int(cache.get_seq_length()))
-    kept = given.get("logits_to_keep")
+    kept = given.get("logits_to_keep", 0)
     with state.lend("logits", ids, ids.shape[1]) as program:
         logits = _replayed(model, state, program, ids, cache, positions)
         if logits is None:
             logits = _described(model, state, program, ids, cache, positions)
         state.count_forward(STEP)
         logits = logits.view(*ids.shape, -1)
-        return logits[:, slice(-(kept or 0), None) if kept is None or isinstance(kept, int) else kept].clone()
+        return logits[:, slice(-kept, None) if isinstance(kept, int) else kept].clone()
 
 
 def _check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozenset()) -> None:
@@ -291,6 +289,8 @@ def _check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozen
     cache = given.get(cache_name())
     if cache is not None and not may_become_ours(cache):
         raise NoStep(f"the cache given is a {type(cache).__name__}")
+    if given.get("logits_to_keep", 0) is None:  # which adds a dimension to the logits
+        raise NoStep("logits_to_keep=None")
     if given.get("return_dict") is False:
         raise NoStep("return_dict=False")
     config = vars(model.config)  # a look at an attribute of it takes a microsecond each

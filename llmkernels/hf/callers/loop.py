@@ -30,7 +30,7 @@ from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from . import reading
 from .ahead import Ahead, launched, taken_by
-from .positions import check_facts, facts_of, left_padding
+from .positions import check_facts, check_kept, facts_of, left_padding
 from .reading import Reading, Text, next_turn
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
@@ -300,6 +300,7 @@ def _check_call(parts: Description, input_ids, stopping_criteria, config, synced
     known = _KNOWN_INPUTS | {cache_name()}
     if unknown := sorted(key for key in inputs if key not in known and inputs[key] is not None):
         raise NoStep(", ".join(unknown))
+    check_kept(inputs)
     cache = inputs.get(cache_name())
     if not inputs.get("use_cache") or cache is None:
         raise NoStep("use_cache=False")

@@ -22,6 +22,13 @@ def check_ids(least: int, largest: int, vocabulary: int) -> None:
         raise IndexError("index out of range in self")  # as torch.nn.functional.embedding has it
 
 
+def check_kept(given: dict[str, Any]) -> None:
+    """Raise NoStep unless the logits that a prompt keeps are those of its last tokens, or all."""
+    kept = given.get("logits_to_keep", 0)
+    if not isinstance(kept, int) or kept < 0:
+        raise NoStep("logits_to_keep is no number of tokens")
+
+
 class Positions:
     """Where the new tokens of a forward are.
 
