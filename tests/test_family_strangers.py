@@ -14,6 +14,7 @@ import llmkernels
 from families import _SHARED, FAMILIES, family_config
 from generating import generate_step, left_padded
 from hf_models import assert_close, count_ops, logits_of, tiny_inputs
+from llmkernels.hf.report import STEP
 
 NEW = 8
 PLACE = Path(__file__).parent
@@ -182,6 +183,19 @@ def test_families_of_transformers(name, device):
     handle = llmkernels.patch(model)
     assert torch.equal(tokens_of(model, device), expected)
     assert handle.report().decode[0].calls == {generate_step(): 1}
+
+
+@torch.no_grad()
+def test_logits_in_float32(device, monkeypatch):
+    """Mllama returns them so, whatever the dtype of its weights: from a prompt and from a step."""
+    monkeypatch.setattr("llmkernels.hf.callers.forward.PROMPT_DEVICES", {"cpu", "cuda"})
+    model = made(transformers.MllamaForCausalLM, bos_token_id=1, eos_token_id=2).to(device, torch.bfloat16)
+    handle = llmkernels.patch(model)
+    output = model(tiny_inputs(device))
+    step = model(tiny_inputs(device, tokens=1), past_key_values=output.past_key_values)
+    assert output.logits.dtype == step.logits.dtype == torch.float32
+    decode = handle.report().decode[0]
+    assert (decode.prompts, decode.forwards) == ({STEP: 1}, {STEP: 1})
 
 
 def test_an_activation_with_parameters(device):

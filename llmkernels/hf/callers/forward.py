@@ -108,6 +108,7 @@ def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> dict[str
         fill(empty, cache)
         cache = empty
     state.count_prompt(prompt.way(parts, given["input_ids"].numel()))
+    logits = _as_returned(parts, logits)
     return {"loss": _loss(model, logits, given), "logits": logits, "hidden_states": states, cache_name(): cache}
 
 
@@ -321,7 +322,7 @@ def _replayed(
         if not kept:
             cache.take_back(ids.shape[1])
             state.forget_place(cache)  # the next forward checks first
-    return logits if kept else None
+    return _as_returned(known.parts, logits) if kept else None
 
 
 def _described(
@@ -341,4 +342,9 @@ def _described(
         check_dynamic(cache, parts, batch, recorded=True)
         become_ours(cache, parts, batch)
     cache.begin(positions.last - ahead, positions.leftpad)
-    return state.begin_forward(parts, cache, program, ahead)(ids.flatten())
+    return _as_returned(parts, state.begin_forward(parts, cache, program, ahead)(ids.flatten()))
+
+
+def _as_returned(parts: Description, logits: Tensor) -> Tensor:
+    """Logits in the dtype in which the model returns them."""
+    return logits.float() if parts.returns_float32 else logits

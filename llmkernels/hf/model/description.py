@@ -110,8 +110,8 @@ class Description:
     with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config);
     `no_cache_when_told`: with use_cache=False, of the call or else of the config, they make none. `has_loss_of_logits`:
     given labels, they return the model's loss_function of its logits. `has_hidden_states`: asked for them, they return
-    what each layer is given, and the last one's behind the norm. `fp8`: where prompts run in FP8, makes the description
-    for that: step/fp8.py.
+    what each layer is given, and the last one's behind the norm. `returns_float32`: the logits, in any dtype. `fp8`:
+    where prompts run in FP8, makes the description for that: step/fp8.py.
     """
 
     embedding: nn.Parameter
@@ -128,6 +128,7 @@ class Description:
     no_cache_when_told: bool = False
     has_loss_of_logits: bool = False
     has_hidden_states: bool = False
+    returns_float32: bool = False
     fp8: Any = None
 
     @property

@@ -128,6 +128,7 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
             no_cache_when_told=_makes_no_cache_when_told(small, ids),
             has_loss_of_logits=_has_loss_of_logits(small, ids),
             has_hidden_states=_has_hidden_states(small, parts, ids, tolerance),
+            returns_float32=_returns_float32(small, ids),
         )
         return dataclasses.replace(template, description=description, same_in_training=_same_in_training(small, ids))
 
@@ -233,6 +234,17 @@ def _has_hidden_states(small: nn.Module, parts: Description, ids: Tensor, tolera
         one.shape == (1, *other.shape) and _error(other, one[0]) <= _MOST * tolerance
         for one, other in zip(expected, found, strict=True)
     )
+
+
+def _returns_float32(small: nn.Module, ids: Tensor) -> bool:
+    """Whether a model returns logits in float32 when its weights are in another dtype."""
+    other = copy.deepcopy(small)
+    for parameter in other.parameters():
+        parameter.data = parameter.bfloat16()
+    try:
+        return _logits(other, ids, 0).dtype is torch.float32
+    except Exception:  # of a model that runs in float32 alone
+        return False
 
 
 def _check_tables(parts: Description, config: Any) -> None:
