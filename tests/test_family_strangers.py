@@ -252,6 +252,24 @@ def test_q_k_and_v_head_by_head(options, device):
     assert handle.report().decode[0].calls == {generate_step(): 1}
 
 
+@pytest.mark.parametrize("name", ["GPTNeoXForCausalLM", "HeliumForCausalLM"])
+def test_a_head_dim_in_the_config_that_the_class_ignores(name, device, monkeypatch):
+    """GPT-NeoX ignores it everywhere; Helium's last product does, and so its forward raises."""
+    monkeypatch.setattr("llmkernels.hf.callers.forward.PROMPT_DEVICES", {"cpu", "cuda"})
+    model, ids = (
+        made(getattr(transformers, name), head_dim=32, bos_token_id=1, eos_token_id=2).to(device),
+        tiny_inputs(device),
+    )
+    expected = None if name == "HeliumForCausalLM" else logits_of(model, ids)
+    handle = llmkernels.patch(model)
+    assert "has 4 heads of another size than 32" in handle.report().decode[0].reason
+    if expected is not None:
+        assert_close(logits_of(model, ids), expected)
+    else:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(ids)
+
+
 def test_an_encoder_that_rotates(device):
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}

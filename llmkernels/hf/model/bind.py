@@ -115,7 +115,9 @@ class _Binder:
 
     def _with_heads(self, attention: Attention) -> Attention:
         head_dim, rows = attention.head_dim, sum(weight.shape[0] for weight in attention.qkv.weights)
-        heads = attention.output.weights[0].shape[1] // head_dim
+        heads, columns = self._model.config.num_attention_heads, attention.output.weights[0].shape[1]
+        if heads * head_dim != columns:  # the small model's have the head_dim of the config, which a class may ignore
+            raise UnknownLayout(f"has {heads} heads of another size than {head_dim}, as its config has it")
         return dataclasses.replace(attention, heads=heads, kv_heads=(rows // head_dim - heads) // 2)
 
 
