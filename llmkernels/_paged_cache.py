@@ -94,10 +94,10 @@ class PagedKVCache:
 
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens, on the same pages."""
+        pages, length = list(self._pages[sequence]), self._length[sequence]
         fork = self.allocate()
-        self._pages[fork] = list(self._pages[sequence])
-        self._length[fork] = self._length[sequence]
-        self._owners.update(self._pages[fork])
+        self._pages[fork], self._length[fork] = pages, length
+        self._owners.update(pages)
         return fork
 
     def append(self, sequence: int, tokens: int = 1) -> None:

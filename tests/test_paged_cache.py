@@ -61,6 +61,14 @@ def test_out_of_pages_changes_nothing():
         cache.append(fork)  # its last page belongs to both
 
 
+def test_a_fork_of_an_unknown_sequence_makes_none():
+    cache = pages()
+    with pytest.raises(KeyError):
+        cache.fork(3)
+    assert cache.sequences == []
+    assert cache.allocate() == 0
+
+
 def test_what_is_written_is_read(device):
     cache = pages(device=device)
     a, b = cache.allocate(), cache.allocate()
