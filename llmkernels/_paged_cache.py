@@ -153,8 +153,9 @@ class PagedKVCache:
         """Store the keys and values, (B, T, kv_heads, head_dim), of the last T tokens of each sequence.
 
         They are cast to the dtype of the cache.
-        Raises: RuntimeError for a k or v of another shape or device; ValueError when a sequence has fewer tokens or
-            is there twice, or one of these tokens lies in a shared page. Nothing is written then.
+        Raises: RuntimeError for a k or v of another shape or device, or that requires a gradient; ValueError when a
+            sequence has fewer tokens or is there twice, or one of these tokens lies in a shared page. Nothing is
+            written then.
         """
         self._check(sequences, k, v)
         rows = []
@@ -190,6 +191,8 @@ class PagedKVCache:
                     f"PagedKVCache.write: {name} must have shape {expected} on {pages.device}, "
                     f"got {tuple(states.shape)} on {states.device}"
                 )
+            if torch.is_grad_enabled() and states.requires_grad:  # else the pages would keep its graph
+                raise RuntimeError(f"PagedKVCache.write: {name} must not require a gradient; use torch.no_grad()")
         if len(set(sequences)) < len(sequences):
             raise ValueError(f"PagedKVCache.write: sequences must differ, got {sequences}")
 

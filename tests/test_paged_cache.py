@@ -126,6 +126,22 @@ def test_writing_what_does_not_fit_changes_nothing():
     assert not any(x.any() for x in cache.read(0, a))
 
 
+def test_what_is_written_brings_no_graph():
+    """The pages became a part of the graph of k, and decode_attention refused them from then on."""
+    cache = pages()
+    a = cache.allocate()
+    cache.append(a, 2)
+    k = keys_for(2).requires_grad_()
+    for name in ("k", "v"):
+        with pytest.raises(RuntimeError, match=f"PagedKVCache.write: {name} must not require a gradient"):
+            cache.write(0, [a], **({"k": k.detach(), "v": k.detach()} | {name: k}))
+    assert not any(x.any() for x in cache.read(0, a))
+    with torch.no_grad():
+        cache.write(0, [a], k, -k)
+    assert not cache.k[0].requires_grad
+    assert torch.equal(cache.read(0, a)[0], k[0])
+
+
 class Pages(RuleBasedStateMachine):
     """Operations in any order: every sequence reads back what was written to it, and no page is lost."""
 
