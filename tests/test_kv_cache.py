@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, GPTNeoXConfig, NemotronConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_models import FAMILIES, LAYERS, assert_close, logits_of, tiny_inputs, tiny_model
@@ -67,6 +67,13 @@ def test_allocated_at_once(device):
         assert cache.layers[0].v.dtype == torch.bfloat16
         assert cache.cache_seqlens.tolist() == [0, 0, 0]
     assert KVCache(model, 8, batch_size=3).layers[0].k.device == next(model.parameters()).device
+
+
+@pytest.mark.parametrize("config", [GPTNeoXConfig, NemotronConfig])
+def test_allocated_at_once_without_kv_heads_in_the_config(config):
+    """A config without that number, or None, has as many as query heads."""
+    cache = KVCache(config(hidden_size=112, num_attention_heads=7, num_hidden_layers=LAYERS), 8, batch_size=3)
+    assert cache.layers[1].k.shape == (3, 8, 7, 16)
 
 
 def test_past_the_end_is_an_error_and_nothing_is_written(device):

@@ -67,8 +67,9 @@ class KVCache(Cache):
         check_count("KVCache: num_hidden_layers of the config", config.num_hidden_layers)
         self._make_layers([None] * config.num_hidden_layers, capacity, grows)
         if batch_size is not None:
-            heads = config.num_key_value_heads
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            query_heads = config.num_attention_heads
+            heads = getattr(config, "num_key_value_heads", None) or query_heads
+            head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
             dtype = dtype or (model.dtype if model is not None else torch.get_default_dtype())
             device = device or (model.device if model is not None else "cpu")
             self.early_initialization(batch_size, heads, head_dim, dtype, torch.device(device))
