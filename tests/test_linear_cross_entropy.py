@@ -244,6 +244,17 @@ def test_rows_that_are_all_ignored(device, max_logits_bytes, way):
 
 
 @every_way
+def test_targets_that_all_have_weight_zero(device, way):
+    """A mean that divides by 0: NaN, its gradients too, as PyTorch's. Those of the forward were 0."""
+    x, weight, bias, target = make(4, 64, 24, torch.float32, device, ignored=0)
+    of_class = torch.ones(64, device=device).index_fill(0, target, 0.0)
+    loss, *grads = gradients(ours, (x, weight, bias, target), weight=of_class, **way)
+    assert loss.isnan() and all(g.isnan().all() for g in grads)
+    loss, *grads = gradients(ours, (x, weight, bias, target.fill_(-100)), weight=of_class, **way)
+    assert loss.isnan() and not any(g.any() for g in grads)
+
+
+@every_way
 def test_layouts(device, way):
     x, weight, bias, target = make(9, 64, 24, torch.float32, device)
     for layout in LAYOUTS:

@@ -190,8 +190,9 @@ def _backward(ctx, grad_loss, *_others):
             _loss, _lse, *early = _ops.linear_cross_entropy.no_grad(*arguments, *ctx.early)
         divisor, *grads = early
         factor = grad_loss
-        if ctx.options[1] == "mean":  # over no row: 0, as the gradients are, not 0 / 0
-            factor = torch.where(divisor[0] == 0, 0.0, grad_loss / divisor[0])
+        if ctx.options[1] == "mean":  # over no row: 0, as the gradients are, not 0 / 0; weights of 0 are 0 / 0, too
+            no_row = divisor[0] == 0 if weight is None else (target == ctx.options[0]).all()
+            factor = torch.where(no_row, 0.0, grad_loss / divisor[0])
         grads = [_scaled(grad, factor, x.dtype) if need else None for grad, need in zip(grads, needs, strict=True)]
     grad_x, grad_weight, grad_bias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
     return grad_x, grad_weight, None, grad_bias, *(None,) * (count - 4)
