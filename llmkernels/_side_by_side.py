@@ -61,6 +61,10 @@ class Answer:
         steps = len(self.times_s) - 1
         return (self.times_s[-1] - self.times_s[0]) / steps * 1e3 if steps > 0 else math.nan
 
+    @property
+    def speed(self) -> str:
+        return "too short to time" if math.isnan(self.ms_per_token) else f"{self.ms_per_token:.2f} ms per token"
+
 
 class Screen:
     """The answers side by side, drawn again 20 times a second at most."""
@@ -121,7 +125,7 @@ def answer(model, ids, screen: Screen, title: str, tokens: int) -> Answer:
     model.generate(ids, max_new_tokens=tokens, streamer=timed, **options)
     shown = Answer(lambda: screen.show(title, shown))
     model.generate(ids, max_new_tokens=tokens, streamer=shown, **options)
-    screen.show(title, timed, f"{timed.ms_per_token:.2f} ms per token", at_once=True)
+    screen.show(title, timed, timed.speed, at_once=True)
     return timed
 
 
@@ -129,7 +133,8 @@ def compare(unpatched: Answer, patched: Answer) -> str:
     pairs = zip(unpatched.tokens, patched.tokens, strict=False)
     same = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
     text = "the same text" if same is None else f"the same text up to token {same}, where rounding decides"
-    return f"{unpatched.ms_per_token / patched.ms_per_token:.1f} times as fast, {text}"
+    factor = unpatched.ms_per_token / patched.ms_per_token
+    return text if math.isnan(factor) else f"{factor:.1f} times as fast, {text}"
 
 
 def show(prompt: str, device: torch.device, tokens: int) -> None:

@@ -238,6 +238,20 @@ def test_demo_without_network(monkeypatch, capsys):
     check_demo(capsys, "there is no network.", "random weights in the shape of SmolLM2-135M-Instruct in float32")
 
 
+def test_demo_of_one_token(monkeypatch, capsys):
+    """Nothing of it can be timed but the prompt: it said nan ms per token, nan times as fast."""
+
+    def fetch():
+        raise _real_model.NoNetwork("there is no network")
+
+    monkeypatch.setattr(_real_model, "fetch", fetch)
+    monkeypatch.setattr(_side_by_side, "SHAPE", tiny_config("llama", head_dim=64).to_dict())
+    assert __main__.main(["demo", "--device", "cpu", "--max-new-tokens", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(" too short to time ") == 2 and "\nthe same text\n" in out
+    assert "nan" not in out
+
+
 # ---- how it is fetched
 
 
