@@ -41,7 +41,10 @@ def folder() -> Path:
 
 def fetch() -> Path:
     """The path of the model, which is downloaded where it is missing or damaged. Raises Unavailable."""
-    path = folder() / FILE
+    try:
+        path = folder() / FILE
+    except RuntimeError as error:  # no home folder
+        raise Unavailable(f"{NAME} cannot be fetched: {error} LLMKERNELS_CACHE can name a folder") from error
     try:
         if path.exists() and digest(path) == SHA256:
             return path

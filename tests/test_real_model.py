@@ -305,3 +305,10 @@ def test_a_folder_that_cannot_be(monkeypatch, folder):
     monkeypatch.setenv("LLMKERNELS_CACHE", folder)
     with pytest.raises(_real_model.Unavailable, match=f"cannot be fetched: {folder}: "):
         _real_model.fetch()
+
+
+def test_without_a_home_folder(monkeypatch):
+    """As in a container whose user has no name: the demo goes on with random weights."""
+    monkeypatch.setenv("LLMKERNELS_CACHE", "~nobody-of-this-name/cache")
+    with pytest.raises(_real_model.Unavailable, match="cannot be fetched: Could not determine home directory"):
+        _real_model.fetch()
