@@ -12,7 +12,7 @@ import torch
 
 import llmkernels
 from hf_models import tiny_model
-from llmkernels._tune import files, table
+from llmkernels._tune import autotune, files, table
 from llmkernels._tune.table import RULE, Choice, Linear, Measured
 
 KB = 1024
@@ -168,6 +168,20 @@ def test_a_folder_that_is_not_writable(path):
     path.parent.mkdir()
     path.parent.chmod(0o500)
     assert "cannot be written (Permission denied)" in files.save(path, IDENTITY, ENTRIES)
+
+
+def test_without_a_home_folder(monkeypatch):
+    """What autotune has measured is returned, and the file that cannot be is a warning."""
+    monkeypatch.setenv("LLMKERNELS_CACHE", "~nobody-of-this-name/cache")
+    for name, result in (("_gpu_of", 0), ("problems_of", []), ("measure_all", list(ENTRIES)), ("release", None)):
+        monkeypatch.setattr(autotune, name, lambda *arguments, result=result: result)
+    monkeypatch.setattr(files, "load", lambda index: None)
+    monkeypatch.setattr(files, "identity_of", lambda index: IDENTITY)
+    monkeypatch.setattr(table, "set_table", lambda index, entries: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    with pytest.warns(UserWarning, match="is not written to a file: Could not determine home directory"):
+        tuning = autotune.autotune(None)
+    assert tuning.linears == ENTRIES and tuning.path is None
 
 
 def test_a_disk_that_is_full(path, monkeypatch):

@@ -105,13 +105,7 @@ def autotune(
     files.load(index)  # what there is of other models
     table.set_table(index, table.merge(table.table_of(index), measured))
     release(model)
-    path = None
-    if save:
-        identity = files.identity_of(index)
-        path = files.cache_path(identity)
-        if reason := files.save(path, identity, measured):
-            files.warn(reason)
-            path = None
+    path = files.keep(files.identity_of(index), measured) if save else None
     return Tuning(torch.cuda.get_device_name(index), tuple(measured), path)
 
 

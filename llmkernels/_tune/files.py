@@ -173,6 +173,19 @@ def save(path: Path, identity: Identity, entries: Iterable[Measured], notes: Ide
     return None
 
 
+def keep(identity: Identity, entries: Iterable[Measured]) -> Path | None:
+    """Add choices to the cache. Returns the file, or None and a warning where it cannot be written."""
+    try:
+        path = cache_path(identity)
+        reason = save(path, identity, entries)
+    except RuntimeError as problem:  # no home folder
+        reason = f"what was measured is not written to a file: {problem} LLMKERNELS_CACHE can name a folder"
+    if not reason:
+        return path
+    warn(reason)
+    return None
+
+
 def render(identity: Identity, entries: Iterable[Measured]) -> str:
     linears = ",\n    ".join(json.dumps(asdict(one)) for one in entries)
     head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in identity.items())
