@@ -38,6 +38,15 @@ def check_installation() -> None:
         raise Problem("transformers must be installed: pip install 'llmkernels[hf]'") from None
 
 
+def quiet_transformers() -> None:
+    """No warnings, and progress bars for a terminal alone."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr or not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+
+
 def choose_device(name: str | None):
     """What `--device` names, or else the GPU where there is one. Raises Problem for what is not here."""
     import torch

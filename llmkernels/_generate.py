@@ -7,7 +7,7 @@ import sys
 
 import llmkernels
 from llmkernels._checkpoint import open_checkpoint
-from llmkernels._command import Problem, check_installation, choose_device, number
+from llmkernels._command import Problem, check_installation, choose_device, number, quiet_transformers
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -52,9 +52,7 @@ def run(options: argparse.Namespace) -> None:
     import transformers
 
     device = choose_device(options.device)
-    transformers.logging.set_verbosity_error()
-    if not sys.stderr or not sys.stderr.isatty():
-        transformers.logging.disable_progress_bar()
+    quiet_transformers()
     tokenizer, inputs, model = _load(options, device)
     try:
         handle = llmkernels.patch(model)

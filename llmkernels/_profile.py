@@ -6,7 +6,7 @@ from pathlib import Path
 
 import llmkernels
 from llmkernels._checkpoint import open_checkpoint
-from llmkernels._command import Problem, check_installation, choose_device, number
+from llmkernels._command import Problem, check_installation, choose_device, number, quiet_transformers
 from llmkernels._generate import DTYPES
 
 FORMATS = (".json", ".pdf", ".png", ".svg")
@@ -34,10 +34,9 @@ def run(options: argparse.Namespace) -> None:
     if output:
         _check_output(output)
     import torch
-    import transformers
 
     device = choose_device(options.device)
-    transformers.logging.set_verbosity_error()
+    quiet_transformers()
     checkpoint = open_checkpoint(options.model)
     dtype = options.dtype or ("float32" if device.type == "cpu" else checkpoint.dtype)
     model = checkpoint.model(dtype if dtype == "auto" else getattr(torch, dtype)).to(device).eval()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch.autograd import DeviceType
 
 import llmkernels
@@ -432,6 +433,16 @@ def test_what_the_command_refuses(tmp_path, monkeypatch, capfd, options, message
     monkeypatch.chdir(tmp_path)
     assert __main__.main(["profile", f"./{options[0]}", *options[1:], "--device", "cpu"]) == 1
     assert message in capfd.readouterr().err
+
+
+def test_the_command_says_one_line(tmp_path, capfd):
+    """The progress bar of transformers was written to a file, too."""
+    transformers.logging.enable_progress_bar()
+    small_model().save_pretrained(tmp_path)
+    capfd.readouterr()
+    assert __main__.main(["profile", str(tmp_path), "--tokens", "70", "--device", "cpu"]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("llmkernels: --tokens and --new-tokens must be less than")
 
 
 def test_bad_arguments():
