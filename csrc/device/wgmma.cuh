@@ -12,8 +12,7 @@ namespace llmk {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // The matrix descriptor of a K-major operand in 128-byte swizzle: rows of 64 elements, one after the other. `shared` is
-// a multiple of 1024 (8 rows), plus 32 for every step of 16 elements. The address field counts units of 16 bytes, so an
-// advance by n bytes adds n / 16.
+// a multiple of 1024 (8 rows), plus 32 for every step of 16 elements.
 __device__ inline uint64_t wgmma_operand(uint32_t shared) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
   constexpr uint64_t kUnused = uint64_t{1} << 16;  // the other stride: a swizzled row is as wide as the swizzle
@@ -26,6 +25,16 @@ __device__ inline uint64_t wgmma_rows(uint32_t shared, uint32_t box_bytes) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
   return kSwizzle128 | kEightRows | uint64_t{box_bytes / 16} << 16 | (shared & 0x3ffff) / 16;
 }
+
+// The descriptor of what lies `bytes` behind an operand, a multiple of 16. One addition, where each from its address
+// would take four instructions that wait for each other.
+__device__ inline uint64_t wgmma_advance(uint64_t operand, uint32_t bytes) {
+  return (operand >> 32 << 32) | (static_cast<uint32_t>(operand) + bytes / 16);
+}
+
+// The number of a thread's warpgroup in its block. By a shuffle, which tells the compiler that it is one for all lanes:
+// what depends on it stays in uniform registers, from where instructions take descriptors.
+__device__ inline int warpgroup_number() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0); }
 
 // Moves registers between the warpgroups of a block. All warps of the warpgroup call it.
 template <int kCount>

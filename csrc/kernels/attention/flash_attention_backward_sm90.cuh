@@ -124,11 +124,12 @@ struct BackwardBlock {
   __device__ void begin_scores(float (&s)[Size::kColumns / 2], int operand, int group, int step) const {
     wgmma_pin(s);
     wgmma_fence();
-    const uint32_t a = base + operand * Size::kRowBytes + group * 64 * 128, b = columns(step, operand);
+    const uint64_t a = wgmma_operand(base + operand * Size::kRowBytes + group * 64 * 128);
+    const uint64_t b = wgmma_operand(columns(step, operand));
 #pragma unroll
     for (int d = 0; d < kDim; d += 16) {
-      wgmma<T>(s, wgmma_operand(a + d / 64 * Size::kRowBoxBytes + d % 64 * 2),
-               wgmma_operand(b + d / 64 * Size::kColumnBoxBytes + d % 64 * 2), d > 0);
+      wgmma<T>(s, wgmma_advance(a, d / 64 * Size::kRowBoxBytes + d % 64 * 2),
+               wgmma_advance(b, d / 64 * Size::kColumnBoxBytes + d % 64 * 2), d > 0);
     }
     wgmma_commit();
   }
@@ -137,12 +138,12 @@ struct BackwardBlock {
                              int operand, int step) const {
     pin(sums);
     wgmma_fence();
+    const uint64_t b = wgmma_rows(columns(step, operand), Size::kColumnBoxBytes);
 #pragma unroll
     for (int n = 0; n < Size::kColumns / 16; ++n) {
 #pragma unroll
       for (int c = 0; c < kDim / kWide; ++c) {
-        const uint32_t at = columns(step, operand) + c * (kWide / 64) * Size::kColumnBoxBytes + n * 2048;
-        wgmma_rows_of<T>(sums[c], x[n], wgmma_rows(at, Size::kColumnBoxBytes));
+        wgmma_rows_of<T>(sums[c], x[n], wgmma_advance(b, c * (kWide / 64) * Size::kColumnBoxBytes + n * 2048));
       }
     }
     wgmma_commit();
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(Sm90Backward<kDim>::kThreads, 1)
   }
 
   more_registers<240>();
-  const int group = static_cast<int>(threadIdx.x) / 128 - 1, lane = threadIdx.x % 32;
+  const int group = warpgroup_number() - 1, lane = threadIdx.x % 32;
   const int key = first + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4, pair = 2 * (lane % 4);
   const ScoreGradient gradient(params);
   float v_sums[kDim / block.kWide][block.kWide / 2], k_sums[kDim / block.kWide][block.kWide / 2];
@@ -380,7 +381,7 @@ __global__ void __launch_bounds__(Sm90Backward<kDim>::kThreads, 1)
   }
 
   more_registers<240>();
-  const int group = static_cast<int>(threadIdx.x) / 128 - 1, lane = threadIdx.x % 32, pair = 2 * (lane % 4);
+  const int group = warpgroup_number() - 1, lane = threadIdx.x % 32, pair = 2 * (lane % 4);
   const int row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
   const int64_t padded = padded_q_tokens(params), plane = params.batch * params.heads * padded;
   const float* const statistics = params.statistics + (static_cast<int64_t>(b) * heads + h) * padded + first + row;

@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
   }
 
   more_registers<kPaged ? 232 : 240>();
-  const int group = static_cast<int>(threadIdx.x) / 128 - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int group = warpgroup_number() - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
   const int lane = threadIdx.x % 32, g = lane / 4, pair = 2 * (lane % 4);
   const int q_tokens = static_cast<int>(params.q_tokens), head_dim = static_cast<int>(params.head_dim);
   const ScoreScale<kExtra> scale(params);
@@ -227,12 +227,12 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       barrier_wait(k_stage(done + tile).full, phase(done + tile));
       wgmma_pin(s);
       wgmma_fence();
-      const uint32_t q = q_at + group * 64 * 128, k = k_at + (done + tile) % kStages * kKeyBytes;
+      const uint64_t q = wgmma_operand(q_at + group * 64 * 128);
+      const uint64_t k = wgmma_operand(k_at + (done + tile) % kStages * kKeyBytes);
 #pragma unroll
       for (int d = 0; d < kDim; d += 16) {
-        const uint32_t at_q = q + d / 64 * Size::kQueryBoxBytes + d % 64 * 2;
-        const uint32_t at_k = k + d / 64 * Size::kKeyBoxBytes + d % 64 * 2;
-        wgmma<T>(s, wgmma_operand(at_q), wgmma_operand(at_k), d > 0);
+        wgmma<T>(s, wgmma_advance(q, d / 64 * Size::kQueryBoxBytes + d % 64 * 2),
+                 wgmma_advance(k, d / 64 * Size::kKeyBoxBytes + d % 64 * 2), d > 0);
       }
       wgmma_commit();
     };
@@ -240,13 +240,12 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       barrier_wait(v_stage(done + tile).full, phase(done + tile));
       pin_sums();
       wgmma_fence();
-      const uint32_t v = v_at + (done + tile) % kStages * kKeyBytes;
+      const uint64_t v = wgmma_rows(v_at + (done + tile) % kStages * kKeyBytes, Size::kKeyBoxBytes);
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
 #pragma unroll
         for (int c = 0; c < kDim / kColumns; ++c) {
-          const uint32_t at = v + c * (kColumns / 64) * Size::kKeyBoxBytes + n * 2048;
-          wgmma_rows_of<T>(y[c], p[n], wgmma_rows(at, Size::kKeyBoxBytes));
+          wgmma_rows_of<T>(y[c], p[n], wgmma_advance(v, c * (kColumns / 64) * Size::kKeyBoxBytes + n * 2048));
         }
       }
       wgmma_commit();

@@ -414,7 +414,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     pdl_launch_dependents();
     pdl_wait();
     constexpr int kParts = kAlternates ? 2 : 1;  // of 64 tokens each
-    const int group = warp / 4 - 1, lane = threadIdx.x % 32;
+    const int group = warpgroup_number() - 1, lane = threadIdx.x % 32;
     unsigned char* const place = shared + (store - base) + (warp - 4) * kStoreBytes;
     float sums[kParts][kColumns / 2];
     const auto release = [&](int stage) {
@@ -432,16 +432,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (kAlternates && index != first) named_barrier(1 + group, 32 * kWarps);
       int before = 0;
       for (int k = 0; k < member.k; ++k, before = at.stage, at.advance()) {
-        const uint32_t rows = ring + at.stage * R::kStageBytes + (kAlternates ? 0 : group * R::kXBytes);
-        const uint32_t columns = ring + at.stage * R::kStageBytes + 2 * R::kXBytes;
+        const uint32_t stage = ring + at.stage * R::kStageBytes;
+        const uint64_t rows = wgmma_operand(stage + (kAlternates ? 0 : group * R::kXBytes));
+        const uint64_t columns = wgmma_operand(stage + 2 * R::kXBytes);
         barrier_wait(full + 8 * at.stage, at.phase);
         wgmma_fence();
 #pragma unroll
         for (int d = 0; d < kDepth; d += 16) {
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
-            wgmma<T>(sums[part], wgmma_operand(rows + part * R::kXBytes + d * kHalfBytes),
-                     wgmma_operand(columns + d * kHalfBytes), k > 0 || d > 0);
+            wgmma<T>(sums[part], wgmma_advance(rows, part * R::kXBytes + d * kHalfBytes),
+                     wgmma_advance(columns, d * kHalfBytes), k > 0 || d > 0);
           }
         }
         wgmma_commit();
