@@ -249,7 +249,9 @@ ERRORS = {
         lambda: int8_linear(ONES, INT8, SCALE, SCALE.half()),
     r"int8_linear: bias must have shape \[5\] \(weight.size\(0\)\), got \[3\]":
         lambda: int8_linear(ONES, INT8, SCALE, SCALE[:3]),
-    r"int8_quantize: weight must be of a floating-point dtype, got torch.int8": lambda: int8_quantize(INT8),
+    r"int8_quantize: weight must be float32, .*, got torch.int8": lambda: int8_quantize(INT8),
+    r"int8_quantize: weight must be float32, float16, bfloat16 or float64, got torch.float8_e4m3fn":
+        lambda: int8_quantize(ONES.to(torch.float8_e4m3fn)),
     r"int8_quantize: weight must have shape \[N, K\], got \[8\]": lambda: int8_quantize(ONES[0]),
     r"int8_quantize: weight must not require a gradient": lambda: int8_quantize(ONES.clone().requires_grad_()),
 }  # fmt: skip

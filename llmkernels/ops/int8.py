@@ -20,6 +20,7 @@ from llmkernels.ops.linear import _autocast, _grad_bias
 
 _int8_linear = caller("int8_linear")
 _MAX = 127
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _NO_GRADIENT = "{name} must not require a gradient, since a quantization has none; detach it"
 
 
@@ -51,8 +52,9 @@ def int8_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     refuse_gradients(
         "int8_quantize", "{name} must not require a gradient; call it under torch.no_grad()", weight=weight
     )
-    if not weight.is_floating_point():
-        raise RuntimeError(f"int8_quantize: weight must be of a floating-point dtype, got {weight.dtype}")
+    if weight.dtype not in _DTYPES:
+        expected = "float32, float16, bfloat16 or float64"
+        raise RuntimeError(f"int8_quantize: weight must be {expected}, got {weight.dtype}")
     if weight.dim() != 2:
         raise RuntimeError(f"int8_quantize: weight must have shape [N, K], got {list(weight.shape)}")
     wide = weight.float()
