@@ -39,8 +39,8 @@ def softmax(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal
             as a whole, as in flash-attn. Elements beyond are not read.
 
     Returns:
-        y with the shape, dtype and device of ``x``, contiguous. A row of which nothing takes part, or all of which is
-        -inf, is zero.
+        y with the shape and device of ``x``, contiguous, in its dtype, or the promoted one where a mask of another is
+        added. A row of which nothing takes part, or all of which is -inf, is zero.
 
     Layout: rows any constant distance apart are read in place; any other layout is copied first, as is a mask whose
         last dimension is not contiguous.
