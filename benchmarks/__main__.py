@@ -60,8 +60,8 @@ def merge(source: Path, target: Path, without: Sequence[str]) -> int:
     """Takes over the sections of the results files in a folder. Returns how many files were refused."""
     refused = 0
     for path in results_in(source):
-        meta, rows = results.load(path)
         try:
+            meta, rows = results.load(path)
             results.merge(target / path.name, meta, rows, without)
             report.console.print(f"{target / path.name}: {', '.join(meta['sections'])}")
         except ValueError as reason:

@@ -10,8 +10,12 @@ from pathlib import Path
 
 
 def load(path: Path) -> tuple[dict, list[dict]]:
-    content = json.loads(path.read_text())
-    return content["meta"], content["rows"]
+    """Raises ValueError for a file of anything else."""
+    try:
+        content = json.loads(path.read_text())
+        return content["meta"], content["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has no results ({type(error).__name__}: {error})") from error
 
 
 def save(path: Path, meta: dict, rows: Sequence[dict]) -> None:

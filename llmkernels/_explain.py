@@ -166,7 +166,10 @@ def explain(
     plan    36 rows per tile, 128 tiles, 128 blocks, 12 stages, 180 KB in flight, 192 KB of shared memory
     """
     products = _find_products(op)
-    if len(shapes) == 1 and shapes[0] and all(isinstance(shape, (tuple, list)) for shape in shapes[0]):
+    for name, value in {"bias": bias, "in_step": in_step, "aligned": aligned}.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{op}: {name} must be a bool, got {value!r}")
+    if len(shapes) == 1 and _is_list(shapes[0]) and shapes[0] and all(map(_is_list, shapes[0])):
         shapes = tuple(shapes[0])
     if op in ATTENTIONS:
         tensors = _check_attention(op, shapes)
@@ -306,7 +309,7 @@ def _plan_text(plan: dict[str, int]) -> str:
 
 
 def _find_products(op: str) -> list[_Product]:
-    if op not in OPS and op not in ATTENTIONS:
+    if not isinstance(op, str) or (op not in OPS and op not in ATTENTIONS):
         raise ValueError(f"explain: op must be one of {', '.join([*OPS, *ATTENTIONS])}, got {op!r}")
     return OPS.get(op, [])
 
@@ -353,8 +356,12 @@ def _check_attention(op: str, shapes: Sequence[Sequence[int]]) -> dict[str, tupl
     return found
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (tuple, list))
+
+
 def _check_shape(op: str, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    is_shape = isinstance(shape, (tuple, list)) and all(isinstance(size, int) and size >= 0 for size in shape)
+    is_shape = _is_list(shape) and all(isinstance(size, int) and size >= 0 for size in shape)
     if not is_shape:
         raise ValueError(f"{op}: the shape of {name} must be a tuple of sizes that are not negative, got {shape!r}")
     return tuple(shape)

@@ -127,7 +127,8 @@ class PagedKVCache:
 
     def truncate(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens."""
-        if not 0 <= length <= self._length[sequence]:
+        check_count("PagedKVCache.truncate: length", length, 0)
+        if length > self._length[sequence]:
             raise ValueError(f"PagedKVCache.truncate: length must be from 0 to {self._length[sequence]}, got {length}")
         pages, kept = self._pages[sequence], -(-length // self.page_size)
         for page in reversed(pages[kept:]):

@@ -62,5 +62,7 @@ def _check_output(output: Path) -> None:
         raise Problem(f"--output must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, got {output}")
     if not output.parent.is_dir():
         raise Problem(f"--output must be in a folder that exists, got {output}")
+    if output.is_dir():
+        raise Problem(f"--output must be a file, got the folder {output}")
     if output.suffix != ".json" and not importlib.util.find_spec("matplotlib"):
         raise Problem("--output of a picture must have matplotlib: pip install matplotlib")

@@ -28,6 +28,7 @@ from benchmarks import (
     steps_compared,
     tables,
 )
+from benchmarks.__main__ import merge
 from benchmarks.cases import OURS, PROVIDERS
 from benchmarks.run import Run
 from benchmarks.sources import depended_on
@@ -366,6 +367,16 @@ def test_merge_takes_over_a_folder(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     assert numbers(tmp_path / "here") == {"rope": 1, "swiglu": 3}
     assert not (tmp_path / "here" / "gpu_tests.json").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"meta": {}}'])
+def test_a_damaged_file_is_left_out(text, tmp_path, capsys):
+    a_file(tmp_path / "here", {"rope": 1})
+    a_file(tmp_path / "there", {"rope": 2})
+    (tmp_path / "there" / "ops.json").write_text(text)
+    assert merge(tmp_path / "there", tmp_path / "here", ()) == 1
+    assert "ops.json has no results" in capsys.readouterr().out.replace("\n", " ")
+    assert numbers(tmp_path / "here") == {"rope": 1}
 
 
 @pytest.fixture

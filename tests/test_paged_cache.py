@@ -35,6 +35,8 @@ def test_pages_are_taken_and_given_back():
         cache.block_table([a], width=1)
     cache.append(a, 3)
     assert cache.free_pages == 4
+    with pytest.raises(TypeError, match=r"PagedKVCache.truncate: length must be an integer, got 2\.5"):
+        cache.truncate(a, 2.5)
     cache.truncate(a, 4)
     assert cache.free_pages == 5
     cache.free(a)

@@ -426,10 +426,12 @@ def test_the_command(tmp_path, capfd):
         (["model", "--tokens", "70"], "--tokens and --new-tokens must be less than the model's 64 positions"),
         (["model", "--output", "profile.doc"], "--output must end in .json, .pdf, .png or .svg, got profile.doc"),
         (["model", "--output", "missing/a.png"], "--output must be in a folder that exists, got missing/a.png"),
+        (["model", "--output", "folder.json"], "--output must be a file, got the folder folder.json"),
     ],
 )
 def test_what_the_command_refuses(tmp_path, monkeypatch, capfd, options, message):
     small_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "folder.json").mkdir()
     monkeypatch.chdir(tmp_path)
     assert __main__.main(["profile", f"./{options[0]}", *options[1:], "--device", "cpu"]) == 1
     assert message in capfd.readouterr().err
