@@ -27,7 +27,7 @@ from .._private import _new_with_weak_ptr
 from .graphs import no_recording
 
 LOCK = threading.RLock()  # held while weights are packed or unpacked, or must not be
-_LONGEST_WAIT = 0.05  # s, for who holds a parameter without reading it
+_LONGEST_WAIT = 0.05  # s, behind the shortest one, for who holds a parameter without reading it
 # s, beside other threads, for who reads or writes a parameter without holding it; on a GPU that is only a launch
 _SHORTEST_WAIT = {"cpu": 0.05, "cuda": 0.001}
 _TRIM_BYTES = 1 << 30  # give freed memory back about this often while packing
@@ -187,7 +187,7 @@ def _wait_for_readers(parameters: Sequence[nn.Parameter], shortest_wait: float) 
     (The frames of other threads would tell which calls they are in, but Python 3.11 lets go of frames that it hands out
     while their variables are cleared, and who reads them crashes.)
     """
-    end = time.monotonic() + _LONGEST_WAIT
     time.sleep(shortest_wait)
+    end = time.monotonic() + _LONGEST_WAIT
     while any(parameter._use_count() > 1 for parameter in parameters) and time.monotonic() < end:
         time.sleep(1e-4)
