@@ -96,8 +96,8 @@ CUDA_ATTENTION = [
         "cuda_flash_attention_forgets_to_rescale",
         "the sum of the weights is not scaled down when a larger score comes",
         "csrc/kernels/attention/softmax_rows.cuh",
-        "sum = sum * correction + total;",
-        "sum = sum + total;",
+        "rows[r].sum = rows[r].sum * corrections[r] + total[r];",
+        "rows[r].sum = rows[r].sum + total[r];",
         "tests/test_attention.py -k cuda",
     ),
     Mutation(

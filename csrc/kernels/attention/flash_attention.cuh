@@ -107,8 +107,11 @@ __global__ void __launch_bounds__(Tile<kDim>::kThreads) flash_attention_kernel(c
           const int query = first + row_of_warp + r * 16 + half * 8 + g;
           bias.template exponents_of_row<kKeys / 8>(scale, query, column, score);
         }
-        const float correction =
-            rows[2 * r + half].template update<kKeys / 8>(scale, whole, keys.x - column, keys.y - column, score);
+        const int from = keys.x - column, to = keys.y - column;
+        float correction;
+        update_rows<1, kKeys / 8>(
+            &rows[2 * r + half], scale, whole, &from, &to, [&](int, int n, int i) -> float& { return score(n, i); },
+            &correction);
 #pragma unroll
         for (int d = 0; d < kDim / 8; ++d) y[r][d][2 * half] *= correction, y[r][d][2 * half + 1] *= correction;
       }

@@ -14,6 +14,12 @@
 // the queries and the first keys of a block's next work are there when the last one ends. It says what that work is,
 // too, by shared memory: to find out takes some 500 cycles.
 //
+// From 4096 tokens on an H200 runs at its limit of power, so that its clock falls as fewer cycles are lost. Of the 2690
+// cycles that two warpgroups take per tile of 128 keys (heads of 128), 2048 are products. No faster, by 1 % either way
+// (one H200): to wait for the products with values between the maxima and the exponents, so that the sums are corrected
+// while these are computed; to wait for the copies before the turn; turns left out; probabilities packed into registers
+// of their own before that wait (heads of 64; longer ones spill).
+//
 // Sums are corrected after every tile. To do so only where the maximum has risen by a factor of 2^8, as
 // FlashAttention-4 does, was 1 to 4 % slower from 2048 tokens on (one H200), with heads of 64 to 256.
 // Clusters of two blocks with neighbouring queries, each of which copied half of the keys and values to both, were no
@@ -53,7 +59,8 @@ struct Work {
   int origin, tiles;  // where the first tile begins, and how many there are
 
   // One section after the other: the heads of `section` key heads, whose keys and values stay in the L2 cache. In a
-  // section those with most tiles come first, and queries that see the same keys are neighbours.
+  // section queries that see the same keys are neighbours. The last section begins with those that have most tiles, the
+  // one before ends with them, and so on, so that what the blocks do at the same time is about as long.
   __device__ Work(const FlashAttentionParams& params, int section, int index) {
     using Size = Sm90Tile<kDim>;
     const int q_tokens = static_cast<int>(params.q_tokens), q_tiles = (q_tokens + Size::kQueries - 1) / Size::kQueries;
@@ -61,7 +68,9 @@ struct Work {
     const int of_section = section * group * q_tiles, number = index / of_section, at = index - number * of_section;
     const int in_section = min(section, static_cast<int>(params.batch * params.kv_heads) - number * section) * group;
     const int head = number * section * group + at % in_section;  // of all sequences
-    first = (q_tiles - 1 - at / in_section) * Size::kQueries;
+    const int sections = (static_cast<int>(params.batch * params.kv_heads) + section - 1) / section;
+    const int row = at / in_section;
+    first = ((sections - number) % 2 == 1 ? q_tiles - 1 - row : row) * Size::kQueries;
     b = head / heads;
     h = head % heads;
     const Visible visible(params, b);
@@ -271,26 +280,37 @@ __global__ void __launch_bounds__(Sm90Tile<kDim>::kThreads, 1)
       if (!kPaged && work.end == params.k_tokens) return;  // the copy has written zeros
       clear(tiles - 1, work.end - work.origin - (tiles - 1) * kKeys, kKeys);
     };
-    const auto softmax = [&](int tile, float(&corrections)[2]) {
-      const int key = work.origin + tile * kKeys, column = key + pair;
-      const bool whole = key >= all_begin && key + kKeys <= all_end;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int query = first + warp * 16 + half * 8 + g;
-        const auto score = [&](int n, int i) -> float& { return s[4 * n + 2 * half + i]; };
-        if constexpr (kExtra == Extra::kBias) {
-          HeadBias<T>(params, work.b, work.h, visible.shift)
-              .template exponents_of_row<kKeys / 8>(scale, query, column, score);
-        }
-        const int from = whole ? 0 : visible.begin(query) - column, to = whole ? 0 : visible.end(query) - column;
-        corrections[half] = rows[half].template update<kKeys / 8>(scale, whole, from, to, score);
-      }
-    };
     const auto pack_scores = [&] {
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[n][i] = pack<T>(s[8 * n + 2 * i], s[8 * n + 2 * i + 1]);
+      }
+    };
+    const auto softmax_of = [&](int tile, bool whole, float(&corrections)[2]) {
+      const int column = work.origin + tile * kKeys + pair;
+      const auto score = [&](int half, int n, int i) -> float& { return s[4 * n + 2 * half + i]; };
+      int from[2] = {}, to[2] = {};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int query = first + warp * 16 + half * 8 + g;
+        if constexpr (kExtra == Extra::kBias) {
+          HeadBias<T>(params, work.b, work.h, visible.shift)
+              .template exponents_of_row<kKeys / 8>(scale, query, column,
+                                                    [&](int n, int i) -> float& { return score(half, n, i); });
+        }
+        if (!whole) from[half] = visible.begin(query) - column, to[half] = visible.end(query) - column;
+      }
+      update_rows<2, kKeys / 8>(rows, scale, whole, from, to, score, corrections);
+    };
+    // A branch for both rows, so that there is none between them, and that the compiler cannot move the wait for the
+    // products with values, which comes next, in between.
+    const auto softmax = [&](int tile, float(&corrections)[2]) {
+      const int key = work.origin + tile * kKeys;
+      if (key >= all_begin && key + kKeys <= all_end) {
+        softmax_of(tile, true, corrections);
+      } else {
+        softmax_of(tile, false, corrections);
       }
     };
 

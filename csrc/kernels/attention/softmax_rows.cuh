@@ -47,47 +47,6 @@ struct SoftmaxRow {
   float maximum = -INFINITY;  // of all lanes
   float sum = 0.f;            // of this lane's columns
 
-  // Turns scores into probabilities over the maximum so far, which rises: what was summed before is to be multiplied by
-  // the result. score(n, i), n in [0, kPairs), i 0 or 1, is column 8 n + i of this lane's; it sees [from, to) of them
-  // where not `whole`.
-  template <int kPairs, Extra kExtra, typename Score>
-  __device__ float update(const ScoreScale<kExtra>& scale, bool whole, int from, int to, const Score& score) {
-    if (scale.early) {
-#pragma unroll
-      for (int n = 0; n < kPairs; ++n) {
-        score(n, 0) = scale.apply_early(score(n, 0));
-        score(n, 1) = scale.apply_early(score(n, 1));
-      }
-    }
-    if (!whole) {
-#pragma unroll
-      for (int n = 0; n < kPairs; ++n) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (n * 8 + i < from || n * 8 + i >= to) score(n, i) = -INFINITY;
-        }
-      }
-    }
-    float highest = maximum;
-#pragma unroll
-    for (int n = 0; n < kPairs; ++n) highest = fmaxf(highest, fmaxf(score(n, 0), score(n, 1)));
-    highest = quad_max(highest);
-    const float shift = -finite(highest) * scale.factor;
-    const float correction = exp2_approximate(fmaf(maximum, scale.factor, shift));
-    maximum = highest;
-    float total = 0.f;
-#pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        score(n, i) = exp2_approximate(fmaf(score(n, i), scale.factor, shift));
-        total += score(n, i);
-      }
-    }
-    sum = sum * correction + total;
-    return correction;
-  }
-
   // What the weighted values are to be multiplied by, with a sink (its score times log2(e), or -inf); and the log of
   // the sum.
   template <Extra kExtra>
@@ -99,5 +58,46 @@ struct SoftmaxRow {
     return total == 0.f ? 0.f : correction / total;
   }
 };
+
+// Turns scores of kRows rows into probabilities over their maxima so far, which rise: what was summed before is to be
+// multiplied by `corrections`. score(r, n, i), n in [0, kPairs), i 0 or 1, is column 8 n + i of this lane's in row r;
+// it sees [from[r], to[r]) of them where not `whole`. Step by step for all rows, so that one hides what another waits
+// for.
+template <int kRows, int kPairs, Extra kExtra, typename Score>
+__device__ void update_rows(SoftmaxRow* rows, const ScoreScale<kExtra>& scale, bool whole, const int* from,
+                            const int* to, const Score& score, float* corrections) {
+  const auto for_all = [](const auto& body) {
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) body(r, n, 0), body(r, n, 1);
+    }
+  };
+  if (scale.early) {
+    for_all([&](int r, int n, int i) { score(r, n, i) = scale.apply_early(score(r, n, i)); });
+  }
+  if (!whole) {
+    for_all([&](int r, int n, int i) {
+      if (n * 8 + i < from[r] || n * 8 + i >= to[r]) score(r, n, i) = -INFINITY;
+    });
+  }
+  float highest[kRows][2], shift[kRows], total[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) highest[r][0] = highest[r][1] = rows[r].maximum, total[r] = 0.f;
+  for_all([&](int r, int n, int i) { highest[r][i] = fmaxf(highest[r][i], score(r, n, i)); });
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float maximum = quad_max(fmaxf(highest[r][0], highest[r][1]));
+    shift[r] = -finite(maximum) * scale.factor;
+    corrections[r] = exp2_approximate(fmaf(rows[r].maximum, scale.factor, shift[r]));
+    rows[r].maximum = maximum;
+  }
+  for_all([&](int r, int n, int i) {
+    score(r, n, i) = exp2_approximate(fmaf(score(r, n, i), scale.factor, shift[r]));
+    total[r] += score(r, n, i);
+  });
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) rows[r].sum = rows[r].sum * corrections[r] + total[r];
+}
 
 }  // namespace llmk::kernels::flash

@@ -12,10 +12,10 @@
 //
 //   kernel                      | a group of threads takes                             | for
 //   ----------------------------|------------------------------------------------------|---------------------------
-//   rms_norm_rope_kernel        | a row: a head, four of them, or all heads of a token | any rows
+//   rms_norm_rope_kernel        | a row: a head, or all heads of a token               | any rows
 //   rms_norm_rope_tokens_kernel | two heads of a token, and then those of later tokens | many tokens, aligned heads
 //
-// They compute the same bits.
+// They compute the same bits. On one H200 the second took 12 to 24 % less from 2048 tokens on, as it loads ahead.
 #include "rms_norm_rope.h"
 
 #include "device/ptx.cuh"
@@ -29,13 +29,10 @@ namespace {
 
 using namespace norm_rope;
 
-// Heads that a group takes, with the same angles and weights, where there are many of them.
-constexpr int kManyHeads = 4;
-
-// The rows of a token: its heads of q, `heads` at a time, then its heads of k; or all of q, then all of k.
-int64_t rows_of_token(const RmsNormRopeParams& params, int64_t heads) {
+// The rows of a token: its heads of q, then its heads of k; or all of q, then all of k.
+int64_t rows_of_token(const RmsNormRopeParams& params) {
   if (params.row_wise) return (params.rope.q.heads > 0) + (params.rope.k.heads > 0);
-  return (params.rope.q.heads + heads - 1) / heads + (params.rope.k.heads + heads - 1) / heads;
+  return params.rope.q.heads + params.rope.k.heads;
 }
 
 // The arithmetic of both kernels, of rows of q or of k.
@@ -67,13 +64,12 @@ __device__ float add_squares(float sum, const Values<T, N>& x) {
   return sum;
 }
 
-// A: the type of the angles. N: elements per access; 1: threads loop over slots. kInterleaved: see rope.cu. kHeads:
-// of a group, if the norm is of heads; several only without the loop.
-template <typename T, typename A, int N, bool kInterleaved, int kHeads>
-__global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 ? 2 : 1)
+// A: the type of the angles. N: elements per access; 1: threads loop over slots. kInterleaved: see rope.cu.
+template <typename T, typename A, int N, bool kInterleaved>
+__global__ void __launch_bounds__(kMaxThreads<N>, 1)
     rms_norm_rope_kernel(const RmsNormRopeParams params, int slots_per_head, int rows, bool keep_inputs) {
   constexpr bool kLoops = N == 1;
-  __shared__ float shared[kMaxThreads<N> / 32 * kHeads];
+  __shared__ float shared[kMaxThreads<N> / 32];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   // A group without a row, and a thread without a slot, load what others load: a branch, or zeros instead, would keep
   // the loads from being in flight together.
@@ -81,11 +77,11 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
   const int64_t count = params.rope.batch * params.rope.tokens * rows;
   const bool exists = index < count;
   const Row row(params, rows, exists ? index : count - 1);
-  const int64_t rows_of_q = params.row_wise ? params.rope.q.heads > 0 : (params.rope.q.heads + kHeads - 1) / kHeads;
+  const int64_t rows_of_q = params.row_wise ? params.rope.q.heads > 0 : params.rope.q.heads;
   const bool is_q = row.head < rows_of_q;
   const RopeTensor tensor = is_q ? params.rope.q : params.rope.k;
   const HeadNorm norm = is_q ? params.q : params.k;
-  const int64_t first_head = params.row_wise ? 0 : (is_q ? row.head : row.head - rows_of_q) * kHeads;
+  const int64_t first_head = params.row_wise ? 0 : is_q ? row.head : row.head - rows_of_q;
   const T* const in = static_cast<const T*>(tensor.in) + row.b * tensor.in_batch + row.t * tensor.in_token +
                       first_head * tensor.in_head;
   T* const out =
@@ -99,54 +95,46 @@ __global__ void __launch_bounds__(kHeads > 1 ? 256 : kMaxThreads<N>, kHeads > 1 
   pdl_wait();
 
   using SlotOf = Slot<N, kInterleaved>;
-  const auto load = [&](const SlotOf& slot, int h) {
+  const auto load = [&](const SlotOf& slot) {
     Values<T, N> x;
     if constexpr (kLoops) x = Values<T, N>::all(0.f);
-    x.load(in + (slot.head + h) * tensor.in_head, slot, policy);
+    x.load(in + slot.head * tensor.in_head, slot, policy);
     return x;
   };
   const auto load_angles_of = [&](const SlotOf& slot) {
     return load_rotation_of<A>(params.rope, row.b, row.t, slot.pair, slot.at);
   };
-  const auto finish = [&](const SlotOf& slot, int h, const Values<T, N>& x, const Values<T, N>& weight, float rstd,
+  const auto finish = [&](const SlotOf& slot, const Values<T, N>& x, const Values<T, N>& weight, float rstd,
                           const Rotation<A, N>& rotation) {
     const Values<T, N> y{row_norm.normalize(x.low, weight.low, rstd), row_norm.normalize(x.high, weight.high, rstd)};
     const Values<T, N> result = slot.is_rotated ? rotate</*kRounds=*/false, kInterleaved>(y, rotation) : y;
-    result.store(out + (slot.head + h) * tensor.out_head, slot);
+    result.store(out + slot.head * tensor.out_head, slot);
   };
 
   if constexpr (kLoops) {
     float sums[1] = {0.f};
     for (int i = group.rank; i < slots; i += group.threads) {
-      sums[0] = add_squares(sums[0], load(SlotOf(params.rope, of_head, i), 0));
+      sums[0] = add_squares(sums[0], load(SlotOf(params.rope, of_head, i)));
     }
     group_sum(sums, group, shared);
     for (int i = group.rank; i < slots; i += group.threads) {
       const SlotOf slot(params.rope, of_head, i);
       Rotation<A, N> rotation;
       if (slot.is_rotated) rotation = load_angles_of(slot);
-      finish(slot, 0, load(slot, 0), load_weight<T>(norm.weight, slot, policy), row_norm.rstd(sums[0]), rotation);
+      finish(slot, load(slot), load_weight<T>(norm.weight, slot, policy), row_norm.rstd(sums[0]), rotation);
     }
   } else {
     const SlotOf slot(params.rope, of_head, min(group.rank, all_slots - 1));
     const bool has_slot = group.rank < slots;
-    const int heads = params.row_wise ? 1 : static_cast<int>(min(int64_t{kHeads}, tensor.heads - first_head));
-    Values<T, N> x[kHeads];
+    const Values<T, N> x = load(slot);
     Rotation<A, N> rotation;
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) x[h] = load(slot, min(h, heads - 1));
     if (slot.is_rotated) rotation = load_angles_of(slot);  // in flight during the reduction
-    float sums[kHeads];
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) sums[h] = has_slot ? add_squares(0.f, x[h]) : 0.f;
+    float sums[1] = {has_slot ? add_squares(0.f, x) : 0.f};
     group_sum(sums, group, shared);
     if (!has_slot) return;
     // The weight is in L1: its registers are worth more than its latency.
     const Values<T, N> weight = load_weight<T>(norm.weight, slot, policy);
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      if (h < heads) finish(slot, h, x[h], weight, row_norm.rstd(sums[h]), rotation);
-    }
+    finish(slot, x, weight, row_norm.rstd(sums[0]), rotation);
   }
 }
 
@@ -168,8 +156,6 @@ struct TokenSchedule {
 // not fit the registers of two blocks, and two heads not those of three. In flight are 32 KiB per SM.
 constexpr int kTokenHeads = 2, kTokenThreads = 256, kTokenBlocks = 2;
 constexpr int64_t kMinRounds = 4;  // with fewer, little is loaded ahead, and the other kernel may start early
-// Off: it compiles, and has not run on a GPU yet. If it is faster, rms_norm_rope_kernel needs no more than one head.
-constexpr bool kTakesTokens = false;
 
 // For `groups` groups at most. No rounds: there are more pieces than groups.
 TokenSchedule schedule_tokens(const RopeParams& rope, int64_t groups) {
@@ -333,7 +319,7 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenBlocks)
 
 cudaError_t launch_rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, cudaStream_t stream) {
   const int64_t tokens = params.rope.batch * params.rope.tokens, all_heads = params.rope.q.heads + params.rope.k.heads;
-  if (tokens == 0 || params.rope.head_dim == 0 || rows_of_token(params, 1) == 0) return cudaSuccess;
+  if (tokens == 0 || params.rope.head_dim == 0 || rows_of_token(params) == 0) return cudaSuccess;
   if (tokens > kMaxRopeTokens) return cudaErrorInvalidValue;
   return dispatch_types(params, dtype, [&](auto element, auto angle, auto width) {
     using T = typename decltype(element)::type;
@@ -343,15 +329,15 @@ cudaError_t launch_rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, c
     if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
     const int64_t bytes = 2 * tokens * all_heads * params.rope.head_dim * sizeof(T);
     const Plan plan = plan_rows<T, N>(params);
-    const auto run = [&](auto kernel, int64_t heads) {
-      const int64_t rows = rows_of_token(params, heads);
+    const auto run = [&](auto kernel) {
+      const int64_t rows = rows_of_token(params);
       return launch(kernel, {(tokens * rows + plan.groups - 1) / plan.groups, dim3(plan.threads, plan.groups)}, stream,
                     params, plan.slots_per_head, static_cast<int>(rows), keeps_inputs(device, bytes));
     };
     return dispatch_int<0, 1>(params.rope.interleaved, [&](auto interleaved) {
       constexpr bool kInterleaved = decltype(interleaved)::value;
-      if (!plan.vector) return run(rms_norm_rope_kernel<T, A, 1, kInterleaved, 1>, 1);
-      if (kTakesTokens && !params.row_wise && plan.threads <= 32) {
+      if (!plan.vector) return run(rms_norm_rope_kernel<T, A, 1, kInterleaved>);
+      if (!params.row_wise && plan.threads <= 32) {
         const int64_t groups = int64_t{device.sm_count} * kTokenBlocks * plan.groups;
         const TokenSchedule schedule = schedule_tokens(params.rope, groups);
         if (schedule.rounds >= kMinRounds) {
@@ -361,12 +347,7 @@ cudaError_t launch_rms_norm_rope(const RmsNormRopeParams& params, Dtype dtype, c
                         params, plan.slots_per_head, schedule, keeps_inputs(device, bytes));
         }
       }
-      // Enough groups with several heads each to fill the GPU.
-      const bool many = tokens * all_heads * plan.threads >= int64_t{1024} * kManyHeads * device.sm_count;
-      if (many && !params.row_wise && plan.threads * plan.groups <= 256) {
-        return run(rms_norm_rope_kernel<T, A, N, kInterleaved, kManyHeads>, kManyHeads);
-      }
-      return run(rms_norm_rope_kernel<T, A, N, kInterleaved, 1>, 1);
+      return run(rms_norm_rope_kernel<T, A, N, kInterleaved>);
     });
   });
 }
