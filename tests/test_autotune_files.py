@@ -249,6 +249,15 @@ def test_load(machine, path):
     assert machine == [(0, (package[0], *ENTRIES[1:]))]
 
 
+def test_load_without_a_home_folder(machine, monkeypatch):
+    """What the package has is used all the same."""
+    assert files.save_packaged(files.packaged_path(IDENTITY), IDENTITY, ENTRIES) is None
+    monkeypatch.setenv("LLMKERNELS_CACHE", "~nobody-of-this-name/cache")
+    with pytest.warns(UserWarning, match="no choices of this machine are read: Could not determine home directory"):
+        files.load(0)
+    assert machine == [(0, tuple(ENTRIES))]
+
+
 def test_without_files_there_is_nothing_to_load(machine):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -87,11 +87,21 @@ def load(index: int) -> None:
         try:
             identity = identity_of(index)
             packaged = read(packaged_path(identity), architecture(identity))
-            entries = merge(packaged, read(cache_path(identity), identity))
+            entries = merge(packaged, _read_cache(identity))
             if entries:
                 set_table(index, entries)
-        except Exception as problem:  # a choice that cannot run, no home folder: the rules are good enough
+        except Exception as problem:  # a choice that cannot run: the rules are good enough
             warn(f"no measured choices are used on GPU {index}: {problem}")
+
+
+def _read_cache(identity: Identity) -> tuple[Measured, ...]:
+    """The choices in the user's cache: none without a home folder, where it cannot be."""
+    try:
+        path = cache_path(identity)
+    except RuntimeError as problem:
+        warn(f"no choices of this machine are read: {problem}")
+        return ()
+    return read(path, identity)
 
 
 def read(path: Path, identity: Identity) -> tuple[Measured, ...]:
