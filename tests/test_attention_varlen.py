@@ -181,7 +181,7 @@ ERRORS = {
     r"k must have shape \(total_k, kv_heads, head_dim\), got \[6, 128\]": lambda q, k, v, cu: (q, k.flatten(1), v, cu),
     r"v must have the shape of k, \[6, 2, 64\], got \[5, 2, 64\]": lambda q, k, v, cu: (q, k, v[:5], cu),
     "k must have the dtype of q, Float, got Half": lambda q, k, v, cu: (q, k.half(), v.half(), cu),
-    "k must have the head_dim of q, 64": lambda q, k, v, cu: (q, k[..., :32], v[..., :32], cu),
+    r"k must have the head_dim of q, 64, got shape \[6, 2, 32\]": lambda q, k, v, cu: (q, k[..., :32], v[..., :32], cu),
     "q must have a multiple of the heads of k, got 3 and 2": lambda q, k, v, cu: (q[:, :3], k, v, cu),
     "q must be float32, float16, bfloat16": lambda q, k, v, cu: (q.int(), k, v, cu),
     r"cu_seqlens_q must be int32, got torch.int64": lambda q, k, v, cu: (q, k, v, cu.long()),

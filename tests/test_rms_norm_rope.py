@@ -195,6 +195,46 @@ def test_more_rows_than_groups(row_wise, dtype):
     assert_op((*inputs, cos, sin), layout="bthd", row_wise=row_wise)
 
 
+@pytest.mark.parametrize(
+    "options, heads, dim",
+    [
+        ({}, (7, 3), 128),
+        ({"interleaved": True}, (7, 3), 128),
+        ({"rotary_dim": 64}, (5, 2), 128),
+        ({"rotary_dim": 64, "interleaved": True, "inplace": True}, (5, 2), 128),
+        ({"layout": "bhtd", "inplace": True}, (8, 1), 64),
+        ({"cast_before_weight": False, "weight_offset": 1.0}, (6, 5), 256),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("given", ["positions", "positions outside", "angles", "float angles"])
+def test_many_tokens_as_few(device, given, options, heads, dim):
+    """Bit for bit: on a GPU another kernel takes many tokens, which loads those of later rounds ahead."""
+    tokens, some = (2311, 400) if device == "cuda" else (33, 10)
+    options = {"layout": "bthd"} | options
+    along = 2 if options["layout"] == "bhtd" else 1
+    q, k, *weights = make(3, tokens, *heads, dim, options["layout"], dtype=torch.bfloat16, device=device)
+    rotary_dim = options.get("rotary_dim", dim)
+    dtype = torch.float32 if given == "float angles" else torch.bfloat16
+    if by_positions := given.startswith("positions"):
+        table = angles(2 * tokens, rotary_dim, dtype=dtype, device=device)
+        positions = torch.randint(2 * tokens, (3, tokens), device=device)
+        if given == "positions outside" and device == "cuda":
+            positions[1, 7] = positions[2, -1] = 2 * tokens
+    else:
+        table = angles(3, tokens, rotary_dim, dtype=dtype, device=device)
+
+    def call(begin, end):
+        part = [x.narrow(along, begin, end - begin).clone() for x in (q, k)]
+        if by_positions:
+            return llmkernels.rms_norm_rope(*part, *weights, *table, positions[:, begin:end], **options)
+        return llmkernels.rms_norm_rope(*part, *weights, *(x[:, begin:end] for x in table), **options)
+
+    parts = [call(begin, min(begin + some, tokens)) for begin in range(0, tokens, some)]
+    for x, expected in zip(call(0, tokens), zip(*parts, strict=True), strict=True):
+        assert_same(x, torch.cat(expected, along))
+
+
 @cases.every_layout
 @cases.every_order
 @every_norm

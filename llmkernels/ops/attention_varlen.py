@@ -110,6 +110,8 @@ def attention_varlen(
             raise RuntimeError(f"attention_varlen: {name} must have shape {axes}, got {list(x.shape)}")
     if v.shape != k.shape:
         raise RuntimeError(f"attention_varlen: v must have the shape of k, {list(k.shape)}, got {list(v.shape)}")
+    if k.size(2) != q.size(2):
+        raise RuntimeError(f"attention_varlen: k must have the head_dim of q, {q.size(2)}, got shape {list(k.shape)}")
     _check_lengths("cu_seqlens_q", cu_seqlens_q, q)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
