@@ -165,6 +165,12 @@ def test_what_differs_from_layer_to_layer(how, device):
     check_steps(break_model(small_model(device=device, **changes), how), tiny_inputs(device))
 
 
+def test_a_head_of_another_size_than_the_config_has(device):
+    model = small_model(device=device)
+    model.lm_head = nn.Linear(112, 100, bias=False, device=device)
+    check_falls_back(model, tiny_inputs(device), "the weight of lm_head is 100 x 112, where its config makes 97 x 112")
+
+
 def test_broken_after_the_first_steps(device):
     """The model is checked in every call."""
     model, ids = small_model(device=device), tiny_inputs(device)

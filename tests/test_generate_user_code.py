@@ -193,3 +193,69 @@ def test_gradients_through_generate_without_its_decorator(device):
             unpatch(model)
     assert torch.allclose(*grads, atol=1e-5 * grads[1].abs().max())
     assert grads[0].any()
+
+
+# --- code of the caller that changes the model
+
+
+def steer(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 0.1)
+
+
+def new_head(model):
+    model.lm_head.weight = torch.nn.Parameter(-model.lm_head.weight.detach())
+
+
+def new_number(model):
+    model.model.norm.variance_epsilon = 5.0
+    model.model.layers[0].self_attn.scaling = 2.0
+
+
+class Third:
+    """Changes a model when it is asked for the third time: a processor, a criterion or a streamer."""
+
+    def __init__(self, change, model):
+        self.change, self.model, self.asked = change, model, 0
+
+    def ask(self):
+        self.asked += 1
+        if self.asked == 3:
+            self.change(self.model)
+
+    def process(self, input_ids, scores):
+        self.ask()
+        return scores
+
+    def criterion(self, input_ids, scores, **kwargs):
+        self.ask()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def put(self, ids):
+        self.ask()
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("change", [steer, new_head, new_number])
+@pytest.mark.parametrize("who", ["logits_processor", "stopping_criteria", "streamer"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_model_that_is_changed_amid_the_text(who, change, window, device, late):
+    """From then on its forwards run, which look at it anew."""
+    options = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
+    ids = tiny_inputs(device)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    results = []
+    for patched in (False, True):
+        model = small_model(device=device, **options)
+        if patched:
+            handle = llmkernels.patch(model)
+        third = Third(change, model)
+        user = {"logits_processor": [third.process], "stopping_criteria": [third.criterion], "streamer": third}[who]
+        text = ids if who != "streamer" else ids[:1]
+        results.append(hf_generate(model, text, attention_mask=mask[: len(text)], **{who: user}))
+    assert torch.equal(*results)
+    assert list(handle.report().decode[0].calls) == [STEP]
+    if change is steer:
+        assert "by the model's forward: hooks on model.layers.0.mlp have to see its calls" in str(handle.report())

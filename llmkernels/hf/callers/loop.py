@@ -30,6 +30,7 @@ from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from . import reading
 from .ahead import Ahead, launched, taken_by
+from .changed import Rest
 from .positions import check_facts, check_kept, facts_of, left_padding
 from .reading import Reading, Text, next_turn
 
@@ -340,7 +341,9 @@ def _run(
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     # transformers' own processors read any layout and keep nothing; other people's get what transformers gives them.
     own = all(map(_is_transformers, (*logits_processor, *stopping_criteria)))
-    shown = None if own and _is_transformers(streamer) else call.shown_cache()
+    watched = not (own and _is_transformers(streamer))
+    shown = call.shown_cache() if watched else None
+    rest = Rest(call.model, call.parts, call.inputs, cache, watched)
     late = reading.is_late(input_ids.device)
 
     logits = call.prefill(state, input_ids, config, cache)
@@ -348,8 +351,13 @@ def _run(
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     step = None
 
+    def forward() -> Tensor:
+        return rest.forward(text.last(), text.length - input_ids.shape[1])
+
     def advance() -> Tensor:
         nonlocal step
+        if rest.begun:
+            return forward()
         step = step or call.begin(state, cache, program)
         return step(text.last())
 
@@ -373,6 +381,9 @@ def _run(
         unfinished = unfinished & ~stopping_criteria(text.read(), scores)
         late_cache = cache if late and text.length < stopping_criteria.max_length else None
         logits = next_turn(advance, Reading(tokens, unfinished.max()), streamer, late_cache)
+        if logits is not None and rest.begins():  # looked at when the device has the step, which is taken back
+            cache.take_back(1)
+            logits = forward()
     if step is None:
         state.count(PREFILL)
     if streamer is not None:

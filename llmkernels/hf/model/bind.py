@@ -75,8 +75,8 @@ class _Binder:
             return _at(self._model, self._rename(path))
         owner, reference = self._owner(parent, with_bias)
         found = owner._parameters[name]
-        if found.shape != reference._parameters[name].shape:
-            raise Distrust(owner, "{} holds a part of its weight only")
+        if found.shape != (made := reference._parameters[name].shape):
+            raise Distrust(owner, f"the {name} of {{}} is {_sizes(found.shape)}, where its config makes {_sizes(made)}")
         return found
 
     def _product(self, product: Product) -> Product:
@@ -119,6 +119,10 @@ class _Binder:
         if heads * head_dim != columns:  # the small model's have the head_dim of the config, which a class may ignore
             raise UnknownLayout(f"has {heads} heads of another size than {head_dim}, as its config has it")
         return dataclasses.replace(attention, heads=heads, kv_heads=(rows // head_dim - heads) // 2)
+
+
+def _sizes(shape: torch.Size) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _at(model: nn.Module, path: str) -> nn.Module:

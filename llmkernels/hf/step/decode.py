@@ -116,7 +116,7 @@ class Decoder:
         self.forwards: Counter[str] = Counter()  # how often another forward, behind a cache or with gradients, did
         self._lock = threading.Lock()
         self._closed = False
-        self._described: Described | None = None
+        self.described: Described | None = None  # the model, as it was read last
         self.fp8: Fp8Weights | None = None  # of that, where prompts run so
         self._refused: tuple[Snapshot, str] | None = None  # what the model was when it had no description, and why
         self._refusal: str | None = None  # why the model could not be read, the last time,
@@ -130,7 +130,7 @@ class Decoder:
 
     def describe(self, model: nn.Module) -> tuple[Description, list[Any]]:
         """The description of a model as it is now, and what keeps its memory alive. Raises NoStep."""
-        known = self._described
+        known = self.described
         if known is not None and (memory := known.snapshot.memory()) and known.snapshot.holds(model):
             return known.parts, memory
         self.free_fp8()  # it may come back to what it was with other weights
@@ -153,7 +153,7 @@ class Decoder:
         else:
             raise NoStep("the model is being changed by another thread")
         parts = with_fp8(type(model), map_tensors(owning, alias), owning)
-        self._described, self._refused, self.fp8 = Described(snapshot, parts), None, parts.fp8
+        self.described, self._refused, self.fp8 = Described(snapshot, parts), None, parts.fp8
         return parts, memory
 
     def lend(self, kind: Hashable, ids: Tensor, ahead: int = 1) -> AbstractContextManager[Program]:
@@ -228,7 +228,7 @@ class Decoder:
     def known(self, ids: Tensor) -> tuple[Described, list[Any]] | None:
         """The description for a prompt (B, T) that may be launched before the model is checked: all that it reads is
         where it was, and the list keeps it alive. Else None."""
-        known = self._described
+        known = self.described
         if known is None or self._pause or ids.device != known.parts.weight.device:
             return None
         if torch.is_autocast_enabled(ids.device.type):  # which would decide the dtypes of what is launched
@@ -244,7 +244,7 @@ class Decoder:
         That is so if all that it reads is where it was; the list keeps it alive. The cache has been checked when its
         place was noted.
         """
-        known, place = self._described, self._place_of_cache.get(cache)
+        known, place = self.described, self._place_of_cache.get(cache)
         if known is None or place is None or not program.has_graph(known.parts, place):
             return None
         if not place.holds(cache) or not cache.is_even or len(place.positions) != batch:
@@ -359,7 +359,7 @@ class Decoder:
         """Keep nothing any more, of calls under way either."""
         self._closed = True
         self.programs.close()
-        self._described = self._refused = self.fp8 = self.dropped_ahead = None
+        self.described = self._refused = self.fp8 = self.dropped_ahead = None
         self.layouts = Layouts()
         self.release()
 

@@ -1,0 +1,55 @@
+"""The rest of a call of generate whose processors, criteria or streamer have changed the model, as hooks that begin
+amid the text do."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..classes.cache_name import cache_name
+from ..errors import NoStep
+from ..model.description import Description
+from ..step.decode import decoder
+
+
+class Rest:
+    """The forwards behind the last step.
+
+    `parts` is what the step computes, `inputs` those of the prompt, `watched` whether code of the caller runs.
+    """
+
+    def __init__(self, model: nn.Module, parts: Description, inputs: dict[str, Any], cache: Any, watched: bool):
+        self._model, self._parts, self._cache = model, parts, cache
+        self._described = decoder(model).described if watched else None
+        self._mask, self._last = inputs.get("attention_mask"), inputs["position_ids"][:, -1:]
+        self._watched = watched
+        self.begun = False
+
+    def begins(self) -> bool:
+        """Whether the forwards begin now, since the model is not what the step computes any more."""
+        if self.begun or not self._watched:
+            return False
+        self.begun = not self._holds()
+        return self.begun
+
+    def _holds(self) -> bool:
+        known = self._described
+        try:
+            return known is not None and known.parts is self._parts and known.snapshot.holds(self._model)
+        except NoStep:
+            return False
+
+    def forward(self, ids: Tensor, count: int) -> Tensor:
+        """The logits (B, V) behind tokens (B,), the last of `count` behind the prompt."""
+        mask = self._mask
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), count)], 1)
+        outputs = self._model(
+            ids[:, None],
+            attention_mask=mask,
+            position_ids=self._last + count,
+            use_cache=True,
+            return_dict=True,
+            **{cache_name(): self._cache},
+        )
+        return outputs.logits[:, -1]
