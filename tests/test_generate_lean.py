@@ -221,6 +221,7 @@ def test_lean_refuses_what_does_not_generate():
         {"return_dict_in_generate": True},
         {"max_time": 3.0},
         {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 2},
         {"prompt_lookup_num_tokens": 2},
         {"stop_strings": ["a"]},
         {"synced_gpus": True},

@@ -189,6 +189,8 @@ def _check_config(config, stopping_criteria) -> None:
             continue
         if (not value and name != "use_cache") or (name, value) == ("cache_implementation", "dynamic"):
             continue
+        if name == "min_length" and config.min_new_tokens is not None:  # of which transformers has made it
+            continue
         raise ValueError(f"generate: {name} must be {off.get(name)!r}, got {value!r}; model.generate takes it")
     for criterion in stopping_criteria:
         if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria):
