@@ -93,6 +93,47 @@ def test_vmap_and_gradients_of_samples(case, device):
         assert_close(ours, eager)
 
 
+@every_case
+def test_vmap_over_an_empty_batch(case, device):
+    inputs = inputs_of(case, device)
+    wanted = argnums(case, inputs)
+
+    def scalar(function):  # vmap cannot add a number to the results of an empty batch, as `loss` does
+        return lambda *inputs: torch.cat([t.sin().flatten() for t in tensors(function(*inputs))]).sum()
+
+    for full, dims in batches(inputs):
+        of_each = dims if isinstance(dims, tuple) else (dims,) * len(full)
+        batch = [t if dim is None else t[..., :0] for t, dim in zip(full, of_each, strict=True)]
+        for function in (lambda f: f, lambda f: grad(scalar(f), wanted)):
+            expected = _pytree.tree_map(lambda t: t[:0], vmap(function(case.eager), dims)(*full))
+            assert_close(vmap(function(case.ours), dims)(*batch), expected)
+        found = grad(lambda *batch: vmap(scalar(case.ours), dims)(*batch).sum(), wanted)(*batch)  # noqa: B023
+        assert_close(found, tuple(torch.zeros_like(batch[i]) for i in wanted))
+
+
+def test_vmap_over_an_empty_batch_of_products(device):
+    x, target = torch.randn(3, 5, 8, device=device), torch.zeros(3, 5, dtype=torch.int64, device=device)
+    weight, low = torch.randn(3, 8, 8, device=device), torch.randn(3, 2, 8, device=device)
+    q = torch.randn(3, 1, 5, 2, 8, device=device)
+    for function, batch in (
+        (llmkernels.linear, (x, weight)),
+        (llmkernels.linear_cross_entropy, (x, weight, target)),
+        (lambda x, w, a: llmkernels.lora_linear(x, w, a, a.mT), (x, weight, low)),
+        (lambda q: llmkernels.attention(q, q, q), (q,)),
+    ):
+        empty = [t[:0] for t in batch]
+        assert vmap(function)(*empty).shape == (0, *vmap(function)(*batch).shape[1:])
+        gradient = vmap(grad(lambda *inputs, function=function: function(*inputs).sum()))(*empty)
+        assert gradient.shape == empty[0].shape
+
+
+@every_case
+def test_a_jacobian_without_rows(case, device):
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    inputs = [t.to(dtype) if t.is_floating_point() else t for t in case.inputs(0, 8, device=device)]
+    assert_close(jacrev(case.ours)(*inputs), jacrev(case.eager)(*inputs))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_linears(device, bias):
     x, norm_weight = scaled_rows(5, 16, device=device), torch.randn(16, device=device)

@@ -133,9 +133,7 @@ def register_vmap(name: str, at_once: Callable) -> None:
     op = getattr(torch.ops.llmkernels, name).default
     defaults = [argument.default_value for argument in op._schema.arguments]
 
-    def rule(info, dims, *args):
-        size, missing = info.batch_size, defaults[len(args) :]
-        dims, args = (*dims, *(None for _ in missing)), (*args, *missing)
+    def batched(size, dims, args):
         found = at_once(op, size, dims, *args)
         if found is not None:
             return found
@@ -145,7 +143,27 @@ def register_vmap(name: str, at_once: Callable) -> None:
             return torch.stack(results), 0
         return tuple(map(torch.stack, zip(*results, strict=True))), tuple(0 for _ in results[0])
 
+    def rule(info, dims, *args):
+        size, missing = info.batch_size, defaults[len(args) :]
+        dims, args = (*dims, *(None for _ in missing)), (*args, *missing)
+        if size:
+            return batched(size, dims, args)
+        # An empty batch has no sample to tell the shapes of the results: they are those of zeros, which are cut off.
+        args = [x if dim is None else _with_zeros(x.movedim(dim, 0)) for x, dim in zip(args, dims, strict=True)]
+        results, out_dims = batched(1, [None if dim is None else 0 for dim in dims], args)
+        if isinstance(results, Tensor):
+            return _cut_off(results, out_dims), out_dims
+        return tuple(map(_cut_off, results, out_dims)), out_dims
+
     torch.library.register_vmap(f"llmkernels::{name}", rule)
+
+
+def _with_zeros(x: Tensor) -> Tensor:
+    return torch.cat((x, x.new_zeros(1, *x.shape[1:])))
+
+
+def _cut_off(result: Tensor, dim: int | None) -> Tensor:
+    return result if dim is None else result.narrow(dim, 0, 0)
 
 
 def batched_rows(*rows: int) -> Callable:

@@ -144,7 +144,7 @@ def at_once(op, size, dims, q, k, cos, sin, position_ids, *options):
         return [x.expand(-1, batch, *x.shape[2:]).flatten(0, 1) for x in tensors]
 
     q, k = fold(q, dims[0]), fold(k, dims[1])
-    batch = q.shape[0] // max(size, 1)
+    batch = q.shape[0] // size
     if position_ids is None:
         cos, sin = fold_shared(2, (cos, dims[2]), (sin, dims[3]))
     else:
