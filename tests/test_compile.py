@@ -238,6 +238,25 @@ def test_meta_tensors(case):
         assert (ours.shape, ours.dtype, ours.stride()) == (meta.shape, meta.dtype, meta.stride())
 
 
+@pytest.mark.parametrize("op", sorted(DIFFERENTIABLE))
+def test_gradients_of_meta_tensors(op):
+    for arguments in small_calls()[op]:
+        on_meta = (x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments.values())
+        values = leaves(op, on_meta, True)
+        results = tensors(overload(op)(**dict(zip(arguments, values, strict=True))))
+        wanted = [x for x in values if isinstance(x, torch.Tensor) and x.requires_grad]
+        loss = sum(y.sum() for y in results if y.requires_grad)
+        for x, grad in zip(wanted, torch.autograd.grad(loss, wanted, allow_unused=True), strict=True):
+            assert grad is None or (grad.shape, grad.dtype, grad.device) == (x.shape, x.dtype, x.device)
+
+
+@every_case
+def test_gradients_of_meta_tensors_to_the_functions(case):
+    inputs = [t.to("meta") for t in case.inputs()]
+    found = case.differentiate(inputs, tuple(torch.empty_like(t) for t in tensors(case.ours(*inputs))))
+    assert all(t.is_meta for t in found)
+
+
 # torch.compile
 
 

@@ -343,6 +343,12 @@ def test_modules_from_meta_get_their_values_by_reset_parameters(device):
         assert_same((*module.parameters(), *module.buffers()), (*expected.parameters(), *expected.buffers()))
 
 
+def test_a_rotation_on_meta():
+    module, q = nn.RotaryEmbedding(16), torch.randn(2, 3, 4, 16, dtype=torch.bfloat16)
+    found = module.to("meta")(q.to("meta"), q.to("meta"), torch.arange(3, device="meta"))
+    assert all(t.is_meta and (t.shape, t.dtype) == (q.shape, q.dtype) for t in found)
+
+
 def test_slopes_on_meta_are_printed():
     assert "alibi_slopes=tensor(" in repr(nn.Attention(alibi_slopes=torch.tensor([0.5, 0.25]), device="meta"))
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from llmkernels.nn._casts import moving_only
 from llmkernels.ops import rope
+from llmkernels.ops._common import without_autocast
 
 
 class RotaryEmbedding(nn.Module):
@@ -61,7 +62,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, q: Tensor, k: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if q.shape[-1] != self.head_dim:
             raise RuntimeError(f"RotaryEmbedding: q must have heads of {self.head_dim}, got shape {list(q.shape)}")
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(q.device):
             angles = position_ids[..., None].float() * self.inv_freq
             cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
         return rope(q, k, cos, sin, layout=self.layout, interleaved=self.interleaved, rotary_dim=self.rotary_dim)

@@ -473,6 +473,11 @@ def widened_by_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(t.float() if t is not None and t.is_cuda and t.dtype in narrow else t for t in tensors)
 
 
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Turns autocast off for a device. There is none for tensors on meta, where asking for it is an error."""
+    return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def added(op: str, x: Tensor, residual: Tensor) -> Tensor:
     """x + residual, of which `op` expects one shape and device: PyTorch would broadcast them."""
     if residual.device != x.device:

@@ -20,6 +20,7 @@ from llmkernels.ops._common import (
     register_autograd,
     register_fake,
     register_vmap,
+    without_autocast,
 )
 from llmkernels.ops.linear import _autocast, _grad_bias, _grad_weight
 
@@ -143,8 +144,8 @@ def _backward(ctx, grad_y, _grad_gate_up):
     none = (None,) * 7
     if grad_y is None:
         return none
-    if torch.is_autocast_enabled(grad_y.device.type):  # the gradients have the dtypes of the forward
-        with torch.autocast(grad_y.device.type, enabled=False):
+    if not grad_y.is_meta and torch.is_autocast_enabled(grad_y.device.type):
+        with without_autocast(grad_y.device):  # the gradients have the dtypes of the forward
             return _gradients(ctx, grad_y)
     return _gradients(ctx, grad_y)
 

@@ -19,6 +19,7 @@ from llmkernels.ops._common import (
     register_autograd,
     register_fake,
     register_vmap,
+    without_autocast,
 )
 from llmkernels.ops.linear import _autocast, _grad_bias, _grad_weight
 
@@ -205,7 +206,7 @@ def _linear_backward(ctx, grad_y, *_parts):
     grad_x, grad_a, grad_b = _backward(grad_y, *saved, ctx.scaling, ctx.is_split, needs_x, needs_a, needs_b)
     grad_weight = grad_bias = None
     if needs_weight or needs_bias:
-        with torch.autocast(grad_y.device.type, enabled=False):  # the gradients have the dtypes of the forward
+        with without_autocast(grad_y.device):  # the gradients have the dtypes of the forward
             grad_weight = _grad_weight(grad_y, x) if needs_weight else None
             grad_bias = _grad_bias(grad_y) if needs_bias else None
     return (
