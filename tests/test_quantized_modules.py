@@ -111,4 +111,6 @@ def test_it_says_what_it_is(kind, linear):
     assert repr(kind.from_linear(linear)) == f"{kind.__name__}({facts})"
     with pytest.raises(TypeError, match=f"{kind.__name__}: linear must be a torch.nn.Linear, got ReLU"):
         kind.from_linear(torch.nn.ReLU())
+    with pytest.raises(TypeError, match=f"{kind.__name__}: linear must have the forward .* RMSNormLinear has its own"):
+        kind.from_linear(nn.RMSNormLinear(96, 48))
     assert getattr(llmkernels.nn, kind.__name__) is kind

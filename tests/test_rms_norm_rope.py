@@ -202,7 +202,7 @@ def test_more_rows_than_groups(row_wise, dtype):
         ({"interleaved": True}, (7, 3), 128),
         ({"rotary_dim": 64}, (5, 2), 128),
         ({"rotary_dim": 64, "interleaved": True, "inplace": True}, (5, 2), 128),
-        ({"layout": "bhtd", "inplace": True}, (8, 1), 64),
+        ({"layout": "bhtd", "inplace": True}, (16, 5), 64),
         ({"cast_before_weight": False, "weight_offset": 1.0}, (6, 5), 256),
     ],
     ids=str,

@@ -52,6 +52,10 @@ class _QuantizedLinear(nn.Module):
         are the arguments that the class has beside those of ``torch.nn.Linear``."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
+        if type(linear).forward is not nn.Linear.forward:  # such as RMSNormLinear, whose norm would be lost
+            raise TypeError(
+                f"{cls.__name__}: linear must have the forward of torch.nn.Linear, {type(linear).__name__} has its own"
+            )
         module = cls(
             linear.in_features,
             linear.out_features,

@@ -101,6 +101,14 @@ CUDA_ATTENTION = [
         "tests/test_attention.py -k cuda",
     ),
     Mutation(
+        "cuda_flash_attention_sm90_forgets_queries_of_a_section",
+        "sections of heads that begin with the first queries leave those out",
+        "csrc/kernels/attention/flash_attention_sm90.cuh",
+        "? q_tiles - 1 - row : row)",
+        "? q_tiles - 1 - row : max(row, 1))",
+        "tests/test_attention.py -k 'cuda and sections'",
+    ),
+    Mutation(
         "cuda_flash_attention_backward_looks_ahead",
         "a tile of queries of which some see a key counts for all of them",
         "csrc/kernels/attention/flash_attention_backward.cuh",

@@ -15,10 +15,16 @@
 // too, by shared memory: to find out takes some 500 cycles.
 //
 // From 4096 tokens on an H200 runs at its limit of power, so that its clock falls as fewer cycles are lost. Of the 2690
-// cycles that two warpgroups take per tile of 128 keys (heads of 128), 2048 are products. No faster, by 1 % either way
-// (one H200): to wait for the products with values between the maxima and the exponents, so that the sums are corrected
-// while these are computed; to wait for the copies before the turn; turns left out; probabilities packed into registers
-// of their own before that wait (heads of 64; longer ones spill).
+// cycles that two warpgroups take per tile of 128 keys (heads of 128), 2048 are products. What was tried against the
+// others (one H200, 2048 to 16384 tokens, heads of 64 to 256):
+//
+//   change                                                               | time
+//   ---------------------------------------------------------------------|----------------------------------
+//   the copies are waited for before the turn, and the products with     | 0 to 2 % more; 7 %, heads of 64
+//   values between the maxima and the exponents, which hide corrections  |
+//   no turns                                                             | 2 % less to 1 % more
+//   no correction by 1                                                   | 2 % less to 4 % more
+//   probabilities packed before the wait, into registers of their own    | the same; heads of 128 spill: 40 %
 //
 // Sums are corrected after every tile. To do so only where the maximum has risen by a factor of 2^8, as
 // FlashAttention-4 does, was 1 to 4 % slower from 2048 tokens on (one H200), with heads of 64 to 256.

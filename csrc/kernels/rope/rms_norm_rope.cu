@@ -15,7 +15,8 @@
 //   rms_norm_rope_kernel        | a row: a head, or all heads of a token               | any rows
 //   rms_norm_rope_tokens_kernel | two heads of a token, and then those of later tokens | many tokens, aligned heads
 //
-// They compute the same bits. On one H200 the second took 12 to 24 % less from 2048 tokens on, as it loads ahead.
+// They compute the same bits. The second loads ahead: from 2048 tokens on it took 11 to 20 % less time on one H200, of
+// interleaved pairs 4 %.
 #include "rms_norm_rope.h"
 
 #include "device/ptx.cuh"

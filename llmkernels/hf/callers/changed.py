@@ -15,19 +15,18 @@ from ..step.decode import decoder
 class Rest:
     """The forwards behind the last step.
 
-    `parts` is what the step computes, `inputs` those of the prompt, `watched` whether code of the caller runs.
+    `parts` is what the step computes, `inputs` those of the prompt.
     """
 
-    def __init__(self, model: nn.Module, parts: Description, inputs: dict[str, Any], cache: Any, watched: bool):
+    def __init__(self, model: nn.Module, parts: Description, inputs: dict[str, Any], cache: Any):
         self._model, self._parts, self._cache = model, parts, cache
-        self._described = decoder(model).described if watched else None
+        self._described = decoder(model).described
         self._mask, self._last = inputs.get("attention_mask"), inputs["position_ids"][:, -1:]
-        self._watched = watched
         self.begun = False
 
     def begins(self) -> bool:
         """Whether the forwards begin now, since the model is not what the step computes any more."""
-        if self.begun or not self._watched:
+        if self.begun:
             return False
         self.begun = not self._holds()
         return self.begun

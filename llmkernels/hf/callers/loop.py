@@ -343,7 +343,7 @@ def _run(
     own = all(map(_is_transformers, (*logits_processor, *stopping_criteria)))
     watched = not (own and _is_transformers(streamer))
     shown = call.shown_cache() if watched else None
-    rest = Rest(call.model, call.parts, call.inputs, cache, watched)
+    rest = Rest(call.model, call.parts, call.inputs, cache) if watched else None
     late = reading.is_late(input_ids.device)
 
     logits = call.prefill(state, input_ids, config, cache)
@@ -356,7 +356,7 @@ def _run(
 
     def advance() -> Tensor:
         nonlocal step
-        if rest.begun:
+        if rest and rest.begun:
             return forward()
         step = step or call.begin(state, cache, program)
         return step(text.last())
@@ -381,7 +381,7 @@ def _run(
         unfinished = unfinished & ~stopping_criteria(text.read(), scores)
         late_cache = cache if late and text.length < stopping_criteria.max_length else None
         logits = next_turn(advance, Reading(tokens, unfinished.max()), streamer, late_cache)
-        if logits is not None and rest.begins():  # looked at when the device has the step, which is taken back
+        if logits is not None and rest and rest.begins():  # looked at when the device has the step, which is taken back
             cache.take_back(1)
             logits = forward()
     if step is None:
