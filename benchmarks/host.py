@@ -121,7 +121,7 @@ def prepared(layers: int, device: torch.device) -> Iterator[dict[str, Callable]]
     with llmkernels.patch(model), mock.patch.object(Program, "run", without_the_step):
         turn = loop(model)
         turn()
-        snapshot = decoder(model)._described.snapshot
+        snapshot = decoder(model).described.snapshot
         yield {"loop": turn, "guard": lambda: snapshot.holds(model), "memory": snapshot.memory}
 
 
