@@ -11,7 +11,7 @@ from hf_models import VOCAB, tiny_inputs
 from llmkernels.hf.callers import ahead, reading
 from llmkernels.hf.callers.positions import BAD_MASK
 from llmkernels.hf.report import STEP
-from llmkernels.hf.step import compose
+from llmkernels.hf.step import compose, prompt
 from llmkernels.hf.step.decode import decoder
 from llmkernels.hf.step.guard import Snapshot
 
@@ -413,3 +413,49 @@ def test_a_prompt_ahead_that_takes_long(given, generate, monkeypatch):
     for _ in range(3):
         assert torch.equal(generate(model, ids, **options), expected)
         assert (decoder(model).dropped_ahead is None) == (given != "inferred padding")
+
+
+@pytest.mark.gpu
+def test_another_prompt_beside_one_ahead(monkeypatch):
+    """Of as many tokens, from whatever a user's code does while the call is prepared: not by the graph that runs."""
+    model = small_model(device="cuda").half()
+    ids, others = tiny_inputs("cuda", batch=3), tiny_inputs("cuda", batch=3, seed=2)
+    llmkernels.patch(model)
+    original, logits = type(model)._prepare_model_inputs, []
+    text = hf_generate(model, ids)
+    with torch.no_grad():
+        expected = model(others, logits_to_keep=1).logits
+
+    def with_a_forward(self, *args, **kwargs):
+        with torch.no_grad():
+            logits.append(model(others, logits_to_keep=1).logits)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(ahead, "_made_beside", busy_stream(ms=10))
+    monkeypatch.setattr(type(model), "_prepare_model_inputs", with_a_forward)
+    for _ in range(4):
+        assert torch.equal(hf_generate(model, ids), text)
+        assert torch.equal(logits.pop(), expected)
+    assert decoder(model).dropped_ahead is None
+
+
+@both_loops
+def test_the_program_is_used_again(generate, device, monkeypatch):
+    """By a prompt ahead, after another one, and the other way round: its graph is recorded once."""
+    kinds = []
+    original = prompt.run_padded
+
+    def padded(*args, **kwargs):
+        kinds.append(None)
+        return original(*args, **kwargs)
+
+    model, ids = small_model(device=device).to(torch.bfloat16), tiny_inputs(device)
+    llmkernels.patch(model)
+    expected = generate(model, ids)
+    monkeypatch.setattr(prompt, "padded_length", lambda parts, cache, batch, count: count)
+    monkeypatch.setattr(prompt, "run_padded", padded)
+    for least in (10**20, 0, 0, 10**20, 0):
+        monkeypatch.setattr(ahead, "_LEAST_WEIGHTS", least)
+        assert torch.equal(generate(model, ids), expected)
+    programs = [key for key, _ in decoder(model).programs._idle]
+    assert len(kinds) == 5 and len([key for key in programs if key[0][0] == "prompt"]) == 1

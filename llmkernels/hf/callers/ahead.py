@@ -9,8 +9,8 @@ Where one was dropped, prompts of that model run no more ahead until it is read 
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,9 @@ from transformers import DynamicCache, GenerationConfig
 from ..cache.adopted import windows
 from ..errors import NoStep
 from ..step import prompt
-from ..step.decode import Decoder, decoder
+from ..step.decode import Decoder, decoder, stream_handle
 from ..step.describe import Described, check_batch, check_length
+from ..step.program import Program
 from . import reading
 
 # Arguments of generate() that leave its prompt as it is.
@@ -85,7 +86,7 @@ class Ahead:
 
     `last` (B,) are the positions of the last tokens, or that of all, and `leftpad` where each sequence starts: the
     stream reads them. `given` is a cache like the one that transformers makes, `cache` the KVCache in its place, on
-    `loan`.
+    `loan`; `program` is the loan of the graph.
     """
 
     described: Described
@@ -97,13 +98,15 @@ class Ahead:
     cache: Any
     logits: Tensor
     loan: ExitStack
+    program: ExitStack
     stream: torch.cuda.Stream | None
     is_taken: bool = False
 
     def join(self) -> None:
-        """Let the caller's stream wait for it."""
+        """Let the caller's stream wait for it, where others may run its graph from then on."""
         if self.stream is not None:
             torch.cuda.current_stream(self.ids.device).wait_stream(self.stream)
+        self.program.close()
 
     def end(self) -> None:
         """Give the cache back."""
@@ -174,7 +177,13 @@ def _launch(model: nn.Module, state: Decoder, arguments: Mapping[str, Any]) -> A
     try:
         check_batch(parts, ids)
         check_length(parts, limit)
-        with torch.no_grad(), ExitStack() as loan:
+        with torch.no_grad(), ExitStack() as loan, ExitStack() as program:
+            caller = stream_handle(ids.device)
+
+            def lend(kind: Hashable, ids: Tensor, padded: int) -> AbstractContextManager[Program]:
+                # One of the caller's stream, which has run it before and will again.
+                return nullcontext(program.enter_context(state.lend(kind, ids, padded, caller)))
+
             cache = loan.enter_context(state.lend_cache(parts, batch, count, limit, given))
             leftpad = None if mask is None else (mask == 0).sum(1)
             last = count - 1 if leftpad is None else count - 1 - leftpad
@@ -184,10 +193,11 @@ def _launch(model: nn.Module, state: Decoder, arguments: Mapping[str, Any]) -> A
             cache.begin(last - count, leftpad)
             _parts, _fp8 = prompt.for_prompt(parts, ids.numel())
             with _beside(ids.device) as stream:
-                logits = state.run_prompt(parts, cache, ids, last, leftpad)
+                logits = state.run_prompt(parts, cache, ids, last, leftpad, lend=lend)
             if stream is not None:
                 logits.record_stream(torch.cuda.current_stream(ids.device))
-            return Ahead(described, memory, ids, last, leftpad, given, cache, logits, loan.pop_all(), stream)
+            loans = loan.pop_all(), program.pop_all()
+            return Ahead(described, memory, ids, last, leftpad, given, cache, logits, *loans, stream)
     except NoStep:
         return None
 

@@ -25,7 +25,8 @@ from ..errors import NoStep
 from ..model.description import Description
 from ..report import PREFILL, STEP, by_forward, by_transformers
 from ..step import prompt
-from ..step.decode import MAX_ROWS, Decoder, DecodeStep, decoder
+from ..step.decode import MAX_ROWS, Decoder, decoder
+from ..step.decode_step import DecodeStep
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from . import reading

@@ -1,7 +1,7 @@
 """The decode step: one token for every sequence, composed of ops (compose.py) and, on CUDA, recorded into one graph.
 
     Decoder          what a model keeps between calls: description, steps, a cache, and how often which way was taken
-    DecodeStep       one model on one cache, in a program that any cache of the same shape takes (program.py)
+    DecodeStep       one model on one cache (decode_step.py), in a program that any cache of the same shape takes
 
 Each call asks whether the model is still what its description was read from; if it is not, it is read anew. What is
 kept between calls is addresses: of the model and of a caller's cache it keeps nothing alive.
@@ -10,7 +10,7 @@ kept between calls is addresses: of the model and of a caller's cache it keeps n
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,9 +23,9 @@ from ..cache.kv_cache import KVCache
 from ..errors import NoStep, Refusal
 from ..model.description import Description, map_tensors
 from ..report import STEP
-from . import compose, graphs, prompt
+from . import graphs, prompt
 from .alias import alias
-from .compose import Tokens
+from .decode_step import DecodeStep
 from .describe import Described, describe, pack
 from .fp8 import Fp8Weights, with_fp8
 from .guard import Snapshot
@@ -36,74 +36,6 @@ from .program import Program, Programs
 KEPT_BYTES = 1 << 30  # a larger cache is not kept for the next call of generate
 MAX_ROWS = 64  # tokens of all sequences together that a step takes
 _MAX_PAUSE = 64  # forwards until a model that has no step is read again
-
-
-class DecodeStep:
-    """One model on one cache, in a program on loan: the next `ahead` tokens of each sequence.
-
-    `tokens` int64 (B * ahead,) are the last tokens of each sequence, which are not in the cache yet: `run` runs what
-    calls `forward`, which appends them to the cache and returns the logits (B * ahead, V) behind each. What is run may
-    be recorded, so it calls ops of llmkernels only.
-    """
-
-    def __init__(
-        self,
-        parts: Description,
-        cache: Any,
-        place: Place,
-        program: Program,
-        ahead: int = 1,
-        note: Callable[[int], None] | None = None,
-    ):
-        self.program = program
-        self.device = parts.weight.device
-        self.count = 0  # of the steps that ran
-        self.parts = parts
-        self._cache = cache
-        self._ahead = ahead
-        self._note = note  # called with that count
-        program.bind(parts)
-        weight, self._batch = parts.weight, cache.layers[0].k.shape[0]
-        rows = self._batch * ahead
-        self.tokens = program.buffer("tokens", (rows,), torch.long, self.device)
-        self._hidden = program.buffer("hidden", (rows, weight.shape[1]), weight.dtype, self.device)
-        self._positions: Tensor | None = None  # where they are not those of the cache
-        if ahead > 1:
-            self._positions = program.buffer("positions", (self._batch, ahead), torch.int32, self.device)
-        self._move(place)
-
-    def _move(self, place: Place) -> None:
-        """Run at this place."""
-        self._place, self._caches = place, place.layers
-        tables = self.program.tables(place, self._cache.capacity)
-        positions = place.positions if self._positions is None else self._positions
-        self._where = Tokens(self._batch, self._ahead, positions, tables)
-
-    def forward(self) -> Tensor:
-        compose.embed(self.parts, self.tokens, self._hidden, self._place.counters, self._ahead, self._positions)
-        return compose.forward(self.parts, self._hidden, self._where, self._caches)
-
-    def run(self, function: Callable[[], Any], tokens: Tensor | None = None) -> Any:
-        """What `function`, which calls `forward` once, returns: all tensors of fixed buffers, on CUDA by a graph.
-
-        `tokens`: those that go to the buffer first.
-        """
-        cache = self._cache
-        if cache.make_room(self._ahead):
-            self._move(place_of(cache))
-        if tokens is not None:
-            self.tokens.copy_(tokens)
-        with cache.counting(self._ahead):
-            result = self.program.run(function, self.device, self._place)
-        cache.advance(self._ahead)
-        self.count += 1
-        if self._note is not None:
-            self._note(self.count)
-        return result
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """The logits behind the tokens, until the next call."""
-        return self.run(self.forward, tokens)
 
 
 class Decoder:
@@ -156,10 +88,17 @@ class Decoder:
         self.described, self._refused, self.fp8 = Described(snapshot, parts), None, parts.fp8
         return parts, memory
 
-    def lend(self, kind: Hashable, ids: Tensor, ahead: int = 1) -> AbstractContextManager[Program]:
-        """A program for the block, for steps of `ahead` tokens of as many sequences as in ids (B, T), in the current
-        stream. Programs of one kind run the same function."""
-        return self.programs.lend((kind, len(ids), ahead, ids.device, _stream(ids.device)))
+    def lend(
+        self, kind: Hashable, ids: Tensor, ahead: int = 1, stream: int | None = None
+    ) -> AbstractContextManager[Program]:
+        """A program for the block, for steps of `ahead` tokens of as many sequences as in ids (B, T). Programs of one
+        kind run the same function.
+
+        `stream`: the handle of the one for which it is taken, the current one by default. What runs it in another one
+        keeps it until this stream waits for that.
+        """
+        stream = stream_handle(ids.device) if stream is None else stream
+        return self.programs.lend((kind, len(ids), ahead, ids.device, stream))
 
     def begin(self, parts: Description, cache: Any, program: Program) -> DecodeStep:
         """The step of a model on a cache whose counters are set, for a call of generate."""
@@ -184,9 +123,10 @@ class Decoder:
         leftpad: Tensor | None,
         kept: int = 1,
         place: Place | None = None,
+        lend: prompt.Lend | None = None,
     ) -> Tensor:
         """The logits (B, kept, V) behind a prompt: see prompt.py. Where the host would take longer than the GPU, by a
-        graph. `place`: that of the cache, if it is known.
+        graph. `place`: that of the cache, if it is known; `lend`: as this decoder's, by default that.
 
         Raises NoStep, and has changed nothing then.
         """
@@ -202,7 +142,7 @@ class Decoder:
             return prompt.run(parts, cache, ids, last, leftpad, kept)
         prompt.allocate(parts, cache, len(ids))
         cache.begin(last - ids.shape[1], leftpad)
-        return prompt.run_padded(parts, cache, ids, kept, place or self._place(cache), padded, self.lend)
+        return prompt.run_padded(parts, cache, ids, kept, place or self._place(cache), padded, lend or self.lend)
 
     def launch_prompt(
         self, parts: Description, layout: Any, ids: Tensor, last: Tensor | int, leftpad: Tensor | None, kept: int
@@ -220,7 +160,7 @@ class Decoder:
         if padded is None or layout.nbytes > MOST_COPIED_BYTES:
             block = layout.allocate()
             return self.run_prompt(parts, block, ids, last, leftpad, kept, block.place), block
-        with self.layouts.lend(layout, _stream(ids.device)) as block:
+        with self.layouts.lend(layout, stream_handle(ids.device)) as block:
             block.begin(last - shape[1], leftpad)
             logits = prompt.run_padded(parts, block, ids, kept, block.place, padded, self.lend)
             return logits, block.move()
@@ -312,7 +252,7 @@ class Decoder:
         """
         device = parts.weight.device
         windows = adopted.windows(caller, len(parts.layers))
-        cache = self._take(parts, windows, batch, min(tokens, limit), _stream(device))
+        cache = self._take(parts, windows, batch, min(tokens, limit), stream_handle(device))
         if cache is None:
             cache = KVCache.growable(windows, batch * parts.token_bytes, tokens, limit)
         try:
@@ -324,7 +264,7 @@ class Decoder:
             if returned:
                 adopted.hand_back(cache, caller, frees=not keeps)
             if keeps and not self._closed:
-                self._spare[:] = [(cache, _stream(device))]
+                self._spare[:] = [(cache, stream_handle(device))]
 
     def _take(self, parts: Description, windows: list[int | None], batch: int, tokens: int, stream: int | None) -> Any:
         """The spare cache, emptied, if it fits. It is taken: another call gets another one."""
@@ -364,8 +304,8 @@ class Decoder:
         self.release()
 
 
-def _stream(device: torch.device) -> int | None:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+def stream_handle(device: torch.device) -> int | None:
+    return torch.cuda.currentstream_handle(device).cuda_stream if device.type == "cuda" else None
 
 
 _DECODERS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()

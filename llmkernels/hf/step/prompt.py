@@ -34,6 +34,8 @@ _FP8_ROWS = 256
 # How much of a batch is padding, from which on its prompts are packed: the host has to know their lengths then. Nothing
 # is written to the caches for padding, where the modules write keys and values that nobody reads.
 _LEAST_PADDING = 0.1
+# What lends a program: by its kind, for these ids (B, T) and as many tokens of each.
+Lend = Callable[[Hashable, Tensor, int], AbstractContextManager[Program]]
 PACKED_DEVICES = {"cuda"}  # on a CPU caches are what they are unpatched, to the last key
 
 
@@ -200,7 +202,7 @@ def run_padded(
     kept: int,
     place: Place,
     padded: int,
-    lend: Callable[[Hashable, Tensor, int], AbstractContextManager[Program]],
+    lend: Lend,
 ) -> Tensor:
     """The same as `run` for an empty cache at this place, whose counters are set, with as many tokens behind the prompt
     that it has `padded`.
