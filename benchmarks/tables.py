@@ -346,7 +346,8 @@ def odd(results: Results) -> str:
         for row in pick(rows, **case(count, width).row)
         for neighbour in pick(rows, **case(count, aligned).row)
     ]
-    ratios = [row["time_us"] / neighbour["time_us"] for row, neighbour in pairs]
+    # As they are printed.
+    ratios = [round(row["time_us"] / neighbour["time_us"], 2) for row, neighbour in pairs]
     body = [
         [case_of(row), cell(row, microseconds), cell(neighbour, microseconds), f"{ratio:.2f}"]
         for (row, neighbour), ratio in zip(pairs, ratios, strict=True)
