@@ -305,7 +305,7 @@ class Decoder:
 
 
 def stream_handle(device: torch.device) -> int | None:
-    return torch.cuda.currentstream_handle(device).cuda_stream if device.type == "cuda" else None
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 _DECODERS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
