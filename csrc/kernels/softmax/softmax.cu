@@ -108,15 +108,14 @@ struct Result {
 };
 
 // A row in registers: kVectors vectors per thread. Maximum and sum are two reductions, so that each power is computed
-// once. An H200, us, with kernels on the way to this one; one reduction takes the powers of the thread's maximum and
-// corrects them:
+// once. An H200, us; one reduction takes the powers of the thread's maximum and corrects them:
 //
-//   value                  | 8192 x 4096 float32 | 8192 x 8192 bfloat16
-//   -----------------------|---------------------|---------------------
-//   16 elements per thread |        73.8         |        71.1
-//   32                     |        66.9         |        68.9
-//   64                     |                     |        77.6
-//   32, one reduction      |        68.4         |        69.1
+//   vectors                                     | 2048 x 4096 float32 | 8192 x 4096 float32 | 8192 x 8192 bfloat16
+//   --------------------------------------------|---------------------|---------------------|---------------------
+//   2                                           |        19.6         |        71.3         |        71.1
+//   4                                           |        17.7         |        66.0         |        68.9
+//   8                                           |        19.2         |        67.7         |        97.2
+//   4, one reduction, a kernel on the way here  |                     |                     |        69.1
 //
 // Template parameter kMasked, since the masks' branches and pointers would cost the plain softmax registers.
 template <typename T, int kVectors, bool kMasked>
@@ -283,10 +282,10 @@ bool mask_is_vector(const SoftmaxMask& mask) {
          std::all_of(mask.strides, mask.strides + 3, [](int64_t stride) { return stride % N == 0; });
 }
 
-// Of a row in registers: at most so many vectors, by groups of at least so many threads, each with at most so many
-// elements.
+// Of a row in registers: vectors, at most, threads of a group, at least, and vectors of a thread, at most.
 constexpr int64_t kShortCount = 1024;
-constexpr int kLeastThreads = 8, kElements = 32;
+constexpr int kLeastThreads = 8, kMostVectors = 4;
+static_assert(kShortCount <= kMostVectors * kShortThreads);
 
 template <typename T, bool kMasked>
 cudaError_t launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
@@ -296,11 +295,11 @@ cudaError_t launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
   const bool vector = all_rows_aligned<T>(row_operands(params)), vector_mask = vector && mask_is_vector<T>(params.mask);
   const int64_t count = params.cols / N;
   if (vector && count <= kShortCount) {
-    int vectors = kElements / N;
+    int vectors = kMostVectors;
     while (vectors > 1 && count < kLeastThreads * vectors) vectors /= 2;
     const int threads = group_threads(count, vectors, kShortThreads), groups = kShortThreads / threads;
     const LaunchShape shape{(params.rows + groups - 1) / groups, dim3(threads, groups)};
-    return dispatch_int<1, 2, 4, kElements / N>(vectors, [&](auto number) {
+    return dispatch_int<1, 2, kMostVectors>(vectors, [&](auto number) {
       return launch(softmax_kernel<T, decltype(number)::value, kMasked>, shape, stream, params, vector_mask);
     });
   }
