@@ -44,12 +44,17 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   using V = Vec<T, N>;
   __shared__ float shared[(kCentered ? 3 : 1) * kMaxRowsPerBlock * kMaxVirtualWarps];
   constexpr bool kOneRow = kVectors > 1, kResidual = kSum == Sum::kBefore;
-  const Group group = row_group();
+  const Group group = kOneRow ? block_group() : row_group();
   const int64_t index = kOneRow ? blockIdx.x : row_index();
   const Row<T> row(params, index);
   const int count = kOneRow || index < params.rows ? static_cast<int>(params.cols / N) : 0;
   const auto mine = [&](int v) { return group.rank + v * group.threads < count; };
-  const auto offset = [&](int v) { return (group.rank + v * group.threads) * N; };
+  // Where a vector is in an operand. In bytes and unsigned, so that the row's address is added by the access itself.
+  const auto at = [&](auto* row, int v) {
+    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(row)>>, const char, char>;
+    const unsigned offset = static_cast<unsigned>(group.rank + v * group.threads) * static_cast<unsigned>(sizeof(V));
+    return reinterpret_cast<decltype(row)>(reinterpret_cast<Byte*>(row) + offset);
+  };
   const float eps = static_cast<float>(params.options.eps);
   [[maybe_unused]] const uint64_t policy = kKeepInputs ? l2_policy(true) : 0;
   const auto load = [&](const T* source) {
@@ -61,11 +66,11 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   V s[kVectors], r[kVectors], w[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (mine(v)) s[v] = load(row.x + offset(v));
+    if (mine(v)) s[v] = load(at(row.x, v));
   }
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (kSum != Sum::kNone && mine(v)) r[v] = load((kResidual ? row.residual : row.addend) + offset(v));
+    if (kSum != Sum::kNone && mine(v)) r[v] = load(at(kResidual ? row.residual : row.addend, v));
   }
   RowScale of_row{};
   if constexpr (kCentered) {
@@ -73,13 +78,13 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
     const float element = kNeedsElement && count > 0 ? row.element(kResidual) : 0.f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (kResidual && mine(v)) (s[v] = add(s[v], r[v])).store(row.sum + offset(v));
+      if (kResidual && mine(v)) (s[v] = add(s[v], r[v])).store(at(row.sum, v));
     }
     of_row = scale_of_row(s, count, element, inverse_cols, eps, group, shared, mine);
   } else {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (params.weight && mine(v)) w[v] = load(row.weight + offset(v));  // in flight during the reduction
+      if (params.weight && mine(v)) w[v] = load(at(row.weight, v));  // in flight during the reduction
     }
     float squares[kVectors];
 #pragma unroll
@@ -96,7 +101,8 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   const auto output = [&](int v) {
     if constexpr (kCentered) {  // weight and bias come late, since registers are worth more than their latency
       forget_floats(s[v]);
-      const V weight = load_or<T, N>(row.weight, offset(v), 1.f), bias = load_or<T, N>(row.bias, offset(v), 0.f);
+      const V weight = load_or<T, N>(row.weight != nullptr, at(row.weight, v), 1.f);
+      const V bias = load_or<T, N>(row.bias != nullptr, at(row.bias, v), 0.f);
       return Centered<T, N>(s[v], of_row.mean).output(of_row.rstd, with_offset(weight, weight_offset), bias);
     }
     return scale(s[v], w[v], of_row.rstd);
@@ -105,12 +111,12 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   for (int v = 0; v < kVectors; ++v) {
     if (!mine(v)) continue;
     if constexpr (kResidual) {
-      if constexpr (!kCentered) s[v].store(row.sum + offset(v));
-      output(v).store(row.y + offset(v));
+      if constexpr (!kCentered) s[v].store(at(row.sum, v));
+      output(v).store(at(row.y, v));
     } else if constexpr (kSum == Sum::kAfter) {
-      add_scaled(r[v], output(v), static_cast<float>(params.alpha)).store(row.target + offset(v));
+      add_scaled(r[v], output(v), static_cast<float>(params.alpha)).store(at(row.target, v));
     } else {
-      output(v).assign_to(row.y + offset(v));
+      output(v).assign_to(at(row.y, v));
     }
   }
 }
@@ -159,7 +165,8 @@ __global__ void __launch_bounds__(1024) norm_long_kernel(const NormParams params
   for (int64_t c = begin; c < end; c += step) {
     const V s = V::load(source + c);
     if constexpr (kCentered) {
-      const V w = load_or<T, N>(row.weight, c, 1.f), b = load_or<T, N>(row.bias, c, 0.f);
+      const V w = load_or<T, N>(row.weight != nullptr, row.weight + c, 1.f);
+      const V b = load_or<T, N>(row.bias != nullptr, row.bias + c, 0.f);
       Centered<T, N>(s, of_row.mean).output(of_row.rstd, with_offset(w, weight_offset), b).store(row.y + c);
     } else {
       const V w = params.weight ? V::load(row.weight + c) : V{};

@@ -1,6 +1,7 @@
 // What the kernels of the norms' forward (forward.cuh) have in common: the operands of a row, its scale, its output.
 #pragma once
 #include "device/reduce.cuh"
+#include "device/shifted.cuh"
 #include "device/vec.cuh"
 #include "params/norm.h"
 #include "plan.h"
@@ -52,15 +53,16 @@ struct Centered {
   }
   // Of the first `count`.
   __device__ float sum(int count = N) const {
-    float total = 0.f;
+    float total = count > 0 ? d[0] : 0.f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) total += i < count ? d[i] : 0.f;
+    for (int i = 1; i < N; ++i) total += i < count ? d[i] : 0.f;
     return total;
   }
   __device__ float sum_of_squares(int count = N) const {
+    // By fmaf(), so that all kernels round alike: of a b + c d the compiler may round either product.
     float total = 0.f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) total += i < count ? d[i] * d[i] : 0.f;
+    for (int i = 0; i < N; ++i) total = i < count ? fmaf(d[i], d[i], total) : total;
     return total;
   }
   // The vector of a LayerNorm's output; `w` is 1 without a weight, `b` 0 without a bias.
@@ -69,9 +71,17 @@ struct Centered {
   }
 };
 
+// The vector at `source`, or of this value where there is none.
 template <typename T, int N>
-__device__ Vec<T, N> load_or(const T* source, int64_t offset, float value) {
-  return source ? Vec<T, N>::load(source + offset) : Vec<T, N>::of([=](int) { return value; });
+__device__ Vec<T, N> load_or(bool there, const T* source, float value) {
+  using V = Vec<T, N>;
+  const V otherwise = V::of([=](int) { return value; });
+  if constexpr (sizeof(V) == sizeof(Words)) {  // word by word: else the compiler picks one element after the other
+    Words words = words_of(otherwise);
+    if (there) words = words_of(V::load(source));
+    return of_words<T>(words);
+  }
+  return there ? V::load(source) : otherwise;
 }
 
 template <typename T, int N>
@@ -196,18 +206,18 @@ __device__ RowScale scale_of_row(const Vec<T, N> (&s)[kVectors], int count, floa
     for (int v = 0; v < kVectors; ++v) elements[v] = __shfl_sync(0xffffffffu, s[v][0], 0);
     add_up([&](int v) { return elements[v]; });
     const float sum = warp_sum_each(reinterpret_cast<const float(&)[2 * kVectors]>(sums));
-    constexpr int kLanes = 16 / kVectors;  // have the same of these sums
-    const int lane = group.rank % 32, vector = lane / kLanes % kVectors;
-    const int part = vector * (group.threads / 32) + group.rank / 32;
+    constexpr unsigned kLanes = 16 / kVectors;  // have the same of these sums
+    const unsigned rank = group.rank, lane = rank % 32, vector = lane / kLanes % kVectors;
+    const unsigned part = vector * (static_cast<unsigned>(group.threads) / 32) + rank / 32;
     element = elements[0];
 #pragma unroll
-    for (int v = 1; v < kVectors; ++v) element = vector == v ? elements[v] : element;
+    for (unsigned v = 1; v < kVectors; ++v) element = vector == v ? elements[v] : element;
     const PartSums parts{shared + group.index * 3 * kMaxVirtualWarps, kMaxVirtualWarps};
     if (lane % kLanes == 0) parts.put(part, 1 + lane / 16, sum);
     if (lane % kLanes == 0 && lane < 16) parts.put(part, 0, element);
     __syncthreads();
     const auto count_of = [&](int i) { return static_cast<float>(min(count - i * 32, 32) * N); };
-    return merge_parts(parts, (count + 31) / 32, count_of, inverse_cols, eps);
+    return merge_parts(parts, static_cast<int>((static_cast<unsigned>(count) + 31) / 32), count_of, inverse_cols, eps);
   } else {
     add_up([&](int) { return element; });
     const float mean = element + row_sum(sums[0], group, shared) * inverse_cols;
@@ -234,6 +244,7 @@ enum class Sum {
 __device__ inline Group row_group() {
   return {static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
 }
+__device__ inline Group block_group() { return {static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), 0}; }
 __device__ inline int64_t row_index() { return static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; }
 
 }  // namespace llmk::kernels::norm
