@@ -158,6 +158,14 @@ __device__ void forget_floats(Vec<T, N>& s) {
   }
 }
 
+// An address that is computed once. Else the compiler computes it anew for each access, in 64 bits, from what it is the
+// sum of.
+template <typename T>
+__device__ T* computed_once(T* address) {
+  asm("" : "+l"(address));
+  return address;
+}
+
 // The widest vector of T: one 16-byte access.
 template <typename T>
 constexpr int kVecWidth = 16 / sizeof(T);

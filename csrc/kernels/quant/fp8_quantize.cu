@@ -32,14 +32,22 @@ struct GroupOfRow {
   Group threads;
   int64_t row, index, begin, cols;  // no columns where there is no such group
 
-  // `per_row`: groups of a row, which the host knows: a 64-bit division takes a hundred instructions.
+  // `per_row`: groups of a row, which the host knows: a 64-bit division takes a hundred instructions. Where there is
+  // one, nothing is left to compute: all threads of a GPU may begin at once, and then wait for each other.
   __device__ GroupOfRow(const Fp8Output& out, int64_t per_row)
-      : threads{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)} {
-    const int64_t group = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    row = per_row == 1 ? group : group / per_row;
-    index = group - row * per_row;
-    begin = index * out.group;
-    cols = row < out.rows ? min(out.group, out.cols - begin) : 0;
+      : threads{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)},
+        row(static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y),
+        index(0),
+        begin(0),
+        cols(out.cols) {
+    if (per_row > 1) {
+      const int64_t group = row;
+      row = group / per_row;
+      index = group - row * per_row;
+      begin = index * out.group;
+      cols = min(out.group, out.cols - begin);
+    }
+    if (row >= out.rows) cols = 0;
   }
 };
 
@@ -54,11 +62,11 @@ struct Plain {
   struct Rows {
     const T* x;
     __device__ Rows(const Fp8QuantizeParams& params, int64_t row, int64_t col)
-        : x(static_cast<const T*>(params.x) + row * params.x_stride + col) {}
+        : x(computed_once(static_cast<const T*>(params.x) + row * params.x_stride + col)) {}
   };
   V x;
 
-  __device__ static Plain load(const Rows& rows, int offset, uint64_t policy) {
+  __device__ static Plain load(const Rows& rows, unsigned offset, uint64_t policy) {
     return {V::load(rows.x + offset, policy)};
   }
   __device__ const V& value() const { return x; }
@@ -74,12 +82,12 @@ struct Swiglu {
   struct Rows {
     const T *gate, *up;
     __device__ Rows(const Fp8QuantizeParams& params, int64_t row, int64_t col)
-        : gate(static_cast<const T*>(params.x) + row * params.x_stride + col),
-          up(static_cast<const T*>(params.up) + row * params.up_stride + col) {}
+        : gate(computed_once(static_cast<const T*>(params.x) + row * params.x_stride + col)),
+          up(computed_once(static_cast<const T*>(params.up) + row * params.up_stride + col)) {}
   };
   V gate, up;
 
-  __device__ static Swiglu load(const Rows& rows, int offset, uint64_t policy) {
+  __device__ static Swiglu load(const Rows& rows, unsigned offset, uint64_t policy) {
     return {V::load(rows.gate + offset, policy), V::load(rows.up + offset, policy)};
   }
   __device__ V value() const {
@@ -97,7 +105,7 @@ __global__ void __launch_bounds__(Source::kMostThreads, kVectors == 4 && Source:
   const int count = static_cast<int>(group.cols / N), step = group.threads.threads;
   const int64_t first = group.begin + group.threads.rank * N;  // of the thread's columns
   const auto mine = [&](int v) { return group.threads.rank + v * step < count; };
-  const auto offset = [&](int v) { return v * step * N; };
+  const auto offset = [&](int v) { return static_cast<unsigned>(v * step * N); };
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
@@ -116,10 +124,10 @@ __global__ void __launch_bounds__(Source::kMostThreads, kVectors == 4 && Source:
   const float scale = scale_of(group_max_nan(amax, group.threads, shared), params.out);
   if (group.threads.rank == 0 && count > 0) *scale_at(params.out, group.row, group.index) = scale;
   const float inverse = inverse_of(scale);
-  const int64_t target = group.row * params.out.cols + first;
+  uint8_t* const q = computed_once(static_cast<uint8_t*>(params.out.q) + group.row * params.out.cols + first);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (mine(v)) store_fp8(x[v], inverse, params.out.format, params.out.q, target + offset(v));
+    if (mine(v)) store_fp8(x[v], inverse, params.out.format, q, offset(v));
   }
 }
 
