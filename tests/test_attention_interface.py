@@ -106,6 +106,23 @@ def test_static_cache(name):
     assert (by_torch > 0) == (name == "llama")
 
 
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "gemma3"])
+@pytest.mark.parametrize("tokens", [11, WINDOW - 1])
+def test_masks_that_generate_makes(name, tokens, side):
+    """For a static cache, as long as the prompt where there is one new token, or shorter because of a window: ours was
+    taken for the padding then."""
+    model, ids = family_model(name), tiny_inputs("cpu", 2, tokens)
+    mask = torch.ones_like(ids)
+    mask[0, : 3 if side == "left" else 0] = 0
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    for new in (1, 5):
+        options |= {"max_new_tokens": new, "cache_implementation": "static", "attention_mask": mask}
+        found, expected, _ = both(model, lambda: model.generate(ids, **options))  # noqa: B023
+        assert torch.equal(found.sequences, expected.sequences)
+        assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_padding_amid_the_tokens(name):
     model, ids = family_model(name), tiny_inputs("cpu", 2, TOKENS)

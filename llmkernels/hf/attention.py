@@ -3,9 +3,12 @@
 An attention layer of transformers gets its mask from the function that is registered with its implementation. Ours says
 in a small tensor of int32 what the kernel has to know, where that is enough:
 
-    None      causal (or all to all, of a model that is not causal), without padding
-    (B,)      causal; the first key of each sequence that is not padding
-    (B, W)    the same, and a query sees W keys, its own included; W is the size alone, the values do not vary along it
+    None            causal (or all to all, of a model that is not causal), without padding
+    (B, W, 1, 1)    causal; the first key of each sequence that is not padding. A query sees W keys, its own included;
+                    W is the size alone, the values do not vary along it. Without a window it is as many as all keys.
+
+It has 4 dimensions, since generate makes the masks of static caches itself, and gives them to the model: one of fewer
+dimensions would be taken for the padding there.
 
 All else is the mask of 4 dimensions that PyTorch's attention takes. Where that of a prompt lets each query see the keys
 of one range, and the ranges rise with the queries (padding behind the tokens, packed sequences, chunks, prefixes), the
@@ -65,11 +68,11 @@ def attention_mask(
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].to(device)
         starts, known = _starts(padding)
-        windowed = local_size is not None and local_size < kv_length
-        if known and starts is None and windowed:
+        window = kv_length if local_size is None else min(local_size, kv_length)
+        if known and starts is None and window < kv_length:
             starts = torch.zeros(batch_size, dtype=torch.int32, device=device)
         if known:
-            return starts[:, None].expand(-1, local_size) if windowed else starts
+            return None if starts is None else starts.view(-1, 1, 1, 1).expand(-1, window, 1, 1)
     mask = sdpa_mask(
         batch_size,
         q_length,
@@ -158,10 +161,10 @@ def attention_forward(
     """Attention of a layer: query (B, H, T, D), key and value (B, Hkv, keys, D) to y (B, T, H, D)."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     starts = window = None
-    if attention_mask is not None and attention_mask.dim() < 4:
+    if _is_small(attention_mask) and key.shape[2] > 1:
         causal = True
-        starts = attention_mask if attention_mask.dim() == 1 else attention_mask[:, 0]
-        window = attention_mask.shape[1] if attention_mask.dim() == 2 else None
+        starts = attention_mask[:, 0, 0, 0]
+        window = attention_mask.shape[1] if attention_mask.shape[1] < key.shape[2] else None
         attention_mask = None
     ranges = _ranges(attention_mask)
     if ranges is not None and attention_mask.shape != (len(query), 1, query.shape[2], key.shape[2]):
@@ -198,6 +201,11 @@ def attention_forward(
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, lengths, cache_leftpad=starts, **options), None
     return attention(q, k, v, k_begin=starts, sinks=sinks, **options), None
+
+
+def _is_small(mask: Tensor | None) -> bool:
+    """Whether it is one with the first keys and the window: others are of bool or floats, with all keys."""
+    return mask is not None and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (1, 1)
 
 
 def _takes(mask: Tensor, query: Tensor) -> bool:
