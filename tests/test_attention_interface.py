@@ -308,6 +308,15 @@ def test_a_chunked_mask_is_not_taken_for_a_window():
     assert not interface._sees_window(sliding_window_causal_mask_function(4), None)
 
 
+def test_another_default_device():
+    """What is asked of a mask function is asked on the CPU: on a device without memory it was an error."""
+    model, ids = implemented(family_model("mistral"), interface.NAME), tiny_inputs("cpu", 2, TOKENS)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with torch.device("meta"):
+            assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
 def test_patched_models_take_it_too():
     model, ids = family_model("llama"), tiny_inputs("cpu", 2, TOKENS)
     implemented(model, interface.NAME)

@@ -123,11 +123,12 @@ def _sees_window(mask_function: Callable, local_size: int | None) -> bool:
     see tells, since a mask function is one of positions alone where no mask may be left out."""
     if local_size is None:
         return mask_function is causal_mask_function
-    queries = torch.tensor([0, 1, local_size - 1, local_size, local_size + 1, 2 * local_size, 3 * local_size + 1])
-    near = torch.tensor([-local_size - 1, -local_size, 1 - local_size, -1, 0, 1])
+    with torch.device("cpu"):  # whatever the default device is: nothing waits for it, or needs its memory
+        queries = torch.tensor([0, 1, local_size - 1, local_size, local_size + 1, 2 * local_size, 3 * local_size + 1])
+        near = torch.tensor([-local_size - 1, -local_size, 1 - local_size, -1, 0, 1])
+        zero = torch.zeros((), dtype=torch.int64)
     q, k = queries.repeat_interleave(len(near)), (queries[:, None] + near).flatten()
     q, k = q[k >= 0], k[k >= 0]
-    zero = torch.zeros((), dtype=torch.int64)
     try:
         sees = mask_function(zero, zero, q, k)
     except (RuntimeError, IndexError, TypeError):
