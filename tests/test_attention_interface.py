@@ -123,6 +123,19 @@ def test_masks_that_generate_makes(name, tokens, side):
         assert_close(torch.stack(found.logits), torch.stack(expected.logits))
 
 
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_a_cache_with_other_keys_than_the_mask(side):
+    """As one has that was reset by transformers up to 5.17 behind a window: PyTorch's attention raises there, too."""
+    model, ids = implemented(family_model("mistral"), interface.NAME), tiny_inputs("cpu", 2, TOKENS)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for layer in cache.layers:
+            layer.cumulative_length = 0
+        with pytest.raises(RuntimeError, match=f"must be for {TOKENS + WINDOW - 1} keys, got {TOKENS}"):
+            model(ids, attention_mask=padded(ids, side) if side == "left" else None, past_key_values=cache)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_padding_amid_the_tokens(name):
     model, ids = family_model(name), tiny_inputs("cpu", 2, TOKENS)

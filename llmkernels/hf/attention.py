@@ -4,8 +4,8 @@ An attention layer of transformers gets its mask from the function that is regis
 in a small tensor of int32 what the kernel has to know, where that is enough:
 
     None            causal (or all to all, of a model that is not causal), without padding
-    (B, W, 1, 1)    causal; the first key of each sequence that is not padding. A query sees W keys, its own included;
-                    W is the size alone, the values do not vary along it. Without a window it is as many as all keys.
+    (B, W, S, 1)    causal; the first key of each sequence that is not padding. There are S keys, of which a query sees
+                    W, its own included; without a window W is S. They are sizes alone, the values do not vary there.
 
 It has 4 dimensions, since generate makes the masks of static caches itself, and gives them to the model: one of fewer
 dimensions would be taken for the padding there.
@@ -72,7 +72,7 @@ def attention_mask(
         if known and starts is None and window < kv_length:
             starts = torch.zeros(batch_size, dtype=torch.int32, device=device)
         if known:
-            return None if starts is None else starts.view(-1, 1, 1, 1).expand(-1, window, 1, 1)
+            return None if starts is None else starts.view(-1, 1, 1, 1).expand(-1, window, kv_length, 1)
     mask = sdpa_mask(
         batch_size,
         q_length,
@@ -163,9 +163,11 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     starts = window = None
     if _is_small(attention_mask) and key.shape[2] > 1:
-        causal = True
-        starts = attention_mask[:, 0, 0, 0]
-        window = attention_mask.shape[1] if attention_mask.shape[1] < key.shape[2] else None
+        _, window, keys, _ = attention_mask.shape
+        if keys != key.shape[2]:
+            raise RuntimeError(f"attention_forward: attention_mask must be for {key.shape[2]} keys, got {keys}")
+        causal, starts = True, attention_mask[:, 0, 0, 0]
+        window = window if window < keys else None
         attention_mask = None
     ranges = _ranges(attention_mask)
     if ranges is not None and attention_mask.shape != (len(query), 1, query.shape[2], key.shape[2]):
@@ -205,8 +207,8 @@ def attention_forward(
 
 
 def _is_small(mask: Tensor | None) -> bool:
-    """Whether it is one with the first keys and the window: others are of bool or floats, with all keys."""
-    return mask is not None and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[2:] == (1, 1)
+    """Whether it is one with the first keys and the sizes: others are of bool or floats, and have all keys last."""
+    return mask is not None and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[3] == 1
 
 
 def _takes(mask: Tensor, query: Tensor) -> bool:
