@@ -1,7 +1,9 @@
 """A paged KV cache: sequences get pages as they grow."""
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,13 @@ from llmkernels._checks import check_count
 
 class OutOfPages(RuntimeError):
     """No free page is left. Nothing was changed."""
+
+
+class _BySequence(dict):
+    """What is known of each sequence."""
+
+    def __missing__(self, sequence: Any) -> None:
+        raise KeyError(f"PagedKVCache: sequence must be one that was allocated and is not free, got {sequence!r}")
 
 
 class PagedKVCache:
@@ -32,7 +41,7 @@ class PagedKVCache:
 
     Layout: the block table of a batch is int32 (B, width), padded with 0. Token t of sequence b lies in page
         ``table[b, t // page_size]`` at row ``t % page_size``.
-    Raises: OutOfPages when a sequence can not grow, KeyError for an unknown sequence.
+    Raises: OutOfPages when a sequence can not grow, KeyError for an unknown sequence, IndexError for an unknown layer.
     Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 
     >>> cache = PagedKVCache(layers=28, pages=4096, page_size=16, kv_heads=4, head_dim=128)
@@ -62,8 +71,8 @@ class PagedKVCache:
         self.page_size = page_size
         self._free = list(range(pages - 1, -1, -1))  # the last one is taken first
         self._owners: Counter[int] = Counter()  # by page
-        self._pages: dict[int, list[int]] = {}  # by sequence
-        self._length: dict[int, int] = {}
+        self._pages: dict[int, list[int]] = _BySequence()
+        self._length: dict[int, int] = _BySequence()
         self._names = count()
 
     @property
@@ -88,8 +97,9 @@ class PagedKVCache:
 
     def free(self, sequence: int) -> None:
         """Forget a sequence. Those of its pages that no other sequence owns are free again."""
-        del self._length[sequence]
-        for page in reversed(self._pages.pop(sequence)):
+        pages = self._pages[sequence]
+        del self._pages[sequence], self._length[sequence]
+        for page in reversed(pages):
             self._release(page)
 
     def fork(self, sequence: int) -> int:
@@ -138,13 +148,15 @@ class PagedKVCache:
 
     def cache_seqlens(self, sequences: list[int]) -> Tensor:
         """int32 (B,) on the device."""
+        sequences = _listed("cache_seqlens", sequences)
         return self._to_device([self._length[sequence] for sequence in sequences])
 
     def block_table(self, sequences: list[int], width: int | None = None) -> Tensor:
         """int32 (B, width) on the device; `width` defaults to the most pages of a sequence."""
-        rows = [self._pages[sequence] for sequence in sequences]
+        rows = [self._pages[sequence] for sequence in _listed("block_table", sequences)]
         longest = max(map(len, rows), default=0)
         width = longest if width is None else width
+        check_count("PagedKVCache.block_table: width", width, 0)
         if width < longest:
             raise ValueError(f"PagedKVCache.block_table: width must be at least {longest}, got {width}")
         # Padded with a page that exists, so that an address computed before the check against the length is valid.
@@ -158,6 +170,8 @@ class PagedKVCache:
             sequence has fewer tokens or is there twice, or one of these tokens lies in a shared page. Nothing is
             written then.
         """
+        self._check_layer("write", layer)
+        sequences = _listed("write", sequences)
         self._check(sequences, k, v)
         rows = []
         for sequence in sequences:
@@ -176,6 +190,7 @@ class PagedKVCache:
 
     def read(self, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values of one sequence, (length, kv_heads, head_dim)."""
+        self._check_layer("read", layer)
         pages = self._pages[sequence]
         index = self._to_device([self._row(pages, token) for token in range(self._length[sequence])], torch.long)
         return self.k[layer].flatten(0, 1)[index], self.v[layer].flatten(0, 1)[index]
@@ -197,6 +212,11 @@ class PagedKVCache:
         if len(set(sequences)) < len(sequences):
             raise ValueError(f"PagedKVCache.write: sequences must differ, got {sequences}")
 
+    def _check_layer(self, method: str, layer: int) -> None:
+        check_count(f"PagedKVCache.{method}: layer", layer, -len(self.k))
+        if layer >= len(self.k):
+            raise IndexError(f"PagedKVCache.{method}: layer must be less than {len(self.k)}, got {layer}")
+
     def _row(self, pages: list[int], token: int) -> int:
         return pages[token // self.page_size] * self.page_size + token % self.page_size
 
@@ -214,3 +234,9 @@ class PagedKVCache:
     def __repr__(self) -> str:
         used = len(self.k[0]) - len(self._free)
         return f"PagedKVCache({len(self._pages)} sequences, {used} of {len(self.k[0])} pages of {self.page_size})"
+
+
+def _listed(method: str, sequences: Any) -> list:
+    if not isinstance(sequences, Iterable):
+        raise TypeError(f"PagedKVCache.{method}: sequences must be a list, got {sequences!r}")
+    return list(sequences)

@@ -106,6 +106,36 @@ def test_static_cache(name):
     assert (by_torch > 0) == (name == "llama")
 
 
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "gemma3"])
+@pytest.mark.parametrize("tokens", [11, WINDOW - 1])
+def test_masks_that_generate_makes(name, tokens, side):
+    """For a static cache, as long as the prompt where there is one new token, or shorter because of a window: ours was
+    taken for the padding then."""
+    model, ids = family_model(name), tiny_inputs("cpu", 2, tokens)
+    mask = torch.ones_like(ids)
+    mask[0, : 3 if side == "left" else 0] = 0
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    for new in (1, 5):
+        options |= {"max_new_tokens": new, "cache_implementation": "static", "attention_mask": mask}
+        found, expected, _ = both(model, lambda: model.generate(ids, **options))  # noqa: B023
+        assert torch.equal(found.sequences, expected.sequences)
+        assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_a_cache_with_other_keys_than_the_mask(side):
+    """As one has that was reset by transformers up to 5.17 behind a window: PyTorch's attention raises there, too."""
+    model, ids = implemented(family_model("mistral"), interface.NAME), tiny_inputs("cpu", 2, TOKENS)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for layer in cache.layers:
+            layer.cumulative_length = 0
+        with pytest.raises(RuntimeError, match=f"must be for {TOKENS + WINDOW - 1} keys, got {TOKENS}"):
+            model(ids, attention_mask=padded(ids, side) if side == "left" else None, past_key_values=cache)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_padding_amid_the_tokens(name):
     model, ids = family_model(name), tiny_inputs("cpu", 2, TOKENS)
@@ -289,6 +319,15 @@ def test_a_chunked_mask_is_not_taken_for_a_window():
     assert not interface._sees_window(sliding_window_causal_mask_function(5), 4)
     assert not interface._sees_window(chunked_causal_mask_function(4, none), 4)
     assert not interface._sees_window(sliding_window_causal_mask_function(4), None)
+
+
+def test_another_default_device():
+    """What is asked of a mask function is asked on the CPU: on a device without memory it was an error."""
+    model, ids = implemented(family_model("mistral"), interface.NAME), tiny_inputs("cpu", 2, TOKENS)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        with torch.device("meta"):
+            assert torch.equal(model(ids, use_cache=False).logits, expected)
 
 
 def test_patched_models_take_it_too():

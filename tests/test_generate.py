@@ -57,6 +57,8 @@ def test_left_padding(family, device):
         {"prefill_chunk_size": 4},
         {"max_new_tokens": 1},
         {"max_new_tokens": None, "max_length": 17},
+        {"max_new_tokens": 5.0},  # transformers only compares with it
+        {"max_new_tokens": None, "max_length": 15.5, "do_sample": True},
     ],
     ids=lambda options: ",".join(options),
 )

@@ -198,7 +198,12 @@ def test_crop():
     for wrong in (2, -4):
         with pytest.raises(ValueError, match=rf"tokens_to_remove must be from -3 to 0.*, got {wrong}"):
             cache.crop(wrong)
-    cache.crop(-3)
+    for wrong in (-1.5, None, torch.tensor(-1.5)):  # a float was rounded, and cropped by that much
+        with pytest.raises(TypeError, match=r"KVCache.crop: tokens_to_remove must be an integer, got"):
+            cache.crop(wrong)
+    cache.crop(torch.tensor(-1))
+    assert_holds(cache, keys[:, :, :2])
+    cache.crop(-2)
     assert cache.get_seq_length() == 0
 
 

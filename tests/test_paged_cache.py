@@ -128,6 +128,33 @@ def test_writing_what_does_not_fit_changes_nothing():
     assert not any(x.any() for x in cache.read(0, a))
 
 
+def test_errors_name_what_is_wrong():
+    """These were bare numbers, or what Python says of a list."""
+    cache = pages()
+    a = cache.allocate()
+    cache.append(a, 2)
+    k, unknown = keys_for(2), "sequence must be one that was allocated and is not free, got 9"
+    for call in (cache.append, cache.free, cache.fork, cache.length, cache.pages, lambda s: cache.truncate(s, 0)):
+        with pytest.raises(KeyError, match=unknown):
+            call(9)
+    for name in ("cache_seqlens", "block_table"):
+        with pytest.raises(KeyError, match=unknown):
+            getattr(cache, name)([a, 9])
+        with pytest.raises(TypeError, match=f"PagedKVCache.{name}: sequences must be a list, got 0"):
+            getattr(cache, name)(a)
+    with pytest.raises(TypeError, match=r"PagedKVCache\.write: sequences must be a list, got 0"):
+        cache.write(0, a, k, k)
+    for kind, layer, words in ((IndexError, 2, "be less than 2"), (TypeError, 0.5, "be an integer")):
+        with pytest.raises(kind, match=f"PagedKVCache.write: layer must {words}, got {layer}"):
+            cache.write(layer, [a], k, k)
+        with pytest.raises(kind, match=f"PagedKVCache.read: layer must {words}, got {layer}"):
+            cache.read(layer, a)
+    with pytest.raises(TypeError, match=r"PagedKVCache\.block_table: width must be an integer, got 2\.0"):
+        cache.block_table([a], width=2.0)
+    assert cache.sequences == [a]
+    assert not any(x.any() for x in cache.read(-1, a))
+
+
 def test_what_is_written_brings_no_graph():
     """The pages became a part of the graph of k, and decode_attention refused them from then on."""
     cache = pages()

@@ -3,9 +3,12 @@
 An attention layer of transformers gets its mask from the function that is registered with its implementation. Ours says
 in a small tensor of int32 what the kernel has to know, where that is enough:
 
-    None      causal (or all to all, of a model that is not causal), without padding
-    (B,)      causal; the first key of each sequence that is not padding
-    (B, W)    the same, and a query sees W keys, its own included; W is the size alone, the values do not vary along it
+    None            causal (or all to all, of a model that is not causal), without padding
+    (B, W, S, 1)    causal; the first key of each sequence that is not padding. There are S keys, of which a query sees
+                    W, its own included; without a window W is S. They are sizes alone, the values do not vary there.
+
+It has 4 dimensions, since generate makes the masks of static caches itself, and gives them to the model: one of fewer
+dimensions would be taken for the padding there.
 
 All else is the mask of 4 dimensions that PyTorch's attention takes. Where that of a prompt lets each query see the keys
 of one range, and the ranges rise with the queries (padding behind the tokens, packed sequences, chunks, prefixes), the
@@ -65,11 +68,11 @@ def attention_mask(
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         padding = None if padding is None else padding[:, kv_offset : kv_offset + kv_length].to(device)
         starts, known = _starts(padding)
-        windowed = local_size is not None and local_size < kv_length
-        if known and starts is None and windowed:
+        window = kv_length if local_size is None else min(local_size, kv_length)
+        if known and starts is None and window < kv_length:
             starts = torch.zeros(batch_size, dtype=torch.int32, device=device)
         if known:
-            return starts[:, None].expand(-1, local_size) if windowed else starts
+            return None if starts is None else starts.view(-1, 1, 1, 1).expand(-1, window, kv_length, 1)
     mask = sdpa_mask(
         batch_size,
         q_length,
@@ -120,11 +123,12 @@ def _sees_window(mask_function: Callable, local_size: int | None) -> bool:
     see tells, since a mask function is one of positions alone where no mask may be left out."""
     if local_size is None:
         return mask_function is causal_mask_function
-    queries = torch.tensor([0, 1, local_size - 1, local_size, local_size + 1, 2 * local_size, 3 * local_size + 1])
-    near = torch.tensor([-local_size - 1, -local_size, 1 - local_size, -1, 0, 1])
+    with torch.device("cpu"):  # whatever the default device is: nothing waits for it, or needs its memory
+        queries = torch.tensor([0, 1, local_size - 1, local_size, local_size + 1, 2 * local_size, 3 * local_size + 1])
+        near = torch.tensor([-local_size - 1, -local_size, 1 - local_size, -1, 0, 1])
+        zero = torch.zeros((), dtype=torch.int64)
     q, k = queries.repeat_interleave(len(near)), (queries[:, None] + near).flatten()
     q, k = q[k >= 0], k[k >= 0]
-    zero = torch.zeros((), dtype=torch.int64)
     try:
         sees = mask_function(zero, zero, q, k)
     except (RuntimeError, IndexError, TypeError):
@@ -158,10 +162,12 @@ def attention_forward(
     """Attention of a layer: query (B, H, T, D), key and value (B, Hkv, keys, D) to y (B, T, H, D)."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     starts = window = None
-    if attention_mask is not None and attention_mask.dim() < 4:
-        causal = True
-        starts = attention_mask if attention_mask.dim() == 1 else attention_mask[:, 0]
-        window = attention_mask.shape[1] if attention_mask.dim() == 2 else None
+    if _is_small(attention_mask) and key.shape[2] > 1:
+        _, window, keys, _ = attention_mask.shape
+        if keys != key.shape[2]:
+            raise RuntimeError(f"attention_forward: attention_mask must be for {key.shape[2]} keys, got {keys}")
+        causal, starts = True, attention_mask[:, 0, 0, 0]
+        window = window if window < keys else None
         attention_mask = None
     ranges = _ranges(attention_mask)
     if ranges is not None and attention_mask.shape != (len(query), 1, query.shape[2], key.shape[2]):
@@ -198,6 +204,11 @@ def attention_forward(
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, lengths, cache_leftpad=starts, **options), None
     return attention(q, k, v, k_begin=starts, sinks=sinks, **options), None
+
+
+def _is_small(mask: Tensor | None) -> bool:
+    """Whether it is one with the first keys and the sizes: others are of bool or floats, and have all keys last."""
+    return mask is not None and mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[3] == 1
 
 
 def _takes(mask: Tensor, query: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """The layers of a KVCache: buffers as transformers takes them."""
 
+from operator import index
 from typing import Any
 
 import torch
@@ -126,7 +127,10 @@ class KVCacheLayer(Buffers, CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens: a negative number, as in transformers 5.23."""
-        tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor
+        try:
+            tokens_to_remove = index(tokens_to_remove)  # assisted decoding gives a tensor
+        except TypeError:
+            raise TypeError(f"KVCache.crop: tokens_to_remove must be an integer, got {tokens_to_remove!r}") from None
         if not -self.length <= tokens_to_remove <= 0:
             raise ValueError(
                 f"KVCache.crop: tokens_to_remove must be from {-self.length} to 0 (the live tokens, negative), "

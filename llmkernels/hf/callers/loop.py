@@ -9,6 +9,7 @@ LOOPS has the methods that a patched model class has in place of transformers': 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class Call:
     leftpad: Tensor | None
     batch: int
     tokens: int
-    limit: int
+    limit: float  # as transformers has it, of whatever kind the caller gave
     returned: bool
     holds: Callable[[], bool] | None = None
     ahead: Ahead | None = None
@@ -114,7 +115,7 @@ class Call:
             return nullcontext(self.ahead.cache)
         if is_ours(given):
             return nullcontext(given)
-        return state.lend_cache(self.parts, self.batch, self.tokens, self.limit, given, self.returned)
+        return state.lend_cache(self.parts, self.batch, self.tokens, math.ceil(self.limit), given, self.returned)
 
     def shown_cache(self):
         """The DynamicCache that the caller has given, and may look at between two steps; else None."""

@@ -7,6 +7,7 @@ the host knows that it counts. Idea: transformers' DeferredStopCheck, which does
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +22,12 @@ class Text:
     keep it, and may write to it.
     """
 
-    def __init__(self, ids: Tensor, limit: int, copies: bool = False):
+    def __init__(self, ids: Tensor, limit: float, copies: bool = False):
         self.length = ids.shape[1]
         self._copies = copies
         self._ids = ids
         if not copies:
-            size = max(min(limit, self.length + 4096), self.length + 1)
+            size = max(math.ceil(min(limit, self.length + 4096)), self.length + 1)
             self._ids = torch.empty(len(ids), size, dtype=torch.long, device=ids.device)
             self._ids[:, : self.length] = ids
 
