@@ -158,11 +158,12 @@ __device__ void forget_floats(Vec<T, N>& s) {
   }
 }
 
-// An address that is computed once. Else the compiler computes it anew for each access, in 64 bits, from what it is the
-// sum of.
+// An address in global memory that is computed once. Else the compiler computes it anew for each access, in 64 bits,
+// from what it is the sum of.
 template <typename T>
 __device__ T* computed_once(T* address) {
   asm("" : "+l"(address));
+  __builtin_assume(__isGlobal(address));
   return address;
 }
 

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(Source::kMostThreads, kVectors == 4 && Source:
   constexpr int N = Source::N;
   __shared__ float shared[kMaxThreads / 32];
   const GroupOfRow group(params.out, groups_per_row);
-  const int count = static_cast<int>(group.cols / N), step = group.threads.threads;
+  const int count = static_cast<int>(static_cast<uint32_t>(group.cols) / N), step = group.threads.threads;
   const int64_t first = group.begin + group.threads.rank * N;  // of the thread's columns
   const auto mine = [&](int v) { return group.threads.rank + v * step < count; };
   const auto offset = [&](int v) { return static_cast<unsigned>(v * step * N); };
