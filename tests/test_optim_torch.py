@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, LinearLR, ReduceLROnPlateau
 
 from llmkernels.optim import Adam, AdamW
 from optim_cases import (
@@ -469,6 +469,23 @@ def test_schedulers(ours, makers, tensor_lr):
                 scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
         rates.append(float(optimizer.param_groups[0]["lr"]))
     assert rates[0] == rates[1]
+    same_weights(*networks, rtol=1e-3, atol=1e-4)
+
+
+@both
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_learning_rates_below_zero(ours, tensor_lr, device):
+    """LinearLR ends there, by rounding; others may go farther, and PyTorch with them."""
+    networks, rates = [model(device) for _ in range(2)], []
+    for network, kind in zip(networks, (ours, TORCH[ours]), strict=True):
+        lr = 1e-3
+        optimizer = kind(network.parameters(), lr=torch.tensor(lr) if tensor_lr else lr, weight_decay=0.1)
+        for scheduler in (LinearLR(optimizer, end_factor=0.0, total_iters=7), LambdaLR(optimizer, lambda i: 2 - i)):
+            for _ in range(9):
+                train(network, optimizer, 1)
+                scheduler.step()
+                rates.append(float(optimizer.param_groups[0]["lr"]))
+    assert rates[:18] == rates[18:] and min(rates[:9]) <= 0 and min(rates) < -1e-3
     same_weights(*networks, rtol=1e-3, atol=1e-4)
 
 

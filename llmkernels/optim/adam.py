@@ -189,6 +189,8 @@ class _OneLaunch:
                 lr = lr.item()
             else:
                 lr, lr_tensor = 0.0, lr.to(device, torch.float32, non_blocking=True)
+        if lr < 0:  # LinearLR ends there, by rounding; the op takes such a number from a tensor
+            lr, lr_tensor = 0.0, torch.full((), lr, dtype=torch.float32, device=device)
 
         def number(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(device, torch.float32, non_blocking=True)
