@@ -267,9 +267,16 @@ def test_parameters_that_torch_refuses(ours, params):
 
 @both
 def test_a_parameter_twice_in_a_group(ours):
-    """PyTorch warns, and so it is; the step goes on."""
+    """PyTorch warns, and so it is; the step is that of a parameter that comes once."""
+    start, rounds = drawn([(3, 5), (7,)]), [drawn([(3, 5), (7,)]) for _ in range(3)]
+    params, others = parameters(start), parameters(start)
+    options = {"max_grad_norm": 0.1, "amsgrad": True}
     with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
-        ours([ONE, ONE])
+        optimizer = ours([*params, params[0]], **options)
+    other = ours(others, **options)
+    assert_same(tuple(run(optimizer, params, rounds)), tuple(run(other, others, rounds)))
+    assert_same(optimizer.grad_norm, other.grad_norm)
+    assert [step.item() for step in state_of(optimizer, "step")] == [3, 3, 3]
 
 
 @both
