@@ -306,6 +306,43 @@ def test_compiled(case, device, transform):
     assert_close(compiled(*inputs), transform(loss(case.eager))(*inputs))
 
 
+WITHOUT_GRADIENT = {  # with an argument that has none, which is a float all the same
+    "softmax": (lambda x, mask: llmkernels.softmax(x, mask), (4, 8)),
+    "cross_entropy": (lambda x, weight: llmkernels.cross_entropy(x, torch.arange(4, device=x.device), weight), (8,)),
+    "linear_cross_entropy": (
+        lambda x, weight: llmkernels.linear_cross_entropy(
+            x, torch.eye(8, device=x.device), torch.arange(4, device=x.device), weight=weight
+        ),
+        (8,),
+    ),
+    "int8_linear": (
+        lambda x, scale: llmkernels.int8_linear(x, torch.ones(8, 8, dtype=torch.int8, device=x.device), scale),
+        (8,),
+    ),
+}
+
+
+@pytest.mark.parametrize("function, shape", WITHOUT_GRADIENT.values(), ids=WITHOUT_GRADIENT.keys())
+def test_compiled_with_arguments_without_a_gradient(device, function, shape):
+    """Those are arguments of transforms like others; a gradient of them is an error, also one that a vmap hides."""
+    x, other = torch.randn(2, 4, 8, device=device), torch.rand(shape, device=device)
+    scalar = loss(function)
+
+    def compiled(transformed):
+        torch._dynamo.reset()
+        return torch.compile(transformed, fullgraph=True, backend="aot_eager")
+
+    for transformed, given in ((grad(scalar), x[0]), (vmap(grad(scalar), (0, None)), x), (vmap(scalar, (0, None)), x)):
+        assert_close(compiled(transformed)(given, other), transformed(given, other))
+    for wanted in (
+        grad(lambda other: scalar(x[0], other)),
+        grad(lambda other: vmap(lambda x: scalar(x, other))(x).sum()),
+    ):
+        for run in (wanted, compiled(wanted)):
+            with pytest.raises(RuntimeError, match="must not require a gradient"):
+                run(other)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_patched_model(device, family):
     """Gradients of its parameters by functional_call, those of each sample, and a Jacobian of its embeddings."""
