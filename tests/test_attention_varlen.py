@@ -176,6 +176,26 @@ def test_compiles(device, dynamic):
     assert_same(*(torch.autograd.grad(function(*inputs), inputs) for function in (compiled, loss)))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(device, strict):
+    """With any number of sequences and of tokens."""
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, *cu_seqlens):
+            return attention_varlen(q, k, v, *cu_seqlens, causal=True, window_size=(3, 0))
+
+    def inputs(*lengths):
+        tensors = [x.detach() for x in draw(device, torch.float32, *lengths)]
+        return *tensors, *(offsets(x, device) for x in lengths)
+
+    first = {0: torch.export.Dim.DYNAMIC}
+    shapes = first, first, first, (first, first)
+    exported = torch.export.export(Module(), inputs([5, 7, 1], [5, 9, 0]), dynamic_shapes=shapes, strict=strict)
+    for lengths in (([5, 7, 1], [5, 9, 0]), ([30, 4], [4, 50])):
+        given = inputs(*lengths)
+        assert_same(exported.module()(*given), Module()(*given))
+
+
 ERRORS = {
     r"q must have shape \(total_q, heads, head_dim\), got \[1, 6, 4, 64\]": lambda q, k, v, cu: (q[None], k, v, cu),
     r"k must have shape \(total_k, kv_heads, head_dim\), got \[6, 128\]": lambda q, k, v, cu: (q, k.flatten(1), v, cu),

@@ -106,13 +106,20 @@ def other_calls(device):
     yield "rms_norm_fp8_quantize", (x.transpose(0, 1), x[0, 0], 1e-6, 0.0, True, "block")
 
 
-# Arguments before this one take gradients: not cos, sin, masks, targets.
-TAKES_GRADIENT = {"rope": 2, "rms_norm_rope": 4, "softmax": 1, "cross_entropy": 1, "linear_cross_entropy": 2}
+# The arguments that take gradients: not cos, sin, masks, targets, scales.
+TAKES_GRADIENT = {
+    "rope": (0, 1),
+    "rms_norm_rope": (0, 1, 2, 3),
+    "softmax": (0,),
+    "cross_entropy": (0,),
+    "linear_cross_entropy": (0, 1),
+    "int8_linear": (0, 3),
+}
 
 
 def leaves(op, arguments, requires_grad) -> tuple:
     return tuple(
-        a.detach().requires_grad_(requires_grad and a.is_floating_point() and i < TAKES_GRADIENT.get(op, 5))
+        a.detach().requires_grad_(requires_grad and a.is_floating_point() and i in TAKES_GRADIENT.get(op, range(5)))
         if isinstance(a, torch.Tensor)
         else a
         for i, a in enumerate(arguments)

@@ -148,6 +148,7 @@ def test_linears(device, bias):
     for case, given in ((norm_then_linear, inputs), (linear, (x, *inputs[2:]))):
         wanted = argnums(case, given)
         assert_close(jacrev(case.ours, wanted)(*given), jacrev(case.eager, wanted)(*given))
+        assert_close(*(batched_jacobian(function, given, len(wanted)) for function in (case.ours, case.eager)))
         for batch, dims in batches(given):
             ours, eager = (vmap(grad(loss(function), wanted), dims)(*batch) for function in (case.ours, case.eager))
             assert_close(ours, eager)
@@ -165,6 +166,7 @@ def test_int8_linear(device):
 
     wanted = (0, 1)
     assert_close(jacrev(ours, wanted)(*inputs), jacrev(eager, wanted)(*inputs))
+    assert_close(*(batched_jacobian(function, inputs, len(wanted)) for function in (ours, eager)))
     for batch, dims in batches(inputs):
         found, expected = (vmap(grad(loss(function), wanted), dims)(*batch) for function in (ours, eager))
         assert_close(found, expected)
@@ -188,11 +190,7 @@ def test_linear_cross_entropy(device, options):
     for batch, dims in batches(inputs):
         found, expected = (vmap(grad(loss(function), wanted), dims)(*batch) for function in (ours, eager))
         assert_close(found, expected)
-    found, expected = (
-        torch.autograd.functional.jacobian(lambda x, f=function: f(x, *inputs[1:]), x, vectorize=True)
-        for function in (ours, eager)
-    )
-    assert_close(found, expected)
+    assert_close(*(batched_jacobian(function, inputs, len(wanted)) for function in (ours, eager)))
     with pytest.raises(RuntimeError, match="can be differentiated once"):
         jacrev(jacrev(loss(ours)))(*inputs)
     leaf = x.clone().requires_grad_()
@@ -229,14 +227,17 @@ def test_inside_another_transform(case, device):
         assert_close(leaf.grad, expected)
 
 
+def batched_jacobian(function, inputs, wanted):
+    """Of the first inputs, by one backward for all outputs: a batch of autograd's own, which knows fewer operations."""
+    leaves, others = tuple(inputs[:wanted]), inputs[wanted:]
+    return torch.autograd.functional.jacobian(lambda *leaves: function(*leaves, *others), leaves, vectorize=True)
+
+
 @every_case
 def test_batched_gradients_of_a_recorded_call(case, device):
     inputs = inputs_of(case, device)
-
-    def jacobian(function):
-        return torch.autograd.functional.jacobian(lambda x: function(x, *inputs[1:]), inputs[0], vectorize=True)
-
-    assert_close(jacobian(case.ours), jacobian(case.eager))
+    wanted = len(argnums(case, inputs))
+    assert_close(*(batched_jacobian(function, inputs, wanted) for function in (case.ours, case.eager)))
 
 
 @every_case
@@ -304,6 +305,43 @@ def test_compiled(case, device, transform):
     torch._dynamo.reset()  # which counts what it compiled for the other cases
     compiled = torch.compile(transform(loss(case.ours)), fullgraph=True, backend="aot_eager")
     assert_close(compiled(*inputs), transform(loss(case.eager))(*inputs))
+
+
+WITHOUT_GRADIENT = {  # with an argument that has none, which is a float all the same
+    "softmax": (lambda x, mask: llmkernels.softmax(x, mask), (4, 8)),
+    "cross_entropy": (lambda x, weight: llmkernels.cross_entropy(x, torch.arange(4, device=x.device), weight), (8,)),
+    "linear_cross_entropy": (
+        lambda x, weight: llmkernels.linear_cross_entropy(
+            x, torch.eye(8, device=x.device), torch.arange(4, device=x.device), weight=weight
+        ),
+        (8,),
+    ),
+    "int8_linear": (
+        lambda x, scale: llmkernels.int8_linear(x, torch.ones(8, 8, dtype=torch.int8, device=x.device), scale),
+        (8,),
+    ),
+}
+
+
+@pytest.mark.parametrize("function, shape", WITHOUT_GRADIENT.values(), ids=WITHOUT_GRADIENT.keys())
+def test_compiled_with_arguments_without_a_gradient(device, function, shape):
+    """Those are arguments of transforms like others; a gradient of them is an error, also one that a vmap hides."""
+    x, other = torch.randn(2, 4, 8, device=device), torch.rand(shape, device=device)
+    scalar = loss(function)
+
+    def compiled(transformed):
+        torch._dynamo.reset()
+        return torch.compile(transformed, fullgraph=True, backend="aot_eager")
+
+    for transformed, given in ((grad(scalar), x[0]), (vmap(grad(scalar), (0, None)), x), (vmap(scalar, (0, None)), x)):
+        assert_close(compiled(transformed)(given, other), transformed(given, other))
+    for wanted in (
+        grad(lambda other: scalar(x[0], other)),
+        grad(lambda other: vmap(lambda x: scalar(x, other))(x).sum()),
+    ):
+        for run in (wanted, compiled(wanted)):
+            with pytest.raises(RuntimeError, match="must not require a gradient"):
+                run(other)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

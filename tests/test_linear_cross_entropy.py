@@ -415,7 +415,7 @@ ERRORS = {
         lambda x, w, t: linear_cross_entropy(x, w, t[:1]),
     r"weight must have shape \[5\] .* got \[4\]": lambda x, w, t: linear_cross_entropy(x, w, t, weight=x[0, :4]),
     "weight must not require a gradient":
-        lambda x, w, t: linear_cross_entropy(x, w, t, weight=x[0].clone().requires_grad_()),
+        lambda x, w, t: linear_cross_entropy(x, w, t, weight=w[:, 0].clone().requires_grad_()),
     "grad_loss must be a scalar":
         lambda x, w, t: _op.linear_cross_entropy_backward(x[0], x, w, t, None, None, x[:, 0], *_options),
     "lse must have the shape of x":

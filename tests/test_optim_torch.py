@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, LinearLR, ReduceLROnPlateau
 
 from llmkernels.optim import Adam, AdamW
 from optim_cases import (
@@ -267,9 +267,16 @@ def test_parameters_that_torch_refuses(ours, params):
 
 @both
 def test_a_parameter_twice_in_a_group(ours):
-    """PyTorch warns, and so it is; the step goes on."""
+    """PyTorch warns, and so it is; the step is that of a parameter that comes once."""
+    start, rounds = drawn([(3, 5), (7,)]), [drawn([(3, 5), (7,)]) for _ in range(3)]
+    params, others = parameters(start), parameters(start)
+    options = {"max_grad_norm": 0.1, "amsgrad": True}
     with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
-        ours([ONE, ONE])
+        optimizer = ours([*params, params[0]], **options)
+    other = ours(others, **options)
+    assert_same(tuple(run(optimizer, params, rounds)), tuple(run(other, others, rounds)))
+    assert_same(optimizer.grad_norm, other.grad_norm)
+    assert [step.item() for step in state_of(optimizer, "step")] == [3, 3, 3]
 
 
 @both
@@ -469,6 +476,23 @@ def test_schedulers(ours, makers, tensor_lr):
                 scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
         rates.append(float(optimizer.param_groups[0]["lr"]))
     assert rates[0] == rates[1]
+    same_weights(*networks, rtol=1e-3, atol=1e-4)
+
+
+@both
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_learning_rates_below_zero(ours, tensor_lr, device):
+    """LinearLR ends there, by rounding; others may go farther, and PyTorch with them."""
+    networks, rates = [model(device) for _ in range(2)], []
+    for network, kind in zip(networks, (ours, TORCH[ours]), strict=True):
+        lr = 1e-3
+        optimizer = kind(network.parameters(), lr=torch.tensor(lr) if tensor_lr else lr, weight_decay=0.1)
+        for scheduler in (LinearLR(optimizer, end_factor=0.0, total_iters=7), LambdaLR(optimizer, lambda i: 2 - i)):
+            for _ in range(9):
+                train(network, optimizer, 1)
+                scheduler.step()
+                rates.append(float(optimizer.param_groups[0]["lr"]))
+    assert rates[:18] == rates[18:] and min(rates[:9]) <= 0 and min(rates) < -1e-3
     same_weights(*networks, rtol=1e-3, atol=1e-4)
 
 

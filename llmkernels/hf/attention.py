@@ -170,7 +170,7 @@ def attention_forward(
         window = window if window < keys else None
         attention_mask = None
     ranges = _ranges(attention_mask)
-    if ranges is not None and attention_mask.shape != (len(query), 1, query.shape[2], key.shape[2]):
+    if ranges is not None and attention_mask.shape != (query.shape[0], 1, query.shape[2], key.shape[2]):
         ranges = None  # PyTorch may know what is meant
     sinks = None if s_aux is None else s_aux.to(query.dtype)
     any_mask = attention_mask is not None and ranges is None

@@ -116,7 +116,7 @@ def attention_varlen(
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, q, same_keys=cu_seqlens_k is cu_seqlens_q and len(k) == len(q))
+        _check_slopes(alibi_slopes, q, same_keys=cu_seqlens_k is cu_seqlens_q and k.size(0) == q.size(0))
     _check_lengths("cu_seqlens_k", cu_seqlens_k, q)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         expected, got = list(cu_seqlens_q.shape), list(cu_seqlens_k.shape)
@@ -125,7 +125,7 @@ def attention_varlen(
     if left < -1 or right < -1:
         raise ValueError(f"attention_varlen: window_size must be (left, right) of at least -1 each, got {window_size}")
 
-    k_begin, k_end = _ranges(len(q), len(k), cu_seqlens_q, cu_seqlens_k, left, 0 if causal else right)
+    k_begin, k_end = _ranges(q.size(0), k.size(0), cu_seqlens_q, cu_seqlens_k, left, 0 if causal else right)
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     y, lse = _attention(q, k, v, k_begin, k_end, sinks, softmax_scale, -1, -1, softcap, None, alibi_slopes)
     return (y.squeeze(0), lse.squeeze(0)) if return_lse else y.squeeze(0)
@@ -134,7 +134,7 @@ def attention_varlen(
 def _check_lengths(name: str, cu_seqlens: Tensor, q: Tensor) -> None:
     if cu_seqlens.dtype != torch.int32:
         raise RuntimeError(f"attention_varlen: {name} must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+    if cu_seqlens.dim() != 1 or cu_seqlens.size(0) == 0:
         got = list(cu_seqlens.shape)
         raise RuntimeError(f"attention_varlen: {name} must have shape (sequences + 1,), got {got}")
     if cu_seqlens.device != q.device:
@@ -162,7 +162,7 @@ def _ranges(
     is of an empty one, which begins and ends where that ends."""
     query = torch.arange(q_tokens, dtype=torch.int32, device=cu_seqlens_q.device)
     sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), query, right=True)
-    next_one = (sequence + 1).clamp(max=len(cu_seqlens_q) - 1)
+    next_one = (sequence + 1).clamp(max=cu_seqlens_q.size(0) - 1)
     begin, end = cu_seqlens_k[sequence], cu_seqlens_k[next_one]
     position = query + (end - cu_seqlens_q[next_one])  # of its last query: that of the last key
     if right >= 0:

@@ -14,7 +14,6 @@ from llmkernels.ops._common import (
     differentiable_once,
     is_batched,
     public,
-    refuse_gradients,
     register_autograd,
     register_fake,
     register_vmap,
@@ -94,7 +93,6 @@ def factors(op: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None
     """The factor for each class, in the dtype that losses of `dtype` are computed in."""
     if weight is None:
         return None
-    refuse_gradients(op, "{name} must not require a gradient", weight=weight)
     wide = torch.promote_types(dtype, torch.float32)
     return weight if weight.dtype == wide else weight.to(wide)
 
@@ -107,6 +105,8 @@ class _InPlace(Function):
 
     @staticmethod
     def forward(ctx, logits, target, weight, *options):
+        if ctx.needs_input_grad[2]:
+            raise RuntimeError("cross_entropy: weight must not require a gradient")
         gradient = logits.detach()
         ctx.in_forward, ctx.options = logits.dtype != torch.float16, options
         if ctx.in_forward:
@@ -160,6 +160,8 @@ register_fake("cross_entropy_scale_", lambda grad, grad_loss: None, overloads=("
 
 
 def _setup(ctx, inputs, output):
+    if any(ctx.needs_input_grad[2:3]):  # torch.library leaves out a weight that is not given
+        raise RuntimeError("cross_entropy: weight must not require a gradient")
     logits, target, weight, *ctx.options, has_gradient = inputs
     _loss, lse, sums, grad = output
     ctx.mark_non_differentiable(lse, sums, grad)

@@ -21,7 +21,6 @@ from llmkernels.ops.linear import _autocast, _grad_bias
 _int8_linear = caller("int8_linear")
 _MAX = 127
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_NO_GRADIENT = "{name} must not require a gradient, since a quantization has none; detach it"
 
 
 @public
@@ -99,7 +98,6 @@ def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | 
     >>> int8_linear(torch.tensor([1.0, 2.0]), weight, torch.tensor([1.0, 0.5]))
     tensor([3., 3.])
     """
-    refuse_gradients("int8_linear", _NO_GRADIENT, weight_scale=weight_scale)
     x, bias = _autocast(x, bias)
     return _int8_linear(x, weight, weight_scale, bias)
 
@@ -108,6 +106,10 @@ register_fake("int8_linear", lambda x, weight, weight_scale, bias=None: x.new_em
 
 
 def _setup(ctx, inputs, output):
+    if ctx.needs_input_grad[2]:
+        raise RuntimeError(
+            "int8_linear: weight_scale must not require a gradient, since a quantization has none; detach it"
+        )
     _x, weight, scale, bias = inputs
     ctx.save_for_backward(weight, scale)
     ctx.has_bias = bias is not None

@@ -3,6 +3,8 @@
 Kernels: csrc/kernels/linear; composition of the rest: csrc/torch/linear.cpp.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -172,7 +174,7 @@ def _setup_rms_norm_linear(ctx, inputs, output):
 
 
 def _matrix(x: Tensor) -> Tensor:
-    return x[None] if x.dim() == 1 else x.flatten(0, -2)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # autograd's own batches have no flatten()
 
 
 def _grad_weight(grad_y: Tensor, x: Tensor) -> Tensor:

@@ -158,6 +158,8 @@ register_fake("linear_cross_entropy_backward", _fake_backward, overloads=("",))
 
 
 def _setup(ctx, inputs, output):
+    if any(ctx.needs_input_grad[4:5]):  # torch.library leaves out a weight that is not given
+        raise RuntimeError("linear_cross_entropy: weight must not require a gradient")
     tensors, ctx.options, needs = inputs[:5], inputs[5:-3], inputs[-3:]
     _loss, lse, divisor, *grads = output
     ctx.mark_non_differentiable(lse, divisor, *grads)

@@ -12,7 +12,6 @@ from llmkernels.ops._common import (
     contiguous_like,
     differentiable_once,
     public,
-    refuse_gradients,
     register_autograd,
     register_fake,
     register_vmap,
@@ -56,11 +55,9 @@ def softmax(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal
     >>> softmax(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([True, False, True]))
     tensor([0.1192, 0.0000, 0.8808])
     """
-    if mask is not None and mask.is_floating_point():
-        refuse_gradients("softmax", "{name} must not require a gradient", mask=mask)
-        if mask.dtype != x.dtype:
-            common = torch.promote_types(x.dtype, mask.dtype)
-            x, mask = x.to(common), mask.to(common)
+    if mask is not None and mask.is_floating_point() and mask.dtype != x.dtype:
+        common = torch.promote_types(x.dtype, mask.dtype)
+        x, mask = x.to(common), mask.to(common)
     x, mask = widened_by_autocast(x, mask)
     return _softmax(x, mask, scale, causal)
 
@@ -90,6 +87,8 @@ register_fake("log_softmax_backward", lambda grad_y, y, scale: contiguous_like(y
 
 
 def _setup_softmax(ctx, inputs, output):
+    if any(ctx.needs_input_grad[1:2]):  # torch.library leaves out a mask that is not given
+        raise RuntimeError("softmax: mask must not require a gradient")
     _x, _mask, ctx.scale, _causal = inputs
     ctx.save_for_backward(output)
 

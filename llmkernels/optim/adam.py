@@ -135,7 +135,8 @@ class _OneLaunch:
                 loss = closure()
         with torch.no_grad():
             groups = [
-                (group, [param for param in group["params"] if param.grad is not None]) for group in self.param_groups
+                (group, [param for param in dict.fromkeys(group["params"]) if param.grad is not None])
+                for group in self.param_groups
             ]
             for _, params in groups:  # nothing is written before all are known to be good
                 for param in params:
@@ -189,6 +190,8 @@ class _OneLaunch:
                 lr = lr.item()
             else:
                 lr, lr_tensor = 0.0, lr.to(device, torch.float32, non_blocking=True)
+        if lr < 0:  # LinearLR ends there, by rounding; the op takes such a number from a tensor
+            lr, lr_tensor = 0.0, torch.full((), lr, dtype=torch.float32, device=device)
 
         def number(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(device, torch.float32, non_blocking=True)
@@ -270,7 +273,8 @@ class Adam(_OneLaunch, torch.optim.Adam):
     State dicts: those of ``torch.optim.Adam``, in both directions. PyTorch rounds moments to the parameter's dtype.
     Deterministic: yes.
     Matches: ``torch.optim.Adam``; in float32 but for the rounding of each operation. Parameters of 16 bits are rounded
-        once per step, and their moments are float32, where PyTorch has 16 bits.
+        once per step, and their moments are float32, where PyTorch has 16 bits. A parameter that comes twice in a
+        group, as tied weights of two modules do, is stepped once, where PyTorch steps it twice.
     Raises: as ``torch.optim.Adam``; RuntimeError for sparse gradients and differentiable=True;
         ValueError for a state_dtype, a rounding_seed or a max_grad_norm that is none.
     Source: Kingma & Ba 2015; Reddi et al. 2018 (amsgrad).
