@@ -269,8 +269,8 @@ CUDA = [
         "cuda_fp8_int32_offset",
         "offsets of the codes wrap at 2^31",
         "csrc/kernels/quant/fp8_quantize.cu",
-        "target = group.row * params.out.cols + first;",
-        "target = static_cast<int>(group.row * params.out.cols) + first;",
+        "group.row * params.out.cols + first);",
+        "static_cast<int>(group.row * params.out.cols) + first);",
         "tests/test_fp8.py -k more_than",
     ),
     Mutation(
