@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attention_oracle import every_device, int32, make, portable_kernels, probabilities, weighted  # noqa: F401
-from llmkernels import attention
+from llmkernels import attention, attention_varlen
 from oracles import DTYPES, SANITIZED_DTYPES, assert_same, captured, laid_out
 
 LENGTHS = [(1, 1), (1, 100), (17, 64), (64, 17), (64, 64), (100, 257), (257, 100), (257, 257), (17, 1)]  # Tq, Tk
@@ -345,6 +346,29 @@ def test_opcheck(device):
         op, (q[:, ::2], k.transpose(0, 1)[:2, :2], v[:2, :2], int32([1, 0], device), None, sinks, 0.3, 2, 1)
     )
     torch.library.opcheck(op, (q, k[:, :0], v[:, :0], None, None, None, None, -1, 0, 3.0))
+
+
+@pytest.mark.parametrize("dtypes", ["float32", "as from a rotation in float32", "float16"])
+def test_autocast(device, dtypes):
+    """q, k, v are cast as for PyTorch's attention, whatever they are; so are sinks and masks. Gradients come back."""
+    narrow = torch.float16 if dtypes == "float16" else torch.float32
+    q, k, v = (torch.randn(2, 9, heads, 16, device=device).to(narrow).requires_grad_() for heads in (4, 2, 2))
+    value = v.bfloat16() if dtypes.startswith("as from") else v
+    mask, sinks = torch.randn(9, 9, device=device).to(narrow), torch.randn(4, device=device).to(narrow)
+    packed = [t.flatten(0, 1) for t in (q, k, value)]
+    lengths = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = attention(q, k, value, causal=True)
+        grouped = [t.transpose(1, 2).repeat_interleave(n, 1) for t, n in ((q, 1), (k, 2), (value, 2))]
+        expected = F.scaled_dot_product_attention(*grouped, is_causal=True).transpose(1, 2)
+        assert found.dtype == expected.dtype == torch.bfloat16
+        assert torch.equal(attention_varlen(*packed, lengths, causal=True), found.flatten(0, 1))
+        assert attention(q, k, value, attn_mask=mask, sinks=sinks).dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    grads = [torch.autograd.grad(y.float().square().sum(), (q, k, v)) for y in (found, expected)]
+    for ours, theirs in zip(*grads, strict=True):
+        assert ours.dtype == narrow
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2)
 
 
 def test_compiles(device):

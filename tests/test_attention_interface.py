@@ -265,6 +265,22 @@ def test_gradients_of_few_tokens(device):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3 * expected.abs().max().item() + 1e-7)
 
 
+def test_autocast(device):
+    """A rotation in float32 leaves q and k so, and v not: autocast casts them, as it does for PyTorch's attention."""
+    model, ids = family_model("llama", device=device), tiny_inputs(device, 2, TOKENS)
+    results = []
+    for name in (interface.NAME, "sdpa"):
+        implemented(model, name)
+        (ours, torchs) = counted()
+        with ours as of_kernel, torchs as of_torch, torch.autocast(device, dtype=torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        results.append((loss, *torch.autograd.grad(loss, model.parameters())))
+        assert (of_kernel.call_count > 0, of_torch.call_count) == (name == interface.NAME, 0)
+    for found, expected in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0, atol=3e-2 * expected.abs().max().item() + 1e-6)
+
+
 def test_dropout_goes_to_torch():
     config = transformers.LlamaConfig(
         hidden_size=32,

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, prepare_padding_mask, sdpa_mask
 
+from llmkernels.ops._common import narrowed_by_autocast
 from llmkernels.ops.attention import attention, decode_attention
 
 NAME = "llmkernels"
@@ -172,6 +173,7 @@ def attention_forward(
     ranges = _ranges(attention_mask)
     if ranges is not None and attention_mask.shape != (query.shape[0], 1, query.shape[2], key.shape[2]):
         ranges = None  # PyTorch may know what is meant
+    query, key, value = narrowed_by_autocast(query, key, value)
     sinks = None if s_aux is None else s_aux.to(query.dtype)
     any_mask = attention_mask is not None and ranges is None
     takes_mask = any_mask and bool(softcap or sinks is not None) and _takes(attention_mask, query)

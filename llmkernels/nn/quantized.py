@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from llmkernels.nn._casts import moving_only
 from llmkernels.ops import fp8_linear, fp8_quantize, int8_linear, int8_quantize
+from llmkernels.ops._common import narrowed_by_autocast
 from llmkernels.ops.fp8 import FP8_DTYPES
-from llmkernels.ops.linear import _autocast
 
 Layer = TypeVar("Layer", bound="_QuantizedLinear")
 
@@ -133,7 +133,7 @@ class FP8Linear(_QuantizedLinear):
         return super().from_linear(linear, use_fast_accum=use_fast_accum)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, bias = _autocast(x, self.bias)
+        x, bias = narrowed_by_autocast(x, self.bias)
         q, scale = fp8_quantize(x)
         return fp8_linear(
             q, self.weight, scale, self.weight_scale, bias, out_dtype=x.dtype, use_fast_accum=self.use_fast_accum

@@ -465,6 +465,25 @@ def differentiable_once(backward: Callable) -> Callable:
     return wrapped
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts the tensors of products to, those of linear layers and of attention; None where it is off."""
+    device = "cuda" if x.is_cuda else "cpu"
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def narrowed_by_autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors as autocast hands them to a product. It leaves float64 and other devices alone."""
+    dtype = autocast_dtype(x)
+    if dtype is None:
+        return x, *others
+
+    def cast(tensor):
+        casts = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if casts and tensor.device == x.device else tensor
+
+    return tuple(map(cast, (x, *others)))
+
+
 def widened_by_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """The tensors as autocast on a GPU hands them to the functions that it wants in float32: softmax, norms, powers."""
     if not (tensors[0].is_cuda and torch.is_autocast_enabled("cuda")):

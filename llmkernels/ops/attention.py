@@ -14,6 +14,7 @@ from llmkernels.ops._common import (
     caller,
     contiguous_like,
     differentiable_once,
+    narrowed_by_autocast,
     public,
     refuse_gradients,
     register_autograd,
@@ -135,6 +136,7 @@ def attention(
 
         where the sums are over queries and over the query heads of a kv head; dq and dk follow from ds. A query that
         sees no key gives no gradient but that of its sink.
+    Autocast: casts q, k, v and sinks, as it does for ``torch.nn.functional.scaled_dot_product_attention``.
     Matches: ``torch.nn.functional.scaled_dot_product_attention`` with the mask described; its ``is_causal`` aligns the
         first query with the first key instead.
     Raises: ValueError for a ``window_size`` below -1, a negative ``softcap``, numbers that are not finite; RuntimeError
@@ -150,6 +152,9 @@ def attention(
     if left < -1 or right < -1:
         raise ValueError(f"attention: window_size must be (left, right) of at least -1 each, got {window_size}")
     window = left, 0 if causal else right
+    q, k, v, sinks = narrowed_by_autocast(q, k, v, sinks)
+    if attn_mask is not None and attn_mask.dtype != torch.float32:  # which is as good with any q
+        (attn_mask,) = narrowed_by_autocast(attn_mask)
     y, lse = _attention(q, k, v, k_begin, k_end, sinks, softmax_scale, *window, softcap, attn_mask, alibi_slopes)
     return (y, lse) if return_lse else y
 

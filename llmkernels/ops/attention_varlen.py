@@ -5,7 +5,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from llmkernels.ops._common import caller, public
+from llmkernels.ops._common import caller, narrowed_by_autocast, public
 
 _attention = caller("attention")
 
@@ -89,8 +89,9 @@ def attention_varlen(
         For a query that sees no key, those behind the last sequence among them, y is zeros, and lse the sink, or -inf
         without one.
 
-    Layout, Fast, Arithmetic, Deterministic, Differentiable: as :func:`attention`. A tile of queries that has parts of
-        several sequences goes over the keys of all of them, so that keys and values of neighbours have to be finite.
+    Layout, Fast, Arithmetic, Deterministic, Differentiable, Autocast: as :func:`attention`. A tile of queries that has
+        parts of several sequences goes over the keys of all of them, so that keys and values of neighbours have to be
+        finite.
     CUDA graphs: the lengths are read on the device, so one capture serves any of the same totals.
     Matches: ``torch.nn.functional.scaled_dot_product_attention`` of each sequence, with the mask that
         :func:`attention` describes.
@@ -126,6 +127,7 @@ def attention_varlen(
         raise ValueError(f"attention_varlen: window_size must be (left, right) of at least -1 each, got {window_size}")
 
     k_begin, k_end = _ranges(q.size(0), k.size(0), cu_seqlens_q, cu_seqlens_k, left, 0 if causal else right)
+    q, k, v, sinks = narrowed_by_autocast(q, k, v, sinks)
     q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     y, lse = _attention(q, k, v, k_begin, k_end, sinks, softmax_scale, -1, -1, softcap, None, alibi_slopes)
     return (y.squeeze(0), lse.squeeze(0)) if return_lse else y.squeeze(0)

@@ -16,13 +16,14 @@ from llmkernels.ops._common import (
     differentiable_once,
     is_batched,
     keeps_graph,
+    narrowed_by_autocast,
     public,
     register_autograd,
     register_fake,
     register_vmap,
     without_autocast,
 )
-from llmkernels.ops.linear import _autocast, _grad_bias, _grad_weight
+from llmkernels.ops.linear import _grad_bias, _grad_weight
 
 _ops = torch.ops.llmkernels
 _gated_mlp = caller("gated_mlp")
@@ -82,7 +83,7 @@ def gated_mlp(
     >>> gated_mlp(torch.tensor([2.0]), torch.tensor([[1.0], [0.5]]), torch.tensor([[10.0]]))
     tensor([17.6159])
     """
-    tensors = _autocast(x, gate_up_weight, down_weight, gate_up_bias, down_bias)
+    tensors = narrowed_by_autocast(x, gate_up_weight, down_weight, gate_up_bias, down_bias)
     is_recorded = _is_recorded(tensors)
     if is_recorded and not (torch.compiler.is_compiling() or _is_transforming() or forward_ad._current_level >= 0):
         return _Recorded.apply(*tensors, activation)

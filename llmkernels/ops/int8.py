@@ -10,13 +10,14 @@ from llmkernels.ops._common import (
     batched_rows,
     caller,
     differentiable_once,
+    narrowed_by_autocast,
     public,
     refuse_gradients,
     register_autograd,
     register_fake,
     register_vmap,
 )
-from llmkernels.ops.linear import _autocast, _grad_bias
+from llmkernels.ops.linear import _grad_bias
 
 _int8_linear = caller("int8_linear")
 _MAX = 127
@@ -98,7 +99,7 @@ def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | 
     >>> int8_linear(torch.tensor([1.0, 2.0]), weight, torch.tensor([1.0, 0.5]))
     tensor([3., 3.])
     """
-    x, bias = _autocast(x, bias)
+    x, bias = narrowed_by_autocast(x, bias)
     return _int8_linear(x, weight, weight_scale, bias)
 
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from llmkernels.ops._common import (
+    autocast_dtype,
     batched_rows,
     caller,
     differentiable_once,
+    narrowed_by_autocast,
     public,
     register_autograd,
     register_fake,
@@ -49,7 +51,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, 3.0]]))
     tensor([3., 6.])
     """
-    return _linear(*_autocast(x, weight, bias), False)
+    return _linear(*narrowed_by_autocast(x, weight, bias), False)
 
 
 @public
@@ -93,12 +95,12 @@ def rms_norm_linear(
     >>> rms_norm_linear(torch.tensor([3.0, 4.0]), None, torch.tensor([[1.0, 1.0]]))
     tensor([1.9799])
     """
-    if (norm_weight is None or norm_weight.dtype == x.dtype) and _autocast_dtype(x) is None:
+    if (norm_weight is None or norm_weight.dtype == x.dtype) and autocast_dtype(x) is None:
         return _rms_norm_linear(x, norm_weight, weight, bias, eps, weight_offset, cast_before_weight, False, None, None)
     if norm_weight is not None:
         check_weight("rms_norm_linear", "norm_weight", norm_weight, x)
     normed = rms_norm(x, norm_weight, eps, weight_offset=weight_offset, cast_before_weight=cast_before_weight)
-    normed, weight, bias = _autocast(normed, weight, bias)
+    normed, weight, bias = narrowed_by_autocast(normed, weight, bias)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != normed.dtype:
             raise RuntimeError(
@@ -106,25 +108,6 @@ def rms_norm_linear(
                 f"got {tensor.dtype}"
             )
     return _linear(normed, weight, bias, False)
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts the tensors of a linear layer to; None where it is off."""
-    device = "cuda" if x.is_cuda else "cpu"
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def _autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The tensors as autocast hands them to a linear layer. It leaves float64 and other devices alone."""
-    dtype = _autocast_dtype(x)
-    if dtype is None:
-        return x, *others
-
-    def cast(tensor):
-        casts = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-        return tensor.to(dtype) if casts and tensor.device == x.device else tensor
-
-    return tuple(map(cast, (x, *others)))
 
 
 def _fake(x: Tensor, weight: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from llmkernels.ops._common import (
     contiguous_like,
     differentiable_once,
     is_batched,
+    narrowed_by_autocast,
     public,
     register_autograd,
     register_fake,
     register_vmap,
 )
 from llmkernels.ops.cross_entropy import factors
-from llmkernels.ops.linear import _autocast
 
 _ops = torch.ops.llmkernels
 _linear_cross_entropy = caller("linear_cross_entropy")
@@ -89,7 +89,7 @@ def linear_cross_entropy(
     >>> linear_cross_entropy(x, head, torch.tensor([1, -100]))
     tensor(0.6931)
     """
-    x, linear_weight, linear_bias = _autocast(x, linear_weight, linear_bias)
+    x, linear_weight, linear_bias = narrowed_by_autocast(x, linear_weight, linear_bias)
     weight = factors("linear_cross_entropy", weight, x.dtype)
     early = gradient_in_forward and reduction != "none" and torch.is_grad_enabled() and not _is_transforming()
     needs = tuple(early and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias))

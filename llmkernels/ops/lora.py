@@ -15,13 +15,14 @@ from llmkernels.ops._common import (
     caller,
     contiguous_like,
     differentiable_once,
+    narrowed_by_autocast,
     public,
     register_autograd,
     register_fake,
     register_vmap,
     without_autocast,
 )
-from llmkernels.ops.linear import _autocast, _grad_bias, _grad_weight
+from llmkernels.ops.linear import _grad_bias, _grad_weight
 
 _lora_linear, _add_lora = caller("lora_linear"), caller("add_lora")
 _backward = torch.ops.llmkernels.lora_linear_backward.default
@@ -81,7 +82,7 @@ def lora_linear(
     >>> lora_linear(x, weight, torch.tensor([[0.0, 1.0]]), torch.tensor([[10.0]]), scaling=0.5)
     tensor([13.])
     """
-    x, weight, bias, lora_a, lora_b = _autocast(x, weight, bias, lora_a, lora_b)
+    x, weight, bias, lora_a, lora_b = narrowed_by_autocast(x, weight, bias, lora_a, lora_b)
     if _runs_formula():
         _check("lora_linear", x, lora_a, lora_b, "weight.size(0)", weight.size(0))
         return _formula(F.linear(x, weight, bias), x, lora_a, lora_b, scaling)
@@ -109,7 +110,7 @@ def add_lora(y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, *, scaling: f
     >>> add_lora(y, x, torch.tensor([[0.0, 1.0]]), torch.tensor([[10.0]]), scaling=0.5)
     tensor([13.])
     """
-    x, lora_a, lora_b = _autocast(x, lora_a, lora_b)
+    x, lora_a, lora_b = narrowed_by_autocast(x, lora_a, lora_b)
     if _runs_formula():
         _check("add_lora", x, lora_a, lora_b, "y.size(-1)", y.size(-1))
         if y.shape[:-1] != x.shape[:-1]:
