@@ -333,7 +333,7 @@ def test_modules_from_meta_get_their_values_by_reset_parameters(device):
         lambda device: nn.RMSNorm(16, weight_offset=1.0, device=device),
         lambda device: nn.BiasSwiGLU(16, device=device),
         lambda device: nn.RotaryEmbedding(16, rotary_dim=8, base=500.0, device=device),
-        lambda device: nn.Attention(num_sinks=2, device=device),
+        lambda device: nn.Attention(num_sinks=2, alibi_slopes=torch.tensor([0.5, 0.25]), device=device),
     ):
         module = make("meta").to_empty(device=device)
         for tensor in (*module.parameters(), *module.buffers()):

@@ -52,17 +52,21 @@ class Attention(nn.Module):
             self.register_parameter("sinks", None)
         else:
             self.sinks = nn.Parameter(torch.empty(num_sinks, device=device, dtype=dtype))
-        slopes = None
+        slopes = self._given_slopes = None
         if alibi_slopes is not None:
             slopes = alibi_slopes.detach().to(device, torch.float32, copy=True)
+            if not alibi_slopes.is_meta:
+                self._given_slopes = alibi_slopes.detach().to("cpu", torch.float32, copy=True)
         self.alibi_slopes: Tensor | None
         self.register_buffer("alibi_slopes", slopes, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Make the sinks zero."""
+        """Make the sinks zero, and the slopes what they were given as, for a module that was made on meta."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
+        if self.alibi_slopes is not None and self._given_slopes is not None:
+            self.alibi_slopes.copy_(self._given_slopes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Attention":
         return super()._apply(moving_only((self.alibi_slopes,), fn), recurse)
