@@ -10,6 +10,7 @@ import llmkernels
 from families import FAMILIES, WINDOW, family_model
 from hf_models import tiny_inputs
 from llmkernels.hf import attention as interface
+from llmkernels.hf import attention_paged as paged
 
 TOKENS = 3 * WINDOW - 1
 TEXT = [name for name in FAMILIES if name not in ("qwen2_5_vl", "gemma3_image", "llava")]
@@ -81,6 +82,35 @@ def test_generate(name):
     found, expected, (kernel, by_torch) = both(model, call)
     assert torch.equal(found, expected)
     assert (kernel > 0, by_torch) == (True, 0)
+
+
+@pytest.mark.parametrize("tokens", [64, 16], ids=["prompts at once", "chunks"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "exaone4", "gpt_oss"])
+def test_continuous_batching(device, name, tokens):
+    """Requests of several lengths, by steps in pages and by tokens in a row: each gets the text that it gets alone."""
+    if name not in FAMILIES:
+        pytest.skip("this transformers has none")
+    model, new = family_model(name, device=device), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    prompts = [row[: 5 + 3 * index] for index, row in enumerate(tiny_inputs(device, 4, TOKENS))]
+    implemented(model, "eager")
+    alone = [model.generate(ids[None], pad_token_id=0, **new)[0, len(ids) :].tolist() for ids in prompts]
+    implemented(model, interface.NAME)
+    calls = [mock.patch.object(paged, op, wraps=getattr(paged, op)) for op in ("attention_varlen", "decode_attention")]
+    with calls[0] as in_a_row, calls[1] as in_pages:
+        found = model.generate_batch(
+            [ids.tolist() for ids in prompts],
+            generation_config=transformers.GenerationConfig(pad_token_id=0, **new),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=tokens),
+            progress_bar=False,
+        )
+    assert [found[key].generated_tokens for key in sorted(found)] == alone
+    assert in_a_row.call_count and (in_pages.call_count > 0) == (name in ("llama", "gemma2", "exaone4"))
+
+
+def test_pages_without_their_cache():
+    model = implemented(family_model("llama"), f"paged|{interface.NAME}")
+    with pytest.raises(ValueError, match="cache must be that of continuous batching, got None"):
+        model(tiny_inputs("cpu"))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])

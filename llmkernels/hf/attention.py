@@ -31,6 +31,8 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from llmkernels.ops._common import narrowed_by_autocast
 from llmkernels.ops.attention import attention, decode_attention
 
+from .attention_paged import paged_attention_forward
+
 NAME = "llmkernels"
 MAX_HEAD_DIM = 256  # of the kernel on a GPU
 _RANGES = "_llmkernels_ranges"  # of a mask: an attribute of the tensor, which no tensor made of it has
@@ -47,6 +49,7 @@ def register_attention() -> None:
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+    AttentionInterface.register(f"paged|{NAME}", paged_attention_forward)  # which takes no mask
 
 
 def attention_mask(
