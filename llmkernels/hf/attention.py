@@ -31,7 +31,7 @@ from transformers.masking_utils import causal_mask_function, prepare_padding_mas
 from llmkernels.ops._common import narrowed_by_autocast
 from llmkernels.ops.attention import attention, decode_attention
 
-from .attention_paged import paged_attention_forward
+from . import attention_paged
 
 NAME = "llmkernels"
 MAX_HEAD_DIM = 256  # of the kernel on a GPU
@@ -49,7 +49,8 @@ def register_attention() -> None:
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    AttentionInterface.register(f"paged|{NAME}", paged_attention_forward)  # which takes no mask
+    if attention_paged.is_taken():
+        AttentionInterface.register(f"paged|{NAME}", attention_paged.paged_attention_forward)  # which takes no mask
 
 
 def attention_mask(

@@ -3,18 +3,27 @@
 Tokens of all requests, of prompts or chunks of them and of single steps, lie in a row. Their keys and values are in the
 pages of transformers' PagedAttentionCache. Where each request has one token, these are read where they are; else the
 cache gathers them in a row, too.
+
+That is for transformers 5.17 and 5.18. Newer ones refuse all attentions but their own there, by name.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from llmkernels.ops.attention import decode_attention
 from llmkernels.ops.attention_varlen import attention_varlen
 
 _NO_WINDOW = 1  # of the cache's sliding_windows
+
+
+def is_taken() -> bool:
+    """Whether this transformers takes other attentions than its own for continuous batching."""
+    return "read_index" in inspect.signature(PagedAttentionCache.update).parameters
 
 
 def paged_attention_forward(
