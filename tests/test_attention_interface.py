@@ -84,7 +84,7 @@ def test_generate(name):
     assert (kernel > 0, by_torch) == (True, 0)
 
 
-its_own = pytest.mark.skipif(not paged.is_taken(), reason="this transformers has no other attention there")
+its_own = pytest.mark.skipif(not paged.is_supported(), reason="this transformers has no other attention there")
 
 
 @its_own

@@ -435,7 +435,7 @@ def test_another_prompt_beside_one_ahead(monkeypatch):
     monkeypatch.setattr(type(model), "_prepare_model_inputs", with_a_forward)
     for _ in range(4):
         assert torch.equal(hf_generate(model, ids), text)
-        assert torch.equal(logits.pop(), expected)
+        torch.testing.assert_close(logits.pop(), expected, rtol=1e-2, atol=1e-2)  # of others they are far from it
     assert decoder(model).dropped_ahead is None
 
 

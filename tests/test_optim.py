@@ -1,6 +1,6 @@
 """optim.Adam and optim.AdamW: against torch.optim in float64 and by its error in each dtype; what ours has besides.
 
-What the tests of torch.optim ask of its optimizers: test_optim_torch.py and test_optim_state.py.
+What the tests of torch.optim ask of its optimizers: test_optim_torch.py, test_optim_rates.py and test_optim_state.py.
 """
 
 import itertools

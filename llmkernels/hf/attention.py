@@ -49,7 +49,7 @@ def register_attention() -> None:
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
-    if attention_paged.is_taken():
+    if attention_paged.is_supported():
         AttentionInterface.register(f"paged|{NAME}", attention_paged.paged_attention_forward)  # which takes no mask
 
 

@@ -21,7 +21,7 @@ from llmkernels.ops.attention_varlen import attention_varlen
 _NO_WINDOW = 1  # of the cache's sliding_windows
 
 
-def is_taken() -> bool:
+def is_supported() -> bool:
     """Whether this transformers takes other attentions than its own for continuous batching."""
     return "read_index" in inspect.signature(PagedAttentionCache.update).parameters
 
@@ -60,16 +60,18 @@ def paged_attention_forward(
     if isinstance(cu_seq_lens_k, dict):
         kind = "full_attention" if window == _NO_WINDOW else "sliding_attention"
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
-    group, _ = cache.layer_index_to_group_indices[module.layer_idx]
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     one_token_each = len(cu_seq_lens_q) == query.shape[2] + 1
     in_pages = window == _NO_WINDOW and read_index[group].numel() > 0 and key.shape == value.shape
     if one_token_each and in_pages and s_aux is None:
-        _write(cache, module.layer_idx, key, value, write_index[group])
+        keys, values = cache.key_cache[layer], cache.value_cache[layer]
+        for tensor, new in ((keys, key), (values, value)):  # as the cache's update() does, which then gathers all
+            tensor.index_copy_(0, write_index[group], new.transpose(1, 2)[0])
+        pages = (tensor.unflatten(0, (-1, cache.block_size)) for tensor in (keys, values))
         table = _page_table(read_index[group], cu_seq_lens_k, max_seqlen_k, cache.block_size)
-        pages = (_pages(cache, module.layer_idx, tensors) for tensors in (cache.key_cache, cache.value_cache))
-        q = query.permute(2, 0, 1, 3)
-        y = decode_attention(q, *pages, cu_seq_lens_k.diff().int(), block_table=table, **options)
+        lengths = cu_seq_lens_k.diff().int()
+        y = decode_attention(query.permute(2, 0, 1, 3), *pages, lengths, block_table=table, **options)
         return y[:, 0], None
     places = {"read_index": read_index, "write_index": write_index}
     k, v = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **places)
@@ -88,19 +90,6 @@ def paged_attention_forward(
         **options,
     )
     return y[..., :head_dim], None
-
-
-def _write(cache: Any, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
-    """New keys and values, as the cache's update() writes them, which then gathers all."""
-    _, index = cache.layer_index_to_group_indices[layer]
-    for tensors, new in ((cache.key_cache, key), (cache.value_cache, value)):
-        tensors[index].index_copy_(0, places, new.transpose(1, 2)[0])
-
-
-def _pages(cache: Any, layer: int, tensors: list[Tensor]) -> Tensor:
-    """The keys or the values of a layer: (pages, page_size, Hkv, D)."""
-    _, index = cache.layer_index_to_group_indices[layer]
-    return tensors[index].unflatten(0, (-1, cache.block_size))
 
 
 def _page_table(places: Tensor, begins: Tensor, most: int, page_size: int) -> Tensor:

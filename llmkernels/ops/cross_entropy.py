@@ -80,7 +80,7 @@ def cross_entropy(
     >>> cross_entropy(torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.tensor([1, -100]))
     tensor(0.6931)
     """
-    weight = factors("cross_entropy", weight, logits.dtype)
+    weight = factors(weight, logits.dtype)
     options = ignore_index, reduction, label_smoothing, lse_square_scale, softcap
     early = (gradient_in_forward or inplace_backward) and torch.is_grad_enabled() and logits.requires_grad
     early = early and not _is_transforming()
@@ -89,7 +89,7 @@ def cross_entropy(
     return _cross_entropy(logits, target, weight, *options, early)[0]
 
 
-def factors(op: str, weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def factors(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The factor for each class, in the dtype that losses of `dtype` are computed in."""
     if weight is None:
         return None

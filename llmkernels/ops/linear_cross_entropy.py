@@ -90,7 +90,7 @@ def linear_cross_entropy(
     tensor(0.6931)
     """
     x, linear_weight, linear_bias = narrowed_by_autocast(x, linear_weight, linear_bias)
-    weight = factors("linear_cross_entropy", weight, x.dtype)
+    weight = factors(weight, x.dtype)
     early = gradient_in_forward and reduction != "none" and torch.is_grad_enabled() and not _is_transforming()
     needs = tuple(early and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias))
     options = ignore_index, reduction, label_smoothing, lse_square_scale, softcap, max_logits_bytes

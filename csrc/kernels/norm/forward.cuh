@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(kVectors == 4 ? kMaxRowVectors / 4 : 1024)
   const Group group = kOneRow ? block_group() : row_group();
   const int64_t index = kOneRow ? blockIdx.x : row_index();
   const Row<T> row(params, index);
+  // Unsigned, for a shift instead of a division of 64 bits: rows that are kept in registers are short.
   const int count = kOneRow || index < params.rows ? static_cast<int>(static_cast<uint32_t>(params.cols) / N) : 0;
   const auto mine = [&](int v) { return group.rank + v * group.threads < count; };
   // Where a vector is in an operand. In bytes and unsigned, so that the row's address is added by the access itself.

@@ -108,14 +108,15 @@ struct Result {
 };
 
 // A row in registers: kVectors vectors per thread. Maximum and sum are two reductions, so that each power is computed
-// once. An H200, us; one reduction takes the powers of the thread's maximum and corrects them:
+// once. An H200, us; those in brackets by kernels on the way to this one. One reduction takes the powers of the thread's
+// maximum and corrects them:
 //
-//   vectors                                     | 2048 x 4096 float32 | 8192 x 4096 float32 | 8192 x 8192 bfloat16
-//   --------------------------------------------|---------------------|---------------------|---------------------
-//   2                                           |        19.6         |        71.3         |        71.1
-//   4                                           |        17.7         |        66.0         |        68.9
-//   8                                           |        19.2         |        67.7         |        97.2
-//   4, one reduction, a kernel on the way here  |                     |                     |        69.1
+//   vectors          | 2048 x 4096 float32 | 8192 x 4096 float32 | 8192 x 8192 bfloat16
+//   -----------------|---------------------|---------------------|---------------------
+//   2                |        19.6         |        71.3         |       (71.1)
+//   4                |        17.7         |        66.0         |        68.9
+//   8                |        19.2         |        67.7         |        97.2
+//   4, one reduction |                     |                     |       (69.1)
 //
 // Template parameter kMasked, since the masks' branches and pointers would cost the plain softmax registers.
 template <typename T, int kVectors, bool kMasked>
