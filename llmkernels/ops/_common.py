@@ -466,7 +466,7 @@ def differentiable_once(backward: Callable) -> Callable:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts the tensors of products to, those of linear layers and of attention; None where it is off."""
+    """The dtype that autocast gives what is multiplied, in linear layers and attention; None where it is off."""
     device = "cuda" if x.is_cuda else "cpu"
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 

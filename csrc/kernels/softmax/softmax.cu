@@ -108,7 +108,7 @@ struct Result {
 };
 
 // A row in registers: kVectors vectors per thread. Maximum and sum are two reductions, so that each power is computed
-// once. An H200, us; those in brackets by kernels on the way to this one. One reduction takes the powers of the thread's
+// once. An H200, us; in brackets by kernels on the way to this one. One reduction takes the powers of the thread's
 // maximum and corrects them:
 //
 //   vectors          | 2048 x 4096 float32 | 8192 x 4096 float32 | 8192 x 8192 bfloat16
