@@ -34,24 +34,29 @@ namespace llmk::kernels {
 namespace {
 
 // Shared memory in bytes: the full barriers, and from kSquares on a sum of squares per slice.
-constexpr int kSquares = 8 * kGemvMaxWarps * kGemvMaxStages;
-static_assert(kSquares + 4 * kGemvMaxSlices <= kGemvHeaderBytes);
+constexpr int kSquares = 8 * kGemvMaxWarps * kGemvMaxStages, kMaxPitch = gemv_pitch(kGemvMaxSlices);
+static_assert(kSquares + 4 * kMaxPitch <= kGemvHeaderBytes && kSquares % 16 == 0 && kGemvHeaderBytes % 16 == 0);
 
 struct Arguments {
-  const void *x, *norm_weight, *weight, *bias;
-  void* y;
-  bool add_residual, glu, fold_norm, norm_offset, prefetch_weights;
-  Activation activation;  // with glu
-  float alpha;            // of what is added to the residual
-  int k;
-  int columns_per_block, blocks_with_one_more;  // columns of y
-  int slices, groups;                           // see GemvPlan
-  int stages;                                   // per warp
-  int pitch;                                    // floats between the partial sums of two slices
-  int ring;                                     // its offset in shared memory
-  int64_t up_rows;                              // rows from the gate to the up projection
+  // What the first copies wait for, in as few lines of constant memory as possible.
+  const void* weight;
   int64_t row_bytes;                            // between rows
-  float eps;
+  int64_t up_rows;                              // from the gate to the up projection
+  int columns_per_block, blocks_with_one_more;  // columns of y
+  int columns_per_group, groups_with_one_more;  // of a block without one more
+  int k;
+  int slices;  // see GemvPlan
+  int stages;  // per warp
+  int ring;    // its offset in shared memory
+  bool glu, prefetch_weights;
+
+  bool add_residual, fold_norm, norm_offset;
+  Activation activation;  // with glu
+  const void *x, *norm_weight, *bias;
+  void* y;
+  float alpha;  // of what is added to the residual
+  int pitch;    // of the partial sums
+  float eps, inverse_k;
 };
 
 // sum += the dot product of eight elements; even and odd ones apart, for two shorter dependency chains.
@@ -62,6 +67,19 @@ __device__ inline void dot(float (&sum)[2], const Eight& w, const float (&x)[8])
     sum[0] = fmaf(w[i], x[i], sum[0]);
     sum[1] = fmaf(w[i + 1], x[i + 1], sum[1]);
   }
+}
+
+// The sum of `pitch` floats, a multiple of four; those beyond the slices are zero. In shared memory, 16-byte aligned.
+__device__ inline float sum_over_slices(const float* from, int pitch) {
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < kMaxPitch; i += 4) {
+    if (i < pitch) {
+      const float4 four = *reinterpret_cast<const float4*>(from + i);
+      total = total + four.x + four.y + four.z + four.w;
+    }
+  }
+  return total;
 }
 
 // Bias and residual of a column of y, and the scales of its rows of W.
@@ -93,12 +111,15 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
   float* const squares = reinterpret_cast<float*>(shared + kSquares);
   float* const sums = reinterpret_cast<float*>(shared + kGemvHeaderBytes);
   const int lane = threadIdx.x % 32;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that the compiler knows that it is uniform
-  const int group = warp / a.slices, slice = warp - group * a.slices;
-  const int block = static_cast<int>(blockIdx.x),
+  // By shuffles, so that the compiler knows that they are uniform.
+  const int slice = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = __shfl_sync(0xffffffffu, threadIdx.y, 0),
+            warp = group * a.slices + slice;
+  const int block = static_cast<int>(blockIdx.x), one_more = block < a.blocks_with_one_more,
             block_begin = block * a.columns_per_block + min(block, a.blocks_with_one_more),
-            block_columns = a.columns_per_block + (block < a.blocks_with_one_more);
-  const int begin = group * block_columns / a.groups, columns = (group + 1) * block_columns / a.groups - begin,
+            block_columns = a.columns_per_block + one_more;
+  const int groups_with_one_more = a.groups_with_one_more + one_more,
+            begin = group * a.columns_per_group + min(group, groups_with_one_more),
+            columns = a.columns_per_group + (group < groups_with_one_more),
             rows = a.glu ? 2 * columns : columns;  // of this group, `begin` within the block
   const int first = slice * kVectors * 256;        // of this warp's columns of x
   const int slice_bytes = min(kSliceBytes, Element::kBytes * (a.k - first));
@@ -124,7 +145,10 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
     }
     next += kStageRows;
   };
-  if (lane < a.stages) barrier_init(full + 8 * lane, 1);
+  if (elect()) {
+#pragma unroll 1
+    for (int stage = 0; stage < a.stages; ++stage) barrier_init(full + 8 * stage, 1);
+  }
   barrier_init_fence();
   __syncwarp();
   if (!a.prefetch_weights) pdl_wait();
@@ -139,26 +163,29 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
     for (int row = 0; row < a.stages * kStageRows; ++row) *reinterpret_cast<uint4*>(ring + row * kSliceBytes + at) = {};
   }
   __syncwarp();
+  const int threads = static_cast<int>(blockDim.x * blockDim.y), thread = warp * 32 + lane;
+  const int block_rows = a.glu ? 2 * block_columns : block_columns;
+#pragma unroll 1
+  for (int slice_beyond = a.slices; slice_beyond < a.pitch; ++slice_beyond) {
+    if (thread == 0) squares[slice_beyond] = 0.f;
+#pragma unroll 1
+    for (int row = thread; row < block_rows; row += threads) sums[row * a.pitch + slice_beyond] = 0.f;
+  }
 
   V x[kVectors], norm_weight[kVectors];
   const auto load_all = [&](V(&vectors)[kVectors], const void* from) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int column = first + v * 256 + lane * 8;
-      vectors[v] = column < a.k ? V::load(static_cast<const T*>(from) + column) : V::of([](int) { return 0.f; });
+      uint4 bytes{};  // zeros as words: the compiler would move elements one by one
+      if (column < a.k) bytes = *reinterpret_cast<const uint4*>(static_cast<const T*>(from) + column);
+      vectors[v] = reinterpret_cast<const V&>(bytes);
     }
-  };
-  const auto sum_over_slices = [&](const float* from, int pitch) {
-    float total = 0.f;
-#pragma unroll
-    for (int i = 0; i < kGemvMaxSlices; ++i) {
-      if (i < a.slices) total += from[i * pitch];
-    }
-    return total;
   };
   if (a.fold_norm) load_all(norm_weight, a.norm_weight);
   if constexpr (kSum) {
-    __shared__ float squares_of_y[kGemvMaxSlices];
+    __shared__ __align__(16) float squares_of_y[kMaxPitch];
+    if (thread < kMaxPitch && thread >= a.slices) squares_of_y[thread] = 0.f;
     V y[kVectors], weight[kVectors];
     if (sum.weight) load_all(weight, sum.weight);
     pdl_wait();
@@ -170,7 +197,7 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
     warp_sum(squared, 32);
     if (lane == 0 && group == 0) squares_of_y[slice] = squared[0];
     __syncthreads();
-    const float mean = sum_over_slices(squares_of_y, 1) * (1.f / static_cast<float>(a.k)),
+    const float mean = sum_over_slices(squares_of_y, a.pitch) * a.inverse_k,
                 rstd_of_y = rsqrtf(mean + static_cast<float>(sum.options.eps));
     const norm::Scale scale_of_y(sum);
 #pragma unroll
@@ -183,12 +210,11 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
     pdl_wait();
     load_all(x, a.x);
   }
-  EpilogueOperands<T> operands(
-      a, element,
-      block_begin + min(static_cast<int>(threadIdx.x), block_columns - 1));  // loads hidden by the main loop
+  EpilogueOperands<T> operands(a, element,
+                               block_begin + min(thread, block_columns - 1));  // loads hidden by the main loop
   float scale = 1.f;  // the power of two that this warp's x is divided by
   if (a.fold_norm) {
-    float sum[1] = {0.f};
+    float sum[2] = {};  // even and odd elements, as in dot()
     const float offset = a.norm_offset ? 1.f : 0.f;
     const auto product = [&](int v, int e) { return x[v][e] * (offset + norm_weight[v][e]); };
     float factor = 1.f;
@@ -206,11 +232,12 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) sum[0] += x[v][e] * x[v][e];
+      for (int e = 0; e < 8; ++e) sum[e % 2] = fmaf(x[v][e], x[v][e], sum[e % 2]);
       x[v] = V::of([&](int e) { return product(v, e) * factor; });
     }
-    warp_sum(sum, 32);
-    if (lane == 0 && group == 0) squares[slice] = sum[0];
+    float squared[1] = {sum[0] + sum[1]};
+    warp_sum(squared, 32);
+    if (lane == 0 && group == 0) squares[slice] = squared[0];
   }
 
   int stage = 0;
@@ -237,19 +264,19 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
     const float mine = warp_sum_scatter(sum);
     const int at = row + lane / kLanes;
     if (lane % kLanes == 0 && at < rows) {  // the block's gates come before its ups
-      sums[slice * a.pitch + begin + at + (at < columns ? 0 : block_columns - columns)] = mine * scale;
+      sums[(begin + at + (at < columns ? 0 : block_columns - columns)) * a.pitch + slice] = mine * scale;
     }
   }
   __syncthreads();
 
-  const float rstd = a.fold_norm ? rsqrtf(sum_over_slices(squares, 1) * (1.f / static_cast<float>(a.k)) + a.eps) : 1.f;
+  const float rstd = a.fold_norm ? rsqrtf(sum_over_slices(squares, a.pitch) * a.inverse_k + a.eps) : 1.f;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < block_columns; i += static_cast<int>(blockDim.x)) {
-    if (i >= static_cast<int>(blockDim.x)) operands = EpilogueOperands<T>(a, element, block_begin + i);
-    const float sum = sum_over_slices(sums + i, a.pitch) * rstd * operands.scale;
+  for (int i = thread; i < block_columns; i += threads) {
+    if (i >= threads) operands = EpilogueOperands<T>(a, element, block_begin + i);
+    const float sum = sum_over_slices(sums + i * a.pitch, a.pitch) * rstd * operands.scale;
     Vec<T, 1> result;
     if (a.glu) {
-      const float up_sum = sum_over_slices(sums + block_columns + i, a.pitch) * rstd * operands.up_scale;
+      const float up_sum = sum_over_slices(sums + (block_columns + i) * a.pitch, a.pitch) * rstd * operands.up_scale;
       activation::dispatch_on_device(
           a.activation, [&](auto act) { result.data[0] = from_float<T>(glu_of_sums<decltype(act), T>(sum, up_sum)); });
     } else {
@@ -264,31 +291,33 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
 }  // namespace
 
 cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaStream_t stream) {
-  const int out = static_cast<int>(p.columns());
-  const Arguments arguments{.x = p.x,
-                            .norm_weight = p.norm_weight,
-                            .weight = p.weight.data,
-                            .bias = p.epilogue.bias,
-                            .y = p.epilogue.y,
-                            .add_residual = p.epilogue.add_residual,
+  const int out = static_cast<int>(p.columns()), columns = out / plan.blocks;
+  const Arguments arguments{.weight = p.weight.data,
+                            .row_bytes = p.weight.row_bytes(),
+                            .up_rows = out,
+                            .columns_per_block = columns,
+                            .blocks_with_one_more = out % plan.blocks,
+                            .columns_per_group = columns / plan.groups,
+                            .groups_with_one_more = columns % plan.groups,
+                            .k = static_cast<int>(p.k()),
+                            .slices = plan.slices,
+                            .stages = plan.stages,
+                            .ring = plan.ring,
                             .glu = p.epilogue.glu,
+                            .prefetch_weights = p.in_step,
+                            .add_residual = p.epilogue.add_residual,
                             .fold_norm = p.normalize,
                             .norm_offset = p.norm.weight_offset != 0,
-                            .prefetch_weights = p.in_step,
                             .activation = p.epilogue.activation,
+                            .x = p.x,
+                            .norm_weight = p.norm_weight,
+                            .bias = p.epilogue.bias,
+                            .y = p.epilogue.y,
                             .alpha = p.epilogue.alpha,
-                            .k = static_cast<int>(p.k()),
-                            .columns_per_block = out / plan.blocks,
-                            .blocks_with_one_more = out % plan.blocks,
-                            .slices = plan.slices,
-                            .groups = plan.groups,
-                            .stages = plan.stages,
-                            .pitch = plan.rows,
-                            .ring = plan.ring,
-                            .up_rows = out,
-                            .row_bytes = p.weight.row_bytes(),
-                            .eps = static_cast<float>(p.norm.eps)};
-  const LaunchShape shape{plan.blocks, dim3(32 * plan.slices * plan.groups), plan.shared_bytes};
+                            .pitch = gemv_pitch(plan.slices),
+                            .eps = static_cast<float>(p.norm.eps),
+                            .inverse_k = 1.f / static_cast<float>(p.k())};
+  const LaunchShape shape{plan.blocks, dim3(32 * plan.slices, plan.groups), plan.shared_bytes};
   const auto launch_as = [&](auto tag) {
     using T = typename decltype(tag)::type;
     return dispatch_weight<T>(p.weight, [&](auto element) {

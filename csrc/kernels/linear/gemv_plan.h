@@ -49,6 +49,9 @@ constexpr int gemv_stage_rows(int vectors) { return 8 / vectors; }
 template <int kVectors>
 constexpr int kGemvStageRows = gemv_stage_rows(kVectors);  // for device code, which may call no host function
 
+// Floats between the partial sums of two rows: one for each slice, in whole vectors of four.
+constexpr int gemv_pitch(int slices) { return (slices + 3) / 4 * 4; }
+
 struct GemvPlan {
   int blocks;
   int rows;         // of W, of the block that has the most
@@ -80,7 +83,7 @@ inline GemvPlan plan_gemv(const Weight& weight, bool glu, bool before_attention,
       plan.vectors == 8 ? 1 : std::min({divide_up(kGemvWarps, plan.slices), divide_up(plan.rows, stage_rows), columns});
   const int warps = plan.slices * plan.groups, group_rows = divide_up(columns, plan.groups) * (glu ? 2 : 1);
   plan.stage_bytes = static_cast<int>(weight.bytes(warps * stage_rows * plan.vectors * 256));
-  plan.ring = (kGemvHeaderBytes + plan.slices * plan.rows * 4 + 127) / 128 * 128;
+  plan.ring = (kGemvHeaderBytes + gemv_pitch(plan.slices) * plan.rows * 4 + 127) / 128 * 128;
   // Where an SM has few weights to read, two blocks fit it, so that the next kernel may start early. Where it has more,
   // a deeper ring is worth more: 176 KiB rather than 144 take Llama-3.1-8B from 3653 to 3617 us per token on an H200,
   // SmolLM3-3B from 1729 to 1700. But q|k|v leave room for a block of the attention, which then starts early: that
