@@ -239,7 +239,7 @@ class Merger {
   __device__ void write(const TileScheduler<S>& scheduler, int first_query, int query, int vector,
                         const PartialOutput& partial) const {
     using T = typename S::T;
-    const int group = static_cast<int>(params_.heads / params_.kv_heads), tokens = static_cast<int>(params_.tokens);
+    const int group = plan_.group, tokens = static_cast<int>(params_.tokens);
     const float factor =
         partial.softmax.sum == 0.f ? 0.f : reciprocal_approximate(partial.softmax.sum);  // no key: zeros
     const float values[4] = {partial.sums.x * factor, partial.sums.y * factor, partial.sums.z * factor,

@@ -73,6 +73,16 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
       if (weight && params.norm.row_wise) weight += (is_query ? head * group + query - t * group : head) * S::D;
       if (weight) weight_low = V::load(weight + low), weight_high = V::load(weight + high);
     }
+    // Before the wait, which the address would else prolong.
+    const T* source;
+    if (is_query) {
+      source = static_cast<const T*>(params.q) + scheduler.b * params.q_batch + t * params.q_token +
+               (head * group + query - t * group) * params.q_head;
+    } else if (is_key) {
+      source = static_cast<const T*>(params.new_k) + scheduler.b * params.new_k_batch + head * params.new_k_head;
+    } else {
+      source = static_cast<const T*>(params.new_v) + scheduler.b * params.new_v_batch + head * params.new_v_head;
+    }
     if (!waited) {
       wait();
       if constexpr (kNorm) {
@@ -83,15 +93,6 @@ __device__ void load_queries(const DecodeAttentionParams& params, const TileSche
     if (!kNorm && !is_task) break;
     V a = V::of([](int) { return 0.f; }), b = a;
     if (exists) {
-      const T* source;
-      if (is_query) {
-        source = static_cast<const T*>(params.q) + scheduler.b * params.q_batch + t * params.q_token +
-                 (head * group + query - t * group) * params.q_head;
-      } else if (is_key) {
-        source = static_cast<const T*>(params.new_k) + scheduler.b * params.new_k_batch + head * params.new_k_head;
-      } else {
-        source = static_cast<const T*>(params.new_v) + scheduler.b * params.new_v_batch + head * params.new_v_head;
-      }
       a = V::load(source + low);
       b = V::load(source + high);
     }

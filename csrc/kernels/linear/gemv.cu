@@ -48,7 +48,7 @@ struct Arguments {
   int slices;  // see GemvPlan
   int stages;  // per warp
   int ring;    // its offset in shared memory
-  bool glu, prefetch_weights;
+  bool glu, prefetch_weights, next_starts_at_once;
 
   bool add_residual, fold_norm, norm_offset;
   Activation activation;  // with glu
@@ -107,6 +107,7 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
   using Eight = typename Element::Eight;
   constexpr int kStageRows = kGemvStageRows<kVectors>, kSliceBytes = kVectors * 256 * Element::kBytes,
                 kStageBytes = kStageRows * kSliceBytes;
+  if (a.next_starts_at_once) pdl_launch_dependents();
   extern __shared__ __align__(128) unsigned char shared[];
   float* const squares = reinterpret_cast<float*>(shared + kSquares);
   float* const sums = reinterpret_cast<float*>(shared + kGemvHeaderBytes);
@@ -155,8 +156,8 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
 #pragma unroll 1
   for (int stage = 0; stage < a.stages; ++stage) produce(stage);
   // The next kernel may start now. If it started later, its blocks would pile up on the SMs that are done first.
-  pdl_launch_dependents();
-  // Where K ends within a slice, x is zero. The bytes that no copy fills must be zero too: 0 * NaN is NaN.
+  if (!a.next_starts_at_once) pdl_launch_dependents();
+    // Where K ends within a slice, x is zero. The bytes that no copy fills must be zero too: 0 * NaN is NaN.
 #pragma unroll 1
   for (int at = slice_bytes + 16 * lane; at < kSliceBytes; at += 512) {
 #pragma unroll 1
@@ -305,6 +306,7 @@ cudaError_t gemv(const LinearParams& p, const GemvPlan& plan, Dtype dtype, cudaS
                             .ring = plan.ring,
                             .glu = p.epilogue.glu,
                             .prefetch_weights = p.in_step,
+                            .next_starts_at_once = plan.next_starts_at_once,
                             .add_residual = p.epilogue.add_residual,
                             .fold_norm = p.normalize,
                             .norm_offset = p.norm.weight_offset != 0,

@@ -54,13 +54,14 @@ constexpr int gemv_pitch(int slices) { return (slices + 3) / 4 * 4; }
 
 struct GemvPlan {
   int blocks;
-  int rows;         // of W, of the block that has the most
-  int vectors;      // of 8 elements, of a thread's slice of x: 2, 4 or 8
-  int slices;       // of K, one for each warp of a group
-  int groups;       // of warps, of a block
-  int stages;       // per warp
-  int stage_bytes;  // of all warps together
-  int ring;         // its offset in shared memory
+  int rows;                  // of W, of the block that has the most
+  int vectors;               // of 8 elements, of a thread's slice of x: 2, 4 or 8
+  int slices;                // of K, one for each warp of a group
+  int groups;                // of warps, of a block
+  int stages;                // per warp
+  int stage_bytes;           // of all warps together
+  int ring;                  // its offset in shared memory
+  bool next_starts_at_once;  // the next kernel, and not only when the ring is full
   size_t shared_bytes;
 };
 
@@ -93,6 +94,15 @@ inline GemvPlan plan_gemv(const Weight& weight, bool glu, bool before_attention,
   const int ring_bytes = two_fit ? 112 * 1024 - plan.ring : std::min(176 * 1024, most);
   plan.stages = std::min({ring_bytes / plan.stage_bytes, divide_up(group_rows, stage_rows), kGemvMaxStages});
   plan.shared_bytes = static_cast<size_t>(plan.ring) + static_cast<size_t>(plan.stages) * plan.stage_bytes;
+  // A small block that holds all its rows leaves the next kernel room to fill its ring. us of all linears of a token:
+  //
+  //   next kernel starts                    | at once | when the ring is full
+  //   --------------------------------------|---------|----------------------
+  //   Qwen2.5-0.5B                          |     284 |                   294
+  //   Qwen2.5-1.5B                          |     701 |                   715
+  //   SmolLM3-3B                            |    1367 |                  1366
+  //   the same, blocks of up to 112 KiB too |    1382 |                  1366
+  plan.next_starts_at_once = plan.shared_bytes <= 64 * 1024 && plan.stages * stage_rows >= group_rows;
   return plan;
 }
 
