@@ -95,10 +95,12 @@ class Family:
     model: str  # its class in transformers
     options: dict = field(default_factory=dict)  # of its text, beside the shared ones
     outer: dict = field(default_factory=dict)  # of the whole configuration, where the model takes more than text
+    lacks: tuple = ()  # the shared options that it does not know
 
     def config(self, **changes):
         config_class = getattr(transformers, self.model).config_class
         options = copy.deepcopy(_SHARED | self.options | changes)  # a configuration fills in dicts of its own
+        options = {name: value for name, value in options.items() if name not in self.lacks}
         if not self.outer:
             return config_class(**options)
         options["vocab_size"] += 4
@@ -122,6 +124,9 @@ _QWEN_VISION = {
     "out_hidden_size": _SHARED["hidden_size"],
     "fullatt_block_indexes": [0],
 }
+
+_OLD = ("num_key_value_heads", "intermediate_size")  # which the older families do not have, under these names
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", _FREE_HEADS | {"rope_parameters": _LLAMA3}),
@@ -186,6 +191,21 @@ FAMILIES = {
     "nemotron": Family("NemotronForCausalLM", _FREE_HEADS | _partial(0.5) | {"attention_bias": True, "mlp_bias": True}),
     "phi": Family("PhiForCausalLM", _partial(0.5)),
     "gpt_neox": Family("GPTNeoXForCausalLM", _partial(0.25)),
+    "gpt2": Family("GPT2LMHeadModel", _NO_DROPOUT | {"n_inner": 136}, lacks=_OLD),
+    "gpt_bigcode": Family("GPTBigCodeForCausalLM", _NO_DROPOUT | {"n_inner": 136}, lacks=_OLD),
+    "gpt_neo": Family(
+        "GPTNeoForCausalLM",
+        {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW, "intermediate_size": 136},
+        lacks=_OLD[:1],
+    ),
+    "gptj": Family("GPTJForCausalLM", _NO_DROPOUT | {"n_inner": 136, "rotary_dim": 32}, lacks=_OLD),
+    "codegen": Family("CodeGenForCausalLM", _NO_DROPOUT | {"n_inner": 136, "rotary_dim": 32}, lacks=_OLD),
+    "opt": Family(
+        "OPTForCausalLM", {"dropout": 0.0, "ffn_dim": 136, "word_embed_proj_dim": _SHARED["hidden_size"]}, lacks=_OLD
+    ),
+    "bloom": Family("BloomForCausalLM", lacks=(*_OLD, "max_position_embeddings")),
+    "mpt": Family("MptForCausalLM", lacks=_OLD),
+    "falcon": Family("FalconForCausalLM", {"bias": True}, lacks=_OLD),
     "stablelm": Family("StableLmForCausalLM", _partial(0.25) | {"use_qkv_bias": True}),
     "stablelm_parallel": Family(
         "StableLmForCausalLM", _partial(0.25) | {"use_parallel_residual": True, "qk_layernorm": True}
@@ -233,6 +253,8 @@ class Expected:
     no_step: str = ""
 
 
+_OWN_ATTENTION = "attends without the function that its config names"
+
 EXPECTED = {
     "llama": Expected("Llama", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
     "qwen2": Expected("Qwen2, Qwen2.5", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
@@ -267,6 +289,17 @@ EXPECTED = {
     "nemotron": Expected("Nemotron", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "relu2": 2}),
     "phi": Expected("Phi", {"layer_norm": 3, "rope": 2, "bias_gelu": 2}),
     "gpt_neox": Expected("GPT-NeoX, Pythia", {"layer_norm": 5, "rope": 2, "bias_gelu": 2}),
+    "gpt2": Expected("GPT-2", {"layer_norm": 5, "bias_gelu": 2}, "a residual stream that begins with 2 tensors"),
+    "gpt_bigcode": Expected(
+        "GPT-BigCode, StarCoder", {"layer_norm": 5, "bias_gelu": 2}, "a residual stream that begins with 2 tensors"
+    ),
+    "gpt_neo": Expected("GPT-Neo", {"layer_norm": 3, "add_layer_norm": 2, "bias_gelu": 2}, _OWN_ATTENTION),
+    "gptj": Expected("GPT-J", {"layer_norm": 3, "bias_gelu": 2}, _OWN_ATTENTION),
+    "codegen": Expected("CodeGen", {"layer_norm": 3, "bias_gelu": 2}, "an unknown layout"),
+    "opt": Expected("OPT", {"layer_norm": 5}, "no norm behind its layers"),
+    "bloom": Expected("BLOOM", {"layer_norm": 6}, _OWN_ATTENTION),
+    "mpt": Expected("MPT", {"layer_norm": 5}, _OWN_ATTENTION),
+    "falcon": Expected("Falcon", {"layer_norm": 3, "rope": 2, "bias_gelu": 2}, _OWN_ATTENTION),
     "stablelm": Expected("StableLM", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "swiglu": 2}),
     "stablelm_parallel": Expected(
         "StableLM, parallel blocks", {"layer_norm": 3, "rope": 2, "swiglu": 2}, "an attention of an unknown layout"

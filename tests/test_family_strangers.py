@@ -280,7 +280,7 @@ def test_an_encoder_that_rotates(device):
     expected = logits_of(model, ids)
     llmkernels.patch(model)
     assert_close(logits_of(model, ids), expected)
-    assert count_ops(model, ids) == {"layer_norm": 6, "rope": 3, "bias_gelu": 1}
+    assert count_ops(model, ids) == {"layer_norm": 6, "rope": 3, "geglu": 3, "bias_gelu": 1}
 
 
 def causal_classes():

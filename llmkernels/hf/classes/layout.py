@@ -21,7 +21,7 @@ from torch import nn
 from llmkernels.ops import layer_norm, rms_norm, rope
 
 from ..errors import UnknownLayout
-from .cache_name import cache_argument
+from .cache_name import takes_cache
 from .options import EPS, GATE, OF_EXPERTS, OF_LAYER, MLPNames, NormOptions, Rotation, is_lora, kind_by_name, known_base
 from .origin import Name, check_origin, names_of
 from .recorder import ForwardRecorder, Node, StandIn, member_name
@@ -65,7 +65,7 @@ def _kind_of(cls: type, forward: Callable) -> str | None:
             return "layer_norm" if "LayerNorm" in name else "rms_norm"
         is_mlp = named == "gated_mlp" and names.isdisjoint(OF_EXPERTS)
         return ("gated_mlp" if GATE in names else "mlp") if is_mlp else None
-    if OF_LAYER in names and cache_argument(forward) is not None:
+    if not OF_LAYER.isdisjoint(names) and takes_cache(forward):
         return "add_rms_norm"
     return "rope" if rotation_name(forward) is not None else None
 
@@ -85,26 +85,36 @@ def mlp_of(forward: Callable) -> MLPNames:
     recorder = ForwardRecorder()
     result = recorder.run(forward, recorder.argument("x"))
     made = recorder.node(result) if isinstance(result, torch.Tensor) else None
-    parts, dropout = (), None
+    after = dropout = None
     match made:
         case Node("dropout", (Node() as inner, StandIn() as dropout, StandIn(_code="self.training"), False)):
             made = inner
+    parts = _parts_of_mlp(made)
+    if not parts:
+        match made:
+            case Node(after, (Node() as inner,)):  # a module called on what it computes, as nn.Dropout
+                parts = _parts_of_mlp(inner)
+    if not parts:
+        raise UnknownLayout(f"unknown layout of its forward, which computes {recorder.codes_of(result)}")
+    return MLPNames(*(None if part is None else member_name(str(part)) for part in (*parts, dropout, after)))
+
+
+def _parts_of_mlp(made: Node | None) -> tuple[str | None, ...]:
+    """The names of down, act, gate and up, as a forward calls them; none of what is no MLP."""
     match made:
         case Node(down, (Node("mul", (a, b)),)):
             for activated, other in ((a, b), (b, a)):
                 match activated, other:
                     case Node(act, (Node(gate, (Node("x"),)),)), Node(up, (Node("x"),)):
-                        parts = down, act, gate, up
+                        return down, act, gate, up
                     case (
                         Node(act, (Node("chunk", (Node(gate, (Node("x"),)) as packed, 2, -1), {"index": 0}),)),
                         Node("chunk", (same, 2, -1), {"index": 1}),
                     ) if same is packed:
-                        parts = down, act, gate, None
+                        return down, act, gate, None
         case Node(down, (Node(act, (Node(up, (Node("x"),)),)),)):
-            parts = down, act, None, up
-    if not parts:
-        raise UnknownLayout(f"unknown layout of its forward, which computes {recorder.codes_of(result)}")
-    return MLPNames(*(None if part is None else member_name(str(part)) for part in (*parts, dropout)))
+            return down, act, None, up
+    return ()
 
 
 # --- on numbers

@@ -52,7 +52,7 @@ class MLPNames:
     """The names of an MLP's submodules: down(act(gate(x)) * up(x)), or with `gate` None down(act(up(x))).
 
     With `up` None `gate` is packed: its result holds those of gate and up, in this order. `dropout` names the attribute
-    with the probability of a dropout of the result, in training.
+    with the probability of a dropout of the result, in training; `after` a module that is called on the result.
     """
 
     down: str
@@ -60,6 +60,7 @@ class MLPNames:
     gate: str | None
     up: str | None
     dropout: str | None = None
+    after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class Loss:
 # computes what has no kernel.
 KINDS = {
     "ForCausalLM": "loss",
+    "LMHeadModel": "loss",
     "Experts": "experts",
     "RMSNorm": "rms_norm",
     "LayerNorm": "layer_norm",
@@ -97,7 +99,7 @@ KINDS = {
 EPS = "variance_epsilon", "eps"  # of a norm, which has to be made without its __init__
 GATE = "gate_proj"  # under which kind the report lists an MLP that has no kernel
 OF_EXPERTS = {"experts", "router"}  # a class ...MLP with these is no MLP
-OF_LAYER = "self_attn"  # whole models, too, have a cache, and a norm behind an add
+OF_LAYER = {"self_attn", "self_attention", "attn"}  # whole models, too, have a cache, and a norm behind an add
 
 
 def kind_by_name(cls: type) -> str | None:

@@ -112,7 +112,7 @@ def _mlp_forward(names: MLPNames) -> Callable:
         hidden = down(hidden)
         if names.dropout is not None:
             hidden = nn.functional.dropout(hidden, p=getattr(self, names.dropout), training=self.training)
-        return hidden
+        return hidden if names.after is None else getattr(self, names.after)(hidden)
 
     return forward
 
