@@ -53,10 +53,18 @@ CUDA_LINEAR = [
     ),
     Mutation(
         "cuda_gemv_loses_a_warp",
-        "the sums of a group's last warp are left out",
+        "the sums of every fourth warp of a group are left out",
         "csrc/kernels/linear/gemv.cu",
-        "if (i < a.slices) total += from[i * pitch];",
-        "if (i == 0 || i + 1 < a.slices) total += from[i * pitch];",
+        "total = total + four.x + four.y + four.z + four.w;",
+        "total = total + four.x + four.y + four.z;",
+        "tests/test_linear.py -k test_one_token",
+    ),
+    Mutation(
+        "cuda_gemv_adds_what_no_warp_wrote",
+        "the places behind the sums of a row's slices, which are added with them, hold whatever memory has",
+        "csrc/kernels/linear/gemv.cu",
+        "sums[row * a.pitch + slice_beyond] = 0.f;",
+        "sums[row * a.pitch + slice_beyond] = NAN;",
         "tests/test_linear.py -k test_one_token",
     ),
     Mutation(
