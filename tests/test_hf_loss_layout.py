@@ -5,6 +5,7 @@ import torch
 from transformers.models.qwen2 import modeling_qwen2
 
 import llmkernels
+from families import family_model
 from hf_models import assert_close, tiny_inputs, tiny_model
 from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.classes.options import Loss
@@ -60,7 +61,28 @@ def capped(by, name="cap"):
     ],
 )
 def test_forwards(change, options):
-    assert loss_of(forward_with(change)) == options
+    found = loss_of(forward_with(change))
+    assert (found.base, found.head, found.softcap) == (options.base, options.head, options.softcap)
+
+
+INPUTS = ("input_ids", "attention_mask", "position_ids", cache_name(), "inputs_embeds", "use_cache")
+
+
+@pytest.mark.parametrize(
+    ("changes", "positional", "named", "passes_rest", "asks_for_dict"),
+    [
+        ([("first", "first")], (), INPUTS, True, False),
+        ([("        input_ids=input_ids, ", "        input_ids, ")], INPUTS[:1], INPUTS[1:], True, False),
+        ([("use_cache=use_cache, **kwargs", "use_cache=use_cache")], (), INPUTS, False, False),
+        ([("use_cache=use_cache, **kwargs", "use_cache=use_cache, return_dict=True")], (), INPUTS, False, True),
+        ([(", use_cache=use_cache, **kwargs", ", **kwargs")], (), INPUTS[:5], True, False),
+        ([("use_cache=None", "kind=None, use_cache=None"), ("**kwargs\n", "kind=kind\n")], (), (*INPUTS, "kind"), 0, 0),
+    ],
+)
+def test_what_the_base_is_given(changes, positional, named, passes_rest, asks_for_dict):
+    found = loss_of(forward_with(*changes))
+    assert (found.positional, sorted(found.named)) == (positional, sorted(named))
+    assert (found.passes_rest, found.asks_for_dict) == (passes_rest, asks_for_dict)
 
 
 ALWAYS_CAPPED = "hidden)\n    logits = (logits / self.config.cap).tanh() * self.config.cap\n"
@@ -70,12 +92,15 @@ REASON = "unknown layout of its forward"
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (("use_cache=None, ", ""), f"{REASON}, whose arguments are"),
+        (("use_cache=None, ", ""), f"{REASON} .NameError"),
+        (("use_cache=None, ", "use_cache=True, "), f"{REASON}, whose arguments are"),
+        (("logits_to_keep=0, ", "logits_to_keep=1, "), f"{REASON}, whose arguments are"),
+        (("labels=None", "targets=None"), f"{REASON}, whose arguments are"),
         (("labels=labels", "labels=labels + 1"), f"{REASON} .TypeError"),
         (("labels=labels", "labels=input_ids"), f"{REASON}, which calls .*labels=input_ids"),
         (("vocab_size=self.config.vocab_size", "vocab_size=self.config.size"), f"{REASON}, which calls .*config.size"),
         (("self.config.vocab_size, **kwargs", "self.config.vocab_size"), f"{REASON}, which calls"),
-        (("use_cache=use_cache, **kwargs", "use_cache=use_cache"), f"{REASON}, which uses self.first"),
+        (("use_cache=use_cache, **kwargs", "use_cache=labels, **kwargs"), f"{REASON}, which uses self.first"),
         (("use_cache=use_cache, ", "use_cache=True, "), f"{REASON}, which uses .*use_cache=True"),
         (("input_ids=input_ids", "input_ids=position_ids"), f"{REASON}, which uses .*input_ids=position_ids"),
         (("[:, kept, :]", "[:, -1:, :]"), "its logits are self.second.*slice.-1, None"),
@@ -101,6 +126,36 @@ REASON = "unknown layout of its forward"
 def test_forwards_that_are_refused(change, reason):
     with pytest.raises(UnknownLayout, match=reason):
         loss_of(forward_with(change))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "gpt_neo", "gptj", "codegen", "bloom", "mpt", "falcon"])
+def test_older_families(name):
+    """Their forwards have other arguments, their base models get some by position, and outputs are of other classes."""
+    model, ids = family_model(name).train(), tiny_inputs(tokens=9)
+    outputs, gradients = [], []
+    for patched in (False, True):
+        if patched:
+            handle = llmkernels.patch(model, training=True)
+        outputs.append(model(ids, None, labels=ids, num_items_in_batch=5))
+        outputs[-1].loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+    expected, found = outputs
+    assert type(found) is type(expected) and found.keys() == expected.keys()
+    assert_close(found.loss, expected.loss, 1e-5)
+    assert_close(found.logits, expected.logits, 1e-4)
+    least = 1e-6 * max(gradient.norm() for gradient in gradients[0])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + least
+    assert dict(handle.report()["loss"].runs) == {"llmkernels::linear_cross_entropy": 1}
+    with torch.no_grad():
+        assert isinstance(model(input_ids=ids, labels=ids, return_dict=False), tuple)
+    if name not in ("gpt2", "gpt_bigcode"):  # which raise then, unpatched, too
+        model.config.return_dict = False
+        with torch.no_grad():
+            assert isinstance(model(input_ids=ids, labels=ids), tuple)
+    with pytest.raises(TypeError, match="input_ids"):
+        model(ids, input_ids=ids, labels=ids)
 
 
 def test_a_forward_of_someone_else():

@@ -5,12 +5,12 @@ Up to 5.23 it is `past_key_values`, from 5.24 on `cache`; there decorators of tr
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from transformers import GenerationMixin
 
 _NAMES = ("cache", "past_key_values")
-_NAMES_IN_LAYERS = (*_NAMES, "layer_past")  # of older families
+_OLD_NAME = "layer_past"  # of layers of older families
 
 
 @functools.cache
@@ -19,12 +19,12 @@ def cache_name() -> str | None:
     return cache_argument(GenerationMixin.prepare_inputs_for_generation)
 
 
-def cache_argument(function: Callable, names: Sequence[str] = _NAMES) -> str | None:
+def cache_argument(function: Callable) -> str | None:
     """What a function calls the cache, or None where it takes none under a known name."""
     parameters = inspect.signature(function).parameters
-    return next((name for name in names if name in parameters), None)
+    return next((name for name in _NAMES if name in parameters), None)
 
 
 def takes_cache(layer: Callable) -> bool:
     """Whether the forward of a layer takes a cache."""
-    return cache_argument(layer, _NAMES_IN_LAYERS) is not None
+    return cache_argument(layer) is not None or _OLD_NAME in inspect.signature(layer).parameters

@@ -74,11 +74,22 @@ class FusedNormNames:
 @dataclass(frozen=True)
 class Loss:
     """Of a model for causal language modelling: the names of the base model, of the linear layer behind it, and of the
-    entry of its config that caps the logits softly, if one does."""
+    entry of its config that caps the logits softly, if one does.
+
+    `arguments` are those of its forward, in their order. Of these the base model is given `positional` by position and
+    `named` under the same names, and with `passes_rest` all that the forward is given beside them; with `asks_for_dict`
+    return_dict=True, too. `output` is the class of what it returns.
+    """
 
     base: str
     head: str
     softcap: str | None = None
+    arguments: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    passes_rest: bool = True
+    asks_for_dict: bool = False
+    output: type | None = None
 
 
 # Kinds by the end of a class's name, where what it computes does not say it: of models and experts, which are known by

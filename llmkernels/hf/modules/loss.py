@@ -3,12 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from llmkernels.ops import linear_cross_entropy
 from llmkernels.ops._common import _is_transforming
@@ -28,45 +28,36 @@ _LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")  # module and name, 
 
 
 def forward_without_logits(original: Callable, options: Loss) -> Callable:
-    """The forward of a `<prefix>ForCausalLM` that in training, given labels, computes the loss and no logits."""
-    names, cache = _inputs(), cache_name()
+    """The forward of a model for causal language modelling that in training, given labels, computes the loss and no
+    logits."""
+    arguments = {*options.arguments, "return_dict"}
 
     @functools.wraps(original)
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,  # by position; by name it may be another one
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        logits_to_keep=0,
-        **kwargs,
-    ):
-        past = kwargs.pop(cache, past_key_values)
-        values = (input_ids, attention_mask, position_ids, past, inputs_embeds, use_cache)
-        inputs = dict(zip(names, values, strict=True))
+    def forward(self, *args, **kwargs):
+        given = dict(zip(options.arguments, args, strict=False)) | kwargs
+        labels = given.get("labels")
         asked = labels is not None and self.training
-        reason = _why_not_now(self, options, logits_to_keep, kwargs) if asked else None
+        asked = asked and len(given) == len(args) + len(kwargs)  # which are not too many, and none comes twice
+        reason = _why_not_now(self, options, given) if asked else None
         if not asked or reason is not None:
             if asked:
                 count(self, WITHOUT, reason)
-            return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
+            return original(self, *args, **kwargs)
         count(self, OP)
-        kwargs.pop("return_dict", None)
-        outputs, head = getattr(self, options.base)(**inputs, **kwargs), getattr(self, options.head)
+        rest = {name: value for name, value in kwargs.items() if name not in arguments}
+        inputs = {name: given.get(name) for name in options.named}
+        if options.asks_for_dict:
+            inputs["return_dict"] = True
+        if options.passes_rest:
+            inputs |= rest
+        outputs = getattr(self, options.base)(*(given.get(name) for name in options.positional), **inputs)
+        head = getattr(self, options.head)
         softcap = None if options.softcap is None else getattr(self.config, options.softcap)
-        loss = _loss(head, softcap, outputs.last_hidden_state, labels, **kwargs)
-        known = {name: outputs[name] for name in (cache, "hidden_states", "attentions") if name in outputs}
-        return _output(head, softcap, outputs.last_hidden_state, loss, **known)
+        loss = _loss(head, softcap, outputs.last_hidden_state, labels, **rest)
+        known = {name: outputs[name] for name in _outputs() if name in outputs}
+        return _output(options.output, head, softcap, outputs.last_hidden_state, loss, **known)
 
     return forward
-
-
-def _inputs() -> tuple[str, ...]:
-    """The arguments of the base model's forward, in the order in which those of the whole model begin."""
-    return "input_ids", "attention_mask", "position_ids", cache_name(), "inputs_embeds", "use_cache"
 
 
 def why_not(model: nn.Module, options: Loss, at_rest: bool = False) -> str | None:
@@ -90,11 +81,14 @@ def why_not(model: nn.Module, options: Loss, at_rest: bool = False) -> str | Non
     return None
 
 
-def _why_not_now(model: nn.Module, options: Loss, logits_to_keep: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why a call computes its loss from logits, or None."""
-    if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
+def _why_not_now(model: nn.Module, options: Loss, given: dict[str, Any]) -> str | None:
+    """Why a call with these arguments computes its loss from logits, or None."""
+    kept, wants_dict = given.get("logits_to_keep", 0), given.get("return_dict")
+    if not isinstance(kept, int) or kept != 0:
         return "logits_to_keep asks for a part of the logits"
-    if kwargs.get("return_dict") is False:
+    if wants_dict is None and options.asks_for_dict:
+        wants_dict = model.config.return_dict
+    if wants_dict is False:
         return "return_dict=False asks for a tuple"
     return why_not(model, options)
 
@@ -129,10 +123,10 @@ def _loss(
     return loss / (num_items_in_batch.to(loss.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
 
 
-def _output(head: nn.Linear, softcap: float | None, hidden: Tensor, loss: Tensor, **known: Any) -> Any:
+def _output(cls: type, head: nn.Linear, softcap: float | None, hidden: Tensor, loss: Tensor, **known: Any) -> Any:
     if not torch.compiler.is_compiling():
         known["logits"] = _logits(hidden, head.weight, head.bias, softcap)
-    return CausalLMOutputWithPast(loss=loss, **known)
+    return cls(loss=loss, **known)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
@@ -195,18 +189,33 @@ def loss_of(forward: Callable) -> Loss:
     Raises UnknownLayout for any other forward.
     """
     check_origin(forward, ("transformers", "torch"))
-    names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    if names != ["self", *_inputs()[:5], "labels", "use_cache", "logits_to_keep"]:
-        raise UnknownLayout(f"unknown layout of its forward, whose arguments are {names}")
-    base, head, logits = _read(forward, {})
+    parameters = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
+    names = tuple(p.name for p in parameters)
+    defaults = {p.name: p.default for p in parameters}
+    if defaults.pop("logits_to_keep", None) != 0 or "labels" not in names or {*defaults.values()} != {None}:
+        raise UnknownLayout(f"unknown layout of its forward, whose arguments are {[*names]}")
+    found = _read(forward, names, {})
     softcap = None
-    match logits:
-        case Node("mul", (Node("tanh", (Node("div", (Node(plain), cap)),)), same)) if plain == head and cap is same:
+    match found.logits:
+        case Node("mul", (Node("tanh", (Node("div", (Node(plain), cap)),)), same)) if (
+            plain == found.head and cap is same
+        ):
             softcap = member_name(repr(cap), "self.config")
-            base, head, logits = _read(forward, {repr(cap): None})
-    if logits.name != head:
-        raise UnknownLayout(f"its logits are {code_of(logits)}, and linear_cross_entropy has no option for that")
-    return Loss(member_name(base), member_name(head), softcap)
+            found = _read(forward, names, {repr(cap): None})
+    if found.logits.name != found.head:
+        reason = f"its logits are {code_of(found.logits)}, and linear_cross_entropy has no option for that"
+        raise UnknownLayout(reason)
+    return Loss(member_name(found.base), member_name(found.head), softcap, names, *found.inputs, found.output)
+
+
+class _Found(NamedTuple):
+    """The code of the base model and of the head, the logits, what the base model is given and what is returned."""
+
+    base: str
+    head: str
+    logits: Node
+    inputs: tuple[tuple[str, ...], tuple[str, ...], bool, bool]
+    output: type
 
 
 class _LossRecorder(ForwardRecorder):
@@ -215,41 +224,64 @@ class _LossRecorder(ForwardRecorder):
     def __init__(self, members: dict[str, Any]):
         super().__init__(members)
         self.calls: list[str] = []
+        self.base: tuple[str, tuple, dict[str, Any]] | None = None
 
     def called(self, code: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.base is None:
+            self.base = code, args, kwargs
+            outputs = {name: StandIn(self, name) for name in _outputs()}
+            return BaseModelOutputWithPastAndCrossAttentions(self.argument("hidden"), **outputs)
         if code == "self.loss_function":
             args, kwargs = args[3:], dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
+        self.calls.append(self.code_of_call(code, args, kwargs))
+        return super().called(code, args, kwargs)
+
+    def code_of_call(self, code: str, args: tuple, kwargs: dict[str, Any]) -> str:
         named = [f"{name}={self.codes_of(value)}" for name, value in sorted(kwargs.items())]
-        self.calls.append(f"{code}({', '.join([*map(self.codes_of, args), *named])})")
-        if len(self.calls) > 1:
-            return super().called(code, args, kwargs)
-        return BaseModelOutputWithPast(self.argument("hidden"), **{name: StandIn(self, name) for name in _outputs()})
+        return f"{code}({', '.join([*map(self.codes_of, args), *named])})"
 
 
 def _outputs() -> tuple[str, ...]:
-    """What the base model returns, and the whole model, too."""
-    return cache_name(), "hidden_states", "attentions"
+    """What the base model returns, and the whole model, too; the last one only where it has such."""
+    return cache_name(), "hidden_states", "attentions", "cross_attentions"
 
 
 _KEPT = "(getitem(hidden, slice(None, None, None), slice(0, None, None), slice(None, None, None)))"
+_NO_INPUTS = {"labels", "logits_to_keep", "return_dict"}  # of the base model
 
 
-def _read(forward: Callable, members: dict[str, Any]) -> tuple[str, str, Node]:
-    """The code of the base model and of the head, and the logits. Raises UnknownLayout where a forward does more."""
+def _read(forward: Callable, names: tuple[str, ...], members: dict[str, Any]) -> _Found:
+    """What a forward with arguments of these names computes. Raises UnknownLayout where it does more."""
     recorder = _LossRecorder({"self.config.return_dict": True, "self.config.use_return_dict": True} | members)
-    output = recorder.run(forward, **{name: StandIn(recorder, name) for name in (*_inputs(), "more", "labels")})
+    inputs = [name for name in names if name not in _NO_INPUTS]
+    output = recorder.run(forward, **{name: StandIn(recorder, name) for name in (*inputs, "more", "labels")})
     if not isinstance(output, dict):
         raise UnknownLayout(f"unknown layout of its forward, which returns a {type(output).__name__}")
     returned = {name: recorder.codes_of(value) for name, value in output.items()}
-    logits, loss = returned.get("logits"), returned.pop("loss", "")
-    inputs = f"({', '.join(f'{name}={name}' for name in sorted((*_inputs(), 'more')))})"
+    logits, loss = returned.pop("logits", None), returned.pop("loss", "")
     sizes = "self.vocab_size", "self.config.vocab_size"
     losses = [f"self.loss_function(labels=labels, logits={logits}, more=more, vocab_size={size})" for size in sizes]
     match recorder.calls:
-        case [base, head, last] if (
+        case [head, last] if (
             last in losses
             and loss.startswith("self.loss_function(")
-            and returned == {name: name for name in _outputs()} | {"logits": logits}
+            and all(name == value for name, value in returned.items())
+            and returned.keys() >= {*_outputs()[:3]}
         ):
-            return base.removesuffix(inputs), head.removesuffix(_KEPT), recorder.node(output["logits"])
-    raise UnknownLayout(f"unknown layout of its forward, which calls {', '.join(recorder.calls)}")
+            given = _given(recorder, inputs)
+            head = head.removesuffix(_KEPT)
+            return _Found(recorder.base[0], head, recorder.node(output["logits"]), given, type(output))
+    base = [] if recorder.base is None else [recorder.code_of_call(*recorder.base)]
+    raise UnknownLayout(f"unknown layout of its forward, which calls {', '.join([*base, *recorder.calls])}")
+
+
+def _given(recorder: _LossRecorder, inputs: list[str]) -> tuple[tuple[str, ...], tuple[str, ...], bool, bool]:
+    """Which arguments of a forward its base model is given by position and by name, whether it is given the rest, and
+    whether return_dict=True."""
+    code, args, kwargs = recorder.base
+    positional, named = tuple(map(repr, args)), {name: repr(value) for name, value in kwargs.items()}
+    passes_rest = named.pop("more", None) == "more"
+    asks_for_dict = named.pop("return_dict", None) == "True"
+    if not {*positional, *named} <= {*inputs} or any(name != value for name, value in named.items()):
+        raise UnknownLayout(f"unknown layout of its forward, which uses {recorder.code_of_call(code, args, kwargs)}")
+    return positional, tuple(named), passes_rest, asks_for_dict
