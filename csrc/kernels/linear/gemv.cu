@@ -157,14 +157,15 @@ __global__ void __launch_bounds__(32 * (kVectors > 4 ? kGemvMaxSlices : kGemvMax
   for (int stage = 0; stage < a.stages; ++stage) produce(stage);
   // The next kernel may start now. If it started later, its blocks would pile up on the SMs that are done first.
   if (!a.next_starts_at_once) pdl_launch_dependents();
-    // Where K ends within a slice, x is zero. The bytes that no copy fills must be zero too: 0 * NaN is NaN.
+  const int threads = static_cast<int>(blockDim.x * blockDim.y), thread = warp * 32 + lane;
+  // Where K ends within a slice, x is zero. The bytes that no copy fills must be zero too: 0 * NaN is NaN.
 #pragma unroll 1
   for (int at = slice_bytes + 16 * lane; at < kSliceBytes; at += 512) {
 #pragma unroll 1
     for (int row = 0; row < a.stages * kStageRows; ++row) *reinterpret_cast<uint4*>(ring + row * kSliceBytes + at) = {};
   }
   __syncwarp();
-  const int threads = static_cast<int>(blockDim.x * blockDim.y), thread = warp * 32 + lane;
+  // The sums of a row are added in whole vectors, so those beyond the slices are zero.
   const int block_rows = a.glu ? 2 * block_columns : block_columns;
 #pragma unroll 1
   for (int slice_beyond = a.slices; slice_beyond < a.pitch; ++slice_beyond) {
