@@ -100,6 +100,9 @@ class _Reader:
             raise UnknownLayout(
                 f"adds what {_said(summands[0])} makes to the residual stream, which begins with nothing"
             )
+        tables = {node.args[1].name for node in starts if node.kind == "embedding"}
+        if len(tables) > 1:
+            raise UnknownLayout("adds embeddings of positions to those of tokens")
         if len(starts) > 1:
             raise UnknownLayout(f"has a residual stream that begins with {len(starts)} tensors")
         terms = [node for node in summands if node is not starts[0]]
