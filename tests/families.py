@@ -246,14 +246,20 @@ FAMILIES = {
 
 @dataclass
 class Expected:
-    """What runs of a family, as a table of docs/models.md has it. `no_step` is why it has no decode step."""
+    """What runs of a family, as a table of docs/models.md has it. `no_step` is why it has no decode step; `or_else` why
+    not with another transformers, whose class for it computes the same in another way."""
 
     title: str
     ops: dict  # of one forward, with an image if it takes one, and how often each
     no_step: str = ""
+    or_else: str = ""
+
+    def explains(self, reason: str) -> bool:
+        return any(each in reason for each in (self.no_step, self.or_else) if each)
 
 
 _OWN_ATTENTION = "attends without the function that its config names"
+_OWN_ROTATION = "a rotation that has no kernel"
 
 EXPECTED = {
     "llama": Expected("Llama", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2}),
@@ -294,8 +300,8 @@ EXPECTED = {
         "GPT-BigCode, StarCoder", {"layer_norm": 5, "bias_gelu": 2}, "adds embeddings of positions to those of tokens"
     ),
     "gpt_neo": Expected("GPT-Neo", {"layer_norm": 3, "add_layer_norm": 2, "bias_gelu": 2}, _OWN_ATTENTION),
-    "gptj": Expected("GPT-J", {"layer_norm": 3, "bias_gelu": 2}, _OWN_ATTENTION),
-    "codegen": Expected("CodeGen", {"layer_norm": 3, "bias_gelu": 2}, "an unknown layout"),
+    "gptj": Expected("GPT-J", {"layer_norm": 3, "bias_gelu": 2}, _OWN_ATTENTION, _OWN_ROTATION),
+    "codegen": Expected("CodeGen", {"layer_norm": 3, "bias_gelu": 2}, "an unknown layout", _OWN_ROTATION),
     "opt": Expected("OPT", {"layer_norm": 5}, "no norm behind its layers"),
     "bloom": Expected("BLOOM", {"layer_norm": 6}, _OWN_ATTENTION),
     "mpt": Expected("MPT", {"layer_norm": 5}, _OWN_ATTENTION),
