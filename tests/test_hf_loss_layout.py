@@ -8,7 +8,6 @@ import llmkernels
 from families import family_model
 from hf_models import assert_close, tiny_inputs, tiny_model
 from llmkernels.hf.classes.cache_name import cache_name
-from llmkernels.hf.classes.options import Loss
 from llmkernels.hf.errors import UnknownLayout
 from llmkernels.hf.modules.loss import loss_of
 
@@ -49,20 +48,20 @@ def capped(by, name="cap"):
 
 
 @pytest.mark.parametrize(
-    ("change", "options"),
+    ("change", "names"),
     [
-        (("first", "first"), Loss("first", "second")),
-        (("first", "body"), Loss("body", "second")),
-        (("outputs.last_hidden_state", "outputs[0]"), Loss("first", "second")),
-        (("self.config.vocab_size", "self.vocab_size"), Loss("first", "second")),
-        (("logits=logits, labels=labels, vocab", "logits, labels, vocab"), Loss("first", "second")),
-        (capped("torch.tanh(logits / CAP) * CAP"), Loss("first", "second", "cap")),
-        (capped("CAP * (logits / CAP).tanh()", "limit"), Loss("first", "second", "limit")),
+        (("first", "first"), ("first", "second", None)),
+        (("first", "body"), ("body", "second", None)),
+        (("outputs.last_hidden_state", "outputs[0]"), ("first", "second", None)),
+        (("self.config.vocab_size", "self.vocab_size"), ("first", "second", None)),
+        (("logits=logits, labels=labels, vocab", "logits, labels, vocab"), ("first", "second", None)),
+        (capped("torch.tanh(logits / CAP) * CAP"), ("first", "second", "cap")),
+        (capped("CAP * (logits / CAP).tanh()", "limit"), ("first", "second", "limit")),
     ],
 )
-def test_forwards(change, options):
+def test_forwards(change, names):
     found = loss_of(forward_with(change))
-    assert (found.base, found.head, found.softcap) == (options.base, options.head, options.softcap)
+    assert (found.base, found.head, found.softcap) == names
 
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", cache_name(), "inputs_embeds", "use_cache")
@@ -76,7 +75,13 @@ INPUTS = ("input_ids", "attention_mask", "position_ids", cache_name(), "inputs_e
         ([("use_cache=use_cache, **kwargs", "use_cache=use_cache")], (), INPUTS, False, False),
         ([("use_cache=use_cache, **kwargs", "use_cache=use_cache, return_dict=True")], (), INPUTS, False, True),
         ([(", use_cache=use_cache, **kwargs", ", **kwargs")], (), INPUTS[:5], True, False),
-        ([("use_cache=None", "kind=None, use_cache=None"), ("**kwargs\n", "kind=kind\n")], (), (*INPUTS, "kind"), 0, 0),
+        (
+            [("use_cache=None", "kind=None, use_cache=None"), ("**kwargs\n", "kind=kind\n")],
+            (),
+            (*INPUTS, "kind"),
+            False,
+            False,
+        ),
     ],
 )
 def test_what_the_base_is_given(changes, positional, named, passes_rest, asks_for_dict):

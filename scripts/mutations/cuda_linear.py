@@ -61,7 +61,7 @@ CUDA_LINEAR = [
     ),
     Mutation(
         "cuda_gemv_adds_what_no_warp_wrote",
-        "the places behind the sums of a row's slices, which are added with them, hold whatever memory has",
+        "the places behind the sums of a row's slices, which are added with them, are not zero",
         "csrc/kernels/linear/gemv.cu",
         "sums[row * a.pitch + slice_beyond] = 0.f;",
         "sums[row * a.pitch + slice_beyond] = NAN;",

@@ -210,8 +210,8 @@ cudaError_t dispatch_activation(Activation activation, Body&& body) {
   return cudaErrorInvalidValue;
 }
 
-// The same on the device, for an activation that is an option of an epilogue. By comparisons: a switch jumps by a table
-// in constant memory, which weights that stream by have evicted from the caches. A token takes up to 0.6 % longer.
+// The same on the device, for an activation that is an option of an epilogue. By comparisons: of a switch nvcc makes a
+// jump by a table in constant memory, with which the linears of a token by gemv take 0.1 to 0.7 % longer on an H200.
 template <typename Body>
 __device__ void dispatch_on_device(Activation activation, Body&& body) {
   if (activation == Activation::kSilu) return body(Silu{});

@@ -83,13 +83,13 @@ class Loss:
 
     base: str
     head: str
-    softcap: str | None = None
-    arguments: tuple[str, ...] = ()
-    positional: tuple[str, ...] = ()
-    named: tuple[str, ...] = ()
-    passes_rest: bool = True
-    asks_for_dict: bool = False
-    output: type | None = None
+    softcap: str | None
+    arguments: tuple[str, ...]
+    positional: tuple[str, ...]
+    named: tuple[str, ...]
+    passes_rest: bool
+    asks_for_dict: bool
+    output: type
 
 
 # Kinds by the end of a class's name, where what it computes does not say it: of models and experts, which are known by
