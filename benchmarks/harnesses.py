@@ -1,21 +1,26 @@
 """Whole calls by what others have built around a model, patched and not, in turn: pipelines, several chats at once,
-continuous batching, and lm-evaluation-harness, where it is installed.
+continuous batching, transformers' server, and, where they are installed, lm-evaluation-harness and TRL.
 
 The words of a tokenizer made for it are w0, w1, ...; prompts are words at random.
 """
 
 import random
+import socket
+import tempfile
 import threading
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
 
-from benchmarks import timing, variants
+from benchmarks import timing, training, variants
 from benchmarks.cases import OURS
 from benchmarks.forward import Bench
-from benchmarks.models import QWEN
+from benchmarks.models import QWEN, SMALL_CONFIG, with_random_weights
 from benchmarks.run import Run
 
 WORDS = 1000
@@ -25,6 +30,7 @@ CHATS = 4  # at once
 REQUESTS, CONTINUED = 64, 8  # of log-likelihoods, by so many words at most
 PAGES, CHUNK = 512, 256  # of continuous batching: blocks of memory, tokens of a step
 ROUNDS, SAMPLES = 4, 2
+GROUPS, STEPS = 2, 2  # of GRPO: prompts of a batch, and batches of a call
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
 Call = Callable[[], object]
@@ -53,22 +59,24 @@ class Harnesses(Bench):
             "continuous_batching": self.continuous_batching,
             "lm_eval_likelihoods": self.likelihoods,
             "lm_eval_generation": self.generation,
+            "server": self.server,
+            "grpo": self.grpo,  # the last, since the model has adapters from then on
         }
         return [row for op, make in calls.items() for row in self.rows_of(op, make)]
 
-    @torch.no_grad()
     def rows_of(self, op: str, make: Callable[[], Call]) -> list[dict]:
         self.run.begin(op)
-        try:
-            call = make()
-        except ImportError as problem:
-            self.run.warn(op, problem)
-            return []
-        samples: dict[str, list[float]] = {name: [] for name in self.variants}
-        for name in timing.in_turn(list(samples), 1 if self.run.small else ROUNDS):
-            with self.variants[name](self.model), timing.garbage_collection_paused():
-                call()
-                samples[name] += [self.timed(call)[0] for _ in range(1 if self.run.small else SAMPLES)]
+        with ExitStack() as self.opened:
+            try:
+                call = make()
+            except ImportError as problem:
+                self.run.warn(op, problem)
+                return []
+            samples: dict[str, list[float]] = {name: [] for name in self.variants}
+            for name in timing.in_turn(list(samples), 1 if self.run.small else ROUNDS):
+                with self.variants[name](self.model), timing.garbage_collection_paused():
+                    call()
+                    samples[name] += [self.timed(call)[0] for _ in range(1 if self.run.small else SAMPLES)]
         return self.rows({"op": op, "batch": self.count}, samples)
 
     def pipeline(self) -> Call:
@@ -118,6 +126,68 @@ class Harnesses(Bench):
         options = {"until": ["w5 w5 w5"], "max_gen_toks": self.new, "do_sample": False}
         requests = instances("generate_until", [(text, options) for text in self.texts])
         return lambda: harness.generate_until(requests, disable_tqdm=True)
+
+    def server(self) -> Call:
+        """Requests to `transformers serve`, one after the other: its model is a small one until it is this one."""
+        for name in ("fastapi", "uvicorn", "openai"):
+            __import__(name)
+        import requests
+        from transformers.cli.serve import Serve
+
+        folder = self.opened.enter_context(tempfile.TemporaryDirectory())
+        with_random_weights(SMALL_CONFIG, torch.device("cpu")).save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        server = Serve(force_model=folder, device=str(self.device), port=port, non_blocking=True, log_level="error")
+        self.opened.callback(server.kill_server)
+        (loaded,) = server._model_manager.loaded_models.values()
+        loaded.model, loaded.processor = self.model, self.tokenizer
+        while not server.server.started:
+            time.sleep(0.05)
+
+        def ask(text: str) -> None:
+            options = {"prompt": text, "max_tokens": self.new, "temperature": 0.0}
+            answer = requests.post(f"http://localhost:{port}/v1/completions", json={"model": folder, **options})
+            answer.raise_for_status()
+
+        return lambda: [ask(text) for text in self.texts]
+
+    def grpo(self) -> Call:
+        """Steps of GRPO by TRL, of low-rank adapters: rollouts, their log-likelihoods, and gradients.
+
+        A call makes its trainer, which takes the model's forward and puts its own in the place: patched before that.
+        """
+        import datasets
+        import trl
+
+        def distinct_words(completions: list[str], **_) -> list[float]:
+            return [float(len(set(completion.split()))) for completion in completions]
+
+        rollouts = max(2, self.count // GROUPS)
+        config = trl.GRPOConfig(
+            self.opened.enter_context(tempfile.TemporaryDirectory()),
+            per_device_train_batch_size=self.count,
+            num_generations=rollouts,
+            max_completion_length=self.new,
+            max_steps=STEPS,
+            bf16=False,  # its autocast: the model is of bfloat16
+            use_cpu=self.device.type == "cpu",
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        prompts = datasets.Dataset.from_dict({"prompt": self.texts})
+        model = training.with_adapters(self.model)
+        if OURS in self.variants:
+            self.variants[OURS] = partial(variants.llmkernels, training=True)
+
+        def call():
+            trl.GRPOTrainer(model, distinct_words, config, prompts, processing_class=self.tokenizer).train()
+            vars(self.model).pop("forward", None)
+
+        return call
 
 
 def instances(kind: str, arguments: list[tuple]) -> list:

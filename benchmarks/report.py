@@ -17,7 +17,9 @@ from benchmarks.models import QWEN
 console = Console(width=None if os.isatty(1) else 170, highlight=False)
 
 STEPS = ("decode", "beams", "lookup", "sampling", "chat", "assisted")  # whose time is that of a token
-HARNESSES = ("pipeline", "chats", "continuous_batching", "lm_eval_likelihoods", "lm_eval_generation")
+HARNESSES = (
+    "pipeline", "chats", "continuous_batching", "lm_eval_likelihoods", "lm_eval_generation", "server", "grpo",
+)  # fmt: skip
 CALLS = ("prefill", "first_token", "train_step", *HARNESSES)  # whose time is that of all
 MEASUREMENT = ("provider", "time_us", "time_us_p10", "time_us_p90")
 CASE_KEYS = (
