@@ -197,6 +197,7 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     yield call("lora_linear", x, w, a, b, w_bias, *options)
     yield call("lora_linear", x, w, a, b, None, *options)
     yield call("add_lora", residual, x, a, b, *options)
+    yield call("add_adapters_", residual, x, [a, a[:5]], [b, b[:-3, :5].contiguous()], [0, 3], [0.7, -2.0])
     _, *parts = torch.ops.llmkernels.add_lora(residual, x, a, b, *options)
     yield call("lora_linear_backward", residual, x, w, a, b, *parts, *options, True, True, True)
 

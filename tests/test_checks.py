@@ -62,8 +62,9 @@ def error_of(function, *args) -> tuple[type, str]:
     return caught.type, str(caught.value)
 
 
-# A longer last dimension fits what has none of its size prescribed; there it is another dimension too many.
-_ANY_LAST = {("decode_attention", "block_table"), ("rope_kv_write", "block_table"),
+# A longer last dimension fits what has none of its size prescribed, or may have more columns; there it is another
+# dimension too many.
+_ANY_LAST = {("add_adapters_", "y"), ("decode_attention", "block_table"), ("rope_kv_write", "block_table"),
              ("rope_decode_attention", "block_table")}  # fmt: skip
 
 

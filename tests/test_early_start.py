@@ -16,6 +16,7 @@ _op = torch.ops.llmkernels
 NEVER = "a launch of a decode step may read it early"
 # Of each op that writes an argument: may it let the next kernel start early, and why?
 WRITERS = {
+    "add_adapters_": "what is added to is never read early",
     "adam_": NEVER,
     "clip_grads_": "gradients are never read early",
     "cross_entropy_": "logits are never read early",

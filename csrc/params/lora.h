@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "dtype.h"
+
 namespace llmk {
 
 // A float32 matrix as the sum of two of bfloat16, each number x as its upper part bf16(x) and its lower part
@@ -34,6 +36,26 @@ struct LoraSplits {
 };
 struct LoraSums {
   LoraSum first, second;
+};
+
+// y[:, begin : begin + n] += scaling (x A^T) B^T
+struct LoraAdapter {
+  const void *a, *b;  // [rank, K], [n, rank], contiguous
+  int64_t begin, n, rank;
+  double scaling;
+};
+
+// Adapters of one product, whose columns of y are apart.
+struct LoraAdapters {
+  static constexpr int kMax = 8;
+
+  const void* x;  // [rows, k]
+  void* y;        // in the dtype of x
+  float* sums;    // on a GPU: [rows, ranks of all], contiguous
+  int64_t rows, k, x_stride, y_stride;
+  Dtype factors;  // that of A and B: that of x, or float32
+  int count;
+  LoraAdapter adapters[kMax];
 };
 
 }  // namespace llmk

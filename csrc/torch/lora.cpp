@@ -10,7 +10,11 @@
 //
 // that is 5 and 8 launches, if cuBLAS takes one per product. Where they are not split, h is not scaled, but its product
 // with B is.
+//
+// add_adapters_, for the few rows of a decode step: all adapters of a product, by kernels of ours.
 #include "cpu/lora.h"
+
+#include <algorithm>
 
 #include "backend.h"
 #include "matrix.h"
@@ -23,6 +27,9 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 using MaybeTensor = std::optional<Tensor>;
+using List = std::vector<Tensor>;
+
+constexpr const char* kAddAdapters = "add_adapters_";
 
 struct Adapter {
   const char* op;
@@ -323,7 +330,105 @@ std::tuple<Tensor, Tensor, Tensor> lora_linear_backward(const Tensor& grad_y, Ma
   return {grads.x, grads.a, grads.b};
 }
 
+// Whether an adapter can be one of `adapters` in a launch: there is room, and no other one has one of its columns.
+bool fits(const LoraAdapters& adapters, const LoraAdapter& adapter) {
+  const auto* const end = adapters.adapters + adapters.count;
+  return adapters.count < LoraAdapters::kMax && std::none_of(adapters.adapters, end, [&](const LoraAdapter& other) {
+           return adapter.begin < other.begin + other.n && other.begin < adapter.begin + adapter.n;
+         });
+}
+
+void add_adapters(const LoraAdapters& params, Dtype dtype, const Tensor& like) {
+  int64_t work = 0, ranks = 0;
+  for (int i = 0; i < params.count; ++i) {
+    work += params.adapters[i].rank * (params.k + params.adapters[i].n);
+    ranks += params.adapters[i].rank;
+  }
+  LoraAdapters adapters = params;
+  std::optional<Tensor> sums;
+  if (like.is_cuda()) {
+    sums = empty({params.rows, ranks}, ScalarType::Float, like);
+    adapters.sums = static_cast<float*>(sums->mutable_data_ptr());
+  }
+  on_device(kAddAdapters, like,
+            LLMK_CUDA_ONLY([&](auto stream) { return kernels::lora_adapters(adapters, dtype, stream); }), [&] {
+              parallel_for(adapters.rows, work,
+                           [&](int64_t begin, int64_t end) { cpu::lora_adapters(adapters, dtype, begin, end); });
+            });
+}
+
+void add_adapters_(const Tensor& y, const Tensor& x, const List& lora_a, const List& lora_b,
+                   const std::vector<int64_t>& begins, const std::vector<double>& scalings) {
+  constexpr const char* op = kAddAdapters;
+  const Argument out{"y", y, Access::kWrite}, model{"x", x};
+  std::vector<Argument> arguments{out, model};
+  const size_t count = lora_a.size();
+  LLMK_CHECK(lora_b.size() == count, op, "lora_b must have one tensor per tensor of lora_a (", count, "), got ",
+             lora_b.size());
+  LLMK_CHECK(begins.size() == count, op, "begins must have one number per tensor of lora_a (", count, "), got ",
+             begins.size());
+  LLMK_CHECK(scalings.size() == count, op, "scalings must have one number per tensor of lora_a (", count, "), got ",
+             scalings.size());
+  for (size_t i = 0; i < count; ++i) {
+    const auto index = static_cast<int64_t>(i);
+    arguments.push_back({Name("lora_a", index), lora_a[i]});
+    arguments.push_back({Name("lora_b", index), lora_b[i]});
+  }
+  check_tensors(op, arguments.data(), arguments.size());
+  check_rows(op, out);
+  check_rows(op, model);
+  check_dtype(op, model, out);
+  const Dtype dtype = to_dtype(op, out);
+  const int64_t k = last_size(x), n = last_size(y);
+  const std::vector<int64_t> sizes = with_last(x, n);
+  LLMK_CHECK(y.sizes().equals(sizes), op, "y must have shape ", text(sizes), ", got ", shape(y));
+  LLMK_CHECK(y.is_contiguous(), op, "y must be contiguous, got shape ", shape(y), " with strides ", text(y.strides()));
+  for (size_t i = 0; i < count; ++i) {
+    const Argument &a = arguments[2 + 2 * i], &b = arguments[3 + 2 * i];
+    LLMK_CHECK(a->dim() == 2 && a->size(1) == k, op, a.name, " must have shape [r, ", k, "] (x.size(-1)), got ",
+               shape(*a));
+    LLMK_CHECK(b->dim() == 2 && b->size(1) == a->size(0), op, b.name, " must have shape [N, ", a->size(0), "] (",
+               a.name, ".size(0)), got ", shape(*b));
+    LLMK_CHECK(
+        a->scalar_type() == x.scalar_type() || (a->scalar_type() == ScalarType::Float && dtype != Dtype::kFloat64), op,
+        a.name, " must be ", name(x.scalar_type()), " as x, or Float beside 16 bits, got ", name(a->scalar_type()));
+    check_dtype(op, a, arguments[2]);
+    check_dtype(op, b, a);
+    for (const Argument& factor : {a, b}) {
+      LLMK_CHECK(factor->is_contiguous(), op, factor.name, " must be contiguous, got shape ", shape(*factor),
+                 " with strides ", text(factor->strides()));
+    }
+    LLMK_CHECK(begins[i] >= 0 && begins[i] + b->size(0) <= n, op, "begins[", i, "] must be from 0 to ", n - b->size(0),
+               " (y.size(-1) - ", b.name, ".size(0)), got ", begins[i]);
+    check_finite(op, "scalings", scalings[i]);
+  }
+  if (is_meta(y) || y.numel() == 0) return;
+  const Rows rows = as_rows(x);
+  LoraAdapters adapters{.x = rows.data(),
+                        .y = y.mutable_data_ptr(),
+                        .sums = nullptr,
+                        .rows = rows.rows,
+                        .k = k,
+                        .x_stride = rows.stride,
+                        .y_stride = n,
+                        .factors = count ? to_dtype(op, arguments[2]) : dtype,
+                        .count = 0,
+                        .adapters = {}};
+  for (size_t i = 0; i < count; ++i) {
+    const Tensor &a = lora_a[i], &b = lora_b[i];
+    if (a.size(0) == 0 || b.size(0) == 0) continue;
+    const LoraAdapter adapter{a.const_data_ptr(), b.const_data_ptr(), begins[i], b.size(0), a.size(0), scalings[i]};
+    if (!fits(adapters, adapter)) {
+      add_adapters(adapters, dtype, y);
+      adapters.count = 0;
+    }
+    adapters.adapters[adapters.count++] = adapter;
+  }
+  if (adapters.count) add_adapters(adapters, dtype, y);
+}
+
 void register_ops(StableLibrary& ops) {
+  ops.impl(kAddAdapters, TORCH_BOX(&add_adapters_));
   implement_differentiable(ops, "lora_linear", TORCH_BOX(&lora_linear));
   implement_differentiable(ops, "add_lora", TORCH_BOX(&add_lora));
   ops.impl("lora_linear_backward", TORCH_BOX(&lora_linear_backward));

@@ -236,6 +236,10 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
       "Tensor a_parts, Tensor b_parts, float scaling, bool split, bool needs_x, bool needs_a, bool needs_b) -> "
       "(Tensor grad_x, Tensor grad_a, Tensor grad_b)");
 
+  // y[:, begin : begin + N] += scaling (x lora_a^T) lora_b^T for each adapter
+  ops.def(
+      "add_adapters_(Tensor(a!) y, Tensor x, Tensor[] lora_a, Tensor[] lora_b, int[] begins, float[] scalings) -> ()");
+
   // optim.cpp; lists with an entry per parameter. `lr` replaces lr_value; with a `grad_norm` gradients are clipped to
   // max_norm; `counter` is 0 before and after; with a `rounding_seed` parameters of 16 bits are rounded at random, by
   // numbers of (seed, step, index)

@@ -238,6 +238,7 @@ def _add_backward(ctx, grad_y, *_parts):
     )
 
 
+register_fake("add_adapters_", lambda *arguments, **named: None, overloads=("",))
 register_autograd("lora_linear", _linear_backward, _setup)
 register_autograd("add_lora", _add_backward, _setup_add)
 for _name in ("lora_linear", "add_lora", "lora_linear_backward"):

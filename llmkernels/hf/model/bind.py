@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Distrust, UnknownLayout
+from .adapted import added_to, base_of, is_adapted
 from .description import Attention, Description, Norm, Product, with_fields
 from .observe import CONFIG, Number
 from .reference import ExpectedModule, Reference, layer_kinds
@@ -84,14 +85,23 @@ class _Binder:
         parents = [path.name.removesuffix(".weight") for path in product.weights]
         are_linear = all(type(_at(self._expected.model, self._rename(name))) is nn.Linear for name in parents)
         weights = tuple(self._tensor_or_module(path.name, are_linear) for path in product.weights)
+        modules = [self._outer(name) for name in parents]
         if not are_linear:
+            if (with_adapters := next(filter(is_adapted, modules), None)) is not None:
+                raise Distrust(with_adapters, "{} has adapters, and is no linear layer of torch's")
             return Product(weights, self.bound(product.biases))
         owners = [_at(self._model, self._rename(name)) for name in parents]
         biases = [owner._parameters["bias"] for owner in owners if owner._parameters["bias"] is not None]
         if len(biases) not in (0, len(owners)):
             block = _at(self._model, self._rename(parents[0].rpartition(".")[0]))
             raise Distrust(block, "only some of the products of {} have a bias")
-        return Product(weights, tuple(biases))
+        adapters = added_to(modules, [len(weight) for weight in weights])
+        return Product(weights, tuple(biases), adapters=adapters)
+
+    def _outer(self, path: str) -> nn.Module:
+        """A module with its adapters."""
+        parent, _, name = self._rename(path).rpartition(".")
+        return _at(self._model, parent)._modules[name]
 
     def _factor(self, factor: Factor) -> float | Tensor:
         """A tensor only where it is all that there is: reading it would wait for the device."""
@@ -127,7 +137,7 @@ def _sizes(shape: torch.Size) -> str:
 
 def _at(model: nn.Module, path: str) -> nn.Module:
     for name in path.split(".") if path else ():
-        model = model._modules[name]
+        model = base_of(model._modules[name])
     return model
 
 

@@ -29,15 +29,26 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """s (x A^T) B^T, which is added to the columns of a product from `begin` on."""
+
+    a: Tensor
+    b: Tensor
+    begin: int
+    scaling: float
+
+
+@dataclass(frozen=True)
 class Product:
     """x W^T + b with the rows of `weights` one below the other. `weight` and `bias` are those rows, once packed. With a
-    `scale` of each row, float32 (N, 1), `weight` is float8_e4m3fn."""
+    `scale` of each row, float32 (N, 1), `weight` is float8_e4m3fn. `adapters` are added to it."""
 
     weights: tuple[nn.Parameter, ...]
     biases: tuple[nn.Parameter, ...] = ()
     weight: Tensor | None = None
     bias: Tensor | None = None
     scale: Tensor | None = None
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def groups(self) -> list[tuple[nn.Parameter, ...]]:
@@ -192,7 +203,8 @@ def map_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(node, Tensor):
         return change(node)
     if isinstance(node, Product):
-        return Product((), (), *(None if x is None else change(x) for x in (node.weight, node.bias, node.scale)))
+        tensors = (None if x is None else change(x) for x in (node.weight, node.bias, node.scale))
+        return Product((), (), *tensors, map_tensors(node.adapters, change))
     return with_fields(node, lambda item: map_tensors(item, change))
 
 
@@ -200,7 +212,7 @@ def tensors_and_numbers(node: Any) -> Iterator[Any]:
     """All tensors and numbers of a description. Not the modules and functions, nor the parameters that a packed product
     stands for."""
     if isinstance(node, Product):
-        yield from (node.weight, node.bias, node.scale)
+        yield from (node.weight, node.bias, node.scale, *tensors_and_numbers(node.adapters))
     elif (items := fields_of(node)) is not None:
         for item in items:
             yield from tensors_and_numbers(item)

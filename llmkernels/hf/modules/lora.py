@@ -62,6 +62,25 @@ def forward_by_op(original: Callable) -> Callable:
     return forward
 
 
+def added_by(layer: nn.Module) -> dict[str, Adapter]:
+    """The adapters that a layer adds to its base, by name: none where they are merged into it, or disabled. Raises
+    NotPlain where it does something else."""
+    members = vars(layer)
+    try:
+        disabled, merged = members["_disable_adapters"], members["merged_adapters"]
+        if disabled and merged:
+            raise NotPlain("its merged adapters are disabled: a call takes them out of the weight")
+        if disabled or merged:
+            return {}
+        adapters = _adapters_by_name(layer)
+    except KeyError as missing:
+        raise NotPlain(f"it is of an unknown layout, without {missing}") from None
+    for adapter in adapters.values():
+        if adapter.dropout.training and type(adapter.dropout) is nn.Dropout and adapter.dropout.p > 0:
+            raise NotPlain("its dropout draws random numbers")
+    return adapters
+
+
 def why_not(layer: nn.Module) -> str | None:
     """Why a layer runs PEFT's own forward for now, or None."""
     try:
@@ -77,21 +96,26 @@ def _active_adapters(layer: nn.Module) -> list[Adapter]:
         raise NotPlain("its lora_A and lora_B have to be called: there are hooks on all modules")
     try:
         members = layer.__dict__
-        modules = members["_modules"]
         if members["_disable_adapters"]:
             raise NotPlain("its adapters are disabled")
         if members["merged_adapters"]:
             raise NotPlain("its adapters are merged")
-        if not members["cast_input_dtype_enabled"]:
-            raise NotPlain("it was told not to cast its input")
-        all_a, active = modules["lora_A"]._modules, members["_active_adapter"]
-        names = (active,) if isinstance(active, str) else active
-        adapters = [_adapter(members, modules, name) for name in names if name in all_a]
+        adapters = [*_adapters_by_name(layer).values()]
     except KeyError as missing:
         raise NotPlain(f"it is of an unknown layout, without {missing}") from None
     if not adapters:
         raise NotPlain("none of its adapters is active")
     return adapters
+
+
+def _adapters_by_name(layer: nn.Module) -> dict[str, Adapter]:
+    """The active ones."""
+    members = layer.__dict__
+    if not members["cast_input_dtype_enabled"]:
+        raise NotPlain("it was told not to cast its input")
+    modules, active = members["_modules"], members["_active_adapter"]
+    all_a, names = modules["lora_A"]._modules, (active,) if isinstance(active, str) else active
+    return {name: _adapter(members, modules, name) for name in names if name in all_a}
 
 
 def _adapter(members: dict, modules: dict, name: str) -> Adapter:

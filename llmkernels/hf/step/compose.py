@@ -137,7 +137,8 @@ class _Reader(NamedTuple):
 
 
 def _reader(norm: Norm | None, product: Product, adds: bool, gated: bool = False) -> _Reader:
-    adds = adds and product.scale is None and (norm is None or norm.options.kind == "rms_norm")
+    plain = product.scale is None and not product.adapters
+    adds = adds and plain and (norm is None or norm.options.kind == "rms_norm")
     return _Reader(norm, product, adds, gated)
 
 
@@ -254,8 +255,11 @@ def _add(hidden: Tensor, y: Tensor | Quantized, branch: Branch, following: _Read
         return hidden, Source(hidden, norm)
     if product.scale is not None:
         return _sum(hidden, _last(y, branch, product, hidden.dtype), norm)
+    if product.adapters:
+        y = _last(y, branch, product, hidden.dtype)
+        return _sum(hidden, y if branch.multiplier == 1 else _ops.scale_softcap(y, branch.multiplier, 0), norm)
     y = normalize(y, branch.inner)
-    if norm is None or norm.options.kind != "rms_norm":
+    if norm is None or norm.options.kind != "rms_norm" or following.product.adapters:
         _ops.linear_add_(hidden, y, product.weight, product.bias, branch.multiplier, True)
         return hidden, Source(hidden, norm)
     weights = product.weight, product.bias, following.product.weight, norm.weight
@@ -265,6 +269,8 @@ def _add(hidden: Tensor, y: Tensor | Quantized, branch: Branch, following: _Read
 
 def _last(y: Tensor | Quantized, branch: Branch, product: Product, dtype: torch.dtype) -> Tensor:
     """The last product of a branch."""
+    if product.adapters:
+        return Source(y, branch.inner).linear(product)
     if product.scale is None:
         return _ops.linear(normalize(y, branch.inner), product.weight, product.bias, True)
     return fp8_linear(y if isinstance(y, Quantized) else Source(y, branch.inner).quantized(), product, dtype)

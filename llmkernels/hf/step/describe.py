@@ -8,6 +8,7 @@ calls, and nothing may compute otherwise.
     proof.py       the template of it: a small model of the same class and config computes what it says
 """
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
@@ -140,9 +141,10 @@ def packed(parts: Description) -> Description:
             return None
         return parameters[0] if len(parameters) == 1 else packing.packed(parameters)
 
-    return with_products(
-        parts, lambda product: Product(product.weights, product.biases, tensor(product.weights), tensor(product.biases))
-    )
+    def with_tensors(product: Product) -> Product:
+        return dataclasses.replace(product, weight=tensor(product.weights), bias=tensor(product.biases))
+
+    return with_products(parts, with_tensors)
 
 
 def check_packable(parts: Description) -> None:

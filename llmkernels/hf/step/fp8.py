@@ -49,6 +49,8 @@ def obstacle(parts: Description) -> str | None:
     if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
         found, least = (".".join(map(str, numbers)) for numbers in (capability, _LEAST_CAPABILITY))
         return f"the GPU has compute capability {found}, and products of FP8 need {least}"
+    if any(product.adapters for product, _ in _products(parts)):
+        return "the weights have adapters beside them"
     if any(parameter.is_inference() for product, _ in _products(parts) for parameter in _parameters(product)):
         return "a weight was made in inference mode, where PyTorch does not count changes"
     return None

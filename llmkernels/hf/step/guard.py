@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..classes.origin import Entry, asked_of_origin, check_origin, entry
 from ..errors import Distrust, NoStep, UnknownLayout
-from ..model import trust
+from ..model import adapted, trust
 from ..model.reference import ExpectedModule, Reference, attention_function, attention_scope, reference
 from ..model.trust import Inspection, calls_only_its_class, hooks_do_nothing
 from ..modules.replaced import library_class
@@ -32,6 +32,7 @@ def inspect_all(model: nn.Module, root: ExpectedModule) -> nn.Module | None:
     config = model.config
 
     def visit(module: nn.Module, part: ExpectedModule) -> None:
+        module = adapted.inspect(module, inspection)
         members = inspection.module(module, part.spec)
         modules = members["_modules"]
         if members.get("config", config) is not config:
@@ -56,13 +57,24 @@ class _Tree(Lists):
         super().__init__(model)
         self.classes: dict[type, None] = {}
         self.hooked: list[str] = []  # modules with hooks, or with a forward set on them, that do nothing now
+        self.adapted: list[nn.Module] = []
         self._add(model, root, 0, "")
 
     def _add(self, module: nn.Module, part: ExpectedModule, index: int, path: str) -> None:
+        if adapted.is_adapted(module):
+            self._add_adapted(module, part, index, path)
+            return
+        members, children = self._add_itself(module, index, path)
+        self.equal += [(index, name, members.get(name)) for name in (*dict(part.spec.numbers), *part.read)]
+        for name, part_of_it in part.parts.items():
+            child = members["_modules"][name]
+            self._add(child, part_of_it, self.node(children, name, child), f"{path}.{name}".lstrip("."))
+
+    def _add_itself(self, module: nn.Module, index: int, path: str) -> tuple[dict[str, Any], int]:
+        """Returns the module's members, and the node of its children."""
         members = vars(module)
         self.classes[type(module)] = None
         self.same += [(index, name, members[name]) for name in ("training", "config") if name in members]
-        self.equal += [(index, name, members.get(name)) for name in (*dict(part.spec.numbers), *part.read)]
         self.equal += [(index, *entry) for entry in trust.of_training(members)]
         for kind in _TENSORS:
             place = self.node(index, kind, members[kind])
@@ -71,10 +83,21 @@ class _Tree(Lists):
             self.node(index, kind, members[kind])
         if "forward" in members or any(members[kind] for kind in _HOOKS):
             self.hooked.append(path)
-        children = self.node(index, "_modules", members["_modules"])
-        for name, part_of_it in part.parts.items():
-            child = members["_modules"][name]
-            self._add(child, part_of_it, self.node(children, name, child), f"{path}.{name}".lstrip("."))
+        return members, self.node(index, "_modules", members["_modules"])
+
+    def _add_adapted(self, module: nn.Module, part: ExpectedModule, index: int, path: str) -> None:
+        """A layer with adapters. Which of them are active, and how they are scaled, Snapshot asks the layer itself."""
+        self.adapted.append(module)
+        members, children = self._add_itself(module, index, path)
+        for name in adapted.adapters_of(module):
+            for kind in ("lora_A", "lora_B"):
+                factors = members["_modules"][kind]
+                of_kind = self.node(self.node(children, kind, factors), "_modules", factors._modules)
+                factor = self.node(of_kind, name, factors._modules[name])
+                place = self.node(factor, "_parameters", factors._modules[name]._parameters)
+                self.tensors.append((place, "weight", factors._modules[name]._parameters["weight"]))
+        base = members["_modules"]["base_layer"]
+        self._add(base, part, self.node(children, "base_layer", base), f"{path}.base_layer")
 
 
 class Snapshot:
@@ -94,6 +117,7 @@ class Snapshot:
         tree.names += [name for cls in tree.classes for name in trust.asked_of(cls)]
         tensors = [tensor for _, _, tensor in tree.tensors if tensor is not None]
         self._hooked = tree.hooked
+        self._adapted = [(weakref.ref(module), _added_by(module)) for module in tree.adapted]
         # A weight that is written in place is the same, since a step reads it as it is; a buffer is not, since tables
         # may have been made of it.
         self._buffers = [(weakref.ref(x), _version(x)) for x in tensors if not isinstance(x, nn.Parameter)]
@@ -112,6 +136,7 @@ class Snapshot:
             and attention_function(model.config, self._scope) is self._attention
             and all((x := buffer()) is not None and _version(x) == version for buffer, version in self._buffers)
             and all(self._does_nothing(model.get_submodule(name)) for name in self._hooked)
+            and all((module := layer()) is not None and _added_by(module) == added for layer, added in self._adapted)
             and not torch.is_autocast_enabled(self._device.type)
         )
 
@@ -121,6 +146,14 @@ class Snapshot:
         return hooks_do_nothing(members) and (
             "forward" not in members or calls_only_its_class(module, self._dtype, self._device)
         )
+
+
+def _added_by(layer: nn.Module) -> dict[str, Any] | None:
+    """The scaling of each adapter that a layer adds to its base; None where it does something else."""
+    try:
+        return {name: adapter.scaling for name, adapter in adapted.adapters_of(layer).items()}
+    except Distrust:
+        return None
 
 
 def _version(x: Tensor) -> Any:

@@ -42,18 +42,20 @@ def _products(parts: Description) -> Iterator[tuple[str, Product]]:
         for branch in layer.branches:
             block = branch.block
             if isinstance(block, Attention):
-                yield _op(branch.pre, False), block.qkv
-                yield _added(branch), block.output
+                yield _op(branch.pre, block.qkv), block.qkv
+                yield _added(branch, block.output), block.output
             else:
-                yield _op(branch.pre, block.gated and not block.up.biases), block.up
-                yield _added(branch), block.down
-    yield _op(parts.norm, False), parts.head
+                yield _op(branch.pre, block.up, block.gated and not block.up.biases), block.up
+                yield _added(branch, block.down), block.down
+    yield _op(parts.norm, parts.head), parts.head
 
 
-def _op(norm: Norm | None, glu: bool) -> str:
+def _op(norm: Norm | None, product: Product, glu: bool = False) -> str:
+    if product.adapters:
+        return "linear"
     is_fused = norm is not None and norm.options.kind == "rms_norm"
     return ("rms_norm_" if is_fused else "") + ("glu_linear" if glu else "linear")
 
 
-def _added(branch: Branch) -> str:
-    return "linear_add_" if branch.post is None else "linear"
+def _added(branch: Branch, product: Product) -> str:
+    return "linear_add_" if branch.post is None and not product.adapters else "linear"

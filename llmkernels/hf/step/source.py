@@ -60,6 +60,13 @@ class Source:
         if product.scale is not None:
             return fp8_linear(self.quantized(), product, self.x.dtype)
         norm = self.norm
+        if product.adapters:
+            x, adapters = normalize(self.x, norm), product.adapters
+            y = _ops.linear(x, product.weight, product.bias, True)
+            factors = [adapter.a for adapter in adapters], [adapter.b for adapter in adapters]
+            begins, scalings = [adapter.begin for adapter in adapters], [adapter.scaling for adapter in adapters]
+            _ops.add_adapters_(y, x, *factors, begins, scalings)
+            return y
         if norm is None or norm.options.kind != "rms_norm":
             return _ops.linear(normalize(self.x, norm), product.weight, product.bias, True)
         options = *options_of(norm), True, *self.prepared
@@ -67,7 +74,7 @@ class Source:
 
     def glu(self, product: Product, activation: str) -> Tensor:
         norm = self.norm
-        if product.bias is not None or product.scale is not None:
+        if product.bias is not None or product.scale is not None or product.adapters:
             return _ops.glu_packed(self.linear(product), None, activation)
         if self.sum is not None:
             return self._linear_of_sum(product, activation)
