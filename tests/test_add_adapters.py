@@ -62,6 +62,7 @@ def test_accuracy(dtypes, case, device):
     assert_accurate(y, eager, expected)
 
 
+@pytest.mark.sanitizer
 @every_dtype
 def test_columns_beside_an_adapter_stay(dtypes, device):
     y, *inputs = make("odd", dtypes, device)
@@ -81,6 +82,7 @@ def test_rows_of_x_that_are_apart(device):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.sanitizer
 def test_rows_are_the_same_in_any_company(device):
     """Those of a batch of 8 and more; fewer are summed in other parts."""
     y, x, *rest = make("rows", DTYPES[1], device)
