@@ -26,10 +26,10 @@ from benchmarks.run import Run
 WORDS = 1000
 PROMPTS, SHORTEST, LONGEST = 8, 64, 256  # of each call but the harness's, in words
 NEW = 32  # tokens
-CHATS = 4  # at once
+CHATS = 4  # at once; requests to the server
 REQUESTS, CONTINUED = 64, 8  # of log-likelihoods, by so many words at most
 PAGES, CHUNK = 512, 256  # of continuous batching: blocks of memory, tokens of a step
-ROUNDS, SAMPLES = 4, 2
+ROUNDS, SAMPLES = 2, 2
 GROUPS, STEPS = 2, 2  # of GRPO: prompts of a batch, and batches of a call
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
@@ -128,7 +128,7 @@ class Harnesses(Bench):
         return lambda: harness.generate_until(requests, disable_tqdm=True)
 
     def server(self) -> Call:
-        """Requests to `transformers serve`, one after the other: its model is a small one until it is this one."""
+        """Some requests to `transformers serve`, one after the other: its model is a small one until it is this one."""
         for name in ("fastapi", "uvicorn", "openai"):
             __import__(name)
         import requests
@@ -152,7 +152,7 @@ class Harnesses(Bench):
             answer = requests.post(f"http://localhost:{port}/v1/completions", json={"model": folder, **options})
             answer.raise_for_status()
 
-        return lambda: [ask(text) for text in self.texts]
+        return lambda: [ask(text) for text in self.texts[:CHATS]]
 
     def grpo(self) -> Call:
         """Steps of GRPO by TRL, of low-rank adapters: rollouts, their log-likelihoods, and gradients.

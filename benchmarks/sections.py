@@ -131,7 +131,7 @@ TABLE = (
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),
     *(of_model(name) for name in MODELS),
-    of("decode", "harnesses", "harnesses", "measure", 120),
+    of("decode", "harnesses", "harnesses", "measure", 170),
     of("decode", "other_sizes", "steps_compared", "measure_other_sizes", 360),
     of("decode", "more_batches", "steps_compared", "measure_more_batches", 300),
     of("decode", "parts", "step_parts", "measure", 15),

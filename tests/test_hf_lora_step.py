@@ -255,3 +255,16 @@ def test_a_replaced_forward_runs(device, monkeypatch):
     generate(model, ids)
     assert len(seen) == NEW * len(layers_of(model))
     assert "not PEFT's own" in str(handle.report()) or "forward" in str(handle.report())
+
+
+def test_adapters_after_the_patch(device):
+    """As a trainer adds them, to a model that was patched before."""
+    ids = tiny_inputs(device)
+    model = small_model(device=device)
+    handle = llmkernels.patch(model)
+    generate(model, ids)
+    model = adapted(device, model=model)
+    found = generate(model, ids)
+    assert calls(handle) == {generate_step(): 2}
+    handle.unpatch()
+    assert torch.equal(generate(model, ids), found)

@@ -13,7 +13,7 @@ handle, on a deep copy or a loaded pickle.
     callers/     who asks for steps: model.generate(), our own generate, the forward of a patched model
     step/        a description becomes launches: composed, proved, recorded into graphs
     cache/       KVCache, and transformers' own cache around a step
-    model/       what a model computes, as data; whether its modules may be left uncalled
+    model/       what a model computes, as data; whether its modules may be left uncalled; their adapters
     modules/     what runs in the place of a module's forward: norms, rotations, MLPs, LoRA, the loss
     classes/     what a class computes, found out by running it, and whether that is all that it does
 

@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(kUpThreads) up_kernel(const LoraAdapters p, in
   const int64_t ranks = ranks_of_all(p);
   const F* const b = static_cast<const F*>(adapter.b) + n * adapter.rank;
   const float* const sums = p.sums + first_row * ranks + part.ranks_before;
+  constexpr int kSums = N == 1 ? 1 : 4;  // of a vector: with N > 1 all ranks are multiples of N
   float added[kRows] = {};
   for (int64_t r = 0; r < adapter.rank; r += N) {
     const Vec<F, N> factors = Vec<F, N>::load(b + r);
@@ -129,7 +130,11 @@ __global__ void __launch_bounds__(kUpThreads) up_kernel(const LoraAdapters p, in
     for (int m = 0; m < kRows; ++m) {
       if (m >= rows) break;
 #pragma unroll
-      for (int i = 0; i < N; ++i) added[m] = fmaf(sums[m * ranks + r + i], factors[i], added[m]);
+      for (int i = 0; i < N; i += kSums) {
+        const auto values = Vec<float, kSums>::load(sums + m * ranks + r + i);
+#pragma unroll
+        for (int j = 0; j < kSums; ++j) added[m] = fmaf(values[j], factors[i + j], added[m]);
+      }
     }
   }
   T* const y = static_cast<T*>(p.y) + first_row * p.y_stride + adapter.begin + n;

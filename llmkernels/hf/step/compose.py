@@ -34,6 +34,9 @@ Products of layers that are in FP8, as prompts may have them, are fp8_linear, an
     m = silu(g) u, [g | u] = n W^T                        fp8_quantize, fp8_linear, swiglu_fp8_quantize
     hidden, n = hidden + m Wdown^T, norm of that          fp8_linear, add_rms_norm
 
+Where low-rank adapters are beside a product, it is a linear alone, with add_adapters_ behind it, and the norm or the
+activation next to it is a launch of its own (rms_norm, add_rms_norm, glu_packed).
+
 A single launch for a whole step, with barriers of the grid between the layers, was tried on an H200 with one sequence:
 
     value       | case                         | result
