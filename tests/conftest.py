@@ -121,3 +121,12 @@ def device(request):
 def late(request, monkeypatch):
     """Whether the loops of generation look at a step one step late, as they do on CUDA."""
     monkeypatch.setattr("llmkernels.hf.callers.reading.is_late", lambda device: request.param)
+
+
+@pytest.fixture
+def no_state_of_accelerate():
+    """What trainers and harnesses make of it is for the whole process, and other tests want another."""
+    yield
+    state = pytest.importorskip("accelerate.state")
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.GradientState._reset_state()

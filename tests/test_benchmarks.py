@@ -308,6 +308,7 @@ def numbers(folder):
     return {row["section"]: row["time_us"] for row in results.load(folder / "ops.json")[1]}
 
 
+@pytest.mark.usefixtures("no_state_of_accelerate")
 def test_harnesses():
     rows = harnesses.measure(Run(torch.device("cpu"), quick=True))
     found = {(row["op"], row["provider"]) for row in rows}

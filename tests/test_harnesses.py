@@ -15,13 +15,7 @@ from hf_models import tiny_inputs, tiny_model
 WORDS = 90
 
 
-@pytest.fixture(autouse=True)
-def no_state_of_accelerate():
-    """What these packages make of it is for the whole process, and other tests want another."""
-    yield
-    state = pytest.importorskip("accelerate.state")
-    state.AcceleratorState._reset_state(reset_partial_state=True)
-    state.GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("no_state_of_accelerate")
 
 
 def tokenizer():
