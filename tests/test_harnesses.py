@@ -128,9 +128,11 @@ def test_server_of_transformers(device, tmp_path):
         server.kill_server()
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("training", [False, True])
-def test_rollouts_of_trl(training, device, tmp_path):
-    """GRPO: rollouts by the step, in training mode, with the tokens and losses of the model unpatched."""
+def test_rollouts_of_trl(training, adapters, device, tmp_path):
+    """GRPO: rollouts by the step, in training mode, with the tokens and losses of the model unpatched. Of all
+    parameters, or of adapters that the trainer adds to the patched model."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
 
@@ -149,7 +151,10 @@ def test_rollouts_of_trl(training, device, tmp_path):
         options = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 2}
         quiet = {"report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "bf16": False}
         config = trl.GRPOConfig(str(tmp_path), seed=0, use_cpu=device == "cpu", **options, **quiet)
-        trainer = trl.GRPOTrainer(model, reward, config, prompts, processing_class=tokenizer())
+        lora = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+        peft_config = pytest.importorskip("peft").LoraConfig(**lora) if adapters else None
+        options = {"processing_class": tokenizer(), "peft_config": peft_config}
+        trainer = trl.GRPOTrainer(model, reward, config, prompts, **options)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return completions, losses, list(model.parameters()), handle
