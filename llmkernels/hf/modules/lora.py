@@ -15,6 +15,16 @@ from ..errors import UnknownLayout
 from .replaced import WITHOUT, count, has_kernel, has_no_hooks
 
 OP = "lora_linear"
+# What `added_by` reads of a layer, beside the parts of its active adapters.
+READ = (
+    "_disable_adapters",
+    "merged_adapters",
+    "cast_input_dtype_enabled",
+    "_active_adapter",
+    "scaling",
+    "lora_variant",
+)
+PARTS = ("lora_A", "lora_B", "lora_dropout")
 
 
 class Adapter(NamedTuple):

@@ -6,6 +6,7 @@ check_helpers   generate() asks of the model what its class answers
 check_attention  the model attends by a function of transformers
 """
 
+import copy
 import weakref
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..errors import Distrust, NoStep, UnknownLayout
 from ..model import adapted, trust
 from ..model.reference import ExpectedModule, Reference, attention_function, attention_scope, reference
 from ..model.trust import Inspection, calls_only_its_class, hooks_do_nothing
+from ..modules import lora
 from ..modules.replaced import library_class
 from . import packing
 from .record import Lists
@@ -57,7 +59,6 @@ class _Tree(Lists):
         super().__init__(model)
         self.classes: dict[type, None] = {}
         self.hooked: list[str] = []  # modules with hooks, or with a forward set on them, that do nothing now
-        self.adapted: list[nn.Module] = []
         self._add(model, root, 0, "")
 
     def _add(self, module: nn.Module, part: ExpectedModule, index: int, path: str) -> None:
@@ -86,16 +87,16 @@ class _Tree(Lists):
         return members, self.node(index, "_modules", members["_modules"])
 
     def _add_adapted(self, module: nn.Module, part: ExpectedModule, index: int, path: str) -> None:
-        """A layer with adapters. Which of them are active, and how they are scaled, Snapshot asks the layer itself."""
-        self.adapted.append(module)
         members, children = self._add_itself(module, index, path)
+        self.equal += [(index, name, copy.copy(members[name])) for name in lora.READ]
         for name in adapted.adapters_of(module):
-            for kind in ("lora_A", "lora_B"):
-                factors = members["_modules"][kind]
-                of_kind = self.node(self.node(children, kind, factors), "_modules", factors._modules)
-                factor = self.node(of_kind, name, factors._modules[name])
-                place = self.node(factor, "_parameters", factors._modules[name]._parameters)
-                self.tensors.append((place, "weight", factors._modules[name]._parameters["weight"]))
+            for kind in lora.PARTS:
+                of_kind = members["_modules"][kind]
+                inside = self.node(self.node(children, kind, of_kind), "_modules", of_kind._modules)
+                one = of_kind._modules[name]
+                node = self.node(inside, name, one)
+                self._add_itself(one, node, f"{path}.{kind}.{name}")
+                self.equal.append((node, "p", vars(one).get("p")))
         base = members["_modules"]["base_layer"]
         self._add(base, part, self.node(children, "base_layer", base), f"{path}.base_layer")
 
@@ -117,7 +118,6 @@ class Snapshot:
         tree.names += [name for cls in tree.classes for name in trust.asked_of(cls)]
         tensors = [tensor for _, _, tensor in tree.tensors if tensor is not None]
         self._hooked = tree.hooked
-        self._adapted = [(weakref.ref(module), _added_by(module)) for module in tree.adapted]
         # A weight that is written in place is the same, since a step reads it as it is; a buffer is not, since tables
         # may have been made of it.
         self._buffers = [(weakref.ref(x), _version(x)) for x in tensors if not isinstance(x, nn.Parameter)]
@@ -136,7 +136,6 @@ class Snapshot:
             and attention_function(model.config, self._scope) is self._attention
             and all((x := buffer()) is not None and _version(x) == version for buffer, version in self._buffers)
             and all(self._does_nothing(model.get_submodule(name)) for name in self._hooked)
-            and all((module := layer()) is not None and _added_by(module) == added for layer, added in self._adapted)
             and not torch.is_autocast_enabled(self._device.type)
         )
 
@@ -146,14 +145,6 @@ class Snapshot:
         return hooks_do_nothing(members) and (
             "forward" not in members or calls_only_its_class(module, self._dtype, self._device)
         )
-
-
-def _added_by(layer: nn.Module) -> dict[str, Any] | None:
-    """The scaling of each adapter that a layer adds to its base; None where it does something else."""
-    try:
-        return {name: adapter.scaling for name, adapter in adapted.adapters_of(layer).items()}
-    except Distrust:
-        return None
 
 
 def _version(x: Tensor) -> Any:
