@@ -268,3 +268,22 @@ def test_adapters_after_the_patch(device):
     assert calls(handle) == {generate_step(): 2}
     handle.unpatch()
     assert torch.equal(generate(model, ids), found)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied_head"])
+def test_adapters_of_the_head(tied, device):
+    model = small_model(device=device, tie_word_embeddings=tied)
+    check(adapted(device, model=model, target_modules=["lm_head", "q_proj"]), tiny_inputs(device))
+
+
+@pytest.mark.parametrize(
+    "reason, options",
+    [
+        ("ModulesToSaveWrapper", {"modules_to_save": ["lm_head"]}),
+        ("Embedding", {"target_modules": ["embed_tokens"]}),
+        ("TrainableTokensWrapper", {"trainable_token_indices": [3, 4]}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_parts_of_peft(reason, options, device):
+    check_falls_back(adapted(device, **options), tiny_inputs(device), reason)
