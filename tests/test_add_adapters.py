@@ -62,6 +62,14 @@ def test_accuracy(dtypes, case, device):
     assert_accurate(y, eager, expected)
 
 
+@pytest.mark.parametrize("narrow", [torch.float32, torch.float64])
+def test_float64(narrow):
+    y, *inputs = make("overlapping", (torch.float64, narrow), "cpu")
+    expected = formula(y, inputs[0], *([x.double() for x in one] for one in inputs[1:3]), *inputs[3:])
+    _op(y, *inputs)
+    torch.testing.assert_close(y, expected)
+
+
 @pytest.mark.sanitizer
 @every_dtype
 def test_columns_beside_an_adapter_stay(dtypes, device):

@@ -389,9 +389,8 @@ void add_adapters_(const Tensor& y, const Tensor& x, const List& lora_a, const L
                shape(*a));
     LLMK_CHECK(b->dim() == 2 && b->size(1) == a->size(0), op, b.name, " must have shape [N, ", a->size(0), "] (",
                a.name, ".size(0)), got ", shape(*b));
-    LLMK_CHECK(
-        a->scalar_type() == x.scalar_type() || (a->scalar_type() == ScalarType::Float && dtype != Dtype::kFloat64), op,
-        a.name, " must be ", name(x.scalar_type()), " as x, or Float beside 16 bits, got ", name(a->scalar_type()));
+    LLMK_CHECK(a->scalar_type() == x.scalar_type() || a->scalar_type() == ScalarType::Float, op, a.name, " must be ",
+               name(x.scalar_type()), " as x, or Float, got ", name(a->scalar_type()));
     check_dtype(op, a, arguments[2]);
     check_dtype(op, b, a);
     for (const Argument& factor : {a, b}) {
