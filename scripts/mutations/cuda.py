@@ -12,6 +12,14 @@ CUDA = [
         "tests/test_execution.py -k 'overlapping_launches'  -m gpu",
     ),
     Mutation(
+        "cuda_adapters_do_not_wait",
+        "what adapters add is computed of sums that the launch before still writes",
+        "csrc/kernels/lora/adapters.cu",
+        "  pdl_wait();\n  const auto size_of = [](const LoraAdapter& adapter) { return tiles(adapter.n",
+        "  const auto size_of = [](const LoraAdapter& adapter) { return tiles(adapter.n",
+        "tests/test_add_adapters.py -k 'accuracy and cuda'",
+    ),
+    Mutation(
         "cuda_missing_barrier",
         "warps read each other's sums without waiting for them",
         "csrc/device/reduce.cuh",

@@ -68,6 +68,14 @@ PYTHON = [
         "tests/test_generate_early.py -k takes_long -m gpu",
     ),
     Mutation(
+        "py_adapters_scaled_in_place",
+        "the record of a model keeps the scaling of adapters itself, and not what it was",
+        "llmkernels/hf/step/guard.py",
+        "copy.copy(members[name])",
+        "members[name]",
+        "tests/test_hf_lora_step.py -k changes_of",
+    ),
+    Mutation(
         "py_counters_of_a_step_that_raised",
         "after a step that raised, the host takes the counters on the device for what they were",
         "llmkernels/hf/cache/kv_cache.py",
