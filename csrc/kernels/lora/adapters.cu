@@ -1,11 +1,11 @@
-// Low-rank adapters beside a product of few rows, as decode steps have them:
+// Low-rank adapters beside a product, of few rows, as decode steps have them, or of a prompt:
 //
 //   down   sums[row, r] = scaling (x A^T)[row, r]      a block: the dot products of some rows with some ranks
 //   up     y[row, begin + n] += (sums B^T)[row, n]     a thread: a column of y in some rows
 //
 // Up to eight adapters of one product (q, k and v; gate and up) share the two launches: the blocks of the first adapter
 // come first. All sums are in float32, in an order that depends on the shapes alone, and y is rounded once. A and B may
-// be float32 beside activations of 16 bits, as PEFT has them; they are read once per kRows rows.
+// be float32 beside activations of 16 bits, as PEFT has them; B is read once per kUpRows rows.
 #include "lora.h"
 
 #include "device/reduce.cuh"
@@ -16,9 +16,7 @@
 namespace llmk::kernels {
 namespace {
 
-constexpr int kDownThreads = 256, kUpThreads = 128;
-constexpr int kRows = 8;   // of a block, where there are many
-constexpr int kRanks = 4;  // of a block of kRows rows
+constexpr int kUpThreads = 128, kUpRows = 8;
 
 // Which adapter a block works for, and on which part of it.
 struct Part {
@@ -55,40 +53,50 @@ __host__ __device__ int64_t ranks_of_all(const LoraAdapters& p) {
   return ranks;
 }
 
+// How a launch of down is cut: rows and ranks of a block, which are its sums, and its threads. Larger tiles read less,
+// x once per kRanks and A once per kRows; smaller ones reach more SMs.
+template <int kTileRows, int kTileRanks, int kTileThreads>
+struct Tile {
+  static constexpr int kRows = kTileRows, kRanks = kTileRanks, kThreads = kTileThreads;
+};
+using OneSum = Tile<1, 1, 256>;   // for up to 2 rows
+using FewRows = Tile<8, 4, 256>;  // up to 64
+using ManyRows = Tile<16, 8, 64>;
+
 // T: of x; F: of A; N: elements of a vector. Rows and ranks behind the last are those of the last, and not stored.
-template <typename T, typename F, int N, int kTileRows, int kTileRanks>
-__global__ void __launch_bounds__(kDownThreads) down_kernel(const LoraAdapters p, int64_t parts) {
-  constexpr int kValues = kTileRows * kTileRanks, kWarps = kDownThreads / 32;
+template <typename T, typename F, int N, typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads) lora_down_kernel(const LoraAdapters p, int64_t parts) {
+  constexpr int kRows = Tile::kRows, kRanks = Tile::kRanks, kValues = kRows * kRanks, kWarps = Tile::kThreads / 32;
   __shared__ float partial[kWarps][kValues];
   pdl_launch_dependents();
   pdl_wait();
-  const auto size_of = [](const LoraAdapter& adapter) { return tiles(adapter.rank, kTileRanks); };
+  const auto size_of = [](const LoraAdapter& adapter) { return tiles(adapter.rank, kRanks); };
   const Part part = part_of(p, blockIdx.x % parts, size_of);
   const LoraAdapter& adapter = p.adapters[part.adapter];
-  const int64_t first_rank = part.index * kTileRanks, first_row = blockIdx.x / parts * kTileRows;
-  const T* x[kTileRows];
-  const F* a[kTileRanks];
+  const int64_t first_rank = part.index * kRanks, first_row = blockIdx.x / parts * kRows;
+  const T* x[kRows];
+  const F* a[kRanks];
 #pragma unroll
-  for (int m = 0; m < kTileRows; ++m) {
+  for (int m = 0; m < kRows; ++m) {
     x[m] = static_cast<const T*>(p.x) + min(first_row + m, p.rows - 1) * p.x_stride;
   }
 #pragma unroll
-  for (int r = 0; r < kTileRanks; ++r) {
+  for (int r = 0; r < kRanks; ++r) {
     a[r] = static_cast<const F*>(adapter.a) + min(first_rank + r, adapter.rank - 1) * p.k;
   }
   float sums[kValues] = {};
-  for (int64_t col = threadIdx.x * N; col < p.k; col += kDownThreads * N) {
-    Vec<F, N> factors[kTileRanks];
+  for (int64_t col = threadIdx.x * N; col < p.k; col += Tile::kThreads * N) {
+    Vec<F, N> factors[kRanks];
 #pragma unroll
-    for (int r = 0; r < kTileRanks; ++r) factors[r] = Vec<F, N>::load(a[r] + col);
+    for (int r = 0; r < kRanks; ++r) factors[r] = Vec<F, N>::load(a[r] + col);
 #pragma unroll
-    for (int m = 0; m < kTileRows; ++m) {
+    for (int m = 0; m < kRows; ++m) {
       const Vec<T, N> values = Vec<T, N>::load(x[m] + col);
 #pragma unroll
-      for (int r = 0; r < kTileRanks; ++r) {
+      for (int r = 0; r < kRanks; ++r) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          sums[m * kTileRanks + r] = fmaf(values[i], factors[r][i], sums[m * kTileRanks + r]);
+          sums[m * kRanks + r] = fmaf(values[i], factors[r][i], sums[m * kRanks + r]);
         }
       }
     }
@@ -99,35 +107,37 @@ __global__ void __launch_bounds__(kDownThreads) down_kernel(const LoraAdapters p
     for (int i = 0; i < kValues; ++i) partial[threadIdx.x / 32][i] = sums[i];
   }
   __syncthreads();
-  if (threadIdx.x >= kValues) return;
-  const int64_t row = first_row + threadIdx.x / kTileRanks, rank = first_rank + threadIdx.x % kTileRanks;
-  if (row >= p.rows || rank >= adapter.rank) return;
-  float sum = 0;
+  const int64_t ranks = ranks_of_all(p);
+  for (int i = threadIdx.x; i < kValues; i += Tile::kThreads) {
+    const int64_t row = first_row + i / kRanks, rank = first_rank + i % kRanks;
+    if (row >= p.rows || rank >= adapter.rank) continue;
+    float sum = 0;
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) sum += partial[warp][threadIdx.x];
-  p.sums[row * ranks_of_all(p) + part.ranks_before + rank] = static_cast<float>(adapter.scaling) * sum;
+    for (int warp = 0; warp < kWarps; ++warp) sum += partial[warp][i];
+    p.sums[row * ranks + part.ranks_before + rank] = static_cast<float>(adapter.scaling) * sum;
+  }
 }
 
 // F: of B; N: elements of a vector of its rows.
 template <typename T, typename F, int N>
-__global__ void __launch_bounds__(kUpThreads) up_kernel(const LoraAdapters p, int64_t parts) {
+__global__ void __launch_bounds__(kUpThreads) lora_up_kernel(const LoraAdapters p, int64_t parts) {
   pdl_launch_dependents();
   pdl_wait();
   const auto size_of = [](const LoraAdapter& adapter) { return tiles(adapter.n, kUpThreads); };
   const Part part = part_of(p, blockIdx.x % parts, size_of);
   const LoraAdapter& adapter = p.adapters[part.adapter];
-  const int64_t n = part.index * kUpThreads + threadIdx.x, first_row = blockIdx.x / parts * kRows;
+  const int64_t n = part.index * kUpThreads + threadIdx.x, first_row = blockIdx.x / parts * kUpRows;
   if (n >= adapter.n) return;
-  const int rows = static_cast<int>(min(int64_t{kRows}, p.rows - first_row));
+  const int rows = static_cast<int>(min(int64_t{kUpRows}, p.rows - first_row));
   const int64_t ranks = ranks_of_all(p);
   const F* const b = static_cast<const F*>(adapter.b) + n * adapter.rank;
   const float* const sums = p.sums + first_row * ranks + part.ranks_before;
   constexpr int kSums = N == 1 ? 1 : 4;  // of a vector: with N > 1 all ranks are multiples of N
-  float added[kRows] = {};
+  float added[kUpRows] = {};
   for (int64_t r = 0; r < adapter.rank; r += N) {
     const Vec<F, N> factors = Vec<F, N>::load(b + r);
 #pragma unroll
-    for (int m = 0; m < kRows; ++m) {
+    for (int m = 0; m < kUpRows; ++m) {
       if (m >= rows) break;
 #pragma unroll
       for (int i = 0; i < N; i += kSums) {
@@ -139,7 +149,7 @@ __global__ void __launch_bounds__(kUpThreads) up_kernel(const LoraAdapters p, in
   }
   T* const y = static_cast<T*>(p.y) + first_row * p.y_stride + adapter.begin + n;
 #pragma unroll
-  for (int m = 0; m < kRows; ++m) {
+  for (int m = 0; m < kUpRows; ++m) {
     if (m < rows) y[m * p.y_stride] = from_float<T>(to_float(y[m * p.y_stride]) + added[m]);
   }
 }
@@ -154,17 +164,20 @@ cudaError_t run(const LoraAdapters& p, cudaStream_t stream) {
     up_by_vectors =
         up_by_vectors && adapter.rank % kWide == 0 && rows_aligned(adapter.b, adapter.rank, adapter.n, sizeof(F));
   }
-  const bool few = p.rows <= 2;
-  const int tile_rows = few ? 1 : kRows, tile_ranks = few ? 1 : kRanks;
-  const auto down =
-      few ? (down_by_vectors ? down_kernel<T, F, kWide, 1, 1> : down_kernel<T, F, 1, 1, 1>)
-          : (down_by_vectors ? down_kernel<T, F, kWide, kRows, kRanks> : down_kernel<T, F, 1, kRows, kRanks>);
-  const int64_t of_ranks = parts(p, [&](const LoraAdapter& adapter) { return tiles(adapter.rank, tile_ranks); });
-  const LaunchShape down_shape{of_ranks * tiles(p.rows, tile_rows), dim3(kDownThreads)};
-  if (const cudaError_t status = launch(down, down_shape, stream, p, of_ranks); status != cudaSuccess) return status;
-  const auto up = up_by_vectors ? up_kernel<T, F, kWide> : up_kernel<T, F, 1>;
+  const auto run_down = [&](auto tile) {
+    using Tile = decltype(tile);
+    const auto down = down_by_vectors ? lora_down_kernel<T, F, kWide, Tile> : lora_down_kernel<T, F, 1, Tile>;
+    const int64_t of_ranks = parts(p, [](const LoraAdapter& adapter) { return tiles(adapter.rank, Tile::kRanks); });
+    const LaunchShape shape{of_ranks * tiles(p.rows, Tile::kRows), dim3(Tile::kThreads)};
+    return launch(down, shape, stream, p, of_ranks);
+  };
+  const cudaError_t status = p.rows <= 2    ? run_down(OneSum{})
+                             : p.rows <= 64 ? run_down(FewRows{})
+                                            : run_down(ManyRows{});
+  if (status != cudaSuccess) return status;
+  const auto up = up_by_vectors ? lora_up_kernel<T, F, kWide> : lora_up_kernel<T, F, 1>;
   const int64_t of_columns = parts(p, [&](const LoraAdapter& adapter) { return tiles(adapter.n, kUpThreads); });
-  const LaunchShape up_shape{of_columns * tiles(p.rows, kRows), dim3(kUpThreads)};
+  const LaunchShape up_shape{of_columns * tiles(p.rows, kUpRows), dim3(kUpThreads)};
   return launch(up, up_shape, stream, p, of_columns);
 }
 
