@@ -6,7 +6,8 @@ call_overhead.py   the CPU cost of one Python call
 forward*.py        prefill and decode by a user's own loop over the forward of a model, and its variants.py
 steps*.py          what generate takes per token, patched and not in turn; step_parts.py: the launches of a step
 host.py            what a forward of a patched model takes on the host beside the kernels of its step
-harnesses.py       pipelines, chats in threads, continuous batching, lm-evaluation-harness
+adapters.py        a model with low-rank adapters
+harnesses.py       pipelines, chats in threads, continuous batching, a server, lm-evaluation-harness, TRL
 families.py        models of many families: every way to generate, and the first token
 training*.py       a step of fine-tuning, and its losses: of random weights, and of the real model
 models.py          the models that are measured

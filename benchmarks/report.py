@@ -16,7 +16,7 @@ from benchmarks.models import QWEN
 # A log file has no width of its own.
 console = Console(width=None if os.isatty(1) else 170, highlight=False)
 
-STEPS = ("decode", "beams", "lookup", "sampling", "chat", "assisted")  # whose time is that of a token
+STEPS = ("decode", "beams", "lookup", "sampling", "chat", "assisted", "adapters")  # whose time is that of a token
 HARNESSES = (
     "pipeline", "chats", "continuous_batching", "lm_eval_likelihoods", "lm_eval_generation", "server", "grpo",
 )  # fmt: skip

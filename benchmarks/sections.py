@@ -131,6 +131,7 @@ TABLE = (
     of("model", "prefill", "forward_compared", "measure_prefill", 70),
     of("model", "decode", "forward_compared", "measure_decode", 30),
     *(of_model(name) for name in MODELS),
+    of("decode", "adapters", "adapters", "measure", 60),
     of("decode", "harnesses", "harnesses", "measure", 170),
     of("decode", "other_sizes", "steps_compared", "measure_other_sizes", 360),
     of("decode", "more_batches", "steps_compared", "measure_more_batches", 300),

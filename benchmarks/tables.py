@@ -379,6 +379,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     ),
     "models": models,
     "callers": callers,
+    "adapters": side_by_side("decode", lambda row: row["section"] == "adapters", "ms"),
     "harnesses": side_by_side("decode", lambda row: row["op"] in report.HARNESSES, "ms"),
     "ops": ops,
     "decode_ops": decode_ops,

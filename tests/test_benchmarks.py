@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("rich")
 
 from benchmarks import (
+    adapters,
     call_overhead,
     families,
     harnesses,
@@ -314,6 +315,14 @@ def test_harnesses():
     found = {(row["op"], row["provider"]) for row in rows}
     assert {op for op, _ in found} <= set(report.HARNESSES)
     assert {(op, name) for op in ("pipeline", "chats", "continuous_batching") for name in ("eager", OURS)} <= found
+    assert all(row.keys() >= ROW and report.shape(row) for row in rows)
+
+
+def test_adapters():
+    rows = adapters.measure(Run(torch.device("cpu"), quick=True))
+    assert {(row["op"], row["provider"]) for row in rows} == {
+        (op, name) for op in ("adapters", "first_token") for name in ("eager", OURS)
+    }
     assert all(row.keys() >= ROW and report.shape(row) for row in rows)
 
 
