@@ -10,7 +10,10 @@ _KINDS = (
     ("training", r"^(statistics|add_parts|combine_partials)_kernel"),  # of gradients
     ("attention", r"attention|attn|flash|fmha|sdpa|softmax"),
     ("rotation", r"rope|rotary"),
-    ("product", r"gemm|gemv|nvjet|xmma|cutlass|split_?k|linear|mlp|lora|adapters|matmul|mkldnn|(\b|_)(add|badd)?b?m[mv](\b|_)"),
+    (
+        "product",
+        r"gemm|gemv|nvjet|xmma|cutlass|split_?k|linear|mlp|lora|adapters|matmul|mkldnn|(\b|_)(add|badd)?b?m[mv](\b|_)",
+    ),
     ("norm", r"norm|rsqrt"),
     ("product", r"quantize|^(amax|epilogue|split|sum)_kernel"),  # what prepares operands, and what follows
     ("activation", r"glu|silu|gelu|relu|bias_act|softcap"),
