@@ -287,3 +287,27 @@ def test_adapters_of_the_head(tied, device):
 )
 def test_other_parts_of_peft(reason, options, device):
     check_falls_back(adapted(device, **options), tiny_inputs(device), reason)
+
+
+def test_inference_mode_copies_and_our_generate(device):
+    model, ids = adapted(device), tiny_inputs(device)
+    expected = generate(model, ids)
+    handle = llmkernels.patch(model)
+    with torch.inference_mode():
+        assert torch.equal(generate(model, ids), expected)
+    base = model.get_base_model()
+    assert torch.equal(llmkernels.generate(base, ids, max_new_tokens=NEW, do_sample=False), expected)
+    copied = copy.deepcopy(model)
+    assert torch.equal(generate(copied, ids), expected)
+    assert calls(handle) == {generate_step(): 2}
+    with torch.no_grad():
+        layers_of(copied)[0].lora_B["default"].weight.mul_(-3)  # the copy's own
+    assert torch.equal(generate(model, ids), expected)
+    assert not torch.equal(generate(copied, ids), expected)
+
+
+def test_prompts_are_not_in_fp8(device):
+    model, ids = adapted(device, dtype=torch.bfloat16), tiny_inputs(device)
+    handle = llmkernels.patch(model, fp8=True)
+    generate(model, ids)
+    assert "the weights have adapters beside them" in str(handle.report())
