@@ -247,12 +247,19 @@ FAMILIES = {
 @dataclass
 class Expected:
     """What runs of a family, as a table of docs/models.md has it. `no_step` is why it has no decode step; `or_else` why
-    not with another transformers, whose class for it computes the same in another way."""
+    not with another transformers, whose class for it computes the same in another way; `loop` why only its forwards
+    are steps, in transformers' loop."""
 
     title: str
     ops: dict  # of one forward, with an image if it takes one, and how often each
     no_step: str = ""
     or_else: str = ""
+    loop: str = ""
+
+    @property
+    def has_steps(self) -> bool:
+        """In every way of calling it."""
+        return not self.no_step and not self.loop
 
     def explains(self, reason: str) -> bool:
         return any(each in reason for each in (self.no_step, self.or_else) if each)
@@ -313,13 +320,15 @@ EXPECTED = {
     "mixtral": Expected("Mixtral", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2}, "experts"),
     "qwen3_moe": Expected("Qwen3-MoE", {"rms_norm": 7, "rope": 2, "add_rms_norm": 2, "swiglu": 1}, "experts"),
     "gpt_oss": Expected("gpt-oss", {"rms_norm": 4, "rope": 3, "add_rms_norm": 3}, "experts"),
-    "qwen2_5_vl": Expected("Qwen2.5-VL", {"rms_norm": 6, "rope": 2, "add_rms_norm": 2, "swiglu": 3}, "takes images"),
+    "qwen2_5_vl": Expected(
+        "Qwen2.5-VL",
+        {"rms_norm": 6, "rope": 2, "add_rms_norm": 2, "swiglu": 3},
+        loop="position_ids are not (batch, tokens)",
+    ),
     "gemma3_image": Expected(
-        "Gemma 3, images", {"rms_norm": 17, "rope": 3, "add_rms_norm": 3, "geglu": 3, "bias_gelu": 2}, "takes images"
+        "Gemma 3, images", {"rms_norm": 17, "rope": 3, "add_rms_norm": 3, "geglu": 3, "bias_gelu": 2}
     ),
-    "llava": Expected(
-        "LLaVA", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2, "bias_gelu": 1}, "takes images"
-    ),
+    "llava": Expected("LLaVA", {"rms_norm": 3, "rope": 2, "add_rms_norm": 2, "swiglu": 2, "bias_gelu": 1}),
 }
 
 

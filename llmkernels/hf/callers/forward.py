@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from ..cache.adopted import become_ours, check_dynamic, new_cache
 from ..cache.empty import check_empty, fill
@@ -44,6 +44,8 @@ _KNOWN = {
     "logits_to_keep",
     "return_dict",
 }
+# What positions of images are made of, where they are not given.
+_OF_POSITIONS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids"}
 _OF_PROMPTS = {"labels", "num_items_in_batch", "output_hidden_states"}  # which prompts take as well
 
 
@@ -67,8 +69,9 @@ def by_step(original: Callable, signature: Any) -> Callable:
         try:
             _check_inputs(given)
             if is_prompt:
-                return CausalLMOutputWithPast(**_prompt(self, state, given))
-            return CausalLMOutputWithPast(logits=_step(self, state, given), **{name: cache})
+                return _prompt(self, state, given)
+            parts, logits = _step(self, state, given)
+            return _output(parts, {"logits": logits, name: cache})
         except NoStep as refusal:
             reason = str(refusal)
         if not is_refused:
@@ -95,7 +98,14 @@ def _check_inputs(given: dict[str, Any]) -> None:
         raise NoStep(f"input_ids of {ids.dtype}")
 
 
-def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> dict[str, Any]:
+def _output(parts: Description, found: dict[str, Any]) -> ModelOutput:
+    """What a forward returns, as the modules do."""
+    if parts.grids is not None:
+        found["rope_deltas"] = parts.grids.rope_deltas
+    return parts.output(**found)
+
+
+def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOutput:
     """The output of a prompt behind nothing, which makes a cache, fills an empty one, or neither: composed of ops.
     Raises NoStep."""
     device = given["input_ids"].device.type
@@ -109,7 +119,8 @@ def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> dict[str
         cache = empty
     state.count_prompt(prompt.way(parts, given["input_ids"].numel()))
     logits = _as_returned(parts, logits)
-    return {"loss": _loss(model, logits, given), "logits": logits, "hidden_states": states, cache_name(): cache}
+    found = {"loss": _loss(model, logits, given), "logits": logits, "hidden_states": states, cache_name(): cache}
+    return _output(parts, found)
 
 
 def _loss(model: nn.Module, logits: Tensor, given: dict[str, Any]) -> Tensor | None:
@@ -168,6 +179,7 @@ def _early_prompt(
     if state.is_padded_behind and given.get("attention_mask") is not None:
         return None
     positions = Positions(given, ids, 0)
+    _check_grids(known.parts, positions)
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
         logits, block = state.launch_prompt(known.parts, layout, ids, positions.last, positions.leftpad, kept)
@@ -192,6 +204,7 @@ def _composed_prompt(
     _check_prompt(model, parts, given)
     batch, count = ids.shape
     positions = Positions(given, ids, 0, may_end=True)
+    _check_grids(parts, positions)
     positions.check(len(parts.embedding))
     state.is_padded_behind = positions.ends is not None
     is_kept, cache = _use_cache(model, given) is not False, given.get(cache_name())
@@ -256,9 +269,10 @@ def _is_empty(cache: Any) -> bool:
         return True
 
 
-def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
-    """The logits of the tokens to keep. Raises NoStep, and then the modules find everything as it was."""
-    _check_call(model, given)
+def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Description, Tensor]:
+    """The description of the model, and the logits of the tokens to keep. Raises NoStep, and then the modules find
+    everything as it was."""
+    _check_call(model, given, frozenset() if given.get("position_ids") is None else _OF_POSITIONS)
     if _use_cache(model, given) is False:
         raise NoStep("use_cache=False")
     ids, cache = given["input_ids"], given[cache_name()]
@@ -267,12 +281,11 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> Tensor:
     positions = Positions(given, ids, int(cache.get_seq_length()))
     kept = given.get("logits_to_keep", 0)
     with state.lend("logits", ids, ids.shape[1]) as program:
-        logits = _replayed(model, state, program, ids, cache, positions)
-        if logits is None:
-            logits = _described(model, state, program, ids, cache, positions)
+        found = _replayed(model, state, program, ids, cache, positions)
+        parts, logits = found or _described(model, state, program, ids, cache, positions)
         state.count_forward(STEP)
         logits = logits.view(*ids.shape, -1)
-        return logits[:, slice(-kept, None) if isinstance(kept, int) else kept].clone()
+        return parts, logits[:, slice(-kept, None) if isinstance(kept, int) else kept].clone()
 
 
 def _check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozenset()) -> None:
@@ -301,8 +314,9 @@ def _check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozen
 
 def _replayed(
     model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, positions: "Positions"
-) -> Tensor | None:
-    """The logits by the graph of an earlier forward. None where there is none, or the model has changed since.
+) -> tuple[Description, Tensor] | None:
+    """The description, and the logits by the graph of an earlier forward. None where there is none, or the model has
+    changed since.
 
     The graph is queued first, and the host checks the model while the GPU works. If the model has changed, the result
     is dropped: the graph has only written keys and values behind the cache's end.
@@ -311,6 +325,7 @@ def _replayed(
     if recorded is None:
         return None
     step, known, _memory = recorded
+    _check_grids(known.parts, positions)
     cache.begin(positions.last - ids.shape[1], positions.leftpad)
     logits = step(ids.flatten())
     kept = False
@@ -322,18 +337,19 @@ def _replayed(
         if not kept:
             cache.take_back(ids.shape[1])
             state.forget_place(cache)  # the next forward checks first
-    return _as_returned(known.parts, logits) if kept else None
+    return (known.parts, _as_returned(known.parts, logits)) if kept else None
 
 
 def _described(
     model: nn.Module, state: Decoder, program: Program, ids: Tensor, cache: Any, positions: "Positions"
-) -> Tensor:
-    """The logits by the description of the model as it is, behind a cache that becomes one of ours."""
+) -> tuple[Description, Tensor]:
+    """The description of the model as it is, and the logits by it, behind a cache that becomes one of ours."""
     batch, ahead = ids.shape
     is_own = is_ours(cache)
     if is_own and not cache.has_room(ahead):
         raise NoStep("the cache is full")
     parts, _memory = _description(model, state, ids)
+    _check_grids(parts, positions)
     check_length(parts, positions.past + ahead)
     positions.check(len(parts.embedding))
     if is_own:
@@ -342,7 +358,13 @@ def _described(
         check_dynamic(cache, parts, batch, recorded=True)
         become_ours(cache, parts, batch)
     cache.begin(positions.last - ahead, positions.leftpad)
-    return _as_returned(parts, state.begin_forward(parts, cache, program, ahead)(ids.flatten()))
+    return parts, _as_returned(parts, state.begin_forward(parts, cache, program, ahead)(ids.flatten()))
+
+
+def _check_grids(parts: Description, positions: "Positions") -> None:
+    """Raise NoStep where the modules make positions of images, and not of the tokens before alone."""
+    if parts.grids is not None and not positions.are_given:
+        raise NoStep("no position_ids, which the modules make of images")
 
 
 def _as_returned(parts: Description, logits: Tensor) -> Tensor:

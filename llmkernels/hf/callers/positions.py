@@ -13,6 +13,7 @@ BAD_MASK = "attention_mask masks more than padding on the left"
 BAD_MASK_OF_A_PROMPT = "attention_mask masks more than padding on the left and on the right"
 LOSS_OF_PADDING = "labels behind padding, whose first token is predicted by it"
 _BAD_POSITIONS = "position_ids do not follow each other, or run ahead of the tokens"
+_OF_IMAGES = "position_ids of the grid of an image"
 _NO_END = "no sequence ends before the last token"  # no reason against a step
 
 
@@ -41,7 +42,11 @@ class Positions:
     def __init__(self, given: dict[str, Any], ids: Tensor, past: int, may_end: bool = False):
         batch, count = ids.shape
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        self.past = past
+        grids = None
+        if isinstance(positions, Tensor) and positions.ndim == 3 and len(positions) in (3, 4):
+            grids = positions[-3:].to(ids.device)  # behind those of the mask, where these are given
+            positions = grids[0]
+        self.past, self.are_given = past, positions is not None
         self.last: Tensor | int = past + count - 1
         self.leftpad: Tensor | None = None
         self.ends: Tensor | None = None
@@ -68,6 +73,8 @@ class Positions:
                 along = positions[:, :1] + torch.arange(count, device=ids.device)
                 inside = (positions >= 0) & (positions < past + count)
                 found[_BAD_POSITIONS] = inside.all() & (positions == along).all()
+            if grids is not None:
+                found[_OF_IMAGES] = (grids == positions).all()
             self._names = list(found)
             return [torch.stack(list(found.values()))] if found else []
 

@@ -22,7 +22,19 @@ from llmkernels.ops import layer_norm, rms_norm, rope
 
 from ..errors import UnknownLayout
 from .cache_name import takes_cache
-from .options import EPS, GATE, OF_EXPERTS, OF_LAYER, MLPNames, NormOptions, Rotation, is_lora, kind_by_name, known_base
+from .options import (
+    EPS,
+    GATE,
+    OF_EXPERTS,
+    OF_LAYER,
+    OF_PARTS,
+    MLPNames,
+    NormOptions,
+    Rotation,
+    is_lora,
+    kind_by_name,
+    known_base,
+)
 from .origin import Name, check_origin, names_of
 from .recorder import ForwardRecorder, Node, StandIn, member_name
 
@@ -49,7 +61,7 @@ def _kind_of(cls: type, forward: Callable) -> str | None:
     name = cls.__name__
     named = kind_by_name(cls)
     if named in ("loss", "experts"):
-        return named
+        return named if not cls.__name__.endswith(OF_PARTS) or _has_text(cls) else None
     try:
         check_origin(forward, ("transformers", "torch"))
         arguments = list(inspect.signature(forward).parameters.values())[1:]
@@ -68,6 +80,11 @@ def _kind_of(cls: type, forward: Callable) -> str | None:
     if not OF_LAYER.isdisjoint(names) and takes_cache(forward):
         return "add_rms_norm"
     return "rope" if rotation_name(forward) is not None else None
+
+
+def _has_text(cls: type) -> bool:
+    """Whether a model takes text beside something else, as its config has it; and not to encode it."""
+    return "text_config" in getattr(getattr(cls, "config_class", None), "sub_configs", {})
 
 
 def _names(function: Callable | None) -> tuple[str, ...]:

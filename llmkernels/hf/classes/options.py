@@ -92,12 +92,15 @@ class Loss:
     output: type
 
 
+OF_PARTS = "ForConditionalGeneration"  # of a model of text beside something else, or of one that encodes it
+
 # Kinds by the end of a class's name, where what it computes does not say it: of models and experts, which are known by
 # what others do with them; and of what the report lists as left alone, since its forward is not transformers' own or
 # computes what has no kernel.
 KINDS = {
     "ForCausalLM": "loss",
     "LMHeadModel": "loss",
+    OF_PARTS: "loss",
     "Experts": "experts",
     "RMSNorm": "rms_norm",
     "LayerNorm": "layer_norm",

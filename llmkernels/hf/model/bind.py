@@ -16,6 +16,7 @@ from .description import Attention, Description, Norm, Product, with_fields
 from .observe import CONFIG, Number
 from .reference import ExpectedModule, Reference, layer_kinds
 from .template import Factor, Path, Template, Window
+from .text import text_config
 from .trust import is_same_partial
 
 
@@ -34,7 +35,8 @@ def bind(template: Template, model: nn.Module, expected: Reference) -> Descripti
         rest,
         embed_scale=_embed_scale(rest.embed_scale, rest.embedding.dtype),
         layers=layers,
-        positions=_positions(rest.rotary, model.config, windowed),
+        grids=_grids(model),
+        positions=_positions(rest.rotary, text_config(model.config), windowed),
     )
 
 
@@ -50,7 +52,7 @@ class _Binder:
         if isinstance(node, Number):
             return self._number(node)
         if isinstance(node, Window):
-            window = getattr(self._model.config, "sliding_window", None)
+            window = getattr(text_config(self._model.config), "sliding_window", None)
             if not window or window < 1:
                 raise UnknownLayout(f"has a window of {window}")
             return window - 1
@@ -119,13 +121,14 @@ class _Binder:
         if not number.name:
             return number.value
         if number.path == CONFIG:
-            return getattr(self._model.config, number.name)
+            return getattr(text_config(self._model.config), number.name)
         members = vars(_at(self._model, self._rename(number.path)))
         return members["_buffers"][number.name] if number.name in members["_buffers"] else members[number.name]
 
     def _with_heads(self, attention: Attention) -> Attention:
         head_dim, rows = attention.head_dim, sum(weight.shape[0] for weight in attention.qkv.weights)
-        heads, columns = self._model.config.num_attention_heads, attention.output.weights[0].shape[1]
+        heads = text_config(self._model.config).num_attention_heads
+        columns = attention.output.weights[0].shape[1]
         if heads * head_dim != columns:  # the small model's have the head_dim of the config, which a class may ignore
             raise UnknownLayout(f"has {heads} heads of another size than {head_dim}, as its config has it")
         return dataclasses.replace(attention, heads=heads, kv_heads=(rows // head_dim - heads) // 2)
@@ -152,7 +155,7 @@ def _sources(template: Template, model: nn.Module, expected: Reference) -> list[
     for name in template.stack.split("."):
         part = part.parts[name]
     layers, kinds = [*part.parts.values()], layer_kinds(model.config)
-    for kind in getattr(model.config, "layer_types", None) or ():
+    for kind in getattr(text_config(model.config), "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise UnknownLayout(f"has layers of type {kind}")
     sources: list[int] = []
@@ -186,6 +189,11 @@ def _alike(one: ExpectedModule, other: ExpectedModule, index: int, other_index: 
     return one.parts.keys() == other.parts.keys() and all(
         _alike(part, other.parts[name], index, other_index) for name, part in one.parts.items()
     )
+
+
+def _grids(model: nn.Module) -> nn.Module | None:
+    """The module that keeps how far positions are behind tokens, where they have rows for the grids of images."""
+    return next((module for module in model.modules() if "rope_deltas" in vars(module)), None)
 
 
 def _embed_scale(scale: float | Tensor | None, dtype: torch.dtype) -> float:

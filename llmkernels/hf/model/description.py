@@ -117,12 +117,14 @@ class Description:
 
     `embed_scale`: what embeddings are multiplied by, rounded to their dtype where the model has a tensor of it.
     `rotary` makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
-    `positions` are those for which they hold. Logits are multiplied by `logit_scale`, then capped. `dynamic_cache_for`:
+    `positions` are those for which they hold. With `grids` the rotary module takes three rows of positions, of time,
+    height and width, which are one but for images; that module keeps how far they are behind the tokens, its
+    `rope_deltas`. Logits are multiplied by `logit_scale`, then capped. `dynamic_cache_for`:
     with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config);
     `no_cache_when_told`: with use_cache=False, of the call or else of the config, they make none. `has_loss_of_logits`:
     given labels, they return the model's loss_function of its logits. `has_hidden_states`: asked for them, they return
-    what each layer is given, and the last one's behind the norm. `returns_float32`: the logits, in any dtype. `fp8`:
-    where prompts run in FP8, makes the description for that: step/fp8.py.
+    what each layer is given, and the last one's behind the norm. `returns_float32`: the logits, in any dtype. `output`:
+    the class of what they return. `fp8`: where prompts run in FP8, makes the description for that: step/fp8.py.
     """
 
     embedding: nn.Parameter
@@ -135,6 +137,8 @@ class Description:
     head: Product
     logit_scale: float
     logit_softcap: float
+    grids: nn.Module | None = None
+    output: type | None = None
     dynamic_cache_for: tuple[bool | None, ...] = ()
     no_cache_when_told: bool = False
     has_loss_of_logits: bool = False
@@ -171,7 +175,7 @@ def fields_of(node: Any) -> tuple[Any, ...] | None:
     """What a tuple or a dataclass holds; None of anything else."""
     if isinstance(node, tuple):
         return node
-    if dataclasses.is_dataclass(node):
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return tuple(getattr(node, field.name) for field in dataclasses.fields(node))
     return None
 

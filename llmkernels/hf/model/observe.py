@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..classes.cache_name import cache_name
 from ..classes.recorder import SAME, Node, Recorder
 from ..errors import UnknownLayout
+from .text import modules_of_text, text_config
 
 CONFIG = "config of the model"
 
@@ -47,7 +48,10 @@ class Record:
 
 def number_of(model: nn.Module, value: float, paths: Iterable[str], power: int = 1) -> Number:
     """A number by where it is from: an attribute of one of these modules, or of the config."""
-    for path, members in [*((path, vars(model.get_submodule(path))) for path in paths), (CONFIG, vars(model.config))]:
+    for path, members in [
+        *((path, vars(model.get_submodule(path))) for path in paths),
+        (CONFIG, vars(text_config(model.config))),
+    ]:
         for name, member in members.items():
             if isinstance(member, float) and member == value:
                 return Number(float(value), path, name, power)
@@ -60,9 +64,11 @@ def observe(model: nn.Module, ids: Tensor, positions: Tensor, attention: Callabl
     `attention(module)` is the function by which a module of the model attends. Raises UnknownLayout for a model that
     does not attend by the function that its config names.
     """
-    config, implementation = model.config, model.config._attn_implementation
-    recorder = _ModelRecorder(model, attention)
+    config = text_config(model.config)
+    implementation = config._attn_implementation
+    recorder, expected = _ModelRecorder(model, attention), modules_of_text(model)
     handles = [hook for name, module in model.named_modules() for hook in recorder.hooks(name, module)]
+    handles += [m.register_forward_pre_hook(_refuse_other) for m in model.modules() if m not in expected]
     config._attn_implementation = _registered()
     try:
         _active.recorder = recorder
@@ -77,6 +83,10 @@ def observe(model: nn.Module, ids: Tensor, positions: Tensor, attention: Callabl
     if not recorder.attentions:
         raise UnknownLayout("attends without the function that its config names")
     return Record(model, recorder.node(output.logits), tuple(recorder.attentions))
+
+
+def _refuse_other(module: nn.Module, _: tuple) -> None:
+    raise UnknownLayout(f"calls {type(module).__name__}, which is no part of its text, for tokens alone")
 
 
 class _ModelRecorder(Recorder):

@@ -28,6 +28,7 @@ from ..classes.origin import Name, check_origin, hold, members_of, members_of_cl
 from ..errors import NoStep, UnknownLayout
 from ..modules.replaced import foreign_class, library_class
 from . import trust
+from .text import is_config, modules_of_text, text_config, text_entry, text_model
 from .trust import ModuleSpec
 
 # Numbers of a module that bind.py takes from the model itself. All others are what its class makes of the config.
@@ -35,16 +36,19 @@ _READ = {"scaling", "eps", "variance_epsilon"}
 # Those that are of no account to a forward in eval mode.
 _FREE = {"training", "gradient_checkpointing", "vocab_size", "in_features", "out_features", "num_embeddings"}
 _FREE |= {"max_seq_len_cached", "padding_idx", "scale_grad_by_freq", "sparse", "attention_dropout"}
+_FREE |= {"rope_deltas"}  # of positions that are not given
 
 
 @dataclass(frozen=True)
 class ExpectedModule:
-    """A module of the reference, what one in its place has to look like, its numbers that are read, and its parts."""
+    """A module of the reference, what one in its place has to look like, its numbers that are read, and its parts; but
+    for `others`, which no forward of tokens alone calls."""
 
     spec: ModuleSpec
     module: nn.Module
     read: tuple[str, ...]
     parts: dict[str, "ExpectedModule"]
+    others: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,15 +93,17 @@ def _as_made(cls: type[nn.Module], config: Any) -> nn.Module:
 
 def reference_of(made: nn.Module, config: dict[str, Any], attention: Callable) -> Reference:
     """A model as its own reference."""
-    classes = tuple(dict.fromkeys(map(type, made.modules())))
+    called_modules = modules_of_text(made)
+    modules = [module for module in made.modules() if module in called_modules]
+    classes = tuple(dict.fromkeys(map(type, modules)))
     names = [*names_of(attention), *(name for cls in classes for name in names_of(cls.forward, cls))]
     names += [name for cls in classes if is_foreign(cls) for name in members_of_class(cls)]
-    own = [(type(module), name) for module in made.modules() for name in members_of(module)]
+    own = [(type(module), name) for module in modules for name in members_of(module)]
     forwards = ((cls, "forward", cls.forward) for cls in classes)
     members = dict.fromkeys((cls, name, value) for cls, (_, name, value) in own)
     called = *forwards, *(value for _, _, value in names), *members
     names = tuple(dict.fromkeys([*names, *(name for _, name in own)]))
-    return Reference(config, made, _expected(made), classes, attention, names, called)
+    return Reference(config, made, _expected(made, called_modules), classes, attention, names, called)
 
 
 # Entries of a config that change neither the modules nor what a step computes.
@@ -107,8 +113,13 @@ _NO_ACCOUNT |= {"label2id", "problem_type", "initializer_range"}
 
 
 def of_account(config: Any) -> dict[str, Any]:
-    """What a model is made of, of its config."""
-    return {name: value for name, value in vars(config).items() if name not in _NO_ACCOUNT}
+    """What a model is made of, of its config. That of the text is a dict, too."""
+    entry = text_entry(config)
+    return {
+        name: of_account(value) if name == entry else value
+        for name, value in vars(config).items()
+        if name not in _NO_ACCOUNT
+    }
 
 
 def _attention_of(model: nn.Module) -> Callable:
@@ -126,7 +137,7 @@ def _attention_of(model: nn.Module) -> Callable:
 
 def attention_function(config: Any, scope: dict[str, Any]) -> Callable:
     """The function that a config names, for attentions of a file with these globals."""
-    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, scope.get(_EAGER))
+    return ALL_ATTENTION_FUNCTIONS.get_interface(text_config(config)._attn_implementation, scope.get(_EAGER))
 
 
 _EAGER = "eager_attention_forward"
@@ -134,7 +145,8 @@ _EAGER = "eager_attention_forward"
 
 def attention_scope(model: nn.Module) -> dict[str, Any]:
     """The globals of the file that a model's attention is from."""
-    classes = (foreign_class(type(module)) or library_class(type(module)) for module in model.modules())
+    modules = text_model(model).modules()
+    classes = (foreign_class(type(module)) or library_class(type(module)) for module in modules)
     scopes = (vars(sys.modules[cls.__module__]) for cls in classes if cls.__module__ in sys.modules)
     return next((scope for scope in scopes if _EAGER in scope), {})
 
@@ -155,15 +167,24 @@ def _attends_without_dropout(function: Any, args: tuple, kwargs: dict[str, Any] 
     return "scaled_dot_product" in str(function) and not given.get("dropout_p")
 
 
+class _Building(WithoutRandomNumbers):
+    """The same for tensors that a constructor makes of random numbers."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.randn.default, torch.ops.aten.rand.default):
+            return torch.zeros(*args, **kwargs or {})
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
 def _build(cls: type[nn.Module], config: Any, device: str) -> nn.Module:
-    with torch.inference_mode(False), torch.device(device), WithoutRandomNumbers():
+    with torch.inference_mode(False), torch.device(device), _Building():
         return cls(config)
 
 
 _VALUES = str, Number, types.FunctionType, types.BuiltinFunctionType, functools.partial
 
 
-def _expected(module: nn.Module) -> ExpectedModule:
+def _expected(module: nn.Module, called: set[nn.Module]) -> ExpectedModule:
     members = vars(module)
     cls = type(module)
     numbers = tuple(
@@ -179,7 +200,8 @@ def _expected(module: nn.Module) -> ExpectedModule:
         numbers=numbers,
     )
     read = tuple(name for name in members if name in _READ)
-    return ExpectedModule(spec, module, read, {name: _expected(child) for name, child in members["_modules"].items()})
+    parts = {name: _expected(child, called) for name, child in members["_modules"].items() if child in called}
+    return ExpectedModule(spec, module, read, parts, frozenset(members["_modules"]) - parts.keys())
 
 
 # --- a small model
@@ -193,7 +215,8 @@ def small_config(config: Any) -> Any:
 
     Embeddings are not tied to the head: the logit of a token itself would drown the others.
     """
-    small = copy.deepcopy(config)
+    whole = copy.deepcopy(config)
+    small, config = text_config(whole), text_config(config)
     kinds = layer_kinds(config)
     last = max(kinds.index(kind) for kind in set(kinds))
     layers = max(last + 1, min(2, len(kinds)))
@@ -222,7 +245,19 @@ def small_config(config: Any) -> Any:
             setattr(small, name, value)
     if getattr(config, "_attn_implementation", "eager") != "sdpa":
         small._attn_implementation = "eager"
-    return small
+    if whole is not small:
+        _shrink_others(whole, small)
+    return whole
+
+
+def _shrink_others(whole: Any, text: Any) -> None:
+    """Leave the parts of a config that are not of the text one layer each."""
+    whole.tie_word_embeddings = False
+    for part in vars(whole).values():
+        if is_config(part) and part is not text:
+            for name in ("num_hidden_layers", "depth"):
+                if hasattr(part, name):
+                    setattr(part, name, 1)
 
 
 def _is_window(name: str, value: Any) -> bool:
@@ -233,7 +268,8 @@ def _is_window(name: str, value: Any) -> bool:
 
 def resized(small: Any) -> Any:
     """A small config with other sizes, and one layer more: what differs then depends on sizes."""
-    other = copy.deepcopy(small)
+    whole = copy.deepcopy(small)
+    small, other = text_config(small), text_config(whole)
     for name, value in vars(small).items():
         if isinstance(value, list) and len(value) == small.num_hidden_layers and name != "architectures":
             setattr(other, name, [*value, value[-1]])
@@ -242,11 +278,12 @@ def resized(small: Any) -> Any:
     for name, value in changes.items():
         setattr(other, name, value)
     other.num_hidden_layers = small.num_hidden_layers + 1
-    return other
+    return whole
 
 
 def layer_kinds(config: Any) -> list[tuple]:
     """What distinguishes the layers of a config, for each: its entries in the lists with one per layer."""
+    config = text_config(config)
     count = config.num_hidden_layers
     lists = [
         value

@@ -197,9 +197,10 @@ def make_tables(parts: Description, positions: range, ahead: bool = False) -> di
     alternates = attentions[0].alternates
     for name in parts.tables:
         kind = [name] if name else []
+        given = positions if parts.grids is None else positions.expand(3, 1, -1)
         if ahead and positions.shape[1] == len(parts.positions):
-            parts.rotary(weight[:1], positions[:, :1], *kind)
-        pair = parts.rotary(weight[:1], positions, *kind)
+            parts.rotary(weight[:1], given[..., :1], *kind)
+        pair = parts.rotary(weight[:1], given, *kind)
         rows = (table.reshape(positions.shape[1], -1) for table in pair)
         found[name] = tuple(_of_pairs(table, alternates).to(weight.dtype).contiguous() for table in rows)
     if any(attention.table is None for attention in attentions):

@@ -17,6 +17,7 @@ from ..classes.origin import Entry, asked_of_origin, check_origin, entry
 from ..errors import Distrust, NoStep, UnknownLayout
 from ..model import adapted, trust
 from ..model.reference import ExpectedModule, Reference, attention_function, attention_scope, reference
+from ..model.text import is_config, text_config, text_entry
 from ..model.trust import Inspection, calls_only_its_class, hooks_do_nothing
 from ..modules import lora
 from ..modules.replaced import library_class
@@ -31,15 +32,15 @@ def inspect_all(model: nn.Module, root: ExpectedModule) -> nn.Module | None:
     """
     weight = next(model.parameters(), None)
     inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
-    config = model.config
+    configs = model.config, text_config(model.config)
 
     def visit(module: nn.Module, part: ExpectedModule) -> None:
         module = adapted.inspect(module, inspection)
         members = inspection.module(module, part.spec)
         modules = members["_modules"]
-        if members.get("config", config) is not config:
+        if not any(members.get("config", config) is config for config in configs):
             raise Distrust(module, "{} has a config of its own")
-        if modules.keys() != part.parts.keys():
+        if modules.keys() != part.parts.keys() | part.others:
             raise NoStep(f"{len(modules)} layers, of {len(part.parts)} in the config")
         for name, child in part.parts.items():
             visit(modules[name], child)
@@ -112,8 +113,12 @@ class Snapshot:
         self._attention, self._scope = expected.attention, attention_scope(model)
         tree = _Tree(model, expected.root)
         tree.same += [(0, name, None) for name in _HELPERS]
-        config = tree.node(0, "config", model.config)
-        tree.equal += [(config, name, value) for name, value in expected.config.items()]
+        config, of_text = tree.node(0, "config", model.config), text_entry(model.config)
+        own = ((name, value) for name, value in expected.config.items() if name != of_text and not is_config(value))
+        tree.equal += [(config, name, value) for name, value in own]
+        if of_text is not None:
+            text = tree.node(config, of_text, text_config(model.config))
+            tree.equal += [(text, name, value) for name, value in expected.config[of_text].items()]
         tree.names += [*map(entry, expected.names), *_asked_of_helpers(model)]
         tree.names += [name for cls in tree.classes for name in trust.asked_of(cls)]
         tensors = [tensor for _, _, tensor in tree.tensors if tensor is not None]

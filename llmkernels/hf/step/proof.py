@@ -41,6 +41,7 @@ from ..model.reference import (
     small_model,
 )
 from ..model.template import Template
+from ..model.text import text_config
 from .compose import LayerCache, Tokens, embed, forward, make_tables
 
 _TOKENS = 2 * WINDOW + 2
@@ -129,6 +130,7 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
             has_loss_of_logits=_has_loss_of_logits(small, ids),
             has_hidden_states=_has_hidden_states(small, parts, ids, tolerance),
             returns_float32=_returns_float32(small, ids),
+            output=type(small(ids[None], use_cache=False)),
         )
         return dataclasses.replace(template, description=description, same_in_training=_same_in_training(small, ids))
 
@@ -137,7 +139,7 @@ def _observed(cls: type[nn.Module], config: Any) -> tuple[nn.Module, Template]:
     """A small model, and what it was seen to compute."""
     small = small_model(cls, config)
     fill(small, 1.0)
-    attends = copy.copy(small.config)
+    attends = copy.copy(text_config(small.config))
 
     def attention(module: nn.Module) -> Callable:
         return attention_function(attends, attention_scope(module))
