@@ -179,7 +179,7 @@ def _early_prompt(
     if state.is_padded_behind and given.get("attention_mask") is not None:
         return None
     positions = Positions(given, ids, 0)
-    _check_grids(known.parts, positions)
+    _check_rows(known.parts, positions, is_prompt=True)
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
         logits, block = state.launch_prompt(known.parts, layout, ids, positions.last, positions.leftpad, kept)
@@ -204,7 +204,7 @@ def _composed_prompt(
     _check_prompt(model, parts, given)
     batch, count = ids.shape
     positions = Positions(given, ids, 0, may_end=True)
-    _check_grids(parts, positions)
+    _check_rows(parts, positions, is_prompt=True)
     positions.check(len(parts.embedding))
     state.is_padded_behind = positions.ends is not None
     is_kept, cache = _use_cache(model, given) is not False, given.get(cache_name())
@@ -325,7 +325,7 @@ def _replayed(
     if recorded is None:
         return None
     step, known, _memory = recorded
-    _check_grids(known.parts, positions)
+    _check_rows(known.parts, positions)
     cache.begin(positions.last - ids.shape[1], positions.leftpad)
     logits = step(ids.flatten())
     kept = False
@@ -349,7 +349,7 @@ def _described(
     if is_own and not cache.has_room(ahead):
         raise NoStep("the cache is full")
     parts, _memory = _description(model, state, ids)
-    _check_grids(parts, positions)
+    _check_rows(parts, positions)
     check_length(parts, positions.past + ahead)
     positions.check(len(parts.embedding))
     if is_own:
@@ -361,8 +361,11 @@ def _described(
     return parts, _as_returned(parts, state.begin_forward(parts, cache, program, ahead)(ids.flatten()))
 
 
-def _check_grids(parts: Description, positions: "Positions") -> None:
-    """Raise NoStep where the modules make positions of images, and not of the tokens before alone."""
+def _check_rows(parts: Description, positions: "Positions", is_prompt: bool = False) -> None:
+    """Raise NoStep for positions of another shape than the modules take, or of prompts, whose first row may pack
+    sequences; and where the modules make positions of images, and not of the tokens before alone."""
+    if positions.have_rows and (parts.grids is None or is_prompt):
+        raise NoStep("position_ids are not (batch, tokens)")
     if parts.grids is not None and not positions.are_given:
         raise NoStep("no position_ids, which the modules make of images")
 

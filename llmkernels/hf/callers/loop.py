@@ -38,6 +38,9 @@ from .reading import Reading, Text, next_turn
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now
+# Of a model that takes more than text: what its prompt may have, which its modules run then.
+_OF_MODULES = {"pixel_values", "pixel_values_videos", "pixel_mask", "pixel_attention_mask", "image_sizes"}
+_OF_MODULES |= {"input_features", "input_features_mask", "token_type_ids", "mm_token_type_ids"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Call:
     `memory` keeps what `parts` describes where it is. `leftpad` is where each sequence starts, None for all at 0;
     `tokens` how many there are with those in the cache, of up to `limit`; `returned` says that the caller sees the
     cache afterwards. `holds` says, once the prompt is launched, whether model and arguments are what they were taken
-    for; None where that is known. `ahead` is the prompt, where it runs already.
+    for; None where that is known. `ahead` is the prompt, where it runs already. `images` names what the prompt has
+    beside text.
     """
 
     model: nn.Module
@@ -59,6 +63,7 @@ class Call:
     tokens: int
     limit: float  # as transformers has it, of whatever kind the caller gave
     returned: bool
+    images: str = ""
     holds: Callable[[], bool] | None = None
     ahead: Ahead | None = None
 
@@ -81,6 +86,8 @@ class Call:
         try:
             if config.prefill_chunk_size is not None:
                 raise NoStep("prefill_chunk_size")
+            if self.images:
+                raise NoStep(self.images)
             last = self.inputs["position_ids"][:, -1].expand(self.batch)
             logits = state.run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
         except NoStep as reason:
@@ -158,6 +165,7 @@ def prepare(
         tokens=tokens,
         limit=behind + stopping_criteria.max_length,
         returned=_is_returned(config, cache),
+        images=", ".join(_images(inputs)),
     )
 
 
@@ -167,6 +175,8 @@ def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs
     cache, mask, positions = (inputs.get(name) for name in (cache_name(), "attention_mask", "position_ids"))
     known = decoder(model).known(input_ids) if reading.is_late(input_ids.device) else None
     if known is None or cache is None or torch.is_grad_enabled() or config.prefill_chunk_size is not None:
+        return None
+    if _images(inputs):
         return None
     described, memory = known
     parts, (batch, count) = described.parts, input_ids.shape
@@ -300,7 +310,7 @@ def _check_call(parts: Description, input_ids, stopping_criteria, config, synced
         raise NoStep("assistant of assisted decoding")
     if config.output_attentions or config.output_hidden_states:
         raise NoStep("output_attentions or output_hidden_states")
-    known = _KNOWN_INPUTS | {cache_name()}
+    known = _KNOWN_INPUTS | {cache_name()} | (_OF_MODULES if parts.more_than_text else set())
     if unknown := sorted(key for key in inputs if key not in known and inputs[key] is not None):
         raise NoStep(", ".join(unknown))
     check_kept(inputs)
@@ -316,6 +326,11 @@ def _check_call(parts: Description, input_ids, stopping_criteria, config, synced
     if stopping_criteria.max_length is None:
         raise NoStep("no max_length")
     check_batch(parts, input_ids)
+
+
+def _images(inputs: dict[str, Any]) -> list[str]:
+    """What a prompt has beside text."""
+    return sorted(name for name in _OF_MODULES if inputs.get(name) is not None)
 
 
 def _is_transformers(user: Any) -> bool:

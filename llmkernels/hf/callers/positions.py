@@ -46,7 +46,7 @@ class Positions:
         if isinstance(positions, Tensor) and positions.ndim == 3 and len(positions) in (3, 4):
             grids = positions[-3:].to(ids.device)  # behind those of the mask, where these are given
             positions = grids[0]
-        self.past, self.are_given = past, positions is not None
+        self.past, self.are_given, self.have_rows = past, positions is not None, grids is not None
         self.last: Tensor | int = past + count - 1
         self.leftpad: Tensor | None = None
         self.ends: Tensor | None = None

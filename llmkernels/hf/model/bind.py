@@ -35,6 +35,7 @@ def bind(template: Template, model: nn.Module, expected: Reference) -> Descripti
         rest,
         embed_scale=_embed_scale(rest.embed_scale, rest.embedding.dtype),
         layers=layers,
+        more_than_text=text_config(model.config) is not model.config,
         grids=_grids(model),
         positions=_positions(rest.rotary, text_config(model.config), windowed),
     )

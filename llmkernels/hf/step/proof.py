@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from .._private import _disable_current_modes
 from ..classes.cache_name import cache_name
@@ -130,7 +132,7 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
             has_loss_of_logits=_has_loss_of_logits(small, ids),
             has_hidden_states=_has_hidden_states(small, parts, ids, tolerance),
             returns_float32=_returns_float32(small, ids),
-            output=type(small(ids[None], use_cache=False)),
+            output=_output_class(small, ids),
         )
         return dataclasses.replace(template, description=description, same_in_training=_same_in_training(small, ids))
 
@@ -236,6 +238,16 @@ def _has_hidden_states(small: nn.Module, parts: Description, ids: Tensor, tolera
         one.shape == (1, *other.shape) and _error(other, one[0]) <= _MOST * tolerance
         for one, other in zip(expected, found, strict=True)
     )
+
+
+def _output_class(small: nn.Module, ids: Tensor) -> type[ModelOutput]:
+    """The class of what a model returns, if it has the fields that a step fills."""
+    try:
+        found = type(small(ids[None], use_cache=False, return_dict=True))
+    except Exception:  # of a model that takes no return_dict
+        return CausalLMOutputWithPast
+    fields = {field.name for field in dataclasses.fields(found)} if issubclass(found, ModelOutput) else set()
+    return found if fields >= {"loss", "logits", "hidden_states", cache_name()} else CausalLMOutputWithPast
 
 
 def _returns_float32(small: nn.Module, ids: Tensor) -> bool:

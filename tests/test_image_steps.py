@@ -1,0 +1,147 @@
+"""The step of models that take images: their prompts run by the modules, and the tokens behind them by the step."""
+
+import pytest
+import torch
+
+import llmkernels
+from families import EXPECTED, FAMILIES, family_model, image_inputs
+from hf_models import assert_close, tiny_inputs
+from llmkernels.hf import unpatch
+
+IMAGES = [name for name, family in FAMILIES.items() if family.outer]
+NEW = 8
+STEP = "by the decode step"
+every_model = pytest.mark.parametrize("name", IMAGES)
+
+
+def generate(model, inputs, **options):
+    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options)
+
+
+def forwards(handle):
+    return dict(handle.report().decode[0].forwards)
+
+
+@every_model
+def test_tokens_behind_an_image(name, device):
+    model, inputs = family_model(name, device), image_inputs(name, device)
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    expected = generate(model, inputs, **options)
+    handle = llmkernels.patch(model)
+    for _ in range(2):
+        found = generate(model, inputs, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+    assert forwards(handle)[STEP] == 2 * (NEW - 1), handle.report()
+    assert handle.report().decode[0].reason is None
+
+
+@every_model
+def test_beams_behind_an_image(name, device):
+    model, inputs = family_model(name, device), image_inputs(name, device)
+    expected = generate(model, inputs, num_beams=3)
+    handle = llmkernels.patch(model)
+    assert torch.equal(generate(model, inputs, num_beams=3), expected)
+    assert forwards(handle)[STEP] == NEW - 1, handle.report()
+
+
+@every_model
+def test_an_image_counts(name, device):
+    """Another one behind the same tokens, in the second call of a patched model."""
+    model, inputs = family_model(name, device), image_inputs(name, device)
+    other = inputs | {"pixel_values": 3 * inputs["pixel_values"].flip(0) + 1}
+    expected = [generate(model, one) for one in (inputs, other, inputs)]
+    assert not torch.equal(expected[0], expected[1])
+    llmkernels.patch(model)
+    assert all(
+        torch.equal(generate(model, one), tokens) for one, tokens in zip((inputs, other, inputs), expected, strict=True)
+    )
+
+
+@every_model
+def test_outputs_are_the_models_own(name, device):
+    model, inputs = family_model(name, device), image_inputs(name, device)
+
+    @torch.no_grad()
+    def outputs():
+        prompt = model(**inputs, use_cache=True)
+        positions = torch.full((1, 1), inputs["input_ids"].shape[1], device=device)
+        positions = positions.expand(3, 1, 1) - 2 if name == "qwen2_5_vl" else positions
+        return prompt, model(inputs["input_ids"][:, :1], past_key_values=prompt.past_key_values, position_ids=positions)
+
+    expected = outputs()
+    handle = llmkernels.patch(model)
+    for found, other in zip(outputs(), expected, strict=True):
+        assert type(found) is type(other) and found.keys() == other.keys()
+        assert_close(found.logits, other.logits)
+    assert forwards(handle)[STEP] == 1
+
+
+def test_positions_that_the_modules_make_of_images(device):
+    """A loop that gives none: only the model knows how far they are behind the tokens."""
+    model, inputs = family_model("qwen2_5_vl", device), image_inputs("qwen2_5_vl", device)
+
+    @torch.no_grad()
+    def tokens():
+        output, found = model(**inputs, use_cache=True), []
+        for _ in range(4):
+            ids = output.logits[:, -1:].argmax(-1)
+            output = model(ids, past_key_values=output.past_key_values)
+            found.append(output.logits)
+        return torch.cat(found, 1)
+
+    expected = tokens()
+    handle = llmkernels.patch(model)
+    assert_close(tokens(), expected)
+    assert forwards(handle) == {"by the model's forward: no position_ids, which the modules make of images": 4}
+
+
+def test_grids_of_an_image_run_by_the_modules(device):
+    """Positions whose rows differ, behind a cache: more tokens with an image among them."""
+    model, ids = family_model("qwen2_5_vl", device), tiny_inputs(device, 1)
+    rows = torch.tensor([[11, 12, 13], [11, 12, 12], [11, 11, 13]], device=device)[:, None]
+
+    @torch.no_grad()
+    def logits():
+        cache = model(ids, use_cache=True).past_key_values
+        return model(ids[:, :3], past_key_values=cache, position_ids=rows).logits
+
+    expected = logits()
+    handle = llmkernels.patch(model)
+    assert_close(logits(), expected)
+    assert forwards(handle) == {"by the model's forward: position_ids of the grid of an image": 1}
+
+
+@every_model
+def test_changes_of_the_text_are_heard(name, device):
+    model, inputs = family_model(name, device), image_inputs(name, device)
+    handle = llmkernels.patch(model)
+    generate(model, inputs)
+    decoder, seen = model.model.language_model, []
+    hook = decoder.layers[0].mlp.register_forward_hook(lambda *call: seen.append(call))
+    generate(model, inputs)
+    assert len(seen) == NEW
+    hook.remove()
+    with torch.no_grad():
+        decoder.layers[0].mlp.down_proj.weight.mul_(-2)
+    found = generate(model, inputs)
+    assert forwards(handle)[STEP] > NEW - 1  # after a few by the modules, since there was a reason
+    unpatch(model)
+    assert torch.equal(found, generate(model, inputs))
+
+
+@every_model
+def test_parts_of_images_may_be_anything(name, device):
+    """A hook on them sees its calls: those of prompts."""
+    model, inputs = family_model(name, device), image_inputs(name, device)
+    tower, seen = next(child for key, child in model.model.named_children() if "vis" in key), []
+    tower.register_forward_hook(lambda *call: seen.append(call))
+    expected = generate(model, inputs)
+    handle = llmkernels.patch(model)
+    assert torch.equal(generate(model, inputs), expected)
+    assert len(seen) == 2
+    assert forwards(handle)[STEP] == NEW - 1
+
+
+def test_the_table_has_them():
+    assert all(not EXPECTED[name].no_step for name in IMAGES)
