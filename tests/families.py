@@ -247,19 +247,14 @@ FAMILIES = {
 @dataclass
 class Expected:
     """What runs of a family, as a table of docs/models.md has it. `no_step` is why it has no decode step; `or_else` why
-    not with another transformers, whose class for it computes the same in another way; `loop` why only its forwards
-    are steps, in transformers' loop."""
+    not with another transformers, whose class for it computes the same in another way; `loop` what a
+    user's own loop has to give that its forwards are steps."""
 
     title: str
     ops: dict  # of one forward, with an image if it takes one, and how often each
     no_step: str = ""
     or_else: str = ""
     loop: str = ""
-
-    @property
-    def has_steps(self) -> bool:
-        """In every way of calling it."""
-        return not self.no_step and not self.loop
 
     def explains(self, reason: str) -> bool:
         return any(each in reason for each in (self.no_step, self.or_else) if each)
@@ -323,7 +318,7 @@ EXPECTED = {
     "qwen2_5_vl": Expected(
         "Qwen2.5-VL",
         {"rms_norm": 6, "rope": 2, "add_rms_norm": 2, "swiglu": 3},
-        loop="position_ids are not (batch, tokens)",
+        loop="position_ids",
     ),
     "gemma3_image": Expected(
         "Gemma 3, images", {"rms_norm": 17, "rope": 3, "add_rms_norm": 3, "geglu": 3, "bias_gelu": 2}

@@ -197,7 +197,7 @@ _GROUPS = {
 
 
 def _decodes(runs):
-    return f"no: {runs.no_step}" if runs.no_step else "forwards" if runs.loop else "yes"
+    return f"no: {runs.no_step}" if runs.no_step else f"yes, with {runs.loop} in a loop" if runs.loop else "yes"
 
 
 def test_table_of_families():

@@ -30,7 +30,7 @@ STEP = "by the decode step"
 DESCRIBED = [
     name
     for name, runs in EXPECTED.items()
-    if runs.has_steps and "original_max_position_embeddings" not in FAMILIES[name].options
+    if not (runs.no_step or runs.loop) and "original_max_position_embeddings" not in FAMILIES[name].options
 ]
 
 

@@ -10,6 +10,12 @@ from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..model.description import Description
 from ..step.decode import decoder
+from .images import last_position
+
+
+def is_transformers(user: Any) -> bool:
+    """Whether a processor, criterion or streamer is transformers' own, or none."""
+    return user is None or type(user).__module__.startswith("transformers.")
 
 
 class Rest:
@@ -21,7 +27,7 @@ class Rest:
     def __init__(self, model: nn.Module, parts: Description, inputs: dict[str, Any], cache: Any):
         self._model, self._parts, self._cache = model, parts, cache
         self._described = decoder(model).described
-        self._mask, self._last = inputs.get("attention_mask"), inputs["position_ids"][:, -1:]
+        self._mask, self._last = inputs.get("attention_mask"), last_position(inputs)[:, None]
         self.begun = False
 
     def begins(self) -> bool:

@@ -27,6 +27,7 @@ from ..cache.fits import check_cache, is_kv_cache, is_ours, may_become_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..model.description import Description
+from ..model.text import entries_of, text_config
 from ..report import STEP, by_forward
 from ..step import prompt
 from ..step.block import Layout
@@ -128,7 +129,7 @@ def _loss(model: nn.Module, logits: Tensor, given: dict[str, Any]) -> Tensor | N
         return None
     counted = given.get("num_items_in_batch")
     options = {} if counted is None else {"num_items_in_batch": counted}
-    return model.loss_function(logits, given["labels"], model.config.vocab_size, **options)
+    return model.loss_function(logits, given["labels"], text_config(model.config).vocab_size, **options)
 
 
 def _check_prompt(model: nn.Module, parts: Description, given: dict[str, Any]) -> None:
@@ -152,7 +153,8 @@ def _check_prompt(model: nn.Module, parts: Description, given: dict[str, Any]) -
 def _use_cache(model: nn.Module, given: dict[str, Any]) -> bool | None:
     """Whether a call asks for a cache; None: it says nothing, and neither does the config."""
     use_cache = given.get("use_cache")
-    return False if use_cache is None and vars(model.config).get("use_cache") is False else use_cache
+    told = use_cache is None and any(entries.get("use_cache") is False for entries in entries_of(model.config))
+    return False if told else use_cache
 
 
 def _early_prompt(
@@ -307,9 +309,9 @@ def _check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozen
         raise NoStep("logits_to_keep=None")
     if given.get("return_dict") is False:
         raise NoStep("return_dict=False")
-    config = vars(model.config)  # a look at an attribute of it takes a microsecond each
-    if config.get("output_hidden_states") or config.get("_output_attentions"):
-        raise NoStep("output_attentions or output_hidden_states in the config")
+    for entries in entries_of(model.config):
+        if entries.get("output_hidden_states") or entries.get("_output_attentions"):
+            raise NoStep("output_attentions or output_hidden_states in the config")
 
 
 def _replayed(

@@ -32,15 +32,13 @@ from ..step.describe import check_batch, check_length
 from ..step.program import Program
 from . import reading
 from .ahead import Ahead, launched, taken_by
-from .changed import Rest
+from .changed import Rest, is_transformers
+from .images import OF_MODULES, images_of, last_position
 from .positions import check_facts, check_kept, facts_of, left_padding
 from .reading import Reading, Text, next_turn
 
 _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now
-# Of a model that takes more than text: what its prompt may have, which its modules run then.
-_OF_MODULES = {"pixel_values", "pixel_values_videos", "pixel_mask", "pixel_attention_mask", "image_sizes"}
-_OF_MODULES |= {"input_features", "input_features_mask", "token_type_ids", "mm_token_type_ids"}
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ class Call:
     `memory` keeps what `parts` describes where it is. `leftpad` is where each sequence starts, None for all at 0;
     `tokens` how many there are with those in the cache, of up to `limit`; `returned` says that the caller sees the
     cache afterwards. `holds` says, once the prompt is launched, whether model and arguments are what they were taken
-    for; None where that is known. `ahead` is the prompt, where it runs already. `images` names what the prompt has
-    beside text.
+    for; None where that is known. `ahead` is the prompt, where it runs already; `images` what it has beside text.
     """
 
     model: nn.Module
@@ -88,7 +85,7 @@ class Call:
                 raise NoStep("prefill_chunk_size")
             if self.images:
                 raise NoStep(self.images)
-            last = self.inputs["position_ids"][:, -1].expand(self.batch)
+            last = last_position(self.inputs).expand(self.batch)
             logits = state.run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
         except NoStep as reason:
             self._check(cache, 0)
@@ -131,8 +128,7 @@ class Call:
 
     def begin(self, state: Decoder, cache, program: Program) -> DecodeStep:
         """The step behind the prompt, which is in the cache now."""
-        last = self.inputs["position_ids"][:, -1]
-        cache.begin(last.expand(self.batch), self.leftpad)
+        cache.begin(last_position(self.inputs).expand(self.batch), self.leftpad)
         return state.begin(self.parts, cache, program)
 
 
@@ -151,7 +147,7 @@ def prepare(
     if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
         raise NoStep("gradients are enabled")
     _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
-    leftpad, tokens = left_padding(input_ids, inputs, config, len(parts.embedding))
+    leftpad, tokens = left_padding(input_ids, inputs, config, len(parts.embedding), parts.grids is not None)
     check_length(parts, tokens - input_ids.shape[1] + stopping_criteria.max_length)
     behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
     cache = inputs[cache_name()]
@@ -165,7 +161,7 @@ def prepare(
         tokens=tokens,
         limit=behind + stopping_criteria.max_length,
         returned=_is_returned(config, cache),
-        images=", ".join(_images(inputs)),
+        images=", ".join(images_of(inputs)),
     )
 
 
@@ -176,11 +172,10 @@ def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs
     known = decoder(model).known(input_ids) if reading.is_late(input_ids.device) else None
     if known is None or cache is None or torch.is_grad_enabled() or config.prefill_chunk_size is not None:
         return None
-    if _images(inputs):
-        return None
     described, memory = known
     parts, (batch, count) = described.parts, input_ids.shape
-    if positions is None or positions.shape != input_ids.shape or (mask is not None and mask.shape != input_ids.shape):
+    shapes = [x.shape for x in (positions, mask) if x is not None]
+    if images_of(inputs) or positions is None or any(shape != input_ids.shape for shape in shapes):
         return None
     try:
         _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
@@ -310,7 +305,7 @@ def _check_call(parts: Description, input_ids, stopping_criteria, config, synced
         raise NoStep("assistant of assisted decoding")
     if config.output_attentions or config.output_hidden_states:
         raise NoStep("output_attentions or output_hidden_states")
-    known = _KNOWN_INPUTS | {cache_name()} | (_OF_MODULES if parts.more_than_text else set())
+    known = _KNOWN_INPUTS | {cache_name()} | (OF_MODULES if parts.more_than_text else set())
     if unknown := sorted(key for key in inputs if key not in known and inputs[key] is not None):
         raise NoStep(", ".join(unknown))
     check_kept(inputs)
@@ -326,16 +321,6 @@ def _check_call(parts: Description, input_ids, stopping_criteria, config, synced
     if stopping_criteria.max_length is None:
         raise NoStep("no max_length")
     check_batch(parts, input_ids)
-
-
-def _images(inputs: dict[str, Any]) -> list[str]:
-    """What a prompt has beside text."""
-    return sorted(name for name in _OF_MODULES if inputs.get(name) is not None)
-
-
-def _is_transformers(user: Any) -> bool:
-    """Whether a processor, criterion or streamer is transformers' own, or none."""
-    return user is None or type(user).__module__.startswith("transformers.")
 
 
 def _run(
@@ -357,8 +342,8 @@ def _run(
     pad = None if pad is None else pad.to(input_ids.device)
     has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     # transformers' own processors read any layout and keep nothing; other people's get what transformers gives them.
-    own = all(map(_is_transformers, (*logits_processor, *stopping_criteria)))
-    watched = not (own and _is_transformers(streamer))
+    own = all(map(is_transformers, (*logits_processor, *stopping_criteria)))
+    watched = not (own and is_transformers(streamer))
     shown = call.shown_cache() if watched else None
     rest = Rest(call.model, call.parts, call.inputs, cache) if watched else None
     late = reading.is_late(input_ids.device)

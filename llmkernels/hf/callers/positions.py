@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
+from .images import last_position
 from .reading import Reading
 
 BAD_MASK = "attention_mask masks more than padding on the left"
@@ -126,20 +127,24 @@ def check_facts(facts: list[int], tokens: int, vocabulary: int) -> bool:
     return not full
 
 
-def left_padding(input_ids: Tensor, inputs: dict[str, Any], config, vocabulary: int) -> tuple[Tensor | None, int]:
+def left_padding(
+    input_ids: Tensor, inputs: dict[str, Any], config, vocabulary: int, has_rows: bool = False
+) -> tuple[Tensor | None, int]:
     """Where each sequence starts, None for all at 0; and how many tokens there are with those in the cache.
 
-    Raises NoStep for other masks and positions than left padding's, and IndexError for ids of no token. Reads a few
+    `has_rows`: positions may have rows, of the grids of images. Raises NoStep for other masks and positions than left
+    padding's, and IndexError for ids of no token. Reads a few
     numbers on the host: before the prefill, where nothing is waiting yet.
     """
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    if positions is None or positions.ndim != 2:
+    if positions is None or positions.ndim not in ((2, 3) if has_rows else (2,)):
         raise NoStep("position_ids are not (batch, tokens)")
     if mask is not None and mask.ndim != 2:
         raise NoStep("attention_mask is not (batch, tokens)")
     # transformers from 5.23 drops a mask of ones, and notes its length.
-    tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", positions.shape[1])
-    is_padded = check_facts(facts_of(input_ids, mask, positions).tolist(), tokens, vocabulary)
+    tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", positions.shape[-1])
+    last = last_position(inputs)[:, None]
+    is_padded = check_facts(facts_of(input_ids, mask, last).tolist(), tokens, vocabulary)
     # As transformers has it: input_ids are all tokens, or where the mask is longer, those behind the ones in the cache.
     past, given = inputs[cache_name()].get_seq_length(), input_ids.shape[1]
     if past and config.prefill_chunk_size is not None:  # up to 5.22 it computes what is in the cache once more

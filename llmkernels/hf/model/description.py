@@ -117,10 +117,11 @@ class Description:
 
     `embed_scale`: what embeddings are multiplied by, rounded to their dtype where the model has a tensor of it.
     `rotary` makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
-    `positions` are those for which they hold. With `grids` the rotary module takes three rows of positions, of time,
-    height and width, which are one but for images; that module keeps how far they are behind the tokens, its
-    `rope_deltas`. `more_than_text`: the model takes images or sound as well. Logits are multiplied by `logit_scale`, then capped. `dynamic_cache_for`:
-    with these values of `use_cache` the modules make the cache of a prompt as DynamicCache(config=config);
+    `positions` are those for which they hold. `more_than_text`: the model takes images or sound as well. With `grids`
+    the rotary module takes three rows of positions, of time, height and width, which are one but for images; that
+    module keeps how far they are behind the tokens, its `rope_deltas`. Logits are multiplied by `logit_scale`, then
+    capped. `dynamic_cache_for`: with these values of `use_cache` the modules make the cache of a prompt as
+    DynamicCache(config=config);
     `no_cache_when_told`: with use_cache=False, of the call or else of the config, they make none. `has_loss_of_logits`:
     given labels, they return the model's loss_function of its logits. `has_hidden_states`: asked for them, they return
     what each layer is given, and the last one's behind the norm. `returns_float32`: the logits, in any dtype. `output`:

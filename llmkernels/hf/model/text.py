@@ -25,6 +25,13 @@ def text_entry(config: Any) -> str | None:
     return next((name for name, value in vars(config).items() if value is text), None)
 
 
+def entries_of(config: Any) -> list[dict[str, Any]]:
+    """The entries of a config, and those of its text's: a look at a dict takes less than one at an attribute."""
+    own = vars(config)
+    text = own.get("text_config")
+    return [own] if text is None else [own, vars(text)]
+
+
 def text_model(model: nn.Module) -> nn.Module:
     """The decoder of the text within a model of more; else the model."""
     text = text_config(model.config)

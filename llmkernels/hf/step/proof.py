@@ -193,12 +193,13 @@ def _makes_no_cache_when_told(small: nn.Module, ids: Tensor) -> bool:
     """Whether a model makes no cache with use_cache=False, of a call or else of its config."""
     if _made_cache(small, ids, use_cache=False) is not None:
         return False
-    told = getattr(small.config, "use_cache", True)
-    small.config.use_cache = False
+    config = text_config(small.config)
+    told = getattr(config, "use_cache", True)
+    config.use_cache = False
     try:
         return _made_cache(small, ids) is _made_cache(small, ids, use_cache=None) is None
     finally:
-        small.config.use_cache = told
+        config.use_cache = told
 
 
 def _made_cache(small: nn.Module, ids: Tensor, **given: bool | None) -> Any:
@@ -216,7 +217,7 @@ def _has_loss_of_logits(small: nn.Module, ids: Tensor) -> bool:
     for counted in ({}, {"num_items_in_batch": 5}):
         try:
             output = small(ids[None], labels=labels, use_cache=False, **counted)
-            told = small.loss_function(output.logits, labels, small.config.vocab_size, **counted)
+            told = small.loss_function(output.logits, labels, text_config(small.config).vocab_size, **counted)
         except Exception:  # of a model that takes no labels, or has no such function
             return False
         if output.loss is None or not torch.equal(output.loss, told):
