@@ -28,7 +28,8 @@ call of a patched model becomes launches:
         yes                    replay it; meanwhile step/guard.py: is the model what its description was read from?
                                if not, the result is dropped, and the call goes on as without a graph
         no                     the description, if it still holds; else step/describe.py makes it:
-          model/reference.py     the modules as their class makes them of the config; classes/effects.py: those from
+          model/reference.py     the modules as their class makes them of the config, but for those that tokens alone
+                                 do not reach (model/text.py); classes/effects.py: those from
                                  outside of transformers do nothing but compute
           step/guard.py          each module of the model is as in the reference
           step/proof.py          a small model of the same class is run, once:
