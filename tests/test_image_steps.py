@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 import llmkernels
 from families import EXPECTED, FAMILIES, family_model, image_inputs
@@ -151,3 +152,74 @@ def test_parts_of_images_may_be_anything(name, device):
 
 def test_the_table_has_them():
     assert all(not EXPECTED[name].no_step for name in IMAGES)
+
+
+# --- other families, given text alone
+
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_SMALL |= {"num_hidden_layers": 2, "vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SMALL |= {"max_position_embeddings": 128, "tie_word_embeddings": False}
+_OTHERS = {"num_hidden_layers": 1, "depth": 1, "encoder_layers": 1, "hidden_size": 32, "intermediate_size": 48}
+_OTHERS |= {
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "d_model": 32,
+    "encoder_ffn_dim": 48,
+    "encoder_attention_heads": 2,
+}
+
+
+def shrink(config, is_text=False):
+    """A config of a few small layers, in place."""
+    for name, part in list(vars(config).items()):
+        if hasattr(part, "get_text_config"):
+            shrink(part, "text" in name)
+    if is_text:
+        changes = _SMALL
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:2]
+    else:
+        changes = {} if hasattr(config, "text_config") else _OTHERS
+    for name, value in changes.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AyaVision",
+        "GotOcr2",
+        "GraniteSpeech",
+        "Idefics3",
+        "InternVL",
+        "LlavaOnevision",
+        "Mistral3",
+        "Qwen2Audio",
+        "Qwen3VL",
+        "SmolVLM",
+        "Voxtral",
+    ],
+)
+def test_text_alone(name, device):
+    cls = getattr(transformers, f"{name}ForConditionalGeneration")
+    config = cls.config_class()
+    shrink(config)
+    torch.manual_seed(0)
+    model = cls(config).eval().to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
+    model.generation_config.eos_token_id = None
+    inputs = {"input_ids": tiny_inputs(device, 2)}
+    expected = generate(model, inputs)
+    handle = llmkernels.patch(model)
+    assert torch.equal(generate(model, inputs), expected)
+    assert handle.report().decode[0].calls == {STEP: 1}, handle.report()
