@@ -223,3 +223,38 @@ def test_text_alone(name, device):
     handle = llmkernels.patch(model)
     assert torch.equal(generate(model, inputs), expected)
     assert handle.report().decode[0].calls == {STEP: 1}, handle.report()
+
+
+# --- training
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_a_loss_without_logits(name, device):
+    model, inputs = family_model(name, device).train(), image_inputs(name, device)
+    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] % 3 == 0, -100)
+
+    def run():
+        model.zero_grad(set_to_none=True)
+        output = model(**inputs, labels=labels)
+        output.loss.backward()
+        return output, {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+
+    expected, gradients = run()
+    handle = llmkernels.patch(model, training=True)
+    found, ours = run()
+    assert dict(handle.report()["loss"].runs) == {"llmkernels::linear_cross_entropy": 1}
+    assert type(found) is type(expected) and found.keys() == expected.keys()
+    assert_close(found.loss, expected.loss)
+    assert_close(found.logits, expected.logits)
+    if name == "llava":
+        assert_close(found.image_hidden_states, expected.image_hidden_states)
+    assert ours.keys() == gradients.keys()
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    for key, gradient in gradients.items():
+        assert (ours[key] - gradient).abs().max() < 1e-4 * largest, key
+
+
+def test_another_loss_is_left_alone(device):
+    """Gemma 3 masks labels by its own function."""
+    handle = llmkernels.patch(family_model("gemma3_image", device), training=True)
+    assert "unknown layout of its forward" in str(handle.report())

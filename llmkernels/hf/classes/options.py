@@ -78,7 +78,7 @@ class Loss:
 
     `arguments` are those of its forward, in their order. Of these the base model is given `positional` by position and
     `named` under the same names, and with `passes_rest` all that the forward is given beside them; with `asks_for_dict`
-    return_dict=True, too. `output` is the class of what it returns.
+    return_dict=True, too. `output` is the class of what it returns, with `more` of what the base model returns.
     """
 
     base: str
@@ -90,6 +90,7 @@ class Loss:
     passes_rest: bool
     asks_for_dict: bool
     output: type
+    more: tuple[str, ...] = ()
 
 
 OF_PARTS = "ForConditionalGeneration"  # of a model of text beside something else, or of one that encodes it

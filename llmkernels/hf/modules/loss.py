@@ -55,6 +55,7 @@ def forward_without_logits(original: Callable, options: Loss) -> Callable:
         softcap = None if options.softcap is None else getattr(self.config, options.softcap)
         loss = _loss(head, softcap, outputs.last_hidden_state, labels, **rest)
         known = {name: outputs[name] for name in _outputs() if name in outputs}
+        known |= {name: getattr(outputs, name) for name in options.more}
         return _output(options.output, head, softcap, outputs.last_hidden_state, loss, **known)
 
     return forward
@@ -205,7 +206,9 @@ def loss_of(forward: Callable) -> Loss:
     if found.logits.name != found.head:
         reason = f"its logits are {code_of(found.logits)}, and linear_cross_entropy has no option for that"
         raise UnknownLayout(reason)
-    return Loss(member_name(found.base), member_name(found.head), softcap, names, *found.inputs, found.output)
+    return Loss(
+        member_name(found.base), member_name(found.head), softcap, names, *found.inputs, found.output, found.more
+    )
 
 
 class _Found(NamedTuple):
@@ -216,6 +219,7 @@ class _Found(NamedTuple):
     logits: Node
     inputs: tuple[tuple[str, ...], tuple[str, ...], bool, bool]
     output: type
+    more: tuple[str, ...]
 
 
 class _LossRecorder(ForwardRecorder):
@@ -230,7 +234,10 @@ class _LossRecorder(ForwardRecorder):
         if self.base is None:
             self.base = code, args, kwargs
             outputs = {name: StandIn(self, name) for name in _outputs()}
-            return BaseModelOutputWithPastAndCrossAttentions(self.argument("hidden"), **outputs)
+            found = BaseModelOutputWithPastAndCrossAttentions(self.argument("hidden"), **outputs)
+            for name in _MORE:
+                object.__setattr__(found, name, StandIn(self, name))
+            return found
         if code == "self.loss_function":
             args, kwargs = args[3:], dict(zip(("logits", "labels", "vocab_size"), args, strict=False)) | kwargs
         self.calls.append(self.code_of_call(code, args, kwargs))
@@ -246,6 +253,8 @@ def _outputs() -> tuple[str, ...]:
     return cache_name(), "hidden_states", "attentions", "cross_attentions"
 
 
+# What the base model of one that takes more than text returns as well.
+_MORE = "image_hidden_states", "video_hidden_states", "audio_hidden_states", "rope_deltas"
 _KEPT = "(getitem(hidden, slice(None, None, None), slice(0, None, None), slice(None, None, None)))"
 _NO_INPUTS = {"labels", "logits_to_keep", "return_dict"}  # of the base model
 
@@ -259,7 +268,7 @@ def _read(forward: Callable, names: tuple[str, ...], members: dict[str, Any]) ->
         raise UnknownLayout(f"unknown layout of its forward, which returns a {type(output).__name__}")
     returned = {name: recorder.codes_of(value) for name, value in output.items()}
     logits, loss = returned.pop("logits", None), returned.pop("loss", "")
-    sizes = "self.vocab_size", "self.config.vocab_size"
+    sizes = "self.vocab_size", "self.config.vocab_size", "self.config.text_config.vocab_size"
     losses = [f"self.loss_function(labels=labels, logits={logits}, more=more, vocab_size={size})" for size in sizes]
     match recorder.calls:
         case [head, last] if (
@@ -270,7 +279,8 @@ def _read(forward: Callable, names: tuple[str, ...], members: dict[str, Any]) ->
         ):
             given = _given(recorder, inputs)
             head = head.removesuffix(_KEPT)
-            return _Found(recorder.base[0], head, recorder.node(output["logits"]), given, type(output))
+            more = tuple(name for name in _MORE if name in returned)
+            return _Found(recorder.base[0], head, recorder.node(output["logits"]), given, type(output), more)
     base = [] if recorder.base is None else [recorder.code_of_call(*recorder.base)]
     raise UnknownLayout(f"unknown layout of its forward, which calls {', '.join([*base, *recorder.calls])}")
 
