@@ -34,6 +34,7 @@ from ..step.block import Layout
 from ..step.decode import MAX_ROWS, Decoder, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
+from .images import is_nothing
 from .positions import Positions, check_kept
 
 # Arguments of a forward that the step takes, and those that change nothing for it.
@@ -101,7 +102,7 @@ def _check_inputs(given: dict[str, Any]) -> None:
 
 def _output(parts: Description, found: dict[str, Any]) -> ModelOutput:
     """What a forward returns, as the modules do."""
-    if parts.grids is not None:
+    if parts.grids is not None and "rope_deltas" in parts.output.__dataclass_fields__:
         found["rope_deltas"] = parts.grids.rope_deltas
     return parts.output(**found)
 
@@ -300,7 +301,7 @@ def _check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozen
         raise NoStep("autocast decides the dtypes")
     for name, value in given.items():
         is_known = name in _KNOWN or name in also or name in ("self", cache_name())
-        if not is_known and value is not None and value is not False:
+        if not is_known and value is not False and not is_nothing(value):
             raise NoStep(name)
     cache = given.get(cache_name())
     if cache is not None and not may_become_ours(cache):

@@ -255,6 +255,7 @@ def _outputs() -> tuple[str, ...]:
 
 # What the base model of one that takes more than text returns as well.
 _MORE = "image_hidden_states", "video_hidden_states", "audio_hidden_states", "rope_deltas"
+_MORE += "image_outputs", "video_outputs", "audio_outputs"  # from transformers 5.24 on
 _KEPT = "(getitem(hidden, slice(None, None, None), slice(0, None, None), slice(None, None, None)))"
 _NO_INPUTS = {"labels", "logits_to_keep", "return_dict"}  # of the base model
 
