@@ -4,19 +4,11 @@ import pytest
 import torch
 
 from llmkernels.hf.step import graphs
+from lora_cases import DTYPES, every_dtype
 from oracles import assert_accurate
 
 _op = torch.ops.llmkernels.add_adapters_
 
-# (x and y, A and B)
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
-]
-every_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: "-".join(str(d)[6:] for d in pair))
 # rows, K, adapters as (begin, N, r), columns of y
 CASES = {
     "qkv": (1, 128, [(0, 96, 16), (96, 32, 16), (128, 32, 16)], 160),

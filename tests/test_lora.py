@@ -10,22 +10,13 @@ from torch.nn import functional as F
 from hf_models import assert_close
 from llmkernels import add_lora, lora_linear
 from llmkernels.ops import lora as op
+from lora_cases import DTYPES, every_dtype
 from oracles import assert_accurate, differentiate, in_double, laid_out
 
-# (x and base, adapters)
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.float16),
-]
 # rows, N, K, r
 SHAPES = [(33, 40, 48, 16), (1, 8, 8, 1), (7, 13, 29, 3), (64, 72, 24, 8), (130, 24, 200, 64)]
 SPLIT = torch.bfloat16, torch.float32
 _ops = torch.ops.llmkernels
-
-every_dtype = pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: "-".join(str(d)[6:] for d in pair))
 
 
 def peft_linear(x, weight, a, b, bias=None, *, scaling=1.0):

@@ -11,7 +11,7 @@
 // that is 5 and 8 launches, if cuBLAS takes one per product. Where they are not split, h is not scaled, but its product
 // with B is.
 //
-// add_adapters_, for the few rows of a decode step: all adapters of a product, by kernels of ours.
+// add_adapters_: all adapters of a product, in place, by kernels of ours alone, which a graph can record.
 #include "cpu/lora.h"
 
 #include <algorithm>
