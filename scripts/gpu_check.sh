@@ -50,11 +50,12 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 # its end is the end of what may be touched.
 # Nor does initcheck see what the TMA engine writes, such as results of cuBLAS, which no test of the selection reads.
 # racecheck does not see that copies of the TMA engine have arrived, which their readers wait for at a barrier in shared
-# memory: it takes every one for a race, or dies. So it skips the kernels that use them.
+# memory: it takes every one for a race, or dies. So it skips the kernels that use them. It takes longer than the others
+# together, and runs as several processes.
 for tool in "${tools[@]}"; do
-  echo "$tool" >> "$work/started"
-  options=(--tool "$tool" --log-file "$work/$tool.log")
+  options=(--tool "$tool")
   skipped=()
+  parts=1
   case $tool in
     initcheck) options+=(--print-limit 0 --show-backtrace no) ;;
     *) options+=(--kernel-name kns=llmk) ;;
@@ -62,12 +63,17 @@ for tool in "${tools[@]}"; do
   [ "$tool" != memcheck ] || options+=(--padding 64 --report-api-errors no)
   [ "$tool" != synccheck ] || options+=(--num-cuda-barriers 128)  # of a block; gemv has one per slot of each warp
   if [ "$tool" = racecheck ]; then
+    parts=3
     for name in linear gemm decode_attention rope_decode_attention compose; do
       skipped+=(--ignore "tests/test_$name.py")
     done
   fi
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 540 compute-sanitizer "${options[@]}" "$python" -m pytest -q -m sanitizer \
-    -k "cuda or gpu" "${skipped[@]}" --junitxml="$work/$tool.xml" "$@" tests || true &
+  for part in $(seq $parts); do
+    echo "$tool.$part" >> "$work/started"
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 540 compute-sanitizer "${options[@]}" --log-file "$work/$tool.$part.log" \
+      "$python" -m pytest -q -m sanitizer -k "cuda or gpu" --part "$part/$parts" "${skipped[@]}" \
+      --junitxml="$work/$tool.$part.xml" "$@" tests || true &
+  done
 done
 
 # --order: where a worker has crashed, what ran before.
@@ -94,7 +100,7 @@ fi
 
 wait
 for tool in "${tools[@]}"; do
-  tail -n 20 "$work/$tool.log" || true
+  tail -n 20 "$work/$tool".*.log || true
 done
 
 "$python" scripts/gpu_report.py "$work" "$output"

@@ -27,16 +27,19 @@ def read_tests(*paths: Path) -> tuple[dict, list[str]]:
     return counts, failures
 
 
-def read_sanitizer(log: Path, tests: Path) -> tuple[dict, list[str]]:
-    """Errors (racecheck: hazards of every kind) over all processes that the tool looked at."""
-    summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", log.read_text()) if log.exists() else []
-    if not summaries or not tests.exists():
-        return {"errors": None, "tests": 0}, [f"{log.stem}: did not run to its end"]
-    counts, failures = read_tests(tests)
-    errors = sum(map(int, summaries))
-    if log.stem == "initcheck":  # it looks at everybody's kernels, and does not see what cuBLAS writes by TMA
-        errors = len(re.findall(r"Uninitialized [^\n]*\n=+ +at [^\n]*llmk", log.read_text()))
-    failures = [f"{log.stem}: {name}" for name in failures] + ([f"{log.stem}: {errors} errors"] if errors else [])
+def read_sanitizer(folder: Path, tool: str, processes: list[str]) -> tuple[dict, list[str]]:
+    """Errors (racecheck: hazards of every kind) over all that a tool looked at. Each of its processes, such as
+    racecheck.2, has left a log, and a file of its tests."""
+    logs, tests = ([folder / f"{name}.{suffix}" for name in processes] for suffix in ("log", "xml"))
+    texts = [log.read_text() if log.exists() else "" for log in logs]
+    summaries = [re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text) for text in texts]
+    if not all(summaries) or not all(path.exists() for path in tests):
+        return {"errors": None, "tests": 0}, [f"{tool}: did not run to its end"]
+    counts, failures = read_tests(*tests)
+    errors = sum(int(number) for numbers in summaries for number in numbers)
+    if tool == "initcheck":  # it looks at everybody's kernels, and does not see what cuBLAS writes by TMA
+        errors = sum(len(re.findall(r"Uninitialized [^\n]*\n=+ +at [^\n]*llmk", text)) for text in texts)
+    failures = [f"{tool}: {name}" for name in failures] + ([f"{tool}: {errors} errors"] if errors else [])
     return {"errors": errors, "tests": counts["passed"] + counts["failed"]}, failures
 
 
@@ -84,9 +87,9 @@ def main(folder: Path, output: Path) -> int:
         report["tests"]["failed"] = len(failures)
         replace_failures(failures, lambda name: name.startswith("tests"))
     for tool in TOOLS:
-        if tool in started:
+        if processes := [name for name in started if name.startswith(tool)]:
             report.pop(OLDER, None)
-            report["sanitizer"][tool], failures = read_sanitizer(folder / f"{tool}.log", folder / f"{tool}.xml")
+            report["sanitizer"][tool], failures = read_sanitizer(folder, tool, processes)
             replace_failures(failures, lambda name, tool=tool: name.startswith(tool))
     meta["command"] = (folder / "command").read_text().strip()
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--thin", type=int, default=1, metavar="N", help="of tests that use no model of transformers, every N-th case"
     )
+    parser.addoption("--part", metavar="I/N", help="the I-th of N parts of the tests, for processes side by side")
     parser.addoption("--order", metavar="DIR", help="a file per process: its tests, in the order in which they began")
 
 
@@ -51,6 +52,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """The slow tests begin first, each in another process of pytest-xdist, which gives every one a part of the list."""
     _thin_out(items, config)
+    _take_part(items, config)
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     slow = [item for item in items if item.get_closest_marker("slow")]
     others = [item for item in items if not item.get_closest_marker("slow")]
@@ -67,6 +69,18 @@ def _thin_out(items, config):
         if cases[name] % every and not _uses_models(item.path):
             dropped.append(item)
         cases[name] += 1
+    _drop(dropped, items, config)
+
+
+def _take_part(items, config):
+    """See --part. Neighbours, which take equally long, fall into different parts."""
+    if part := config.getoption("--part"):
+        index, parts = map(int, part.split("/"))
+        assert 1 <= index <= parts, f"--part {part}: no such part"
+        _drop([item for place, item in enumerate(items) if place % parts != index - 1], items, config)
+
+
+def _drop(dropped, items, config):
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         left_out = set(dropped)

@@ -9,7 +9,8 @@ from torch import nn
 import llmkernels
 from families import family_model
 from generating import generate_step, small_model
-from hf_models import FAMILIES, assert_close, rounding, tiny_inputs
+from hf_models import FAMILIES, CountOps, assert_close, rounding, tiny_inputs
+from llmkernels.hf.model import adapted as adapters
 
 peft = pytest.importorskip("peft")
 
@@ -100,6 +101,14 @@ def test_several_active_adapters(device):
     model, ids = adapted(device, names=("first", "second", "third")), tiny_inputs(device)
     model.base_model.set_adapter(["first", "third"])
     check(model, ids)
+
+
+def test_no_mode_of_the_caller_sees_how_a_layer_is_checked():
+    layer = type(layers_of(adapted())[0])
+    adapters._check_forward.cache_clear()
+    with CountOps() as seen:
+        adapters._check_forward(layer, layer.forward)
+    assert adapters._check_forward.cache_info().misses == 1 and not seen.counts
 
 
 def test_beams_and_padding(device):

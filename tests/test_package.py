@@ -218,19 +218,27 @@ def test_workers_of_the_gpu_check_have_one_thread_each(tmp_path, monkeypatch, se
 
 def test_gpu_report_counts_tests_and_sanitizer_errors(tmp_path):
     tools = runpy.run_path(str(ROOT / "scripts" / "gpu_report.py"))
-    tests, log = tmp_path / "memcheck.xml", tmp_path / "memcheck.log"
+    tests, log = tmp_path / "memcheck.1.xml", tmp_path / "memcheck.1.log"
     tests.write_text(JUNIT)
     counts, failures = tools["read_tests"](tests)
     assert counts == {"passed": 1, "failed": 1, "skipped": 1}
     assert failures == ["tests.test_rope::test_c[cuda]"]
 
+    def found(*more):
+        return tools["read_sanitizer"](tmp_path, "memcheck", ["memcheck.1", *more])
+
+    assert found()[1] == ["memcheck: did not run to its end"]
     tests.write_text(JUNIT.replace("<failure/>", ""))
     log.write_text("========= ERROR SUMMARY: 0 errors\n")
-    assert tools["read_sanitizer"](log, tests) == ({"errors": 0, "tests": 2}, [])
+    assert found() == ({"errors": 0, "tests": 2}, [])
     log.write_text("========= RACECHECK SUMMARY: 3 hazards displayed (1 error, 2 warnings)\n")
-    assert tools["read_sanitizer"](log, tests) == ({"errors": 3, "tests": 2}, ["memcheck: 3 errors"])
+    assert found() == ({"errors": 3, "tests": 2}, ["memcheck: 3 errors"])
+    assert found("memcheck.2")[1] == ["memcheck: did not run to its end"]
+    shutil.copy(tests, tmp_path / "memcheck.2.xml")
+    shutil.copy(log, tmp_path / "memcheck.2.log")
+    assert found("memcheck.2") == ({"errors": 6, "tests": 4}, ["memcheck: 6 errors"])
     log.write_text("========= Internal error\n")
-    assert tools["read_sanitizer"](log, tests)[1] == ["memcheck: did not run to its end"]
+    assert found()[1] == ["memcheck: did not run to its end"]
 
 
 def test_gpu_report_keeps_the_parts_of_other_runs(tmp_path, monkeypatch):
@@ -274,14 +282,14 @@ def test_gpu_report_keeps_the_parts_of_other_runs(tmp_path, monkeypatch):
     run("tests", good)
 
     # What the sanitizers have seen is kept while the kernels are the same, and the report says of which sources it is.
-    (tmp_path / "memcheck.log").write_text("========= ERROR SUMMARY: 3 errors\n")
-    assert run("memcheck", good)["failures"] == ["memcheck: 3 errors"]
+    (tmp_path / "memcheck.1.log").write_text("========= ERROR SUMMARY: 3 errors\n")
+    assert run("memcheck.1", good)["failures"] == ["memcheck: 3 errors"]
     for sources in ("d", "e"):
         monkeypatch.setattr(machine, "describe", lambda device, of=sources: {"sources": of, "gpu": "b", "torch": "c"})
         report = run("tests", good)
         assert report["sanitizer"] == {"memcheck": {"errors": 3, "tests": 2}} and "two_gpus" not in report
         assert report["failures"] == ["memcheck: 3 errors"] and report["sanitizer_sources"] == "a"
-    assert "sanitizer_sources" not in run("memcheck", good)
+    assert "sanitizer_sources" not in run("memcheck.1", good)
     output.write_text(output.read_text().replace(library, "of other kernels"))
     monkeypatch.setattr(machine, "describe", lambda device: {"sources": "f", "gpu": "b", "torch": "c"})
     assert run("tests", good)["sanitizer"] == {}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .._private import _disable_current_modes
 from ..classes.options import is_lora
 from ..errors import Distrust, UnknownLayout
 from ..modules import lora
@@ -85,5 +86,5 @@ def _spec(cls: type[nn.Module]) -> ModuleSpec:
 @functools.cache
 def _check_forward(cls: type[nn.Module], forward: Callable) -> None:
     """Raise UnknownLayout unless layers of a class compute their base's result and what their adapters add."""
-    with torch.inference_mode(False), torch.no_grad():
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():  # no mode of the caller sees it
         lora.check_forward(cls, lora.forward_by_op(forward))
