@@ -297,14 +297,12 @@ EXPECTED = {
     "nemotron": Expected("Nemotron", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "relu2": 2}),
     "phi": Expected("Phi", {"layer_norm": 3, "rope": 2, "bias_gelu": 2}),
     "gpt_neox": Expected("GPT-NeoX, Pythia", {"layer_norm": 5, "rope": 2, "bias_gelu": 2}),
-    "gpt2": Expected("GPT-2", {"layer_norm": 5, "bias_gelu": 2}, "adds embeddings of positions to those of tokens"),
-    "gpt_bigcode": Expected(
-        "GPT-BigCode, StarCoder", {"layer_norm": 5, "bias_gelu": 2}, "adds embeddings of positions to those of tokens"
-    ),
+    "gpt2": Expected("GPT-2", {"layer_norm": 5, "bias_gelu": 2}, "a row for each input"),
+    "gpt_bigcode": Expected("GPT-BigCode, StarCoder", {"layer_norm": 5, "bias_gelu": 2}),
     "gpt_neo": Expected("GPT-Neo", {"layer_norm": 3, "add_layer_norm": 2, "bias_gelu": 2}, _OWN_ATTENTION),
     "gptj": Expected("GPT-J", {"layer_norm": 3, "bias_gelu": 2}, _OWN_ATTENTION, _OWN_ROTATION),
     "codegen": Expected("CodeGen", {"layer_norm": 3, "bias_gelu": 2}, "an unknown layout", _OWN_ROTATION),
-    "opt": Expected("OPT", {"layer_norm": 5}, "no norm behind its layers"),
+    "opt": Expected("OPT", {"layer_norm": 5}),
     "bloom": Expected("BLOOM", {"layer_norm": 6}, _OWN_ATTENTION),
     "mpt": Expected("MPT", {"layer_norm": 5}, _OWN_ATTENTION),
     "falcon": Expected("Falcon", {"layer_norm": 3, "rope": 2, "bias_gelu": 2}, _OWN_ATTENTION),

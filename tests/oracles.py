@@ -133,6 +133,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "relu": F.relu,
 }
 
 

@@ -235,6 +235,7 @@ def calls(size: Size, device, dtype=torch.bfloat16, seed=0) -> Iterator[tuple[st
     ids, counters = draw_int(size.classes, batch, tokens), draw_int(50, 3, batch).int()
     yield call("embed_tokens_", x.flatten(0, 1), draw(size.classes, cols), ids, 3.0, counters, 2, ids.int())
     yield call("embed_tokens_", x.flatten(0, 1), draw(size.classes, cols), ids)
+    yield call("embed_tokens_", x.flatten(0, 1), draw(size.classes, cols), ids, accumulate=True)
     of_rows = positive(2), int32(50, 3), *(torch.full((2,), p, device=device) for p in (0.9, 0.01, 1.1))
     yield call("sample", logits, *of_rows, seen, rng_state)
     yield call("sample", logits, *[None] * 5, seen, rng_state, 0.9, 50, 0.9, 0.01, 1.1)

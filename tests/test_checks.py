@@ -318,8 +318,8 @@ def test_words_that_are_unknown():
     for arguments in ((gate, gate), (gate,)):
         with pytest.raises(ValueError, match=r"geglu(_packed)?: approximate must be 'tanh' or 'none'.*, got 'erf'"):
             llmkernels.geglu(*arguments, approximate="erf")
-    with pytest.raises(ValueError, match=r"gated_mlp: activation must be 'silu', .* got 'relu'"):
-        llmkernels.gated_mlp(**public_values("gated_mlp") | {"activation": "relu"})
+    with pytest.raises(ValueError, match=r"gated_mlp: activation must be 'silu', .* got 'relu6'"):
+        llmkernels.gated_mlp(**public_values("gated_mlp") | {"activation": "relu6"})
     with pytest.raises(ValueError, match="rope: layout must be 'bthd' or 'bhtd', got 'thd'"):
         llmkernels.rope(**public_values("rope"), layout="thd")
     with pytest.raises(ValueError, match="rms_norm_rope: layout must be 'bthd' or 'bhtd', got 'thd'"):

@@ -258,7 +258,7 @@ FORMS = {
     "partial and qk-norm": {"rotary_dim": 32, "normed": "heads"},
     "partial and qk-norm of rows": {"rotary_dim": 32, "normed": "rows", "interleaved": True},
     "partial, interleaved": {"rotary_dim": 32, "interleaved": True, "post": True},
-    **{name: {"activation": name} for name in ("gelu", "relu2", "sigmoid")},
+    **{name: {"activation": name} for name in ("gelu", "relu2", "sigmoid", "relu")},
     "plain gelu": {"activation": "gelu", "gated": False, "mlp_bias": True, "norm": LAYER_NORM},
     "plain tanh": {"activation": "gelu_pytorch_tanh", "gated": False},
     "plain silu": {"activation": "silu", "gated": False, "mlp_bias": True},

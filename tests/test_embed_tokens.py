@@ -36,6 +36,20 @@ def test_embeddings(device, rows, cols, ids_dtype, dtype):
 
 
 @every_dtype
+@pytest.mark.parametrize("rows, cols", [(1, 7), (3, 64), (129, 1001)])
+def test_added_to_what_is_there(device, rows, cols, dtype):
+    """As embeddings of positions are."""
+    embedding, ids = table(cols, dtype, device), torch.arange(rows, device=device).remainder(VOCAB).int()
+    hidden = table(cols, dtype, device, vocab=rows).neg() * 3
+    for scale in (1.0, 0.22):
+        found = hidden.clone()
+        _op.embed_tokens_(found, embedding, ids, scale, accumulate=True)
+        assert_same(found, hidden + F.embedding(ids, embedding) * scale)
+    _op.embed_tokens_(hidden, embedding, ids + VOCAB, accumulate=True)
+    assert hidden.isnan().all()
+
+
+@every_dtype
 def test_scale_of_a_tensor(device, dtype):
     """As Gemma has it: cast to the dtype of the embeddings."""
     embedding, ids = table(64, dtype, device), torch.arange(9, device=device)
@@ -143,3 +157,19 @@ def test_in_a_graph_that_is_pointed_elsewhere():
     assert (first.flatten().tolist(), second.flatten().tolist()) == ([12, 12], [22, 22])
     assert positions.tolist() == [[21, 22]]
     assert_same(hidden, embedding[[5, 5]])
+
+
+@pytest.mark.gpu
+def test_positions_in_a_graph_that_is_pointed_elsewhere():
+    """Those of the cache, whose embeddings are added."""
+    from llmkernels.hf.step import graphs
+
+    embedding, hidden = table(64, torch.bfloat16, "cuda"), torch.zeros(2, 64, dtype=torch.bfloat16, device="cuda")
+    first, second = (torch.full((2,), start, dtype=torch.int32, device="cuda") for start in (10, 20))
+    graph, _ = graphs.record(lambda: _op.embed_tokens_(hidden, embedding, first, accumulate=True), hidden.device)
+    graph.replay()
+    assert_same(hidden, embedding[[10, 10]])
+    graph.point([first.data_ptr()], [second.data_ptr()])
+    hidden.zero_()
+    graph.replay()
+    assert_same(hidden, embedding[[20, 20]])

@@ -205,6 +205,22 @@ def _frequencies(module):
     return bool(found)
 
 
+def _positions(module):
+    if not isinstance(module, torch.nn.Embedding) or not isinstance(getattr(module, "offset", None), int):
+        return False
+    module.offset -= 1
+    return True
+
+
+def _embeddings_of_positions(model):
+    names = ("wpe", "embed_positions")
+    found = [module for key, module in model.named_modules() if key.rpartition(".")[2] in names]
+    for module in found:
+        with torch.no_grad():
+            module.weight.mul_(2)
+    return bool(found)
+
+
 def _layer_types(config):
     return _change(config, "layer_types", (getattr(config, "layer_types", None) or [])[::-1])
 
@@ -222,7 +238,7 @@ def _toggle(name):
 
 
 def _activation(module):
-    return any(_change(module, name, torch.nn.ReLU()) for name in ("act_fn", "activation_fn", "act"))
+    return any(_change(module, name, torch.nn.Tanh()) for name in ("act_fn", "activation_fn", "act"))
 
 
 def _bias_of_output(module):
@@ -260,6 +276,8 @@ CHANGES |= {
     "fewer layers": _of_config(_fewer_layers),
     "layers without rotation": _on_modules(_toggle("use_rope")),
     "frequencies": _on_modules(_frequencies),
+    "offset of positions": _on_modules(_positions),
+    "embeddings of positions": _embeddings_of_positions,
     "scale of embeddings": _on_modules(_embed_scale),
     "activation": _on_modules(_activation),
     "activation of one layer": _on_one_layer(_activation),
@@ -289,4 +307,6 @@ def test_changes_after_patch(name, device):
         assert_close(torch.stack(found.logits), torch.stack(expected.logits))
         if not torch.equal(torch.stack(before.logits), torch.stack(expected.logits)):
             mattered.add(what)
-    assert {"scaling of modules", "frequencies", "activation"} <= mattered
+    assert {"scaling of modules", "activation"} <= mattered
+    assert mattered & {"frequencies", "embeddings of positions"}
+    assert name != "opt" or "offset of positions" in mattered

@@ -410,7 +410,7 @@ def test_keeps_what_is_frozen_and_the_dtype():
 REFUSED = {
     "gate_proj must be a torch.nn.Linear, got Identity": lambda mlp: setattr(mlp, "gate_proj", torch_nn.Identity()),
     "down_proj must be a torch.nn.Linear, got NoneType": lambda mlp: setattr(mlp, "down_proj", None),
-    "act_fn must be one of SiLU.* got ReLU": lambda mlp: setattr(mlp, "act_fn", torch_nn.ReLU()),
+    "act_fn must be one of SiLU.* got ReLU6": lambda mlp: setattr(mlp, "act_fn", torch_nn.ReLU6()),
     "the weight of mlp.up_proj must have the shape": lambda mlp: mlp.up_proj.half(),
     "the bias of mlp.up_proj must have the shape": lambda mlp: mlp.up_proj.register_parameter("bias", None),
     "the weight of mlp.up_proj must .* requires_grad": lambda mlp: mlp.up_proj.requires_grad_(False),
@@ -497,7 +497,7 @@ ERRORS = {
     r"gated_mlp: down_weight must have shape \[N, 3\] .* got \[4, 2\]": lambda x, w, d, b: gated_mlp(x, w, d[:, :2]),
     r"gated_mlp: gate_up_bias must have shape \[6\] .* got \[4\]": lambda x, w, d, b: gated_mlp(x, w, d, b[:4]),
     r"gated_mlp: down_bias must have shape \[4\] .* got \[6\]": lambda x, w, d, b: gated_mlp(x, w, d, b, b),
-    "gated_mlp: activation must be 'silu'.* got 'relu'": lambda x, w, d, b: gated_mlp(x, w, d, activation="relu"),
+    "gated_mlp: activation must be 'silu'.* got 'relu6'": lambda x, w, d, b: gated_mlp(x, w, d, activation="relu6"),
     r"glu_packed_forward_backward: grad_y must have shape \[2, 4\], got \[2, 3\]": lambda x, w, d, b: (
         _op.glu_packed_forward_backward(x[:, :3], x, "silu")
     ),

@@ -149,7 +149,7 @@ def test_what_the_step_can_not_do_goes_by_the_module_path(how, device):
     ("changes", "reason"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "how queries are rotated or"),
-        ({"hidden_act": "relu"}, "Qwen2ForCausalLM has an activation without a kernel before the product with"),
+        ({"hidden_act": "relu6"}, "Qwen2ForCausalLM has an activation without a kernel before the product with"),
     ],
     ids=["dynamic", "relu"],
 )
@@ -158,10 +158,10 @@ def test_configurations_without_a_step(changes, reason, device):
     check_falls_back(model, tiny_inputs(device), reason, by_forwards="rotated" in reason)  # those up to 16 tokens
 
 
-@pytest.mark.parametrize("how", ["eps", "scale", "no biases", "gelu", "relu2", "sigmoid"])
+@pytest.mark.parametrize("how", ["eps", "scale", "no biases", "gelu", "relu2", "sigmoid", "relu"])
 def test_what_differs_from_layer_to_layer(how, device):
     """Numbers and biases are read from each layer."""
-    changes = {"hidden_act": how} if how in ("gelu", "relu2", "sigmoid") else {}
+    changes = {"hidden_act": how} if how in ("gelu", "relu2", "sigmoid", "relu") else {}
     check_steps(break_model(small_model(device=device, **changes), how), tiny_inputs(device))
 
 

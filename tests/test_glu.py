@@ -26,7 +26,9 @@ ACTIVATIONS = {
     "geglu_tanh": tuple(partial(f, approximate="tanh") for f in (llmkernels.geglu, oracles.geglu)),
     "geglu_erf": (llmkernels.geglu, oracles.geglu),
     "relu2": (llmkernels.relu2_glu, oracles.relu2_glu),
-    "sigmoid": tuple(partial(f, activation="sigmoid") for f in (llmkernels.glu, oracles.glu)),
+    **{
+        name: tuple(partial(f, activation=name) for f in (llmkernels.glu, oracles.glu)) for name in ("sigmoid", "relu")
+    },
 }
 every_activation = pytest.mark.parametrize("ours, eager", ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -187,7 +189,7 @@ ERRORS = {
     r"glu_packed_backward: grad_y must have shape \[2, 3\], got \[2, 6\]": lambda x: _op.glu_packed_backward(
         x, x, None, "silu", False
     ),
-    "glu: activation must be 'silu', .*'gelu'.* got 'relu'": lambda x: llmkernels.glu(x, x, activation="relu"),
+    "glu: activation must be 'silu', .*'gelu'.* got 'relu6'": lambda x: llmkernels.glu(x, x, activation="relu6"),
     "glu_packed: activation must be 'silu', .* got ''": lambda x: _op.glu_packed(x, None, ""),
     r"geglu: up must have the shape of gate, \[2, 6\], got \[1, 6\]": lambda x: llmkernels.geglu(x, x[:1]),
     "geglu: approximate must be 'tanh' or 'none'.* got 'erf'": lambda x: llmkernels.geglu(x, x, approximate="erf"),

@@ -56,7 +56,8 @@ def left_alone(model, kind, **asked):
         ("gelu_pytorch_tanh", "geglu"),
         ("relu2", "relu2_glu"),
         ("sigmoid", "glu"),
-        ("relu", None),
+        ("relu", "glu"),
+        ("relu6", None),
     ],
 )
 def test_activation(family, hidden_act, op, device):
@@ -65,18 +66,18 @@ def test_activation(family, hidden_act, op, device):
     row = llmkernels.patch(model).report()["gated_mlp"]
     assert count_ops(model, ids).get(op, 0) == (LAYERS if op else 0)
     assert row.kernels == ({f"llmkernels::{op}": LAYERS} if op else {})
-    assert set(row.left_alone.values()) == (set() if op else {"no kernel for its activation, ReLU"})
+    assert set(row.left_alone.values()) == (set() if op else {"no kernel for its activation, ReLU6"})
     assert_close(logits_of(model, ids), before)
 
 
 def test_activation_changed_after_patching():
     model, ids = tiny_model(), tiny_inputs()
     handle = llmkernels.patch(model)
-    model.model.layers[0].mlp.act_fn = nn.ReLU()
+    model.model.layers[0].mlp.act_fn = nn.ReLU6()
     model.model.layers[1].mlp.act_fn = ACT2FN["gelu"]
     patched = logits_of(model, ids)
     assert count_ops(model, ids) == {"rms_norm": 3, "add_rms_norm": 2, "rope": 2, "geglu": 1}
-    assert handle.report()["gated_mlp"].left_alone == {"model.layers.0.mlp": "no kernel for its activation, ReLU"}
+    assert handle.report()["gated_mlp"].left_alone == {"model.layers.0.mlp": "no kernel for its activation, ReLU6"}
     handle.unpatch()
     assert_close(patched, logits_of(model, ids))
 

@@ -94,7 +94,7 @@ def test_each_kind_alone(kind):
 
 
 def test_report_text():
-    model = tiny_model(hidden_act="relu", num_hidden_layers=4)
+    model = tiny_model(hidden_act="relu6", num_hidden_layers=4)
     model.model.layers[1].post_attention_layernorm.register_forward_hook(lambda *_: None)
     lines = str(llmkernels.patch(model).report()).splitlines()
     assert lines[0] == "llmkernels in Qwen2ForCausalLM"
@@ -106,7 +106,7 @@ def test_report_text():
     ]
     assert "llmkernels::rms_norm (6), llmkernels::add_rms_norm (3)" in lines[2]
     assert lines[6:] == [
-        "gated_mlp left alone, 4: no kernel for its activation, ReLU: model.layers.{0-3}.mlp",
+        "gated_mlp left alone, 4: no kernel for its activation, ReLU6: model.layers.{0-3}.mlp",
         "add_rms_norm left alone, 1: post_attention_layernorm has hooks or was replaced: model.layers.1",
         "Qwen2ForCausalLM decodes by the model's forward: hooks on model.layers.1.post_attention_layernorm have to see "
         "its calls",
@@ -155,8 +155,8 @@ def test_unknown_model_is_an_error():
 
 
 def test_nothing_to_patch_is_an_error_that_says_why():
-    model = tiny_model(hidden_act="relu")
-    with pytest.raises(ValueError, match=r"nothing to patch[\s\S]*no kernel for its activation, ReLU: model.layers"):
+    model = tiny_model(hidden_act="relu6")
+    with pytest.raises(ValueError, match=r"nothing to patch[\s\S]*no kernel for its activation, ReLU6: model.layers"):
         llmkernels.patch(model, rms_norm=False, rope=False, add_rms_norm=False)
     with pytest.raises(ValueError, match=r"nothing to patch[\s\S]*rope left alone, 2: not asked for"):
         llmkernels.patch(model, **dict.fromkeys(KINDS, False))

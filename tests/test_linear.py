@@ -395,7 +395,7 @@ ERRORS = {
     r"rms_norm_glu_linear: weight must have an even number of rows.* got shape \[3, 8\]": lambda x, w, b: (
         _op.rms_norm_glu_linear(x, None, w[:3])
     ),
-    "glu_linear: activation must be 'silu', .* got 'relu'": lambda x, w, b: _op.glu_linear(x, w, "relu"),
+    "glu_linear: activation must be 'silu', .* got 'relu6'": lambda x, w, b: _op.glu_linear(x, w, "relu6"),
     "rms_norm_linear: squares must be given with scaled": lambda x, w, b: _op.rms_norm_linear(x, None, w, scaled=x),
     r"rms_norm_linear: scaled must be contiguous, of shape \[2, 8\] .* got \[1, 8\]": lambda x, w, b: (
         _op.rms_norm_linear(x, None, w, scaled=x[:1], squares=x.new_zeros(2, 64))

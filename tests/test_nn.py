@@ -112,8 +112,8 @@ def test_gated_mlp_with_bias():
     assert {name for name, _ in nn.GatedMLP(8, 16, bias=True, dtype=torch.bfloat16).named_parameters()} == {
         f"{projection}_proj.{kind}" for projection in ("gate_up", "down") for kind in ("weight", "bias")
     }
-    with pytest.raises(ValueError, match=r"GatedMLP: activation must be one of silu, .* got 'relu'"):
-        nn.GatedMLP(8, 16, "relu")
+    with pytest.raises(ValueError, match=r"GatedMLP: activation must be one of silu, .* got 'relu6'"):
+        nn.GatedMLP(8, 16, "relu6")
 
 
 def test_activations(device):

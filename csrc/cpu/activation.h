@@ -103,6 +103,22 @@ struct Sigmoid {
   }
 };
 
+// It needs no exponential: that of 0 is left unused.
+struct Relu {
+  template <typename A>
+  static A argument(A) {
+    return A(0);
+  }
+  template <typename A>
+  static A value(A x, A) {
+    return x < A(0) ? A(0) : x;  // NaN stays NaN
+  }
+  template <typename A>
+  static A slope(A x, A) {
+    return x <= A(0) ? A(0) : A(1);
+  }
+};
+
 // The exponentials have their own loop. In one loop with the rest, the chains of dependent instructions would be too
 // long for the processor to overlap iterations.
 template <typename Act, typename S, typename A>
@@ -119,6 +135,7 @@ inline void dispatch_activation(Activation activation, Body&& body) {
     case Activation::kGeluErf: return body(TypeTag<GeluErf>{});
     case Activation::kRelu2: return body(TypeTag<Relu2>{});
     case Activation::kSigmoid: return body(TypeTag<Sigmoid>{});
+    case Activation::kRelu: return body(TypeTag<Relu>{});
   }
 }
 

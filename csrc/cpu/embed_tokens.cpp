@@ -12,9 +12,9 @@ namespace {
 constexpr int64_t kBlock = 512;
 
 template <typename T>
-inline void embed_row(const T* from, T* to, int64_t cols, double scale) {
+inline void embed_row(const T* from, T* to, int64_t cols, double scale, bool accumulate) {
   using A = Wide<T>;
-  LoopType<T> in_buffer[kBlock], out_buffer[kBlock];
+  LoopType<T> in_buffer[kBlock], sum_buffer[kBlock], out_buffer[kBlock];
   const A factor = static_cast<A>(scale);
   for_blocks<kBlock>(cols, [&](int64_t begin, int64_t count) {
     LoopType<T>* const out = output_buffer(to + begin, out_buffer);
@@ -22,7 +22,12 @@ inline void embed_row(const T* from, T* to, int64_t cols, double scale) {
       for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(std::numeric_limits<A>::quiet_NaN());
     } else {
       const LoopType<T>* const in = load(from + begin, count, in_buffer);
-      for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(factor * widen(in[i]));
+      if (accumulate) {
+        const LoopType<T>* const sum = load(to + begin, count, sum_buffer);
+        for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(widen(sum[i]) + rounded<T>(factor * widen(in[i])));
+      } else {
+        for (int64_t i = 0; i < count; ++i) out[i] = narrow<T>(factor * widen(in[i]));
+      }
     }
     store(out, count, to + begin);
   });
@@ -38,7 +43,7 @@ void embed_rows(const EmbedTokensParams& p, Dtype dtype, int64_t begin, int64_t 
           p.ids_int64 ? static_cast<const int64_t*>(p.ids)[row] : static_cast<const int32_t*>(p.ids)[row];
       const T* const embedding = static_cast<const T*>(p.embedding);
       embed_row(id >= 0 && id < p.vocab ? embedding + id * p.embedding_stride : nullptr,
-                static_cast<T*>(p.hidden) + row * p.hidden_stride, p.cols, p.scale);
+                static_cast<T*>(p.hidden) + row * p.hidden_stride, p.cols, p.scale, p.accumulate);
     }
   });
 }

@@ -12,6 +12,7 @@ struct EmbedTokensParams {
   int64_t embedding_stride, hidden_stride;  // between rows
   double scale;                             // of the embeddings
   bool ids_int64;
+  bool accumulate;  // they are added to `hidden`
 
   // What is counted for each of the `batch` sequences, or null; contiguous.
   int32_t* counters;  // [counts, batch], the first of which are the positions of the last tokens

@@ -6,8 +6,8 @@ namespace llmk {
 
 // An activation is added here, with the name that transformers has for it, in kernels/activation/activation.cuh and in
 // cpu/activation.h.
-enum class Activation { kSilu, kGeluTanh, kGeluErf, kRelu2, kSigmoid };
-constexpr const char* kActivationNames[] = {"silu", "gelu_pytorch_tanh", "gelu", "relu2", "sigmoid"};
+enum class Activation { kSilu, kGeluTanh, kGeluErf, kRelu2, kSigmoid, kRelu };
+constexpr const char* kActivationNames[] = {"silu", "gelu_pytorch_tanh", "gelu", "relu2", "sigmoid", "relu"};
 constexpr int kActivations = sizeof(kActivationNames) / sizeof(*kActivationNames);
 
 struct GluParams {

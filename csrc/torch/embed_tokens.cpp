@@ -22,7 +22,7 @@ void check_counts(const Argument& argument) {
 
 void embed_tokens_(const Tensor& hidden, const Tensor& embedding, const Tensor& ids, double scale,
                    std::optional<Tensor> given_counters, int64_t advance, std::optional<Tensor> given_positions,
-                   int64_t max_position) {
+                   int64_t max_position, bool accumulate) {
   const Argument counters("counters", given_counters, Access::kWrite),
       positions("positions", given_positions, Access::kWrite);
   check_tensors(kOp, {{"hidden", hidden, Access::kWrite}, {"embedding", embedding}, {"ids", ids}, counters, positions});
@@ -64,6 +64,7 @@ void embed_tokens_(const Tensor& hidden, const Tensor& embedding, const Tensor& 
       .hidden_stride = to.stride,
       .scale = scale,
       .ids_int64 = type == ScalarType::Long,
+      .accumulate = accumulate,
       .counters = counters ? static_cast<int32_t*>(counters->mutable_data_ptr()) : nullptr,
       .counts = counters ? counters->size(0) : 0,
       .batch = batch,

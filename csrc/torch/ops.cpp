@@ -127,10 +127,10 @@ STABLE_TORCH_LIBRARY(llmkernels, ops) {
 
   // embed_tokens.cpp; hidden[r] = scale embedding[ids[r]], of as many tokens in each sequence; counters int32
   // (counts, sequences) += advance; positions int32 (sequences, tokens) of the last tokens, where counters[0] is that
-  // of the last one, from 0 to max_position
+  // of the last one, from 0 to max_position; accumulate: hidden[r] += ..., as embeddings of positions have it
   ops.def(
       "embed_tokens_(Tensor(a!) hidden, Tensor embedding, Tensor ids, float scale=1.0, Tensor(b!)? counters=None, "
-      "int advance=0, Tensor(c!)? positions=None, int max_position=2147483647) -> ()");
+      "int advance=0, Tensor(c!)? positions=None, int max_position=2147483647, bool accumulate=False) -> ()");
 
   // softcap.cpp; y = softcap tanh(scale logits / softcap), or scale logits where softcap is 0
   ops.def("scale_softcap(Tensor logits, float scale=1.0, float softcap=0.0) -> Tensor");

@@ -30,6 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
     "sigmoid": torch.sigmoid,
+    "relu": F.relu,
 }
 # Modules that compute one, by their classes' modules and names, as nothing of transformers is imported here.
 CLASSES = {
@@ -40,6 +41,7 @@ CLASSES = {
     ("transformers.activations", "NewGELUActivation"): "gelu_pytorch_tanh",
     ("transformers.activations", "ReLUSquaredActivation"): "relu2",
     ("torch.nn.modules.activation", "Sigmoid"): "sigmoid",
+    ("torch.nn.modules.activation", "ReLU"): "relu",
 }
 _GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}  # by PyTorch's `approximate`
 
@@ -69,6 +71,7 @@ def glu(
             "gelu_pytorch_tanh"  :math:`x (1 + \tanh(\sqrt{2/\pi} (x + 0.044715 x^3))) / 2`, :func:`geglu`
             "relu2"              :math:`\max(x, 0)^2`, :func:`relu2_glu`
             "sigmoid"            :math:`1 / (1 + e^{-x})`, ``torch.nn.functional.glu``, which has the gate last
+            "relu"               :math:`\max(x, 0)`
             ===================  ================================================================================
 
     Returns:

@@ -161,6 +161,23 @@ struct Sigmoid {
   }
 };
 
+struct Relu {
+  static constexpr int kBlocksPerSm = 8;
+  template <typename T>
+  __device__ static float value(float x) {
+    return x < 0.f ? 0.f : x;  // NaN stays NaN
+  }
+  template <typename T>
+  __device__ static float near(float x) {
+    return value<T>(x);
+  }
+  template <typename T>
+  __device__ static void value_and_slope(float x, float& value, float& slope) {
+    value = x < 0.f ? 0.f : x;
+    slope = x <= 0.f ? 0.f : 1.f;
+  }
+};
+
 // The position of this thread's vector; a block covers kThreads vectors of one row.
 struct VectorPosition {
   int64_t row, col;
@@ -206,6 +223,7 @@ cudaError_t dispatch_activation(Activation activation, Body&& body) {
     case Activation::kGeluErf: return body(GeluErf{});
     case Activation::kRelu2: return body(Relu2{});
     case Activation::kSigmoid: return body(Sigmoid{});
+    case Activation::kRelu: return body(Relu{});
   }
   return cudaErrorInvalidValue;
 }
@@ -218,7 +236,8 @@ __device__ void dispatch_on_device(Activation activation, Body&& body) {
   if (activation == Activation::kGeluTanh) return body(GeluTanh{});
   if (activation == Activation::kGeluErf) return body(GeluErf{});
   if (activation == Activation::kRelu2) return body(Relu2{});
-  return body(Sigmoid{});
+  if (activation == Activation::kSigmoid) return body(Sigmoid{});
+  return body(Relu{});
 }
 
 // Launches `kernel` over rows x cols, `width` elements per access; it moves `element_bytes` for each element. `skewed`:

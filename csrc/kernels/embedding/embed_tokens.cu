@@ -1,6 +1,7 @@
 // The beginning of a forward, in one launch: the embeddings of the tokens, scaled, and where they are.
 //
-//   hidden[r] = round(scale embedding[ids[r]])         NaN where there is no such token
+//   hidden[r] = round(scale embedding[ids[r]])         NaN where there is no such token; with accumulate, which
+//                                                      embeddings of positions have, round(hidden[r] + that)
 //   counters += advance
 //   positions[b, t] = clamp(counters[0, b] - (tokens - 1) + t, 0, max_position)      of the counters behind that
 //
@@ -46,7 +47,12 @@ __global__ void __launch_bounds__(1024) embed_tokens_kernel(const EmbedTokensPar
   T* const to = static_cast<T*>(p.hidden) + row * p.hidden_stride;
   for (int64_t c = int64_t{threadIdx.x} * N; c < p.cols; c += int64_t{blockDim.x} * N) {
     const V x = is_token ? V::load(from + c) : V::of([](int) { return NAN; });
-    V::of([&](int i) { return scale * x[i]; }).store(to + c);
+    V y = V::of([&](int i) { return scale * x[i]; });
+    if (p.accumulate) {
+      const V sum = V::load(to + c);
+      y = V::of([&](int i) { return sum[i] + y[i]; });
+    }
+    y.store(to + c);
   }
 }
 
@@ -70,7 +76,7 @@ cudaError_t embed_tokens(const EmbedTokensParams& params, Dtype dtype, cudaStrea
   if (params.rows == 0 && !params.counters) return cudaSuccess;
   return launch_movable(
       params, [=](const EmbedTokensParams& p) { return launch_embed_tokens(p, dtype, stream); },
-      [](EmbedTokensParams& p, const Moves& moves) { moves(p.counters); });
+      [](EmbedTokensParams& p, const Moves& moves) { moves(p.counters, p.ids); });
 }
 
 }  // namespace llmk::kernels

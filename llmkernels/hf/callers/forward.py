@@ -369,6 +369,8 @@ def _check_rows(parts: Description, positions: "Positions", is_prompt: bool = Fa
     sequences; and where the modules make positions of images, and not of the tokens before alone."""
     if positions.have_rows and (parts.grids is None or is_prompt):
         raise NoStep("position_ids are not (batch, tokens)")
+    if parts.positions_of_mask:
+        positions.count_live_tokens()
     if parts.grids is not None and not positions.are_given:
         raise NoStep("no position_ids, which the modules make of images")
 

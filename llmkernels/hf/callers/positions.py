@@ -81,6 +81,11 @@ class Positions:
 
         self._reading = Reading(ids, later=facts)
 
+    def count_live_tokens(self) -> None:
+        """Where no positions are given, count those of the tokens that the mask shows."""
+        if not self.are_given and self.leftpad is not None:
+            self.last = self.last - self.leftpad
+
     def _facts_of_mask(self, live: Tensor, may_end: bool, has_labels: bool) -> dict[str, Tensor]:
         indices = torch.arange(live.shape[1], device=live.device)
         ends = self.leftpad + live.sum(1)

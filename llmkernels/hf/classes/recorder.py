@@ -66,6 +66,15 @@ class Node:
     def nodes(self) -> Iterator["Node"]:
         return (node for node in self.args if isinstance(node, Node))
 
+    @property
+    def said(self) -> str:
+        """What it is, in words."""
+        if self.kind == "product":
+            return f"the product with {self.args[1].name}"
+        if self.kind == "module":
+            return f"the module {self.name}"
+        return self.name or {"add": "a sum", "scale": "a multiple"}.get(self.kind, self.kind)
+
     def stripped(self) -> "Node":
         """The first node that has other numbers than those that it was made of."""
         node = self

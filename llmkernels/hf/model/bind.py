@@ -37,7 +37,7 @@ def bind(template: Template, model: nn.Module, expected: Reference) -> Descripti
         layers=layers,
         more_than_text=text_config(model.config) is not model.config,
         grids=_grids(model),
-        positions=_positions(rest.rotary, text_config(model.config), windowed),
+        positions=_positions(rest, text_config(model.config), windowed),
     )
 
 
@@ -204,10 +204,12 @@ def _embed_scale(scale: float | Tensor | None, dtype: torch.dtype) -> float:
     return 1.0 if scale is None else scale
 
 
-def _positions(rotary: nn.Module | None, config: Any, windowed: list[bool]) -> range:
-    """Those for which the tables hold; and no more than a window, where what is behind it leaves the cache although
-    layers attend to it."""
-    positions = positions_of(rotary)
+def _positions(parts: Description, config: Any, windowed: list[bool]) -> range:
+    """Those for which the tables hold, and that have embeddings; and no more than a window, where what is behind it
+    leaves the cache although layers attend to it."""
+    positions = positions_of(parts.rotary)
+    if parts.position_embedding is not None:
+        positions = positions[: len(parts.position_embedding) - parts.first_position]
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * len(windowed)
     window = getattr(config, "sliding_window", None)
     drops = (kind == "sliding_attention" and not sees for kind, sees in zip(types, windowed, strict=True))

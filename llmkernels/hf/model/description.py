@@ -115,7 +115,9 @@ class Layer:
 class Description:
     """What a token passes through, in this order.
 
-    `embed_scale`: what embeddings are multiplied by, rounded to their dtype where the model has a tensor of it.
+    `embed_scale`: what embeddings are multiplied by, rounded to their dtype where the model has a tensor of it. Those of
+    positions are added to them: `position_embedding` has that of position 0 in the row `first_position`. Without
+    positions a forward counts those of live tokens if `positions_of_mask`, else all.
     `rotary` makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
     `positions` are those for which they hold. `more_than_text`: the model takes images or sound as well. With `grids`
     the rotary module takes three rows of positions, of time, height and width, which are one but for images; that
@@ -138,6 +140,9 @@ class Description:
     head: Product
     logit_scale: float
     logit_softcap: float
+    position_embedding: nn.Parameter | None = None
+    first_position: int = 0
+    positions_of_mask: bool = False
     more_than_text: bool = False
     grids: nn.Module | None = None
     output: type | None = None

@@ -42,6 +42,7 @@ class Number:
 @dataclass(frozen=True, eq=False)
 class Record:
     model: nn.Module
+    positions: Tensor
     logits: Node
     attentions: tuple[Node, ...]  # in the order of the calls
 
@@ -82,7 +83,7 @@ def observe(model: nn.Module, ids: Tensor, positions: Tensor, attention: Callabl
             handle.remove()
     if not recorder.attentions:
         raise UnknownLayout("attends without the function that its config names")
-    return Record(model, recorder.node(output.logits), tuple(recorder.attentions))
+    return Record(model, positions, recorder.node(output.logits), tuple(recorder.attentions))
 
 
 def _refuse_other(module: nn.Module, _: tuple) -> None:
@@ -120,6 +121,8 @@ class _ModelRecorder(Recorder):
             kind = "product" if name == "linear" else "embedding"
             bias = (tensors[2] if len(tensors) > 2 else None,) if name == "linear" else ()
             return Node(kind, value, (*tensors[:2], *bias))
+        if name == "addmm" and all(isinstance(x, Node) and x.kind == "parameter" for x in given[::2]):
+            raise UnknownLayout(f"multiplies by {given[2].name}, which has a row for each input and not each output")
         if name in ("add", "mul", "div") and len(given) == 2:
             a, b = given
             a, b = (b, a) if name != "div" and self._number(a) is not None else (a, b)

@@ -18,6 +18,7 @@ from ..classes.options import Rotation
 from ..classes.recorder import Node
 from ..errors import UnknownLayout
 from .description import MLP, Attention, Branch, Description, Layer, Norm, Product
+from .embeddings import first_row, position_embedding_of, token_embedding
 from .numbers import attend, is_close, rotation_of, tokens_first, window_of
 from .observe import Number, Record, number_of
 from .template import Factor, Path, Template, Window
@@ -41,9 +42,10 @@ class _Reader:
         norm, stream = self._normed(head.args[0])
         if norm is None:
             raise UnknownLayout("has no norm behind its layers")
-        start, terms = self._terms(stream)
-        embedding, embed_scale = self._embedding(start)
-        layers = self._layers(start, terms)
+        starts, terms = self._terms(stream)
+        embedding, embed_scale = token_embedding(starts[0])
+        position_embedding, first_position = position_embedding_of(self.record, starts[1:])
+        layers = self._layers(starts, terms)
         rotated = [layer.attention for layer in layers if layer.attention.table is not None]
         rotations = {(one.interleaved, one.alternates) for one in rotated}
         if len(rotations) > 1 or len(self._rotaries) > 1:
@@ -53,6 +55,8 @@ class _Reader:
         description = Description(
             embedding=embedding,
             embed_scale=embed_scale,
+            position_embedding=position_embedding,
+            first_position=first_position,
             rotary=next((Path(name) for name in self._rotaries), None),
             tables=tuple(sorted({one.table for one in rotated})),
             positions=range(0),
@@ -75,44 +79,33 @@ class _Reader:
             elif node.kind == "tanh" and cap is None:
                 cap, scales = Factor(tuple(scales)), []
             else:
-                raise UnknownLayout(f"computes logits by {_said(node)}")
+                raise UnknownLayout(f"computes logits by {node.said}")
             node = node.args[0]
         if cap is None:
             return node, Factor(tuple(scales)), 0.0
         return node, Factor((*scales, *cap.numbers)), cap
 
-    def _embedding(self, start: Node) -> tuple[Path, Factor | None]:
-        numbers = []
-        while (start := start.stripped()).kind == "scale":
-            numbers.append(start.args[1])
-            start = start.args[0]
-        if start.kind != "embedding":
-            raise UnknownLayout(f"has layers that are given what {_said(start)} makes, where embeddings are expected")
-        if len(numbers) > 1:
-            raise UnknownLayout("scales embeddings more than once")
-        return Path(start.args[1].name), Factor(tuple(numbers)) if numbers else None
-
-    def _terms(self, stream: Node) -> tuple[Node, list[Node]]:
-        """What a residual stream begins with, and what is added to it, in the order in which it was computed."""
+    def _terms(self, stream: Node) -> tuple[list[Node], list[Node]]:
+        """What a residual stream begins with, embeddings of tokens first, and what is added to it, in the order in which
+        it was computed."""
         summands = _summands(stream)
         starts = [node for node in summands if not node.nearest("product", "attention")]
         if not starts:
-            raise UnknownLayout(
-                f"adds what {_said(summands[0])} makes to the residual stream, which begins with nothing"
-            )
-        tables = {node.args[1].name for node in starts if node.kind == "embedding"}
-        if len(tables) > 1:
-            raise UnknownLayout("adds embeddings of positions to those of tokens")
-        if len(starts) > 1:
+            raise UnknownLayout(f"adds what {summands[0].said} makes to the residual stream, which begins with nothing")
+        starts.sort(key=self._is_of_positions)
+        if len(starts) > 1 + self._is_of_positions(starts[-1]):
             raise UnknownLayout(f"has a residual stream that begins with {len(starts)} tensors")
-        terms = [node for node in summands if node is not starts[0]]
+        terms = [node for node in summands if node not in starts]
         if len({*terms}) < len(terms):
             raise UnknownLayout("adds the same twice")
-        return starts[0], terms
+        return starts, terms
+
+    def _is_of_positions(self, start: Node) -> bool:
+        return first_row(self.record, start) is not None
 
     # --- layers
 
-    def _layers(self, start: Node, terms: list[Node]) -> list[Layer]:
+    def _layers(self, starts: list[Node], terms: list[Node]) -> list[Layer]:
         found = []
         for term in terms:
             multiplier, post, output = self._term(term)
@@ -123,7 +116,7 @@ class _Reader:
                 raise UnknownLayout(f"has a {post.options.kind} behind a block")
             found.append((output.order, term, Branch(block, pre, post, multiplier, inner), _summands(source)))
         found.sort(key=lambda one: (len(one[3]), one[0]))
-        added, layers, calls = [start], [], len(self.record.attentions)
+        added, layers, calls = [*starts], [], len(self.record.attentions)
         for index, members in itertools.groupby(found, key=lambda one: self._layer_of(one[2])):
             group, before = list(members), len(added)
             sources = []
@@ -160,7 +153,7 @@ class _Reader:
             elif node.kind == "module" and post is None:
                 post = self._norm(node)
             else:
-                raise UnknownLayout(f"adds what {_said(node)} makes to a residual stream")
+                raise UnknownLayout(f"adds what {node.said} makes to a residual stream")
             node = node.args[0]
         return Factor(tuple(numbers)), post, node
 
@@ -192,12 +185,12 @@ class _Reader:
         elif before and before[0].value.shape[-1] == 2 * hidden.shape[-1]:
             tries = [((before[0],), before[0].value.chunk(2, -1))]
         if len(before) not in (1, 2) or len({node.args[0].stripped() for node in before}) > 1:
-            raise UnknownLayout(f"has an MLP of an unknown layout: {len(before)} products before {_said(output)}")
+            raise UnknownLayout(f"has an MLP of an unknown layout: {len(before)} products before {output.said}")
         for (products, (gate, up)), (name, act) in itertools.product(tries, ACTIVATIONS.items()):
             if is_close(hidden, act(up) if gate is None else act(gate) * up):
                 mlp = MLP(self._product(products), self._product([output]), name, gate is not None)
                 return mlp, before[0].args[0]
-        raise UnknownLayout(f"has an activation without a kernel before {_said(output)}")
+        raise UnknownLayout(f"has an activation without a kernel before {output.said}")
 
     # --- attention
 
@@ -211,11 +204,14 @@ class _Reader:
         products, heads, by_head = self._heads((q, k, v))
         if heads[2].norm is not None or heads[2].rotation is not None:
             raise UnknownLayout("has an attention that normalizes or rotates v")
+        if _multipliers(k) or _multipliers(v):
+            raise UnknownLayout("has an attention that multiplies k or v by a number")
         q_norm, k_norm, row_norms = self._head_norms(heads)
         rotation, table = heads[0].rotation, heads[0].table
         if (rotation, table) != (heads[1].rotation, heads[1].table):
             raise UnknownLayout("rotates q and k in different ways")
         scale, softcap, window = self._scores(call)
+        scale = Factor((*scale.numbers, *_multipliers(q)))
         attention = Attention(
             qkv=self._product(products),
             output=self._product([output]),
@@ -245,7 +241,8 @@ class _Reader:
             before += [node for node in near if node.kind in ("product", "attention")]
             if [node.kind for node in before] != ["product"] or len(norms) > 1:
                 raise UnknownLayout("has an attention of an unknown layout: q, k and v are more than products")
-            found.append((x.value.transpose(1, 2)[0], before[0], norms, tables))
+            value = x.value / Factor(_multipliers(x)).value
+            found.append((value.transpose(1, 2)[0], before[0], norms, tables))
         products = list(dict.fromkeys(product for _, product, _, _ in found))
         values = [value for value, *_ in found]
         widths = [value[0].numel() for value in values]
@@ -332,7 +329,7 @@ class _Reader:
     def _product(self, nodes: Sequence[Node]) -> Product:
         weights, biases = zip(*(node.args[1:] for node in nodes), strict=True)
         if len({bias is None for bias in biases}) > 1:
-            raise UnknownLayout(f"has a bias in some products of {_said(nodes[0])} and its like only")
+            raise UnknownLayout(f"has a bias in some products of {nodes[0].said} and its like only")
         biases = () if biases[0] is None else biases
         return Product(*(tuple(Path(node.name) for node in group) for group in (weights, biases)))
 
@@ -350,7 +347,13 @@ class _Heads:
     head_dim: int
 
 
-# --- words
+def _multipliers(node: Node) -> tuple[Number, ...]:
+    """The numbers by which a tensor was multiplied last."""
+    numbers = []
+    while (node := node.stripped()).kind == "scale":
+        numbers.append(node.args[1])
+        node = node.args[0]
+    return tuple(numbers)
 
 
 def _stack(record: Record) -> str:
@@ -378,11 +381,3 @@ def _rotating_as(layer: Layer, interleaved: bool, alternates: bool) -> Layer:
         for branch in layer.branches
     )
     return dataclasses.replace(layer, branches=branches)
-
-
-def _said(node: Node) -> str:
-    if node.kind == "product":
-        return f"the product with {node.args[1].name}"
-    if node.kind == "module":
-        return f"the module {node.name}"
-    return node.name or {"add": "a sum", "scale": "a multiple"}.get(node.kind, node.kind)

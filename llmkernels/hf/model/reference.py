@@ -234,6 +234,10 @@ def small_config(config: Any) -> Any:
         "tie_word_embeddings": False,
         "use_cache": True,
     }
+    wide = {name for name, value in vars(config).items() if value == config.hidden_size and type(value) is int}
+    for name in wide.difference(changes):
+        if name.endswith(("_dim", "_size")) and "head" not in name:  # as that of OPT's embeddings
+            changes[name] = changes["hidden_size"]
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
             changes[name] = value[:layers]

@@ -1,6 +1,6 @@
 """A forward of a few tokens per sequence, or of a prompt, composed of ops from a description of the model.
 
-    hidden = embedding[tokens] * embed_scale
+    hidden = embedding[tokens] * embed_scale (+ position_embedding[positions])
     for each branch of each layer:  hidden += multiplier * post(block(pre(hidden)))
     logits = head(norm(hidden))
 
@@ -177,10 +177,14 @@ def _logits(parts: Description, source: Source) -> Tensor:
     return logits
 
 
-def embed(parts: Description, ids: Tensor, hidden: Tensor, *counts: Any) -> None:
-    """Write the embeddings of the tokens to `hidden` (tokens, H), scaled, and count them: `counts` are `counters`,
-    `advance`, `positions` and `max_position` of embed_tokens_."""
+def embed(parts: Description, ids: Tensor, hidden: Tensor, positions: Tensor, *counts: Any) -> None:
+    """Write the embeddings of the tokens to `hidden` (tokens, H), scaled, with those of their `positions` where a model
+    has such, and count them: `counts` are `counters`, `advance`, `positions` and `max_position` of embed_tokens_, which
+    may write `positions`."""
     _ops.embed_tokens_(hidden, parts.embedding, ids, parts.embed_scale, *counts)
+    if parts.position_embedding is not None:
+        table = parts.position_embedding[parts.first_position :]
+        _ops.embed_tokens_(hidden, table, positions, accumulate=True)
 
 
 def make_tables(parts: Description, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:

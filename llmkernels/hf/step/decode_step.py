@@ -55,7 +55,8 @@ class DecodeStep:
         self._where = Tokens(self._batch, self._ahead, positions, tables)
 
     def forward(self) -> Tensor:
-        compose.embed(self.parts, self.tokens, self._hidden, self._place.counters, self._ahead, self._positions)
+        counts = self._place.counters, self._ahead, self._positions
+        compose.embed(self.parts, self.tokens, self._hidden, self._where.positions, *counts)
         return compose.forward(self.parts, self._hidden, self._where, self._caches)
 
     def run(self, function: Callable[[], Any], tokens: Tensor | None = None) -> Any:

@@ -105,6 +105,8 @@ def check_batch(parts: Description, input_ids: Tensor) -> None:
 def check_length(parts: Description, tokens: int) -> None:
     """Raise NoStep unless the description holds for so many tokens."""
     if tokens > len(parts.positions):
+        if parts.position_embedding is not None:
+            raise NoStep(f"there are embeddings of {len(parts.positions)} positions alone")
         by_rope = len(parts.positions) == len(positions_of(parts.rotary))
         what = "how queries are rotated or scaled" if by_rope else "what a window leaves in the cache"
         raise NoStep(f"{what} depends on the length of the sequence")

@@ -134,7 +134,7 @@ def run(
     hidden = parts.weight.new_empty(batch * count, parts.weight.shape[1])
     positions = torch.empty(batch, count, dtype=torch.int32, device=ids.device)
     with cache.counting(count):
-        compose.embed(parts, ids, hidden, cache.counters, count, positions)
+        compose.embed(parts, ids, hidden, positions, cache.counters, count, positions)
     caches = _caches(cache, past + count, leftpad)
     tables = make_tables(parts, parts.positions[: past + count])
     ends = None if ends is None else ends.int()
@@ -166,7 +166,7 @@ def _run_packed(
     positions = ((last[row] if isinstance(last, Tensor) else last) + column + (1 - count)).clamp_(min=0)
     hidden = parts.weight.new_empty(len(row), parts.weight.shape[1])
     with cache.counting(count):
-        compose.embed(parts, ids[row, column], hidden, cache.counters, count)
+        compose.embed(parts, ids[row, column], hidden, positions, cache.counters, count)
     packed = Packed(begin[None].int(), row[:, None].int(), (column + 1).int())
     tables = make_tables(parts, parts.positions[:count])
     tokens = Tokens(1, len(row), positions[None].int(), tables, is_prompt=True, packed=packed)
@@ -238,7 +238,7 @@ def _run_padded(
     where = Tokens(batch, padded, positions, tables, is_prompt=True)
 
     def run_layers() -> Tensor:
-        compose.embed(parts, tokens, hidden, cache.counters, padded, positions, most)
+        compose.embed(parts, tokens, hidden, positions, cache.counters, padded, positions, most)
         return compose.run_layers(parts, hidden, where, caches or layers())
 
     with cache.counting(padded):  # where they are written; the next to begin counts again

@@ -127,6 +127,7 @@ def _prove(cls: type[nn.Module], config: Any, attention: Callable) -> Template:
                     raise UnknownLayout(f"computes something else than its description: {off}")
         description = dataclasses.replace(
             template.description,
+            positions_of_mask=_counts_by_mask(small, template, ids),
             dynamic_cache_for=_dynamic_cache_for(small, ids),
             no_cache_when_told=_makes_no_cache_when_told(small, ids),
             has_loss_of_logits=_has_loss_of_logits(small, ids),
@@ -294,6 +295,21 @@ def _check_conventions(small: nn.Module, ids: Tensor, tolerance: float) -> None:
         raise UnknownLayout("sees padding that its mask hides")
 
 
+def _counts_by_mask(small: nn.Module, template: Template, ids: Tensor) -> bool:
+    """Whether a model that adds embeddings of positions, and is given none, counts live tokens and not all of them."""
+    if template.description.position_embedding is None:
+        return False
+    padding = 3
+    mask = torch.ones(1, padding + len(ids), dtype=torch.long)
+    mask[:, :padding] = 0
+    padded = nn.functional.pad(ids[None], (padding, 0))
+    found = small(padded, attention_mask=mask, use_cache=False).logits[0, padding:]
+    by_mask, by_all = (_error(found, _logits(small, ids, start)) for start in (0, padding))
+    if not min(by_mask, by_all) < 1e-3:
+        raise UnknownLayout("counts positions neither by its mask nor from the first token on")
+    return by_mask < by_all
+
+
 def _level_embeddings(small: nn.Module, template: Template, ids: Tensor) -> None:
     """Make what the first layer is given about 1: scaled embeddings would drown what the layers add."""
     found = []
@@ -347,13 +363,13 @@ def _composed(parts: Description, ids: Tensor, start: int, seen: list[Tensor] | 
     counts = [1] * WINDOW + [len(ids) - WINDOW - 3, 1, 2]
     for end, count in zip(itertools.accumulate(counts), counts, strict=True):
         hidden = parts.embedding.new_empty(count, parts.embedding.shape[1])
-        embed(parts, ids[end - count : end], hidden)
         positions = torch.arange(end - count, end, dtype=torch.int32)[None]  # rows of the tables
+        embed(parts, ids[end - count : end], hidden, positions + start)
         seqlens.fill_(end)
         logits.append(forward(parts, hidden, Tokens(1, count, positions, tables), caches))
     hidden = parts.embedding.new_empty(len(ids), parts.embedding.shape[1])
-    embed(parts, ids, hidden)
     positions = torch.arange(len(ids), dtype=torch.int32)[None]
+    embed(parts, ids, hidden, positions + start)
     tokens = Tokens(1, len(ids), positions, tables, is_prompt=True)
     logits.append(forward(parts, hidden, tokens, caches, seen))
     return torch.cat(logits)
