@@ -5,7 +5,7 @@ from benchmarks import families, training
 from benchmarks.models import QWEN
 from benchmarks.run import Run
 
-SIZES = ((1, 512), (8, 512), (64, 512))  # batch, context
+SIZES = ((1, 512), (8, 512))  # batch, context
 PROMPTS = (128, 2048)  # tokens
 
 

@@ -203,6 +203,11 @@ FAMILIES = {
     "opt": Family(
         "OPTForCausalLM", {"dropout": 0.0, "ffn_dim": 136, "word_embed_proj_dim": _SHARED["hidden_size"]}, lacks=_OLD
     ),
+    "biogpt": Family(
+        "BioGptForCausalLM",
+        {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        lacks=_OLD[:1],
+    ),
     "bloom": Family("BloomForCausalLM", lacks=(*_OLD, "max_position_embeddings")),
     "mpt": Family("MptForCausalLM", lacks=_OLD),
     "falcon": Family("FalconForCausalLM", {"bias": True}, lacks=_OLD),
@@ -303,6 +308,7 @@ EXPECTED = {
     "gptj": Expected("GPT-J", {"layer_norm": 3, "bias_gelu": 2}, _OWN_ATTENTION, _OWN_ROTATION),
     "codegen": Expected("CodeGen", {"layer_norm": 3, "bias_gelu": 2}, "an unknown layout", _OWN_ROTATION),
     "opt": Expected("OPT", {"layer_norm": 5}),
+    "biogpt": Expected("BioGPT", {"layer_norm": 3, "add_layer_norm": 2}),
     "bloom": Expected("BLOOM", {"layer_norm": 6}, _OWN_ATTENTION),
     "mpt": Expected("MPT", {"layer_norm": 5}, _OWN_ATTENTION),
     "falcon": Expected("Falcon", {"layer_norm": 3, "rope": 2, "bias_gelu": 2}, _OWN_ATTENTION),

@@ -149,9 +149,9 @@ def test_what_the_step_can_not_do_goes_by_the_module_path(how, device):
     ("changes", "reason"),
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "how queries are rotated or"),
-        ({"hidden_act": "relu6"}, "Qwen2ForCausalLM has an activation without a kernel before the product with"),
+        ({"hidden_act": "mish"}, "Qwen2ForCausalLM has an activation without a kernel before the product with"),
     ],
-    ids=["dynamic", "relu"],
+    ids=["dynamic", "mish"],
 )
 def test_configurations_without_a_step(changes, reason, device):
     model = small_model(device=device, max_position_embeddings=16, **changes)

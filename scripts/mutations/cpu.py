@@ -364,6 +364,14 @@ CPU = [
         "tests/test_autotune.py -k refused",
     ),
     Mutation(
+        "cpu_positions_without_a_rounding",
+        "a scaled embedding is added without the rounding that it has of its own",
+        "csrc/cpu/embed_tokens.cpp",
+        "rounded<T>(factor * widen(in[i]))",
+        "factor * widen(in[i])",
+        "tests/test_embed_tokens.py -k added_to",
+    ),
+    Mutation(
         "cpu_embedding_behind_the_last",
         "the id behind the last token takes what is in memory there for an embedding",
         "csrc/cpu/embed_tokens.cpp",

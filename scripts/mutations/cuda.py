@@ -339,6 +339,14 @@ CUDA = [
         "tests/test_execution.py -k 'side_stream or cuda_graph' -m gpu",
     ),
     Mutation(
+        "cuda_positions_stay_behind",
+        "a graph that is pointed at another cache still takes the positions of the first one",
+        "csrc/kernels/embedding/embed_tokens.cu",
+        "moves(p.counters, p.ids)",
+        "moves(p.counters)",
+        "tests/test_embed_tokens.py -k pointed_elsewhere -m gpu",
+    ),
+    Mutation(
         "cuda_positions_of_counted_tokens",
         "counters are written while positions are still made of them",
         "csrc/kernels/embedding/embed_tokens.cu",

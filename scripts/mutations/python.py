@@ -68,6 +68,14 @@ PYTHON = [
         "tests/test_generate_early.py -k takes_long -m gpu",
     ),
     Mutation(
+        "py_positions_count_padding",
+        "a model that counts the tokens of its mask, given no positions, counts padding as well",
+        "llmkernels/hf/callers/positions.py",
+        "            self.last = self.last - self.leftpad\n",
+        "            pass\n",
+        "tests/test_learned_positions.py -k loop",
+    ),
+    Mutation(
         "py_adapters_scaled_in_place",
         "the record of a model keeps the scaling of adapters itself, and not what it was",
         "llmkernels/hf/step/guard.py",

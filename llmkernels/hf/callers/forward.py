@@ -182,7 +182,7 @@ def _early_prompt(
     if state.is_padded_behind and given.get("attention_mask") is not None:
         return None
     positions = Positions(given, ids, 0)
-    _check_rows(known.parts, positions, is_prompt=True)
+    _count_positions(known.parts, positions, is_prompt=True)
     kept = min(kept or ids.shape[1], ids.shape[1])
     try:
         logits, block = state.launch_prompt(known.parts, layout, ids, positions.last, positions.leftpad, kept)
@@ -207,7 +207,7 @@ def _composed_prompt(
     _check_prompt(model, parts, given)
     batch, count = ids.shape
     positions = Positions(given, ids, 0, may_end=True)
-    _check_rows(parts, positions, is_prompt=True)
+    _count_positions(parts, positions, is_prompt=True)
     positions.check(len(parts.embedding))
     state.is_padded_behind = positions.ends is not None
     is_kept, cache = _use_cache(model, given) is not False, given.get(cache_name())
@@ -328,7 +328,7 @@ def _replayed(
     if recorded is None:
         return None
     step, known, _memory = recorded
-    _check_rows(known.parts, positions)
+    _count_positions(known.parts, positions)
     cache.begin(positions.last - ids.shape[1], positions.leftpad)
     logits = step(ids.flatten())
     kept = False
@@ -352,7 +352,7 @@ def _described(
     if is_own and not cache.has_room(ahead):
         raise NoStep("the cache is full")
     parts, _memory = _description(model, state, ids)
-    _check_rows(parts, positions)
+    _count_positions(parts, positions)
     check_length(parts, positions.past + ahead)
     positions.check(len(parts.embedding))
     if is_own:
@@ -364,9 +364,9 @@ def _described(
     return parts, _as_returned(parts, state.begin_forward(parts, cache, program, ahead)(ids.flatten()))
 
 
-def _check_rows(parts: Description, positions: "Positions", is_prompt: bool = False) -> None:
-    """Raise NoStep for positions of another shape than the modules take, or of prompts, whose first row may pack
-    sequences; and where the modules make positions of images, and not of the tokens before alone."""
+def _count_positions(parts: Description, positions: "Positions", is_prompt: bool = False) -> None:
+    """Count positions that are not given as the modules do. Raises NoStep where they count images, and for positions of
+    another shape than they take, or of prompts, whose first row may pack sequences."""
     if positions.have_rows and (parts.grids is None or is_prompt):
         raise NoStep("position_ids are not (batch, tokens)")
     if parts.positions_of_mask:

@@ -115,9 +115,9 @@ class Layer:
 class Description:
     """What a token passes through, in this order.
 
-    `embed_scale`: what embeddings are multiplied by, rounded to their dtype where the model has a tensor of it. Those of
-    positions are added to them: `position_embedding` has that of position 0 in the row `first_position`. Without
-    positions a forward counts those of live tokens if `positions_of_mask`, else all.
+    `embed_scale`: what embeddings are multiplied by, rounded to their dtype where the model has a tensor of it. Those
+    of positions may be added to them: the row `first_position` of `position_embedding` is that of position 0. A forward
+    without positions counts the tokens that its mask shows if `positions_of_mask`, else all.
     `rotary` makes the tables of cos and sin, one for each of `tables`: the types of layers, or "" if all have the same.
     `positions` are those for which they hold. `more_than_text`: the model takes images or sound as well. With `grids`
     the rotary module takes three rows of positions, of time, height and width, which are one but for images; that

@@ -86,8 +86,8 @@ class _Reader:
         return node, Factor((*scales, *cap.numbers)), cap
 
     def _terms(self, stream: Node) -> tuple[list[Node], list[Node]]:
-        """What a residual stream begins with, embeddings of tokens first, and what is added to it, in the order in which
-        it was computed."""
+        """What a residual stream begins with, embeddings of positions last, and what is added to it, in the order in
+        which it was computed."""
         summands = _summands(stream)
         starts = [node for node in summands if not node.nearest("product", "attention")]
         if not starts:
