@@ -65,6 +65,30 @@ def test_a_loop_behind_padding(name, positions, device):
 
 
 @every_model
+def test_a_change_between_the_forwards_of_a_loop(name, device):
+    """A recorded forward is dropped, and the same positions are counted once more."""
+    model, inputs = family_model(name, device), padded(device)
+    mask, ids = inputs["attention_mask"], inputs["input_ids"]
+
+    @torch.no_grad()
+    def loop():
+        norm = next(module for module in model.modules() if isinstance(module, torch.nn.LayerNorm))
+        norm.eps = 1e-5
+        output, found, given = model(ids, attention_mask=mask, use_cache=True), [], mask
+        for step in range(6):
+            norm.eps = 0.3 if step in (3, 5) else 1e-5
+            given = torch.cat([given, mask[:, :1].new_ones(2, 1)], 1)
+            output = model(ids[:, :1], attention_mask=given, use_cache=True, **{cache_name(): output[cache_name()]})
+            found.append(output.logits[:, -1])
+        return torch.stack(found)
+
+    expected = loop()
+    handle = llmkernels.patch(model)
+    assert_close(loop(), expected)
+    assert dict(handle.report().decode[0].forwards) == {"by the decode step": 6}
+
+
+@every_model
 def test_padding_matters(name):
     """The loop without positions tells the two ways of counting from each other."""
     model, inputs = family_model(name), padded("cpu")

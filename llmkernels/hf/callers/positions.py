@@ -48,7 +48,8 @@ class Positions:
             grids = positions[-3:].to(ids.device)  # behind those of the mask, where these are given
             positions = grids[0]
         self.past, self.are_given, self.have_rows = past, positions is not None, grids is not None
-        self.last: Tensor | int = past + count - 1
+        self._newest = past + count - 1
+        self.last: Tensor | int = self._newest
         self.leftpad: Tensor | None = None
         self.ends: Tensor | None = None
         if mask is not None:
@@ -84,7 +85,7 @@ class Positions:
     def count_live_tokens(self) -> None:
         """Where no positions are given, count those of the tokens that the mask shows."""
         if not self.are_given and self.leftpad is not None:
-            self.last = self.last - self.leftpad
+            self.last = self._newest - self.leftpad
 
     def _facts_of_mask(self, live: Tensor, may_end: bool, has_labels: bool) -> dict[str, Tensor]:
         indices = torch.arange(live.shape[1], device=live.device)
