@@ -331,6 +331,9 @@ EXPECTED = {
 }
 
 
+LEARNED_POSITIONS = ("opt", "gpt_bigcode", "biogpt")  # those with a step that add embeddings of positions
+
+
 def family_config(name, **changes):
     return FAMILIES[name].config(**changes)
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import llmkernels
-from families import family_model
+from families import LEARNED_POSITIONS, family_model
 from generating import generate_step
 from hf_models import assert_close, logits_of, rounding, tiny_inputs
 from llmkernels.hf.classes.cache_name import cache_name
 
 # Given no positions, OPT counts the tokens that the mask shows, the others all.
-every_model = pytest.mark.parametrize("name", ["opt", "gpt_bigcode", "biogpt"])
+every_model = pytest.mark.parametrize("name", LEARNED_POSITIONS)
 PAD = 3
 
 
