@@ -302,7 +302,7 @@ EXPECTED = {
     "nemotron": Expected("Nemotron", {"layer_norm": 3, "rope": 2, "add_layer_norm": 2, "relu2": 2}),
     "phi": Expected("Phi", {"layer_norm": 3, "rope": 2, "bias_gelu": 2}),
     "gpt_neox": Expected("GPT-NeoX, Pythia", {"layer_norm": 5, "rope": 2, "bias_gelu": 2}),
-    "gpt2": Expected("GPT-2", {"layer_norm": 5, "bias_gelu": 2}, "a row for each input"),
+    "gpt2": Expected("GPT-2", {"layer_norm": 5, "bias_gelu": 2}),
     "gpt_bigcode": Expected("GPT-BigCode, StarCoder", {"layer_norm": 5, "bias_gelu": 2}),
     "gpt_neo": Expected("GPT-Neo", {"layer_norm": 3, "add_layer_norm": 2, "bias_gelu": 2}, _OWN_ATTENTION),
     "gptj": Expected("GPT-J", {"layer_norm": 3, "bias_gelu": 2}, _OWN_ATTENTION, _OWN_ROTATION),
@@ -331,7 +331,7 @@ EXPECTED = {
 }
 
 
-LEARNED_POSITIONS = ("opt", "gpt_bigcode", "biogpt")  # those with a step that add embeddings of positions
+LEARNED_POSITIONS = ("opt", "gpt2", "gpt_bigcode", "biogpt")  # those with a step that add embeddings of positions
 
 
 def family_config(name, **changes):

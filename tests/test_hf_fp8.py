@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import BitNetForCausalLM, DynamicCache, LlamaForSequenceClassification
+from transformers.pytorch_utils import Conv1D
 
 import llmkernels
 from families import family_model
@@ -55,7 +56,8 @@ def rounded(x):
 
 
 def of_layers(model):
-    return {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear) and ".layers." in name}
+    parts = {name: x for name, x in model.named_modules() if isinstance(x, (nn.Linear, Conv1D))}
+    return {name: x for name, x in parts.items() if ".layers." in name or ".h." in name}
 
 
 def quantized(model, but=()):
@@ -63,7 +65,8 @@ def quantized(model, but=()):
     model = copy.deepcopy(model)
 
     def product(linear, args, _):
-        y = rounded(args[0]) @ rounded(linear.weight).mT
+        weight = linear.weight.mT if isinstance(linear, Conv1D) else linear.weight
+        y = rounded(args[0]) @ rounded(weight).mT
         return (y if linear.bias is None else y + linear.bias.double()).to(args[0].dtype)
 
     for name, linear in of_layers(model).items():

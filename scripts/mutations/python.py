@@ -68,6 +68,14 @@ PYTHON = [
         "tests/test_generate_early.py -k takes_long -m gpu",
     ),
     Mutation(
+        "py_transposed_weights_stay",
+        "unpatch leaves transposed weights as the step has them in memory",
+        "llmkernels/hf/step/packing.py",
+        "memory_format=torch.contiguous_format) for parameter in group]\n\n\ndef _replace_all",
+        ") for parameter in group]\n\n\ndef _replace_all",
+        "tests/test_transposed_weights.py -k every_parameter",
+    ),
+    Mutation(
         "py_positions_count_padding",
         "a model that counts the tokens of its mask, given no positions, counts padding as well",
         "llmkernels/hf/callers/positions.py",

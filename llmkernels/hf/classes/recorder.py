@@ -30,7 +30,7 @@ class Node:
     "parameter"       of the model, `name`
     "constant"        any other that was there before: a buffer or an argument has its `name`
     "embedding"       ids, weight
-    "product"         x, weight, bias or None: x W^T + b
+    "product"         x, weight, bias or None: x W^T + b; `options`: the weight is W^T if "transposed"
     "attention"       q, k, v, mask or None; `options` are the other arguments, the layers of the cache that k
                       and v were given to, and a function of other queries; values are (1, T, heads, D)
     "module"          the arguments of a call of the module `name`, which has no parts and returns a tensor

@@ -73,7 +73,7 @@ class _Binder:
                 raise Distrust(owner, f"{{}} has another {name} than its class makes")
         return owner, reference
 
-    def _tensor_or_module(self, path: str, with_bias: bool = False) -> Any:
+    def _tensor_or_module(self, path: str, with_bias: bool = False, may_be_transposed: bool = False) -> Any:
         parent, _, name = path.rpartition(".")
         if name in _at(self._model, self._rename(parent))._modules:
             return _at(self._model, self._rename(path))
@@ -81,18 +81,21 @@ class _Binder:
         found = owner._parameters[name]
         if found.shape != (made := reference._parameters[name].shape):
             raise Distrust(owner, f"the {name} of {{}} is {_sizes(found.shape)}, where its config makes {_sizes(made)}")
+        if not (may_be_transposed or found.is_contiguous()):
+            raise Distrust(owner, f"the {name} of {{}} has no ordinary memory")
         return found
 
     def _product(self, product: Product) -> Product:
         """With the biases of the model's own linear layers, where the reference may have others."""
         parents = [path.name.removesuffix(".weight") for path in product.weights]
         are_linear = all(type(_at(self._expected.model, self._rename(name))) is nn.Linear for name in parents)
-        weights = tuple(self._tensor_or_module(path.name, are_linear) for path in product.weights)
+        transposed = product.transposed
+        weights = tuple(self._tensor_or_module(path.name, are_linear, transposed) for path in product.weights)
         modules = [self._outer(name) for name in parents]
         if not are_linear:
             if (with_adapters := next(filter(is_adapted, modules), None)) is not None:
                 raise Distrust(with_adapters, "{} has adapters, and is no linear layer of torch's")
-            return Product(weights, self.bound(product.biases))
+            return Product(weights, self.bound(product.biases), transposed=transposed)
         owners = [_at(self._model, self._rename(name)) for name in parents]
         biases = [owner._parameters["bias"] for owner in owners if owner._parameters["bias"] is not None]
         if len(biases) not in (0, len(owners)):
@@ -127,9 +130,9 @@ class _Binder:
         return members["_buffers"][number.name] if number.name in members["_buffers"] else members[number.name]
 
     def _with_heads(self, attention: Attention) -> Attention:
-        head_dim, rows = attention.head_dim, sum(weight.shape[0] for weight in attention.qkv.weights)
+        head_dim, rows = attention.head_dim, attention.qkv.shape[0]
         heads = text_config(self._model.config).num_attention_heads
-        columns = attention.output.weights[0].shape[1]
+        columns = attention.output.shape[1]
         if heads * head_dim != columns:  # the small model's have the head_dim of the config, which a class may ignore
             raise UnknownLayout(f"has {heads} heads of another size than {head_dim}, as its config has it")
         return dataclasses.replace(attention, heads=heads, kv_heads=(rows // head_dim - heads) // 2)

@@ -41,7 +41,8 @@ class Adapter:
 @dataclass(frozen=True)
 class Product:
     """x W^T + b with the rows of `weights` one below the other. `weight` and `bias` are those rows, once packed. With a
-    `scale` of each row, float32 (N, 1), `weight` is float8_e4m3fn. `adapters` are added to it."""
+    `scale` of each row, float32 (N, 1), `weight` is float8_e4m3fn. `adapters` are added to it. With `transposed` the
+    one parameter is W^T, as in GPT-2's Conv1D, and `weight` is W."""
 
     weights: tuple[nn.Parameter, ...]
     biases: tuple[nn.Parameter, ...] = ()
@@ -49,6 +50,13 @@ class Product:
     bias: Tensor | None = None
     scale: Tensor | None = None
     adapters: tuple[Adapter, ...] = ()
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)"""
+        rows, columns = sum(len(weight) for weight in self.weights), self.weights[0].shape[1]
+        return (columns, rows) if self.transposed else (rows, columns)
 
     @property
     def groups(self) -> list[tuple[nn.Parameter, ...]]:
@@ -173,6 +181,11 @@ class Description:
     def groups(self) -> list[tuple[nn.Parameter, ...]]:
         """What has to be packed, of all products."""
         return [group for product in products(self) for group in product.groups]
+
+    @property
+    def transposed(self) -> list[nn.Parameter]:
+        """What has to be transposed in memory, of all products."""
+        return [product.weights[0] for product in products(self) if product.transposed]
 
 
 # --- walks

@@ -122,7 +122,7 @@ class _ModelRecorder(Recorder):
             bias = (tensors[2] if len(tensors) > 2 else None,) if name == "linear" else ()
             return Node(kind, value, (*tensors[:2], *bias))
         if name == "addmm" and all(isinstance(x, Node) and x.kind == "parameter" for x in given[::2]):
-            raise UnknownLayout(f"multiplies by {given[2].name}, which has a row for each input and not each output")
+            return Node("product", value[None], (given[1], given[2], given[0]), options={"transposed": True})
         if name in ("add", "mul", "div") and len(given) == 2:
             a, b = given
             a, b = (b, a) if name != "div" and self._number(a) is not None else (a, b)

@@ -331,7 +331,12 @@ class _Reader:
         if len({bias is None for bias in biases}) > 1:
             raise UnknownLayout(f"has a bias in some products of {nodes[0].said} and its like only")
         biases = () if biases[0] is None else biases
-        return Product(*(tuple(Path(node.name) for node in group) for group in (weights, biases)))
+        transposed = any("transposed" in node.options for node in nodes)
+        if transposed and len(nodes) > 1:
+            raise UnknownLayout(f"has several products like {nodes[0].said}, whose weights are transposed")
+        return Product(
+            *(tuple(Path(node.name) for node in group) for group in (weights, biases)), transposed=transposed
+        )
 
     def _layer_at(self, path: str) -> int:
         return int(path[len(self.stack) + 1 :].split(".")[0])

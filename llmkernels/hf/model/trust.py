@@ -118,8 +118,13 @@ class Inspection:
             raise Distrust(module, f"a weight of {{}} is a {type(parameter).__name__}, not a plain parameter")
         if parameter.dtype != self.dtype or parameter.device != self.device:
             raise NoStep("weights differ in dtype or device")
-        if parameter.layout != torch.strided or not parameter.is_contiguous() or not parameter.data_ptr():
+        if parameter.layout != torch.strided or not _is_dense(parameter) or not parameter.data_ptr():
             raise Distrust(module, "a weight of {} has no ordinary memory")
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    """Whether its memory is its own numbers, by rows or by columns."""
+    return parameter.is_contiguous() or (parameter.ndim == 2 and parameter.t().is_contiguous())
 
 
 def of_training(members: dict[str, Any]) -> list[tuple[str, Any]]:

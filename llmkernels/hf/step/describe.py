@@ -10,6 +10,7 @@ calls, and nothing may compute otherwise.
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -126,10 +127,10 @@ def pack(model: nn.Module, parts: Description) -> Description:
     with packing.LOCK:
         if not isinstance(model, Generating):
             raise NoStep("the model is not patched any more")
-        if any(packing.packed(group) is None for group in parts.groups):
+        if [*_left_to_pack(parts)]:
             check_packable(parts)
             try:
-                packing.pack(parts.groups)
+                packing.pack(parts.groups, parts.transposed)
             except torch.OutOfMemoryError:
                 raise NoStep("there is no memory to pack the weights of a layer") from None
         return packed(parts)
@@ -144,15 +145,21 @@ def packed(parts: Description) -> Description:
         return parameters[0] if len(parameters) == 1 else packing.packed(parameters)
 
     def with_tensors(product: Product) -> Product:
-        return dataclasses.replace(product, weight=tensor(product.weights), bias=tensor(product.biases))
+        weight = packing.transposed(product.weights[0]) if product.transposed else tensor(product.weights)
+        return dataclasses.replace(product, weight=weight, bias=tensor(product.biases))
 
     return with_products(parts, with_tensors)
 
 
 def check_packable(parts: Description) -> None:
-    for group in parts.groups:
-        if packing.packed(group) is None and (reason := packing.obstacle(group)):
+    for group in _left_to_pack(parts):
+        if reason := packing.obstacle(group):
             raise NoStep(reason)
+
+
+def _left_to_pack(parts: Description) -> Iterator[tuple[nn.Parameter, ...]]:
+    yield from (group for group in parts.groups if packing.packed(group) is None)
+    yield from ((weight,) for weight in parts.transposed if packing.transposed(weight) is None)
 
 
 def why_not(model: nn.Module) -> str | None:

@@ -11,6 +11,9 @@ takes q, k and v for tied weights. Together they keep the base alive, and nothin
 packed is read off their addresses in every call. A weight that gets another tensor (`.to()`,
 `load_state_dict(assign=True)`, a merged adapter) takes its group apart; the next decode step packs that group again.
 
+A parameter that is the transposed matrix of a product, as GPT-2's are, is laid out in memory by its columns, which are
+the rows of the product.
+
 Other threads may use the parameters meanwhile, in a forward of the model's modules: the memory that a parameter had is
 freed when the operations that may have begun on it have ended.
 """
@@ -55,6 +58,12 @@ def packed(parameters: Sequence[Tensor]) -> Tensor | None:
     return _on(storage, offset, (rows, *first.shape[1:]), first)
 
 
+def transposed(parameter: Tensor) -> Tensor | None:
+    """The transposed matrix, contiguous, in the memory of a parameter; None where that has other rows."""
+    other = parameter.detach().t()
+    return other if other.is_contiguous() else None
+
+
 def memory_of(tensor: Tensor) -> int:
     """The same number for tensors of which each keeps the memory of the others alive."""
     storage = tensor.untyped_storage()
@@ -91,8 +100,8 @@ def obstacle(parameters: Sequence[Tensor]) -> str | None:
     return None
 
 
-def pack(groups: Iterable[Sequence[nn.Parameter]]) -> None:
-    """Pack each group of parameters that is not packed yet, one after the other.
+def pack(groups: Iterable[Sequence[nn.Parameter]], to_transpose: Iterable[nn.Parameter] = ()) -> None:
+    """Pack each group of parameters that is not packed yet, one after the other, and transpose others in memory.
 
     Needs memory for one group on top of the weights; on the CPU beside other threads for _TRIM_BYTES of groups. Nobody
     may hold an address of the parameters.
@@ -101,10 +110,11 @@ def pack(groups: Iterable[Sequence[nn.Parameter]]) -> None:
         for address in [address for address, ref in _bases.items() if ref.expired()]:
             del _bases[address]
         _replace_all([group for group in groups if packed(group) is None], _packed_rows)
+        _replace_all([(weight,) for weight in to_transpose if transposed(weight) is None], _columns)
 
 
 def unpack(model: nn.Module) -> None:
-    """Give each packed parameter of a model separate memory again, one base after the other."""
+    """Give each packed parameter of a model separate memory by rows again, one base after the other."""
     with LOCK:
         groups: dict[int, list[Tensor]] = {}
         for parameter in model.parameters():
@@ -127,8 +137,14 @@ def _packed_rows(group: Sequence[nn.Parameter]) -> list[Tensor]:
     return rows
 
 
+def _columns(group: Sequence[nn.Parameter]) -> list[Tensor]:
+    columns = [torch.empty_like(parameter.data.t(), memory_format=torch.contiguous_format) for parameter in group]
+    _bases.update((one.data_ptr(), StorageWeakRef(one.untyped_storage())) for one in columns)
+    return [one.t() for one in columns]
+
+
 def _separate_rows(group: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [torch.empty_like(parameter.data) for parameter in group]
+    return [torch.empty_like(parameter.data, memory_format=torch.contiguous_format) for parameter in group]
 
 
 def _replace_all(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> None:

@@ -377,4 +377,4 @@ def _composed(parts: Description, ids: Tensor, start: int, seen: list[Tensor] | 
 
 def _joined(product: Product) -> Product:
     weight, bias = (torch.cat(group) if group else None for group in (product.weights, product.biases))
-    return Product(product.weights, product.biases, weight, bias)
+    return Product((), (), weight.t().contiguous() if product.transposed else weight, bias)

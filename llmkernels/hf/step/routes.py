@@ -30,10 +30,7 @@ def kernels_of(parts: Description, device: str | torch.device) -> Counter:
 
 def products_of(parts: Description) -> Counter[tuple[str, int, int, bool]]:
     """The ops of the products of a step, each with the rows and columns of its weight and whether it has a bias."""
-    return Counter(
-        (op, sum(len(one) for one in product.weights), product.weights[0].shape[1], bool(product.biases))
-        for op, product in _products(parts)
-    )
+    return Counter((op, *product.shape, bool(product.biases)) for op, product in _products(parts))
 
 
 def _products(parts: Description) -> Iterator[tuple[str, Product]]:
