@@ -65,9 +65,9 @@ def test_tokens(family, training, device):
         check(model, ids, training)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "olmo2", "granite", "phi3", "cohere", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma2", "olmo2", "granite", "phi3", "cohere", "qwen3", "opt", "gpt2"])
 def test_families(family, device):
-    """Norms behind blocks, multipliers, packed weights, branches side by side, biases or none."""
+    """Norms behind blocks, multipliers, packed weights, branches side by side, biases or none, transposed weights."""
     model = adapted(device, model=family_model(family, device), target_modules="all-linear")
     model.get_base_model().generation_config.eos_token_id = None
     check(model, tiny_inputs(device), pad_token_id=0)
@@ -101,6 +101,21 @@ def test_several_active_adapters(device):
     model, ids = adapted(device, names=("first", "second", "third")), tiny_inputs(device)
     model.base_model.set_adapter(["first", "third"])
     check(model, ids)
+
+
+@pytest.mark.parametrize("part, name", [("lora_A", "in"), ("lora_B", "out")])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_factors_of_other_sizes(family, part, name):
+    """They are not read beyond their ends: the modules raise what they raise."""
+    model = adapted(model=family_model(family), target_modules="all-linear")
+    layer = layers_of(model)[1]
+    linear = getattr(layer, part)["default"]
+    size = {"in": (4, linear.in_features - 8), "out": (linear.out_features - 8, 4)}[name]
+    linear.weight = nn.Parameter(torch.randn(size))
+    reason = llmkernels.patch(model).report().decode[0].reason
+    assert "other shapes than its weight" in reason
+    with pytest.raises(RuntimeError, match="size|shape"):
+        generate(model, tiny_inputs())
 
 
 def test_no_mode_of_the_caller_sees_how_a_layer_is_checked():

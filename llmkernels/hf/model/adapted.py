@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._private import _disable_current_modes
 from ..classes.options import is_lora
@@ -39,12 +39,15 @@ def adapters_of(module: nn.Module) -> dict[str, lora.Adapter]:
         raise Distrust(module, f"{{}} has to be called: {reason}") from None
 
 
-def added_to(modules: list[nn.Module], rows: list[int]) -> tuple[Adapter, ...]:
-    """What the adapters of modules add to their products, which have so many rows and are one below the other."""
+def added_to(modules: list[nn.Module], rows: list[int], columns: int) -> tuple[Adapter, ...]:
+    """What the adapters of modules add to their products, which have so many rows and are one below the other. Raises
+    Distrust where they have other shapes."""
     added, begin = [], 0
     for module, count in zip(modules, rows, strict=True):
         for adapter in adapters_of(module).values():
             a, b = (part._parameters["weight"] for part in (adapter.a, adapter.b))
+            if (b.shape, a.shape) != ((count, len(a)), (len(a), columns)):
+                raise Distrust(module, "the adapters of {} have other shapes than its weight")
             added.append(Adapter(a, b, begin, float(adapter.scaling)))
         begin += count
     return tuple(added)
@@ -60,8 +63,6 @@ def inspect(module: nn.Module, inspection: Inspection) -> nn.Module:
     except UnknownLayout as reason:
         raise Distrust(module, f"{{}}: {reason}") from None
     inspection.module(module, spec)
-    base = module._modules.get("base_layer")
-    weight = None if base is None else base._parameters.get("weight")
     for adapter in adapters_of(module).values():
         factors = adapter.a._parameters["weight"], adapter.b._parameters["weight"]
         for factor in factors:
@@ -69,13 +70,9 @@ def inspect(module: nn.Module, inspection: Inspection) -> nn.Module:
                 raise Distrust(module, "the adapters of {} are of another dtype or device")
             if not factor.is_contiguous() or not factor.data_ptr():
                 raise Distrust(module, "the adapters of {} have no ordinary memory")
-        if not _fit(*factors, weight):
-            raise Distrust(module, "the adapters of {} have other shapes than its weight")
-    return base
-
-
-def _fit(a: Tensor, b: Tensor, weight: Tensor | None) -> bool:
-    return weight is not None and (len(b), a.shape[1]) == weight.shape and len(a) == b.shape[1] and a.dtype == b.dtype
+        if factors[0].dtype != factors[1].dtype:
+            raise Distrust(module, "the adapters of {} differ in dtype")
+    return module._modules.get("base_layer")
 
 
 def _spec(cls: type[nn.Module]) -> ModuleSpec:

@@ -92,16 +92,20 @@ class _Binder:
         transposed = product.transposed
         weights = tuple(self._tensor_or_module(path.name, are_linear, transposed) for path in product.weights)
         modules = [self._outer(name) for name in parents]
+        if transposed:
+            found = Product(weights, self.bound(product.biases), transposed=True)
+            rows, columns = found.shape
+            return dataclasses.replace(found, adapters=added_to(modules, [rows], columns))
         if not are_linear:
             if (with_adapters := next(filter(is_adapted, modules), None)) is not None:
                 raise Distrust(with_adapters, "{} has adapters, and is no linear layer of torch's")
-            return Product(weights, self.bound(product.biases), transposed=transposed)
+            return Product(weights, self.bound(product.biases))
         owners = [_at(self._model, self._rename(name)) for name in parents]
         biases = [owner._parameters["bias"] for owner in owners if owner._parameters["bias"] is not None]
         if len(biases) not in (0, len(owners)):
             block = _at(self._model, self._rename(parents[0].rpartition(".")[0]))
             raise Distrust(block, "only some of the products of {} have a bias")
-        adapters = added_to(modules, [len(weight) for weight in weights])
+        adapters = added_to(modules, [len(weight) for weight in weights], weights[0].shape[1])
         return Product(weights, tuple(biases), adapters=adapters)
 
     def _outer(self, path: str) -> nn.Module:
