@@ -114,7 +114,7 @@ def test_factors_of_other_sizes(family, part, name):
     linear.weight = nn.Parameter(torch.randn(size))
     reason = llmkernels.patch(model).report().decode[0].reason
     assert "other shapes than its weight" in reason
-    with pytest.raises(RuntimeError, match="size|shape"):
+    with pytest.raises(RuntimeError, match=r"size|shape"):
         generate(model, tiny_inputs())
 
 
