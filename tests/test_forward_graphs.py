@@ -40,7 +40,8 @@ class Graph:
 
     def function(self):
         *arguments, counters = self.moved
-        compose.embed(self.arguments[0], self.tokens, self.arguments[1], counters, *self.counting)
+        parts, hidden, where, _ = arguments
+        compose.embed(parts, self.tokens, hidden, where.positions, counters, *self.counting)
         return compose.forward(*arguments)
 
     def replay(self):

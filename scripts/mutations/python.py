@@ -79,7 +79,7 @@ PYTHON = [
         "py_positions_count_padding",
         "a model that counts the tokens of its mask, given no positions, counts padding as well",
         "llmkernels/hf/callers/positions.py",
-        "            self.last = self._newest - self.leftpad\n",
+        "            self.last, self._counts_live = self._newest - self.leftpad, True\n",
         "            pass\n",
         "tests/test_learned_positions.py -k loop",
     ),

@@ -12,6 +12,7 @@ from .reading import Reading
 
 BAD_MASK = "attention_mask masks more than padding on the left"
 BAD_MASK_OF_A_PROMPT = "attention_mask masks more than padding on the left and on the right"
+POSITIONS_OF_PADDING = "no position_ids, which the modules give padding behind the tokens as well"
 LOSS_OF_PADDING = "labels behind padding, whose first token is predicted by it"
 _BAD_POSITIONS = "position_ids do not follow each other, or run ahead of the tokens"
 _OF_IMAGES = "position_ids of the grid of an image"
@@ -48,7 +49,7 @@ class Positions:
             grids = positions[-3:].to(ids.device)  # behind those of the mask, where these are given
             positions = grids[0]
         self.past, self.are_given, self.have_rows = past, positions is not None, grids is not None
-        self._newest = past + count - 1
+        self._newest, self._counts_live = past + count - 1, False
         self.last: Tensor | int = self._newest
         self.leftpad: Tensor | None = None
         self.ends: Tensor | None = None
@@ -85,7 +86,7 @@ class Positions:
     def count_live_tokens(self) -> None:
         """Where no positions are given, count those of the tokens that the mask shows."""
         if not self.are_given and self.leftpad is not None:
-            self.last = self._newest - self.leftpad
+            self.last, self._counts_live = self._newest - self.leftpad, True
 
     def _facts_of_mask(self, live: Tensor, may_end: bool, has_labels: bool) -> dict[str, Tensor]:
         indices = torch.arange(live.shape[1], device=live.device)
@@ -107,6 +108,8 @@ class Positions:
         for name, holds in found.items():
             if not holds:
                 raise NoStep(name)
+        if self._counts_live and self.ends is not None:
+            raise NoStep(POSITIONS_OF_PADDING)
 
 
 # --- of a prompt of generate(), whose positions transformers has made
