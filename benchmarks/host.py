@@ -125,9 +125,11 @@ def prepared(layers: int, device: torch.device) -> Iterator[dict[str, Callable]]
         yield {"loop": turn, "guard": lambda: snapshot.holds(model), "memory": snapshot.memory}
 
 
-def without_the_step(program: Program, function: Callable, device: torch.device, place: Place):
+def without_the_step(
+    program: Program, function: Callable, device: torch.device, place: Place | None = None, in_pieces: bool = False
+):
     """In the place of Program.run: where a graph would be replayed, nothing runs."""
-    recording = program.recording(place)
+    recording = program.recording(place or Place())
     if recording.graph is None:
         recording.graph, recording.output = mock.sentinel.graph, function()
     return recording.output
