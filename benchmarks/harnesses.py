@@ -36,9 +36,14 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 Call = Callable[[], object]
 
 
-def measure(run: Run) -> list[dict]:
-    """None where the caller names a model, whose tokenizer is another one."""
-    return [] if run.model_id else Harnesses(run).rows_of_all()
+def measure_callers(run: Run) -> list[dict]:
+    """transformers' own. None where a folder's model is measured, whose tokenizer is another one."""
+    return [] if run.model_id else Harnesses(run).rows_of_callers()
+
+
+def measure_harnesses(run: Run) -> list[dict]:
+    """Packages of others. None where a folder's model is measured."""
+    return [] if run.model_id else Harnesses(run).rows_of_harnesses()
 
 
 class Harnesses(Bench):
@@ -52,17 +57,20 @@ class Harnesses(Bench):
     def text(self, words: int) -> str:
         return " ".join(f"w{self.random.randrange(WORDS)}" for _ in range(4 if self.run.small else words))
 
-    def rows_of_all(self) -> list[dict]:
-        calls = {
-            "pipeline": self.pipeline,
-            "chats": self.chats,
-            "continuous_batching": self.continuous_batching,
-            "lm_eval_likelihoods": self.likelihoods,
-            "lm_eval_generation": self.generation,
-            "server": self.server,
-            "grpo": self.grpo,  # the last, since the model has adapters from then on
-        }
-        return [row for op, make in calls.items() for row in self.rows_of(op, make)]
+    def rows_of_callers(self) -> list[dict]:
+        return [
+            *self.rows_of("pipeline", self.pipeline),
+            *self.rows_of("chats", self.chats),
+            *self.rows_of("continuous_batching", self.continuous_batching),
+            *self.rows_of("server", self.server),
+        ]
+
+    def rows_of_harnesses(self) -> list[dict]:
+        return [
+            *self.rows_of("lm_eval_likelihoods", self.likelihoods),
+            *self.rows_of("lm_eval_generation", self.generation),
+            *self.rows_of("grpo", self.grpo),  # the last, since the model has adapters from then on
+        ]
 
     def rows_of(self, op: str, make: Callable[[], Call]) -> list[dict]:
         self.run.begin(op)

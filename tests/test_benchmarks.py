@@ -311,7 +311,8 @@ def numbers(folder):
 
 @pytest.mark.usefixtures("no_state_of_accelerate")
 def test_harnesses():
-    rows = harnesses.measure(Run(torch.device("cpu"), quick=True))
+    run = Run(torch.device("cpu"), quick=True)
+    rows = harnesses.measure_callers(run) + harnesses.measure_harnesses(run)
     found = {(row["op"], row["provider"]) for row in rows}
     assert {op for op, _ in found} <= set(report.HARNESSES)
     assert {(op, name) for op in ("pipeline", "chats", "continuous_batching") for name in ("eager", OURS)} <= found
