@@ -13,7 +13,8 @@ import functools
 import gc
 import os
 import re
-from collections import Counter
+import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,9 @@ _order = None  # see --order
 
 def pytest_addoption(parser):
     parser.addoption("--fuzz-seeds", metavar="FIRST:END", help="fuzz exactly these seeds, one test each")
-    parser.addoption(
-        "--thin", type=int, default=1, metavar="N", help="of tests that use no model of transformers, every N-th case"
-    )
+    for what in ("", "-models"):
+        files = f"tests that use {'models' if what else 'no model'} of transformers"
+        parser.addoption(f"--thin{what}", type=int, default=1, metavar="N", help=f"of {files}, every N-th case")
     parser.addoption("--part", metavar="I/N", help="the I-th of N parts of the tests, for processes side by side")
     parser.addoption("--order", metavar="DIR", help="a file per process: its tests, in the order in which they began")
 
@@ -62,14 +63,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _thin_out(items, config):
-    """See --thin. The first case of each test stays."""
-    every, cases, dropped = config.getoption("--thin"), Counter(), []
-    for item in items if every > 1 else ():
-        name = item.nodeid.partition("[")[0]
-        if cases[name] % every and not _uses_models(item.path):
-            dropped.append(item)
-        cases[name] += 1
-    _drop(dropped, items, config)
+    """See --thin. Of models each test begins with another case, so that every family has some."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for name, same in cases.items():
+        uses_models = _uses_models(same[0].path)
+        every = config.getoption("--thin-models" if uses_models else "--thin")
+        first = zlib.crc32(name.encode()) % min(every, len(same)) if uses_models else 0
+        kept.update(same[first::every])
+    _drop([item for item in items if item not in kept], items, config)
 
 
 def _take_part(items, config):

@@ -169,13 +169,10 @@ def test_a_model_has_the_published_size(name):
     assert steps.weight_bytes(model) == read * model.dtype.itemsize
 
 
-@every_model
+@pytest.mark.parametrize("name", [*families.CALLERS, "gemma-2-9b"])
 def test_a_short_run_of_a_model(name):
     """By the decode step; and each way to generate gives a row with what the results format asks for."""
-    import llmkernels
-
-    short = Run(torch.device("cpu"), quick=True)
-    rows = families.measure(name, short)
+    rows = families.measure(name, Run(torch.device("cpu"), quick=True))
     wanted = {("decode", provider) for provider in (OURS, "generate", "forward", "eager", "eager_generate")}
     others = ("beams", "lookup", "sampling", "chat", "assisted") if name in families.CALLERS else ()
     wanted |= {(op, provider) for op in ("first_token", *others) for provider in (OURS, "eager")}
@@ -184,7 +181,13 @@ def test_a_short_run_of_a_model(name):
         assert set(row) >= ROW | {"batch"} and row["model"] == f"{name}-small" and row["batch"] == 1
         assert row["tokens"] if row["op"] == "first_token" else row["context"] and row["bytes"] > 0
         assert row["op"] != "lookup" or row["tokens_per_step"] >= 1
-    model, _ = models.load_published(name, short.device)
+
+
+@every_model
+def test_a_small_model_runs_by_the_step(name):
+    import llmkernels
+
+    model, _ = models.load_published(name, torch.device("cpu"))
     ids = torch.arange(1, 9)[None]
     expected = model.generate(ids, max_new_tokens=4, **families.GREEDY)
     norms = [weight for key, weight in model.named_parameters() if key.endswith("norm.weight")]
