@@ -11,7 +11,7 @@ import llmkernels
 from families import EXPECTED, FAMILIES, family_model
 from generating import left_padded, loop, small_model
 from hf_models import CountOps, assert_close, lora, tiny_inputs
-from llmkernels.hf.callers import forward
+from llmkernels.hf.callers import call
 from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.errors import NoStep
 from llmkernels.hf.report import by_forward
@@ -451,7 +451,7 @@ def test_other_caches_are_not_asked(device):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StaticCache, "get_seq_length", lambda *arguments: pytest.fail("asked"))
             with pytest.raises(NoStep, match="the cache given is a StaticCache"):
-                forward._check_call(model, {"input_ids": ids, cache_name(): cache})
+                call.check_call(model, {"input_ids": ids, cache_name(): cache})
     assert decoder(model).forwards == {by_forward("the cache given is a StaticCache"): 1}
     found, _ = loop(model, ids, cache=StaticCache(config=model.config, max_cache_len=32))
     assert torch.equal(found, expected)

@@ -7,6 +7,7 @@ assisted decoding and prompt lookup, which verify several tokens at once.
                       cache that is one of ours from then on, or without a cache if the caller wants none; else by the
                       model's modules, into the cache that the caller has
     next tokens       by the step; before the first one the cache becomes one of ours, in place (adopted.py)
+    batches           of continuous batching: batches.py
 
 The modules run a forward that asks for anything else, has more than MAX_ROWS tokens behind a cache, or is compiled.
 Report.decode counts all but the compiled ones, with the reason.
@@ -14,7 +15,7 @@ Report.decode counts all but the compiled ones, with the reason.
 
 import functools
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,18 +35,10 @@ from ..step.block import Layout
 from ..step.decode import MAX_ROWS, Decoder, decoder
 from ..step.describe import check_batch, check_length
 from ..step.program import Program
-from .images import is_nothing
+from .batches import by_batch, is_batch
+from .call import as_returned, check_call, check_inputs, description, output
 from .positions import Positions, check_kept
 
-# Arguments of a forward that the step takes, and those that change nothing for it.
-_KNOWN = {
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "use_cache",
-    "logits_to_keep",
-    "return_dict",
-}
 # What positions of images are made of, where they are not given.
 _OF_POSITIONS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "mm_token_type_ids"}
 _OF_PROMPTS = {"labels", "num_items_in_batch", "output_hidden_states"}  # which prompts take as well
@@ -61,7 +54,8 @@ def by_step(original: Callable, signature: Any) -> Callable:
             return original(self, *args, **kwargs)
         given = signature(self, args, kwargs)
         cache = given.get(name)
-        is_prompt = cache is None or _is_empty(cache)
+        of_a_batch = is_batch(given)
+        is_prompt = not of_a_batch and (cache is None or _is_empty(cache))
         is_refused = getattr(cache, "left_to_modules", False)  # by generate(), which has counted it
         if is_prompt and is_refused:
             return original(self, *args, **kwargs)
@@ -69,11 +63,13 @@ def by_step(original: Callable, signature: Any) -> Callable:
         if torch.is_grad_enabled():  # weights may change now
             state.free_fp8()
         try:
-            _check_inputs(given)
+            check_inputs(given)
+            if of_a_batch:
+                return by_batch(self, state, given)
             if is_prompt:
                 return _prompt(self, state, given)
             parts, logits = _step(self, state, given)
-            return _output(parts, {"logits": logits, name: cache})
+            return output(parts, {"logits": logits, name: cache})
         except NoStep as refusal:
             reason = str(refusal)
         if not is_refused:
@@ -87,42 +83,22 @@ def by_step(original: Callable, signature: Any) -> Callable:
 PROMPT_DEVICES = {"cuda"}  # on a CPU the modules are as fast
 
 
-def _check_inputs(given: dict[str, Any]) -> None:
-    """Raise NoStep for gradients, and for anything but token ids (B, T)."""
-    if torch.is_grad_enabled():
-        raise NoStep("gradients are enabled")
-    ids = given.get("input_ids")
-    if ids is None and given.get("inputs_embeds") is not None:
-        raise NoStep("inputs_embeds")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.numel() == 0:
-        raise NoStep("input_ids are not (batch, tokens)")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise NoStep(f"input_ids of {ids.dtype}")
-
-
-def _output(parts: Description, found: dict[str, Any]) -> ModelOutput:
-    """What a forward returns, as the modules do."""
-    if parts.grids is not None and "rope_deltas" in parts.output.__dataclass_fields__:
-        found["rope_deltas"] = parts.grids.rope_deltas
-    return parts.output(**found)
-
-
 def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOutput:
     """The output of a prompt behind nothing, which makes a cache, fills an empty one, or neither: composed of ops.
     Raises NoStep."""
     device = given["input_ids"].device.type
     if device not in PROMPT_DEVICES:
         raise NoStep(f"a prompt on {device}")
-    _check_call(model, given, _OF_PROMPTS)
+    check_call(model, given, _OF_PROMPTS)
     check_kept(given)
     parts, logits, cache, states = _early_prompt(model, state, given) or _composed_prompt(model, state, given)
     if (empty := given.get(cache_name())) is not None and empty is not cache:
         fill(empty, cache)
         cache = empty
     state.count_prompt(prompt.way(parts, given["input_ids"].numel()))
-    logits = _as_returned(parts, logits)
+    logits = as_returned(parts, logits)
     found = {"loss": _loss(model, logits, given), "logits": logits, "hidden_states": states, cache_name(): cache}
-    return _output(parts, found)
+    return output(parts, found)
 
 
 def _loss(model: nn.Module, logits: Tensor, given: dict[str, Any]) -> Tensor | None:
@@ -203,7 +179,7 @@ def _composed_prompt(
     """The description of the model, the logits of the tokens to keep, the cache, and the hidden states, None where they
     are not asked for. Raises NoStep."""
     ids, kept = given["input_ids"], given.get("logits_to_keep", 0)
-    parts, _memory = _description(model, state, ids)
+    parts, _memory = description(model, state, ids)
     _check_prompt(model, parts, given)
     batch, count = ids.shape
     positions = Positions(given, ids, 0, may_end=True)
@@ -230,21 +206,6 @@ def _composed_prompt(
     if (layout := Layout(cache, model.config)).is_kept:
         state.layouts.note(parts, batch, layout)
     return parts, logits, cache, states
-
-
-def _description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Description, list[Any]]:
-    """The description of the model as it is now, and what keeps its memory alive. Raises NoStep."""
-    if (reason := state.refusal()) is not None:
-        raise NoStep(reason)
-    try:
-        found = state.describe(model)
-    except NoStep as reason:
-        state.refuse(str(reason))
-        raise
-    state.accept()
-    if ids.device != found[0].weight.device:
-        raise NoStep(f"input_ids on {ids.device}")
-    return found
 
 
 def bound_arguments(forward: Callable) -> Callable:
@@ -275,7 +236,7 @@ def _is_empty(cache: Any) -> bool:
 def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Description, Tensor]:
     """The description of the model, and the logits of the tokens to keep. Raises NoStep, and then the modules find
     everything as it was."""
-    _check_call(model, given, frozenset() if given.get("position_ids") is None else _OF_POSITIONS)
+    check_call(model, given, frozenset() if given.get("position_ids") is None else _OF_POSITIONS)
     if _use_cache(model, given) is False:
         raise NoStep("use_cache=False")
     ids, cache = given["input_ids"], given[cache_name()]
@@ -289,30 +250,6 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Desc
         state.count_forward(STEP)
         logits = logits.view(*ids.shape, -1)
         return parts, logits[:, slice(-kept, None) if isinstance(kept, int) else kept].clone()
-
-
-def _check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozenset()) -> None:
-    """Raise NoStep for what only the modules do, and arguments that are neither known nor in `also`. Reads nothing on
-    the device."""
-    device = given["input_ids"].device
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise NoStep("a CUDA graph is being captured")
-    if torch.is_autocast_enabled(device.type):
-        raise NoStep("autocast decides the dtypes")
-    for name, value in given.items():
-        is_known = name in _KNOWN or name in also or name in ("self", cache_name())
-        if not is_known and value is not False and not is_nothing(value):
-            raise NoStep(name)
-    cache = given.get(cache_name())
-    if cache is not None and not may_become_ours(cache):
-        raise NoStep(f"the cache given is a {type(cache).__name__}")
-    if given.get("logits_to_keep", 0) is None:  # which adds a dimension to the logits
-        raise NoStep("logits_to_keep=None")
-    if given.get("return_dict") is False:
-        raise NoStep("return_dict=False")
-    for entries in entries_of(model.config):
-        if entries.get("output_hidden_states") or entries.get("_output_attentions"):
-            raise NoStep("output_attentions or output_hidden_states in the config")
 
 
 def _replayed(
@@ -340,7 +277,7 @@ def _replayed(
         if not kept:
             cache.take_back(ids.shape[1])
             state.forget_place(cache)  # the next forward checks first
-    return (known.parts, _as_returned(known.parts, logits)) if kept else None
+    return (known.parts, as_returned(known.parts, logits)) if kept else None
 
 
 def _described(
@@ -351,7 +288,7 @@ def _described(
     is_own = is_ours(cache)
     if is_own and not cache.has_room(ahead):
         raise NoStep("the cache is full")
-    parts, _memory = _description(model, state, ids)
+    parts, _memory = description(model, state, ids)
     _count_positions(parts, positions)
     check_length(parts, positions.past + ahead)
     positions.check(len(parts.embedding))
@@ -361,7 +298,7 @@ def _described(
         check_dynamic(cache, parts, batch, recorded=True)
         become_ours(cache, parts, batch)
     cache.begin(positions.last - ahead, positions.leftpad)
-    return parts, _as_returned(parts, state.begin_forward(parts, cache, program, ahead)(ids.flatten()))
+    return parts, as_returned(parts, state.begin_forward(parts, cache, program, ahead)(ids.flatten()))
 
 
 def _count_positions(parts: Description, positions: "Positions", is_prompt: bool = False) -> None:
@@ -373,8 +310,3 @@ def _count_positions(parts: Description, positions: "Positions", is_prompt: bool
         positions.count_live_tokens()
     if parts.grids is not None and not positions.are_given:
         raise NoStep("no position_ids, which the modules make of images")
-
-
-def _as_returned(parts: Description, logits: Tensor) -> Tensor:
-    """Logits in the dtype in which the model returns them."""
-    return logits.float() if parts.returns_float32 else logits

@@ -69,14 +69,28 @@ class Packed:
     seqlens: Tensor
 
 
+Places = tuple[Tensor, Tensor]  # pages, and the places in these
+
+
+@dataclass(frozen=True)
+class InPages:
+    """What tokens of requests in a row see: of the keys at `reads` those from `begin` to `end`, int32 (1, T). The new
+    ones go to `writes` before. Without `reads` the new ones are all there are."""
+
+    begin: Tensor
+    end: Tensor
+    reads: Places | None
+    writes: Places
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The new tokens: the last `count` of each of `batch` sequences in the caches.
 
     `positions` int32 (B, T) are those of their rotation; `block_table` where caches are pages. `tables` has cos and sin
     of each position, by the names that layers have for them. `is_prompt`: there are many, all keys and values of the
-    caches are live. `packed`: they are whole prompts, one after the other, and `batch` is 1. `ends` int32 (B,): from
-    these keys on there is padding, which no token sees.
+    caches are live. `packed`: they are whole prompts, one after the other, and `batch` is 1. `in_pages`: so are they,
+    or chunks, and caches are pages. `ends` int32 (B,): from these keys on there is padding, which no token sees.
     """
 
     batch: int
@@ -86,6 +100,7 @@ class Tokens:
     block_table: Tensor | None = None
     is_prompt: bool = False
     packed: Packed | None = None
+    in_pages: InPages | None = None
     ends: Tensor | None = None
 
     def tables_of(self, attention: Attention) -> tuple[Tensor, Tensor]:
@@ -306,6 +321,8 @@ def _attend(attention: Attention, source: Source, tokens: Tokens, cache: LayerCa
     qkv = source.linear(attention.qkv)
     if tokens.packed is not None:
         return _attend_packed(attention, qkv, tokens, cache, tokens.packed)
+    if tokens.in_pages is not None:
+        return _attend_in_pages(attention, qkv, tokens, cache, tokens.in_pages)
     tables, norms = tokens.tables_of(attention), _norms(attention)
     interleaved = attention.interleaved and attention.table is not None
     rotary_dim = 2 * tables[0].shape[1]
@@ -330,9 +347,7 @@ def _attend(attention: Attention, source: Source, tokens: Tokens, cache: LayerCa
 def _attend_packed(attention: Attention, qkv: Tensor, tokens: Tokens, cache: LayerCache, packed: Packed) -> Tensor:
     """The same of sequences in a row: they attend to what is new, and their keys and values go to a row of the caches
     each, where every token counts as a sequence of its own."""
-    if attention.table is not None or attention.q_norm is not None:
-        _rotate(attention, qkv, tokens)
-    q, k, v = _heads(attention, qkv, tokens)
+    q, k, v = _rotated(attention, qkv, tokens)
     alone = [x.transpose(0, 1) for x in (q, k, v, tokens.positions)]
     where = cache.k, cache.v, packed.seqlens, packed.row
     no_columns = (table[:, :0] for table in tokens.tables_of(attention))
@@ -342,15 +357,28 @@ def _attend_packed(attention: Attention, qkv: Tensor, tokens: Tokens, cache: Lay
     return y.view(len(qkv), -1)
 
 
+def _attend_in_pages(attention: Attention, qkv: Tensor, tokens: Tokens, cache: LayerCache, in_pages: InPages) -> Tensor:
+    """The same of requests in a row, whose keys and values, earlier ones too, are gathered from pages."""
+    q, k, v = _rotated(attention, qkv, tokens)
+    for pages, new in ((cache.k, k), (cache.v, v)):
+        pages[in_pages.writes] = new[0]
+    if in_pages.reads is not None:
+        k, v = (pages[in_pages.reads][None] for pages in (cache.k, cache.v))
+    y, _ = _ops.attention(q, k, v, in_pages.begin, in_pages.end, None, attention.scale, -1, -1, attention.softcap)
+    return y.view(len(qkv), -1)
+
+
 def _norms(attention: Attention) -> tuple:
     """The norms of q and k, as the ops take them."""
     q_norm, k_norm = attention.q_norm, attention.k_norm
     return () if q_norm is None else (q_norm.weight, k_norm.weight, *options_of(q_norm), attention.row_norms)
 
 
-def _rotate(attention: Attention, qkv: Tensor, tokens: Tokens) -> None:
-    """Norms of q and k, and their rotation: in place."""
-    q, k, _ = _heads(attention, qkv, tokens)
+def _rotated(attention: Attention, qkv: Tensor, tokens: Tokens) -> tuple[Tensor, ...]:
+    """q, k and v with the norms of q and k, and their rotation: in place."""
+    q, k, v = _heads(attention, qkv, tokens)
+    if attention.table is None and attention.q_norm is None:
+        return q, k, v
     cos, sin = tokens.tables_of(attention)
     layout = False, attention.interleaved, 2 * cos.shape[1]
     if attention.q_norm is None:
@@ -358,6 +386,7 @@ def _rotate(attention: Attention, qkv: Tensor, tokens: Tokens) -> None:
     else:
         q_weight, k_weight, *options = _norms(attention)
         _ops.rms_norm_rope_(q, k, q_weight, k_weight, cos, sin, tokens.positions, *options, *layout)
+    return q, k, v
 
 
 def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> tuple[Tensor, ...]:

@@ -41,21 +41,28 @@ PACKED_DEVICES = {"cuda"}  # on a CPU caches are what they are unpatched, to the
 
 def check_prompt(parts: Description, cache: Any, tokens: int) -> None:
     """Raise NoStep unless `tokens` more of each sequence can run so, and no slower than by the model's modules."""
-    dtype, device = parts.weight.dtype, parts.weight.device
-    length = cache.length + tokens
+    device, length = parts.weight.device, cache.length + tokens
+    check_attention(parts)
     if device.type == "cpu" and length > _CPU_TOKENS:
         raise NoStep(f"attention over more than {_CPU_TOKENS} tokens is left to PyTorch")
-    if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
-        raise NoStep(f"attention over prompts is slow in {dtype}")
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
-        if device.type == "cuda" and layer.attention.head_dim not in _HEAD_DIMS:
-            raise NoStep(f"attention over prompts is slow with head_dim {layer.attention.head_dim}")
         if length > _LARGE_HEAD_TOKENS and layer.attention.head_dim > 128 and not _is_hopper(device):
             raise NoStep(f"attention over more than {_LARGE_HEAD_TOKENS} tokens is left to PyTorch")
         if buffers.is_sliding and buffers.length + tokens > buffers.end:
             raise NoStep("the prompt is longer than what a sliding window keeps")
     if not cache.is_even or not cache.has_room(tokens):
         raise NoStep("the cache has no room for the prompt")
+
+
+def check_attention(parts: Description) -> None:
+    """Raise NoStep where attention over prompts has no tensor cores."""
+    if parts.weight.device.type != "cuda":
+        return
+    if parts.weight.dtype not in (torch.float16, torch.bfloat16):
+        raise NoStep(f"attention over prompts is slow in {parts.weight.dtype}")
+    for layer in parts.layers:
+        if layer.attention.head_dim not in _HEAD_DIMS:
+            raise NoStep(f"attention over prompts is slow with head_dim {layer.attention.head_dim}")
 
 
 def is_in_fp8(parts: Description, tokens: int) -> bool:

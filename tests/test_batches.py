@@ -1,0 +1,187 @@
+"""Continuous batching by the decode step: batches of prompts, of chunks of them, and of single tokens."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import llmkernels
+from families import family_model
+from generating import small_model
+from hf_models import assert_close, rounding, tiny_inputs
+from llmkernels.hf.callers import batches, forward
+from llmkernels.hf.report import STEP, by_forward
+from llmkernels.hf.step import batch
+from llmkernels.hf.step.decode import decoder
+
+LENGTHS, NEW = (5, 17, 9, 1), 6
+# Biases; norms of q and k, or behind blocks; multipliers; heads rotated in part; branches side by side; embeddings of
+# positions; weights by columns; a model of images.
+NAMES = ["llama", "qwen2", "qwen3", "olmo2", "granite", "phi", "cohere", "gpt2", "llava"]
+
+
+@pytest.fixture(autouse=True)
+def by_step(monkeypatch):
+    monkeypatch.setattr(batches, "DEVICES", {"cpu", "cuda"})
+
+
+def generated(model, tokens=64, new=NEW):
+    """The tokens of each request, in batches of at most so many."""
+    found = model.generate_batch(
+        [tiny_inputs("cpu", 1, length, seed=length)[0].tolist() for length in LENGTHS],
+        generation_config=GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=tokens),
+        progress_bar=False,
+    )
+    assert [request.error for request in found.values()] == [None] * len(LENGTHS)
+    return [found[name].generated_tokens for name in sorted(found)]
+
+
+@contextmanager
+def noted():
+    """How many batches ran as single tokens, and how many not."""
+    ways = [mock.patch.object(batch, name, wraps=getattr(batch, name)) for name in ("_run_step", "_run_layers")]
+    with ways[0] as steps, ways[1] as rows:
+        yield lambda: (steps.call_count, rows.call_count)
+
+
+@contextmanager
+def forwards(model, is_patched):
+    """What the forwards of a model were given, and their logits: of one that is not patched, or of one that runs by
+    batches, where a hook would be another thing to do."""
+    found = []
+
+    def note(given, output):
+        copies = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        found.append((copies, output.logits.clone()))
+        return output
+
+    def by_batch(*arguments):
+        return note(arguments[-1], batches.by_batch(*arguments))
+
+    if is_patched:
+        with mock.patch.object(forward, "by_batch", by_batch):
+            yield found
+    else:
+        hook = model.register_forward_hook(lambda _, __, given, output: note(given, output), with_kwargs=True)
+        yield found
+        hook.remove()
+
+
+@pytest.mark.parametrize("name, tokens", [*((name, 64) for name in NAMES), ("llama", 8), ("gpt2", 8), ("phi", 8)])
+def test_families(name, tokens):
+    """With prompts at once, or in chunks."""
+    model = family_model(name)
+    with forwards(model, False) as expected:
+        texts = generated(model, tokens)
+    handle = llmkernels.patch(model)
+    with noted() as ways, forwards(model, True) as found:
+        assert generated(model, tokens) == texts
+    assert sum(ways()) == len(found) == len(expected) and min(ways()) > 0
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert_close(ours, theirs)
+    assert decoder(model).forwards == {STEP: len(found)}
+    assert handle.report().decode[0].calls == {"by transformers: continuous batching": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [64, 8], ids=["prompts at once", "chunks"])
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(name, tokens):
+    """In half precision, against float32, until the texts part; by graphs, in caches of two calls."""
+    model, exact = family_model(name, "cuda", torch.bfloat16), family_model(name, "cuda", torch.float32)
+    llmkernels.patch(model)
+    with forwards(exact, False) as expected:
+        generated(exact, tokens, 12)
+    for _ in range(2):
+        with noted() as ways, forwards(model, True) as found:
+            generated(model, tokens, 12)
+        assert min(ways()) > 0 and decoder(model).forwards.keys() == {STEP}
+        compared = 0
+        for (given, ours), (of_exact, theirs) in zip(found, expected, strict=True):
+            if not torch.equal(given["input_ids"], of_exact["input_ids"]):
+                break
+            assert_close(ours.float(), theirs, 4 * rounding(torch.bfloat16))
+            compared += 1
+        assert compared >= 2
+    assert decoder(model).programs.graphs()
+
+
+def test_requests_that_repeat_the_first(device, monkeypatch):
+    """A graph for more requests than there are, which write what the first one writes."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = small_model(device=device).to(dtype)
+    llmkernels.patch(model)
+    texts = generated(model)
+    monkeypatch.setattr(batch, "_rows", lambda count: count + 3)
+    assert generated(model) == texts
+    assert [batch._rows(count) for count in (1, 8)] == [4, 11]
+
+
+def test_rows_of_graphs():
+    """Few sizes, each at most a quarter more than it has to be."""
+    rows = {count: batch._rows(count) for count in range(1, 65)}
+    assert all(count <= size <= max(count + 1, 1.25 * count) for count, size in rows.items())
+    assert len(set(rows.values())) < 30
+
+
+def test_windows_are_left_to_the_modules(device):
+    model = family_model("mistral", device=device)
+    texts = generated(model)
+    llmkernels.patch(model)
+    assert generated(model) == texts
+    assert decoder(model).forwards.keys() == {by_forward("layers with windows in continuous batching")}
+
+
+def test_adapters():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(small_model(), peft.LoraConfig(init_lora_weights=False, target_modules="all-linear"))
+    texts = generated(model.base_model.model)
+    llmkernels.patch(model)
+    with noted() as ways:
+        assert generated(model.base_model.model) == texts
+    assert min(ways()) > 0
+
+
+def test_weights_that_have_changed(device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model, twin = small_model(device=device).to(dtype), small_model(device=device).to(dtype)
+    llmkernels.patch(model)
+    generated(model)
+    with torch.no_grad():
+        for one in (model, twin):
+            one.lm_head.weight.copy_(one.lm_head.weight.flip(0))
+    llmkernels.patch(twin)
+    assert generated(model) == generated(twin)
+
+
+@pytest.fixture
+def a_prompt():
+    """A patched model, and the arguments of a forward of prompts alone."""
+    model = small_model()
+    llmkernels.patch(model)
+    with forwards(model, True) as found:
+        generated(model, new=1)
+    decoder(model).forwards.clear()
+    with torch.no_grad():
+        yield model, found[0][0]
+
+
+def test_ids_of_no_token(a_prompt):
+    model, given = a_prompt
+    with pytest.raises(IndexError, match="index out of range"):
+        model(**given | {"input_ids": given["input_ids"] + 100_000})
+
+
+def test_positions_ahead_of_the_tokens(a_prompt):
+    model, given = a_prompt
+    model(**given | {"position_ids": given["position_ids"] + 100})
+    assert decoder(model).forwards == {by_forward("position_ids run ahead of the tokens"): 1}
+
+
+def test_what_a_batch_does_not_take(a_prompt):
+    model, given = a_prompt
+    model(**given | {"output_hidden_states": True})
+    assert decoder(model).forwards == {by_forward("output_hidden_states"): 1}
