@@ -108,11 +108,17 @@ class Harnesses(Bench):
         return call
 
     def continuous_batching(self) -> Call:
+        """Of one manager, as a server has it; it would find the prompts of the call before in its pages."""
         prompts = [self.tokenizer(text).input_ids for text in self.texts]
-        memory = ContinuousBatchingConfig(num_blocks=PAGES, max_batch_tokens=CHUNK)
+        memory = ContinuousBatchingConfig(num_blocks=PAGES, max_batch_tokens=CHUNK, allow_block_sharing=False)
         options = GenerationConfig(max_new_tokens=self.new, eos_token_id=None, **GREEDY)
+        self.opened.callback(self.model.destroy_cached_continuous_batching_manager)
         return lambda: self.model.generate_batch(
-            prompts, generation_config=options, continuous_batching_config=memory, progress_bar=False
+            prompts,
+            generation_config=options,
+            continuous_batching_config=memory,
+            progress_bar=False,
+            persistent_manager=True,
         )
 
     def harness(self):
