@@ -127,12 +127,27 @@ def test_rows_of_graphs():
     assert len(set(rows.values())) < 30
 
 
-def test_windows_are_left_to_the_modules(device):
-    model = family_model("mistral", device=device)
+@pytest.mark.parametrize("tokens", [64, 8], ids=["prompts at once", "chunks"])
+@pytest.mark.parametrize("name", ["mistral", "exaone4", "gemma3"])
+def test_windows(name, tokens):
+    """Of all layers or some: pages that come round. Texts are longer than a window, and so are chunks."""
+    model = family_model(name)
+    with forwards(model, False) as expected:
+        texts = generated(model, tokens)
+    llmkernels.patch(model)
+    with noted() as ways, forwards(model, True) as found:
+        assert generated(model, tokens) == texts
+    assert ways() == (0, len(expected)) and decoder(model).forwards == {STEP: len(found)}
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert_close(ours, theirs)
+
+
+def test_softcaps_are_left_to_the_modules(device):
+    model = family_model("gemma2", device=device)
     texts = generated(model)
     llmkernels.patch(model)
     assert generated(model) == texts
-    assert decoder(model).forwards.keys() == {by_forward("layers with windows in continuous batching")}
+    assert decoder(model).forwards.keys() == {by_forward("softcaps in continuous batching")}
 
 
 def test_adapters():
@@ -175,10 +190,26 @@ def test_ids_of_no_token(a_prompt):
         model(**given | {"input_ids": given["input_ids"] + 100_000})
 
 
-def test_positions_ahead_of_the_tokens(a_prompt):
+def test_other_positions(a_prompt):
     model, given = a_prompt
-    model(**given | {"position_ids": given["position_ids"] + 100})
-    assert decoder(model).forwards == {by_forward("position_ids run ahead of the tokens"): 1}
+    given |= {"position_ids": given["position_ids"] + 50}
+    names = "input_ids", "position_ids", "attention_mask", "logits_to_keep"
+    expected = small_model()(**{name: given[name] for name in names}, use_cache=False)
+    assert_close(model(**given).logits, expected.logits)
+    assert decoder(model).forwards == {STEP: 1}
+
+
+def test_positions_ahead_of_the_tokens():
+    """Of single tokens, whose step has cos and sin of as many positions as there are keys."""
+    model = small_model()
+    llmkernels.patch(model)
+    with forwards(model, True) as found:
+        generated(model)
+    given = found[-1][0]
+    model.set_attn_implementation("paged|sdpa")  # as during the call
+    with torch.no_grad():
+        model(**given | {"position_ids": given["position_ids"] + 50})
+    assert by_forward("position_ids run ahead of the tokens") in decoder(model).forwards
 
 
 def test_what_a_batch_does_not_take(a_prompt):

@@ -14,7 +14,8 @@ import decode_oracle
 from hf_models import count_ops
 from llmkernels.hf.classes.options import NormOptions
 from llmkernels.hf.model.description import MLP, Attention, Branch, Description, Layer, Norm, Product, map_tensors
-from llmkernels.hf.step.compose import LayerCache, Tokens, forward, make_tables
+from llmkernels.hf.step.attend import LayerCache, Tokens
+from llmkernels.hf.step.compose import forward, make_tables
 from oracles import assert_same
 
 PAGE = 16

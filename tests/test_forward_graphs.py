@@ -16,7 +16,7 @@ import llmkernels
 from families import WINDOW, family_model
 from generating import left_padded, loop, small_model
 from hf_models import assert_close, tiny_inputs
-from llmkernels.hf.step import compose
+from llmkernels.hf.step import attend, compose
 from llmkernels.hf.step.decode import decoder
 from llmkernels.hf.step.program import Program
 
@@ -54,7 +54,7 @@ class Graph:
         parts, hidden, where, caches, counters = self.arguments
         positions = at(moves.get(where.positions.data_ptr(), where.positions.data_ptr()), where.positions)
         counters = at(moves[counters.data_ptr()], counters)
-        caches = [compose.LayerCache(*(at(moves[x.data_ptr()], x) for x in cache)) for cache in caches]
+        caches = [attend.LayerCache(*(at(moves[x.data_ptr()], x) for x in cache)) for cache in caches]
         self.moved = parts, hidden, dataclasses.replace(where, positions=positions), caches, counters
 
 

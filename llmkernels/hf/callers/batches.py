@@ -1,12 +1,12 @@
 """The forward of continuous batching (`generate_batch`): what the scheduler of transformers has put together, by
 step/batch.py.
 
-The modules run models whose layers have windows, for which transformers has pages of another kind, and what calls the
-kernels of flash-attn with a table of blocks, in CUDA graphs of transformers.
+The modules run what calls the kernels of flash-attn with a table of blocks, in CUDA graphs of transformers.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.utils import ModelOutput
@@ -15,7 +15,7 @@ from ..errors import NoStep
 from ..model.description import Description
 from ..report import STEP
 from ..step import batch as batches
-from ..step.batch import Batch
+from ..step.batch import Batch, Group
 from ..step.decode import Decoder
 from ..step.describe import check_length
 from ..step.prompt import check_attention
@@ -28,7 +28,7 @@ DEVICES: set[str] = set()  # has not run on a GPU yet, and on a CPU the modules 
 _KNOWN = {"cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k"}
 _KNOWN |= {"read_index", "write_index", "logits_indices", "logits_processor_args", "is_causal"}
 _NO_WINDOW = 1  # of transformers 5.17
-_WINDOWS = "layers with windows in continuous batching"
+_KINDS = {"FullAttentionCacheAllocator": "full_attention", "SlidingAttentionCacheAllocator": "sliding_attention"}
 
 
 def is_batch(given: dict[str, Any]) -> bool:
@@ -62,56 +62,64 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
     if not isinstance(kept, Tensor) and kept != 0:
         raise NoStep("logits_to_keep is no tensor")
     check_attention(parts)
-    pages = [_pages(given["cache"], index) for index in range(len(parts.layers))]
-    group, stride, *_ = pages[0]
-    for (of_layer, _, *buffers), layer in zip(pages, parts.layers, strict=True):
+    groups: dict[int, Group] = {}
+    layers = []
+    for index, layer in enumerate(parts.layers):
+        pages = _pages(given["cache"], index)
         expected = layer.attention.kv_heads, layer.attention.head_dim
-        if layer.attention.window_left >= 0:
-            raise NoStep(_WINDOWS)
-        if of_layer != group or any(x.shape[2:] != expected or x.dtype != parts.weight.dtype for x in buffers):
+        if any(x.shape[2:] != expected or x.dtype != parts.weight.dtype for x in (pages.k, pages.v)):
             raise NoStep("the cache was made for other keys and values")
-    longest = _of_all(given.get("max_seqlen_k", given.get("max_length_k")))
-    check_length(parts, longest)
-    reads, writes = (given[name][group] for name in ("read_index", "write_index"))
-    return Batch(
-        ids=ids[0],
-        positions=positions[0],
-        begins=given["cu_seq_lens_q"],
-        key_begins=_of_all(given["cu_seq_lens_k"]),
-        longest=longest,
-        reads=(reads // stride, reads % stride) if reads.numel() else None,
-        writes=(writes // stride, writes % stride),
-        pages=[(k, v) for *_, k, v in pages],
-    )
+        if layer.attention.softcap:  # which transformers leaves out there
+            raise NoStep("softcaps in continuous batching")
+        if pages.group not in groups:
+            groups[pages.group] = _group(given, pages)
+        layers.append((groups[pages.group], pages.k, pages.v))
+    return Batch(ids[0], positions[0], given["cu_seq_lens_q"], layers)
 
 
 def _check(parts: Description, batch: Batch, reading: Reading) -> None:
-    """Raise NoStep for positions that are not those of the keys, and IndexError for ids of no token."""
+    """Raise NoStep for positions that a step has no cos and sin of, and IndexError for ids of no token."""
     ids, positions = reading.wait()
     check_ids(*map(int, ids.aminmax()), len(parts.embedding))
-    lowest, highest = positions.aminmax()
-    if lowest < 0 or highest >= batch.longest:
+    lowest, highest = map(int, positions.aminmax())
+    if lowest < 0 or (batch.is_step(parts) and highest >= batch.layers[0][0].longest):
         raise NoStep("position_ids run ahead of the tokens")
+    check_length(parts, highest + 1)
 
 
-def _of_all(found: Any) -> Any:
-    """That of layers without a window, where each kind of layer has its own."""
-    return found["full_attention"] if isinstance(found, dict) else found
+class _Pages(NamedTuple):
+    """The keys and values of a layer, (pages, tokens, kv_heads, D): which indices are its own, what kind they are of,
+    and how far they are apart from page to page."""
+
+    k: Tensor
+    v: Tensor
+    group: int
+    kind: str
+    stride: int
 
 
-def _pages(cache: Any, layer: int) -> tuple[int, int, Tensor, Tensor]:
-    """The group of a layer, which has indices of its own; how far they are apart from page to page; and its keys and
-    values (pages, tokens, kv_heads, D)."""
+def _pages(cache: PagedAttentionCache, layer: int) -> _Pages:
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer]
-        if type(allocator).__name__ != "FullAttentionCacheAllocator":
-            raise NoStep(_WINDOWS)
+        kind, pages = _KINDS.get(type(allocator).__name__), getattr(allocator, "_kv_page_views", None)
+        if kind is None or pages is None:
+            raise NoStep(f"pages of a {type(allocator).__name__}")
         # Between the pages of a layer are those of others.
         stride = allocator.block_physical_stride
-        k, v = (x[:: stride // x.shape[1]] for x in allocator.get_cache_for_block_table(layer))
-        return allocator.index, stride, k[: len(v)], v
-    if cache.sliding_windows[layer] != _NO_WINDOW:
-        raise NoStep(_WINDOWS)
+        k, v = (x[:: stride // x.shape[1]] for x in pages[layer])
+        return _Pages(k[: len(v)], v, allocator.index, kind, stride)
     group, place = cache.layer_index_to_group_indices[layer]
     k, v = (x[place].unflatten(0, (-1, cache.block_size)) for x in (cache.key_cache, cache.value_cache))
-    return group, cache.block_size, k, v
+    kind = "full_attention" if cache.sliding_windows[layer] == _NO_WINDOW else "sliding_attention"
+    return _Pages(k, v, group, kind, cache.block_size)
+
+
+def _group(given: dict[str, Any], pages: _Pages) -> Group:
+    begins, longest = given["cu_seq_lens_k"], given.get("max_seqlen_k", given.get("max_length_k"))
+    if isinstance(begins, dict):
+        begins, longest = begins[pages.kind], longest[pages.kind]
+    reads, writes = (given[name][pages.group] for name in ("read_index", "write_index"))
+    if reads.numel():
+        reads = torch.cat((reads, reads[-1:]))
+    places = [(x // pages.stride, x % pages.stride) if x.numel() else None for x in (reads, writes)]
+    return Group(begins, *places, longest)

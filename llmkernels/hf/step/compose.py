@@ -47,74 +47,16 @@ A single launch for a whole step, with barriers of the grid between the layers, 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..model.description import MLP, Attention, Branch, Description, Layer, Norm, Product
+from .attend import UNROTATED, LayerCache, Tokens, attend
 from .source import Quantized, Source, Sum, fp8_linear, normalize, options_of
 
 _ops = torch.ops.llmkernels
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Where tokens of sequences in a row belong: `begin` int32 (1, T) is the first token of the sequence of each, `row`
-    int32 (T, 1) the sequence, and `seqlens` int32 (T,) how many keys the caches have of it with this token."""
-
-    begin: Tensor
-    row: Tensor
-    seqlens: Tensor
-
-
-Places = tuple[Tensor, Tensor]  # pages, and the places in these
-
-
-@dataclass(frozen=True)
-class InPages:
-    """What tokens of requests in a row see: of the keys at `reads` those from `begin` to `end`, int32 (1, T). The new
-    ones go to `writes` before. Without `reads` the new ones are all there are."""
-
-    begin: Tensor
-    end: Tensor
-    reads: Places | None
-    writes: Places
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The new tokens: the last `count` of each of `batch` sequences in the caches.
-
-    `positions` int32 (B, T) are those of their rotation; `block_table` where caches are pages. `tables` has cos and sin
-    of each position, by the names that layers have for them. `is_prompt`: there are many, all keys and values of the
-    caches are live. `packed`: they are whole prompts, one after the other, and `batch` is 1. `in_pages`: so are they,
-    or chunks, and caches are pages. `ends` int32 (B,): from these keys on there is padding, which no token sees.
-    """
-
-    batch: int
-    count: int
-    positions: Tensor
-    tables: dict[str, tuple[Tensor, Tensor]]
-    block_table: Tensor | None = None
-    is_prompt: bool = False
-    packed: Packed | None = None
-    in_pages: InPages | None = None
-    ends: Tensor | None = None
-
-    def tables_of(self, attention: Attention) -> tuple[Tensor, Tensor]:
-        return self.tables[UNROTATED if attention.table is None else attention.table]
-
-
-class LayerCache(NamedTuple):
-    """The keys and values of a layer, as `decode_attention` takes them: `seqlens` int32 (B,) counts them with the new
-    ones, `leftpad` int32 (B,) or None. Where a layer keeps its window alone, both count from its first row."""
-
-    k: Tensor
-    v: Tensor
-    seqlens: Tensor
-    leftpad: Tensor | None
 
 
 def forward(
@@ -203,27 +145,31 @@ def embed(parts: Description, ids: Tensor, hidden: Tensor, positions: Tensor, *c
 
 
 def make_tables(parts: Description, positions: range, ahead: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
-    """cos and sin (P, pairs) of these positions, by name. Computed by the model's module, which repeats those of a
-    pair.
+    """cos and sin (P, pairs) of these positions, by name.
 
     `ahead`: the sequences are shorter. A module whose frequencies grow with the length keeps those of a longer sequence
     until it is asked for a shorter one than they begin to grow at, which is where the description's positions end.
     """
-    weight = parts.weight
-    positions = torch.arange(positions.start, positions.stop, device=weight.device)[None]
+    ids = torch.arange(positions.start, positions.stop, device=parts.weight.device)
+    return tables_at(parts, ids, ahead and len(positions) == len(parts.positions))
+
+
+def tables_at(parts: Description, positions: Tensor, is_longest: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+    """The same at any positions (P,). Computed by the model's module, which repeats those of a pair."""
+    weight, count = parts.weight, len(positions)
     found = {}
     attentions = [layer.attention for layer in parts.layers]
     alternates = attentions[0].alternates
     for name in parts.tables:
         kind = [name] if name else []
-        given = positions if parts.grids is None else positions.expand(3, 1, -1)
-        if ahead and positions.shape[1] == len(parts.positions):
+        given = positions[None] if parts.grids is None else positions.expand(3, 1, -1)
+        if is_longest:
             parts.rotary(weight[:1], given[..., :1], *kind)
         pair = parts.rotary(weight[:1], given, *kind)
-        rows = (table.reshape(positions.shape[1], -1) for table in pair)
+        rows = (table.reshape(count, -1) for table in pair)
         found[name] = tuple(_of_pairs(table, alternates).to(weight.dtype).contiguous() for table in rows)
     if any(attention.table is None for attention in attentions):
-        cos = weight.new_ones(positions.shape[1], attentions[0].head_dim // 2)
+        cos = weight.new_ones(count, attentions[0].head_dim // 2)
         found[UNROTATED] = cos, torch.zeros_like(cos)
     return found
 
@@ -254,7 +200,7 @@ def _block(branch: Branch, source: Source, tokens: Tokens, cache) -> Tensor | Qu
     """What the last product of a branch, or the norm before that, reads."""
     block = branch.block
     if isinstance(block, Attention):
-        return _attend(block, source, tokens, cache)
+        return attend(block, source, tokens, cache)
     if block.down.scale is not None and block.gated and block.activation == "silu" and branch.inner is None:
         return Quantized(*_ops.swiglu_fp8_quantize(source.linear(block.up)))
     return _mlp(block, source)
@@ -309,89 +255,3 @@ def _sum(hidden: Tensor, y: Tensor, norm: Norm | None) -> tuple[Tensor, Source]:
         options = norm.weight, norm.bias, norm.eps, norm.options.weight_offset
         normed, total = _ops.add_layer_norm(y, hidden, *options)
     return total, Source(normed)
-
-
-# --- attention
-
-UNROTATED = "not rotated"  # the name of tables that rotate by 0
-
-
-def _attend(attention: Attention, source: Source, tokens: Tokens, cache: LayerCache) -> Tensor:
-    """What the output projection reads, (B * T, heads * D)."""
-    qkv = source.linear(attention.qkv)
-    if tokens.packed is not None:
-        return _attend_packed(attention, qkv, tokens, cache, tokens.packed)
-    if tokens.in_pages is not None:
-        return _attend_in_pages(attention, qkv, tokens, cache, tokens.in_pages)
-    tables, norms = tokens.tables_of(attention), _norms(attention)
-    interleaved = attention.interleaved and attention.table is not None
-    rotary_dim = 2 * tables[0].shape[1]
-    scores = attention.scale, attention.window_left, attention.softcap
-    if tokens.count == 1 and not interleaved and not attention.by_head and not tokens.is_prompt:
-        cached = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
-        options = attention.heads, *scores, True, *norms
-        positions = tokens.positions[:, 0]
-        return _ops.rope_decode_attention(qkv, *tables, positions, *cached, *options, rotary_dim=rotary_dim)
-    q, k, v = _heads(attention, qkv, tokens)
-    cached = cache.k, cache.v, cache.seqlens, tokens.block_table
-    options = interleaved, *norms
-    _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *cached, *options, rotary_dim=rotary_dim)
-    if tokens.is_prompt:
-        scale, window, softcap = scores
-        y, _ = _ops.attention(q, cache.k, cache.v, cache.leftpad, tokens.ends, None, scale, window, 0, softcap)
-    else:
-        y = _ops.decode_attention(q, *cache, tokens.block_table, *scores)
-    return y.view(len(qkv), -1)
-
-
-def _attend_packed(attention: Attention, qkv: Tensor, tokens: Tokens, cache: LayerCache, packed: Packed) -> Tensor:
-    """The same of sequences in a row: they attend to what is new, and their keys and values go to a row of the caches
-    each, where every token counts as a sequence of its own."""
-    q, k, v = _rotated(attention, qkv, tokens)
-    alone = [x.transpose(0, 1) for x in (q, k, v, tokens.positions)]
-    where = cache.k, cache.v, packed.seqlens, packed.row
-    no_columns = (table[:, :0] for table in tokens.tables_of(attention))
-    _ops.rope_kv_write(*alone[:3], *no_columns, alone[3], *where, rotary_dim=0)
-    scale, window, softcap = attention.scale, attention.window_left, attention.softcap
-    y, _ = _ops.attention(q, k, v, packed.begin, None, None, scale, window, 0, softcap)
-    return y.view(len(qkv), -1)
-
-
-def _attend_in_pages(attention: Attention, qkv: Tensor, tokens: Tokens, cache: LayerCache, in_pages: InPages) -> Tensor:
-    """The same of requests in a row, whose keys and values, earlier ones too, are gathered from pages."""
-    q, k, v = _rotated(attention, qkv, tokens)
-    for pages, new in ((cache.k, k), (cache.v, v)):
-        pages[in_pages.writes] = new[0]
-    if in_pages.reads is not None:
-        k, v = (pages[in_pages.reads][None] for pages in (cache.k, cache.v))
-    y, _ = _ops.attention(q, k, v, in_pages.begin, in_pages.end, None, attention.scale, -1, -1, attention.softcap)
-    return y.view(len(qkv), -1)
-
-
-def _norms(attention: Attention) -> tuple:
-    """The norms of q and k, as the ops take them."""
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    return () if q_norm is None else (q_norm.weight, k_norm.weight, *options_of(q_norm), attention.row_norms)
-
-
-def _rotated(attention: Attention, qkv: Tensor, tokens: Tokens) -> tuple[Tensor, ...]:
-    """q, k and v with the norms of q and k, and their rotation: in place."""
-    q, k, v = _heads(attention, qkv, tokens)
-    if attention.table is None and attention.q_norm is None:
-        return q, k, v
-    cos, sin = tokens.tables_of(attention)
-    layout = False, attention.interleaved, 2 * cos.shape[1]
-    if attention.q_norm is None:
-        _ops.rope_(q, k, cos, sin, tokens.positions, *layout)
-    else:
-        q_weight, k_weight, *options = _norms(attention)
-        _ops.rms_norm_rope_(q, k, q_weight, k_weight, cos, sin, tokens.positions, *options, *layout)
-    return q, k, v
-
-
-def _heads(attention: Attention, qkv: Tensor, tokens: Tokens) -> tuple[Tensor, ...]:
-    """q, k and v, each (B, T, heads, D)."""
-    if attention.by_head:
-        return qkv.view(tokens.batch, tokens.count, -1, 3, attention.head_dim).unbind(3)
-    heads = qkv.view(tokens.batch, tokens.count, -1, attention.head_dim)
-    return heads.split([attention.heads, attention.kv_heads, attention.kv_heads], 2)

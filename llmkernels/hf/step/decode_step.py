@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..model.description import Description
 from . import compose
-from .compose import Tokens
+from .attend import Tokens
 from .place import Place, place_of
 from .program import Program
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .alias import alias
-from .compose import LayerCache
+from .attend import LayerCache
 from .record import Lists
 
 

@@ -17,7 +17,8 @@ from ..errors import NoStep
 from ..model.description import Description, Layer
 from ..report import STEP, STEP_IN_FP8
 from . import compose
-from .compose import LayerCache, Packed, Tokens, make_tables
+from .attend import LayerCache, Packed, Tokens
+from .compose import make_tables
 from .place import Place
 from .program import Program
 

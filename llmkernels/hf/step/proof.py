@@ -44,7 +44,8 @@ from ..model.reference import (
 )
 from ..model.template import Template
 from ..model.text import text_config
-from .compose import LayerCache, Tokens, embed, forward, make_tables
+from .attend import LayerCache, Tokens
+from .compose import embed, forward, make_tables
 
 _TOKENS = 2 * WINDOW + 2
 # How loud channels are, and how far logits may be off, of the largest: a few times of what rounding makes of them. Of
