@@ -48,7 +48,8 @@ class Decoder:
         self.forwards: Counter[str] = Counter()  # how often another forward, behind a cache or with gradients, did
         self._lock = threading.Lock()
         self._closed = False
-        self.described: Described | None = None  # the model, as it was read last
+        self.described: Described | None = None  # the model, as it was read last,
+        self._described_before: Described | None = None  # and before: it goes back where its attention is switched
         self.fp8: Fp8Weights | None = None  # of that, where prompts run so
         self._refused: tuple[Snapshot, str] | None = None  # what the model was when it had no description, and why
         self._refusal: str | None = None  # why the model could not be read, the last time,
@@ -62,9 +63,11 @@ class Decoder:
 
     def describe(self, model: nn.Module) -> tuple[Description, list[Any]]:
         """The description of a model as it is now, and what keeps its memory alive. Raises NoStep."""
-        known = self.described
-        if known is not None and (memory := known.snapshot.memory()) and known.snapshot.holds(model):
-            return known.parts, memory
+        for known in (self.described, self._described_before):
+            if known is not None and (memory := known.snapshot.memory()) and known.snapshot.holds(model):
+                if known is not self.described:
+                    self._keep(known)
+                return known.parts, memory
         self.free_fp8()  # it may come back to what it was with other weights
         if self._refused is not None:
             snapshot, reason = self._refused
@@ -85,8 +88,13 @@ class Decoder:
         else:
             raise NoStep("the model is being changed by another thread")
         parts = with_fp8(type(model), map_tensors(owning, alias), owning)
-        self.described, self._refused, self.fp8 = Described(snapshot, parts), None, parts.fp8
+        self._keep(Described(snapshot, parts))
         return parts, memory
+
+    def _keep(self, described: Described) -> None:
+        self.free_fp8()
+        self._described_before, self.described = self.described, described
+        self._refused, self.fp8 = None, described.parts.fp8
 
     def lend(
         self, kind: Hashable, ids: Tensor, ahead: int = 1, stream: int | None = None
@@ -299,7 +307,7 @@ class Decoder:
         """Keep nothing any more, of calls under way either."""
         self._closed = True
         self.programs.close()
-        self.described = self._refused = self.fp8 = self.dropped_ahead = None
+        self.described = self._described_before = self._refused = self.fp8 = self.dropped_ahead = None
         self.layouts = Layouts()
         self.release()
 
