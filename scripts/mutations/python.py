@@ -115,4 +115,12 @@ PYTHON = [
         "seen is None",
         "tests/test_rms_norm_add_linear.py -k two_kinds",
     ),
+    Mutation(
+        "py_rows_behind_the_requests_are_of_another_step",
+        "rows of a graph that no request has write keys where they were in the step before",
+        "llmkernels/hf/step/batch.py",
+        "buffer[count:].copy_(values[:1].expand_as(buffer[count:]))",
+        "pass",
+        "tests/test_batches.py -k repeat_the_first",
+    ),
 ]
