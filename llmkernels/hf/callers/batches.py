@@ -4,6 +4,7 @@ step/batch.py.
 The modules run what calls the kernels of flash-attn with a table of blocks, in CUDA graphs of transformers.
 """
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -37,18 +38,20 @@ def is_batch(given: dict[str, Any]) -> bool:
 
 
 def by_batch(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOutput:
-    """The output of such a forward. Raises NoStep, and then the modules write what this has written."""
+    """The output of such a forward. Raises NoStep, and then the modules can run it."""
     ids = given["input_ids"]
     if ids.device.type not in DEVICES:
         raise NoStep(f"continuous batching on {ids.device.type}")
     check_call(model, {name: value for name, value in given.items() if name != "cache"}, _KNOWN)
     parts, _memory = description(model, state, ids)
     batch, kept = _batch(parts, given), given.get("logits_to_keep")
-    reading, late = Reading(batch.ids, batch.positions), is_late(ids.device)
+    reading = Reading(batch.ids, batch.positions)
+    # The modules can write again what this has written; but not read what was in the pages of windows before.
+    late = is_late(ids.device) and all(layer.attention.window_left < 0 for layer in parts.layers)
     if not late:
         _check(parts, batch, reading)
     logits = batches.run(parts, batch, kept if isinstance(kept, Tensor) else None, state.lend)
-    if late:  # what has been written the modules write again
+    if late:
         _check(parts, batch, reading)
     state.count_forward(STEP)
     return output(parts, {"logits": as_returned(parts, logits)[None]})
@@ -62,10 +65,12 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
     if not isinstance(kept, Tensor) and kept != 0:
         raise NoStep("logits_to_keep is no tensor")
     check_attention(parts)
+    cache = _layers_of(given["cache"])
+    if len(cache.pages) != len(parts.layers):
+        raise NoStep("the cache was made for other keys and values")
     groups: dict[int, Group] = {}
     layers = []
-    for index, layer in enumerate(parts.layers):
-        pages = _pages(given["cache"], index)
+    for pages, layer in zip(cache.pages, parts.layers, strict=True):
         expected = layer.attention.kv_heads, layer.attention.head_dim
         if any(x.shape[2:] != expected or x.dtype != parts.weight.dtype for x in (pages.k, pages.v)):
             raise NoStep("the cache was made for other keys and values")
@@ -74,7 +79,7 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
         if pages.group not in groups:
             groups[pages.group] = _group(given, pages)
         layers.append((groups[pages.group], pages.k, pages.v))
-    return Batch(ids[0], positions[0], given["cu_seq_lens_q"], layers)
+    return Batch(ids[0], positions[0], given["cu_seq_lens_q"], layers, cache.place)
 
 
 def _check(parts: Description, batch: Batch, reading: Reading) -> None:
@@ -98,8 +103,31 @@ class _Pages(NamedTuple):
     stride: int
 
 
+class _Layers:
+    """The pages of all layers, and where they are."""
+
+    def __init__(self, pages: list[_Pages]):
+        self.pages = pages
+        self.place = tuple((x.data_ptr(), x.shape, x.stride()) for one in pages for x in (one.k, one.v))
+
+
+_LAYERS: weakref.WeakKeyDictionary[PagedAttentionCache, _Layers] = weakref.WeakKeyDictionary()
+
+
+def _layers_of(cache: PagedAttentionCache) -> _Layers:
+    if (known := _LAYERS.get(cache)) is None:
+        count = len(cache.layer_to_allocator if _has_allocators(cache) else cache.layer_index_to_group_indices)
+        known = _LAYERS[cache] = _Layers([_pages(cache, layer) for layer in range(count)])
+    return known
+
+
+def _has_allocators(cache: PagedAttentionCache) -> bool:
+    """As from transformers 5.18 on."""
+    return hasattr(cache, "layer_to_allocator")
+
+
 def _pages(cache: PagedAttentionCache, layer: int) -> _Pages:
-    if hasattr(cache, "layer_to_allocator"):
+    if _has_allocators(cache):
         allocator = cache.layer_to_allocator[layer]
         kind, pages = _KINDS.get(type(allocator).__name__), getattr(allocator, "_kv_page_views", None)
         if kind is None or pages is None:

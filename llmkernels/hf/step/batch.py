@@ -7,6 +7,7 @@ others                prompts, or chunks of them, and tokens between: launch by 
                       requests are gathered from their pages in a row
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -42,13 +43,15 @@ class Batch:
     """What one forward has.
 
     `ids` and `positions` (T,) are those of the tokens, `begins` int32 (N + 1,) where those of each request begin.
-    `layers` are the group of each layer, and its keys and values (pages, tokens, kv_heads, D).
+    `layers` are the group of each layer, and its keys and values (pages, tokens, kv_heads, D); `place` says where all
+    of these are.
     """
 
     ids: Tensor
     positions: Tensor
     begins: Tensor
     layers: list[tuple[Group, Tensor, Tensor]]
+    place: Hashable
 
     def is_step(self, parts: Description) -> bool:
         """Whether all requests have one token, and each layer the pages of a whole text."""
@@ -94,8 +97,7 @@ def _run_step(parts: Description, batch: Batch, lend: prompt.Lend) -> Tensor:
             if rows > count:
                 buffer[count:].copy_(values[:1].expand_as(buffer[count:]))
         # A graph is for caches at the same addresses: transformers makes one for many calls, or finds the memory again.
-        buffers = [x for _, *pair in batch.layers for x in pair]
-        place = Place(shape=(width, *((x.data_ptr(), x.shape, x.stride()) for x in buffers)))
+        place = Place(shape=(width, batch.place))
         where = Tokens(rows, 1, positions, program.tables(place, width * page_size), block_table=table)
 
         def forward() -> Tensor:
