@@ -182,7 +182,7 @@ def test_weights_that_have_changed(device):
 
 
 def test_the_model_is_read_once_for_each_attention():
-    """Which transformers up to 5.23 switches when such a call begins and ends."""
+    """Which some versions of transformers switch when such a call begins and ends."""
     model, ids = small_model(), tiny_inputs("cpu")
     llmkernels.patch(model)
     model.generate(ids, max_new_tokens=3, do_sample=False)
