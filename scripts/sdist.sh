@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The sdist, in dist/; what comes out of it is built for the CPU with $CXX, which may be an older g++ of Debian's, and
-# passes the quick tests, and those that need the sources, which the tests of the wheel have not.
+# passes a part of the quick tests, and those that need the sources, which the tests of the wheel have not.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${LLMKERNELS_VENV:-.venv}")/bin/python
@@ -17,5 +17,5 @@ tar -xzf dist/*.tar.gz -C build/sdist --strip-components 1
 cd build/sdist
 "$python" -W ignore setup.py -q build_ext --inplace
 export OMP_NUM_THREADS=1
-exec "$python" -m pytest -q -n 2 --dist worksteal tests/test_{build,package,plans,rms_norm,glu,rope,decode_attention}.py \
+exec "$python" -m pytest -q -n 2 --dist worksteal --thin 4 tests/test_{build,package,plans,rms_norm,glu,rope,decode_attention}.py \
   tests/test_{attention_route,device_facts,early_start,fingerprint,graphs,linear_route,private_names,profiling}.py
