@@ -39,7 +39,8 @@ call of a patched model becomes launches:
           model/bind.py          the template with the weights and numbers of this model -> model/description.py
           step/packing.py        q|k|v and gate|up become one weight each
         cache/adopted.py       the first time: the layers of the caller's cache become buffers
-      step/compose.py        per layer: norm, product, attention, product, add, norm, gated MLP -> logits
+      step/compose.py        per layer: norm, product, attention (step/attend.py), product, add, norm, gated MLP;
+                             and the logits
       step/graphs.py         on CUDA these launches are recorded once, and replayed from then on, by whichever cache
 
       step/fp8.py            prompts of patch(model, fp8=True): the description with weights in FP8
