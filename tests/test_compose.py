@@ -1,5 +1,4 @@
-"""The composed step (llmkernels/hf/step/compose.py): a forward of a few tokens of each sequence through a whole
-description, against the formula in float64 (tests/decode_oracle.py) and eager's own error."""
+"""The composed step: a forward of a few tokens, against the formula in float64 (decode_oracle.py) and eager's error."""
 
 import dataclasses
 from collections import Counter

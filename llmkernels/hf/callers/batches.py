@@ -148,6 +148,6 @@ def _group(given: dict[str, Any], pages: _Pages) -> Group:
         begins, longest = begins[pages.kind], longest[pages.kind]
     reads, writes = (given[name][pages.group] for name in ("read_index", "write_index"))
     if reads.numel():
-        reads = torch.cat((reads, reads[-1:]))
+        reads = torch.cat((reads, reads[-1:]))  # one more, where tokens of no request have their keys
     places = [(x // pages.stride, x % pages.stride) if x.numel() else None for x in (reads, writes)]
     return Group(begins, *places, longest)

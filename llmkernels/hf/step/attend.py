@@ -76,7 +76,7 @@ class InPages(NamedTuple):
     writes: Places
 
 
-def attend(attention: Attention, source: Source, tokens: Tokens, cache: LayerCache) -> Tensor:
+def attend(attention: Attention, source: Source, tokens: Tokens, cache: LayerCache | InPages) -> Tensor:
     """What the output projection reads, (B * T, heads * D)."""
     qkv = source.linear(attention.qkv)
     if tokens.packed is not None:
