@@ -135,7 +135,7 @@ TABLE = (
     of("decode", "callers", "harnesses", "measure_callers", 120),
     of("decode", "harnesses", "harnesses", "measure_harnesses", 120),
     of("decode", "other_sizes", "steps_compared", "measure_other_sizes", 360),
-    of("decode", "more_batches", "steps_compared", "measure_more_batches", 300),
+    of("decode", "more_batches", "steps_compared", "measure_more_batches", 90),
     of("decode", "parts", "step_parts", "measure", 15),
     of("decode", "host", "host", "measure", 10),
     of("train", "full", "training", "measure_full", 80, roots=TRAINED),

@@ -24,7 +24,7 @@ from .call import as_returned, check_call, description, output
 from .positions import check_ids
 from .reading import Reading, is_late
 
-DEVICES: set[str] = set()  # has not run on a GPU yet, and on a CPU the modules are as fast
+DEVICES = {"cuda"}  # on a CPU the modules are as fast
 # What such a forward is given, and need not be looked at: masks say again which keys a token sees.
 _KNOWN = {"cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k"}
 _KNOWN |= {"read_index", "write_index", "logits_indices", "logits_processor_args", "is_causal"}
@@ -43,6 +43,8 @@ def by_batch(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOu
     if ids.device.type not in DEVICES:
         raise NoStep(f"continuous batching on {ids.device.type}")
     check_call(model, {name: value for name, value in given.items() if name != "cache"}, _KNOWN)
+    if ids.is_cuda:  # where transformers writes the arguments, without waiting for that
+        torch.cuda.current_stream(ids.device).wait_stream(torch.cuda.default_stream(ids.device))
     parts, _memory = description(model, state, ids)
     batch, kept = _batch(parts, given), given.get("logits_to_keep")
     reading = Reading(batch.ids, batch.positions)
