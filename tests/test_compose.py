@@ -183,8 +183,8 @@ def make(
         pages = capacity // PAGE
         table = torch.randperm(batch * pages, generator=generator).view(batch, pages).int().to(device)
         shape = batch * pages, PAGE, kv_heads, dim
-    tokens = Tokens(batch, count, positions, make_tables(parts, range(capacity)), table)
-    caches = [LayerCache(draw(*shape), draw(*shape), seqlens, leftpad) for _ in range(layers)]
+    tokens = Tokens(batch, count, positions, make_tables(parts, range(capacity)))
+    caches = [LayerCache(draw(*shape), draw(*shape), seqlens, leftpad, table) for _ in range(layers)]
     # Random values average out over many keys; a few large ones show whether keys at the edge of a tile are lost.
     edges = [key for key in range(shape[1]) if key % 16 in (15, 0)]
     for cache in caches:

@@ -54,7 +54,7 @@ class Graph:
         parts, hidden, where, caches, counters = self.arguments
         positions = at(moves.get(where.positions.data_ptr(), where.positions.data_ptr()), where.positions)
         counters = at(moves[counters.data_ptr()], counters)
-        caches = [attend.LayerCache(*(at(moves[x.data_ptr()], x) for x in cache)) for cache in caches]
+        caches = [attend.LayerCache(*(at(moves[x.data_ptr()], x) for x in cache[:4])) for cache in caches]
         self.moved = parts, hidden, dataclasses.replace(where, positions=positions), caches, counters
 
 

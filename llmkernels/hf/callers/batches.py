@@ -29,7 +29,7 @@ DEVICES = {"cuda"}  # on a CPU the modules are as fast
 _KNOWN = {"cu_seq_lens_q", "cu_seq_lens_k", "max_seqlen_q", "max_seqlen_k", "max_length_q", "max_length_k"}
 _KNOWN |= {"read_index", "write_index", "logits_indices", "logits_processor_args", "is_causal"}
 _NO_WINDOW = 1  # of transformers 5.17
-_KINDS = {"FullAttentionCacheAllocator": "full_attention", "SlidingAttentionCacheAllocator": "sliding_attention"}
+_ALLOCATORS = {"FullAttentionCacheAllocator", "SlidingAttentionCacheAllocator"}  # of later ones
 
 
 def is_batch(given: dict[str, Any]) -> bool:
@@ -47,14 +47,15 @@ def by_batch(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOu
         torch.cuda.current_stream(ids.device).wait_stream(torch.cuda.default_stream(ids.device))
     parts, _memory = description(model, state, ids)
     batch, kept = _batch(parts, given), given.get("logits_to_keep")
-    reading = Reading(batch.ids, batch.positions)
+    kept = kept if isinstance(kept, Tensor) else None
+    group = batch.layers[0][0]
+    reading = Reading(batch.ids, batch.positions, group.begins)
     # The modules can write again what this has written; but not read what was in the pages of windows before.
-    late = is_late(ids.device) and all(layer.attention.window_left < 0 for layer in parts.layers)
-    if not late:
+    if is_late(ids.device) and not any(group.window for group, *_ in batch.layers):
+        logits = batches.run(parts, batch, group.longest, kept, state.lend)
         _check(parts, batch, reading)
-    logits = batches.run(parts, batch, kept if isinstance(kept, Tensor) else None, state.lend)
-    if late:
-        _check(parts, batch, reading)
+    else:
+        logits = batches.run(parts, batch, _check(parts, batch, reading), kept, state.lend)
     state.count_forward(STEP)
     return output(parts, {"logits": as_returned(parts, logits)[None]})
 
@@ -81,27 +82,35 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
         if pages.group not in groups:
             groups[pages.group] = _group(given, pages)
         layers.append((groups[pages.group], pages.k, pages.v))
-    return Batch(ids[0], positions[0], given["cu_seq_lens_q"], layers, cache.place)
+    most = given.get("max_seqlen_q", given.get("max_length_q"))
+    return Batch(ids[0], positions[0], given["cu_seq_lens_q"], most, layers, cache.place)
 
 
-def _check(parts: Description, batch: Batch, reading: Reading) -> None:
-    """Raise NoStep for positions that a step has no cos and sin of, and IndexError for ids of no token."""
-    ids, positions = reading.wait()
+def _check(parts: Description, batch: Batch, reading: Reading) -> int:
+    """How many tokens the longest text has. Raises NoStep for positions that a step has no cos and sin of, and
+    IndexError for ids of no token."""
+    ids, positions, begins = reading.wait()
     check_ids(*map(int, ids.aminmax()), len(parts.embedding))
     lowest, highest = map(int, positions.aminmax())
-    if lowest < 0 or (batch.is_step(parts) and highest >= batch.layers[0][0].longest):
-        raise NoStep("position_ids run ahead of the tokens")
+    if lowest < 0 or (batch.is_step(parts) and not _are_last(positions, begins.diff(), batch.layers[0][0].window)):
+        raise NoStep("position_ids are not those of the last tokens")
     check_length(parts, highest + 1)
+    return highest + 1
+
+
+def _are_last(positions: Tensor, keys: Tensor, window: int) -> bool:
+    """Whether each is behind all keys that a request had, of which a window keeps the last."""
+    return torch.equal((positions + 1).clamp(max=window) if window else positions + 1, keys)
 
 
 class _Pages(NamedTuple):
-    """The keys and values of a layer, (pages, tokens, kv_heads, D): which indices are its own, what kind they are of,
-    and how far they are apart from page to page."""
+    """The keys and values of a layer, (pages, tokens, kv_heads, D): which indices are its own, how many keys of a
+    request are kept in a window, or 0, and how far the pages are apart."""
 
     k: Tensor
     v: Tensor
     group: int
-    kind: str
+    window: int
     stride: int
 
 
@@ -131,25 +140,26 @@ def _has_allocators(cache: PagedAttentionCache) -> bool:
 def _pages(cache: PagedAttentionCache, layer: int) -> _Pages:
     if _has_allocators(cache):
         allocator = cache.layer_to_allocator[layer]
-        kind, pages = _KINDS.get(type(allocator).__name__), getattr(allocator, "_kv_page_views", None)
-        if kind is None or pages is None:
+        pages = getattr(allocator, "_kv_page_views", None)
+        if type(allocator).__name__ not in _ALLOCATORS or pages is None:
             raise NoStep(f"pages of a {type(allocator).__name__}")
         # Between the pages of a layer are those of others.
         stride = allocator.block_physical_stride
         k, v = (x[:: stride // x.shape[1]] for x in pages[layer])
-        return _Pages(k[: len(v)], v, allocator.index, kind, stride)
+        return _Pages(k[: len(v)], v, allocator.index, getattr(allocator, "sliding_window", 0), stride)
     group, place = cache.layer_index_to_group_indices[layer]
     k, v = (x[place].unflatten(0, (-1, cache.block_size)) for x in (cache.key_cache, cache.value_cache))
-    kind = "full_attention" if cache.sliding_windows[layer] == _NO_WINDOW else "sliding_attention"
-    return _Pages(k, v, group, kind, cache.block_size)
+    window = cache.sliding_windows[layer]
+    return _Pages(k, v, group, 0 if window == _NO_WINDOW else window, cache.block_size)
 
 
 def _group(given: dict[str, Any], pages: _Pages) -> Group:
     begins, longest = given["cu_seq_lens_k"], given.get("max_seqlen_k", given.get("max_length_k"))
     if isinstance(begins, dict):
-        begins, longest = begins[pages.kind], longest[pages.kind]
+        kind = "sliding_attention" if pages.window else "full_attention"
+        begins, longest = begins[kind], longest[kind]
     reads, writes = (given[name][pages.group] for name in ("read_index", "write_index"))
     if reads.numel():
         reads = torch.cat((reads, reads[-1:]))  # one more, where tokens of no request have their keys
     places = [(x // pages.stride, x % pages.stride) if x.numel() else None for x in (reads, writes)]
-    return Group(begins, *places, longest)
+    return Group(begins, *places, longest, pages.window)

@@ -28,17 +28,16 @@ class Packed:
 class Tokens:
     """The new tokens: the last `count` of each of `batch` sequences in the caches.
 
-    `positions` int32 (B, T) are those of their rotation; `block_table` where caches are pages. `tables` has cos and sin
-    of each position, by the names that layers have for them. `is_prompt`: there are many, all keys and values of the
-    caches are live. `packed`: they are whole prompts, one after the other, and `batch` is 1. `ends` int32 (B,): from
-    these keys on there is padding, which no token sees.
+    `positions` int32 (B, T) are those of their rotation. `tables` has cos and sin of each position, by the names that
+    layers have for them. `is_prompt`: there are many, all keys and values of the caches are live. `packed`: they are
+    whole prompts, one after the other, and `batch` is 1. `ends` int32 (B,): from these keys on there is padding, which
+    no token sees.
     """
 
     batch: int
     count: int
     positions: Tensor
     tables: dict[str, tuple[Tensor, Tensor]]
-    block_table: Tensor | None = None
     is_prompt: bool = False
     packed: Packed | None = None
     ends: Tensor | None = None
@@ -49,12 +48,14 @@ class Tokens:
 
 class LayerCache(NamedTuple):
     """The keys and values of a layer, as `decode_attention` takes them: `seqlens` int32 (B,) counts them with the new
-    ones, `leftpad` int32 (B,) or None. Where a layer keeps its window alone, both count from its first row."""
+    ones, `leftpad` int32 (B,) or None, `block_table` int32 (B, pages) where they are in pages. Where a layer keeps its
+    window alone, seqlens and leftpad count from its first row."""
 
     k: Tensor
     v: Tensor
     seqlens: Tensor
-    leftpad: Tensor | None
+    leftpad: Tensor | None = None
+    block_table: Tensor | None = None
 
 
 Places = tuple[Tensor, Tensor]  # pages, and where in these
@@ -76,31 +77,44 @@ class InPages(NamedTuple):
     writes: Places
 
 
-def attend(attention: Attention, source: Source, tokens: Tokens, cache: LayerCache | InPages) -> Tensor:
+class InRing(NamedTuple):
+    """The keys and values of a window in pages, (pages, tokens, kv_heads, D), in which they come round: for one token
+    of each request.
+
+    A token sees the first `seqlens` int32 (B,) of the pages `block_table` int32 (B, pages). Its own are among them: the
+    last of the first `ends` int32 (B,) of the page `own` int32 (B, 1).
+    """
+
+    k: Tensor
+    v: Tensor
+    seqlens: Tensor
+    block_table: Tensor
+    ends: Tensor
+    own: Tensor
+
+
+def attend(attention: Attention, source: Source, tokens: Tokens, cache: LayerCache | InPages | InRing) -> Tensor:
     """What the output projection reads, (B * T, heads * D)."""
     qkv = source.linear(attention.qkv)
     if tokens.packed is not None:
         return _attend_packed(attention, qkv, tokens, cache, tokens.packed)
     if isinstance(cache, InPages):
         return _attend_in_pages(attention, qkv, tokens, cache)
-    tables, norms = tokens.tables_of(attention), _norms(attention)
-    interleaved = attention.interleaved and attention.table is not None
-    rotary_dim = 2 * tables[0].shape[1]
+    if isinstance(cache, InRing):
+        return _attend_in_ring(attention, qkv, tokens, cache)
+    tables = tokens.tables_of(attention)
     scores = attention.scale, attention.window_left, attention.softcap
-    if tokens.count == 1 and not interleaved and not attention.by_head and not tokens.is_prompt:
-        cached = cache.seqlens, cache.leftpad, cache.k, cache.v, tokens.block_table
-        options = attention.heads, *scores, True, *norms
-        positions = tokens.positions[:, 0]
+    if tokens.count == 1 and not _is_interleaved(attention) and not attention.by_head and not tokens.is_prompt:
+        cached = cache.seqlens, cache.leftpad, cache.k, cache.v, cache.block_table
+        options = attention.heads, *scores, True, *_norms(attention)
+        positions, rotary_dim = tokens.positions[:, 0], 2 * tables[0].shape[1]
         return _ops.rope_decode_attention(qkv, *tables, positions, *cached, *options, rotary_dim=rotary_dim)
-    q, k, v = _heads(attention, qkv, tokens)
-    cached = cache.k, cache.v, cache.seqlens, tokens.block_table
-    options = interleaved, *norms
-    _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *cached, *options, rotary_dim=rotary_dim)
+    q = _rotated_and_written(attention, qkv, tokens, cache.k, cache.v, cache.seqlens, cache.block_table)
     if tokens.is_prompt:
         scale, window, softcap = scores
         y, _ = _ops.attention(q, cache.k, cache.v, cache.leftpad, tokens.ends, None, scale, window, 0, softcap)
     else:
-        y = _ops.decode_attention(q, *cache, tokens.block_table, *scores)
+        y = _ops.decode_attention(q, *cache, *scores)
     return y.view(len(qkv), -1)
 
 
@@ -130,6 +144,26 @@ def _attend_in_pages(attention: Attention, qkv: Tensor, tokens: Tokens, cache: I
     k, v = seen or new
     y, _ = _ops.attention(q, k, v, cache.begin, cache.end, None, attention.scale, -1, -1, attention.softcap)
     return y.view(len(qkv), -1)
+
+
+def _attend_in_ring(attention: Attention, qkv: Tensor, tokens: Tokens, cache: InRing) -> Tensor:
+    """The same of one token for each request. The order of the keys, whose rotation is in them, does not matter."""
+    q = _rotated_and_written(attention, qkv, tokens, cache.k, cache.v, cache.ends, cache.own)
+    seen = cache.k, cache.v, cache.seqlens, None, cache.block_table
+    return _ops.decode_attention(q, *seen, attention.scale, -1, attention.softcap).view(len(qkv), -1)
+
+
+def _rotated_and_written(attention: Attention, qkv: Tensor, tokens: Tokens, *cached: Tensor | None) -> Tensor:
+    """The queries (B, T, heads, D). Keys and values go to the end of those `cached`, as `rope_kv_write` takes them."""
+    q, k, v = _heads(attention, qkv, tokens)
+    tables = tokens.tables_of(attention)
+    options = _is_interleaved(attention), *_norms(attention)
+    _ops.rope_kv_write(q, k, v, *tables, tokens.positions, *cached, *options, rotary_dim=2 * tables[0].shape[1])
+    return q
+
+
+def _is_interleaved(attention: Attention) -> bool:
+    return attention.interleaved and attention.table is not None
 
 
 def _norms(attention: Attention) -> tuple:

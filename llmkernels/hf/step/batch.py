@@ -2,7 +2,7 @@
 keys and values are in pages.
 
 one token of each     the decode step, over pages: on CUDA by a graph for so many requests, or some more, which repeat
-                      the first one and write what that writes. Not where pages are those of windows, which come round
+                      the first one and write what that writes
 others                prompts, or chunks of them, and tokens between: launch by launch. The keys and values of all
                       requests are gathered from their pages in a row
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..model.description import Description
 from . import compose, prompt
-from .attend import InPages, LayerCache, Places, Tokens
+from .attend import InPages, InRing, LayerCache, Places, Tokens
 from .compose import tables_at
 from .place import Place
 
@@ -29,82 +29,85 @@ class Group:
     `begins` int32 (N + 1,) say where the keys of each request begin, in a row of what is at `reads`: first those that
     are in the pages, then the new ones. At its end is one that no request has. There are no `reads` where all keys are
     new. `writes` are where the new ones go; of windows these may be read before. `longest` is how many keys the longest
-    request has.
+    request has. `window` is how many are kept, which come round in as many pages as they need; 0: all.
     """
 
     begins: Tensor
     reads: Places | None
     writes: Places
     longest: int
+    window: int
 
 
 @dataclass(frozen=True)
 class Batch:
     """What one forward has.
 
-    `ids` and `positions` (T,) are those of the tokens, `begins` int32 (N + 1,) where those of each request begin.
-    `layers` are the group of each layer, and its keys and values (pages, tokens, kv_heads, D); `place` says where all
-    of these are.
+    `ids` and `positions` (T,) are those of the tokens, `begins` int32 (N + 1,) where those of each request begin, and
+    `most` is how many one of them has at most. `layers` are the group of each layer, and its keys and values (pages,
+    tokens, kv_heads, D); `place` says where all of these are.
     """
 
     ids: Tensor
     positions: Tensor
     begins: Tensor
+    most: int
     layers: list[tuple[Group, Tensor, Tensor]]
     place: Hashable
 
     def is_step(self, parts: Description) -> bool:
-        """Whether all requests have one token, and each layer the pages of a whole text."""
-        group = self.layers[0][0]
+        """Whether all requests have one token, and keys before."""
         return (
-            len(self.begins) == len(self.ids) + 1 <= _ROWS + 1
-            and group.reads is not None
-            and all(of_layer is group for of_layer, *_ in self.layers)
-            and all(layer.attention.window_left < 0 for layer in parts.layers)
+            self.most == 1
+            and len(self.ids) <= _ROWS
+            and all(
+                group.reads is not None and group.window == layer.attention.window_left + 1
+                for (group, *_), layer in zip(self.layers, parts.layers, strict=True)
+            )
         )
 
 
-def run(parts: Description, batch: Batch, kept: Tensor | None, lend: prompt.Lend) -> Tensor:
-    """The logits (kept, V) behind the tokens `kept`, or behind all. `lend`: that of a Decoder."""
+def run(parts: Description, batch: Batch, longest: int, kept: Tensor | None, lend: prompt.Lend) -> Tensor:
+    """The logits (kept, V) behind the tokens `kept`, or behind all. `longest`: how many tokens the longest text has;
+    `lend`: that of a Decoder."""
     if batch.is_step(parts):
-        logits = _run_step(parts, batch, lend)
+        logits = _run_step(parts, batch, longest, lend)
         return logits.clone() if kept is None else logits[kept]
     hidden = _run_layers(parts, batch)
     return compose.head(parts, hidden if kept is None else hidden[kept])
 
 
-def _run_step(parts: Description, batch: Batch, lend: prompt.Lend) -> Tensor:
+def _run_step(parts: Description, batch: Batch, longest: int, lend: prompt.Lend) -> Tensor:
     """The logits (T, V), which the next run overwrites."""
-    group, k, _ = batch.layers[0]
-    count, page_size = len(batch.ids), k.shape[1]
-    rows = _rows(count)
-    width = 1 << (-(-group.longest // page_size) - 1).bit_length()
+    rows, page_size = _rows(len(batch.ids)), batch.layers[0][1].shape[1]
+    capacity = page_size << (-(-longest // page_size) - 1).bit_length()
     device, weight = batch.ids.device, parts.weight
-    with lend(("batch", width), batch.ids.new_empty(rows), 1) as program:
+    with lend(("batch", capacity), batch.ids.new_empty(rows), 1) as program:
         program.bind(parts)
-        tokens = program.buffer("tokens", (rows,), torch.long, device)
-        positions = program.buffer("positions", (rows, 1), torch.int32, device)
-        seqlens = program.buffer("seqlens", (rows,), torch.int32, device)
-        table = program.buffer("table", (rows, width), torch.int32, device)
+
+        def copied(name: str, values: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
+            buffer = program.buffer(name, (rows, *values.shape[1:]), dtype, device)
+            buffer[: len(values)].copy_(values)
+            buffer[len(values) :].copy_(values[:1].expand_as(buffer[len(values) :]))
+            return buffer
+
+        tokens, positions = copied("tokens", batch.ids, torch.long), copied("positions", batch.positions[:, None])
         hidden = program.buffer("hidden", (rows, weight.shape[1]), weight.dtype, device)
-        for buffer, values in (
-            (tokens, batch.ids),
-            (positions, batch.positions[:, None]),
-            (seqlens, group.begins.diff()),
-            (table, _page_table(group, width, page_size)),
-        ):
-            buffer[:count].copy_(values)
-            if rows > count:
-                buffer[count:].copy_(values[:1].expand_as(buffer[count:]))
+        places: dict[int, dict[str, Tensor]] = {}
+        for group, k, _ in batch.layers:
+            if id(group) not in places:
+                tensors = _places(group, batch.positions, k.shape[1], capacity).items()
+                places[id(group)] = {name: copied(f"{name} {len(places)}", values) for name, values in tensors}
+        caches = [(InRing if group.window else LayerCache)(k, v, **places[id(group)]) for group, k, v in batch.layers]
         # A graph is for caches at the same addresses: transformers makes one for many calls, or finds the memory again.
-        place = Place(shape=(width, batch.place))
-        where = Tokens(rows, 1, positions, program.tables(place, width * page_size), block_table=table)
+        place = Place(shape=(capacity, batch.place))
+        where = Tokens(rows, 1, positions, program.tables(place, capacity))
 
         def forward() -> Tensor:
             compose.embed(parts, tokens, hidden, positions)
-            return compose.forward(parts, hidden, where, [LayerCache(k, v, seqlens, None) for _, k, v in batch.layers])
+            return compose.forward(parts, hidden, where, caches)
 
-        return program.run(forward, device, place)[:count]
+        return program.run(forward, device, place)[: len(batch.ids)]
 
 
 def _rows(count: int) -> int:
@@ -113,11 +116,19 @@ def _rows(count: int) -> int:
     return -(-count // step) * step
 
 
-def _page_table(group: Group, width: int, page_size: int) -> Tensor:
-    """(N, width): the pages of each request. Behind the last ones are pages of others, of which nothing is read."""
+def _places(group: Group, positions: Tensor, page_size: int, capacity: int) -> dict[str, Tensor]:
+    """Where the keys of each request are, for a single token: of a LayerCache, or of an InRing."""
     pages, _ = group.reads
-    first = torch.arange(0, width * page_size, page_size, device=pages.device)
-    return pages[(group.begins[:-1, None] + first).clamp_(max=len(pages) - 1)]
+    seqlens, begins = group.begins.diff(), group.begins[:-1, None]
+    first = torch.arange(0, group.window or capacity, page_size, device=pages.device)
+    if not group.window:  # behind the last pages are those of others, of which nothing is read
+        return {"seqlens": seqlens, "block_table": pages[(begins + first).clamp_(max=len(pages) - 1)]}
+    own, offset = group.writes
+    # What is read begins with the oldest key, which may be amid a page; the token's own is the last.
+    index = (first - (positions - seqlens + 1)[:, None]) % group.window
+    table = pages[(begins + index).clamp_(max=len(pages) - 1)]
+    table = torch.where(index == seqlens[:, None] - 1, own[:, None], table)
+    return {"seqlens": seqlens, "block_table": table, "ends": offset + 1, "own": own[:, None]}
 
 
 def _run_layers(parts: Description, batch: Batch) -> Tensor:

@@ -359,7 +359,7 @@ def _composed(parts: Description, ids: Tensor, start: int, seen: list[Tensor] | 
     shapes = [(1, len(ids), layer.attention.kv_heads, layer.attention.head_dim) for layer in parts.layers]
     seqlens = torch.zeros(1, dtype=torch.int32)
     zeros = parts.embedding.new_zeros  # of its dtype, whatever the default is
-    caches = [LayerCache(zeros(shape), zeros(shape), seqlens, None) for shape in shapes]
+    caches = [LayerCache(zeros(shape), zeros(shape), seqlens) for shape in shapes]
     logits = []
     counts = [1] * WINDOW + [len(ids) - WINDOW - 3, 1, 2]
     for end, count in zip(itertools.accumulate(counts), counts, strict=True):
