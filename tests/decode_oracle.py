@@ -51,10 +51,10 @@ def attend(attention, qkv, tokens, cache):
         first = 0 if cache.leftpad is None else int(cache.leftpad[b])
         for t in range(tokens.count):
             slot = length - tokens.count + t
-            for x, buffer in ((k, cache.k), (v, cache.v)):
-                buffer[place(tokens, buffer, b, slot)] = x[b, t]
+            here = place(cache, b, slot)
+            cache.k[here], cache.v[here] = k[b, t], v[b, t]
             start = first if attention.window_left < 0 else max(first, slot - attention.window_left)
-            seen = place(tokens, cache.k, b, torch.arange(start, slot + 1, device=q.device))
+            seen = place(cache, b, torch.arange(start, slot + 1, device=q.device))
             keys, values = (buffer[seen].repeat_interleave(group, 1) for buffer in (cache.k, cache.v))
             wide = torch.promote_types(q.dtype, torch.float32)
             scores = torch.einsum("hd,shd->hs", q[b, t].to(wide), keys.to(wide)) * attention.scale
@@ -80,8 +80,9 @@ def heads(attention, qkv, tokens):
     return found
 
 
-def place(tokens, cache, b, slot):
-    """The index of slots of sequence b in a cache."""
-    if tokens.block_table is None:
+def place(cache, b, slot):
+    """The index of slots of sequence b."""
+    if cache.block_table is None:
         return b, slot
-    return tokens.block_table[b].long()[slot // cache.shape[1]], slot % cache.shape[1]
+    size = cache.k.shape[1]
+    return cache.block_table[b].long()[slot // size], slot % size

@@ -195,7 +195,8 @@ def test_padding(name, monkeypatch):
     texts = generated(model)
     llmkernels.patch(model)
     monkeypatch.setattr(ModelRunner, "pad_inputs", property(lambda _: True, lambda *_: None), raising=False)
-    assert generated(model, q_padding_interval_size=8, kv_padding_interval_size=64) == texts
+    sizes = {"max_requests_per_batch": 8, "q_padding_interval_size": 8, "kv_padding_interval_size": 64}
+    assert generated(model, 8, **sizes) == texts
     assert decoder(model).forwards.keys() == {STEP}
 
 

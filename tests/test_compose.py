@@ -59,9 +59,9 @@ class Case:
         tokens = self.tokens
         slots = self.seqlens.long()[:, None] + torch.arange(-tokens.count, 0, device=self.hidden.device)
         rows = torch.arange(tokens.batch, device=self.hidden.device)[:, None]
-        if tokens.block_table is None:
+        if (table := self.caches[0].block_table) is None:
             return rows.expand_as(slots), slots
-        return tokens.block_table.long()[rows, slots // PAGE], slots % PAGE
+        return table.long()[rows, slots // PAGE], slots % PAGE
 
     def advance(self) -> None:
         """The next forward appends the tokens behind these."""
