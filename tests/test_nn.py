@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn as torch_nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
 
 import llmkernels
 from llmkernels import nn
@@ -235,6 +236,37 @@ def test_linear_cross_entropy_loss_has_the_state_of_torchs(device):
     ours.load_state_dict(theirs.state_dict())
     x, target = torch.randn(5, 8, device=device), torch.randint(11, (5,), device=device)
     torch.testing.assert_close(ours(x, target), theirs(x, target))
+
+
+@pytest.mark.parametrize("change", ["pruned", "weight_norm", "hook", "adapter"])
+def test_a_head_that_is_more_than_its_weight(device, change):
+    """These were left out: a pruned weight stayed as it was in the first step, and an adapter did nothing."""
+
+    class Adapted(torch_nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + x[..., :1]
+
+    def changed(linear):
+        torch.manual_seed(0)
+        if change == "pruned":
+            return prune.random_unstructured(linear, "weight", 0.5)
+        if change == "weight_norm":
+            return parametrizations.weight_norm(linear)
+        if change == "hook":
+            linear.register_forward_hook(lambda module, args, output: output * 2)
+            return linear
+        return copy_of(Adapted(8, 11), linear)
+
+    module = nn.LinearCrossEntropyLoss(8, 11, bias=True, softcap=5.0, max_logits_bytes=100, device=device)
+    expected = copy.deepcopy(module)
+    module.linear, theirs = changed(module.linear), changed(expected.linear)
+    x, target = torch.randn(3, 8, device=device), torch.randint(11, (3,), device=device)
+    for _step in range(2):
+        losses = module(x, target), F.cross_entropy(5 * torch.tanh(theirs(x) / 5), target)
+        torch.testing.assert_close(*losses)
+        for loss, linear in zip(losses, (module.linear, theirs), strict=True):
+            loss.backward()
+            torch.optim.SGD(linear.parameters(), lr=0.1).step()
 
 
 def test_a_tied_head(device):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from llmkernels.nn._plain import is_plain
 from llmkernels.ops import gated_mlp, glu
 from llmkernels.ops.activation import ACTIVATIONS, CLASSES
 
@@ -76,7 +77,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj, self.down_proj
-        if _is_plain(gate_up) and _is_plain(down):
+        if is_plain(gate_up) and is_plain(down):
             return gated_mlp(x, gate_up.weight, down.weight, gate_up.bias, down.bias, activation=self.activation)
         return down(glu(gate_up(x), activation=self.activation))
 
@@ -89,12 +90,6 @@ class GatedMLP(nn.Module):
             if all(name in state_dict for name in names):
                 state_dict[f"{prefix}gate_up_proj.{kind}"] = torch.cat([state_dict.pop(name) for name in names])
         super()._load_from_state_dict(state_dict, prefix, *options)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether the module is nothing but its weight and bias."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return type(module) is nn.Linear and not any(hooks) and "forward" not in module.__dict__
 
 
 def _linear(mlp: nn.Module, name: str) -> nn.Linear:

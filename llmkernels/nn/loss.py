@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmkernels.nn._plain import is_plain
 from llmkernels.ops import cross_entropy, linear_cross_entropy
 
 _SHARED = ("ignore_index", "reduction", "label_smoothing", "lse_square_scale", "softcap", "gradient_in_forward")
@@ -88,6 +89,9 @@ class LinearCrossEntropyLoss(_Loss):
     Parameters: ``linear.weight`` (num_classes, in_features), ``linear.bias`` (num_classes,). A head that is tied to
     another module's weight is set as ``loss.linear.weight = embedding.weight``.
     Shape: (..., in_features) and classes (...), to the loss.
+
+    A linear layer that has been replaced, by an adapter or a quantized layer, or that has hooks, as pruning sets, is
+    called as a module, and its logits exist as a whole.
     """
 
     weight: Tensor | None
@@ -117,11 +121,8 @@ class LinearCrossEntropyLoss(_Loss):
         self._set_options(locals())
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return linear_cross_entropy(
-            x,
-            self.linear.weight,
-            target,
-            linear_bias=self.linear.bias,
-            weight=self.weight,
-            **self._options(),
-        )
+        linear, options = self.linear, self._options() | {"weight": self.weight}
+        if is_plain(linear):
+            return linear_cross_entropy(x, linear.weight, target, linear_bias=linear.bias, **options)
+        del options["max_logits_bytes"]
+        return cross_entropy(linear(x), target, **options)
