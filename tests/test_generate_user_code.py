@@ -211,6 +211,10 @@ def new_number(model):
     model.model.layers[0].self_attn.scaling = 2.0
 
 
+def another_dtype(model):
+    model.double()  # PyTorch widens the keys and values that were
+
+
 class Third:
     """Changes a model when it is asked for the third time: a processor, a criterion or a streamer."""
 
@@ -237,7 +241,7 @@ class Third:
         pass
 
 
-@pytest.mark.parametrize("change", [steer, new_head, new_number])
+@pytest.mark.parametrize("change", [steer, new_head, new_number, another_dtype])
 @pytest.mark.parametrize("who", ["logits_processor", "stopping_criteria", "streamer"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_model_that_is_changed_amid_the_text(who, change, window, device, late):

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.adopted import hand_back
+from ..cache.fits import is_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..model.description import Description
@@ -21,20 +23,26 @@ def is_transformers(user: Any) -> bool:
 class Rest:
     """The forwards behind the last step.
 
-    `parts` is what the step computes, `inputs` those of the prompt.
+    `parts` is what the step computes, `inputs` those of the prompt, `cache` that of the step.
     """
 
     def __init__(self, model: nn.Module, parts: Description, inputs: dict[str, Any], cache: Any):
-        self._model, self._parts, self._cache = model, parts, cache
+        self._model, self._parts, self._cache, self._given = model, parts, cache, inputs[cache_name()]
         self._described = decoder(model).described
         self._mask, self._last = inputs.get("attention_mask"), last_position(inputs)[:, None]
         self.begun = False
 
     def begins(self) -> bool:
-        """Whether the forwards begin now, since the model is not what the step computes any more."""
+        """Whether the forwards begin now, since the model is not what the step computes any more; then the last step is
+        taken back."""
         if self.begun:
             return False
         self.begun = not self._holds()
+        if self.begun:
+            self._cache.take_back(1)
+            if not is_ours(self._given):  # where keys and values may change their dtype
+                hand_back(self._cache, self._given, frees=False)
+                self._cache = self._given
         return self.begun
 
     def _holds(self) -> bool:

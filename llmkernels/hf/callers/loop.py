@@ -384,7 +384,6 @@ def _run(
         late_cache = cache if late and text.length < stopping_criteria.max_length else None
         logits = next_turn(advance, Reading(tokens, unfinished.max()), streamer, late_cache)
         if logits is not None and rest and rest.begins():  # looked at when the device has the step, which is taken back
-            cache.take_back(1)
             logits = forward()
     if step is None:
         state.count(PREFILL)
