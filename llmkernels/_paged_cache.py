@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import count
 from typing import Any
 
 import torch
@@ -73,7 +72,7 @@ class PagedKVCache:
         self._owners: Counter[int] = Counter()  # by page
         self._pages: dict[int, list[int]] = _BySequence()
         self._length: dict[int, int] = _BySequence()
-        self._names = count()
+        self._next = 0  # the name of the next sequence
 
     @property
     def free_pages(self) -> int:
@@ -91,7 +90,7 @@ class PagedKVCache:
 
     def allocate(self) -> int:
         """A new, empty sequence."""
-        sequence = next(self._names)
+        sequence, self._next = self._next, self._next + 1
         self._pages[sequence], self._length[sequence] = [], 0
         return sequence
 

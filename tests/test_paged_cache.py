@@ -1,5 +1,8 @@
 """PagedKVCache: pages are handed out, written and read."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import settings
@@ -153,6 +156,21 @@ def test_errors_name_what_is_wrong():
         cache.block_table([a], width=2.0)
     assert cache.sequences == [a]
     assert not any(x.any() for x in cache.read(-1, a))
+
+
+def test_copies_are_independent():
+    cache = pages()
+    a = cache.allocate()
+    cache.append(a, 3)
+    cache.write(0, [a], keys_for(3), keys_for(3))
+    pickled = pickle.dumps(cache)
+    assert b"itertools" not in pickled  # whose objects Python 3.14 does not copy
+    for twin in (copy.deepcopy(cache), pickle.loads(pickled)):
+        twin.append(twin.fork(a), 1)
+        assert twin.sequences == [0, 1] and twin.free_pages == 5
+        twin.k[0].zero_()
+    assert cache.sequences == [0] and cache.free_pages == 6
+    assert torch.equal(cache.read(0, a)[0], keys_for(3)[0])
 
 
 def test_what_is_written_brings_no_graph():
