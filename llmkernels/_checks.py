@@ -4,7 +4,7 @@ from numbers import Integral
 from typing import Any
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
+def check_count(name: str, value: Any, least: float = 1) -> None:
     """Raise unless the value is an integer of at least so much."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")

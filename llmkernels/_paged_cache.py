@@ -1,5 +1,6 @@
 """A paged KV cache: sequences get pages as they grow."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -212,9 +213,11 @@ class PagedKVCache:
             raise ValueError(f"PagedKVCache.write: sequences must differ, got {sequences}")
 
     def _check_layer(self, method: str, layer: int) -> None:
-        check_count(f"PagedKVCache.{method}: layer", layer, -len(self.k))
-        if layer >= len(self.k):
-            raise IndexError(f"PagedKVCache.{method}: layer must be less than {len(self.k)}, got {layer}")
+        check_count(f"PagedKVCache.{method}: layer", layer, -math.inf)
+        if not -len(self.k) <= layer < len(self.k):
+            raise IndexError(
+                f"PagedKVCache.{method}: layer must be from {-len(self.k)} to {len(self.k) - 1}, got {layer}"
+            )
 
     def _row(self, pages: list[int], token: int) -> int:
         return pages[token // self.page_size] * self.page_size + token % self.page_size

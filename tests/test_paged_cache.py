@@ -147,7 +147,8 @@ def test_errors_name_what_is_wrong():
             getattr(cache, name)(a)
     with pytest.raises(TypeError, match=r"PagedKVCache\.write: sequences must be a list, got 0"):
         cache.write(0, a, k, k)
-    for kind, layer, words in ((IndexError, 2, "be less than 2"), (TypeError, 0.5, "be an integer")):
+    known = "be from -2 to 1"
+    for kind, layer, words in ((IndexError, 2, known), (IndexError, -3, known), (TypeError, 0.5, "be an integer")):
         with pytest.raises(kind, match=f"PagedKVCache.write: layer must {words}, got {layer}"):
             cache.write(layer, [a], k, k)
         with pytest.raises(kind, match=f"PagedKVCache.read: layer must {words}, got {layer}"):
