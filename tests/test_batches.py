@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import llmkernels
 from families import family_model
@@ -29,12 +30,12 @@ def by_step(monkeypatch):
     monkeypatch.setattr(batches, "DEVICES", {"cpu", "cuda"})
 
 
-def generated(model, tokens=64, new=NEW):
+def generated(model, tokens=64, new=NEW, **options):
     """The tokens of each request, in batches of at most so many."""
     found = model.generate_batch(
         [tiny_inputs("cpu", 1, length, seed=length)[0].tolist() for length in LENGTHS],
         generation_config=GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=tokens),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=tokens, **options),
         progress_bar=False,
     )
     assert [request.error for request in found.values()] == [None] * len(LENGTHS)
@@ -192,6 +193,24 @@ def test_softcaps_are_left_to_the_modules(device):
     found = generated(model)
     assert device != "cpu" or found == texts  # a GPU has other kernels for the norms
     assert decoder(model).forwards.keys() == {by_forward("softcaps in continuous batching")}
+
+
+@pytest.mark.parametrize("tokens", [64, 8], ids=["prompts at once", "chunks"])
+def test_padded_batches_are_left_to_the_modules(monkeypatch, tokens):
+    """With as many requests as tokens, as for CUDA graphs of transformers, which have the results of the modules."""
+    make = ModelRunner.__init__
+
+    def make_padding(runner, *arguments, **options):
+        make(runner, *arguments, **options)
+        runner.pad_inputs = True
+
+    monkeypatch.setattr(ModelRunner, "__init__", make_padding)
+    sizes = {"q_padding_interval_size": 8, "kv_padding_interval_size": 16, "max_requests_per_batch": 8}
+    model = small_model()
+    texts = generated(model, tokens, **sizes)
+    llmkernels.patch(model)
+    assert generated(model, tokens, **sizes) == texts
+    assert by_forward("batches padded for CUDA graphs of transformers") in decoder(model).forwards
 
 
 def test_adapters():

@@ -66,6 +66,9 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
         raise NoStep("position_ids are not (1, tokens)")
     if not isinstance(kept, Tensor) and kept != 0:
         raise NoStep("logits_to_keep is no tensor")
+    begins, longest = given["cu_seq_lens_q"], given.get("max_seqlen_q", given.get("max_length_q"))
+    if len(begins) > 2 and longest == ids.shape[1]:  # where one of several requests seems to have all tokens
+        raise NoStep("batches padded for CUDA graphs of transformers")
     check_attention(parts)
     cache = _layers_of(given["cache"])
     if len(cache.pages) != len(parts.layers):
@@ -81,7 +84,7 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
         if pages.group not in groups:
             groups[pages.group] = _group(given, pages)
         layers.append((groups[pages.group], pages.k, pages.v))
-    return Batch(ids[0], positions[0], given["cu_seq_lens_q"], layers, cache.place)
+    return Batch(ids[0], positions[0], begins, layers, cache.place)
 
 
 def _check(parts: Description, batch: Batch, reading: Reading) -> None:
