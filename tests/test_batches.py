@@ -7,11 +7,10 @@ import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
-from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import llmkernels
 from families import family_model
-from generating import small_model
+from generating import pad_batches, small_model
 from hf_models import assert_close, rounding, tiny_inputs
 from llmkernels.hf.callers import batches, forward
 from llmkernels.hf.report import STEP, by_forward
@@ -198,14 +197,7 @@ def test_softcaps_are_left_to_the_modules(device):
 @pytest.mark.parametrize("tokens", [64, 8], ids=["prompts at once", "chunks"])
 def test_padded_batches_are_left_to_the_modules(monkeypatch, tokens):
     """With as many requests as tokens, as for CUDA graphs of transformers, which have the results of the modules."""
-    make = ModelRunner.__init__
-
-    def make_padding(runner, *arguments, **options):
-        make(runner, *arguments, **options)
-        runner.pad_inputs = True
-
-    monkeypatch.setattr(ModelRunner, "__init__", make_padding)
-    sizes = {"q_padding_interval_size": 8, "kv_padding_interval_size": 16, "max_requests_per_batch": 8}
+    sizes = pad_batches(monkeypatch)
     model = small_model()
     texts = generated(model, tokens, **sizes)
     llmkernels.patch(model)
