@@ -20,8 +20,8 @@ from llmkernels.hf.step.program import Program
 
 LENGTHS, NEW = (5, 17, 9, 1), 6
 # Biases; norms of q and k, or behind blocks; multipliers; heads rotated in part; branches side by side; embeddings of
-# positions; weights by columns; a model of images.
-NAMES = ["llama", "qwen2", "qwen3", "olmo2", "granite", "phi", "cohere", "gpt2", "llava"]
+# positions; weights by columns; a model of images, and one whose positions have rows for these.
+NAMES = ["llama", "qwen2", "qwen3", "olmo2", "granite", "phi", "cohere", "gpt2", "llava", "qwen2_5_vl"]
 
 
 @pytest.fixture(autouse=True)

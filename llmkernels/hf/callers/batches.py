@@ -62,7 +62,7 @@ def by_batch(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOu
 def _batch(parts: Description, given: dict[str, Any]) -> Batch:
     """Raises NoStep for what only the modules take."""
     ids, positions, kept = given["input_ids"], given.get("position_ids"), given.get("logits_to_keep", 0)
-    if len(ids) != 1 or not isinstance(positions, Tensor) or positions.shape != ids.shape or parts.grids is not None:
+    if len(ids) != 1 or not isinstance(positions, Tensor) or positions.shape != ids.shape:
         raise NoStep("position_ids are not (1, tokens)")
     if not isinstance(kept, Tensor) and kept != 0:
         raise NoStep("logits_to_keep is no tensor")
