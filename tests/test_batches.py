@@ -16,7 +16,7 @@ from llmkernels.hf.callers import batches, forward
 from llmkernels.hf.report import STEP, by_forward
 from llmkernels.hf.step import batch, decode
 from llmkernels.hf.step.decode import decoder
-from llmkernels.hf.step.program import Program
+from llmkernels.hf.step.program import Program, Programs
 
 LENGTHS, NEW = (5, 17, 9, 1), 6
 # Biases; norms of q and k, or behind blocks; multipliers; heads rotated in part; branches side by side; embeddings of
@@ -160,6 +160,27 @@ def test_requests_that_repeat_the_first(device, monkeypatch):
     monkeypatch.setattr(Program, "run", look)
     found = generated(model)
     assert device != "cpu" or found == texts  # a GPU has other kernels for other numbers of rows
+
+
+def test_logits_are_read_before_another_thread_may_overwrite_them(monkeypatch):
+    model, made = small_model(), []
+    texts = generated(model)
+    llmkernels.patch(model)
+    run, lend = Program.run, Programs.lend
+
+    def note(*arguments, **options):
+        made.append(run(*arguments, **options))
+        return made[-1]
+
+    @contextmanager
+    def overwrite(*arguments):
+        with lend(*arguments) as program:
+            yield program
+        made[-1].zero_()
+
+    monkeypatch.setattr(Program, "run", note)
+    monkeypatch.setattr(Programs, "lend", overwrite)
+    assert generated(model) == texts and made
 
 
 def test_rows_of_graphs():

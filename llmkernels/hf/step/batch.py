@@ -67,14 +67,12 @@ class Batch:
 def run(parts: Description, batch: Batch, kept: Tensor | None, lend: prompt.Lend) -> Tensor:
     """The logits (kept, V) behind the tokens `kept`, or behind all. `lend`: that of a Decoder."""
     if batch.is_step(parts):
-        logits = _run_step(parts, batch, lend)
-        return logits.clone() if kept is None else logits[kept]
+        return _run_step(parts, batch, kept, lend)
     hidden = _run_layers(parts, batch)
     return compose.head(parts, hidden if kept is None else hidden[kept])
 
 
-def _run_step(parts: Description, batch: Batch, lend: prompt.Lend) -> Tensor:
-    """The logits (T, V), which the next run overwrites."""
+def _run_step(parts: Description, batch: Batch, kept: Tensor | None, lend: prompt.Lend) -> Tensor:
     group, k, _ = batch.layers[0]
     count, page_size = len(batch.ids), k.shape[1]
     rows = _rows(count)
@@ -104,7 +102,8 @@ def _run_step(parts: Description, batch: Batch, lend: prompt.Lend) -> Tensor:
             compose.embed(parts, tokens, hidden, positions)
             return compose.forward(parts, hidden, where, [LayerCache(k, v, seqlens, None) for _, k, v in batch.layers])
 
-        return program.run(forward, device, place)[:count]
+        logits = program.run(forward, device, place)[:count]
+        return logits.clone() if kept is None else logits[kept]  # before another thread may run the program
 
 
 def _rows(count: int) -> int:
