@@ -1,6 +1,7 @@
 """Shared by the tests of generation: a small model, the ops that a call runs, and comparisons with transformers."""
 
 import torch
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import llmkernels
 from hf_models import OPS, PROMPT, STEP, count_ops, tiny_model
@@ -31,6 +32,19 @@ def check_counts(found, expected, device):
         if "attention" not in found:
             expected = {op: count for op, count in expected.items() if op not in PROMPT} | OPS
     assert found == expected
+
+
+def pad_batches(monkeypatch):
+    """Let continuous batching pad its batches, as for CUDA graphs of transformers: options with as many requests as
+    tokens."""
+    make = ModelRunner.__init__
+
+    def make_padding(runner, *arguments, **options):
+        make(runner, *arguments, **options)
+        runner.pad_inputs = True
+
+    monkeypatch.setattr(ModelRunner, "__init__", make_padding)
+    return {"q_padding_interval_size": 8, "kv_padding_interval_size": 16, "max_requests_per_batch": 8}
 
 
 def hf_generate(model, ids, **options):

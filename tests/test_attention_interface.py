@@ -8,6 +8,7 @@ import transformers
 
 import llmkernels
 from families import FAMILIES, WINDOW, family_model
+from generating import pad_batches
 from hf_models import tiny_inputs
 from llmkernels.hf import attention as interface
 from llmkernels.hf import attention_paged as paged
@@ -90,9 +91,9 @@ its_own = pytest.mark.skipif(not paged.is_supported(), reason="this transformers
 
 
 @its_own
-@pytest.mark.parametrize("tokens", [64, 16], ids=["prompts at once", "chunks"])
+@pytest.mark.parametrize("tokens", [64, 16, 8], ids=["prompts at once", "chunks", "padded chunks"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "exaone4", "gpt_oss"])
-def test_continuous_batching(device, name, tokens):
+def test_continuous_batching(device, name, tokens, monkeypatch):
     """Requests of several lengths, by steps in pages and by tokens in a row: each gets the text that it gets alone."""
     if name not in FAMILIES:
         pytest.skip("this transformers has none")
@@ -101,16 +102,20 @@ def test_continuous_batching(device, name, tokens):
     implemented(model, "eager")
     alone = [model.generate(ids[None], pad_token_id=0, **new)[0, len(ids) :].tolist() for ids in prompts]
     implemented(model, interface.NAME)
+    sizes = pad_batches(monkeypatch) if tokens == 8 else {}
     calls = [mock.patch.object(paged, op, wraps=getattr(paged, op)) for op in ("attention_varlen", "decode_attention")]
     with calls[0] as in_a_row, calls[1] as in_pages:
         found = model.generate_batch(
             [ids.tolist() for ids in prompts],
             generation_config=transformers.GenerationConfig(pad_token_id=0, **new),
-            continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=tokens),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(
+                num_blocks=32, max_batch_tokens=tokens, **sizes
+            ),
             progress_bar=False,
         )
     assert [found[key].generated_tokens for key in sorted(found)] == alone
-    assert in_a_row.call_count and (in_pages.call_count > 0) == (name in ("llama", "gemma2", "exaone4"))
+    is_in_pages = not sizes and name in ("llama", "gemma2", "exaone4")
+    assert in_a_row.call_count and (in_pages.call_count > 0) == is_in_pages
 
 
 @its_own

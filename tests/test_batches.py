@@ -7,23 +7,22 @@ import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
-from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 import llmkernels
 from families import family_model
-from generating import small_model
+from generating import pad_batches, small_model
 from hf_models import assert_close, rounding, tiny_inputs
 from llmkernels.hf.callers import batches, forward
 from llmkernels.hf.report import STEP, by_forward
 from llmkernels.hf.step import batch, decode
 from llmkernels.hf.step.decode import decoder
-from llmkernels.hf.step.program import Program
+from llmkernels.hf.step.program import Program, Programs
 
 LENGTHS, NEW = (5, 17, 9, 1), 6
 WINDOWS = ["mistral", "exaone4", "gemma3"]
 # Biases; norms of q and k, or behind blocks; multipliers; heads rotated in part; branches side by side; embeddings of
-# positions; weights by columns; a model of images.
-NAMES = ["llama", "qwen2", "qwen3", "olmo2", "granite", "phi", "cohere", "gpt2", "llava"]
+# positions; weights by columns; a model of images, and one whose positions have rows for these.
+NAMES = ["llama", "qwen2", "qwen3", "olmo2", "granite", "phi", "cohere", "gpt2", "llava", "qwen2_5_vl"]
 
 
 @pytest.fixture(autouse=True)
@@ -164,6 +163,27 @@ def test_requests_that_repeat_the_first(device, monkeypatch):
     assert device != "cpu" or found == texts  # a GPU has other kernels for other numbers of rows
 
 
+def test_logits_are_read_before_another_thread_may_overwrite_them(monkeypatch):
+    model, made = small_model(), []
+    texts = generated(model)
+    llmkernels.patch(model)
+    run, lend = Program.run, Programs.lend
+
+    def note(*arguments, **options):
+        made.append(run(*arguments, **options))
+        return made[-1]
+
+    @contextmanager
+    def overwrite(*arguments):
+        with lend(*arguments) as program:
+            yield program
+        made[-1].zero_()
+
+    monkeypatch.setattr(Program, "run", note)
+    monkeypatch.setattr(Programs, "lend", overwrite)
+    assert generated(model) == texts and made
+
+
 def test_rows_of_graphs():
     """Few sizes, each at most a quarter more than it has to be."""
     rows = {count: batch._rows(count) for count in range(1, 65)}
@@ -188,18 +208,6 @@ def test_windows(name, tokens, block):
         assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_padding(name, monkeypatch):
-    """Tokens and requests that there are not, as CUDA graphs of transformers have them, which run a forward before."""
-    model = family_model(name)
-    texts = generated(model)
-    llmkernels.patch(model)
-    monkeypatch.setattr(ModelRunner, "pad_inputs", property(lambda _: True, lambda *_: None), raising=False)
-    sizes = {"max_requests_per_batch": 8, "q_padding_interval_size": 8, "kv_padding_interval_size": 64}
-    assert generated(model, 8, **sizes) == texts
-    assert decoder(model).forwards.keys() == {STEP}
-
-
 def test_softcaps_are_left_to_the_modules(device):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = family_model("gemma2", device, dtype)
@@ -208,6 +216,17 @@ def test_softcaps_are_left_to_the_modules(device):
     found = generated(model)
     assert device != "cpu" or found == texts  # a GPU has other kernels for the norms
     assert decoder(model).forwards.keys() == {by_forward("softcaps in continuous batching")}
+
+
+@pytest.mark.parametrize("tokens", [64, 8], ids=["prompts at once", "chunks"])
+def test_padded_batches_are_left_to_the_modules(monkeypatch, tokens):
+    """With as many requests as tokens, as for CUDA graphs of transformers, which have the results of the modules."""
+    sizes = pad_batches(monkeypatch)
+    model = small_model()
+    texts = generated(model, tokens, **sizes)
+    llmkernels.patch(model)
+    assert generated(model, tokens, **sizes) == texts
+    assert by_forward("batches padded for CUDA graphs of transformers") in decoder(model).forwards
 
 
 def test_adapters():

@@ -39,6 +39,7 @@ def paged_attention_forward(
     cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
+    max_seqlen_q: int = 1,
     max_seqlen_k: int | dict[str, int] = 0,
     read_index: list[Tensor] | None = None,
     write_index: list[Tensor] | None = None,
@@ -50,6 +51,7 @@ def paged_attention_forward(
         cache: transformers' PagedAttentionCache.
         cu_seq_lens_q, cu_seq_lens_k: (N + 1,): where the tokens of each request begin, and its keys, those in the cache
             included; of the latter one for each type of layer, if there are several. So with ``max_seqlen_k``.
+        max_seqlen_q: the most tokens of a request. Where batches are padded, requests behind the last one have none.
         read_index, write_index: for each group of layers, the places in the cache of all keys, and of the new ones.
     """
     if cache is None:
@@ -62,7 +64,7 @@ def paged_attention_forward(
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
     group, layer = cache.layer_index_to_group_indices[module.layer_idx]
     options = {"softmax_scale": scaling, "softcap": softcap or 0.0}
-    one_token_each = len(cu_seq_lens_q) == query.shape[2] + 1
+    one_token_each = max_seqlen_q == 1 and len(cu_seq_lens_q) == query.shape[2] + 1
     in_pages = window == _NO_WINDOW and read_index[group].numel() > 0 and key.shape == value.shape
     if one_token_each and in_pages and s_aux is None:
         keys, values = cache.key_cache[layer], cache.value_cache[layer]

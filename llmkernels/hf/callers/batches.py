@@ -63,10 +63,13 @@ def by_batch(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOu
 def _batch(parts: Description, given: dict[str, Any]) -> Batch:
     """Raises NoStep for what only the modules take."""
     ids, positions, kept = given["input_ids"], given.get("position_ids"), given.get("logits_to_keep", 0)
-    if len(ids) != 1 or not isinstance(positions, Tensor) or positions.shape != ids.shape or parts.grids is not None:
+    if len(ids) != 1 or not isinstance(positions, Tensor) or positions.shape != ids.shape:
         raise NoStep("position_ids are not (1, tokens)")
     if not isinstance(kept, Tensor) and kept != 0:
         raise NoStep("logits_to_keep is no tensor")
+    begins, most = given["cu_seq_lens_q"], given.get("max_seqlen_q", given.get("max_length_q"))
+    if len(begins) > 2 and most == ids.shape[1]:  # where one of several requests seems to have all tokens
+        raise NoStep("batches padded for CUDA graphs of transformers")
     check_attention(parts)
     cache = _layers_of(given["cache"])
     if len(cache.pages) != len(parts.layers):
@@ -82,8 +85,7 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
         if pages.group not in groups:
             groups[pages.group] = _group(given, pages)
         layers.append((groups[pages.group], pages.k, pages.v))
-    most = given.get("max_seqlen_q", given.get("max_length_q"))
-    return Batch(ids[0], positions[0], given["cu_seq_lens_q"], most, layers, cache.place)
+    return Batch(ids[0], positions[0], begins, most, layers, cache.place)
 
 
 def _check(parts: Description, batch: Batch, reading: Reading) -> int:

@@ -71,14 +71,12 @@ def run(parts: Description, batch: Batch, longest: int, kept: Tensor | None, len
     """The logits (kept, V) behind the tokens `kept`, or behind all. `longest`: how many tokens the longest text has;
     `lend`: that of a Decoder."""
     if batch.is_step(parts):
-        logits = _run_step(parts, batch, longest, lend)
-        return logits.clone() if kept is None else logits[kept]
+        return _run_step(parts, batch, longest, kept, lend)
     hidden = _run_layers(parts, batch)
     return compose.head(parts, hidden if kept is None else hidden[kept])
 
 
-def _run_step(parts: Description, batch: Batch, longest: int, lend: prompt.Lend) -> Tensor:
-    """The logits (T, V), which the next run overwrites."""
+def _run_step(parts: Description, batch: Batch, longest: int, kept: Tensor | None, lend: prompt.Lend) -> Tensor:
     rows, page_size = _rows(len(batch.ids)), batch.layers[0][1].shape[1]
     capacity = page_size << (-(-longest // page_size) - 1).bit_length()
     device, weight = batch.ids.device, parts.weight
@@ -107,7 +105,8 @@ def _run_step(parts: Description, batch: Batch, longest: int, lend: prompt.Lend)
             compose.embed(parts, tokens, hidden, positions)
             return compose.forward(parts, hidden, where, caches)
 
-        return program.run(forward, device, place)[: len(batch.ids)]
+        logits = program.run(forward, device, place)[: len(batch.ids)]
+        return logits.clone() if kept is None else logits[kept]  # before another thread may run the program
 
 
 def _rows(count: int) -> int:
