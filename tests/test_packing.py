@@ -179,6 +179,24 @@ def test_resized_embeddings(device):
     assert torch.equal(hf_generate(model, ids), found)
 
 
+@pytest.mark.gpu
+def test_packed_weights_are_there_for_other_streams(monkeypatch):
+    """Another thread may read a parameter as soon as it has its new memory."""
+    group = [nn.Parameter(torch.randn(1 << 20, device="cuda")) for _ in range(2)]
+    expected, seen = [parameter.detach().clone() for parameter in group], []
+    torch.cuda.synchronize()
+
+    def read(*_):
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            seen.extend(parameter.detach().clone() for parameter in group)
+
+    monkeypatch.setattr(packing, "_wait_for_readers", read)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        packing.pack([group])
+    assert all(map(torch.equal, seen, expected)) and len(seen) == 2
+
+
 def test_packing_one_group():
     parameters = [nn.Parameter(torch.randn(rows, 4)) for rows in (3, 1, 2)]
     values = [p.detach().clone() for p in parameters]

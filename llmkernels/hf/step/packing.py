@@ -165,6 +165,8 @@ def _replace(groups: Sequence[Sequence[nn.Parameter]], make_rows: Callable) -> N
                 old += [parameter.data for parameter in group]
                 for parameter, new in zip(group, make_rows(group), strict=True):
                     new.copy_(parameter.data)
+                    if on_cuda:  # another thread may read it in another stream
+                        torch.cuda.current_stream(new.device).synchronize()
                     # A thread that reads it at this moment has the old storage or the new one, both from offset 0.
                     parameter.data = new
         finally:
