@@ -119,8 +119,16 @@ PYTHON = [
         "py_rows_behind_the_requests_are_of_another_step",
         "rows of a graph that no request has write keys where they were in the step before",
         "llmkernels/hf/step/batch.py",
-        "buffer[count:].copy_(values[:1].expand_as(buffer[count:]))",
+        "buffer[len(values) :].copy_(values[:1].expand_as(buffer[len(values) :]))",
         "pass",
         "tests/test_batches.py -k repeat_the_first",
+    ),
+    Mutation(
+        "py_page_of_a_windows_new_key_is_another",
+        "a request whose window comes round to a page reads the page that is read there otherwise",
+        "llmkernels/hf/step/batch.py",
+        "table = torch.where(index == seqlens[:, None] - 1, own[:, None], table)",
+        "pass",
+        "tests/test_batches.py -k windows",
     ),
 ]
