@@ -103,6 +103,8 @@ def test_continuous_batching(device, name, tokens, monkeypatch):
     alone = [model.generate(ids[None], pad_token_id=0, **new)[0, len(ids) :].tolist() for ids in prompts]
     implemented(model, interface.NAME)
     sizes = pad_batches(monkeypatch) if tokens == 8 else {}
+    if sizes and name == "gpt_oss":
+        sizes["use_cuda_graph"] = False  # which can not record its experts in float32
     calls = [mock.patch.object(paged, op, wraps=getattr(paged, op)) for op in ("attention_varlen", "decode_attention")]
     with calls[0] as in_a_row, calls[1] as in_pages:
         found = model.generate_batch(
