@@ -85,7 +85,8 @@ if [ "$tests" = two_gpus ]; then
 elif [ "$tests" = again ]; then
   echo again >> "$work/started"
   mapfile -t names < <("$python" scripts/gpu_report.py --failures "$output")
-  "$python" -m pytest -q --junitxml="$work/again.xml" "$@" "${names[@]}" || true
+  "${threads[@]}" "$python" -m pytest -q -k "cuda or gpu or large" "${workers[@]}" --junitxml="$work/again.xml" "$@" \
+    "${names[@]}" || true
 elif [ -n "$tests" ]; then
   run=("$python" -m pytest -q -k "cuda or gpu or large")
   echo tests >> "$work/started"

@@ -34,9 +34,9 @@ def check_counts(found, expected, device):
     assert found == expected
 
 
-def pad_batches(monkeypatch):
-    """Let continuous batching pad its batches, as for CUDA graphs of transformers: options with as many requests as
-    tokens."""
+def pad_batches(monkeypatch, graphs=False):
+    """Let continuous batching pad its batches, as for CUDA graphs of transformers, which it may record as well: options
+    with as many requests as tokens."""
     make = ModelRunner.__init__
 
     def make_padding(runner, *arguments, **options):
@@ -44,7 +44,8 @@ def pad_batches(monkeypatch):
         runner.pad_inputs = True
 
     monkeypatch.setattr(ModelRunner, "__init__", make_padding)
-    return {"q_padding_interval_size": 8, "kv_padding_interval_size": 16, "max_requests_per_batch": 8}
+    sizes = {"q_padding_interval_size": 8, "kv_padding_interval_size": 16, "max_requests_per_batch": 8}
+    return sizes | {"use_cuda_graph": graphs}
 
 
 def hf_generate(model, ids, **options):
