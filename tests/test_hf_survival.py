@@ -216,6 +216,22 @@ with torch.no_grad():
     assert type(loaded.model.norm) is type(tiny_model().model.norm)
 
 
+def test_new_models_of_the_class_of_a_patched_one(tmp_path, device):
+    """They are not patched, nor half of them, and can be."""
+    model = tiny_model().to(device)
+    original, ids = type(model), tiny_inputs(device)
+    expected = model(ids).logits
+    llmkernels.patch(model)
+    model.save_pretrained(tmp_path)
+    for made in (type(model)(model.config), type(model).from_pretrained(tmp_path), model.from_pretrained(tmp_path)):
+        assert type(made) is original
+        made.load_state_dict(model.state_dict())
+        handle = llmkernels.patch(made.to(device).eval())
+        assert_close(made(ids).logits, expected)
+        handle.unpatch()
+        assert type(made) is original
+
+
 def test_save_pretrained(tmp_path, device):
     model, ids = tiny_model(device=device), tiny_inputs(device)
     before = logits_of(model, ids)

@@ -24,6 +24,12 @@ class Replaced:
     original: type[nn.Module]
     recipe: tuple[Any, ...]
 
+    def __new__(cls, *args, **kwargs):
+        # A new module, as `type(model).from_pretrained()` makes, is of the original: patch() changes the class of one.
+        if "original" in vars(cls) and (args or kwargs):
+            return cls.original(*args, **kwargs)
+        return super().__new__(cls)
+
     def __reduce_ex__(self, protocol):
         # The class is made at run time, so a pickle names the one it was made from, and loading makes it again.
         cls = type(self)  # which another thread may change meanwhile
