@@ -133,20 +133,6 @@ def test_patching_twice_is_an_error():
     assert count_ops(model, ids) == OPS
 
 
-def test_a_new_model_of_a_patched_class_is_patched_already():
-    """Its class generates by the step, though its layers are transformers' own."""
-    model, ids = tiny_model(), tiny_inputs()
-    llmkernels.patch(model)
-    new = type(model)(model.config).eval()
-    new.load_state_dict(model.state_dict())
-    with pytest.raises(RuntimeError, match="must not be patched already, got one with 1 patched modules"):
-        llmkernels.patch(new)
-    llmkernels.unpatch(new)
-    assert type(new) is type(tiny_model())
-    llmkernels.patch(new)
-    assert torch.equal(logits_of(new, ids), logits_of(model, ids))
-
-
 def test_unknown_model_is_an_error():
     with pytest.raises(ValueError, match=r"layers of a decoder of transformers, got <class .*Sequential"):
         llmkernels.patch(nn.Sequential(nn.Linear(3, 3)))
