@@ -25,8 +25,9 @@ class KVCache(Cache):
     Args:
         config: of the model, or the model itself: says how many layers there are.
         capacity: tokens per sequence. Their memory is allocated at once.
-        batch_size, dtype, device: allocate the buffers now. Without them they are allocated at the first ``update``
-            of their layer, with its batch, heads, dtype and device.
+        batch_size: allocate the buffers now, in ``dtype`` and on ``device``, by default the model's. Without it they
+            are allocated at the first ``update`` of their layer, with its batch, heads, dtype and device.
+        dtype, device: of buffers that are allocated now; without a ``batch_size`` they say nothing.
         grows: move to larger buffers when ``capacity`` is reached. A decode step then needs a new CUDA graph.
 
     Attributes:
