@@ -214,7 +214,8 @@ def test_softcaps_are_left_to_the_modules(device):
     llmkernels.patch(model)
     found = generated(model)
     assert device != "cpu" or found == texts  # a GPU has other kernels for the norms
-    assert decoder(model).forwards.keys() == {by_forward("softcaps in continuous batching")}
+    reasons = "softcaps in continuous batching", "attention is computed by eager_paged_attention_forward"  # 5.23: eager
+    assert [*decoder(model).forwards] in [[by_forward(reason)] for reason in reasons]
 
 
 @pytest.mark.parametrize("tokens", [64, 8], ids=["prompts at once", "chunks"])
