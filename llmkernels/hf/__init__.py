@@ -61,6 +61,11 @@ call of a patched model becomes launches:
       step/prompt.py         the prompt, as above
       step/decode.py         a step per token; callers/reading.py: the token is read while the next step runs
 
+    model.generate_batch(requests)
+      callers/batches.py     what the scheduler of transformers has put together: tokens of many requests, and the pages
+                             of their keys and values
+      step/batch.py          one token of each: a step over the pages, by a graph; else op by op
+
 Importing this package imports transformers. `import llmkernels` does not: it imports this package when it is needed.
 """
 

@@ -89,8 +89,8 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
 
 
 def _check(parts: Description, batch: Batch, reading: Reading) -> int:
-    """How many tokens the longest text has. Raises NoStep for positions that a step has no cos and sin of, and
-    IndexError for ids of no token."""
+    """How many tokens the longest text has. Raises IndexError for ids of no token; NoStep for positions that are
+    negative, or too far for the model, or in a step not those behind the keys."""
     ids, positions, begins = reading.wait()
     check_ids(*map(int, ids.aminmax()), len(parts.embedding))
     lowest, highest = map(int, positions.aminmax())

@@ -93,7 +93,10 @@ class InRing(NamedTuple):
     own: Tensor
 
 
-def attend(attention: Attention, source: Source, tokens: Tokens, cache: LayerCache | InPages | InRing) -> Tensor:
+Cache = LayerCache | InPages | InRing
+
+
+def attend(attention: Attention, source: Source, tokens: Tokens, cache: Cache) -> Tensor:
     """What the output projection reads, (B * T, heads * D)."""
     qkv = source.linear(attention.qkv)
     if tokens.packed is not None:

@@ -56,7 +56,7 @@ class Batch:
     place: Hashable
 
     def is_step(self, parts: Description) -> bool:
-        """Whether all requests have one token, and keys before."""
+        """Whether all requests have one token and keys before, of which the pages keep as many as a layer sees."""
         return (
             self.most == 1
             and len(self.ids) <= _ROWS

@@ -53,7 +53,7 @@ import torch
 from torch import Tensor
 
 from ..model.description import MLP, Attention, Branch, Description, Layer, Norm, Product
-from .attend import UNROTATED, InPages, LayerCache, Tokens, attend
+from .attend import UNROTATED, Cache, Tokens, attend
 from .source import Quantized, Source, Sum, fp8_linear, normalize, options_of
 
 _ops = torch.ops.llmkernels
@@ -63,7 +63,7 @@ def forward(
     parts: Description,
     hidden: Tensor,
     tokens: Tokens,
-    caches: Iterable[LayerCache | InPages],
+    caches: Iterable[Cache],
     seen: list[Tensor] | None = None,
 ) -> Tensor:
     """The logits (B * T, V) behind the tokens whose embeddings are in `hidden` (B * T, H), which may be overwritten.
@@ -78,7 +78,7 @@ def run_layers(
     parts: Description,
     hidden: Tensor,
     tokens: Tokens,
-    caches: Iterable[LayerCache | InPages],
+    caches: Iterable[Cache],
     seen: list[Tensor] | None = None,
 ) -> Tensor:
     """`hidden` behind all layers: the one given, overwritten, or another one. `seen` receives what each layer is given,
