@@ -92,6 +92,13 @@ class RowSlot {
     const int row = number * rows_per_block + group.index;
     slot_ = reinterpret_cast<T*>(slots + (row * (group.threads / 32) + group.rank / 32) * (8 * kWords + 1));
   }
+  // For what is to be stored of the part that another slot has, in its place: T is narrower.
+  template <typename Wide, int kWideWords>
+  __device__ explicit RowSlot(const RowSlot<Wide, kWideWords>& wide)
+      : lane_(wide.lane_), begin_(wide.begin_), cols_(wide.cols_), shift_(0), is_full_(wide.is_full_) {
+    static_assert(kPart == RowSlot<Wide, kWideWords>::kPart && sizeof(T) < sizeof(Wide));
+    slot_ = reinterpret_cast<T*>(wide.slot_);
+  }
 
   // Where word i begins: behind the end of the row for the last ones.
   __device__ int column(int i) const { return begin_ + lane_ * kPerWord + i * kStep; }
@@ -99,6 +106,9 @@ class RowSlot {
   // Whether all words of the warp's part are the row's. (cols_ == kPart would say the same, but ptxas 13.0 makes one
   // instruction of a clamp to [0, kPart] and a comparison with kPart, whose predicate is true for less, too.)
   __device__ bool is_full() const { return is_full_; }
+
+  // Where the slot has the row's element `column`.
+  __device__ T* at(int column) const { return slot_ + shift_ + column - begin_; }
 
   // The slot has, or is to have, this row.
   __device__ void holds(const T* row) { shift_ = misalignment(row); }
@@ -189,7 +199,7 @@ class RowSlot {
   __device__ void for_vectors(const Visit& visit) const {
     const int first = (shift_ > 0) + lane_, end = (shift_ + cols_) / N;
 #pragma unroll
-    for (int i = 0; i < kWords / 4; ++i) {
+    for (int i = 0; i < (kWords + 3) / 4; ++i) {
       if (first + i * 32 < end) visit((first + i * 32) * N);
     }
   }
@@ -201,6 +211,9 @@ class RowSlot {
     const bool of_tail = k >= N && tail + k - N < end && (tail > 0 || shift_ == 0);
     if (of_head || of_tail) visit(k < N ? k : tail + k - N);
   }
+
+  template <typename, int>
+  friend class RowSlot;
 
   T* slot_;
   int lane_, begin_, cols_, shift_;  // `begin_`: of the part in the row; `shift_`: of the part in the slot

@@ -282,6 +282,15 @@ CUDA = [
         "tests/test_fp8.py -k more_than",
     ),
     Mutation(
+        "cuda_fp8_stores_before_all_have_loaded",
+        "the codes of a row take the place of what other lanes have still to load",
+        "csrc/kernels/quant/fp8_quantize.cu",
+        "  __syncwarp();  // all lanes have loaded what lies there\n",
+        "",
+        "tests/test_fp8.py -k test_every_kernel_path",
+        tool="racecheck",
+    ),
+    Mutation(
         "cuda_norm_rope_swapped_rounding",
         "multiplies by the weight before it rounds",
         "csrc/kernels/rope/rms_norm_rope.cu",

@@ -26,6 +26,27 @@ __device__ float max_magnitude(const Vec<T, N>& x, float most) {
   }
 }
 
+// Of several vectors.
+template <typename T, int N, int kCount>
+__device__ float max_magnitude(const Vec<T, N> (&x)[kCount]) {
+  if constexpr (Vec<T, N>::kPaired) {
+    Vec<T, N> most;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) most.pair(i) = __habs2(x[0].pair(i));
+#pragma unroll
+    for (int v = 1; v < kCount; ++v) {
+#pragma unroll
+      for (int i = 0; i < N; i += 2) most.pair(i) = __hmax2_nan(most.pair(i), __habs2(x[v].pair(i)));
+    }
+    return max_magnitude(most, 0.f);
+  } else {
+    float most = 0.f;
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) most = max_magnitude(x[v], most);
+    return most;
+  }
+}
+
 // 1 / scale, rounded once, for a scale of scale_of().
 __device__ inline float inverse_of(float scale) {
   const float inverse = reciprocal_approximate(scale);
@@ -65,10 +86,22 @@ __device__ Fp8Words<N> to_fp8(const Vec<T, N>& x, float inverse, Fp8Format forma
   return format == Fp8Format::kE4M3 ? to_fp8_as<__NV_E4M3>(x, inverse) : to_fp8_as<__NV_E5M2>(x, inverse);
 }
 
+// The same of one element, or of two, the first one in the low byte.
+template <__nv_fp8_interpretation_t kKind, typename T, int N>
+__device__ auto few_to_fp8(const Vec<T, N>& x, float inverse) {
+  if constexpr (N == 1) {
+    return __nv_cvt_float_to_fp8(__fmul_rn(x[0], inverse), __NV_SATFINITE, kKind);
+  } else {
+    static_assert(N == 2);
+    const float2 both = make_float2(__fmul_rn(x[0], inverse), __fmul_rn(x[1], inverse));
+    return __nv_cvt_float2_to_fp8x2(both, __NV_SATFINITE, kKind);
+  }
+}
+
 template <__nv_fp8_interpretation_t kKind, typename T, int N>
 __device__ void store_as(const Vec<T, N>& x, float inverse, uint8_t* q) {
   if constexpr (N == 1) {
-    *q = __nv_cvt_float_to_fp8(__fmul_rn(x[0], inverse), __NV_SATFINITE, kKind);
+    *q = few_to_fp8<kKind>(x, inverse);
   } else {
     using Raw = typename Word<N>::type;
     const Fp8Words<N> words = to_fp8_as<kKind>(x, inverse);

@@ -10,15 +10,17 @@
 //   row    |---- group 0 ----|---- group 1 ----|-- group 2 --|      128 columns each, or the row is one group
 //   group  |t0|t1|..|tn|t0|t1|..|tn|                                vectors of 16 bytes
 //
-// Where rows are not aligned, its vectors are cut out of two (device/shifted.cuh), and a warp puts together what it
-// stores. Groups that are too long for that are read twice, the second time mostly from cache. A SwiGLU is then
-// computed twice. That of rows that are not aligned takes a launch of its own, see csrc/torch/fp8.cpp. The maximum is
-// of magnitudes as floats, NaN included, so it is exact in any order and the same for every launch.
+// Rows that are not aligned go by words (row_words.cuh) if the row is one group and there are many; else vectors are
+// cut out of two (device/shifted.cuh), and a warp puts together what it stores. Groups that are too long for that are
+// read twice, the second time mostly from cache. A SwiGLU is then computed twice. That of rows that are not aligned
+// takes a launch of its own, see csrc/torch/fp8.cpp. The maximum is of magnitudes as floats, NaN included, so it is
+// exact in any order and the same for every launch.
 #include "fp8.cuh"
 #include "fp8.h"
 #include "kernels/activation/activation.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "kernels/row_words.cuh"
 #include "plan.h"
 
 namespace llmk::kernels {
@@ -169,6 +171,62 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
+// Rows of any alignment that are one group each, by words. What is stored takes the place of what was loaded.
+template <typename T, int kWords>
+__global__ void __launch_bounds__(kMaxWordThreads, 2)
+    quantize_words_kernel(const Fp8QuantizeParams params, const WordPlan plan, bool keep_inputs) {
+  using Slot = RowSlot<T, kWords>;
+  constexpr int N = Slot::kPerWord;
+  extern __shared__ int4 slots[];
+  __shared__ float shared[kMaxWordThreads / 32];
+  const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
+  const int cols = row < params.out.rows ? static_cast<int>(params.out.cols) : 0;
+  Slot x(slots, 0, group, plan.rows_per_block, cols);
+  pdl_launch_dependents();
+  pdl_wait();
+  x.copy(static_cast<const T*>(params.x) + row * params.x_stride, l2_policy(keep_inputs));
+  cp_async_commit();
+  x.pad(0.f);
+  Slot::arrived();
+  typename Slot::Word words[kWords];
+  x.load(words);
+  const float scale = scale_of(group_max_nan(max_magnitude(words), group, shared), params.out);
+  if (group.rank == 0 && cols > 0) *scale_at(params.out, row, 0) = scale;
+  const float inverse = inverse_of(scale);
+
+  uint8_t* const target = static_cast<uint8_t*>(params.out.q) + row * params.out.cols;
+  RowSlot<uint8_t, kWords * N / 4> q(x);
+  q.holds(target);
+  __syncwarp();  // all lanes have loaded what lies there
+  uint8_t* const first = q.at(x.column(0));
+  const auto put = [&](auto kind) {
+    constexpr auto kKind = decltype(kind)::value;
+    if constexpr (N == 1) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) first[i * Slot::kStep] = few_to_fp8<kKind>(words[i], inverse);
+    } else if (reinterpret_cast<uintptr_t>(first) % 2 == 0) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        reinterpret_cast<uint16_t*>(first)[i * Slot::kStep / 2] = few_to_fp8<kKind>(words[i], inverse);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) {
+        const uint16_t both = few_to_fp8<kKind>(words[i], inverse);
+        first[i * Slot::kStep] = static_cast<uint8_t>(both);
+        first[i * Slot::kStep + 1] = static_cast<uint8_t>(both >> 8);
+      }
+    }
+  };
+  if (params.out.format == Fp8Format::kE4M3) {
+    put(std::integral_constant<__nv_fp8_interpretation_t, __NV_E4M3>{});
+  } else {
+    put(std::integral_constant<__nv_fp8_interpretation_t, __NV_E5M2>{});
+  }
+  q.store(target);
+}
+
 // A group of any length, read twice.
 template <typename Source>
 __global__ void __launch_bounds__(kMaxThreads)
@@ -225,12 +283,22 @@ cudaError_t launch_source(const Fp8QuantizeParams& params, cudaStream_t stream) 
 
 // Of rows of any alignment.
 template <typename T>
-cudaError_t launch_shifted(const Fp8QuantizeParams& params, cudaStream_t stream) {
+cudaError_t launch_unaligned(const Fp8QuantizeParams& params, cudaStream_t stream) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   constexpr int N = kVecWidth<T>, kMostVectors = 4;
   const Fp8Output& out = params.out;
   const int64_t per_row = fp8::groups_per_row(out.cols, out.group), groups = out.rows * per_row;
+  if (per_row == 1 && out.rows > kFewRowsPerSm * device.sm_count) {
+    const WordPlan words = plan_words(out.cols, sizeof(T), 1);
+    const bool keep = keeps_inputs(device, out.rows * out.cols * static_cast<int64_t>(sizeof(T) + 1));
+    if (words.words > 0) {
+      return dispatch_int<4, 8, 12, 16>(words.words, [&](auto number) {
+        return launch(quantize_words_kernel<T, decltype(number)::value>, words.shape(out.rows), stream, params, words,
+                      keep);
+      });
+    }
+  }
   const int64_t count = (std::min(out.group, out.cols) + N - 1) / N;
   const GroupPlan plan = plan_group(count, groups, device.sm_count, kMostVectors, kMaxThreads, 2 * N);
   if (plan.vectors == 0) return launch_source<Plain<T, 1>>(params, stream);
@@ -257,7 +325,7 @@ cudaError_t fp8_quantize(const Fp8QuantizeParams& params, Dtype dtype, cudaStrea
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (!all_rows_aligned<T>(row_operands(params))) {
-      return params.up ? cudaErrorInvalidValue : launch_shifted<T>(params, stream);  // see above
+      return params.up ? cudaErrorInvalidValue : launch_unaligned<T>(params, stream);  // see above
     }
     return params.up ? launch_source<Swiglu<T>>(params, stream) : launch_source<Plain<T>>(params, stream);
   });
