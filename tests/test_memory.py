@@ -321,6 +321,9 @@ def every_path():
         for dtype, cols in ((torch.float16, 259), (torch.bfloat16, 40001), (torch.float32, 131071)):  # not aligned
             yield case_named(name), dtype, cols, 3
     yield case_named("bias_gelu"), torch.bfloat16, 2064, 1100  # several strips, several rows per block in the backward
+    for name in ("bias_gelu", "bias_swiglu"):  # not aligned
+        for dtype, cols, rows in ((torch.bfloat16, 2061, 300), (torch.float32, 130, 3), (torch.float16, 5, 40)):
+            yield case_named(name), dtype, cols, rows
 
 
 @pytest.mark.sanitizer

@@ -163,10 +163,7 @@ class RowSlot {
       for (int i = 0; i < kWords; ++i) words[i] = two(first + i * kStep);
     }
   }
-  // Writes a row that is to be stored to `target`, once all lanes have loaded what was there.
-  __device__ void put(const T* target, const Word (&words)[kWords]) {
-    __syncwarp();
-    holds(target);
+  __device__ void put(const Word (&words)[kWords]) const {
     T* const first = own();
     if (kPerWord == 1 || shift_ % 2 == 0) {
 #pragma unroll
@@ -178,6 +175,12 @@ class RowSlot {
         first[i * kStep + 1] = words[i].data[1];
       }
     }
+  }
+  // Writes a row that is to be stored to `target`, once all lanes have loaded what was there.
+  __device__ void put(const T* target, const Word (&words)[kWords]) {
+    __syncwarp();
+    holds(target);
+    put(words);
   }
   __device__ void store(T* target) const {
     __syncwarp();

@@ -1,12 +1,13 @@
 // The norms' backward (backward.cuh) for rows of any alignment that fit a block, by words (row_words.cuh): a persistent
 // grid, as in backward_persistent.cuh. A group reads its rows from a ring of slots, and has one slot more for what it
-// stores. In the turn of its row i,
+// stores. The block has one with the weights, since registers are scarce. In the turn of its row i,
 //
 //   vectors   of row i + 2 begin to be copied, by cp.async
 //   ends      of row i + 1, loaded in the turn before, are put beside its vectors
 //   words     x, grad_y -> sums -> grad_x -> a slot -> stored by vectors
 //
-// An H100, bfloat16, us, forward and backward; cut: vectors were cut out of two that neighbouring lanes had copied.
+// An H100, bfloat16, us, forward and backward, with weights in registers and blocks of 512 threads; cut: vectors were
+// cut out of two that neighbouring lanes had copied.
 //
 //   case                 | cut   | words | aligned neighbour
 //   ---------------------|-------|-------|------------------
@@ -27,9 +28,9 @@
 
 namespace llmk::kernels::norm {
 
-// Threads of a block; words of a thread, at most, for the sums over rows have to fit the registers; rows of a group in
-// shared memory.
-constexpr int kBackwardThreads = 512, kFewWords = 8;
+// Threads of a block, at most, which leaves 96 registers each; words of a thread, at most, for the sums over rows have
+// to fit the registers; rows of a group in shared memory.
+constexpr int kBackwardThreads = 640, kFewWords = 8;
 template <typename T, bool kCentered>
 constexpr int kMostWords = kCentered && sizeof(T) == 2 ? 12 : 16;
 __host__ __device__ constexpr int word_stages(int words) { return words > kFewWords ? 2 : 3; }
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   using Slot = RowSlot<T, kWords>;
   using W = typename Slot::Word;
   constexpr int kPerWord = Slot::kPerWord, kDepth = word_stages(kWords), kSums = kCentered ? 3 : 2;
-  extern __shared__ int4 slots[];  // [stage][operand][group], [group]: grad_x
+  extern __shared__ int4 slots[];  // [stage][operand][group], [group]: grad_x, and one of weights
   __shared__ float shared[2][kSums * kBackwardThreads / 32];
   const LooseGroup group{{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)}};
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -90,8 +91,14 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const float eps = static_cast<float>(params.options.eps), inverse_cols = 1.f / static_cast<float>(params.cols);
   const float weight_offset = row_0.weight ? static_cast<float>(params.options.weight_offset) : 0.f;
   Slot result(slots, kDepth * operands, group, plan.rows_per_block, cols);
-  W weight[kWords];
-  load_parameters(row_0.weight, cols, result.column(0), 1.f, weight);
+  const Group of_block{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), 0};
+  Slot weights(slots, kDepth * operands + 1, of_block, plan.rows_per_block, cols);
+  if (group.index == 0) {
+    W words[kWords];
+    load_parameters(row_0.weight, cols, weights.column(0), 1.f, words);
+    weights.put(words);
+  }
+  __syncthreads();
   float grad_weight[kWords][kPerWord];
   [[maybe_unused]] float grad_bias[kWords][kPerWord];
 #pragma unroll
@@ -99,7 +106,6 @@ __global__ void __launch_bounds__(kBackwardThreads)
 #pragma unroll
     for (int k = 0; k < kPerWord; ++k) grad_weight[i][k] = grad_bias[i][k] = 0.f;
   }
-  const auto scale = [&](int i, int k) { return weight_offset + weight[i][k]; };
 
   int stage = 0, last = kDepth - 2, free = kDepth - 1;  // of this row, of the copy that was begun last, of the next
   int parity = 0;
@@ -124,10 +130,11 @@ __global__ void __launch_bounds__(kBackwardThreads)
       float sums[2] = {0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
+        const W weight = weights.word(i);
 #pragma unroll
         for (int k = 0; k < kPerWord; ++k) {
           sums[0] += x[i][k];
-          sums[1] += grad_y[i][k] * scale(i, k);
+          sums[1] += grad_y[i][k] * (weight_offset + weight[k]);
         }
       }
       group_sum(sums, group, shared[1]);
@@ -137,13 +144,14 @@ __global__ void __launch_bounds__(kBackwardThreads)
     const int left = cols - result.column(0);  // columns from the thread's first one on
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      forget_floats(x[i]), forget_floats(grad_y[i]), forget_floats(weight[i]);
+      forget_floats(x[i]), forget_floats(grad_y[i]);
+      const W weight = weights.word(i);
 #pragma unroll
       for (int k = 0; k < kPerWord; ++k) {
         if (kCentered && i * Slot::kStep + k >= left) continue;  // the difference of no number from the mean is not 0
         const float d = centered<kCentered>(x[i][k], mean);
         sums[0] += d * d;
-        sums[1] += grad_y[i][k] * scale(i, k) * d;
+        sums[1] += grad_y[i][k] * (weight_offset + weight[k]) * d;
         if constexpr (kCentered) sums[2] += d;
       }
     }
@@ -154,7 +162,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
       grad_sum.holds(rows.grad_sum);
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        forget_floats(x[i]), forget_floats(grad_y[i]), forget_floats(weight[i]);
+        forget_floats(x[i]), forget_floats(grad_y[i]);
+        const W weight = weights.word(i);
         float n[kPerWord], grad[kPerWord];
 #pragma unroll
         for (int k = 0; k < kPerWord; ++k) n[k] = centered<kCentered>(x[i][k], scalars.mean) * scalars.rstd;
@@ -163,7 +172,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
         for (int k = 0; k < kPerWord; ++k) {
           grad_weight[i][k] += grad_y[i][k] * (kRounds ? rounded[k] : n[k]);
           if constexpr (kCentered) grad_bias[i][k] += grad_y[i][k];
-          grad[k] = scalars.rstd * without_means<kCentered>(grad_y[i][k] * scale(i, k), n[k], scalars);
+          grad[k] = scalars.rstd * without_means<kCentered>(grad_y[i][k] * (weight_offset + weight[k]), n[k], scalars);
         }
         if (params.grad_sum) {
           const W extra = grad_sum.word(i);
@@ -223,7 +232,8 @@ cudaError_t plan_backward_words(const NormBackwardParams& params, WordPlan& plan
     WordPlan some = plan_words(params.cols, sizeof(T), 1, most, kBackwardThreads);
     if (some.words == 0) continue;
     const int64_t some_bytes = some.row_bytes() * (word_stages(some.words) * (params.grad_sum ? 3 : 2) + 1);
-    some.rows_per_block = static_cast<int>(std::min<int64_t>(kBackwardThreads / some.threads, room / some_bytes));
+    const int64_t fit = (room - some.row_bytes()) / some_bytes;  // beside the weights
+    some.rows_per_block = static_cast<int>(std::min<int64_t>(kBackwardThreads / some.threads, fit));
     if (4 * some.threads * some.rows_per_block > 5 * plan.threads * plan.rows_per_block) {
       plan = some, bytes = some_bytes;
     }
@@ -232,7 +242,8 @@ cudaError_t plan_backward_words(const NormBackwardParams& params, WordPlan& plan
   const int64_t rows_per_sm = (params.rows + device.sm_count - 1) / device.sm_count;
   plan.rows_per_block = static_cast<int>(std::min<int64_t>(plan.rows_per_block, rows_per_sm));
   // More than half of an SM's, so that two blocks cannot pile up on one that is free early.
-  plan.shared_bytes = std::max<size_t>(bytes * plan.rows_per_block, device.shared_bytes / 2 + 1024);
+  const int64_t slots = bytes * plan.rows_per_block + plan.row_bytes();
+  plan.shared_bytes = std::max<size_t>(slots, device.shared_bytes / 2 + 1024);
   blocks = std::min<int64_t>(params.rows, device.sm_count);
   return cudaSuccess;
 }
