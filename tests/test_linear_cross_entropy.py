@@ -187,6 +187,20 @@ def test_float16_with_a_grad_scaler(device):
 
 
 @every_way
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_float16_with_weights_of_any_size(device, size, way):
+    """A mean divides by them, so gradients are in the range of float16."""
+    inputs = make(64, 4096, 16, torch.float16, device, ignored=0)
+    weight = size * (torch.rand(4096, device=device) + 0.5)
+    scale = torch.tensor(2.0**10, device=device)
+    check((*inputs, weight), way, 2**15, grad_loss=scale)
+    _, *found = gradients(ours, (*inputs, weight), scale, **way)
+    _, *expected = gradients(eager, (*inputs, weight), scale)
+    for grad, of_eager in zip(found, expected, strict=True):
+        assert (grad != 0).double().mean() > (of_eager != 0).double().mean() - 0.01
+
+
+@every_way
 def test_more_than_one_backward(device, way):
     inputs = make(20, 64, 24, torch.float32, device)
     _, *expected = gradients(ours, inputs)

@@ -54,8 +54,8 @@ def linear_cross_entropy(
         weight: (V,), a factor for each class; by default 1.
         ignore_index, reduction, label_smoothing, lse_square_scale, softcap: see :func:`llmkernels.cross_entropy`.
         gradient_in_forward: for a mean or a sum, compute the gradients that will be needed in the forward, which needs
-            the logits anyway. Else, and always for reduction "none", the backward computes the logits again: a third
-            more work, and nothing but log-sum-exps is kept between the two.
+            the logits anyway. Else, and always for reduction "none" and for a ``weight`` in float16, the backward
+            computes the logits again: a third more work, and nothing but log-sum-exps is kept between the two.
         max_logits_bytes: how much memory the logits of a chunk may take; at least those of one row do. By default as
             much as W, and at least 512 MiB. Larger chunks are faster: for each of them the sum of W's gradient, 4 V K
             bytes, is read and written. In bfloat16 on a GPU the default is all rows at once, if their logits take no
@@ -71,7 +71,8 @@ def linear_cross_entropy(
         of W and b are summed over the chunks in float32, so that smaller chunks are not less accurate, and rounded
         once; on the CPU, which has no such product, that of each chunk is rounded first. In the forward the gradients
         are those of the sum of the losses, and the backward multiplies them by the gradient of the loss, divided
-        by what a mean divides by: in float16 they do not underflow where that gradient is a GradScaler's.
+        by what a mean divides by: in float16 they do not underflow where that gradient is a GradScaler's. Those of a
+        ``weight``, which is a number of any size, could: they are computed with all of that in the backward.
     Memory: a chunk of logits; 4 V K bytes for the sum of W's gradient, which is kept until the backward; for a W of
         16 bits another 2 V K bytes there, for the rounded gradient. All rows at once: their logits and 2 V K bytes.
         Without gradients the chunk alone.
@@ -92,6 +93,7 @@ def linear_cross_entropy(
     x, linear_weight, linear_bias = narrowed_by_autocast(x, linear_weight, linear_bias)
     weight = factors(weight, x.dtype)
     early = gradient_in_forward and reduction != "none" and torch.is_grad_enabled() and not _is_transforming()
+    early = early and (weight is None or x.dtype != torch.float16)
     needs = tuple(early and t is not None and t.requires_grad for t in (x, linear_weight, linear_bias))
     options = ignore_index, reduction, label_smoothing, lse_square_scale, softcap, max_logits_bytes
     at_once = _at_once(x, linear_weight, max_logits_bytes, needs[1])
