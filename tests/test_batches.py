@@ -218,6 +218,16 @@ def test_softcaps_are_left_to_the_modules(device):
     assert [*decoder(model).forwards] in [[by_forward(reason)] for reason in reasons]
 
 
+@pytest.mark.parametrize("name", ["mistral", "exaone4"])
+def test_windows_of_one_token_are_left_to_the_modules(name):
+    """There transformers lets a token of a prompt see all before it, and a step only its own: whatever it gives."""
+    model = family_model(name, sliding_window=1)
+    texts = generated(model)
+    llmkernels.patch(model)
+    assert generated(model) == texts
+    assert [*decoder(model).forwards] == [by_forward("windows of one token in continuous batching")]
+
+
 @pytest.mark.parametrize("tokens", [64, 8], ids=["prompts at once", "chunks"])
 def test_padded_batches_are_left_to_the_modules(monkeypatch, tokens):
     """With as many requests as tokens, as for CUDA graphs of transformers, which have the results of the modules."""

@@ -82,6 +82,8 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
             raise NoStep("the cache was made for other keys and values")
         if layer.attention.softcap:  # which transformers leaves out there
             raise NoStep("softcaps in continuous batching")
+        if layer.attention.window_left == 0:  # masks of transformers take it for no window, and its pages for one
+            raise NoStep("windows of one token in continuous batching")
         if pages.group not in groups:
             groups[pages.group] = _group(given, pages)
         layers.append((groups[pages.group], pages.k, pages.v))
