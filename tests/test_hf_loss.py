@@ -260,6 +260,68 @@ def test_gradients_of_logits(name, tied, device):
         assert_close(found, gradient, 1e-4)
 
 
+# What is done to logits in place, and what is asked of them then: results, or gradients of a sum of squares.
+IN_PLACE = {
+    "scaled": lambda logits: logits.mul_(3),
+    "masked": lambda logits: logits[..., 3].fill_(-2),
+    "a view": lambda logits: logits.view(-1).mul_(3),
+    "never": lambda logits: logits,
+}
+
+
+def _squares(logits):
+    return logits.double().square().sum()
+
+
+def _of_conversion_before(model, logits, write):
+    converted = logits.double()
+    write(logits)
+    return converted * 1
+
+
+def _of_conversion_written(model, logits, write):
+    converted = logits.float()
+    write(converted)
+    return torch.autograd.grad(_squares(converted), model.lm_head.weight)[0]
+
+
+def _retained(model, logits, write):
+    write(logits)
+    logits.retain_grad()
+    (_squares(logits) + logits.sum()).backward()
+    return logits.grad
+
+
+def _accumulated(model, logits, write):
+    write(logits)
+    (_squares(logits) + logits.sum()).backward(inputs=[logits])
+    return logits.grad
+
+
+ASKED = {
+    "values": lambda model, logits, write: (write(logits), logits.double())[1] * 1,
+    "conversion before": _of_conversion_before,
+    "conversion written": _of_conversion_written,
+    "of weight": lambda model, logits, write: torch.autograd.grad(
+        (write(logits), _squares(logits))[1], model.lm_head.weight
+    )[0],
+    "of logits": lambda model, logits, write: torch.autograd.grad((write(logits), _squares(logits))[1], logits)[0],
+    "retained": _retained,
+    "accumulated": _accumulated,
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("write", IN_PLACE)
+def test_conversions_of_logits_that_change(write, asked, device):
+    """A conversion has the values, and the gradient, of the time it was made."""
+    model, ids = tiny_model(device=device, dtype=torch.bfloat16).train(), tiny_inputs(device)
+    expected = ASKED[asked](model, model(ids, labels=ids).logits, IN_PLACE[write])
+    only_the_loss(model)
+    found = ASKED[asked](model, model(ids, labels=ids).logits, IN_PLACE[write])
+    assert_close(found, expected, 2e-2)
+
+
 def test_logits_in_a_function_of_autograd(device):
     """Which gets the tensor itself, past __torch_function__."""
 
