@@ -405,6 +405,15 @@ def test_who_gets_the_logits_as_before(device):
     assert runs(handle) == {"without a kernel": 4, f"llmkernels::{OP}": 1}
 
 
+def test_a_newer_torch_computes_the_loss_from_logits(monkeypatch, device):
+    monkeypatch.setattr("llmkernels.hf.modules.loss.HAS_PRIVATE", False)
+    model, ids = tiny_model(device=device).train(), tiny_inputs(device)
+    expected = model(ids, labels=ids).loss
+    handle = llmkernels.patch(model, training=True)
+    assert_close(model(ids, labels=ids).loss, expected, 1e-4)
+    assert not runs(handle) and "torch.func is not known" in str(handle.report())
+
+
 def test_not_asked_for(device):
     model, ids = tiny_model(device=device).train(), tiny_inputs(device)
     handle = llmkernels.patch(model)

@@ -11,7 +11,8 @@ from torch.autograd import Function
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from llmkernels.ops import linear_cross_entropy
-from llmkernels.ops._common import _is_transforming
+from llmkernels._library import NEWEST_TORCH
+from llmkernels.ops._common import HAS_PRIVATE, _is_transforming
 
 from .._private import MISSING
 from ..classes.cache_name import cache_name
@@ -68,6 +69,8 @@ def why_not(model: nn.Module, options: Loss, at_rest: bool = False) -> str | Non
     """
     if MISSING:
         return MISSING
+    if not HAS_PRIVATE:  # then its logits may have to be computed, too
+        return f"whether it runs under torch.func is not known: torch is newer than {NEWEST_TORCH}, or lacks a private name"
     head = getattr(model, options.head)
     if type(head) is not nn.Linear or not runs_only_forward(head):
         return f"{options.head} has to be called: it is no plain linear layer, or has hooks"

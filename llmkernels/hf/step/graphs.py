@@ -132,19 +132,18 @@ def record(function: Callable[[], Any], device: torch.device, in_pieces: bool = 
 def _record(function: Callable[[], Any], device: int, in_pieces: bool) -> tuple[Graph, Any]:
     slot = _take_slot(device)
     try:
+        used = slot.pool
+        pool = torch.cuda.graph_pool_handle() if used is None else used
         # From here on the allocations of this thread, and of no other, come from the pool.
-        if slot.pool is None:
-            pool = torch.cuda.graph_pool_handle()
-            torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
-            slot.pool = pool
-        else:
-            torch._C._cuda_beginAllocateCurrentThreadToPool(device, slot.pool)
-            torch._C._cuda_releasePool(device, slot.pool)  # the slot counts as one user of it
+        torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+        slot.pool = pool
         try:
+            if used is not None:
+                torch._C._cuda_releasePool(device, used)  # the slot counts as one user of it
             with torch.cuda.stream(torch.cuda.ExternalStream(slot.stream, device=device)):
                 handle, output = _record_launches(function, slot, in_pieces)
         finally:
-            torch._C._cuda_endAllocateToPool(device, slot.pool)
+            torch._C._cuda_endAllocateToPool(device, pool)
     except BaseException:
         _free[device].append(slot)
         raise
