@@ -1,10 +1,13 @@
 """Models and calls that compute something else than the decode step, or have changed: they must not run it."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
 
 import llmkernels
+from families import family_model
 from generating import NEW, check_falls_back, hf_generate, small_model
 from hf_models import tiny_inputs
 from llmkernels.hf import unpatch
@@ -139,3 +142,21 @@ def test_a_cache_that_is_full_when_the_text_ends(device, monkeypatch):
         cache = llmkernels.KVCache(model, capacity=capacity)
         assert torch.equal(hf_generate(model, ids, past_key_values=cache, **options), expected)
         assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+def half(norm, x):
+    return x / 2
+
+
+OTHER_NORMS = {
+    "of the module": lambda norm: setattr(norm, "_norm", types.MethodType(half, norm)),
+    "of its class": lambda norm: setattr(norm, "__class__", type("Other", (type(norm),), {"_norm": half})),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_NORMS)
+def test_a_method_that_a_forward_calls(how, device):
+    """Gemma's norm calls _norm()."""
+    model = family_model("gemma", device)
+    OTHER_NORMS[how](model.model.norm)
+    check_falls_back(model, tiny_inputs(device), "_norm")

@@ -14,7 +14,7 @@ from .modules import lora
 from .modules import loss as losses
 from .modules.activations import gated_unit, op_name, plain_unit
 from .modules.layers import fused_class, patched_class
-from .modules.replaced import Patched, has_kernel, runs_only_forward
+from .modules.replaced import Patched, has_kernel, own_member, runs_only_forward
 
 
 def kinds_in(model: nn.Module) -> dict[nn.Module, str]:
@@ -95,9 +95,11 @@ def obstacle(module: nn.Module, kind: str) -> str | None:
         return f"it has a forward of its own, set {by}"
     try:
         cls = getattr(type(module), "original", type(module))
-        model_class(cls, False, True) if kind == "loss" else patched_class(cls)
+        made = model_class(cls, False, True) if kind == "loss" else patched_class(cls)
     except UnknownLayout as reason:
         return str(reason)
+    if (name := own_member(module, made.asked)) is not None:
+        return f"it has its own {name}"
     if kind in ("rms_norm", "layer_norm") and any(parameter.dim() != 1 for parameter in module.parameters()):
         return "its weight has more than one dimension"
     if kind in ("gated_mlp", "mlp") and _unit(module, kind) is None:
@@ -129,6 +131,8 @@ def fallback(module: nn.Module, kind: str) -> str | None:
         return "it has a forward of its own, set on the instance"
     if cls.forward is not cls.made or not cls.is_current():
         return "the forward of its class was replaced"
+    if (name := own_member(module, cls.asked)) is not None:
+        return f"it has its own {name}"
     if kind == "loss":
         return losses.why_not(module, cls.options, at_rest=True)
     if kind == "lora":

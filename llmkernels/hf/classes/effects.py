@@ -13,7 +13,6 @@ import logging
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
-from numbers import Number
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from ..errors import UnknownLayout
-from .origin import codes_in, functions_of, home
+from .origin import codes_in, functions_of, home, is_constant, is_list
 from .variables import Variables
 
 _KNOWN = {"transformers", "torch"}
@@ -116,9 +115,10 @@ def _may_keep(value: Any) -> bool:
     if functions := functions_of(value):
         return any(_package(home(one)) not in _KNOWN for one in functions)
     bases = {base.__module__ for base in type(value).__mro__}
-    if "transformers.configuration_utils" in bases or isinstance(value, (list, tuple, type)) or _is_constant(value):
+    if "transformers.configuration_utils" in bases or isinstance(value, type) or is_constant(value) or is_list(value):
         return False
-    return "transformers.cache_utils" in bases or (is_foreign(type(value)) and not _is_pure(value))
+    may_change = "transformers.cache_utils" in bases or isinstance(value, torch.Tensor)
+    return may_change or (is_foreign(type(value)) and not _is_pure(value))
 
 
 _OF_MODULES = vars(nn.Module()).keys()
@@ -204,7 +204,7 @@ def _check_global(name: str, value: Any, function: Callable) -> list[types.Funct
     elif isinstance(value, type):
         is_known_one = _package(value.__module__) in _CALLED or _returns_or_computes(value)
     else:
-        is_known_one = _is_constant(value) or _is_pure(value) or isinstance(value, logging.Logger)
+        is_known_one = is_constant(value) or _is_pure(value) or isinstance(value, logging.Logger)
     if not (functions or is_known_one or _package(type(value).__module__) in {*_KNOWN, "typing"}):
         _refuse(function, f"uses {name}")
     return functions
@@ -227,12 +227,6 @@ def _returns_or_computes(cls: type) -> bool:
     return issubclass(cls, (ModelOutput, nn.Module)) or issubclass(cls, tuple)
 
 
-def _is_constant(value: Any) -> bool:
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(_is_constant, value))
-    return value is None or isinstance(value, (str, bytes, Number, torch.dtype, torch.device, range, slice))
-
-
 def _held(function: types.FunctionType) -> Iterator[types.FunctionType]:
     """The functions in the closure and the defaults of one, and what it wraps.
 
@@ -245,7 +239,7 @@ def _held(function: types.FunctionType) -> Iterator[types.FunctionType]:
     is_looked_at = _package(home(function)) not in _CALLED
     for name, value in held:
         yield from (functions := functions_of(value))
-        is_harmless = functions or isinstance(value, type) or _is_constant(value) or _is_pure(value)
+        is_harmless = functions or isinstance(value, type) or is_constant(value) or _is_pure(value)
         if is_looked_at and not is_harmless:
             _refuse(function, f"has {name}, a {type(value).__name__}, around it")
     yield from functions_of(getattr(function, "__wrapped__", None))

@@ -1,7 +1,9 @@
 """Where the functions are from by which a class computes, and whether they are still the same.
 
 check_origin(function)      it is transformers' own
-names_of(function, cls)     what it calls by name, however deep
+names_of(function, cls)     what it calls or reads by name, however deep
+asked_of_class(cls)         those of these names that a class has
+read_by(cls)                names of all members that its forward reads, and others
 hold(names)                 whether the names still stand for that
 entry(name)                 a name as csrc/record.h looks it up
 """
@@ -11,11 +13,13 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import GenerationMixin, PreTrainedModel
 
 from ..errors import UnknownLayout
 
@@ -80,6 +84,7 @@ def asked_of_origin(function: Any) -> list[Entry]:
 
 def names_of(function: Callable, cls: type = object) -> tuple[Name, ...]:
     """What a function, a method of `cls`, calls by name: functions, methods, and those of torch; and what these call.
+    With constants of its file and its class.
 
     The same tuple as long as it holds.
     """
@@ -87,6 +92,22 @@ def names_of(function: Callable, cls: type = object) -> tuple[Name, ...]:
     if known is None or not hold(known):
         known = _names[function, cls] = tuple(_walk(function, cls))
     return known
+
+
+def asked_of_class(cls: type[nn.Module]) -> frozenset[str]:
+    """The names by which the forward of a class asks a module for what its class has: methods and constants."""
+    general = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__}
+    own = {name for base in cls.__mro__ if base not in general for name in vars(base)}
+    return frozenset(own & {name for _, name, _ in names_of(cls.forward, cls)}) - {"forward"}
+
+
+def read_by(cls: type[nn.Module]) -> set[str]:
+    """All names in the code that the forward of a class reaches, those of members among them; and what may be names, as
+    of getattr()."""
+    reached = [cls.forward, *(value for _, _, value in names_of(cls.forward, cls))]
+    functions = {function for value in reached for function in functions_of(value)}
+    codes = [code for function in functions for code in codes_in(function.__code__)]
+    return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
 
 
 def members_of_class(cls: type) -> list[Name]:
@@ -128,10 +149,27 @@ def _walk(function: Callable, cls: type) -> Iterator[Name]:
         for name in (name for code in codes_in(part.__code__) for name in code.co_names):
             for lookups in scopes:
                 values = [get(name) for get in lookups]
-                if any(isinstance(value, _KINDS) for value in values):
+                if any(isinstance(value, _KINDS) for value in values) or _has_constant(name, lookups):
                     for get, value in zip(lookups, values, strict=True):
                         yield get, name, value
                         left += functions_of(value)
+
+
+def is_constant(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_constant, value))
+    return value is None or isinstance(value, (str, bytes, Number, torch.dtype, torch.device, range, slice))
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a list of constants."""
+    return isinstance(value, list) and all(map(is_constant, value))
+
+
+def _has_constant(name: str, lookups: list[Callable]) -> bool:
+    """Whether the first of the dicts that has a name has a constant under it."""
+    owner = next((get.__self__ for get in lookups if name in get.__self__), None)
+    return owner is not None and is_constant(owner[name])
 
 
 @functools.cache

@@ -192,7 +192,7 @@ def _alike(one: ExpectedModule, other: ExpectedModule, index: int, other_index: 
             found = others[name]
             if value != found and not is_same_partial(value, found) and (value, found) != (index, other_index):
                 return False
-    if any(vars(one.module)[name] != vars(other.module)[name] for name in one.read):
+    if one.lists != other.lists or any(vars(one.module)[name] != vars(other.module)[name] for name in one.read):
         return False
     return one.parts.keys() == other.parts.keys() and all(
         _alike(part, other.parts[name], index, other_index) for name, part in one.parts.items()

@@ -14,7 +14,6 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any
 
 import torch
@@ -24,7 +23,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .._private import TorchDispatchMode
 from ..classes.effects import check_effects, is_foreign
 from ..classes.options import known_base
-from ..classes.origin import Name, check_origin, hold, members_of, members_of_class, names_of
+from ..classes.origin import (
+    Name,
+    asked_of_class,
+    check_origin,
+    hold,
+    is_constant,
+    is_list,
+    members_of,
+    members_of_class,
+    names_of,
+    read_by,
+)
 from ..errors import NoStep, UnknownLayout
 from ..modules.replaced import foreign_class, library_class
 from . import trust
@@ -41,12 +51,13 @@ _FREE |= {"rope_deltas"}  # of positions that are not given
 
 @dataclass(frozen=True)
 class ExpectedModule:
-    """A module of the reference, what one in its place has to look like, its numbers that are read, and its parts; but
-    for `others`, which no forward of tokens alone calls."""
+    """A module of the reference, what one in its place has to look like, its numbers that are read, its lists of
+    constants, and its parts; but for `others`, which no forward of tokens alone calls."""
 
     spec: ModuleSpec
     module: nn.Module
     read: tuple[str, ...]
+    lists: dict[str, list]
     parts: dict[str, "ExpectedModule"]
     others: frozenset[str] = frozenset()
 
@@ -181,27 +192,32 @@ def _build(cls: type[nn.Module], config: Any, device: str) -> nn.Module:
         return cls(config)
 
 
-_VALUES = str, Number, types.FunctionType, types.BuiltinFunctionType, functools.partial
+_OF_MODULES = vars(nn.Module()).keys()
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, functools.partial
 
 
 def _expected(module: nn.Module, called: set[nn.Module]) -> ExpectedModule:
     members = vars(module)
     cls = type(module)
+    named = read_by(cls) - _OF_MODULES if is_foreign(cls) else set()
+    watched = {name: value for name, value in members.items() if name[0] != "_" or name in named}
     numbers = tuple(
         (name, value)
-        for name, value in members.items()
-        if (value is None or isinstance(value, _VALUES)) and name[0] != "_" and name not in _READ | _FREE
+        for name, value in watched.items()
+        if (is_constant(value) or isinstance(value, _FUNCTIONS)) and name not in _READ | _FREE
     )
+    lists = {name: value for name, value in watched.items() if is_list(value)}
     spec = trust.module_spec(
         cls,
         children=frozenset(members["_modules"]) if cls is not nn.ModuleList else None,
         parameters=frozenset(members["_parameters"]),
         trains=any("dropout" in name for name in members) or hasattr(module, "config"),
         numbers=numbers,
+        absent=(asked_of_class(cls) | named - {"forward"}).difference(members),
     )
     read = tuple(name for name in members if name in _READ)
     parts = {name: _expected(child, called) for name, child in members["_modules"].items() if child in called}
-    return ExpectedModule(spec, module, read, parts, frozenset(members["_modules"]) - parts.keys())
+    return ExpectedModule(spec, module, read, lists, parts, frozenset(members["_modules"]) - parts.keys())
 
 
 # --- a small model

@@ -14,6 +14,7 @@ What is left behind and does nothing is looked through: see `_does_nothing` and 
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, ItemsView
 from dataclasses import dataclass, field
@@ -60,7 +61,8 @@ class ModuleSpec:
     """What a module has to look like that computes what one of the reference does.
 
     `check_class(cls)` raises UnknownLayout for a class that may compute something else. `trains` says that the forward
-    is another one in training mode. `numbers` are members that have a value: numbers, names, functions, None.
+    is another one in training mode. `numbers` are members that have a value: constants, functions. `absent` are names
+    that the forward may look up on the module, and that its class has, or nothing.
     """
 
     check_class: Callable[[type], None]
@@ -68,6 +70,7 @@ class ModuleSpec:
     parameters: frozenset[str] = frozenset()
     trains: bool = False
     numbers: ItemsView[str, Any] = field(default_factory=lambda: {}.items())
+    absent: frozenset[str] = frozenset()
 
 
 class Inspection:
@@ -94,6 +97,8 @@ class Inspection:
             raise Distrust(module, "hooks on {} have to see its calls")
         if not spec.numbers <= members.items():
             _check_numbers(module, spec, members)
+        if own := members.keys() & spec.absent:
+            raise Distrust(module, f"{{}} has its own {min(own)}")
         if spec.children is None:
             return members
         parameters = members["_parameters"]
@@ -177,8 +182,12 @@ def _spec(expected: type[nn.Module], forward: Callable, numbers: tuple, options:
             raise UnknownLayout(f"is a {_name(cls)}, not {_name(expected)}")
         if cls.forward is not forward:
             raise UnknownLayout("has another forward: that of its class was replaced")
+        for name in absent if cls is not expected else ():
+            if inspect.getattr_static(cls, name, None) is not inspect.getattr_static(expected, name, None):
+                raise UnknownLayout(f"has another {name} than {_name(expected)}")
         check_origin(forward, ("transformers", "torch", *_packages(expected)))
 
+    absent = dict(options).get("absent", ())
     return ModuleSpec(check, numbers=dict(numbers).items(), **dict(options))
 
 

@@ -20,12 +20,22 @@ from llmkernels.ops import add_layer_norm, add_rms_norm
 
 from ..classes.layout import apply_norm, kind_of, mlp_of, norm_of, rotate, rotation_name, rotation_of
 from ..classes.options import FusedNormNames, MLPNames, NormOptions, Rotation, is_lora
-from ..classes.origin import Name, check_origin, names_of
+from ..classes.origin import Name, asked_of_class, check_origin, names_of
 from ..classes.source import bind_global, fuse_adds
 from ..errors import UnknownLayout
 from . import lora
 from .activations import gated_unit, op_name, plain_unit
-from .replaced import WITHOUT, LoRA, Patched, count, has_kernel, is_current_for, runs_only_forward, stepping_aside
+from .replaced import (
+    WITHOUT,
+    LoRA,
+    Patched,
+    count,
+    has_kernel,
+    is_current_for,
+    own_member,
+    runs_only_forward,
+    stepping_aside,
+)
 
 
 class FusedNorm(Patched):
@@ -174,7 +184,7 @@ def fused_class(norm: nn.Module) -> type[FusedNorm] | None:
     """The class with the function for norm(x + residual), or None where the norm itself has to be called."""
     cls = type(norm)
     fuses = issubclass(cls, FusedNorm) and cls.forward is cls.made and cls.is_current() and runs_only_forward(norm)
-    return cls if fuses else None
+    return cls if fuses and own_member(norm, cls.asked) is None else None
 
 
 def patched_class(cls: type[nn.Module], only_fused: bool = False) -> type[nn.Module]:
@@ -221,14 +231,14 @@ def _patched_class(cls, forward, rotation, only_fused):
         options = FusedNormNames(norms)
     else:
         raise UnknownLayout(f"{cls.__name__} is of no known kind")
-    is_current = is_current_for(cls, forward, calls)
+    is_current, asked = is_current_for(cls, forward, calls), asked_of_class(cls) if calls else frozenset()
     if not only_fused:
-        made = stepping_aside(cls, is_current, made, takes_one=kind not in ("rope", "add_rms_norm"))
+        made = stepping_aside(cls, is_current, made, kind not in ("rope", "add_rms_norm"), asked)
     else:
         made = forward
     # transformers, accelerate and PEFT look at __name__; __module__ says the truth about where forward is from.
     members |= {"forward": made, "is_current": staticmethod(is_current), "options": options}
-    members |= {"original": cls, "recipe": (patched_class, only_fused)}
+    members |= {"original": cls, "recipe": (patched_class, only_fused), "asked": asked}
     members |= {"__module__": __name__, "__doc__": cls.__doc__}
     patched = type(cls.__name__, (replacement, cls), members)
     patched.made = patched.forward  # which a base may have wrapped, as transformers' layers do from 5.23

@@ -46,9 +46,11 @@ class Patched(Replaced):
 
     `made` is that forward, `options` what it computes, a dataclass of options.py; a LoRA layer has none.
     `is_current()` says whether it still stands for what the original computes: False where somebody has replaced a
-    function that it was made from; `is_current.calls` are these functions, as names.
+    function that it was made from; `is_current.calls` are these functions, as names. `asked` are members of the class
+    that the original's forward uses, and that no module may have by itself.
     """
 
+    asked: frozenset[str] = frozenset()
     made: Callable
     options: Any
     is_current: Callable[[], bool]
@@ -141,17 +143,27 @@ def is_current_for(cls: type[nn.Module], forward: Callable, calls: tuple[Name, .
     return is_current
 
 
+def own_member(module: nn.Module, asked: frozenset[str]) -> str | None:
+    """One of these members that a module has by itself, in the place of its class's, or None."""
+    return next((name for name in asked if name in module.__dict__), None) if asked else None
+
+
 def stepping_aside(
-    cls: type[nn.Module], is_current: Callable[[], bool], forward: Callable, takes_one: bool = False
+    cls: type[nn.Module],
+    is_current: Callable[[], bool],
+    forward: Callable,
+    takes_one: bool = False,
+    asked: frozenset[str] = frozenset(),
 ) -> Callable:
-    """`forward`, or where it is not current any more the forward of cls. `takes_one`: an argument of any name.
+    """`forward`, or where it is not current any more, or a module has one of `asked` by itself, the forward of cls.
+    `takes_one`: an argument of any name.
 
     It has the signature of cls's, and no `__wrapped__`, by which accelerate would find that one and leave ours out.
     """
 
     @functools.wraps(forward)
     def forward_or_original(self, *args, **kwargs):
-        if not is_current():
+        if not is_current() or own_member(self, asked) is not None:
             count(self, WITHOUT)
             return cls.forward(self, *args, **kwargs)
         if takes_one:

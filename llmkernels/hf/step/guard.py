@@ -37,8 +37,11 @@ def inspect_all(model: nn.Module, root: ExpectedModule) -> nn.Module | None:
     def visit(module: nn.Module, part: ExpectedModule) -> None:
         module = adapted.inspect(module, inspection)
         members = inspection.module(module, part.spec)
+        for name, value in part.lists.items():
+            if members.get(name) != value:
+                raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
         modules = members["_modules"]
-        if not any(members.get("config", config) is config for config in configs):
+        if any(is_config(value) and not any(value is config for config in configs) for value in members.values()):
             raise Distrust(module, "{} has a config of its own")
         if modules.keys() != part.parts.keys() | part.others:
             raise NoStep(f"{len(modules)} layers, of {len(part.parts)} in the config")
@@ -68,6 +71,7 @@ class _Tree(Lists):
             return
         members, children = self._add_itself(module, index, path)
         self.equal += [(index, name, members.get(name)) for name in (*dict(part.spec.numbers), *part.read)]
+        self.equal += [(index, *item) for item in part.lists.items()]
         for name, part_of_it in part.parts.items():
             child = members["_modules"][name]
             self._add(child, part_of_it, self.node(children, name, child), f"{path}.{name}".lstrip("."))
@@ -76,7 +80,7 @@ class _Tree(Lists):
         """Returns the module's members, and the node of its children."""
         members = vars(module)
         self.classes[type(module)] = None
-        self.same += [(index, name, members[name]) for name in ("training", "config") if name in members]
+        self.same += [(index, name, x) for name, x in tuple(members.items()) if name == "training" or is_config(x)]
         self.equal += [(index, *entry) for entry in trust.of_training(members)]
         for kind in _TENSORS:
             place = self.node(index, kind, members[kind])
