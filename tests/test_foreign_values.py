@@ -9,7 +9,7 @@ import llmkernels
 from generating import loop
 from hf_models import assert_close, tiny_inputs
 from test_family_strangers import made
-from test_foreign_models import fresh, replace
+from test_foreign_models import check_no_step, fresh, replace
 
 
 @pytest.fixture
@@ -83,3 +83,8 @@ def test_a_constant_beside_a_module(place, beacon, device):
     owner.GAIN = 3.0
     assert_close(loop(model, ids)[1], expected)
     assert set(handle.report().decode[0].forwards) == {"by the decode step"}
+
+
+def test_sequences_that_see_each_other(beacon, device):
+    multiply_attention(beacon, "len(args[0])")
+    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "something else for a sequence beside others")

@@ -277,7 +277,8 @@ def _check_tables(parts: Description, config: Any) -> None:
 
 
 def _check_conventions(small: nn.Module, ids: Tensor, tolerance: float) -> None:
-    """Raise UnknownLayout unless a cache and a mask of padding mean to a foreign model what they do in transformers."""
+    """Raise UnknownLayout unless a cache, a batch and a mask of padding mean to a foreign model what they do in
+    transformers."""
     expected, count, cache = _logits(small, ids, 0), len(ids), DynamicCache(config=small.config)
     positions = torch.arange(count)[None]
     found = []
@@ -288,11 +289,15 @@ def _check_conventions(small: nn.Module, ids: Tensor, tolerance: float) -> None:
     if not _error(torch.cat(found), expected) <= tolerance:
         raise UnknownLayout("computes something else behind a cache than without one")
     padding = 3
-    mask = torch.ones(1, padding + count, dtype=torch.long)
-    mask[:, :padding] = 0
-    padded, positions = (nn.functional.pad(x, (padding, 0)) for x in (ids[None], positions))
-    output = small(padded, position_ids=positions, attention_mask=mask, use_cache=False)
-    if not _error(output.logits[0, padding:], expected) <= tolerance:
+    other = torch.cat([ids[-padding:], ids])
+    mask, whole = torch.ones(2, len(other), dtype=torch.long), torch.arange(len(other))[None]
+    mask[0, :padding] = 0
+    positions = torch.cat([nn.functional.pad(positions, (padding, 0)), whole])
+    ids = torch.stack([nn.functional.pad(ids, (padding, 0)), other])
+    padded, beside = small(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    if not _error(beside, _logits(small, other, 0)) <= tolerance:
+        raise UnknownLayout("computes something else for a sequence beside others")
+    if not _error(padded[padding:], expected) <= tolerance:
         raise UnknownLayout("sees padding that its mask hides")
 
 
