@@ -5,10 +5,12 @@ import types
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 import llmkernels
 from families import family_model
-from generating import NEW, check_falls_back, hf_generate, small_model
+from generating import NEW, check_falls_back, hf_generate, left_padded, small_model
 from hf_models import tiny_inputs
 from llmkernels.hf import unpatch
 
@@ -160,3 +162,28 @@ def test_a_method_that_a_forward_calls(how, device):
     model = family_model("gemma", device)
     OTHER_NORMS[how](model.model.norm)
     check_falls_back(model, tiny_inputs(device), "_norm")
+
+
+def see_padding(*arguments, **options):
+    return None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["none", "another one", "amid"])
+def test_masks_of_somebody_else(how, device, monkeypatch):
+    """An attention of transformers' with a mask of somebody else's, or with none, sees padding."""
+    name = {"amid": "sdpa"}.get(how, f"tests of masks: {how}")
+    AttentionInterface.register(name, AttentionInterface()["sdpa"])
+    if how == "another one":
+        AttentionMaskInterface.register(name, see_padding)
+    model, mask, ids = small_model(device=device), left_padded(device), tiny_inputs(device, 3)
+    model.set_attn_implementation(name)
+    llmkernels.patch(model)
+    if how == "amid":
+        hf_generate(model, ids, attention_mask=mask)
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, name, see_padding)
+    found = hf_generate(model, ids, attention_mask=mask)
+    unpatch(model)
+    assert torch.equal(found, hf_generate(model, ids, attention_mask=mask))
+    model.set_attn_implementation("eager")
+    assert not torch.equal(found, hf_generate(model, ids, attention_mask=mask))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._private import TorchDispatchMode
@@ -79,6 +80,7 @@ _references: weakref.WeakKeyDictionary[nn.Module, Reference] = weakref.WeakKeyDi
 def reference(model: nn.Module) -> Reference:
     """The reference of a model. Raises UnknownLayout where its class can not be built from its config."""
     known = _references.get(model)
+    _check_mask(model.config)
     config, attention = of_account(model.config), _attention_of(model)
     if known is not None and known.config == config and known.attention is attention and hold(known.names):
         return known
@@ -144,6 +146,25 @@ def _attention_of(model: nn.Module) -> Callable:
     except UnknownLayout:
         raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}") from None
     return function
+
+
+def _check_mask(config: Any) -> None:
+    """Raise NoStep unless transformers' own function makes the masks of a model's attention, where they are given to
+    it."""
+    name, function = text_config(config)._attn_implementation, mask_function(config)
+    if function is None and name.startswith("paged|"):
+        return  # of continuous batching, which makes them itself
+    try:
+        if function is None:
+            raise NoStep(f"no function makes masks for {name}, so that padding is seen")
+        check_origin(function)
+    except UnknownLayout:
+        raise NoStep(f"masks are made by {getattr(function, '__qualname__', function)}") from None
+
+
+def mask_function(config: Any) -> Callable | None:
+    """The function that makes masks for the attention that a config names, or None."""
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(text_config(config)._attn_implementation)
 
 
 def attention_function(config: Any, scope: dict[str, Any]) -> Callable:

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from ..classes.origin import Entry, asked_of_origin, check_origin, entry
 from ..errors import Distrust, NoStep, UnknownLayout
 from ..model import adapted, trust
-from ..model.reference import ExpectedModule, Reference, attention_function, attention_scope, reference
+from ..model.reference import (
+    ExpectedModule,
+    Reference,
+    attention_function,
+    attention_scope,
+    mask_function,
+    reference,
+)
 from ..model.text import is_config, text_config, text_entry
 from ..model.trust import Inspection, calls_only_its_class, hooks_do_nothing
 from ..modules import lora
@@ -115,6 +122,7 @@ class Snapshot:
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
         self._attention, self._scope = expected.attention, attention_scope(model)
+        self._mask = mask_function(model.config)
         tree = _Tree(model, expected.root)
         tree.same += [(0, name, None) for name in _HELPERS]
         config, of_text = tree.node(0, "config", model.config), text_entry(model.config)
@@ -143,6 +151,7 @@ class Snapshot:
         return (
             self._record.holds(model)
             and attention_function(model.config, self._scope) is self._attention
+            and mask_function(model.config) is self._mask
             and all((x := buffer()) is not None and _version(x) == version for buffer, version in self._buffers)
             and all(self._does_nothing(model.get_submodule(name)) for name in self._hooked)
             and not torch.is_autocast_enabled(self._device.type)
