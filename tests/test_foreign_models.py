@@ -227,6 +227,15 @@ def attended(self, q, k, v, mask):
     check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "sees padding that its mask hides")
 
 
+def test_a_mask_that_is_not_passed_on(beacon, device):
+    source = """
+def forward(self, input_ids=None, attention_mask=None, **kwargs):
+    return original(self, input_ids, **kwargs)
+"""
+    replace(beacon, "BeaconForCausalLM.forward", source)
+    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "sees padding that its mask hides")
+
+
 def test_a_cache_of_its_own_kind(beacon, device):
     source = """
 def attended(self, q, k, v, mask):

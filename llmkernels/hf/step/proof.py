@@ -294,7 +294,9 @@ def _check_conventions(small: nn.Module, ids: Tensor, tolerance: float) -> None:
     mask[0, :padding] = 0
     positions = torch.cat([nn.functional.pad(positions, (padding, 0)), whole])
     ids = torch.stack([nn.functional.pad(ids, (padding, 0)), other])
-    padded, beside = small(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    # With a cache: else transformers takes positions that begin anew for several sequences, where it gets no mask.
+    given = {cache_name(): DynamicCache(config=small.config), "use_cache": True}
+    padded, beside = small(ids, position_ids=positions, attention_mask=mask, **given).logits
     if not _error(beside, _logits(small, other, 0)) <= tolerance:
         raise UnknownLayout("computes something else for a sequence beside others")
     if not _error(padded[padding:], expected) <= tolerance:
