@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from llmkernels.ops import linear_cross_entropy
 from llmkernels._library import NEWEST_TORCH
+from llmkernels.ops import linear_cross_entropy
 from llmkernels.ops._common import HAS_PRIVATE, _is_transforming
 
 from .._private import MISSING
@@ -70,7 +70,7 @@ def why_not(model: nn.Module, options: Loss, at_rest: bool = False) -> str | Non
     if MISSING:
         return MISSING
     if not HAS_PRIVATE:  # then its logits may have to be computed, too
-        return f"whether it runs under torch.func is not known: torch is newer than {NEWEST_TORCH}, or lacks a private name"
+        return f"torch is newer than {NEWEST_TORCH}, or lacks a private name: whether torch.func is at work is not known"
     head = getattr(model, options.head)
     if type(head) is not nn.Linear or not runs_only_forward(head):
         return f"{options.head} has to be called: it is no plain linear layer, or has hooks"
