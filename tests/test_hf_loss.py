@@ -411,7 +411,7 @@ def test_a_newer_torch_computes_the_loss_from_logits(monkeypatch, device):
     expected = model(ids, labels=ids).loss
     handle = llmkernels.patch(model, training=True)
     assert_close(model(ids, labels=ids).loss, expected, 1e-4)
-    assert runs(handle) == {"without a kernel": 1} and "whether torch.func" in str(handle.report())
+    assert runs(handle) == {"without a kernel": 1} and "torch.func may be at work" in str(handle.report())
 
 
 def test_not_asked_for(device):

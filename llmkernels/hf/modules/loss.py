@@ -70,7 +70,7 @@ def why_not(model: nn.Module, options: Loss, at_rest: bool = False) -> str | Non
     if MISSING:
         return MISSING
     if not HAS_PRIVATE:  # then its logits may have to be computed, too
-        return f"torch is newer than {NEWEST_TORCH}, or lacks a private name: whether torch.func is at work is not known"
+        return f"torch is newer than {NEWEST_TORCH}, or lacks a private name: torch.func may be at work"
     head = getattr(model, options.head)
     if type(head) is not nn.Linear or not runs_only_forward(head):
         return f"{options.head} has to be called: it is no plain linear layer, or has hooks"
