@@ -11,7 +11,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import llmkernels
-from families import _SHARED, FAMILIES, family_config
+from families import _SHARED, FAMILIES, family_config, family_model
 from generating import generate_step, left_padded
 from hf_models import assert_close, count_ops, logits_of, tiny_inputs
 from llmkernels.hf.report import STEP
@@ -268,6 +268,17 @@ def test_a_head_dim_in_the_config_that_the_class_ignores(name, device, monkeypat
     else:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(ids)
+
+
+def test_embeddings_of_another_size(device):
+    """Products between embeddings and layers, also where the embeddings are as wide as the small model of a proof."""
+    for size in (24, 32):
+        model = family_model("opt", device, hidden_size=64, word_embed_proj_dim=size)
+        ids = tiny_inputs(device)
+        expected = model.generate(ids, max_new_tokens=NEW, do_sample=False)
+        [decode] = llmkernels.patch(model).report().decode
+        assert decode.reason is not None
+        assert torch.equal(model.generate(ids, max_new_tokens=NEW, do_sample=False), expected)
 
 
 def test_an_encoder_that_rotates(device):

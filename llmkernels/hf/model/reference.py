@@ -271,10 +271,14 @@ def small_config(config: Any) -> Any:
         "tie_word_embeddings": False,
         "use_cache": True,
     }
-    wide = {name for name, value in vars(config).items() if value == config.hidden_size and type(value) is int}
-    for name in wide.difference(changes):
-        if name.endswith(("_dim", "_size")) and "head" not in name:  # as that of OPT's embeddings
-            changes[name] = changes["hidden_size"]
+    width = changes["hidden_size"]
+    for name, value in vars(config).items():
+        if type(value) is not int or not name.endswith(("_dim", "_size")) or "head" in name or name in changes:
+            continue
+        if value == config.hidden_size:  # as that of OPT's embeddings
+            changes[name] = width
+        elif value == width:  # where they differ a model may do more
+            changes[name] = 2 * width
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
             changes[name] = value[:layers]
