@@ -70,6 +70,7 @@ OWN = {
     "number": "length = x.shape[1]; length += 1; length -= 1",
     "unpacked-shape": "rows, length, _ = x.shape; length += 1",
     "result": "y = x * 2; y += 1; y *= 2",
+    "field-of-a-result": "y = x * 2; y.logits = x",
     "warning": "if x is None:\n    warnings.warn('none')\n    logger.warning_once('none')",
     "import": "import warnings\nfrom math import sqrt",
 }
@@ -95,6 +96,14 @@ OF_OTHERS = {
     "member-by-another-name": (ITEM, "seen = self.seen; seen[0] = x"),
     "a-list-in-ones-own": (ITEM, "seen = [self.seen]; seen[0][0] = x"),
     "deleted": (ITEM, "del self.seen[0]"),
+    "item-of-an-output": (ITEM, "mask['logits'] = x"),
+    "item-of-an-output-of-a-member": (ITEM, "seen = self.seen; seen['logits'] = x"),
+    # fields of outputs
+    "field": ("sets logits", "self.logits = x"),
+    "field-of-an-argument": ("sets logits", "mask.logits = x"),
+    "field-of-a-member": ("sets loss", "part = self.a; part.loss = x"),
+    "field-of-one-of-two": ("sets logits", "y = x * 2\nif use:\n    y = self.a\ny.logits = x"),
+    "another-field-of-a-result": ("sets last", "y = x * 2; y.last = x"),
     "slice": (ITEM, "self.seen[:1] = [x]"),
     "a-call-with-dict": (ITEM, "masks = max(mask, dict); masks['a'] = x"),
     "a-call-with-an-attribute-of-dict": (ITEM, "masks = iter(dict.mask); masks['a'] = x"),

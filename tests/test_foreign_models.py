@@ -11,6 +11,7 @@ import torch
 import llmkernels
 from generating import generate_step
 from hf_models import tiny_inputs
+from llmkernels.hf.classes.cache_name import cache_name
 from test_family_strangers import made, tokens_of
 
 
@@ -57,12 +58,46 @@ def check_no_step(model, device, reason):
     assert handle.report().decode[0].calls == {f"by transformers: {handle.report().decode[0].reason}": 1}
 
 
+def check_no_call_by_steps(model, device, reason):
+    """The same, for a call that the step can not run, though it can run others."""
+    expected = tokens_of(model, device)
+    handle = llmkernels.patch(model)
+    assert handle.report().decode[0].reason is None
+    assert torch.equal(tokens_of(model, device), expected)
+    assert handle.report().decode[0].calls == {f"by transformers: {reason}": 1}
+    handle.unpatch()
+
+
 def test_layers_in_a_model_of_transformers(lantern, device):
     check_step(made(lantern.LanternForCausalLM).to(device), device)
 
 
 def test_all_of_a_model(beacon, device):
     check_step(made(beacon.BeaconForCausalLM).to(device), device)
+
+
+@pytest.mark.parametrize("name", ["Scaled", "Capped"])
+def test_logits_that_change_behind_the_forward_of_transformers(name, device):
+    """With position_ids, which transformers gives forwards that name them, and without."""
+    cls = vars(fresh("around"))[f"{name}ForCausalLM"]
+    check_step(made(vars(fresh("around"))[f"{name}WithPositions"]).to(device), device)
+    model, ids = made(cls).to(device), tiny_inputs(device)
+    check_no_call_by_steps(model, device, "no position_ids, which a padded sequence needs")
+
+    def chat():
+        first = model.generate(ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+        more = torch.cat([first.sequences, ids[:, :3]], 1)
+        cache = {cache_name(): getattr(first, cache_name())}
+        return torch.cat([first.sequences, model.generate(more, max_new_tokens=8, do_sample=False, **cache)], 1)
+
+    expected = chat()
+    handle = llmkernels.patch(model)
+    assert torch.equal(chat(), expected)
+    assert handle.report().decode[0].calls == {generate_step(): 2}
+
+
+def test_logits_that_a_forward_keeps(device):
+    check_no_step(made(fresh("around").SeenForCausalLM).to(device), device, "SeenForCausalLM.forward sets logits")
 
 
 def remote(name, folder, monkeypatch, change=lambda source: source):

@@ -12,7 +12,6 @@ from ..classes.cache_name import cache_name
 from ..errors import NoStep
 from ..model.description import Description
 from ..step.decode import decoder
-from .images import last_position
 
 
 def is_transformers(user: Any) -> bool:
@@ -23,13 +22,15 @@ def is_transformers(user: Any) -> bool:
 class Rest:
     """The forwards behind the last step.
 
-    `parts` is what the step computes, `inputs` those of the prompt, `cache` that of the step.
+    `parts` is what the step computes, `inputs` those of the prompt, `last` (B,) the position of its last token,
+    `cache` that of the step.
     """
 
-    def __init__(self, model: nn.Module, parts: Description, inputs: dict[str, Any], cache: Any):
+    def __init__(self, model: nn.Module, parts: Description, inputs: dict[str, Any], last: Tensor, cache: Any):
         self._model, self._parts, self._cache, self._given = model, parts, cache, inputs[cache_name()]
         self._described = decoder(model).described
-        self._mask, self._last = inputs.get("attention_mask"), last_position(inputs)[:, None]
+        self._mask, self._last = inputs.get("attention_mask"), last[:, None]
+        self._gives_positions = inputs.get("position_ids") is not None  # else the forward may take none
         self.begun = False
 
     def begins(self) -> bool:
@@ -57,10 +58,11 @@ class Rest:
         mask = self._mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(len(mask), count)], 1)
+        positions = {"position_ids": self._last + count} if self._gives_positions else {}
         outputs = self._model(
             ids[:, None],
             attention_mask=mask,
-            position_ids=self._last + count,
+            **positions,
             use_cache=True,
             return_dict=True,
             **{cache_name(): self._cache},

@@ -33,7 +33,7 @@ from ..step.program import Program
 from . import reading
 from .ahead import Ahead, launched, taken_by
 from .changed import Rest, is_transformers
-from .images import OF_MODULES, images_of, last_position
+from .images import OF_MODULES, images_of
 from .positions import check_facts, check_kept, facts_of, left_padding
 from .reading import Reading, Text, next_turn
 
@@ -45,16 +45,17 @@ _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of ge
 class Call:
     """What the decode step needs to know of one call of generate.
 
-    `memory` keeps what `parts` describes where it is. `leftpad` is where each sequence starts, None for all at 0;
-    `tokens` how many there are with those in the cache, of up to `limit`; `returned` says that the caller sees the
-    cache afterwards. `holds` says, once the prompt is launched, whether model and arguments are what they were taken
-    for; None where that is known. `ahead` is the prompt, where it runs already; `images` what it has beside text.
+    `memory` keeps what `parts` describes where it is. `last` (B,) is the position of a prompt's last token, `leftpad`
+    where each sequence starts, None for all at 0; `tokens` how many there are with those in the cache, up to `limit`;
+    `returned`: the caller sees the cache afterwards. `holds` says, once the prompt is launched, whether model and
+    arguments are as they were; None where that is known. `ahead`: the prompt, if it runs; `images`: its other inputs.
     """
 
     model: nn.Module
     parts: Description
     memory: list[Any]
     inputs: dict[str, Any]
+    last: Tensor
     leftpad: Tensor | None
     batch: int
     tokens: int
@@ -85,8 +86,7 @@ class Call:
                 raise NoStep("prefill_chunk_size")
             if self.images:
                 raise NoStep(self.images)
-            last = last_position(self.inputs).expand(self.batch)
-            logits = state.run_prompt(self.parts, cache, input_ids[:, -count:], last, self.leftpad)
+            logits = state.run_prompt(self.parts, cache, input_ids[:, -count:], self.last, self.leftpad)
         except NoStep as reason:
             self._check(cache, 0)
             state.count_prompt(by_forward(reason))
@@ -128,7 +128,7 @@ class Call:
 
     def begin(self, state: Decoder, cache, program: Program) -> DecodeStep:
         """The step behind the prompt, which is in the cache now."""
-        cache.begin(last_position(self.inputs).expand(self.batch), self.leftpad)
+        cache.begin(self.last, self.leftpad)
         return state.begin(self.parts, cache, program)
 
 
@@ -147,20 +147,20 @@ def prepare(
     if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
         raise NoStep("gradients are enabled")
     _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
-    leftpad, tokens = left_padding(input_ids, inputs, config, len(parts.embedding), parts.grids is not None)
+    last, leftpad, tokens = left_padding(input_ids, inputs, config, len(parts.embedding), parts.grids is not None)
     check_length(parts, tokens - input_ids.shape[1] + stopping_criteria.max_length)
     behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
-    cache = inputs[cache_name()]
     return Call(
         model=model,
         parts=parts,
         memory=memory,
         inputs=inputs,
+        last=last,
         leftpad=leftpad,
         batch=input_ids.shape[0],
         tokens=tokens,
         limit=behind + stopping_criteria.max_length,
-        returned=_is_returned(config, cache),
+        returned=_is_returned(config, inputs[cache_name()]),
         images=", ".join(images_of(inputs)),
     )
 
@@ -207,6 +207,7 @@ def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs
         parts=parts,
         memory=memory,
         inputs=inputs,
+        last=positions[:, -1].expand(batch),
         leftpad=None if mask is None else (mask == 0).sum(1),
         batch=batch,
         tokens=count,
@@ -345,7 +346,7 @@ def _run(
     own = all(map(is_transformers, (*logits_processor, *stopping_criteria)))
     watched = not (own and is_transformers(streamer))
     shown = call.shown_cache() if watched else None
-    rest = Rest(call.model, call.parts, call.inputs, cache) if watched else None
+    rest = Rest(call.model, call.parts, call.inputs, call.last, cache) if watched else None
     late = reading.is_late(input_ids.device)
 
     logits = call.prefill(state, input_ids, config, cache)

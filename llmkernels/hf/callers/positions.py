@@ -138,26 +138,31 @@ def check_facts(facts: list[int], tokens: int, vocabulary: int) -> bool:
 
 def left_padding(
     input_ids: Tensor, inputs: dict[str, Any], config, vocabulary: int, has_rows: bool = False
-) -> tuple[Tensor | None, int]:
-    """Where each sequence starts, None for all at 0; and how many tokens there are with those in the cache.
+) -> tuple[Tensor, Tensor | None, int]:
+    """The position of the last token (B,); where each sequence starts, None for all at 0; and how many tokens there are
+    with those in the cache.
 
     `has_rows`: positions may have rows, of the grids of images. Raises NoStep for other masks and positions than left
-    padding's, and IndexError for ids of no token. Reads a few
-    numbers on the host: before the prefill, where nothing is waiting yet.
+    padding's, and IndexError for ids of no token. Reads a few numbers on the host: before the prefill, where nothing is
+    waiting yet.
     """
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    if positions is None or positions.ndim not in ((2, 3) if has_rows else (2,)):
+    if positions is not None and positions.ndim not in ((2, 3) if has_rows else (2,)):
         raise NoStep("position_ids are not (batch, tokens)")
     if mask is not None and mask.ndim != 2:
         raise NoStep("attention_mask is not (batch, tokens)")
-    # transformers from 5.23 drops a mask of ones, and notes its length.
-    tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", positions.shape[-1])
-    last = last_position(inputs)[:, None]
-    is_padded = check_facts(facts_of(input_ids, mask, last).tolist(), tokens, vocabulary)
     # As transformers has it: input_ids are all tokens, or where the mask is longer, those behind the ones in the cache.
     past, given = inputs[cache_name()].get_seq_length(), input_ids.shape[1]
+    # transformers from 5.23 drops a mask of ones, and notes its length. Of a forward that takes neither mask nor
+    # positions, input_ids are always those behind.
+    without = past + given if positions is None else positions.shape[-1]
+    tokens = mask.shape[1] if mask is not None else getattr(config, "_mask_length", without)
+    last = input_ids.new_full((1,), tokens - 1) if positions is None else last_position(inputs)
+    is_padded = check_facts(facts_of(input_ids, mask, last[:, None]).tolist(), tokens, vocabulary)
+    if is_padded and positions is None:  # a forward that takes none counts padding, too
+        raise NoStep("no position_ids, which a padded sequence needs")
     if past and config.prefill_chunk_size is not None:  # up to 5.22 it computes what is in the cache once more
         raise NoStep("prefill_chunk_size with tokens in the cache")
     if tokens not in (given, past + given) or tokens <= past:
         raise NoStep("input_ids and attention_mask do not go on where the cache ends")
-    return (mask == 0).sum(1) if is_padded else None, tokens
+    return last.expand(len(input_ids)), (mask == 0).sum(1) if is_padded else None, tokens

@@ -4,8 +4,8 @@ A step does not call modules. That is right for a forward that only returns some
 for one that counts its calls or keeps what it has seen. Results do not show the difference, but code does:
 `check_effects(model)` reads all functions of the classes' packages that their forwards reach.
 
-It is strict: what it does not know may do anything. A function may change a dict or list that it has made itself, and
-may warn.
+It is strict: what it does not know may do anything. A function may change a dict or list that it has made itself, set
+a field of the output that a call has returned to it, as the logits of super().forward(), and warn.
 """
 
 import builtins
@@ -13,10 +13,12 @@ import logging
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 from transformers.utils import ModelOutput
 
 from ..errors import UnknownLayout
@@ -44,6 +46,7 @@ _MUTATORS |= {"write", "put", "send", "register_buffer", "register_parameter", "
 _MUTATORS |= {"register_forward_hook", "register_forward_pre_hook", "__dict__", "__setattr__", "__delattr__"}
 _MUTATORS |= {"__setitem__", "__delitem__", "setitem", "delitem"}
 _MUTATORS |= {"save", "manual_seed", "set_seed", "set_rng_state", "set_default_dtype", "set_default_device"}
+_OF_OUTPUTS = {field.name for cls in (BaseModelOutput, CausalLMOutputWithPast) for field in fields(cls)}
 _IN_PLACE = {"i" + name.rstrip("_") for name in dir(operator)} & {*dir(operator)}  # iadd and its like
 _MUTATORS |= _IN_PLACE | {f"__{name}__" for name in _IN_PLACE}
 
@@ -139,6 +142,8 @@ def _check_code(code: types.CodeType, function: types.FunctionType) -> None:
 def _stores(variables: Variables, index: int, code: types.CodeType) -> str | None:
     """What a step may change that the function has not made itself."""
     step = variables.steps[index]
+    if step.name == "STORE_ATTR" and step.value in _OF_OUTPUTS and variables.is_result(variables.loaded(index), index):
+        return None
     if step.name in _STORES or (step.name == "STORE_DEREF" and step.value in code.co_freevars):
         return f"sets {step.value}"
     if step.name == "STORE_SLICE" or (step.name in _STORES_ITEM and not _is_item_of_own(variables, index)):
@@ -166,9 +171,12 @@ def _takes_names(code: types.CodeType) -> bool:
 
 
 def _is_item_of_own(variables: Variables, index: int) -> bool:
-    """Whether an item that is set is one of a dict or list of this call, by a key that is a constant or a variable."""
-    is_key = variables.steps[index - 1].name == "LOAD_CONST" or variables.loaded(index) is not None
-    return is_key and variables.is_container(variables.loaded(index, 2), index)
+    """Whether an item that is set is one of a dict or list of this call, by a key that is a constant or a variable; or
+    a field of an output."""
+    key, owner = variables.steps[index - 1], variables.loaded(index, 2)
+    if key.name == "LOAD_CONST" and key.value in _OF_OUTPUTS and variables.is_result(owner, index):
+        return True
+    return (key.name == "LOAD_CONST" or variables.loaded(index) is not None) and variables.is_container(owner, index)
 
 
 def _is_of_own_value(variables: Variables, index: int) -> bool:
