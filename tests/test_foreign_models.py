@@ -100,6 +100,19 @@ def test_logits_that_a_forward_keeps(device):
     check_no_step(made(fresh("around").SeenForCausalLM).to(device), device, "SeenForCausalLM.forward sets logits")
 
 
+def test_a_class_that_each_model_makes_anew(beacon, device):
+    """Whatever it computes, it is not that of the small model."""
+    source = """
+def __init__(self, *args):
+    original(self, *args)
+    class Own(type(self.b)):
+        pass
+    self.b.__class__ = Own
+"""
+    replace(beacon, "Storey.__init__", source)
+    check_no_step(made(beacon.BeaconForCausalLM).to(device), device, "is a beacon.Own, not another class of that name")
+
+
 def remote(name, folder, monkeypatch, change=lambda source: source):
     """The model of a family of transformers from a copy of its file with absolute imports, as remote code is."""
     source = inspect.getsource(importlib.import_module(f"transformers.models.{name}.modeling_{name}"))

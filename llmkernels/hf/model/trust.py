@@ -179,7 +179,8 @@ def _spec(expected: type[nn.Module], forward: Callable, numbers: tuple, options:
             cls = cls.original
         classes = cls, library_class(cls), foreign_class(cls)
         if cls is not expected and (expected.__module__.startswith("torch.") or expected not in classes):
-            raise UnknownLayout(f"is a {_name(cls)}, not {_name(expected)}")
+            other = "another class of that name" if _name(cls) == _name(expected) else _name(expected)
+            raise UnknownLayout(f"is a {_name(cls)}, not {other}")
         if cls.forward is not forward:
             raise UnknownLayout("has another forward: that of its class was replaced")
         for name in absent if cls is not expected else ():
