@@ -1,5 +1,6 @@
 """The cases of benchmarks can be compared, and are timed in turn."""
 
+import inspect
 from collections import Counter
 from itertools import pairwise, permutations
 
@@ -54,6 +55,34 @@ def test_cases_have_the_keys_of_the_format():
     }
     ops = sections.ops("ops", "decode_ops")
     assert all(set(case.keys) == keys[op.name] for op in ops for case in op.cases)
+
+
+# Public functions without cases of their own, by the op whose kernels they run.
+TIMED_AS = {
+    "add_layer_norm": "layer_norm",
+    "add_lora": "lora_linear",
+    "attention_varlen": "attention",
+    "bias_act": "bias_gelu",
+    "bias_geglu": "bias_gelu",
+    "bias_swiglu": "bias_gelu",
+    "glu": "swiglu",
+    "int8_quantize": "int8_linear",
+    "log_softmax": "softmax",
+    "relu2": "bias_gelu",
+    "relu2_glu": "swiglu",
+    "rope_kv_write": "rope",
+}
+
+
+def test_every_op_is_timed():
+    """By cases of its own, or as another one."""
+    import llmkernels
+
+    timed = {op.name for op in sections.ops("ops", "decode_ops")}
+    public = {name: getattr(llmkernels, name) for name in llmkernels.__all__}
+    ops = {name for name, f in public.items() if inspect.isfunction(f) and f.__module__.startswith("llmkernels.ops.")}
+    assert ops - timed == TIMED_AS.keys()
+    assert timed >= {*TIMED_AS.values()}
 
 
 @pytest.mark.parametrize("name", call_overhead.CASES)
