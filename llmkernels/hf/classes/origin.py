@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UnknownLayout
 
@@ -95,8 +96,9 @@ def names_of(function: Callable, cls: type = object) -> tuple[Name, ...]:
 
 
 def asked_of_class(cls: type[nn.Module]) -> frozenset[str]:
-    """The names by which the forward of a class asks a module for what its class has: methods and constants."""
-    general = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__}
+    """The names by which the forward of a class asks a module for what its class has: methods and constants. But for
+    those of transformers' base classes, as `gradient_checkpointing`, which modules may have by themselves."""
+    general = {*PreTrainedModel.__mro__, *GenerationMixin.__mro__, *GradientCheckpointingLayer.__mro__}
     own = {name for base in cls.__mro__ if base not in general for name in vars(base)}
     return frozenset(own & {name for _, name, _ in names_of(cls.forward, cls)}) - {"forward"}
 

@@ -234,7 +234,7 @@ def _expected(module: nn.Module, called: set[nn.Module]) -> ExpectedModule:
         parameters=frozenset(members["_parameters"]),
         trains=any("dropout" in name for name in members) or hasattr(module, "config"),
         numbers=numbers,
-        absent=(asked_of_class(cls) | named - {"forward"}).difference(members),
+        absent=(asked_of_class(cls) | named - _FREE - {"forward"}).difference(members),
     )
     read = tuple(name for name in members if name in _READ)
     parts = {name: _expected(child, called) for name, child in members["_modules"].items() if child in called}
