@@ -80,8 +80,8 @@ _references: weakref.WeakKeyDictionary[nn.Module, Reference] = weakref.WeakKeyDi
 def reference(model: nn.Module) -> Reference:
     """The reference of a model. Raises UnknownLayout where its class can not be built from its config."""
     known = _references.get(model)
-    _check_mask(model.config)
     config, attention = of_account(model.config), _attention_of(model)
+    _check_mask(model.config)
     if known is not None and known.config == config and known.attention is attention and hold(known.names):
         return known
     known = _references[model] = reference_of(_as_made(type(model), model.config), copy.deepcopy(config), attention)
