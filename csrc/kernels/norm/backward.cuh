@@ -29,7 +29,7 @@ namespace llmk::kernels::norm {
 // How the rows are processed: by vectors, by words, or, where neither has room for one, from global memory each time.
 struct BackwardPlan {
   PersistentPlan vectors{};
-  WordPlan words{};
+  BackwardWordPlan words{};
   int64_t blocks = 0;  // of a persistent grid, each of which leaves one row of partial sums
 };
 

@@ -1,13 +1,12 @@
 // The norms' backward (backward.cuh) for rows of any alignment that fit a block, by words (row_words.cuh): a persistent
 // grid, as in backward_persistent.cuh. A group reads its rows from a ring of slots, and has one slot more for what it
-// stores. The block has one with the weights, since registers are scarce. In the turn of its row i,
+// stores. In the turn of its row i,
 //
 //   vectors   of row i + 2 begin to be copied, by cp.async
 //   ends      of row i + 1, loaded in the turn before, are put beside its vectors
 //   words     x, grad_y -> sums -> grad_x -> a slot -> stored by vectors
 //
-// An H100, bfloat16, us, forward and backward, with weights in registers and blocks of 512 threads; cut: vectors were
-// cut out of two that neighbouring lanes had copied.
+// An H100, bfloat16, us, forward and backward; cut: vectors were cut out of two that neighbouring lanes had copied.
 //
 //   case                 | cut   | words | aligned neighbour
 //   ---------------------|-------|-------|------------------
@@ -17,6 +16,10 @@
 //   layer_norm 8192x1001 | 62.1  | 48.1  | 39.4
 //   layer_norm 8192x4097 | 208.1 | 208.2 | 128.9
 //   layer_norm 4096x8191 | 213.9 | 164.5 |
+//
+// The weights are in registers. Where that leaves a LayerNorm too few threads, they are in shared memory, once for the
+// block, which has more threads then: 8192x4097 takes 121 us instead of 138 on an H200. (With them in shared memory
+// always, layer_norm 8192x1001 took 34.2 us instead of 30.4, and rms_norm 24.5 instead of 22.9.)
 #pragma once
 #include <algorithm>
 
@@ -28,22 +31,27 @@
 
 namespace llmk::kernels::norm {
 
-// Threads of a block, at most, which leaves 96 registers each; words of a thread, at most, for the sums over rows have
-// to fit the registers; rows of a group in shared memory.
-constexpr int kBackwardThreads = 640, kFewWords = 8;
+// Words of a thread, at most, for the sums over rows have to fit the registers; threads of a block, at most; rows of a
+// group in shared memory.
+constexpr int kFewWords = 8;
 template <typename T, bool kCentered>
 constexpr int kMostWords = kCentered && sizeof(T) == 2 ? 12 : 16;
+__host__ __device__ constexpr int backward_threads(bool shares_weights) { return shares_weights ? 640 : 512; }
 __host__ __device__ constexpr int word_stages(int words) { return words > kFewWords ? 2 : 3; }
 
-// kRounds: round(n) is what the forward multiplied by the weight.
-template <typename T, int kWords, bool kCentered, bool kRounds>
-__global__ void __launch_bounds__(kBackwardThreads)
+struct BackwardWordPlan : WordPlan {
+  bool shares_weights;
+};
+
+// kRounds: round(n) is what the forward multiplied by the weight. kSharesWeights: they are in shared memory.
+template <typename T, int kWords, bool kCentered, bool kRounds, bool kSharesWeights>
+__global__ void __launch_bounds__(backward_threads(kSharesWeights))
     norm_backward_words_kernel(const NormBackwardParams params, const WordPlan plan, bool keep_inputs) {
   using Slot = RowSlot<T, kWords>;
   using W = typename Slot::Word;
   constexpr int kPerWord = Slot::kPerWord, kDepth = word_stages(kWords), kSums = kCentered ? 3 : 2;
-  extern __shared__ int4 slots[];  // [stage][operand][group], [group]: grad_x, and one of weights
-  __shared__ float shared[2][kSums * kBackwardThreads / 32];
+  extern __shared__ int4 slots[];  // [stage][operand][group], [group]: grad_x, and one of weights where they are shared
+  __shared__ float shared[2][kSums * backward_threads(kSharesWeights) / 32];
   const LooseGroup group{{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)}};
   const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
   const int cols = static_cast<int>(params.cols), operands = params.grad_sum ? 3 : 2;
@@ -92,13 +100,24 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const float weight_offset = row_0.weight ? static_cast<float>(params.options.weight_offset) : 0.f;
   Slot result(slots, kDepth * operands, group, plan.rows_per_block, cols);
   const Group of_block{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), 0};
-  Slot weights(slots, kDepth * operands + 1, of_block, plan.rows_per_block, cols);
-  if (group.index == 0) {
+  const Slot shared_weights(slots, kDepth * operands + 1, of_block, plan.rows_per_block, cols);
+  [[maybe_unused]] W own_weights[kWords];
+  if constexpr (!kSharesWeights) {
+    load_parameters(row_0.weight, cols, result.column(0), 1.f, own_weights);
+  } else if (group.index == 0) {
     W words[kWords];
-    load_parameters(row_0.weight, cols, weights.column(0), 1.f, words);
-    weights.put(words);
+    load_parameters(row_0.weight, cols, shared_weights.column(0), 1.f, words);
+    shared_weights.put(words);
   }
-  __syncthreads();
+  if constexpr (kSharesWeights) __syncthreads();
+  const auto weight_of = [&](int i) {
+    if constexpr (kSharesWeights) {
+      return shared_weights.word(i);
+    } else {
+      forget_floats(own_weights[i]);
+      return own_weights[i];
+    }
+  };
   float grad_weight[kWords][kPerWord];
   [[maybe_unused]] float grad_bias[kWords][kPerWord];
 #pragma unroll
@@ -130,7 +149,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
       float sums[2] = {0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        const W weight = weights.word(i);
+        const W weight = weight_of(i);
 #pragma unroll
         for (int k = 0; k < kPerWord; ++k) {
           sums[0] += x[i][k];
@@ -145,7 +164,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       forget_floats(x[i]), forget_floats(grad_y[i]);
-      const W weight = weights.word(i);
+      const W weight = weight_of(i);
 #pragma unroll
       for (int k = 0; k < kPerWord; ++k) {
         if (kCentered && i * Slot::kStep + k >= left) continue;  // the difference of no number from the mean is not 0
@@ -163,7 +182,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         forget_floats(x[i]), forget_floats(grad_y[i]);
-        const W weight = weights.word(i);
+        const W weight = weight_of(i);
         float n[kPerWord], grad[kPerWord];
 #pragma unroll
         for (int k = 0; k < kPerWord; ++k) n[k] = centered<kCentered>(x[i][k], scalars.mean) * scalars.rstd;
@@ -219,37 +238,43 @@ __global__ void __launch_bounds__(kBackwardThreads)
   }
 }
 
-// The plan of a row, and the grid; no words when the row is not for this kernel. A thread has eight words, unless more
-// of them, of longer rows, keep a quarter more threads of a block at work. That does not depend on the number of rows.
+// The plan of a row, and the grid; no words when the row is not for this kernel. A thread has eight words and its
+// weights in registers, unless another way keeps a quarter more threads of a block at work. That does not depend on the
+// number of rows.
 template <typename T, bool kCentered>
-cudaError_t plan_backward_words(const NormBackwardParams& params, WordPlan& plan, int64_t& blocks) {
+cudaError_t plan_backward_words(const NormBackwardParams& params, BackwardWordPlan& plan, int64_t& blocks) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const int64_t room = static_cast<int64_t>(device.shared_bytes) - 1024;  // the reductions need some
-  int64_t bytes = 0;                                                      // of shared memory for a row
-  for (const int most : {kFewWords, 12, 16}) {
-    if (most > kMostWords<T, kCentered>) break;
-    WordPlan some = plan_words(params.cols, sizeof(T), 1, most, kBackwardThreads);
-    if (some.words == 0) continue;
+  int64_t bytes = 0, weights = 0;  // of shared memory for a row, and for the weights
+  const auto consider = [&](int most_words, bool shares_weights) {
+    const int threads = backward_threads(shares_weights);
+    BackwardWordPlan some{plan_words(params.cols, sizeof(T), 1, most_words, threads), shares_weights};
+    if (some.words == 0) return;
     const int64_t some_bytes = some.row_bytes() * (word_stages(some.words) * (params.grad_sum ? 3 : 2) + 1);
-    const int64_t fit = (room - some.row_bytes()) / some_bytes;  // beside the weights
-    some.rows_per_block = static_cast<int>(std::min<int64_t>(kBackwardThreads / some.threads, fit));
+    const int64_t some_weights = shares_weights ? some.row_bytes() : 0;
+    const int64_t fit = (room - some_weights) / some_bytes;
+    some.rows_per_block = static_cast<int>(std::min<int64_t>(threads / some.threads, fit));
     if (4 * some.threads * some.rows_per_block > 5 * plan.threads * plan.rows_per_block) {
-      plan = some, bytes = some_bytes;
+      plan = some, bytes = some_bytes, weights = some_weights;
     }
+  };
+  for (const int most_words : {kFewWords, 12, 16}) {
+    if (most_words <= kMostWords<T, kCentered>) consider(most_words, false);
   }
+  if (kCentered) consider(kFewWords, true);
   if (plan.words == 0) return cudaSuccess;
   const int64_t rows_per_sm = (params.rows + device.sm_count - 1) / device.sm_count;
   plan.rows_per_block = static_cast<int>(std::min<int64_t>(plan.rows_per_block, rows_per_sm));
   // More than half of an SM's, so that two blocks cannot pile up on one that is free early.
-  const int64_t slots = bytes * plan.rows_per_block + plan.row_bytes();
-  plan.shared_bytes = std::max<size_t>(slots, device.shared_bytes / 2 + 1024);
+  plan.shared_bytes = std::max<size_t>(bytes * plan.rows_per_block + weights, device.shared_bytes / 2 + 1024);
   blocks = std::min<int64_t>(params.rows, device.sm_count);
   return cudaSuccess;
 }
 
 template <typename T, bool kCentered>
-cudaError_t launch_words(const WordPlan& plan, int64_t blocks, const NormBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_words(const BackwardWordPlan& plan, int64_t blocks, const NormBackwardParams& params,
+                         cudaStream_t stream) {
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const int operands = params.grad_sum ? 4 : 3;
@@ -257,13 +282,15 @@ cudaError_t launch_words(const WordPlan& plan, int64_t blocks, const NormBackwar
   const LaunchShape shape{blocks, dim3(plan.threads, plan.rows_per_block), plan.shared_bytes};
   return dispatch_int<4, 8, 12, 16>(plan.words, [&](auto words) {
     constexpr int kWords = decltype(words)::value;
+    constexpr bool kMayShare = kCentered && kWords <= kFewWords, kMayRound = sizeof(T) == 2 && !kCentered;
     if constexpr (kWords > kMostWords<T, kCentered>) {
       return cudaErrorInvalidValue;  // no such plan
     } else {
-      constexpr bool kMayRound = sizeof(T) == 2 && !kCentered;
-      const auto kernel = params.options.cast_before_weight
-                              ? norm_backward_words_kernel<T, kWords, kCentered, kMayRound>
-                              : norm_backward_words_kernel<T, kWords, kCentered, false>;
+      auto kernel = norm_backward_words_kernel<T, kWords, kCentered, false, false>;
+      if (params.options.cast_before_weight) {
+        kernel = norm_backward_words_kernel<T, kWords, kCentered, kMayRound, false>;
+      }
+      if (plan.shares_weights) kernel = norm_backward_words_kernel<T, kWords, kCentered, false, kMayShare>;
       return launch(kernel, shape, stream, params, plan, keep);
     }
   });
