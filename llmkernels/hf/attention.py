@@ -34,6 +34,7 @@ from llmkernels.ops.attention import attention, decode_attention
 from . import attention_paged
 
 NAME = "llmkernels"
+PAGED = f"paged|{NAME}"  # of continuous batching
 MAX_HEAD_DIM = 256  # of the kernel on a GPU
 _RANGES = "_llmkernels_ranges"  # of a mask: an attribute of the tensor, which no tensor made of it has
 MAX_DECODE_QUERIES = 16  # of a key head and sequence, which decode_attention reads the keys once for
@@ -50,7 +51,7 @@ def register_attention() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
     if attention_paged.is_supported():
-        AttentionInterface.register(f"paged|{NAME}", attention_paged.paged_attention_forward)  # which takes no mask
+        AttentionInterface.register(PAGED, attention_paged.paged_attention_forward)  # which takes no mask
 
 
 def attention_mask(
@@ -267,3 +268,8 @@ def _by_torch(
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[2]].nan_to_num(0.0)
     return F.dropout(weights.to(query.dtype), dropout) @ value
+
+
+# What is registered under each name.
+ATTENTIONS = {NAME: attention_forward, PAGED: attention_paged.paged_attention_forward}
+MASKS = {NAME: attention_mask}

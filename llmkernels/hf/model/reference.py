@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._private import TorchDispatchMode
+from ..attention import ATTENTIONS, MASKS, NAME
 from ..classes.effects import check_effects, is_foreign
 from ..classes.options import known_base
 from ..classes.origin import (
@@ -136,40 +137,53 @@ def of_account(config: Any) -> dict[str, Any]:
 
 
 def _attention_of(model: nn.Module) -> Callable:
-    """The function by which a model attends. Raises NoStep unless it is of transformers: it may compute anything."""
-    scope = attention_scope(model)
+    """The function by which a model attends. Raises NoStep unless it is of transformers, or ours under its own name:
+    it may compute anything."""
+    scope, ours = attention_scope(model), ATTENTIONS.get(_implementation(model.config))
     function = attention_function(model.config, scope)
     # effects.py looks at that of a foreign model's own file.
     own = [scope["__name__"].split(".")[0]] if function is not None and function is scope.get(_EAGER) else []
-    try:
-        check_origin(function, ("transformers", *own))
-    except UnknownLayout:
-        raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}") from None
+    if not _is_known(function, ours, own):
+        raise NoStep(f"attention is computed by {getattr(function, '__qualname__', function)}")
     return function
 
 
 def _check_mask(config: Any) -> None:
-    """Raise NoStep unless transformers' own function makes the masks of a model's attention, where they are given to
-    it."""
-    name, function = text_config(config)._attn_implementation, mask_function(config)
+    """Raise NoStep unless the masks of a model's attention, where they are given to it, are made by transformers' own
+    function; or by ours, where our attention takes them."""
+    name, function = _implementation(config), mask_function(config)
     if function is None and name.startswith("paged|"):
         return  # of continuous batching, which makes them itself
+    if function is None:
+        raise NoStep(f"no function makes masks for {name}, so that padding is seen")
+    if not _is_known(function, MASKS.get(name)):
+        raise NoStep(f"masks are made by {getattr(function, '__qualname__', function)}")
+
+
+def _is_known(function: Any, ours: Callable | None, packages: Iterable[str] = ()) -> bool:
+    """Whether a function is ours, under a name of ours; under any other, whether it is of transformers or of these
+    packages."""
+    if ours is not None:
+        return function is ours
     try:
-        if function is None:
-            raise NoStep(f"no function makes masks for {name}, so that padding is seen")
-        check_origin(function)
+        check_origin(function, ("transformers", *packages))
     except UnknownLayout:
-        raise NoStep(f"masks are made by {getattr(function, '__qualname__', function)}") from None
+        return False
+    return True
+
+
+def _implementation(config: Any) -> str:
+    return text_config(config)._attn_implementation
 
 
 def mask_function(config: Any) -> Callable | None:
     """The function that makes masks for the attention that a config names, or None."""
-    return ALL_MASK_ATTENTION_FUNCTIONS.get(text_config(config)._attn_implementation)
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(_implementation(config))
 
 
 def attention_function(config: Any, scope: dict[str, Any]) -> Callable:
     """The function that a config names, for attentions of a file with these globals."""
-    return ALL_ATTENTION_FUNCTIONS.get_interface(text_config(config)._attn_implementation, scope.get(_EAGER))
+    return ALL_ATTENTION_FUNCTIONS.get_interface(_implementation(config), scope.get(_EAGER))
 
 
 _EAGER = "eager_attention_forward"
@@ -288,8 +302,8 @@ def small_config(config: Any) -> Any:
     for name, value in changes.items():
         if hasattr(small, name):
             setattr(small, name, value)
-    if getattr(config, "_attn_implementation", "eager") != "sdpa":
-        small._attn_implementation = "eager"
+    if (attention := getattr(config, "_attn_implementation", "eager")) != "sdpa":
+        small._attn_implementation = NAME if attention in ATTENTIONS else "eager"
     if whole is not small:
         _shrink_others(whole, small)
     return whole
