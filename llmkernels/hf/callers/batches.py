@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.utils import ModelOutput
 
+from ..attention import PAGED
 from ..errors import NoStep
 from ..model.description import Description
+from ..model.reference import attention_name
 from ..report import STEP
 from ..step import batch as batches
 from ..step.batch import Batch, Group
@@ -46,7 +48,8 @@ def by_batch(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOu
     if ids.is_cuda:  # where transformers writes the arguments, without waiting for that
         torch.cuda.current_stream(ids.device).wait_stream(torch.cuda.default_stream(ids.device))
     parts, _memory = description(model, state, ids)
-    batch, kept = _batch(parts, given), given.get("logits_to_keep")
+    has_softcaps = attention_name(model.config) == PAGED
+    batch, kept = _batch(parts, given, has_softcaps), given.get("logits_to_keep")
     kept = kept if isinstance(kept, Tensor) else None
     group = batch.layers[0][0]
     reading = Reading(batch.ids, batch.positions, group.begins)
@@ -60,8 +63,8 @@ def by_batch(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOu
     return output(parts, {"logits": as_returned(parts, logits)[None]})
 
 
-def _batch(parts: Description, given: dict[str, Any]) -> Batch:
-    """Raises NoStep for what only the modules take."""
+def _batch(parts: Description, given: dict[str, Any], has_softcaps: bool) -> Batch:
+    """Raises NoStep for what only the modules take. `has_softcaps`: their attention does not leave them out."""
     ids, positions, kept = given["input_ids"], given.get("position_ids"), given.get("logits_to_keep", 0)
     if len(ids) != 1 or not isinstance(positions, Tensor) or positions.shape != ids.shape:
         raise NoStep("position_ids are not (1, tokens)")
@@ -80,7 +83,7 @@ def _batch(parts: Description, given: dict[str, Any]) -> Batch:
         expected = layer.attention.kv_heads, layer.attention.head_dim
         if any(x.shape[2:] != expected or x.dtype != parts.weight.dtype for x in (pages.k, pages.v)):
             raise NoStep("the cache was made for other keys and values")
-        if layer.attention.softcap:  # which transformers leaves out there
+        if layer.attention.softcap and not has_softcaps:  # which that of transformers leaves out there
             raise NoStep("softcaps in continuous batching")
         if layer.attention.window_left == 0:  # masks of transformers take it for no window, and its pages for one
             raise NoStep("windows of one token in continuous batching")

@@ -70,7 +70,7 @@ class Reference:
     model: nn.Module
     root: ExpectedModule
     classes: tuple[type, ...]  # of all modules
-    attention: Callable  # the function of transformers that the config names
+    attention: Callable  # the function that the config names, of transformers or ours
     names: tuple[Name, ...]  # what the forwards and the attention call, and functions that modules have
     called: tuple  # the same and the forwards, for all models of these classes
 
@@ -139,7 +139,7 @@ def of_account(config: Any) -> dict[str, Any]:
 def _attention_of(model: nn.Module) -> Callable:
     """The function by which a model attends. Raises NoStep unless it is of transformers, or ours under its own name:
     it may compute anything."""
-    scope, ours = attention_scope(model), ATTENTIONS.get(_implementation(model.config))
+    scope, ours = attention_scope(model), ATTENTIONS.get(attention_name(model.config))
     function = attention_function(model.config, scope)
     # effects.py looks at that of a foreign model's own file.
     own = [scope["__name__"].split(".")[0]] if function is not None and function is scope.get(_EAGER) else []
@@ -151,7 +151,7 @@ def _attention_of(model: nn.Module) -> Callable:
 def _check_mask(config: Any) -> None:
     """Raise NoStep unless the masks of a model's attention, where they are given to it, are made by transformers' own
     function; or by ours, where our attention takes them."""
-    name, function = _implementation(config), mask_function(config)
+    name, function = attention_name(config), mask_function(config)
     if function is None and name.startswith("paged|"):
         return  # of continuous batching, which makes them itself
     if function is None:
@@ -172,18 +172,19 @@ def _is_known(function: Any, ours: Callable | None, packages: Iterable[str] = ()
     return True
 
 
-def _implementation(config: Any) -> str:
+def attention_name(config: Any) -> str:
+    """The name in transformers' AttentionInterface of the attention of a model's text."""
     return text_config(config)._attn_implementation
 
 
 def mask_function(config: Any) -> Callable | None:
     """The function that makes masks for the attention that a config names, or None."""
-    return ALL_MASK_ATTENTION_FUNCTIONS.get(_implementation(config))
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(attention_name(config))
 
 
 def attention_function(config: Any, scope: dict[str, Any]) -> Callable:
     """The function that a config names, for attentions of a file with these globals."""
-    return ALL_ATTENTION_FUNCTIONS.get_interface(_implementation(config), scope.get(_EAGER))
+    return ALL_ATTENTION_FUNCTIONS.get_interface(attention_name(config), scope.get(_EAGER))
 
 
 _EAGER = "eager_attention_forward"
