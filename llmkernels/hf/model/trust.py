@@ -18,7 +18,7 @@ import inspect
 import types
 from collections.abc import Callable, ItemsView
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -255,35 +255,34 @@ def calls_only_its_class(module: nn.Module, dtype: torch.dtype | None = None, de
     accelerate leaves that behind when its hooks go. With a dtype and a device of the weights, its hooks that move
     nothing and its autocast to that very dtype, which changes nothing, are looked through as well.
     """
-    own = _own(type(module))
+    wrappers = _wrappers(module, _own(type(module)))
     if dtype is None:
-        return _comes_to(own, module, lambda forward: None)
-    return _comes_to(
-        own, module, lambda forward: _inside(module, forward) if _adds_nothing(module, forward, dtype, device) else None
-    )
+        return wrappers == []
+    return wrappers is not None and all(wrapper.adds_nothing(dtype, device) for wrapper in wrappers)
 
 
 def is_of_accelerate(module: nn.Module) -> bool:
     """Whether the forward set on a module is accelerate's, which comes to its class's forward, whatever it adds."""
-    return _comes_to(_own(type(module)), module, functools.partial(_inside, module))
+    return _wrappers(module, _own(type(module))) is not None
 
 
 def runs_made_forward(module: nn.Module) -> bool:
     """Whether the forward set on a patched module comes to the one made for its class, and not to the original's."""
-    return _comes_to(_forwards(type(module)), module, functools.partial(_inside, module))
+    return _wrappers(module, _forwards(type(module))) is not None
 
 
-def _comes_to(own: set[Callable], module: nn.Module, inside: Callable[[Any], Any]) -> bool:
-    forward = vars(module)["forward"]
-    while forward is not None:
-        if isinstance(forward, types.MethodType):
-            if forward.__self__ is not module:
-                return False
-            forward = forward.__func__
-        if type(forward) is types.FunctionType and forward in own:
-            return True
-        forward = inside(forward)
-    return False
+def around(module: nn.Module, inner: Callable) -> types.MethodType | None:
+    """What accelerate has put around a module's forward for mixed precision, around `inner` instead.
+
+    None where the forward set on the module is another's, or that of accelerate's hooks.
+    """
+    wrappers = _wrappers(module, _own(type(module)))
+    is_bound = isinstance(vars(module)["forward"], types.MethodType)
+    if not wrappers or not is_bound or any(wrapper.decorate is None for wrapper in wrappers):
+        return None
+    for wrapper in reversed(wrappers):
+        inner = wrapper.decorate(inner)
+    return types.MethodType(inner, module)
 
 
 def _own(cls: type) -> set[Callable]:
@@ -295,60 +294,57 @@ def _forwards(cls: type) -> set[Callable]:
     return {cls.forward, *_wrapped_by(cls.forward)}
 
 
-def around(module: nn.Module, inner: Callable) -> types.MethodType | None:
-    """What accelerate has put around a module's forward for mixed precision, around `inner` instead.
+class _Wrapper(NamedTuple):
+    """What accelerate or TRL has put around a forward: what it calls, whether it changes nothing for weights of a dtype
+    on a device, and the decorator that made it, where that is known."""
 
-    None where the forward set on the module is another's, or that of accelerate's hooks.
-    """
-    forward = vars(module)["forward"]
-    if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
-        return None
-    made = _around(forward.__func__, inner, _own(type(module)))
-    return None if made is None else types.MethodType(made, module)
+    calls: Any
+    adds_nothing: Callable[[torch.dtype, torch.device], bool] = lambda dtype, device: True
+    decorate: Callable | None = None
 
 
-def _around(forward: Any, inner: Callable, own: set[Callable]) -> Callable | None:
-    wrap, function = _autocast_and_function(forward)
-    converter = getattr(forward, "__wrapped__", None)
-    if type(converter).__module__ == _CONVERSION:
-        wrap, function = forward.__globals__["convert_outputs_to_fp32"], converter.model_forward
-    if wrap is None:
-        return None
-    made = inner if function in own else _around(function, inner, own)
-    return None if made is None else wrap(made)
+def _wrappers(module: nn.Module, own: set[Callable]) -> list[_Wrapper] | None:
+    """What the forward set on a module has around one of these, the outermost first; None where it is another's."""
+    forward, found = vars(module)["forward"], []
+    while forward is not None:
+        if isinstance(forward, types.MethodType):
+            if forward.__self__ is not module:
+                return None
+            forward = forward.__func__
+        if type(forward) is types.FunctionType and forward in own:
+            return found
+        wrapper = _as_wrapper(module, forward)
+        found.append(wrapper)
+        forward = None if wrapper is None else wrapper.calls
+    return None
 
 
 _CONVERSION = "accelerate.utils.operations"  # of convert_outputs_to_fp32, which logits are converted to in any case
 
 
-def _inside(module: nn.Module, forward: Any) -> Any:
-    """What a wrapper of accelerate's or TRL's around a module's forward calls; None if it is another's."""
+def _as_wrapper(module: nn.Module, forward: Any) -> _Wrapper | None:
     if isinstance(forward, functools.partial):  # add_hook_to_module
         is_hook = forward.func.__module__ == "accelerate.hooks" and forward.args == (module,)
-        return vars(module).get("_old_forward") if is_hook else None
-    origin = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
+        hook, before = vars(module).get("_hf_hook"), vars(module).get("_old_forward")
+        return _Wrapper(before, lambda _, device: _moves_nothing(hook, device)) if is_hook else None
+    scope, code = getattr(forward, "__globals__", {}), getattr(forward, "__code__", None)
+    origin = scope.get("__name__", type(forward).__module__)
     if origin == _CONVERSION:
-        return getattr(forward, "model_forward", None) or getattr(forward, "__wrapped__", None)
-    if origin == "trl.trainer.utils" and forward.__code__.co_name == "_fused_forward":
+        converter = getattr(forward, "__wrapped__", forward)  # which the decorator puts into a function
+        if type(converter).__module__ != _CONVERSION:
+            return _Wrapper(getattr(forward, "model_forward", converter))
+        return _Wrapper(converter.model_forward, decorate=scope.get("convert_outputs_to_fp32"))
+    if origin == "trl.trainer.utils" and code.co_name == "_fused_forward":
         # Another loss, for who asks for that by an argument of TRL's own.
-        return _enclosed(forward, "original_forward")
-    return _autocast_and_function(forward)[1]
+        return _Wrapper(_enclosed(forward, "original_forward"))
+    if origin == "torch.amp.autocast_mode" and code is not None and code.co_name == "decorate_autocast":
+        autocast = _enclosed(forward, "autocast_instance")
 
+        def adds_nothing(dtype: torch.dtype, device: torch.device) -> bool:
+            return not autocast._enabled or autocast.device != device.type or autocast.fast_dtype == dtype
 
-def _adds_nothing(module: nn.Module, forward: Any, dtype: torch.dtype, device: torch.device) -> bool:
-    if isinstance(forward, functools.partial):
-        return _moves_nothing(vars(module).get("_hf_hook"), device)
-    autocast, _ = _autocast_and_function(forward)
-    return autocast is None or not autocast._enabled or autocast.device != device.type or autocast.fast_dtype == dtype
-
-
-def _autocast_and_function(forward: Any) -> tuple[Any, Any]:
-    """The parts of what torch.autocast has decorated, or two None."""
-    code = getattr(forward, "__code__", None)
-    is_autocast = getattr(forward, "__globals__", {}).get("__name__") == "torch.amp.autocast_mode"
-    if not is_autocast or code.co_name != "decorate_autocast":
-        return None, None
-    return _enclosed(forward, "autocast_instance"), _enclosed(forward, "func")
+        return _Wrapper(_enclosed(forward, "func"), adds_nothing, autocast)
+    return None
 
 
 def _enclosed(function: Any, name: str) -> Any:
