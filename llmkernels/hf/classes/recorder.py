@@ -82,6 +82,14 @@ class Node:
             node = node.args[0]
         return node
 
+    def unscaled(self) -> tuple["Node", list[Any]]:
+        """The first node, stripped, that is not a multiple of what it was made of, and the Numbers in between."""
+        numbers = []
+        while (node := self.stripped()).kind == "scale":
+            self = node.args[0]
+            numbers.append(node.args[1])
+        return node, numbers
+
 
 class Recorder(TorchFunctionMode):
     unseen = SAME  # functions that have done nothing where they return what they were given, unlike those in place

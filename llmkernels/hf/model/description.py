@@ -108,6 +108,20 @@ class Branch:
     multiplier: float
     inner: Norm | None = None
 
+    @property
+    def first(self) -> Product:
+        """The product that reads pre(x)."""
+        return self.block.qkv if isinstance(self.block, Attention) else self.block.up
+
+    @property
+    def last(self) -> Product:
+        """The product behind which post is."""
+        return self.block.output if isinstance(self.block, Attention) else self.block.down
+
+    @property
+    def gated(self) -> bool:
+        return isinstance(self.block, MLP) and self.block.gated
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -175,17 +189,17 @@ class Description:
     @functools.cached_property
     def layer_weights(self) -> int:
         """How many weights a token is multiplied by in the layers, once their products are packed."""
-        return sum(product.weight.numel() for product in products(self.layers))
+        return sum(product.weight.numel() for product in all_of(Product, self.layers))
 
     @property
     def groups(self) -> list[tuple[nn.Parameter, ...]]:
         """What has to be packed, of all products."""
-        return [group for product in products(self) for group in product.groups]
+        return [group for product in all_of(Product, self) for group in product.groups]
 
     @property
     def transposed(self) -> list[nn.Parameter]:
         """What has to be transposed in memory, of all products."""
-        return [product.weights[0] for product in products(self) if product.transposed]
+        return [product.weights[0] for product in all_of(Product, self) if product.transposed]
 
 
 # --- walks
@@ -208,13 +222,13 @@ def with_fields(node: Any, change: Callable[[Any], Any]) -> Any:
     return tuple(made) if isinstance(node, tuple) else type(node)(*made)
 
 
-def products(node: Any) -> Iterator[Product]:
-    """All products in a description."""
-    if isinstance(node, Product):
+def all_of(kind: type, node: Any) -> Iterator[Any]:
+    """All that a description has of one class."""
+    if isinstance(node, kind):
         yield node
     else:
         for item in fields_of(node) or ():
-            yield from products(item)
+            yield from all_of(kind, item)
 
 
 def with_products(node: Any, change: Callable[[Product], Product]) -> Any:

@@ -8,10 +8,7 @@ from .template import Factor, Path
 
 def token_embedding(start: Node) -> tuple[Path, Factor | None]:
     """The table that is read by the tokens, and what its rows are multiplied by."""
-    numbers = []
-    while (start := start.stripped()).kind == "scale":
-        numbers.append(start.args[1])
-        start = start.args[0]
+    start, numbers = start.unscaled()
     if start.kind != "embedding":
         raise UnknownLayout(f"has layers that are given what {start.said} makes, where embeddings are expected")
     if len(numbers) > 1:

@@ -138,8 +138,7 @@ class _Reader:
         return layers
 
     def _layer_of(self, branch: Branch) -> int:
-        block = branch.block
-        name = (block.output if isinstance(block, Attention) else block.down).weights[0].name
+        name = branch.last.weights[0].name
         if not name.startswith(f"{self.stack}."):
             raise UnknownLayout(f"adds {name}, which is no part of a layer")
         return self._layer_at(name)
@@ -354,11 +353,7 @@ class _Heads:
 
 def _multipliers(node: Node) -> tuple[Number, ...]:
     """The numbers by which a tensor was multiplied last."""
-    numbers = []
-    while (node := node.stripped()).kind == "scale":
-        numbers.append(node.args[1])
-        node = node.args[0]
-    return tuple(numbers)
+    return tuple(node.unscaled()[1])
 
 
 def _stack(record: Record) -> str:

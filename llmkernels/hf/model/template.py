@@ -4,11 +4,9 @@ read.py makes a template of what a small model was seen to compute, and bind.py 
 """
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from .description import Description, fields_of
+from .description import Description, all_of
 from .observe import Number
 
 
@@ -50,12 +48,4 @@ class Template:
     def own_numbers(self, layers: int) -> list[float]:
         """Those that no module and no config has, of the first layers and all else."""
         parts = dataclasses.replace(self.description, layers=self.description.layers[:layers])
-        return [number.value for number in numbers(parts) if not number.name]
-
-
-def numbers(node: Any) -> Iterator[Number]:
-    if isinstance(node, Number):
-        yield node
-    else:
-        for item in fields_of(node) or ():
-            yield from numbers(item)
+        return [number.value for number in all_of(Number, parts) if not number.name]

@@ -103,10 +103,7 @@ def _reader(norm: Norm | None, product: Product, adds: bool, gated: bool = False
 
 
 def _first_reader(branch: Branch, adds: bool = True) -> _Reader:
-    block = branch.block
-    if isinstance(block, Attention):
-        return _reader(branch.pre, block.qkv, adds)
-    return _reader(branch.pre, block.up, adds, block.gated)
+    return _reader(branch.pre, branch.first, adds, branch.gated)
 
 
 def _run(parts: Description, hidden: Tensor, tokens: Tokens, caches, seen, last: _Reader) -> tuple[Tensor, Source]:
@@ -214,18 +211,17 @@ def _mlp(mlp: MLP, source: Source) -> Tensor:
 
 def _add(hidden: Tensor, y: Tensor | Quantized, branch: Branch, following: _Reader) -> tuple[Tensor, Source]:
     """hidden + multiplier * post(last product of the branch (inner(y))), and what `following` reads."""
-    block, post, norm = branch.block, branch.post, following.norm
-    product = block.output if isinstance(block, Attention) else block.down
+    product, post, norm = branch.last, branch.post, following.norm
     if post is not None:
-        added = Sum(hidden, _last(y, branch, product, hidden.dtype), post, branch.multiplier)
+        added = Sum(hidden, _last(y, branch, hidden.dtype), post, branch.multiplier)
         if following.adds and len(hidden) == 1:
             return (total := torch.empty_like(hidden)), Source(total, norm, sum=added)
         added.add_()
         return hidden, Source(hidden, norm)
     if product.scale is not None:
-        return _sum(hidden, _last(y, branch, product, hidden.dtype), norm)
+        return _sum(hidden, _last(y, branch, hidden.dtype), norm)
     if product.adapters:
-        y = _last(y, branch, product, hidden.dtype)
+        y = _last(y, branch, hidden.dtype)
         return _sum(hidden, y if branch.multiplier == 1 else _ops.scale_softcap(y, branch.multiplier, 0), norm)
     y = normalize(y, branch.inner)
     if norm is None or norm.options.kind != "rms_norm" or following.product.adapters:
@@ -236,8 +232,9 @@ def _add(hidden: Tensor, y: Tensor | Quantized, branch: Branch, following: _Read
     return hidden, Source(hidden, norm, _ops.linear_add_scale_(hidden, y, *weights, *options))
 
 
-def _last(y: Tensor | Quantized, branch: Branch, product: Product, dtype: torch.dtype) -> Tensor:
+def _last(y: Tensor | Quantized, branch: Branch, dtype: torch.dtype) -> Tensor:
     """The last product of a branch."""
+    product = branch.last
     if product.adapters:
         return Source(y, branch.inner).linear(product)
     if product.scale is None:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..errors import NoStep
-from ..model.description import Attention, Description, Layer, Product, with_products
+from ..model.description import Description, Layer, Product, with_products
 from .alias import alias
 
 _DTYPES = {torch.bfloat16, torch.float16}  # in others there is nothing to win: a GPU runs prompts by the modules
@@ -149,10 +149,8 @@ def _products(parts: Description) -> Iterator[tuple[Product, float]]:
     """The products of the layers, each with what its result is multiplied by before it is added to the hidden state."""
     for layer in parts.layers:
         for branch in layer.branches:
-            block = branch.block
-            yield block.qkv if isinstance(block, Attention) else block.up, 1.0
-            last = block.output if isinstance(block, Attention) else block.down
-            yield last, branch.multiplier if branch.post is None else 1.0
+            yield branch.first, 1.0
+            yield branch.last, branch.multiplier if branch.post is None else 1.0
 
 
 def _parameters(product: Product) -> tuple[nn.Parameter, ...]:

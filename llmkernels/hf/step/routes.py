@@ -8,7 +8,7 @@ from torch import nn
 
 from llmkernels._explain import explain
 
-from ..model.description import Attention, Branch, Description, Norm, Product
+from ..model.description import Branch, Description, Norm, Product
 from .describe import describe
 
 
@@ -37,13 +37,8 @@ def _products(parts: Description) -> Iterator[tuple[str, Product]]:
     """Each product of a step and its op, as compose.py has them."""
     for layer in parts.layers:
         for branch in layer.branches:
-            block = branch.block
-            if isinstance(block, Attention):
-                yield _op(branch.pre, block.qkv), block.qkv
-                yield _added(branch, block.output), block.output
-            else:
-                yield _op(branch.pre, block.up, block.gated and not block.up.biases), block.up
-                yield _added(branch, block.down), block.down
+            yield _op(branch.pre, branch.first, branch.gated and not branch.first.biases), branch.first
+            yield _added(branch, branch.last), branch.last
     yield _op(parts.norm, parts.head), parts.head
 
 
