@@ -12,7 +12,7 @@ from .errors import UnknownLayout
 from .model.trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
 from .modules import lora
 from .modules import loss as losses
-from .modules.activations import gated_unit, op_name, plain_unit
+from .modules.activations import op_name, unit_of
 from .modules.layers import fused_class, patched_class
 from .modules.replaced import Patched, has_kernel, own_member, runs_only_forward
 
@@ -84,7 +84,7 @@ def _activation(module: nn.Module) -> Callable:
 
 
 def _unit(module: nn.Module, kind: str) -> Callable | None:
-    return (gated_unit if kind == "gated_mlp" else plain_unit)(_activation(module))
+    return unit_of(_activation(module), gated=kind == "gated_mlp")
 
 
 def obstacle(module: nn.Module, kind: str) -> str | None:

@@ -10,7 +10,7 @@ from ..classes.cache_name import cache_name
 from ..classes.source import with_renamings
 from ..errors import UnknownLayout
 from ..modules.loss import forward_without_logits, loss_of
-from ..modules.replaced import CausalLM, Generating, is_current_for, stepping_aside
+from ..modules.replaced import CausalLM, Generating, is_current_for, stepping_aside, subclass
 from .forward import bound_arguments, by_step
 from .loop import LOOPS
 
@@ -26,18 +26,20 @@ def model_class(cls: type[nn.Module], generates: bool, loss: bool, fp8: bool = F
 
 @functools.cache
 def _model_class(cls, forward, generates, loss, fp8):
-    # What it computes is what the original computes, so __module__ and the name under which transformers keeps facts
-    # about it are the original's, too.
-    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"original": cls, "recipe": (model_class, generates, loss, fp8), "prompts_in_fp8": fp8}
-    bases: tuple[type, ...] = (cls,)
+    is_current, made = is_current_for(cls, forward), forward
+    members: dict[str, Any] = {"is_current": staticmethod(is_current), "prompts_in_fp8": fp8}
+    bases: tuple[type, ...] = ()
+
+    def in_its_place(replacement: Callable) -> Callable:
+        return stepping_aside(cls, is_current, with_renamings(forward, replacement))
+
     if loss:
-        members, bases = members | _loss_members(cls, forward), (CausalLM, *bases)
+        bases, members["options"] = (CausalLM,), loss_of(forward)
+        made = in_its_place(forward_without_logits(forward, members["options"]))
     if generates:
-        members, bases = members | _loops(cls) | _step_members(cls, forward, members), (Generating, *bases)
-    made = type(cls.__name__, bases, members)
-    made.made = made.forward
-    return made
+        bases, members = (Generating, *bases), members | _loops(cls)
+        made = in_its_place(by_step(made, bound_arguments(forward)))
+    return subclass(cls, bases, (model_class, generates, loss, fp8), forward=made, **members)
 
 
 def _loops(cls: type[nn.Module]) -> dict[str, Callable]:
@@ -48,19 +50,3 @@ def _loops(cls: type[nn.Module]) -> dict[str, Callable]:
     if cache_name() is None:
         raise UnknownLayout("generate() of this transformers has no cache of a known name")
     return loops
-
-
-def _loss_members(cls: type[nn.Module], forward: Callable) -> dict[str, Callable]:
-    options = loss_of(forward)
-    is_current = is_current_for(cls, forward)
-    made = with_renamings(forward, forward_without_logits(forward, options))
-    made = stepping_aside(cls, is_current, made)
-    return {"forward": made, "is_current": staticmethod(is_current), "options": options}
-
-
-def _step_members(cls: type[nn.Module], forward: Callable, members: dict[str, Any]) -> dict[str, Callable]:
-    is_current = is_current_for(cls, forward)
-    inner = members.get("forward", forward)
-    made = with_renamings(forward, by_step(inner, bound_arguments(forward)))
-    made = stepping_aside(cls, is_current, made)
-    return {"forward": made, "is_current": staticmethod(is_current)}

@@ -258,8 +258,7 @@ def rotate(options: Rotation, q, k, cos, sin, unsqueeze_dim: int = 1) -> tuple[t
     if options.table == "half":
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     layout = "bhtd" if unsqueeze_dim == 1 else "bthd"
-    rotary_dim = 2 * width if options.table == "pairs" else width
-    q, k = rope(q, k, cos, sin, layout=layout, interleaved=options.interleaved, rotary_dim=rotary_dim)
+    q, k = rope(q, k, cos, sin, layout=layout, interleaved=options.interleaved, rotary_dim=options.dim(width))
     return (q.to(dtype), k.to(dtype)) if options.keeps_dtype else (q, k)
 
 
@@ -296,11 +295,10 @@ def _rotation_of(name: str, function: Callable, calls: tuple[Name, ...]) -> Rota
 
 
 def _same_rotation(options: Rotation, arguments: tuple, found: Any) -> bool:
-    width, head_dim = arguments[2].shape[-1], arguments[0].shape[-1]
-    if (2 * width if options.table == "pairs" else width) > head_dim:
-        return False
+    q, _, cos, *_ = arguments
     return (
-        isinstance(found, tuple)
+        options.dim(cos.shape[-1]) <= q.shape[-1]
+        and isinstance(found, tuple)
         and len(found) == 2
         and all(
             theirs.dtype == ours.dtype

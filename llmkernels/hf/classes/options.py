@@ -41,10 +41,13 @@ class Rotation:
     keeps_dtype: bool = False
     partial: bool = False
 
+    def dim(self, row: int) -> int:
+        """How many elements are rotated by cos and sin with rows of this length."""
+        return 2 * row if self.table == "pairs" else row
+
     def takes(self, row: int, head_dim: int) -> bool:
         """Whether the function takes cos and sin with rows of this length."""
-        rotated = 2 * row if self.table == "pairs" else row
-        return rotated == head_dim or (self.partial and rotated < head_dim)
+        return self.dim(row) == head_dim or (self.partial and self.dim(row) < head_dim)
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,16 @@ def _rewritten(function: Callable, values: dict[str, Any], rewrite: Callable[[as
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     cells |= {name: types.CellType(value) for name, value in values.items()}
     closure = tuple(cells[variable] for variable in bound.co_freevars)
-    copy = types.FunctionType(bound, function.__globals__, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    for attribute in functools.WRAPPER_ASSIGNMENTS:
-        setattr(copy, attribute, getattr(function, attribute))
+    copy = functools.update_wrapper(_function(bound, function, closure), function, updated=())
+    del copy.__wrapped__
     return copy
+
+
+def _function(code: types.CodeType, like: Callable, closure: tuple[types.CellType, ...]) -> Callable:
+    """A function with the globals, the name and the defaults of another one."""
+    made = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
+    made.__kwdefaults__ = like.__kwdefaults__
+    return made
 
 
 _RENAMES = "transformers.utils.deprecation"  # where the decorators are from that rename arguments
@@ -136,17 +141,16 @@ _RENAMES = "transformers.utils.deprecation"  # where the decorators are from tha
 
 def with_renamings(forward: Callable, made: Callable) -> Callable:
     """`made` behind those decorators of `forward` that rename arguments: it gets them by their new names alone."""
-    wrapped = getattr(forward, "__wrapped__", None)
-    if wrapped is None:
-        return made
-    made = with_renamings(wrapped, made)
-    return _redecorated(forward, made) if forward.__globals__["__name__"] == _RENAMES else made
+    return _decorated_as(forward, made, _RENAMES)
 
 
-def _decorated_as(function: Callable, inner: Callable) -> Callable:
-    """`inner` behind the decorators of `function`."""
+def _decorated_as(function: Callable, inner: Callable, by: str | None = None) -> Callable:
+    """`inner` behind the decorators of `function`; or those of the module `by`."""
     wrapped = getattr(function, "__wrapped__", None)
-    return inner if wrapped is None else _redecorated(function, _decorated_as(wrapped, inner))
+    if wrapped is None:
+        return inner
+    inner = _decorated_as(wrapped, inner, by)
+    return _redecorated(function, inner) if by is None or function.__globals__["__name__"] == by else inner
 
 
 def _redecorated(wrapper: Callable, inner: Callable) -> Callable:
@@ -156,9 +160,7 @@ def _redecorated(wrapper: Callable, inner: Callable) -> Callable:
     if sum(holds) != 1:
         raise UnknownLayout("its forward is wrapped by a decorator of an unknown layout")
     closure = tuple(types.CellType(inner) if held else cell for held, cell in zip(holds, cells, strict=True))
-    copy = types.FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
-    copy.__kwdefaults__ = wrapper.__kwdefaults__
-    return functools.update_wrapper(copy, inner)
+    return functools.update_wrapper(_function(wrapper.__code__, wrapper, closure), inner)
 
 
 def _compile_in_scope(

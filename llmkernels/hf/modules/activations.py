@@ -7,7 +7,7 @@ import torch
 
 from llmkernels.ops.activation import CLASSES, bias_act, glu
 
-from ..classes.origin import Name, hold, names_of
+from ..classes.origin import hold, names_of
 
 # What reports call them: the functions of these activations.
 _NAMES = {
@@ -16,28 +16,17 @@ _NAMES = {
 }
 
 
-def gated_unit(activation: Callable) -> Callable | None:
-    """The function for activation(gate) * up, or None."""
-    return _unit(glu, activation)
-
-
-def plain_unit(activation: Callable) -> Callable | None:
-    """The function for activation(x), or None."""
-    return _unit(bias_act, activation)
-
-
-def _unit(function: Callable, activation: Callable) -> Callable | None:
+def unit_of(activation: Callable, gated: bool) -> Callable | None:
+    """The function for activation(gate) * up, or for activation(x); None where there is none."""
     cls = type(activation)
     name = CLASSES.get((cls.__module__, cls.__name__))
     # The functions that it calls have to be those that it called when it was first seen.
-    if name is None or not (torch.compiler.is_compiling() or hold(_first_calls(cls, cls.forward))):
+    if name is None or not (torch.compiler.is_compiling() or hold(_first_calls(cls.forward, cls))):
         return None
-    return functools.partial(function, activation=name)
+    return functools.partial(glu if gated else bias_act, activation=name)
 
 
-@functools.cache
-def _first_calls(cls: type, forward: Callable) -> tuple[Name, ...]:
-    return names_of(forward, cls)
+_first_calls = functools.cache(names_of)
 
 
 def op_name(unit: functools.partial) -> str:

@@ -24,7 +24,7 @@ from ..classes.origin import Name, asked_of_class, check_origin, names_of
 from ..classes.source import bind_global, fuse_adds
 from ..errors import UnknownLayout
 from . import lora
-from .activations import gated_unit, op_name, plain_unit
+from .activations import op_name, unit_of
 from .replaced import (
     WITHOUT,
     LoRA,
@@ -35,6 +35,7 @@ from .replaced import (
     own_member,
     runs_only_forward,
     stepping_aside,
+    subclass,
 )
 
 
@@ -107,7 +108,7 @@ def _mlp_forward(names: MLPNames) -> Callable:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Looked up per call, since both a hook on the activation and another activation may come after patch().
         act_fn, down = getattr(self, names.act), getattr(self, names.down)
-        unit = (gated_unit if names.gate else plain_unit)(act_fn)
+        unit = unit_of(act_fn, gated=names.gate is not None)
         if unit is None or not runs_only_forward(act_fn) or not has_kernel(x):
             count(self, WITHOUT)
             unit = _gated(act_fn) if names.gate else act_fn
@@ -237,12 +238,9 @@ def _patched_class(cls, forward, rotation, only_fused):
     else:
         made = forward
     # transformers, accelerate and PEFT look at __name__; __module__ says the truth about where forward is from.
-    members |= {"forward": made, "is_current": staticmethod(is_current), "options": options}
-    members |= {"original": cls, "recipe": (patched_class, only_fused), "asked": asked}
-    members |= {"__module__": __name__, "__doc__": cls.__doc__}
-    patched = type(cls.__name__, (replacement, cls), members)
-    patched.made = patched.forward  # which a base may have wrapped, as transformers' layers do from 5.23
-    return patched
+    members |= {"forward": made, "is_current": staticmethod(is_current), "options": options, "asked": asked}
+    members |= {"__module__": __name__, "__qualname__": cls.__name__}
+    return subclass(cls, (replacement,), (patched_class, only_fused), **members)
 
 
 def _rotating_forward(forward: Callable) -> tuple[Callable, Rotation]:
@@ -260,8 +258,4 @@ def _lora_class(cls, forward):
     is_current, by_op = is_current_for(cls, forward), lora.forward_by_op(forward)
     lora.check_forward(cls, by_op)
     made = stepping_aside(cls, is_current, functools.wraps(forward)(by_op))
-    members = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    members |= {"forward": made, "is_current": staticmethod(is_current), "original": cls, "recipe": (patched_class,)}
-    patched = type(cls.__name__, (LoRA, cls), members)
-    patched.made = patched.forward
-    return patched
+    return subclass(cls, (LoRA,), (patched_class,), forward=made, is_current=staticmethod(is_current))

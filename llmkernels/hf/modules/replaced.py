@@ -135,6 +135,15 @@ def foreign_class(cls: type) -> type | None:
     return theirs[0] if any(name in vars(base) for base in theirs for name in ("__init__", "forward")) else None
 
 
+def subclass(cls: type[nn.Module], bases: tuple[type, ...], recipe: tuple[Any, ...], **members: Any) -> type[nn.Module]:
+    """What `patch` makes of a class, with these bases before it and these members, `forward` among them."""
+    # __module__, and the name under which transformers keeps facts about a class, are the original's.
+    copied = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    made = type(cls.__name__, (*bases, cls), copied | {"original": cls, "recipe": recipe} | members)
+    made.made = made.forward  # which a base may have wrapped, as transformers' layers do from 5.23
+    return made
+
+
 def is_current_for(cls: type[nn.Module], forward: Callable, calls: tuple[Name, ...] = ()) -> Callable[[], bool]:
     def is_current() -> bool:
         return cls.forward is forward and (torch.compiler.is_compiling() or hold(calls))
