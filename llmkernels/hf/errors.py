@@ -1,13 +1,21 @@
 """Why something is left as it is: a class, a module of a model, or a call. Caught inside of the package."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from torch import nn
 
 
-class UnknownLayout(Exception):
+class Reason(Exception):
+    """Why something is left as it is."""
+
+
+class UnknownLayout(Reason):
     """Why a class is not replaced."""
 
 
-class NoStep(Exception):
+class NoStep(Reason):
     """Why the decode step can not run."""
 
 
@@ -22,6 +30,24 @@ class Distrust(NoStep):
         super().__init__(reason)
         self.module = module
 
-    def named_in(self, model: nn.Module) -> NoStep:
-        name = next((name for name, module in model.named_modules() if module is self.module), "")
-        return NoStep(str(self).replace("{}", name or type(model).__name__))
+
+@contextmanager
+def named_in(model: nn.Module) -> Iterator[None]:
+    """A block that looks at a model: what it finds of a class is a Refusal, and of a module NoStep with its name."""
+    cls = type(model).__name__
+    try:
+        yield
+    except Distrust as reason:
+        name = next((name for name, module in model.named_modules() if module is reason.module), "")
+        raise NoStep(str(reason).replace("{}", name or cls)) from None
+    except UnknownLayout as reason:
+        raise Refusal(f"{cls} {reason}") from None
+
+
+def reason_of(function: Callable, *arguments: Any) -> str | None:
+    """Why a function refuses its arguments, or None."""
+    try:
+        function(*arguments)
+    except Reason as reason:
+        return str(reason)
+    return None

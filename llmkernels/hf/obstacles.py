@@ -8,7 +8,7 @@ from ._private import _dispatch_has_computed_kernel_for_dispatch_key
 from .callers.model_class import model_class
 from .classes.layout import kind_of
 from .classes.options import kind_by_name, known_base
-from .errors import UnknownLayout
+from .errors import UnknownLayout, reason_of
 from .model.trust import around, calls_only_its_class, is_of_accelerate, runs_made_forward
 from .modules import lora
 from .modules import loss as losses
@@ -59,11 +59,7 @@ def decode_obstacle(module: nn.Module) -> str | None:
     """Why a module can not generate by our loop, or None."""
     if kind_of(type(module)) != "loss":
         return "no model of transformers' that generates text with a decoder alone"
-    try:
-        model_class(type(module), generates=True, loss=False)
-    except UnknownLayout as reason:
-        return str(reason)
-    return None
+    return reason_of(model_class, type(module), True, False)
 
 
 def device_type(module: nn.Module) -> str:

@@ -26,7 +26,7 @@ from ..cache.adopted import become_ours, check_dynamic, new_cache
 from ..cache.empty import check_empty, fill
 from ..cache.fits import check_cache, is_kv_cache, is_ours, may_become_ours
 from ..classes.cache_name import cache_name
-from ..errors import NoStep
+from ..errors import NoStep, reason_of
 from ..model.description import Description
 from ..model.text import entries_of, text_config
 from ..report import STEP, by_forward
@@ -166,9 +166,7 @@ def _early_prompt(
         return None
     if not known.snapshot.holds(model) or not layout.holds(model.config):
         return None
-    try:
-        positions.check(len(known.parts.embedding))  # waits for the device: last
-    except NoStep:
+    if reason_of(positions.check, len(known.parts.embedding)) is not None:  # waits for the device: last
         return None
     return known.parts, logits, None if _use_cache(model, given) is False else block.cache(ids.shape[1]), None
 

@@ -11,7 +11,7 @@ from llmkernels.ops import add_lora, lora_linear
 
 from .._private import _has_any_global_hook
 from ..classes.origin import check_origin
-from ..errors import UnknownLayout
+from ..errors import Reason, UnknownLayout, reason_of
 from .replaced import WITHOUT, count, has_kernel, has_no_hooks
 
 OP = "lora_linear"
@@ -34,7 +34,7 @@ class Adapter(NamedTuple):
     scaling: float
 
 
-class NotPlain(Exception):
+class NotPlain(Reason):
     """Why PEFT's own forward has to run."""
 
 
@@ -75,16 +75,9 @@ def forward_by_op(original: Callable) -> Callable:
 def added_by(layer: nn.Module) -> dict[str, Adapter]:
     """The adapters that a layer adds to its base, by name: none where they are merged into it, or disabled. Raises
     NotPlain where it does something else."""
-    members = vars(layer)
-    try:
-        disabled, merged = members["_disable_adapters"], members["merged_adapters"]
-        if disabled and merged:
-            raise NotPlain("its merged adapters are disabled: a call takes them out of the weight")
-        if disabled or merged:
-            return {}
-        adapters = _adapters_by_name(layer)
-    except KeyError as missing:
-        raise NotPlain(f"it is of an unknown layout, without {missing}") from None
+    disabled, merged, adapters = _read(layer)
+    if disabled and merged:
+        raise NotPlain("its merged adapters are disabled: a call takes them out of the weight")
     for adapter in adapters.values():
         if adapter.dropout.training and type(adapter.dropout) is nn.Dropout and adapter.dropout.p > 0:
             raise NotPlain("its dropout draws random numbers")
@@ -93,34 +86,33 @@ def added_by(layer: nn.Module) -> dict[str, Adapter]:
 
 def why_not(layer: nn.Module) -> str | None:
     """Why a layer runs PEFT's own forward for now, or None."""
-    try:
-        _active_adapters(layer)
-    except NotPlain as reason:
-        return str(reason)
-    return None
+    return reason_of(_active_adapters, layer)
 
 
 def _active_adapters(layer: nn.Module) -> list[Adapter]:
     """The adapters that a layer adds to its base. Raises NotPlain where it does something else."""
     if _has_any_global_hook():
         raise NotPlain("its lora_A and lora_B have to be called: there are hooks on all modules")
-    try:
-        members = layer.__dict__
-        if members["_disable_adapters"]:
-            raise NotPlain("its adapters are disabled")
-        if members["merged_adapters"]:
-            raise NotPlain("its adapters are merged")
-        adapters = [*_adapters_by_name(layer).values()]
-    except KeyError as missing:
-        raise NotPlain(f"it is of an unknown layout, without {missing}") from None
+    disabled, merged, adapters = _read(layer)
+    if disabled or merged:
+        raise NotPlain(f"its adapters are {'disabled' if disabled else 'merged'}")
     if not adapters:
         raise NotPlain("none of its adapters is active")
-    return adapters
+    return [*adapters.values()]
 
 
-def _adapters_by_name(layer: nn.Module) -> dict[str, Adapter]:
-    """The active ones."""
+def _read(layer: nn.Module) -> tuple[bool, list[str], dict[str, Adapter]]:
+    """Whether the adapters of a layer are disabled, which are merged, and the active ones, if neither is so."""
     members = layer.__dict__
+    try:
+        disabled, merged = members["_disable_adapters"], members["merged_adapters"]
+        return disabled, merged, {} if disabled or merged else _adapters_by_name(members)
+    except KeyError as missing:
+        raise NotPlain(f"it is of an unknown layout, without {missing}") from None
+
+
+def _adapters_by_name(members: dict[str, Any]) -> dict[str, Adapter]:
+    """The active ones."""
     if not members["cast_input_dtype_enabled"]:
         raise NotPlain("it was told not to cast its input")
     modules, active = members["_modules"], members["_active_adapter"]

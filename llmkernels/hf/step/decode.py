@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import adopted
-from ..cache.fits import fits_cache
+from ..cache.fits import check_cache
 from ..cache.kv_cache import KVCache
-from ..errors import NoStep, Refusal
+from ..errors import NoStep, Refusal, reason_of
 from ..model.description import Description, map_tensors
 from ..report import STEP
 from . import graphs, prompt
@@ -283,7 +283,7 @@ class Decoder:
         # On another stream it may still be in use.
         if last_stream != stream or cache.capacity < tokens or cache.windows != windows:
             return None
-        if not fits_cache(cache, parts, batch):
+        if reason_of(check_cache, cache, parts, batch) is not None:
             return None
         cache.reset()
         return cache

@@ -22,7 +22,7 @@ from .._private import _dispatch_has_computed_kernel_for_dispatch_key
 from ..classes.effects import packages_of
 from ..classes.layout import kind_of
 from ..classes.origin import check_names
-from ..errors import Distrust, NoStep, Refusal, UnknownLayout
+from ..errors import Distrust, NoStep, UnknownLayout, named_in, reason_of
 from ..model import trust
 from ..model.bind import bind, positions_of
 from ..model.description import Description, Product, with_products
@@ -52,7 +52,7 @@ def describe(model: nn.Module) -> Description:
     and a Refusal where that is so for as long as it is the same."""
     if not isinstance(model, Generating) or "original" not in vars(type(model)):
         raise NoStep("the model is not patched for it")
-    try:
+    with named_in(model):
         trust.check_surroundings()
         expected = reference(model)
         if any(kind_of(cls) == "experts" for cls in expected.classes):
@@ -64,10 +64,6 @@ def describe(model: nn.Module) -> Description:
         if in_training is not None and not template.same_in_training:
             raise Distrust(in_training, "{} is in training mode")
         parts = bind(template, model, expected)
-    except Distrust as reason:
-        raise reason.named_in(model) from None
-    except UnknownLayout as reason:
-        raise Refusal(f"{type(model).__name__} {reason}") from None
     _check_tensors(parts)
     return parts
 
@@ -164,11 +160,7 @@ def _left_to_pack(parts: Description) -> Iterator[tuple[nn.Parameter, ...]]:
 
 def why_not(model: nn.Module) -> str | None:
     """Why the decode step of a model can not run now, or None."""
-    try:
-        check_packable(describe(model))
-    except NoStep as reason:
-        return str(reason)
-    return None
+    return reason_of(lambda: check_packable(describe(model)))
 
 
 def why_not_in_fp8(model: nn.Module) -> str | None:

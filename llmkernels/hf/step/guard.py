@@ -14,16 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..classes.origin import Entry, asked_of_origin, check_origin, entry
-from ..errors import Distrust, NoStep, UnknownLayout
+from ..errors import Distrust, NoStep, UnknownLayout, named_in
 from ..model import adapted, trust
-from ..model.reference import (
-    ExpectedModule,
-    Reference,
-    attention_function,
-    attention_scope,
-    mask_function,
-    reference,
-)
+from ..model.reference import ExpectedModule, attention_function, attention_scope, mask_function, reference
 from ..model.text import is_config, text_config, text_entry
 from ..model.trust import Inspection, calls_only_its_class, hooks_do_nothing
 from ..modules import lora
@@ -117,8 +110,9 @@ class Snapshot:
     """What a model is. Keeps no module and no tensor alive. Raises NoStep where the model can not be read."""
 
     def __init__(self, model: nn.Module):
-        expected = _reference_of(model)
-        _inspect(model, expected.root)
+        with named_in(model):
+            expected = reference(model)
+            inspect_all(model, expected.root)
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
         self._attention, self._scope = expected.attention, attention_scope(model)
@@ -168,20 +162,6 @@ class Snapshot:
 def _version(x: Tensor) -> Any:
     """A value that changes when a buffer is written in place."""
     return x.tolist() if x.is_inference() else x._version  # which a tensor made in inference mode has not
-
-
-def _reference_of(model: nn.Module) -> Reference:
-    try:
-        return reference(model)
-    except UnknownLayout as reason:
-        raise NoStep(f"{type(model).__name__} {reason}") from None
-
-
-def _inspect(model: nn.Module, root: ExpectedModule) -> None:
-    try:
-        inspect_all(model, root)
-    except Distrust as reason:
-        raise reason.named_in(model) from None
 
 
 # --- the rest of what generate() asks of a model
