@@ -534,8 +534,8 @@ def test_no_memory_for_the_buffers(fails, monkeypatch):
             raise torch.OutOfMemoryError
         return filled(*arguments)
 
-    filled = adopted._filled
-    monkeypatch.setattr(adopted, "_filled", out_of_memory)
+    filled = adopted.filled
+    monkeypatch.setattr(adopted, "filled", out_of_memory)
     layers = list(twins.caches[0].layers)
     twins.forward()
     assert {type(layer) for layer in layers} == {DynamicLayer, DynamicSlidingWindowLayer}

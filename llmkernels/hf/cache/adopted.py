@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..classes.origin import Entry, asked_of_origin, check_origin
 from ..errors import NoStep, UnknownLayout
 from ..model.description import Description
-from .buffers import Buffers, WindowBuffers, room_for
+from .buffers import Buffers, WindowBuffers, filled, room_for
 from .kv_cache import KVCache
 from .layers import KVCacheLayer
 
@@ -60,18 +60,18 @@ def check_dynamic(cache: object, parts: Description, batch: int, recorded: bool 
             raise NoStep("the layers of the cache differ in length")
         expected = (batch, part.kv_heads, held, part.head_dim)
         for held_tensor in (layer.keys, layer.values) if tokens else ():
-            _check_tensor(held_tensor, expected, parts.weight)
+            check_tensor(held_tensor, expected, parts.weight)
 
 
-def _check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+def check_tensor(tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
+    """Raise NoStep for keys or values of another shape, dtype or device."""
     if tensor.shape != shape or tensor.dtype != like.dtype or tensor.device != like.device:
         raise NoStep("the cache was made for other keys and values")
 
 
-def windows(cache: DynamicCache | None, layers: int) -> list[int | None]:
+def windows(cache: DynamicCache, layers: int) -> list[int | None]:
     """How many tokens each layer of a cache keeps at least, or None for all."""
-    kept = [] if cache is None else cache.layers
-    return [getattr(layer, "sliding_window", None) for layer in kept] or [None] * layers
+    return [getattr(layer, "sliding_window", None) for layer in cache.layers] or [None] * layers
 
 
 def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
@@ -168,7 +168,7 @@ class AdoptedLayer(DynamicLayer, Buffers):
         adopted = cls.__new__(cls)
         vars(adopted).update(state)
         rows = adopted._rows_for(capacity, held + 1)
-        k, v = (_filled(held, rows) for held in (layer.keys, layer.values))
+        k, v = (filled(held, rows) for held in (layer.keys, layer.values))
         vars(layer).clear()
         vars(layer).update(state, k=k, v=v)
         layer.__class__ = cls
@@ -284,16 +284,6 @@ class AdoptedWindowLayer(AdoptedLayer, WindowBuffers, DynamicSlidingWindowLayer)
     def activate_past_recording(self) -> None:
         self.first = self.start
         super().activate_past_recording()
-
-
-def _filled(held: Tensor, rows: int) -> Tensor:
-    """A buffer with these tokens, (B, Hkv, T, D), at first. The rest may be read and must not be NaN: zeros."""
-    batch, heads, tokens, dim = held.shape
-    with torch.inference_mode(False):
-        buffer = held.new_zeros(batch, rows, heads, dim)
-    if tokens:
-        buffer[:, :tokens].copy_(held.transpose(1, 2))
-    return buffer
 
 
 class AdoptedCache(DynamicCache, KVCache):

@@ -114,11 +114,7 @@ class Buffers:
         self.k, self.v = self._moved(self.k, index, rows), self._moved(self.v, index, rows)
 
     def _moved(self, buffer: Tensor, index: Any, rows: int) -> Tensor:
-        live = buffer[index, : self.length - self.offset]
-        with torch.inference_mode(False):
-            new = buffer.new_zeros(live.shape[0], rows, *buffer.shape[2:])
-        new[:, : live.shape[1]] = live
-        return new
+        return filled(buffer[index, : self.length - self.offset].transpose(1, 2), rows)
 
     def _rows_for(self, capacity: int, least: int = 0) -> int:
         """How many rows new buffers have for a capacity, `least` of them to be used at once."""
@@ -193,8 +189,7 @@ class WindowBuffers(Buffers):
         window have as many, and drop tokens together."""
         buffers = self.k, self.v
         if rows > self.rows or self.is_shown:
-            with torch.inference_mode(False):
-                buffers = [zeros_for(x, max(rows, self.rows)) for x in states]
+            buffers = [zeros_for(x, max(rows, self.rows)) for x in states]
             self.is_shown = False
         for buffer, x in zip(buffers, states, strict=True):
             buffer[:, : x.shape[2]].copy_(x.transpose(1, 2))
@@ -215,4 +210,13 @@ def zeros_for(x: Tensor, capacity: int) -> Tensor:
     """A buffer of so many rows for keys or values like these, (B, Hkv, T, D)."""
     batch, heads, _, dim = x.shape
     # Zeros: memory beyond the length may be read, and must not be NaN.
-    return torch.zeros(batch, capacity, heads, dim, dtype=x.dtype, device=x.device)
+    with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+        return torch.zeros(batch, capacity, heads, dim, dtype=x.dtype, device=x.device)
+
+
+def filled(x: Tensor, capacity: int) -> Tensor:
+    """The same with these keys or values in its first rows."""
+    buffer = zeros_for(x, capacity)
+    if tokens := x.shape[2]:
+        buffer[:, :tokens].copy_(x.transpose(1, 2))
+    return buffer

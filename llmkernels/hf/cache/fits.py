@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from ..errors import NoStep
 from ..model.description import Description
-from .adopted import AdoptedCache
+from .adopted import AdoptedCache, check_tensor
 from .kv_cache import KVCache
 
 
@@ -14,7 +14,6 @@ def check_cache(cache: Any, parts: Description, batch: int) -> None:
     """Raise NoStep unless a KVCache fits the model."""
     if len(cache.layers) != len(parts.layers):
         raise NoStep(f"the cache has {len(cache.layers)} layers")
-    dtype, device = parts.weight.dtype, parts.weight.device
     for layer, buffers in zip(parts.layers, cache.layers, strict=True):
         attention = layer.attention
         if buffers.is_sliding and buffers.sliding_window != attention.window_left + 1:
@@ -22,16 +21,7 @@ def check_cache(cache: Any, parts: Description, batch: int) -> None:
         if buffers.is_initialized:
             expected = (batch, buffers.rows, attention.kv_heads, attention.head_dim)
             for buffer in (buffers.k, buffers.v):
-                if buffer.shape != expected or buffer.dtype != dtype or buffer.device != device:
-                    raise NoStep("the cache was made for other keys and values")
-
-
-def fits_cache(cache: Any, parts: Description, batch: int) -> bool:
-    try:
-        check_cache(cache, parts, batch)
-    except NoStep:
-        return False
-    return True
+                check_tensor(buffer, expected, parts.weight)
 
 
 def is_ours(cache: Any) -> bool:

@@ -57,8 +57,7 @@ class KVCacheLayer(Buffers, CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate buffers for keys and values like these, (B, Hkv, T, D) with any T."""
-        with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
-            self.k, self.v = (zeros_for(x, self._rows_for(self.capacity)) for x in (key_states, value_states))
+        self.k, self.v = (zeros_for(x, self._rows_for(self.capacity)) for x in (key_states, value_states))
         self._home = key_states.device
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
