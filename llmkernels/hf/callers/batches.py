@@ -59,7 +59,7 @@ def by_batch(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOu
         _check(parts, batch, reading)
     else:
         logits = batches.run(parts, batch, _check(parts, batch, reading), kept, state.lend)
-    state.count_forward(STEP)
+    state.count(state.forwards, STEP)
     return output(parts, {"logits": as_returned(parts, logits)[None]})
 
 

@@ -65,14 +65,7 @@ def check_call(model: nn.Module, given: dict[str, Any], also: Set[str] = frozens
 
 def description(model: nn.Module, state: Decoder, ids: Tensor) -> tuple[Description, list[Any]]:
     """The description of the model as it is now, and what keeps its memory alive. Raises NoStep."""
-    if (reason := state.refusal()) is not None:
-        raise NoStep(reason)
-    try:
-        found = state.describe(model)
-    except NoStep as reason:
-        state.refuse(str(reason))
-        raise
-    state.accept()
+    found = state.describe_or_pause(model)
     if ids.device != found[0].weight.device:
         raise NoStep(f"input_ids on {ids.device}")
     return found

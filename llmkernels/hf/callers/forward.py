@@ -73,8 +73,8 @@ def by_step(original: Callable, signature: Any) -> Callable:
         except NoStep as refusal:
             reason = str(refusal)
         if not is_refused:
-            count = state.count_prompt if is_prompt and not torch.is_grad_enabled() else state.count_forward
-            count(by_forward(reason))
+            counter = state.prompts if is_prompt and not torch.is_grad_enabled() else state.forwards
+            state.count(counter, by_forward(reason))
         return original(self, *args, **kwargs)
 
     return forward
@@ -95,7 +95,7 @@ def _prompt(model: nn.Module, state: Decoder, given: dict[str, Any]) -> ModelOut
     if (empty := given.get(cache_name())) is not None and empty is not cache:
         fill(empty, cache)
         cache = empty
-    state.count_prompt(prompt.way(parts, given["input_ids"].numel()))
+    state.count(state.prompts, prompt.way(parts, given["input_ids"].numel()))
     logits = as_returned(parts, logits)
     found = {"loss": _loss(model, logits, given), "logits": logits, "hidden_states": states, cache_name(): cache}
     return output(parts, found)
@@ -245,7 +245,7 @@ def _step(model: nn.Module, state: Decoder, given: dict[str, Any]) -> tuple[Desc
     with state.lend("logits", ids, ids.shape[1]) as program:
         found = _replayed(model, state, program, ids, cache, positions)
         parts, logits = found or _described(model, state, program, ids, cache, positions)
-        state.count_forward(STEP)
+        state.count(state.forwards, STEP)
         logits = logits.view(*ids.shape, -1)
         return parts, logits[:, slice(-kept, None) if isinstance(kept, int) else kept].clone()
 
@@ -296,7 +296,7 @@ def _described(
         check_dynamic(cache, parts, batch, recorded=True)
         become_ours(cache, parts, batch)
     cache.begin(positions.last - ahead, positions.leftpad)
-    return parts, as_returned(parts, state.begin_forward(parts, cache, program, ahead)(ids.flatten()))
+    return parts, as_returned(parts, state.begin(parts, cache, program, ahead)(ids.flatten()))
 
 
 def _count_positions(parts: Description, positions: "Positions", is_prompt: bool = False) -> None:

@@ -275,7 +275,7 @@ def _attempt(model, input_ids, seen, numbers, stopping_criteria, config, streame
         call = prepare(model, input_ids, stopping_criteria, config, False, inputs, early)
     except NoStep as reason:
         call = None
-        state.count(by_forward(reason))
+        state.count(state.calls, by_forward(reason))
     eos = config._eos_token_tensor
     kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)
     with (
@@ -295,7 +295,7 @@ def _attempt(model, input_ids, seen, numbers, stopping_criteria, config, streame
         late = call is not None and reading.is_late(input_ids.device)
         _loop(choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)
     if call and not step.count:
-        state.count(PREFILL)
+        state.count(state.calls, PREFILL)
     if streamer is not None:
         streamer.end()
     return text.result()

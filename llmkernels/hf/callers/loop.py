@@ -48,7 +48,7 @@ class Call:
     `memory` keeps what `parts` describes where it is. `last` (B,) is the position of a prompt's last token, `leftpad`
     where each sequence starts, None for all at 0; `tokens` how many there are with those in the cache, up to `limit`;
     `returned`: the caller sees the cache afterwards. `holds` says, once the prompt is launched, whether model and
-    arguments are as they were; None where that is known. `ahead`: the prompt, if it runs; `images`: its other inputs.
+    arguments are as they were; None where that is known. `ahead`: the prompt, if it runs.
     """
 
     model: nn.Module
@@ -57,11 +57,9 @@ class Call:
     inputs: dict[str, Any]
     last: Tensor
     leftpad: Tensor | None
-    batch: int
     tokens: int
     limit: float  # as transformers has it, of whatever kind the caller gave
     returned: bool
-    images: str = ""
     holds: Callable[[], bool] | None = None
     ahead: Ahead | None = None
 
@@ -76,7 +74,7 @@ class Call:
         if self.ahead is not None:
             self._check(cache, self.tokens)
             self.ahead.join()
-            state.count_prompt(prompt.way(self.parts, input_ids.numel()))
+            state.count(state.prompts, prompt.way(self.parts, input_ids.numel()))
             return self.ahead.logits[:, -1]
         count = input_ids.shape[1] - cache.length if input_ids.shape[1] == self.tokens else input_ids.shape[1]
         tokens = len(input_ids) * count
@@ -84,12 +82,12 @@ class Call:
         try:
             if config.prefill_chunk_size is not None:
                 raise NoStep("prefill_chunk_size")
-            if self.images:
-                raise NoStep(self.images)
+            if images := images_of(self.inputs):
+                raise NoStep(", ".join(images))
             logits = state.run_prompt(self.parts, cache, input_ids[:, -count:], self.last, self.leftpad)
         except NoStep as reason:
             self._check(cache, 0)
-            state.count_prompt(by_forward(reason))
+            state.count(state.prompts, by_forward(reason))
             cache.left_to_modules = True
             try:
                 outputs = self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
@@ -97,7 +95,7 @@ class Call:
                 cache.left_to_modules = False
             return outputs.logits[:, -1]
         self._check(cache, count)
-        state.count_prompt(way)
+        state.count(state.prompts, way)
         return logits[:, -1]
 
     def _check(self, cache, count: int) -> None:
@@ -119,7 +117,8 @@ class Call:
             return nullcontext(self.ahead.cache)
         if is_ours(given):
             return nullcontext(given)
-        return state.lend_cache(self.parts, self.batch, self.tokens, math.ceil(self.limit), given, self.returned)
+        limit = math.ceil(self.limit)
+        return state.lend_cache(self.parts, len(self.last), self.tokens, limit, given, self.returned)
 
     def shown_cache(self):
         """The DynamicCache that the caller has given, and may look at between two steps; else None."""
@@ -157,11 +156,9 @@ def prepare(
         inputs=inputs,
         last=last,
         leftpad=leftpad,
-        batch=input_ids.shape[0],
         tokens=tokens,
         limit=behind + stopping_criteria.max_length,
         returned=_is_returned(config, inputs[cache_name()]),
-        images=", ".join(images_of(inputs)),
     )
 
 
@@ -209,7 +206,6 @@ def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs
         inputs=inputs,
         last=positions[:, -1].expand(batch),
         leftpad=None if mask is None else (mask == 0).sum(1),
-        batch=batch,
         tokens=count,
         limit=stopping_criteria.max_length,
         returned=returned,
@@ -241,7 +237,7 @@ def _sampling_loop(original: Callable) -> Callable:
             try:
                 call = prepare(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs, early)
             except NoStep as reason:
-                state.count(by_transformers(reason))
+                state.count(state.calls, by_transformers(reason))
                 break
             with suppress(Stale), call.cache(state) as cache, state.lend("logits", input_ids) as program:
                 return _run(call, state, cache, program, *run)
@@ -264,7 +260,8 @@ def _other_loop(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def loop(self, *args, **kwargs):
-        decoder(self).count(by_transformers(name))
+        state = decoder(self)
+        state.count(state.calls, by_transformers(name))
         return original(self, *args, **kwargs)
 
     return loop
@@ -278,7 +275,8 @@ def _generate(original: Callable) -> Callable:
         loop = kwargs.get("custom_generate")
         is_own = loop is None or getattr(loop, "__module__", None) == f"{__package__}.generate"
         if not is_own:
-            decoder(self).count("by custom_generate")
+            state = decoder(self)
+            state.count(state.calls, "by custom_generate")
         if not is_own or len(args) > 1:
             return original(self, *args, **kwargs)
         with launched(self, kwargs | {"inputs": args[0]} if args else kwargs):
@@ -387,7 +385,7 @@ def _run(
         if logits is not None and rest and rest.begins():  # looked at when the device has the step, which is taken back
             logits = forward()
     if step is None:
-        state.count(PREFILL)
+        state.count(state.calls, PREFILL)
     if streamer is not None:
         streamer.end()
     if not config.return_dict_in_generate:

@@ -44,13 +44,12 @@ class Decoder:
     def __init__(self):
         self.calls: Counter[str] = Counter()  # how often generate took which way, by the words of the report
         self.steps = 0  # that ran, of all calls
-        self.prompts: Counter[str] = Counter()  # how often a prompt took which way
+        self.prompts: Counter[str] = Counter()  # how often a prompt did, of a call by the decode step or of a forward
         self.forwards: Counter[str] = Counter()  # how often another forward, behind a cache or with gradients, did
         self._lock = threading.Lock()
         self._closed = False
         self.described: Described | None = None  # the model, as it was read last,
         self._described_before: Described | None = None  # and before: it goes back where its attention is switched
-        self.fp8: Fp8Weights | None = None  # of that, where prompts run so
         self._refused: tuple[Snapshot, str] | None = None  # what the model was when it had no description, and why
         self._refusal: str | None = None  # why the model could not be read, the last time,
         self._pause = self._paused = 0  # for how many forwards it is not tried again, and how many of them are over
@@ -91,10 +90,25 @@ class Decoder:
         self._keep(Described(snapshot, parts))
         return parts, memory
 
+    def describe_or_pause(self, model: nn.Module) -> tuple[Description, list[Any]]:
+        """The same for a forward. A model that can not be read, which takes as long as a forward, is read again after
+        1, 2, 4 ... of them."""
+        if self._paused < self._pause:
+            self._paused += 1
+            raise NoStep(self._refusal)
+        try:
+            found = self.describe(model)
+        except NoStep as reason:
+            self._refusal, self._paused = str(reason), 0
+            self._pause = min(max(1, 2 * self._pause), _MAX_PAUSE)
+            raise
+        self._refusal, self._pause = None, 0
+        return found
+
     def _keep(self, described: Described) -> None:
         self.free_fp8()
         self._described_before, self.described = self.described, described
-        self._refused, self.fp8 = None, described.parts.fp8
+        self._refused = None
 
     def lend(
         self, kind: Hashable, ids: Tensor, ahead: int = 1, stream: int | None = None
@@ -108,13 +122,11 @@ class Decoder:
         stream = stream_handle(ids.device) if stream is None else stream
         return self.programs.lend((kind, len(ids), ahead, ids.device, stream))
 
-    def begin(self, parts: Description, cache: Any, program: Program) -> DecodeStep:
-        """The step of a model on a cache whose counters are set, for a call of generate."""
-        return DecodeStep(parts, cache, self._place(cache), program, note=self._note_step)
-
-    def begin_forward(self, parts: Description, cache: Any, program: Program, ahead: int) -> DecodeStep:
-        """The same for a forward of `ahead` tokens per sequence, by itself."""
-        return DecodeStep(parts, cache, self._place(cache), program, ahead)
+    def begin(self, parts: Description, cache: Any, program: Program, ahead: int | None = None) -> DecodeStep:
+        """The step of a model on a cache whose counters are set: of a forward of `ahead` tokens per sequence, or for a
+        call of generate, whose steps are counted."""
+        note = self._note_step if ahead is None else None
+        return DecodeStep(parts, cache, self._place(cache), program, ahead or 1, note)
 
     def _place(self, cache: Any) -> Place:
         known = self._place_of_cache.get(cache)
@@ -141,7 +153,7 @@ class Decoder:
         if cache.length and ids.numel() <= MAX_ROWS:
             cache.begin(last - ids.shape[1], leftpad)
             with self.lend("logits", ids, ids.shape[1]) as program:
-                logits = self.begin_forward(parts, cache, program, ids.shape[1])(ids.flatten())
+                logits = self.begin(parts, cache, program, ids.shape[1])(ids.flatten())
                 return logits.view(*ids.shape, -1)[:, ids.shape[1] - kept :].clone()
         prompt.check_prompt(parts, cache, ids.shape[1])
         padded = prompt.padded_length(parts, cache, *ids.shape)
@@ -209,15 +221,10 @@ class Decoder:
         """Let the next forward check the model and the cache before it replays a graph."""
         self._place_of_cache.pop(cache, None)
 
-    def count(self, way: str) -> None:
-        """Note that a call of generate went this way."""
+    def count(self, counter: Counter[str], way: str) -> None:
+        """Note that one more of `calls`, `prompts` or `forwards` went this way."""
         with self._lock:
-            self.calls[way] += 1
-
-    def count_prompt(self, way: str) -> None:
-        """Note that a prompt, of a call by the decode step or of a forward, went this way."""
-        with self._lock:
-            self.prompts[way] += 1
+            counter[way] += 1
 
     def _note_step(self, number: int) -> None:
         """Note a step that ran. With the first one the call went by the decode step, and not before."""
@@ -226,31 +233,9 @@ class Decoder:
             if number == 1:
                 self.calls[STEP] += 1
 
-    def count_forward(self, way: str) -> None:
-        """Note that a forward behind a cache, or with gradients, went this way."""
-        with self._lock:
-            self.forwards[way] += 1
-
-    def refuse(self, reason: str) -> None:
-        """Note why the model could not be read, which takes as long as a forward: it is tried again after 1, 2, 4 ...
-        forwards."""
-        self._refusal, self._paused = reason, 0
-        self._pause = min(max(1, 2 * self._pause), _MAX_PAUSE)
-
-    def refusal(self) -> str | None:
-        """Why the model is not read for this forward, or None."""
-        if self._paused < self._pause:
-            self._paused += 1
-            return self._refusal
-        return None
-
-    def accept(self) -> None:
-        """Note that the model could be read."""
-        self._refusal, self._pause = None, 0
-
     @contextmanager
     def lend_cache(
-        self, parts: Description, batch: int, tokens: int, limit: int, caller: Any = None, returned: bool = False
+        self, parts: Description, batch: int, tokens: int, limit: int, caller: Any, returned: bool = False
     ) -> Iterator[Any]:
         """A KVCache with room for `tokens` and some more, up to `limit`; behind that it grows.
 
@@ -264,8 +249,7 @@ class Decoder:
         if cache is None:
             cache = KVCache.growable(windows, batch * parts.token_bytes, tokens, limit)
         try:
-            if caller is not None:
-                adopted.copy_in(cache, caller)
+            adopted.copy_in(cache, caller)
             yield cache
         finally:
             keeps = 0 < cache.nbytes <= KEPT_BYTES
@@ -288,6 +272,11 @@ class Decoder:
         cache.reset()
         return cache
 
+    @property
+    def fp8(self) -> Fp8Weights | None:
+        """The weights of prompts in FP8, where these run so."""
+        return None if (described := self.described) is None else described.parts.fp8
+
     def free_fp8(self) -> None:
         """Free the weights in FP8, which the next prompt makes again."""
         if (fp8 := self.fp8) is not None:
@@ -307,7 +296,7 @@ class Decoder:
         """Keep nothing any more, of calls under way either."""
         self._closed = True
         self.programs.close()
-        self.described = self._described_before = self._refused = self.fp8 = self.dropped_ahead = None
+        self.described = self._described_before = self._refused = self.dropped_ahead = None
         self.layouts = Layouts()
         self.release()
 
