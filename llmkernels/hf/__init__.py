@@ -46,9 +46,9 @@ call of a patched model becomes launches:
       step/fp8.py            prompts of patch(model, fp8=True): the description with weights in FP8
 
     model(ids), on a GPU
-      step/layouts.py        has a prompt of this size run before?
+      step/block.py          has a prompt of this size run before?
         yes                    its graph is replayed, or step/prompt.py launches, into one block of memory; meanwhile
-                               step/guard.py as above, and step/block.py makes the cache's objects
+                               step/guard.py as above, and the cache's objects are made
         no                     the description as above, and a new cache: cache/adopted.py
 
     model.generate(ids), on a GPU

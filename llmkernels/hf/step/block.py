@@ -5,20 +5,27 @@ longer to make one than a GPU takes for a short prompt. Here the memory comes fi
 launched; the objects are made while the GPU works.
 
 Layout      of the tensors of a cache in a block, and what else the cache is
+Layouts     those of a model's caches, and blocks that graphs of prompts write to
 Block       the memory of one
 """
 
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..cache.adopted import AdoptedCache, is_patched
+from ..cache.buffers import room_for
+from ..model.description import Description
 from .place import Place, place_of
 
+MAX_LAYOUTS = 32
+MAX_BLOCKS = 4
+MOST_COPIED_BYTES = 64 << 20  # of a block that a graph writes to
 MOST_BYTES = 256 << 20  # a larger one is made layer by layer, so that a layer that grows frees its memory by itself
 _EMPTY = -1  # the position of the last token where there is none
 _ALIGNMENT = 256  # bytes, as that of an allocation
@@ -33,23 +40,22 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
 
 
-class _Extent(NamedTuple):
-    """What the buffers of a layer hold."""
-
-    is_sliding: bool
-    end: int
-    rows: int
-    length: int = 0
-
-
-class Layout:
-    """That of an AdoptedCache for the model with this config."""
+class _Empty:
+    """What step/prompt.py asks of a cache without tokens."""
 
     length, is_even = 0, True
+    capacity: int
+
+    def has_room(self, tokens: int) -> bool:
+        return tokens <= self.capacity
+
+
+class Layout(_Empty):
+    """That of an AdoptedCache for the model with this config."""
 
     def __init__(self, cache: AdoptedCache, config: Any):
         self.shape, self.capacity, self.rows = place_of(cache).shape, cache.capacity, cache.rows()
-        self.layers = [_Extent(layer.is_sliding, layer.end, layer.rows) for layer in cache.layers]
+        self.layers = [_Layer(index, x.is_sliding, x.end, x.rows) for index, x in enumerate(cache.layers)]
         self._config, self._device = _values(config), cache.counters.device
         self._cache = {name: value for name, value in vars(cache).items() if name not in _OF_THE_BLOCK}
         self._kinds = [type(layer) for layer in cache.layers]
@@ -68,9 +74,6 @@ class Layout:
     def is_kept(self) -> bool:
         """Whether later caches are made by this layout."""
         return self.nbytes <= MOST_BYTES
-
-    def has_room(self, tokens: int) -> bool:
-        return tokens <= self.capacity
 
     def holds(self, config: Any) -> bool:
         """Whether transformers would make such a cache still."""
@@ -100,10 +103,46 @@ class Layout:
         return cache
 
 
-class Block:
-    """The memory of a cache without tokens: what step/prompt.py takes for one."""
+class Layouts:
+    """Those of one model, good for as long as its description."""
 
-    length, is_even = 0, True
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._known: dict[tuple[int, int], tuple[Description, Layout]] = {}  # by sequences and capacity
+        self._idle: list[tuple[Layout, int | None, Block]] = []  # layout, stream and block
+
+    def note(self, parts: Description, batch: int, layout: Layout) -> None:
+        """Note where the tensors of a new cache for so many sequences are in a block of memory."""
+        with self._lock:
+            self._known[batch, layout.capacity] = parts, layout
+            while len(self._known) > MAX_LAYOUTS:
+                del self._known[next(iter(self._known))]
+
+    def find(self, parts: Description, batch: int, tokens: int) -> Layout | None:
+        """The layout of the cache of a prompt of so many tokens, or None."""
+        by, layout = self._known.get((batch, room_for(tokens, batch * parts.token_bytes)), (None, None))
+        return layout if by is parts else None
+
+    @contextmanager
+    def lend(self, layout: Layout, stream: int | None) -> Iterator["Block"]:
+        """An empty block for a graph in this stream. It has to be empty again at the end."""
+        with self._lock:
+            found = [entry for entry in self._idle if entry[:2] == (layout, stream)][-1:]
+            self._idle[:] = [entry for entry in self._idle if entry not in found]
+        block = found[0][2] if found else layout.allocate()
+        yield block
+        with self._lock:  # where an exception left something in it, it is not kept
+            self._idle.append((layout, stream, block))
+            del self._idle[:-MAX_BLOCKS]
+
+    def release(self) -> None:
+        """Free the memory."""
+        with self._lock:
+            self._idle.clear()
+
+
+class Block(_Empty):
+    """The memory of a cache without tokens: what step/prompt.py takes for one."""
 
     def __init__(self, layout: Layout, memory: Tensor):
         self._layout, self._memory = layout, memory
@@ -123,13 +162,10 @@ class Block:
 
     @property
     def layers(self) -> list["_Layer"]:
-        return [_Layer(self, index, *layer[:3]) for index, layer in enumerate(self._layout.layers)]
+        return [replace(layer, block=self) for layer in self._layout.layers]
 
     def rows(self) -> list[int]:
         return self._layout.rows
-
-    def has_room(self, tokens: int) -> bool:
-        return self._layout.has_room(tokens)
 
     def make_room(self, tokens: int) -> None:
         """There is."""
@@ -164,13 +200,13 @@ class Block:
 
 @dataclass
 class _Layer:
-    """A layer in a block. Its tensors are made when they are read."""
+    """What the buffers of a layer hold, of a layout or in a block. There its tensors are made when they are read."""
 
-    block: Block
     index: int
     is_sliding: bool
     end: int
     rows: int
+    block: Block | None = None
     length = offset = 0
     is_initialized = True
 

@@ -25,11 +25,11 @@ from ..model.description import Description, map_tensors
 from ..report import STEP
 from . import graphs, prompt
 from .alias import alias
+from .block import MOST_COPIED_BYTES, Layouts
 from .decode_step import DecodeStep
 from .describe import Described, describe, pack
 from .fp8 import Fp8Weights, with_fp8
 from .guard import Snapshot
-from .layouts import MOST_COPIED_BYTES, Layouts
 from .place import Place, place_of
 from .program import Program, Programs
 
