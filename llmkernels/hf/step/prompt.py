@@ -219,21 +219,7 @@ def run_padded(
     """
     kind = "prompt", is_in_fp8(parts, ids.numel())
     parts, _memory = for_prompt(parts, ids.numel())
-    with lend(kind, ids, padded) as program:
-        return _run_padded(parts, cache, ids, kept, place, padded, program)
-
-
-def _run_padded(
-    parts: Description, cache: Any, ids: Tensor, kept: int, place: Place, padded: int, program: Program
-) -> Tensor:
-    batch, count = ids.shape
-    device, weight = ids.device, parts.weight
-    program.bind(parts)
-    tables = program.tables(place, cache.capacity)
-    tokens = program.buffer("tokens", (batch, padded), torch.long, device)
-    positions = program.buffer("positions", (batch, padded), torch.int32, device)
-    hidden = program.buffer("hidden", (batch * padded, weight.shape[1]), weight.dtype, device)
-    tokens[:, :count].copy_(ids)
+    (batch, count), device, weight = ids.shape, ids.device, parts.weight
     most = len(parts.positions[: cache.capacity]) - 1
 
     def layers() -> list[LayerCache]:
@@ -242,14 +228,21 @@ def _run_padded(
             for layer, row in zip(cache.layers, cache.rows(), strict=True)
         ]
 
-    caches = [] if program.has_graph(parts, place) else layers()
-    where = Tokens(batch, padded, positions, tables, is_prompt=True)
+    with lend(kind, ids, padded) as program:
+        program.bind(parts)
+        tables = program.tables(place, cache.capacity)
+        tokens = program.buffer("tokens", (batch, padded), torch.long, device)
+        positions = program.buffer("positions", (batch, padded), torch.int32, device)
+        hidden = program.buffer("hidden", (batch * padded, weight.shape[1]), weight.dtype, device)
+        tokens[:, :count].copy_(ids)
+        caches = [] if program.has_graph(parts, place) else layers()
+        where = Tokens(batch, padded, positions, tables, is_prompt=True)
 
-    def run_layers() -> Tensor:
-        compose.embed(parts, tokens, hidden, positions, cache.counters, padded, positions, most)
-        return compose.run_layers(parts, hidden, where, caches or layers())
+        def run_layers() -> Tensor:
+            compose.embed(parts, tokens, hidden, positions, cache.counters, padded, positions, most)
+            return compose.run_layers(parts, hidden, where, caches or layers())
 
-    with cache.counting(padded):  # where they are written; the next to begin counts again
-        made = program.run(run_layers, device, place, in_pieces=True)
-    cache.advance(count)
-    return _logits(parts, made.view(batch, padded, -1)[:, count - kept : count])
+        with cache.counting(padded):  # where they are written; the next to begin counts again
+            made = program.run(run_layers, device, place, in_pieces=True)
+        cache.advance(count)
+        return _logits(parts, made.view(batch, padded, -1)[:, count - kept : count])

@@ -206,9 +206,14 @@ def _makes_no_cache_when_told(small: nn.Module, ids: Tensor) -> bool:
 
 def _made_cache(small: nn.Module, ids: Tensor, **given: bool | None) -> Any:
     """The cache that a model returns behind a prompt, or None."""
+    return getattr(_returned(small, ids, **given), cache_name(), None)
+
+
+def _returned(small: nn.Module, ids: Tensor, **given: Any) -> Any:
+    """What a model returns for a prompt; None where it raises, as one that does not take these arguments."""
     try:
-        return getattr(small(ids[None], **given), cache_name(), None)
-    except Exception:  # of a model that makes none
+        return small(ids[None], **given)
+    except Exception:
         return None
 
 
@@ -229,10 +234,7 @@ def _has_loss_of_logits(small: nn.Module, ids: Tensor) -> bool:
 
 def _has_hidden_states(small: nn.Module, parts: Description, ids: Tensor, tolerance: float) -> bool:
     """Whether a model returns the hidden states that a description has."""
-    try:
-        expected = small(ids[None], use_cache=False, output_hidden_states=True).hidden_states
-    except Exception:  # of a model that returns none
-        return False
+    expected = getattr(_returned(small, ids, use_cache=False, output_hidden_states=True), "hidden_states", None)
     found: list[Tensor] = []
     _composed(parts, ids, 0, found)
     if not isinstance(expected, tuple) or len(expected) != len(found):
@@ -245,10 +247,7 @@ def _has_hidden_states(small: nn.Module, parts: Description, ids: Tensor, tolera
 
 def _output_class(small: nn.Module, ids: Tensor) -> type[ModelOutput]:
     """The class of what a model returns, if it has the fields that a step fills."""
-    try:
-        found = type(small(ids[None], use_cache=False, return_dict=True))
-    except Exception:  # of a model that takes no return_dict
-        return CausalLMOutputWithPast
+    found = type(_returned(small, ids, use_cache=False, return_dict=True))
     fields = {field.name for field in dataclasses.fields(found)} if issubclass(found, ModelOutput) else set()
     return found if fields >= {"loss", "logits", "hidden_states", cache_name()} else CausalLMOutputWithPast
 
@@ -258,10 +257,8 @@ def _returns_float32(small: nn.Module, ids: Tensor) -> bool:
     other = copy.deepcopy(small)
     for parameter in other.parameters():
         parameter.data = parameter.bfloat16()
-    try:
-        return _logits(other, ids, 0).dtype is torch.float32
-    except Exception:  # of a model that runs in float32 alone
-        return False
+    logits = getattr(_returned(other, ids, use_cache=False), "logits", None)
+    return logits is not None and logits.dtype is torch.float32  # None of a model that runs in float32 alone
 
 
 def _check_tables(parts: Description, config: Any) -> None:
