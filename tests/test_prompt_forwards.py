@@ -11,8 +11,7 @@ from families import family_model
 from generating import small_model
 from hf_models import assert_close, rounding, tiny_inputs, tiny_model
 from llmkernels.hf import unpatch
-from llmkernels.hf.cache.adopted import new_cache
-from llmkernels.hf.cache.empty import fill
+from llmkernels.hf.cache.adopted import fill, new_cache
 from llmkernels.hf.callers.positions import LOSS_OF_PADDING
 from llmkernels.hf.classes.cache_name import cache_name
 from llmkernels.hf.errors import NoStep

@@ -4,7 +4,7 @@
   the last one the new tokens are appended to the caller's cache by its own `update`, so that it holds the same as after
   transformers' loop
 - forward, become_ours: the layers of the caller's cache move to buffers, where steps append to them. For anyone else
-  they are transformers' layers as before
+  they are transformers' layers as before. fill: an empty one gets the layers of a prompt's new cache
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from ..classes.origin import Entry, asked_of_origin, check_origin
 from ..errors import NoStep, UnknownLayout
 from ..model.description import Description
 from .buffers import Buffers, WindowBuffers, filled, room_for
-from .kv_cache import KVCache
+from .kv_cache import OF_COUNTERS, KVCache
 from .layers import KVCacheLayer
 
 
@@ -292,8 +292,7 @@ class AdoptedCache(DynamicCache, KVCache):
     __repr__ = Cache.__repr__
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        own = {"counters", "leftpads", "_counted", "_position", "_versions"}
-        state = {name: value for name, value in vars(self).items() if name not in own}
+        state = {name: value for name, value in vars(self).items() if name not in OF_COUNTERS}
         return DynamicCache, (), state
 
     @property
@@ -348,6 +347,24 @@ def become_ours(cache: DynamicCache, parts: Description, batch: int) -> None:
     tokens = int(cache.get_seq_length())
     _give_back(cache)
     _adopt(cache, tokens, room_for(tokens, batch * parts.token_bytes))
+
+
+def check_kinds(cache: DynamicCache, kinds: list[type]) -> None:
+    """Raise NoStep unless these are the kinds of the layers that an empty cache has, or will get."""
+    if ([type(layer) for layer in cache.layers] or [DynamicLayer] * len(kinds)) != kinds:
+        raise NoStep("the cache given keeps other tokens than the model's own")
+
+
+def fill(cache: DynamicCache, made: "AdoptedCache") -> None:
+    """Let an empty cache be `made`, which nobody else has: it and its layers stay the same objects."""
+    check_kinds(cache, [layer.theirs for layer in made.layers])
+    for layer, other in zip(cache.layers, made.layers, strict=False):
+        vars(layer).clear()
+        vars(layer).update(vars(other))
+        layer.__class__ = type(other)
+    cache.layers += made.layers[len(cache.layers) :]
+    vars(cache).update({name: value for name, value in vars(made).items() if name != "layers"})
+    cache.__class__ = AdoptedCache
 
 
 def _adopt(cache: DynamicCache, tokens: int, capacity: int) -> None:

@@ -3,10 +3,11 @@
 from typing import Any
 
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import NoStep
 from ..model.description import Description
-from .adopted import AdoptedCache, check_tensor
+from .adopted import AdoptedCache, check_dynamic, check_kinds, check_tensor
 from .kv_cache import KVCache
 
 
@@ -22,6 +23,15 @@ def check_cache(cache: Any, parts: Description, batch: int) -> None:
             expected = (batch, buffers.rows, attention.kv_heads, attention.head_dim)
             for buffer in (buffers.k, buffers.v):
                 check_tensor(buffer, expected, parts.weight)
+
+
+def check_empty(cache: Any, parts: Description, batch: int) -> None:
+    """Raise NoStep unless an empty cache has layers of the kinds that the model's own has, or will get them."""
+    if type(cache) is not DynamicCache:
+        raise NoStep(f"the cache given is an empty {type(cache).__name__}")
+    check_dynamic(cache, parts, batch)
+    windows = [layer.attention.window_left for layer in parts.layers]
+    check_kinds(cache, [DynamicLayer if window < 0 else DynamicSlidingWindowLayer for window in windows])
 
 
 def is_ours(cache: Any) -> bool:

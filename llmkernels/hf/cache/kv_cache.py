@@ -14,6 +14,8 @@ from ..classes.origin import Entry
 from .buffers import room_for
 from .layers import KVCacheLayer, KVCacheWindowLayer
 
+OF_COUNTERS = {"counters", "leftpads", "_counted", "_position", "_versions"}  # members of a cache
+
 
 class KVCache(Cache):
     r"""Keys and values of every layer in buffers of fixed size, (B, capacity, Hkv, D) each.

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ..cache.adopted import become_ours, check_dynamic, new_cache
-from ..cache.empty import check_empty, fill
-from ..cache.fits import check_cache, is_kv_cache, is_ours, may_become_ours
+from ..cache.adopted import become_ours, check_dynamic, fill, new_cache
+from ..cache.fits import check_cache, check_empty, is_kv_cache, is_ours, may_become_ours
 from ..classes.cache_name import cache_name
 from ..errors import NoStep, reason_of
 from ..model.description import Description

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..cache.adopted import AdoptedCache, is_patched
 from ..cache.buffers import room_for
+from ..cache.kv_cache import OF_COUNTERS
 from ..model.description import Description
 from .place import Place, place_of
 
@@ -29,7 +30,7 @@ MOST_COPIED_BYTES = 64 << 20  # of a block that a graph writes to
 MOST_BYTES = 256 << 20  # a larger one is made layer by layer, so that a layer that grows frees its memory by itself
 _EMPTY = -1  # the position of the last token where there is none
 _ALIGNMENT = 256  # bytes, as that of an allocation
-_OF_THE_BLOCK = {"layers", "counters", "leftpads", "_counted", "_position", "_versions"}
+_OF_THE_BLOCK = {"layers", *OF_COUNTERS}
 
 
 class _Spec(NamedTuple):
