@@ -42,6 +42,7 @@ class Case:
         elif "kv_tokens" in keys:
             heads = f"{keys['heads']}+{keys['kv_heads']}x{keys['head_dim']}"
             shape = f"batch {keys['batch']} {keys['kv_tokens']} keys of {heads} {keys['cache']}"
+            shape += f" shortest {keys['shortest']}, {keys['tokens']} queries" if "tokens" in keys else ""
         elif "parameters" in keys:
             shape = f"{keys['parameters']} parameters in {keys['tensors']}"
         elif "vocab" in keys:

@@ -68,6 +68,9 @@ def shape(keys: dict) -> str:
         heads = (keys["heads"], keys["kv_heads"], keys["head_dim"])
         words = [f"batch {keys['batch']}, {keys['kv_tokens']} keys", "paged" * (keys["cache"] == "paged")]
         words += [] if heads == QWEN_HEADS else ["of {}+{}x{} heads".format(*heads)]
+        shortest = keys.get("shortest", keys["kv_tokens"])
+        words += [f"the others {shortest}"] if shortest < keys["kv_tokens"] else []
+        words += [f"{keys['tokens']} queries each"] if keys.get("tokens", 1) > 1 else []
     elif "parameters" in keys:
         words = [f"{keys['parameters'] / 1e6:.0f}M parameters", f"in {keys['tensors']} tensors" * (keys["tensors"] > 1)]
     elif "vocab" in keys:

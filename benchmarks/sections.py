@@ -103,6 +103,7 @@ TABLE = (
     decode_op("rms_norm_linear", "linear", 40, LINEAR),
     decode_op("decode_attention", "decode_attention", 30, "attention.py attention.cpp"),
     decode_op("decode_attention_heads", "decode_attention", 200, "attention.py attention.cpp"),
+    decode_op("decode_attention_sizes", "decode_attention", 200, "attention.py attention.cpp"),
     decode_op("sample", "sample", 15, "sampling.py sampling.cpp"),
     timed_by_all("rms_norm", "rms_norm", 65, NORM),
     timed_by_all("add_rms_norm", "add_rms_norm", 25, NORM),

@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence against a KV cache."""
+"""Attention of one new token per sequence, or of a few, against a KV cache."""
 
 import itertools
 from functools import partial
@@ -32,6 +32,18 @@ def sdpa(backend, q, k, v, lengths):
         return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True).transpose(1, 2)
 
 
+def visible(q, k, lengths):
+    """Which keys each query sees, (B, 1, T, keys): its own, which are the last of a sequence, and all before."""
+    last = lengths[:, None] - q.size(1) + torch.arange(q.size(1), device=q.device)
+    return (torch.arange(k.size(1), device=q.device) <= last[..., None])[:, None]
+
+
+def masked(q, k, v, lengths):
+    """By whatever backend takes a mask and heads in groups."""
+    mask, heads = visible(q, k, lengths), (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads, mask, enable_gqa=True).transpose(1, 2)
+
+
 def ours():
     from llmkernels import decode_attention
 
@@ -55,24 +67,33 @@ def inputs(case, device):
     shape = (batch, tokens, kv_heads, head_dim)
     if case.keys["cache"] == "paged":
         shape = (batch * tokens // PAGE, PAGE, kv_heads, head_dim)
-    q = torch.randn(batch, 1, heads, head_dim, dtype=case.dtype, device=device)
+    q = torch.randn(batch, case.keys.get("tokens", 1), heads, head_dim, dtype=case.dtype, device=device)
     return q, *(torch.randn(shape, dtype=case.dtype, device=device) for _ in range(2))
 
 
 def shared(case, device):
     batch, tokens = case.keys["batch"], case.keys["kv_tokens"]
-    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+    lengths = torch.tensor(lengths_of(case.keys), dtype=torch.int32, device=device)
     if case.keys["cache"] == "contiguous":
         return (lengths,)
     pages = torch.randperm(batch * tokens // PAGE, device=device).to(torch.int32)  # as a used cache has them
     return lengths, pages.view(batch, -1)
 
 
-def case(batch, tokens, cache="contiguous", of=QWEN):
+def lengths_of(keys):
+    """Of all sequences: as long as the cache. With `shortest` one is, and the others have as many keys as that says."""
+    first, others = keys["kv_tokens"], keys.get("shortest", keys["kv_tokens"])
+    return [first] + [others] * (keys["batch"] - 1)
+
+
+def case(batch, kv_tokens, cache="contiguous", of=QWEN, **more):
+    """`more`: tokens, that each sequence has new; shortest, see lengths_of()."""
     heads, kv_heads, head_dim = of
-    keys = {"batch": batch, "kv_tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    moved = 2 * batch * head_dim * (2 * kv_heads * tokens + 2 * heads)
-    return Case("decode_attention", {**keys, "cache": cache}, torch.bfloat16, moved, quick=(batch, tokens) == (1, 512))
+    keys = {"batch": batch, "kv_tokens": kv_tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, **more}
+    moved = 2 * head_dim * (2 * kv_heads * sum(lengths_of(keys)) + 2 * heads * batch * more.get("tokens", 1))
+    return Case(
+        "decode_attention", {**keys, "cache": cache}, torch.bfloat16, moved, quick=(batch, kv_tokens) == (1, 512)
+    )
 
 
 OP = Op(
@@ -96,5 +117,29 @@ OTHER_HEADS = Op(
     shared=shared,
     eager=eager,
     providers=lambda case: {name: one for name, one in providers(case).items() if name != "eager"},
+    differentiable=3,
+)
+
+# The sequences and the keys that the op above leaves out; one long sequence among short ones; and several new tokens of
+# each, as prompt lookup has them.
+OTHER_SIZES = Op(
+    name="decode_attention_sizes",
+    cases=(
+        *(
+            case(batch, tokens, of=of)
+            for of, batch, tokens in itertools.product((*OTHERS, (8, 4, 256)), (2, 24), (300, 512, 2048, 8192, 30000))
+        ),
+        *(case(24, 30000, of=of, tokens=1, shortest=300) for of in OTHERS),
+        *(
+            case(batch, keys, of=of, tokens=tokens, shortest=keys)
+            for of, batch, keys, tokens in itertools.product(OTHERS[:2] + OTHERS[-2:-1], (1, 8), (512, 8192), (4, 8))
+        ),
+    ),
+    inputs=inputs,
+    shared=shared,
+    eager=masked,
+    providers=lambda case: (
+        {"torch": plain(masked), "llmkernels": Provider(ours)} if "tokens" in case.keys else OTHER_HEADS.providers(case)
+    ),
     differentiable=3,
 )
