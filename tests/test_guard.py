@@ -13,6 +13,8 @@ import llmkernels
 from families import family_model
 from generating import small_model
 from llmkernels.hf.errors import NoStep
+from llmkernels.hf.step import guard
+from llmkernels.hf.step.describe import describe
 from llmkernels.hf.step.guard import Snapshot
 from llmkernels.hf.step.record import Lists
 
@@ -99,6 +101,21 @@ def test_what_changes_nothing():
     model.config.use_cache = False
     layer(model).mlp.register_forward_hook(lambda *arguments: None).remove()
     assert snapshot.holds(model)
+
+
+@torch.no_grad()
+def test_members_that_come_while_a_model_is_looked_at(monkeypatch):
+    """As those of a thread that patches the model meanwhile."""
+    model = small_model()
+    llmkernels.patch(model)
+    members, asked = vars(attention(model)), guard.is_config
+
+    def grow(value):
+        members[f"more_{len(members)}"] = None
+        return asked(value)
+
+    monkeypatch.setattr(guard, "is_config", grow)
+    assert len(describe(model).layers) == len(model.model.layers)
 
 
 FUNCTIONS = {

@@ -41,7 +41,8 @@ def inspect_all(model: nn.Module, root: ExpectedModule) -> nn.Module | None:
             if members.get(name) != value:
                 raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
         modules = members["_modules"]
-        if any(is_config(value) and not any(value is config for config in configs) for value in members.values()):
+        found = tuple(members.values())  # another thread may patch the module meanwhile
+        if any(is_config(value) and not any(value is config for config in configs) for value in found):
             raise Distrust(module, "{} has a config of its own")
         if modules.keys() != part.parts.keys() | part.others:
             raise NoStep(f"{len(modules)} layers, of {len(part.parts)} in the config")
