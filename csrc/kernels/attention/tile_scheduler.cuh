@@ -28,10 +28,15 @@
 //   With few work tiles the plan is `aligned` instead: each work tile begins with a cluster of its own.
 //
 // An even part of the line takes an even time only if all SMs read equally fast. On an H200, 24 of 132 SMs are done
-// with theirs in four fifths of the time of the others. But pieces of the line that are left for whoever comes first
-// made no launch faster: where many sequences are long, memory is at its limit anyway, and what one launch leaves idle
-// the next one uses. us, 3 to 14 % of the line left so; 64 sequences: 8192 keys, 32 + 32 heads of 128 1868 without and
-// 1873 to 1883 with them, 32 + 8 heads 470 and 477 to 479; 2048 keys, 32 + 32 heads 479 and 475 to 477.
+// with theirs in four fifths of the time of the others. But pieces of the line, 3 to 14 % of it, left for whoever comes
+// first, made no launch faster by more than 1 %: where many sequences are long, memory is at its limit anyway, and what
+// one launch leaves idle the next one uses. us, 64 sequences, heads of 128:
+//
+//   case                     | even parts | pieces left
+//   -------------------------|------------|-------------
+//   8192 keys, 32 + 32 heads |       1868 | 1873 to 1883
+//   8192 keys, 32 + 8 heads  |        470 |   477 to 479
+//   2048 keys, 32 + 32 heads |        479 |   475 to 477
 #pragma once
 #include <algorithm>
 #include <cstdint>
