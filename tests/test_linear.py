@@ -104,9 +104,10 @@ def test_tall_weights(m, n, k, dtype):
 @every_narrow_dtype
 @pytest.mark.parametrize(
     "n, k",
-    [(2, 264), (16000, 40), (9730, 896), (262, 2568), (40002, 2056), (130, 20480), (130, 20488),
+    [(2, 264), (16000, 40), (9730, 896), (262, 2568), (40002, 2056), (130, 14344), (130, 20480),
+     (130, 20488),
      *(pytest.param(n, k, marks=pytest.mark.sanitizer)  # more k tiles than stages
-       for n, k in ((1154, 896), (6002, 2008), (4608, 3584), (1002, 5128), (1000, 10248)))],
+       for n, k in ((1154, 896), (6002, 2008), (4608, 3584), (1002, 5128), (1000, 10248), (130, 14336)))],
 )  # fmt: skip
 def test_one_token(n, k, dtype):
     """gemv.cu: every number of vectors per lane, 1 to 8 groups of warps, K that ends anywhere in a warp's slice, more

@@ -97,6 +97,24 @@ def test_attention_has_two_blocks_per_sm(plans):
             assert plan["clusters"] == 4 * batch, (question, plan)
 
 
+def test_attention_takes_more_memory_where_that_helps(plans):
+    """Outside of a decode step: of an H200, work tiles x KV tiles, and how many KiB a block has at most."""
+    cases = [  # sequences of 32 kv heads, keys, blocks, KiB
+        (5, 300, 160, 64),  # a block for each work tile, and two for some SMs
+        (4, 300, 128, 92),  # one for each, alone on its SM
+        (4, 100, 128, 64),  # that has two KV tiles
+        (4, 800, 264, 64),  # dealt out, to clusters of two
+        (8, 100, 264, 64),
+        (8, 512, 264, 92),
+        (16, 512, 264, 92),
+    ]
+    questions = [(*DEVICES["H200"], batch, 32, 1, 1, keys, 128, 0) for batch, keys, *_ in cases]
+    for case, plan in zip(cases, plans(questions), strict=True):
+        blocks, most = case[2:]
+        assert plan["cluster"] * plan["clusters"] == blocks, (case, plan)
+        assert (plan["bytes"] > 64 * 1024) == (most > 64) and plan["bytes"] <= most * 1024, (case, plan)
+
+
 def test_attention_counts_kv_tiles_in_32_bits(plans):
     """A launch has so few sequences that twice their KV tiles are less than 2^31."""
     shapes = itertools.product((1, 65535), (1, 64, 65535), (1, 128), (1, 16), (64, 2**20, 2**30 - 1), (64,), (0, 1))

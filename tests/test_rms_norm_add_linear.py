@@ -17,8 +17,8 @@ from oracles import DEVICES, DTYPES, assert_accurate, laid_out, scaled_rows
 _op = torch.ops.llmkernels
 ALPHA = 0.22
 GEMMA, LLAMA = OPTIONS["gemma"], OPTIONS["llama"]
-# Of rows of up to 10240 elements gemv computes the sum; one more and it is a launch. Slices of 512, 1024 and 2048.
-COLS = [8, 72, 504, 512, 520, 896, 2048, 3584, 4096, 5120, 5128, 8192, 10240, 10248]
+# Of rows of up to 14336 elements gemv computes the sum; one more and it is a launch. Slices of 512, 1024 and 2048.
+COLS = [8, 72, 504, 512, 520, 896, 2048, 3584, 4096, 5120, 5128, 8192, 10240, 10248, 11008, 14336, 14344]
 SHAPES = [("cpu", m, 33, k) for m in (1, 3) for k in (8, 72)]
 if "cuda" in DEVICES:
     SHAPES += [("cuda", 1, n, k) for n in (33, 130, 1111) for k in COLS]

@@ -94,8 +94,34 @@ constexpr int kPdlTiles = 1;
 //     40 x 32                    |  17.5         17.4                  |  20.6      17.0
 //     64 x 128                   |                                     |  97.1      87.6
 constexpr int kSwitchTiles = 2;  // of a block go by while it ends a work tile and begins the next
-constexpr int kFewTiles = 4;     // of each block
+constexpr int kFewTiles = 4;     // of each block of a cluster
 constexpr int kManyTiles = 32;   // of a work tile
+// Outside of a decode step (not `fused`) no ring is filled before the previous kernel has ended. There blocks without a
+// cluster take more tiles, and a larger ring helps where it holds what a block has, or where memory is at its limit
+// anyway. One H200, graph replay, 565 cases of 1 to 64 sequences, 100 to 2048 keys, 8 + 4 to 64 + 8 heads; the time
+// with kSmallShared in parts of that with kLessThanHalf:
+//
+//   a cluster for each work tile; KV tiles of a block  |    2 |    3 |    4 | more
+//   ---------------------------------------------------|------|------|------|-------------
+//   clusters of one block                              | 1.00 | 1.04 | 1.05 | 1.02 to 1.11
+//   clusters of two                                    | 1.02 | 1.09 | 0.93 |
+//   clusters of four                                   | 0.87 |      | 0.95 |
+//   clusters of eight                                  | 0.90 |      | 0.94 |
+//
+//   dealt out; KV tiles of a block                     | 2 to 4 |    5 |            6 |      8 to 10 | more
+//   ---------------------------------------------------|--------|------|--------------|--------------|-------------
+//   192 work tiles, which leave blocks idle            |   1.00 |      | 0.92         | 0.92 to 0.98 | 0.99 to 1.00
+//   256                                                |   0.90 | 0.99 | 1.02         | 1.03         | 0.99 to 1.03
+//   384 to 2048                                        |   0.90 | 0.93 | 0.95 to 1.04 | 0.95 to 1.05 | 1.01 to 1.10
+//
+//   us; work tiles x KV tiles                          | a cluster each | dealt out
+//   ---------------------------------------------------|----------------|----------
+//   128 x  5, clusters of one                          |            8.3 |       9.3
+//   192 x  8                                           |           15.2 |      15.5
+//   128 x 13                                           |           18.5 |      15.7
+//    64 x 13, clusters of two                          |           11.3 |      11.0
+constexpr int kFewTilesAlone = 8;   // of a block without a cluster
+constexpr int kShortPartTiles = 5;  // of a block, on average
 // KV tiles of a block that is alone on its SM for which a ring of kSmallShared is enough. A larger one has all of few
 // tiles under way before the previous kernel has ended, but leaves the linears before and behind less room to overlap.
 // us per token, an H200, 512 tokens of context, "tiles" for each block at the capacity of the cache:
@@ -155,19 +181,23 @@ inline DecodePlan plan_decode_attention(const DecodeProblem& p, const DeviceInfo
     plan.cluster = 1;
     while (plan.cluster < 16 && plan.cluster < tiles && has_room(2 * plan.cluster)) plan.cluster *= 2;
     size_t bytes = p.head_dim <= 128 ? kHalfOfShared : kMostOfShared;
-    if (tiles <= kFewTiles * plan.cluster && has_room(plan.cluster)) {
+    const int few_tiles = p.fused || plan.cluster > 1 ? kFewTiles * plan.cluster : kFewTilesAlone;
+    if (tiles <= few_tiles && has_room(plan.cluster)) {
       plan.clusters = static_cast<int>(work_tiles);
-      if (is_small) {
-        const bool is_alone = work_tiles * plan.cluster <= device.sm_count;
-        bytes = is_alone && tiles > kSmallRingTiles * plan.cluster ? kLessThanHalf : kSmallShared;
-      }
+      const int64_t of_block = (tiles + plan.cluster - 1) / plan.cluster;
+      const bool is_alone = work_tiles * plan.cluster <= device.sm_count;
+      const bool is_deep = p.fused             ? tiles > kSmallRingTiles * plan.cluster
+                           : plan.cluster == 1 ? of_block > 2
+                                               : plan.cluster == 2 && of_block == 3;
+      if (is_small) bytes = is_alone && is_deep ? kLessThanHalf : kSmallShared;
     } else {
       plan.cluster = work_tiles <= int64_t{blocks_per_sm} * device.clusters[2] ? 2 : 1;
       plan.clusters = blocks_per_sm * device.clusters[plan.cluster];
-      const bool many = work_tiles > device.sm_count;
       // fused: in a decode step, where the next linear's blocks are to start early.
-      if (is_small)
-        bytes = many ? (p.fused ? kSmallShared : kLessThanHalf) : tiles > kManyTiles ? kLessThanHalf : kSmallShared;
+      const int64_t blocks = int64_t{plan.clusters} * plan.cluster, part = work_tiles * tiles / blocks;
+      const bool many = work_tiles > device.sm_count, is_short = part < kShortPartTiles * (has_room(1) ? 2 : 1);
+      const bool is_deep = many ? !p.fused && !is_short : tiles > kManyTiles;
+      if (is_small) bytes = is_deep ? kLessThanHalf : kSmallShared;
     }
     plan.pdl_tiles = plan.cluster == 1 ? 0 : kPdlTiles;
     plan_ring(plan, p.head_dim, std::min(bytes, device.shared_bytes));

@@ -34,7 +34,7 @@ namespace llmk::kernels {
 namespace {
 
 // Shared memory in bytes: the full barriers, and from kSquares on a sum of squares per slice.
-constexpr int kSquares = 8 * kGemvMaxWarps * kGemvMaxStages, kMaxPitch = gemv_pitch(kGemvMaxSlices);
+constexpr int kSquares = 8 * kGemvMaxWarps * kGemvMaxStages, kMaxPitch = gemv_pitch(kGemvMaxWarps);
 static_assert(kSquares + 4 * kMaxPitch <= kGemvHeaderBytes && kSquares % 16 == 0 && kGemvHeaderBytes % 16 == 0);
 
 struct Arguments {

@@ -9,9 +9,9 @@
 
 namespace llmk::kernels {
 
-// A group of warps splits K into slices, at most kGemvMaxSlices. A block has as many groups as make kGemvWarps warps of
-// it: one warp waits long for its copies, for shared memory and for the sum over its lanes. us per token of models on
-// an H200, batch 1, 512 tokens of context:
+// A group of warps splits K into slices, at most gemv_max_slices(). A block has as many groups as make kGemvWarps warps
+// of it: one warp waits long for its copies, for shared memory and for the sum over its lanes. us per token of models
+// on an H200, batch 1, 512 tokens of context:
 //
 //   warps                | 1 group | 2 groups | 4 groups | 8 groups
 //   ---------------------|---------|----------|----------|---------
@@ -22,6 +22,10 @@ namespace llmk::kernels {
 //   Qwen2.5-7B:   7 each |    3403 |     3377 |          |
 //   Llama-3.1-8B: 8 each |    3616 |     3652 |          |
 constexpr int kGemvMaxSlices = 10, kGemvWarps = 8, kGemvMaxWarps = 14;
+// Slices of four vectors are worth more warps than others: with eight vectors there is no room for a sum (gemv_adds),
+// nor for two groups. 2048 x 11008 takes 12.5 us on an H200 so, by six slices of eight vectors 13.0; 4096 x 11008 23.3
+// and 23.8; up to 14336 columns others take as long. A token of SmolLM3-3B takes 1644 us instead of 1659.
+constexpr int gemv_max_slices(int vectors) { return vectors == 4 ? kGemvMaxWarps : kGemvMaxSlices; }
 // Limits: a row of x must fit the registers, and the partial sums of an SM's rows the shared memory beside the ring.
 constexpr int64_t kGemvMaxK = int64_t{kGemvMaxSlices} * 8 * 256, kGemvMaxRowsPerSm = 2048;
 constexpr int kGemvMaxStages = 8;      // per warp
@@ -76,7 +80,7 @@ inline GemvPlan plan_gemv(const Weight& weight, bool glu, bool before_attention,
   const int columns = divide_up(out, plan.blocks);
   plan.rows = columns * (glu ? 2 : 1);
   plan.vectors = 2;
-  while (weight.cols > plan.vectors * 256 * kGemvMaxSlices) plan.vectors *= 2;
+  while (weight.cols > plan.vectors * 256 * gemv_max_slices(plan.vectors)) plan.vectors *= 2;
   plan.slices = divide_up(weight.cols, plan.vectors * 256);
   const int stage_rows = gemv_stage_rows(plan.vectors);
   // With eight vectors, a warp has the registers of two. With fewer rows than a stage, more groups would save nothing.
