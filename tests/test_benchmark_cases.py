@@ -48,6 +48,7 @@ def test_cases_have_the_keys_of_the_format():
         "linear": {"m", "n", "k", "chained"},
         "rms_norm_linear": {"m", "n", "k"},
         "decode_attention": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
+        "decode_attention_short": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
         "decode_attention_heads": {"batch", "kv_tokens", "heads", "kv_heads", "head_dim", "cache"},
         "sample": {"rows", "vocab"},
         "lora_linear": {"m", "n", "k", "r"},
