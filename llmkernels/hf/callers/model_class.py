@@ -10,7 +10,7 @@ from ..classes.cache_name import cache_name
 from ..classes.source import with_renamings
 from ..errors import UnknownLayout
 from ..modules.loss import forward_without_logits, loss_of
-from ..modules.replaced import CausalLM, Generating, is_current_for, stepping_aside, subclass
+from ..modules.replaced import Generating, Patched, is_current_for, stepping_aside, subclass
 from .forward import bound_arguments, by_step
 from .loop import LOOPS
 
@@ -34,7 +34,7 @@ def _model_class(cls, forward, generates, loss, fp8):
         return stepping_aside(cls, is_current, with_renamings(forward, replacement))
 
     if loss:
-        bases, members["options"] = (CausalLM,), loss_of(forward)
+        bases, members["options"] = (Patched,), loss_of(forward)
         made = in_its_place(forward_without_logits(forward, members["options"]))
     if generates:
         bases, members = (Generating, *bases), members | _loops(cls)

@@ -27,7 +27,6 @@ from . import lora
 from .activations import op_name, unit_of
 from .replaced import (
     WITHOUT,
-    LoRA,
     Patched,
     count,
     has_kernel,
@@ -44,18 +43,6 @@ class FusedNorm(Patched):
 
     options: NormOptions
     add: Callable
-
-
-class CalledNorm(FusedNorm):
-    """A norm that runs on a kernel where it is called, too."""
-
-
-class PatchedRMSNorm(CalledNorm):
-    pass
-
-
-class PatchedLayerNorm(CalledNorm):
-    pass
 
 
 def _norm_members(original: Callable, options: NormOptions) -> dict[str, Callable]:
@@ -98,13 +85,9 @@ def _has_norm_kernel(op: str, x: torch.Tensor, weight: torch.Tensor | None, bias
     return has_kernel(x)
 
 
-class PatchedMLP(Patched):
-    """An MLP whose activation, and the product with it where it is gated, are one op."""
-
-    options: MLPNames
-
-
 def _mlp_forward(names: MLPNames) -> Callable:
+    """The forward of an MLP whose activation, and the product with it where it is gated, are one op."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Looked up per call, since both a hook on the activation and another activation may come after patch().
         act_fn, down = getattr(self, names.act), getattr(self, names.down)
@@ -130,18 +113,6 @@ def _mlp_forward(names: MLPNames) -> Callable:
 
 def _gated(activation: Callable) -> Callable:
     return lambda gate, up: activation(gate) * up
-
-
-class PatchedAttention(Patched):
-    """Its forward is the original's with `rotation_by_kernel` in the place of the function that rotates."""
-
-    options: Rotation
-
-
-class PatchedDecoderLayer(Patched):
-    """Its forward is the original's with `_add_norm` in the place of each add and the norm behind it."""
-
-    options: FusedNormNames
 
 
 def _add_norm(
@@ -211,23 +182,19 @@ def _rotation_calls(forward: Callable) -> tuple[Name, ...]:
 @functools.cache
 def _patched_class(cls, forward, rotation, only_fused):
     kind = kind_of(cls)
-    members, calls = {}, rotation  # those in whose place the replacement computes
+    base, members, calls = Patched, {}, rotation  # those in whose place the replacement computes
     if kind in ("rms_norm", "layer_norm"):
+        base = FusedNorm
         options, calls = norm_of(cls), names_of(forward, cls)
-        replacement = (
-            FusedNorm if only_fused else {"rms_norm": PatchedRMSNorm, "layer_norm": PatchedLayerNorm}[options.kind]
-        )
         members = _norm_members(forward, options)
         made = members["forward"]
     elif kind == "rope":
-        replacement = PatchedAttention
         made, options = _rotating_forward(forward)
     elif kind in ("gated_mlp", "mlp"):
-        replacement, options, calls = PatchedMLP, mlp_of(forward), names_of(forward, cls)
+        options, calls = mlp_of(forward), names_of(forward, cls)
         made = _mlp_forward(options)
     elif kind == "add_rms_norm":
         check_origin(forward)
-        replacement = PatchedDecoderLayer
         made, norms = fuse_adds(forward, _add_norm)
         options = FusedNormNames(norms)
     else:
@@ -240,7 +207,7 @@ def _patched_class(cls, forward, rotation, only_fused):
     # transformers, accelerate and PEFT look at __name__; __module__ says the truth about where forward is from.
     members |= {"forward": made, "is_current": staticmethod(is_current), "options": options, "asked": asked}
     members |= {"__module__": __name__, "__qualname__": cls.__name__}
-    return subclass(cls, (replacement,), (patched_class, only_fused), **members)
+    return subclass(cls, (base,), (patched_class, only_fused), **members)
 
 
 def _rotating_forward(forward: Callable) -> tuple[Callable, Rotation]:
@@ -258,4 +225,4 @@ def _lora_class(cls, forward):
     is_current, by_op = is_current_for(cls, forward), lora.forward_by_op(forward)
     lora.check_forward(cls, by_op)
     made = stepping_aside(cls, is_current, functools.wraps(forward)(by_op))
-    return subclass(cls, (LoRA,), (patched_class,), forward=made, is_current=staticmethod(is_current))
+    return subclass(cls, (Patched,), (patched_class,), forward=made, is_current=staticmethod(is_current))

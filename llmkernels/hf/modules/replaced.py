@@ -65,14 +65,6 @@ class Generating(Replaced):
     prompts_in_fp8: bool
 
 
-class CausalLM(Patched):
-    """Base of every model class whose loss is computed without the logits: see loss.py."""
-
-
-class LoRA(Patched):
-    """Base of every LoRA layer of PEFT that runs on our ops: see lora.py."""
-
-
 def _unpickle(original: type[nn.Module], make: Callable, *options: Any) -> nn.Module:
     try:
         cls = make(original, *options)
@@ -131,7 +123,7 @@ def foreign_class(cls: type) -> type | None:
     anything itself; never one made here."""
     bases = cls.__mro__[: cls.__mro__.index(library_class(cls))]
     theirs = [base for base in bases if "original" not in vars(base) and not issubclass(Replaced, base)]
-    theirs = [base for base in theirs if base not in (Patched, CausalLM, Generating)]
+    theirs = [base for base in theirs if base not in (Patched, Generating)]
     return theirs[0] if any(name in vars(base) for base in theirs for name in ("__init__", "forward")) else None
 
 
