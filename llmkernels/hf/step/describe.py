@@ -30,7 +30,7 @@ from ..model.reference import reference
 from ..modules.replaced import Generating
 from . import packing
 from .fp8 import obstacle
-from .guard import Snapshot, check_helpers, inspect_all
+from .guard import Snapshot, Tree, check_helpers
 from .proof import template_of
 
 MAX_BATCH = 64
@@ -57,7 +57,7 @@ def describe(model: nn.Module) -> Description:
         expected = reference(model)
         if any(kind_of(cls) == "experts" for cls in expected.classes):
             raise UnknownLayout("has experts, which are left to transformers")
-        in_training = inspect_all(model, expected.root)
+        in_training = Tree(model, expected.root).in_training
         check_names(expected.names, packages_of(expected.classes))
         check_helpers(model)
         template = template_of(model, expected)

@@ -1,8 +1,8 @@
 """Whether a model is still what its description was read from.
 
-inspect_all     every module and parameter of a model is as in its reference: looks at everything, and says why not
-Snapshot        the same as when it was taken: one pass over a flat record, in C++
-check_helpers   generate() asks of the model what its class answers
+Tree             every module and parameter of a model is as in its reference: looks at everything, and says why not
+Snapshot         the same as when it was taken: one pass over a flat record, in C++
+check_helpers    generate() asks of the model what its class answers
 check_attention  the model attends by a function of transformers
 """
 
@@ -24,61 +24,54 @@ from ..modules.replaced import library_class
 from . import packing
 from .record import Lists
 
-
-def inspect_all(model: nn.Module, root: ExpectedModule) -> nn.Module | None:
-    """Raise NoStep or Distrust unless each module and parameter of a model is as in its reference.
-
-    Returns a module that is in training mode, if there is one whose forward asks for it.
-    """
-    weight = next(model.parameters(), None)
-    inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
-    configs = model.config, text_config(model.config)
-
-    def visit(module: nn.Module, part: ExpectedModule) -> None:
-        module = adapted.inspect(module, inspection)
-        members = inspection.module(module, part.spec)
-        for name, value in part.lists.items():
-            if members.get(name) != value:
-                raise Distrust(module, f"{name} of {{}} is not what its class makes of the config")
-        modules = members["_modules"]
-        found = tuple(members.values())  # another thread may patch the module meanwhile
-        if any(is_config(value) and not any(value is config for config in configs) for value in found):
-            raise Distrust(module, "{} has a config of its own")
-        if modules.keys() != part.parts.keys() | part.others:
-            raise NoStep(f"{len(modules)} layers, of {len(part.parts)} in the config")
-        for name, child in part.parts.items():
-            visit(modules[name], child)
-
-    visit(model, root)
-    return inspection.in_training
-
-
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _TENSORS = "_parameters", "_buffers"
 
 
-class _Tree(Lists):
-    """The modules of a model. A module that is as large as it was has no member that hides a child or a parameter."""
+class Tree(Lists):
+    """The modules of a model, for a record. A module that is as large as it was has no member that hides a child or a
+    parameter.
+
+    Raises NoStep or Distrust unless each module and parameter is as in its reference.
+    """
 
     def __init__(self, model: nn.Module, root: ExpectedModule):
         super().__init__(model)
+        weight = next(model.parameters(), None)
+        self._inspection = Inspection(getattr(weight, "dtype", None), getattr(weight, "device", None))
+        self._configs = model.config, text_config(model.config)
         self.classes: dict[type, None] = {}
         self.hooked: list[str] = []  # modules with hooks, or with a forward set on them, that do nothing now
-        self._add(model, root, 0, "")
+        self._add(model, root, 0, "", "")
 
-    def _add(self, module: nn.Module, part: ExpectedModule, index: int, path: str) -> None:
-        if adapted.is_adapted(module):
-            self._add_adapted(module, part, index, path)
-            return
-        members, children = self._add_itself(module, index, path)
-        self.equal += [(index, name, members.get(name)) for name in (*dict(part.spec.numbers), *part.read)]
+    @property
+    def in_training(self) -> nn.Module | None:
+        """A module that is in training mode, if there is one whose forward asks for it."""
+        return self._inspection.in_training
+
+    def _add(self, module: nn.Module, part: ExpectedModule, parent: int, name: str, path: str) -> None:
+        base = adapted.inspect(module, self._inspection)
+        members = self._inspection.module(base, part.spec)
+        for each, value in part.lists.items():
+            if members.get(each) != value:
+                raise Distrust(base, f"{each} of {{}} is not what its class makes of the config")
+        found = tuple(members.values())  # another thread may patch the module meanwhile
+        if any(is_config(value) and not any(value is config for config in self._configs) for value in found):
+            raise Distrust(base, "{} has a config of its own")
+        modules = members["_modules"]
+        if modules.keys() != part.parts.keys() | part.others:
+            raise NoStep(f"{len(modules)} layers, of {len(part.parts)} in the config")
+        index = self.node(parent, name, module) if name else 0  # of the model, which is there already
+        if base is not module:
+            index, path = self._add_adapted(module, index, path), f"{path}.base_layer"
+        children = self._add_itself(base, index, path)
+        self.equal += [(index, each, members.get(each)) for each in (*dict(part.spec.numbers), *part.read)]
         self.equal += [(index, *item) for item in part.lists.items()]
-        for name, part_of_it in part.parts.items():
-            child = members["_modules"][name]
-            self._add(child, part_of_it, self.node(children, name, child), f"{path}.{name}".lstrip("."))
+        for each, part_of_it in part.parts.items():
+            self._add(modules[each], part_of_it, children, each, f"{path}.{each}".lstrip("."))
 
-    def _add_itself(self, module: nn.Module, index: int, path: str) -> tuple[dict[str, Any], int]:
-        """Returns the module's members, and the node of its children."""
+    def _add_itself(self, module: nn.Module, index: int, path: str) -> int:
+        """Returns the node of the module's children."""
         members = vars(module)
         self.classes[type(module)] = None
         self.same += [(index, name, x) for name, x in tuple(members.items()) if name == "training" or is_config(x)]
@@ -90,21 +83,21 @@ class _Tree(Lists):
             self.node(index, kind, members[kind])
         if "forward" in members or any(members[kind] for kind in _HOOKS):
             self.hooked.append(path)
-        return members, self.node(index, "_modules", members["_modules"])
+        return self.node(index, "_modules", members["_modules"])
 
-    def _add_adapted(self, module: nn.Module, part: ExpectedModule, index: int, path: str) -> None:
-        members, children = self._add_itself(module, index, path)
+    def _add_adapted(self, module: nn.Module, index: int, path: str) -> int:
+        """Returns the node of the module's base."""
+        members, children = vars(module), self._add_itself(module, index, path)
+        modules = members["_modules"]
         self.equal += [(index, name, copy.copy(members[name])) for name in lora.READ]
         for name in adapted.adapters_of(module):
             for kind in lora.PARTS:
-                of_kind = members["_modules"][kind]
-                inside = self.node(self.node(children, kind, of_kind), "_modules", of_kind._modules)
-                one = of_kind._modules[name]
+                inside = self.node(self.node(children, kind, modules[kind]), "_modules", modules[kind]._modules)
+                one = modules[kind]._modules[name]
                 node = self.node(inside, name, one)
                 self._add_itself(one, node, f"{path}.{kind}.{name}")
                 self.equal.append((node, "p", vars(one).get("p")))
-        base = members["_modules"]["base_layer"]
-        self._add(base, part, self.node(children, "base_layer", base), f"{path}.base_layer")
+        return self.node(children, "base_layer", modules["base_layer"])
 
 
 class Snapshot:
@@ -113,12 +106,11 @@ class Snapshot:
     def __init__(self, model: nn.Module):
         with named_in(model):
             expected = reference(model)
-            inspect_all(model, expected.root)
+            tree = Tree(model, expected.root)
         weight = next(model.parameters())
         self._dtype, self._device = weight.dtype, weight.device
         self._attention, self._scope = expected.attention, attention_scope(model)
         self._mask = mask_function(model.config)
-        tree = _Tree(model, expected.root)
         tree.same += [(0, name, None) for name in _HELPERS]
         config, of_text = tree.node(0, "config", model.config), text_entry(model.config)
         own = ((name, value) for name, value in expected.config.items() if name != of_text and not is_config(value))
