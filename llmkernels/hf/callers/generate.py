@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
 from numbers import Integral
 from typing import Any
 
@@ -13,12 +12,12 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, logits_
 
 from llmkernels.ops import sample
 
-from ..errors import NoStep
 from ..modules.replaced import has_kernel
 from ..report import PREFILL, by_forward
 from ..step.decode import decoder
+from ..step.program import Program
 from . import reading
-from .loop import Stale, prepare
+from .loop import Asked, Call, by_step
 from .reading import Reading, Text, next_turn
 
 
@@ -262,56 +261,43 @@ class _ModuleStep:
         return function()
 
 
-def _run(*arguments: Any) -> Tensor:
-    with suppress(Stale):
-        return _attempt(*arguments, early=True)
-    return _attempt(*arguments, early=False)
-
-
-def _attempt(model, input_ids, seen, numbers, stopping_criteria, config, streamer, generator, inputs, early) -> Tensor:
-    """Raises Stale, with nothing done, where an early call does not hold."""
-    state = decoder(model)
-    try:
-        call = prepare(model, input_ids, stopping_criteria, config, False, inputs, early)
-    except NoStep as reason:
-        call = None
-        state.count(state.calls, by_forward(reason))
-    eos = config._eos_token_tensor
+def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, generator, inputs) -> Tensor:
+    state, limit, eos = decoder(model), stopping_criteria.max_length, config._eos_token_tensor
     kind = ("lean", config.do_sample, 0 if eos is None else len(eos), *numbers)
-    with (
-        call.cache(state) if call else nullcontext() as cache,
-        state.lend(kind, input_ids) if call else nullcontext() as program,
-    ):
-        if call:
-            logits = call.prefill(state, input_ids, config, cache)
-            step = call.begin(state, cache, program)
-        else:
-            outputs = model._prefill(input_ids, config, inputs)
-            logits = outputs.logits[:, -1].to(input_ids.device)
-            step = _ModuleStep(model, outputs, inputs, input_ids)
-            del outputs
-        text = Text(input_ids, stopping_criteria.max_length)
-        choice = _Choice(step, logits, seen, numbers, config, generator)
-        late = call is not None and reading.is_late(input_ids.device)
-        _loop(choice, logits, text, stopping_criteria.max_length, streamer, cache if late else None)
-    if call and not step.count:
-        state.count(state.calls, PREFILL)
+
+    def loop(step, logits: Tensor, late_cache=None) -> Tensor:
+        """`late_cache`: the cache where a step is queued before it is known that it is wanted, and may be undone."""
+        text, choice = Text(input_ids, limit), _Choice(step, logits, seen, numbers, config, generator)
+        tokens = choice(logits)
+        while tokens is not None:
+            text.append(tokens)
+            more = text.length < limit
+            if streamer is None and choice.going is None:
+                tokens = choice.next() if more else None
+            else:
+                # The tokens of the text, since the next step may write over `tokens` meanwhile.
+                tokens = next_turn(choice.next, Reading(text.last(), choice.goes_on()), streamer, late_cache, more)
+        return text.result()
+
+    def run(call: Call, cache, program: Program) -> Tensor:
+        logits = call.prefill(cache)
+        step = call.begin(cache, program)
+        text = loop(step, logits, cache if reading.is_late(input_ids.device) else None)
+        if not step.count:
+            state.count(state.calls, PREFILL)
+        return text
+
+    asked = Asked(state, model, input_ids, stopping_criteria, config, inputs)
+    text = by_step(asked, run, kind, by_forward)
+    if text is None:
+        outputs = model._prefill(input_ids, config, inputs)
+        logits = outputs.logits[:, -1].to(input_ids.device)
+        step = _ModuleStep(model, outputs, inputs, input_ids)
+        del outputs
+        text = loop(step, logits)
     if streamer is not None:
         streamer.end()
-    return text.result()
-
-
-def _loop(choice: "_Choice", logits: Tensor, text: Text, limit: int, streamer, late_cache) -> None:
-    """`late_cache`: the cache where a step is queued before it is known that it is wanted, and may be undone."""
-    tokens = choice(logits)
-    while tokens is not None:
-        text.append(tokens)
-        more = text.length < limit
-        if streamer is None and choice.going is None:
-            tokens = choice.next() if more else None
-        else:
-            # The tokens of the text, since the next step may write over `tokens` meanwhile.
-            tokens = next_turn(choice.next, Reading(text.last(), choice.goes_on()), streamer, late_cache, more)
+    return text
 
 
 class _Choice:

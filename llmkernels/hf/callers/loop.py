@@ -10,10 +10,10 @@ LOOPS has the methods that a patched model class has in place of transformers': 
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,36 +41,52 @@ _KNOWN_INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"
 _KNOWN_INPUTS |= {"tokenizer", "assistant_tokenizer"}  # which other parts of generate() have used by now
 
 
+class Asked(NamedTuple):
+    """What the loop behind generate() is given, as transformers' own is, and the decoder of the model."""
+
+    state: Decoder
+    model: nn.Module
+    input_ids: Tensor
+    stopping_criteria: Any
+    config: Any
+    inputs: dict[str, Any]
+    synced_gpus: bool = False
+
+    @property
+    def cache(self) -> Any:
+        """The cache that transformers has prepared, or the caller's."""
+        return self.inputs.get(cache_name())
+
+    @property
+    def returned(self) -> bool:
+        """Whether the caller sees the cache afterwards."""
+        return bool(self.config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False))
+
+
 @dataclass(frozen=True)
 class Call:
     """What the decode step needs to know of one call of generate.
 
     `memory` keeps what `parts` describes where it is. `last` (B,) is the position of a prompt's last token, `leftpad`
-    where each sequence starts, None for all at 0; `tokens` how many there are with those in the cache, up to `limit`;
-    `returned`: the caller sees the cache afterwards. `holds` says, once the prompt is launched, whether model and
-    arguments are as they were; None where that is known. `ahead`: the prompt, if it runs.
+    where each sequence starts, None for all at 0; `tokens` how many there are with those in the cache, up to `limit`.
+    `holds` says, once the prompt is launched, whether model and arguments are as they were; None where that is known.
+    `ahead`: the prompt, if it runs.
     """
 
-    model: nn.Module
+    asked: Asked
     parts: Description
     memory: list[Any]
-    inputs: dict[str, Any]
     last: Tensor
     leftpad: Tensor | None
     tokens: int
     limit: float  # as transformers has it, of whatever kind the caller gave
-    returned: bool
     holds: Callable[[], bool] | None = None
     ahead: Ahead | None = None
 
-    @property
-    def given_cache(self):
-        """The cache that transformers has prepared, or the caller's."""
-        return self.inputs[cache_name()]
-
-    def prefill(self, state: Decoder, input_ids: Tensor, config, cache) -> Tensor:
+    def prefill(self, cache) -> Tensor:
         """The logits (B, V) behind the prompt, whose keys and values are in the cache then. Raises Stale, the cache as
         it was, where the call does not hold."""
+        state, model, input_ids, _, config, inputs, _ = self.asked
         if self.ahead is not None:
             self._check(cache, self.tokens)
             self.ahead.join()
@@ -82,7 +98,7 @@ class Call:
         try:
             if config.prefill_chunk_size is not None:
                 raise NoStep("prefill_chunk_size")
-            if images := images_of(self.inputs):
+            if images := images_of(inputs):
                 raise NoStep(", ".join(images))
             logits = state.run_prompt(self.parts, cache, input_ids[:, -count:], self.last, self.leftpad)
         except NoStep as reason:
@@ -90,7 +106,7 @@ class Call:
             state.count(state.prompts, by_forward(reason))
             cache.left_to_modules = True
             try:
-                outputs = self.model._prefill(input_ids, config, self.inputs | {cache_name(): cache})
+                outputs = model._prefill(input_ids, config, inputs | {cache_name(): cache})
             finally:
                 cache.left_to_modules = False
             return outputs.logits[:, -1]
@@ -110,63 +126,54 @@ class Call:
         if not holds:
             raise Stale
 
-    def cache(self, state: Decoder):
+    def cache(self):
         """A context: the KVCache to use. Where the caller's is none, one on loan."""
-        given = self.given_cache
+        given, returned = self.asked.cache, self.asked.returned
         if self.ahead is not None:
             return nullcontext(self.ahead.cache)
         if is_ours(given):
             return nullcontext(given)
         limit = math.ceil(self.limit)
-        return state.lend_cache(self.parts, len(self.last), self.tokens, limit, given, self.returned)
+        return self.asked.state.lend_cache(self.parts, len(self.last), self.tokens, limit, given, returned)
 
     def shown_cache(self):
         """The DynamicCache that the caller has given, and may look at between two steps; else None."""
-        given = self.given_cache
+        given = self.asked.cache
         return given if getattr(given, "_is_user_defined", False) and not is_ours(given) else None
 
-    def begin(self, state: Decoder, cache, program: Program) -> DecodeStep:
+    def begin(self, cache, program: Program) -> DecodeStep:
         """The step behind the prompt, which is in the cache now."""
         cache.begin(self.last, self.leftpad)
-        return state.begin(self.parts, cache, program)
+        return self.asked.state.begin(self.parts, cache, program)
 
 
 class Stale(Exception):
     """A call was prepared early, and does not hold."""
 
 
-def prepare(
-    model, input_ids, stopping_criteria, config, synced_gpus: bool, inputs: dict[str, Any], early: bool
-) -> Call:
+def prepare(asked: Asked, early: bool) -> Call:
     """Raises NoStep where only transformers' own loop does what a call asks for. `early`: the call may turn out to be
     stale, and is prepared again without."""
-    if early and (call := _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs)):
+    if early and (call := _early_call(asked)):
         return call
-    parts, memory = decoder(model).describe(model)
+    state, model, input_ids, stopping_criteria, config, inputs, _ = asked
+    parts, memory = state.describe(model)
     if torch.is_grad_enabled():  # generate() itself disables them, but what it wraps can be called as well
         raise NoStep("gradients are enabled")
-    _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
+    _check_call(parts, asked)
     last, leftpad, tokens = left_padding(input_ids, inputs, config, len(parts.embedding), parts.grids is not None)
-    check_length(parts, tokens - input_ids.shape[1] + stopping_criteria.max_length)
     behind = tokens - input_ids.shape[1]  # in the cache, but not in input_ids
-    return Call(
-        model=model,
-        parts=parts,
-        memory=memory,
-        inputs=inputs,
-        last=last,
-        leftpad=leftpad,
-        tokens=tokens,
-        limit=behind + stopping_criteria.max_length,
-        returned=_is_returned(config, inputs[cache_name()]),
-    )
+    limit = behind + stopping_criteria.max_length
+    check_length(parts, limit)
+    return Call(asked, parts, memory, last, leftpad, tokens, limit)
 
 
-def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> Call | None:
+def _early_call(asked: Asked) -> Call | None:
     """The call of a prompt behind nothing to a model that is known, without a look at the model and at what is on the
     device: both come when the GPU works. None where it takes more than that."""
-    cache, mask, positions = (inputs.get(name) for name in (cache_name(), "attention_mask", "position_ids"))
-    known = decoder(model).known(input_ids) if reading.is_late(input_ids.device) else None
+    state, model, input_ids, stopping_criteria, config, inputs, _ = asked
+    cache, mask, positions = asked.cache, inputs.get("attention_mask"), inputs.get("position_ids")
+    known = state.known(input_ids) if reading.is_late(input_ids.device) else None
     if known is None or cache is None or torch.is_grad_enabled() or config.prefill_chunk_size is not None:
         return None
     described, memory = known
@@ -175,14 +182,13 @@ def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs
     if images_of(inputs) or positions is None or any(shape != input_ids.shape for shape in shapes):
         return None
     try:
-        _check_call(parts, input_ids, stopping_criteria, config, synced_gpus, inputs)
+        _check_call(parts, asked)
         check_length(parts, stopping_criteria.max_length)
     except NoStep:
         return None
     if cache.get_seq_length() or getattr(config, "_mask_length", count) != count:
         return None
-    returned = _is_returned(config, cache)
-    ahead = None if returned else taken_by(described, input_ids, cache)
+    ahead = None if asked.returned else taken_by(described, input_ids, cache)
 
     def read() -> list[Tensor]:
         return [facts_of(input_ids, mask, positions), *([ahead.agrees(positions)] if ahead else [])]
@@ -199,24 +205,22 @@ def _early_call(model, input_ids, stopping_criteria, config, synced_gpus, inputs
             return False
         return all(agrees)
 
-    return Call(
-        model=model,
-        parts=parts,
-        memory=memory,
-        inputs=inputs,
-        last=positions[:, -1].expand(batch),
-        leftpad=None if mask is None else (mask == 0).sum(1),
-        tokens=count,
-        limit=stopping_criteria.max_length,
-        returned=returned,
-        holds=holds,
-        ahead=ahead,
-    )
+    last, leftpad = positions[:, -1].expand(batch), None if mask is None else (mask == 0).sum(1)
+    return Call(asked, parts, memory, last, leftpad, count, stopping_criteria.max_length, holds, ahead)
 
 
-def _is_returned(config, cache: Any) -> bool:
-    """Whether the caller sees the cache afterwards."""
-    return bool(config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
+def by_step(asked: Asked, run: Callable, kind: Hashable, why_not: Callable[[NoStep], str]) -> Any:
+    """What `run` makes of the call, its cache and a program of this `kind`: twice, where a call that was prepared early
+    turns out to be stale. None where there is no step for what is asked, which is counted as `why_not` says it."""
+    state = asked.state
+    for early in (True, False):
+        try:
+            call = prepare(asked, early)
+        except NoStep as reason:
+            state.count(state.calls, why_not(reason))
+            return None
+        with suppress(Stale), call.cache() as cache, state.lend(kind, asked.input_ids) as program:
+            return run(call, cache, program)
 
 
 def _sampling_loop(original: Callable) -> Callable:
@@ -231,16 +235,10 @@ def _sampling_loop(original: Callable) -> Callable:
         streamer=None,
         **model_kwargs,
     ):
-        state = decoder(self)
-        run = input_ids, logits_processor, stopping_criteria, generation_config, streamer
-        for early in (True, False):
-            try:
-                call = prepare(self, input_ids, stopping_criteria, generation_config, synced_gpus, model_kwargs, early)
-            except NoStep as reason:
-                state.count(state.calls, by_transformers(reason))
-                break
-            with suppress(Stale), call.cache(state) as cache, state.lend("logits", input_ids) as program:
-                return _run(call, state, cache, program, *run)
+        asked = Asked(decoder(self), self, input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus)
+        run = functools.partial(_run, logits_processor=logits_processor, streamer=streamer)
+        if (found := by_step(asked, run, "logits", by_transformers)) is not None:
+            return found
         return original(
             self,
             input_ids,
@@ -296,8 +294,9 @@ LOOPS = {
 }
 
 
-def _check_call(parts: Description, input_ids, stopping_criteria, config, synced_gpus, inputs: dict[str, Any]) -> None:
+def _check_call(parts: Description, asked: Asked) -> None:
     """Raise NoStep for whatever a call asks of the loop that only transformers' own has."""
+    _, _, input_ids, stopping_criteria, config, inputs, synced_gpus = asked
     if synced_gpus:
         raise NoStep("synced_gpus")
     if config.is_assistant:
@@ -308,7 +307,7 @@ def _check_call(parts: Description, input_ids, stopping_criteria, config, synced
     if unknown := sorted(key for key in inputs if key not in known and inputs[key] is not None):
         raise NoStep(", ".join(unknown))
     check_kept(inputs)
-    cache = inputs.get(cache_name())
+    cache = asked.cache
     if not inputs.get("use_cache") or cache is None:
         raise NoStep("use_cache=False")
     if config.cache_implementation not in (None, "dynamic"):
@@ -322,18 +321,9 @@ def _check_call(parts: Description, input_ids, stopping_criteria, config, synced
     check_batch(parts, input_ids)
 
 
-def _run(
-    call: Call,
-    state: Decoder,
-    cache,
-    program: Program,
-    input_ids: Tensor,
-    logits_processor,
-    stopping_criteria,
-    config,
-    streamer,
-):
+def _run(call: Call, cache, program: Program, logits_processor, streamer):
     """transformers' GenerationMixin._sample by the decode step: same scores, same random numbers, same results."""
+    state, model, input_ids, stopping_criteria, config, inputs, _ = call.asked
     keep_scores = config.return_dict_in_generate and config.output_scores
     keep_logits = config.return_dict_in_generate and config.output_logits
     scores, raw_logits = () if keep_scores else None, () if keep_logits else None
@@ -344,10 +334,10 @@ def _run(
     own = all(map(is_transformers, (*logits_processor, *stopping_criteria)))
     watched = not (own and is_transformers(streamer))
     shown = call.shown_cache() if watched else None
-    rest = Rest(call.model, call.parts, call.inputs, call.last, cache) if watched else None
+    rest = Rest(model, call.parts, inputs, call.last, cache) if watched else None
     late = reading.is_late(input_ids.device)
 
-    logits = call.prefill(state, input_ids, config, cache)
+    logits = call.prefill(cache)
     text = Text(input_ids, stopping_criteria.max_length, copies=not own)
     unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
     step = None
@@ -359,7 +349,7 @@ def _run(
         nonlocal step
         if rest and rest.begun:
             return forward()
-        step = step or call.begin(state, cache, program)
+        step = step or call.begin(cache, program)
         return step(text.last())
 
     while logits is not None:
@@ -394,5 +384,5 @@ def _run(
         sequences=text.result(),
         scores=scores,
         logits=raw_logits,
-        **{cache_name(): call.given_cache},
+        **{cache_name(): call.asked.cache},
     )
