@@ -184,7 +184,7 @@ def busy_stream(ms):
     """What gives one stream for all, which is kept busy for about so long each time."""
     beside = torch.cuda.Stream()
 
-    def stream(device, handle):
+    def stream(device, handle, work):
         with torch.cuda.stream(beside):
             torch.cuda._sleep(2_000_000 * ms)
         return beside
@@ -197,7 +197,7 @@ def busy_stream(ms):
 @pytest.mark.parametrize("options", [{}, {"eos_token_id": VOCAB - 1, "pad_token_id": 0}], ids=["no_eos", "eos"])
 def test_copies_to_the_host_that_come_late(options, generate, monkeypatch):
     """Behind what the GPU does for the next step: they are of this one."""
-    monkeypatch.setattr(reading, "_stream_beside", busy_stream(ms=1))
+    monkeypatch.setattr(reading, "stream_beside", busy_stream(ms=1))
     model, ids = small_model(device="cuda"), tiny_inputs("cuda", batch=2)
     expected = hf_generate(model, ids, **options)
     llmkernels.patch(model)
@@ -409,7 +409,7 @@ def test_a_prompt_ahead_that_takes_long(given, generate, monkeypatch):
         options = {"pad_token_id": 0, "eos_token_id": VOCAB - 1}
     llmkernels.patch(model)
     expected = generate(model, ids, **options)  # a model that is not known yet
-    monkeypatch.setattr(ahead, "_made_beside", busy_stream(ms=10))
+    monkeypatch.setattr(ahead, "stream_beside", busy_stream(ms=10))
     for _ in range(3):
         assert torch.equal(generate(model, ids, **options), expected)
         assert (decoder(model).dropped_ahead is None) == (given != "inferred padding")
@@ -431,7 +431,7 @@ def test_another_prompt_beside_one_ahead(monkeypatch):
             logits.append(model(others, logits_to_keep=1).logits)
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(ahead, "_made_beside", busy_stream(ms=10))
+    monkeypatch.setattr(ahead, "stream_beside", busy_stream(ms=10))
     monkeypatch.setattr(type(model), "_prepare_model_inputs", with_a_forward)
     for _ in range(4):
         assert torch.equal(hf_generate(model, ids), text)

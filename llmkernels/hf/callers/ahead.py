@@ -8,7 +8,6 @@ It runs in a stream of its own: transformers copies numbers to the GPU meanwhile
 Where one was dropped, prompts of that model run no more ahead until it is read anew.
 """
 
-import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -26,6 +25,7 @@ from ..step.decode import Decoder, decoder, stream_handle
 from ..step.describe import Described, check_batch, check_length
 from ..step.program import Program
 from . import reading
+from .reading import stream_beside
 
 # Arguments of generate() that leave its prompt as it is.
 _KNOWN = {
@@ -243,7 +243,7 @@ def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
         yield None
         return
     caller = torch.cuda.current_stream(device)
-    stream = _made_beside(caller.device_index, caller.cuda_stream)
+    stream = stream_beside(caller.device_index, caller.cuda_stream, "prompts")
     stream.wait_stream(caller)
     try:
         with torch.cuda.stream(stream):
@@ -251,8 +251,3 @@ def _beside(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
     except BaseException:
         caller.wait_stream(stream)
         raise
-
-
-@functools.lru_cache(maxsize=64)
-def _made_beside(device: int, handle: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

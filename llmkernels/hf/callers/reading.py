@@ -74,7 +74,7 @@ class Reading:
         self._event = None
         if tensors[0].is_cuda:
             stream = torch.cuda.current_stream(tensors[0].device)
-            self._beside = _stream_beside(stream.device_index, stream.cuda_stream)
+            self._beside = stream_beside(stream.device_index, stream.cuda_stream, "copies")
             self._event = stream.record_event()
             if later is None:
                 self._begin()
@@ -104,9 +104,9 @@ def _on_host(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
-@functools.lru_cache(maxsize=64)
-def _stream_beside(device: int, handle: int) -> torch.cuda.Stream:
-    """The stream for the copies of another one. One for all would let a thread wait for what others compute."""
+@functools.lru_cache(maxsize=128)
+def stream_beside(device: int, handle: int, work: str) -> torch.cuda.Stream:
+    """The stream for some work beside another stream. One for all would let a thread wait for what others compute."""
     return torch.cuda.Stream(device)
 
 
