@@ -37,7 +37,7 @@ from ..classes.origin import (
     names_of,
     read_by,
 )
-from ..errors import NoStep, UnknownLayout
+from ..errors import NoStep, UnknownLayout, reason_of
 from ..modules.replaced import foreign_class, library_class
 from . import trust
 from .text import is_config, modules_of_text, text_config, text_entry, text_model
@@ -165,11 +165,7 @@ def _is_known(function: Any, ours: Callable | None, packages: Iterable[str] = ()
     packages."""
     if ours is not None:
         return function is ours
-    try:
-        check_origin(function, ("transformers", *packages))
-    except UnknownLayout:
-        return False
-    return True
+    return reason_of(check_origin, function, ("transformers", *packages)) is None
 
 
 def attention_name(config: Any) -> str:
@@ -294,9 +290,7 @@ def small_config(config: Any) -> Any:
             changes[name] = width
         elif value == width:  # where they differ a model may do more
             changes[name] = 2 * width
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
-            changes[name] = value[:layers]
+    changes |= {name: values[:layers] for name, values in _lists_by_layer(config).items()}
     changes |= {name: WINDOW for name, value in vars(config).items() if _is_window(name, value)}
     if getattr(config, "pad_token_id", None) is not None:
         changes["pad_token_id"] = 0  # within the vocabulary
@@ -330,27 +324,26 @@ def resized(small: Any) -> Any:
     """A small config with other sizes, and one layer more: what differs then depends on sizes."""
     whole = copy.deepcopy(small)
     small, other = text_config(small), text_config(whole)
-    for name, value in vars(small).items():
-        if isinstance(value, list) and len(value) == small.num_hidden_layers and name != "architectures":
-            setattr(other, name, [*value, value[-1]])
     doubled = "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size"
     changes = {name: 2 * getattr(small, name) for name in doubled if isinstance(getattr(small, name, None), int)}
+    changes |= {name: [*values, values[-1]] for name, values in _lists_by_layer(small).items()}
+    changes["num_hidden_layers"] = small.num_hidden_layers + 1
     for name, value in changes.items():
         setattr(other, name, value)
-    other.num_hidden_layers = small.num_hidden_layers + 1
     return whole
 
 
 def layer_kinds(config: Any) -> list[tuple]:
     """What distinguishes the layers of a config, for each: its entries in the lists with one per layer."""
     config = text_config(config)
-    count = config.num_hidden_layers
-    lists = [
-        value
-        for name, value in vars(config).items()
-        if isinstance(value, list) and len(value) == count and name != "architectures"
-    ]
-    return [tuple(str(values[index]) for values in lists) for index in range(count)]
+    lists = _lists_by_layer(config).values()
+    return [tuple(str(values[index]) for values in lists) for index in range(config.num_hidden_layers)]
+
+
+def _lists_by_layer(config: Any) -> dict[str, list]:
+    """The lists of a config that have one entry per layer."""
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and name != "architectures"}
+    return {name: values for name, values in lists.items() if len(values) == config.num_hidden_layers}
 
 
 def small_model(cls: type[nn.Module], config: Any) -> nn.Module:
