@@ -189,15 +189,11 @@ def _composed_prompt(
         cache = new_cache(model.config, parts, batch, count)
     elif not is_kept:
         cache = prompt.cache_of_a_call(parts, batch, count)
-    kept, states = min(kept or count, count), None
+    kept = min(kept or count, count)
     seen: list[Tensor] | None = [] if given.get("output_hidden_states") else None
-    if seen is not None or positions.ends is not None:  # of which graphs know nothing
-        prompt.check_prompt(parts, cache, count)
-        composed, _weights = prompt.for_prompt(parts, ids.numel())
-        logits = prompt.run(composed, cache, ids, positions.last, positions.leftpad, kept, seen, positions.ends)
-        states = None if seen is None else tuple(x.view(batch, count, -1) for x in seen)
-    else:
-        logits = state.run_prompt(parts, cache, ids, positions.last, positions.leftpad, kept)
+    where, ends = (positions.last, positions.leftpad), positions.ends
+    logits = state.run_prompt(parts, cache, ids, *where, kept, seen=seen, ends=ends)
+    states = None if seen is None else tuple(x.view(batch, count, -1) for x in seen)
     if not is_new:
         return parts, logits, cache if is_kept else None, states
     if (layout := Layout(cache, model.config)).is_kept:

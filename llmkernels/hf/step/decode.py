@@ -144,9 +144,12 @@ class Decoder:
         kept: int = 1,
         place: Place | None = None,
         lend: prompt.Lend | None = None,
+        seen: list[Tensor] | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         """The logits (B, kept, V) behind a prompt: see prompt.py. Where the host would take longer than the GPU, by a
-        graph. `place`: that of the cache, if it is known; `lend`: as this decoder's, by default that.
+        graph. `place`: that of the cache, if it is known; `lend`: as this decoder's, by default that; `seen` and
+        `ends`, of which graphs know nothing: as in prompt.run(), for an empty cache.
 
         Raises NoStep, and has changed nothing then.
         """
@@ -156,10 +159,10 @@ class Decoder:
                 logits = self.begin(parts, cache, program, ids.shape[1])(ids.flatten())
                 return logits.view(*ids.shape, -1)[:, ids.shape[1] - kept :].clone()
         prompt.check_prompt(parts, cache, ids.shape[1])
-        padded = prompt.padded_length(parts, cache, *ids.shape)
+        padded = None if seen is not None or ends is not None else prompt.padded_length(parts, cache, *ids.shape)
         if padded is None:
             parts, _memory = prompt.for_prompt(parts, ids.numel())
-            return prompt.run(parts, cache, ids, last, leftpad, kept)
+            return prompt.run(parts, cache, ids, last, leftpad, kept, seen, ends)
         prompt.allocate(parts, cache, len(ids))
         cache.begin(last - ids.shape[1], leftpad)
         return prompt.run_padded(parts, cache, ids, kept, place or self._place(cache), padded, lend or self.lend)
