@@ -93,11 +93,15 @@ class Buffers:
         needed = self.length + tokens
         if needed <= self.end:
             return False
-        capacity = self._capacity_for(needed)
+        before, capacity = (self.capacity, self.k), self._capacity_for(needed)
         if self.k is not None:
-            self._move(slice(None), capacity)
+            self._move_for(needed, capacity)
         self.capacity = capacity
-        return True
+        return before[0] != capacity or before[1] is not self.k
+
+    def _move_for(self, needed: int, capacity: int) -> None:
+        """Move to where there is room for so many tokens."""
+        self._move(slice(None), capacity)
 
     def _capacity_for(self, needed: int) -> int:
         if needed <= self.capacity:
@@ -170,18 +174,11 @@ class WindowBuffers(Buffers):
         self.capacity = capacity
         return tuple(states)
 
-    def make_room(self, tokens: int) -> bool:
-        needed = self.length + tokens
-        if needed <= self.end:
-            return False
-        before, capacity = (self.capacity, self.k), self._capacity_for(needed)
-        if self.k is not None:
-            start = self._first_kept
-            # Copies, since rows that overlap can not be copied at once.
-            held = [x.clone() for x in self.views(start, self.length)]
-            self._place(held, start, self._rows_for(capacity, needed - start))
-        self.capacity = capacity
-        return before[0] != capacity or before[1] is not self.k
+    def _move_for(self, needed: int, capacity: int) -> None:
+        start = self._first_kept
+        # Copies, since rows that overlap can not be copied at once.
+        held = [x.clone() for x in self.views(start, self.length)]
+        self._place(held, start, self._rows_for(capacity, needed - start))
 
     def _place(self, states: Sequence[Tensor], first: int, rows: int) -> None:
         """Hold these keys and values (B, Hkv, T, D) and no others: `first` is the first token. In place, unless more
