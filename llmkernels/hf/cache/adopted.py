@@ -21,7 +21,6 @@ from ..errors import NoStep, UnknownLayout
 from ..model.description import Description
 from .buffers import Buffers, WindowBuffers, filled, room_for
 from .kv_cache import OF_COUNTERS, KVCache
-from .layers import KVCacheLayer
 
 
 def check_dynamic(cache: object, parts: Description, batch: int, recorded: bool = False) -> None:
@@ -78,14 +77,10 @@ def copy_in(ours: KVCache, theirs: DynamicCache) -> None:
     """Copy the tokens of `theirs` to `ours`, which is empty. Those that a sliding window has dropped are not needed."""
     tokens = int(theirs.get_seq_length())
     for ours_layer, layer in zip(ours.layers, theirs.layers if tokens else (), strict=False):
-        _copy_layer(ours_layer, layer, tokens)
-
-
-def _copy_layer(ours: KVCacheLayer, layer: DynamicLayer, tokens: int) -> None:
-    if not ours.is_initialized:
-        ours.lazy_initialization(layer.keys, layer.values)
-    ours.length = ours.offset = tokens - layer.keys.shape[2]
-    ours.append(layer.keys, layer.values)
+        if not ours_layer.is_initialized:
+            ours_layer.lazy_initialization(layer.keys, layer.values)
+        ours_layer.length = ours_layer.offset = tokens - layer.keys.shape[2]
+        ours_layer.append(layer.keys, layer.values)
 
 
 @torch.no_grad()

@@ -106,18 +106,15 @@ def _read(layer: nn.Module) -> tuple[bool, list[str], dict[str, Adapter]]:
     members = layer.__dict__
     try:
         disabled, merged = members["_disable_adapters"], members["merged_adapters"]
-        return disabled, merged, {} if disabled or merged else _adapters_by_name(members)
+        if disabled or merged:
+            return disabled, merged, {}
+        if not members["cast_input_dtype_enabled"]:
+            raise NotPlain("it was told not to cast its input")
+        modules, active = members["_modules"], members["_active_adapter"]
+        all_a, names = modules["lora_A"]._modules, (active,) if isinstance(active, str) else active
+        return disabled, merged, {name: _adapter(members, modules, name) for name in names if name in all_a}
     except KeyError as missing:
         raise NotPlain(f"it is of an unknown layout, without {missing}") from None
-
-
-def _adapters_by_name(members: dict[str, Any]) -> dict[str, Adapter]:
-    """The active ones."""
-    if not members["cast_input_dtype_enabled"]:
-        raise NotPlain("it was told not to cast its input")
-    modules, active = members["_modules"], members["_active_adapter"]
-    all_a, names = modules["lora_A"]._modules, (active,) if isinstance(active, str) else active
-    return {name: _adapter(members, modules, name) for name in names if name in all_a}
 
 
 def _adapter(members: dict, modules: dict, name: str) -> Adapter:

@@ -57,7 +57,9 @@ def forward_without_logits(original: Callable, options: Loss) -> Callable:
         loss = _loss(head, softcap, outputs.last_hidden_state, labels, **rest)
         known = {name: outputs[name] for name in _outputs() if name in outputs}
         known |= {name: getattr(outputs, name) for name in options.more}
-        return _output(options.output, head, softcap, outputs.last_hidden_state, loss, **known)
+        if not torch.compiler.is_compiling():
+            known["logits"] = _logits(outputs.last_hidden_state, head.weight, head.bias, softcap)
+        return options.output(loss=loss, **known)
 
     return forward
 
@@ -125,12 +127,6 @@ def _loss(
     if num_items_in_batch is None:
         return loss
     return loss / (num_items_in_batch.to(loss.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
-
-
-def _output(cls: type, head: nn.Linear, softcap: float | None, hidden: Tensor, loss: Tensor, **known: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        known["logits"] = _logits(hidden, head.weight, head.bias, softcap)
-    return cls(loss=loss, **known)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:

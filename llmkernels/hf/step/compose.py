@@ -52,7 +52,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..model.description import MLP, Attention, Branch, Description, Layer, Norm, Product
+from ..model.description import Attention, Branch, Description, Layer, Norm, Product
 from .attend import UNROTATED, Cache, Tokens, attend
 from .source import Quantized, Source, Sum, fp8_linear, normalize, options_of
 
@@ -200,13 +200,9 @@ def _block(branch: Branch, source: Source, tokens: Tokens, cache) -> Tensor | Qu
         return attend(block, source, tokens, cache)
     if block.down.scale is not None and block.gated and block.activation == "silu" and branch.inner is None:
         return Quantized(*_ops.swiglu_fp8_quantize(source.linear(block.up)))
-    return _mlp(block, source)
-
-
-def _mlp(mlp: MLP, source: Source) -> Tensor:
-    if mlp.gated:
-        return source.glu(mlp.up, mlp.activation)
-    return _ops.bias_act(source.linear(mlp.up), None, mlp.activation)
+    if block.gated:
+        return source.glu(block.up, block.activation)
+    return _ops.bias_act(source.linear(block.up), None, block.activation)
 
 
 def _add(hidden: Tensor, y: Tensor | Quantized, branch: Branch, following: _Reader) -> tuple[Tensor, Source]:
