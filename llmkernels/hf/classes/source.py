@@ -16,10 +16,10 @@ from typing import Any
 from ..errors import UnknownLayout
 
 
-def bind_global(function: Callable, name: str, value: Callable, with_first: bool = False) -> Callable:
+def bind_global(function: Callable, name: str, value: Callable) -> Callable:
     """A copy of `function` for which the global `name` is `value`. It shares all other globals with the original.
 
-    `with_first`: calls of `name` get the function's own first argument in front of theirs.
+    Calls of `name` get the function's own first argument in front of theirs.
     Raises UnknownLayout if the source does not give the same function.
     """
     inner = inspect.unwrap(function)
@@ -28,7 +28,7 @@ def bind_global(function: Callable, name: str, value: Callable, with_first: bool
         raise UnknownLayout(f"its forward does not call {name} directly")
 
     def with_self(tree: ast.FunctionDef) -> None:
-        for node in ast.walk(tree) if with_first else ():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
                 first = ast.Name(tree.args.args[0].arg, ast.Load())
                 node.args.insert(0, ast.copy_location(first, node.func))

@@ -217,7 +217,7 @@ def _rotating_forward(forward: Callable) -> tuple[Callable, Rotation]:
         raise UnknownLayout("its forward does not call a function that rotates directly")
     rotation = inspect.unwrap(forward).__globals__[name]
     options = rotation_of(name, rotation)
-    return bind_global(forward, name, rotation_by_kernel(rotation, options), with_first=True), options
+    return bind_global(forward, name, rotation_by_kernel(rotation, options)), options
 
 
 @functools.cache
