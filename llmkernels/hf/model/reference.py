@@ -94,13 +94,13 @@ def _as_made(cls: type[nn.Module], config: Any) -> nn.Module:
     transformers' class makes it."""
     foreign, own = foreign_class(cls), library_class(cls)
     try:
-        made = _build(foreign or own, copy.deepcopy(config), "meta").eval()
+        made = _build(foreign or own, config, "meta").eval()
     except UnknownLayout:
         raise
     except Exception as error:
         if foreign is None or known_base(own) is None:
             raise UnknownLayout(f"can not be built from its config ({type(error).__name__}: {error})") from error
-        made = _build(own, copy.deepcopy(config), "meta").eval()
+        made = _build(own, config, "meta").eval()
     check_effects(made)
     return made
 
@@ -221,7 +221,7 @@ class _Building(WithoutRandomNumbers):
 
 def _build(cls: type[nn.Module], config: Any, device: str) -> nn.Module:
     with torch.inference_mode(False), torch.device(device), _Building():
-        return cls(config)
+        return cls(copy.deepcopy(config))
 
 
 _OF_MODULES = vars(nn.Module()).keys()
@@ -349,7 +349,7 @@ def _lists_by_layer(config: Any) -> dict[str, list]:
 def small_model(cls: type[nn.Module], config: Any) -> nn.Module:
     """A float32 model of a small config on the CPU, whose parameters are still to be filled. Numbers that are read from
     modules are others than the class made of the config."""
-    small = _build(cls, copy.deepcopy(config), "cpu").float().eval()
+    small = _build(cls, config, "cpu").float().eval()
     for module in small.modules():
         for name in vars(module).keys() & _READ:
             setattr(module, name, _EPS if "eps" in name else 1.25 * getattr(module, name))

@@ -32,7 +32,7 @@ from .._private import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
-from ..classes.effects import is_foreign
+from ..classes.effects import packages_of
 from ..classes.origin import Entry, asked_of_origin, check_origin, entry
 from ..errors import Distrust, NoStep, UnknownLayout
 from ..modules.replaced import Patched, Replaced, foreign_class, library_class
@@ -186,15 +186,11 @@ def _spec(expected: type[nn.Module], forward: Callable, numbers: tuple, options:
         for name in absent if cls is not expected else ():
             if inspect.getattr_static(cls, name, None) is not inspect.getattr_static(expected, name, None):
                 raise UnknownLayout(f"has another {name} than {_name(expected)}")
-        check_origin(forward, ("transformers", "torch", *_packages(expected)))
+        # The package of a class from outside of transformers, whose forward effects.py has looked at.
+        check_origin(forward, ("transformers", "torch", *packages_of([expected])))
 
     absent = dict(options).get("absent", ())
     return ModuleSpec(check, numbers=dict(numbers).items(), **dict(options))
-
-
-def _packages(cls: type) -> list[str]:
-    """The package of a class from outside of transformers, whose forward effects.py has looked at."""
-    return [cls.__module__.split(".")[0]] if is_foreign(cls) else []
 
 
 def check_class(cls: type, spec: ModuleSpec) -> None:
