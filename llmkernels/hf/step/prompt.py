@@ -222,12 +222,6 @@ def run_padded(
     (batch, count), device, weight = ids.shape, ids.device, parts.weight
     most = len(parts.positions[: cache.capacity]) - 1
 
-    def layers() -> list[LayerCache]:
-        return [
-            LayerCache(layer.k[:, :padded], layer.v[:, :padded], cache.counters[1 + row], cache.leftpads[row])
-            for layer, row in zip(cache.layers, cache.rows(), strict=True)
-        ]
-
     with lend(kind, ids, padded) as program:
         program.bind(parts)
         tables = program.tables(place, cache.capacity)
@@ -235,12 +229,12 @@ def run_padded(
         positions = program.buffer("positions", (batch, padded), torch.int32, device)
         hidden = program.buffer("hidden", (batch * padded, weight.shape[1]), weight.dtype, device)
         tokens[:, :count].copy_(ids)
-        caches = [] if program.has_graph(parts, place) else layers()
+        caches = [] if program.has_graph(parts, place) else [*_caches(cache, padded, cache.leftpads)]
         where = Tokens(batch, padded, positions, tables, is_prompt=True)
 
         def run_layers() -> Tensor:
             compose.embed(parts, tokens, hidden, positions, cache.counters, padded, positions, most)
-            return compose.run_layers(parts, hidden, where, caches or layers())
+            return compose.run_layers(parts, hidden, where, caches or _caches(cache, padded, cache.leftpads))
 
         with cache.counting(padded):  # where they are written; the next to begin counts again
             made = program.run(run_layers, device, place, in_pieces=True)
