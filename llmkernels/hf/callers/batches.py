@@ -74,12 +74,12 @@ def _batch(parts: Description, given: dict[str, Any], has_softcaps: bool) -> Bat
     if len(begins) > 2 and most == ids.shape[1]:  # where one of several requests seems to have all tokens
         raise NoStep("batches padded for CUDA graphs of transformers")
     check_attention(parts)
-    cache = _layers_of(given["cache"])
-    if len(cache.pages) != len(parts.layers):
+    pages_of_layers, place = _layers_of(given["cache"])
+    if len(pages_of_layers) != len(parts.layers):
         raise NoStep("the cache was made for other keys and values")
     groups: dict[int, Group] = {}
     layers = []
-    for pages, layer in zip(cache.pages, parts.layers, strict=True):
+    for pages, layer in zip(pages_of_layers, parts.layers, strict=True):
         expected = layer.attention.kv_heads, layer.attention.head_dim
         if any(x.shape[2:] != expected or x.dtype != parts.weight.dtype for x in (pages.k, pages.v)):
             raise NoStep("the cache was made for other keys and values")
@@ -90,7 +90,7 @@ def _batch(parts: Description, given: dict[str, Any], has_softcaps: bool) -> Bat
         if pages.group not in groups:
             groups[pages.group] = _group(given, pages)
         layers.append((groups[pages.group], pages.k, pages.v))
-    return Batch(ids[0], positions[0], begins, most, layers, cache.place)
+    return Batch(ids[0], positions[0], begins, most, layers, place)
 
 
 def _check(parts: Description, batch: Batch, reading: Reading) -> int:
@@ -121,21 +121,16 @@ class _Pages(NamedTuple):
     stride: int
 
 
-class _Layers:
+_LAYERS: weakref.WeakKeyDictionary[PagedAttentionCache, tuple[list[_Pages], tuple]] = weakref.WeakKeyDictionary()
+
+
+def _layers_of(cache: PagedAttentionCache) -> tuple[list[_Pages], tuple]:
     """The pages of all layers, and where they are."""
-
-    def __init__(self, pages: list[_Pages]):
-        self.pages = pages
-        self.place = tuple((x.data_ptr(), x.shape, x.stride()) for one in pages for x in (one.k, one.v))
-
-
-_LAYERS: weakref.WeakKeyDictionary[PagedAttentionCache, _Layers] = weakref.WeakKeyDictionary()
-
-
-def _layers_of(cache: PagedAttentionCache) -> _Layers:
     if (known := _LAYERS.get(cache)) is None:
         count = len(cache.layer_to_allocator if _has_allocators(cache) else cache.layer_index_to_group_indices)
-        known = _LAYERS[cache] = _Layers([_pages(cache, layer) for layer in range(count)])
+        pages = [_pages(cache, layer) for layer in range(count)]
+        place = tuple((x.data_ptr(), x.shape, x.stride()) for one in pages for x in (one.k, one.v))
+        known = _LAYERS[cache] = pages, place
     return known
 
 
