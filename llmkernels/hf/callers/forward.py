@@ -146,9 +146,7 @@ def _early_prompt(
     ids, kept = given["input_ids"], given.get("logits_to_keep", 0)
     found = state.known(ids)
     layout = None if found is None else state.layouts.find(found[0].parts, *ids.shape)
-    if layout is None or is_kv_cache(given.get(cache_name())):
-        return None
-    if given.get("output_hidden_states"):
+    if layout is None or is_kv_cache(given.get(cache_name())) or given.get("output_hidden_states"):
         return None
     known, _memory = found
     _check_prompt(model, known.parts, given)

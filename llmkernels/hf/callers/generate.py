@@ -17,7 +17,7 @@ from ..report import PREFILL, by_forward
 from ..step.decode import decoder
 from ..step.program import Program
 from . import reading
-from .loop import Asked, Call, by_step
+from .loop import Asked, Call, run_by_step
 from .reading import Reading, Text, next_turn
 
 
@@ -288,7 +288,7 @@ def _run(model, input_ids, seen, numbers, stopping_criteria, config, streamer, g
         return text
 
     asked = Asked(state, model, input_ids, stopping_criteria, config, inputs)
-    text = by_step(asked, run, kind, by_forward)
+    text = run_by_step(asked, run, kind, by_forward)
     if text is None:
         outputs = model._prefill(input_ids, config, inputs)
         logits = outputs.logits[:, -1].to(input_ids.device)

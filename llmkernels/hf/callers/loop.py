@@ -209,7 +209,7 @@ def _early_call(asked: Asked) -> Call | None:
     return Call(asked, parts, memory, last, leftpad, count, stopping_criteria.max_length, holds, ahead)
 
 
-def by_step(asked: Asked, run: Callable, kind: Hashable, why_not: Callable[[NoStep], str]) -> Any:
+def run_by_step(asked: Asked, run: Callable, kind: Hashable, why_not: Callable[[NoStep], str]) -> Any:
     """What `run` makes of the call, its cache and a program of this `kind`: twice, where a call that was prepared early
     turns out to be stale. None where there is no step for what is asked, which is counted as `why_not` says it."""
     state = asked.state
@@ -237,7 +237,7 @@ def _sampling_loop(original: Callable) -> Callable:
     ):
         asked = Asked(decoder(self), self, input_ids, stopping_criteria, generation_config, model_kwargs, synced_gpus)
         run = functools.partial(_run, logits_processor=logits_processor, streamer=streamer)
-        if (found := by_step(asked, run, "logits", by_transformers)) is not None:
+        if (found := run_by_step(asked, run, "logits", by_transformers)) is not None:
             return found
         return original(
             self,
