@@ -241,14 +241,7 @@ class _ModuleStep:
         self._ids = ids
         self._model = model
         self._inputs = model._update_model_kwargs_for_generation(outputs, inputs)
-        self._buffers: dict[str, Tensor] = {}
-
-    @property
-    def program(self):
-        return self
-
-    def buffer(self, name, shape, dtype, device) -> Tensor:
-        return self._buffers.setdefault(name, torch.zeros(shape, dtype=dtype, device=device))
+        self.program = Program()  # for its buffers
 
     def forward(self) -> Tensor:
         self._ids = torch.cat([self._ids, self.tokens[:, None]], 1)  # which some models look at, for their length
