@@ -188,6 +188,9 @@ def test_errors_of_a_cache_without_tensors():
                 KVCache(config, 4, batch_size=wrong)
     with pytest.raises(TypeError, match="KVCache: config must be a model of transformers or its config, got int"):
         KVCache(3, 4)
+    deeper = tiny_model(num_hidden_layers=LAYERS + 1).requires_grad_(False)
+    with pytest.raises(ValueError, match=f"KVCache: layer_idx must be below {LAYERS}, .* got {LAYERS}"):
+        deeper(torch.ones(1, 3, dtype=torch.long), past_key_values=KVCache(config, 4))
 
 
 def test_crop():

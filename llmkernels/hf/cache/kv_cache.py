@@ -39,7 +39,8 @@ class KVCache(Cache):
             layers drop tokens, the number of those that are left. A decode step adds one to all.
 
     Raises: ValueError for more tokens than ``capacity``, unless it grows; RuntimeError for keys or values that do not
-        fit or require a gradient; TypeError for arguments of another kind. Nothing is written then.
+        fit or require a gradient; TypeError for arguments of another kind. Nothing is written then. ValueError for a
+        model of more layers, whose first ones have written.
 
     >>> cache = llmkernels.KVCache(model, capacity=4096)
     >>> model.generate(**inputs, past_key_values=cache)
@@ -97,6 +98,16 @@ class KVCache(Cache):
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
         """Keys, values and None for each layer, as a DynamicCache without sliding window."""
         return ((layer.keys, layer.values, None) for layer in self.layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"KVCache: layer_idx must be below {len(self.layers)}, the layers of the config that it was made for, "
+                f"got {layer_idx}"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
     def nbytes(self) -> int:
