@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 import llmkernels
@@ -28,6 +29,20 @@ NAMES = ["llama", "qwen2", "qwen3", "olmo2", "granite", "phi", "cohere", "gpt2",
 @pytest.fixture(autouse=True)
 def by_step(monkeypatch):
     monkeypatch.setattr(batches, "DEVICES", {"cpu", "cuda"})
+
+
+@pytest.fixture(autouse=True)
+def requests_are_there(monkeypatch):
+    """The scheduler begins when all requests are there, and not while they come: its batches are the same each time."""
+    start, add_requests = ContinuousBatchingManager.start, ContinuousBatchingManager.add_requests
+
+    def add_and_start(manager, *arguments, **options):
+        names = add_requests(manager, *arguments, **options)
+        start(manager)
+        return names
+
+    monkeypatch.setattr(ContinuousBatchingManager, "start", lambda manager: None)
+    monkeypatch.setattr(ContinuousBatchingManager, "add_requests", add_and_start)
 
 
 def generated(model, tokens=64, new=NEW, **memory):
