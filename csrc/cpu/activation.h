@@ -71,20 +71,32 @@ struct GeluErf {
   }
 };
 
-// The square of what is positive. It needs no exponential: that of 0 is left unused.
-struct Relu2 {
+// It needs no exponential: that of 0 is left unused.
+struct Relu {
   template <typename A>
   static A argument(A) {
     return A(0);
   }
   template <typename A>
   static A value(A x, A) {
-    const A r = x < A(0) ? A(0) : x;  // NaN stays NaN
-    return r * r;
+    return x < A(0) ? A(0) : x;  // NaN stays NaN
   }
   template <typename A>
   static A slope(A x, A) {
-    return A(2) * (x < A(0) ? A(0) : x);
+    return x <= A(0) ? A(0) : A(1);
+  }
+};
+
+// The square of that.
+struct Relu2 : Relu {
+  template <typename A>
+  static A value(A x, A e) {
+    const A r = Relu::value(x, e);
+    return r * r;
+  }
+  template <typename A>
+  static A slope(A x, A e) {
+    return A(2) * Relu::value(x, e);
   }
 };
 
@@ -100,22 +112,6 @@ struct Sigmoid {
   template <typename A>
   static A slope(A x, A e) {
     return value(x, e) / (A(1) + A(1) / e);  // 1 - value would cancel
-  }
-};
-
-// It needs no exponential: that of 0 is left unused.
-struct Relu {
-  template <typename A>
-  static A argument(A) {
-    return A(0);
-  }
-  template <typename A>
-  static A value(A x, A) {
-    return x < A(0) ? A(0) : x;  // NaN stays NaN
-  }
-  template <typename A>
-  static A slope(A x, A) {
-    return x <= A(0) ? A(0) : A(1);
   }
 };
 
