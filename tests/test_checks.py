@@ -453,3 +453,20 @@ def test_overlap_is_exact(seed):
     expected = "residual must not overlap itself" if itself else "residual must not share memory with x"
     with pytest.raises(RuntimeError, match=expected):
         torch.ops.llmkernels.linear_add_(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64], ids=str)
+def test_dtypes_that_are_promoted_to_none(dtype):
+    """The error names the argument of another dtype, and not what PyTorch can not promote."""
+    x, other = torch.ones(2, 4), torch.ones(2, 4).to(dtype)
+    calls = {
+        "rms_norm: weight": lambda: llmkernels.rms_norm(x, other[0]),
+        "layer_norm: bias": lambda: llmkernels.layer_norm(x, None, other[0]),
+        "add_rms_norm: residual": lambda: llmkernels.add_rms_norm(x, other),
+        "add_layer_norm: residual": lambda: llmkernels.add_layer_norm(x, other),
+        "swiglu: up": lambda: llmkernels.swiglu(x, other),
+        "bias_gelu: bias": lambda: llmkernels.bias_gelu(x, other[0]),
+    }
+    for what, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"{what} must be float32, float16, bfloat16 or float64, got "):
+            call()

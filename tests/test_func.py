@@ -366,3 +366,18 @@ def test_a_patched_model(device, family):
 
     for ours, eager in zip(transformed(patched), transformed(plain), strict=True):
         assert_close(ours, eager, tolerance=1e-4)  # transformers' norm is in float32
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "rms_norm", "layer_norm", "linear", "int8_linear"])
+def test_a_batch_of_scalars_is_no_row(name):
+    """A sample is refused as it is alone: the batch is no dimension of it."""
+    weights = {"linear": (torch.ones(6, 5),), "int8_linear": (torch.ones(6, 5, dtype=torch.int8), torch.ones(6))}
+    op = getattr(llmkernels, name)
+    with pytest.raises(RuntimeError, match=f"{name}: x must have at least one dimension, got a scalar"):
+        vmap(lambda x: op(x, *weights.get(name, ())))(torch.randn(5))
+
+
+def test_a_mask_is_not_one_for_the_batch():
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    with pytest.raises(RuntimeError, match=r"softmax: mask must have a shape that broadcasts .* \[3\], got \[2, 3\]"):
+        vmap(lambda x: llmkernels.softmax(x, mask))(torch.randn(2, 3))

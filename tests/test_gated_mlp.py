@@ -516,3 +516,14 @@ def test_errors_name_op_argument_and_what_was_got(device, message, call):
 
 def test_public_name():
     assert "gated_mlp" in llmkernels.__all__ and "GatedMLP" in nn.__all__
+
+
+@pytest.mark.parametrize("gate, up", [((8, 8), (16, 8)), ((12, 9), (12, 8)), ((13, 8), (13, 8))], ids=str)
+def test_state_dicts_of_other_shapes(gate, up):
+    """They are told as any other module's, with the rest, and nothing of them is loaded."""
+    module = nn.GatedMLP(8, 12)
+    before = module.gate_up_proj.weight.detach().clone()
+    weights = {"gate_proj.weight": torch.zeros(gate), "up_proj.weight": torch.zeros(up)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for gate_(proj|up_proj)\.weight"):
+        module.load_state_dict(weights | {"down_proj.weight": torch.ones(8, 12)})
+    assert_same(module.gate_up_proj.weight, before)

@@ -430,3 +430,27 @@ def test_every_kernel_path(m, k):
     compare(rms_norm_linear, eager_norm_linear, (x, norm_weight, weight, bias))
     compare(_op.rms_norm_glu_linear, eager_norm_glu, (x, norm_weight, weight))
     compare(add, eager_add, (torch.randn(m, 130, device="cuda").bfloat16(), x, weight, bias))
+
+
+@pytest.mark.parametrize("module", ["linear", "rms_norm_linear", "int8_linear"])
+def test_backward_under_autocast_of_a_forward_without(module):
+    """The gradients are those of the forward, in its dtypes."""
+    weight, norm_weight = torch.randn(8, 16), torch.ones(16)
+    ways = {
+        "linear": lambda x, w: linear(x, w),
+        "rms_norm_linear": lambda x, w: rms_norm_linear(x, norm_weight, w),
+        "int8_linear": lambda x, w: llmkernels.int8_linear(x, *llmkernels.int8_quantize(w.detach())),
+    }
+    grads = []
+    for enabled in (True, False):
+        x, w = torch.ones(3, 16).mul(0.3).requires_grad_(), weight.clone().requires_grad_()
+        y = ways[module](x, w)
+        with torch.autocast("cpu", enabled=enabled):
+            y.square().sum().backward()
+        grads.append([t.grad for t in (x, w) if t.grad is not None])
+    assert_same(*grads)
+
+
+def test_autocast_of_a_cpu_leaves_meta_tensors_alone():
+    with torch.autocast("cpu"):
+        assert linear(torch.ones(2, 8, device="meta"), torch.ones(4, 8, device="meta")).dtype == torch.float32

@@ -1,5 +1,6 @@
 """The modules, against the functions that they wrap and against the modules of transformers that they replace."""
 
+import contextlib
 import copy
 import io
 
@@ -434,3 +435,48 @@ def test_training_lowers_the_loss(device):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
+
+
+def test_modules_of_torch_take_its_names():
+    """What derives from a module of PyTorch takes what is passed by the names that this one has."""
+    x, target = torch.randn(3, 8), torch.tensor([1, 2, 3])
+    options = ((None, None, 2), {"size_average": False}, {"reduce": False}, {"reduction": "sum"}, {})
+    for option in options:
+        args, named = (option, {}) if isinstance(option, tuple) else ((), option)
+        with pytest.warns() if set(named) & {"size_average", "reduce"} else contextlib.nullcontext():
+            ours, theirs = (kind(*args, **named) for kind in (nn.CrossEntropyLoss, torch_nn.CrossEntropyLoss))
+        assert_close([ours(input=x, target=target)], [theirs(input=x, target=target)])
+    assert_close([nn.LayerNorm(8)(input=x)], [torch_nn.LayerNorm(8)(input=x)])
+    assert nn.RMSNormLinear(8, 4)(input=x).shape == (3, 4)
+
+
+class Scaled(torch.Tensor):
+    """A weight with a linear layer of its own, as those of torchao."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        plain = [a.as_subclass(torch.Tensor) if isinstance(a, cls) else a for a in args]
+        if function is F.linear:
+            return F.linear(plain[0], 2 * plain[1], *plain[2:])
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_linear_layers_that_have_to_be_called():
+    """Those with a weight of a class of its own, and with hooks on all modules."""
+    x, target = torch.randn(3, 8), torch.tensor([1, 2, 3])
+    mlp, loss = nn.GatedMLP(8, 6), nn.LinearCrossEntropyLoss(8, 5)
+    seen = []
+    with torch_nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module))):
+        mlp(x), loss(x, target)
+    assert seen == [torch_nn.Linear] * 2 + [nn.GatedMLP, torch_nn.Linear, nn.LinearCrossEntropyLoss]
+    for module, inputs in ((mlp.down_proj, (mlp, x)), (loss.linear, (loss, x, target))):
+        doubled = copy.deepcopy(inputs[0])
+        of_doubled = next(
+            m for m in doubled.modules() if m.__class__ is torch_nn.Linear and m.weight.shape == module.weight.shape
+        )
+        with torch.no_grad():
+            of_doubled.weight.mul_(2)
+        module.weight = torch_nn.Parameter(module.weight.detach().as_subclass(Scaled), requires_grad=False)
+        assert type(module.weight) is Scaled
+        call, *args = inputs
+        assert_close([call(*args)], [doubled(*args)])

@@ -114,3 +114,18 @@ def test_it_says_what_it_is(kind, linear):
     with pytest.raises(TypeError, match=f"{kind.__name__}: linear must have the forward .* RMSNormLinear has its own"):
         kind.from_linear(nn.RMSNormLinear(96, 48))
     assert getattr(llmkernels.nn, kind.__name__) is kind
+
+
+@every_kind
+@torch.no_grad()
+def test_scales_are_float32_under_any_default_dtype(kind):
+    linear = torch.nn.Linear(16, 8)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = kind(16, 8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    module.load_state_dict(linear.state_dict())
+    x = torch.randn(2, 16)
+    assert module.weight_scale.dtype == torch.float32
+    assert_same(module.bfloat16()(x.bfloat16()), kind.from_linear(linear).bfloat16()(x.bfloat16()))

@@ -485,3 +485,13 @@ def test_in_place_has_no_gradient(device):
     leaf = weights[0].requires_grad_()
     with pytest.raises(ValueError, match="rms_norm_rope: inplace must be False where an input requires a gradient"):
         ours(q, k, leaf, weights[1], *angles(5, 16, device=device), inplace=True)
+
+
+def test_weights_of_different_dtypes():
+    """Each of q and k has the dtype that its own weight gives it, whichever is the wider one."""
+    q = torch.randn(1, 2, 1, 4).bfloat16()
+    cos = sin = torch.randn(2, 4).bfloat16()
+    for weights in ((None, torch.ones(4)), (torch.ones(4), torch.ones(4).bfloat16())):
+        results = llmkernels.rms_norm_rope(q, q, *weights, cos, sin)
+        for result, weight in zip(results, weights, strict=True):
+            assert_same(result, llmkernels.rms_norm_rope(q, q, weight, weight, cos, sin)[0])

@@ -84,12 +84,22 @@ class GatedMLP(nn.Module):
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
 
-    def _load_from_state_dict(self, state_dict, prefix, *options):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         for kind in ("weight", "bias"):
             names = [f"{prefix}{name}_proj.{kind}" for name in ("gate", "up")]
-            if all(name in state_dict for name in names):
-                state_dict[f"{prefix}gate_up_proj.{kind}"] = torch.cat([state_dict.pop(name) for name in names])
-        super()._load_from_state_dict(state_dict, prefix, *options)
+            parts, packed = [state_dict.get(name) for name in names], getattr(self.gate_up_proj, kind, None)
+            if any(part is None for part in parts):
+                continue
+            shapes = [[*part.shape] for part in parts]
+            if shapes[0] == shapes[1]:
+                state_dict[f"{prefix}gate_up_proj.{kind}"] = torch.cat(parts)
+            elif packed is not None:
+                half = [packed.shape[0] // 2, *packed.shape[1:]]
+                errors.append(f"size mismatch for {' and '.join(names)}: both must have shape {half}, got {shapes}")
+                state_dict[f"{prefix}gate_up_proj.{kind}"] = packed  # as it is
+            for name in names:
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
 
 def _linear(mlp: nn.Module, name: str) -> nn.Linear:

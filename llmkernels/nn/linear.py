@@ -41,9 +41,9 @@ class RMSNormLinear(nn.Linear):
         if hasattr(self, "norm_weight"):  # the base class calls this before there is one
             nn.init.constant_(self.norm_weight, 1.0 - self.weight_offset)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return rms_norm_linear(
-            x,
+            input,
             self.norm_weight,
             self.weight,
             self.bias,

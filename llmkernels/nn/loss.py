@@ -38,7 +38,7 @@ class CrossEntropyLoss(_Loss, nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` computed by :func:`llmkernels.cross_entropy`, with its arguments and state.
 
     Args:
-        weight, ignore_index, reduction, label_smoothing: as in ``torch.nn.CrossEntropyLoss``.
+        weight, size_average, ignore_index, reduce, reduction, label_smoothing: as in ``torch.nn.CrossEntropyLoss``.
         lse_square_scale, softcap, gradient_in_forward, inplace_backward: see :func:`llmkernels.cross_entropy`.
 
     Shape: (V,), (N, V) or (N, V, d1, ...) and classes of the same shape without V, to the loss, which is float32 for
@@ -51,25 +51,27 @@ class CrossEntropyLoss(_Loss, nn.CrossEntropyLoss):
     def __init__(
         self,
         weight: Tensor | None = None,
-        *,
+        size_average: bool | None = None,
         ignore_index: int = -100,
+        reduce: bool | None = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
+        *,
         lse_square_scale: float = 0.0,
         softcap: float = 0.0,
         gradient_in_forward: bool = True,
         inplace_backward: bool = False,
     ):
-        super().__init__(weight)
-        self._set_options(locals())
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self._set_options(locals() | {"reduction": self.reduction})  # which the deprecated arguments may have decided
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if target.is_floating_point():
             if self.lse_square_scale or self.softcap:
                 raise RuntimeError("CrossEntropyLoss: target must be classes for lse_square_scale and softcap")
-            return super().forward(logits, target)
+            return super().forward(input, target)
         return cross_entropy(
-            logits if logits.dim() <= 2 else logits.movedim(1, -1),
+            input if input.dim() <= 2 else input.movedim(1, -1),
             target,
             self.weight,
             **self._options(),

@@ -84,9 +84,9 @@ class LayerNorm(nn.LayerNorm):
     ):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = layer_norm(self._rows("x", x), *self._parameters_of_columns(), self.eps)
-        return y if len(self.normalized_shape) == 1 else y.view(x.shape)
+    def forward(self, input: Tensor) -> Tensor:
+        y = layer_norm(self._rows("input", input), *self._parameters_of_columns(), self.eps)
+        return y if len(self.normalized_shape) == 1 else y.view(input.shape)
 
     def _rows(self, name: str, x: Tensor) -> Tensor:
         dims = len(self.normalized_shape)

@@ -40,7 +40,7 @@ class _QuantizedLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         own, *_ = self.QUANTIZED
         self.register_buffer("weight", torch.zeros(out_features, in_features, device=device, dtype=own))
-        self.register_buffer("weight_scale", torch.ones(out_features, *self.SCALES, device=device))
+        self.register_buffer("weight_scale", torch.ones(out_features, *self.SCALES, device=device, dtype=torch.float32))
         if bias:
             self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
         else:

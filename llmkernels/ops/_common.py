@@ -167,7 +167,8 @@ def _cut_off(result: Tensor, dim: int | None) -> Tensor:
 
 
 def batched_rows(*rows: int) -> Callable:
-    """For register_vmap: the arguments at `rows` and the results are (..., N), so a batch is only more rows."""
+    """For register_vmap: the arguments at `rows` and the results are (..., N), so a batch is only more rows, unless a
+    sample is a scalar, which has none."""
 
     def at_once(op, size, dims, *args):
         if any(dim is not None for i, dim in enumerate(dims) if i not in rows):
@@ -175,6 +176,8 @@ def batched_rows(*rows: int) -> Callable:
         args = [
             batch_first(x, dim, size) if i in rows else x for i, (x, dim) in enumerate(zip(args, dims, strict=True))
         ]
+        if any(args[i] is not None and args[i].dim() < 2 for i in rows):
+            return None
         results = op(*args)
         return results, 0 if isinstance(results, Tensor) else tuple(0 for _ in results)
 
@@ -468,7 +471,9 @@ def differentiable_once(backward: Callable) -> Callable:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast gives what is multiplied, in linear layers and attention; None where it is off."""
     device = "cuda" if x.is_cuda else "cpu"
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if not torch.is_autocast_enabled(device) or not (x.is_cuda or x.is_cpu):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def narrowed_by_autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -495,6 +500,17 @@ def widened_by_autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
     """Turns autocast off for a device. There is none for tensors on meta, where asking for it is an error."""
     return contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def common_dtype(op: str, **tensors: Tensor | None) -> torch.dtype:
+    """The dtype that eager PyTorch arrives at from those of the tensors. Raises RuntimeError, as the ops do, for what
+    they never take."""
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    for name, dtype in dtypes.items():
+        if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize == 1):
+            got = str(dtype).removeprefix("torch.")
+            raise RuntimeError(f"{op}: {name} must be float32, float16, bfloat16 or float64, got {got}")
+    return functools.reduce(torch.promote_types, dtypes.values())
 
 
 def added(op: str, x: Tensor, residual: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from llmkernels.ops._common import (
     batched_rows,
     caller,
+    common_dtype,
     contiguous_like,
     differentiable_once,
     public,
@@ -259,16 +260,16 @@ def _gated(
     if activation == "relu2":
         gate, up, gate_bias, up_bias = widened_by_autocast(gate, up, gate_bias, up_bias)
     if up is not None:
-        return _glu(*_promoted(gate, up, gate_bias, up_bias), activation)
+        return _glu(*_promoted("glu", gate=gate, up=up, gate_bias=gate_bias, up_bias=up_bias), activation)
     if up_bias is not None:
         raise RuntimeError("glu: up_bias must be None without up: gate_bias is that of the packed [gate | up]")
-    return _glu_packed(*_promoted(gate, gate_bias), activation)
+    return _glu_packed(*_promoted("glu", gate=gate, gate_bias=gate_bias), activation)
 
 
 def _plain(activation: str, x: Tensor, bias: Tensor | None) -> Tensor:
     if activation == "relu2":
         x, bias = widened_by_autocast(x, bias)
-    return _bias_act(*_promoted(x, bias), activation)
+    return _bias_act(*_promoted("bias_act", x=x, bias=bias), activation)
 
 
 def _gelu(op: str, approximate: str) -> str:
@@ -277,13 +278,12 @@ def _gelu(op: str, approximate: str) -> str:
     return _GELU[approximate]
 
 
-def _promoted(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    if all(other is None or other.dtype == x.dtype for other in others):
-        return x, *others
-    common = x.dtype
-    for other in others:
-        common = common if other is None else torch.promote_types(common, other.dtype)
-    return tuple(None if t is None else t.to(common) for t in (x, *others))
+def _promoted(op: str, **tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    first, *others = tensors.values()
+    if all(other is None or other.dtype == first.dtype for other in others):
+        return first, *others
+    common = common_dtype(op, **tensors)
+    return tuple(None if t is None else t.to(common) for t in tensors.values())
 
 
 def _empty_half(gate_up: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from llmkernels.ops._common import (
     register_autograd,
     register_fake,
     register_vmap,
+    without_autocast,
 )
 from llmkernels.ops.linear import _grad_bias
 
@@ -122,7 +123,8 @@ def _backward(ctx, grad_y):
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
         wide = torch.promote_types(grad_y.dtype, torch.float32)
-        grad_x = grad_y @ (weight * scale[:, None].to(wide)).to(grad_y.dtype)
+        with without_autocast(grad_y.device):  # the gradients have the dtypes of the forward
+            grad_x = grad_y @ (weight * scale[:, None].to(wide)).to(grad_y.dtype)
     if ctx.has_bias and ctx.needs_input_grad[3]:
         grad_bias = _grad_bias(grad_y)
     return grad_x, None, None, grad_bias

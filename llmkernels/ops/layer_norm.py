@@ -10,6 +10,7 @@ from llmkernels.ops._common import (
     added,
     batched_rows,
     caller,
+    common_dtype,
     contiguous_like,
     differentiable_once,
     public,
@@ -95,7 +96,7 @@ def add_layer_norm(
     (tensor([-1.0000,  1.0000]), tensor([1., 3.]))
     """
     if x.dtype != residual.dtype:
-        common = torch.promote_types(x.dtype, residual.dtype)
+        common = common_dtype("add_layer_norm", x=x, residual=residual)
         x, residual = x.to(common), residual.to(common)
     (wide_x,) = widened_by_autocast(x)
     if wide_x.dtype != x.dtype or _is_mixed(x, weight, bias):
@@ -111,9 +112,7 @@ def _is_mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
 
 def _mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float) -> Tensor:
     """A weight or bias of another dtype: computed in the type that holds all of them."""
-    common = x.dtype
-    for t in (weight, bias):
-        common = common if t is None else torch.promote_types(common, t.dtype)
+    common = common_dtype("layer_norm", x=x, weight=weight, bias=bias)
     weight, bias = (None if t is None else t.to(common) for t in (weight, bias))
     return layer_norm(x.to(common), weight, bias, eps, weight_offset=weight_offset).to(x.dtype)
 

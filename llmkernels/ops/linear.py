@@ -18,6 +18,7 @@ from llmkernels.ops._common import (
     register_autograd,
     register_fake,
     register_vmap,
+    without_autocast,
 )
 from llmkernels.ops.rms_norm import check_weight, rms_norm
 
@@ -172,12 +173,13 @@ def _grad_bias(grad_y: Tensor) -> Tensor:
 def _linear_backward(ctx, grad_y):
     x, weight = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    return (
-        grad_y @ weight if needs_x else None,
-        _grad_weight(grad_y, x) if needs_weight else None,
-        _grad_bias(grad_y) if ctx.has_bias and ctx.needs_input_grad[2] else None,
-        None,
-    )
+    with without_autocast(grad_y.device):  # the gradients have the dtypes of the forward
+        return (
+            grad_y @ weight if needs_x else None,
+            _grad_weight(grad_y, x) if needs_weight else None,
+            _grad_bias(grad_y) if ctx.has_bias and ctx.needs_input_grad[2] else None,
+            None,
+        )
 
 
 @differentiable_once
@@ -186,12 +188,13 @@ def _rms_norm_linear_backward(ctx, grad_y):
     needs_x, needs_norm_weight, needs_weight = ctx.needs_input_grad[:3]
     needs_norm_weight = needs_norm_weight and norm_weight is not None
     grad_x = grad_norm_weight = grad_weight = None
-    if needs_x or needs_norm_weight:
-        grads = _ops.rms_norm_backward(grad_y @ weight, x, norm_weight, None, *ctx.options, needs_norm_weight)
-        grad_x, grad_norm_weight = grads[0] if needs_x else None, grads[1] if needs_norm_weight else None
-    if needs_weight:
-        grad_weight = _grad_weight(grad_y, _ops.rms_norm(x, norm_weight, *ctx.options))
-    grad_bias = _grad_bias(grad_y) if ctx.has_bias and ctx.needs_input_grad[3] else None
+    with without_autocast(grad_y.device):
+        if needs_x or needs_norm_weight:
+            grads = _ops.rms_norm_backward(grad_y @ weight, x, norm_weight, None, *ctx.options, needs_norm_weight)
+            grad_x, grad_norm_weight = grads[0] if needs_x else None, grads[1] if needs_norm_weight else None
+        if needs_weight:
+            grad_weight = _grad_weight(grad_y, _ops.rms_norm(x, norm_weight, *ctx.options))
+        grad_bias = _grad_bias(grad_y) if ctx.has_bias and ctx.needs_input_grad[3] else None
     return grad_x, grad_norm_weight, grad_weight, grad_bias, *(None,) * 6
 
 

@@ -10,6 +10,7 @@ from llmkernels.ops._common import (
     added,
     batched_rows,
     caller,
+    common_dtype,
     contiguous_like,
     differentiable_once,
     public,
@@ -93,7 +94,7 @@ def add_rms_norm(
     (tensor([0.8485, 1.1314]), tensor([3., 4.]))
     """
     if x.dtype != residual.dtype:
-        common = torch.promote_types(x.dtype, residual.dtype)
+        common = common_dtype("add_rms_norm", x=x, residual=residual)
         x, residual = x.to(common), residual.to(common)
     if _is_mixed(x, weight):
         s = added("add_rms_norm", x, residual)
@@ -107,7 +108,7 @@ def _is_mixed(x: Tensor, weight: Tensor | None) -> bool:
 
 def _mixed(x: Tensor, weight: Tensor, eps: float, weight_offset: float, cast_before_weight: bool) -> Tensor:
     """A weight of another dtype: composed of two ops, with the types that eager PyTorch arrives at."""
-    common = torch.promote_types(x.dtype, weight.dtype)
+    common = common_dtype("rms_norm", x=x, weight=weight)
     wide = torch.promote_types(common, torch.float32)
     n = rms_norm(x if cast_before_weight else x.to(wide), None, eps, weight_offset=weight_offset)
     check_weight("rms_norm", "weight", weight, x)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from llmkernels.ops._common import (
     caller,
+    common_dtype,
     differentiable_once,
     public,
     refuse_gradients,
@@ -98,7 +99,7 @@ def rms_norm_rope(
     options = (eps, weight_offset, cast_before_weight, row_wise, heads_first, interleaved, rotary_dim)
     is_mixed = any(weight is not None and weight.dtype != q.dtype for weight in (q_weight, k_weight))
     if cos.dtype != q.dtype and cos.is_floating_point():
-        common = torch.promote_types(q.dtype, cos.dtype)
+        common = common_dtype("rms_norm_rope", q=q, cos=cos)
         if common == q.dtype or common == torch.float32:
             cos, sin = cos.to(common), sin.to(common)
         else:  # float64
@@ -133,7 +134,12 @@ def _mixed(q, k, q_weight, k_weight, cos, sin, position_ids, options, layout) ->
         return rows.transpose(1, 2) if heads_first else rows
 
     q, k = normalize(q, "q_weight", q_weight), normalize(k, "k_weight", k_weight)
-    results = rope(q, k, cos, sin, position_ids, layout=layout, interleaved=interleaved, rotary_dim=rotary_dim)
+
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rope(q, k, cos, sin, position_ids, layout=layout, interleaved=interleaved, rotary_dim=rotary_dim)
+
+    # Where the weights have other dtypes than each other, so have q and k now.
+    results = rotate(q, k) if q.dtype == k.dtype else [rotate(x, x)[0] for x in (q, k)]
     return tuple(result.to(x.dtype) for result, x in zip(results, (q, k), strict=True))
 
 

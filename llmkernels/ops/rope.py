@@ -6,6 +6,7 @@ from torch import Tensor
 from llmkernels.ops._common import (
     batch_first,
     caller,
+    common_dtype,
     differentiable_once,
     public,
     refuse_gradients,
@@ -85,7 +86,7 @@ def rope(
         count_writes(q, k)
         return q, k
     if cos.dtype != q.dtype and cos.is_floating_point():
-        common = torch.promote_types(q.dtype, cos.dtype)
+        common = common_dtype("rope", q=q, cos=cos)
         q, k, cos, sin = q.to(common), k.to(common), cos.to(common), sin.to(common)
     return _rope(q, k, cos, sin, position_ids, heads_first, interleaved, rotary_dim)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from llmkernels.ops._common import (
     batched_rows,
     caller,
+    common_dtype,
     contiguous_like,
     differentiable_once,
     public,
@@ -56,7 +57,7 @@ def softmax(x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0, causal
     tensor([0.1192, 0.0000, 0.8808])
     """
     if mask is not None and mask.is_floating_point() and mask.dtype != x.dtype:
-        common = torch.promote_types(x.dtype, mask.dtype)
+        common = common_dtype("softmax", x=x, mask=mask)
         x, mask = x.to(common), mask.to(common)
     x, mask = widened_by_autocast(x, mask)
     return _softmax(x, mask, scale, causal)
@@ -113,8 +114,11 @@ register_autograd("log_softmax", _log_softmax_backward, _setup_log_softmax)
 
 
 def _batched(op, size, dims, x, mask, scale, causal):
-    """At once where x alone has the batch, as its first dimension; a row of its own has no causal mask to see."""
+    """At once where x alone has the batch, as its first dimension; a row of its own has no causal mask to see, and a
+    mask of more dimensions than a sample would be one for the batch."""
     if dims[0] is None or dims[1] is not None or x.dim() < (3 if causal else 2):
+        return None
+    if mask is not None and mask.dim() >= x.dim():
         return None
     return op(x.movedim(dims[0], 0), mask, scale, causal), 0
 
