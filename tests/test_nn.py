@@ -171,7 +171,7 @@ def test_layer_norm_takes_the_place_of_torchs(device, shape, options):
     y, total = both(x, residual)
     torch.testing.assert_close(y, theirs(x + residual), rtol=1e-4, atol=1e-5)
     assert_same(total, x + residual)
-    with pytest.raises(RuntimeError, match=r"LayerNorm: x must have shape \[\.\.\., (4, 12|48)\], got \[3, 7\]"):
+    with pytest.raises(RuntimeError, match=r"LayerNorm: input must have shape \[\.\.\., (4, 12|48)\], got \[3, 7\]"):
         ours(torch.ones(3, 7, device=device))
 
 
