@@ -104,7 +104,7 @@ TABLE = (
     decode_op("decode_attention", "decode_attention", 30, "attention.py attention.cpp"),
     decode_op("decode_attention_short", "decode_attention", 70, "attention.py attention.cpp"),
     decode_op("decode_attention_heads", "decode_attention", 135, "attention.py attention.cpp"),
-    decode_op("decode_attention_sizes", "decode_attention", 200, "attention.py attention.cpp"),
+    decode_op("decode_attention_sizes", "decode_attention", 225, "attention.py attention.cpp"),
     decode_op("sample", "sample", 15, "sampling.py sampling.cpp"),
     timed_by_all("rms_norm", "rms_norm", 65, NORM),
     timed_by_all("add_rms_norm", "add_rms_norm", 25, NORM),

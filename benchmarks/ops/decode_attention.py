@@ -12,6 +12,7 @@ from benchmarks.cases import Case, Op, Provider, plain
 
 QWEN = (28, 4, 128)  # query heads, key heads, elements of a head
 OTHERS = (QWEN, (32, 8, 128), (40, 8, 128), (64, 8, 128), (32, 32, 128), (64, 8, 64), (14, 2, 64), (16, 8, 256))
+WIDE_GROUPS = ((32, 2, 128), (64, 4, 128), (32, 1, 128))
 PAGE = 64
 SIZES = ((1, 512), (1, 1024), (1, 8192), (1, 32768), (8, 512), (8, 4096), (32, 4096), (64, 512))
 
@@ -127,8 +128,8 @@ FEW_KEYS = replace(
     cases=tuple(case(batch, 300, of=of) for of, batch in itertools.product(OTHERS, (1, 5, 8, 32, 64))),
 )
 
-# The sequences and the keys that the op above leaves out; one long sequence among short ones; and several new tokens of
-# each, as prompt lookup has them.
+# The sequences and the keys that the ops above leave out; one long sequence among short ones; many query heads for each
+# key head; and several new tokens of each sequence, as prompt lookup has them.
 OTHER_SIZES = Op(
     name="decode_attention_sizes",
     cases=(
@@ -137,6 +138,10 @@ OTHER_SIZES = Op(
             for of, batch, tokens in itertools.product((*OTHERS, (8, 4, 256)), (2, 24), (300, 512, 2048, 8192, 30000))
         ),
         *(case(24, 30000, of=of, tokens=1, shortest=300) for of in OTHERS),
+        *(
+            case(batch, tokens, of=of)
+            for of, batch, tokens in itertools.product(WIDE_GROUPS, (1, 8, 32), (300, 2048, 8192))
+        ),
         *(
             case(batch, keys, of=of, tokens=tokens, shortest=keys)
             for of, batch, keys, tokens in itertools.product(OTHERS[:2] + OTHERS[-2:-1], (1, 8), (512, 8192), (4, 8))
