@@ -131,8 +131,9 @@ def test_rows_of_which_nothing_takes_part(device, cols, dtype):
 
 @every_dtype
 @every_name
-@pytest.mark.parametrize("cols", [64, 63, 5000])
+@pytest.mark.parametrize("cols", [64, 63, 1001, 4097, 5000, 40001])
 def test_special_values(device, cols, name, dtype):
+    """Numbers far above the others of their row, too, and not where a few are looked at first (row_powers.cuh)."""
     x = make(8, cols, dtype, device)
     for row, value in enumerate([float("inf"), float("-inf"), float("nan"), 1e4, -1e4, 0.0]):
         x[row, row] = value

@@ -7,13 +7,14 @@
 //   row    |-- block 0 --|-- block 1 --|-- block 2 --|-- block 3 -|   a cluster
 //   part   |t0|t1|..|tn|t0|t1|..|tn|..                                vectors of 16 bytes, thread by thread
 //
-// Rows that are not aligned lie in shared memory as they lie in global memory (shifted.cuh): a thread's vectors are cut
-// out of what it and its neighbours have copied, behind a barrier.
+// Rows that are not aligned lie in shared memory as they lie in global memory, and a thread has the vectors that it has
+// copied (row_cover.cuh). Norms, whose parameters lie otherwise, have their own vectors cut out of what a thread and
+// its neighbours have copied, behind a barrier (shifted.cuh).
 //
 // Rows that do not fit a cluster's shared memory, or are short and not aligned, are read from global memory each time
 // by one group of threads. How a row is split depends on its length, its alignment and the device alone, never on the
 // number of rows, and the order of a sum not on where a row starts, once it is split. (Norms and softmax keep most rows
-// that are not aligned in registers: row_words.cuh.)
+// that are not aligned in registers: row_cover.cuh.)
 #pragma once
 #include <algorithm>
 
@@ -23,6 +24,7 @@
 #include "device/vec.cuh"
 #include "kernels/launch.h"
 #include "kernels/norm/plan.h"
+#include "kernels/row_cover.cuh"
 
 namespace llmk::kernels {
 
@@ -30,7 +32,8 @@ namespace llmk::kernels {
 enum class RowPlace {
   kGlobal,   // nowhere: they are read each time
   kShared,   // in shared memory
-  kShifted,  // the same, of a row that need not be aligned
+  kShifted,  // the same, of a row that need not be aligned: its own vectors
+  kCovered,  // or those that cover it
 };
 
 struct RowSplit {
@@ -42,6 +45,7 @@ struct RowSplit {
   int threads;         // per row and block
   int rows_per_block;  // 1 for an aligned row in shared memory
   size_t shared_bytes;
+  bool alike = false;  // all operands start at the same place of a vector, in each row
 
   int64_t blocks(int64_t rows) const { return (rows + rows_per_block - 1) / rows_per_block * cluster; }
   LaunchShape shape(int64_t rows) const {
@@ -99,13 +103,14 @@ inline RowSplit split_row(int64_t cols, size_t element_bytes, int operands, bool
   return {width, RowPlace::kGlobal, 1, cols, 0, threads, std::max(1, 256 / threads), 0};
 }
 
-// Calls body(width, place), as constants, for the width and the place of rows of T.
+// Calls body(width, place), as constants, for the width and the place of rows of T, by the vectors that cover them
+// where they are not aligned.
 template <typename T, typename Body>
 cudaError_t dispatch_split(const RowSplit& split, Body&& body) {
   using Place = RowPlace;
   const auto wide = [&](auto place) { return body(std::integral_constant<int, kVecWidth<T>>{}, place); };
   if (split.place == Place::kShared) return wide(std::integral_constant<Place, Place::kShared>{});
-  if (split.place == Place::kShifted) return wide(std::integral_constant<Place, Place::kShifted>{});
+  if (split.place == Place::kShifted) return wide(std::integral_constant<Place, Place::kCovered>{});
   const std::integral_constant<Place, Place::kGlobal> global;
   return split.width > 1 ? wide(global) : body(std::integral_constant<int, 1>{}, global);
 }
@@ -134,7 +139,8 @@ class RowPart {
   using Index = std::conditional_t<kCached, int, int64_t>;
 
   // `row` is that of an operand, of which there are several in `cache`.
-  __device__ RowPart(const T* row, const RowPosition& at, const RowSplit& split, int4* cache, int operand = 0)
+  __device__ RowPart(const T* row, const RowPosition& at, const RowSplit& split, int4* cache, const Extent<T>&,
+                     int operand = 0)
       : row_(row),
         cache_(reinterpret_cast<T*>(cache) + operand * split.room - at.begin),
         first_(at.begin + at.group.rank * N),
@@ -302,6 +308,115 @@ class RowPart<T, N, RowPlace::kShifted> {
   int begin_, end_, shift_;
   Group group_;
   int chunk_;
+};
+
+// The same for a row of any alignment, as it lies in memory (row_cover.cuh). The columns c of its vectors may begin in
+// front of the part and end behind it: see is_whole().
+template <typename T, int N>
+class RowPart<T, N, RowPlace::kCovered> {
+ public:
+  using V = Vec<T, N>;
+
+  // `extent`: of the operand.
+  __device__ RowPart(const T* row, const RowPosition& at, const RowSplit& split, int4* cache, const Extent<T>& extent,
+                     int operand = 0)
+      : part_(row + at.begin),
+        cache_(reinterpret_cast<V*>(cache) + (operand * split.rows_per_block + at.group.index) * (split.room / N) + 1),
+        begin_(static_cast<int>(at.begin)),
+        cols_(static_cast<int>(at.end - at.begin)),
+        shift_(misalignment(part_)),
+        count_(cols_ > 0 ? (cols_ + shift_ + N - 1) / N : 0),
+        group_(at.group),
+        loadable_(part_, shift_, cols_, extent),
+        alike_(split.alike) {}
+
+  template <typename... Parts>
+  __device__ static void prefetch(uint64_t policy, const Parts&... parts) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      (parts.copy(chunk, policy), ...);
+      cp_async_commit();
+    }
+  }
+  // At any column that is not N or more from the part.
+  __device__ V load(int c) const {
+    const unsigned element = N + shift_ + c - begin_;
+    const V* const low = cache_ - 1 + element / N;
+    return element % N == 0 ? low[0] : cut(low[0], low[1], element % N);
+  }
+  // Numbers of the columns from c on: `value` for those that are not the part's.
+  __device__ void clear(float (&numbers)[N], int c, float value) const {
+    const int column = c - begin_;
+    if (column < 0 || column + N > cols_) clear_outside(numbers, column, cols_, value);
+  }
+  // Of the first vector, the elements in front of the part: see sum_covering().
+  __device__ int shift() const { return shift_; }
+
+  template <typename Visit>
+  __device__ void for_each(const Visit& visit) const {
+#pragma unroll 2
+    for (int v = group_.rank; v < count_; v += group_.threads) visit(column(v));
+  }
+  template <typename Visit>
+  __device__ void for_each_arriving(const Visit& visit, bool wanted = true) const {
+    if (!alike_) {  // what is loaded beside or stored is cut out of what other threads have copied
+      cp_async_wait<0>();
+      group_barrier(group_);
+    }
+    if (!wanted) return;
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      if (chunk == 0) cp_async_wait<3>();
+      if (chunk == 1) cp_async_wait<2>();
+      if (chunk == 2) cp_async_wait<1>();
+      if (chunk == 3) cp_async_wait<0>();
+      for_chunk(chunk, [&](int v) { visit(column(v)); });
+    }
+  }
+  // Stores to the aligned vectors of `target`, which may have other columns.
+  template <typename Make>
+  __device__ void store_each(T* target, const Make& make) const {
+    const int end = begin_ + cols_, from = begin_ - misalignment(target + begin_), count = (end - from + N - 1) / N;
+    // Two at a time, since what makes the second can not be loaded behind the store of the first.
+    for (int v = group_.rank; v < count; v += 2 * group_.threads) {
+      const int c = from + v * N, next = from + (v + group_.threads) * N;
+      const bool both = next < end;
+      const V first = make(c), second = both ? make(next) : V{};
+      store_aligned(first, target, c, begin_, end);
+      if (both) store_aligned(second, target, next, begin_, end);
+    }
+  }
+
+ private:
+  static constexpr int kChunks = 4;
+
+  // Of the row, where vector v of the part begins.
+  __device__ int column(int v) const { return begin_ - shift_ + v * N; }
+
+  template <typename Visit>
+  __device__ void for_chunk(int chunk, const Visit& visit) const {
+    const int step = group_.threads, size = (count_ + kChunks * step - 1) / (kChunks * step) * step;
+    const int end = min(count_, (chunk + 1) * size);
+#pragma unroll 2
+    for (int v = chunk * size + group_.rank; v < end; v += step) visit(v);
+  }
+  __device__ void copy(int chunk, uint64_t policy) const {
+    for_chunk(chunk, [&](int v) {
+      const int c = v * N - shift_;
+      if (loadable_(c)) {
+        cp_async_16(cache_ + v, part_ + c, 16, policy);
+      } else {
+        cache_[v] = load_elements(part_, c, 0, cols_);
+      }
+    });
+  }
+
+  const T* part_;
+  V* cache_;  // the vectors that cover the part; one of margin before them, and some behind
+  int begin_, cols_, shift_, count_;
+  Group group_;
+  Loadable<T> loadable_;
+  bool alike_;
 };
 
 }  // namespace llmk::kernels

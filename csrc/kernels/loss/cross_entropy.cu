@@ -11,10 +11,13 @@
 #include "cross_entropy.h"
 
 #include "kernels/row_part.cuh"
+#include "kernels/row_powers.cuh"
 #include "row_terms.cuh"
 
 namespace llmk::kernels {
 namespace {
+
+constexpr int kThreads = 256;  // of a block that has a part of a row in shared memory
 
 // What is reduced over a row.
 struct RowSums {
@@ -30,16 +33,17 @@ __device__ RowSums warp_row_sums(const RowSums& sums, int threads) {
 
 // Template parameter kGeneral: see is_general().
 template <typename T, int N, RowPlace kPlace, bool kGeneral>
-__global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedThreads)
-    cross_entropy_kernel(const CrossEntropyParams params, const RowSplit split, bool keep_inputs) {
+__global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kThreads)
+    cross_entropy_kernel(const CrossEntropyParams params, const RowSplit split, const Extent<T> extent,
+                         bool keep_inputs) {
   using V = Vec<T, N>;
-  constexpr bool kPartial = kPlace == RowPlace::kShifted;
+  constexpr bool kCovered = kPlace == RowPlace::kCovered;
   extern __shared__ int4 cache[];
   __shared__ RowSums warps[32], blocks[kMaxCluster];
   const RowPosition at(split, params.rows, params.vocab);
   const bool exists = at.row < params.rows;
   const T* const logits = static_cast<const T*>(params.logits) + at.row * params.logits_stride;
-  const RowPart<T, N, kPlace> part(logits, at, split, cache);
+  const RowPart<T, N, kPlace> part(logits, at, split, cache, extent);
   at.cluster.arrive();
   pdl_launch_dependents();
   pdl_wait();
@@ -53,27 +57,59 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
   if (writes_loss && target >= 0 && target < params.vocab) z_target = terms.score<kGeneral>(to_float(logits[target]));
   __syncwarp();  // the gradient may overwrite it
   RowSums sums = RowSums::none();
-  const auto add = [&](auto c) {
-    const V x = part.load(c);
-    float z[N];
+  if constexpr (kCovered) {  // see row_powers.cuh; a cap does not change which number is the largest
+    constexpr int kSums = kGeneral ? 2 : 1;
+    constexpr bool kSampled = sizeof(T) == 2;
+    const auto score = [&](float x) { return terms.score<kGeneral>(x); };
+    const auto largest = [&](int c) {
+      const V x = part.load(c);
+      float numbers[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      z[i] = terms.score<kGeneral>(x[i]);
-      if constexpr (kGeneral) {
-        if (!kPartial || c + i < params.vocab) sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
-      }
-    }
-    if constexpr (kPartial) {
-      if (c + N > static_cast<int>(params.vocab)) {  // the last vector of a row
+      for (int i = 0; i < N; ++i) numbers[i] = score(x[i]);
+      part.clear(numbers, c, -INFINITY);
+      float max = numbers[0];
 #pragma unroll
-        for (int i = 0; i < N; ++i) z[i] = c + i < static_cast<int>(params.vocab) ? z[i] : -INFINITY;
+      for (int i = 1; i < N; ++i) max = fmaxf(max, numbers[i]);
+      return max;
+    };
+    const auto add = [&](int c, float shift, float(&of_elements)[kSums][N]) {
+      const V x = part.load(c);
+      float powers[N];
+      [[maybe_unused]] float weighted[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float z = score(x[i]);
+        powers[i] = exp_approximate(z - shift);
+        if constexpr (kGeneral) weighted[i] = __fmul_rn(terms.class_weight<kGeneral, true>(c + i), z);
       }
-    }
-    sums.exponentials.add(z);
-  };
-  part.for_each_arriving(add, !ignored);
-  sums = group_reduce(sums, RowSums::none(), at.group, warps, warp_row_sums);
-  sums = cluster_reduce(sums, at.cluster, blocks, warp_row_sums);
+      part.clear(powers, c, 0.f);
+      if constexpr (kGeneral) part.clear(weighted, c, 0.f);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        of_elements[0][i] += powers[i];
+        if constexpr (kGeneral) of_elements[1][i] += weighted[i];
+      }
+    };
+    float sampled = 0.f;
+    if (kSampled && !ignored) sampled = largest_of_some(logits, params.vocab, score);
+    const auto of_row = sum_powers<kSampled, kSums, N, kThreads / 32>(part, at, sampled, !ignored, largest, add);
+    sums.exponentials = {of_row.shift, of_row.sums[0]};
+    if constexpr (kGeneral) sums.weighted = of_row.sums[1];
+  } else {
+    const auto add = [&](auto c) {
+      const V x = part.load(c);
+      float z[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        z[i] = terms.score<kGeneral>(x[i]);
+        if constexpr (kGeneral) sums.weighted += terms.class_weight<kGeneral>(c + i) * z[i];
+      }
+      sums.exponentials.add(z);
+    };
+    part.for_each_arriving(add, !ignored);
+    sums = group_reduce(sums, RowSums::none(), at.group, warps, warp_row_sums);
+    sums = cluster_reduce(sums, at.cluster, blocks, warp_row_sums);
+  }
   const float shift = sums.exponentials.shift(), log_sum = logf(sums.exponentials.sum);
   const float lse = shift + log_sum;
   if (writes_loss) {
@@ -88,7 +124,7 @@ __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedTh
                              terms.smoothing * scale, a * scale};
   part.store_each(static_cast<T*>(params.grad) + at.row * params.grad_stride, [&](auto c) {
     return ignored ? V::of([](int) { return 0.f; })
-                   : gradient.template operator()<kGeneral, kPartial>(part.load(c), c, target, terms);
+                   : gradient.template operator()<kGeneral, kCovered>(part.load(c), c, target, terms);
   });
 }
 
@@ -140,11 +176,13 @@ cudaError_t launch_cross_entropy(const CrossEntropyParams& params, cudaStream_t 
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   const bool vector = all_rows_aligned<T>(row_operands(params));
-  const RowSplit split = split_row(params.vocab, sizeof(T), 1, vector, device, kPartBytes, 256);
+  RowSplit split = split_row(params.vocab, sizeof(T), 1, vector, device, kPartBytes, kThreads);
+  split.alike = rows_alike<T>(params.rows, {{params.logits, params.logits_stride}, {params.grad, params.grad_stride}});
+  const Extent<T> extent(params.logits, params.rows, params.logits_stride, params.vocab);
   const bool keep = keeps_inputs(device, params.rows * params.vocab * sizeof(T) * (params.grad ? 2 : 1));
   return dispatch_split<T>(split, [&](auto width, auto place) {
     return launch(cross_entropy_kernel<T, decltype(width)::value, decltype(place)::value, kGeneral>,
-                  split.shape(params.rows), stream, params, split, keep);
+                  split.shape(params.rows), stream, params, split, extent, keep);
   });
 }
 

@@ -10,8 +10,9 @@
 //   row    |---- group 0 ----|---- group 1 ----|-- group 2 --|      128 columns each, or the row is one group
 //   group  |t0|t1|..|tn|t0|t1|..|tn|                                vectors of 16 bytes
 //
-// Rows that are not aligned go by words (row_words.cuh) if the row is one group and there are many; else vectors are
-// cut out of two (device/shifted.cuh), and a warp puts together what it stores. Groups that are too long for that are
+// Rows that are not aligned go by the vectors that cover them (row_cover.cuh) if the row is one group, there are many,
+// and q starts where x does; else vectors are cut out of two (device/shifted.cuh), and a warp puts together what it
+// stores. Groups that are too long for that are
 // read twice, the second time mostly from cache. A SwiGLU is then computed twice. That of rows that are not aligned
 // takes a launch of its own, see csrc/torch/fp8.cpp. The maximum is of magnitudes as floats, NaN included, so it is
 // exact in any order and the same for every launch.
@@ -20,7 +21,7 @@
 #include "kernels/activation/activation.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
-#include "kernels/row_words.cuh"
+#include "kernels/row_cover.cuh"
 #include "plan.h"
 
 namespace llmk::kernels {
@@ -171,60 +172,47 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
 }
 
-// Rows of any alignment that are one group each, by words. What is stored takes the place of what was loaded.
-template <typename T, int kWords>
-__global__ void __launch_bounds__(kMaxWordThreads, 2)
-    quantize_words_kernel(const Fp8QuantizeParams params, const WordPlan plan, bool keep_inputs) {
-  using Slot = RowSlot<T, kWords>;
-  constexpr int N = Slot::kPerWord;
-  extern __shared__ int4 slots[];
-  __shared__ float shared[kMaxWordThreads / 32];
+// Rows of any alignment that are one group each, by the vectors that cover them: those of q are half as long, or a
+// quarter.
+template <typename T, int kVectors>
+__global__ void __launch_bounds__(kCoverThreads, 2)
+    quantize_cover_kernel(const Fp8QuantizeParams params, const Extent<T> extent, bool keep_inputs) {
+  constexpr int N = kVecWidth<T>;
+  __shared__ float shared[kCoverThreads / 32];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
-  const int cols = row < params.out.rows ? static_cast<int>(params.out.cols) : 0;
-  Slot x(slots, 0, group, plan.rows_per_block, cols);
+  if (row >= params.out.rows) return;  // only a warp that has a row of its own
+  const T* const source = static_cast<const T*>(params.x) + row * params.x_stride;
+  const Cover<T, kVectors> cover(source, static_cast<int>(params.out.cols), group);
   pdl_launch_dependents();
   pdl_wait();
-  x.copy(static_cast<const T*>(params.x) + row * params.x_stride, l2_policy(keep_inputs));
-  cp_async_commit();
-  x.pad(0.f);
-  Slot::arrived();
-  typename Slot::Word words[kWords];
-  x.load(words);
-  const float scale = scale_of(group_max_nan(max_magnitude(words), group, shared), params.out);
-  if (group.rank == 0 && cols > 0) *scale_at(params.out, row, 0) = scale;
+  Vec<T, N> x[kVectors];
+  cover.load(source, extent, x, l2_policy(keep_inputs));
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) cover.clear(x[v], v, 0.f);
+  const float scale = scale_of(group_max_nan(max_magnitude(x), group, shared), params.out);
+  if (group.rank == 0) *scale_at(params.out, row, 0) = scale;
   const float inverse = inverse_of(scale);
-
-  uint8_t* const target = static_cast<uint8_t*>(params.out.q) + row * params.out.cols;
-  RowSlot<uint8_t, kWords * N / 4> q(x);
-  q.holds(target);
-  __syncwarp();  // all lanes have loaded what lies there
-  uint8_t* const first = q.at(x.column(0));
-  const auto put = [&](auto kind) {
-    constexpr auto kKind = decltype(kind)::value;
-    if constexpr (N == 1) {
+  uint8_t* const q = static_cast<uint8_t*>(params.out.q) + row * params.out.cols;
+  const auto store = [&](auto kind) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) first[i * Slot::kStep] = few_to_fp8<kKind>(words[i], inverse);
-    } else if (reinterpret_cast<uintptr_t>(first) % 2 == 0) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        reinterpret_cast<uint16_t*>(first)[i * Slot::kStep / 2] = few_to_fp8<kKind>(words[i], inverse);
+    for (int v = 0; v < kVectors; ++v) {
+      if (!cover.warp_has(v)) continue;
+      const Fp8Words<N> words = to_fp8_as<decltype(kind)::value>(x[v], inverse);
+      const int c = cover.column(v);
+      if (cover.is_whole(v)) {
+        *reinterpret_cast<typename Word<N>::type*>(q + c) = reinterpret_cast<const typename Word<N>::type&>(words);
       }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        const uint16_t both = few_to_fp8<kKind>(words[i], inverse);
-        first[i * Slot::kStep] = static_cast<uint8_t>(both);
-        first[i * Slot::kStep + 1] = static_cast<uint8_t>(both >> 8);
-      }
+      cover.for_ends(v, [&](int lane) {
+        store_end(words.data, lane, c + (lane - static_cast<int>(threadIdx.x % 32)) * N, q, cover.cols);
+      });
     }
   };
   if (params.out.format == Fp8Format::kE4M3) {
-    put(std::integral_constant<__nv_fp8_interpretation_t, __NV_E4M3>{});
+    store(std::integral_constant<__nv_fp8_interpretation_t, __NV_E4M3>{});
   } else {
-    put(std::integral_constant<__nv_fp8_interpretation_t, __NV_E5M2>{});
+    store(std::integral_constant<__nv_fp8_interpretation_t, __NV_E5M2>{});
   }
-  q.store(target);
 }
 
 // A group of any length, read twice.
@@ -289,15 +277,17 @@ cudaError_t launch_unaligned(const Fp8QuantizeParams& params, cudaStream_t strea
   constexpr int N = kVecWidth<T>, kMostVectors = 4;
   const Fp8Output& out = params.out;
   const int64_t per_row = fp8::groups_per_row(out.cols, out.group), groups = out.rows * per_row;
-  if (per_row == 1 && out.rows > kFewRowsPerSm * device.sm_count) {
-    const WordPlan words = plan_words(out.cols, sizeof(T), 1);
+  const CoverPlan cover = plan_cover(out.cols, sizeof(T));
+  const bool alike =  // q starts at the same element of its vectors as x does, in every row
+      (reinterpret_cast<uintptr_t>(params.x) / sizeof(T) - reinterpret_cast<uintptr_t>(out.q)) % N == 0 &&
+      (params.x_stride - out.cols) % N == 0;
+  if (per_row == 1 && out.rows > kFewRowsPerSm * device.sm_count && cover.vectors > 0 && alike) {
     const bool keep = keeps_inputs(device, out.rows * out.cols * static_cast<int64_t>(sizeof(T) + 1));
-    if (words.words > 0) {
-      return dispatch_int<4, 8, 12, 16>(words.words, [&](auto number) {
-        return launch(quantize_words_kernel<T, decltype(number)::value>, words.shape(out.rows), stream, params, words,
-                      keep);
-      });
-    }
+    const Extent<T> extent(params.x, out.rows, params.x_stride, out.cols);
+    return dispatch_int<1, 2, 3, 4, kCoverVectors>(cover.vectors, [&](auto vectors) {
+      return launch(quantize_cover_kernel<T, decltype(vectors)::value>, cover.shape(out.rows), stream, params, extent,
+                    keep);
+    });
   }
   const int64_t count = (std::min(out.group, out.cols) + N - 1) / N;
   const GroupPlan plan = plan_group(count, groups, device.sm_count, kMostVectors, kMaxThreads, 2 * N);

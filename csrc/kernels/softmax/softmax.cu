@@ -5,18 +5,22 @@
 // x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 arithmetic. Masks:
 // the columns after the row's own (causal), a tensor that is added, a tensor of bool. A row without any column gives
 // zeros. Moves 2 elements per element, and what there is of a mask: memory is the limit. Short rows are kept in
-// registers, also those of any alignment (row_words.cuh), long ones in the shared memory of a cluster (row_part.cuh),
-// with maximum and sum as one reduction (online softmax, Milakov & Gimelshein 2018); the rest is read twice.
+// registers, also those of any alignment (row_cover.cuh), long ones in the shared memory of a cluster (row_part.cuh),
+// with maximum and sum as one reduction (online softmax, Milakov & Gimelshein 2018) where they are aligned; the rest is
+// read twice.
 #include "softmax.h"
 
+#include "device/mma.cuh"
 #include "kernels/dispatch.cuh"
+#include "kernels/row_cover.cuh"
 #include "kernels/row_part.cuh"
-#include "kernels/row_words.cuh"
+#include "kernels/row_powers.cuh"
 
 namespace llmk::kernels {
 namespace {
 
 constexpr int kShortThreads = 256;  // of a block that has rows in registers
+constexpr float kLog2E = 1.4426950408889634f, kLogOf2 = 0.6931471805599453f;
 
 // The numbers z of a row. kPartial: of a vector, some columns may lie outside of the row; behind it z is -inf.
 template <typename T, int N, bool kMasked, bool kPartial = false>
@@ -171,104 +175,177 @@ __global__ void __launch_bounds__(kShortThreads, kMasked ? 1 : 4)
   }
 }
 
-// The same of a row of any alignment, by words.
-template <typename T, int kWords, bool kMasked>
-__global__ void __launch_bounds__(kMaxWordThreads, 2)
-    softmax_words_kernel(const SoftmaxParams params, const WordPlan plan, bool keep_inputs) {
-  using Slot = RowSlot<T, kWords>;
-  using W = typename Slot::Word;
-  constexpr int N = Slot::kPerWord;
-  extern __shared__ int4 slots[];
-  __shared__ float maxima[kMaxWordThreads / 32], sums[kMaxWordThreads / 32];
+// The same of a row of any alignment, by the vectors that cover it. kAlike: see row_cover.cuh.
+template <typename T, int kVectors, bool kMasked, bool kLog, bool kAlike>
+__global__ void __launch_bounds__(kVectors > 3 ? kCoverThreads : 512, kMasked ? 1 : 2)
+    softmax_cover_kernel(const SoftmaxParams params, const Extent<T> extent, bool keep_inputs) {
+  constexpr int N = kVecWidth<T>;
+  using V = Vec<T, N>;
+  constexpr bool kSampled = !kMasked && sizeof(T) == 2;
+  __shared__ float maxima[kCoverThreads / 32];
+  __shared__ WarpSums<N> sums[2][kCoverThreads / 32];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
-  const int cols = row < params.rows ? static_cast<int>(params.cols) : 0;
-  Slot slot(slots, 0, group, plan.rows_per_block, cols);
+  if (row >= params.rows) return;  // only a warp that has a row of its own
+  const T* const x = static_cast<const T*>(params.x) + row * params.x_stride;
+  const Cover<T, kVectors> cover(x, static_cast<int>(params.cols), group);
   pdl_launch_dependents();
   pdl_wait();
-  slot.copy(static_cast<const T*>(params.x) + row * params.x_stride, l2_policy(keep_inputs));
-  cp_async_commit();
-  const Scores<T, N, kMasked, /*kPartial=*/true> scores(params, row, false);
-  Slot::arrived();
-  W values[kWords];
-  slot.load(values);
-  float z[kWords][N];
-  MaxSum total = MaxSum::none();
-  const auto score = [&](auto full) {
+  V values[kVectors];
+  const uint64_t policy = l2_policy(keep_inputs);
+  cover.load(x, extent, values, policy);
+  const Scores<T, N, kMasked, kMasked> scores(params, row, false);
+  float z[kVectors][N], sum[1];
+  // z becomes z - shift, or its power.
+  const auto sum_up = [&](const auto& differences_of, const auto& power_of, WarpSums<N>* shared) {
+    float of_elements[1][N] = {};
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      scores(values[i], slot.column(i), z[i], decltype(full)::value ? N : cols - slot.column(i));
+    for (int v = 0; v < kVectors; ++v) {
+      if (!cover.warp_has(v)) continue;
+      differences_of(v);
 #pragma unroll
-      for (int k = 0; k < N; ++k) total.max = fmaxf(total.max, z[i][k]);
-    }
-  };
-  if (!kMasked && slot.is_full()) {
-    score(std::true_type{});
-  } else {
-    score(std::false_type{});
-  }
-  total.max = group_reduce(total.max, -INFINITY, group, maxima, warp_max);
-  const float shift = total.shift();
-  float sum[1] = {0.f};
-  const auto add_powers = [&](auto log) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const float difference = z[i][k] - shift, power = exp_approximate(difference);
-        sum[0] += power;
-        z[i][k] = decltype(log)::value ? difference : power;
+      for (int i = 0; i < N; ++i) {
+        const float power = power_of(z[v][i]);
+        of_elements[0][i] += power;
+        if constexpr (!kLog) z[v][i] = power;
       }
     }
+    sum_covering(of_elements, cover.shift, sum, group, shared);
   };
-  if (params.log) {
-    add_powers(std::true_type{});
+  // Of the largest number of the row, or of what `number_of` makes of them.
+  const auto look_for_max = [&](const auto& numbers_of) {
+    float max = -INFINITY;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!cover.warp_has(v)) continue;
+      numbers_of(v);
+      cover.clear(z[v], v, -INFINITY);
+#pragma unroll
+      for (int i = 0; i < N; ++i) max = fmaxf(max, z[v][i]);
+    }
+    return MaxSum::shift(group_reduce(max, -INFINITY, group, maxima, warp_max));
+  };
+  if constexpr (kSampled) {  // z by the logarithm to base 2; see row_powers.cuh on the shift
+    const float factor = scores.scale * kLog2E;
+    float shift = largest_of_some(x, params.cols, [&](float number) { return __fmul_rn(number, factor); });
+    const auto sum_above = [&](WarpSums<N>* shared) {
+      sum_up(
+          [&](int v) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) z[v][i] = fmaf(values[v][i], factor, -shift);
+            cover.clear(z[v], v, -INFINITY);
+          },
+          [](float difference) { return exp2_approximate(difference); }, shared);
+    };
+    sum_above(sums[0]);
+    if (!(sum[0] < kMostPowers)) {
+      cover.load(x, extent, values, policy);
+      shift = look_for_max([&](int v) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[v][i] = __fmul_rn(values[v][i], factor);
+      });
+      sum_above(sums[1]);
+    }
   } else {
-    add_powers(std::false_type{});
+    const float shift =
+        look_for_max([&](int v) { scores(values[v], cover.column(v), z[v], cover.cols - cover.column(v)); });
+    sum_up(
+        [&](int v) {
+#pragma unroll
+          for (int i = 0; i < N; ++i) z[v][i] -= shift;
+        },
+        [](float difference) { return exp_approximate(difference); }, sums[0]);
   }
-  group_sum(sum, group, sums);
-  total.sum = sum[0];
-  const Result result(total, params.log);
+  const Result result({0.f, sum[0]}, kLog);
   T* const y = static_cast<T*>(params.y) + row * params.cols;
-  if (params.log) {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) values[i] = W::of([&](int k) { return z[i][k] - result.log_sum; });
-  } else {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) values[i] = W::of([&](int k) { return z[i][k] * result.factor; });
+  for (int v = 0; v < kVectors; ++v) {
+    if (!cover.warp_has(v)) continue;
+    const V of = V::of([&](int i) {
+      if constexpr (!kLog) return z[v][i] * result.factor;
+      return kSampled ? fmaf(z[v][i], kLogOf2, -result.log_sum) : z[v][i] - result.log_sum;
+    });
+    store_covering<kAlike>(cover, of, y, v);
   }
-  slot.put(y, values);
-  slot.store(y);
 }
 
-// A row in the shared memory of a cluster, or read twice.
+// A row in the shared memory of a cluster, or read twice. Where the row may start anywhere, its maximum comes first:
+// the powers of a thread's own maximum would depend on which elements it has.
 template <typename T, int N, RowPlace kPlace, bool kMasked>
 __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedThreads)
-    softmax_long_kernel(const SoftmaxParams params, const RowSplit split, bool mask_is_vector, bool keep_inputs) {
+    softmax_long_kernel(const SoftmaxParams params, const RowSplit split, const Extent<T> extent, bool mask_is_vector,
+                        bool keep_inputs) {
   using V = Vec<T, N>;
+  constexpr bool kCovered = kPlace == RowPlace::kCovered;
   extern __shared__ int4 cache[];
   __shared__ MaxSum warps[32], blocks[kMaxCluster];
   const RowPosition at(split, params.rows, params.cols);
-  const RowPart<T, N, kPlace> part(static_cast<const T*>(params.x) + at.row * params.x_stride, at, split, cache);
+  const T* const x = static_cast<const T*>(params.x) + at.row * params.x_stride;
+  const RowPart<T, N, kPlace> part(x, at, split, cache, extent);
   at.cluster.arrive();
   pdl_launch_dependents();
   pdl_wait();
   part.prefetch(l2_policy(keep_inputs), part);
-  const Scores<T, N, kMasked, kPlace == RowPlace::kShifted> scores(params, at.row, mask_is_vector);
+  constexpr bool kSampled = kCovered && !kMasked && sizeof(T) == 2;  // z by the logarithm to base 2
+  [[maybe_unused]] const float factor = static_cast<float>(params.scale) * kLog2E;
+  const Scores<T, N, kMasked, kMasked && kCovered> scores(params, at.row, mask_is_vector);
   MaxSum sum = MaxSum::none();
   float z[N];
   const auto left = [&](auto c) {
     return static_cast<int>(min(static_cast<decltype(c)>(params.cols) - c, decltype(c){N}));
   };
-  part.for_each_arriving([&](auto c) {
-    scores(part.load(c), c, z, left(c));
-    sum.add(z);
-  });
-  sum = group_reduce(sum, MaxSum::none(), at.group, warps, warp_max_sum);
-  const Result result(cluster_reduce(sum, at.cluster, blocks, warp_max_sum), params.log);
+  if constexpr (kCovered) {
+    const auto load = [&](int c, float shift) {
+      if constexpr (kSampled) {
+        const V values = part.load(c);
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] = fmaf(values[i], factor, -shift);
+      } else {
+        scores(part.load(c), c, z, left(c));
+#pragma unroll
+        for (int i = 0; i < N; ++i) z[i] -= shift;
+      }
+      part.clear(z, c, -INFINITY);
+    };
+    const auto largest = [&](int c) {
+      load(c, 0.f);
+      float max = z[0];
+#pragma unroll
+      for (int i = 1; i < N; ++i) max = fmaxf(max, z[i]);
+      return max;
+    };
+    const auto add = [&](int c, float shift, float(&of_elements)[1][N]) {
+      load(c, shift);
+#pragma unroll
+      for (int i = 0; i < N; ++i) of_elements[0][i] += kSampled ? exp2_approximate(z[i]) : exp_approximate(z[i]);
+    };
+    float sampled = 0.f;
+    if constexpr (kSampled) {
+      sampled = largest_of_some(at.row < params.rows ? x : static_cast<const T*>(params.x), params.cols,
+                                [&](float number) { return __fmul_rn(number, factor); });
+    }
+    const auto of_row = sum_powers<kSampled, 1, N, kCachedThreads / 32>(part, at, sampled, true, largest, add);
+    sum = {of_row.shift, of_row.sums[0]};
+  } else {
+    part.for_each_arriving([&](auto c) {
+      scores(part.load(c), c, z, left(c));
+      sum.add(z);
+    });
+    sum = group_reduce(sum, MaxSum::none(), at.group, warps, warp_max_sum);
+    sum = cluster_reduce(sum, at.cluster, blocks, warp_max_sum);
+  }
+  const Result result(sum, params.log);
   part.store_each(static_cast<T*>(params.y) + at.row * params.cols, [&](auto c) {
-    scores(part.load(c), c, z, left(c));
-    return V::of([&](int i) { return result(z[i]); });
+    if constexpr (kSampled) {
+      const V values = part.load(c);
+      return V::of([&](int i) {
+        const float difference = fmaf(values[i], factor, -sum.max);
+        return params.log ? fmaf(difference, kLogOf2, -result.log_sum) : exp2_approximate(difference) * result.factor;
+      });
+    } else {
+      scores(part.load(c), c, z, left(c));
+      return V::of([&](int i) { return result(z[i]); });
+    }
   });
 }
 
@@ -305,17 +382,26 @@ cudaError_t launch_softmax(const SoftmaxParams& params, cudaStream_t stream) {
     });
   }
   const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 2);
-  const WordPlan words = plan_words(params.cols, sizeof(T), 1);
-  if (!vector && words.words > 0) {
-    return dispatch_int<4, 8, 12, 16>(words.words, [&](auto number) {
-      return launch(softmax_words_kernel<T, decltype(number)::value, kMasked>, words.shape(params.rows), stream, params,
-                    words, keep);
+  const Extent<T> extent(params.x, params.rows, params.x_stride, params.cols);
+  const bool alike = rows_alike<T>(params.rows, {{params.x, params.x_stride}, {params.y, params.cols}});
+  const CoverPlan cover = plan_cover(params.cols, sizeof(T));
+  if (!vector && cover.vectors > 0) {
+    return dispatch_int<1, 2, 3, 4, kCoverVectors>(cover.vectors, [&](auto number) {
+      constexpr int kVectors = decltype(number)::value;
+      const auto with_log = [&](auto log) {
+        constexpr bool kLog = decltype(log)::value;
+        return alike ? softmax_cover_kernel<T, kVectors, kMasked, kLog, true>
+                     : softmax_cover_kernel<T, kVectors, kMasked, kLog, false>;
+      };
+      return launch(params.log ? with_log(std::true_type{}) : with_log(std::false_type{}), cover.shape(params.rows),
+                    stream, params, extent, keep);
     });
   }
-  const RowSplit split = split_row(params.cols, sizeof(T), 1, vector, device, kAloneBytes);
+  RowSplit split = split_row(params.cols, sizeof(T), 1, vector, device, kAloneBytes);
+  split.alike = alike;
   return dispatch_split<T>(split, [&](auto width, auto place) {
     return launch(softmax_long_kernel<T, decltype(width)::value, decltype(place)::value, kMasked>,
-                  split.shape(params.rows), stream, params, split, vector_mask, keep);
+                  split.shape(params.rows), stream, params, split, extent, vector_mask, keep);
   });
 }
 

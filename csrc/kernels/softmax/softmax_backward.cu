@@ -5,8 +5,8 @@
 // grad_y and y [rows, cols] with rows any distance apart, grad_x contiguous; float32, float16 or bfloat16; float32
 // arithmetic. Moves 3 elements per element. Rows as in softmax.cu. A masked column has y = 0, and so no gradient.
 #include "kernels/dispatch.cuh"
+#include "kernels/row_cover.cuh"
 #include "kernels/row_part.cuh"
-#include "kernels/row_words.cuh"
 #include "softmax.h"
 
 namespace llmk::kernels {
@@ -19,6 +19,13 @@ __device__ float add_terms(float sum, const V& grad_y, const V& y, bool log) {
 #pragma unroll
   for (int i = 0; i < N; ++i) terms += log ? grad_y[i] : grad_y[i] * y[i];
   return sum + terms;
+}
+
+// The terms of a vector, each rounded: what is not the row's is left out before they are added up.
+template <int N, typename V>
+__device__ void terms_of(const V& grad_y, const V& y, bool log, float (&terms)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) terms[i] = log ? grad_y[i] : __fmul_rn(grad_y[i], y[i]);
 }
 
 template <typename V>
@@ -60,61 +67,82 @@ __global__ void __launch_bounds__(256) softmax_backward_kernel(const SoftmaxBack
   }
 }
 
-// The same of a row of any alignment, by words.
-template <typename T, int kWords>
-__global__ void __launch_bounds__(kMaxWordThreads, 2)
-    softmax_backward_words_kernel(const SoftmaxBackwardParams params, const WordPlan plan, bool keep_inputs) {
-  using Slot = RowSlot<T, kWords>;
-  using W = typename Slot::Word;
-  extern __shared__ int4 slots[];
-  __shared__ float shared[kMaxWordThreads / 32];
+// The same of a row of any alignment, by the vectors that cover it. kAlike: see row_cover.cuh.
+template <typename T, int kVectors, bool kAlike>
+__global__ void __launch_bounds__(kCoverThreads, kVectors > 3 ? 1 : 2)
+    softmax_backward_cover_kernel(const SoftmaxBackwardParams params, const Extent<T> extent, const Extent<T> y_extent,
+                                  bool keep_inputs) {
+  constexpr int N = kVecWidth<T>;
+  using V = Vec<T, N>;
+  __shared__ WarpSums<N> shared[kCoverThreads / 32];
   const Group group{static_cast<int>(blockDim.x), static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.y)};
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + group.index;
-  const int cols = row < params.rows ? static_cast<int>(params.cols) : 0;
-  Slot grad_y(slots, 0, group, plan.rows_per_block, cols), y(slots, 1, group, plan.rows_per_block, cols);
+  if (row >= params.rows) return;  // only a warp that has a row of its own
+  const T* const grad_y = static_cast<const T*>(params.grad_y) + row * params.grad_y_stride;
+  const T* const y = static_cast<const T*>(params.y) + row * params.y_stride;
+  const Cover<T, kVectors> cover(grad_y, static_cast<int>(params.cols), group);
+  const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
-  const uint64_t policy = l2_policy(keep_inputs);
-  grad_y.copy(static_cast<const T*>(params.grad_y) + row * params.grad_y_stride, policy);
-  y.copy(static_cast<const T*>(params.y) + row * params.y_stride, policy);
-  cp_async_commit();
-  grad_y.pad(0.f);
-  y.pad(0.f);
-  Slot::arrived();
-  W g[kWords], values[kWords];
-  grad_y.load(g);
-  y.load(values);
-  float sum[1] = {0.f};
+  V g[kVectors], values[kVectors];
+  cover.load(grad_y, extent, g, policy);
+  load_beside<kAlike>(cover, y, y_extent, values, policy);
+  float of_elements[1][N] = {};
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) sum[0] = add_terms<Slot::kPerWord>(sum[0], g[i], values[i], params.log);
-  group_sum(sum, group, shared);
+  for (int v = 0; v < kVectors; ++v) {
+    if (!cover.warp_has(v)) continue;
+    float terms[N];
+    terms_of(g[v], values[v], params.log, terms);
+    cover.clear(terms, v, 0.f);
+#pragma unroll
+    for (int i = 0; i < N; ++i) of_elements[0][i] += terms[i];
+  }
+  float sum[1];
+  sum_covering(of_elements, cover.shift, sum, group, shared);
   T* const grad_x = static_cast<T*>(params.grad_x) + row * params.cols;
   const float scale = static_cast<float>(params.scale);
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) g[i] = grad_x_of(g[i], values[i], sum[0], scale, params.log);
-  grad_y.put(grad_x, g);
-  grad_y.store(grad_x);
+  for (int v = 0; v < kVectors; ++v) {
+    if (!cover.warp_has(v)) continue;
+    store_covering<kAlike>(cover, grad_x_of(g[v], values[v], sum[0], scale, params.log), grad_x, v);
+  }
 }
 
 // A row in the shared memory of a cluster, or read twice.
 template <typename T, int N, RowPlace kPlace>
 __global__ void __launch_bounds__(kPlace == RowPlace::kGlobal ? 1024 : kCachedThreads)
-    softmax_backward_long_kernel(const SoftmaxBackwardParams params, const RowSplit split, bool keep_inputs) {
+    softmax_backward_long_kernel(const SoftmaxBackwardParams params, const RowSplit split, const Extent<T> extent,
+                                 const Extent<T> y_extent, bool keep_inputs) {
+  constexpr bool kCovered = kPlace == RowPlace::kCovered;
   extern __shared__ int4 cache[];
   __shared__ float warps[32], blocks[kMaxCluster];
   const RowPosition at(split, params.rows, params.cols);
   const auto* const grad_y = static_cast<const T*>(params.grad_y) + at.row * params.grad_y_stride;
   const auto* const y = static_cast<const T*>(params.y) + at.row * params.y_stride;
-  const RowPart<T, N, kPlace> part(grad_y, at, split, cache);
-  const RowPart<T, N, kPlace> y_part(y, at, split, cache, 1);
+  const RowPart<T, N, kPlace> part(grad_y, at, split, cache, extent);
+  const RowPart<T, N, kPlace> y_part(y, at, split, cache, y_extent, 1);
   at.cluster.arrive();
   pdl_launch_dependents();
   pdl_wait();
   const uint64_t policy = l2_policy(keep_inputs);
   part.prefetch(policy, part, y_part);
   float sum[1] = {0.f};
-  part.for_each_arriving([&](auto c) { sum[0] = add_terms<N>(sum[0], part.load(c), y_part.load(c), params.log); });
-  group_sum(sum, at.group, warps);
+  if constexpr (kCovered) {
+    __shared__ WarpSums<N> of_warps[kCachedThreads / 32];
+    float of_elements[1][N] = {};
+    part.for_each_arriving([&](int c) {
+      const auto g = part.load(c), values = y_part.load(c);
+      float terms[N];
+      terms_of(g, values, params.log, terms);
+      part.clear(terms, c, 0.f);
+#pragma unroll
+      for (int i = 0; i < N; ++i) of_elements[0][i] += terms[i];
+    });
+    sum_covering(of_elements, part.shift(), sum, at.group, of_warps);
+  } else {
+    part.for_each_arriving([&](auto c) { sum[0] = add_terms<N>(sum[0], part.load(c), y_part.load(c), params.log); });
+    group_sum(sum, at.group, warps);
+  }
   const float total = cluster_reduce(sum[0], at.cluster, blocks, [](float x, int lanes) { return warp_sum(x, lanes); });
   const float scale = static_cast<float>(params.scale);
   part.store_each(static_cast<T*>(params.grad_x) + at.row * params.cols,
@@ -146,17 +174,25 @@ cudaError_t softmax_backward(const SoftmaxBackwardParams& params, Dtype dtype, c
                     stream, params);
     }
     const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * 3);
-    const WordPlan words = plan_words(params.cols, sizeof(T), 2);
-    if (!vector && words.words > 0) {
-      return dispatch_int<4, 8, 12, 16>(words.words, [&](auto number) {
-        return launch(softmax_backward_words_kernel<T, decltype(number)::value>, words.shape(params.rows), stream,
-                      params, words, keep);
+    const Extent<T> extent(params.grad_y, params.rows, params.grad_y_stride, params.cols);
+    const Extent<T> y_extent(params.y, params.rows, params.y_stride, params.cols);
+    const bool alike = rows_alike<T>(
+        params.rows,
+        {{params.grad_y, params.grad_y_stride}, {params.y, params.y_stride}, {params.grad_x, params.cols}});
+    const CoverPlan cover = plan_cover(params.cols, sizeof(T));
+    if (!vector && cover.vectors > 0) {
+      return dispatch_int<1, 2, 3, 4, kCoverVectors>(cover.vectors, [&](auto number) {
+        constexpr int kVectors = decltype(number)::value;
+        return launch(alike ? softmax_backward_cover_kernel<T, kVectors, true>
+                            : softmax_backward_cover_kernel<T, kVectors, false>,
+                      cover.shape(params.rows), stream, params, extent, y_extent, keep);
       });
     }
-    const RowSplit split = split_row(params.cols, sizeof(T), 2, vector, device, kAloneBytes);
+    RowSplit split = split_row(params.cols, sizeof(T), 2, vector, device, kAloneBytes);
+    split.alike = alike;
     return dispatch_split<T>(split, [&](auto width, auto place) {
       return launch(softmax_backward_long_kernel<T, decltype(width)::value, decltype(place)::value>,
-                    split.shape(params.rows), stream, params, split, keep);
+                    split.shape(params.rows), stream, params, split, extent, y_extent, keep);
     });
   });
 }
