@@ -11,19 +11,19 @@
 // x [rows, cols] with rows any distance apart, y contiguous; float32, float16 or bfloat16; float32 accumulation.
 // Moves 2 elements per element (4 with a residual): memory is the limit. A group of threads loads a row by 16-byte
 // accesses and keeps it in registers from the reductions to the store. Rows that are not aligned to 16 bytes are kept
-// there as well (row_words.cuh), long ones in shared memory (row_part.cuh). Rows that are too long for that, or short
+// there as well (row_cover.cuh), long ones in shared memory (row_part.cuh). Rows that are too long for that, or short
 // and not aligned, are read once per reduction and once more; all reads but the first mostly hit the cache.
 //
-// The mean is that of the differences to an element of the row, so that it is exact where all elements are equal, and
-// does not cancel where it is large. If that element is far larger than the others, the differences lose the others'
-// last digits. So in float32, and where a row is read more than once, the variance and a correction of the mean are
-// those of the differences to this mean. 16 bits in registers: see scale_of_row().
+// The mean is that of the differences to an element of the row, or to the mean of a few, so that it is exact where all
+// elements are equal, and does not cancel where it is large. If that number is far from the others, the differences
+// lose the others' last digits. So in float32, and where a row is read more than once, the variance and a correction of
+// the mean are those of the differences to this mean. 16 bits in registers: see scale_of_row() and number_near().
 //
 // kCentered is a template parameter in all that follows, since the second reduction costs RMSNorm registers and time.
 #pragma once
 #include "device/ptx.cuh"
+#include "forward_cover.cuh"
 #include "forward_row.cuh"
-#include "forward_words.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
 #include "kernels/row_part.cuh"
@@ -279,16 +279,29 @@ cudaError_t forward(const NormParams& params, Dtype dtype, cudaStream_t stream, 
     const bool vector = all_rows_aligned<T>(row_operands(params));
     const Sum sum = params.residual ? Sum::kBefore : params.target ? Sum::kAfter : Sum::kNone;
     if (!vector) {
-      const int slots = sum == Sum::kNone ? 1 : 2;
-      const WordPlan words = plan_words(params.cols, sizeof(T), slots);
-      if (words.words > 0) {
-        LaunchShape shape = words.shape(params.rows);
-        shape.may_overlap = may_overlap;
-        const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * slots * 2);
-        return dispatch_int<4, 8, 12, 16>(words.words, [&](auto number) {
+      auto cover = plan_forward_cover<T>(params, sum, kCentered, device);
+      if (cover.plan.vectors > 0) {
+        cover.shape.may_overlap = may_overlap;
+        const int64_t operands = sum == Sum::kNone ? 2 : 4;
+        const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * operands);
+        const RowOperand other = params.residual ? RowOperand{params.residual, params.residual_stride}
+                                                 : RowOperand{params.addend, params.addend_stride};
+        const bool alike = rows_alike<T>(params.rows, {{params.x, params.x_stride},
+                                                       other,
+                                                       {params.target, params.target_stride},
+                                                       {params.y, params.cols},
+                                                       {params.sum, params.cols}});
+        const Extent<T> extent(params.x, params.rows, params.x_stride, params.cols);
+        const Extent<T> other_extent(other.pointer, params.rows, other.stride, params.cols);
+        const int64_t least_stride = other.pointer ? std::min(params.x_stride, other.stride) : params.x_stride;
+        return dispatch_int<1, 2, 3, 4, 5, 6>(cover.plan.vectors, [&](auto vectors) {
           return dispatch_sum<kCentered>(sum, [&](auto sum_tag) {
-            return launch(norm_words_kernel<T, decltype(number)::value, kCentered, decltype(sum_tag)::value>, shape,
-                          stream, params, words, keep);
+            constexpr int kVectors = decltype(vectors)::value;
+            constexpr Sum kSum = decltype(sum_tag)::value;
+            return launch(alike ? norm_cover_kernel<T, kVectors, kCentered, kSum, true>
+                                : norm_cover_kernel<T, kVectors, kCentered, kSum, false>,
+                          cover.shape, stream, params, extent, other_extent, 1.f / static_cast<float>(params.cols),
+                          least_stride, keep);
           });
         });
       }

@@ -109,6 +109,12 @@ struct Row {
         sum(static_cast<T*>(params.sum) + row * params.cols),
         target(static_cast<T*>(params.target) + row * params.target_stride) {}
 
+  // Goes on to a row further on.
+  __device__ void advance(const NormParams& params, int64_t rows) {
+    x += rows * params.x_stride, residual += rows * params.residual_stride, addend += rows * params.addend_stride;
+    y += rows * params.cols, sum += rows * params.cols, target += rows * params.target_stride;
+  }
+
   template <int N>
   __device__ Vec<T, N> load(bool has_residual, int64_t c) const {
     using V = Vec<T, N>;
