@@ -11,32 +11,33 @@
 // bfloat16; float32 arithmetic. Moves 3 elements per element (4 with grad_sum), plus a float32 row of each partial sum
 // per block.
 //
-// Rows that fit a block take a persistent grid, aligned ones by vectors (backward_persistent.cuh), others by words
-// (backward_words.cuh). The rest takes two kernels (backward_long.cuh). Partial sums are added in a fixed order; no
-// atomics.
+// Rows that fit a block take a persistent grid, aligned ones by vectors (backward_persistent.cuh), others by the
+// vectors that cover them (backward_cover.cuh). The rest, and short rows that are not aligned, takes two kernels
+// (backward_long.cuh). Partial sums are added in a fixed order; no atomics.
 #pragma once
 #include <algorithm>
 
 #include "backward.h"
+#include "backward_cover.cuh"
 #include "backward_long.cuh"
 #include "backward_persistent.cuh"
-#include "backward_words.cuh"
 #include "kernels/column_sum.cuh"
 #include "kernels/dispatch.cuh"
 
 namespace llmk::kernels::norm {
 
-// How the rows are processed: by vectors, by words, or, where neither has room for one, from global memory each time.
+// How the rows are processed: by vectors, by the vectors that cover them, or, where neither is for them, by two
+// kernels.
 struct BackwardPlan {
   PersistentPlan vectors{};
-  BackwardWordPlan words{};
+  BackwardCoverPlan cover{};
   int64_t blocks = 0;  // of a persistent grid, each of which leaves one row of partial sums
 };
 
 template <typename T, bool kCentered>
 cudaError_t plan_backward(const NormBackwardParams& params, BackwardPlan& plan) {
   if (!all_rows_aligned<T>(row_operands(params))) {
-    return plan_backward_words<T, kCentered>(params, plan.words, plan.blocks);
+    return plan_backward_cover<T, kCentered>(params, plan.cover, plan.blocks);
   }
   const cudaError_t status = plan_persistent<T, kCentered>(params, plan.vectors);
   if (plan.vectors.row.vectors > 0) plan.blocks = plan.vectors.blocks;
@@ -73,8 +74,8 @@ cudaError_t backward(const NormBackwardParams& params, Dtype dtype, cudaStream_t
     if (status != cudaSuccess) return status;
     if (plan.vectors.row.vectors > 0) {
       status = launch_persistent<T, kCentered>(plan.vectors, params, stream);
-    } else if (plan.words.words > 0) {
-      status = launch_words<T, kCentered>(plan.words, plan.blocks, params, stream);
+    } else if (plan.cover.vectors > 0) {
+      status = launch_cover<T, kCentered>(plan.cover, plan.blocks, params, stream);
     } else {
       status = launch_long<T, kCentered>(params, stream);
     }

@@ -13,16 +13,17 @@ struct Scalars {
 };
 
 // sums: of d^2, g d and, centered, d, where d = x - mean. The sum of d would be 0 if the mean were exact: what it is
-// corrects the mean and all that was made from it.
+// corrects the mean and all that was made from it. What the compiler may contract is said outright, so that all kernels
+// get the same from the same sums.
 template <bool kCentered, int kSums>
 __device__ inline Scalars row_scalars(const float (&sums)[kSums], float mean, float mean_g, float inverse_cols,
                                       float eps) {
   if constexpr (kCentered) {
-    const float error = sums[2] * inverse_cols;
-    const float rstd = rsqrtf(fmaxf(sums[0] * inverse_cols - error * error, 0.f) + eps);
-    return {mean + error, rstd, mean_g, (sums[1] * inverse_cols - error * mean_g) * rstd};
+    const float error = __fmul_rn(sums[2], inverse_cols);
+    const float rstd = rsqrtf(fmaxf(fmaf(-error, error, __fmul_rn(sums[0], inverse_cols)), 0.f) + eps);
+    return {mean + error, rstd, mean_g, fmaf(-error, mean_g, __fmul_rn(sums[1], inverse_cols)) * rstd};
   } else {
-    const float rstd = rsqrtf(sums[0] * inverse_cols + eps);
+    const float rstd = rsqrtf(fmaf(sums[0], inverse_cols, eps));
     return {0.f, rstd, 0.f, sums[1] * inverse_cols * rstd};
   }
 }
