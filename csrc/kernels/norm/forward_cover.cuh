@@ -170,7 +170,9 @@ __global__ void __launch_bounds__(forward_cover_threads(kSum), kForwardCoverBloc
   }
 }
 
-// The groups of a block are at most as many as there are rows for it; blocks are a multiple of N.
+// The groups of a block are at most as many as there are rows for it; blocks are a multiple of N. The grid is
+// persistent, but may start early: of blocks with as many registers as most have, no more fit an SM than there are for
+// each.
 struct ForwardCoverShape {
   CoverPlan plan;
   LaunchShape shape;

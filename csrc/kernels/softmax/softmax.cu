@@ -196,7 +196,8 @@ __global__ void __launch_bounds__(kVectors > 3 ? kCoverThreads : 512, kMasked ? 
   cover.load(x, extent, values, policy);
   const Scores<T, N, kMasked, kMasked> scores(params, row, false);
   float z[kVectors][N], sum[1];
-  // z becomes z - shift, or its power.
+  // Sums up the powers of the differences that differences_of(v) leaves in z[v], and leaves those that y is made of:
+  // the powers, or for the logarithm the differences.
   const auto sum_up = [&](const auto& differences_of, const auto& power_of, WarpSums<N>* shared) {
     float of_elements[1][N] = {};
 #pragma unroll
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kVectors > 3 ? kCoverThreads : 512, kMasked ? 
     }
     sum_covering(of_elements, cover.shift, sum, group, shared);
   };
-  // Of the largest number of the row, or of what `number_of` makes of them.
+  // The shift for the largest number of the row, of those that numbers_of(v) leaves in z[v].
   const auto look_for_max = [&](const auto& numbers_of) {
     float max = -INFINITY;
 #pragma unroll
