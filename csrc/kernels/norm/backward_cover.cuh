@@ -66,8 +66,8 @@ __device__ inline int only_here(int number) {
 }
 
 // An address in shared memory that ptxas takes for any number of this lane. Of an address that is a sum, it would leave
-// the part that is the same in all lanes to the instruction of cp.async, and the GPU refuses what ptxas 13.0 makes
-// then.
+// the part that is the same in all lanes to the instruction of cp.async; with those of ptxas 13.0, the kernel ended
+// with an illegal instruction on an H200.
 __device__ inline uint32_t lane_address(const void* shared) {
   return __shfl_sync(0xffffffffu, shared_address(shared), threadIdx.x % 32);
 }
