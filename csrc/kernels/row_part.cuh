@@ -208,6 +208,22 @@ class RowPart {
   Index first_, end_, step_, chunk_;
 };
 
+// Stores make(c) to columns [begin, end) of `target`, by its aligned vectors, whose columns may be others than a
+// part's: make() gets some outside of the row, too.
+template <typename T, typename Make>
+__device__ void store_to_aligned(T* target, int begin, int end, const Group& group, const Make& make) {
+  constexpr int N = kVecWidth<T>;
+  const int from = begin - misalignment(target + begin), count = (end - from + N - 1) / N;
+  // Two at a time, since what makes the second can not be loaded behind the store of the first.
+  for (int v = group.rank; v < count; v += 2 * group.threads) {
+    const int c = from + v * N, next = from + (v + group.threads) * N;
+    const bool both = next < end;
+    const auto first = make(c), second = both ? make(next) : Vec<T, N>{};
+    store_aligned(first, target, c, begin, end);
+    if (both) store_aligned(second, target, next, begin, end);
+  }
+}
+
 // The same for a row of any alignment, in shared memory. What a vector has behind the end of the row is 0.
 template <typename T, int N>
 class RowPart<T, N, RowPlace::kShifted> {
@@ -246,18 +262,9 @@ class RowPart<T, N, RowPlace::kShifted> {
   __device__ void for_each_arriving(const Visit& visit, bool wanted = true) const {
     for_chunks_from<0>(visit, wanted);
   }
-  // Stores to the aligned vectors of `target`, whose columns are others: make() gets some outside of the row, too.
   template <typename Make>
   __device__ void store_each(T* target, const Make& make) const {
-    const int from = begin_ - misalignment(target + begin_), count = vectors(from);
-    // Two at a time, since what makes the second can not be loaded behind the store of the first.
-    for (int v = group_.rank; v < count; v += 2 * group_.threads) {
-      const int c = from + v * N, next = from + (v + group_.threads) * N;
-      const bool both = next < end_;
-      const V first = make(c), second = both ? make(next) : V{};
-      store_aligned(first, target, c, begin_, end_);
-      if (both) store_aligned(second, target, next, begin_, end_);
-    }
+    store_to_aligned<T>(target, begin_, end_, group_, make);
   }
 
  private:
@@ -373,18 +380,9 @@ class RowPart<T, N, RowPlace::kCovered> {
       for_chunk(chunk, [&](int v) { visit(column(v)); });
     }
   }
-  // Stores to the aligned vectors of `target`, which may have other columns.
   template <typename Make>
   __device__ void store_each(T* target, const Make& make) const {
-    const int end = begin_ + cols_, from = begin_ - misalignment(target + begin_), count = (end - from + N - 1) / N;
-    // Two at a time, since what makes the second can not be loaded behind the store of the first.
-    for (int v = group_.rank; v < count; v += 2 * group_.threads) {
-      const int c = from + v * N, next = from + (v + group_.threads) * N;
-      const bool both = next < end;
-      const V first = make(c), second = both ? make(next) : V{};
-      store_aligned(first, target, c, begin_, end);
-      if (both) store_aligned(second, target, next, begin_, end);
-    }
+    store_to_aligned<T>(target, begin_, begin_ + cols_, group_, make);
   }
 
  private:
