@@ -275,6 +275,12 @@ __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered)
     }
     const auto load = [&](int operand, int v) { return V::load(slot(stage, operand, v)); };
     V x[kVectors], grad_y[kVectors];
+    const auto load_to_sum = [&](int v) {
+      x[v] = load(0, v), grad_y[v] = load(1, v);
+      const Scales scale = load_scales(v);
+      clear(x[v], grad_y[v], v);
+      return scale;
+    };
     // What the compiler may contract is said outright: kernels with and without kAlike give the same bits.
     float mean = 0.f, mean_g = 0.f;
     if constexpr (kCentered) {
@@ -282,9 +288,7 @@ __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered)
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         if (!warp_has(v)) continue;
-        x[v] = load(0, v), grad_y[v] = load(1, v);
-        const Scales scale = load_scales(v);
-        clear(x[v], grad_y[v], v);
+        const Scales scale = load_to_sum(v);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           of_elements[0][i] += x[v][i];
@@ -298,9 +302,7 @@ __global__ void __launch_bounds__(backward_cover_threads<T>(kVectors, kCentered)
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (!warp_has(v)) continue;
-      x[v] = load(0, v), grad_y[v] = load(1, v);
-      const Scales scale = load_scales(v);
-      clear(x[v], grad_y[v], v);
+      const Scales scale = load_to_sum(v);
       float d[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) d[i] = centered<kCentered>(x[v][i], mean);
