@@ -88,7 +88,6 @@ template <typename T>
 struct Extent {
   const T *begin, *end;
 
-  Extent() = default;
   __host__ __device__ Extent(const void* data, int64_t rows, int64_t stride, int64_t cols)
       : begin(static_cast<const T*>(data)), end(begin + (rows - 1) * stride + cols) {}
 };

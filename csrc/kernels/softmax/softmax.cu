@@ -175,7 +175,8 @@ __global__ void __launch_bounds__(kShortThreads, kMasked ? 1 : 4)
   }
 }
 
-// The same of a row of any alignment, by the vectors that cover it. kAlike: see row_cover.cuh.
+// The same of a row of any alignment, by the vectors that cover it. The launch bounds leave a thread of up to three
+// vectors 64 registers, and of more 80. kAlike: see row_cover.cuh.
 template <typename T, int kVectors, bool kMasked, bool kLog, bool kAlike>
 __global__ void __launch_bounds__(kVectors > 3 ? kCoverThreads : 512, kMasked ? 1 : 2)
     softmax_cover_kernel(const SoftmaxParams params, const Extent<T> extent, bool keep_inputs) {
