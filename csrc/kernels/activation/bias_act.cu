@@ -6,18 +6,21 @@
 //
 // The roundings of the forward are those of eager PyTorch, bitwise where it is gated. Rows any distance apart, so a
 // packed [gate | up] is the same kernel, y contiguous; float32, float16 or bfloat16; float32 arithmetic. Forward as in
-// glu.cu. In the backward each thread has one vector of columns and goes over a range of rows, with the sums for the
-// biases in registers: nothing is read twice. Partial sums are added in a fixed order.
+// glu.cu. In the backward each thread has one vector of columns and goes over some rows, with its sums for the biases:
+// nothing is read twice. Partial sums are added in a fixed order.
 #include "bias_act.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "activation.cuh"
 #include "device/ptx.cuh"
+#include "device/shifted.cuh"
 #include "device/vec.cuh"
 #include "kernels/column_sum.cuh"
 #include "kernels/dispatch.cuh"
 #include "kernels/launch.h"
+#include "kernels/row_cover.cuh"
 
 namespace llmk::kernels {
 
@@ -60,88 +63,174 @@ __global__ void __launch_bounds__(kThreads, !kAligned ? kSkewedBlocksPerSm
   }
 }
 
-// Block (s, p) takes strip s of the columns, a vector per thread, over the p-th range of rows.
+// How the backward lies over a matrix: blocks are split over parts of the rows, and over strips of the vectors that
+// cover a row. The warps of a block share the rows of its part, and each thread has one vector of columns. All rows of
+// a part start at the same place of a vector, as every classes-th row does.
+struct BackwardPlan {
+  int width;         // elements of a vector; 1 where the rows of the operands do not all start at the same place
+  unsigned classes;  // of rows by where they start; part p has rows of class p % classes
+  int64_t strips;
+};
+
+// The threads of a block that are side by side in a row: a warp, or all of them where a vector is one element.
+template <int N>
+constexpr int kStrip = N == 1 ? kThreads : 32;
+
+template <int N>
+struct alignas(N == 1 ? 4 : 16) Sums {
+  float of[N];
+};
+
 template <typename Act, typename T, int N, bool kGated>
-__global__ void __launch_bounds__(kThreads)
-    bias_act_backward_kernel(const BiasActBackwardParams params, unsigned strips, bool keep_inputs) {
+__global__ void __launch_bounds__(kThreads, kGated ? 3 : 4)
+    bias_act_backward_kernel(const BiasActBackwardParams params, unsigned strips, unsigned classes, bool keep_inputs) {
   using V = Vec<T, N>;
+  constexpr int kGroups = kThreads / kStrip<N>;  // of threads, each with rows of its own
+  // Rows that are loaded before the first of them is stored: single elements are few bytes under way.
+  constexpr int kAhead = N == 1 ? 8 : 1;
+  // The sums of a thread so far. In registers they would be as many as a vector has elements, too many for three or
+  // four blocks on an SM.
+  __shared__ Sums<N> gate_sums[kThreads], up_sums[kGated ? kThreads : 1];
   const uint64_t policy = l2_policy(keep_inputs);
   pdl_launch_dependents();
   pdl_wait();
-  const auto [part, col] = vector_position<N, false>(strips);
-  if (col >= params.cols) return;
-  const V gate_bias = load_bias<T, N>(params.gate_bias, col), up_bias = load_bias<T, N>(params.up_bias, col);
-  const int64_t begin = params.rows * part / params.partial_rows, end = params.rows * (part + 1) / params.partial_rows;
-  float gate_sums[N] = {}, up_sums[N] = {};
-  // Rows that are loaded before the first of them is stored: single elements are few bytes under way. (Vectors for rows
-  // that are not aligned, each part with rows of one alignment, took 113 us instead of 92 for bias_gelu 8192x4097.)
-  constexpr int kAhead = N == 1 ? 8 : 1;
-#pragma unroll(N == 1 ? 1 : 2)
-  for (int64_t first = begin; first < end; first += kAhead) {
-    V grad_y[kAhead], gate[kAhead], up[kAhead];
-#pragma unroll
-    for (int r = 0; r < kAhead; ++r) {
-      const int64_t row = kAhead == 1 ? first : min(first + r, end - 1);
-      const auto load = [&, col = col](const void* rows, int64_t stride) {
-        return V::load(static_cast<const T*>(rows) + row * stride + col, policy);
-      };
-      grad_y[r] = load(params.grad_y, params.grad_y_stride);
-      gate[r] = load(params.gate, params.gate_stride);
-      if constexpr (kGated) up[r] = load(params.up, params.up_stride);
+  const unsigned part = blockIdx.x / strips, strip = blockIdx.x - part * strips, part_class = part % classes;
+  const int rank = threadIdx.x % kStrip<N>, group = threadIdx.x / kStrip<N>;
+  const auto* const first_row = static_cast<const T*>(params.grad_gate) + part_class * params.grad_stride;
+  const int64_t col = (static_cast<int64_t>(strip) * kStrip<N> + rank) * N - (N == 1 ? 0 : misalignment(first_row));
+  // Elements [from, to) of the vector lie in the row.
+  const int from = col < 0 ? static_cast<int>(-col) : 0;
+  const int to = static_cast<int>(max(min(params.cols - col, int64_t{N}), int64_t{0}));
+
+  // Of the rows of the class: the part has [begin, end), and the group every kGroups-th of these.
+  const auto of_class = [&](int64_t count) { return (count - part_class + classes - 1) / classes; };
+  const int64_t rows = of_class(params.rows), parts = of_class(params.partial_rows), index = part / classes;
+  const int64_t begin = rows * index / parts, end = rows * (index + 1) / parts;
+  const int count = to == 0 ? 0 : static_cast<int>((end - begin - group + kGroups - 1) / kGroups);
+  const int64_t step = static_cast<int64_t>(kGroups) * classes;
+  const auto at = [&, row = part_class + classes * (begin + group), col = col](auto* tensor, int64_t stride) {
+    return static_cast<T*>(const_cast<void*>(tensor)) + row * stride + col;
+  };
+  const T *grad_y = at(params.grad_y, params.grad_y_stride), *gate = at(params.gate, params.gate_stride),
+          *up = at(params.up, params.up_stride);
+  T *grad_gate = at(params.grad_gate, params.grad_stride), *grad_up = at(params.grad_up, params.grad_stride);
+  // Vectors are loaded whole, also where some of their elements are a neighbour's, but for those that lie in part
+  // outside of the tensor: one of its first row, and one of its last.
+  const bool has_first = part_class + begin + group == 0;
+  const bool has_last = part_class + classes * (end - 1) == params.rows - 1 && (end - 1 - begin) % kGroups == group;
+  const int outside_first = from > 0 && has_first ? 0 : -1, outside_last = to < N && has_last ? count - 1 : -1;
+
+  const auto load_bias = [&, col = col](const void* bias) {
+    if (!bias || to == 0) return V::of([](int) { return 0.f; });
+    if constexpr (N == 1) {
+      return V::load(static_cast<const T*>(bias) + col);
+    } else {
+      return load_shifted(static_cast<const T*>(bias) + col, 0, from, to);
     }
+  };
+  const V gate_bias = load_bias(params.gate_bias), up_bias = load_bias(params.up_bias);
+  gate_sums[threadIdx.x] = {};
+  if constexpr (kGated) up_sums[threadIdx.x] = {};
+
+  for (int i = 0; i < count; i += kAhead) {
+    struct {
+      V grad_y, gate, up;
+    } in[kAhead];
 #pragma unroll
     for (int r = 0; r < kAhead; ++r) {
-      if (kAhead > 1 && first + r >= end) break;
-      const int64_t out = (first + r) * params.grad_stride + col;
-      const V g = add(gate[r], gate_bias);
-      V u;
-      if constexpr (kGated) u = add(up[r], up_bias);
-      float value[N], slope[N];
-#pragma unroll
-      for (int i = 0; i < N; ++i) Act::template value_and_slope<T>(g[i], value[i], slope[i]);
-      const V grad_gate = V::of([&](int i) { return (kGated ? grad_y[r][i] * u[i] : grad_y[r][i]) * slope[i]; });
-      grad_gate.store(static_cast<T*>(params.grad_gate) + out);
-#pragma unroll
-      for (int i = 0; i < N; ++i) gate_sums[i] += grad_gate[i];
-      if constexpr (kGated) {
-        const V grad_up = V::of([&](int i) { return grad_y[r][i] * value[i]; });
-        grad_up.store(static_cast<T*>(params.grad_up) + out);
-#pragma unroll
-        for (int i = 0; i < N; ++i) up_sums[i] += grad_up[i];
+      if (kAhead > 1 && i + r >= count) break;
+      const T *const grad_y_r = grad_y + r * step * params.grad_y_stride,
+                     *const gate_r = gate + r * step * params.gate_stride,
+                     *const up_r = up + r * step * params.up_stride;
+      const bool is_inside = N == 1 || (i + r != outside_first && i + r != outside_last);
+      if (is_inside) {
+        in[r].grad_y = V::load(grad_y_r, policy);
+        in[r].gate = V::load(gate_r, policy);
+        if constexpr (kGated) in[r].up = V::load(up_r, policy);
+      }
+      if constexpr (N > 1) {
+        if (!is_inside) {
+          in[r].grad_y = load_elements(grad_y_r, 0, from, to);
+          in[r].gate = load_elements(gate_r, 0, from, to);
+          if constexpr (kGated) in[r].up = load_elements(up_r, 0, from, to);
+        }
       }
     }
+#pragma unroll
+    for (int r = 0; r < kAhead; ++r) {
+      if (kAhead > 1 && i + r >= count) break;
+      const auto store = [&](const V& value, T* vector) {
+        vector += r * step * params.grad_stride;
+        if constexpr (N == 1) {
+          value.store(vector);
+        } else {
+          store_aligned(value, vector, 0, from, to);
+        }
+      };
+      const auto add_to = [](Sums<N>& shared, const V& value) {
+        Sums<N> sums = shared;
+#pragma unroll
+        for (int n = 0; n < N; ++n) sums.of[n] += value[n];
+        shared = sums;
+      };
+      const V g = add(in[r].gate, gate_bias);
+      V u;
+      if constexpr (kGated) u = add(in[r].up, up_bias);
+      float value[N], slope[N];
+#pragma unroll
+      for (int n = 0; n < N; ++n) Act::template value_and_slope<T>(g[n], value[n], slope[n]);
+      const V grad_g = V::of([&](int n) { return (kGated ? in[r].grad_y[n] * u[n] : in[r].grad_y[n]) * slope[n]; });
+      store(grad_g, grad_gate);
+      add_to(gate_sums[threadIdx.x], grad_g);
+      if constexpr (kGated) {
+        const V grad_u = V::of([&](int n) { return in[r].grad_y[n] * value[n]; });
+        store(grad_u, grad_up);
+        add_to(up_sums[threadIdx.x], grad_u);
+      }
+    }
+    grad_y += kAhead * step * params.grad_y_stride;
+    gate += kAhead * step * params.gate_stride;
+    up += kAhead * step * params.up_stride;
+    grad_gate += kAhead * step * params.grad_stride;
+    grad_up += kAhead * step * params.grad_stride;
   }
+
+  __syncthreads();
+  // Group n adds up element n of every vector.
   auto* partial = static_cast<float*>(params.partials) + part * params.cols + col;
-  if (params.grad_gate_bias) {
+  const auto leave = [&](const Sums<N>* sums) {
+    if (group >= from && group < to) {
+      float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) partial[i] = gate_sums[i];
+      for (int g = 0; g < kGroups; ++g) sum += sums[g * kStrip<N> + rank].of[group];
+      partial[group] = sum;
+    }
     partial += params.partial_rows * params.cols;
-  }
-  if (kGated && params.grad_up_bias) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) partial[i] = up_sums[i];
-  }
+  };
+  static_assert(kGroups >= N);
+  if (params.grad_gate_bias) leave(gate_sums);
+  if (kGated && params.grad_up_bias) leave(up_sums);
 }
 
 RowOperands row_operands(const BiasActParams& p) {
   return {p.rows, p.cols, {{p.gate, p.gate_stride}, {p.up, p.up_stride}, {p.gate_bias}, {p.up_bias}, {p.y}}};
 }
 
-RowOperands row_operands(const BiasActBackwardParams& p) {
-  return {p.rows,
-          p.cols,
-          {{p.grad_y, p.grad_y_stride},
-           {p.gate, p.gate_stride},
-           {p.up, p.up_stride},
-           {p.gate_bias},
-           {p.up_bias},
-           {p.grad_gate, p.grad_stride},
-           {p.grad_up, p.grad_stride}}};
-}
-
-int64_t count_strips(int64_t cols, int width) {
-  const int64_t strip = static_cast<int64_t>(kThreads) * width;
-  return (cols + strip - 1) / strip;
+template <typename T>
+BackwardPlan backward_plan(const BiasActBackwardParams& p) {
+  constexpr int N = kVecWidth<T>;
+  const bool alike = rows_alike<T>(p.rows, {{p.grad_y, p.grad_y_stride},
+                                            {p.gate, p.gate_stride},
+                                            {p.up, p.up_stride},
+                                            {p.grad_gate, p.grad_stride},
+                                            {p.grad_up, p.grad_stride}});
+  const bool aligned = alike && p.cols % N == 0 && rows_aligned(p.grad_gate, p.grad_stride, p.rows, sizeof(T));
+  // Around a row lie others of its tensor, and not the row itself.
+  const bool apart = p.rows == 1 || std::min({p.grad_y_stride, p.gate_stride, p.up ? p.up_stride : p.cols}) >= p.cols;
+  const auto strips = [](int64_t vectors, int strip) { return (vectors + strip - 1) / strip; };
+  if (!alike || !(aligned || apart)) return {1, 1, strips(p.cols, kStrip<1>)};
+  const int64_t vectors = aligned ? p.cols / N : covering_vectors(p.cols, N);
+  return {N, static_cast<unsigned>(N / std::gcd<int64_t>(N, p.grad_stride)), strips(vectors, kStrip<N>)};
 }
 
 }  // namespace
@@ -166,11 +255,13 @@ cudaError_t bias_act_backward_partial_rows(const BiasActBackwardParams& params, 
   DeviceInfo device;
   if (const cudaError_t status = device_info(device); status != cudaSuccess) return status;
   return dispatch_dtype(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const int64_t strips = count_strips(params.cols, all_rows_aligned<T>(row_operands(params)) ? kVecWidth<T> : 1);
-    // Blocks to fill the GPU once, and no sum over more than 1024 rows, for accuracy.
-    const int64_t wanted = std::max<int64_t>(8 * device.sm_count / strips, params.rows / 1024);
-    partial_rows = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, params.rows));
+    const BackwardPlan plan = backward_plan<typename decltype(tag)::type>(params);
+    const int64_t strips = std::max<int64_t>(plan.strips, 1), groups = plan.width == 1 ? 1 : kThreads / 32;
+    // Blocks to fill the GPU twice, and no thread with more than 1024 rows, for accuracy. Each class of rows has
+    // equally many parts.
+    const int64_t wanted = std::max<int64_t>(8 * device.sm_count / strips, params.rows / (1024 * groups));
+    const int64_t even = (wanted + plan.classes - 1) / plan.classes * plan.classes;
+    partial_rows = std::clamp<int64_t>(even, 1, std::max<int64_t>(1, params.rows));
     return cudaSuccess;
   });
 }
@@ -183,17 +274,17 @@ cudaError_t bias_act_backward(const BiasActBackwardParams& params, Activation ac
   return dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = kVecWidth<T>;
-    const bool vector = all_rows_aligned<T>(row_operands(params));
-    const int64_t strips = count_strips(params.cols, vector ? N : 1);
+    const BackwardPlan plan = backward_plan<T>(params);
     const bool keep = keeps_inputs(device, params.rows * params.cols * sizeof(T) * (params.up ? 5 : 3));
     const cudaError_t status = dispatch_activation(activation, [&](auto act) {
       using Act = decltype(act);
+      const bool vector = plan.width > 1;
       const auto kernel =
           params.up
               ? (vector ? bias_act_backward_kernel<Act, T, N, true> : bias_act_backward_kernel<Act, T, 1, true>)
               : (vector ? bias_act_backward_kernel<Act, T, N, false> : bias_act_backward_kernel<Act, T, 1, false>);
-      return launch(kernel, {strips * params.partial_rows, dim3(kThreads)}, stream, params,
-                    static_cast<unsigned>(strips), keep);
+      return launch(kernel, {plan.strips * params.partial_rows, dim3(kThreads)}, stream, params,
+                    static_cast<unsigned>(plan.strips), plan.classes, keep);
     });
     if (status != cudaSuccess) return status;
     return column_sum<T>(
