@@ -119,6 +119,22 @@ def test_batches_of_mixed_lengths(device, batch, dtype):
     check(make(device, dtype, lengths))
 
 
+@pytest.mark.gpu
+@every_dtype
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "batch, length, shorter", [(100, 1, 1), (41, 64, 1), (90, 200, 9), (50, 700, 60), (27, 333, 13)]
+)
+def test_many_sequences_of_as_many_tiles_on_a_gpu(batch, length, shorter, head_dim, dtype):
+    """More of them than a GPU has blocks: each attends to some alone before all share what is left."""
+    lengths = [length - b % shorter for b in range(batch)]
+    inputs = make("cuda", dtype, lengths, heads=32, kv_heads=16, head_dim=head_dim, capacity=length + 5)
+    for options in ({}, {"window_size": (50, 0)}):
+        check(inputs, **options)
+    again = decode_attention(*inputs)
+    assert_same(decode_attention(*inputs), again)
+
+
 @every_dtype
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1024])
 @pytest.mark.parametrize("head_dim", [64, 128])

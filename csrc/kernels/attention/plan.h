@@ -94,7 +94,7 @@ constexpr int kPdlTiles = 1;
 //     40 x 32                    |  17.5         17.4                  |  20.6      17.0
 //     64 x 128                   |                                     |  97.1      87.6
 constexpr int kSwitchTiles = 2;  // of a block go by while it ends a work tile and begins the next
-constexpr int kFewTiles = 4;     // of each block of a cluster
+constexpr int kFewTiles = 4;     // of a block, in a decode step or in a cluster
 constexpr int kManyTiles = 32;   // of a work tile
 // Outside of a decode step (not `fused`) no ring is filled before the previous kernel has ended. There blocks without a
 // cluster take more tiles, and a larger ring helps where it holds what a block has, or where memory is at its limit
@@ -114,6 +114,13 @@ constexpr int kManyTiles = 32;   // of a work tile
 //   256                                                |   0.90 | 0.99 | 1.02         | 1.03         | 0.99 to 1.03
 //   384 to 2048                                        |   0.90 | 0.93 | 0.95 to 1.04 | 0.95 to 1.05 | 1.01 to 1.10
 //
+//   us; dealt out, 5 to 6 tiles of a block             | kLessThanHalf  | kSmallShared
+//   ---------------------------------------------------|----------------|-------------
+//   512 x 3 keys of 64                                 |           15.1 |         13.8
+//   496 x 3 keys of 128                                |           15.5 |         14.7
+//   704 x 2                                            |           16.8 |         15.6
+//   720 x 2 keys of 64                                 |           17.9 |         16.0
+//
 //   us; work tiles x KV tiles                          | a cluster each | dealt out
 //   ---------------------------------------------------|----------------|----------
 //   128 x  5, clusters of one                          |            8.3 |       9.3
@@ -121,7 +128,8 @@ constexpr int kManyTiles = 32;   // of a work tile
 //   128 x 13                                           |           18.5 |      15.7
 //    64 x 13, clusters of two                          |           11.3 |      11.0
 constexpr int kFewTilesAlone = 8;   // of a block without a cluster
-constexpr int kShortPartTiles = 5;  // of a block, on average
+constexpr int kShortPartTiles = 5;  // of a block, on average; one more where work tiles have at most kShortWorkTiles
+constexpr int kShortWorkTiles = 3;
 // KV tiles of a block that is alone on its SM for which a ring of kSmallShared is enough. A larger one has all of few
 // tiles under way before the previous kernel has ended, but leaves the linears before and behind less room to overlap.
 // us per token, an H200, 512 tokens of context, "tiles" for each block at the capacity of the cache:
@@ -195,7 +203,8 @@ inline DecodePlan plan_decode_attention(const DecodeProblem& p, const DeviceInfo
       plan.clusters = blocks_per_sm * device.clusters[plan.cluster];
       // fused: in a decode step, where the next linear's blocks are to start early.
       const int64_t blocks = int64_t{plan.clusters} * plan.cluster, part = work_tiles * tiles / blocks;
-      const bool many = work_tiles > device.sm_count, is_short = part < kShortPartTiles * (has_room(1) ? 2 : 1);
+      const int short_part = tiles <= kShortWorkTiles ? kShortPartTiles + 1 : kShortPartTiles;
+      const bool many = work_tiles > device.sm_count, is_short = part < short_part * (has_room(1) ? 2 : 1);
       const bool is_deep = many ? !p.fused && !is_short : tiles > kManyTiles;
       if (is_small) bytes = is_deep ? kLessThanHalf : kSmallShared;
     }
