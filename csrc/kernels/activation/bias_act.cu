@@ -225,8 +225,9 @@ BackwardPlan backward_plan(const BiasActBackwardParams& p) {
                                             {p.grad_gate, p.grad_stride},
                                             {p.grad_up, p.grad_stride}});
   const bool aligned = alike && p.cols % N == 0 && rows_aligned(p.grad_gate, p.grad_stride, p.rows, sizeof(T));
-  // Around a row lie others of its tensor, and not the row itself.
-  const bool apart = p.rows == 1 || std::min({p.grad_y_stride, p.gate_stride, p.up ? p.up_stride : p.cols}) >= p.cols;
+  // Only vectors of the first row may begin before the tensor, and of the last one end behind it.
+  const int64_t least_stride = std::min({p.grad_y_stride, p.gate_stride, p.up ? p.up_stride : p.gate_stride});
+  const bool apart = p.rows == 1 || least_stride >= N;
   const auto strips = [](int64_t vectors, int strip) { return (vectors + strip - 1) / strip; };
   if (!alike || !(aligned || apart)) return {1, 1, strips(p.cols, kStrip<1>)};
   const int64_t vectors = aligned ? p.cols / N : covering_vectors(p.cols, N);
