@@ -65,8 +65,8 @@ CUDA = [
         "cuda_bias_act_lost_rows",
         "the last row of a part is left out where its warps do not all have equally many",
         "csrc/kernels/activation/bias_act.cu",
-        "(end - begin - group + kGroups - 1) / kGroups)",
-        "(end - begin + kGroups - 1 - kGroups / 2) / kGroups)",
+        "(end - begin - group + groups - 1) >>",
+        "(end - begin - group + groups / 2) >>",
         "tests/test_bias_act.py -k 'many_rows and cuda'",
     ),
     Mutation(
