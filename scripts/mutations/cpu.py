@@ -395,4 +395,20 @@ CPU = [
         "if (false) {",
         "tests/test_int8_linear.py -k float64",
     ),
+    Mutation(
+        "attention_begins_where_the_cluster_before_does",
+        "two clusters have the same part of the line behind their own work tiles",
+        "csrc/kernels/attention/tile_scheduler.cuh",
+        "cluster = divide(next_whole, padded_tiles), begin",
+        "cluster = max(divide(next_whole, padded_tiles) - 1, 0), begin",
+        "tests/test_tile_scheduler.py",
+    ),
+    Mutation(
+        "attention_waits_for_a_work_tile_that_does_not_come",
+        "a work tile counts as the cluster's last one only if none follows at all",
+        "csrc/kernels/attention/tile_scheduler.cuh",
+        ">= min(after.end, (batch * work_tiles - splits.whole) * padded_tiles)",
+        ">= (batch * work_tiles - splits.whole) * padded_tiles",
+        "tests/test_tile_scheduler.py",
+    ),
 ]

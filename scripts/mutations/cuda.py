@@ -78,14 +78,6 @@ CUDA = [
         "tests/test_bias_act.py -k 'not_aligned and cuda'",
     ),
     Mutation(
-        "cuda_attention_forgets_what_is_left_of_the_line",
-        "the part of the line begins where the one of the cluster before does",
-        "csrc/kernels/attention/tile_scheduler.cuh",
-        "cluster = divide(next_whole, padded_tiles), begin",
-        "cluster = max(divide(next_whole, padded_tiles) - 1, 0), begin",
-        "tests/test_decode_attention.py -k 'as_many_tiles'",
-    ),
-    Mutation(
         "cuda_lost_last_partial",
         "the last partial sum of the weight's gradient is left out",
         "csrc/kernels/column_sum.cuh",
