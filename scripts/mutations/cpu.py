@@ -401,7 +401,7 @@ CPU = [
         "csrc/kernels/attention/tile_scheduler.cuh",
         "cluster = divide(next_whole, padded_tiles), begin",
         "cluster = max(divide(next_whole, padded_tiles) - 1, 0), begin",
-        "tests/test_tile_scheduler.py",
+        "tests/test_kernels_on_cpu.py",
     ),
     Mutation(
         "attention_waits_for_a_work_tile_that_does_not_come",
@@ -409,6 +409,6 @@ CPU = [
         "csrc/kernels/attention/tile_scheduler.cuh",
         ">= min(after.end, (batch * work_tiles - splits.whole) * padded_tiles)",
         ">= (batch * work_tiles - splits.whole) * padded_tiles",
-        "tests/test_tile_scheduler.py",
+        "tests/test_kernels_on_cpu.py",
     ),
 ]

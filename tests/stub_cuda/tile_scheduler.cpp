@@ -1,7 +1,5 @@
 // Runs the tile scheduler of decode attention for all clusters of random launches. Prints what was run, and fails where
 // a KV tile is not attended to exactly once, or clusters do not agree on who shares a work tile.
-#include "warp.h"
-
 #include "kernels/attention/tile_scheduler.cuh"
 
 #include <cstdio>
@@ -25,6 +23,17 @@ struct Case {
   int capacity;
 };
 
+// What `body`, which a whole warp runs, returns in its first lane.
+template <typename Body>
+auto of_warp(const Body& body) {
+  decltype(body()) result;
+  gpu::run_block({32, 1, 1}, [&] {
+    const auto mine = body();
+    if (threadIdx.x == 0) result = mine;
+  });
+  return result;
+}
+
 int failures = 0;
 void check(bool holds, const Case& c, const char* what, int cluster) {
   if (holds) return;
@@ -38,7 +47,7 @@ SplitPlan run(Case& c) {
   params.batch = c.batch, params.tokens = 1, params.cache.capacity = c.capacity, params.window_left = c.window_left;
   const SequenceLengths<Short> lengths(params, c.sequences.data());
   const SplitPlan plan =
-      warp::run([&] { return plan_splits(lengths, c.work_tiles, c.clusters, c.min_tiles, c.switch_tiles); })[0];
+      of_warp([&] { return plan_splits(lengths, c.work_tiles, c.clusters, c.min_tiles, c.switch_tiles); });
   using Tile = std::pair<int, int>;
   std::map<Tile, std::vector<int>> seen;                         // how often each key of a work tile
   std::map<Tile, std::set<int>> sharing;                         // clusters
@@ -46,7 +55,7 @@ SplitPlan run(Case& c) {
   std::map<Tile, bool> whole;
   std::set<std::pair<int, int>> rows;  // of the workspace
   for (int cluster = 0; cluster < c.clusters; ++cluster) {
-    auto scheduler = warp::run([&] { return TileScheduler<Short>(lengths, c.work_tiles, plan, cluster); })[0];
+    auto scheduler = of_warp([&] { return TileScheduler<Short>(lengths, c.work_tiles, plan, cluster); });
     for (int turns = 0; !scheduler.done(c.batch); ++turns) {
       const Tile tile{scheduler.b, scheduler.work_tile};
       check(scheduler.work_tile < c.work_tiles, c, "no such work tile", cluster);

@@ -1,0 +1,27 @@
+// Launches on the CPU (gpu.h), of a GPU with few SMs.
+#pragma once
+#include "gpu.h"
+
+#define launch launch_on_a_gpu
+#include "../../../csrc/kernels/launch.h"
+#undef launch
+
+namespace llmk::kernels {
+
+inline cudaError_t device_info(DeviceInfo& info) {
+  info = {};
+  info.sm_count = 6, info.compute_capability = 90, info.shared_bytes = 232448, info.l2_bytes = 50 << 20;
+  for (const int n : {1, 2, 4, 8, 16}) info.clusters[n] = info.sm_count / n;
+  return cudaSuccess;
+}
+
+template <typename... Params>
+cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t,
+                   const std::decay_t<Params>&... arguments) {
+  blockDim = {shape.threads.x, shape.threads.y, shape.threads.z};
+  gridDim = {static_cast<unsigned>(shape.blocks), 1, 1};
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) gpu::run_block(blockDim, [&] { kernel(arguments...); });
+  return cudaSuccess;
+}
+
+}  // namespace llmk::kernels
