@@ -17,6 +17,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "cuda_runtime.h"
@@ -210,10 +211,19 @@ class Guarded {
 }  // namespace gpu
 
 inline void __syncthreads() { gpu::wait(gpu::block->barriers[0], gpu::block->running); }
+inline bool __syncthreads_or(bool mine) {
+  static thread_local bool any[2];
+  static thread_local int turns[2];  // of the barrier, when `any` was written last
+  const int turn = gpu::block->barriers[0].turns, which = turn % 2;
+  if (std::exchange(turns[which], turn) != turn) any[which] = false;
+  any[which] |= mine;
+  __syncthreads();
+  return any[which];
+}
 inline void __syncwarp(unsigned = 0xffffffffu) { gpu::exchange(0, 0); }
 template <typename T>
-T __shfl_sync(unsigned, T mine, int from) {
-  return gpu::exchange(mine, from);
+T __shfl_sync(unsigned, T mine, int from, int width = 32) {
+  return gpu::exchange(mine, gpu::fiber->lane / width * width + from % width);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T mine, int by) {
@@ -250,6 +260,8 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 template <typename T>
 T __ldcg(const T* address) {

@@ -8,6 +8,11 @@ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(pointer));
 }
 
+inline void* __cvta_shared_to_generic(uint32_t address) {
+  static thread_local char here;
+  return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(&here) & ~uintptr_t{0xffffffff}) | address);
+}
+
 inline float reciprocal_approximate(float x) { return 1.f / x; }
 inline float exp_approximate(float x) { return std::exp(x); }
 inline float min_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : min(a, b); }

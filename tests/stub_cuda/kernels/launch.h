@@ -18,6 +18,7 @@ inline cudaError_t device_info(DeviceInfo& info) {
 template <typename... Params>
 cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t,
                    const std::decay_t<Params>&... arguments) {
+  if (shape.cluster > 1) std::printf("a cluster of %d blocks\n", shape.cluster), std::exit(1);
   blockDim = {shape.threads.x, shape.threads.y, shape.threads.z};
   gridDim = {static_cast<unsigned>(shape.blocks), 1, 1};
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) gpu::run_block(blockDim, [&] { kernel(arguments...); });
