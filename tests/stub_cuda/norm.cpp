@@ -115,7 +115,10 @@ int main() {
       }
     }
   }
-  run(9, 4097, 4097, false, false, true, true), run(9, 4097, 4097, true, true, true, false);
+  for (const bool centered : {false, true}) {
+    run(9, 4097, 4097, centered, centered, true, !centered), run(3, 20001, 20001, centered, !centered, true, centered);
+    run(2, 60001, 60004, centered, false, true, centered);
+  }
   std::printf("%d launches of each, %d failures\n", launches, failures);
   return failures > 0;
 }
