@@ -467,4 +467,12 @@ CPU = [
         "-1",
         "tests/test_kernels_on_cpu.py -k bias_act",
     ),
+    Mutation(
+        "cpu_attention_leaves_two_outputs_in_one_place",
+        "the partial outputs of a cluster's first and last split lie in one place of the workspace",
+        "csrc/kernels/attention/merge.cuh",
+        "(cluster * 2 + is_last_split) * S::kQueries + query;",
+        "cluster * 2 * S::kQueries + query;",
+        "tests/test_kernels_on_cpu.py -k decode_attention",
+    ),
 ]

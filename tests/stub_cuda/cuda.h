@@ -1,2 +1,4 @@
 // For headers that name the driver's types only.
 #pragma once
+
+struct CUtensorMap {};

@@ -1,7 +1,7 @@
 // Runs kernels on the CPU: their own source, one block after another, each thread of a block a fiber that gives way to
 // the next one at a barrier or a shuffle. For tests on machines without a GPU of what no plan shows: indices, ends of
-// rows, who waits for whom. What instructions do that C++ does not have is in device/ptx.cuh beside this file. Not for
-// clusters of several blocks, TMA or tensor cores; and timing, caches and races between threads are not a GPU's.
+// rows, who waits for whom. What instructions do that C++ does not have is in device/ beside this file, mma.sync
+// included. Not for clusters of several blocks, TMA or wgmma; and timing, caches and races are not a GPU's.
 //
 // A block whose threads all wait, for barriers that cannot complete, ends the program with a message.
 #pragma once
@@ -28,7 +28,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ thread_local  // and so static, if in a function; `extern` may stand before it
-#define __align__(bytes) alignas(bytes)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __builtin_assume(condition)
 
 using std::max;
@@ -102,15 +102,19 @@ inline void wait(Barrier& barrier, int count) {
   fiber->waits_for = nullptr;
 }
 
-// What all lanes have brought. Every lane of the warp that still runs calls it.
+// What all lanes have brought, until the exchange after the next one. Every lane of the warp that still runs calls it.
 template <typename T>
-T exchange(const T& mine, int from) {
+const uint64_t* bring(const T& mine) {
   static_assert(sizeof(T) <= 8);
   auto& brought = fiber->warp->brought[fiber->exchanges++ % 2];
   std::memcpy(&brought[fiber->lane], &mine, sizeof(T));
   wait(fiber->warp->barrier, fiber->warp->running);
+  return brought;
+}
+template <typename T>
+T exchange(const T& mine, int from) {
   T result;
-  std::memcpy(&result, &brought[from & 31], sizeof(T));
+  std::memcpy(&result, &bring(mine)[from & 31], sizeof(T));
   return result;
 }
 
@@ -220,6 +224,7 @@ inline bool __syncthreads_or(bool mine) {
   __syncthreads();
   return any[which];
 }
+inline bool __syncthreads_and(bool mine) { return !__syncthreads_or(!mine); }
 inline void __syncwarp(unsigned = 0xffffffffu) { gpu::exchange(0, 0); }
 template <typename T>
 T __shfl_sync(unsigned, T mine, int from, int width = 32) {
@@ -254,6 +259,7 @@ inline int __reduce_add_sync(unsigned, int mine) {
 
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
   return static_cast<unsigned>((uint64_t{high} << 32 | low) >> (by & 31));
@@ -266,6 +272,10 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 template <typename T>
 T __ldcg(const T* address) {
   return *address;
+}
+template <typename T>
+void __stcg(T* address, const T& value) {
+  *address = value;
 }
 template <typename T>
 void __stwb(T* address, const T& value) {

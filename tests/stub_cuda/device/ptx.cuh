@@ -39,6 +39,9 @@ void cp_async_wait() {}
 inline void named_barrier(int id, int threads) { gpu::wait(gpu::block->barriers[id], threads); }
 inline void named_barrier_arrive(int id, int threads) { gpu::arrive(gpu::block->barriers[id], threads); }
 
+inline int atomic_add_acq_rel(int* counter, int value) { return std::exchange(*counter, *counter + value); }
+inline int atomic_add_release(int* counter, int value) { return atomic_add_acq_rel(counter, value); }
+
 inline void pdl_wait() {}
 inline void pdl_launch_dependents() {}
 

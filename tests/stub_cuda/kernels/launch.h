@@ -21,7 +21,12 @@ cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStre
   if (shape.cluster > 1) std::printf("a cluster of %d blocks\n", shape.cluster), std::exit(1);
   blockDim = {shape.threads.x, shape.threads.y, shape.threads.z};
   gridDim = {static_cast<unsigned>(shape.blocks), 1, 1};
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) gpu::run_block(blockDim, [&] { kernel(arguments...); });
+  // Blocks may come in any order: here every other one first.
+  for (const unsigned first : {0u, 1u}) {
+    for (blockIdx.x = first; blockIdx.x < gridDim.x; blockIdx.x += 2) {
+      gpu::run_block(blockDim, [&] { kernel(arguments...); });
+    }
+  }
   return cudaSuccess;
 }
 
