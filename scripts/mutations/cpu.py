@@ -475,4 +475,12 @@ CPU = [
         "cluster * 2 * S::kQueries + query;",
         "tests/test_kernels_on_cpu.py -k decode_attention",
     ),
+    Mutation(
+        "cpu_attention_takes_the_page_of_the_first_keys",
+        "before Hopper, all keys of a warp are read from the page of the first ones",
+        "csrc/kernels/attention/ring_copy.cuh",
+        "index = key / page_size;",
+        "index = (key - keys * kMmaKeys) / page_size;",
+        "tests/test_kernels_on_cpu.py -k decode_attention",
+    ),
 ]

@@ -1,6 +1,6 @@
 // Decode attention on the CPU, as GPUs before Hopper run it: ring, tensor cores, the merge of warps and of clusters
-// through the workspace; sequences as long as each other or not, more and fewer than there are clusters. Fails where an
-// output is not that of the formula, or a counter is not put back.
+// through the workspace; sequences as long as each other or not, more and fewer than there are clusters, in one piece
+// or in pages. Fails where an output is not that of the formula, or a counter is not put back.
 #include "kernels/attention/decode_attention.cuh"
 #include "matrix.h"
 
@@ -19,8 +19,18 @@ int launches = 0, with_whole = 0;
 
 template <int kHeadDim>
 void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const std::vector<int>& lengths,
-         int window_left, int sm_count) {
+         int window_left, int sm_count, int64_t page_size) {
   ++launches;
+  const bool paged = page_size > 0;
+  if (!paged) page_size = capacity;
+  // Pages in reverse order; in one piece, sequence b is page b.
+  const int64_t pages_each = (capacity + page_size - 1) / page_size, pages = batch * pages_each;
+  capacity = pages_each * page_size;
+  std::vector<int32_t> table;
+  for (int64_t i = 0; i < pages; ++i) table.push_back(static_cast<int32_t>(paged ? pages - 1 - i : i));
+  const auto row_of = [&](int b, int64_t key) {
+    return table[b * pages_each + key / page_size] * page_size + key % page_size;
+  };
   const int heads = kv_heads * group;
   Matrix q(batch, tokens * heads * kHeadDim, tokens * heads * kHeadDim, false),
       k(batch * capacity, kv_heads * kHeadDim, kv_heads * kHeadDim, false),
@@ -28,8 +38,8 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
       out(batch, tokens * heads * kHeadDim, tokens * heads * kHeadDim, true);
   q.fill(), k.fill(), v.fill();
   for (int b = 0; b < batch; ++b) {  // what is behind a sequence does not count, not even NaN
-    for (int64_t row = b * capacity + lengths[b]; row < (b + 1) * capacity; ++row) {
-      for (int64_t c = 0; c < k.cols; ++c) k(row, c) = v(row, c) = {0x7fff};
+    for (int64_t key = lengths[b]; key < capacity; ++key) {
+      for (int64_t c = 0; c < k.cols; ++c) k(row_of(b, key), c) = v(row_of(b, key), c) = {0x7fff};
     }
   }
   DeviceInfo device{};
@@ -40,9 +50,9 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
                               .kv_heads = kv_heads,
                               .head_dim = kHeadDim,
                               .capacity = capacity,
-                              .page_size = capacity,
-                              .pages = batch,
-                              .paged = false,
+                              .page_size = page_size,
+                              .pages = pages,
+                              .paged = paged,
                               .k = {},
                               .v = {},
                               .dtype = Dtype::kBFloat16,
@@ -54,15 +64,16 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
   DecodeAttentionParams p{};
   const int64_t token = int64_t{kv_heads} * kHeadDim;
   p.q = q.data(), p.q_head = kHeadDim, p.q_token = heads * kHeadDim, p.q_batch = q.cols;
-  p.cache.k = k.data(), p.cache.v = v.data(), p.cache.pages = batch, p.cache.page_size = p.cache.capacity = capacity;
-  p.cache.k_page = p.cache.v_page = capacity * token, p.cache.k_token = p.cache.v_token = token;
+  p.cache.k = k.data(), p.cache.v = v.data(), p.cache.pages = pages, p.cache.page_size = page_size;
+  p.cache.capacity = capacity, p.cache.block_table = paged ? table.data() : nullptr, p.cache.table_stride = pages_each;
+  p.cache.k_page = p.cache.v_page = page_size * token, p.cache.k_token = p.cache.v_token = token;
   p.cache.k_head = p.cache.v_head = kHeadDim;
   p.cache_seqlens = lengths.data(), p.out = out.data();
   p.batch = batch, p.tokens = tokens, p.heads = heads, p.kv_heads = kv_heads, p.head_dim = kHeadDim;
   p.softmax_scale = 0.125, p.window_left = window_left;
   p.workspace = workspace.data(), p.counters = counters.data();
   const LaunchShape shape{plan.clusters, dim3(kThreads), static_cast<size_t>(plan.layout(kHeadDim).bytes)};
-  if (shape.shared_bytes > sizeof(shared)) std::exit(1);
+  if (shape.shared_bytes > sizeof(shared)) gpu::fail();
   if (plan.query_mma_tiles == 1) {
     launch(decode_attention_kernel<Shape<__nv_bfloat16, kHeadDim, 1>, false>, shape, nullptr, p, plan, KvMaps{});
   } else {
@@ -78,7 +89,7 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
         std::vector<double> scores;
         for (int key = begin; key < end; ++key) {
           double s = 0;
-          for (int d = 0; d < kHeadDim; ++d) s += q.value(b, of_q + d) * k.value(b * capacity + key, of_k + d);
+          for (int d = 0; d < kHeadDim; ++d) s += q.value(b, of_q + d) * k.value(row_of(b, key), of_k + d);
           scores.push_back(s * p.softmax_scale);
         }
         double maximum = -INFINITY, sum = 0;
@@ -87,7 +98,7 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
         for (int d = 0; d < kHeadDim; ++d) {
           double expected = 0;
           for (int key = begin; key < end; ++key) {
-            expected += scores[key - begin] / sum * v.value(b * capacity + key, of_k + d);
+            expected += scores[key - begin] / sum * v.value(row_of(b, key), of_k + d);
           }
           check(out.value(b, of_q + d), expected, 1, "an output", b, lengths[b]);
         }
@@ -101,17 +112,17 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
 
 int main() {
   std::mt19937 random(0);
-  for (int i = 0; i < 24; ++i) {
+  for (int i = 0; i < 20; ++i) {
     const bool equal = i % 2 == 0;
     const int batch = 1 + static_cast<int>(random() % (i % 3 ? 6 : 20)), kv_heads = 1 + static_cast<int>(random() % 3);
     const int capacity = 64 + static_cast<int>(random() % 700), tokens = i % 4 == 3 ? 3 : 1, longest = capacity - 1;
     std::vector<int> lengths;
     for (int b = 0; b < batch; ++b) lengths.push_back(equal ? longest : static_cast<int>(random() % longest));
-    const int window = i % 6 == 5 ? 50 : -1, sms = 1 + static_cast<int>(random() % 4);
+    const int window = i % 6 == 5 ? 50 : -1, sms = 1 + static_cast<int>(random() % 4), page_size = i % 3 == 2 ? 16 : 0;
     if (i % 5 == 4) {
-      run<128>(batch, kv_heads, 2, tokens, capacity, lengths, window, sms);
+      run<128>(batch, kv_heads, 2, tokens, capacity, lengths, window, sms, page_size);
     } else {
-      run<64>(batch, kv_heads, i % 3 ? 2 : 7, tokens, capacity, lengths, window, sms);
+      run<64>(batch, kv_heads, i % 3 ? 2 : 7, tokens, capacity, lengths, window, sms, page_size);
     }
   }
   std::printf("%d launches, %d of more work tiles than clusters, %d failures\n", launches, with_whole, failures);

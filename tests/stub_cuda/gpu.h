@@ -60,6 +60,12 @@ inline Index threadIdx{}, blockIdx{}, blockDim{1, 1, 1}, gridDim{1, 1, 1};
 
 namespace gpu {
 
+// Ends the program, from within a fiber, too.
+[[noreturn]] inline void fail() {
+  std::fflush(nullptr);
+  std::_Exit(1);
+}
+
 struct Barrier {
   int arrived = 0, turns = 0;
 };
@@ -166,7 +172,7 @@ inline void run_block(const Index& threads, const std::function<void()>& body) {
   }
   if (here.running > 0) {
     std::printf("block %u: %d threads wait for ever\n", blockIdx.x, here.running);
-    std::exit(1);
+    fail();
   }
 }
 
@@ -197,7 +203,7 @@ class Guarded {
       if (begin >= one->data_ && begin + bytes <= one->end_) return;
       std::printf("an access of %zu bytes, %td from a tensor's begin and %td from its end\n", bytes, begin - one->data_,
                   one->end_ - begin);
-      std::exit(1);
+      fail();
     }
   }
 

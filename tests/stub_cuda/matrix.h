@@ -36,7 +36,7 @@ inline int failures = 0;
 inline void check(double value, double expected, double scale, const char* what, int64_t rows, int64_t cols) {
   if (std::fabs(value - expected) <= 0.01 * scale) return;
   std::printf("%s, %d x %d: %g instead of %g\n", what, static_cast<int>(rows), static_cast<int>(cols), value, expected);
-  if (++failures > 20) std::exit(1);
+  if (++failures > 20) gpu::fail();
 }
 
 // What lies between the rows of a result is as it was.

@@ -37,7 +37,7 @@ auto of_warp(const Body& body) {
 int failures = 0;
 void check(bool holds, const Case& c, const char* what, int cluster) {
   if (holds) return;
-  if (++failures > 20) std::exit(1);
+  if (++failures > 20) gpu::fail();
   std::printf("%s: cluster %d of %d, %d sequences of %d work tiles\n", what, cluster, c.clusters, c.batch,
               c.work_tiles);
 }

@@ -44,28 +44,32 @@ class Ring {
       const bool is_value = stage_ % 2;
       const KvCache& cache = params_.cache;
       const TileScheduler<S>& scheduler = tiles_.scheduler;
-      const int lane = threadIdx.x % 32, first_row = threadIdx.x / 32 * S::kWarpKeys, key = tiles_.key + first_row;
-      int page = scheduler.b, in_page = key;
-      if (cache.block_table) {
-        const int page_size = static_cast<int>(cache.page_size), index = key / page_size;
-        page = key < scheduler.end_key() ? __ldcg(cache.block_table + scheduler.b * cache.table_stride + index) : -1;
-        in_page = key - index * page_size;
-      }
-      const bool exists = page >= 0 && page < cache.pages;
-      const int head = scheduler.work_tile / query_tiles_,
+      const int lane = threadIdx.x % 32, head = scheduler.work_tile / query_tiles_,
                 token = static_cast<int>(is_value ? cache.v_token : cache.k_token);
-      const typename S::T* from = static_cast<const typename S::T*>(is_value ? cache.v : cache.k);
-      if (exists) {
-        from += is_value ? page * cache.v_page + in_page * cache.v_token + head * cache.v_head
-                         : page * cache.k_page + in_page * cache.k_token + head * cache.k_head;
-      }
+      // A page holds a multiple of kMmaKeys keys: so many at a time are in one page.
 #pragma unroll
-      for (int i = 0; i < S::kWarpKeys * S::kVectors / 32; ++i) {
-        const int vector = lane + 32 * i, row = vector / S::kVectors, column = vector % S::kVectors;
-        const bool is_live = exists && key + row >= scheduler.keys.begin && key + row < scheduler.end_key();
-        cp_async_16_or_zero(ring_ + stage_ * S::kStageBytes + column / 8 * S::kChunkBytes + (first_row + row) * 128 +
-                                (column % 8 ^ row % 8) * 16,
-                            is_live ? from + (row * token + column * 8) : from, is_live);
+      for (int keys = 0; keys < S::kKeyTiles; ++keys) {
+        const int first_row = threadIdx.x / 32 * S::kWarpKeys + keys * kMmaKeys, key = tiles_.key + first_row;
+        int page = scheduler.b, in_page = key;
+        if (cache.block_table) {
+          const int page_size = static_cast<int>(cache.page_size), index = key / page_size;
+          page = key < scheduler.end_key() ? __ldcg(cache.block_table + scheduler.b * cache.table_stride + index) : -1;
+          in_page = key - index * page_size;
+        }
+        const bool exists = page >= 0 && page < cache.pages;
+        const typename S::T* from = static_cast<const typename S::T*>(is_value ? cache.v : cache.k);
+        if (exists) {
+          from += is_value ? page * cache.v_page + in_page * cache.v_token + head * cache.v_head
+                           : page * cache.k_page + in_page * cache.k_token + head * cache.k_head;
+        }
+#pragma unroll
+        for (int i = 0; i < kMmaKeys * S::kVectors / 32; ++i) {
+          const int vector = lane + 32 * i, row = vector / S::kVectors, column = vector % S::kVectors;
+          const bool is_live = exists && key + row >= scheduler.keys.begin && key + row < scheduler.end_key();
+          cp_async_16_or_zero(ring_ + stage_ * S::kStageBytes + column / 8 * S::kChunkBytes + (first_row + row) * 128 +
+                                  (column % 8 ^ row % 8) * 16,
+                              is_live ? from + (row * token + column * 8) : from, is_live);
+        }
       }
       if (is_value) tiles_.advance();
     }

@@ -18,7 +18,7 @@ inline cudaError_t device_info(DeviceInfo& info) {
 template <typename... Params>
 cudaError_t launch(void (*kernel)(Params...), const LaunchShape& shape, cudaStream_t,
                    const std::decay_t<Params>&... arguments) {
-  if (shape.cluster > 1) std::printf("a cluster of %d blocks\n", shape.cluster), std::exit(1);
+  if (shape.cluster > 1) std::printf("a cluster of %d blocks\n", shape.cluster), gpu::fail();
   blockDim = {shape.threads.x, shape.threads.y, shape.threads.z};
   gridDim = {static_cast<unsigned>(shape.blocks), 1, 1};
   // Blocks may come in any order: here every other one first.
