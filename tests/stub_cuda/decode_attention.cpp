@@ -19,7 +19,7 @@ int launches = 0, with_whole = 0;
 
 template <int kHeadDim>
 void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const std::vector<int>& lengths,
-         int window_left, int sm_count, int64_t page_size) {
+         int window_left, int sm_count, int64_t page_size, bool fused) {
   ++launches;
   const bool paged = page_size > 0;
   if (!paged) page_size = capacity;
@@ -37,8 +37,19 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
       v(batch * capacity, kv_heads * kHeadDim, kv_heads * kHeadDim, true),
       out(batch, tokens * heads * kHeadDim, tokens * heads * kHeadDim, true);
   q.fill(), k.fill(), v.fill();
+  Matrix new_k(batch, k.cols, k.cols, false), new_v(batch, k.cols, k.cols, true),
+      cos(capacity, kHeadDim / 2, kHeadDim / 2, false), sin(capacity, kHeadDim / 2, kHeadDim / 2, true);
+  new_k.fill(), new_v.fill(), cos.fill(), sin.fill();
+  std::vector<int32_t> positions;
+  for (const int length : lengths) positions.push_back(length - 1);
+  // Element d of a head that begins at column `first` of a row, rotated.
+  const auto rotated = [&](Matrix& m, int b, int64_t first, int d) {
+    const int half = kHeadDim / 2, other = d < half ? d + half : d - half, sign = d < half ? -1 : 1;
+    return m.value(b, first + d) * cos.value(positions[b], d % half) +
+           sign * m.value(b, first + other) * sin.value(positions[b], d % half);
+  };
   for (int b = 0; b < batch; ++b) {  // what is behind a sequence does not count, not even NaN
-    for (int64_t key = lengths[b]; key < capacity; ++key) {
+    for (int64_t key = lengths[b] - fused; key < capacity; ++key) {
       for (int64_t c = 0; c < k.cols; ++c) k(row_of(b, key), c) = v(row_of(b, key), c) = {0x7fff};
     }
   }
@@ -56,7 +67,7 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
                               .k = {},
                               .v = {},
                               .dtype = Dtype::kBFloat16,
-                              .fused = false,
+                              .fused = fused,
                               .max_seqlen = 0};
   const DecodePlan plan = plan_decode_attention(problem, device);
   std::vector<float4> workspace(plan.clusters * 2 * 16 * (kHeadDim / 4 + 1));
@@ -72,6 +83,11 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
   p.batch = batch, p.tokens = tokens, p.heads = heads, p.kv_heads = kv_heads, p.head_dim = kHeadDim;
   p.softmax_scale = 0.125, p.window_left = window_left;
   p.workspace = workspace.data(), p.counters = counters.data();
+  if (fused) {
+    p.new_k = new_k.data(), p.new_v = new_v.data(), p.new_k_batch = p.new_v_batch = token;
+    p.new_k_head = p.new_v_head = kHeadDim, p.positions = positions.data();
+    p.rope = {cos.data(), sin.data(), kHeadDim / 2, kHeadDim / 2, capacity, kHeadDim, true};
+  }
   const LaunchShape shape{plan.clusters, dim3(kThreads), static_cast<size_t>(plan.layout(kHeadDim).bytes)};
   if (shape.shared_bytes > sizeof(shared)) gpu::fail();
   if (plan.query_mma_tiles == 1) {
@@ -82,14 +98,20 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
   with_whole += batch * kv_heads * plan.query_tiles > plan.clusters * 5 / 4;
 
   for (int b = 0; b < batch; ++b) {
+    for (int64_t c = 0; fused && c < k.cols; ++c) {
+      const double expected = rotated(new_k, b, c / kHeadDim * kHeadDim, c % kHeadDim);
+      check(k.value(row_of(b, lengths[b] - 1), c), expected, 4, "the new key in the cache", b, lengths[b]);
+      check(v.value(row_of(b, lengths[b] - 1), c), new_v.value(b, c), 0, "the new value in the cache", b, lengths[b]);
+    }
     for (int t = 0; t < tokens; ++t) {
       const int end = lengths[b] - tokens + t + 1, begin = window_left < 0 ? 0 : max(end - 1 - window_left, 0);
       for (int h = 0; h < heads; ++h) {
         const int64_t of_q = (int64_t{t} * heads + h) * kHeadDim, of_k = h / group * kHeadDim;
-        std::vector<double> scores;
+        std::vector<double> scores, query;
+        for (int d = 0; d < kHeadDim; ++d) query.push_back(fused ? rotated(q, b, of_q, d) : q.value(b, of_q + d));
         for (int key = begin; key < end; ++key) {
           double s = 0;
-          for (int d = 0; d < kHeadDim; ++d) s += q.value(b, of_q + d) * k.value(row_of(b, key), of_k + d);
+          for (int d = 0; d < kHeadDim; ++d) s += query[d] * k.value(row_of(b, key), of_k + d);
           scores.push_back(s * p.softmax_scale);
         }
         double maximum = -INFINITY, sum = 0;
@@ -100,7 +122,7 @@ void run(int batch, int kv_heads, int group, int tokens, int64_t capacity, const
           for (int key = begin; key < end; ++key) {
             expected += scores[key - begin] / sum * v.value(row_of(b, key), of_k + d);
           }
-          check(out.value(b, of_q + d), expected, 1, "an output", b, lengths[b]);
+          check(out.value(b, of_q + d), expected, fused ? 4 : 1, "an output", b, lengths[b]);
         }
       }
     }
@@ -116,13 +138,16 @@ int main() {
     const bool equal = i % 2 == 0;
     const int batch = 1 + static_cast<int>(random() % (i % 3 ? 6 : 20)), kv_heads = 1 + static_cast<int>(random() % 3);
     const int capacity = 64 + static_cast<int>(random() % 700), tokens = i % 4 == 3 ? 3 : 1, longest = capacity - 1;
+    const bool fused = i % 7 > 3 && tokens == 1;
     std::vector<int> lengths;
-    for (int b = 0; b < batch; ++b) lengths.push_back(equal ? longest : static_cast<int>(random() % longest));
+    for (int b = 0; b < batch; ++b) {
+      lengths.push_back(equal ? longest : fused + static_cast<int>(random() % (longest - 1)));
+    }
     const int window = i % 6 == 5 ? 50 : -1, sms = 1 + static_cast<int>(random() % 4), page_size = i % 3 == 2 ? 16 : 0;
     if (i % 5 == 4) {
-      run<128>(batch, kv_heads, 2, tokens, capacity, lengths, window, sms, page_size);
+      run<128>(batch, kv_heads, 2, tokens, capacity, lengths, window, sms, page_size, fused);
     } else {
-      run<64>(batch, kv_heads, i % 3 ? 2 : 7, tokens, capacity, lengths, window, sms, page_size);
+      run<64>(batch, kv_heads, i % 3 ? 2 : 7, tokens, capacity, lengths, window, sms, page_size, fused);
     }
   }
   std::printf("%d launches, %d of more work tiles than clusters, %d failures\n", launches, with_whole, failures);
