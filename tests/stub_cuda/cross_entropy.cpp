@@ -78,6 +78,8 @@ int main() {
     }
   }
   run(3, 20001, 20001, 0.1, 200, true), run(3, 32000, 32000, 0, 0, false);
+  is_hopper = false;
+  run(2, 60001, 60001, 0.1, 200, true);
   std::printf("%d launches of each, %d failures\n", launches, failures);
   return failures > 0;
 }

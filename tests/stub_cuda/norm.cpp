@@ -119,6 +119,8 @@ int main() {
     run(9, 4097, 4097, centered, centered, true, !centered), run(3, 20001, 20001, centered, !centered, true, centered);
     run(2, 60001, 60004, centered, false, true, centered);
   }
+  is_hopper = false;
+  for (const int64_t cols : {9872, 30001}) run(2, cols, cols + 2, true, false, true, true);
   std::printf("%d launches of each, %d failures\n", launches, failures);
   return failures > 0;
 }

@@ -65,6 +65,8 @@ int main() {
   }
   for (const bool log : {false, true})
     run(5, 20001, 20001, log, log, log, 300), run(2, 20001, 20004, log, true, log, 0);
+  is_hopper = false;
+  run(2, 60001, 60001, false, true, true, 300);
   std::printf("%d launches of each, %d failures\n", launches, failures);
   return failures > 0;
 }

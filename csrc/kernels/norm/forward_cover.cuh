@@ -188,7 +188,7 @@ ForwardCoverShape plan_forward_cover(const NormParams& params, Sum sum, bool cen
   if (bytes + kForwardCoverMargin > device.shared_bytes) plan.vectors = 0;
   if (plan.vectors == 0) return result;
   const int blocks_per_sm = 2 * (bytes + kForwardCoverMargin) > device.shared_bytes ? 1 : kForwardCoverBlocks;
-  const int64_t rows = (params.rows + N - 1) / N, most_blocks = blocks_per_sm * device.sm_count / N;
+  const int64_t rows = (params.rows + N - 1) / N, most_blocks = std::max(blocks_per_sm * device.sm_count / N, 1);
   const int64_t wanted = (rows + most_blocks - 1) / most_blocks;
   plan.rows_per_block = static_cast<int>(std::min<int64_t>(most_threads / plan.threads, wanted));
   const int64_t blocks = std::min(most_blocks, (rows + plan.rows_per_block - 1) / plan.rows_per_block) * N;

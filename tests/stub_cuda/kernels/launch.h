@@ -8,10 +8,14 @@
 
 namespace llmk::kernels {
 
+// With clusters, or one before Hopper, which has less shared memory.
+inline bool is_hopper = true;
+
 inline cudaError_t device_info(DeviceInfo& info) {
   info = {};
-  info.sm_count = 6, info.compute_capability = 90, info.shared_bytes = 232448, info.l2_bytes = 50 << 20;
-  for (const int n : {1, 2, 4, 8, 16}) info.clusters[n] = info.sm_count / n;
+  info.sm_count = 6, info.compute_capability = is_hopper ? 90 : 86, info.l2_bytes = 50 << 20;
+  info.shared_bytes = is_hopper ? 232448 : 101376;
+  for (const int n : {1, 2, 4, 8, 16}) info.clusters[n] = n == 1 || is_hopper ? info.sm_count / n : 0;
   return cudaSuccess;
 }
 
