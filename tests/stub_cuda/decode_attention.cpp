@@ -6,7 +6,7 @@
 
 namespace llmk::kernels {
 
-alignas(1024) thread_local unsigned char shared[232448];
+alignas(1024) thread_local unsigned char shared[stub::kShared];  // dynamic shared memory
 
 }  // namespace llmk::kernels
 

@@ -88,6 +88,9 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   Barrier barriers[16];
+  // Of __syncthreads_or(), for two turns of the first barrier: what has come so far, and of which turn.
+  bool any[2];
+  int any_turns[2] = {-1, -1};
   int running;  // threads
   ucontext_t scheduler;
   std::function<void()> body;
@@ -95,12 +98,11 @@ struct Block {
 inline Block* block = nullptr;
 inline Fiber* fiber = nullptr;  // that runs
 
-// Lets the others run until the barrier has had `count` arrivals.
-inline void arrive(Barrier& barrier, int count) {
-  if (++barrier.arrived < count) return;
-  barrier.arrived = 0;
-  ++barrier.turns;
+inline void complete_if(bool enough, Barrier& barrier) {
+  if (enough) barrier.arrived = 0, ++barrier.turns;
 }
+inline void arrive(Barrier& barrier, int count) { complete_if(++barrier.arrived >= count, barrier); }
+// Lets the others run until the barrier has had `count` arrivals.
 inline void wait(Barrier& barrier, int count) {
   fiber->waits_for = &barrier, fiber->turn = barrier.turns;
   arrive(barrier, count);
@@ -130,11 +132,9 @@ inline void run_fiber() {
   mine.ended = true;
   // A thread that has ended is not waited for.
   --block->running, --mine.warp->running;
-  const auto complete = [](Barrier& barrier, int count) {
-    if (count > 0 && barrier.arrived >= count) barrier.arrived = 0, ++barrier.turns;
-  };
-  complete(block->barriers[0], block->running);
-  complete(mine.warp->barrier, mine.warp->running);
+  const auto is_complete = [](const Barrier& barrier, int count) { return count > 0 && barrier.arrived >= count; };
+  complete_if(is_complete(block->barriers[0], block->running), block->barriers[0]);
+  complete_if(is_complete(mine.warp->barrier, mine.warp->running), mine.warp->barrier);
   swapcontext(&mine.context, &block->scheduler);
 }
 
@@ -222,13 +222,12 @@ class Guarded {
 
 inline void __syncthreads() { gpu::wait(gpu::block->barriers[0], gpu::block->running); }
 inline bool __syncthreads_or(bool mine) {
-  static thread_local bool any[2];
-  static thread_local int turns[2];  // of the barrier, when `any` was written last
-  const int turn = gpu::block->barriers[0].turns, which = turn % 2;
-  if (std::exchange(turns[which], turn) != turn) any[which] = false;
-  any[which] |= mine;
+  gpu::Block& block = *gpu::block;
+  const int turn = block.barriers[0].turns, which = turn % 2;
+  if (std::exchange(block.any_turns[which], turn) != turn) block.any[which] = false;
+  block.any[which] |= mine;
   __syncthreads();
-  return any[which];
+  return block.any[which];
 }
 inline bool __syncthreads_and(bool mine) { return !__syncthreads_or(!mine); }
 inline void __syncwarp(unsigned = 0xffffffffu) { gpu::exchange(0, 0); }

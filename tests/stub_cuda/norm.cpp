@@ -9,7 +9,8 @@
 
 namespace llmk::kernels::norm {
 
-thread_local int4 cache[232448 / 16], ring[232448 / 16], parameters[232448 / 16];
+constexpr size_t kShared = stub::kShared / sizeof(int4);
+thread_local int4 cache[kShared], ring[kShared], parameters[kShared];  // dynamic shared memory
 
 }  // namespace llmk::kernels::norm
 

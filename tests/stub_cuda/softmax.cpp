@@ -5,14 +5,6 @@
 #include "kernels/softmax/softmax_backward.cu"
 #include "matrix.h"
 
-namespace llmk::kernels {
-namespace {
-
-thread_local int4 cache[232448 / 16];
-
-}  // namespace
-}  // namespace llmk::kernels
-
 using namespace llmk;
 using namespace llmk::kernels;
 

@@ -8,13 +8,20 @@
 
 namespace llmk::kernels {
 
+// Dynamic shared memory of kernels in an unnamed namespace, by the name that they have for it.
+namespace {
+
+thread_local int4 cache[stub::kShared / sizeof(int4)];
+
+}  // namespace
+
 // With clusters, or one before Hopper, which has less shared memory.
 inline bool is_hopper = true;
 
 inline cudaError_t device_info(DeviceInfo& info) {
   info = {};
   info.sm_count = 6, info.compute_capability = is_hopper ? 90 : 86, info.l2_bytes = 50 << 20;
-  info.shared_bytes = is_hopper ? 232448 : 101376;
+  info.shared_bytes = is_hopper ? stub::kShared : 101376;
   for (const int n : {1, 2, 4, 8, 16}) info.clusters[n] = n == 1 || is_hopper ? info.sm_count / n : 0;
   return cudaSuccess;
 }
