@@ -36,7 +36,6 @@
 //   64 x 8192, 32 + 32 heads |       1926 |             1910
 //   48 x 800, 32 + 32 heads  |      150.4 |            143.6
 //   44 x 1000, 16 + 8 heads  |       45.7 |             44.0
-//   64 x 8192, 28 + 4 heads  |      243.9 |            243.1
 //
 // An even part of the line takes an even time only if all SMs read equally fast. On an H200, 24 of 132 SMs are done
 // with theirs in four fifths of the time of the others. But pieces of the line, 3 to 14 % of it, left for whoever comes
